@@ -1,0 +1,60 @@
+"""Train many LoRA adapters at once on one frozen language model.
+
+    import jaxlora
+
+    run = jaxlora.RunConfig(model="path/or/hub-id", jobs=[jaxlora.LoraJob(...), ...])
+    result = jaxlora.Trainer(run).train()
+"""
+
+import importlib.metadata
+
+from jaxlora.adapter import Adapter, LoraWeights
+from jaxlora.config import DataConfig, LoraJob, RunConfig
+from jaxlora.errors import JaxloraError
+from jaxlora.hf.load import BaseModel
+from jaxlora.hf.load import load_base as load_model
+from jaxlora.hf.merge import merge_adapter
+from jaxlora.hf.peft_export import export_peft
+from jaxlora.hf.peft_import import import_peft
+from jaxlora.models.config import ModelConfig
+from jaxlora.models.decoder import Decoder, DecoderOptions, DecoderSpec
+from jaxlora.modules.multi_lora_linear import (
+    BaseParam,
+    MultiLoraLinear,
+    Routing,
+    SlotShape,
+    SlotVariable,
+)
+from jaxlora.run_file import load_run
+from jaxlora.train.report import JobResult, RunResult, print_summary
+from jaxlora.train.trainer import Trainer
+
+__version__ = importlib.metadata.version("jaxlora")
+
+__all__ = [
+    "Adapter",
+    "BaseModel",
+    "BaseParam",
+    "DataConfig",
+    "Decoder",
+    "DecoderOptions",
+    "DecoderSpec",
+    "JaxloraError",
+    "JobResult",
+    "LoraJob",
+    "LoraWeights",
+    "ModelConfig",
+    "MultiLoraLinear",
+    "Routing",
+    "RunConfig",
+    "RunResult",
+    "SlotShape",
+    "SlotVariable",
+    "Trainer",
+    "export_peft",
+    "import_peft",
+    "load_model",
+    "load_run",
+    "merge_adapter",
+    "print_summary",
+]

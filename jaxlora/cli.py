@@ -1,0 +1,166 @@
+"""The `jaxlora` command."""
+
+import argparse
+import logging
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.logging import RichHandler
+
+from jaxlora.errors import JaxloraError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status: 0, 1 for an error, 130 for Ctrl-C."""
+    arguments = _parser().parse_args(argv)
+    _set_up_logging(arguments.verbose)
+    try:
+        return arguments.run(arguments) or 0
+    except JaxloraError as error:
+        print(f"jaxlora: error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"jaxlora: error: {_os_words(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("jaxlora: interrupted.", file=sys.stderr)
+        return 130
+
+
+def _os_words(error: OSError) -> str:
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror or error}"
+
+
+def _set_up_logging(verbose: bool) -> None:
+    handler = RichHandler(
+        console=Console(stderr=True), show_path=False, omit_repeated_times=False
+    )
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    level = logging.DEBUG if verbose else logging.INFO
+    logging.getLogger("jaxlora").setLevel(level)
+    # Orbax tells of every phase of every save.
+    logging.getLogger("absl").setLevel(logging.ERROR)
+
+
+def _parser() -> argparse.ArgumentParser:
+    from importlib.metadata import version
+
+    parser = argparse.ArgumentParser(
+        prog="jaxlora",
+        description="Train many LoRA adapters at once on one frozen language model.",
+    )
+    parser.add_argument("--version", action="version", version=version("jaxlora"))
+    parser.add_argument("-v", "--verbose", action="store_true", help="say more")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(run=run)
+        return sub
+
+    train = command("train", _train, "Train the jobs of a run file together.")
+    train.add_argument("run_file", help="YAML; see docs/run_file.md")
+    train.add_argument("--output-dir", help="instead of the run file's")
+    train.add_argument(
+        "--resume", action="store_true", help="continue from the newest checkpoint"
+    )
+
+    convert = command(
+        "convert",
+        _convert,
+        "Turn a GGUF file, or a checkpoint in another dtype, into a Hugging Face "
+        "folder of safetensors.",
+    )
+    convert.add_argument("source", help="GGUF file, checkpoint folder or hub id")
+    convert.add_argument("out", help="folder to write; must not exist")
+    convert.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+
+    merge = command(
+        "merge", _merge, "Add an adapter into its base: a plain Hugging Face folder."
+    )
+    merge.add_argument("base", help="checkpoint folder or hub id")
+    merge.add_argument("adapter", help="PEFT folder")
+    merge.add_argument("out", help="folder to write; must not exist")
+    merge.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
+
+    export = command(
+        "export",
+        _export,
+        "Write PEFT folders from the newest checkpoint of a run, finished or not.",
+    )
+    export.add_argument("run_dir", help="output_dir of a run")
+    export.add_argument("out", help="folder for one PEFT folder a job")
+    export.add_argument("--job", action="append", help="only this job; repeatable")
+
+    inspect = command(
+        "inspect",
+        _inspect,
+        "Say what a model folder, a PEFT folder, a run or a run file holds.",
+    )
+    inspect.add_argument("path", help="folder, run file or hub id")
+    return parser
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    _keep_compiled_programs()
+    from jaxlora.run_file import load_run
+    from jaxlora.train.report import print_summary
+    from jaxlora.train.trainer import Trainer
+
+    config = load_run(arguments.run_file)
+    if arguments.output_dir:
+        config = config.model_copy(update={"output_dir": arguments.output_dir})
+    result = Trainer(config).train(resume=arguments.resume)
+    print_summary(result)
+    if result.interrupted:
+        return 130
+    return int(any(job.progress.status == "failed" for job in result.jobs))
+
+
+def _keep_compiled_programs() -> None:
+    """Lets later runs of the same shapes start without compiling."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:
+        home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+        folder = pathlib.Path(home) / "jaxlora" / "xla"
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        logging.getLogger("jaxlora").info("compiled programs are kept in %s", folder)
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    from jaxlora.hf.convert import convert
+
+    folder = convert(arguments.source, arguments.out, dtype=arguments.dtype)
+    print(f"wrote {folder}")
+
+
+def _merge(arguments: argparse.Namespace) -> None:
+    from jaxlora.hf.files import model_folder
+    from jaxlora.hf.merge import merge_adapter
+
+    base = model_folder(arguments.base)
+    folder = merge_adapter(
+        base, pathlib.Path(arguments.adapter), arguments.out, dtype=arguments.dtype
+    )
+    print(f"wrote {folder}")
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from jaxlora.train.export import export_checkpoint
+
+    folders = export_checkpoint(
+        pathlib.Path(arguments.run_dir), pathlib.Path(arguments.out), arguments.job
+    )
+    for folder in folders:
+        print(f"wrote {folder}")
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    from jaxlora.inspect import inspect_path
+
+    inspect_path(arguments.path, Console())

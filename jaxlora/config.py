@@ -1,0 +1,232 @@
+"""What a user may say: one `LoraJob` an adapter, one `RunConfig` a run."""
+
+import re
+from typing import Annotated, Literal
+
+import pydantic
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from jaxlora.strict import Strict
+
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class DataConfig(Strict):
+    """Where a job's records are, and how a record becomes tokens.
+
+    A record is a prompt with its completion, a list of chat messages, or plain text.
+
+    Attributes:
+        path: A .jsonl, .json, .parquet or .csv file, a folder written by
+            `datasets.save_to_disk`, or a dataset id on the Hugging Face hub.
+        split: Split of a Hugging Face dataset.
+        subset: Configuration name of a dataset on the hub.
+        kind: Which fields to read; `auto` decides by the first record's fields.
+        prompt: Field of the prompt, or a Jinja template over the record's fields
+            (anything that contains `{{`).
+        completion: Field of the completion, or a Jinja template.
+        messages: Field of the list of {role, content} messages.
+        text: Field of the plain text.
+        chat: Wrap prompt and completion as a user's and an assistant's message in
+            the tokenizer's own chat template.
+        system: System message put before the prompt (with `chat`).
+        loss_on: Train on the completion's (assistant's) tokens only, or on all.
+        append_eos: End plain text and completions outside chat templates with the
+            tokenizer's end-of-sequence token.
+        limit: Use only the first so many records.
+    """
+
+    path: str
+    split: str | None = None
+    subset: str | None = None
+    kind: Literal["auto", "prompt_completion", "messages", "text"] = "auto"
+    prompt: str = "prompt"
+    completion: str = "completion"
+    messages: str = "messages"
+    text: str = "text"
+    chat: bool = False
+    system: str | None = None
+    loss_on: Literal["completion", "all"] = "completion"
+    append_eos: bool = True
+    limit: PositiveInt | None = None
+
+
+class LoraJob(Strict):
+    """One adapter: what it learns from, its shape, and how it is trained.
+
+    The names follow PEFT and the Hugging Face trainer where those have one.
+
+    Attributes:
+        name: Names the adapter and its folder.
+        data: Training records.
+        eval_data: Held-out records; or use `eval_fraction`.
+        eval_fraction: Share of `data` held out for evaluation, chosen by `seed`.
+        rank: LoRA rank r.
+        lora_alpha: The update is scaled by lora_alpha / r (see `use_rslora`).
+        use_rslora: Scale by lora_alpha / sqrt(r) (rsLoRA, arXiv 2312.03732).
+        dropout: Probability of dropping an input feature of the LoRA path.
+        target_modules: Suffixes (`q_proj`), one regular expression for the whole
+            module name, or `all-linear`.
+        exclude_modules: Suffixes or one regular expression, taken from the targets.
+        rank_pattern: Rank of modules whose name matches the pattern, as in PEFT.
+        alpha_pattern: lora_alpha of modules whose name matches the pattern.
+        init_from: PEFT folder whose weights the adapter starts from.
+        batch_size: Samples in a global batch: one optimiser step.
+        epochs: Passes over the data; may be a fraction. Used when `steps` is None.
+        steps: Optimiser steps.
+        learning_rate: Peak rate.
+        lr_schedule: Shape of the rate after warm-up.
+        warmup_steps: Optimiser steps of linear warm-up.
+        warmup_ratio: Warm-up as a share of all steps, when `warmup_steps` is None.
+        lora_plus_ratio: Rate of B over rate of A (LoRA+, arXiv 2402.12354).
+        weight_decay: Decoupled weight decay of AdamW.
+        adam_b1: Decay of the first moment.
+        adam_b2: Decay of the second moment.
+        adam_eps: Added to the root of the second moment.
+        max_grad_norm: Clip the adapter's own gradient to this norm; None: never.
+        max_length: Longest sample in tokens.
+        too_long: What to do with a longer sample.
+        shuffle: Permute the records anew in each epoch, by `seed`.
+        seed: Of the initial A, the order of the data and the dropout masks.
+        eval_every: Optimiser steps between evaluations; None: start and end only.
+        early_stopping: Stop after so many evaluations without improvement.
+        early_stopping_delta: An improvement is at least this much, in nats a token.
+        keep_best: Export the weights of the best evaluation, not the last.
+    """
+
+    name: str
+    data: DataConfig
+    eval_data: DataConfig | None = None
+    eval_fraction: Fraction = 0.0
+
+    rank: PositiveInt = 16
+    lora_alpha: PositiveFloat = 32.0
+    use_rslora: bool = False
+    dropout: Fraction = 0.0
+    target_modules: str | tuple[str, ...] = "all-linear"
+    exclude_modules: str | tuple[str, ...] = ()
+    rank_pattern: dict[str, PositiveInt] = {}
+    alpha_pattern: dict[str, PositiveFloat] = {}
+    init_from: str | None = None
+
+    batch_size: PositiveInt = 8
+    epochs: PositiveFloat = 1.0
+    steps: PositiveInt | None = None
+    learning_rate: NonNegativeFloat = 2e-4
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup_steps: NonNegativeInt | None = None
+    warmup_ratio: Fraction = 0.0
+    lora_plus_ratio: PositiveFloat = 1.0
+    weight_decay: NonNegativeFloat = 0.0
+    adam_b1: Fraction = 0.9
+    adam_b2: Fraction = 0.999
+    adam_eps: PositiveFloat = 1e-8
+    max_grad_norm: PositiveFloat | None = 1.0
+
+    max_length: PositiveInt = 1024
+    too_long: Literal["truncate", "drop", "error"] = "truncate"
+    shuffle: bool = True
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+
+    eval_every: PositiveInt | None = None
+    early_stopping: PositiveInt | None = None
+    early_stopping_delta: NonNegativeFloat = 0.0
+    keep_best: bool = False
+
+    @pydantic.field_validator("name")
+    @classmethod
+    def _name_is_a_plain_folder_name(cls, name: str) -> str:
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"job name {name!r} must be a plain folder name: letters, digits, '.', "
+                "'_' and '-', at most 100, not starting with '.', '_' or '-'."
+            )
+        return name
+
+    @pydantic.field_validator("target_modules")
+    @classmethod
+    def _targets_are_not_empty(cls, targets: str | tuple[str, ...]):
+        if not targets:
+            raise ValueError(
+                "target_modules is empty, so nothing would be trained. Give suffixes "
+                "such as ['q_proj', 'v_proj'], a regular expression, or 'all-linear'."
+            )
+        return targets
+
+    @pydantic.model_validator(mode="after")
+    def _evaluation_is_possible(self):
+        if self.eval_data is not None and self.eval_fraction > 0:
+            raise ValueError("give eval_data or eval_fraction, not both.")
+        has_eval = self.eval_data is not None or self.eval_fraction > 0
+        wants = [
+            key for key in ("eval_every", "early_stopping") if getattr(self, key)
+        ] + (["keep_best"] if self.keep_best else [])
+        if wants and not has_eval:
+            raise ValueError(
+                f"{wants[0]} needs held-out records: set eval_data or eval_fraction."
+            )
+        if self.early_stopping and not self.eval_every:
+            raise ValueError("early_stopping counts evaluations: set eval_every.")
+        return self
+
+
+class RunConfig(Strict):
+    """One run: a base model, the jobs that share it, and how the machine is used.
+
+    Attributes:
+        model: Folder of a Hugging Face checkpoint, or a hub id.
+        revision: Branch, tag or commit on the hub.
+        output_dir: Where adapters, checkpoints, metrics and plots go.
+        jobs: The adapters. More than `max_concurrent_jobs` wait for a free slot.
+        max_concurrent_jobs: Adapter slots G; None: one for each job.
+        slot_rank: Largest rank that a slot holds; None: the jobs' largest.
+        slot_targets: Modules that get slots, as in `target_modules`, beyond those of
+            the jobs: for jobs that join later.
+        microbatch_tokens: Capacity C of a microbatch, in tokens, padding included.
+        block_tokens: Tokens of a block; each job's part of a microbatch fills whole
+            blocks.
+        dtype: Of the base weights and activations; `auto` is bfloat16 on a GPU and
+            float32 on a CPU.
+        remat: Recompute each layer's activations in the backward pass.
+        implementation: Which LoRA kernels run.
+        checkpoint_every: Rounds (one optimiser step of every running job) between
+            checkpoints; None: only at the end and when interrupted.
+        keep_checkpoints: How many to keep.
+        log_every: Rounds between lines of the training log.
+    """
+
+    model: str
+    revision: str | None = None
+    output_dir: str = "runs/jaxlora"
+    jobs: tuple[LoraJob, ...] = Field(min_length=1)
+    max_concurrent_jobs: PositiveInt | None = None
+    slot_rank: PositiveInt | None = None
+    slot_targets: str | tuple[str, ...] | None = None
+    microbatch_tokens: PositiveInt = 4096
+    block_tokens: PositiveInt = 64
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    remat: bool = False
+    implementation: Literal["auto", "xla"] = "auto"
+    checkpoint_every: PositiveInt | None = 50
+    keep_checkpoints: PositiveInt = 2
+    log_every: PositiveInt = 1
+
+    @pydantic.model_validator(mode="after")
+    def _jobs_fit_together(self):
+        names = [job.name for job in self.jobs]
+        for name in names:
+            if sum(other.lower() == name.lower() for other in names) > 1:
+                raise ValueError(
+                    f"two jobs are named {name!r} (letter case does not count: names "
+                    "become folders). Rename one."
+                )
+        if self.microbatch_tokens % self.block_tokens:
+            raise ValueError(
+                f"microbatch_tokens={self.microbatch_tokens} is not a multiple of "
+                f"block_tokens={self.block_tokens}."
+            )
+        return self

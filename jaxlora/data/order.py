@@ -1,0 +1,89 @@
+"""Which samples make up each global batch of a job, as a function of the step alone."""
+
+import dataclasses
+import math
+
+import numpy as np
+from jaxtyping import Int
+
+# Multiplied floats such as 0.1 * 30 lie just above the integer that is meant.
+_ROUNDING = 1e-9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobOrder:
+    """The order in which one job sees its samples.
+
+    An epoch is a permutation of all samples, cut into global batches; its last batch
+    may be smaller and is kept. Nothing is remembered between batches, so the job's
+    position in its data is its step.
+
+    Attributes:
+        num_samples: Samples of the job.
+        batch_size: Samples in a global batch.
+        seed: The job's seed.
+        shuffle: Permute the samples anew in each epoch; else keep their order.
+        epochs: Passes over the data; used when `steps` is None.
+        steps: Optimiser steps.
+    """
+
+    num_samples: int
+    batch_size: int
+    seed: int
+    shuffle: bool = True
+    epochs: float = 1.0
+    steps: int | None = None
+    # The last epoch's permutation: only a saving, never part of the value.
+    _cache: dict = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self):
+        for name in ("num_samples", "batch_size", "epochs", "steps"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value} must be positive.")
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Global batches that it takes to see each sample once."""
+        return math.ceil(self.num_samples / self.batch_size)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimiser steps of the whole job."""
+        if self.steps is not None:
+            return self.steps
+        return max(1, math.ceil(self.epochs * self.batches_per_epoch - _ROUNDING))
+
+    def batch(self, step: int) -> Int[np.ndarray, " B"]:
+        """Indices of the samples of global batch `step`, counted from 0."""
+        if not 0 <= step < self.num_steps:
+            raise ValueError(f"{step=} must be in [0, {self.num_steps}).")
+        epoch, batch = divmod(step, self.batches_per_epoch)
+        first = batch * self.batch_size
+        return self._epoch(epoch)[first : first + self.batch_size].copy()
+
+    def _epoch(self, epoch: int) -> Int[np.ndarray, " N"]:
+        if not self.shuffle:
+            return np.arange(self.num_samples)
+        if epoch not in self._cache:
+            self._cache.clear()
+            self._cache[epoch] = permutation(self.num_samples, self.seed, epoch)
+        return self._cache[epoch]
+
+
+def permutation(num: int, seed: int, stream: int) -> Int[np.ndarray, " N"]:
+    """A random permutation of `range(num)` that only (num, seed, stream) decide.
+
+    It sorts Philox's raw numbers, whose stream NumPy guarantees for good (NEP 19);
+    that of `Generator.permutation` may change between versions, and with it a resumed
+    run.
+
+    Args:
+        num: Length of the permutation.
+        seed: First half of Philox's key.
+        stream: Second half: permutations of other streams are independent.
+    """
+    philox = np.random.Philox(key=np.array([seed, stream], np.uint64))
+    return np.argsort(philox.random_raw(num), kind="stable")

@@ -1,0 +1,330 @@
+"""A Hugging Face tokenizer folder, read without transformers."""
+
+import datetime
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+import numpy as np
+import tokenizers
+from jaxtyping import Int32
+
+from jaxlora.data.template import SafeTemplate, chat_template
+from jaxlora.errors import DataError, ModelError
+
+_log = logging.getLogger(__name__)
+
+_SPECIAL = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
+
+
+class Encoded(NamedTuple):
+    """Token ids of a text, and where each token lies in it.
+
+    Attributes:
+        ids: Token ids, without those that the tokenizer puts around a text.
+        spans: First character of each token and the one after its last. Spaces belong
+            to the token that they are part of; the tokens of a character that takes
+            several have the same span.
+    """
+
+    ids: Int32[np.ndarray, " T"]
+    spans: Int32[np.ndarray, "T 2"]
+
+
+class Tokenizer:
+    """Text to token ids and back, and a model's chat template.
+
+    The post-processor of tokenizer.json alone decides which special tokens go around
+    a text, as in transformers 5: `add_bos_token` and `add_eos_token` of
+    tokenizer_config.json change nothing (a warning names a contradiction). Special
+    tokens that are spelled out in a text are read as such, as in transformers.
+
+    Attributes:
+        bos_token, eos_token, pad_token: Their texts, or None.
+        bos_id, eos_id, pad_id: Their ids, or None.
+        prefix_ids: Put before a text that is encoded with special tokens.
+        suffix_ids: Put after it.
+        vocab_size: Largest token id + 1, added tokens included.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: dict[str, str],
+        template: str | dict[str, str] | None = None,
+        *,
+        source: str = "tokenizer",
+        now: datetime.datetime | None = None,
+    ):
+        """Takes over `backend`; `load_tokenizer` is the usual way here.
+
+        Args:
+            backend: The tokenizer; its post-processor, truncation and padding are
+                taken off.
+            special_tokens: Text of each special token, by `bos_token`, `eos_token`, ...
+            template: The chat template, or several by name.
+            source: Where it came from, for errors.
+            now: Time that chat templates see; None: that of this call. Fixed, so that
+                the same records give the same tokens all through a run.
+        """
+        self._backend = backend
+        self._special_tokens = special_tokens
+        self._template = template
+        self._compiled: SafeTemplate | None = None
+        self._source = source
+        self._now = now or datetime.datetime.now()
+        self.bos_token = special_tokens.get("bos_token")
+        self.eos_token = special_tokens.get("eos_token")
+        self.pad_token = special_tokens.get("pad_token")
+        self.bos_id = self._required_id("bos_token")
+        self.eos_id = self._required_id("eos_token")
+        self.pad_id = backend.token_to_id(self.pad_token) if self.pad_token else None
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+        backend.no_truncation()
+        backend.no_padding()
+        self.prefix_ids, self.suffix_ids = _surroundings(backend)
+        # Without it, spans keep their spaces (byte-level post-processors trim them).
+        backend.post_processor = None
+
+    def _required_id(self, key: str) -> int | None:
+        text = self._special_tokens.get(key)
+        token_id = None if text is None else self._backend.token_to_id(text)
+        if text is not None and token_id is None:
+            raise ModelError(
+                f"{self._source}: {key} is {text!r}, which is not in tokenizer.json. "
+                f"Correct {key} in tokenizer_config.json, or save the tokenizer again "
+                "with transformers."
+            )
+        return token_id
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with the tokenizer's special tokens around it or not."""
+        ids = self._backend.encode(text, add_special_tokens=False).ids
+        if add_special_tokens:
+            return [*self.prefix_ids, *ids, *self.suffix_ids]
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
+        """Encodes many texts at once, without special tokens around them."""
+        encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            Encoded(
+                np.array(e.ids, np.int32),
+                np.array(e.offsets, np.int32).reshape(-1, 2),
+            )
+            for e in encodings
+        ]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of `ids`."""
+        return self._backend.decode(
+            [int(i) for i in ids], skip_special_tokens=skip_special_tokens
+        )
+
+    def check_fits(self, vocab_size: int) -> None:
+        """Checks that a model with `vocab_size` embeddings has one for every token.
+
+        Raises:
+            ModelError: The tokenizer knows ids that the model does not.
+        """
+        if self.vocab_size > vocab_size:
+            last = self._backend.id_to_token(self.vocab_size - 1)
+            raise ModelError(
+                f"{self._source}: the tokenizer's largest token id is "
+                f"{self.vocab_size - 1} ({last!r}), but the model has only "
+                f"{vocab_size} embeddings. Use the model's own tokenizer, or remove "
+                "the added tokens from tokenizer.json."
+            )
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        **extras: Any,
+    ) -> str:
+        """Renders a conversation with the chat template, as transformers does.
+
+        The template runs in a sandbox: unsafe attributes, endless work and whatever
+        it raises end in a DataError.
+
+        Args:
+            messages: {role, content} messages.
+            add_generation_prompt: End with what precedes an assistant's answer.
+            **extras: More variables of the template, such as `tools`.
+
+        Raises:
+            DataError: The template refuses the messages or fails.
+            ModelError: There is no chat template, or it does not parse.
+        """
+        template = self._compile()
+        values = {"tools": None, "documents": None} | self._special_tokens | extras
+        values |= {
+            "messages": list(messages),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return template.render(values)
+        # A template is a program of a stranger: it may raise anything.
+        except Exception as error:
+            raise DataError(
+                f"the chat template of {self._source} failed "
+                f"({type(error).__name__}: {error}). Bring the messages into the form "
+                "that it asks for, or mend the template."
+            ) from error
+
+    def _compile(self) -> SafeTemplate:
+        if self._compiled is None:
+            source = self._template
+            if isinstance(source, dict) and "default" not in source:
+                raise ModelError(
+                    f"{self._source}: has chat templates named {', '.join(source)}, "
+                    "but no 'default'. Put the one to use in chat_template.jinja."
+                )
+            source = source["default"] if isinstance(source, dict) else source
+            if source is None:
+                raise ModelError(
+                    f"{self._source}: the tokenizer has no chat template, which chat "
+                    "messages need. Put one in chat_template.jinja in the model's "
+                    "folder (the instruct version of a model has one), or train on "
+                    "prompt and completion without chat."
+                )
+            try:
+                self._compiled = chat_template(source, self._now)
+            except jinja2.TemplateError as error:
+                raise ModelError(
+                    f"{self._source}: the chat template does not parse ({error}). "
+                    "Mend it, or put another in chat_template.jinja."
+                ) from error
+        return self._compiled
+
+
+def load_tokenizer(
+    folder: str | Path, *, now: datetime.datetime | None = None
+) -> Tokenizer:
+    """Reads the tokenizer of a Hugging Face model folder.
+
+    Special tokens come from tokenizer_config.json, overruled by special_tokens_map.json
+    where the former is of the old kind (no `added_tokens_decoder`); a missing
+    end-of-sequence token from generation_config.json or config.json. The chat template
+    is chat_template.jinja, else `chat_template` of tokenizer_config.json.
+
+    Args:
+        folder: Holds tokenizer.json.
+        now: Time that chat templates see; None: that of this call.
+
+    Raises:
+        ModelError: tokenizer.json is missing, or a file is damaged.
+    """
+    folder = Path(folder)
+    backend = _load_backend(folder)
+    config = _load_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:
+        config |= _load_json(folder / "special_tokens_map.json")
+    special = {f"{name}_token": _text(config.get(f"{name}_token")) for name in _SPECIAL}
+    special = {key: text for key, text in special.items() if text is not None}
+    if "eos_token" not in special:
+        special |= _eos_of_model(folder, backend)
+    tokenizer = Tokenizer(
+        backend, special, _load_template(folder, config), source=str(folder), now=now
+    )
+    _warn_of_contradiction(tokenizer, config, folder)
+    return tokenizer
+
+
+def _surroundings(backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the post-processor puts before and after a text."""
+    inner = backend.encode("a", add_special_tokens=False).ids
+    encoding = backend.encode("a", add_special_tokens=True)
+    whole, mask = encoding.ids, encoding.special_tokens_mask
+    start = mask.index(0) if 0 in mask else len(mask)
+    end = start + mask.count(0)
+    if whole[start:end] != inner:
+        raise ModelError(
+            f"the post-processor of tokenizer.json turns {inner} into {whole}, but only "
+            "one that puts special tokens around a text is supported. Use a "
+            "TemplateProcessing."
+        )
+    return tuple(whole[:start]), tuple(whole[end:])
+
+
+def _load_backend(folder: Path) -> tokenizers.Tokenizer:
+    path = folder / "tokenizer.json"
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such folder. Give a model's folder.")
+    if not path.is_file():
+        raise ModelError(
+            f"{folder}: has no tokenizer.json (a tokenizer.model alone is not enough). "
+            "Convert it once with transformers: AutoTokenizer.from_pretrained(folder)"
+            ".save_pretrained(folder)."
+        )
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    # The library raises plain Exception.
+    except Exception as error:
+        raise ModelError(
+            f"{path}: cannot be read ({error}). Fetch the file again (it may be a "
+            "git-lfs pointer), or save it with transformers."
+        ) from error
+
+
+def _load_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(
+            f"{path}: is not valid JSON ({error}). Fetch the file again."
+        ) from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: must hold an object. Fetch the file again.")
+    return content
+
+
+def _text(token: Any) -> str | None:
+    """A special token is written as its text, or as an object with its `content`."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _eos_of_model(folder: Path, backend) -> dict[str, str]:
+    for name in ("generation_config.json", "config.json"):
+        ids = _load_json(folder / name).get("eos_token_id")
+        first = ids[0] if isinstance(ids, list) and ids else ids
+        text = backend.id_to_token(first) if isinstance(first, int) else None
+        if text is not None:
+            return {"eos_token": text}
+    return {}
+
+
+def _load_template(folder: Path, config: dict[str, Any]):
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{path}: is not UTF-8. Save it as UTF-8.") from error
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}
+    return template
+
+
+def _warn_of_contradiction(tokenizer: Tokenizer, config: dict, folder: Path) -> None:
+    for name, around in (
+        ("bos", tokenizer.prefix_ids),
+        ("eos", tokenizer.suffix_ids),
+    ):
+        wanted = config.get(f"add_{name}_token")
+        if isinstance(wanted, bool) and wanted != bool(around):
+            _log.warning(
+                "%s: add_%s_token=%s in tokenizer_config.json has no effect: the "
+                "post-processor of tokenizer.json decides, and it adds %s.",
+                folder,
+                name,
+                wanted,
+                list(around) or "none",
+            )

@@ -1,0 +1,25 @@
+"""Errors that a user can meet and cure. Each is a ValueError with a sentence."""
+
+
+class JaxloraError(ValueError):
+    """Something in the user's input is wrong; the text says what and how to mend it."""
+
+
+class ConfigError(JaxloraError):
+    """A run file, job or option cannot be used as given."""
+
+
+class ModelError(JaxloraError):
+    """A model folder is missing something, is damaged, or is of an unknown kind."""
+
+
+class DataError(JaxloraError):
+    """A data file or a record in it cannot be used."""
+
+
+class AdapterError(JaxloraError):
+    """A PEFT adapter folder cannot be read, or does not fit the base model."""
+
+
+class CheckpointError(JaxloraError):
+    """A checkpoint is missing, damaged, or belongs to other jobs or another base."""

@@ -1,0 +1,259 @@
+"""A Hugging Face config.json as a `ModelConfig`, with nothing overlooked."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxlora.errors import ModelError
+from jaxlora.models.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig
+
+# What transformers assumes where config.json is silent, by family.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048, "attention_bias": False},
+    "mistral": {"max_position_embeddings": 131072, "sliding_window": 4096},
+    "qwen2": {"max_position_embeddings": 32768, "sliding_window": 4096},
+    "qwen3": {
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "head_dim": 128,
+        "attention_bias": False,
+    },
+}
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+# Read below, or checked to be the only value that is supported.
+_READ = {
+    *_REQUIRED,
+    "model_type",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "tie_word_embeddings",
+    "attention_bias",
+    "attention_dropout",
+    "mlp_bias",
+    "sliding_window",
+    "use_sliding_window",
+    "max_window_layers",
+    "layer_types",
+}
+# Of no effect on what the model computes in training.
+_HARMLESS = {
+    "_name_or_path",
+    "_attn_implementation_autoset",
+    "architectures",
+    "auto_map",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "do_sample",
+    "dtype",
+    "eos_token_id",
+    "id2label",
+    "initializer_range",
+    "is_llama_config",
+    "label2id",
+    "max_length",
+    "pad_token_id",
+    "pretraining_tp",
+    "problem_type",
+    "return_dict",
+    "rope_interleaved",
+    "temperature",
+    "top_p",
+    "torch_dtype",
+    "transformers.js_config",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_cache",
+    "vocab_file",
+}
+_EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_intermediate_size",
+)
+
+
+def model_config(config: Mapping[str, Any]) -> ModelConfig:
+    """Reads a config.json of the Llama family.
+
+    Args:
+        config: The file's contents, in the spelling of transformers 4 or 5.
+
+    Raises:
+        ModelError: The family is unknown, a value is missing or unsupported, or a field
+            is set that this library does not read and that may change the mathematics.
+    """
+    family = config.get("model_type")
+    experts = [key for key in _EXPERTS if config.get(key)]
+    if experts:
+        raise ModelError(
+            f"config.json sets {experts[0]}={config[experts[0]]}: mixture-of-experts "
+            f"models are not supported. Supported: {', '.join(_DEFAULTS)}."
+        )
+    if family not in _DEFAULTS:
+        raise ModelError(
+            f"config.json has model_type={family!r}. Supported: {', '.join(_DEFAULTS)} "
+            "(Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen2.5, Qwen3)."
+        )
+    _check_unread(config)
+    _check_supported(config)
+    values = {**_DEFAULTS[family], **{k: v for k, v in config.items() if v is not None}}
+    for key in _REQUIRED:
+        if key not in values:
+            raise ModelError(f"config.json lacks {key!r}, so the model is not defined.")
+    return _build(family, config, values)
+
+
+def _check_unread(config: Mapping[str, Any]) -> None:
+    unread = {
+        key: value
+        for key, value in config.items()
+        if key not in _READ | _HARMLESS and value not in (None, False, [], {})
+    }
+    for key, value in unread.items():
+        raise ModelError(
+            f"config.json sets {key}={value!r}, which is not read here and may change "
+            "what the model computes. If it does not, remove it from config.json."
+        )
+
+
+def _check_supported(config: Mapping[str, Any]) -> None:
+    for key, wanted in (("hidden_act", "silu"), ("attention_dropout", 0)):
+        if config.get(key, wanted) not in (wanted, None):
+            raise ModelError(
+                f"config.json sets {key}={config[key]!r}; only {wanted!r} is supported."
+            )
+
+
+def _integer(values: Mapping[str, Any], key: str) -> int:
+    value = values[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(
+            f"config.json has {key}={value!r}; wanted a positive whole number."
+        )
+    return value
+
+
+def _build(family: str, config: Mapping[str, Any], values: dict) -> ModelConfig:
+    heads, width = (_integer(values, k) for k in ("num_attention_heads", "hidden_size"))
+    values.setdefault("num_key_value_heads", heads)
+    if "head_dim" not in values and width % heads:
+        raise ModelError(
+            f"config.json has hidden_size={width}, not a multiple of "
+            f"num_attention_heads={heads}, and no head_dim."
+        )
+    values.setdefault("head_dim", width // heads)
+    kv_heads = _integer(values, "num_key_value_heads")
+    if heads % kv_heads:
+        raise ModelError(
+            f"config.json has num_attention_heads={heads}, not a multiple of "
+            f"num_key_value_heads={kv_heads}."
+        )
+    if _integer(values, "head_dim") % 2:
+        raise ModelError(
+            f"config.json has head_dim={values['head_dim']}; rotary positions need an "
+            "even one."
+        )
+    attention_bias = bool(values.get("attention_bias"))
+    theta, scaling = _rope(values)
+    return ModelConfig(
+        model_type=family,
+        vocab_size=_integer(values, "vocab_size"),
+        hidden_size=width,
+        intermediate_size=_integer(values, "intermediate_size"),
+        num_layers=_integer(values, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=values["head_dim"],
+        max_positions=_integer(values, "max_position_embeddings"),
+        rms_eps=float(values.get("rms_norm_eps", 1e-6)),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        qkv_bias=family == "qwen2" or attention_bias,
+        o_bias=family != "qwen2" and attention_bias,
+        mlp_bias=bool(values.get("mlp_bias")),
+        qk_norm=family == "qwen3",
+        tie_embeddings=bool(values.get("tie_word_embeddings", False)),
+        layer_windows=_windows(family, config, values),
+    )
+
+
+def _rope(values: Mapping[str, Any]):
+    """(theta, scaling), as transformers 4 or 5 spell them."""
+    rope = {**values.get("rope_scaling", {}), **values.get("rope_parameters", {})}
+    theta = float(rope.pop("rope_theta", values.get("rope_theta", 10000.0)))
+    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    rope.pop("type", None)
+    if float(rope.pop("partial_rotary_factor", 1.0)) != 1.0:
+        raise ModelError(
+            "config.json sets partial_rotary_factor; only 1.0 is supported."
+        )
+    if kind not in ("default", "linear", "llama3"):
+        raise ModelError(
+            f"config.json has rope_type={kind!r}; supported: default, linear, llama3."
+        )
+    try:
+        if kind == "default":
+            scaling = None
+            rope.clear()
+        elif kind == "linear":
+            scaling = LinearRopeScaling(factor=float(rope.pop("factor")))
+        else:
+            scaling = Llama3RopeScaling(
+                factor=float(rope.pop("factor")),
+                low_freq_factor=float(rope.pop("low_freq_factor")),
+                high_freq_factor=float(rope.pop("high_freq_factor")),
+                original_max_positions=rope.pop("original_max_position_embeddings"),
+            )
+    except KeyError as error:
+        raise ModelError(
+            f"config.json has rope_type={kind!r} without {error.args[0]!r}."
+        ) from None
+    if rope:
+        raise ModelError(
+            f"config.json sets {sorted(rope)} for rope_type={kind!r}, which are not "
+            "read here."
+        )
+    return theta, scaling
+
+
+def _windows(family: str, config: Mapping[str, Any], values: Mapping[str, Any]):
+    num_layers = _integer(values, "num_hidden_layers")
+    window = values.get("sliding_window")
+    if family == "llama":
+        if window:
+            raise ModelError(
+                f"config.json sets sliding_window={window} for a llama model, which "
+                "has none."
+            )
+        return (None,) * num_layers
+    if family == "mistral":
+        # An explicit null switches the window off; silence means the default.
+        off = "sliding_window" in config and config["sliding_window"] is None
+        return (None if off else window,) * num_layers
+    if not values.get("use_sliding_window"):
+        return (None,) * num_layers
+    first = values.get("max_window_layers", 28)
+    kinds = values.get("layer_types") or [
+        "sliding_attention" if i >= first else "full_attention"
+        for i in range(num_layers)
+    ]
+    known = {"sliding_attention": window, "full_attention": None}
+    if len(kinds) != num_layers or set(kinds) - set(known):
+        raise ModelError(
+            f"config.json has layer_types={kinds!r}; wanted one of {sorted(known)} for "
+            f"each of the {num_layers} layers."
+        )
+    return tuple(known[kind] for kind in kinds)

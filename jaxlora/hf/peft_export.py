@@ -1,0 +1,118 @@
+"""An adapter as a PEFT folder, at its real ranks."""
+
+import collections
+import json
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import safetensors.numpy
+
+from jaxlora.adapter import Adapter
+from jaxlora.atomic import replace_folder, sync_files
+
+PREFIX = "base_model.model."
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+
+def export_peft(
+    adapter: Adapter,
+    folder: str | pathlib.Path,
+    *,
+    base_model: str,
+    linear_names: Sequence[str],
+) -> pathlib.Path:
+    """Writes adapter_config.json and adapter_model.safetensors, in float32.
+
+    peft and vLLM load the folder. A folder that is there already stays whole until the
+    new one is complete.
+
+    Args:
+        adapter: What to write.
+        folder: Where to.
+        base_model: Folder or hub id of the base, for whoever loads the adapter.
+        linear_names: Names of the base model's linears; tell whether a suffix such as
+            `q_proj` says exactly which modules are adapted.
+    """
+    tensors = {}
+    for name, weights in adapter.modules.items():
+        # PEFT keeps A as r K and B as N r.
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = np.ascontiguousarray(
+            weights.a.T, np.float32
+        )
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = np.ascontiguousarray(
+            weights.b.T, np.float32
+        )
+    config = _config(adapter, base_model, linear_names)
+    folder = pathlib.Path(folder)
+    with replace_folder(folder) as temporary:
+        safetensors.numpy.save_file(
+            tensors, temporary / WEIGHTS_FILE, metadata={"format": "pt"}
+        )
+        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        (temporary / CONFIG_FILE).write_text(text, encoding="utf-8")
+        sync_files(temporary)
+    return folder
+
+
+def _config(adapter: Adapter, base_model: str, linear_names: Sequence[str]) -> dict:
+    ranks = {name: w.rank for name, w in adapter.modules.items()}
+    alphas = {name: w.lora_alpha for name, w in adapter.modules.items()}
+    rank, lora_alpha = _most_common(ranks), _most_common(alphas)
+    return {
+        "alpha_pattern": _pattern(alphas, lora_alpha),
+        "auto_mapping": None,
+        "base_model_name_or_path": base_model,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "layers_pattern": None,
+        "layers_to_transform": None,
+        "lora_alpha": _whole(lora_alpha),
+        "lora_dropout": adapter.dropout,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": rank,
+        "rank_pattern": _pattern(ranks, rank),
+        "revision": None,
+        "target_modules": _target_modules(list(adapter.modules), linear_names),
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": adapter.use_rslora,
+    }
+
+
+def _most_common(values: Mapping[str, float]):
+    return collections.Counter(values.values()).most_common(1)[0][0]
+
+
+def _whole(value: float) -> float | int:
+    """vLLM and older pefts want a whole alpha to be an integer."""
+    return int(value) if float(value).is_integer() else value
+
+
+def _pattern(values: Mapping[str, float], common: float) -> dict[str, float]:
+    """What differs from the common value, by escaped full name: PEFT reads a regex."""
+    return {
+        re.escape(name): _whole(value)
+        for name, value in values.items()
+        if value != common
+    }
+
+
+def _target_modules(modules: list[str], linear_names: Sequence[str]) -> list[str]:
+    """Suffixes where they say exactly these modules, full names otherwise."""
+
+    def by_suffix(names: Sequence[str]) -> dict[str, set[str]]:
+        out = collections.defaultdict(set)
+        for name in names:
+            out[name.rsplit(".", 1)[-1]].add(name)
+        return out
+
+    adapted, there = by_suffix(modules), by_suffix(linear_names)
+    if all(names == there[suffix] for suffix, names in adapted.items()):
+        return sorted(adapted)
+    return sorted(modules)

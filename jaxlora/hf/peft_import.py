@@ -1,0 +1,137 @@
+"""A PEFT LoRA folder as an adapter."""
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxlora.adapter import Adapter, LoraWeights
+from jaxlora.errors import AdapterError, ModelError
+from jaxlora.hf.peft_export import CONFIG_FILE, PREFIX, WEIGHTS_FILE
+from jaxlora.hf.tensor_file import TensorFile
+from jaxlora.targets import pattern_value
+
+# Settings that change what the adapter computes, and the only value that is read here.
+_PLAIN = {
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "use_dora": False,
+    "lora_bias": False,
+    "use_qalora": False,
+    "use_bdlora": None,
+    "alora_invocation_tokens": None,
+    "arrow_config": None,
+    "corda_config": None,
+    "layer_replication": None,
+    "megatron_config": None,
+    "modules_to_save": None,
+    "target_parameters": None,
+    "trainable_token_indices": None,
+}
+
+
+def import_peft(
+    folder: str | pathlib.Path, linear_shapes: Mapping[str, tuple[int, int]]
+) -> Adapter:
+    """Reads an ordinary PEFT LoRA folder.
+
+    Args:
+        folder: Holds adapter_config.json and adapter_model.safetensors.
+        linear_shapes: (K, N) of each of the base model's linears, by module name.
+
+    Raises:
+        AdapterError: The folder is incomplete or damaged, holds something other than
+            plain LoRA on linears, or does not fit the base model.
+    """
+    folder = pathlib.Path(folder)
+    config = _read_config(folder)
+    pairs = _read_pairs(folder)
+    dropout = float(config.get("lora_dropout") or 0.0)
+    modules = {}
+    for name, pair in pairs.items():
+        if name not in linear_shapes:
+            raise AdapterError(
+                f"{folder} adapts {name}, which the base model does not have. Is it an "
+                "adapter of another model?"
+            )
+        rank = pattern_value(config.get("rank_pattern") or {}, name, config["r"])
+        lora_alpha = pattern_value(
+            config.get("alpha_pattern") or {}, name, config["lora_alpha"]
+        )
+        a, b = _checked(folder, name, pair, rank, linear_shapes[name])
+        modules[name] = LoraWeights(a=a, b=b, rank=rank, lora_alpha=float(lora_alpha))
+    ordered = {name: modules[name] for name in linear_shapes if name in modules}
+    use_rslora = bool(config.get("use_rslora"))
+    return Adapter(modules=ordered, use_rslora=use_rslora, dropout=dropout)
+
+
+def _read_config(folder: pathlib.Path) -> dict[str, Any]:
+    path = folder / CONFIG_FILE
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise AdapterError(
+            f"{path}: there is no such file, so {folder} is no PEFT folder."
+        ) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise AdapterError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise AdapterError(f"{path} has peft_type={kind!r}; only 'LORA' is read.")
+    for key in ("r", "lora_alpha"):
+        if not isinstance(config.get(key), int | float) or config[key] <= 0:
+            raise AdapterError(f"{path} has {key}={config.get(key)!r}; wanted > 0.")
+    for key, plain in _PLAIN.items():
+        value = config.get(key, plain)
+        if value != plain and value not in (None, False, [], {}):
+            raise AdapterError(
+                f"{path} sets {key}={value!r}, which is not supported; only "
+                f"{plain!r} is."
+            )
+    return config
+
+
+def _read_pairs(folder: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
+    """A (r K) and B (N r) of each module, as PEFT stores them."""
+    path = folder / WEIGHTS_FILE
+    if not path.exists() and (folder / "adapter_model.bin").exists():
+        raise AdapterError(
+            f"{folder} holds only adapter_model.bin. Loading a pickle can run any code "
+            "that it carries, so only safetensors are read. Load it with peft and save "
+            "it again."
+        )
+    try:
+        file = TensorFile(path)
+        arrays = {name: file.array(name) for name in file.names()}
+    except ModelError as error:
+        raise AdapterError(str(error)) from error
+    pairs: dict[str, dict[str, np.ndarray]] = {}
+    for key, array in arrays.items():
+        # Older pefts keep the adapter's name in the key.
+        parts = key.removeprefix(PREFIX).replace(".default.", ".").split(".")
+        if parts[-1] != "weight" or parts[-2] not in ("lora_A", "lora_B"):
+            raise AdapterError(
+                f"{path} holds {key}, which is no LoRA weight of a linear; only "
+                "lora_A.weight and lora_B.weight are supported."
+            )
+        pairs.setdefault(".".join(parts[:-2]), {})[parts[-2]] = array
+    if not pairs:
+        raise AdapterError(f"{path} holds no weights.")
+    return pairs
+
+
+def _checked(folder, name, pair, rank, shape) -> tuple[np.ndarray, np.ndarray]:
+    for part in ("lora_A", "lora_B"):
+        if part not in pair:
+            raise AdapterError(f"{folder} lacks {name}.{part}.weight.")
+    k, n = shape
+    for part, wanted in (("lora_A", (rank, k)), ("lora_B", (n, rank))):
+        if pair[part].shape != wanted:
+            raise AdapterError(
+                f"{folder}: {name}.{part}.weight has shape {list(pair[part].shape)}; "
+                f"the base model and rank {rank} call for {list(wanted)}."
+            )
+    a, b = (pair[part].astype(np.float32).T for part in ("lora_A", "lora_B"))
+    return np.ascontiguousarray(a), np.ascontiguousarray(b)

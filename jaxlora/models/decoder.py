@@ -1,0 +1,224 @@
+"""One decoder for the Llama family: a list of layers that can be cut into stages."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxlora.models.config import ModelConfig
+from jaxlora.modules.attention import Attention
+from jaxlora.modules.mlp import Mlp
+from jaxlora.modules.multi_lora_linear import (
+    BaseParam,
+    MultiLoraLinear,
+    Routing,
+    SlotShape,
+    SlotVariable,
+)
+from jaxlora.modules.norm import RmsNorm
+from jaxlora.modules.rope import rope_frequencies, rope_table
+from pallas_kernels import Implementation
+
+# Keys the dropout masks: never reorder, or resumed runs draw other masks.
+_PROJECTIONS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderOptions:
+    """How a decoder runs; none of it changes what it computes beyond rounding.
+
+    Attributes:
+        dtype: Of weights and activations.
+        remat: Recompute each layer in the backward pass instead of keeping it.
+        implementation: Which LoRA kernels run.
+        max_segment_tokens: At least as long as the longest packed sample.
+    """
+
+    dtype: jnp.dtype
+    remat: bool = False
+    implementation: Implementation = "xla"
+    max_segment_tokens: int
+
+
+class DecoderLayer(nnx.Module):
+    """`h += attention(norm(h)); h += mlp(norm(h))`."""
+
+    def __init__(self, config: ModelConfig, layer: int, linear, *, dtype):
+        norm = functools.partial(RmsNorm, eps=config.rms_eps, dtype=dtype)
+        self.input_layernorm = norm(config.hidden_size)
+        self.self_attn = Attention(config, linear, layer, dtype=dtype)
+        self.post_attention_layernorm = norm(config.hidden_size)
+        self.mlp = Mlp(config, linear)
+
+    def __call__(self, h, rope, segment_ids, routing, max_segment_tokens: int):
+        h = h + self.self_attn(
+            self.input_layernorm(h), rope, segment_ids, routing, max_segment_tokens
+        )
+        return h + self.mlp(self.post_attention_layernorm(h), routing)
+
+
+class Embedding(nnx.Module):
+    """The frozen token embedding, V D."""
+
+    def __init__(self, vocab_size: int, features: int, *, dtype):
+        self.embedding = BaseParam(jnp.zeros((vocab_size, features), dtype))
+
+
+class Head(nnx.Module):
+    """The frozen output projection, D V."""
+
+    def __init__(self, features: int, vocab_size: int, *, dtype):
+        self.kernel = BaseParam(jnp.zeros((features, vocab_size), dtype))
+
+
+class Decoder(nnx.Module):
+    """A Llama-family decoder over packed rows, with slots for adapters.
+
+    Attributes:
+        config: The model's mathematics.
+        options: How it runs.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: DecoderOptions,
+        slots: SlotShape | None = None,
+        adapted: frozenset[str] = frozenset(),
+    ):
+        """Makes the modules; weights are placeholders until `DecoderSpec.bind`.
+
+        Args:
+            config: The model's mathematics.
+            options: How it runs.
+            slots: Shape of the slot tables of every adapted linear.
+            adapted: Paths of the linears that get slots (`layers.0.self_attn.q_proj`).
+        """
+        self.config, self.options = config, options
+        dtype = options.dtype
+        self.embed_tokens = Embedding(
+            config.vocab_size, config.hidden_size, dtype=dtype
+        )
+        layers = []
+        for i in range(config.num_layers):
+            linear = functools.partial(_linear, i, options, slots, adapted)
+            layers.append(DecoderLayer(config, i, linear, dtype=dtype))
+        self.layers = nnx.List(layers)
+        self.norm = RmsNorm(config.hidden_size, eps=config.rms_eps, dtype=dtype)
+        head = functools.partial(Head, config.hidden_size, config.vocab_size)
+        self.lm_head = None if config.tie_embeddings else head(dtype=dtype)
+
+    def __call__(
+        self,
+        token_ids: Int[Array, " T"],
+        positions: Int[Array, " T"],
+        segment_ids: Int[Array, " T"],
+        routing: Routing,
+    ) -> Float[Array, "T D"]:
+        """Hidden states after the last norm; `head_kernel` turns them into logits.
+
+        Args:
+            token_ids: Packed tokens.
+            positions: Each token's position in its own sample.
+            segment_ids: Which sample each row belongs to; negative: padding.
+            routing: Whose rows they are.
+        """
+        h = self.embed_tokens.embedding[...][token_ids]
+        rope = rope_table(positions, rope_frequencies(self.config))
+        for layer in self.layers:
+            h = self._apply(layer, h, rope, segment_ids, routing)
+        return self.norm(h)
+
+    def _apply(self, layer: DecoderLayer, h, rope, segment_ids, routing):
+        graph, state = nnx.split(layer)
+
+        def run(state, h):
+            merged = nnx.merge(graph, state)
+            longest = self.options.max_segment_tokens
+            return merged(h, rope, segment_ids, routing, longest)
+
+        return (jax.checkpoint(run) if self.options.remat else run)(state, h)
+
+    def head_kernel(self) -> Float[Array, "D V"]:
+        """The output projection; the transposed embedding where they are tied."""
+        if self.lm_head is None:
+            return self.embed_tokens.embedding[...].T
+        return self.lm_head.kernel[...]
+
+
+def _linear(layer, options, slots, adapted, name, k, n, use_bias) -> MultiLoraLinear:
+    has_slots = f"layers.{layer}.{name}" in adapted
+    return MultiLoraLinear(
+        k,
+        n,
+        slots=slots if has_slots else None,
+        use_bias=use_bias,
+        dtype=options.dtype,
+        layer=layer,
+        projection=_PROJECTIONS.index(name),
+        implementation=options.implementation,
+        rngs=nnx.Rngs(0),
+    )
+
+
+class DecoderSpec:
+    """A decoder's structure without its arrays: binds flat dicts of arrays to modules.
+
+    Base weights, adapters and slot settings travel as flat dicts from dotted path to
+    array, so that a step is a plain function of them.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: DecoderOptions,
+        slots: SlotShape | None = None,
+        adapted: frozenset[str] = frozenset(),
+    ):
+        self.config, self.options, self.slots = config, options, slots
+        self.adapted = adapted
+        make = functools.partial(Decoder, config, options, slots, adapted)
+        self._graph, self._state = nnx.split(nnx.eval_shape(make))
+
+    def bind(self, *arrays: Mapping[str, Array]) -> Decoder:
+        """The decoder whose variables are `arrays`, which together name each once."""
+        flat = {}
+        for path, variable in nnx.to_flat_state(self._state):
+            name = ".".join(str(part) for part in path)
+            value = next(group[name] for group in arrays if name in group)
+            flat[path] = variable.replace(value)
+        return nnx.merge(self._graph, nnx.from_flat_state(flat))
+
+    def shapes(self, kind: type[nnx.Variable]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Path -> shape and dtype of every variable of one kind."""
+        return {
+            ".".join(str(part) for part in path): jax.ShapeDtypeStruct(
+                variable.shape, variable.dtype
+            )
+            for path, variable in nnx.to_flat_state(self._state)
+            if isinstance(variable, kind)
+        }
+
+    def base_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Path -> shape of the frozen weights."""
+        return self.shapes(BaseParam)
+
+    def adapter_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Path -> shape of the slot tables A and B."""
+        return self.shapes(nnx.LoRAParam)
+
+    def slot_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Path -> shape of the slots' settings: scaling, dropout, active."""
+        return self.shapes(SlotVariable)

@@ -1,0 +1,182 @@
+"""Flax module: a frozen linear layer with one LoRA for each slot."""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import Dropout, Implementation, dropout_keys, multi_lora_linear
+
+
+class BaseParam(nnx.Param):
+    """A frozen weight of the base model."""
+
+
+class SlotVariable(nnx.Variable):
+    """A setting of each slot: data to the compiled step, never trained."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SlotShape:
+    """The slot tables of a layer.
+
+    Attributes:
+        num_slots: G, adapters that the tables hold.
+        rank: R, largest rank of a slot; smaller ones are zero-padded.
+    """
+
+    num_slots: int
+    rank: int
+
+    def __post_init__(self):
+        if self.num_slots < 1 or self.rank < 1:
+            raise ValueError(
+                f"num_slots and rank must be positive, got {self.num_slots} and "
+                f"{self.rank}."
+            )
+
+
+@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Routing:
+    """Whose tokens the rows are, and what their dropout masks are keyed by.
+
+    Attributes:
+        block_adapter: Slot of each token block; -1 belongs to nobody.
+        token_index: The token's index in its job's global batch; None: no dropout.
+        seed: Each slot's job seed; None: no dropout.
+        step: Each slot's optimiser step; None: no dropout.
+    """
+
+    block_adapter: Int[Array, " NB"]
+    token_index: Int[Array, " T"] | None = None
+    seed: Int[Array, " G"] | None = None
+    step: Int[Array, " G"] | None = None
+
+
+class MultiLoraLinear(nnx.Module):
+    """`x W + bias + scaling[g] * dropout(x) A[g] B[g]`, g by token block.
+
+    `load_slot` puts an adapter in; until then each slot gives the base layer's output.
+
+    Attributes:
+        kernel: Frozen weight W, K N.
+        bias: Frozen bias, N, or None.
+        lora_a: Shrink matrices, float32, G K R; `nnx.LoRAParam`.
+        lora_b: Expand matrices, float32, G R N; `nnx.LoRAParam`.
+        scaling: `lora_alpha / rank` of each slot, G.
+        dropout: Dropout rate of each slot, G.
+        active: Which slots adapt this layer, G.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        slots: SlotShape | None = None,
+        use_bias: bool = False,
+        dtype: jnp.dtype = jnp.bfloat16,
+        layer: int = 0,
+        projection: int = 0,
+        implementation: Implementation = "xla",
+        rngs: nnx.Rngs,
+    ):
+        """Makes the layer with a random kernel and empty slots.
+
+        Args:
+            in_features: K.
+            out_features: N.
+            slots: Shape of the slot tables; None: a plain frozen linear.
+            use_bias: Whether the frozen layer adds a bias.
+            dtype: Of kernel, bias and activations.
+            layer: Keys the dropout masks, with `projection`.
+            projection: Keys the dropout masks; differs between layers that share x.
+            implementation: Which LoRA kernels run.
+            rngs: Source of the random kernel.
+        """
+        k, n = in_features, out_features
+        init = nnx.initializers.lecun_normal()
+        self.kernel = BaseParam(init(rngs.params(), (k, n), dtype))
+        self.bias = BaseParam(jnp.zeros((n,), dtype)) if use_bias else None
+        self.layer, self.projection = layer, projection
+        self.implementation = implementation
+        self.slots = slots
+        if slots is None:
+            return
+        g, r = slots.num_slots, slots.rank
+        self.lora_a = nnx.LoRAParam(jnp.zeros((g, k, r), jnp.float32))
+        self.lora_b = nnx.LoRAParam(jnp.zeros((g, r, n), jnp.float32))
+        self.scaling = SlotVariable(jnp.zeros((g,), jnp.float32))
+        self.dropout = SlotVariable(jnp.zeros((g,), jnp.float32))
+        self.active = SlotVariable(jnp.zeros((g,), jnp.bool))
+
+    def load_slot(
+        self,
+        slot: int,
+        a: Float[Array, "K r"],
+        b: Float[Array, "r N"],
+        *,
+        scaling: float,
+        dropout: float = 0.0,
+    ) -> None:
+        """Puts an adapter into a slot, in place.
+
+        Args:
+            slot: Which slot, from 0.
+            a: Shrink matrix at the adapter's own rank r.
+            b: Expand matrix.
+            scaling: `lora_alpha / r`, or `lora_alpha / sqrt(r)` for rsLoRA.
+            dropout: Dropout rate of the LoRA path.
+
+        Raises:
+            ValueError: The layer has no slots, or the slot or the rank is too large.
+        """
+        if self.slots is None:
+            raise ValueError("this layer has no slots: make it with slots=SlotShape().")
+        num_slots, largest = self.slots.num_slots, self.slots.rank
+        rank = a.shape[1]
+        if not 0 <= slot < num_slots:
+            raise ValueError(f"slot {slot} is not one of the {num_slots} slots.")
+        if rank > largest or b.shape[0] != rank:
+            raise ValueError(
+                f"a {a.shape} and b {b.shape} must share a rank of at most {largest}."
+            )
+        pad = largest - rank
+        a = jnp.pad(jnp.asarray(a, jnp.float32), ((0, 0), (0, pad)))
+        b = jnp.pad(jnp.asarray(b, jnp.float32), ((0, pad), (0, 0)))
+        for variable, value in (
+            (self.lora_a, a),
+            (self.lora_b, b),
+            (self.scaling, scaling),
+            (self.dropout, dropout),
+            (self.active, True),
+        ):
+            variable[...] = variable[...].at[slot].set(value)
+
+    def __call__(self, x: Float[Array, "T K"], routing: Routing) -> Float[Array, "T N"]:
+        """Applies the layer to token rows, each token block with its own adapter."""
+        if self.slots is None:
+            y = jnp.matmul(x, self.kernel[...])
+            return y if self.bias is None else y + self.bias[...]
+        return multi_lora_linear(
+            x,
+            self.kernel[...],
+            self.lora_a[...],
+            self.lora_b[...],
+            jnp.where(self.active[...], self.scaling[...], 0.0),
+            routing.block_adapter,
+            bias=None if self.bias is None else self.bias[...],
+            dropout=self._dropout(routing),
+            implementation=self.implementation,
+        )
+
+    def _dropout(self, routing: Routing) -> Dropout | None:
+        if routing.token_index is None:
+            return None
+        key = dropout_keys(routing.seed, routing.step, self.layer, self.projection)
+        return Dropout(key, self.dropout[...], routing.token_index)

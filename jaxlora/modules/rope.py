@@ -1,0 +1,54 @@
+"""Rotary position embeddings (arXiv 2104.09864), in the half-split layout."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxlora.models.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig
+
+
+def rope_frequencies(config: ModelConfig) -> np.ndarray:
+    """Radians a position, for each of the head_dim / 2 pairs of features; float32."""
+    exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
+    frequencies = (1.0 / config.rope_theta**exponent).astype(np.float32)
+    match config.rope_scaling:
+        case None:
+            return frequencies
+        case LinearRopeScaling(factor=factor):
+            return frequencies / np.float32(factor)
+        case Llama3RopeScaling() as scaling:
+            return _llama3(frequencies, scaling)
+
+
+def _llama3(frequencies: np.ndarray, scaling: Llama3RopeScaling) -> np.ndarray:
+    """Long waves are stretched by `factor`, short ones kept, the rest blended."""
+    waves = 2 * math.pi / frequencies
+    longest = scaling.original_max_positions / scaling.low_freq_factor
+    shortest = scaling.original_max_positions / scaling.high_freq_factor
+    smooth = scaling.original_max_positions / waves - scaling.low_freq_factor
+    smooth = smooth / (scaling.high_freq_factor - scaling.low_freq_factor)
+    stretched = frequencies / scaling.factor
+    blended = (1 - smooth) * stretched + smooth * frequencies
+    out = np.where(waves > longest, stretched, frequencies)
+    between = (waves <= longest) & (waves >= shortest)
+    return np.where(between, blended, out).astype(np.float32)
+
+
+def rope_table(
+    positions: Int[Array, " T"], frequencies: np.ndarray
+) -> tuple[Float[Array, "T P"], Float[Array, "T P"]]:
+    """Cosine and sine of each token's angles; P = head_dim / 2."""
+    angles = positions.astype(jnp.float32)[:, None] * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rope(
+    x: Float[Array, "T H E"], cos: Float[Array, "T P"], sin: Float[Array, "T P"]
+) -> Float[Array, "T H E"]:
+    """Rotates feature i with feature i + head_dim / 2."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)

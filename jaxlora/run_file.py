@@ -1,0 +1,60 @@
+"""A run in a YAML file."""
+
+import pathlib
+from typing import Any
+
+import pydantic
+import yaml
+
+from jaxlora.config import LoraJob, RunConfig
+from jaxlora.errors import ConfigError
+from jaxlora.strict import explain, unknown_key
+
+
+def load_run(path: str | pathlib.Path) -> RunConfig:
+    """Reads a run file: the keys of `RunConfig`, and `defaults` for all jobs.
+
+    A job takes each setting from itself, else from `defaults`, else `LoraJob`'s own
+    default. Paths in the file are relative to the working directory.
+
+    Args:
+        path: A YAML file.
+
+    Raises:
+        ConfigError: The file is missing, is no YAML, or says something that no key
+            knows or that breaks a rule; the text names the key and the value.
+    """
+    path = pathlib.Path(path)
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such run file.") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{path}: a run file is a mapping with the keys model, output_dir and "
+            f"jobs, not a {type(values).__name__}."
+        )
+    return run_config(values, where=str(path))
+
+
+def run_config(values: dict[str, Any], *, where: str = "run") -> RunConfig:
+    """Checks the contents of a run file; see `load_run`."""
+    values = dict(values)
+    defaults = values.pop("defaults", None) or {}
+    jobs = values.get("jobs")
+    if not isinstance(defaults, dict):
+        raise ConfigError(f"{where}: defaults must be a mapping, got {defaults!r}.")
+    for key in defaults:
+        if key not in LoraJob.model_fields:
+            text = unknown_key(str(key), list(LoraJob.model_fields))
+            raise ConfigError(f"{where}: defaults: {text}")
+    if isinstance(jobs, list):
+        values["jobs"] = [
+            {**defaults, **job} if isinstance(job, dict) else job for job in jobs
+        ]
+    try:
+        return RunConfig.model_validate(values)
+    except pydantic.ValidationError as error:
+        raise ConfigError(explain(error, where)) from error

@@ -1,0 +1,140 @@
+"""Which linears a job adapts, and how; PEFT's rules."""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from jaxlora.adapter import lora_scaling
+from jaxlora.config import LoraJob
+from jaxlora.errors import ConfigError
+
+Wanted = str | Sequence[str]
+_FROZEN = ("embed_tokens", "lm_head")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleLora:
+    """How one linear is adapted.
+
+    Attributes:
+        rank: LoRA rank r.
+        lora_alpha: What the scaling is made of.
+        scaling: What A B is multiplied by.
+    """
+
+    rank: int
+    lora_alpha: float
+    scaling: float
+
+
+def resolve_targets(job: LoraJob, linear_names: Sequence[str]) -> dict[str, ModuleLora]:
+    """The linears that a job adapts, in the model's order.
+
+    As in PEFT: a list matches whole names or suffixes after a dot, a string is a
+    regular expression for the whole name or `all-linear`; `exclude_modules` has the
+    last word; the first pattern that matches a name's end sets its rank or alpha.
+
+    Args:
+        job: What is asked for.
+        linear_names: Names of the model's linears.
+
+    Raises:
+        ConfigError: A target, an exclusion or a pattern matches nothing, is no regular
+            expression, or names an embedding or the head, which stay frozen.
+    """
+    for key in ("target_modules", "exclude_modules"):
+        if isinstance(getattr(job, key), str):
+            _check_regular(f"job {job.name!r}: {key}", getattr(job, key))
+    chosen = [n for n in linear_names if _matches(job.target_modules, n)]
+    _check_targets(job, linear_names, chosen)
+    if job.exclude_modules:
+        excluded = [n for n in chosen if _matches(job.exclude_modules, n)]
+        if not excluded or len(excluded) == len(chosen):
+            what = "everything" if excluded else "nothing"
+            raise ConfigError(
+                f"job {job.name!r}: exclude_modules={job.exclude_modules!r} excludes "
+                f"{what} of the {len(chosen)} targets."
+            )
+        chosen = [n for n in chosen if n not in set(excluded)]
+    for key in ("rank_pattern", "alpha_pattern"):
+        _check_pattern(job, key, getattr(job, key), chosen)
+    return {name: _module(job, name) for name in chosen}
+
+
+def _module(job: LoraJob, name: str) -> ModuleLora:
+    rank = pattern_value(job.rank_pattern, name, job.rank)
+    lora_alpha = pattern_value(job.alpha_pattern, name, job.lora_alpha)
+    return ModuleLora(
+        rank=rank,
+        lora_alpha=lora_alpha,
+        scaling=lora_scaling(lora_alpha, rank, job.use_rslora),
+    )
+
+
+def pattern_value[V](pattern: Mapping[str, V], name: str, default: V) -> V:
+    """The value of the first key that matches the end of `name`, as PEFT matches."""
+    for key, value in pattern.items():
+        if re.match(rf"(.*\.)?({key})$", name):
+            return value
+    return default
+
+
+def _matches(wanted: Wanted, name: str) -> bool:
+    if isinstance(wanted, str):
+        return wanted == "all-linear" or re.fullmatch(wanted, name) is not None
+    return any(name == w or name.endswith(f".{w}") for w in wanted)
+
+
+def _check_regular(where: str, expression: str) -> None:
+    try:
+        re.compile(expression)
+    except re.error as error:
+        raise ConfigError(
+            f"{where} {expression!r} is no regular expression: {error}."
+        ) from None
+
+
+def _suffixes(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in names))
+
+
+def _check_targets(
+    job: LoraJob, linear_names: Sequence[str], chosen: Sequence[str]
+) -> None:
+    where = f"job {job.name!r}: target_modules"
+    wanted = job.target_modules
+    entries = [wanted] if isinstance(wanted, str) else wanted
+    exist = _suffixes(linear_names)
+    for entry in entries:
+        if any(entry.rsplit(".", 1)[-1] == frozen for frozen in _FROZEN):
+            raise ConfigError(
+                f"{where} names {entry!r}. The embedding and the head stay frozen; "
+                f"adapters go on the linears: {', '.join(exist)}."
+            )
+        if isinstance(wanted, str) or any(_matches([entry], n) for n in linear_names):
+            continue
+        near = difflib.get_close_matches(entry, exist, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"{where} entry {entry!r} matches no linear of the model.{hint} There are: "
+            f"{', '.join(exist)}."
+        )
+    if not chosen:
+        raise ConfigError(
+            f"{where}={wanted!r} matches no linear of the model. A string is a regular "
+            f"expression for the whole name, such as {linear_names[0]!r}; suffixes go "
+            f"in a list: {exist}."
+        )
+
+
+def _check_pattern(
+    job: LoraJob, key: str, pattern: Mapping[str, object], chosen: Sequence[str]
+) -> None:
+    for expression in pattern:
+        _check_regular(f"job {job.name!r}: {key} key", expression)
+        if not any(re.match(rf"(.*\.)?({expression})$", name) for name in chosen):
+            raise ConfigError(
+                f"job {job.name!r}: {key} key {expression!r} matches none of the job's "
+                f"targets: {', '.join(_suffixes(chosen))}."
+            )

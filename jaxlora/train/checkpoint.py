@@ -1,0 +1,178 @@
+"""Checkpoints of a run: adapters, optimiser state and progress; never the base."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from jaxlora.errors import CheckpointError
+from jaxlora.train.optimizer import AdapterState
+
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunIdentity:
+    """What must be equal for a checkpoint to continue a run; JSON values only.
+
+    Attributes:
+        base: Fingerprint of the base model.
+        settings: Settings that the numbers depend on, by name.
+        jobs: Each job's settings, and a fingerprint of its data, by job name.
+    """
+
+    base: str
+    settings: dict[str, Any]
+    jobs: dict[str, dict[str, Any]]
+
+    def differences(self, other: "RunIdentity") -> list[str]:
+        """How `other`, a checkpoint's, differs from this run; as sentences."""
+        out = []
+        if self.base != other.base:
+            out.append(
+                f"the base model is another one (fingerprint {other.base[:12]} in the "
+                f"checkpoint, {self.base[:12]} now)"
+            )
+        out += _different("", other.settings, self.settings)
+        for name in dict.fromkeys([*other.jobs, *self.jobs]):
+            if name not in self.jobs:
+                out.append(f"job {name!r} is in the checkpoint but not in this run")
+            elif name not in other.jobs:
+                out.append(f"job {name!r} is in this run but not in the checkpoint")
+            else:
+                out += _different(f"job {name!r}: ", other.jobs[name], self.jobs[name])
+        return out
+
+
+def _different(where: str, then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [
+        f"{where}{key} is {then.get(key)!r} in the checkpoint and {now.get(key)!r} now"
+        for key in dict.fromkeys([*then, *now])
+        if then.get(key) != now.get(key)
+    ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Restored:
+    """A checkpoint read back.
+
+    Attributes:
+        number: Rounds that it has behind it.
+        state: Adapters and moments; the gradients are those given.
+        progress: Each job's progress, by job name; JSON values.
+    """
+
+    number: int
+    state: AdapterState
+    progress: dict[str, dict[str, Any]]
+
+
+class Checkpoints:
+    """A folder of checkpoints, the newest few of them kept.
+
+    A checkpoint is written in the background and appears under its name only when it is
+    complete, so that a kill at any instant leaves whole ones.
+    """
+
+    def __init__(self, folder: pathlib.Path, *, keep: int):
+        self._folder = folder.absolute()
+        self._manager = ocp.CheckpointManager(
+            self._folder,
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep, enable_async_checkpointing=True
+            ),
+        )
+
+    def latest(self) -> int | None:
+        """Rounds behind the newest complete checkpoint; None where there is none."""
+        return self._manager.latest_step()
+
+    def save(
+        self,
+        number: int,
+        state: AdapterState,
+        identity: RunIdentity,
+        progress: dict[str, dict[str, Any]],
+    ) -> None:
+        """Starts writing a checkpoint; returns before it is on the disk.
+
+        Args:
+            number: Rounds done.
+            state: All slots, between global batches.
+            identity: What a resumed run must equal.
+            progress: Each job's progress, by job name.
+        """
+        # The step donates its buffers while the background write still reads.
+        tables = jax.tree.map(jnp.copy, _tables(state))
+        meta = {
+            "format": _FORMAT,
+            "identity": dataclasses.asdict(identity),
+            "progress": progress,
+        }
+        self._manager.save(
+            number,
+            args=ocp.args.Composite(
+                tables=ocp.args.StandardSave(tables), meta=ocp.args.JsonSave(meta)
+            ),
+        )
+
+    def restore(self, state: AdapterState, identity: RunIdentity) -> Restored:
+        """Reads the newest checkpoint.
+
+        Args:
+            state: Tables of the shapes to read into.
+            identity: This run's.
+
+        Raises:
+            CheckpointError: There is none, it cannot be read, or it is of another run.
+        """
+        number = self.latest()
+        if number is None:
+            raise CheckpointError(
+                f"{self._folder} holds no complete checkpoint to resume from. Start "
+                "without resume."
+            )
+        meta = self._read(number, meta=ocp.args.JsonRestore())["meta"]
+        if meta.get("format") != _FORMAT:
+            raise CheckpointError(
+                f"checkpoint {number} in {self._folder} has format "
+                f"{meta.get('format')}, and this version reads format {_FORMAT}."
+            )
+        differences = identity.differences(RunIdentity(**meta["identity"]))
+        if differences:
+            raise CheckpointError(
+                f"checkpoint {number} in {self._folder} is of another run:\n- "
+                + "\n- ".join(differences)
+                + "\nRestore these settings, or train into another output_dir."
+            )
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+            _tables(state),
+        )
+        read = self._read(number, tables=ocp.args.StandardRestore(like))["tables"]
+        restored = AdapterState(**read, gradients=state.gradients)
+        return Restored(number=number, state=restored, progress=meta["progress"])
+
+    def _read(self, number: int, **items) -> Any:
+        try:
+            return self._manager.restore(number, args=ocp.args.Composite(**items))
+        except Exception as error:
+            raise CheckpointError(
+                f"checkpoint {number} in {self._folder} cannot be read: {error}. To "
+                f"resume from the one before, remove {self._folder / str(number)}."
+            ) from error
+
+    def wait(self) -> None:
+        """Returns when everything is on the disk."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Finishes writing and lets go of the folder."""
+        self._manager.close()
+
+
+def _tables(state: AdapterState) -> dict[str, dict[str, jax.Array]]:
+    return {"params": state.params, "mu": state.mu, "nu": state.nu}

@@ -1,0 +1,167 @@
+"""A job under way: its data, its place in them, and how it is doing."""
+
+import dataclasses
+import functools
+import hashlib
+import math
+from typing import Literal
+
+from jaxlora.adapter import Adapter
+from jaxlora.config import LoraJob
+from jaxlora.data.order import JobOrder
+from jaxlora.data.pack import JobBatch
+from jaxlora.data.tokenize import TokenizedData
+from jaxlora.train.learning_rate import learning_rate
+from jaxlora.train.slots import Modules
+
+Status = Literal["waiting", "running", "finished", "stopped", "stopped early", "failed"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JobProgress:
+    """What a checkpoint keeps of a job, beside its weights.
+
+    Attributes:
+        status: Where the job is in its life.
+        reason: Why it ended, in words.
+        slot: Its slot while it runs.
+        step: Optimiser steps done; the position in the data follows from it.
+        num_tokens: Tokens trained on, prompts included.
+        first_loss: Training loss of the first step, in nats a target token.
+        last_loss: Training loss of the latest step.
+        first_eval: Evaluation loss before the first step.
+        last_eval: Latest evaluation loss.
+        best_eval: Lowest evaluation loss.
+        best_step: Optimiser steps behind `best_eval`.
+        evals_without_gain: Evaluations since `best_eval`.
+    """
+
+    status: Status = "waiting"
+    reason: str = ""
+    slot: int | None = None
+    step: int = 0
+    num_tokens: int = 0
+    first_loss: float | None = None
+    last_loss: float | None = None
+    first_eval: float | None = None
+    last_eval: float | None = None
+    best_eval: float | None = None
+    best_step: int | None = None
+    evals_without_gain: int = 0
+
+
+class JobRun:
+    """One job of a run.
+
+    Attributes:
+        job: What the user asked for.
+        modules: The modules that it adapts.
+        train_data: Its training samples.
+        eval_data: Its held-out samples, if any.
+        start: The adapter that it starts from.
+        order: Which samples make up each global batch.
+        progress: How far it is.
+    """
+
+    def __init__(
+        self,
+        job: LoraJob,
+        modules: Modules,
+        train_data: TokenizedData,
+        eval_data: TokenizedData | None,
+        start: Adapter,
+    ):
+        self.job, self.modules = job, modules
+        self.train_data, self.eval_data = train_data, eval_data
+        self.start = start
+        self.order = JobOrder(
+            num_samples=len(train_data.samples),
+            batch_size=job.batch_size,
+            seed=job.seed,
+            shuffle=job.shuffle,
+            epochs=job.epochs,
+            steps=job.steps,
+        )
+        self.progress = JobProgress()
+
+    @functools.cached_property
+    def data_fingerprint(self) -> str:
+        """Tells training data apart: of every token and whether it is a target."""
+        digest = hashlib.sha256()
+        for sample in self.train_data.samples:
+            digest.update(len(sample.token_ids).to_bytes(8, "little"))
+            digest.update(sample.token_ids.tobytes())
+            digest.update(sample.is_target.tobytes())
+        return digest.hexdigest()
+
+    @property
+    def slot(self) -> int:
+        """The job's slot; it must be running."""
+        assert self.progress.slot is not None, f"{self.job.name} has no slot"
+        return self.progress.slot
+
+    @property
+    def num_steps(self) -> int:
+        """Optimiser steps in all."""
+        return self.order.num_steps
+
+    def update(self, **changes) -> None:
+        """Changes some of `progress`."""
+        self.progress = dataclasses.replace(self.progress, **changes)
+
+    def next_batch(self) -> JobBatch:
+        """The global batch of the job's next optimiser step."""
+        step = self.progress.step
+        samples = tuple(self.train_data.samples[i] for i in self.order.batch(step))
+        num_targets = sum(int(s.is_target.sum()) for s in samples)
+        return JobBatch(
+            slot=self.slot, step=step, samples=samples, weight=1.0 / num_targets
+        )
+
+    def eval_batch(self) -> JobBatch:
+        """All held-out samples."""
+        assert self.eval_data is not None, f"{self.job.name} has no eval data"
+        return JobBatch(
+            slot=self.slot, step=0, samples=self.eval_data.samples, weight=1.0
+        )
+
+    def learning_rate(self) -> float:
+        """Rate of the next optimiser step."""
+        return learning_rate(self.job, self.progress.step, self.num_steps)
+
+    def wants_eval(self) -> bool:
+        """Whether an evaluation is due after the steps done so far."""
+        if self.eval_data is None:
+            return False
+        step, every = self.progress.step, self.job.eval_every
+        return step in (0, self.num_steps) or bool(every and step % every == 0)
+
+    def note_step(self, loss: float, num_tokens: int) -> None:
+        """Counts one optimiser step."""
+        first = self.progress.first_loss
+        self.update(
+            step=self.progress.step + 1,
+            num_tokens=self.progress.num_tokens + num_tokens,
+            first_loss=loss if first is None else first,
+            last_loss=loss,
+        )
+
+    def note_eval(self, loss: float) -> bool:
+        """Records an evaluation; returns whether it is the best so far."""
+        before = self.progress
+        best = math.inf if before.best_eval is None else before.best_eval
+        is_best = loss < best
+        gained = loss < best - self.job.early_stopping_delta or best == math.inf
+        self.update(
+            first_eval=loss if before.first_eval is None else before.first_eval,
+            last_eval=loss,
+            best_eval=min(best, loss),
+            best_step=before.step if is_best else before.best_step,
+            evals_without_gain=0 if gained else before.evals_without_gain + 1,
+        )
+        return is_best
+
+    def has_stalled(self) -> bool:
+        """Whether early stopping ends the job."""
+        patience = self.job.early_stopping
+        return bool(patience and self.progress.evals_without_gain >= patience)

@@ -1,0 +1,121 @@
+"""One AdamW for each slot: the optimiser of one adapter, mapped over the slots."""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+Tables = dict[str, Float[Array, "G P Q"]]
+
+
+@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdapterState:
+    """Adapters and their optimiser state, float32, stacked by slot.
+
+    Attributes:
+        params: A and B of every adapted linear, by path.
+        mu: First moments.
+        nu: Second moments.
+        gradients: Sum of the gradients of the global batch under way.
+    """
+
+    params: Tables
+    mu: Tables
+    nu: Tables
+    gradients: Tables
+
+
+@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hyper:
+    """Settings of one optimiser step, a row a slot.
+
+    Attributes:
+        steps_now: Which slots' global batches are complete; the others stay as they
+            are, to the bit.
+        count: Optimiser steps that the slot has behind it.
+        learning_rate: Rate of this step.
+        b_ratio: Rate of B over rate of A (LoRA+).
+        weight_decay: Decoupled decay.
+        b1: Decay of the first moment.
+        b2: Decay of the second moment.
+        eps: Added to the root of the second moment.
+        max_norm: Largest gradient norm; infinity never clips.
+    """
+
+    steps_now: Bool[Array, "*G"]
+    count: Int[Array, "*G"]
+    learning_rate: Float[Array, "*G"]
+    b_ratio: Float[Array, "*G"]
+    weight_decay: Float[Array, "*G"]
+    b1: Float[Array, "*G"]
+    b2: Float[Array, "*G"]
+    eps: Float[Array, "*G"]
+    max_norm: Float[Array, "*G"]
+
+
+def zero_state(shapes: dict[str, jax.ShapeDtypeStruct]) -> AdapterState:
+    """Empty slots."""
+
+    def zeros() -> Tables:
+        return {path: jnp.zeros(s.shape, s.dtype) for path, s in shapes.items()}
+
+    return AdapterState(params=zeros(), mu=zeros(), nu=zeros(), gradients=zeros())
+
+
+def _adapter_step(state: AdapterState, hyper: Hyper):
+    """AdamW for one adapter, as if there were no other."""
+    norm = optax.tree.norm(state.gradients)
+    clip = jnp.where(norm > hyper.max_norm, hyper.max_norm / norm, 1.0)
+    gradients = jax.tree.map(lambda g: g * clip, state.gradients)
+    adamw = optax.adamw(
+        hyper.learning_rate,
+        b1=hyper.b1,
+        b2=hyper.b2,
+        eps=hyper.eps,
+        weight_decay=hyper.weight_decay,
+    )
+    before = optax.tree.set(
+        adamw.init(state.params), count=hyper.count, mu=state.mu, nu=state.nu
+    )
+    updates, after = adamw.update(gradients, before, state.params)
+    updates = {
+        path: update * hyper.b_ratio if path.endswith("lora_b") else update
+        for path, update in updates.items()
+    }
+    # Weights that are not finite would outlive the batch that made them.
+    taken = hyper.steps_now & jnp.isfinite(norm)
+    stepped = AdapterState(
+        params=optax.apply_updates(state.params, updates),
+        mu=optax.tree.get(after, "mu"),
+        nu=optax.tree.get(after, "nu"),
+        gradients=state.gradients,
+    )
+    state = jax.tree.map(lambda new, old: jnp.where(taken, new, old), stepped, state)
+    emptied = jax.tree.map(
+        lambda g: jnp.where(hyper.steps_now, 0.0, g), state.gradients
+    )
+    return dataclasses.replace(state, gradients=emptied), norm
+
+
+def optimizer_step(
+    state: AdapterState, hyper: Hyper
+) -> tuple[AdapterState, Float[Array, " G"]]:
+    """Steps the slots whose global batch is complete; returns each gradient's norm.
+
+    A slot whose gradient is not finite keeps its weights and moments.
+
+    Args:
+        state: All slots.
+        hyper: Their settings; `steps_now` says which step.
+
+    References:
+        AdamW, arXiv 1711.05101; LoRA+, arXiv 2402.12354.
+    """
+    return jax.vmap(_adapter_step)(state, hyper)

@@ -1,0 +1,152 @@
+"""From what the user asked for to what can run: data, targets and slot tables."""
+
+import logging
+
+from jaxlora.adapter import Adapter
+from jaxlora.config import LoraJob, RunConfig
+from jaxlora.data.tokenize import tokenize_job
+from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.errors import ConfigError
+from jaxlora.hf.load import BaseModel
+from jaxlora.hf.names import linear_names, linear_path
+from jaxlora.hf.peft_import import import_peft
+from jaxlora.models.decoder import DecoderOptions, DecoderSpec
+from jaxlora.targets import ModuleLora, resolve_targets
+from jaxlora.train.job_run import JobRun
+from jaxlora.train.slots import Modules, fresh_adapter, slot_shape
+
+logger = logging.getLogger(__name__)
+
+_SHAPE_FIELDS = {
+    "rank",
+    "lora_alpha",
+    "use_rslora",
+    "target_modules",
+    "exclude_modules",
+    "rank_pattern",
+    "alpha_pattern",
+}
+
+
+def linear_shapes(model: BaseModel) -> dict[str, tuple[int, int]]:
+    """(K, N) of every linear that can take LoRA, by module name."""
+    return {
+        name: model.params[f"{linear_path(name)}.kernel"].shape
+        for name in linear_names(model.config)
+    }
+
+
+def open_job(job: LoraJob, model: BaseModel, tokenizer: Tokenizer) -> JobRun:
+    """Reads a job's data and settles what it adapts; logs both.
+
+    Raises:
+        JaxloraError: The data, the targets or the adapter to start from cannot be used.
+    """
+    if job.init_from is None:
+        modules = resolve_targets(job, linear_names(model.config))
+        start = fresh_adapter(job, modules, linear_shapes(model))
+    else:
+        start = import_peft(job.init_from, linear_shapes(model))
+        modules = _imported_modules(job, start, model)
+    train = tokenize_job(job, tokenizer, "train")
+    held_out = job.eval_data is not None or job.eval_fraction > 0
+    evaluated = tokenize_job(job, tokenizer, "eval") if held_out else None
+    for data in filter(None, (train, evaluated)):
+        logger.info("%s: %s", job.name, data.summary())
+    ranks = sorted({module.rank for module in modules.values()})
+    logger.info(
+        "%s: rank %s on %d modules: %s",
+        job.name,
+        "/".join(map(str, ranks)),
+        len(modules),
+        ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in modules)),
+    )
+    return JobRun(job, modules, train, evaluated, start)
+
+
+def _imported_modules(job: LoraJob, start: Adapter, model: BaseModel) -> Modules:
+    """What the imported adapter adapts; the job may repeat it, not contradict it."""
+    imported = {
+        name: ModuleLora(
+            rank=weights.rank,
+            lora_alpha=weights.lora_alpha,
+            scaling=start.scaling(weights),
+        )
+        for name, weights in start.modules.items()
+    }
+    if not _SHAPE_FIELDS & job.model_fields_set:
+        return imported
+    asked = resolve_targets(job, linear_names(model.config))
+    for name in sorted(asked.keys() | imported.keys()):
+        if asked.get(name) != imported.get(name):
+            raise ConfigError(
+                f"job {job.name!r} starts from {job.init_from}, which has "
+                f"{_words(imported.get(name))} on {name}; the job asks for "
+                f"{_words(asked.get(name))}. Leave rank, lora_alpha and targets out: "
+                "the folder says them."
+            )
+    return imported
+
+
+def _words(module: ModuleLora | None) -> str:
+    if module is None:
+        return "no adapter"
+    return f"rank {module.rank} with scaling {module.scaling:g}"
+
+
+def decoder_spec(
+    config: RunConfig, model: BaseModel, runs: list[JobRun]
+) -> DecoderSpec:
+    """The decoder with the slot tables that the run needs."""
+    modules = [run.modules for run in runs]
+    adapted = {linear_path(name) for names in modules for name in names}
+    if config.slot_targets is not None:
+        probe = LoraJob(
+            name="slot_targets",
+            data=config.jobs[0].data,
+            target_modules=config.slot_targets,
+        )
+        more = resolve_targets(probe, linear_names(model.config))
+        adapted |= {linear_path(name) for name in more}
+    longest = max(job.max_length for job in config.jobs)
+    options = DecoderOptions(
+        dtype=model.dtype,
+        remat=config.remat,
+        implementation="xla",
+        max_segment_tokens=min(longest, config.microbatch_tokens),
+    )
+    shape = slot_shape(modules, config.max_concurrent_jobs, config.slot_rank)
+    return DecoderSpec(model.config, options, shape, frozenset(adapted))
+
+
+def check_fits(run: JobRun, spec: DecoderSpec) -> None:
+    """Refuses a job that the slots or a microbatch cannot hold.
+
+    Raises:
+        ConfigError: A rank is above the slots', a module has no slots, or a sample is
+            longer than a microbatch takes.
+    """
+    assert spec.slots is not None
+    name = run.job.name
+    largest = max(m.rank for m in run.modules.values())
+    if largest > spec.slots.rank:
+        raise ConfigError(
+            f"job {name!r} has rank {largest}, above the slots' rank "
+            f"{spec.slots.rank}. Lower it, or set slot_rank to at least {largest}."
+        )
+    for module in run.modules:
+        if linear_path(module) not in spec.adapted:
+            raise ConfigError(
+                f"job {name!r} adapts {module}, which has no slots in this run. Name "
+                "the module in slot_targets when the run starts."
+            )
+    datasets = filter(None, (run.train_data, run.eval_data))
+    longest = max(len(s.token_ids) for data in datasets for s in data.samples)
+    room = spec.options.max_segment_tokens
+    if longest > room:
+        raise ConfigError(
+            f"job {name!r} has a sample of {longest} tokens, and this run takes "
+            f"samples of at most {room}. Raise microbatch_tokens (and, for a job that "
+            "joins later, the max_length of the jobs it starts with), or lower the "
+            "job's max_length."
+        )

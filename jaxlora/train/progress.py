@@ -1,0 +1,99 @@
+"""A run on the terminal: a bar a job, tokens a second, time left."""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+import rich.progress
+from rich.console import Console
+
+from jaxlora.train.job_run import JobRun
+from jaxlora.train.rounds import StepOutcome
+
+logger = logging.getLogger(__name__)
+
+
+class Progress:
+    """Bars on a terminal, log lines anywhere else."""
+
+    def __init__(self, runs: Sequence[JobRun], console: Console | None = None):
+        """Watches jobs; `runs` may grow while the run goes on."""
+        self._runs = runs
+        console = console or Console(stderr=True)
+        self._on_terminal = console.is_terminal
+        self._bars = rich.progress.Progress(
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.BarColumn(),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.TextColumn("{task.fields[loss]}"),
+            rich.progress.TimeElapsedColumn(),
+            rich.progress.TimeRemainingColumn(),
+            console=console,
+            disable=not self._on_terminal,
+        )
+        self._tasks: dict[str, rich.progress.TaskID] = {}
+        self._done_tokens, self._began = 0, time.perf_counter()
+
+    def __enter__(self) -> "Progress":
+        self._bars.start()
+        self._began = time.perf_counter()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._bars.stop()
+
+    def update(
+        self, number: int, outcomes: Mapping[str, StepOutcome], seconds: float
+    ) -> None:
+        """Moves the bars after a round.
+
+        Args:
+            number: Rounds done.
+            outcomes: What each job's step did, by job name.
+            seconds: How long the round took.
+        """
+        tokens = sum(outcome.num_tokens for outcome in outcomes.values())
+        self._done_tokens += tokens
+        for run in self._runs:
+            name = run.job.name
+            if run.progress.status == "waiting":
+                continue
+            if name not in self._tasks:
+                self._tasks[name] = self._bars.add_task(
+                    name, total=run.num_steps, loss=""
+                )
+            loss = run.progress.last_loss
+            self._bars.update(
+                self._tasks[name],
+                completed=run.progress.step,
+                loss=f"loss {loss:.3f}  {tokens / seconds:,.0f} tok/s" if loss else "",
+            )
+
+    def log_line(
+        self, number: int, outcomes: Mapping[str, StepOutcome], seconds: float
+    ) -> None:
+        """One line for the log, where no bars are shown."""
+        if self._on_terminal:
+            return
+        tokens = sum(outcome.num_tokens for outcome in outcomes.values())
+        losses = ", ".join(f"{name} {o.loss:.3f}" for name, o in outcomes.items())
+        logger.info(
+            "round %d: %s | %s tok/s | %s left",
+            number,
+            losses,
+            f"{tokens / seconds:,.0f}",
+            self._time_left(),
+        )
+
+    def _time_left(self) -> str:
+        """By the share of optimiser steps done; all jobs' steps count alike."""
+        done = sum(run.progress.step for run in self._runs)
+        total = sum(
+            run.progress.step if run.progress.slot is None else run.num_steps
+            for run in self._runs
+            if run.progress.status != "waiting"
+        ) + sum(r.num_steps for r in self._runs if r.progress.status == "waiting")
+        if not done:
+            return "?"
+        seconds = (time.perf_counter() - self._began) * (total - done) / done
+        return f"{seconds:.0f} s"

@@ -1,0 +1,155 @@
+"""What a run leaves for people: a table, a plot, a summary file."""
+
+import dataclasses
+import json
+import pathlib
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxlora.atomic import write_text
+from jaxlora.train.job_run import JobProgress, JobRun
+from jaxlora.train.run_log import read_events
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JobResult:
+    """How one job ended.
+
+    Attributes:
+        name: The job's name.
+        rank: Its rank.
+        num_modules: Modules that it adapts.
+        num_steps: Optimiser steps that it was to take.
+        progress: Losses, steps, status.
+        folder: Its PEFT folder; None where there is none.
+    """
+
+    name: str
+    rank: int
+    num_modules: int
+    num_steps: int
+    progress: JobProgress
+    folder: pathlib.Path | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+        jobs: Each job, in the order in which they were given.
+        output_dir: The run's folder.
+        interrupted: Whether a signal ended it early; `resume` continues it.
+        num_compilations: Programs compiled.
+    """
+
+    jobs: tuple[JobResult, ...]
+    output_dir: pathlib.Path
+    interrupted: bool
+    num_compilations: int
+
+
+def job_result(run: JobRun, folder: pathlib.Path) -> JobResult:
+    """Sums up one job."""
+    return JobResult(
+        name=run.job.name,
+        rank=max(module.rank for module in run.modules.values()),
+        num_modules=len(run.modules),
+        num_steps=run.num_steps,
+        progress=run.progress,
+        folder=folder if folder.is_dir() else None,
+    )
+
+
+def _change(first: float | None, last: float | None) -> str:
+    if first is None or last is None:
+        return "-"
+    return f"{first:.3f} -> {last:.3f}"
+
+
+def summary_table(result: RunResult) -> Table:
+    """One row a job: losses before and after, and where its folder is."""
+    table = Table(title=f"jaxlora: {len(result.jobs)} adapters on one base")
+    for column in ("job", "rank", "modules", "steps", "tokens"):
+        table.add_column(column, justify="left" if column == "job" else "right")
+    for column in ("train loss", "eval loss", "status", "PEFT folder"):
+        table.add_column(column, overflow="fold")
+    for job in result.jobs:
+        p = job.progress
+        table.add_row(
+            job.name,
+            str(job.rank),
+            str(job.num_modules),
+            f"{p.step}/{job.num_steps}",
+            f"{p.num_tokens:,}",
+            _change(p.first_loss, p.last_loss),
+            _change(p.first_eval, p.last_eval),
+            p.status,
+            str(job.folder or "-"),
+        )
+    return table
+
+
+def print_summary(result: RunResult, console: Console | None = None) -> None:
+    """Prints the table, and why jobs ended early."""
+    console = console or Console()
+    console.print(summary_table(result))
+    for job in result.jobs:
+        if job.progress.status not in ("finished", "running", "waiting"):
+            console.print(f"{job.name}: {job.progress.status}: {job.progress.reason}")
+    if result.interrupted:
+        console.print("Interrupted; a checkpoint was written. Continue with --resume.")
+
+
+def write_report(result: RunResult) -> None:
+    """Writes losses.png and summary.json into the run's folder."""
+    plot_losses(result.output_dir / "metrics.jsonl", result.output_dir / "losses.png")
+    jobs = {
+        job.name: {
+            "rank": job.rank,
+            "num_modules": job.num_modules,
+            "num_steps": job.num_steps,
+            "folder": str(job.folder) if job.folder else None,
+            **dataclasses.asdict(job.progress),
+        }
+        for job in result.jobs
+    }
+    text = json.dumps({"jobs": jobs, "interrupted": result.interrupted}, indent=2)
+    write_text(result.output_dir / "summary.json", text + "\n")
+
+
+def plot_losses(metrics: pathlib.Path, picture: pathlib.Path) -> None:
+    """Draws each job's training loss (line) and evaluation loss (dots) over its steps.
+
+    Args:
+        metrics: A run's metrics.jsonl.
+        picture: PNG file to write.
+    """
+    # Drawn on the object API: no pyplot, no display, no global state.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    events = read_events(metrics)
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for i, name in enumerate(dict.fromkeys(e["job"] for e in events if "job" in e)):
+        color = f"C{i % 10}"
+        for kind, key, style in (
+            ("step", "loss", {"linewidth": 1.0, "alpha": 0.7}),
+            ("eval", "eval_loss", {"marker": "o", "linewidth": 1.5}),
+        ):
+            points = [
+                (e["step"], e[key])
+                for e in events
+                if e["event"] == kind and e["job"] == name
+            ]
+            if points:
+                label = name if kind == "step" else f"{name} (held out)"
+                axes.plot(*zip(*points, strict=True), color=color, label=label, **style)
+    axes.set_xlabel("optimiser step of the job")
+    axes.set_ylabel("loss, nats a target token")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend(fontsize="small")
+    FigureCanvasAgg(figure).print_png(str(picture))

@@ -1,0 +1,130 @@
+"""The compiled functions of training: pure, of fixed shapes, for all slots at once."""
+
+import dataclasses
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxlora.data.pack import PackedBatch
+from jaxlora.models.decoder import DecoderSpec
+from jaxlora.modules.loss import target_nll
+from jaxlora.modules.multi_lora_linear import Routing
+from jaxlora.train.optimizer import AdapterState, Hyper, Tables, optimizer_step
+
+Base = dict[str, Array]
+SlotSettings = dict[str, Array]
+
+
+@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotKeys:
+    """What the slots' dropout masks are keyed by.
+
+    Attributes:
+        seed: Each slot's job seed.
+        step: Each slot's optimiser step.
+    """
+
+    seed: Int[Array, " G"]
+    step: Int[Array, " G"]
+
+
+@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobLosses:
+    """What a microbatch says of each slot.
+
+    Attributes:
+        loss: Sum of weight * nll over the slot's target tokens.
+        is_finite: Whether all of the slot's hidden states are finite.
+    """
+
+    loss: Float[Array, " G"]
+    is_finite: Bool[Array, " G"]
+
+
+def job_losses(
+    spec: DecoderSpec,
+    base: Base,
+    adapters: Tables,
+    settings: SlotSettings,
+    batch: PackedBatch,
+    keys: SlotKeys | None,
+) -> JobLosses:
+    """Runs a microbatch forward; dropout only where `keys` are given."""
+    decoder = spec.bind(base, adapters, settings)
+    routing = Routing(
+        block_adapter=batch.block_adapter,
+        token_index=None if keys is None else batch.token_index,
+        seed=None if keys is None else keys.seed,
+        step=None if keys is None else keys.step,
+    )
+    hidden = decoder(batch.token_ids, batch.positions, batch.segment_ids, routing)
+    is_target = batch.loss_weight > 0
+    nll = target_nll(hidden, decoder.head_kernel(), batch.labels, is_target)
+    loss_T = jnp.where(is_target, nll * batch.loss_weight, 0.0)
+    num_blocks = batch.block_adapter.shape[0]
+    finite_T = jnp.isfinite(hidden).all(axis=-1) | (batch.segment_ids < 0)
+    assert spec.slots is not None
+    mine = batch.block_adapter == jnp.arange(spec.slots.num_slots)[:, None]
+    loss_B = loss_T.reshape(num_blocks, -1).sum(axis=1)
+    finite_B = finite_T.reshape(num_blocks, -1).all(axis=1)
+    return JobLosses(
+        loss=jnp.where(mine, loss_B, 0.0).sum(axis=1),
+        is_finite=(finite_B | ~mine).all(axis=1),
+    )
+
+
+class CompiledSteps:
+    """The jitted functions of one run; each compiles once for each batch shape.
+
+    Attributes:
+        accumulate: Adds a microbatch's gradients to the slots'.
+        evaluate: Losses of a microbatch, without dropout.
+        step: Optimiser step of the slots whose global batch is complete.
+        write_slot: Puts an adapter into a slot with empty optimiser state.
+    """
+
+    def __init__(self, spec: DecoderSpec):
+        losses = functools.partial(job_losses, spec)
+
+        def accumulate(base, state: AdapterState, settings, batch, keys):
+            def total(params):
+                out = losses(base, params, settings, batch, keys)
+                # The slots' losses share no parameter: the sum's gradient is each own.
+                return out.loss.sum(), out
+
+            gradients, out = jax.grad(total, has_aux=True)(state.params)
+            summed = jax.tree.map(jnp.add, state.gradients, gradients)
+            return dataclasses.replace(state, gradients=summed), out
+
+        def evaluate(base, params, settings, batch):
+            return losses(base, params, settings, batch, None)
+
+        self.accumulate = jax.jit(accumulate, donate_argnums=1)
+        self.evaluate = jax.jit(evaluate)
+        self.step = jax.jit(optimizer_step, donate_argnums=0)
+        self.write_slot = jax.jit(_write_slot, donate_argnums=0)
+
+    def num_compilations(self) -> int:
+        """Programs compiled so far."""
+        jitted = (self.accumulate, self.evaluate, self.step, self.write_slot)
+        return sum(f._cache_size() for f in jitted)  # type: ignore[attr-defined]
+
+
+def _write_slot(state: AdapterState, slot, rows: dict[str, AdapterState | Array]):
+    return jax.tree.map(lambda table, row: table.at[slot].set(row), state, rows)
+
+
+__all__ = [
+    "CompiledSteps",
+    "Hyper",
+    "JobLosses",
+    "SlotKeys",
+    "job_losses",
+]

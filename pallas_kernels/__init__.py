@@ -1,0 +1,18 @@
+"""LoRA kernels: arrays in, arrays out. Knows no model and no job."""
+
+from pallas_kernels.dropout import Dropout, dropout_keys
+from pallas_kernels.multi_lora_linear import (
+    IMPLEMENTATIONS,
+    Implementation,
+    multi_lora_linear,
+)
+from pallas_kernels.reference import multi_lora_linear_reference
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Dropout",
+    "Implementation",
+    "dropout_keys",
+    "multi_lora_linear",
+    "multi_lora_linear_reference",
+]

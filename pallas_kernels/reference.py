@@ -1,0 +1,39 @@
+"""The definition of the multi-adapter LoRA linear: float32, slow, one look."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dropout import Dropout, inverse_keep, keep_mask
+
+
+def multi_lora_linear_reference(
+    x: Float[Array, "T K"],
+    w: Float[Array, "K N"],
+    a: Float[Array, "G K R"],
+    b: Float[Array, "G R N"],
+    scaling: Float[Array, " G"],
+    block_adapter: Int[Array, " NB"],
+    bias: Float[Array, " N"] | None = None,
+    dropout: Dropout | None = None,
+) -> Float[Array, "T N"]:
+    """Oracle for `multi_lora_linear`: each token block through its own adapter."""
+    x, w, a, b = (z.astype(jnp.float32) for z in (x, w, a, b))
+    block_t = x.shape[0] // block_adapter.shape[0]
+    base = x @ w + (0 if bias is None else bias.astype(jnp.float32))
+    out = []
+    for i, g in enumerate(block_adapter.tolist()):
+        rows = slice(i * block_t, (i + 1) * block_t)
+        if g < 0:  # padding that belongs to nobody
+            out.append(base[rows])
+            continue
+        kept = x[rows]
+        if dropout is not None:
+            mask = keep_mask(
+                dropout.key[g : g + 1],
+                dropout.rate[g : g + 1],
+                dropout.token_index[rows][None],
+                x.shape[1],
+            )[0]
+            kept = kept * mask * inverse_keep(dropout.rate[g])
+        out.append(base[rows] + scaling[g] * (kept @ a[g]) @ b[g])
+    return jnp.concatenate(out)

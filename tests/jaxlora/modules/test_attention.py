@@ -1,0 +1,84 @@
+"""`packed_attention` against softmax attention of each sample alone."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlora.modules.attention import packed_attention
+from tests.oracle import relative_error
+
+H, HK, E = 4, 2, 8
+LENGTHS = (37, 1, 90, 16, 64)  # then padding
+T = 256
+
+
+def inputs(seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    shapes = ((T, H, E), (T, HK, E), (T, HK, E))
+    return tuple(jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True))
+
+
+def segments():
+    ids = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
+    return jnp.array(np.pad(ids, (0, T - len(ids)), constant_values=-1))
+
+
+def alone(q, k, v, window):
+    """Dense attention of one sample, in float64."""
+    q, k, v = (np.asarray(z, np.float64) for z in (q, k, v))
+    k, v = (np.repeat(z, H // HK, axis=1) for z in (k, v))
+    scores = np.einsum("qhe,khe->hqk", q, k) / np.sqrt(E)
+    back = np.arange(len(q))[:, None] - np.arange(len(q))
+    seen = (back >= 0) & (back < (window or len(q)))
+    weights = np.where(seen, np.exp(scores), 0)
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("hqk,khe->qhe", weights, v)
+
+
+@pytest.mark.parametrize("window", [None, 5, 1, 40])
+@pytest.mark.parametrize("longest", [90, 200, T, 1000])
+def test_each_sample_as_if_alone(window, longest):
+    q, k, v = inputs()
+    actual = packed_attention(
+        q, k, v, segments(), max_segment_tokens=longest, window=window
+    )
+    starts = np.cumsum((0, *LENGTHS))
+    for start, end in itertools.pairwise(starts):
+        rows = slice(start, end)
+        wanted = alone(q[rows], k[rows], v[rows], window)
+        assert relative_error(actual[rows], wanted) < 2e-6
+    assert not np.asarray(actual[starts[-1] :]).any()
+
+
+def test_a_band_shorter_than_a_sample_would_be_wrong():
+    """The negative control of `max_segment_tokens`."""
+    q, k, v = (jnp.concatenate([z, z]) for z in inputs())
+    ids = jnp.zeros(2 * T, jnp.int32)
+    short = packed_attention(q, k, v, ids, max_segment_tokens=2)
+    full = packed_attention(q, k, v, ids, max_segment_tokens=2 * T)
+    assert relative_error(short, full) > 1e-2
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("which", ["q", "k", "v", "dy"])
+def test_a_diverged_sample_touches_no_other(which, bad):
+    q, k, v = inputs()
+    dy = jax.random.normal(jax.random.key(5), q.shape)
+    sick_rows = np.asarray(segments()) == 2
+    at = 50  # one row of segment 2
+    sick = {"q": q, "k": k, "v": v, "dy": dy}
+    sick[which] = sick[which].at[at].set(bad)
+
+    def run(q, k, v):
+        return packed_attention(q, k, v, segments(), max_segment_tokens=90)
+
+    clean, vjp = jax.vjp(run, q, k, v)
+    out, vjp_sick = jax.vjp(run, sick["q"], sick["k"], sick["v"])
+    np.testing.assert_array_equal(out[~sick_rows], clean[~sick_rows])
+    if which != "dy":
+        assert np.isnan(np.asarray(out)[at]).all(), "the divergence is hidden"
+    for got, want in zip(vjp_sick(sick["dy"]), vjp(dy), strict=True):
+        np.testing.assert_array_equal(got[~sick_rows], want[~sick_rows])

@@ -1,0 +1,181 @@
+"""`multi_lora_linear` against its definition, and what no neighbour may change."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import (
+    Dropout,
+    dropout_keys,
+    multi_lora_linear,
+    multi_lora_linear_reference,
+)
+from pallas_kernels.dropout import keep_mask
+from tests.oracle import assert_as_accurate_as, relative_error
+
+K, N, R, G, BLOCK = 24, 40, 8, 4, 16
+BLOCK_ADAPTER = np.array([2, 0, -1, 2, 1], np.int32)  # slot 3 is absent
+RANKS = (8, 3, 1, 5)
+RATES = (0.0, 0.5, 0.1, 0.2)
+
+
+def problem(dtype=jnp.float32):
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    t = BLOCK * len(BLOCK_ADAPTER)
+    live = jnp.arange(R) < jnp.array(RANKS)[:, None]  # G R
+    return {
+        "x": jax.random.normal(next(keys), (t, K), dtype),
+        "w": jax.random.normal(next(keys), (K, N), dtype) * K**-0.5,
+        "a": jax.random.normal(next(keys), (G, K, R)) * live[:, None, :],
+        "b": jax.random.normal(next(keys), (G, R, N)) * live[:, :, None],
+        "scaling": jnp.array([2.0, 0.5, 1.0, 3.0]),
+        "block_adapter": jnp.array(BLOCK_ADAPTER),
+        "bias": jax.random.normal(next(keys), (N,), dtype),
+    }
+
+
+def dropout(step=3):
+    t = BLOCK * len(BLOCK_ADAPTER)
+    keys = dropout_keys(jnp.arange(G), jnp.full(G, step), layer=1, projection=2)
+    return Dropout(keys, jnp.array(RATES), jnp.arange(t) * 7 % t)
+
+
+@pytest.mark.parametrize("mask", [None, dropout()], ids=["plain", "dropout"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_matches_the_definition(dtype, mask):
+    p = problem(dtype)
+    exact = multi_lora_linear_reference(**p, dropout=mask)
+    low = {k: v.astype(dtype) if k in "xwab" else v for k, v in p.items()}
+    with jax.numpy_dtype_promotion("standard"):
+        plain = multi_lora_linear_reference(**low, dropout=mask).astype(dtype)
+    actual = multi_lora_linear(**p, dropout=mask)
+    assert_as_accurate_as(actual=actual, baseline=plain, exact=exact)
+
+
+@pytest.mark.parametrize("mask", [None, dropout()], ids=["plain", "dropout"])
+def test_gradients_match_those_of_the_definition(mask):
+    p = problem()
+    weight = jax.random.normal(jax.random.key(9), (p["x"].shape[0], N))
+
+    def total(op, x, a, b):
+        return (op(**(p | {"x": x, "a": a, "b": b}), dropout=mask) * weight).sum()
+
+    actual, wanted = (
+        jax.grad(lambda *args, op=op: total(op, *args), argnums=(0, 1, 2))(
+            p["x"], p["a"], p["b"]
+        )
+        for op in (multi_lora_linear, multi_lora_linear_reference)
+    )
+    for name, got, want in zip("xab", actual, wanted, strict=True):
+        assert relative_error(got, want) < 1e-5, name
+    assert not actual[1][3].any(), "an absent adapter has a gradient"
+    assert not actual[1][1][:, 3:].any(), "padding of the rank has a gradient"
+
+
+def test_the_base_is_frozen():
+    p = problem()
+
+    def total(w, bias):
+        return multi_lora_linear(**(p | {"w": w, "bias": bias})).sum()
+
+    for gradient in jax.grad(total, argnums=(0, 1))(p["w"], p["bias"]):
+        assert not gradient.any()
+
+
+def test_zero_b_is_the_base_layer_to_the_bit():
+    p = problem()
+    p["b"] = jnp.zeros_like(p["b"])
+    wanted = jnp.matmul(p["x"], p["w"]) + p["bias"]
+    actual = multi_lora_linear(**p, dropout=dropout())
+    np.testing.assert_array_equal(actual, wanted)
+
+
+def test_renaming_adapters_changes_no_bit():
+    p = problem()
+    order = np.array([3, 1, 0, 2])  # new slot i holds old adapter order[i]
+    place = np.argsort(order)
+    renamed = p | {k: p[k][order] for k in ("a", "b", "scaling")}
+    renamed["block_adapter"] = jnp.where(
+        p["block_adapter"] >= 0, place[np.maximum(BLOCK_ADAPTER, 0)], -1
+    )
+    np.testing.assert_array_equal(multi_lora_linear(**renamed), multi_lora_linear(**p))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("slot", range(G))
+def test_a_diverged_adapter_touches_no_other_row(slot, bad):
+    """Not even the padding, which computes with slot 0 and throws it away."""
+    p = problem()
+
+    def run(a, b, x):
+        return multi_lora_linear(**(p | {"a": a, "b": b, "x": x}), dropout=dropout())
+
+    clean, vjp = jax.vjp(run, p["a"], p["b"], p["x"])
+    sick, vjp_sick = jax.vjp(run, p["a"].at[slot].set(bad), p["b"], p["x"])
+    others = np.repeat(slot != BLOCK_ADAPTER, BLOCK)
+    np.testing.assert_array_equal(sick[others], clean[others])
+    dy = jax.random.normal(jax.random.key(4), clean.shape)
+    dy_sick = jnp.where(others[:, None], dy, bad)
+    (da, db, dx), (da_sick, db_sick, dx_sick) = vjp(dy), vjp_sick(dy_sick)
+    rest = np.arange(G) != slot
+    np.testing.assert_array_equal(da_sick[rest], da[rest])
+    np.testing.assert_array_equal(db_sick[rest], db[rest])
+    np.testing.assert_array_equal(dx_sick[others], dx[others])
+
+
+def mask_of(*, seed=0, step=0, layer=0, projection=0, rate=0.3, tokens=None):
+    tokens = np.arange(512) if tokens is None else tokens
+    key = dropout_keys(jnp.array([seed]), jnp.array([step]), layer, projection)
+    return np.asarray(
+        keep_mask(key, jnp.array([rate]), jnp.array(tokens)[None], 256)[0]
+    )
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 0.9])
+def test_dropout_rate(rate):
+    kept = mask_of(rate=rate)
+    deviation = np.sqrt(rate * (1 - rate) / kept.size)
+    assert abs(kept.mean() - (1 - rate)) <= 4 * deviation
+    for axis in (0, 1):  # no token and no feature is special
+        line = np.sqrt(rate * (1 - rate) / kept.shape[axis])
+        assert np.abs(kept.mean(axis) - (1 - rate)).max() <= 5.5 * line
+
+
+@pytest.mark.parametrize("change", ["seed", "step", "layer", "projection"])
+def test_dropout_streams_are_independent(change):
+    one, other = mask_of(), mask_of(**{change: 1})
+    agree = (one == other).mean()
+    wanted = 0.7**2 + 0.3**2
+    assert abs(agree - wanted) < 4 * np.sqrt(wanted * (1 - wanted) / one.size)
+
+
+@pytest.mark.parametrize("shift", [(1, 0), (0, 1), (0, 2), (1, 1), (16, 0)])
+def test_dropout_neighbours_are_independent(shift):
+    kept = mask_of()
+    rows, columns = shift
+    one = kept[rows:, columns:]
+    other = kept[: kept.shape[0] - rows, : kept.shape[1] - columns]
+    wanted = 0.7**2 + 0.3**2
+    error = abs((one == other).mean() - wanted)
+    assert error < 4 * np.sqrt(wanted * (1 - wanted) / one.size)
+
+
+def test_dropout_follows_the_token_not_its_row():
+    tokens = np.random.default_rng(0).permutation(512)
+    np.testing.assert_array_equal(mask_of(tokens=tokens), mask_of()[tokens])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": jnp.zeros((81, K))}, "81 rows, not a multiple of the NB=5"),
+        ({"x": jnp.zeros((80, K + 1))}, r"shapes do not fit: x \(80, 25\)"),
+        ({"b": jnp.zeros((G, R + 1, N))}, "must share G and R"),
+        ({"w": jnp.zeros((K, N), jnp.bfloat16)}, "share a dtype, got float32"),
+        ({"implementation": "cuda"}, "implementation='cuda' is unknown; there is: xla"),
+    ],
+)
+def test_says_what_is_wrong(change, message):
+    with pytest.raises(ValueError, match=message):
+        multi_lora_linear(**(problem() | change))

@@ -1,0 +1,106 @@
+"""A tiny random Llama with a byte-level tokenizer, as a Hugging Face folder."""
+
+import json
+import pathlib
+
+import numpy as np
+import safetensors.numpy
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' "
+    "+ message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 288,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "torch_dtype": "float32",
+}
+SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
+
+
+def write_tokenizer(folder: pathlib.Path) -> None:
+    """Every byte is a token; three special tokens come first."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate((*SPECIAL, *alphabet))}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([tokenizers.AddedToken(t) for t in SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|pad|>",
+        "chat_template": CHATML,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def random_weights(seed: int = 0) -> dict[str, np.ndarray]:
+    """Weights by Hugging Face name; norms and all else random."""
+    rng = np.random.default_rng(seed)
+    d, f, v = (CONFIG[k] for k in ("hidden_size", "intermediate_size", "vocab_size"))
+    kv = d // 2
+
+    def matrix(*shape):
+        return (rng.normal(size=shape) * shape[-1] ** -0.5).astype(np.float32)
+
+    out = {"model.embed_tokens.weight": matrix(v, d) * 4}
+    for i in range(CONFIG["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        for name, shape in {
+            "self_attn.q_proj": (d, d),
+            "self_attn.k_proj": (kv, d),
+            "self_attn.v_proj": (kv, d),
+            "self_attn.o_proj": (d, d),
+            "mlp.gate_proj": (f, d),
+            "mlp.up_proj": (f, d),
+            "mlp.down_proj": (d, f),
+        }.items():
+            out[f"{layer}.{name}.weight"] = matrix(*shape)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            out[f"{layer}.{name}.weight"] = 1 + 0.2 * matrix(d)
+    out["model.norm.weight"] = 1 + 0.2 * matrix(d)
+    return out
+
+
+def write_model(folder: pathlib.Path, seed: int = 0) -> pathlib.Path:
+    """Writes the whole folder; returns it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    safetensors.numpy.save_file(
+        random_weights(seed), folder / "model.safetensors", {"format": "pt"}
+    )
+    write_tokenizer(folder)
+    return folder
+
+
+def write_records(path: pathlib.Path, count: int, seed: int, longest: int = 60) -> str:
+    """JSONL of ragged prompts, each with a completion that repeats it in part."""
+    rng = np.random.default_rng(seed)
+    letters = np.array(list("abcdefgh "))
+    with path.open("w") as file:
+        for _ in range(count):
+            prompt = "".join(rng.choice(letters, rng.integers(3, longest)))
+            completion = prompt[: rng.integers(2, len(prompt) + 1)].upper()
+            record = {"prompt": prompt, "completion": completion}
+            file.write(json.dumps(record) + "\n")
+    return str(path)
