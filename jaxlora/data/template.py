@@ -12,10 +12,10 @@ from jinja2 import nodes
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-# What one rendering may spend: about a second of time, and a hundred times what a
-# long conversation needs. An iteration costs 1.
-MAX_WORK = 10_000_000
-_COST_OF_CALL = 100
+# What one rendering may spend: a few seconds at worst, and a hundred times what a long
+# conversation needs. An iteration costs 1.
+MAX_WORK = 3_000_000
+_COST_OF_CALL = 30
 _COST_OF_LAZY_ITERATION = 10
 
 
@@ -36,12 +36,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["*", "**"])
 
     def __init__(self, **options):
-        super().__init__(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_Generation, jinja2.ext.loopcontrols],
-            **options,
-        )
+        super().__init__(extensions=[_Generation, jinja2.ext.loopcontrols], **options)
         self.work_left = MAX_WORK
         self.filters["tojson"] = _to_json
         self.filters["_counted"] = self._counted
@@ -119,10 +114,9 @@ def chat_template(source: str, now: datetime.datetime) -> SafeTemplate:
     Raises:
         jinja2.TemplateSyntaxError: It does not parse.
     """
+    functions = {"raise_exception": _raise_exception, "strftime_now": now.strftime}
     return SafeTemplate(
-        _Sandbox(),
-        source,
-        {"raise_exception": _raise_exception, "strftime_now": now.strftime},
+        _Sandbox(trim_blocks=True, lstrip_blocks=True), source, functions
     )
 
 

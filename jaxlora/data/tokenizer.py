@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jinja2
 import numpy as np
 import tokenizers
-from jaxtyping import Int32
+from jaxtyping import Int, Int32
 
 from jaxlora.data.template import SafeTemplate, chat_template
 from jaxlora.errors import DataError, ModelError
@@ -85,9 +85,7 @@ class Tokenizer:
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         backend.no_truncation()
         backend.no_padding()
-        self.prefix_ids, self.suffix_ids = _surroundings(backend)
-        # Without it, spans keep their spaces (byte-level post-processors trim them).
-        backend.post_processor = None
+        self.prefix_ids, self.suffix_ids = _take_off_post_processor(backend)
 
     def _required_id(self, key: str) -> int | None:
         text = self._special_tokens.get(key)
@@ -118,7 +116,12 @@ class Tokenizer:
             for e in encodings
         ]
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    def decode(
+        self,
+        ids: Sequence[int] | Int[np.ndarray, " T"],
+        *,
+        skip_special_tokens: bool = False,
+    ) -> str:
         """The text of `ids`."""
         return self._backend.decode(
             [int(i) for i in ids], skip_special_tokens=skip_special_tokens
@@ -235,17 +238,22 @@ def load_tokenizer(
     return tokenizer
 
 
-def _surroundings(backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the post-processor puts before and after a text."""
-    inner = backend.encode("a", add_special_tokens=False).ids
+def _take_off_post_processor(backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Removes the post-processor; returns what it puts before and after a text.
+
+    Without it, the span of a token keeps its spaces, which byte-level post-processors
+    trim.
+    """
     encoding = backend.encode("a", add_special_tokens=True)
     whole, mask = encoding.ids, encoding.special_tokens_mask
+    backend.post_processor = None
+    inner = backend.encode("a", add_special_tokens=False).ids
     start = mask.index(0) if 0 in mask else len(mask)
     end = start + mask.count(0)
     if whole[start:end] != inner:
         raise ModelError(
-            f"the post-processor of tokenizer.json turns {inner} into {whole}, but only "
-            "one that puts special tokens around a text is supported. Use a "
+            f"the post-processor of tokenizer.json turns {inner} into {whole}, but "
+            "must put special tokens around a text and do nothing else. Use a "
             "TemplateProcessing."
         )
     return tuple(whole[:start]), tuple(whole[end:])

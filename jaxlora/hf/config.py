@@ -9,10 +9,19 @@ from jaxlora.models.config import LinearRopeScaling, Llama3RopeScaling, ModelCon
 # What transformers assumes where config.json is silent, by family.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048, "attention_bias": False},
-    "mistral": {"max_position_embeddings": 131072, "sliding_window": 4096},
-    "qwen2": {"max_position_embeddings": 32768, "sliding_window": 4096},
+    "mistral": {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
+    "qwen2": {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+    },
     "qwen3": {
         "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
         "sliding_window": 4096,
         "head_dim": 128,
         "attention_bias": False,
@@ -45,6 +54,16 @@ _READ = {
     "use_sliding_window",
     "max_window_layers",
     "layer_types",
+}
+_ROPE_FIELDS = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    },
 }
 # Of no effect on what the model computes in training.
 _HARMLESS = {
@@ -109,11 +128,13 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
         )
     _check_unread(config)
     _check_supported(config)
-    values = {**_DEFAULTS[family], **{k: v for k, v in config.items() if v is not None}}
-    for key in _REQUIRED:
+    # An explicit null is not silence: it switches the family's default off.
+    values = {**_DEFAULTS[family], **config}
+    values = {key: value for key, value in values.items() if value is not None}
+    for key in (*_REQUIRED, "max_position_embeddings"):
         if key not in values:
             raise ModelError(f"config.json lacks {key!r}, so the model is not defined.")
-    return _build(family, config, values)
+    return _build(family, values)
 
 
 def _check_unread(config: Mapping[str, Any]) -> None:
@@ -146,7 +167,14 @@ def _integer(values: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def _build(family: str, config: Mapping[str, Any], values: dict) -> ModelConfig:
+def _number(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = values[key] if default is None else values.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ModelError(f"config.json has {key}={value!r}; wanted a number.")
+    return float(value)
+
+
+def _build(family: str, values: dict[str, Any]) -> ModelConfig:
     heads, width = (_integer(values, k) for k in ("num_attention_heads", "hidden_size"))
     values.setdefault("num_key_value_heads", heads)
     if "head_dim" not in values and width % heads:
@@ -178,7 +206,7 @@ def _build(family: str, config: Mapping[str, Any], values: dict) -> ModelConfig:
         num_kv_heads=kv_heads,
         head_dim=values["head_dim"],
         max_positions=_integer(values, "max_position_embeddings"),
-        rms_eps=float(values.get("rms_norm_eps", 1e-6)),
+        rms_eps=_number(values, "rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         qkv_bias=family == "qwen2" or attention_bias,
@@ -186,50 +214,59 @@ def _build(family: str, config: Mapping[str, Any], values: dict) -> ModelConfig:
         mlp_bias=bool(values.get("mlp_bias")),
         qk_norm=family == "qwen3",
         tie_embeddings=bool(values.get("tie_word_embeddings", False)),
-        layer_windows=_windows(family, config, values),
+        layer_windows=_windows(family, values),
     )
 
 
 def _rope(values: Mapping[str, Any]):
     """(theta, scaling), as transformers 4 or 5 spell them."""
-    rope = {**values.get("rope_scaling", {}), **values.get("rope_parameters", {})}
-    theta = float(rope.pop("rope_theta", values.get("rope_theta", 10000.0)))
-    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
-    rope.pop("type", None)
-    if float(rope.pop("partial_rotary_factor", 1.0)) != 1.0:
+    rope: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(values.get(key, {}), Mapping):
+            raise ModelError(
+                f"config.json has {key}={values[key]!r}; wanted an object or null."
+            )
+        rope.update({k: v for k, v in values.get(key, {}).items() if v is not None})
+    theta = _number(rope, "rope_theta", _number(values, "rope_theta", 10000.0))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if _number(rope, "partial_rotary_factor", 1.0) != 1.0:
         raise ModelError(
             "config.json sets partial_rotary_factor; only 1.0 is supported."
         )
-    if kind not in ("default", "linear", "llama3"):
+    for key in ("rope_theta", "rope_type", "type", "partial_rotary_factor"):
+        rope.pop(key, None)
+    if kind not in _ROPE_FIELDS:
         raise ModelError(
-            f"config.json has rope_type={kind!r}; supported: default, linear, llama3."
+            f"config.json has rope_type={kind!r}; supported: {', '.join(_ROPE_FIELDS)}."
         )
     try:
         if kind == "default":
             scaling = None
-            rope.clear()
         elif kind == "linear":
-            scaling = LinearRopeScaling(factor=float(rope.pop("factor")))
+            scaling = LinearRopeScaling(factor=_number(rope, "factor"))
         else:
             scaling = Llama3RopeScaling(
-                factor=float(rope.pop("factor")),
-                low_freq_factor=float(rope.pop("low_freq_factor")),
-                high_freq_factor=float(rope.pop("high_freq_factor")),
-                original_max_positions=rope.pop("original_max_position_embeddings"),
+                factor=_number(rope, "factor"),
+                low_freq_factor=_number(rope, "low_freq_factor"),
+                high_freq_factor=_number(rope, "high_freq_factor"),
+                original_max_positions=_integer(
+                    rope, "original_max_position_embeddings"
+                ),
             )
     except KeyError as error:
         raise ModelError(
             f"config.json has rope_type={kind!r} without {error.args[0]!r}."
         ) from None
-    if rope:
+    unread = set(rope) - _ROPE_FIELDS[kind]
+    if unread:
         raise ModelError(
-            f"config.json sets {sorted(rope)} for rope_type={kind!r}, which are not "
+            f"config.json sets {sorted(unread)} for rope_type={kind!r}, which are not "
             "read here."
         )
     return theta, scaling
 
 
-def _windows(family: str, config: Mapping[str, Any], values: Mapping[str, Any]):
+def _windows(family: str, values: Mapping[str, Any]) -> tuple[int | None, ...]:
     num_layers = _integer(values, "num_hidden_layers")
     window = values.get("sliding_window")
     if family == "llama":
@@ -239,10 +276,10 @@ def _windows(family: str, config: Mapping[str, Any], values: Mapping[str, Any]):
                 "has none."
             )
         return (None,) * num_layers
+    if window is not None:
+        _integer(values, "sliding_window")
     if family == "mistral":
-        # An explicit null switches the window off; silence means the default.
-        off = "sliding_window" in config and config["sliding_window"] is None
-        return (None if off else window,) * num_layers
+        return (window,) * num_layers
     if not values.get("use_sliding_window"):
         return (None,) * num_layers
     first = values.get("max_window_layers", 28)

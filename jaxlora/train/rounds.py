@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -101,8 +101,7 @@ class Rounds:
             )
         total, is_finite = _totals(losses)
         return {
-            run.job.name: float(total[run.slot])
-            / batches[run.slot].num_target_tokens
+            run.job.name: float(total[run.slot]) / batches[run.slot].num_target_tokens
             if is_finite[run.slot]
             else math.nan
             for run in runs
@@ -116,7 +115,7 @@ class Rounds:
         self.last_schedule = schedule
         return schedule
 
-    def _by_slot(self, values: dict[int, float], dtype) -> np.ndarray:
+    def _by_slot(self, values: Mapping[int, float], dtype) -> np.ndarray:
         out = np.zeros(self._num_slots, dtype)
         for slot, value in values.items():
             out[slot] = value

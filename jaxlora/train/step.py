@@ -12,7 +12,7 @@ from jaxlora.data.pack import PackedBatch
 from jaxlora.models.decoder import DecoderSpec
 from jaxlora.modules.loss import target_nll
 from jaxlora.modules.multi_lora_linear import Routing
-from jaxlora.train.optimizer import AdapterState, Hyper, Tables, optimizer_step
+from jaxlora.train.optimizer import AdapterState, Tables, optimizer_step
 
 Base = dict[str, Array]
 SlotSettings = dict[str, Array]
@@ -106,25 +106,16 @@ class CompiledSteps:
         def evaluate(base, params, settings, batch):
             return losses(base, params, settings, batch, None)
 
+        def write_slot(state: AdapterState, slot, rows: AdapterState):
+            return jax.tree.map(lambda table, row: table.at[slot].set(row), state, rows)
+
         self.accumulate = jax.jit(accumulate, donate_argnums=1)
         self.evaluate = jax.jit(evaluate)
-        self.step = jax.jit(optimizer_step, donate_argnums=0)
-        self.write_slot = jax.jit(_write_slot, donate_argnums=0)
+        # A function of its own: jit shares what it compiled for one function.
+        self.step = jax.jit(functools.partial(optimizer_step), donate_argnums=0)
+        self.write_slot = jax.jit(write_slot, donate_argnums=0)
 
     def num_compilations(self) -> int:
         """Programs compiled so far."""
         jitted = (self.accumulate, self.evaluate, self.step, self.write_slot)
         return sum(f._cache_size() for f in jitted)  # type: ignore[attr-defined]
-
-
-def _write_slot(state: AdapterState, slot, rows: dict[str, AdapterState | Array]):
-    return jax.tree.map(lambda table, row: table.at[slot].set(row), state, rows)
-
-
-__all__ = [
-    "CompiledSteps",
-    "Hyper",
-    "JobLosses",
-    "SlotKeys",
-    "job_losses",
-]

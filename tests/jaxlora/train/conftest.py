@@ -1,0 +1,115 @@
+"""A tiny model, jobs that differ in everything, and a way to run them."""
+
+import pathlib
+from collections.abc import Callable
+
+import pytest
+
+from jaxlora import LoraJob, RunConfig, Trainer
+from jaxlora.hf.load import BaseModel, load_base
+from jaxlora.hf.peft_import import import_peft
+from jaxlora.train.prepare import linear_shapes
+from jaxlora.train.run_log import read_events
+from tests import tiny
+
+TARGETS = (
+    ("q_proj", "v_proj"),
+    "all-linear",
+    ("down_proj",),
+    r"model\.layers\.1\..*(gate|up)_proj",
+)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> BaseModel:
+    folder = tiny.write_model(tmp_path_factory.mktemp("base") / "tiny")
+    return load_base(folder, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def jobs(tmp_path_factory) -> tuple[LoraJob, ...]:
+    """Eight jobs that differ in all that a job can differ in."""
+    folder = tmp_path_factory.mktemp("data")
+
+    def job(i: int) -> LoraJob:
+        records = tiny.write_records(folder / f"{i}.jsonl", 18 + 3 * i, seed=i)
+        return LoraJob(
+            name=f"job{i}",
+            data={"path": records, "loss_on": "all" if i == 3 else "completion"},
+            eval_fraction=0.2,
+            rank=(4, 8, 2, 1, 5, 8, 3, 6)[i],
+            lora_alpha=4.0 + 3 * i,
+            use_rslora=i % 3 == 1,
+            dropout=(0.1, 0.0, 0.3, 0.05)[i % 4],
+            target_modules=TARGETS[i % 4],
+            batch_size=(5, 2, 7, 4)[i % 4],
+            steps=3 + i % 3,
+            learning_rate=(1e-2, 3e-3, 2e-2, 1e-3)[i % 4],
+            lr_schedule=("constant", "linear", "cosine")[i % 3],
+            warmup_steps=i % 2,
+            weight_decay=0.1 * (i % 2),
+            lora_plus_ratio=1.0 + i % 2,
+            max_grad_norm=(1.0, None, 0.05)[i % 3],
+            max_length=96,
+            seed=100 + i,
+            eval_every=2,
+        )
+
+    return tuple(job(i) for i in range(8))
+
+
+class Outcome:
+    """What a run left: the adapters, and the losses of every step and evaluation."""
+
+    def __init__(self, trainer: Trainer, result, model: BaseModel):
+        self.result = result
+        self.progress = {job.name: job.progress for job in result.jobs}
+        self.adapters = {
+            job.name: import_peft(job.folder, linear_shapes(model)).modules
+            for job in result.jobs
+            if job.folder
+        }
+        self.bytes = {
+            job.name: (job.folder / "adapter_model.safetensors").read_bytes()
+            for job in result.jobs
+            if job.folder
+        }
+        events = read_events(trainer.output_dir / "metrics.jsonl")
+        self.losses = {
+            name: [e["loss"] for e in events if is_of(e, "step", name)]
+            for name in self.progress
+        }
+        self.evals = {
+            name: [e["eval_loss"] for e in events if is_of(e, "eval", name)]
+            for name in self.progress
+        }
+
+
+def is_of(event: dict, kind: str, job: str) -> bool:
+    return event["event"] == kind and event.get("job") == job
+
+
+@pytest.fixture
+def train(model, tmp_path) -> Callable[..., Outcome]:
+    """Trains jobs together; every call into its own folder."""
+    count = iter(range(1000))
+
+    def run(jobs, *, on_round=None, **settings) -> Outcome:
+        settings = {"microbatch_tokens": 512, "block_tokens": 16} | settings
+        config = RunConfig(
+            model=str(model.folder),
+            output_dir=str(tmp_path / f"run{next(count)}"),
+            jobs=jobs,
+            checkpoint_every=None,
+            slot_rank=8,
+            slot_targets="all-linear",
+            **settings,
+        )
+        trainer = Trainer(config, model)
+        return Outcome(trainer, trainer.train(on_round=on_round), model)
+
+    return run
+
+
+def folder_of(outcome: Outcome) -> pathlib.Path:
+    return outcome.result.output_dir
