@@ -1,0 +1,94 @@
+"""A small byte-level tokenizer, as a model's folder."""
+
+import datetime
+import json
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from jaxlora.config import DataConfig, LoraJob
+from jaxlora.data.tokenize import tokenize_job
+from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
+from tests.jaxlora.data import templates
+
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<pad>"]
+NOW = datetime.datetime(2024, 7, 26)
+
+
+@pytest.fixture(scope="session")
+def backend_json() -> str:
+    """tokenizer.json of a byte-level BPE without a post-processor."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    corpus = ["Hello! How are you? Fine, the answer is blue.\n user assistant"] * 3
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=SPECIAL,
+        show_progress=False,
+    )
+    backend.train_from_iterator(corpus, trainer)
+    return backend.to_str()
+
+
+@pytest.fixture
+def make_folder(tmp_path, backend_json):
+    """Writes a model's folder: `around` it has <s>, </s> or both put around a text."""
+
+    def make(around: str = "$A", *, config: dict | None = None, **files: str):
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        backend = tokenizers.Tokenizer.from_str(backend_json)
+        backend.post_processor = processors.Sequence(
+            [
+                processors.ByteLevel(trim_offsets=True),
+                processors.TemplateProcessing(
+                    single=around, special_tokens=[("<s>", 0), ("</s>", 1)]
+                ),
+            ]
+        )
+        backend.save(str(folder / "tokenizer.json"))
+        if config is None:
+            config = {
+                "bos_token": "<s>",
+                "eos_token": {"content": "</s>", "special": True},
+                "pad_token": "<pad>",
+                "chat_template": templates.SMOLLM2,
+            }
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        for name, content in files.items():
+            (folder / name.replace("__", ".")).write_text(content)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def make_tokenizer(make_folder):
+    """Loads a tokenizer with the given chat template."""
+
+    def make(template: str = templates.SMOLLM2, around: str = "$A") -> Tokenizer:
+        return load_tokenizer(
+            make_folder(around, chat_template__jinja=template), now=NOW
+        )
+
+    return make
+
+
+@pytest.fixture
+def run(tmp_path, make_tokenizer):
+    """Tokenizes records: `data` has options of the data, the rest are the job's."""
+
+    def run(records, tokenizer=None, which="train", data=None, **job):
+        path = tmp_path / "records.jsonl"
+        path.write_text("".join(json.dumps(r) + "\n" for r in records))
+        config = DataConfig(path=str(path), **(data or {}))
+        return tokenize_job(
+            LoraJob(name="job", data=config, **job),
+            tokenizer or make_tokenizer(),
+            which,
+        )
+
+    return run

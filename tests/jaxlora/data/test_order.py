@@ -1,0 +1,106 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxlora.data.order import JobOrder, permutation
+
+sizes = st.integers(1, 60)
+seeds = st.integers(0, 2**31 - 1)
+
+
+@given(sizes, sizes, seeds, st.booleans())
+def test_each_epoch_has_each_sample_once(num, batch_size, seed, shuffle):
+    order = JobOrder(
+        num_samples=num, batch_size=batch_size, seed=seed, shuffle=shuffle, epochs=2.0
+    )
+    per_epoch = math.ceil(num / batch_size)
+    assert order.num_steps == 2 * per_epoch
+    for epoch in range(2):
+        batches = [order.batch(epoch * per_epoch + i) for i in range(per_epoch)]
+        assert all(len(b) == batch_size for b in batches[:-1])
+        assert sorted(np.concatenate(batches)) == list(range(num))
+
+
+@given(sizes, sizes, seeds, st.randoms())
+def test_batch_depends_on_step_alone(num, batch_size, seed, random):
+    order = JobOrder(num_samples=num, batch_size=batch_size, seed=seed, epochs=3.0)
+    in_order = [order.batch(step).tolist() for step in range(order.num_steps)]
+    steps = list(range(order.num_steps))
+    random.shuffle(steps)
+    for step in steps:
+        fresh = JobOrder(num_samples=num, batch_size=batch_size, seed=seed, epochs=3.0)
+        assert order.batch(step).tolist() == in_order[step]
+        assert fresh.batch(step).tolist() == in_order[step]
+
+
+def test_epochs_and_seeds_differ():
+    def epoch(number, seed=0):
+        order = JobOrder(num_samples=50, batch_size=50, seed=seed, epochs=2.0)
+        return order.batch(number).tolist()
+
+    assert epoch(0) != epoch(1)
+    assert epoch(0) != epoch(0, seed=1)
+    assert epoch(1) != epoch(0, seed=1)
+
+
+def test_permutation_is_the_same_for_good():
+    assert permutation(8, seed=3, stream=5).tolist() == [0, 6, 2, 1, 3, 4, 7, 5]
+
+
+def test_unshuffled_keeps_the_order_and_cycles():
+    order = JobOrder(num_samples=5, batch_size=2, seed=0, shuffle=False, steps=4)
+    batches = [order.batch(step).tolist() for step in range(4)]
+    assert batches == [[0, 1], [2, 3], [4], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("num", "batch_size", "epochs", "steps", "num_steps"),
+    [
+        (10, 4, 1.0, None, 3),
+        (10, 4, 0.5, None, 2),
+        (10, 4, 1.5, None, 5),
+        (30, 1, 0.1, None, 3),
+        (10, 4, 1e-12, None, 1),
+        (10, 4, 3.0, 7, 7),
+    ],
+)
+def test_num_steps(num, batch_size, epochs, steps, num_steps):
+    order = JobOrder(
+        num_samples=num, batch_size=batch_size, seed=0, epochs=epochs, steps=steps
+    )
+    assert order.num_steps == num_steps
+
+
+def test_a_batch_may_be_changed_by_its_owner():
+    order = JobOrder(num_samples=4, batch_size=4, seed=0)
+    before = order.batch(0).tolist()
+    order.batch(0)[:] = 9
+    assert order.batch(0).tolist() == before
+
+
+def test_orders_are_values():
+    order = JobOrder(num_samples=4, batch_size=2, seed=0)
+    order.batch(0)
+    assert order == JobOrder(num_samples=4, batch_size=2, seed=0)
+
+
+@pytest.mark.parametrize("step", [-1, 2])
+def test_step_out_of_range(step):
+    order = JobOrder(num_samples=4, batch_size=2, seed=0)
+    with pytest.raises(ValueError, match=rf"step={step} must be in \[0, 2\)"):
+        order.batch(step)
+
+
+@pytest.mark.parametrize("name", ["num_samples", "batch_size", "epochs", "steps"])
+def test_sizes_are_positive(name):
+    values = {
+        "num_samples": 4,
+        "batch_size": 2,
+        "seed": 0,
+        name: 0.0 if name == "epochs" else 0,
+    }
+    with pytest.raises(ValueError, match=rf"{name}=0(\.0)? must be positive"):
+        JobOrder(**values)
