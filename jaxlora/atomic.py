@@ -18,6 +18,7 @@ def write_text(path: str | os.PathLike, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+        os.chmod(name, 0o666 & ~_umask())
         os.replace(name, path)
     except BaseException:
         pathlib.Path(name).unlink(missing_ok=True)
@@ -83,7 +84,12 @@ def _umask() -> int:
 
 
 def sync_files(folder: pathlib.Path) -> None:
-    """Returns when the files directly in a folder are on the disk."""
+    """Returns when the files directly in a folder are on the disk.
+
+    Also gives them the permissions of any new file: safetensors writes files that only
+    their owner can read.
+    """
     for file in folder.iterdir():
+        file.chmod(0o666 & ~_umask())
         with file.open("rb") as opened:
             os.fsync(opened.fileno())

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.logging import RichHandler
 
+from jaxlora import console
 from jaxlora.errors import JaxloraError
 
 
@@ -36,12 +37,14 @@ def _os_words(error: OSError) -> str:
 
 
 def _set_up_logging(verbose: bool) -> None:
-    handler = RichHandler(
-        console=Console(stderr=True), show_path=False, omit_repeated_times=False
-    )
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
-    level = logging.DEBUG if verbose else logging.INFO
-    logging.getLogger("jaxlora").setLevel(level)
+    handler: logging.Handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    if console.stderr.is_terminal:
+        handler = RichHandler(console=console.stderr, show_path=False)
+    logger = logging.getLogger("jaxlora")
+    logger.setLevel(logging.DEBUG if verbose else logging.INFO)
+    logger.addHandler(handler)
+    logger.propagate = False
     # Orbax tells of every phase of every save.
     logging.getLogger("absl").setLevel(logging.ERROR)
 

@@ -202,7 +202,7 @@ class RunConfig(Strict):
     model: str
     revision: str | None = None
     output_dir: str = "runs/jaxlora"
-    jobs: tuple[LoraJob, ...] = Field(min_length=1)
+    jobs: tuple[LoraJob, ...]
     max_concurrent_jobs: PositiveInt | None = None
     slot_rank: PositiveInt | None = None
     slot_targets: str | tuple[str, ...] | None = None
@@ -217,6 +217,8 @@ class RunConfig(Strict):
 
     @pydantic.model_validator(mode="after")
     def _jobs_fit_together(self):
+        if not self.jobs:
+            raise ValueError("jobs is empty, so there is nothing to train.")
         names = [job.name for job in self.jobs]
         for name in names:
             if sum(other.lower() == name.lower() for other in names) > 1:

@@ -45,7 +45,8 @@ def resolve_targets(job: LoraJob, linear_names: Sequence[str]) -> dict[str, Modu
     """
     for key in ("target_modules", "exclude_modules"):
         if isinstance(getattr(job, key), str):
-            _check_regular(f"job {job.name!r}: {key}", getattr(job, key))
+            where = f"job {job.name!r}: {key} {getattr(job, key)!r}"
+            check_regular(where, getattr(job, key))
     chosen = [n for n in linear_names if _matches(job.target_modules, n)]
     _check_targets(job, linear_names, chosen)
     if job.exclude_modules:
@@ -75,9 +76,14 @@ def _module(job: LoraJob, name: str) -> ModuleLora:
 def pattern_value[V](pattern: Mapping[str, V], name: str, default: V) -> V:
     """The value of the first key that matches the end of `name`, as PEFT matches."""
     for key, value in pattern.items():
-        if re.match(rf"(.*\.)?({key})$", name):
+        if re.match(name_end(key), name):
             return value
     return default
+
+
+def name_end(key: str) -> str:
+    """The regular expression that PEFT makes of a pattern's key."""
+    return rf"(.*\.)?({key})$"
 
 
 def _matches(wanted: Wanted, name: str) -> bool:
@@ -86,13 +92,12 @@ def _matches(wanted: Wanted, name: str) -> bool:
     return any(name == w or name.endswith(f".{w}") for w in wanted)
 
 
-def _check_regular(where: str, expression: str) -> None:
+def check_regular(where: str, expression: str) -> None:
+    """Raises ConfigError where an expression cannot be compiled."""
     try:
         re.compile(expression)
     except re.error as error:
-        raise ConfigError(
-            f"{where} {expression!r} is no regular expression: {error}."
-        ) from None
+        raise ConfigError(f"{where} is no regular expression: {error}.") from None
 
 
 def _suffixes(names: Iterable[str]) -> list[str]:
@@ -132,9 +137,10 @@ def _check_pattern(
     job: LoraJob, key: str, pattern: Mapping[str, object], chosen: Sequence[str]
 ) -> None:
     for expression in pattern:
-        _check_regular(f"job {job.name!r}: {key} key", expression)
-        if not any(re.match(rf"(.*\.)?({expression})$", name) for name in chosen):
+        where = f"job {job.name!r}: {key} key {expression!r}"
+        check_regular(where, name_end(expression))
+        if not any(re.match(name_end(expression), name) for name in chosen):
             raise ConfigError(
-                f"job {job.name!r}: {key} key {expression!r} matches none of the job's "
-                f"targets: {', '.join(_suffixes(chosen))}."
+                f"{where} matches none of the job's targets: "
+                f"{', '.join(_suffixes(chosen))}."
             )

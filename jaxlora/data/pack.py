@@ -6,6 +6,7 @@ import typing
 from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -111,7 +112,8 @@ def pack_microbatch(
         rows["token_index"][at:end] += np.int32(batch.starts[sample.index])
         block_adapter[at // block : limits.padded(end) // block] = batch.slot
         at = end
-    return PackedBatch(**rows, block_adapter=block_adapter)
+    rows["block_adapter"] = block_adapter
+    return PackedBatch(**{name: jnp.asarray(row) for name, row in rows.items()})
 
 
 def _fill(rows, span: slice, sample: TokenizedSample, weight: float) -> None:

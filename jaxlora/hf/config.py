@@ -1,5 +1,6 @@
 """A Hugging Face config.json as a `ModelConfig`, with nothing overlooked."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,6 +51,7 @@ _READ = {
     "attention_bias",
     "attention_dropout",
     "mlp_bias",
+    "partial_rotary_factor",
     "sliding_window",
     "use_sliding_window",
     "max_window_layers",
@@ -70,7 +72,6 @@ _HARMLESS = {
     "_name_or_path",
     "_attn_implementation_autoset",
     "architectures",
-    "auto_map",
     "bos_token_id",
     "chunk_size_feed_forward",
     "do_sample",
@@ -121,7 +122,7 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
             f"config.json sets {experts[0]}={config[experts[0]]}: mixture-of-experts "
             f"models are not supported. Supported: {', '.join(_DEFAULTS)}."
         )
-    if family not in _DEFAULTS:
+    if not isinstance(family, str) or family not in _DEFAULTS:
         raise ModelError(
             f"config.json has model_type={family!r}. Supported: {', '.join(_DEFAULTS)} "
             "(Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen2.5, Qwen3)."
@@ -151,7 +152,12 @@ def _check_unread(config: Mapping[str, Any]) -> None:
 
 
 def _check_supported(config: Mapping[str, Any]) -> None:
-    for key, wanted in (("hidden_act", "silu"), ("attention_dropout", 0)):
+    supported = {
+        "hidden_act": "silu",
+        "attention_dropout": 0,
+        "partial_rotary_factor": 1.0,
+    }
+    for key, wanted in supported.items():
         if config.get(key, wanted) not in (wanted, None):
             raise ModelError(
                 f"config.json sets {key}={config[key]!r}; only {wanted!r} is supported."
@@ -169,9 +175,17 @@ def _integer(values: Mapping[str, Any], key: str) -> int:
 
 def _number(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
     value = values[key] if default is None else values.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ModelError(f"config.json has {key}={value!r}; wanted a number.")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise ModelError(f"config.json has {key}={value!r}; wanted a number above 0.")
     return float(value)
+
+
+def _flag(values: Mapping[str, Any], key: str) -> bool:
+    value = values.get(key, False)
+    if not isinstance(value, bool):
+        raise ModelError(f"config.json has {key}={value!r}; wanted true or false.")
+    return value
 
 
 def _build(family: str, values: dict[str, Any]) -> ModelConfig:
@@ -194,7 +208,8 @@ def _build(family: str, values: dict[str, Any]) -> ModelConfig:
             f"config.json has head_dim={values['head_dim']}; rotary positions need an "
             "even one."
         )
-    attention_bias = bool(values.get("attention_bias"))
+    # The other families have no such field in transformers, which ignores it there.
+    attention_bias = family in ("llama", "qwen3") and _flag(values, "attention_bias")
     theta, scaling = _rope(values)
     return ModelConfig(
         model_type=family,
@@ -211,9 +226,9 @@ def _build(family: str, values: dict[str, Any]) -> ModelConfig:
         rope_scaling=scaling,
         qkv_bias=family == "qwen2" or attention_bias,
         o_bias=family != "qwen2" and attention_bias,
-        mlp_bias=bool(values.get("mlp_bias")),
+        mlp_bias=family == "llama" and _flag(values, "mlp_bias"),
         qk_norm=family == "qwen3",
-        tie_embeddings=bool(values.get("tie_word_embeddings", False)),
+        tie_embeddings=_flag(values, "tie_word_embeddings"),
         layer_windows=_windows(family, values),
     )
 
@@ -280,15 +295,20 @@ def _windows(family: str, values: Mapping[str, Any]) -> tuple[int | None, ...]:
         _integer(values, "sliding_window")
     if family == "mistral":
         return (window,) * num_layers
-    if not values.get("use_sliding_window"):
+    if not _flag(values, "use_sliding_window"):
         return (None,) * num_layers
     first = values.get("max_window_layers", 28)
+    if isinstance(first, bool) or not isinstance(first, int):
+        raise ModelError(
+            f"config.json has max_window_layers={first!r}; wanted a whole number."
+        )
     kinds = values.get("layer_types") or [
         "sliding_attention" if i >= first else "full_attention"
         for i in range(num_layers)
     ]
     known = {"sliding_attention": window, "full_attention": None}
-    if len(kinds) != num_layers or set(kinds) - set(known):
+    fits = isinstance(kinds, list) and len(kinds) == num_layers
+    if not fits or any(kind not in list(known) for kind in kinds):
         raise ModelError(
             f"config.json has layer_types={kinds!r}; wanted one of {sorted(known)} for "
             f"each of the {num_layers} layers."

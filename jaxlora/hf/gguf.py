@@ -1,5 +1,6 @@
 """GGUF files of the Llama architecture as Hugging Face folders."""
 
+import json
 import pathlib
 import tempfile
 from collections.abc import Iterator
@@ -7,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from jaxlora.atomic import write_text
 from jaxlora.errors import ModelError
@@ -31,7 +32,7 @@ _LAYER = {
 }
 # How a tokenizer of each kind splits text before its merges apply.
 _DIGITS = {"smollm", "starcoder", "refact", "command-r"}
-_CONTROL = 3
+_CONTROL, _USER_DEFINED = 3, 4
 
 
 def convert_gguf(
@@ -60,6 +61,9 @@ def convert_gguf(
             f"{path} has tokenizer {fields.get('tokenizer.ggml.model')!r}; only "
             "byte-level BPE ('gpt2') is converted."
         )
+    for key in ("tokens", "token_type", "merges"):
+        if f"tokenizer.ggml.{key}" not in fields:
+            raise ModelError(f"{path} lacks tokenizer.ggml.{key}.")
     config = _config(fields, {tensor.name for tensor in reader.tensors})
     config["torch_dtype"] = dtype.name
     with tempfile.TemporaryDirectory() as scratch:
@@ -97,17 +101,22 @@ def _config(fields: dict[str, Any], tensor_names: set[str]) -> dict[str, Any]:
         )
     heads = llama("attention.head_count")
     width = llama("embedding_length")
-    tokens = fields["tokenizer.ggml.tokens"]
+    head_dim = fields.get("llama.attention.key_length", width // heads)
+    if fields.get("llama.rope.dimension_count", head_dim) != head_dim:
+        raise ModelError(
+            f"the GGUF file rotates {fields['llama.rope.dimension_count']} of a head's "
+            f"{head_dim} features; only all of them are supported."
+        )
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": len(tokens),
+        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
         "hidden_size": width,
         "intermediate_size": llama("feed_forward_length"),
         "num_hidden_layers": llama("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": fields.get("llama.attention.head_count_kv", heads),
-        "head_dim": fields.get("llama.attention.key_length", width // heads),
+        "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": llama("context_length"),
         # Kept as float32 there: 1e-5 would come out as 9.999999747378752e-06.
@@ -155,8 +164,6 @@ def _tensors(reader, config, dtype) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _tokenizer_files(fields: dict, folder: pathlib.Path) -> list[pathlib.Path]:
-    import json
-
     tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     merges = [tuple(m.split(" ")) for m in fields["tokenizer.ggml.merges"]]
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -164,38 +171,56 @@ def _tokenizer_files(fields: dict, folder: pathlib.Path) -> list[pathlib.Path]:
     split: list[Any] = [
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     ]
-    kind = fields.get("tokenizer.ggml.pre", "default")
+    kind = fields.get("tokenizer.ggml.pre")
     if kind in _DIGITS:
         split.insert(0, pre_tokenizers.Digits(individual_digits=True))
-    elif kind not in ("default", "gpt-2"):
+    elif kind != "gpt-2":
         raise ModelError(
             f"the GGUF file splits text the {kind!r} way, which is not known; known: "
             f"{', '.join(sorted(_DIGITS))}, gpt-2."
         )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
+    tokenizer.add_tokens(
         [
-            tokenizers.AddedToken(token, special=True, normalized=False)
+            tokenizers.AddedToken(token, special=kind == _CONTROL, normalized=False)
             for token, kind in zip(tokens, kinds, strict=True)
-            if kind == _CONTROL
+            if kind in (_CONTROL, _USER_DEFINED)
         ]
     )
+    special = {
+        role: tokens[fields[f"tokenizer.ggml.{role}_token_id"]]
+        for role in ("bos", "eos", "padding", "unknown")
+        if f"tokenizer.ggml.{role}_token_id" in fields
+    }
+    _put_around(tokenizer, fields, special)
     tokenizer.save(str(folder / "tokenizer.json"))
-
-    def token(role: str) -> str | None:
-        number = fields.get(f"tokenizer.ggml.{role}_token_id")
-        return None if number is None else tokens[number]
-
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": token("bos"),
-        "eos_token": token("eos"),
-        "pad_token": token("padding"),
-        "unk_token": token("unknown"),
+        "bos_token": special.get("bos"),
+        "eos_token": special.get("eos"),
+        "pad_token": special.get("padding"),
+        "unk_token": special.get("unknown"),
         "clean_up_tokenization_spaces": False,
         "chat_template": fields.get("tokenizer.chat_template"),
     }
     text = json.dumps({k: v for k, v in settings.items() if v is not None}, indent=2)
     write_text(folder / "tokenizer_config.json", text + "\n")
     return [folder / "tokenizer.json", folder / "tokenizer_config.json"]
+
+
+def _put_around(
+    tokenizer: tokenizers.Tokenizer, fields: dict, special: dict[str, str]
+) -> None:
+    """Has every text begin and end with the tokens that the GGUF file asks for."""
+    first, last = (
+        [special[role]]
+        if role in special and fields.get(f"tokenizer.ggml.add_{role}_token")
+        else []
+        for role in ("bos", "eos")
+    )
+    if first or last:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*first, "$A", *last],
+            special_tokens=[(t, tokenizer.token_to_id(t)) for t in {*first, *last}],
+        )

@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxlora.adapter import Adapter
+from jaxlora.errors import ModelError
 from jaxlora.hf.config import model_config
 from jaxlora.hf.files import TOKENIZER_FILES, read_json, safetensor_files
 from jaxlora.hf.names import linear_names, linear_path, tensor_specs
@@ -62,10 +63,13 @@ def merge_adapter(
 def _merged(
     folder: pathlib.Path, adapter: Adapter, dtype: np.dtype | None
 ) -> Iterator[tuple[str, np.ndarray]]:
-    opened: dict[pathlib.Path, TensorFile] = {}
-    for name, path in safetensor_files(folder).items():
-        file = opened.setdefault(path, TensorFile(path))
-        array = file.array(name)
+    files = safetensor_files(folder)
+    missing = [name for name in adapter.modules if f"{name}.weight" not in files]
+    if missing:
+        raise ModelError(f"the checkpoint lacks {missing[0]}.weight.")
+    opened = {path: TensorFile(path) for path in set(files.values())}
+    for name, path in files.items():
+        array = opened[path].array(name)
         weights = adapter.modules.get(name.removesuffix(".weight"))
         wanted = array.dtype if dtype is None else dtype
         if weights is not None:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from jaxlora.adapter import Adapter, LoraWeights
-from jaxlora.errors import AdapterError, ModelError
+from jaxlora.errors import AdapterError, ConfigError, ModelError
 from jaxlora.hf.peft_export import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from jaxlora.hf.tensor_file import TensorFile
-from jaxlora.targets import pattern_value
+from jaxlora.targets import check_regular, name_end, pattern_value
 
 # Settings that change what the adapter computes, and the only value that is read here.
 _PLAIN = {
@@ -30,10 +30,12 @@ _PLAIN = {
     "target_parameters": None,
     "trainable_token_indices": None,
 }
+# Ways to draw the first A and B that leave the base's own weights alone.
+_INITIAL = ("gaussian", "eva", "orthogonal")
 
 
 def import_peft(
-    folder: str | pathlib.Path, linear_shapes: Mapping[str, tuple[int, int]]
+    folder: str | pathlib.Path, linear_shapes: Mapping[str, tuple[int, ...]]
 ) -> Adapter:
     """Reads an ordinary PEFT LoRA folder.
 
@@ -80,9 +82,14 @@ def _read_config(folder: pathlib.Path) -> dict[str, Any]:
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
         raise AdapterError(f"{path} has peft_type={kind!r}; only 'LORA' is read.")
-    for key in ("r", "lora_alpha"):
-        if not isinstance(config.get(key), int | float) or config[key] <= 0:
-            raise AdapterError(f"{path} has {key}={config.get(key)!r}; wanted > 0.")
+    _check_numbers(path, config, "r", "rank_pattern", int)
+    _check_numbers(path, config, "lora_alpha", "alpha_pattern", int | float)
+    initial = config.get("init_lora_weights")
+    if isinstance(initial, str) and initial not in _INITIAL:
+        raise AdapterError(
+            f"{path} has init_lora_weights={initial!r}, which also changes the base's "
+            "weights. Save it with peft's path_initial_model_for_weight_conversion."
+        )
     for key, plain in _PLAIN.items():
         value = config.get(key, plain)
         if value != plain and value not in (None, False, [], {}):
@@ -91,6 +98,24 @@ def _read_config(folder: pathlib.Path) -> dict[str, Any]:
                 f"{plain!r} is."
             )
     return config
+
+
+def _check_numbers(path: pathlib.Path, config, key: str, pattern: str, kind) -> None:
+    """The common value and those of a pattern's modules are above 0."""
+    special = config.get(pattern) or {}
+    if not isinstance(special, dict):
+        raise AdapterError(f"{path} has {pattern}={special!r}; wanted an object.")
+    for expression in special:
+        try:
+            check_regular(f"{path}: {pattern} key {expression!r}", name_end(expression))
+        except ConfigError as error:
+            raise AdapterError(str(error)) from None
+    for name, value in {key: config.get(key), **special}.items():
+        if not isinstance(value, kind) or isinstance(value, bool) or value <= 0:
+            whole = " whole" if kind is int else ""
+            raise AdapterError(
+                f"{path} has {name}={value!r}; wanted a{whole} number above 0."
+            )
 
 
 def _read_pairs(folder: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
@@ -111,7 +136,7 @@ def _read_pairs(folder: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
     for key, array in arrays.items():
         # Older pefts keep the adapter's name in the key.
         parts = key.removeprefix(PREFIX).replace(".default.", ".").split(".")
-        if parts[-1] != "weight" or parts[-2] not in ("lora_A", "lora_B"):
+        if parts[-1] != "weight" or parts[-2:-1] not in (["lora_A"], ["lora_B"]):
             raise AdapterError(
                 f"{path} holds {key}, which is no LoRA weight of a linear; only "
                 "lora_A.weight and lora_B.weight are supported."

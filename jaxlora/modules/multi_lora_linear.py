@@ -178,5 +178,6 @@ class MultiLoraLinear(nnx.Module):
     def _dropout(self, routing: Routing) -> Dropout | None:
         if routing.token_index is None:
             return None
+        assert routing.seed is not None and routing.step is not None
         key = dropout_keys(routing.seed, routing.step, self.layer, self.projection)
         return Dropout(key, self.dropout[...], routing.token_index)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxlora.errors import CheckpointError
@@ -56,18 +57,23 @@ def _different(where: str, then: dict[str, Any], now: dict[str, Any]) -> list[st
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Restored:
-    """A checkpoint read back.
+class SavedRun:
+    """What a checkpoint holds beside the tables; JSON values only.
 
     Attributes:
-        number: Rounds that it has behind it.
-        state: Adapters and moments; the gradients are those given.
-        progress: Each job's progress, by job name; JSON values.
+        identity: What a run that resumes must equal.
+        progress: Each job's progress, by job name.
+        adapters: Each job's adapted modules, with (rank, lora_alpha), and its
+            `use_rslora` and `dropout`, by job name: enough to export without the base.
+        base_model: Folder or hub id of the base.
+        linear_names: Names of the base's linears.
     """
 
-    number: int
-    state: AdapterState
+    identity: RunIdentity
     progress: dict[str, dict[str, Any]]
+    adapters: dict[str, dict[str, Any]]
+    base_model: str
+    linear_names: list[str]
 
 
 class Checkpoints:
@@ -77,7 +83,7 @@ class Checkpoints:
     complete, so that a kill at any instant leaves whole ones.
     """
 
-    def __init__(self, folder: pathlib.Path, *, keep: int):
+    def __init__(self, folder: pathlib.Path, *, keep: int | None = None):
         self._folder = folder.absolute()
         self._manager = ocp.CheckpointManager(
             self._folder,
@@ -90,28 +96,17 @@ class Checkpoints:
         """Rounds behind the newest complete checkpoint; None where there is none."""
         return self._manager.latest_step()
 
-    def save(
-        self,
-        number: int,
-        state: AdapterState,
-        identity: RunIdentity,
-        progress: dict[str, dict[str, Any]],
-    ) -> None:
+    def save(self, number: int, state: AdapterState, run: SavedRun) -> None:
         """Starts writing a checkpoint; returns before it is on the disk.
 
         Args:
             number: Rounds done.
             state: All slots, between global batches.
-            identity: What a resumed run must equal.
-            progress: Each job's progress, by job name.
+            run: What goes with them.
         """
         # The step donates its buffers while the background write still reads.
         tables = jax.tree.map(jnp.copy, _tables(state))
-        meta = {
-            "format": _FORMAT,
-            "identity": dataclasses.asdict(identity),
-            "progress": progress,
-        }
+        meta = {"format": _FORMAT, **dataclasses.asdict(run)}
         self._manager.save(
             number,
             args=ocp.args.Composite(
@@ -119,15 +114,11 @@ class Checkpoints:
             ),
         )
 
-    def restore(self, state: AdapterState, identity: RunIdentity) -> Restored:
-        """Reads the newest checkpoint.
-
-        Args:
-            state: Tables of the shapes to read into.
-            identity: This run's.
+    def read(self) -> tuple[int, SavedRun]:
+        """The newest checkpoint's number and what goes with its tables.
 
         Raises:
-            CheckpointError: There is none, it cannot be read, or it is of another run.
+            CheckpointError: There is none, or it cannot be read.
         """
         number = self.latest()
         if number is None:
@@ -141,7 +132,29 @@ class Checkpoints:
                 f"checkpoint {number} in {self._folder} has format "
                 f"{meta.get('format')}, and this version reads format {_FORMAT}."
             )
-        differences = identity.differences(RunIdentity(**meta["identity"]))
+        del meta["format"]
+        identity = RunIdentity(**meta.pop("identity"))
+        return number, SavedRun(identity=identity, **meta)
+
+    def read_params(self, number: int) -> dict[str, np.ndarray]:
+        """The slot tables A and B of a checkpoint, on the host."""
+        tables = self._read(number, tables=ocp.args.StandardRestore())["tables"]
+        return {path: np.asarray(table) for path, table in tables["params"].items()}
+
+    def restore(
+        self, state: AdapterState, identity: RunIdentity
+    ) -> tuple[int, SavedRun, AdapterState]:
+        """Reads the newest checkpoint to go on from: its number, run and tables.
+
+        Args:
+            state: Tables of the shapes to read into; the gradients stay.
+            identity: This run's.
+
+        Raises:
+            CheckpointError: There is none, it cannot be read, or it is of another run.
+        """
+        number, saved = self.read()
+        differences = identity.differences(saved.identity)
         if differences:
             raise CheckpointError(
                 f"checkpoint {number} in {self._folder} is of another run:\n- "
@@ -153,8 +166,7 @@ class Checkpoints:
             _tables(state),
         )
         read = self._read(number, tables=ocp.args.StandardRestore(like))["tables"]
-        restored = AdapterState(**read, gradients=state.gradients)
-        return Restored(number=number, state=restored, progress=meta["progress"])
+        return number, saved, AdapterState(**read, gradients=state.gradients)
 
     def _read(self, number: int, **items) -> Any:
         try:

@@ -12,7 +12,6 @@ from jaxlora.data.order import JobOrder
 from jaxlora.data.pack import JobBatch
 from jaxlora.data.tokenize import TokenizedData
 from jaxlora.train.learning_rate import learning_rate
-from jaxlora.train.slots import Modules
 
 Status = Literal["waiting", "running", "finished", "stopped", "stopped early", "failed"]
 
@@ -55,10 +54,9 @@ class JobRun:
 
     Attributes:
         job: What the user asked for.
-        modules: The modules that it adapts.
+        start: The adapter that it starts from.
         train_data: Its training samples.
         eval_data: Its held-out samples, if any.
-        start: The adapter that it starts from.
         order: Which samples make up each global batch.
         progress: How far it is.
     """
@@ -66,14 +64,12 @@ class JobRun:
     def __init__(
         self,
         job: LoraJob,
-        modules: Modules,
+        start: Adapter,
         train_data: TokenizedData,
         eval_data: TokenizedData | None,
-        start: Adapter,
     ):
-        self.job, self.modules = job, modules
+        self.job, self.start = job, start
         self.train_data, self.eval_data = train_data, eval_data
-        self.start = start
         self.order = JobOrder(
             num_samples=len(train_data.samples),
             batch_size=job.batch_size,
@@ -99,6 +95,11 @@ class JobRun:
         """The job's slot; it must be running."""
         assert self.progress.slot is not None, f"{self.job.name} has no slot"
         return self.progress.slot
+
+    @property
+    def largest_rank(self) -> int:
+        """Largest rank of any of its modules."""
+        return max(weights.rank for weights in self.start.modules.values())
 
     @property
     def num_steps(self) -> int:

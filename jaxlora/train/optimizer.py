@@ -85,14 +85,13 @@ def _adapter_step(state: AdapterState, hyper: Hyper):
         adamw.init(state.params), count=hyper.count, mu=state.mu, nu=state.nu
     )
     updates, after = adamw.update(gradients, before, state.params)
-    updates = {
-        path: update * hyper.b_ratio if path.endswith("lora_b") else update
-        for path, update in updates.items()
-    }
+    ratio = {p: hyper.b_ratio if p.endswith("lora_b") else 1.0 for p in state.params}
+    updates = jax.tree.map(jnp.multiply, updates, ratio)
+    params = jax.tree.map(jnp.add, state.params, updates)
     # Weights that are not finite would outlive the batch that made them.
     taken = hyper.steps_now & jnp.isfinite(norm)
     stepped = AdapterState(
-        params=optax.apply_updates(state.params, updates),
+        params=params,
         mu=optax.tree.get(after, "mu"),
         nu=optax.tree.get(after, "nu"),
         gradients=state.gradients,

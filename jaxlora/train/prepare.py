@@ -1,5 +1,6 @@
 """From what the user asked for to what can run: data, targets and slot tables."""
 
+import dataclasses
 import logging
 
 from jaxlora.adapter import Adapter
@@ -11,9 +12,10 @@ from jaxlora.hf.load import BaseModel
 from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.hf.peft_import import import_peft
 from jaxlora.models.decoder import DecoderOptions, DecoderSpec
+from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.targets import ModuleLora, resolve_targets
 from jaxlora.train.job_run import JobRun
-from jaxlora.train.slots import Modules, fresh_adapter, slot_shape
+from jaxlora.train.slots import fresh_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +30,7 @@ _SHAPE_FIELDS = {
 }
 
 
-def linear_shapes(model: BaseModel) -> dict[str, tuple[int, int]]:
+def linear_shapes(model: BaseModel) -> dict[str, tuple[int, ...]]:
     """(K, N) of every linear that can take LoRA, by module name."""
     return {
         name: model.params[f"{linear_path(name)}.kernel"].shape
@@ -47,26 +49,30 @@ def open_job(job: LoraJob, model: BaseModel, tokenizer: Tokenizer) -> JobRun:
         start = fresh_adapter(job, modules, linear_shapes(model))
     else:
         start = import_peft(job.init_from, linear_shapes(model))
-        modules = _imported_modules(job, start, model)
+        start = dataclasses.replace(start, dropout=job.dropout)
+        _check_asked(job, start, model)
     train = tokenize_job(job, tokenizer, "train")
     held_out = job.eval_data is not None or job.eval_fraction > 0
     evaluated = tokenize_job(job, tokenizer, "eval") if held_out else None
     for data in filter(None, (train, evaluated)):
         logger.info("%s: %s", job.name, data.summary())
-    ranks = sorted({module.rank for module in modules.values()})
+    ranks = sorted({weights.rank for weights in start.modules.values()})
     logger.info(
         "%s: rank %s on %d modules: %s",
         job.name,
         "/".join(map(str, ranks)),
-        len(modules),
-        ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in modules)),
+        len(start.modules),
+        ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in start.modules)),
     )
-    return JobRun(job, modules, train, evaluated, start)
+    return JobRun(job, start, train, evaluated)
 
 
-def _imported_modules(job: LoraJob, start: Adapter, model: BaseModel) -> Modules:
-    """What the imported adapter adapts; the job may repeat it, not contradict it."""
-    imported = {
+def _check_asked(job: LoraJob, start: Adapter, model: BaseModel) -> None:
+    """A job may repeat what the adapter it starts from is, but not contradict it."""
+    if not _SHAPE_FIELDS & job.model_fields_set:
+        return
+    asked = resolve_targets(job, linear_names(model.config))
+    there = {
         name: ModuleLora(
             rank=weights.rank,
             lora_alpha=weights.lora_alpha,
@@ -74,18 +80,14 @@ def _imported_modules(job: LoraJob, start: Adapter, model: BaseModel) -> Modules
         )
         for name, weights in start.modules.items()
     }
-    if not _SHAPE_FIELDS & job.model_fields_set:
-        return imported
-    asked = resolve_targets(job, linear_names(model.config))
-    for name in sorted(asked.keys() | imported.keys()):
-        if asked.get(name) != imported.get(name):
+    for name in sorted(asked.keys() | there.keys()):
+        if asked.get(name) != there.get(name):
             raise ConfigError(
                 f"job {job.name!r} starts from {job.init_from}, which has "
-                f"{_words(imported.get(name))} on {name}; the job asks for "
+                f"{_words(there.get(name))} on {name}; the job asks for "
                 f"{_words(asked.get(name))}. Leave rank, lora_alpha and targets out: "
                 "the folder says them."
             )
-    return imported
 
 
 def _words(module: ModuleLora | None) -> str:
@@ -98,8 +100,7 @@ def decoder_spec(
     config: RunConfig, model: BaseModel, runs: list[JobRun]
 ) -> DecoderSpec:
     """The decoder with the slot tables that the run needs."""
-    modules = [run.modules for run in runs]
-    adapted = {linear_path(name) for names in modules for name in names}
+    adapted = {linear_path(name) for run in runs for name in run.start.modules}
     if config.slot_targets is not None:
         probe = LoraJob(
             name="slot_targets",
@@ -115,7 +116,10 @@ def decoder_spec(
         implementation="xla",
         max_segment_tokens=min(longest, config.microbatch_tokens),
     )
-    shape = slot_shape(modules, config.max_concurrent_jobs, config.slot_rank)
+    shape = SlotShape(
+        num_slots=config.max_concurrent_jobs or len(runs),
+        rank=config.slot_rank or max(run.largest_rank for run in runs),
+    )
     return DecoderSpec(model.config, options, shape, frozenset(adapted))
 
 
@@ -128,13 +132,13 @@ def check_fits(run: JobRun, spec: DecoderSpec) -> None:
     """
     assert spec.slots is not None
     name = run.job.name
-    largest = max(m.rank for m in run.modules.values())
-    if largest > spec.slots.rank:
+    if run.largest_rank > spec.slots.rank:
         raise ConfigError(
-            f"job {name!r} has rank {largest}, above the slots' rank "
-            f"{spec.slots.rank}. Lower it, or set slot_rank to at least {largest}."
+            f"job {name!r} has rank {run.largest_rank}, above the slots' rank "
+            f"{spec.slots.rank}. Lower it, or set slot_rank to at least "
+            f"{run.largest_rank}."
         )
-    for module in run.modules:
+    for module in run.start.modules:
         if linear_path(module) not in spec.adapted:
             raise ConfigError(
                 f"job {name!r} adapts {module}, which has no slots in this run. Name "

@@ -5,8 +5,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 import rich.progress
-from rich.console import Console
 
+from jaxlora import console
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.rounds import StepOutcome
 
@@ -16,11 +16,10 @@ logger = logging.getLogger(__name__)
 class Progress:
     """Bars on a terminal, log lines anywhere else."""
 
-    def __init__(self, runs: Sequence[JobRun], console: Console | None = None):
+    def __init__(self, runs: Sequence[JobRun]):
         """Watches jobs; `runs` may grow while the run goes on."""
         self._runs = runs
-        console = console or Console(stderr=True)
-        self._on_terminal = console.is_terminal
+        self._on_terminal = console.stderr.is_terminal
         self._bars = rich.progress.Progress(
             rich.progress.TextColumn("{task.description}"),
             rich.progress.BarColumn(),
@@ -28,7 +27,7 @@ class Progress:
             rich.progress.TextColumn("{task.fields[loss]}"),
             rich.progress.TimeElapsedColumn(),
             rich.progress.TimeRemainingColumn(),
-            console=console,
+            console=console.stderr,
             disable=not self._on_terminal,
         )
         self._tasks: dict[str, rich.progress.TaskID] = {}

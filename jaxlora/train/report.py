@@ -9,7 +9,7 @@ from rich.table import Table
 
 from jaxlora.atomic import write_text
 from jaxlora.train.job_run import JobProgress, JobRun
-from jaxlora.train.run_log import read_events
+from jaxlora.train.run_log import METRICS_FILE, read_events
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +54,8 @@ def job_result(run: JobRun, folder: pathlib.Path) -> JobResult:
     """Sums up one job."""
     return JobResult(
         name=run.job.name,
-        rank=max(module.rank for module in run.modules.values()),
-        num_modules=len(run.modules),
+        rank=run.largest_rank,
+        num_modules=len(run.start.modules),
         num_steps=run.num_steps,
         progress=run.progress,
         folder=folder if folder.is_dir() else None,
@@ -69,12 +69,12 @@ def _change(first: float | None, last: float | None) -> str:
 
 
 def summary_table(result: RunResult) -> Table:
-    """One row a job: losses before and after, and where its folder is."""
-    table = Table(title=f"jaxlora: {len(result.jobs)} adapters on one base")
-    for column in ("job", "rank", "modules", "steps", "tokens"):
+    """One row a job: its shape, and its losses before and after."""
+    table = Table(title=f"{len(result.jobs)} adapters, trained together on one base")
+    for column in ("job", "rank", "linears", "steps", "tokens"):
         table.add_column(column, justify="left" if column == "job" else "right")
-    for column in ("train loss", "eval loss", "status", "PEFT folder"):
-        table.add_column(column, overflow="fold")
+    for column in ("training loss", "held-out loss", "status"):
+        table.add_column(column, no_wrap=True)
     for job in result.jobs:
         p = job.progress
         table.add_row(
@@ -86,15 +86,17 @@ def summary_table(result: RunResult) -> Table:
             _change(p.first_loss, p.last_loss),
             _change(p.first_eval, p.last_eval),
             p.status,
-            str(job.folder or "-"),
         )
     return table
 
 
 def print_summary(result: RunResult, console: Console | None = None) -> None:
-    """Prints the table, and why jobs ended early."""
+    """Prints the table, where the PEFT folders are, and why jobs ended early."""
     console = console or Console()
     console.print(summary_table(result))
+    for job in result.jobs:
+        if job.folder is not None:
+            console.print(f"PEFT folder: {job.folder}", soft_wrap=True)
     for job in result.jobs:
         if job.progress.status not in ("finished", "running", "waiting"):
             console.print(f"{job.name}: {job.progress.status}: {job.progress.reason}")
@@ -104,7 +106,7 @@ def print_summary(result: RunResult, console: Console | None = None) -> None:
 
 def write_report(result: RunResult) -> None:
     """Writes losses.png and summary.json into the run's folder."""
-    plot_losses(result.output_dir / "metrics.jsonl", result.output_dir / "losses.png")
+    plot_losses(result.output_dir / METRICS_FILE, result.output_dir / "losses.png")
     jobs = {
         job.name: {
             "rank": job.rank,
@@ -135,10 +137,7 @@ def plot_losses(metrics: pathlib.Path, picture: pathlib.Path) -> None:
     axes = figure.add_subplot()
     for i, name in enumerate(dict.fromkeys(e["job"] for e in events if "job" in e)):
         color = f"C{i % 10}"
-        for kind, key, style in (
-            ("step", "loss", {"linewidth": 1.0, "alpha": 0.7}),
-            ("eval", "eval_loss", {"marker": "o", "linewidth": 1.5}),
-        ):
+        for kind, key, marker in (("step", "loss", ""), ("eval", "eval_loss", "o")):
             points = [
                 (e["step"], e[key])
                 for e in events
@@ -146,7 +145,8 @@ def plot_losses(metrics: pathlib.Path, picture: pathlib.Path) -> None:
             ]
             if points:
                 label = name if kind == "step" else f"{name} (held out)"
-                axes.plot(*zip(*points, strict=True), color=color, label=label, **style)
+                steps, losses = zip(*points, strict=True)
+                axes.plot(steps, losses, color=color, label=label, marker=marker)
     axes.set_xlabel("optimiser step of the job")
     axes.set_ylabel("loss, nats a target token")
     axes.grid(alpha=0.3)

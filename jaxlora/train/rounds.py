@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxlora.data.pack import JobBatch, pack_microbatch
@@ -91,7 +92,7 @@ class Rounds:
     def evaluate(self, runs: Sequence[JobRun]) -> dict[str, float]:
         """Mean loss over each job's held-out target tokens, in nats; by job name."""
         batches = {run.slot: run.eval_batch() for run in runs}
-        losses = []
+        losses: list[JobLosses] = []
         for microbatch in self._schedule(batches).microbatches:
             packed = pack_microbatch(microbatch, batches, self._limits)
             losses.append(
@@ -115,11 +116,11 @@ class Rounds:
         self.last_schedule = schedule
         return schedule
 
-    def _by_slot(self, values: Mapping[int, float], dtype) -> np.ndarray:
+    def _by_slot(self, values: Mapping[int, float], dtype) -> jax.Array:
         out = np.zeros(self._num_slots, dtype)
         for slot, value in values.items():
             out[slot] = value
-        return out
+        return jnp.asarray(out)
 
     def _keys(self, runs: Sequence[JobRun]) -> SlotKeys:
         return SlotKeys(
@@ -128,7 +129,7 @@ class Rounds:
         )
 
     def _hyper(self, runs: Sequence[JobRun], complete: set[int]) -> Hyper:
-        def row(value: Callable[[JobRun], float], dtype=np.float32) -> np.ndarray:
+        def row(value: Callable[[JobRun], float], dtype=np.float32) -> jax.Array:
             return self._by_slot({run.slot: value(run) for run in runs}, dtype)
 
         return Hyper(

@@ -9,6 +9,7 @@ from tensorboardX import SummaryWriter
 
 from jaxlora.atomic import write_text
 
+METRICS_FILE = "metrics.jsonl"
 _PLOTTED = ("loss", "eval_loss", "grad_norm", "learning_rate")
 
 
@@ -19,20 +20,22 @@ class RunLog:
     checkpoint and is about to happen again.
     """
 
-    def __init__(self, folder: pathlib.Path, *, from_round: int):
+    def __init__(self, folder: pathlib.Path, *, keep_rounds: int | None):
         """Opens the log of a run.
 
         Args:
             folder: Where metrics.jsonl and tensorboard/ go.
-            from_round: Rounds done already; later events are dropped.
+            keep_rounds: Rounds behind the checkpoint that the run goes on from; what
+                was written after it is dropped. None: the run starts.
         """
-        self._path = folder / "metrics.jsonl"
-        kept = [e for e in read_events(self._path) if e["round"] <= from_round]
+        self._path = folder / METRICS_FILE
+        last = -1 if keep_rounds is None else keep_rounds
+        kept = [e for e in read_events(self._path) if e["round"] <= last]
         write_text(self._path, "".join(json.dumps(e) + "\n" for e in kept))
         self._file = self._path.open("a", encoding="utf-8")
         self._board = SummaryWriter(
             str(folder / "tensorboard"),
-            purge_step=from_round + 1 if from_round else None,
+            purge_step=last + 1,
         )
 
     def event(self, kind: str, round_number: int, **values: Any) -> None:

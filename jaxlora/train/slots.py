@@ -2,7 +2,7 @@
 
 import dataclasses
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,32 +11,15 @@ from jaxlora.adapter import Adapter, LoraWeights
 from jaxlora.config import LoraJob
 from jaxlora.hf.names import linear_path
 from jaxlora.models.decoder import DecoderSpec
-from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.targets import ModuleLora
 from jaxlora.train.optimizer import AdapterState, zero_state
 from jaxlora.train.step import CompiledSteps
 
-Modules = Mapping[str, ModuleLora]
-
-
-def slot_shape(
-    jobs_modules: Sequence[Modules], num_slots: int | None, slot_rank: int | None
-) -> SlotShape:
-    """The smallest tables that hold the jobs, or the ones that the user asked for.
-
-    Args:
-        jobs_modules: The adapted modules of each job.
-        num_slots: G; None: one for each job.
-        slot_rank: R; None: the largest rank of any job.
-    """
-    largest = max(m.rank for modules in jobs_modules for m in modules.values())
-    return SlotShape(
-        num_slots=num_slots or len(jobs_modules), rank=slot_rank or largest
-    )
-
 
 def fresh_adapter(
-    job: LoraJob, modules: Modules, shapes: Mapping[str, tuple[int, int]]
+    job: LoraJob,
+    modules: Mapping[str, ModuleLora],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> Adapter:
     """PEFT's start: A uniform in +-1/sqrt(K) (kaiming, a = sqrt 5), B zero.
 
@@ -61,6 +44,24 @@ def fresh_adapter(
             lora_alpha=module.lora_alpha,
         )
     return Adapter(modules=weights, use_rslora=job.use_rslora, dropout=job.dropout)
+
+
+def adapter_from_rows(rows: Mapping[str, np.ndarray], like: Adapter) -> Adapter:
+    """An adapter from one slot's rows of the tables.
+
+    Args:
+        rows: A and B of each adapted linear at the slots' rank, by path.
+        like: Says which modules to take, and their real ranks.
+    """
+    modules = {}
+    for name, old in like.modules.items():
+        path = linear_path(name)
+        modules[name] = dataclasses.replace(
+            old,
+            a=np.array(rows[f"{path}.lora_a"][:, : old.rank]),
+            b=np.array(rows[f"{path}.lora_b"][: old.rank]),
+        )
+    return dataclasses.replace(like, modules=modules)
 
 
 class SlotTable:
@@ -91,14 +92,14 @@ class SlotTable:
             rows[f"{path}.lora_b"][: weights.rank] = weights.b
         self._write(slot, rows)
 
-    def activate(self, slot: int, modules: Modules, dropout: float) -> None:
+    def activate(self, slot: int, adapter: Adapter) -> None:
         """Sets a slot's scaling and dropout; its weights stay."""
         for values in self._host_settings.values():
             values[slot] = 0
-        for name, module in modules.items():
+        for name, weights in adapter.modules.items():
             path = linear_path(name)
-            self._host_settings[f"{path}.scaling"][slot] = module.scaling
-            self._host_settings[f"{path}.dropout"][slot] = dropout
+            self._host_settings[f"{path}.scaling"][slot] = adapter.scaling(weights)
+            self._host_settings[f"{path}.dropout"][slot] = adapter.dropout
             self._host_settings[f"{path}.active"][slot] = True
         self._upload_settings()
 
@@ -109,30 +110,17 @@ class SlotTable:
             values[slot] = 0
         self._upload_settings()
 
-    def read(self, slot: int, modules: Modules, job: LoraJob) -> Adapter:
-        """The adapter in a slot, at its modules' real ranks."""
-        weights = {}
-        for name, module in modules.items():
-            path = linear_path(name)
-            a = np.asarray(self.state.params[f"{path}.lora_a"][slot])
-            b = np.asarray(self.state.params[f"{path}.lora_b"][slot])
-            weights[name] = LoraWeights(
-                a=np.array(a[:, : module.rank]),
-                b=np.array(b[: module.rank]),
-                rank=module.rank,
-                lora_alpha=module.lora_alpha,
-            )
-        return Adapter(modules=weights, use_rslora=job.use_rslora, dropout=job.dropout)
+    def read(self, slot: int, like: Adapter) -> Adapter:
+        """The adapter in a slot, at the ranks of `like`, which it started from."""
+        tables = {p: np.asarray(t[slot]) for p, t in self.state.params.items()}
+        return adapter_from_rows(tables, like)
 
     def _empty_rows(self) -> dict[str, np.ndarray]:
         shapes = self._spec.adapter_shapes()
         return {path: np.zeros(s.shape[1:], s.dtype) for path, s in shapes.items()}
 
     def _write(self, slot: int, rows: dict[str, np.ndarray]) -> None:
-        nothing = {path: np.zeros_like(row) for path, row in rows.items()}
-        new = AdapterState(params=rows, mu=nothing, nu=nothing, gradients=nothing)
+        params = {path: jnp.asarray(row) for path, row in rows.items()}
+        nothing = {path: jnp.zeros_like(row) for path, row in params.items()}
+        new = AdapterState(params=params, mu=nothing, nu=nothing, gradients=nothing)
         self.state = self._steps.write_slot(self.state, np.int32(slot), new)
-
-    def restore(self, saved: AdapterState) -> None:
-        """Takes over the tables of a checkpoint."""
-        self.state = dataclasses.replace(saved, gradients=self.state.gradients)

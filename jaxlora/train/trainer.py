@@ -16,13 +16,13 @@ from jaxlora.hf.load import BaseModel, load_base
 from jaxlora.hf.names import linear_names
 from jaxlora.hf.peft_export import export_peft
 from jaxlora.train import prepare
-from jaxlora.train.checkpoint import Checkpoints, RunIdentity
+from jaxlora.train.checkpoint import Checkpoints, RunIdentity, SavedRun
 from jaxlora.train.interrupt import StopRequest
 from jaxlora.train.job_run import JobProgress, JobRun
 from jaxlora.train.progress import Progress
 from jaxlora.train.report import RunResult, job_result, write_report
 from jaxlora.train.rounds import Rounds, StepOutcome
-from jaxlora.train.run_log import RunLog
+from jaxlora.train.run_log import METRICS_FILE, RunLog
 from jaxlora.train.slots import SlotTable
 from jaxlora.train.step import CompiledSteps
 from scheduler import Limits, greedy
@@ -113,7 +113,7 @@ class Trainer:
         started = [run for _, run in zip(free, waiting, strict=False)]
         for slot, run in zip(free, started, strict=False):
             self._table.load(slot, run.start)
-            self._table.activate(slot, run.modules, run.job.dropout)
+            self._table.activate(slot, run.start)
             run.update(status="running", slot=slot)
         return started
 
@@ -137,7 +137,7 @@ class Trainer:
             CheckpointError: `output_dir` holds another run, or nothing to resume.
         """
         checkpoints = self._open_checkpoints(resume)
-        log = RunLog(self.output_dir, from_round=self._round)
+        log = RunLog(self.output_dir, keep_rounds=checkpoints.latest())
         try:
             with StopRequest() as stop, Progress(self.runs) as progress:
                 while self._start_round(log) and not stop.requested:
@@ -287,7 +287,7 @@ class Trainer:
         return self.output_dir / "adapters" / run.job.name
 
     def _export(self, run: JobRun) -> None:
-        adapter = self._table.read(run.slot, run.modules, run.job)
+        adapter = self._table.read(run.slot, run.start)
         export_peft(
             adapter,
             self._folder(run),
@@ -316,28 +316,55 @@ class Trainer:
         )
 
     def _open_checkpoints(self, resume: bool) -> Checkpoints:
-        folder = self.output_dir / "checkpoints"
-        if not resume and folder.is_dir() and any(folder.iterdir()):
+        has_run = (self.output_dir / METRICS_FILE).exists()
+        if has_run and not resume:
             raise CheckpointError(
                 f"{self.output_dir} already holds a run. Resume it (resume=True, or "
                 "--resume), or choose another output_dir."
             )
+        if resume and not has_run:
+            raise CheckpointError(
+                f"{self.output_dir} holds no run to resume. Is output_dir right? Else "
+                "start without resume."
+            )
+        folder = self.output_dir / "checkpoints"
         folder.mkdir(parents=True, exist_ok=True)
         checkpoints = Checkpoints(folder, keep=self.config.keep_checkpoints)
-        if resume:
-            restored = checkpoints.restore(self._table.state, self._identity())
-            self._table.restore(restored.state)
-            self._round = restored.number
-            for run in self.runs:
-                run.progress = JobProgress(**restored.progress[run.job.name])
-                if run.progress.status == "running":
-                    self._table.activate(run.slot, run.modules, run.job.dropout)
-            logger.info("resumed after round %d", self._round)
+        if resume and checkpoints.latest() is None:
+            logger.warning("the run ended before its first checkpoint: starting anew")
+        elif resume:
+            self._restore(checkpoints)
         return checkpoints
 
+    def _restore(self, checkpoints: Checkpoints) -> None:
+        self._round, saved, self._table.state = checkpoints.restore(
+            self._table.state, self._identity()
+        )
+        for run in self.runs:
+            run.progress = JobProgress(**saved.progress[run.job.name])
+            if run.progress.status == "running":
+                self._table.activate(run.slot, run.start)
+        logger.info("resumed after round %d", self._round)
+
     def _save(self, checkpoints: Checkpoints) -> None:
-        progress = {run.job.name: dataclasses.asdict(run.progress) for run in self.runs}
-        checkpoints.save(self._round, self._table.state, self._identity(), progress)
+        def adapter(run: JobRun) -> dict:
+            return {
+                "modules": {
+                    name: (weights.rank, weights.lora_alpha)
+                    for name, weights in run.start.modules.items()
+                },
+                "use_rslora": run.start.use_rslora,
+                "dropout": run.start.dropout,
+            }
+
+        saved = SavedRun(
+            identity=self._identity(),
+            progress={r.job.name: dataclasses.asdict(r.progress) for r in self.runs},
+            adapters={run.job.name: adapter(run) for run in self.runs},
+            base_model=self.model.source,
+            linear_names=list(linear_names(self.model.config)),
+        )
+        checkpoints.save(self._round, self._table.state, saved)
 
 
 @contextlib.contextmanager

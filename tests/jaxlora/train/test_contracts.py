@@ -126,9 +126,9 @@ def bench(model, jobs):
 
     def table() -> SlotTable:
         new = SlotTable(spec, steps)
-        for slot, run in enumerate(runs):
+        for slot in range(len(runs)):
             new.load(slot, adapters[slot])
-            new.activate(slot, run.modules, run.job.dropout)
+            new.activate(slot, adapters[slot])
         return new
 
     return model, steps, table, packed

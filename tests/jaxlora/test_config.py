@@ -1,0 +1,232 @@
+"""What a user may say in Python and in a run file, and what is caught."""
+
+import pydantic
+import pytest
+
+from jaxlora.config import DataConfig, LoraJob, RunConfig
+from jaxlora.errors import ConfigError
+from jaxlora.run_file import load_run, run_config
+
+DATA = {"path": "a.jsonl"}
+
+
+def job(**more):
+    return {"name": "a", "data": DATA, **more}
+
+
+def run(*jobs, **more):
+    return run_config({"model": "m", "jobs": list(jobs or [job()]), **more})
+
+
+RUN_FILE = """
+model: folder
+output_dir: runs/x
+defaults:
+  rank: 8
+  learning_rate: 1e-4
+  data: {path: shared.jsonl}
+jobs:
+  - name: first
+  - name: second
+    rank: 4
+    lora_alpha: 16
+    data: {path: own.jsonl, kind: text}
+    target_modules: [q_proj, v_proj]
+    rank_pattern: {q_proj: 2}
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def make(text):
+        path = tmp_path / "run.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return make
+
+
+def test_run_file(write):
+    found = load_run(write(RUN_FILE))
+    assert (found.model, found.output_dir) == ("folder", "runs/x")
+    first, second = found.jobs
+    assert (first.name, first.rank, first.data.path) == ("first", 8, "shared.jsonl")
+    assert (second.name, second.rank, second.data.path) == ("second", 4, "own.jsonl")
+    assert (second.data.kind, second.lora_alpha) == ("text", 16.0)
+    assert second.target_modules == ("q_proj", "v_proj")
+    assert second.rank_pattern == {"q_proj": 2}
+    # YAML takes 1e-4 for a text, for want of a dot.
+    assert (first.learning_rate, second.learning_rate) == (1e-4, 1e-4)
+
+
+def test_the_file_may_be_named_by_a_text(write):
+    assert load_run(str(write(RUN_FILE))) == load_run(write(RUN_FILE))
+
+
+def test_defaults_give_way_to_the_jobs_own():
+    found = run(job(), job(name="b", seed=7), defaults={"seed": 3, "epochs": 2})
+    assert [(j.seed, j.epochs) for j in found.jobs] == [(3, 2.0), (7, 2.0)]
+    assert run(defaults=None).jobs == run().jobs
+
+
+def test_a_job_is_the_same_after_json():
+    first = LoraJob(
+        name="a",
+        data=DataConfig(path="a.jsonl", limit=3, system="Be kind."),
+        eval_fraction=0.1,
+        eval_every=5,
+        rank_pattern={r"layers\.0\..*": 4},
+        alpha_pattern={"q_proj": 1.5},
+        target_modules=("q_proj", "v_proj"),
+        exclude_modules=r".*\.0\..*",
+        learning_rate=1e-4 / 3,
+        seed=2**31 - 1,
+    )
+    assert LoraJob.model_validate_json(first.model_dump_json()) == first
+    whole = RunConfig(model="m", jobs=(first,))
+    assert RunConfig.model_validate_json(whole.model_dump_json()) == whole
+
+
+def test_a_job_is_frozen():
+    first = LoraJob(name="a", data=DataConfig(path="a.jsonl"))
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        first.rank = 4
+
+
+@pytest.mark.parametrize("name", ["a", "A1", "0", "a.b-c_d", "x" * 100, "v1..2"])
+def test_names(name):
+    assert run(job(name=name)).jobs[0].name == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "x" * 101,
+        "..",
+        "../a",
+        "a/b",
+        "/a",
+        "a\\b",
+        "a b",
+        ".a",
+        "-a",
+        "_a",
+        "a\n",
+        "é",
+    ],
+)
+def test_names_that_are_no_folder_names(name):
+    with pytest.raises(ConfigError, match=r"jobs\.0\.name: .*must be a plain folder"):
+        run(job(name=name))
+
+
+@pytest.mark.parametrize(
+    ("jobs", "more", "match"),
+    [
+        ([job(), job()], {}, "two jobs are named 'a'"),
+        ([job(), job(name="b"), job(name="A")], {}, "two jobs are named 'a'"),
+        ([], {"modle": "x"}, r"unknown key 'modle'\. Did you mean 'model'\?"),
+        ([], {"zzz": 1}, r"unknown key 'zzz'\. Known keys: model, revision"),
+        (
+            [job(learning_rat=1)],
+            {},
+            r"jobs\.0: unknown key 'learning_rat'\. Did you mean 'learning_rate'\?",
+        ),
+        (
+            [job(data={"path": "a", "promt": "x"})],
+            {},
+            r"jobs\.0\.data: unknown key 'promt'\. Did you mean 'prompt'\?",
+        ),
+        ([], {"defaults": {"rnak": 8}}, r"defaults: unknown key 'rnak'\. .*'rank'"),
+        ([], {"defaults": [8]}, r"defaults must be a mapping, got \[8\]"),
+        ([job(rank=0)], {}, r"jobs\.0\.rank: .*greater than 0 \(given: 0\)"),
+        ([job(rank=1.5)], {}, r"jobs\.0\.rank: .*integer.* \(given: 1\.5\)"),
+        ([job(rank="many")], {}, r"jobs\.0\.rank: .*\(given: 'many'\)"),
+        ([job(lora_alpha=0)], {}, r"jobs\.0\.lora_alpha: .*greater than 0"),
+        ([job(dropout=1.0)], {}, r"jobs\.0\.dropout: .*less than 1"),
+        ([job(dropout=-0.1)], {}, r"jobs\.0\.dropout: .*greater than or equal to 0"),
+        ([job(learning_rate=float("nan"))], {}, r"learning_rate: .*finite"),
+        ([job(learning_rate=float("inf"))], {}, r"learning_rate: .*finite"),
+        ([job(seed=2**31)], {}, r"jobs\.0\.seed: .*less than 2147483648"),
+        ([job(rank_pattern={"q_proj": 0})], {}, r"rank_pattern\.q_proj: .*greater"),
+        ([job(target_modules=[])], {}, "target_modules is empty, so nothing would"),
+        ([job(target_modules="")], {}, "target_modules is empty, so nothing would"),
+        ([job(lr_schedule="step")], {}, r"lr_schedule: .*'constant', 'linear' or"),
+        ([job(too_long="cut")], {}, r"too_long: .*'truncate', 'drop' or 'error'"),
+        ([{"name": "a"}], {}, r"jobs\.0\.data: Field required"),
+        ([{"data": DATA}], {}, r"jobs\.0\.name: Field required"),
+        (["a"], {}, r"jobs\.0: .*\(given: 'a'\)"),
+        (
+            [job(eval_every=5)],
+            {},
+            "eval_every needs held-out records: set eval_data or eval_fraction",
+        ),
+        ([job(keep_best=True)], {}, "keep_best needs held-out records"),
+        (
+            [job(early_stopping=2, eval_every=5)],
+            {},
+            "eval_every needs held-out records",
+        ),
+        (
+            [job(early_stopping=2, eval_fraction=0.1)],
+            {},
+            "early_stopping counts evaluations: set eval_every",
+        ),
+        (
+            [job(eval_data=DATA, eval_fraction=0.1)],
+            {},
+            "give eval_data or eval_fraction, not both",
+        ),
+        (
+            [],
+            {"microbatch_tokens": 1000, "block_tokens": 64},
+            "microbatch_tokens=1000 is not a multiple of block_tokens=64",
+        ),
+        ([], {"dtype": "int8"}, r"dtype: .*'auto', 'bfloat16' or 'float32'"),
+        ([], {"max_concurrent_jobs": 0}, r"max_concurrent_jobs: .*greater than 0"),
+    ],
+)
+def test_refused(jobs, more, match):
+    with pytest.raises(ConfigError, match=match):
+        run(*jobs, **more)
+
+
+def test_every_mistake_is_told_at_once():
+    with pytest.raises(ConfigError) as caught:
+        run(job(rank=0), job(name="../b"), dtype="int8")
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3
+    assert all(line.startswith("run: ") for line in lines)
+
+
+def test_no_jobs(write):
+    with pytest.raises(ConfigError, match="jobs is empty, so there is nothing"):
+        run_config({"model": "m", "jobs": []})
+    with pytest.raises(ConfigError, match="jobs: Field required"):
+        load_run(write("model: m"))
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("", "a run file is a mapping with the keys .* not a NoneType"),
+        ("- a\n- b\n", "a run file is a mapping .* not a list"),
+        ("just words", "a run file is a mapping .* not a str"),
+        ("model: [", "cannot be read as YAML"),
+        ("a: 1\n\tb: 2", "cannot be read as YAML"),
+        ("x: !!python/object/apply:os.getcwd []", "cannot be read as YAML"),
+        (b"\xff\xfe\xfa", "cannot be read as YAML"),
+        (RUN_FILE + "    rnak: 3\n", r"run\.yaml: jobs\.1: unknown key 'rnak'"),
+    ],
+)
+def test_run_files_that_are_refused(write, text, match):
+    with pytest.raises(ConfigError, match=match):
+        load_run(write(text))
+
+
+def test_missing_run_file(tmp_path):
+    with pytest.raises(ConfigError, match=r"no\.yaml: there is no such run file"):
+        load_run(tmp_path / "no.yaml")
+    with pytest.raises(ConfigError, match="cannot be read as YAML"):
+        load_run(tmp_path)

@@ -1,0 +1,149 @@
+"""Which linears a job adapts, by PEFT's rules, and typing errors that are caught."""
+
+import pytest
+
+from jaxlora.config import DataConfig, LoraJob
+from jaxlora.errors import ConfigError
+from jaxlora.hf.config import model_config
+from jaxlora.hf.names import linear_names
+from jaxlora.targets import pattern_value, resolve_targets
+from tests import tiny
+
+# Twelve layers, so that 1 is the beginning of 10 and the end of 11.
+NAMES = linear_names(model_config({**tiny.CONFIG, "num_hidden_layers": 12}))
+
+
+def resolve(**options):
+    options = {"target_modules": ["q_proj", "v_proj"], **options}
+    job = LoraJob(name="a", data=DataConfig(path="a.jsonl"), **options)
+    return resolve_targets(job, NAMES)
+
+
+def ending(*ends):
+    return [name for name in NAMES if name.endswith(ends)]
+
+
+@pytest.mark.parametrize(
+    ("targets", "chosen"),
+    [
+        ("all-linear", list(NAMES)),
+        (["q_proj"], ending(".q_proj")),
+        (["v_proj", "q_proj"], ending(".q_proj", ".v_proj")),
+        (["self_attn.q_proj"], ending(".q_proj")),
+        (["layers.1.mlp.up_proj"], ["model.layers.1.mlp.up_proj"]),
+        (["1.mlp.up_proj"], ["model.layers.1.mlp.up_proj"]),
+        (["model.layers.1.mlp.up_proj"], ["model.layers.1.mlp.up_proj"]),
+        (r".*\.[01]\.mlp\.(up|down)_proj", [n for n in NAMES if "mlp" in n][:6]),
+        (r"model\.layers\.1\.mlp\.up_proj", ["model.layers.1.mlp.up_proj"]),
+    ],
+)
+def test_targets(targets, chosen):
+    found = resolve(target_modules=targets)
+    if "(up|down)" in targets:
+        chosen = [name for name in chosen if not name.endswith("gate_proj")]
+    assert list(found) == chosen
+    assert chosen
+
+
+def test_targets_come_in_the_models_order():
+    found = list(resolve(target_modules=["down_proj", "q_proj"]))
+    assert found == [name for name in NAMES if name in set(found)]
+
+
+def test_a_list_holds_no_regular_expressions():
+    with pytest.raises(ConfigError, match=r"entry '\.\*q_proj' matches no linear"):
+        resolve(target_modules=[".*q_proj"])
+
+
+@pytest.mark.parametrize(
+    "exclude",
+    [["layers.0.self_attn.q_proj"], r"model\.layers\.0\.self_attn\.q_proj"],
+)
+def test_exclude_has_the_last_word(exclude):
+    found = resolve(exclude_modules=exclude)
+    assert list(found) == ending(".q_proj", ".v_proj")[1:]
+
+
+def test_rank_alpha_and_scaling():
+    found = resolve(rank=8, lora_alpha=24.0)
+    assert {(m.rank, m.lora_alpha, m.scaling) for m in found.values()} == {(8, 24, 3)}
+    found = resolve(rank=16, lora_alpha=24.0, use_rslora=True)
+    assert {m.scaling for m in found.values()} == {6.0}
+
+
+def test_patterns_set_rank_and_alpha_of_the_names_they_end():
+    found = resolve(
+        rank=8,
+        lora_alpha=16.0,
+        rank_pattern={"layers.1.self_attn.q_proj": 2, "v_proj": 4},
+        alpha_pattern={r"layers\.[01]\..*": 4.0},
+    )
+    of = {name.removeprefix("model.layers."): m for name, m in found.items()}
+    assert (of["1.self_attn.q_proj"].rank, of["11.self_attn.q_proj"].rank) == (2, 8)
+    assert {m.rank for name, m in of.items() if name.endswith("v_proj")} == {4}
+    alphas = {name.split(".")[0]: m.lora_alpha for name, m in of.items()}
+    assert {layer for layer, alpha in alphas.items() if alpha == 4.0} == {"0", "1"}
+    # alpha of the pattern over rank of the pattern.
+    assert of["1.self_attn.q_proj"].scaling == 4 / 2
+    assert of["0.self_attn.q_proj"].scaling == 4 / 8
+    assert of["2.self_attn.v_proj"].scaling == 16 / 4
+
+
+@pytest.mark.parametrize(
+    ("pattern", "value"),
+    [
+        ({"q_proj": 1, "self_attn.q_proj": 2}, 1),
+        ({"self_attn.q_proj": 2, "q_proj": 1}, 2),
+        ({"proj": 1}, 0),
+        ({"_proj": 1}, 0),
+        ({".*_proj": 1}, 1),
+        ({"q_proj.*": 1}, 1),
+        ({"model.layers": 1}, 0),
+        ({"^layers.0.self_attn.q_proj": 1}, 0),
+        ({"^model.layers.0.self_attn.q_proj": 1}, 1),
+        ({"k_proj|q_proj": 1}, 1),
+        ({}, 0),
+    ],
+)
+def test_the_first_pattern_that_ends_the_name_counts(pattern, value):
+    assert pattern_value(pattern, "model.layers.0.self_attn.q_proj", 0) == value
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (
+            {"target_modules": ["q_prj"]},
+            r"job 'a': target_modules entry 'q_prj' matches no linear of the model\. "
+            r"Did you mean 'q_proj'\? There are: q_proj, k_proj",
+        ),
+        (
+            {"target_modules": ["q_proj", "query_key_value"]},
+            r"'query_key_value' matches no linear of the model\. There are: q_proj",
+        ),
+        ({"target_modules": ["proj"]}, "entry 'proj' matches no linear"),
+        ({"target_modules": ["layers.12.mlp.up_proj"]}, "matches no linear"),
+        (
+            {"target_modules": "q_proj"},
+            r"target_modules='q_proj' matches no linear of the model\. A string is a "
+            r"regular expression for the whole name, .* suffixes go in a list",
+        ),
+        ({"target_modules": "(q_proj"}, r"target_modules '\(q_proj' is no regular"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "names 'lm_head'. The embedding"),
+        ({"target_modules": ["model.embed_tokens"]}, "names 'model.embed_tokens'"),
+        ({"target_modules": "lm_head"}, "embedding and the head stay frozen"),
+        ({"exclude_modules": ["k_proj"]}, "excludes nothing of the 24 targets"),
+        ({"exclude_modules": ".*"}, "excludes everything of the 24 targets"),
+        ({"exclude_modules": "*"}, r"exclude_modules '\*' is no regular expression"),
+        (
+            {"rank_pattern": {"k_proj": 4}},
+            "rank_pattern key 'k_proj' matches none of the job's targets: q_proj, v_p",
+        ),
+        ({"alpha_pattern": {"k_proj": 4}}, "alpha_pattern key 'k_proj' matches none"),
+        ({"rank_pattern": {"[": 4}}, r"rank_pattern key '\[' is no regular expression"),
+        ({"rank_pattern": {"(?i)Q_PROJ": 4}}, r"'\(\?i\)Q_PROJ' is no regular expre"),
+    ],
+)
+def test_refused(options, match):
+    with pytest.raises(ConfigError, match=match):
+        resolve(**options)

@@ -1,0 +1,211 @@
+"""A run that is killed or interrupted ends in the same bits as one that is not."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from jaxlora import Trainer, import_peft, load_run
+from jaxlora.errors import CheckpointError
+from jaxlora.train.export import export_checkpoint
+from jaxlora.train.prepare import linear_shapes
+from jaxlora.train.run_log import read_events
+from tests import tiny
+
+# Kills itself at the given line of the metrics, wherever the run is just then: the
+# checkpoint of that round is still being written in the background.
+KILL = """
+import os, signal, sys
+from jaxlora.train.prepare import linear_shapes
+from jaxlora.train.run_log import RunLog
+left, event = int(sys.argv[2]), RunLog.event
+def count(self, *args, **values):
+    global left
+    event(self, *args, **values)
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), getattr(signal, sys.argv[3]))
+RunLog.event = count
+from jaxlora.cli import main
+sys.exit(main(["train", sys.argv[1], *sys.argv[4:]]))
+"""
+
+
+@pytest.fixture(scope="module")
+def make_run(tmp_path_factory):
+    """Run files of the same run in other output folders."""
+    folder = tmp_path_factory.mktemp("resume")
+    model = tiny.write_model(folder / "model")
+    jobs = []
+    for i, (batch_size, targets) in enumerate([(3, ["q_proj"]), (2, "all-linear")]):
+        jobs.append(
+            {
+                "name": f"job{i}",
+                "data": {"path": tiny.write_records(folder / f"{i}.jsonl", 20, i)},
+                "target_modules": targets,
+                "batch_size": batch_size,
+                "rank": 2 + i,
+                "dropout": 0.1,
+                "steps": 6 + 3 * i,
+                "learning_rate": 0.01,
+                "max_length": 96,
+                "eval_fraction": 0.1,
+                "eval_every": 4,
+                "seed": i,
+            }
+        )
+
+    def make(name: str, **settings) -> pathlib.Path:
+        run = {
+            "model": str(model),
+            "output_dir": str(folder / name),
+            "microbatch_tokens": 256,
+            "block_tokens": 16,
+            "dtype": "float32",
+            "checkpoint_every": 2,
+            "jobs": jobs,
+        }
+        path = folder / f"{name}.json"  # JSON is YAML
+        path.write_text(json.dumps(run | settings))
+        return path
+
+    return make
+
+
+def command(run_file, *arguments, kill_at=-1, signal_name="SIGKILL"):
+    """Trains in a process of its own; returns how it ended."""
+    env = os.environ | {"JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "")}
+    return subprocess.run(
+        [sys.executable, "-c", KILL, run_file, str(kill_at), signal_name, *arguments],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def results(run_file):
+    """The adapters' bytes, and the losses of every step and evaluation."""
+    folder = pathlib.Path(json.loads(run_file.read_text())["output_dir"])
+    adapters = {
+        path.parent.name: path.read_bytes()
+        for path in folder.glob("adapters/*/adapter_model.safetensors")
+    }
+    losses = [
+        (e["event"], e["job"], e["step"], e.get("loss", e.get("eval_loss")))
+        for e in read_events(folder / "metrics.jsonl")
+        if e["event"] in ("step", "eval")
+    ]
+    return adapters, losses
+
+
+@pytest.fixture(scope="module")
+def whole(make_run):
+    """The results of a run that nothing stopped."""
+    run_file = make_run("whole")
+    ended = command(run_file)
+    assert ended.returncode == 0, ended.stderr
+    return results(run_file)
+
+
+def test_killed_again_and_again(make_run, whole):
+    """kill -9 at points that fall before, in and after checkpoints."""
+    run_file = make_run("killed")
+    first = command(run_file, kill_at=9)
+    assert first.returncode == -signal.SIGKILL
+    for kill_at in (2, 12, 17, 9):
+        ended = command(run_file, "--resume", kill_at=kill_at)
+        assert ended.returncode == -signal.SIGKILL, ended.stderr
+    ended = command(run_file, "--resume")
+    assert ended.returncode == 0, ended.stderr
+    assert results(run_file) == whole
+
+
+@pytest.mark.parametrize("signal_name", ["SIGINT", "SIGTERM"])
+def test_interrupted(make_run, whole, signal_name):
+    """Finishes the round, writes a checkpoint, leaves; nothing is done twice."""
+    run_file = make_run(f"interrupted_{signal_name}", checkpoint_every=None)
+    ended = command(run_file, kill_at=8, signal_name=signal_name)
+    assert ended.returncode == 130
+    assert "finishing the round, then writing a checkpoint" in ended.stderr
+    assert "Continue with --resume" in ended.stdout
+    ended = command(run_file, "--resume")
+    assert ended.returncode == 0, ended.stderr
+    assert results(run_file) == whole
+
+
+def test_exports_from_a_checkpoint(make_run, tmp_path):
+    """What was training leaves as PEFT folders; what had ended is told."""
+    run_file = make_run("exported", checkpoint_every=1)
+    config = load_run(run_file)
+    trainer = Trainer(config)
+
+    wanted = {}
+
+    class Enough(Exception):
+        pass
+
+    def stop(trainer):
+        if wanted:
+            raise Enough  # the checkpoint of the round before is being written
+        if trainer.runs[0].progress.status == "finished":
+            wanted.update(trainer._table.read(1, trainer.runs[1].start).modules)
+
+    with pytest.raises(Enough):
+        trainer.train(on_round=stop)
+    run_dir = pathlib.Path(config.output_dir)
+    with pytest.raises(CheckpointError, match=r"job 'job0' was not training .*: job1"):
+        export_checkpoint(run_dir, tmp_path, ["job0"])
+    export_checkpoint(run_dir, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["job1"]
+    got = import_peft(tmp_path / "job1", linear_shapes(trainer.model))
+    assert got.modules.keys() == wanted.keys()
+    for name, weights in wanted.items():
+        assert (got.modules[name].a == weights.a).all()
+        assert (got.modules[name].b == weights.b).all()
+
+
+def test_refuses_what_is_not_its_own(make_run, tmp_path):
+    run_file = make_run("own", checkpoint_every=2)
+    config = load_run(run_file)
+
+    def stop(trainer):
+        if trainer._round == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert Trainer(config).train(on_round=stop).interrupted
+    with pytest.raises(CheckpointError, match=r"already holds a run\. Resume it"):
+        Trainer(config).train()
+
+    def resume(**changes):
+        Trainer(config.model_copy(update=changes)).train(resume=True)
+
+    job = config.jobs[0]
+    for jobs, message in [
+        ((config.jobs[0],), "job 'job1' is in the checkpoint but not in this run"),
+        (
+            (*config.jobs, job.model_copy(update={"name": "new"})),
+            "job 'new' is in this run but not in the checkpoint",
+        ),
+        (
+            (job.model_copy(update={"learning_rate": 0.5}), config.jobs[1]),
+            "job 'job0': learning_rate is 0.01 in the checkpoint and 0.5 now",
+        ),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            resume(jobs=jobs)
+    with pytest.raises(CheckpointError, match="microbatch_tokens is 256 in the check"):
+        resume(microbatch_tokens=512)
+    other = tiny.write_model(tmp_path / "other", seed=1)
+    with pytest.raises(CheckpointError, match="the base model is another one"):
+        resume(model=str(other))
+    tiny.write_records(pathlib.Path(job.data.path), 20, seed=9)
+    with pytest.raises(CheckpointError, match="job 'job0': data_fingerprint is"):
+        resume()
+    empty = tmp_path / "empty"
+    with pytest.raises(CheckpointError, match="holds no run to resume"):
+        resume(output_dir=str(empty))
