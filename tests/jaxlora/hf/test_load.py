@@ -15,6 +15,7 @@ import pytest
 import safetensors.numpy
 
 from jaxlora.errors import ModelError
+from jaxlora.hf import load
 from jaxlora.hf.load import load_base
 from jaxlora.hf.names import tensor_specs
 from jaxlora.hf.save import save_checkpoint
@@ -45,6 +46,11 @@ def test_params_are_the_weights_with_linears_transposed(folder):
     )
     assert base.dtype == np.float32
     assert (base.folder, base.source) == (folder, str(folder))
+
+
+def test_blocks_of_a_transpose_meet_without_a_seam(folder, monkeypatch):
+    monkeypatch.setattr(load, "_BLOCK_ROWS", 7)
+    assert_params_equal(load_base(folder), tiny.random_weights())
 
 
 @pytest.mark.parametrize("stored", [np.float16, BF16, np.float64])

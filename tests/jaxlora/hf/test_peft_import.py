@@ -1,7 +1,6 @@
 """PEFT folders of all kinds as adapters, and what is refused."""
 
 import json
-import pathlib
 
 import ml_dtypes
 import numpy as np
@@ -13,7 +12,6 @@ from jaxlora.hf.peft_import import import_peft
 
 PREFIX = "base_model.model."
 Q = "model.layers.0.self_attn.q_proj"
-GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "peft_folders"
 
 
 @pytest.fixture

@@ -1,0 +1,155 @@
+"""`MultiLoraLinear` on its own, in somebody's Flax model."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jaxlora import MultiLoraLinear, Routing, SlotShape
+from tests.oracle import relative_error
+
+K, N, BLOCK = 12, 20, 8
+SLOTS = SlotShape(num_slots=3, rank=6)
+
+
+def layer_with(*slots: int, use_bias: bool = False) -> MultiLoraLinear:
+    layer = MultiLoraLinear(
+        K, N, slots=SLOTS, use_bias=use_bias, dtype=jnp.float32, rngs=nnx.Rngs(0)
+    )
+    for slot in slots:
+        a, b = adapter(slot)
+        layer.load_slot(slot, a, b, scaling=0.5 + slot, dropout=0.25 * slot)
+    return layer
+
+
+def adapter(slot: int):
+    rng = np.random.default_rng(slot)
+    rank = (6, 2, 3)[slot]
+    a, b = rng.normal(size=(K, rank)), rng.normal(size=(rank, N))
+    return a.astype(np.float32), b.astype(np.float32)
+
+
+def rows(count: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(1), (count * BLOCK, K))
+
+
+def test_each_block_goes_through_its_own_adapter():
+    layer = layer_with(0, 1, 2, use_bias=True)
+    layer.bias[...] = jnp.arange(N, dtype=jnp.float32)
+    blocks = (1, 2, -1, 0, 1)
+    x = rows(len(blocks))
+    y = layer(x, Routing(block_adapter=jnp.array(blocks)))
+    for i, slot in enumerate(blocks):
+        here = slice(i * BLOCK, (i + 1) * BLOCK)
+        wanted = np.asarray(x[here] @ layer.kernel[...] + layer.bias[...])
+        if slot >= 0:
+            a, b = adapter(slot)
+            wanted = wanted + (0.5 + slot) * np.asarray(x[here]) @ a @ b
+        assert relative_error(y[here], wanted) < 1e-5
+
+
+def test_empty_and_inactive_slots_are_the_base_layer():
+    layer = layer_with(1)
+    base = layer.kernel[...]
+    x = rows(2)
+    np.testing.assert_array_equal(
+        layer(x, Routing(block_adapter=jnp.array([0, 2]))), x @ base
+    )
+    layer.active[...] = jnp.zeros(3, bool)
+    np.testing.assert_array_equal(
+        layer(x, Routing(block_adapter=jnp.array([1, 1]))), x @ base
+    )
+
+
+def test_dropout_is_keyed_by_seed_step_layer_and_projection():
+    layer = layer_with(1)
+    x, blocks = rows(2), jnp.array([1, 1])
+
+    def run(seed=0, step=0, layer=layer):
+        routing = Routing(
+            block_adapter=blocks,
+            token_index=jnp.arange(2 * BLOCK),
+            seed=jnp.full(3, seed),
+            step=jnp.full(3, step),
+        )
+        return np.asarray(layer(x, routing))
+
+    np.testing.assert_array_equal(run(), run())
+    other = layer_with(1)
+    other.projection = 1
+    deeper = layer_with(1)
+    deeper.layer = 1
+    masks = [run(), run(seed=1), run(step=1), run(layer=other), run(layer=deeper)]
+    for i, one in enumerate(masks):
+        for two in masks[:i]:
+            assert (one != two).any()
+
+
+def test_trains_in_a_users_own_flax_model():
+    """The example of the README: only the adapters train, each on its own rows."""
+
+    class Regressor(nnx.Module):
+        def __init__(self, rngs):
+            self.hidden = MultiLoraLinear(K, N, slots=SLOTS, rngs=rngs)
+            self.out = nnx.Linear(N, 1, rngs=rngs)
+
+        def __call__(self, x, routing):
+            return self.out(jax.nn.relu(self.hidden(x, routing)))[:, 0]
+
+    model = Regressor(nnx.Rngs(0))
+    a = jax.random.normal(jax.random.key(5), (K, 4)) * K**-0.5
+    model.hidden.load_slot(0, a, jnp.zeros((4, N)), scaling=2.0)
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
+    frozen = [np.array(p) for p in (model.hidden.kernel[...], model.out.kernel[...])]
+    routing = Routing(block_adapter=jnp.array([0, 0]))
+    x = rows(2).astype(jnp.bfloat16)
+    target = jnp.sin(jnp.arange(2 * BLOCK))
+
+    @nnx.jit
+    def step(model, optimizer):
+        def loss(model):
+            return jnp.mean((model(x, routing) - target) ** 2)
+
+        value, gradients = nnx.value_and_grad(
+            loss, argnums=nnx.DiffState(0, nnx.LoRAParam)
+        )(model)
+        optimizer.update(model, gradients)
+        return value
+
+    losses = [float(step(model, optimizer)) for _ in range(60)]
+    assert losses[-1] < 0.5 * losses[0]
+    for before, now in zip(
+        frozen, (model.hidden.kernel[...], model.out.kernel[...]), strict=True
+    ):
+        np.testing.assert_array_equal(before, np.asarray(now))
+    assert not model.hidden.lora_b[...][1:].any(), "an empty slot was trained"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((3, np.zeros((K, 2)), np.zeros((2, N))), "slot 3 is not one of the 3 slots"),
+        ((0, np.zeros((K, 7)), np.zeros((7, N))), "share a rank of at most 6"),
+        ((0, np.zeros((K, 2)), np.zeros((3, N))), "share a rank of at most 6"),
+    ],
+)
+def test_says_what_does_not_fit(arguments, message):
+    slot, a, b = arguments
+    with pytest.raises(ValueError, match=message):
+        layer_with().load_slot(
+            slot, a.astype(np.float32), b.astype(np.float32), scaling=1.0
+        )
+
+
+def test_a_layer_without_slots_says_so():
+    layer = MultiLoraLinear(K, N, rngs=nnx.Rngs(0))
+    a, b = adapter(0)
+    with pytest.raises(ValueError, match="has no slots: make it with slots="):
+        layer.load_slot(0, a, b, scaling=1.0)
+
+
+def test_slot_shape_is_positive():
+    with pytest.raises(ValueError, match="must be positive, got 0 and 4"):
+        SlotShape(num_slots=0, rank=4)
