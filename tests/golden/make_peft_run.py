@@ -1,0 +1,177 @@
+"""Trains two adapters with transformers and peft, and records every number.
+
+Run from the repository root, where torch, transformers and peft are installed:
+
+    python tests/golden/make_peft_run.py
+
+peft_run/base/ is a tiny random Llama. peft_run/<job>/ holds initial/ and final/ (PEFT
+folders as peft writes them) and run.json: settings, each step's batch (token_ids,
+is_target), its loss before the step, gradient norm before clipping, and rate. The loss
+of a step is the sum over its target tokens divided by their number in the global batch
+of 6 samples, which is accumulated over 3 microbatches of 2; each sample runs alone.
+"""
+
+import json
+import pathlib
+import shutil
+
+import peft
+import torch
+import transformers
+
+OUT = pathlib.Path(__file__).parent / "peft_run"
+STEPS, BATCH, VOCAB = 12, 6, 97
+JOBS = {
+    "a": {
+        "rank": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "v_proj"],
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "lr_schedule": "linear",
+        "warmup_steps": 2,
+        "seed": 1,
+    },
+    "b": {
+        "rank": 8,
+        "lora_alpha": 16,
+        "use_rslora": True,
+        "target_modules": "all-linear",
+        "rank_pattern": {"down_proj": 2},
+        "alpha_pattern": {"o_proj": 4},
+        "learning_rate": 5e-3,
+        "max_grad_norm": None,
+        "lr_schedule": "cosine",
+        "warmup_steps": 0,
+        "lora_plus_ratio": 4.0,
+        "seed": 2,
+    },
+}
+
+
+def save_base() -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(OUT / "base")
+
+
+def samples(job: dict) -> list[list[dict]]:
+    """For each step, its global batch of ragged samples with masked prompts."""
+    generator = torch.Generator().manual_seed(job["seed"])
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    def sample() -> dict:
+        length = number(5, 41)
+        # A skewed distribution, so that there is something to learn.
+        ids = torch.randint(0, 12, (length,), generator=generator) ** 2 % VOCAB
+        prompt = number(1, length)
+        is_target = [0] * prompt + [1] * (length - prompt)
+        return {"token_ids": ids.tolist(), "is_target": is_target}
+
+    return [[sample() for _ in range(BATCH)] for _ in range(STEPS)]
+
+
+def nll_sum(model, sample: dict) -> torch.Tensor:
+    ids = torch.tensor([sample["token_ids"]])
+    target = torch.tensor(sample["is_target"][1:], dtype=torch.bool)
+    logits = model(input_ids=ids).logits[0, :-1]
+    nll = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
+    return nll[target].sum()
+
+
+def adapted(job: dict):
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        OUT / "base", dtype=torch.float32, attn_implementation="eager"
+    )
+    torch.manual_seed(job["seed"])
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=job["rank"],
+        lora_alpha=job["lora_alpha"],
+        lora_dropout=0.0,
+        use_rslora=job.get("use_rslora", False),
+        target_modules=job["target_modules"],
+        rank_pattern=job.get("rank_pattern", {}),
+        alpha_pattern=job.get("alpha_pattern", {}),
+    )
+    return peft.get_peft_model(base, config)
+
+
+def save(model, folder: pathlib.Path) -> None:
+    """As peft saves it, less what differs from machine to machine."""
+    model.save_pretrained(folder)
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text())
+    config["base_model_name_or_path"] = "base"
+    config["target_modules"] = sorted(config["target_modules"])
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    (folder / "README.md").unlink()
+
+
+def optimizer_of(model, job: dict):
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        {
+            "params": [p for n, p in named if f"lora_{part}" in n],
+            "lr": job["learning_rate"] * ratio,
+        }
+        for part, ratio in (("A", 1.0), ("B", job.get("lora_plus_ratio", 1.0)))
+    ]
+    optimizer = torch.optim.AdamW(groups, weight_decay=job.get("weight_decay", 0.0))
+    make = {
+        "linear": transformers.get_linear_schedule_with_warmup,
+        "cosine": transformers.get_cosine_schedule_with_warmup,
+    }[job["lr_schedule"]]
+    return optimizer, make(optimizer, job["warmup_steps"], STEPS), [p for _, p in named]
+
+
+def train(name: str, job: dict) -> None:
+    model = adapted(job)
+    save(model, OUT / name / "initial")
+    optimizer, schedule, parameters = optimizer_of(model, job)
+    record = {"settings": job, "batches": samples(job)}
+    losses, norms, rates = [], [], []
+    for batch in record["batches"]:
+        num_targets = sum(sum(s["is_target"]) for s in batch)
+        total = 0.0
+        for start in range(0, BATCH, 2):
+            loss = sum(nll_sum(model, s) for s in batch[start : start + 2])
+            (loss / num_targets).backward()
+            total += float(loss.detach())
+        losses.append(total / num_targets)
+        limit = job["max_grad_norm"] or float("inf")
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, limit)))
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    save(model, OUT / name / "final")
+    record |= {"losses": losses, "grad_norms": norms, "learning_rates": rates}
+    record["versions"] = {
+        m.__name__: m.__version__ for m in (torch, transformers, peft)
+    }
+    (OUT / name / "run.json").write_text(json.dumps(record) + "\n")
+    print(name, [round(loss, 4) for loss in losses], [round(n, 3) for n in norms])
+
+
+if __name__ == "__main__":
+    shutil.rmtree(OUT, ignore_errors=True)
+    torch.use_deterministic_algorithms(True)
+    save_base()
+    for name, job in JOBS.items():
+        train(name, job)
+    for file in OUT.rglob("*.safetensors"):
+        file.chmod(0o644)

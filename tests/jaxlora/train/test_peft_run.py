@@ -1,0 +1,118 @@
+"""Two jobs trained together end where transformers and peft took each alone.
+
+The golden files are those of tests/golden/make_peft_run.py.
+"""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from jaxlora import LoraJob, import_peft, load_model
+from jaxlora.config import RunConfig
+from jaxlora.data.tokenize import TokenizedData, TokenizedSample
+from jaxlora.targets import resolve_targets
+from jaxlora.train import prepare
+from jaxlora.train.job_run import JobRun
+from jaxlora.train.rounds import Rounds
+from jaxlora.train.slots import SlotTable
+from jaxlora.train.step import CompiledSteps
+from scheduler import Limits, greedy
+from tests.oracle import relative_error
+
+GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "peft_run"
+RECORDS = {n: json.loads((GOLDEN / n / "run.json").read_text()) for n in ("a", "b")}
+
+
+def job_run(name: str, model) -> JobRun:
+    """The golden job: its samples in its order, from its first weights."""
+    record = RECORDS[name]
+    samples = tuple(
+        TokenizedSample(
+            token_ids=np.array(sample["token_ids"], np.int32),
+            is_target=np.array(sample["is_target"], bool),
+        )
+        for batch in record["batches"]
+        for sample in batch
+    )
+    job = LoraJob(
+        name=name,
+        data={"path": "golden"},
+        batch_size=6,
+        shuffle=False,
+        **record["settings"],
+    )
+    count = len(samples)
+    data = TokenizedData(
+        source="golden",
+        samples=samples,
+        max_length=40,
+        num_records=count,
+        num_truncated=0,
+        num_dropped=0,
+        num_without_target=0,
+    )
+    start = import_peft(GOLDEN / name / "initial", prepare.linear_shapes(model))
+    targets = resolve_targets(job, list(prepare.linear_shapes(model)))
+    assert {n: (m.rank, m.lora_alpha) for n, m in targets.items()} == {
+        n: (w.rank, w.lora_alpha) for n, w in start.modules.items()
+    }
+    return JobRun(job, start, data, None)
+
+
+@pytest.fixture(scope="module", params=[("a",), ("b",), ("b", "a")], ids="".join)
+def trained(request):
+    """Jobs trained together: (model, runs, slot table, outcomes of each step)."""
+    model = load_model(GOLDEN / "base", dtype="float32")
+    runs = [job_run(name, model) for name in request.param]
+    config = RunConfig(
+        model="golden",
+        jobs=[run.job for run in runs],
+        # Less than a global batch: gradients accumulate over microbatches.
+        microbatch_tokens=64,
+        block_tokens=8,
+    )
+    spec = prepare.decoder_spec(config, model, runs)
+    steps = CompiledSteps(spec)
+    table = SlotTable(spec, steps)
+    limits = Limits(capacity=64, block_tokens=8)
+    rounds = Rounds(
+        spec, model.params, table, steps, limits, greedy.pack, use_dropout=False
+    )
+    for slot, run in enumerate(runs):
+        table.load(slot, run.start)
+        table.activate(slot, run.start)
+        run.update(status="running", slot=slot)
+    outcomes = {run.job.name: [] for run in runs}
+    for _ in range(12):
+        for name, outcome in rounds.train(runs).items():
+            outcomes[name].append(outcome)
+            assert len(rounds.last_schedule.microbatches) > 1
+        for run in runs:
+            run.note_step(0.0, 0)
+    return model, runs, table, outcomes
+
+
+def test_losses_norms_and_rates(trained):
+    for name, outcomes in trained[3].items():
+        record = RECORDS[name]
+        for ours, theirs in (
+            ("loss", "losses"),
+            ("grad_norm", "grad_norms"),
+            ("learning_rate", "learning_rates"),
+        ):
+            actual = [getattr(outcome, ours) for outcome in outcomes]
+            assert actual == pytest.approx(record[theirs], rel=1e-4, abs=1e-9), theirs
+
+
+def test_final_weights(trained):
+    model, runs, table, _ = trained
+    for run in runs:
+        folder = GOLDEN / run.job.name / "final"
+        wanted = import_peft(folder, prepare.linear_shapes(model))
+        actual = table.read(run.slot, run.start)
+        assert actual.modules.keys() == wanted.modules.keys()
+        for name, weights in actual.modules.items():
+            assert relative_error(weights.a, wanted.modules[name].a) < 1e-4
+            assert relative_error(weights.b, wanted.modules[name].b) < 1e-4
