@@ -13,22 +13,33 @@ from jaxlora.hf.peft_export import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from jaxlora.hf.tensor_file import TensorFile
 from jaxlora.targets import check_regular, name_end, pattern_value
 
-# Settings that change what the adapter computes, and the only value that is read here.
-_PLAIN = {
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "use_dora": False,
-    "lora_bias": False,
-    "use_qalora": False,
-    "use_bdlora": None,
-    "alora_invocation_tokens": None,
-    "arrow_config": None,
-    "corda_config": None,
-    "layer_replication": None,
-    "megatron_config": None,
-    "modules_to_save": None,
-    "target_parameters": None,
-    "trainable_token_indices": None,
+# Read below, or checked against the weights themselves.
+_READ = {
+    "alpha_pattern",
+    "init_lora_weights",
+    "lora_alpha",
+    "lora_dropout",
+    "peft_type",
+    "r",
+    "rank_pattern",
+    "use_rslora",
+}
+# The weights in the file say which modules are adapted; the rest changes nothing.
+_HARMLESS = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "bias",  # "none" only, see below
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "target_modules",
+    "task_type",
 }
 # Ways to draw the first A and B that leave the base's own weights alone.
 _INITIAL = ("gaussian", "eva", "orthogonal")
@@ -90,12 +101,16 @@ def _read_config(folder: pathlib.Path) -> dict[str, Any]:
             f"{path} has init_lora_weights={initial!r}, which also changes the base's "
             "weights. Save it with peft's path_initial_model_for_weight_conversion."
         )
-    for key, plain in _PLAIN.items():
-        value = config.get(key, plain)
-        if value != plain and value not in (None, False, [], {}):
+    if config.get("bias") not in (None, "none"):
+        raise AdapterError(
+            f"{path} sets bias={config['bias']!r}; only 'none' is supported: biases "
+            "stay frozen."
+        )
+    for key, value in config.items():
+        if key not in _READ | _HARMLESS and value not in (None, False, [], {}):
             raise AdapterError(
-                f"{path} sets {key}={value!r}, which is not supported; only "
-                f"{plain!r} is."
+                f"{path} sets {key}={value!r}, which is not supported and may change "
+                "what the adapter computes."
             )
     return config
 

@@ -116,7 +116,8 @@ def save(model, folder: pathlib.Path) -> None:
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text())
     config["base_model_name_or_path"] = "base"
-    config["target_modules"] = sorted(config["target_modules"])
+    if isinstance(config["target_modules"], list):
+        config["target_modules"].sort()
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     (folder / "README.md").unlink()
 

@@ -117,8 +117,8 @@ def test_settings_without_effect(peft_folder, make_adapter, linear_shapes, confi
     [
         ({"peft_type": "IA3"}, "peft_type='IA3'; only 'LORA' is read"),
         ({"peft_type": None}, "peft_type=None; only 'LORA' is read"),
-        ({"use_dora": True}, "use_dora=True, which is not supported; only False is"),
-        ({"bias": "all"}, "bias='all', which is not supported; only 'none' is"),
+        ({"use_dora": True}, "use_dora=True, which is not supported and may change"),
+        ({"bias": "all"}, "bias='all'; only 'none' is supported: biases stay"),
         ({"lora_bias": True}, "lora_bias=True, which is not supported"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out=True, which is not supported"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\], which is"),
