@@ -63,9 +63,13 @@ def job_run(name: str, model) -> JobRun:
 
 @pytest.fixture(scope="module", params=[("a",), ("b",), ("b", "a")], ids="".join)
 def trained(request):
-    """Jobs trained together: (model, runs, slot table, outcomes of each step)."""
+    return train_together(request.param)
+
+
+def train_together(names):
+    """Trains jobs: (model, runs, slot table, outcomes of each step)."""
     model = load_model(GOLDEN / "base", dtype="float32")
-    runs = [job_run(name, model) for name in request.param]
+    runs = [job_run(name, model) for name in names]
     config = RunConfig(
         model="golden",
         jobs=[run.job for run in runs],

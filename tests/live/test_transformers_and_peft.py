@@ -1,0 +1,132 @@
+"""Against transformers and peft in this process, on this device; needs torch.
+
+The golden files hold the same comparisons for machines without torch.
+"""
+
+import importlib
+import json
+import pathlib
+import sys
+
+import numpy as np
+import pytest
+
+from jaxlora import export_peft, import_peft, load_model, merge_adapter
+from jaxlora.adapter import Adapter
+from jaxlora.train.prepare import linear_shapes
+from tests.jaxlora.hf.test_peft_golden import logits
+from tests.jaxlora.models.test_logits import FAMILIES, MODELS, packed_logits
+from tests.jaxlora.train import test_peft_run
+from tests.oracle import relative_error
+
+pytestmark = [
+    pytest.mark.live,
+    pytest.mark.filterwarnings("default"),  # torch and its friends warn of much
+]
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+BASE = GOLDEN / "peft_run" / "base"
+
+
+@pytest.fixture(scope="module")
+def torch():
+    return pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def transformers(torch):
+    return pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def peft(transformers):
+    return pytest.importorskip("peft")
+
+
+def causal_lm(torch, transformers, folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+def torch_logits(torch, model, tokens):
+    with torch.no_grad():
+        out = model(input_ids=torch.tensor(np.asarray(tokens, np.int64))[None])
+    return out.logits[0].float().numpy()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits(torch, transformers, family):
+    """On tokens that no golden file holds."""
+    rng = np.random.default_rng(len(family))
+    samples = [rng.integers(0, 64, n).astype(np.int32) for n in (90, 33)]
+    model = load_model(MODELS / family, dtype="float32")
+    theirs = causal_lm(torch, transformers, MODELS / family)
+    for sample, ours in zip(
+        samples, packed_logits(model, samples, total=256), strict=True
+    ):
+        assert relative_error(ours, torch_logits(torch, theirs, sample)) < 1e-5
+
+
+@pytest.fixture
+def adapter() -> Adapter:
+    """Ranks, alphas and scalings of all sorts, with a random B."""
+    config = model_config(json.loads((BASE / "config.json").read_text()))
+    kernels = {s.path: s.shape for s in tensor_specs(config)}
+    shapes = {
+        n: kernels[n.removeprefix("model.") + ".kernel"] for n in linear_names(config)
+    }
+    source = import_peft(GOLDEN / "peft_folders" / "patterns", shapes)
+    rng = np.random.default_rng(0)
+    for weights in source.modules.values():
+        weights.b[...] = rng.normal(size=weights.b.shape) * 0.2
+    return source
+
+
+def test_exported_adapters_load_in_peft(torch, transformers, peft, adapter, tmp_path):
+    model = load_model(BASE, dtype="float32")
+    names = list(linear_shapes(model))
+    folder = export_peft(adapter, tmp_path / "a", base_model="b", linear_names=names)
+    base = causal_lm(torch, transformers, BASE)
+    theirs = peft.PeftModel.from_pretrained(base, folder).eval()
+    tokens = np.random.default_rng(1).integers(0, 97, 31)
+    wanted = torch_logits(torch, theirs, tokens)
+    ours = logits(model, adapter, tokens, slot=2)
+    assert relative_error(ours, wanted) < 1e-5
+    with theirs.disable_adapter():
+        assert relative_error(torch_logits(torch, theirs, tokens), wanted) > 1e-2
+    layers = theirs.base_model.model.get_submodule("model.layers.0.mlp.down_proj")
+    weights = adapter.modules["model.layers.0.mlp.down_proj"]
+    loaded = layers.lora_A["default"].weight.detach().cpu().numpy()
+    np.testing.assert_array_equal(loaded.T, weights.a)
+    assert layers.scaling["default"] == pytest.approx(adapter.scaling(weights))
+
+
+def test_merged_checkpoints_load_in_transformers(
+    torch, transformers, adapter, tmp_path
+):
+    model = load_model(BASE, dtype="float32")
+    names = list(linear_shapes(model))
+    export_peft(adapter, tmp_path / "a", base_model="b", linear_names=names)
+    merged = merge_adapter(BASE, tmp_path / "a", tmp_path / "merged")
+    tokens = np.random.default_rng(1).integers(0, 97, 31)
+    theirs = torch_logits(torch, causal_lm(torch, transformers, merged), tokens)
+    assert relative_error(logits(model, adapter, tokens, slot=0), theirs) < 1e-5
+
+
+def test_a_training_run(torch, transformers, peft, tmp_path, monkeypatch):
+    """The golden run made anew, and reproduced."""
+    monkeypatch.syspath_prepend(str(GOLDEN))
+    make = importlib.import_module("make_peft_run")
+    monkeypatch.setattr(make, "OUT", tmp_path)
+    make.save_base()
+    for name, job in make.JOBS.items():
+        make.train(name, job)
+    sys.modules.pop("make_peft_run")
+    records = {
+        n: json.loads((tmp_path / n / "run.json").read_text()) for n in make.JOBS
+    }
+    monkeypatch.setattr(test_peft_run, "GOLDEN", tmp_path)
+    monkeypatch.setattr(test_peft_run, "RECORDS", records)
+    trained = test_peft_run.train_together(("a", "b"))
+    test_peft_run.test_losses_norms_and_rates(trained)
+    test_peft_run.test_final_weights(trained)
