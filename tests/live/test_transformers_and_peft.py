@@ -70,11 +70,7 @@ def test_logits(torch, transformers, family):
 @pytest.fixture
 def adapter() -> Adapter:
     """Ranks, alphas and scalings of all sorts, with a random B."""
-    config = model_config(json.loads((BASE / "config.json").read_text()))
-    kernels = {s.path: s.shape for s in tensor_specs(config)}
-    shapes = {
-        n: kernels[n.removeprefix("model.") + ".kernel"] for n in linear_names(config)
-    }
+    shapes = linear_shapes(load_model(BASE, dtype="float32"))
     source = import_peft(GOLDEN / "peft_folders" / "patterns", shapes)
     rng = np.random.default_rng(0)
     for weights in source.modules.values():
