@@ -8,9 +8,9 @@ import pytest
 
 from jaxlora.errors import ModelError
 from jaxlora.hf.convert import convert
-from jaxlora.hf.load import load_base
 from jaxlora.hf.tensor_file import TensorFile
 from tests import tiny
+from tests.jaxlora.hf.loading import load_base
 from tests.jaxlora.hf.test_load import assert_params_equal
 
 

@@ -11,8 +11,8 @@ import tokenizers
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import ModelError
 from jaxlora.hf.convert import convert
-from jaxlora.hf.load import load_base
 from tests import tiny
+from tests.jaxlora.hf.loading import load_base
 from tests.jaxlora.hf.test_load import assert_params_equal
 
 NAMES = {

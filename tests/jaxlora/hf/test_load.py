@@ -9,6 +9,7 @@ import sys
 
 import huggingface_hub.constants
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -16,10 +17,10 @@ import safetensors.numpy
 
 from jaxlora.errors import ModelError
 from jaxlora.hf import load
-from jaxlora.hf.load import load_base
 from jaxlora.hf.names import tensor_specs
 from jaxlora.hf.save import save_checkpoint
 from tests import tiny
+from tests.jaxlora.hf.loading import load_base
 
 Q = "model.layers.1.self_attn.q_proj"
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -361,3 +362,9 @@ def test_metadata_of_the_file_does_not_matter(folder):
     first = load_base(folder).fingerprint
     safetensors.numpy.save_file(weights, path, {"format": "pt", "made_by": "x" * 999})
     assert load_base(folder).fingerprint == first
+
+
+def test_the_default_dtype_is_the_devices(folder):
+    wanted = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
+    base = load.load_base(folder)
+    assert {array.dtype for array in base.params.values()} == {jnp.dtype(wanted)}

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jaxlora.errors import AdapterError, ModelError
-from jaxlora.hf.load import load_base
 from jaxlora.hf.merge import merge_adapter
 from jaxlora.hf.tensor_file import TensorFile
 from tests import tiny
+from tests.jaxlora.hf.loading import load_base
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 

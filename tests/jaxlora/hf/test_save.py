@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from jaxlora.hf.load import load_base
 from jaxlora.hf.save import save_checkpoint
 from tests import tiny
+from tests.jaxlora.hf.loading import load_base
 from tests.jaxlora.hf.test_load import assert_params_equal
 
 

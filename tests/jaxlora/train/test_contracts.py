@@ -191,7 +191,7 @@ def assert_slot_equal(one, other, slot):
 @pytest.mark.parametrize("slot", range(3))
 def test_absent_neighbours_change_no_bit(bench, slot):
     packed = bench[-1]
-    assert set(packed.block_adapter) == {-1, 0, 1, 2}
+    assert set(packed.block_adapter.tolist()) == {-1, 0, 1, 2}
     others = [g for g in range(3) if g != slot]
     assert_slot_equal(
         one_step(bench, packed), one_step(bench, without(packed, others)), slot

@@ -1,0 +1,7 @@
+"""Loading in float32, as it is by default on a CPU, on every device."""
+
+import functools
+
+from jaxlora.hf import load
+
+load_base = functools.partial(load.load_base, dtype="float32")
