@@ -1,7 +1,9 @@
 """Checkpoints of a run: adapters, optimiser state and progress; never the base."""
 
+import contextlib
 import dataclasses
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -103,16 +105,20 @@ class Checkpoints:
             number: Rounds done.
             state: All slots, between global batches.
             run: What goes with them.
+
+        Raises:
+            CheckpointError: This one, or the one before, could not be written.
         """
         # The step donates its buffers while the background write still reads.
         tables = jax.tree.map(jnp.copy, _tables(state))
         meta = {"format": _FORMAT, **dataclasses.asdict(run)}
-        self._manager.save(
-            number,
-            args=ocp.args.Composite(
-                tables=ocp.args.StandardSave(tables), meta=ocp.args.JsonSave(meta)
-            ),
-        )
+        with self._explaining():
+            self._manager.save(
+                number,
+                args=ocp.args.Composite(
+                    tables=ocp.args.StandardSave(tables), meta=ocp.args.JsonSave(meta)
+                ),
+            )
 
     def read(self) -> tuple[int, SavedRun]:
         """The newest checkpoint's number and what goes with its tables.
@@ -177,13 +183,26 @@ class Checkpoints:
                 f"resume from the one before, remove {self._folder / str(number)}."
             ) from error
 
-    def wait(self) -> None:
-        """Returns when everything is on the disk."""
-        self._manager.wait_until_finished()
-
     def close(self) -> None:
-        """Finishes writing and lets go of the folder."""
+        """Finishes writing and lets go of the folder.
+
+        Raises:
+            CheckpointError: The last checkpoint could not be written.
+        """
+        with self._explaining():
+            self._manager.wait_until_finished()
         self._manager.close()
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Turns what goes wrong while writing, perhaps earlier, into our error."""
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"a checkpoint could not be written to {self._folder}: {error}. Those "
+                "before it are whole: mend the cause (is the disk full?) and resume."
+            ) from error
 
 
 def _tables(state: AdapterState) -> dict[str, dict[str, jax.Array]]:

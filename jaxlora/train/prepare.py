@@ -13,21 +13,13 @@ from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.hf.peft_import import import_peft
 from jaxlora.models.decoder import DecoderOptions, DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
-from jaxlora.targets import ModuleLora, resolve_targets
+from jaxlora.targets import resolve_targets
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.slots import fresh_adapter
 
 logger = logging.getLogger(__name__)
 
-_SHAPE_FIELDS = {
-    "rank",
-    "lora_alpha",
-    "use_rslora",
-    "target_modules",
-    "exclude_modules",
-    "rank_pattern",
-    "alpha_pattern",
-}
+_SCALING_FIELDS = {"lora_alpha", "alpha_pattern", "use_rslora"}
 
 
 def linear_shapes(model: BaseModel) -> dict[str, tuple[int, ...]]:
@@ -69,31 +61,27 @@ def open_job(job: LoraJob, model: BaseModel, tokenizer: Tokenizer) -> JobRun:
 
 def _check_asked(job: LoraJob, start: Adapter, model: BaseModel) -> None:
     """A job may repeat what the adapter it starts from is, but not contradict it."""
-    if not _SHAPE_FIELDS & job.model_fields_set:
-        return
+    stated = job.model_fields_set
     asked = resolve_targets(job, linear_names(model.config))
-    there = {
-        name: ModuleLora(
-            rank=weights.rank,
-            lora_alpha=weights.lora_alpha,
-            scaling=start.scaling(weights),
+    differences = []
+    if stated & {"target_modules", "exclude_modules"}:
+        for name in sorted(asked.keys() ^ start.modules.keys()):
+            verb = "adapts" if name in start.modules else "does not adapt"
+            differences.append(f"{verb} {name}")
+    for name, weights in start.modules.items():
+        if name not in asked:
+            continue
+        if stated & {"rank", "rank_pattern"} and asked[name].rank != weights.rank:
+            differences.append(f"has rank {weights.rank} on {name}")
+        scaling = start.scaling(weights)
+        if stated & _SCALING_FIELDS and asked[name].scaling != scaling:
+            differences.append(f"has scaling {scaling:g} on {name}")
+    if differences:
+        raise ConfigError(
+            f"job {job.name!r} asks for another shape than {job.init_from}, which it "
+            f"starts from: that {differences[0]}. Leave rank, lora_alpha and targets "
+            "out: the folder says them."
         )
-        for name, weights in start.modules.items()
-    }
-    for name in sorted(asked.keys() | there.keys()):
-        if asked.get(name) != there.get(name):
-            raise ConfigError(
-                f"job {job.name!r} starts from {job.init_from}, which has "
-                f"{_words(there.get(name))} on {name}; the job asks for "
-                f"{_words(asked.get(name))}. Leave rank, lora_alpha and targets out: "
-                "the folder says them."
-            )
-
-
-def _words(module: ModuleLora | None) -> str:
-    if module is None:
-        return "no adapter"
-    return f"rank {module.rank} with scaling {module.scaling:g}"
 
 
 def decoder_spec(
@@ -116,6 +104,7 @@ def decoder_spec(
         implementation="xla",
         max_segment_tokens=min(longest, config.microbatch_tokens),
     )
+    logger.info("LoRA kernels: %s", options.implementation)
     shape = SlotShape(
         num_slots=config.max_concurrent_jobs or len(runs),
         rank=config.slot_rank or max(run.largest_rank for run in runs),

@@ -1,0 +1,225 @@
+"""What the trainer does beyond the contracts: evaluation, endings, bad input."""
+
+import json
+import pathlib
+
+import orbax.checkpoint
+import pytest
+import safetensors.numpy
+
+from jaxlora import LoraJob, RunConfig, Trainer
+from jaxlora.errors import CheckpointError, ConfigError
+from jaxlora.hf import peft_export
+from jaxlora.train.job_run import JobRun
+from jaxlora.train.run_log import read_events
+from tests import tiny
+from tests.jaxlora.train.conftest import folder_of
+
+
+@pytest.fixture
+def config(model, jobs, tmp_path):
+    """A run of two short jobs; settings may be changed."""
+
+    def make(*more_jobs, **settings) -> RunConfig:
+        return RunConfig(
+            **{
+                "model": str(model.folder),
+                "output_dir": str(tmp_path / "run"),
+                "jobs": more_jobs or jobs[:2],
+                "microbatch_tokens": 512,
+                "block_tokens": 16,
+                **settings,
+            },
+        )
+
+    return make
+
+
+def test_what_a_run_leaves(train, jobs):
+    outcome = train(jobs[:2])
+    folder = folder_of(outcome)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert set(summary["jobs"]) == {"job0", "job1"}
+    assert summary["jobs"]["job0"]["status"] == "finished"
+    assert (folder / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert list((folder / "tensorboard").iterdir())
+    events = read_events(folder / "metrics.jsonl")
+    steps = [e for e in events if e["event"] == "step" and e["job"] == "job1"]
+    assert [e["step"] for e in steps] == [1, 2, 3, 4]
+    assert steps[0]["learning_rate"] == 0 < steps[1]["learning_rate"]  # warm-up
+    assert all(e["num_target_tokens"] <= e["num_tokens"] for e in steps)
+    rounds = [e for e in events if e["event"] == "round"]
+    assert all(0 < e["fill"] <= 1 and e["tokens_per_second"] > 0 for e in rounds)
+    evals = [e["step"] for e in events if e["event"] == "eval" and e["job"] == "job1"]
+    assert evals == [0, 2, 4]
+    assert outcome.progress["job1"].last_eval < outcome.progress["job1"].first_eval
+
+
+def test_early_stopping_keeps_the_best(train, jobs):
+    """A rate that is far too high makes each evaluation worse than the first."""
+    job = jobs[0].model_copy(
+        update={
+            "learning_rate": 3.0,
+            "steps": 20,
+            "eval_every": 1,
+            "early_stopping": 2,
+            "keep_best": True,
+            "warmup_steps": 1,
+            "lr_schedule": "constant",
+        }
+    )
+    outcome = train([job])
+    progress = outcome.progress["job0"]
+    assert progress.status == "stopped early"
+    assert progress.reason == "no better evaluation for 2 evaluations"
+    best = min(outcome.evals["job0"])
+    assert progress.best_eval == best
+    assert progress.best_step == outcome.evals["job0"].index(best)
+    assert progress.step == progress.best_step + 2
+    # The weights that were kept are those of the best step: a run that ends there.
+    short = job.model_copy(update={"steps": progress.best_step or 1})
+    if progress.best_step:
+        short = short.model_copy(update={"keep_best": False, "early_stopping": None})
+        assert train([short]).bytes == outcome.bytes
+
+
+def test_jobs_wait_for_a_slot(train, jobs):
+    running = []
+
+    def on_round(trainer):
+        now = [r.job.name for r in trainer.runs if r.progress.status == "running"]
+        running.append(now)
+
+    outcome = train(jobs[:4], max_concurrent_jobs=2, on_round=on_round)
+    assert max(map(len, running)) <= 2
+    assert {p.status for p in outcome.progress.values()} == {"finished"}
+
+
+def test_starts_from_an_adapter(train, jobs, model):
+    """Training in two halves: the second starts from the first one's folder."""
+    first = train([jobs[0]])
+    folder = folder_of(first) / "adapters" / "job0"
+    again = LoraJob(
+        name="again", data=jobs[0].data, init_from=str(folder), steps=1, max_length=96
+    )
+    outcome = train([again.model_copy(update={"learning_rate": 0.0})])
+    assert outcome.bytes["again"] == first.bytes["job0"]
+    for stated, message in (
+        ({"rank": 2}, "that has rank 4 on model"),
+        ({"lora_alpha": 1.0}, "that has scaling 1 on model"),
+        ({"target_modules": ["q_proj"]}, "that adapts model.layers.0.self_attn.v_proj"),
+        (
+            {"target_modules": ["q_proj", "v_proj", "up_proj"]},
+            "that does not adapt model.layers.0.mlp.up_proj",
+        ),
+    ):
+        wrong = LoraJob(name="x", data=jobs[0].data, init_from=str(folder), **stated)
+        with pytest.raises(ConfigError, match=message):
+            train([wrong])
+    same = {"rank": 4, "lora_alpha": 4.0, "target_modules": ["v_proj", "q_proj"]}
+    train([LoraJob(name="x", data=jobs[0].data, init_from=str(folder), **same)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"slot_rank": 4}, "job 'job1' has rank 8, above the slots' rank 4. Lower it"),
+        (
+            {"microbatch_tokens": 32},
+            "takes samples of at most 32. Raise microbatch",
+        ),
+    ],
+)
+def test_a_run_that_cannot_hold_its_jobs(config, model, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        Trainer(config(**changes), model)
+
+
+def test_a_job_that_cannot_join(config, model, jobs):
+    trainer = Trainer(config(jobs[0]), model)
+    with pytest.raises(ConfigError, match="a job named 'job0' is in this run already"):
+        trainer.add_job(jobs[0])
+    with pytest.raises(ConfigError, match="above the slots' rank 4"):
+        trainer.add_job(jobs[1])
+    other = jobs[2].model_copy(update={"target_modules": ("down_proj",)})
+    with pytest.raises(ConfigError, match=r"down_proj, which has no slots in this run"):
+        trainer.add_job(other)
+    with pytest.raises(ConfigError, match="there is no job 'x'; there are: job0"):
+        trainer.stop_job("x")
+    assert isinstance(trainer.runs[0], JobRun) and len(trainer.runs) == 1
+
+
+def test_an_export_that_fails_leaves_the_one_before(train, jobs, monkeypatch, model):
+    """A disk that fills up while the second best evaluation is exported."""
+    job = jobs[0].model_copy(update={"keep_best": True, "eval_every": 1, "steps": 3})
+    good = []
+    save = safetensors.numpy.save_file
+
+    def full(tensors, path, metadata):
+        if good:
+            pathlib.Path(path).write_bytes(b"half")
+            raise OSError(28, "No space left on device", str(path))
+        good.append(path)
+        save(tensors, path, metadata)
+
+    folders = []
+    monkeypatch.setattr(peft_export.safetensors.numpy, "save_file", full)
+    monkeypatch.setattr(
+        Trainer,
+        "_folder",
+        lambda self, run: (
+            folders.append(self.output_dir / "adapters" / run.job.name) or folders[-1]
+        ),
+    )
+    with pytest.raises(OSError, match="No space left on device"):
+        train([job])
+    adapters = folders[0].parent
+    assert [path.name for path in adapters.iterdir()] == ["job0"]
+    kept = adapters / "job0" / "adapter_model.safetensors"
+    assert len(safetensors.numpy.load_file(kept)) == 8
+
+
+def test_a_checkpoint_that_fails_leaves_the_one_before(
+    config, model, tmp_path, monkeypatch
+):
+    """The disk is full from round 3 on; later there is room again."""
+    whole = config(checkpoint_every=1)
+    Trainer(whole, model).train()
+    save = orbax.checkpoint.CheckpointManager.save
+
+    def full(self, step, *args, **kwargs):
+        if step >= 3:
+            raise OSError(28, "No space left on device")
+        return save(self, step, *args, **kwargs)
+
+    broken = config(checkpoint_every=1, output_dir=str(tmp_path / "broken"))
+    with monkeypatch.context() as patched:
+        patched.setattr(orbax.checkpoint.CheckpointManager, "save", full)
+        with pytest.raises(CheckpointError, match=r"could not be written .* No space"):
+            Trainer(broken, model).train()
+    Trainer(broken, model).train(resume=True)
+    assert adapters_of(broken) == adapters_of(whole)
+
+
+def adapters_of(config: RunConfig) -> dict[str, bytes]:
+    folder = pathlib.Path(config.output_dir) / "adapters"
+    return {
+        path.parent.name: path.read_bytes()
+        for path in folder.glob("*/adapter_model.safetensors")
+    }
+
+
+def test_empty_data_is_an_error(config, model, tmp_path, jobs):
+    (tmp_path / "none.jsonl").write_text("")
+    data = jobs[0].data.model_copy(update={"path": f"{tmp_path}/none.jsonl"})
+    job = jobs[0].model_copy(update={"data": data})
+    with pytest.raises(ValueError, match=r"none\.jsonl"):
+        Trainer(config(job), model)
+
+
+def test_another_tokenizer_than_the_models(config, tmp_path, monkeypatch):
+    """Token ids beyond the embedding would read past it."""
+    monkeypatch.setitem(tiny.CONFIG, "vocab_size", 200)
+    folder = tiny.write_model(tmp_path / "small")
+    with pytest.raises(ValueError, match="largest token id is 258"):
+        Trainer(config(model=str(folder)))

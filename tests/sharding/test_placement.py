@@ -1,0 +1,61 @@
+"""A base in parts on eight devices: the same weights, an eighth on each."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec
+
+from sharding import fsdp_spec, make_mesh
+from tests import tiny
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "wanted"),
+    [
+        ((64, 128), 8, PartitionSpec(None, "fsdp")),
+        ((128, 64), 8, PartitionSpec("fsdp", None)),
+        ((64, 64), 4, PartitionSpec("fsdp", None)),
+        ((63, 64), 8, PartitionSpec(None, "fsdp")),
+        ((63, 65), 8, PartitionSpec()),
+        ((64, 64), 1, PartitionSpec()),
+        ((), 8, PartitionSpec()),
+    ],
+)
+def test_splits_the_longest_dimension_that_fits(shape, size, wanted):
+    assert fsdp_spec(shape, size) == wanted
+
+
+def test_a_mesh_takes_all_devices():
+    with pytest.raises(ValueError, match="data=3 times fsdp=5 must be the number of"):
+        make_mesh(data=3, fsdp=5)
+    mesh = make_mesh(fsdp=len(jax.devices()))
+    assert mesh.shape == {"data": 1, "fsdp": len(jax.devices())}
+
+
+EIGHT = """
+import sys
+import numpy as np
+from jaxlora import load_model
+from sharding import fsdp_placement, make_mesh
+whole = load_model(sys.argv[1], dtype="float32")
+parts = load_model(
+    sys.argv[1], dtype="float32", place=fsdp_placement(make_mesh(data=2, fsdp=4))
+)
+for path, array in whole.params.items():
+    np.testing.assert_array_equal(array, parts.params[path])
+kernel = parts.params["layers.0.mlp.up_proj.kernel"]
+assert {s.data.shape for s in kernel.addressable_shards} == {(32, 12)}
+assert len(kernel.sharding.device_set) == 8
+"""
+
+
+def test_a_checkpoint_streams_to_eight_devices(tmp_path):
+    folder = tiny.write_model(tmp_path / "model")
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    }
+    subprocess.run([sys.executable, "-c", EIGHT, str(folder)], env=env, check=True)
