@@ -1,5 +1,7 @@
 """Train many LoRA adapters at once on one frozen language model.
 
+From a base model and a list of jobs to PEFT folders:
+
     import jaxlora
 
     run = jaxlora.RunConfig(model="path/or/hub-id", jobs=[jaxlora.LoraJob(...), ...])
