@@ -131,11 +131,12 @@ def run_file(model: pathlib.Path, data: dict[str, tuple], output_dir: str) -> di
         "microbatch_tokens": 8192 if on_gpu else 1024,
         "checkpoint_every": 10,
         "defaults": {
-            "epochs": 5 if on_gpu else 1,
+            "epochs": 3 if on_gpu else 1,
             "max_length": 320,
             "too_long": "drop",
             "lr_schedule": "linear",
             "warmup_ratio": 0.1,
+            **({"eval_every": 10, "keep_best": True} if on_gpu else {}),
         },
         "jobs": [
             job(
@@ -174,7 +175,7 @@ def run_file(model: pathlib.Path, data: dict[str, tuple], output_dir: str) -> di
                 learning_rate=2e-3,
                 lora_plus_ratio=2.0,
                 batch_size=8,
-                epochs=8 if on_gpu else 2,
+                epochs=3 if on_gpu else 2,
             ),
         ],
     }

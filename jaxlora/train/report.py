@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 
+import rich.box
 from rich.console import Console
 from rich.table import Table
 
@@ -65,22 +66,28 @@ def job_result(run: JobRun, folder: pathlib.Path) -> JobResult:
 def _change(first: float | None, last: float | None) -> str:
     if first is None or last is None:
         return "-"
-    return f"{first:.3f} -> {last:.3f}"
+    return f"{first:.3f} → {last:.3f}"
 
 
 def summary_table(result: RunResult) -> Table:
     """One row a job: its shape, and its losses before and after."""
-    table = Table(title=f"{len(result.jobs)} adapters, trained together on one base")
-    for column in ("job", "rank", "linears", "steps", "tokens"):
-        table.add_column(column, justify="left" if column == "job" else "right")
-    for column in ("training loss", "held-out loss", "status"):
+    table = Table(
+        title=f"{len(result.jobs)} adapters, trained together on one base",
+        title_justify="left",
+        box=rich.box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    table.add_column("job", no_wrap=True)
+    for column in ("rank", "steps", "tokens"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for column in ("train loss", "held-out loss", "status"):
         table.add_column(column, no_wrap=True)
     for job in result.jobs:
         p = job.progress
         table.add_row(
             job.name,
             str(job.rank),
-            str(job.num_modules),
             f"{p.step}/{job.num_steps}",
             f"{p.num_tokens:,}",
             _change(p.first_loss, p.last_loss),
@@ -146,7 +153,8 @@ def plot_losses(metrics: pathlib.Path, picture: pathlib.Path) -> None:
             if points:
                 label = name if kind == "step" else f"{name} (held out)"
                 steps, losses = zip(*points, strict=True)
-                axes.plot(steps, losses, color=color, label=label, marker=marker)
+                line = "--" if kind == "eval" else "-"
+                axes.plot(steps, losses, line, color=color, label=label, marker=marker)
     axes.set_xlabel("optimiser step of the job")
     axes.set_ylabel("loss, nats a target token")
     axes.grid(alpha=0.3)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import datetime
 import logging
 import pathlib
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import jax.numpy as jnp
 
+from jaxlora.atomic import write_text
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import CheckpointError, ConfigError
@@ -28,6 +30,8 @@ from jaxlora.train.step import CompiledSteps
 from scheduler import Limits, greedy
 
 logger = logging.getLogger(__name__)
+
+_STARTED_FILE = "started.txt"
 
 
 class Trainer:
@@ -55,7 +59,8 @@ class Trainer:
         self.model = model or load_base(
             config.model, dtype=config.dtype, revision=config.revision
         )
-        self._tokenizer = load_tokenizer(self.model.folder)
+        self._started = self._start_time()
+        self._tokenizer = load_tokenizer(self.model.folder, now=self._started)
         self._tokenizer.check_fits(self.model.config.vocab_size)
         self.runs = [self._open(job) for job in config.jobs]
         self._spec = prepare.decoder_spec(config, self.model, self.runs)
@@ -74,6 +79,13 @@ class Trainer:
         )
         self._round = 0
         self._stopping: dict[str, str] = {}
+
+    def _start_time(self) -> datetime.datetime:
+        """When the run began, first of all: chat templates may print the date."""
+        path = self.output_dir / _STARTED_FILE
+        if path.exists():
+            return datetime.datetime.fromisoformat(path.read_text().strip())
+        return datetime.datetime.now()
 
     def _open(self, job: LoraJob) -> JobRun:
         return prepare.open_job(job, self.model, self._tokenizer)
@@ -327,6 +339,7 @@ class Trainer:
                 f"{self.output_dir} holds no run to resume. Is output_dir right? Else "
                 "start without resume."
             )
+        write_text(self.output_dir / _STARTED_FILE, self._started.isoformat() + "\n")
         folder = self.output_dir / "checkpoints"
         folder.mkdir(parents=True, exist_ok=True)
         checkpoints = Checkpoints(folder, keep=self.config.keep_checkpoints)

@@ -209,3 +209,27 @@ def test_refuses_what_is_not_its_own(make_run, tmp_path):
     empty = tmp_path / "empty"
     with pytest.raises(CheckpointError, match="holds no run to resume"):
         resume(output_dir=str(empty))
+
+
+def test_resumes_on_another_day(make_run, tmp_path):
+    """A chat template that prints the date; a resumed run prints the first day's."""
+    config = load_run(make_run("dated", checkpoint_every=1))
+    model = tiny.write_model(tmp_path / "dated")
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{{ strftime_now('%d %B %Y') }}\n" + tiny.CHATML
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    job = config.jobs[0]
+    job = job.model_copy(update={"data": job.data.model_copy(update={"chat": True})})
+    config = config.model_copy(update={"model": str(model), "jobs": (job,)})
+
+    def stop(trainer):
+        if trainer._round == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert Trainer(config).train(on_round=stop).interrupted
+    started = pathlib.Path(config.output_dir) / "started.txt"
+    started.write_text("2020-02-03T04:05:06\n")
+    with pytest.raises(CheckpointError, match="data_fingerprint is"):
+        Trainer(config).train(resume=True)  # the date is in the data
+    tokenizer = Trainer(config)._tokenizer
+    assert tokenizer.render_chat([]).startswith("03 February 2020")

@@ -1,0 +1,154 @@
+"""The `jaxlora` command: what a stranger types, and what comes back."""
+
+import json
+import logging
+import pathlib
+import re
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+import yaml
+
+from jaxlora.cli import main
+from jaxlora.config import DataConfig, LoraJob, RunConfig
+from tests import tiny
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(autouse=True)
+def logger_as_before():
+    logger = logging.getLogger("jaxlora")
+    handlers, propagate = list(logger.handlers), logger.propagate
+    yield
+    logger.handlers[:], logger.propagate = handlers, propagate
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model, a run file, and what the run left."""
+    folder = tmp_path_factory.mktemp("cli")
+    model = tiny.write_model(folder / "model")
+    run = {
+        "model": str(model),
+        "output_dir": str(folder / "run"),
+        "microbatch_tokens": 256,
+        "block_tokens": 16,
+        "defaults": {"steps": 2, "max_length": 96, "eval_fraction": 0.1},
+        "jobs": [
+            {
+                "name": name,
+                "data": {"path": tiny.write_records(folder / f"{name}.jsonl", 12, i)},
+                "rank": 2 + i,
+                "target_modules": ["q_proj"],
+            }
+            for i, name in enumerate(("first", "second"))
+        ],
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(run))
+    assert main(["train", str(folder / "run.yaml")]) == 0
+    return folder
+
+
+def said(capsys, *arguments) -> str:
+    assert main([str(a) for a in arguments]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ([], ["train", "convert", "merge", "export", "inspect"]),
+        (["train"], ["run_file", "--resume", "--output-dir"]),
+        (["convert"], ["GGUF", "--dtype"]),
+        (["merge"], ["base", "adapter", "out"]),
+        (["export"], ["run_dir", "--job"]),
+        (["inspect"], ["path"]),
+    ],
+)
+def test_help(capsys, command, words):
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in words)
+
+
+def test_train_ends_with_a_table(folder, capsys):
+    text = said(capsys, "train", folder / "run.yaml", "--output-dir", folder / "again")
+    assert "2 adapters, trained together on one base" in text
+    assert re.search(r"first .* 2/2 .* → .* → .*finished", text)
+    assert f"PEFT folder: {folder / 'again' / 'adapters' / 'second'}" in text
+
+
+def test_mistakes_are_one_line_and_exit_1(folder, capsys, tmp_path):
+    run = yaml.safe_load((folder / "run.yaml").read_text())
+    run["jobs"][0]["rnk"] = 4
+    path = tmp_path / "wrong.yaml"
+    path.write_text(yaml.safe_dump(run))
+    for arguments, message in [
+        (["train", str(path)], "unknown key 'rnk'. Did you mean 'rank'?"),
+        (["train", "nowhere.yaml"], "nowhere.yaml: there is no such run file."),
+        (["train", str(folder / "run.yaml")], "already holds a run"),
+        (["inspect", str(folder / "first.jsonl")], "is neither a run file (.yaml) nor"),
+        (["merge", str(folder / "model"), str(tmp_path), "x"], "is no PEFT folder"),
+        (["export", str(tmp_path), "x"], "holds no checkpoints, so it is no run"),
+        (
+            ["convert", str(folder / "model"), str(folder / "run")],
+            "exists already. Remove it, or choose another name",
+        ),
+    ]:
+        assert main(arguments) == 1
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.startswith("jaxlora: error: ") or "\njaxlora: error: " in error
+        assert "Traceback" not in error
+
+
+def test_inspect(folder, capsys):
+    text = said(capsys, "inspect", folder / "model")
+    assert "hidden_size" in text and "tensors missing" in text and "none" in text
+    text = said(capsys, "inspect", folder / "run" / "adapters" / "first")
+    assert "PEFT adapter" in text and "q_proj" in text
+    text = said(capsys, "inspect", folder / "run")
+    assert "checkpoint after round 2" in text and "finished" in text
+    text = said(capsys, "inspect", folder / "run.yaml")
+    assert "microbatch_tokens" in text and "job second" in text
+
+
+def test_merge_and_convert(folder, capsys, tmp_path):
+    adapter = folder / "run" / "adapters" / "second"
+    text = said(capsys, "merge", folder / "model", adapter, tmp_path / "merged")
+    assert text == f"wrote {tmp_path / 'merged'}\n"
+    name = "model.layers.0.self_attn.q_proj"
+    merged = safetensors.numpy.load_file(tmp_path / "merged" / "model.safetensors")
+    lora = safetensors.numpy.load_file(adapter / "adapter_model.safetensors")
+    a, b = (lora[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
+    wanted = tiny.random_weights()[f"{name}.weight"] + 32 / 3 * b @ a
+    np.testing.assert_allclose(merged[f"{name}.weight"], wanted, atol=1e-5)
+    assert np.abs(b).max() > 0
+
+    said(capsys, "convert", tmp_path / "merged", tmp_path / "bf16")
+    config = json.loads((tmp_path / "bf16" / "config.json").read_text())
+    assert config["torch_dtype"] == "bfloat16"
+
+
+def test_export_when_nothing_was_training(folder, capsys, tmp_path):
+    """The run's jobs had all ended, so their folders are in `adapters`."""
+    assert said(capsys, "export", folder / "run", tmp_path / "out") == ""
+    assert main(["export", str(folder / "run"), str(tmp_path), "--job", "first"]) == 1
+    assert "'first' was not training at checkpoint 2" in capsys.readouterr().err
+
+
+def test_the_command_keeps_what_it_compiles(folder):
+    assert jax.config.jax_compilation_cache_dir is not None
+
+
+@pytest.mark.parametrize("model", [RunConfig, LoraJob, DataConfig])
+def test_every_setting_is_in_the_docs(model):
+    text = (DOCS / "run_file.md").read_text()
+    for name in model.model_fields:
+        assert f"`{name}`" in text, f"docs/run_file.md lacks {name}"
+        assert f"{name}:" in model.__doc__, f"the docstring lacks {name}"
