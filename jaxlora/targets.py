@@ -10,7 +10,7 @@ from jaxlora.config import LoraJob
 from jaxlora.errors import ConfigError
 
 Wanted = str | Sequence[str]
-_FROZEN = ("embed_tokens", "lm_head")
+_FROZEN = ("model.embed_tokens", "lm_head")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +50,7 @@ def resolve_targets(job: LoraJob, linear_names: Sequence[str]) -> dict[str, Modu
     chosen = [n for n in linear_names if _matches(job.target_modules, n)]
     _check_targets(job, linear_names, chosen)
     if job.exclude_modules:
+        _check_exclusions(job, linear_names)
         excluded = [n for n in chosen if _matches(job.exclude_modules, n)]
         if not excluded or len(excluded) == len(chosen):
             what = "everything" if excluded else "nothing"
@@ -88,8 +89,12 @@ def name_end(key: str) -> str:
 
 def _matches(wanted: Wanted, name: str) -> bool:
     if isinstance(wanted, str):
-        return wanted == "all-linear" or re.fullmatch(wanted, name) is not None
+        return _is_all_linear(wanted) or re.fullmatch(wanted, name) is not None
     return any(name == w or name.endswith(f".{w}") for w in wanted)
+
+
+def _is_all_linear(wanted: Wanted) -> bool:
+    return isinstance(wanted, str) and wanted.lower() == "all-linear"
 
 
 def check_regular(where: str, expression: str) -> None:
@@ -112,25 +117,52 @@ def _check_targets(
     entries = [wanted] if isinstance(wanted, str) else wanted
     exist = _suffixes(linear_names)
     for entry in entries:
-        if any(entry.rsplit(".", 1)[-1] == frozen for frozen in _FROZEN):
+        if frozen := _frozen_module(job, entry):
             raise ConfigError(
-                f"{where} names {entry!r}. The embedding and the head stay frozen; "
-                f"adapters go on the linears: {', '.join(exist)}."
+                f"{where} names {entry!r}, which matches {frozen}. The embedding and "
+                f"the head stay frozen; adapters go on the linears: {', '.join(exist)}."
             )
-        if isinstance(wanted, str) or any(_matches([entry], n) for n in linear_names):
-            continue
-        near = difflib.get_close_matches(entry, exist, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(
-            f"{where} entry {entry!r} matches no linear of the model.{hint} There are: "
-            f"{', '.join(exist)}."
-        )
+        if not isinstance(wanted, str):
+            _check_entry(where, entry, linear_names, exist)
     if not chosen:
         raise ConfigError(
             f"{where}={wanted!r} matches no linear of the model. A string is a regular "
             f"expression for the whole name, such as {linear_names[0]!r}; suffixes go "
             f"in a list: {exist}."
         )
+
+
+def _frozen_module(job: LoraJob, entry: str) -> str | None:
+    """The frozen module that a target asks for, if any."""
+    for name in _FROZEN:
+        if entry.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]:
+            return name
+    if isinstance(job.target_modules, str) and not _is_all_linear(entry):
+        for name in _FROZEN:
+            if re.fullmatch(entry, name) and not _matches(job.exclude_modules, name):
+                return name
+    return None
+
+
+def _check_exclusions(job: LoraJob, linear_names: Sequence[str]) -> None:
+    if not isinstance(job.exclude_modules, str):
+        where = f"job {job.name!r}: exclude_modules"
+        for entry in job.exclude_modules:
+            there = (*linear_names, *_FROZEN)
+            _check_entry(where, entry, there, _suffixes(linear_names))
+
+
+def _check_entry(
+    where: str, entry: str, names: Iterable[str], exist: Sequence[str]
+) -> None:
+    if any(_matches([entry], name) for name in names):
+        return
+    near = difflib.get_close_matches(entry, exist, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(
+        f"{where} entry {entry!r} matches no linear of the model.{hint} There are: "
+        f"{', '.join(exist)}."
+    )
 
 
 def _check_pattern(

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxlora.adapter import Adapter
-from jaxlora.errors import ModelError
+from jaxlora.errors import ConfigError, ModelError
 from jaxlora.hf.config import model_config
 from jaxlora.hf.files import TOKENIZER_FILES, read_json, safetensor_files
 from jaxlora.hf.names import linear_names, linear_path, tensor_specs
@@ -44,6 +44,8 @@ def merge_adapter(
         JaxloraError: Base or adapter cannot be read, or they do not fit.
         FileExistsError: `out_folder` holds something already.
     """
+    if dtype is not None and dtype not in _DTYPES:
+        raise ConfigError(f"dtype={dtype!r}; wanted one of {', '.join(_DTYPES)}.")
     base_folder = pathlib.Path(base_folder)
     config_json = read_json(base_folder / "config.json")
     config = model_config(config_json)

@@ -1,6 +1,7 @@
 """A PEFT LoRA folder as an adapter."""
 
 import json
+import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -95,6 +96,11 @@ def _read_config(folder: pathlib.Path) -> dict[str, Any]:
         raise AdapterError(f"{path} has peft_type={kind!r}; only 'LORA' is read.")
     _check_numbers(path, config, "r", "rank_pattern", int)
     _check_numbers(path, config, "lora_alpha", "alpha_pattern", int | float)
+    dropout = config.get("lora_dropout")
+    if dropout is not None and not (_is_number(dropout) and 0 <= dropout < 1):
+        raise AdapterError(
+            f"{path} has lora_dropout={dropout!r}; wanted a number from 0 to below 1."
+        )
     initial = config.get("init_lora_weights")
     if isinstance(initial, str) and initial not in _INITIAL:
         raise AdapterError(
@@ -126,11 +132,16 @@ def _check_numbers(path: pathlib.Path, config, key: str, pattern: str, kind) -> 
         except ConfigError as error:
             raise AdapterError(str(error)) from None
     for name, value in {key: config.get(key), **special}.items():
-        if not isinstance(value, kind) or isinstance(value, bool) or value <= 0:
+        wanted = _is_number(value) and isinstance(value, kind)
+        if not wanted or not 0 < value < math.inf:
             whole = " whole" if kind is int else ""
             raise AdapterError(
                 f"{path} has {name}={value!r}; wanted a{whole} number above 0."
             )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _read_pairs(folder: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
@@ -156,7 +167,10 @@ def _read_pairs(folder: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
                 f"{path} holds {key}, which is no LoRA weight of a linear; only "
                 "lora_A.weight and lora_B.weight are supported."
             )
-        pairs.setdefault(".".join(parts[:-2]), {})[parts[-2]] = array
+        pair = pairs.setdefault(".".join(parts[:-2]), {})
+        if parts[-2] in pair:
+            raise AdapterError(f"{path} holds {key} under two spellings of its name.")
+        pair[parts[-2]] = array
     if not pairs:
         raise AdapterError(f"{path} holds no weights.")
     return pairs

@@ -27,6 +27,7 @@ def ending(*ends):
     ("targets", "chosen"),
     [
         ("all-linear", list(NAMES)),
+        ("All-Linear", list(NAMES)),
         (["q_proj"], ending(".q_proj")),
         (["v_proj", "q_proj"], ending(".q_proj", ".v_proj")),
         (["self_attn.q_proj"], ending(".q_proj")),
@@ -62,6 +63,14 @@ def test_a_list_holds_no_regular_expressions():
 def test_exclude_has_the_last_word(exclude):
     found = resolve(exclude_modules=exclude)
     assert list(found) == ending(".q_proj", ".v_proj")[1:]
+
+
+def test_an_excluded_head_is_not_asked_for():
+    found = resolve(
+        target_modules=".*(q_proj|lm_head)",
+        exclude_modules=["lm_head", "layers.0.self_attn.q_proj"],
+    )
+    assert list(found) == ending(".q_proj")[1:]
 
 
 def test_rank_alpha_and_scaling():
@@ -129,9 +138,21 @@ def test_the_first_pattern_that_ends_the_name_counts(pattern, value):
             r"regular expression for the whole name, .* suffixes go in a list",
         ),
         ({"target_modules": "(q_proj"}, r"target_modules '\(q_proj' is no regular"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "names 'lm_head'. The embedding"),
+        (
+            {"target_modules": ["q_proj", "lm_head"]},
+            "names 'lm_head', which matches lm",
+        ),
         ({"target_modules": ["model.embed_tokens"]}, "names 'model.embed_tokens'"),
         ({"target_modules": "lm_head"}, "embedding and the head stay frozen"),
+        (
+            {"target_modules": ".*(q_proj|lm_head)"},
+            r"names '\.\*\(q_proj\|lm_head\)', which matches lm_head\. The embedding",
+        ),
+        ({"target_modules": r".*_tokens|.*q_proj"}, "which matches model.embed_tokens"),
+        (
+            {"exclude_modules": ["layers.0.self_attn.q_proj", "v_prj"]},
+            r"exclude_modules entry 'v_prj' matches no linear .* mean 'v_proj'\?",
+        ),
         ({"exclude_modules": ["k_proj"]}, "excludes nothing of the 24 targets"),
         ({"exclude_modules": ".*"}, "excludes everything of the 24 targets"),
         ({"exclude_modules": "*"}, r"exclude_modules '\*' is no regular expression"),

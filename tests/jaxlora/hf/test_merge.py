@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxlora.errors import AdapterError, ModelError
+from jaxlora.errors import AdapterError, ConfigError, ModelError
 from jaxlora.hf.merge import merge_adapter
 from jaxlora.hf.tensor_file import TensorFile
 from tests import tiny
@@ -122,6 +122,13 @@ def test_a_base_without_the_weight(rewrite, tmp_path, make_adapter, export):
     base = rewrite(weights)
     with pytest.raises(ModelError, match=r"lacks model\.layers\.1\.self_attn\.q_proj"):
         merge_adapter(base, export(make_adapter()), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_dtype(folder, tmp_path, make_adapter, export):
+    match = r"dtype='float8'; wanted one of bfloat16, float16, float32\."
+    with pytest.raises(ConfigError, match=match):
+        merge_adapter(folder, export(make_adapter()), tmp_path / "out", dtype="float8")
     assert not (tmp_path / "out").exists()
 
 

@@ -130,6 +130,11 @@ def test_settings_without_effect(peft_folder, make_adapter, linear_shapes, confi
         ({"r": "8"}, "r='8'; wanted a whole number above 0"),
         ({"r": 4.0}, "r=4.0; wanted a whole number above 0"),
         ({"r": None}, "r=None; wanted a whole number above 0"),
+        ({"lora_alpha": float("nan")}, "lora_alpha=nan; wanted a number above 0"),
+        ({"lora_alpha": float("inf")}, "lora_alpha=inf; wanted a number above 0"),
+        ({"lora_dropout": 1.0}, "lora_dropout=1.0; wanted a number from 0 to below 1"),
+        ({"lora_dropout": float("nan")}, "lora_dropout=nan; wanted a number from 0"),
+        ({"lora_dropout": "0.1"}, "lora_dropout='0.1'; wanted a number from 0"),
         ({"lora_alpha": -1}, "lora_alpha=-1; wanted a number above 0"),
         ({"rank_pattern": {"q_proj": 0}}, "q_proj=0; wanted a whole number above 0"),
         ({"rank_pattern": {"(": 4}}, r"rank_pattern key '\(' is no regular expr"),
@@ -175,6 +180,10 @@ def with_extra(name, shape=(4, 32), dtype=np.float32):
         (
             with_extra(f"{PREFIX}model.embed_tokens.lora_embedding_A"),
             "lora_embedding_A, which is no LoRA weight of a linear",
+        ),
+        (
+            with_extra(f"{PREFIX}{Q}.lora_A.default.weight"),
+            r"holds .*q_proj\.lora_A.*weight under two spellings of its name",
         ),
         (with_extra("weight"), "holds weight, which is no LoRA weight"),
         (
