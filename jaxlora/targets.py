@@ -52,7 +52,9 @@ def resolve_targets(job: LoraJob, linear_names: Sequence[str]) -> dict[str, Modu
     if job.exclude_modules:
         _check_exclusions(job, linear_names)
         excluded = [n for n in chosen if _matches(job.exclude_modules, n)]
-        if not excluded or len(excluded) == len(chosen):
+        # `exclude_modules: [lm_head]` is a habit from peft, and already so here.
+        is_habit = any(_matches(job.exclude_modules, name) for name in _FROZEN)
+        if len(excluded) == len(chosen) or not (excluded or is_habit):
             what = "everything" if excluded else "nothing"
             raise ConfigError(
                 f"job {job.name!r}: exclude_modules={job.exclude_modules!r} excludes "

@@ -2,6 +2,7 @@
 
 import collections
 import json
+import logging
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,8 @@ import safetensors.numpy
 
 from jaxlora.adapter import Adapter
 from jaxlora.atomic import replace_folder, sync_files
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "base_model.model."
 CONFIG_FILE = "adapter_config.json"
@@ -44,6 +47,15 @@ def export_peft(
         )
         tensors[f"{PREFIX}{name}.lora_B.weight"] = np.ascontiguousarray(
             weights.b.T, np.float32
+        )
+    scalings = {adapter.scaling(weights) for weights in adapter.modules.values()}
+    if len(scalings) > 1:
+        logger.warning(
+            "%s: the modules have different scalings (%s to %s). peft reads that; vLLM "
+            "knows one scaling an adapter: merge it for vLLM.",
+            folder,
+            min(scalings),
+            max(scalings),
         )
     config = _config(adapter, base_model, linear_names)
     folder = pathlib.Path(folder)

@@ -28,7 +28,7 @@ JOBS = {
         "target_modules": ["q_proj", "v_proj"],
         "learning_rate": 1e-2,
         "weight_decay": 0.1,
-        "max_grad_norm": 0.5,
+        "max_grad_norm": 1.0,
         "lr_schedule": "linear",
         "warmup_steps": 2,
         "seed": 1,

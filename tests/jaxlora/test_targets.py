@@ -71,6 +71,8 @@ def test_an_excluded_head_is_not_asked_for():
         exclude_modules=["lm_head", "layers.0.self_attn.q_proj"],
     )
     assert list(found) == ending(".q_proj")[1:]
+    found = resolve(target_modules="all-linear", exclude_modules=["lm_head"])
+    assert list(found) == list(NAMES)
 
 
 def test_rank_alpha_and_scaling():

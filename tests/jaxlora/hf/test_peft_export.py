@@ -7,6 +7,8 @@ import pytest
 import safetensors
 import safetensors.numpy
 
+from jaxlora.adapter import Adapter, LoraWeights
+from jaxlora.hf.peft_export import export_peft
 from jaxlora.hf.peft_import import import_peft
 from jaxlora.targets import pattern_value
 
@@ -184,3 +186,26 @@ def test_a_failure_keeps_the_older_folder(make_adapter, export, monkeypatch):
         export(make_adapter(seed=2))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_what_vllm_does_not_read_is_told(tmp_path, caplog):
+    """peft scales each module by its own rank and alpha; vLLM all alike."""
+    ranks = {"model.layers.0.self_attn.q_proj": 2, "model.layers.0.mlp.up_proj": 4}
+    for alphas, told in (({2: 2.0, 4: 4.0}, False), ({2: 4.0, 4: 4.0}, True)):
+        modules = {
+            name: LoraWeights(
+                a=np.ones((8, rank), np.float32),
+                b=np.ones((rank, 8), np.float32),
+                rank=rank,
+                lora_alpha=alphas[rank],
+            )
+            for name, rank in ranks.items()
+        }
+        caplog.clear()
+        export_peft(
+            Adapter(modules=modules),
+            tmp_path / str(told),
+            base_model="b",
+            linear_names=list(ranks),
+        )
+        assert ("merge it for vLLM" in caplog.text) == told
