@@ -113,7 +113,7 @@ def run_file(model: pathlib.Path, data: dict[str, tuple], output_dir: str) -> di
     import jax
 
     on_gpu = jax.default_backend() == "gpu"
-    num_train, num_eval = (None, None) if on_gpu else (40, 10)
+    num_train, num_eval = (None, None) if on_gpu else (32, 10)
 
     def job(name: str, **settings) -> dict:
         train, held_out = data[name]
