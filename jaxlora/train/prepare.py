@@ -101,7 +101,9 @@ def decoder_spec(
     options = DecoderOptions(
         dtype=model.dtype,
         remat=config.remat,
-        implementation="xla",
+        implementation=(
+            "xla" if config.implementation == "auto" else config.implementation
+        ),
         max_segment_tokens=min(longest, config.microbatch_tokens),
     )
     logger.info("LoRA kernels: %s", options.implementation)

@@ -1,8 +1,12 @@
 """The compiled functions of training: pure, of fixed shapes, for all slots at once."""
 
+import contextlib
 import dataclasses
 import functools
+import logging
+import time
 import typing
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +17,8 @@ from jaxlora.models.decoder import DecoderSpec
 from jaxlora.modules.loss import target_nll
 from jaxlora.modules.multi_lora_linear import Routing
 from jaxlora.train.optimizer import AdapterState, Tables, optimizer_step
+
+logger = logging.getLogger(__name__)
 
 Base = dict[str, Array]
 SlotSettings = dict[str, Array]
@@ -80,6 +86,21 @@ def job_losses(
     )
 
 
+@contextlib.contextmanager
+def announced(jitted: Callable, what: str) -> Iterator[None]:
+    """Says what is being compiled, if the work inside compiles it, and how long."""
+    before, began = _num_compiled(jitted), time.perf_counter()
+    if before == 0:
+        logger.info("compiling %s; later ones reuse it", what)
+    yield
+    if _num_compiled(jitted) > before:
+        logger.info("compiled %s in %.1f s", what, time.perf_counter() - began)
+
+
+def _num_compiled(jitted: Callable) -> int:
+    return jitted._cache_size()  # type: ignore[attr-defined]
+
+
 class CompiledSteps:
     """The jitted functions of one run; each compiles once for each batch shape.
 
@@ -118,4 +139,4 @@ class CompiledSteps:
     def num_compilations(self) -> int:
         """Programs compiled so far."""
         jitted = (self.accumulate, self.evaluate, self.step, self.write_slot)
-        return sum(f._cache_size() for f in jitted)  # type: ignore[attr-defined]
+        return sum(map(_num_compiled, jitted))

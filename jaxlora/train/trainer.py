@@ -1,12 +1,11 @@
 """The trainer: many jobs on one base, from first round to exported adapters."""
 
-import contextlib
 import dataclasses
 import datetime
 import logging
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax.numpy as jnp
 
@@ -26,7 +25,7 @@ from jaxlora.train.report import RunResult, job_result, write_report
 from jaxlora.train.rounds import Rounds, StepOutcome
 from jaxlora.train.run_log import METRICS_FILE, RunLog
 from jaxlora.train.slots import SlotTable
-from jaxlora.train.step import CompiledSteps
+from jaxlora.train.step import CompiledSteps, announced
 from scheduler import Limits, greedy
 
 logger = logging.getLogger(__name__)
@@ -107,10 +106,14 @@ class Trainer:
         self.runs.append(run)
 
     def stop_job(self, name: str, reason: str = "stopped by request") -> None:
-        """Ends a job after the round under way; its adapter is exported as it is."""
-        if name not in {run.job.name for run in self.runs}:
-            known = ", ".join(run.job.name for run in self.runs)
-            raise ConfigError(f"there is no job {name!r}; there are: {known}.")
+        """Ends a job after the round under way, and exports it; a waiting one now."""
+        named = {run.job.name: run for run in self.runs}
+        if name not in named:
+            raise ConfigError(
+                f"there is no job {name!r}; there are: {', '.join(named)}."
+            )
+        if named[name].progress.status == "waiting":
+            named[name].update(status="stopped", reason=reason)
         self._stopping[name] = reason
 
     def _running(self) -> list[JobRun]:
@@ -191,7 +194,7 @@ class Trainer:
         if not running:
             return  # every newcomer ended at its first evaluation
         began = time.perf_counter()
-        with announce_compilation(self._steps, "training step"):
+        with announced(self._steps.accumulate, "the training step"):
             outcomes = self._rounds.train(running)
         seconds = time.perf_counter() - began
         self._round += 1
@@ -242,7 +245,7 @@ class Trainer:
     def _evaluate(self, runs: list[JobRun], log: RunLog) -> None:
         if not runs:
             return
-        with announce_compilation(self._steps, "evaluation"):
+        with announced(self._steps.evaluate, "the evaluation"):
             losses = self._rounds.evaluate(runs)
         for run in runs:
             loss = losses[run.job.name]
@@ -378,16 +381,3 @@ class Trainer:
             linear_names=list(linear_names(self.model.config)),
         )
         checkpoints.save(self._round, self._table.state, saved)
-
-
-@contextlib.contextmanager
-def announce_compilation(steps: CompiledSteps, what: str) -> Iterator[None]:
-    """Says so when the work inside compiles programs, and how long it took."""
-    before, began = steps.num_compilations(), time.perf_counter()
-    if before == 0:
-        logger.info("compiling for the first %s; later ones reuse it", what)
-    yield
-    compiled = steps.num_compilations() - before
-    if compiled:
-        seconds = time.perf_counter() - began
-        logger.info("first %s: %d programs, %.1f s", what, compiled, seconds)

@@ -1,6 +1,7 @@
 """What the trainer does beyond the contracts: evaluation, endings, bad input."""
 
 import json
+import logging
 import pathlib
 
 import orbax.checkpoint
@@ -89,10 +90,27 @@ def test_jobs_wait_for_a_slot(train, jobs):
     def on_round(trainer):
         now = [r.job.name for r in trainer.runs if r.progress.status == "running"]
         running.append(now)
+        if len(running) == 1:
+            trainer.stop_job("job3", "not wanted any more")
 
     outcome = train(jobs[:4], max_concurrent_jobs=2, on_round=on_round)
     assert max(map(len, running)) <= 2
-    assert {p.status for p in outcome.progress.values()} == {"finished"}
+    statuses = [p.status for p in outcome.progress.values()]
+    assert statuses == ["finished", "finished", "finished", "stopped"]
+    assert outcome.progress["job3"].reason == "not wanted any more"
+    assert "job3" not in outcome.adapters  # it never ran
+
+
+def test_says_what_it_compiles(train, jobs, caplog):
+    caplog.set_level(logging.INFO, "jaxlora")
+    train(jobs[:1])
+    said = [r.getMessage() for r in caplog.records if "compil" in r.getMessage()]
+    assert [text.split(";")[0].split(" in ")[0] for text in said] == [
+        "compiling the evaluation",
+        "compiled the evaluation",
+        "compiling the training step",
+        "compiled the training step",
+    ]
 
 
 def test_starts_from_an_adapter(train, jobs, model):
