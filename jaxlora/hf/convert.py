@@ -39,6 +39,8 @@ def convert(
         ModelError: The source cannot be read or is of an unsupported kind.
         FileExistsError: `out` holds something already.
     """
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype={dtype!r} is unknown; there is: {', '.join(DTYPES)}.")
     if str(source).endswith(".gguf"):
         from jaxlora.hf.gguf import convert_gguf
 

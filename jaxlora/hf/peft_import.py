@@ -107,6 +107,10 @@ def _read_config(folder: pathlib.Path) -> dict[str, Any]:
             f"{path} has init_lora_weights={initial!r}, which also changes the base's "
             "weights. Save it with peft's path_initial_model_for_weight_conversion."
         )
+    if not isinstance(config.get("use_rslora"), bool | None):
+        raise AdapterError(
+            f"{path} has use_rslora={config['use_rslora']!r}; wanted true or false."
+        )
     if config.get("bias") not in (None, "none"):
         raise AdapterError(
             f"{path} sets bias={config['bias']!r}; only 'none' is supported: biases "

@@ -56,3 +56,8 @@ def test_a_full_folder_is_refused(folder):
     with pytest.raises(FileExistsError, match="exists already"):
         convert(folder, folder)
     assert_params_equal(load_base(folder), tiny.random_weights())
+
+
+def test_an_unknown_dtype(folder, tmp_path):
+    with pytest.raises(ModelError, match="dtype='int8' is unknown; there is: bfloat16"):
+        convert(folder, tmp_path / "out", dtype="int8")

@@ -115,6 +115,7 @@ def test_settings_without_effect(peft_folder, make_adapter, linear_shapes, confi
 @pytest.mark.parametrize(
     ("config", "match"),
     [
+        ({"use_rslora": "false"}, "use_rslora='false'; wanted true or false"),
         ({"peft_type": "IA3"}, "peft_type='IA3'; only 'LORA' is read"),
         ({"peft_type": None}, "peft_type=None; only 'LORA' is read"),
         ({"use_dora": True}, "use_dora=True, which is not supported and may change"),

@@ -67,6 +67,20 @@ def test_same_bits_twice(train, jobs):
     assert one.losses == two.losses
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"remat": True},
+        {"microbatch_tokens": 128, "block_tokens": 32},
+        {"max_concurrent_jobs": 5},
+    ],
+    ids=lambda settings: "-".join(settings),
+)
+def test_how_it_runs_does_not_matter(train, jobs, settings):
+    plain, other = train(jobs[:3]), train(jobs[:3], **settings)
+    assert_same_training(plain, other, [job.name for job in jobs[:3]])
+
+
 def test_seeds_matter(train, jobs):
     """The negative control: what keys the streams changes the result."""
     other = jobs[0].model_copy(update={"seed": 5})
@@ -159,6 +173,22 @@ def without(packed, slots):
     )
 
 
+def all_alike(*, steps_now, count) -> Hyper:
+    """Settings that are alike in all three slots."""
+    half = jnp.full(3, 0.5)
+    return Hyper(
+        steps_now=jnp.array(steps_now),
+        count=jnp.full(3, count),
+        learning_rate=half / 50,
+        b_ratio=half,
+        weight_decay=half,
+        b1=half,
+        b2=half,
+        eps=half,
+        max_norm=half,
+    )
+
+
 def one_step(bench, packed, spoil=lambda state: state):
     """Gradients, losses, and weights after an optimiser step, by slot."""
     model, steps, table, _ = bench
@@ -167,18 +197,7 @@ def one_step(bench, packed, spoil=lambda state: state):
         model.params, spoil(slots.state), slots.settings, packed, KEYS
     )
     gradients = jax.tree.map(np.array, state.gradients)
-    three = np.full(3, 0.5, np.float32)
-    hyper = Hyper(
-        steps_now=np.ones(3, np.bool),
-        count=np.full(3, 2, np.int32),
-        learning_rate=three * 0.01,
-        b_ratio=three,
-        weight_decay=three,
-        b1=three,
-        b2=three,
-        eps=three,
-        max_norm=three,
-    )
+    hyper = all_alike(steps_now=[True, True, True], count=2)
     state, norm = steps.step(state, hyper)
     return gradients, jax.device_get(out), jax.device_get(state.params), np.array(norm)
 
@@ -222,18 +241,7 @@ def test_a_slot_without_a_whole_batch_stays_as_it_is(bench):
     before = jax.tree.map(np.array, slots.state.params)
     state, _ = steps.accumulate(model.params, slots.state, slots.settings, packed, KEYS)
     accumulated = jax.tree.map(np.array, state.gradients)
-    half = np.full(3, 0.5, np.float32)
-    hyper = Hyper(
-        steps_now=np.array([True, False, True]),
-        count=np.zeros(3, np.int32),
-        learning_rate=half,
-        b_ratio=half,
-        weight_decay=half,
-        b1=half,
-        b2=half,
-        eps=half,
-        max_norm=half,
-    )
+    hyper = all_alike(steps_now=[True, False, True], count=0)
     state, _ = steps.step(state, hyper)
     for path, table_now in state.params.items():
         np.testing.assert_array_equal(table_now[1], before[path][1])
