@@ -31,7 +31,7 @@ class Progress:
             disable=not self._on_terminal,
         )
         self._tasks: dict[str, rich.progress.TaskID] = {}
-        self._done_tokens, self._began = 0, time.perf_counter()
+        self._began = time.perf_counter()
 
     def __enter__(self) -> "Progress":
         self._bars.start()
@@ -41,18 +41,14 @@ class Progress:
     def __exit__(self, *_) -> None:
         self._bars.stop()
 
-    def update(
-        self, number: int, outcomes: Mapping[str, StepOutcome], seconds: float
-    ) -> None:
+    def update(self, outcomes: Mapping[str, StepOutcome], seconds: float) -> None:
         """Moves the bars after a round.
 
         Args:
-            number: Rounds done.
             outcomes: What each job's step did, by job name.
             seconds: How long the round took.
         """
         tokens = sum(outcome.num_tokens for outcome in outcomes.values())
-        self._done_tokens += tokens
         for run in self._runs:
             name = run.job.name
             if run.progress.status == "waiting":

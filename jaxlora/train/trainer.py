@@ -206,7 +206,7 @@ class Trainer:
             log,
         )
         self._end_jobs(log)
-        progress.update(self._round, outcomes, seconds)
+        progress.update(outcomes, seconds)
         if self._round % self.config.log_every == 0:
             progress.log_line(self._round, outcomes, seconds)
 
