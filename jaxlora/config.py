@@ -186,6 +186,7 @@ class RunConfig(Strict):
         slot_rank: Largest rank that a slot holds; None: the jobs' largest.
         slot_targets: Modules that get slots, as in `target_modules`, beyond those of
             the jobs: for jobs that join later.
+        slot_dropout: Whether slots can drop features; None: if any job does.
         microbatch_tokens: Capacity C of a microbatch, in tokens, padding included.
         block_tokens: Tokens of a block; each job's part of a microbatch fills whole
             blocks.
@@ -206,6 +207,7 @@ class RunConfig(Strict):
     max_concurrent_jobs: PositiveInt | None = None
     slot_rank: PositiveInt | None = None
     slot_targets: str | tuple[str, ...] | None = None
+    slot_dropout: bool | None = None
     microbatch_tokens: PositiveInt = 4096
     block_tokens: PositiveInt = 64
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"

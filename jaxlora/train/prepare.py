@@ -114,15 +114,21 @@ def decoder_spec(
     return DecoderSpec(model.config, options, shape, frozenset(adapted))
 
 
-def check_fits(run: JobRun, spec: DecoderSpec) -> None:
+def check_fits(run: JobRun, spec: DecoderSpec, *, use_dropout: bool) -> None:
     """Refuses a job that the slots or a microbatch cannot hold.
 
     Raises:
-        ConfigError: A rank is above the slots', a module has no slots, or a sample is
-            longer than a microbatch takes.
+        ConfigError: A rank is above the slots', a module has no slots, the job drops
+            features and the slots do not, or a sample is longer than a microbatch
+            takes.
     """
     assert spec.slots is not None
     name = run.job.name
+    if run.job.dropout > 0 and not use_dropout:
+        raise ConfigError(
+            f"job {name!r} has dropout {run.job.dropout}, and the slots of this run "
+            "were made without. Set slot_dropout: true when the run starts."
+        )
     if run.largest_rank > spec.slots.rank:
         raise ConfigError(
             f"job {name!r} has rank {run.largest_rank}, above the slots' rank "

@@ -46,7 +46,6 @@ class Rounds:
 
     Attributes:
         table: The slots that the rounds train.
-        use_dropout: Whether any job drops features.
         last_schedule: The schedule of the latest round.
     """
 
@@ -65,7 +64,7 @@ class Rounds:
         self._num_slots = spec.slots.num_slots
         self._base, self._steps = base, steps
         self._limits, self._packer = limits, packer
-        self.use_dropout = use_dropout
+        self._use_dropout = use_dropout
         self.table = table
         self.last_schedule: Schedule | None = None
 
@@ -73,7 +72,7 @@ class Rounds:
         """One optimiser step of each job, from its next global batch; by job name."""
         batches = {run.slot: run.next_batch() for run in runs}
         schedule = self._schedule(batches)
-        keys = self._keys(runs) if self.use_dropout else None
+        keys = self._keys(runs) if self._use_dropout else None
         left = {slot: len(batch.samples) for slot, batch in batches.items()}
         losses, norms = [], {}
         for microbatch in schedule.microbatches:

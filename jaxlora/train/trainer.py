@@ -63,8 +63,11 @@ class Trainer:
         self._tokenizer.check_fits(self.model.config.vocab_size)
         self.runs = [self._open(job) for job in config.jobs]
         self._spec = prepare.decoder_spec(config, self.model, self.runs)
+        self._use_dropout = config.slot_dropout
+        if self._use_dropout is None:
+            self._use_dropout = any(job.dropout > 0 for job in config.jobs)
         for run in self.runs:
-            prepare.check_fits(run, self._spec)
+            self._check_fits(run)
         self._steps = CompiledSteps(self._spec)
         self._table = SlotTable(self._spec, self._steps)
         self._rounds = Rounds(
@@ -74,7 +77,7 @@ class Trainer:
             self._steps,
             Limits(capacity=config.microbatch_tokens, block_tokens=config.block_tokens),
             greedy.pack,
-            use_dropout=any(job.dropout > 0 for job in config.jobs),
+            use_dropout=self._use_dropout,
         )
         self._round = 0
         self._stopping: dict[str, str] = {}
@@ -89,6 +92,9 @@ class Trainer:
     def _open(self, job: LoraJob) -> JobRun:
         return prepare.open_job(job, self.model, self._tokenizer)
 
+    def _check_fits(self, run: JobRun) -> None:
+        prepare.check_fits(run, self._spec, use_dropout=bool(self._use_dropout))
+
     # ---- jobs come and go ----------------------------------------------------------
 
     def add_job(self, job: LoraJob) -> None:
@@ -101,8 +107,7 @@ class Trainer:
         if job.name.lower() in names:
             raise ConfigError(f"a job named {job.name!r} is in this run already.")
         run = self._open(job)
-        prepare.check_fits(run, self._spec)
-        self._rounds.use_dropout |= job.dropout > 0
+        self._check_fits(run)
         self.runs.append(run)
 
     def stop_job(self, name: str, reason: str = "stopped by request") -> None:

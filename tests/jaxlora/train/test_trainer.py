@@ -162,6 +162,9 @@ def test_a_job_that_cannot_join(config, model, jobs):
     other = jobs[2].model_copy(update={"target_modules": ("down_proj",)})
     with pytest.raises(ConfigError, match=r"down_proj, which has no slots in this run"):
         trainer.add_job(other)
+    plain = Trainer(config(jobs[1], output_dir="unused"), model)
+    with pytest.raises(ConfigError, match=r"dropout 0\.1, and the slots .* without"):
+        plain.add_job(jobs[0])
     with pytest.raises(ConfigError, match="there is no job 'x'; there are: job0"):
         trainer.stop_job("x")
     assert isinstance(trainer.runs[0], JobRun) and len(trainer.runs) == 1
