@@ -193,7 +193,8 @@ class RunConfig(Strict):
         dtype: Of the base weights and activations; `auto` is bfloat16 on a GPU and
             float32 on a CPU.
         remat: Recompute each layer's activations in the backward pass.
-        implementation: Which LoRA kernels run.
+        implementation: Which LoRA kernels run: `mosaic` (Hopper) or `xla` (anywhere);
+            `auto` takes `mosaic` where it can run every adapted linear.
         checkpoint_every: Rounds (one optimiser step of every running job) between
             checkpoints; None: only at the end and when interrupted.
         keep_checkpoints: How many to keep.
@@ -212,7 +213,7 @@ class RunConfig(Strict):
     block_tokens: PositiveInt = 64
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     remat: bool = False
-    implementation: Literal["auto", "xla"] = "auto"
+    implementation: Literal["auto", "xla", "mosaic"] = "auto"
     checkpoint_every: PositiveInt | None = 50
     keep_checkpoints: PositiveInt = 2
     log_every: PositiveInt = 1

@@ -1,6 +1,7 @@
 """LoRA kernels: arrays in, arrays out. Knows no model and no job."""
 
 from pallas_kernels.dropout import Dropout, dropout_keys
+from pallas_kernels.mosaic.layer import unsupported as mosaic_unsupported
 from pallas_kernels.multi_lora_linear import (
     IMPLEMENTATIONS,
     Implementation,
@@ -13,6 +14,7 @@ __all__ = [
     "Dropout",
     "Implementation",
     "dropout_keys",
+    "mosaic_unsupported",
     "multi_lora_linear",
     "multi_lora_linear_reference",
 ]

@@ -10,10 +10,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt
-
-# One hash decides for two neighbouring features, with 16 bits each.
-_LEVELS = 1 << 16
+from jaxtyping import Array, Bool, Float, Int, Integer, UInt
 
 
 @typing.no_type_check  # JAX rebuilds it around things that are no arrays
@@ -60,13 +57,28 @@ def dropout_keys(
     return jnp.stack(words, axis=-1)
 
 
-def _threshold(rate: Float[Array, "*B"]) -> UInt[Array, "*B"]:
-    return jnp.round(rate * _LEVELS).astype(jnp.uint32)
+def threshold(rate: Float[Array, "*B"]) -> UInt[Array, "*B"]:
+    """The word below which a feature is dropped: `rate * 2**32`."""
+    return jnp.round(rate * jnp.float32(1 << 32)).astype(jnp.uint32)
 
 
 def inverse_keep(rate: Float[Array, "*B"]) -> Float[Array, "*B"]:
-    """1 / (probability of keeping), for the rate as it is rounded to 16 bits."""
-    return _LEVELS / (_LEVELS - _threshold(rate).astype(jnp.float32))
+    """1 / (probability of keeping)."""
+    return 1 / (1 - rate)
+
+
+def token_words(
+    key: UInt[Array, "*#B"], token_index: Integer[Array, "*#B"]
+) -> tuple[UInt[Array, "*#B"], UInt[Array, "*#B"]]:
+    """An odd multiplier and an offset for each token."""
+    h = _mix(token_index.astype(jnp.uint32) * jnp.uint32(0x9E3779B1) + key)
+    return h | jnp.uint32(1), _mix(h ^ jnp.uint32(0x68E31DA4))
+
+
+def feature_words(key: UInt[Array, "*B"], num_features: int) -> UInt[Array, "*B K"]:
+    """A word for each feature."""
+    feature = jnp.arange(num_features, dtype=jnp.uint32) * jnp.uint32(0x85EBCA77)
+    return _mix(feature + key[..., None])
 
 
 def keep_mask(
@@ -77,17 +89,20 @@ def keep_mask(
 ) -> Bool[Array, "NB BT K"]:
     """Which features of each token survive, True with probability 1 - rate.
 
+    `multiplier[token] * word[feature] + offset[token]`, modulo 2**32, is compared with
+    the rate: one multiply-add a decision, as the kernels need it.
+
     Args:
         key: The words of each token block's adapter.
         rate: The rate of each token block's adapter.
         token_index: The token's index in its job's global batch.
         num_features: K.
+
+    References:
+        Dietzfelbinger, "Universal hashing and k-wise independent random variables via
+        integer arithmetic without primes" (STACS 1996).
     """
-    token = token_index.astype(jnp.uint32) * jnp.uint32(0x9E3779B1)
-    token = _mix(token + key[:, :1])
-    pair = jnp.arange((num_features + 1) // 2, dtype=jnp.uint32)
-    pair = pair * jnp.uint32(0x85EBCA77) + key[:, 1:]
-    bits = _mix(token[:, :, None] ^ pair[:, None, :])
-    halves = jnp.stack([bits & 0xFFFF, bits >> 16], axis=-1)
-    halves = halves.reshape(*token_index.shape, -1)[:, :, :num_features]
-    return halves >= _threshold(rate)[:, None, None]
+    multiplier, offset = token_words(key[:, :1], token_index)
+    word = feature_words(key[:, 1], num_features)
+    bits = multiplier[:, :, None] * word[:, None, :] + offset[:, :, None]
+    return bits >= threshold(rate)[:, None, None]

@@ -1,29 +1,35 @@
 """Public op `multi_lora_linear`: one frozen linear, one LoRA for each token block."""
 
+import functools
 import typing
 from typing import Literal, get_args
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import xla
 from pallas_kernels.dropout import Dropout
+from pallas_kernels.mosaic import layer as mosaic
 
-Implementation = Literal["xla"]
+Implementation = Literal["xla", "mosaic"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
 
 @typing.no_type_check  # at run time: `_check` says it better
 def multi_lora_linear(
     x: Float[Array, "T K"],
-    w: Float[Array, "K N"],
+    w: Float[Array, "K N"] | Float[Array, "L K N"],
     a: Float[Array, "G K R"],
     b: Float[Array, "G R N"],
     scaling: Float[Array, " G"],
     block_adapter: Int[Array, " NB"],
     *,
+    rank: Int[Array, " G"] | None = None,
     bias: Float[Array, " N"] | None = None,
     dropout: Dropout | None = None,
+    layer: Int[Array, ""] | int | None = None,
+    w_transposed: bool = False,
     implementation: Implementation = "xla",
 ) -> Float[Array, "T N"]:
     """`y = x W + bias + scaling[g] * dropout(x) A[g] B[g]`, g by token block.
@@ -33,39 +39,51 @@ def multi_lora_linear(
 
     Args:
         x: Token rows; the T / NB rows of a token block share one adapter.
-        w: Frozen base weight, in x's dtype.
+        w: Frozen base weight, in x's dtype; or a stack of L of them, see `layer`.
         a: Shrink matrices of the slots; ranks below R are zero-padded.
         b: Expand matrices of the slots; ranks below R are zero-padded.
         scaling: `lora_alpha / rank` of each slot; 0 switches a slot off.
-        block_adapter: The slot of each token block; -1 belongs to nobody and gets
-            the base layer's output.
+        block_adapter: The slot of each token block; -1 belongs to nobody: its rows of
+            y and of x's gradient are zero, and nothing of it is read.
+        rank: Rank of each slot; None: R. Spares the kernels the padding.
         bias: Frozen bias.
         dropout: Mask of the LoRA path; None drops nothing.
-        implementation: Which kernels run.
+        layer: Which weight of the stack; None: w is no stack.
+        w_transposed: Whether w is stored N K.
+        implementation: Which kernels run: "mosaic" on Hopper, "xla" anywhere.
 
     Raises:
         ValueError: Shapes do not fit, T is not a multiple of NB, the dtypes of x and w
-            differ, or the implementation is unknown.
+            differ, or the implementation is unknown or cannot run such a layer here.
 
     References:
         LoRAFusion, arXiv 2510.00206, section 5.1.
     """
-    _check(x, w, a, b, block_adapter, implementation)
-    return _multi_lora_linear(x, w, a, b, scaling, block_adapter, bias, dropout)
+    if layer is None:
+        w, layer = w[None], 0
+    layer = jnp.asarray(layer, jnp.int32).reshape(1)
+    _check(x, w, a, b, block_adapter, implementation, w_transposed)
+    if rank is None:
+        rank = jnp.full((a.shape[0],), a.shape[2], jnp.int32)
+    op = _OPS[implementation]
+    return op(
+        x, w, layer, a, b, scaling, rank, block_adapter, bias, dropout, w_transposed
+    )
 
 
-def _check(x, w, a, b, block_adapter, implementation) -> None:
+def _check(x, w, a, b, block_adapter, implementation, w_transposed) -> None:
     t, k = x.shape
-    n, num_blocks = w.shape[1], block_adapter.shape[0]
+    n, num_blocks = w.shape[1 if w_transposed else 2], block_adapter.shape[0]
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"implementation={implementation!r} is unknown; there is: "
             f"{', '.join(IMPLEMENTATIONS)}."
         )
-    if w.shape[0] != k or a.shape[1] != k or b.shape[2] != n:
+    if w.shape[2 if w_transposed else 1] != k or a.shape[1] != k or b.shape[2] != n:
         raise ValueError(
-            f"shapes do not fit: x {x.shape}, w {w.shape}, a {a.shape}, b {b.shape}; "
-            "wanted T K, K N, G K R, G R N."
+            f"shapes do not fit: x {x.shape}, w {w.shape[1:]}, a {a.shape}, "
+            f"b {b.shape}; wanted T K, {'N K' if w_transposed else 'K N'}, G K R, "
+            "G R N."
         )
     if a.shape[0] != b.shape[0] or a.shape[2] != b.shape[1]:
         raise ValueError(f"a {a.shape} and b {b.shape} must share G and R.")
@@ -76,23 +94,59 @@ def _check(x, w, a, b, block_adapter, implementation) -> None:
         )
     if x.dtype != w.dtype:
         raise ValueError(f"x and w must share a dtype, got {x.dtype} and {w.dtype}.")
+    if implementation == "mosaic":
+        _check_mosaic(
+            dtype=x.dtype,
+            in_features=k,
+            out_features=n,
+            rank=a.shape[2],
+            block_tokens=t // num_blocks,
+        )
 
 
-@jax.custom_vjp
-def _multi_lora_linear(x, w, a, b, scaling, block_adapter, bias, dropout):
-    return xla.forward(x, w, a, b, scaling, block_adapter, bias, dropout)[0]
+def _check_mosaic(**layer) -> None:
+    if (reason := mosaic.unsupported(**layer)) is not None:
+        raise ValueError(
+            f"implementation='mosaic' cannot run this layer: {reason}. Use 'xla'."
+        )
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and mesh.size > 1 and not mesh.are_all_axes_manual:
+        raise ValueError(
+            f"implementation='mosaic' under the mesh {mesh}: its kernels cannot be "
+            "partitioned and would run on the whole array on every device. Call it "
+            "inside jax.shard_map(check_vma=False)."
+        )
 
 
-def _forward(x, w, a, b, scaling, block_adapter, bias, dropout):
-    y, s = xla.forward(x, w, a, b, scaling, block_adapter, bias, dropout)
-    return y, (x, w, s, a, b, scaling, block_adapter, dropout)
+def _with_gradient(kernels):
+    """The op whose forward and backward are those of a module of kernels."""
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(10,))
+    def op(
+        x, w, layer, a, b, scaling, rank, block_adapter, bias, dropout, w_transposed
+    ):
+        return forward(
+            x, w, layer, a, b, scaling, rank, block_adapter, bias, dropout, w_transposed
+        )[0]
+
+    def forward(
+        x, w, layer, a, b, scaling, rank, block_adapter, bias, dropout, w_transposed
+    ):
+        about = (scaling, rank, block_adapter)
+        y, s = kernels.forward(
+            x, w, layer, a, b, *about, bias, dropout, w_transposed=w_transposed
+        )
+        return y, (x, w, layer, s, a, b, *about, dropout)
+
+    def backward(w_transposed, residuals, dy):
+        a, b = residuals[4:6]
+        dx, da, db = kernels.backward(dy, *residuals, w_transposed=w_transposed)
+        da, db = da.astype(a.dtype), db.astype(b.dtype)
+        # W and bias are frozen.
+        return dx, None, None, da, db, None, None, None, None, None
+
+    op.defvjp(forward, backward)
+    return op
 
 
-def _backward(residuals, dy):
-    x, w, s, a, b, scaling, block_adapter, dropout = residuals
-    dx, da, db = xla.backward(dy, x, w, s, a, b, scaling, block_adapter, dropout)
-    da, db = da.astype(a.dtype), db.astype(b.dtype)
-    return dx, None, da, db, None, None, None, None  # W and bias are frozen
-
-
-_multi_lora_linear.defvjp(_forward, _backward)
+_OPS = {"xla": _with_gradient(xla), "mosaic": _with_gradient(mosaic)}

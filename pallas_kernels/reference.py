@@ -24,7 +24,7 @@ def multi_lora_linear_reference(
     for i, g in enumerate(block_adapter.tolist()):
         rows = slice(i * block_t, (i + 1) * block_t)
         if g < 0:  # padding that belongs to nobody
-            out.append(base[rows])
+            out.append(jnp.zeros_like(base[rows]))
             continue
         kept = x[rows]
         if dropout is not None:

@@ -29,15 +29,20 @@ def _factor(scaling: Array, dropout: Dropout | None, slot_B: Array) -> Array:
 
 def forward(
     x: Float[Array, "T K"],
-    w: Float[Array, "K N"],
+    w: Float[Array, "L _ _"],
+    layer: Int[Array, " 1"],
     a: Float[Array, "G K R"],
     b: Float[Array, "G R N"],
     scaling: Float[Array, " G"],
+    rank: Int[Array, " G"],
     block_adapter: Int[Array, " NB"],
     bias: Float[Array, " N"] | None,
     dropout: Dropout | None,
+    *,
+    w_transposed: bool = False,
 ) -> tuple[Float[Array, "T N"], Float[Array, "NB BT R"]]:
     """Returns y, and s = scaling * dropout(x) A for the backward pass."""
+    del rank  # columns beyond it are zero
     num_blocks = block_adapter.shape[0]
     slot_B = jnp.maximum(block_adapter, 0)
     x_B = x.reshape(num_blocks, -1, x.shape[1])
@@ -46,13 +51,13 @@ def forward(
     s = _einsum("btk,bkr->btr", x_B, a.astype(x.dtype)[slot_B])
     s = (s * _factor(scaling, dropout, slot_B)).astype(x.dtype)
     delta = _einsum("btr,brn->btn", s, b.astype(x.dtype)[slot_B])
-    # A block of nobody computed with slot 0, which may hold anything: select it away.
-    delta = jnp.where(block_adapter[:, None, None] >= 0, delta, 0)
-    y = jnp.matmul(x, w, preferred_element_type=jnp.float32)
-    y = y + delta.reshape(y.shape)
+    spec = "tk,nk->tn" if w_transposed else "tk,kn->tn"
+    y = _einsum(spec, x, w[layer[0]]).reshape(delta.shape) + delta
     if bias is not None:
         y = y + bias.astype(jnp.float32)
-    return y.astype(x.dtype), s
+    # A block of nobody computed with slot 0, which may hold anything: select it away.
+    y = jnp.where(block_adapter[:, None, None] >= 0, y, 0)
+    return y.reshape(x.shape[0], -1).astype(x.dtype), s
 
 
 def _sum_by_adapter(
@@ -66,15 +71,20 @@ def _sum_by_adapter(
 def backward(
     dy: Float[Array, "T N"],
     x: Float[Array, "T K"],
-    w: Float[Array, "K N"],
+    w: Float[Array, "L _ _"],
+    layer: Int[Array, " 1"],
     s: Float[Array, "NB BT R"],
     a: Float[Array, "G K R"],
     b: Float[Array, "G R N"],
     scaling: Float[Array, " G"],
+    rank: Int[Array, " G"],
     block_adapter: Int[Array, " NB"],
     dropout: Dropout | None,
+    *,
+    w_transposed: bool = False,
 ) -> tuple[Float[Array, "T K"], Float[Array, "G K R"], Float[Array, "G R N"]]:
     """Returns dx in x's dtype, and da, db in float32."""
+    del rank
     num_slots, num_blocks = a.shape[0], block_adapter.shape[0]
     slot_B = jnp.maximum(block_adapter, 0)
     x_B = x.reshape(num_blocks, -1, x.shape[1])
@@ -88,7 +98,9 @@ def backward(
     da = _sum_by_adapter(_einsum("btk,btr->bkr", kept_B, ds), block_adapter, num_slots)
 
     through = _einsum("btr,bkr->btk", ds, a.astype(x.dtype)[slot_B])
-    mine = block_adapter[:, None, None] >= 0
-    through = jnp.where(mine if keep is None else mine & keep, through, 0)
-    dx = _einsum("tn,kn->tk", dy, w) + through.reshape(x.shape)
-    return dx.astype(x.dtype), da, db
+    if keep is not None:
+        through = jnp.where(keep, through, 0)
+    spec = "tn,nk->tk" if w_transposed else "tn,kn->tk"
+    dx = _einsum(spec, dy, w[layer[0]]).reshape(through.shape) + through
+    dx = jnp.where(block_adapter[:, None, None] >= 0, dx, 0)
+    return dx.reshape(x.shape).astype(x.dtype), da, db

@@ -220,5 +220,5 @@ class DecoderSpec:
         return self.shapes(nnx.LoRAParam)
 
     def slot_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Path -> shape of the slots' settings: scaling, dropout, active."""
+        """Path -> shape of the slots' settings: scaling, dropout, rank."""
         return self.shapes(SlotVariable)

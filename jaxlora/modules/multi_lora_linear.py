@@ -48,7 +48,8 @@ class Routing:
     """Whose tokens the rows are, and what their dropout masks are keyed by.
 
     Attributes:
-        block_adapter: Slot of each token block; -1 belongs to nobody.
+        block_adapter: Slot of each token block; -1 belongs to nobody, whose rows are
+            zero.
         token_index: The token's index in its job's global batch; None: no dropout.
         seed: Each slot's job seed; None: no dropout.
         step: Each slot's optimiser step; None: no dropout.
@@ -72,7 +73,7 @@ class MultiLoraLinear(nnx.Module):
         lora_b: Expand matrices, float32, G R N; `nnx.LoRAParam`.
         scaling: `lora_alpha / rank` of each slot, G.
         dropout: Dropout rate of each slot, G.
-        active: Which slots adapt this layer, G.
+        rank: Rank of each slot's adapter here, G; 0 where it does not adapt.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class MultiLoraLinear(nnx.Module):
         self.lora_b = nnx.LoRAParam(jnp.zeros((g, r, n), jnp.float32))
         self.scaling = SlotVariable(jnp.zeros((g,), jnp.float32))
         self.dropout = SlotVariable(jnp.zeros((g,), jnp.float32))
-        self.active = SlotVariable(jnp.zeros((g,), jnp.bool))
+        self.rank = SlotVariable(jnp.zeros((g,), jnp.int32))
 
     def load_slot(
         self,
@@ -156,7 +157,7 @@ class MultiLoraLinear(nnx.Module):
             (self.lora_b, b),
             (self.scaling, scaling),
             (self.dropout, dropout),
-            (self.active, True),
+            (self.rank, rank),
         ):
             variable[...] = variable[...].at[slot].set(value)
 
@@ -170,8 +171,9 @@ class MultiLoraLinear(nnx.Module):
             self.kernel[...],
             self.lora_a[...],
             self.lora_b[...],
-            jnp.where(self.active[...], self.scaling[...], 0.0),
+            jnp.where(self.rank[...] > 0, self.scaling[...], 0.0),
             routing.block_adapter,
+            rank=self.rank[...],
             bias=None if self.bias is None else self.bias[...],
             dropout=self._dropout(routing),
             implementation=self.implementation,

@@ -16,6 +16,7 @@ from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.targets import resolve_targets
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.slots import fresh_adapter
+from pallas_kernels import Implementation, mosaic_unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -101,17 +102,51 @@ def decoder_spec(
     options = DecoderOptions(
         dtype=model.dtype,
         remat=config.remat,
-        implementation=(
-            "xla" if config.implementation == "auto" else config.implementation
-        ),
         max_segment_tokens=min(longest, config.microbatch_tokens),
     )
-    logger.info("LoRA kernels: %s", options.implementation)
     shape = SlotShape(
         num_slots=config.max_concurrent_jobs or len(runs),
         rank=config.slot_rank or max(run.largest_rank for run in runs),
     )
+    spec = DecoderSpec(model.config, options, shape, frozenset(adapted))
+    chosen = _implementation(config, spec)
+    options = dataclasses.replace(options, implementation=chosen)
     return DecoderSpec(model.config, options, shape, frozenset(adapted))
+
+
+def _implementation(config: RunConfig, spec: DecoderSpec) -> Implementation:
+    """The kernels that a run asks for or, if it leaves the choice, can have."""
+    reason = _without_mosaic(config, spec)
+    if config.implementation == "mosaic" and reason is not None:
+        raise ConfigError(
+            f"implementation: mosaic cannot run this: {reason}. Use xla or auto."
+        )
+    if config.implementation != "auto":
+        logger.info("LoRA kernels: %s, as asked", config.implementation)
+        return config.implementation
+    if reason is None:
+        logger.info("LoRA kernels: mosaic")
+        return "mosaic"
+    logger.info("LoRA kernels: xla, as mosaic cannot run this: %s", reason)
+    return "xla"
+
+
+def _without_mosaic(config: RunConfig, spec: DecoderSpec) -> str | None:
+    """Why the Hopper kernels cannot run some adapted linear, or None."""
+    assert spec.slots is not None
+    shapes = spec.base_shapes()
+    for path in sorted(spec.adapted):
+        in_features, out_features = shapes[f"{path}.kernel"].shape
+        reason = mosaic_unsupported(
+            dtype=spec.options.dtype,
+            in_features=in_features,
+            out_features=out_features,
+            rank=spec.slots.rank,
+            block_tokens=config.block_tokens,
+        )
+        if reason is not None:
+            return reason
+    return None
 
 
 def check_fits(run: JobRun, spec: DecoderSpec, *, use_dropout: bool) -> None:

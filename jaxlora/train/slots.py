@@ -69,7 +69,7 @@ class SlotTable:
 
     Attributes:
         state: Adapters and optimiser state of all slots.
-        settings: Scaling, dropout and active of every adapted linear, by path.
+        settings: Scaling, dropout and rank of every adapted linear, by path.
     """
 
     def __init__(self, spec: DecoderSpec, steps: CompiledSteps):
@@ -100,7 +100,7 @@ class SlotTable:
             path = linear_path(name)
             self._host_settings[f"{path}.scaling"][slot] = adapter.scaling(weights)
             self._host_settings[f"{path}.dropout"][slot] = adapter.dropout
-            self._host_settings[f"{path}.active"][slot] = True
+            self._host_settings[f"{path}.rank"][slot] = weights.rank
         self._upload_settings()
 
     def clear(self, slot: int) -> None:

@@ -87,8 +87,21 @@ def test_zero_b_is_the_base_layer_to_the_bit():
     p = problem()
     p["b"] = jnp.zeros_like(p["b"])
     wanted = jnp.matmul(p["x"], p["w"]) + p["bias"]
+    wanted = jnp.where(np.repeat(BLOCK_ADAPTER >= 0, BLOCK)[:, None], wanted, 0)
     actual = multi_lora_linear(**p, dropout=dropout())
     np.testing.assert_array_equal(actual, wanted)
+
+
+def test_storage_of_the_base_changes_nothing():
+    p = problem()
+    wanted = multi_lora_linear(**p)
+    stack = jnp.stack([jnp.full_like(p["w"], jnp.nan), p["w"]])
+    for other in (
+        {"w": p["w"].T, "w_transposed": True},
+        {"w": stack, "layer": 1},
+        {"w": stack.transpose(0, 2, 1), "w_transposed": True, "layer": jnp.int32(1)},
+    ):
+        assert relative_error(multi_lora_linear(**p | other), wanted) < 1e-6
 
 
 def test_renaming_adapters_changes_no_bit():

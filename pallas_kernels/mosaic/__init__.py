@@ -1,0 +1,1 @@
+"""Fused LoRA kernels for Hopper, written with Pallas Mosaic GPU."""

@@ -1,0 +1,47 @@
+"""What the kernels need to know of the batch, worked out once for all layers."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from pallas_kernels.mosaic.ring import ROWS, STEP
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Token rows in blocks of 64.
+
+    Attributes:
+        slot: Slot of each block, -1 for nobody.
+        chunks: Chunks of 64 ranks that each slot fills, G.
+        order: Blocks sorted by slot, nobody's last.
+        starts: Where each slot's blocks start in `order`, G + 1.
+    """
+
+    slot: Int[Array, " NB"]
+    chunks: Int[Array, " G"]
+    order: Int[Array, " NB"]
+    starts: Int[Array, " G1"]
+
+
+def blocks_of(
+    block_adapter: Int[Array, " NB"], rank: Int[Array, " G"], num_rows: int
+) -> Blocks:
+    """Splits the token blocks into blocks of 64 rows and sorts them by slot.
+
+    The order comes from counting, not from a sort: a few comparisons of NB x NB.
+    """
+    slot = jnp.repeat(block_adapter, num_rows // ROWS // block_adapter.shape[0])
+    key = jnp.where(slot < 0, rank.shape[0], slot)
+    index = jnp.arange(slot.shape[0], dtype=jnp.int32)
+    before = (key[None] < key[:, None]) | (
+        (key[None] == key[:, None]) & (index[None] < index[:, None])
+    )
+    place = before.sum(axis=1, dtype=jnp.int32)
+    order = jnp.where(place[None] == index[:, None], index[None], 0).sum(
+        axis=1, dtype=jnp.int32
+    )
+    bound = jnp.arange(rank.shape[0] + 1, dtype=jnp.int32)
+    starts = (key[None] < bound[:, None]).sum(axis=1, dtype=jnp.int32)
+    return Blocks(slot, -(-rank // STEP), order, starts)

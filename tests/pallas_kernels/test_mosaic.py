@@ -1,0 +1,282 @@
+"""The Hopper kernels against the definition: interpreted on a CPU, compiled on a GPU.
+
+The interpreter follows the kernels' threads, barriers and copies, and a detector says
+whether two of them raced.
+"""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import (
+    Dropout,
+    dropout_keys,
+    multi_lora_linear,
+    multi_lora_linear_reference,
+)
+from pallas_kernels.mosaic.device import interpreted, unsupported_device
+from pallas_kernels.mosaic.routing import blocks_of
+from tests.oracle import assert_as_accurate_as, relative_error
+
+ON_HOPPER = unsupported_device() is None
+
+
+@pytest.fixture(autouse=True)
+def _interpreter():
+    with (
+        contextlib.nullcontext()
+        if ON_HOPPER
+        else interpreted(plgpu.InterpretGPUParams(detect_races=True))
+    ):
+        yield
+    if not ON_HOPPER:
+        races = gpu_callbacks._races  # None: nothing was interpreted
+        assert races is None or not races.races_found
+        gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+def problem(
+    blocks=(2, 0, -1, 2, 1),
+    *,
+    k=64,
+    n=320,
+    ranks=(8, 3, 16, 5),
+    rates=(0.0, 0.5, 0.1, 0.2),
+    block=64,
+    dtype=jnp.bfloat16,
+    seed=0,
+):
+    """Arguments of the op: slots of mixed ranks and rates, in ragged blocks."""
+    keys = iter(jax.random.split(jax.random.key(seed), 8))
+    t, g, r = block * len(blocks), len(ranks), max(ranks)
+    live = jnp.arange(r) < jnp.array(ranks)[:, None]  # G R
+    step = jnp.arange(g, dtype=jnp.int32) + 3
+    return {
+        "x": jax.random.normal(next(keys), (t, k), dtype),
+        "w": (jax.random.normal(next(keys), (k, n)) * k**-0.5).astype(dtype),
+        "a": jax.random.normal(next(keys), (g, k, r)) * live[:, None] * k**-0.5,
+        "b": jax.random.normal(next(keys), (g, r, n)) * live[:, :, None] * 0.3,
+        "scaling": jnp.linspace(0.5, 3.0, g),
+        "block_adapter": jnp.array(blocks, jnp.int32),
+        "bias": jax.random.normal(next(keys), (n,), dtype),
+        "dropout": None
+        if rates is None
+        else Dropout(
+            dropout_keys(jnp.arange(g), step, layer=1, projection=2),
+            jnp.array(rates),
+            jax.random.permutation(next(keys), t).astype(jnp.int32),
+        ),
+    }, jnp.array(ranks, jnp.int32)
+
+
+def run(p, rank, **options):
+    """(y, gradients of x, a, b) through the kernels."""
+    return _both_ways(
+        lambda **q: multi_lora_linear(
+            **q, rank=rank, implementation="mosaic", **options
+        ),
+        p,
+    )
+
+
+def _both_ways(op, p):
+    weight = jax.random.normal(jax.random.key(9), (p["x"].shape[0], p["b"].shape[2]))
+
+    def forward(x, a, b):
+        return op(**p | {"x": x, "a": a, "b": b})
+
+    y, vjp = jax.vjp(forward, p["x"], p["a"], p["b"])
+    return y, *vjp(weight.astype(y.dtype))
+
+
+def check(p, rank, **options):
+    """By the rule of tests/oracle.py, against the definition in float32."""
+    exact = _both_ways(multi_lora_linear_reference, p)
+    low = p | {name: p[name].astype(p["x"].dtype) for name in "xwab"}
+    plain = _both_ways(
+        lambda **q: multi_lora_linear(**q, implementation="xla"), low | {"a": p["a"]}
+    )
+    for name, got, base, want in zip(
+        ("y", "dx", "da", "db"), run(p, rank, **options), plain, exact, strict=True
+    ):
+        want = np.asarray(want, np.float64)
+        assert got.shape == want.shape, name
+        baseline = jnp.asarray(base).astype(got.dtype)
+        assert_as_accurate_as(actual=got, baseline=baseline, exact=want)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"rates": None, "dtype": jnp.float16},
+        {"block": 128, "blocks": (1, 1, 0), "ranks": (1, 100)[:2], "rates": (0.1, 0.9)},
+        {"k": 192, "n": 64, "blocks": (0,), "ranks": (64,), "rates": (0.3,)},
+        {"blocks": (-1, -1, 0), "k": 128, "ranks": (256,), "rates": (0.5,)},
+    ],
+    ids=["mixed", "fp16 plain", "two chunks of ranks", "narrow", "rank 256"],
+)
+def test_matches_the_definition(case):
+    check(*problem(**case))
+
+
+@settings(
+    max_examples=25 if ON_HOPPER else 3,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],  # an interpreted case takes seconds
+)
+@given(
+    blocks=st.lists(st.integers(-1, 2), min_size=1, max_size=5),
+    ranks=st.tuples(*[st.integers(1, 80)] * 3),
+    rates=st.none() | st.tuples(*[st.sampled_from([0.0, 0.1, 0.7])] * 3),
+    seed=st.integers(0, 1000),
+)
+def test_matches_the_definition_for_any_mix(blocks, ranks, rates, seed):
+    check(*problem(tuple(blocks), ranks=ranks, rates=rates, seed=seed, n=64))
+
+
+@pytest.mark.parametrize("w_transposed", [False, True])
+def test_storage_of_the_base_changes_no_bit(w_transposed):
+    p, rank = problem()
+    wanted = run(p, rank)
+    w = p["w"].T if w_transposed else p["w"]
+    stack = jnp.stack([jnp.full_like(w, jnp.nan), w])
+    options = {"layer": jnp.int32(1), "w_transposed": w_transposed}
+    for got, want in zip(run(p | {"w": stack}, rank, **options), wanted, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_zero_b_is_the_base_layer_to_the_bit():
+    p, rank = problem(ranks=(8, 8, 8, 8))
+    p |= {"b": jnp.zeros_like(p["b"])}
+    y, *_ = run(p, rank)
+    other, *_ = run(p | {"dropout": None, "scaling": jnp.zeros(4)}, rank)
+    np.testing.assert_array_equal(y, other)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_neighbours_change_no_bit():
+    """Renamed slots, other neighbours, and a diverged one: the same bits."""
+    p, rank = problem((2, 0, -1, 2, 1))
+    wanted = run(p, rank)
+    order = np.array([3, 1, 0, 2])  # new slot i holds old slot order[i]
+    place = jnp.array(np.argsort(order))
+    blocks = p["block_adapter"]
+    q = p | {name: p[name][order] for name in ("a", "b", "scaling")}
+    q["block_adapter"] = jnp.where(blocks >= 0, place[jnp.maximum(blocks, 0)], -1)
+    drop = p["dropout"]
+    q["dropout"] = Dropout(drop.key[order], drop.rate[order], drop.token_index)
+    # Old slot 0 diverges, and its rows with it.
+    theirs = np.repeat(np.asarray(blocks) == 0, 64)[:, None]
+    q["a"] = q["a"].at[place[0]].set(jnp.nan)
+    q["x"] = jnp.where(theirs, jnp.inf, p["x"])
+    y, dx, da, db = run(q, rank[order])
+    mine = ~theirs[:, 0]
+    np.testing.assert_array_equal(y[mine], wanted[0][mine])
+    np.testing.assert_array_equal(dx[mine], wanted[1][mine])
+    for slot in (1, 2):
+        np.testing.assert_array_equal(da[place[slot]], wanted[2][slot])
+        np.testing.assert_array_equal(db[place[slot]], wanted[3][slot])
+    assert not np.asarray(da)[place[3]].any(), "an absent slot has a gradient"
+
+
+def test_alone_equals_together_to_the_bit():
+    p, rank = problem((1, 0, 1, 2, 1))
+    y, dx, da, db = run(p, rank)
+    alone = np.flatnonzero(np.asarray(p["block_adapter"]) == 1)
+    rows = (alone[:, None] * 64 + np.arange(64)).ravel()
+    drop = p["dropout"]
+    q = p | {
+        "x": p["x"][rows],
+        "block_adapter": jnp.array([1, 1, 1], jnp.int32),
+        "dropout": Dropout(drop.key, drop.rate, drop.token_index[rows]),
+    }
+    weight = jax.random.normal(jax.random.key(9), y.shape)[rows]
+
+    def forward(x, a, b):
+        q_ = q | {"x": x, "a": a, "b": b}
+        return multi_lora_linear(**q_, rank=rank, implementation="mosaic")
+
+    y_alone, vjp = jax.vjp(forward, q["x"], q["a"], q["b"])
+    dx_alone, da_alone, db_alone = vjp(weight.astype(y.dtype))
+    np.testing.assert_array_equal(y_alone, y[rows])
+    np.testing.assert_array_equal(dx_alone, dx[rows])
+    np.testing.assert_array_equal(da_alone[1], da[1])
+    np.testing.assert_array_equal(db_alone[1], db[1])
+
+
+def _unrolled(p, rank):
+    def total(x):
+        for scale in (1, 2):
+            q = p | {"x": x, "w": p["w"] * scale}
+            x = multi_lora_linear(**q, rank=rank, implementation="mosaic")
+        return x.astype(jnp.float32).sum()
+
+    return total
+
+
+def test_works_under_jit_and_shard_map():
+    p, rank = problem((1, 0), n=64, ranks=(4, 8), rates=(0.1, 0.5))
+    gradient = jax.grad(_unrolled(p, rank))
+    wanted = gradient(p["x"])
+    mesh = jax.make_mesh((1,), ("fsdp",))
+    spec = jax.sharding.PartitionSpec()
+    sharded = jax.shard_map(
+        gradient, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
+    for compiled in (jax.jit(gradient), jax.jit(sharded)):
+        np.testing.assert_array_equal(compiled(p["x"]), wanted)
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="remat refuses the interpreter's callbacks")
+def test_works_under_remat_and_scan_over_a_stack():
+    p, rank = problem((1, 0), n=64, ranks=(4, 8), rates=(0.1, 0.5))
+    stack = jnp.stack([p["w"], p["w"] * 2])
+
+    def total(x):
+        @jax.checkpoint
+        def body(h, layer):
+            q = p | {"x": h, "w": stack, "layer": layer}
+            return multi_lora_linear(**q, rank=rank, implementation="mosaic"), None
+
+        return jax.lax.scan(body, x, jnp.arange(2))[0].astype(jnp.float32).sum()
+
+    got, want = (jax.jit(jax.grad(f))(p["x"]) for f in (total, _unrolled(p, rank)))
+    np.testing.assert_array_equal(got, want)
+
+
+def test_vmap_is_refused():
+    p, rank = problem((0,), n=64, ranks=(4,), rates=None)
+    with pytest.raises(NotImplementedError, match="block_adapter"):
+        jax.vmap(lambda x: run(p | {"x": x}, rank)[0])(p["x"][None])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": 72}, "72 x 320 features is not a multiple of 64"),
+        ({"dtype": jnp.float32}, "float32 is neither bfloat16 nor float16"),
+        ({"ranks": (8, 3, 16, 300)}, "rank 300 is larger than 256"),
+        ({"block": 32}, "32 rows are not a multiple of 64"),
+    ],
+)
+def test_what_is_not_supported_is_said(change, message):
+    with pytest.raises(ValueError, match=message):
+        run(*problem(**change))
+
+
+def test_blocks_are_sorted_by_slot_in_their_own_order():
+    blocks = jnp.array([2, -1, 0, 2, 1, -1], jnp.int32)
+    found = blocks_of(blocks, jnp.array([1, 64, 65, 256]), 6 * 128)
+    key = np.repeat(np.where(np.asarray(blocks) < 0, 4, blocks), 2)
+    np.testing.assert_array_equal(found.order, np.argsort(key, kind="stable"))
+    np.testing.assert_array_equal(found.starts, [0, 2, 4, 8, 8])
+    np.testing.assert_array_equal(found.chunks, [1, 1, 2, 4])
+    assert relative_error(found.slot, np.repeat(blocks, 2)) == 0
