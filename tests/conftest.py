@@ -3,6 +3,10 @@
 import os
 import tempfile
 
+# XLA's thread pool on a CPU has as many threads as devices. Pallas' GPU interpreter
+# blocks one for each thread of a kernel, and stands still when none is left.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=16")
+
 import jax
 
 # Runs of the same shapes compile once in a session, in subprocesses too; and no test

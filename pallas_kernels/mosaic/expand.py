@@ -15,7 +15,6 @@ from pallas_kernels.mosaic.ring import (
     COLUMNS,
     COMPUTE,
     ROWS,
-    STAGES,
     STEP,
     Ring,
     zeros_like,
@@ -35,15 +34,16 @@ class Expand:
     Attributes:
         ring: Shared memory.
         x: T K.
-        w: L K N, or L N K when the ring is transposed.
+        w: L K N, or L N K when `transposed`.
         layer: Which of the L layers, 1.
         s: T R.
-        b: G R N, or G N R when the ring is transposed.
+        b: G R N, or G N R when `transposed`.
         y: The result, T N; zero in the rows of nobody.
         slot: Slot of each block of 64 rows, -1 for nobody.
         chunks: Chunks of 64 ranks that each slot fills, G.
         bias: N, or None.
         mask: Dropout of s B, or None.
+        transposed: Whether w and b are stored so.
         band: Tiles of rows that are visited together, for the sake of the L2 cache.
     """
 
@@ -58,6 +58,7 @@ class Expand:
     chunks: Any
     bias: Any
     mask: Mask | None
+    transposed: bool
     band: int
 
     def _item(self, item):
@@ -71,32 +72,37 @@ class Expand:
         slot = self.slot[jnp.where(inside, block, 0)]
         return jnp.where(inside, slot, -1)
 
-    def _steps(self, block):
-        """What a tile takes: slots, (begin, end) of their rank steps, K steps.
-
-        Warpgroups of one slot share the steps over its ranks.
-        """
-        first, second = self._slot(block), self._slot(block + 1)
-        ranks = [self._ranks(first), self._ranks(second)]
-        begin = jnp.where(first == second, 0, ranks[0])
-        spans = [(jnp.int32(0), ranks[0]), (begin, begin + ranks[1])]
-        k_steps = jnp.int32(pl.cdiv(self.x.shape[1], STEP))
-        somebody = (first >= 0) | (second >= 0)
-        return [first, second], spans, jnp.where(somebody, k_steps, 0)
+    def about(self, item):
+        """(slots of the two blocks of rows, chunks of their ranks)."""
+        block, _ = self._item(item)
+        slots = self._slot(block), self._slot(block + 1)
+        return slots, tuple(self._ranks(slot) for slot in slots)
 
     def _ranks(self, slot):
         return jnp.where(slot < 0, 0, self.chunks[jnp.maximum(slot, 0)])
 
-    def load(self, item, step):
+    def _steps(self, about):
+        """What a tile takes: K steps, and (begin, end) of each warpgroup's rank steps.
+
+        Warpgroups of one slot share the steps over its ranks.
+        """
+        (first, second), ranks = about
+        k_steps = jnp.int32(pl.cdiv(self.x.shape[1], STEP))
+        k_steps = jnp.where((first >= 0) | (second >= 0), k_steps, 0)
+        begin = jnp.where(first == second, 0, ranks[0])
+        return k_steps, ((jnp.int32(0), ranks[0]), (begin, begin + ranks[1]))
+
+    def load(self, item, about, step):
         """Fills the stages of one tile; returns the next step of the ring."""
         block, column = self._item(item)
-        slots, spans, k_steps = self._steps(block)
+        slots, ranks = about
+        k_steps, _ = self._steps(about)
         rows, columns = pl.ds(block * ROWS, TILE_ROWS), pl.ds(column, COLUMNS)
 
         def fill(i, step, *, left, right, which):
             stage = self.ring.acquire(step)
             ks = pl.ds(i * STEP, STEP)
-            at = (which, columns, ks) if self.ring.transposed else (which, ks, columns)
+            at = (which, columns, ks) if self.transposed else (which, ks, columns)
             full = self.ring.both.at[stage]
             plgpu.copy_gmem_to_smem(left.at[rows, ks], self.ring.x.at[stage], full)
             plgpu.copy_gmem_to_smem(right.at[at], self.ring.w.at[stage], full)
@@ -105,10 +111,10 @@ class Expand:
         base = functools.partial(fill, left=self.x, right=self.w, which=self.layer[0])
         step = lax.fori_loop(0, k_steps, base, step)
         lora = functools.partial(fill, left=self.s, right=self.b)
-        ranks = [spans[0][1], jnp.where(slots[0] == slots[1], 0, self._ranks(slots[1]))]
-        for slot, steps in zip(slots, ranks, strict=True):
+        steps = ranks[0], jnp.where(slots[0] == slots[1], 0, ranks[1])
+        for slot, count in zip(slots, steps, strict=True):
             one = functools.partial(lora, which=slot)
-            step = lax.fori_loop(0, steps, one, step)
+            step = lax.fori_loop(0, count, one, step)
         return step
 
     def _skip(self, count, step):
@@ -119,10 +125,11 @@ class Expand:
 
         return lax.fori_loop(0, count, one, step)
 
-    def compute(self, item, step, wg):
+    def compute(self, item, about, step, wg):
         """Computes one tile; returns the next step of the ring."""
         block, column = self._item(item)
-        slots, spans, k_steps = self._steps(block)
+        slots, _ = about
+        k_steps, spans = self._steps(about)
         slot, begin, end = (
             jnp.where(wg == 0, first, second)
             for first, second in zip(
@@ -136,7 +143,7 @@ class Expand:
             def multiply(_, step):
                 stage = self.ring.wait(step)
                 w = self.ring.w.at[stage]
-                w = w.transpose((1, 0)) if self.ring.transposed else w
+                w = w.transpose((1, 0)) if self.transposed else w
                 plgpu.wgmma(acc, self.ring.x_part(stage, wg), w)
 
             after = self.ring.each_step(k_steps, step, multiply)
@@ -145,11 +152,13 @@ class Expand:
                 after = self.ring.each_step(end - begin, after, multiply)
             return acc[...], after
 
+        # Read before the long product, so that nothing waits for it after.
+        words = None if self.mask is None else self._words(slot, row, column)
         y, step = pl.run_scoped(accumulate, plgpu.ACC((ROWS, COLUMNS), jnp.float32))
-        if self.mask is None:
+        if words is None:
             self._store(y, slot, row, column, wg, lambda y, _: y)
         else:
-            add = self._masked(slot, row, column, step, end - begin, wg)
+            add = self._masked(words, slot, column, step, end - begin, wg)
             self._store(y, slot, row, column, wg, add)
 
             @pl.loop(0, end - begin)
@@ -159,34 +168,50 @@ class Expand:
             step = step + end - begin
         return self._skip(total - end, step)
 
-    def _masked(self, slot, row, column, step, steps, wg):
-        """Adds mask * (s B) to 64 columns at a time; its stages are held meanwhile."""
+    def _w_columns(self, stage, i):
+        """The i-th 64 columns of a stage's w, as a right-hand side."""
+        part = pl.ds(i * STEP, STEP)
+        if self.transposed:
+            return self.ring.w.at[stage, part].transpose((1, 0))
+        return self.ring.w.at[stage, :, part]
+
+    def _words(self, slot, row, column):
+        """(words of the tile's tokens, of its first 64 features, threshold)."""
         mask, here = self.mask, jnp.maximum(slot, 0)
         assert mask is not None
         last = self.y.shape[0] - ROWS  # a tile's second half may lie outside
         index = mask.token_index.at[pl.ds(jnp.minimum(row, last), ROWS)]
         tokens = token_words(mask.key[here], load_line(index, OF_ROW))
-        threshold = mask.threshold[here]
+        word = mask.word.at[here, pl.ds(column, STEP)]
+        return tokens, load_line(word, OF_COLUMN), mask.threshold[here]
+
+    def _masked(self, words, slot, column, step, steps, wg):
+        """Adds mask * (s B) to 64 columns at a time; its stages are held meanwhile."""
+        mask, here = self.mask, jnp.maximum(slot, 0)
+        assert mask is not None
+        tokens, first, threshold = words
+        features = [first]
 
         @pl.loop(0, steps)
         def _(i):
             self.ring.wait(step + i)
 
         def add(y, i):
-            word = mask.word.at[here, pl.ds(column + i * STEP, STEP)]
-            features = load_line(word, OF_COLUMN)
+            if i + 1 < COLUMNS // STEP:
+                word = mask.word.at[here, pl.ds(column + (i + 1) * STEP, STEP)]
+                features.append(load_line(word, OF_COLUMN))
 
             def accumulate(acc):
                 def multiply(j, _):
-                    stage = lax.rem(step + j, jnp.int32(STAGES))
-                    b = self.ring.w_columns(stage, i)
+                    stage = self.ring.slot(step + j)
+                    b = self._w_columns(stage, i)
                     plgpu.wgmma(acc, self.ring.x_part(stage, wg), b)
 
                 lax.fori_loop(0, steps, multiply, None)
                 return acc[...]
 
             term = pl.run_scoped(accumulate, plgpu.ACC((ROWS, STEP), jnp.float32))
-            return y + dropped(term, tokens, features, threshold)
+            return y + dropped(term, tokens, features[i], threshold)
 
         return add
 
@@ -194,12 +219,11 @@ class Expand:
         nobody = slot < 0
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for i in range(COLUMNS // STEP):
-            part = y[:, i * STEP : (i + 1) * STEP]
+            value = add(y[:, i * STEP : (i + 1) * STEP], i)
 
             @pl.when((column + i * STEP < self.y.shape[1]) & (row < self.y.shape[0]))
-            def _(part=part, i=i):
+            def _(value=value, i=i):
                 columns = pl.ds(column + i * STEP, STEP)
-                value = add(part, i)
                 if self.bias is not None:
                     bias = load_line(self.bias.at[columns], OF_COLUMN)
                     bias = bias.astype(jnp.float32)

@@ -22,12 +22,12 @@ from pallas_kernels.mosaic.expand import TILE_ROWS, Expand
 from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.mask import Mask
 from pallas_kernels.mosaic.outer import Outer
-from pallas_kernels.mosaic.ring import COLUMNS, ROWS, STAGES, STEP
+from pallas_kernels.mosaic.ring import COLUMNS, ROWS, STEP, RingShape
 from pallas_kernels.mosaic.routing import Blocks, blocks_of
 from pallas_kernels.mosaic.shrink import Shrink
 from pallas_kernels.mosaic.tuning import band_for, splits_for
 
-MAX_RANK = STAGES * STEP
+MAX_RANK = 4 * STEP  # a tile holds the stages of all of its ranks
 
 
 def unsupported(
@@ -38,10 +38,10 @@ def unsupported(
         return reason
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype).name} is neither bfloat16 nor float16"
-    if in_features % STEP or out_features % STEP:
+    if any(n % STEP or n < 2 * STEP for n in (in_features, out_features)):
         return (
-            f"a layer of {in_features} x {out_features} features is not a multiple of "
-            f"{STEP} both ways"
+            f"the layer's {in_features} x {out_features} features are not multiples of "
+            f"{STEP}, at least {2 * STEP}"
         )
     if rank > MAX_RANK:
         return f"rank {rank} is larger than {MAX_RANK}"
@@ -51,8 +51,8 @@ def unsupported(
 
 
 def _padded_rank(rank: int) -> int:
-    """TMA wants rows of 16 bytes, and tiles of 64 once there is more than one."""
-    return -(-rank // 8) * 8 if rank <= STEP else -(-rank // STEP) * STEP
+    """16, 32 or a multiple of 64: what tiles can be made of."""
+    return next((r for r in (16, 32) if rank <= r), -(-rank // STEP) * STEP)
 
 
 def _pad_rank(x: Array, axis: int) -> Array:
@@ -61,7 +61,7 @@ def _pad_rank(x: Array, axis: int) -> Array:
     return jnp.pad(x, pad)
 
 
-def _mask_operands(dropout: Dropout | None, num_features: int) -> list[Array]:
+def mask_operands(dropout: Dropout | None, num_features: int) -> list[Array]:
     if dropout is None:
         return []
     words = feature_words(dropout.key[:, 1], num_features)
@@ -69,62 +69,68 @@ def _mask_operands(dropout: Dropout | None, num_features: int) -> list[Array]:
     return [dropout.key[:, 0], words, threshold(dropout.rate), index]
 
 
-def _run(make_role, operands, shape, dtype, items, *, transposed=False, masked=False):
+def _run(make_role, operands, shape, dtype, items, ring):
     return launch(
         make_role,
         operands,
         jax.ShapeDtypeStruct(shape, dtype),
         items,
+        ring,
         num_sms=num_sms(),
-        transposed=transposed,
-        masked=masked,
         interpret=interpret_params(),
     )
 
 
-def _shrink(x, a, factor, blocks: Blocks, mask, *, a_transposed: bool):
-    r = a.shape[1] if a_transposed else a.shape[2]
+def shrink(x, a, factor, blocks: Blocks, mask):
+    """s = factor * dropout(x) A, A stored G R K; see `Shrink`."""
+    r = a.shape[1]
 
     def make(ring, x, a, factor, slot, chunks, *rest):
         masked = Mask(*rest[:-1]) if mask else None
-        return Shrink(ring, x, a, rest[-1], factor, slot, chunks, masked, a_transposed)
+        return Shrink(ring, x, a, rest[-1], factor, slot, chunks, masked)
 
     operands = [x, a, factor, blocks.slot, blocks.chunks, *mask]
     items = blocks.slot.shape[0] * math.ceil(r / STEP)
-    return _run(make, operands, (x.shape[0], r), x.dtype, items, masked=bool(mask))
+    narrow = min(r, STEP)
+    ring = RingShape.skinny(narrow, narrow, masked=bool(mask))
+    return _run(make, operands, (x.shape[0], r), x.dtype, items, ring)
 
 
-def _expand(x, w, layer, s, b, blocks: Blocks, bias, mask, *, transposed: bool):
+def expand(
+    x, w, layer, s, b, blocks: Blocks, bias, mask, *, transposed: bool, band=None
+):
+    """y = x W + bias + mask * (s B); see `Expand`. `band`: None: the table's."""
     (t, k), n = x.shape, w.shape[1] if transposed else w.shape[2]
-    band = band_for(_device_kind(), t, k, n)
+    band = band or band_for(_device_kind(), t, k, n)
     optional = [] if bias is None else [bias]
 
     def make(ring, x, w, layer, s, b, slot, chunks, *rest):
         masked = Mask(*rest[:4]) if mask else None
         bias = rest[-2] if optional else None
-        y = rest[-1]
-        return Expand(ring, x, w, layer, s, b, y, slot, chunks, bias, masked, band)
+        about = (slot, chunks, bias, masked, transposed, band)
+        return Expand(ring, x, w, layer, s, b, rest[-1], *about)
 
     operands = [x, w, layer, s, b, blocks.slot, blocks.chunks, *mask, *optional]
     items = math.ceil(t / TILE_ROWS) * math.ceil(n / COLUMNS)
-    return _run(make, operands, (t, n), x.dtype, items, transposed=transposed)
+    ring = RingShape.wide(transposed=transposed)
+    return _run(make, operands, (t, n), x.dtype, items, ring)
 
 
-def _outer(wide, narrow, blocks: Blocks, mask, *, transposed: bool):
+def outer(wide, narrow, blocks: Blocks, mask, *, transposed: bool, splits=None):
+    """wide' narrow for each slot; see `Outer`. `splits`: None: the table's."""
     (t, k), r, g = wide.shape, narrow.shape[1], blocks.chunks.shape[0]
-    splits = splits_for(_device_kind(), t, k, num_sms())
+    splits = splits or splits_for(_device_kind(), t, k, num_sms())
     shape = (splits, g, r, k) if transposed else (splits, g, k, r)
 
     def make(ring, wide, narrow, order, starts, chunks, *rest):
         masked = Mask(*rest[:-1]) if mask else None
-        return Outer(
-            ring, wide, narrow, rest[-1], order, starts, chunks, masked, transposed
-        )
+        about = (order, starts, chunks, masked, transposed)
+        return Outer(ring, wide, narrow, rest[-1], *about)
 
     operands = [wide, narrow, blocks.order, blocks.starts, blocks.chunks, *mask]
     items = k // STEP * splits * math.ceil(r / STEP)
-    parts = _run(make, operands, shape, jnp.float32, items, masked=bool(mask))
-    return parts.sum(axis=0)
+    ring = RingShape.skinny(ROWS, STEP, masked=bool(mask))
+    return _run(make, operands, shape, jnp.float32, items, ring).sum(axis=0)
 
 
 def _device_kind() -> str:
@@ -135,7 +141,7 @@ def _device_kind() -> str:
     )
 
 
-def _adapters(scaling, dropout, rank, block_adapter, num_rows):
+def prepared(scaling, dropout, rank, block_adapter, num_rows):
     """(factor of s, what the kernels know of the batch)."""
     factor = scaling if dropout is None else scaling * inverse_keep(dropout.rate)
     live = jnp.where(scaling == 0, 0, rank)  # a slot that is switched off costs nothing
@@ -161,12 +167,12 @@ def forward(
 
     Of s, only what a block's own adapter fills is ever written or read.
     """
-    factor, blocks = _adapters(scaling, dropout, rank, block_adapter, x.shape[0])
+    factor, blocks = prepared(scaling, dropout, rank, block_adapter, x.shape[0])
     a, b = _pad_rank(a.astype(x.dtype), 2), _pad_rank(b.astype(x.dtype), 1)
-    mask = _mask_operands(dropout, -(-x.shape[1] // (2 * STEP)) * 2 * STEP)
-    s = _shrink(x, a, factor, blocks, mask, a_transposed=False)
+    mask = mask_operands(dropout, -(-x.shape[1] // (2 * STEP)) * 2 * STEP)
+    s = shrink(x, a.transpose(0, 2, 1), factor, blocks, mask)
     b = b.transpose(0, 2, 1) if w_transposed else b
-    y = _expand(x, w, layer, s, b, blocks, bias, [], transposed=w_transposed)
+    y = expand(x, w, layer, s, b, blocks, bias, [], transposed=w_transposed)
     return y, s
 
 
@@ -187,15 +193,15 @@ def backward(
     w_transposed: bool = False,
 ) -> tuple[Float[Array, "T K"], Float[Array, "G K R"], Float[Array, "G R N"]]:
     """Returns dx in x's dtype, and da, db in float32."""
-    factor, blocks = _adapters(scaling, dropout, rank, block_adapter, x.shape[0])
+    factor, blocks = prepared(scaling, dropout, rank, block_adapter, x.shape[0])
     r = a.shape[2]
     a, b = _pad_rank(a.astype(x.dtype), 2), _pad_rank(b.astype(x.dtype), 1)
-    mask = _mask_operands(dropout, -(-x.shape[1] // COLUMNS) * COLUMNS)
-    ds = _shrink(dy, b, factor, blocks, [], a_transposed=True)
+    mask = mask_operands(dropout, -(-x.shape[1] // COLUMNS) * COLUMNS)
+    ds = shrink(dy, b, factor, blocks, [])
     right = a.transpose(0, 2, 1) if w_transposed else a
-    dx = _expand(
+    dx = expand(
         dy, w, layer, ds, right, blocks, None, mask, transposed=not w_transposed
     )
-    da = _outer(x, ds, blocks, mask, transposed=False)
-    db = _outer(dy, s, blocks, [], transposed=True)
+    da = outer(x, ds, blocks, mask, transposed=False)
+    db = outer(dy, s, blocks, [], transposed=True)
     return dx, da[:, :, :r], db[:, :r]

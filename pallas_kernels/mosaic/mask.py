@@ -40,3 +40,10 @@ def dropped(x, tokens, features, threshold):
     multiplier, offset = (lax.broadcast_in_dim(z, x.shape, (0,)) for z in tokens)
     bits = multiplier * lax.broadcast_in_dim(features, x.shape, (1,)) + offset
     return jnp.where(bits >= threshold, x, zeros_like(x))
+
+
+def drop_in_place(ref, tokens, features, threshold) -> None:
+    """Drops from a tile in shared memory, 64 tokens x 64 features, before a product."""
+    x = plgpu.load(ref, layout=plgpu.Layout.WGMMA)
+    ref[...] = dropped(x, tokens, features, threshold)
+    plgpu.commit_smem()

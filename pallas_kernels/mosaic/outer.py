@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dropout import token_words
-from pallas_kernels.mosaic.mask import OF_COLUMN, OF_ROW, Mask, dropped, load_line
+from pallas_kernels.mosaic.mask import OF_COLUMN, OF_ROW, Mask, drop_in_place, load_line
 from pallas_kernels.mosaic.ring import COMPUTE, ROWS, STEP, Ring, zeros_like
 
 
@@ -43,63 +43,79 @@ class Outer:
     mask: Mask | None
     transposed: bool
 
-    def _item(self, item):
+    def _place(self, item):
         tiles, splits = self.wide.shape[1] // STEP, self.out.shape[0]
         tile, item = lax.rem(item, tiles), lax.div(item, tiles)
         return tile, lax.rem(item, splits), lax.div(item, splits)
 
-    def _blocks(self, slot, split, chunk):
-        splits = self.out.shape[0]
-        first, live = self.starts[slot], chunk < self.chunks[slot]
+    def _bounds(self, slot, split, chunk):
+        """(first of the slot's blocks in this split, how many)."""
+        slot = jnp.minimum(slot, self.chunks.shape[0] - 1)
+        splits = jnp.int32(self.out.shape[0])
+        first = self.starts[slot]
         own = self.starts[slot + 1] - first
-        begin = first + lax.div(own * split, jnp.int32(splits))
-        end = first + lax.div(own * (split + 1), jnp.int32(splits))
-        return begin, jnp.where(live, end, begin)
+        begin = lax.div(own * split, splits)
+        count = lax.div(own * (split + 1), splits) - begin
+        return first + begin, jnp.where(chunk < self.chunks[slot], count, 0)
 
-    def load(self, item, step):
+    def about(self, item):
+        """The first slot's blocks."""
+        _, split, chunk = self._place(item)
+        return self._bounds(jnp.int32(0), split, chunk)
+
+    def _each_slot(self, item, about, step, do):
+        """`do(slot, begin, count, step)` for each slot; reads the next one's ahead."""
+        _, split, chunk = self._place(item)
+
+        def one(slot, carry):
+            step, (begin, count) = carry
+            following = self._bounds(slot + 1, split, chunk)
+            return do(slot, begin, count, step), following
+
+        return lax.fori_loop(0, self.chunks.shape[0], one, (step, about))[0]
+
+    def _block(self, index):
+        return self.order[jnp.minimum(index, self.order.shape[0] - 1)]
+
+    def load(self, item, about, step):
         """Fills the stages of one item; returns the next step of the ring."""
-        tile, split, chunk = self._item(item)
+        tile, _, chunk = self._place(item)
         columns, ranks = pl.ds(tile * STEP, STEP), pl.ds(chunk * STEP, STEP)
 
-        def of_slot(slot, step):
-            begin, end = self._blocks(slot, split, chunk)
+        def fill(stage, w, block):
+            rows, full = pl.ds(block * ROWS, ROWS), self.ring.own.at[w, stage]
+            wide, part = self.wide.at[rows, columns], self.ring.x_part(stage, w)
+            plgpu.copy_gmem_to_smem(wide, part, full)
+            narrow = self.narrow.at[rows, ranks]
+            plgpu.copy_gmem_to_smem(narrow, self.ring.w.at[stage, w], full)
+            if self.mask is not None:
+                index, line = self.mask.token_index.at[rows], self.ring.lines
+                plgpu.copy_gmem_to_smem(index, line.at[stage, w], full)
 
-            def one(i, step):
+        def of_slot(slot, begin, count, step):
+            del slot
+
+            def one(i, carry):
+                step, blocks = carry
+                ahead = begin + COMPUTE * (i + 1)
+                following = tuple(self._block(ahead + w) for w in range(COMPUTE))
                 stage = self.ring.acquire(step)
-                for w in range(COMPUTE):
-                    block = begin + COMPUTE * i + w
+                fill(stage, 0, blocks[0])
+                pl.when(COMPUTE * i + 1 < count)(lambda: fill(stage, 1, blocks[1]))
+                return step + 1, following
 
-                    @pl.when(block < end)
-                    def _(block=block, w=w):
-                        rows = pl.ds(self.order[block] * ROWS, ROWS)
-                        full = self.ring.own.at[w, stage]
-                        wide, part = (
-                            self.wide.at[rows, columns],
-                            self.ring.x_part(stage, w),
-                        )
-                        plgpu.copy_gmem_to_smem(wide, part, full)
-                        narrow = self.narrow.at[rows, ranks]
-                        plgpu.copy_gmem_to_smem(
-                            narrow, self.ring.w_part(stage, w), full
-                        )
-                        if self.mask is not None:
-                            index = self.mask.token_index.at[rows]
-                            line = self.ring.lines.at[stage, w]
-                            plgpu.copy_gmem_to_smem(index, line, full)
+            first = tuple(self._block(begin + w) for w in range(COMPUTE))
+            steps = pl.cdiv(count, COMPUTE)
+            return lax.fori_loop(0, steps, one, (step, first))[0]
 
-                return step + 1
+        return self._each_slot(item, about, step, of_slot)
 
-            return lax.fori_loop(0, pl.cdiv(end - begin, COMPUTE), one, step)
-
-        return lax.fori_loop(0, self.chunks.shape[0], of_slot, step)
-
-    def compute(self, item, step, wg):
+    def compute(self, item, about, step, wg):
         """Computes one item; returns the next step of the ring."""
-        tile, split, chunk = self._item(item)
+        tile, split, chunk = self._place(item)
 
-        def of_slot(slot, step):
-            begin, end = self._blocks(slot, split, chunk)
-            count = end - begin
+        def of_slot(slot, begin, count, step):
+            del begin
             mine = lax.div(count + 1 - wg, COMPUTE)
             if self.mask is not None:
                 word = self.mask.word.at[slot, pl.ds(tile * STEP, STEP)]
@@ -110,15 +126,11 @@ class Outer:
                 def multiply(_, step):
                     stage = self.ring.wait_own(step, wg)
                     wide = self.ring.x_part(stage, wg)
-                    narrow = self.ring.w_part(stage, wg)
+                    narrow = self.ring.w.at[stage, wg]
                     if self.mask is not None:
                         index = load_line(self.ring.lines.at[stage, wg], OF_ROW)
-                        kept = self.ring.w_part(stage, COMPUTE + wg)
-                        wide = plgpu.load(wide, layout=plgpu.Layout.WGMMA)
                         tokens = token_words(key, index)
-                        kept[...] = dropped(wide, tokens, features, threshold)
-                        plgpu.commit_smem()
-                        wide = kept
+                        drop_in_place(wide, tokens, features, threshold)
                     if self.transposed:
                         plgpu.wgmma(acc, narrow.transpose((1, 0)), wide)
                     else:
@@ -153,4 +165,4 @@ class Outer:
 
             return step
 
-        return lax.fori_loop(0, self.chunks.shape[0], of_slot, step)
+        return self._each_slot(item, about, step, of_slot)

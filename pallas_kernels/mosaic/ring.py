@@ -1,13 +1,13 @@
-"""The shared-memory ring that every kind of work of a kernel streams through.
+"""The ring in shared memory through which a kernel's operands stream.
 
-One warpgroup loads, two compute. A stage holds a tile of x, 128 x 64, and a tile of w,
-64 x 256 (or 256 x 64). The wide product uses both whole; the skinny products use the
-same bytes as 64 x 64 parts, two of x and four of w. So one kernel can do both kinds of
-work without a second set of buffers, of which shared memory has no room.
+One warpgroup loads, two compute, each on 64 rows or columns of its own. Shared memory
+is the scarce thing: a wide product takes four stages of 48 KiB, and a skinny one, which
+waits for device memory, as many stages as fit.
 """
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -18,12 +18,72 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ROWS = 64  # token rows of one warpgroup: what one wgmma takes
 STEP = 64  # reduction step: 128 bytes of bf16, the widest swizzled row
-COLUMNS = 256  # columns of a tile of the wide product: four parts
-STAGES = 4
+COLUMNS = 256  # columns of a tile of the wide product
 COMPUTE = 2  # warpgroups that compute
-SWIZZLE = plgpu.SwizzleTransform(128)
-HALF_TILES = (plgpu.TilingTransform((8, 64)), SWIZZLE)
-FLOAT_TILES = (plgpu.TilingTransform((8, 32)), SWIZZLE)
+_SHARED_BYTES = 227 * 1024
+
+
+def _tiles(columns: int, dtype) -> tuple:
+    """How a tile lies in shared memory: swizzled by as much as its rows allow."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = math.gcd(columns * itemsize, 128)
+    tiling = plgpu.TilingTransform((8, swizzle // itemsize))
+    return tiling, plgpu.SwizzleTransform(swizzle)
+
+
+def _smem(shape: tuple[int, ...], dtype):
+    return plgpu.SMEM(shape, dtype, transforms=_tiles(shape[-1], dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class RingShape:
+    """What a kernel's shared memory holds.
+
+    Attributes:
+        stages: How many.
+        w_tile: Shape of a stage's second operand; its first is 128 x 64.
+        out_tile: Shape of the tiles that leave, and how many are on their way.
+        masked: Whether each warpgroup's stage comes with 64 words for a mask.
+    """
+
+    stages: int
+    w_tile: tuple[int, ...]
+    out_tile: tuple[int, ...]
+    masked: bool = False
+
+    @staticmethod
+    def wide(*, transposed: bool) -> "RingShape":
+        """For a product with W, whose tile is 64 x 256, or 256 x 64 when transposed."""
+        w_tile = (COLUMNS, STEP) if transposed else (STEP, COLUMNS)
+        return RingShape(4, w_tile, (COMPUTE, 2, ROWS, STEP))
+
+    @staticmethod
+    def skinny(narrow_rows: int, out_columns: int, *, masked: bool) -> "RingShape":
+        """For a product with a narrow operand, `narrow_rows` x 64 for a warpgroup."""
+        stage = 2 * COMPUTE * (ROWS + narrow_rows) * STEP + 4 * COMPUTE * STEP
+        leaving = 4 * ROWS * STEP
+        stages = (_SHARED_BYTES - leaving - 1024) // stage
+        w_tile, out_tile = (COMPUTE, narrow_rows, STEP), (1, 1, ROWS, out_columns)
+        return RingShape(stages, w_tile, out_tile, masked)
+
+    def scratch(self, dtype) -> list:
+        """Scratch types, in the order of the attributes of `Ring`."""
+        lines = (self.stages if self.masked else 1, COMPUTE, STEP)
+        return [
+            _smem((self.stages, COMPUTE * ROWS, STEP), dtype),
+            _smem((self.stages, *self.w_tile), dtype),
+            plgpu.SMEM(lines, jnp.uint32),
+            plgpu.RefUnion(
+                _smem(self.out_tile, dtype), _smem(self.out_tile[-2:], jnp.float32)
+            ),
+            plgpu.Barrier(num_arrivals=2, num_barriers=self.stages),
+            plgpu.Barrier(
+                num_arrivals=2 + self.masked, num_barriers=(COMPUTE, self.stages)
+            ),
+            plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=self.stages),
+            plgpu.Barrier(),
+            plgpu.Barrier(),
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,21 +91,20 @@ class Ring:
     """References of one kernel's shared memory.
 
     Attributes:
+        shape: What it holds.
         x, w: The stages.
-        parts: The stages' w by quarters; same bytes as w.
-        lines: 64 words beside each stage's halves of x, for dropout masks.
+        lines: 64 words beside each warpgroup's stage, for dropout masks.
         out: Staging of output tiles on their way to device memory, by warpgroup.
         sum: Where the second warpgroup hands its sums to the first; same bytes as out.
         both: Stage filled, for work that both warpgroups share.
         own: Stage filled, by warpgroup.
         empty: Stage free again.
         free, summed: Hand-over of `sum`.
-        transposed: Whether a stage's w is 256 x 64.
     """
 
+    shape: RingShape
     x: Any
     w: Any
-    parts: Any
     lines: Any
     out: Any
     sum: Any
@@ -54,66 +113,38 @@ class Ring:
     empty: Any
     free: Any
     summed: Any
-    transposed: bool
 
-    @staticmethod
-    def scratch(dtype, *, transposed: bool, masked: bool) -> list:
-        """Scratch types, in the order of the attributes."""
-        w_tile = (COLUMNS, STEP) if transposed else (STEP, COLUMNS)
-        return [
-            plgpu.SMEM((STAGES, COMPUTE * ROWS, STEP), dtype, transforms=HALF_TILES),
-            plgpu.RefUnion(
-                plgpu.SMEM((STAGES, *w_tile), dtype, transforms=HALF_TILES),
-                plgpu.SMEM((STAGES, 4, STEP, STEP), dtype, transforms=HALF_TILES),
-            ),
-            plgpu.SMEM((STAGES, COMPUTE, STEP), jnp.uint32),
-            plgpu.RefUnion(
-                plgpu.SMEM((COMPUTE, 2, ROWS, STEP), dtype, transforms=HALF_TILES),
-                plgpu.SMEM((ROWS, STEP), jnp.float32, transforms=FLOAT_TILES),
-            ),
-            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-            plgpu.Barrier(num_arrivals=2 + masked, num_barriers=(COMPUTE, STAGES)),
-            plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=STAGES),
-            plgpu.Barrier(),
-            plgpu.Barrier(),
-        ]
+    def slot(self, step):
+        """The stage of a step."""
+        return lax.rem(step, jnp.int32(self.shape.stages))
 
     def x_part(self, slot, i):
         """The i-th half of a stage's x, 64 x 64."""
         return self.x.at[slot, pl.ds(i * ROWS, ROWS)]
 
-    def w_part(self, slot, i):
-        """The i-th quarter of a stage's w, 64 x 64, for skinny products."""
-        return self.parts.at[slot, i]
-
-    def w_columns(self, slot, i):
-        """The i-th 64 columns of a stage's w, as a wide product loaded it."""
-        part = pl.ds(i * STEP, STEP)
-        if self.transposed:
-            return self.w.at[slot, part].transpose((1, 0))
-        return self.w.at[slot, :, part]
-
     def acquire(self, step):
         """The stage of a step, once its last readers are done. For the loader."""
-        slot = lax.rem(step, jnp.int32(STAGES))
-        pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(self.empty.at[slot]))
+        slot = self.slot(step)
+        pl.when(step >= self.shape.stages)(
+            lambda: plgpu.barrier_wait(self.empty.at[slot])
+        )
         return slot
 
     def wait(self, step):
         """The stage of a step, once it is filled for both warpgroups."""
-        slot = lax.rem(step, jnp.int32(STAGES))
+        slot = self.slot(step)
         plgpu.barrier_wait(self.both.at[slot])
         return slot
 
     def wait_own(self, step, warpgroup):
         """The stage of a step, once it is filled for one warpgroup."""
-        slot = lax.rem(step, jnp.int32(STAGES))
+        slot = self.slot(step)
         plgpu.barrier_wait(self.own.at[warpgroup, slot])
         return slot
 
     def release(self, step):
         """This warpgroup no longer reads the stage."""
-        plgpu.barrier_arrive(self.empty.at[lax.rem(step, jnp.int32(STAGES))])
+        plgpu.barrier_arrive(self.empty.at[self.slot(step)])
 
     def each_step(self, count, step, multiply):
         """Calls `multiply(i, step)` and releases each stage one step later.
@@ -134,7 +165,7 @@ class Ring:
 
     def drain(self, steps):
         """Waits until every stage was read: no barrier may be left behind."""
-        for slot in range(STAGES):
+        for slot in range(self.shape.stages):
             wait = functools.partial(plgpu.barrier_wait, self.empty.at[slot])
             pl.when(steps > slot)(wait)
 

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dropout import token_words
-from pallas_kernels.mosaic.mask import OF_COLUMN, OF_ROW, Mask, dropped, load_line
+from pallas_kernels.mosaic.mask import OF_COLUMN, OF_ROW, Mask, drop_in_place, load_line
 from pallas_kernels.mosaic.ring import COMPUTE, ROWS, STEP, Ring
 
 
@@ -22,13 +22,12 @@ class Shrink:
     Attributes:
         ring: Shared memory.
         x: T K.
-        a: G K R, or G R K when `a_transposed`.
+        a: G R K.
         s: The result, T R.
         factor: What s is multiplied by, G.
         slot: Slot of each block of 64 rows, -1 for nobody.
         chunks: Chunks of 64 ranks that each slot fills, G.
         mask: Dropout of x, or None.
-        a_transposed: Whether a is G R K.
     """
 
     ring: Ring
@@ -39,21 +38,25 @@ class Shrink:
     slot: Any
     chunks: Any
     mask: Mask | None
-    a_transposed: bool
 
-    def _item(self, item):
+    def _place(self, item):
         num_blocks = self.slot.shape[0]
-        block, chunk = lax.rem(item, num_blocks), lax.div(item, num_blocks)
+        return lax.rem(item, num_blocks), lax.div(item, num_blocks)
+
+    def about(self, item):
+        """(slot, steps of the reduction)."""
+        block, chunk = self._place(item)
         slot = self.slot[block]
         here = jnp.maximum(slot, 0)
         live = (slot >= 0) & (chunk < self.chunks[here])
         steps = pl.cdiv(self.x.shape[1], COMPUTE * STEP)
-        return block, chunk, here, jnp.where(live, jnp.int32(steps), 0)
+        return here, jnp.where(live, jnp.int32(steps), 0)
 
-    def load(self, item, step):
+    def load(self, item, about, step):
         """Fills the stages of one item; returns the next step of the ring."""
-        block, chunk, slot, steps = self._item(item)
-        rows, ranks = pl.ds(block * ROWS, ROWS), pl.ds(chunk * STEP, STEP)
+        (block, chunk), (slot, steps) = self._place(item), about
+        rows, width = pl.ds(block * ROWS, ROWS), self.ring.shape.out_tile[-1]
+        ranks = pl.ds(chunk * width, width)
 
         def one(i, step):
             stage = self.ring.acquire(step)
@@ -62,10 +65,8 @@ class Shrink:
                 full = self.ring.own.at[w, stage]
                 x, part = self.x.at[rows, ks], self.ring.x_part(stage, w)
                 plgpu.copy_gmem_to_smem(x, part, full)
-                a = self.a.at[
-                    (slot, ranks, ks) if self.a_transposed else (slot, ks, ranks)
-                ]
-                plgpu.copy_gmem_to_smem(a, self.ring.w_part(stage, w), full)
+                a, part = self.a.at[slot, ranks, ks], self.ring.w.at[stage, w]
+                plgpu.copy_gmem_to_smem(a, part, full)
                 if self.mask is not None:
                     word = self.mask.word.at[slot, ks]
                     plgpu.copy_gmem_to_smem(word, self.ring.lines.at[stage, w], full)
@@ -73,10 +74,10 @@ class Shrink:
 
         return lax.fori_loop(0, steps, one, step)
 
-    def compute(self, item, step, wg):
+    def compute(self, item, about, step, wg):
         """Computes one item; returns the next step of the ring."""
-        block, chunk, slot, steps = self._item(item)
-        rows = pl.ds(block * ROWS, ROWS)
+        (block, chunk), (slot, steps) = self._place(item), about
+        rows, width = pl.ds(block * ROWS, ROWS), self.ring.shape.out_tile[-1]
         if self.mask is not None:
             index = load_line(self.mask.token_index.at[rows], OF_ROW)
             tokens = token_words(self.mask.key[slot], index)
@@ -85,26 +86,22 @@ class Shrink:
         def accumulate(acc):
             def multiply(_, step):
                 stage = self.ring.wait_own(step, wg)
-                x, a = self.ring.x_part(stage, wg), self.ring.w_part(stage, wg)
+                x = self.ring.x_part(stage, wg)
                 if self.mask is not None:
                     features = load_line(self.ring.lines.at[stage, wg], OF_COLUMN)
-                    kept = self.ring.w_part(stage, COMPUTE + wg)
-                    x = plgpu.load(x, layout=plgpu.Layout.WGMMA)
-                    kept[...] = dropped(x, tokens, features, threshold)
-                    plgpu.commit_smem()
-                    x = kept
-                plgpu.wgmma(acc, x, a.transpose((1, 0)) if self.a_transposed else a)
+                    drop_in_place(x, tokens, features, threshold)
+                plgpu.wgmma(acc, x, self.ring.w.at[stage, wg].transpose((1, 0)))
 
             after = self.ring.each_step(steps, step, multiply)
             return acc[...], after
 
-        s, step = pl.run_scoped(accumulate, plgpu.ACC((ROWS, STEP), jnp.float32))
+        s, step = pl.run_scoped(accumulate, plgpu.ACC((ROWS, width), jnp.float32))
 
         def store(s):
             out = self.ring.out.at[0, 0]
             out[...] = (s * self.factor[slot]).astype(self.s.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out, self.s.at[rows, pl.ds(chunk * STEP, STEP)])
+            plgpu.copy_smem_to_gmem(out, self.s.at[rows, pl.ds(chunk * width, width)])
 
         pl.when(steps > 0)(lambda: self.ring.add_up(s, wg, store))
         return step
