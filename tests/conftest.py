@@ -3,10 +3,6 @@
 import os
 import tempfile
 
-# XLA's thread pool on a CPU has as many threads as devices. Pallas' GPU interpreter
-# blocks one for each thread of a kernel, and stands still when none is left.
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=16")
-
 import jax
 
 # Runs of the same shapes compile once in a session, in subprocesses too; and no test
@@ -16,6 +12,10 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 jax.config.update("jax_compilation_cache_dir", _CACHE.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+# Pallas' GPU interpreter runs a kernel's threads at once, each of which may wait for
+# another; dispatched to a small pool, they would wait for each other's place in it.
+jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 # On a GPU, float32 products would otherwise run in tf32.
 jax.config.update("jax_default_matmul_precision", "highest")

@@ -54,17 +54,17 @@ def write_tokenizer(folder: pathlib.Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def random_weights(seed: int = 0) -> dict[str, np.ndarray]:
+def random_weights(seed: int = 0, config: dict = CONFIG) -> dict[str, np.ndarray]:
     """Weights by Hugging Face name; norms and all else random."""
     rng = np.random.default_rng(seed)
-    d, f, v = (CONFIG[k] for k in ("hidden_size", "intermediate_size", "vocab_size"))
+    d, f, v = (config[k] for k in ("hidden_size", "intermediate_size", "vocab_size"))
     kv = d // 2
 
     def matrix(*shape):
         return (rng.normal(size=shape) * shape[-1] ** -0.5).astype(np.float32)
 
     out = {"model.embed_tokens.weight": matrix(v, d) * 4}
-    for i in range(CONFIG["num_hidden_layers"]):
+    for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}"
         for name, shape in {
             "self_attn.q_proj": (d, d),
@@ -82,12 +82,14 @@ def random_weights(seed: int = 0) -> dict[str, np.ndarray]:
     return out
 
 
-def write_model(folder: pathlib.Path, seed: int = 0) -> pathlib.Path:
+def write_model(
+    folder: pathlib.Path, seed: int = 0, config: dict = CONFIG
+) -> pathlib.Path:
     """Writes the whole folder; returns it."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
     safetensors.numpy.save_file(
-        random_weights(seed), folder / "model.safetensors", {"format": "pt"}
+        random_weights(seed, config), folder / "model.safetensors", {"format": "pt"}
     )
     write_tokenizer(folder)
     return folder

@@ -1,0 +1,59 @@
+"""Which LoRA kernels a run takes, and that it learns the same with either."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from jaxlora import RunConfig, Trainer
+from jaxlora.errors import ConfigError
+from jaxlora.hf.load import load_base
+from jaxlora.train.run_log import read_events
+from pallas_kernels.mosaic.device import unsupported_device
+from tests import tiny
+
+WIDE = tiny.CONFIG | {"hidden_size": 256, "intermediate_size": 320}
+ON_HOPPER = unsupported_device() is None
+
+
+def run(model, jobs, output_dir, **settings):
+    config = RunConfig(
+        model=str(model.folder),
+        output_dir=str(output_dir),
+        jobs=jobs,
+        checkpoint_every=None,
+        microbatch_tokens=1024,
+        **settings,
+    )
+    Trainer(config, model).train()
+    events = read_events(output_dir / "metrics.jsonl")
+    return {
+        job.name: [
+            e["loss"] for e in events if e.get("job") == job.name and "loss" in e
+        ]
+        for job in jobs
+    }
+
+
+def test_auto_says_why_it_takes_xla(model, jobs, tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        run(model, jobs[:1], tmp_path / "auto")
+    assert "LoRA kernels: xla, as mosaic cannot run this" in caplog.text
+
+
+def test_mosaic_where_it_cannot_run_is_refused(model, jobs, tmp_path):
+    with pytest.raises(ConfigError, match="mosaic cannot run this"):
+        run(model, jobs[:1], tmp_path / "asked", implementation="mosaic")
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="compiled kernels need a Hopper GPU")
+def test_a_run_learns_the_same_with_either(jobs, tmp_path, caplog):
+    folder = tiny.write_model(tmp_path / "wide", config=WIDE)
+    model = load_base(folder, dtype="bfloat16")
+    with caplog.at_level(logging.INFO):
+        fast = run(model, jobs[:4], tmp_path / "fast")
+    assert "LoRA kernels: mosaic" in caplog.text
+    plain = run(model, jobs[:4], tmp_path / "plain", implementation="xla")
+    for name, losses in plain.items():
+        assert len(losses) == len(fast[name]) > 2
+        np.testing.assert_allclose(fast[name], losses, rtol=2e-2)
