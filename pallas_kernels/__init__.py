@@ -6,15 +6,19 @@ from pallas_kernels.multi_lora_linear import (
     IMPLEMENTATIONS,
     Implementation,
     multi_lora_linear,
+    multi_lora_linears,
 )
+from pallas_kernels.projection import Projection
 from pallas_kernels.reference import multi_lora_linear_reference
 
 __all__ = [
     "IMPLEMENTATIONS",
     "Dropout",
     "Implementation",
+    "Projection",
     "dropout_keys",
     "mosaic_unsupported",
     "multi_lora_linear",
     "multi_lora_linear_reference",
+    "multi_lora_linears",
 ]

@@ -1,8 +1,10 @@
-"""Public op `multi_lora_linear`: one frozen linear, one LoRA for each token block."""
+"""Public ops: frozen linears with one LoRA for each token block."""
 
+import dataclasses
 import functools
 import typing
-from typing import Literal, get_args
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import xla
 from pallas_kernels.dropout import Dropout
 from pallas_kernels.mosaic import layer as mosaic
+from pallas_kernels.projection import Projection
 
 Implementation = Literal["xla", "mosaic"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
@@ -59,16 +62,73 @@ def multi_lora_linear(
     References:
         LoRAFusion, arXiv 2510.00206, section 5.1.
     """
-    if layer is None:
-        w, layer = w[None], 0
-    layer = jnp.asarray(layer, jnp.int32).reshape(1)
-    _check(x, w, a, b, block_adapter, implementation, w_transposed)
-    if rank is None:
-        rank = jnp.full((a.shape[0],), a.shape[2], jnp.int32)
-    op = _OPS[implementation]
-    return op(
-        x, w, layer, a, b, scaling, rank, block_adapter, bias, dropout, w_transposed
+    projection = Projection(
+        w=w, a=a, b=b, scaling=scaling, rank=rank, bias=bias, dropout=dropout
     )
+    (y,) = multi_lora_linears(
+        x,
+        [projection],
+        block_adapter,
+        layer=layer,
+        w_transposed=w_transposed,
+        implementation=implementation,
+    )
+    return y
+
+
+@typing.no_type_check  # at run time: `_check` says it better
+def multi_lora_linears(
+    x: Float[Array, "T K"],
+    projections: Sequence[Projection],
+    block_adapter: Int[Array, " NB"],
+    *,
+    layer: Int[Array, ""] | int | None = None,
+    w_transposed: bool = False,
+    implementation: Implementation = "xla",
+) -> tuple[Float[Array, "T _"], ...]:
+    """`multi_lora_linear` for linears that share x, as q, k and v do.
+
+    The kernels read x once for all of them and sum its gradient in one accumulator.
+
+    Args:
+        x: Token rows; the T / NB rows of a token block share one adapter.
+        projections: The linears; all of them drop, or none does.
+        block_adapter: The slot of each token block; -1 belongs to nobody.
+        layer: Which weight of the stacks; None: the weights are no stacks.
+        w_transposed: Whether the weights are stored N K.
+        implementation: Which kernels run.
+
+    Returns:
+        y of each projection.
+
+    Raises:
+        ValueError: As `multi_lora_linear`; or only some of the projections drop, or
+            they differ in the number of slots.
+
+    References:
+        LoRAFusion, arXiv 2510.00206, section 5.1.
+    """
+    if len({p.dropout is None for p in projections}) != 1:
+        raise ValueError(
+            "projections must be given with dropout or without, all of them; a rate of "
+            "0 drops nothing."
+        )
+    if len({p.a.shape[0] for p in projections}) != 1:
+        raise ValueError(
+            "projections must have the same number of slots, got "
+            f"{[p.a.shape[0] for p in projections]}."
+        )
+    made = []
+    for p in projections:
+        w = p.w[None] if layer is None else p.w
+        _check(x, w, p.a, p.b, block_adapter, implementation, w_transposed)
+        rank = p.rank
+        if rank is None:
+            rank = jnp.full((p.a.shape[0],), p.a.shape[2], jnp.int32)
+        made.append(dataclasses.replace(p, w=w, rank=rank))
+    layer = jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1)
+    op = _OPS[implementation]
+    return tuple(op(x, tuple(made), layer, block_adapter, w_transposed))
 
 
 def _check(x, w, a, b, block_adapter, implementation, w_transposed) -> None:
@@ -118,32 +178,37 @@ def _check_mosaic(**layer) -> None:
         )
 
 
+def _trained(projection: Projection, da: Array, db: Array) -> Projection:
+    """Gradients in the place of what they are of; all but A and B is frozen."""
+    gradient: dict[str, Any] = dict.fromkeys(
+        field.name for field in dataclasses.fields(Projection)
+    )
+    gradient["a"] = da.astype(projection.a.dtype)
+    gradient["b"] = db.astype(projection.b.dtype)
+    return dataclasses.replace(projection, **gradient)
+
+
 def _with_gradient(kernels):
     """The op whose forward and backward are those of a module of kernels."""
 
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(10,))
-    def op(
-        x, w, layer, a, b, scaling, rank, block_adapter, bias, dropout, w_transposed
-    ):
-        return forward(
-            x, w, layer, a, b, scaling, rank, block_adapter, bias, dropout, w_transposed
-        )[0]
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+    def op(x, projections, layer, block_adapter, w_transposed):
+        return forward(x, projections, layer, block_adapter, w_transposed)[0]
 
-    def forward(
-        x, w, layer, a, b, scaling, rank, block_adapter, bias, dropout, w_transposed
-    ):
-        about = (scaling, rank, block_adapter)
+    def forward(x, projections, layer, block_adapter, w_transposed):
         y, s = kernels.forward(
-            x, w, layer, a, b, *about, bias, dropout, w_transposed=w_transposed
+            x, projections, layer, block_adapter, w_transposed=w_transposed
         )
-        return y, (x, w, layer, s, a, b, *about, dropout)
+        return y, (x, projections, s, layer, block_adapter)
 
     def backward(w_transposed, residuals, dy):
-        a, b = residuals[4:6]
+        projections = residuals[1]
         dx, da, db = kernels.backward(dy, *residuals, w_transposed=w_transposed)
-        da, db = da.astype(a.dtype), db.astype(b.dtype)
-        # W and bias are frozen.
-        return dx, None, None, da, db, None, None, None, None, None
+        gradients = tuple(
+            _trained(p, da_p, db_p)
+            for p, da_p, db_p in zip(projections, da, db, strict=True)
+        )
+        return dx, gradients, None, None
 
     op.defvjp(forward, backward)
     return op

@@ -4,10 +4,13 @@ Each token block gathers its own adapter, so nothing of one adapter, not even a 
 meets the rows of another.
 """
 
+import functools
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.dropout import Dropout, inverse_keep, keep_mask
+from pallas_kernels.projection import Projection
 
 
 def _einsum(spec: str, *operands: Array) -> Array:
@@ -29,32 +32,37 @@ def _factor(scaling: Array, dropout: Dropout | None, slot_B: Array) -> Array:
 
 def forward(
     x: Float[Array, "T K"],
-    w: Float[Array, "L _ _"],
+    projections: tuple[Projection, ...],
     layer: Int[Array, " 1"],
-    a: Float[Array, "G K R"],
-    b: Float[Array, "G R N"],
-    scaling: Float[Array, " G"],
-    rank: Int[Array, " G"],
     block_adapter: Int[Array, " NB"],
-    bias: Float[Array, " N"] | None,
-    dropout: Dropout | None,
     *,
     w_transposed: bool = False,
+) -> tuple[list[Array], list[Array]]:
+    """Returns y [T N] and s = scaling * dropout(x) A [NB BT R] of each projection."""
+    spec = "tk,nk->tn" if w_transposed else "tk,kn->tn"
+    parts = [_forward(x, p, p.w[layer[0]], spec, block_adapter) for p in projections]
+    return [y for y, _ in parts], [s for _, s in parts]
+
+
+def _forward(
+    x: Float[Array, "T K"],
+    projection: Projection,
+    w: Float[Array, "_ _"],
+    spec: str,
+    block_adapter: Int[Array, " NB"],
 ) -> tuple[Float[Array, "T N"], Float[Array, "NB BT R"]]:
-    """Returns y, and s = scaling * dropout(x) A for the backward pass."""
-    del rank  # columns beyond it are zero
+    a, b, dropout = projection.a, projection.b, projection.dropout
     num_blocks = block_adapter.shape[0]
     slot_B = jnp.maximum(block_adapter, 0)
     x_B = x.reshape(num_blocks, -1, x.shape[1])
     if dropout is not None:
         x_B = jnp.where(_keep(dropout, slot_B, x.shape[1]), x_B, 0)
     s = _einsum("btk,bkr->btr", x_B, a.astype(x.dtype)[slot_B])
-    s = (s * _factor(scaling, dropout, slot_B)).astype(x.dtype)
+    s = (s * _factor(projection.scaling, dropout, slot_B)).astype(x.dtype)
     delta = _einsum("btr,brn->btn", s, b.astype(x.dtype)[slot_B])
-    spec = "tk,nk->tn" if w_transposed else "tk,kn->tn"
-    y = _einsum(spec, x, w[layer[0]]).reshape(delta.shape) + delta
-    if bias is not None:
-        y = y + bias.astype(jnp.float32)
+    y = _einsum(spec, x, w).reshape(delta.shape) + delta
+    if projection.bias is not None:
+        y = y + projection.bias.astype(jnp.float32)
     # A block of nobody computed with slot 0, which may hold anything: select it away.
     y = jnp.where(block_adapter[:, None, None] >= 0, y, 0)
     return y.reshape(x.shape[0], -1).astype(x.dtype), s
@@ -69,22 +77,35 @@ def _sum_by_adapter(
 
 
 def backward(
-    dy: Float[Array, "T N"],
+    dy: list[Array],
     x: Float[Array, "T K"],
-    w: Float[Array, "L _ _"],
+    projections: tuple[Projection, ...],
+    s: list[Array],
     layer: Int[Array, " 1"],
-    s: Float[Array, "NB BT R"],
-    a: Float[Array, "G K R"],
-    b: Float[Array, "G R N"],
-    scaling: Float[Array, " G"],
-    rank: Int[Array, " G"],
     block_adapter: Int[Array, " NB"],
-    dropout: Dropout | None,
     *,
     w_transposed: bool = False,
+) -> tuple[Float[Array, "T K"], list[Array], list[Array]]:
+    """Returns dx in x's dtype; da [G K R] and db [G R N] of each in float32."""
+    spec = "tn,nk->tk" if w_transposed else "tn,kn->tk"
+    parts = [
+        _backward(dy_p, x, p, p.w[layer[0]], s_p, spec, block_adapter)
+        for dy_p, p, s_p in zip(dy, projections, s, strict=True)
+    ]
+    dx = functools.reduce(jnp.add, (part[0] for part in parts))
+    return dx.astype(x.dtype), [part[1] for part in parts], [part[2] for part in parts]
+
+
+def _backward(
+    dy: Float[Array, "T N"],
+    x: Float[Array, "T K"],
+    projection: Projection,
+    w: Float[Array, "_ _"],
+    s: Float[Array, "NB BT R"],
+    spec: str,
+    block_adapter: Int[Array, " NB"],
 ) -> tuple[Float[Array, "T K"], Float[Array, "G K R"], Float[Array, "G R N"]]:
-    """Returns dx in x's dtype, and da, db in float32."""
-    del rank
+    a, b, dropout = projection.a, projection.b, projection.dropout
     num_slots, num_blocks = a.shape[0], block_adapter.shape[0]
     slot_B = jnp.maximum(block_adapter, 0)
     x_B = x.reshape(num_blocks, -1, x.shape[1])
@@ -92,7 +113,7 @@ def backward(
     keep = None if dropout is None else _keep(dropout, slot_B, x.shape[1])
 
     ds = _einsum("btn,brn->btr", dy_B, b.astype(x.dtype)[slot_B])
-    ds = (ds * _factor(scaling, dropout, slot_B)).astype(x.dtype)
+    ds = (ds * _factor(projection.scaling, dropout, slot_B)).astype(x.dtype)
     db = _sum_by_adapter(_einsum("btr,btn->brn", s, dy_B), block_adapter, num_slots)
     kept_B = x_B if keep is None else jnp.where(keep, x_B, 0)
     da = _sum_by_adapter(_einsum("btk,btr->bkr", kept_B, ds), block_adapter, num_slots)
@@ -100,7 +121,6 @@ def backward(
     through = _einsum("btr,bkr->btk", ds, a.astype(x.dtype)[slot_B])
     if keep is not None:
         through = jnp.where(keep, through, 0)
-    spec = "tn,nk->tk" if w_transposed else "tn,kn->tk"
-    dx = _einsum(spec, dy, w[layer[0]]).reshape(through.shape) + through
+    dx = _einsum(spec, dy, w).reshape(through.shape) + through
     dx = jnp.where(block_adapter[:, None, None] >= 0, dx, 0)
-    return dx.reshape(x.shape).astype(x.dtype), da, db
+    return dx.reshape(x.shape), da, db

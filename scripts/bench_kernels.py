@@ -14,7 +14,7 @@ import datetime
 import functools
 import importlib.util
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from pallas_kernels import Dropout, dropout_keys, multi_lora_linear
+from pallas_kernels import Dropout, Projection, dropout_keys, multi_lora_linears
 
 BLOCK = 128  # token rows of a block
 FIELDS = (
@@ -47,35 +47,39 @@ class Case:
     Attributes:
         name: What tables call it.
         tokens: T.
-        shapes: (K, N) of each linear.
+        groups: (K, (N, ...)) of linears that share an input.
         ranks: Of the adapters, which share the tokens equally.
         rate: Dropout rate.
     """
 
     name: str
     tokens: int
-    shapes: tuple[tuple[int, int], ...]
+    groups: tuple[tuple[int, tuple[int, ...]], ...]
     ranks: tuple[int, ...] = (16,)
     rate: float = 0.1
 
 
-_LLAMA_8B = (  # q, k, v, o, gate, up, down
-    (4096, 4096),
-    *[(4096, 1024)] * 2,
-    (4096, 4096),
-    *[(4096, 14336)] * 2,
-    (14336, 4096),
+_SQUARE = ((4096, (4096,)),)
+_LLAMA_8B = (  # q k v; o; gate up; down
+    (4096, (4096, 1024, 1024)),
+    (4096, (4096,)),
+    (4096, (14336, 14336)),
+    (14336, (4096,)),
 )
+_FOUR = (16,) * 4
 CASES = (
-    Case("4096x4096, 1 adapter", 8192, ((4096, 4096),)),
-    Case("4096x4096, 4 adapters", 8192, ((4096, 4096),), (16,) * 4),
-    Case("4096x4096, 4 adapters, no dropout", 8192, ((4096, 4096),), (16,) * 4, 0.0),
-    Case("4096x14336, 4 adapters", 8192, ((4096, 14336),), (16,) * 4),
-    Case("14336x4096, 4 adapters", 8192, ((14336, 4096),), (16,) * 4),
-    Case("16384 tokens, 4096x4096, 4 adapters", 16384, ((4096, 4096),), (16,) * 4),
-    Case("4096x1024, 4 adapters", 8192, ((4096, 1024),), (16,) * 4),
+    Case("4096x4096, 1 adapter", 8192, _SQUARE),
+    Case("4096x4096, 4 adapters", 8192, _SQUARE, _FOUR),
+    Case("4096x4096, 4 adapters, no dropout", 8192, _SQUARE, _FOUR, 0.0),
+    Case("4096x14336, 4 adapters", 8192, ((4096, (14336,)),), _FOUR),
+    Case("14336x4096, 4 adapters", 8192, ((14336, (4096,)),), _FOUR),
+    Case("16384 tokens, 4096x4096, 4 adapters", 16384, _SQUARE, _FOUR),
+    Case("4096x1024, 4 adapters", 8192, ((4096, (1024,)),), _FOUR),
     Case("Llama-3.1-8B layer, ranks 8 to 64", 8192, _LLAMA_8B, (8, 16, 32, 64)),
-    Case("32 adapters of rank 64, 256 tokens each", 8192, ((4096, 4096),), (64,) * 32),
+    Case("32 adapters of rank 64, 256 tokens each", 8192, _SQUARE, (64,) * 32),
+    Case("4 adapters of rank 8", 8192, _SQUARE, (8,) * 4),
+    Case("3 adapters of rank 8, one of rank 128", 8192, _SQUARE, (8, 8, 8, 128)),
+    Case("4 adapters of rank 128", 8192, _SQUARE, (128,) * 4),
 )
 
 
@@ -92,102 +96,147 @@ class Timing:
         return Timing(*np.quantile(microseconds, [0.5, 0.1, 0.9]).tolist())
 
 
-def arrays(case: Case) -> tuple[list[dict], Dropout | None]:
-    """(x, w, dy, a, b and routing) of each linear, and the dropout they share."""
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Linears that share x; a pytree through `arrays`.
+
+    Attributes:
+        x: T K.
+        matrices: (w, a, b) of each linear.
+        dy: T N of each linear.
+    """
+
+    x: jax.Array
+    matrices: list[tuple[jax.Array, jax.Array, jax.Array]]
+    dy: list[jax.Array]
+
+
+jax.tree_util.register_dataclass(Group)
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """What the linears of a case share.
+
+    Attributes:
+        scaling, rank: Of each adapter.
+        block_adapter: Of each token block.
+        rate: Of dropout, one for all adapters; 0: none.
+        token_index: The token's index in its adapter's batch.
+    """
+
+    scaling: jax.Array
+    rank: jax.Array
+    block_adapter: jax.Array
+    rate: float
+    token_index: jax.Array
+
+    def dropout(self, projection: int) -> Dropout | None:
+        """Of one projection."""
+        if self.rate == 0:
+            return None
+        g = self.rank.shape[0]
+        seed, step = jnp.arange(g), jnp.zeros(g, jnp.int32)
+        key = dropout_keys(seed, step, layer=0, projection=projection)
+        return Dropout(key, jnp.full(g, self.rate), self.token_index)
+
+
+def arrays(case: Case) -> tuple[list[Group], Routing]:
+    """Random operands of a case."""
     g, t = len(case.ranks), case.tokens
-    keys = iter(jax.random.split(jax.random.key(0), 5 * len(case.shapes)))
-    r = max(case.ranks)
-    live = jnp.arange(r) < jnp.array(case.ranks)[:, None]
-    blocks = jnp.repeat(jnp.arange(g), t // BLOCK // g).astype(jnp.int32)
+    keys = iter(jax.random.split(jax.random.key(0), 64))
     bf16 = jnp.bfloat16
-    linears = []
-    for k, n in case.shapes:
-        linears.append(
-            {
-                "x": jax.random.normal(next(keys), (t, k), bf16),
-                "w": (jax.random.normal(next(keys), (k, n)) * k**-0.5).astype(bf16),
-                "dy": jax.random.normal(next(keys), (t, n), bf16),
-                "a": (
-                    jax.random.normal(next(keys), (g, k, r)) * live[:, None] * k**-0.5
-                ).astype(bf16),
-                "b": (
-                    jax.random.normal(next(keys), (g, r, n)) * live[:, :, None]
-                ).astype(bf16),
-                "scaling": jnp.full(g, 2.0),
-                "rank": jnp.array(case.ranks, jnp.int32),
-                "block_adapter": blocks,
-            }
+    live = jnp.arange(max(case.ranks)) < jnp.array(case.ranks)[:, None]
+
+    def matrices(k, n):
+        r = max(case.ranks)
+        w = jax.random.normal(next(keys), (k, n)) * k**-0.5
+        a = jax.random.normal(next(keys), (g, k, r)) * live[:, None] * k**-0.5
+        b = jax.random.normal(next(keys), (g, r, n)) * live[:, :, None]
+        return w.astype(bf16), a.astype(bf16), b.astype(bf16)
+
+    groups = [
+        Group(
+            x=jax.random.normal(next(keys), (t, k), bf16),
+            matrices=[matrices(k, n) for n in widths],
+            dy=[jax.random.normal(next(keys), (t, n), bf16) for n in widths],
         )
-    if case.rate == 0:
-        return linears, None
-    key = dropout_keys(jnp.arange(g), jnp.zeros(g, jnp.int32), layer=0, projection=0)
-    token = jnp.arange(t, dtype=jnp.int32) % (t // g)
-    return linears, Dropout(key, jnp.full(g, case.rate), token)
+        for k, widths in case.groups
+    ]
+    blocks = jnp.repeat(jnp.arange(g), t // BLOCK // g).astype(jnp.int32)
+    routing = Routing(
+        scaling=jnp.full(g, 2.0),
+        rank=jnp.array(case.ranks, jnp.int32),
+        block_adapter=blocks,
+        rate=case.rate,
+        token_index=jnp.arange(t, dtype=jnp.int32) % (t // g),
+    )
+    return groups, routing
 
 
-def frozen(x, w, **_):
-    """The base layer alone."""
-    return x @ w
+def frozen(x, matrices, routing):
+    """The base layers alone."""
+    del routing
+    return [x @ w for w, _, _ in matrices]
 
 
-def ours(implementation, x, w, a, b, scaling, rank, block_adapter, dropout):
-    """`multi_lora_linear`."""
-    return multi_lora_linear(
-        x,
-        w,
-        a,
-        b,
-        scaling,
-        block_adapter,
-        rank=rank,
-        dropout=dropout,
-        implementation=implementation,
+def ours(implementation, x, matrices, routing):
+    """`multi_lora_linears`."""
+    made = [
+        Projection(
+            w=w,
+            a=a,
+            b=b,
+            scaling=routing.scaling,
+            rank=routing.rank,
+            dropout=routing.dropout(i),
+        )
+        for i, (w, a, b) in enumerate(matrices)
+    ]
+    return multi_lora_linears(
+        x, made, routing.block_adapter, implementation=implementation
     )
 
 
-def ragged(x, w, a, b, scaling, rank, block_adapter, dropout):
+def ragged(x, matrices, routing):
     """`lax.ragged_dot` twice, as in SkyRL tx; without dropout."""
-    del rank, dropout
-    sizes = jnp.bincount(block_adapter, length=a.shape[0]) * BLOCK
-    s = jax.lax.ragged_dot(x, a, sizes) * scaling[0].astype(x.dtype)
-    return x @ w + jax.lax.ragged_dot(s, b, sizes)
-
-
-def static_slices(x, w, a, b, scaling, rank, block_adapter, dropout):
-    """A static slice for each adapter; without dropout."""
-    del rank, block_adapter, dropout
-    rows = x.shape[0] // a.shape[0]
-    delta = [
-        (x[i * rows : (i + 1) * rows] @ a[i]) @ b[i] * scaling[i].astype(x.dtype)
-        for i in range(a.shape[0])
-    ]
-    return x @ w + jnp.concatenate(delta)
-
-
-def one_by_one(x, w, a, b, scaling, rank, block_adapter, dropout):
-    """A separate layer for each adapter, as separate jobs would run."""
-    rows, blocks = x.shape[0] // a.shape[0], block_adapter.shape[0] // a.shape[0]
     out = []
-    for i in range(a.shape[0]):
-        mine = slice(i * rows, (i + 1) * rows)
-        y = multi_lora_linear(
-            x[mine],
-            w,
-            a[i : i + 1],
-            b[i : i + 1],
-            scaling[i : i + 1],
-            jnp.zeros(blocks, jnp.int32),
-            rank=rank[i : i + 1],
-            dropout=None
-            if dropout is None
-            else Dropout(
-                dropout.key[i : i + 1],
-                dropout.rate[i : i + 1],
-                dropout.token_index[mine],
-            ),
+    for w, a, b in matrices:
+        sizes = jnp.bincount(routing.block_adapter, length=a.shape[0]) * BLOCK
+        s = jax.lax.ragged_dot(x, a, sizes) * routing.scaling[0].astype(x.dtype)
+        out.append(x @ w + jax.lax.ragged_dot(s, b, sizes))
+    return out
+
+
+def static_slices(x, matrices, routing):
+    """A static slice for each adapter; without dropout."""
+    out = []
+    for w, a, b in matrices:
+        rows = jnp.split(x, a.shape[0])
+        delta = [
+            part @ a[i] @ b[i] * routing.scaling[i].astype(x.dtype)
+            for i, part in enumerate(rows)
+        ]
+        out.append(x @ w + jnp.concatenate(delta))
+    return out
+
+
+def one_by_one(x, matrices, routing):
+    """Separate layers for each adapter, as separate jobs would run."""
+    rows, num_slots = x.shape[0], matrices[0][1].shape[0]
+    out = []
+    for i in range(num_slots):
+        here, one = slice(i * rows // num_slots, (i + 1) * rows // num_slots), [i]
+        alone = Routing(
+            scaling=routing.scaling[one],
+            rank=routing.rank[one],
+            block_adapter=jnp.zeros(rows // num_slots // BLOCK, jnp.int32),
+            rate=routing.rate,
+            token_index=routing.token_index[here],
         )
-        out.append(y)
-    return jnp.concatenate(out)
+        own = [(w, a[one], b[one]) for w, a, b in matrices]
+        out.append(ours("xla", x[here], own, alone))
+    return [jnp.concatenate(parts) for parts in zip(*out, strict=True)]
 
 
 METHODS: dict[str, Callable] = {
@@ -200,34 +249,38 @@ METHODS: dict[str, Callable] = {
 }
 
 
-def time_jax(case: Case, repeats: int) -> Iterator[tuple[str, str, Timing]]:
-    """(method, pass, timing) of every JAX method."""
-    linears, dropout = arrays(case)
+def passes(method, groups, routing, *, with_gradient: bool):
+    """Outputs of every group and, if asked for, gradients of x, A and B."""
+    out = []
+    for group in groups:
+        weights = [w for w, _, _ in group.matrices]
+        adapters = [(a, b) for _, a, b in group.matrices]
+
+        def forward(x, adapters, weights=weights):
+            matrices = [(w, *ab) for w, ab in zip(weights, adapters, strict=True)]
+            return tuple(method(x, matrices, routing))
+
+        if not with_gradient:
+            out.append(forward(group.x, adapters))
+            continue
+        y, vjp = jax.vjp(forward, group.x, adapters)
+        gradients = vjp(tuple(group.dy))
+        out.append((y, gradients[0] if method is frozen else gradients))
+    return out
+
+
+def time_jax(
+    case: Case, repeats: int, methods: Sequence[str]
+) -> Iterator[tuple[str, str, Timing]]:
+    """(method, pass, timing) of JAX methods."""
+    groups, routing = arrays(case)
     cupti = profiler.Cupti(finalize=False)
-    for name, method in METHODS.items():
-
-        def layer(linear, with_gradient, name=name, method=method):
-            rest = {k: v for k, v in linear.items() if k not in ("x", "a", "b", "dy")}
-            if name != "frozen":
-                rest["dropout"] = dropout
-
-            def forward(x, a, b):
-                return method(x=x, a=a, b=b, **rest)
-
-            operands = linear["x"], linear["a"], linear["b"]
-            if not with_gradient:
-                return forward(*operands)
-            y, vjp = jax.vjp(forward, *operands)
-            gradients = vjp(linear["dy"])
-            return (y, *(gradients[:1] if name == "frozen" else gradients))
-
-        for what, with_gradient in (("forward", False), ("both", True)):
-            run = jax.jit(
-                lambda linears, layer=layer, with_gradient=with_gradient: [
-                    layer(linear, with_gradient) for linear in linears
-                ]
+    for name in methods:
+        for what in ("forward", "both"):
+            run = functools.partial(
+                passes, METHODS[name], routing=routing, with_gradient=what == "both"
             )
-            _, times = cupti.measure(run, iterations=repeats)(linears)
+            _, times = cupti.measure(jax.jit(run), iterations=repeats)(groups)
             assert times is not None, "CUPTI saw no kernel"
             yield name, what, Timing.of([1000 * t for t in times])
 
@@ -239,13 +292,19 @@ def time_torch(case: Case, repeats: int) -> Iterator[tuple[str, str, Timing]]:
     device, dtype = "cuda", torch.bfloat16
     g, r, rows = len(case.ranks), max(case.ranks), case.tokens // len(case.ranks)
 
-    def tensors(k, n):
-        make = functools.partial(torch.randn, device=device, dtype=dtype)
+    make = functools.partial(torch.randn, device=device, dtype=dtype)
+
+    def tensors(k, widths):
         x = make(case.tokens, k).requires_grad_()
-        w = make(n, k) * k**-0.5
-        a = (make(g, r, k) * k**-0.5).requires_grad_()
-        b = make(g, n, r).requires_grad_()
-        return x, w, a, b, make(case.tokens, n)
+        matrices = [
+            (
+                make(n, k) * k**-0.5,
+                (make(g, r, k) * k**-0.5).requires_grad_(),
+                make(g, n, r).requires_grad_(),
+            )
+            for n in widths
+        ]
+        return x, matrices, [make(case.tokens, n) for n in widths]
 
     def peft(x, w, a, b):
         """As PEFT computes a LoRA linear, one adapter's rows after the other."""
@@ -267,7 +326,7 @@ def time_torch(case: Case, repeats: int) -> Iterator[tuple[str, str, Timing]]:
         delta = torch._grouped_mm(s, b.transpose(1, 2), offs=offsets)
         return torch.nn.functional.linear(x, w) + 2.0 * delta
 
-    linears = [tensors(k, n) for k, n in case.shapes]
+    groups = [tensors(k, widths) for k, widths in case.groups]
     for name, method in (
         ("torch, as PEFT", peft),
         ("torch.compile, as PEFT", torch.compile(peft)),
@@ -276,10 +335,11 @@ def time_torch(case: Case, repeats: int) -> Iterator[tuple[str, str, Timing]]:
         for what in ("forward", "both"):
 
             def run(method=method, what=what):
-                for x, w, a, b, dy in linears:
-                    y = method(x, w, a, b)
+                for x, matrices, dy in groups:
+                    y = [method(x, *matrix) for matrix in matrices]
                     if what == "both":
-                        torch.autograd.grad(y, (x, a, b), dy)
+                        trained = [z for _, *ab in matrices for z in ab]
+                        torch.autograd.grad(y, (x, *trained), dy)
 
             times = []
             for i in range(repeats + 3):
@@ -342,6 +402,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--no-torch", action="store_true")
     parser.add_argument("--cases", type=int, nargs="*", help="indices; all by default")
+    parser.add_argument("--methods", nargs="*", default=list(METHODS))
     args = parser.parse_args()
     args.output_dir.mkdir(parents=True, exist_ok=True)
     with_torch = not args.no_torch and importlib.util.find_spec("torch") is not None
@@ -355,7 +416,7 @@ def main() -> None:
     chosen = range(len(CASES)) if args.cases is None else args.cases
     for case in (CASES[i] for i in chosen):
         base: dict[str, float] = {}
-        timings = time_jax(case, args.repeats)
+        timings = time_jax(case, args.repeats, args.methods)
         if with_torch:
             timings = (*timings, *time_torch(case, args.repeats))
         for method, what, timing in timings:

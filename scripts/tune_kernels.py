@@ -7,10 +7,9 @@ Every timing goes to a CSV beside the table, also of the choices that lost.
 
 import argparse
 import csv
-import functools
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
 from pallas_kernels.mosaic.layer import expand, outer
-from pallas_kernels.mosaic.routing import blocks_of
+from pallas_kernels.mosaic.routing import Blocks, blocks_of
 
 RANK, SLOTS = 16, 4
 SHAPES = (
@@ -29,7 +28,9 @@ SHAPES = (
     (14336, 4096),
 )
 BANDS = (2, 4, 8, 16, 32)
-SPLITS = (1, 2, 3, 4, 8)
+SPLITS = (1, 2, 4, 8, 16)
+KERNELS = ("expand", "outer")
+FIELDS = ("device", "key", "choice", "value", "median_us")
 
 
 def device_time(f: Callable, *args: jax.Array, repeats: int) -> float:
@@ -40,39 +41,86 @@ def device_time(f: Callable, *args: jax.Array, repeats: int) -> float:
     return 1000 * statistics.median(times)
 
 
-def operands(t: int, k: int, n: int) -> tuple:
-    """x, w, s, b and the routing of four equal adapters."""
-    keys = iter(jax.random.split(jax.random.key(0), 4))
-    make = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+def routing(t: int) -> tuple[Blocks, list[jax.Array]]:
+    """Whose the rows are, of four equal adapters, and the chunks of their ranks."""
     slots = jnp.repeat(jnp.arange(SLOTS, dtype=jnp.int32), t // 64 // SLOTS)
-    blocks = blocks_of(slots, jnp.full(SLOTS, RANK, jnp.int32), t)
-    x, w = make(next(keys), (t, k)), make(next(keys), (1, k, n))
-    s, b = make(next(keys), (t, RANK)), make(next(keys), (SLOTS, RANK, n))
-    return x, w, s, b, blocks
+    return blocks_of(slots, SLOTS, t), [jnp.ones(SLOTS, jnp.int32)]
 
 
-def tune(t: int, k: int, n: int, repeats: int) -> list[tuple[str, str, int, float]]:
-    """(key of the table, choice, value, microseconds) of everything tried."""
-    x, w, s, b, blocks = operands(t, k, n)
-    layer = jnp.zeros(1, jnp.int32)
-    rows = []
-    for band in BANDS:
+def random(*shapes: tuple[int, ...]) -> list[jax.Array]:
+    """Arrays of bfloat16."""
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [
+        jax.random.normal(key, shape, jnp.bfloat16)
+        for key, shape in zip(keys, shapes, strict=True)
+    ]
 
-        def product(x, w, s, b, band=band):
-            return expand(
-                x, w, layer, s, b, blocks, None, [], transposed=False, band=band
-            )
 
-        time = device_time(product, x, w, s, b, repeats=repeats)
-        rows.append((f"expand {t} {k} {n}", "band", band, time))
-    for splits in SPLITS:
+def tune_expand(t: int, repeats: int) -> Iterator[dict]:
+    """Times bands of the wide product."""
+    (blocks, chunks), layer = routing(t), jnp.zeros(1, jnp.int32)
+    for k, n in SHAPES:
+        arrays = random((t, k), (1, k, n), (t, RANK), (SLOTS, RANK, n))
+        for band in BANDS:
 
-        def gradient(x, s, splits=splits):
-            return outer(x, s, blocks, [], transposed=False, splits=splits)
+            def product(x, w, s, b, band=band):
+                about = ([x], [w], layer, [s], [b], chunks, blocks, None, [])
+                return expand(*about, transposed=False, band=band)
 
-        time = device_time(gradient, x, s, repeats=repeats)
-        rows.append((f"outer {t} {k}", "splits", splits, time))
-    return rows
+            time = device_time(product, *arrays, repeats=repeats)
+            key = f"expand {t} {k} {n}"
+            yield {"key": key, "choice": "band", "value": band, "median_us": time}
+
+
+def tune_outer(t: int, repeats: int) -> Iterator[dict]:
+    """Times splits of the gradients' products."""
+    blocks, chunks = routing(t)
+    for features in sorted({n for shape in SHAPES for n in shape}):
+        arrays = random((t, features), (t, RANK))
+        for splits in SPLITS:
+
+            def gradient(wide, narrow, splits=splits):
+                about = (wide, [narrow], chunks, blocks, [])
+                return outer(*about, transposed=False, splits=splits)
+
+            time = device_time(gradient, *arrays, repeats=repeats)
+            key = f"outer {features}"
+            yield {"key": key, "choice": "splits", "value": splits, "median_us": time}
+
+
+def tune(tokens: list[int], kernels: list[str], repeats: int) -> Iterator[dict]:
+    """Times every choice."""
+    for t in tokens if "expand" in kernels else ():
+        yield from tune_expand(t, repeats)
+    if "outer" in kernels:  # one choice for all T: sums must not depend on it
+        yield from tune_outer(max(tokens), repeats)
+
+
+def write(table_path: Path, device: str, rows: list[dict]) -> None:
+    """Puts what was measured into the table, and every timing into the CSV beside it.
+
+    What was measured before of other kernels, sizes and devices stays.
+    """
+    table = json.loads(table_path.read_text()) if table_path.exists() else {}
+    csv_path, measured = table_path.with_suffix(".csv"), {row["key"] for row in rows}
+    kept = []
+    if csv_path.exists():
+        with csv_path.open(newline="") as file:
+            kept = [
+                row
+                for row in csv.DictReader(file)
+                if row["device"] != device or row["key"] not in measured
+            ]
+    for key in sorted(measured):
+        times = (row for row in rows if row["key"] == key)
+        best = min(times, key=lambda row: row["median_us"])
+        table.setdefault(device, {})[key] = {best["choice"]: best["value"]}
+    table_path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    with csv_path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
+        writer.writerows(kept)
+        writer.writerows({"device": device, **row} for row in rows)
 
 
 def main() -> None:
@@ -80,29 +128,14 @@ def main() -> None:
     parser.add_argument("--table", type=Path, required=True)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384])
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
     args = parser.parse_args()
-    device = jax.devices()[0].device_kind
     rows = []
-    for t in args.tokens:
-        for k, n in SHAPES:
-            found = tune(t, k, n, args.repeats)
-            rows += found
-            for key in dict.fromkeys(row[0] for row in found):
-                best = min((row for row in found if row[0] == key), key=lambda r: r[3])
-                print(
-                    f"{best[0]:26} {best[1]} {best[2]:3} {best[3]:9.1f} us", flush=True
-                )
-    table = json.loads(args.table.read_text()) if args.table.exists() else {}
-    table[device] = {}
-    for key in sorted({row[0] for row in rows}):
-        _, choice, value, _ = min((r for r in rows if r[0] == key), key=lambda r: r[3])
-        table[device][key] = {choice: value}
-    args.table.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
-    timings = args.table.with_suffix(".csv")
-    with timings.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(("device", "key", "choice", "value", "median_us"))
-        writer.writerows((device, *row[:3], round(row[3], 1)) for row in rows)
+    for row in tune(args.tokens, args.kernels, args.repeats):
+        row["median_us"] = round(row["median_us"], 1)
+        rows.append(row)
+        print(*row.values(), flush=True)
+    write(args.table, jax.devices()[0].device_kind, rows)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,10 @@
 import os
 import tempfile
 
+# Pallas' GPU interpreter runs a kernel's threads at once, and each blocks a thread of
+# XLA's pool while it waits for another: the pool must hold them all, also on two cores.
+os.environ.setdefault("NPROC", "32")
+
 import jax
 
 # Runs of the same shapes compile once in a session, in subprocesses too; and no test
@@ -13,8 +17,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 jax.config.update("jax_compilation_cache_dir", _CACHE.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
-# Pallas' GPU interpreter runs a kernel's threads at once, each of which may wait for
-# another; dispatched to a small pool, they would wait for each other's place in it.
+# Likewise, none of them may be queued behind another.
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 # On a GPU, float32 products would otherwise run in tf32.

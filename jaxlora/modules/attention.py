@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxlora.models.config import ModelConfig
-from jaxlora.modules.multi_lora_linear import MultiLoraLinear, Routing
+from jaxlora.modules.multi_lora_linear import Routing, apply_together
 from jaxlora.modules.norm import RmsNorm
 from jaxlora.modules.rope import apply_rope
 
@@ -123,10 +123,11 @@ class Attention(nnx.Module):
         self.window = config.layer_windows[layer]
 
     def __call__(self, x, rope, segment_ids, routing: Routing, max_segment_tokens: int):
-        def heads(projection: MultiLoraLinear):
-            return projection(x, routing).reshape(x.shape[0], -1, self.head_dim)
-
-        q, k, v = heads(self.q_proj), heads(self.k_proj), heads(self.v_proj)
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (
+            y.reshape(x.shape[0], -1, self.head_dim)
+            for y in apply_together(projections, x, routing)
+        )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)

@@ -4,7 +4,7 @@ import jax
 from flax import nnx
 
 from jaxlora.models.config import ModelConfig
-from jaxlora.modules.multi_lora_linear import Routing
+from jaxlora.modules.multi_lora_linear import Routing, apply_together
 
 
 class Mlp(nnx.Module):
@@ -17,5 +17,5 @@ class Mlp(nnx.Module):
         self.down_proj = linear("mlp.down_proj", hidden, width, config.mlp_bias)
 
     def __call__(self, x, routing: Routing):
-        gate = jax.nn.silu(self.gate_proj(x, routing))
-        return self.down_proj(gate * self.up_proj(x, routing), routing)
+        gate, up = apply_together((self.gate_proj, self.up_proj), x, routing)
+        return self.down_proj(jax.nn.silu(gate) * up, routing)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import typing
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import Dropout, Implementation, dropout_keys, multi_lora_linear
+from pallas_kernels import (
+    Dropout,
+    Implementation,
+    Projection,
+    dropout_keys,
+    multi_lora_linears,
+)
 
 
 class BaseParam(nnx.Param):
@@ -163,20 +170,22 @@ class MultiLoraLinear(nnx.Module):
 
     def __call__(self, x: Float[Array, "T K"], routing: Routing) -> Float[Array, "T N"]:
         """Applies the layer to token rows, each token block with its own adapter."""
-        if self.slots is None:
-            y = jnp.matmul(x, self.kernel[...])
-            return y if self.bias is None else y + self.bias[...]
-        return multi_lora_linear(
-            x,
-            self.kernel[...],
-            self.lora_a[...],
-            self.lora_b[...],
-            jnp.where(self.rank[...] > 0, self.scaling[...], 0.0),
-            routing.block_adapter,
+        (y,) = apply_together([self], x, routing)
+        return y
+
+    def _frozen(self, x: Float[Array, "T K"]) -> Float[Array, "T N"]:
+        y = jnp.matmul(x, self.kernel[...])
+        return y if self.bias is None else y + self.bias[...]
+
+    def _projection(self, routing: Routing) -> Projection:
+        return Projection(
+            w=self.kernel[...],
+            a=self.lora_a[...],
+            b=self.lora_b[...],
+            scaling=jnp.where(self.rank[...] > 0, self.scaling[...], 0.0),
             rank=self.rank[...],
             bias=None if self.bias is None else self.bias[...],
             dropout=self._dropout(routing),
-            implementation=self.implementation,
         )
 
     def _dropout(self, routing: Routing) -> Dropout | None:
@@ -185,3 +194,33 @@ class MultiLoraLinear(nnx.Module):
         assert routing.seed is not None and routing.step is not None
         key = dropout_keys(routing.seed, routing.step, self.layer, self.projection)
         return Dropout(key, self.dropout[...], routing.token_index)
+
+
+def apply_together(
+    linears: Sequence[MultiLoraLinear], x: Float[Array, "T K"], routing: Routing
+) -> list[Float[Array, "T _"]]:
+    """The outputs of linears that share x, as q, k and v do: x is read once for all.
+
+    Raises:
+        ValueError: Linears with slots differ in `implementation`.
+    """
+    adapted = [linear for linear in linears if linear.slots is not None]
+    kinds = {linear.implementation for linear in adapted}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"linears that run together must share an implementation, got {kinds}."
+        )
+    outputs = iter(())
+    if adapted:
+        outputs = iter(
+            multi_lora_linears(
+                x,
+                [linear._projection(routing) for linear in adapted],
+                routing.block_adapter,
+                implementation=adapted[0].implementation,
+            )
+        )
+    return [
+        linear._frozen(x) if linear.slots is None else next(outputs)
+        for linear in linears
+    ]

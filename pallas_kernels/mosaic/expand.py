@@ -29,35 +29,36 @@ class Expand:
 
     Those have one adapter, as a token block is a multiple of 64 rows. The steps over K
     come first, then a step for each 64 ranks of the tile's adapters. Without a mask
-    both land in one accumulator; with one, s B is masked on its way out.
+    all land in one accumulator; with one, s B is masked on its way out. Terms of
+    several projections (their gradients of a shared x) are summed in the accumulator.
 
     Attributes:
         ring: Shared memory.
-        x: T K.
-        w: L K N, or L N K when `transposed`.
+        x: T K, of each projection.
+        w: L K N, or L N K when `transposed`, of each projection.
         layer: Which of the L layers, 1.
-        s: T R.
-        b: G R N, or G N R when `transposed`.
+        s: T R, of each projection.
+        b: G R N, or G N R when `transposed`, of each projection.
         y: The result, T N; zero in the rows of nobody.
         slot: Slot of each block of 64 rows, -1 for nobody.
-        chunks: Chunks of 64 ranks that each slot fills, G.
+        chunks: Chunks of 64 ranks that each slot fills, G, of each projection.
         bias: N, or None.
-        mask: Dropout of s B, or None.
+        masks: Dropout of s B, of each projection; empty: none.
         transposed: Whether w and b are stored so.
         band: Tiles of rows that are visited together, for the sake of the L2 cache.
     """
 
     ring: Ring
-    x: Any
-    w: Any
+    x: tuple
+    w: tuple
     layer: Any
-    s: Any
-    b: Any
+    s: tuple
+    b: tuple
     y: Any
     slot: Any
-    chunks: Any
+    chunks: tuple
     bias: Any
-    mask: Mask | None
+    masks: tuple[Mask, ...]
     transposed: bool
     band: int
 
@@ -73,30 +74,35 @@ class Expand:
         return jnp.where(inside, slot, -1)
 
     def about(self, item):
-        """(slots of the two blocks of rows, chunks of their ranks)."""
+        """(slots of the two blocks of rows, chunks of their ranks by projection)."""
         block, _ = self._item(item)
         slots = self._slot(block), self._slot(block + 1)
-        return slots, tuple(self._ranks(slot) for slot in slots)
+        return slots, tuple(
+            tuple(self._ranks(chunks, slot) for slot in slots) for chunks in self.chunks
+        )
 
-    def _ranks(self, slot):
-        return jnp.where(slot < 0, 0, self.chunks[jnp.maximum(slot, 0)])
+    def _ranks(self, chunks, slot):
+        return jnp.where(slot < 0, 0, chunks[jnp.maximum(slot, 0)])
 
-    def _steps(self, about):
-        """What a tile takes: K steps, and (begin, end) of each warpgroup's rank steps.
+    def _k_steps(self, p, slots):
+        steps = jnp.int32(pl.cdiv(self.x[p].shape[1], STEP))
+        return jnp.where((slots[0] >= 0) | (slots[1] >= 0), steps, 0)
 
-        Warpgroups of one slot share the steps over its ranks.
+    def _span(self, slots, ranks, wg):
+        """(rank steps to skip, own ones of each projection, those to skip after).
+
+        The first warpgroup's come first; those of one slot serve both.
         """
-        (first, second), ranks = about
-        k_steps = jnp.int32(pl.cdiv(self.x.shape[1], STEP))
-        k_steps = jnp.where((first >= 0) | (second >= 0), k_steps, 0)
-        begin = jnp.where(first == second, 0, ranks[0])
-        return k_steps, ((jnp.int32(0), ranks[0]), (begin, begin + ranks[1]))
+        totals = [sum(of_slots) for of_slots in zip(*ranks, strict=True)]
+        before = jnp.where((wg == 0) | (slots[0] == slots[1]), 0, totals[0])
+        own = [jnp.where(wg == 0, first, second) for first, second in ranks]
+        second = jnp.where(slots[0] == slots[1], 0, totals[1])
+        return before, own, totals[0] + second - before - sum(own)
 
     def load(self, item, about, step):
         """Fills the stages of one tile; returns the next step of the ring."""
         block, column = self._item(item)
         slots, ranks = about
-        k_steps, _ = self._steps(about)
         rows, columns = pl.ds(block * ROWS, TILE_ROWS), pl.ds(column, COLUMNS)
 
         def fill(i, step, *, left, right, which):
@@ -108,13 +114,14 @@ class Expand:
             plgpu.copy_gmem_to_smem(right.at[at], self.ring.w.at[stage], full)
             return step + 1
 
-        base = functools.partial(fill, left=self.x, right=self.w, which=self.layer[0])
-        step = lax.fori_loop(0, k_steps, base, step)
-        lora = functools.partial(fill, left=self.s, right=self.b)
-        steps = ranks[0], jnp.where(slots[0] == slots[1], 0, ranks[1])
-        for slot, count in zip(slots, steps, strict=True):
-            one = functools.partial(lora, which=slot)
-            step = lax.fori_loop(0, count, one, step)
+        for p, (x, w) in enumerate(zip(self.x, self.w, strict=True)):
+            one = functools.partial(fill, left=x, right=w, which=self.layer[0])
+            step = lax.fori_loop(0, self._k_steps(p, slots), one, step)
+        for i, slot in enumerate(slots):
+            shared = (i == 1) & (slots[0] == slots[1])
+            for s, b, counts in zip(self.s, self.b, ranks, strict=True):
+                one = functools.partial(fill, left=s, right=b, which=slot)
+                step = lax.fori_loop(0, jnp.where(shared, 0, counts[i]), one, step)
         return step
 
     def _skip(self, count, step):
@@ -128,16 +135,9 @@ class Expand:
     def compute(self, item, about, step, wg):
         """Computes one tile; returns the next step of the ring."""
         block, column = self._item(item)
-        slots, _ = about
-        k_steps, spans = self._steps(about)
-        slot, begin, end = (
-            jnp.where(wg == 0, first, second)
-            for first, second in zip(
-                (slots[0], *spans[0]), (slots[1], *spans[1]), strict=True
-            )
-        )
-        total = jnp.maximum(spans[0][1], spans[1][1])
-        row = (block + wg) * ROWS
+        slots, ranks = about
+        slot, row = jnp.where(wg == 0, slots[0], slots[1]), (block + wg) * ROWS
+        before, own, behind = self._span(slots, ranks, wg)
 
         def accumulate(acc):
             def multiply(_, step):
@@ -146,27 +146,31 @@ class Expand:
                 w = w.transpose((1, 0)) if self.transposed else w
                 plgpu.wgmma(acc, self.ring.x_part(stage, wg), w)
 
-            after = self.ring.each_step(k_steps, step, multiply)
-            after = self._skip(begin, after)
-            if self.mask is None:
-                after = self.ring.each_step(end - begin, after, multiply)
+            after = step
+            for p in range(len(self.x)):
+                after = self.ring.each_step(self._k_steps(p, slots), after, multiply)
+            after = self._skip(before, after)
+            if not self.masks:
+                after = self.ring.each_step(sum(own), after, multiply)
             return acc[...], after
 
         # Read before the long product, so that nothing waits for it after.
-        words = None if self.mask is None else self._words(slot, row, column)
+        tokens = [self._tokens(mask, slot, row) for mask in self.masks]
         y, step = pl.run_scoped(accumulate, plgpu.ACC((ROWS, COLUMNS), jnp.float32))
-        if words is None:
-            self._store(y, slot, row, column, wg, lambda y, _: y)
-        else:
-            add = self._masked(words, slot, column, step, end - begin, wg)
-            self._store(y, slot, row, column, wg, add)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        add = self._masked(tokens, slot, column, step, own, wg)
+        for i in range(COLUMNS // STEP):
+            part = y[:, i * STEP : (i + 1) * STEP]
+            part = add(part, i) if self.masks else part
+            self._store(part, i, slot, row, column, wg)
+        if self.masks:
 
-            @pl.loop(0, end - begin)
+            @pl.loop(0, sum(own))
             def _(i):
                 self.ring.release(step + i)
 
-            step = step + end - begin
-        return self._skip(total - end, step)
+            step = step + sum(own)
+        return self._skip(behind, step)
 
     def _w_columns(self, stage, i):
         """The i-th 64 columns of a stage's w, as a right-hand side."""
@@ -175,63 +179,68 @@ class Expand:
             return self.ring.w.at[stage, part].transpose((1, 0))
         return self.ring.w.at[stage, :, part]
 
-    def _words(self, slot, row, column):
-        """(words of the tile's tokens, of its first 64 features, threshold)."""
-        mask, here = self.mask, jnp.maximum(slot, 0)
-        assert mask is not None
+    def _tokens(self, mask, slot, row):
         last = self.y.shape[0] - ROWS  # a tile's second half may lie outside
         index = mask.token_index.at[pl.ds(jnp.minimum(row, last), ROWS)]
-        tokens = token_words(mask.key[here], load_line(index, OF_ROW))
-        word = mask.word.at[here, pl.ds(column, STEP)]
-        return tokens, load_line(word, OF_COLUMN), mask.threshold[here]
+        key = mask.key[jnp.maximum(slot, 0), 0]
+        return token_words(key, load_line(index, OF_ROW))
 
-    def _masked(self, words, slot, column, step, steps, wg):
-        """Adds mask * (s B) to 64 columns at a time; its stages are held meanwhile."""
-        mask, here = self.mask, jnp.maximum(slot, 0)
-        assert mask is not None
-        tokens, first, threshold = words
-        features = [first]
+    def _masked(self, tokens, slot, column, step, own, wg):
+        """Adds mask * (s B) of each projection to 64 columns of the tile at a time.
 
-        @pl.loop(0, steps)
+        The stages of all rank steps are held meanwhile.
+        """
+        here = jnp.maximum(slot, 0)
+
+        def features(i, p):
+            word = self.masks[p].word.at[here, pl.ds(column + i * STEP, STEP)]
+            return load_line(word, OF_COLUMN)
+
+        order = [(i, p) for i in range(COLUMNS // STEP) for p in range(len(self.masks))]
+        ahead = [features(*order[0])] if order else []
+
+        @pl.loop(0, sum(own) if order else 0)
         def _(i):
             self.ring.wait(step + i)
 
-        def add(y, i):
-            if i + 1 < COLUMNS // STEP:
-                word = mask.word.at[here, pl.ds(column + (i + 1) * STEP, STEP)]
-                features.append(load_line(word, OF_COLUMN))
+        def term(i, p):
+            first = step + sum(own[:p])
 
             def accumulate(acc):
                 def multiply(j, _):
-                    stage = self.ring.slot(step + j)
+                    stage = self.ring.slot(first + j)
                     b = self._w_columns(stage, i)
                     plgpu.wgmma(acc, self.ring.x_part(stage, wg), b)
 
-                lax.fori_loop(0, steps, multiply, None)
+                lax.fori_loop(0, own[p], multiply, None)
                 return acc[...]
 
-            term = pl.run_scoped(accumulate, plgpu.ACC((ROWS, STEP), jnp.float32))
-            return y + dropped(term, tokens, features[i], threshold)
+            return pl.run_scoped(accumulate, plgpu.ACC((ROWS, STEP), jnp.float32))
+
+        def add(y, i):
+            for p, mask in enumerate(self.masks):
+                words = ahead.pop()
+                following = i * len(self.masks) + p + 1
+                if following < len(order):
+                    ahead.append(features(*order[following]))
+                y = y + dropped(term(i, p), tokens[p], words, mask.threshold[here])
+            return y
 
         return add
 
-    def _store(self, y, slot, row, column, wg, add):
-        nobody = slot < 0
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for i in range(COLUMNS // STEP):
-            value = add(y[:, i * STEP : (i + 1) * STEP], i)
+    def _store(self, value, i, slot, row, column, wg):
+        """Sends 64 columns of the tile on their way."""
+        column = column + i * STEP
 
-            @pl.when((column + i * STEP < self.y.shape[1]) & (row < self.y.shape[0]))
-            def _(value=value, i=i):
-                columns = pl.ds(column + i * STEP, STEP)
-                if self.bias is not None:
-                    bias = load_line(self.bias.at[columns], OF_COLUMN)
-                    bias = bias.astype(jnp.float32)
-                    value = value + lax.broadcast_in_dim(bias, value.shape, (1,))
-                skip = lax.broadcast(nobody, value.shape)
-                value = jnp.where(skip, zeros_like(value), value)
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                out = self.ring.out.at[wg, i % 2]
-                out[...] = value.astype(self.y.dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(out, self.y.at[pl.ds(row, ROWS), columns])
+        @pl.when((column < self.y.shape[1]) & (row < self.y.shape[0]))
+        def _():
+            y, columns = value, pl.ds(column, STEP)
+            if self.bias is not None:
+                bias = load_line(self.bias.at[columns], OF_COLUMN)
+                y = y + lax.broadcast_in_dim(bias.astype(jnp.float32), y.shape, (1,))
+            y = jnp.where(lax.broadcast(slot < 0, y.shape), zeros_like(y), y)
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            out = self.ring.out.at[wg, i % 2]
+            out[...] = y.astype(self.y.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out, self.y.at[pl.ds(row, ROWS), columns])

@@ -1,6 +1,6 @@
 """Launches persistent kernels: one block a multiprocessor, each with many items."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels.mosaic.ring import COMPUTE, Ring, RingShape
 
@@ -33,32 +34,43 @@ class Role(Protocol):
 
 
 def launch(
-    make_role: Callable[..., Role],
-    operands: Sequence[jax.Array],
-    out_type: jax.ShapeDtypeStruct,
+    role: Callable[..., Role],
+    operands: dict[str, Any],
+    out_types: dict[str, Any],
     items: int,
     shape: RingShape,
     *,
+    dtype: DTypeLike,
     num_sms: int,
     interpret: Any = None,
-) -> jax.Array:
+    **settings,
+) -> dict[str, Any]:
     """Runs a kernel that does `items` items, dealt out in turn.
 
     Args:
-        make_role: (ring, references of operands and result) -> the kind of work.
-        operands: Arrays in device memory; the first one's dtype is the tiles'.
-        out_type: Of the result.
+        role: The kind of work, made of the ring, references of operands and results
+            by name, and `settings`.
+        operands: Trees of arrays in device memory.
+        out_types: Trees of shapes and dtypes.
         items: How many.
         shape: Of the ring.
+        dtype: Of the ring's tiles.
         num_sms: Multiprocessors to use.
         interpret: Parameters of Pallas' GPU interpreter, or None.
+        **settings: What is known when the kernel is compiled.
+
+    Returns:
+        The results by name.
     """
+    arrays, tree = jax.tree.flatten(operands)
+    types, out_tree = jax.tree.flatten(out_types)
 
     def body(*refs):
-        x, w, lines, (out, total), *barriers = refs[len(operands) + 1 :]
-        flat = (x, w, lines, out, total, *barriers)
-        ring = Ring(shape, *flat)
-        role = make_role(ring, *refs[: len(operands) + 1])
+        ins, outs = refs[: len(arrays)], refs[len(arrays) : len(arrays) + len(types)]
+        x, w, lines, spare, (out, total), *barriers = refs[len(arrays) + len(types) :]
+        ring = Ring(shape, *(x, w, lines, spare, out, total), *barriers)
+        named = jax.tree.unflatten(tree, ins) | jax.tree.unflatten(out_tree, outs)
+        work = role(ring=ring, **named, **settings)
         wg, sm = lax.axis_index("wg"), lax.axis_index("sm")
         mine = lax.div(items - 1 - sm + num_sms, jnp.int32(num_sms))
 
@@ -66,27 +78,27 @@ def launch(
             def one(i, carry):
                 step, about = carry
                 item = sm + i * num_sms
-                following = role.about(jnp.minimum(item + num_sms, items - 1))
+                following = work.about(jnp.minimum(item + num_sms, items - 1))
                 return do(item, about, step), following
 
-            first = role.about(jnp.minimum(sm, items - 1))
+            first = work.about(jnp.minimum(sm, items - 1))
             return lax.fori_loop(0, mine, one, (jnp.int32(0), first))[0]
 
         @pl.when(wg == COMPUTE)
         def _():
-            plgpu.set_max_registers(40, action="decrease")
-            ring.drain(each_item(role.load))
+            plgpu.set_max_registers(48, action="decrease")
+            ring.drain(each_item(work.load))
 
         @pl.when(wg < COMPUTE)
         def _():
             plgpu.set_max_registers(232, action="increase")
-            each_item(lambda item, about, step: role.compute(item, about, step, wg))
+            each_item(lambda item, about, step: work.compute(item, about, step, wg))
             plgpu.wait_smem_to_gmem(0)
 
     kernel = plgpu.kernel(
         body,
-        out_type=out_type,
-        scratch_types=shape.scratch(operands[0].dtype),
+        out_type=types,
+        scratch_types=shape.scratch(dtype),
         grid=(num_sms,),
         grid_names=("sm",),
         num_threads=COMPUTE + 1,
@@ -95,14 +107,14 @@ def launch(
     )
 
     @jax.custom_batching.custom_vmap
-    def run(*operands):
-        return kernel(*operands)
+    def run(*arrays):
+        return kernel(*arrays)
 
     @run.def_vmap
-    def _(axis_size, in_batched, *operands):
+    def _(axis_size, in_batched, *arrays):
         raise NotImplementedError(
             "vmap of multi_lora_linear(implementation='mosaic'): lay the batch out as "
             "token rows and name each block's adapter in block_adapter instead."
         )
 
-    return run(*operands)
+    return jax.tree.unflatten(out_tree, run(*arrays))

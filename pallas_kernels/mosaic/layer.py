@@ -1,13 +1,15 @@
-"""Forward and backward of the multi-adapter LoRA linear, kernel by kernel.
+"""Forward and backward of multi-adapter LoRA linears that share x, kernel by kernel.
 
 Forward: shrink (s = factor dropout(x) A), expand (y = x W + s B).
 Backward: shrink (ds = factor dy B'), expand (dx = dy W' + mask (ds A')), and the outer
-products dA = dropout(x)' ds and dB = s' dy.
+products dA = dropout(x)' ds and dB = s' dy. The kernels that read x, or sum dx, do so
+for all projections at once.
 
 References:
     LoRAFusion, arXiv 2510.00206, section 5.1, Figures 9 to 11.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -16,18 +18,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dropout import Dropout, feature_words, inverse_keep, threshold
+from pallas_kernels.dropout import inverse_keep
 from pallas_kernels.mosaic.device import interpret_params, num_sms, unsupported_device
 from pallas_kernels.mosaic.expand import TILE_ROWS, Expand
 from pallas_kernels.mosaic.launch import launch
-from pallas_kernels.mosaic.mask import Mask
-from pallas_kernels.mosaic.outer import Outer
+from pallas_kernels.mosaic.mask import mask_of
+from pallas_kernels.mosaic.outer import TILE_COLUMNS, Outer
 from pallas_kernels.mosaic.ring import COLUMNS, ROWS, STEP, RingShape
 from pallas_kernels.mosaic.routing import Blocks, blocks_of
 from pallas_kernels.mosaic.shrink import Shrink
 from pallas_kernels.mosaic.tuning import band_for, splits_for
+from pallas_kernels.projection import Projection
 
 MAX_RANK = 4 * STEP  # a tile holds the stages of all of its ranks
+_FEWEST_STAGES = 3  # fewer would starve
 
 
 def unsupported(
@@ -55,82 +59,101 @@ def _padded_rank(rank: int) -> int:
     return next((r for r in (16, 32) if rank <= r), -(-rank // STEP) * STEP)
 
 
-def _pad_rank(x: Array, axis: int) -> Array:
+def _pad_rank(x: Array, axis: int, rank: int) -> Array:
     pad = [(0, 0)] * x.ndim
-    pad[axis] = (0, _padded_rank(x.shape[axis]) - x.shape[axis])
+    pad[axis] = (0, rank - x.shape[axis])
     return jnp.pad(x, pad)
 
 
-def mask_operands(dropout: Dropout | None, num_features: int) -> list[Array]:
-    if dropout is None:
-        return []
-    words = feature_words(dropout.key[:, 1], num_features)
-    index = dropout.token_index.astype(jnp.uint32)
-    return [dropout.key[:, 0], words, threshold(dropout.rate), index]
-
-
-def _run(make_role, operands, shape, dtype, items, ring):
+def _run(role, operands, out_types, items, ring, dtype, **settings):
     return launch(
-        make_role,
+        role,
         operands,
-        jax.ShapeDtypeStruct(shape, dtype),
+        out_types,
         items,
         ring,
+        dtype=dtype,
         num_sms=num_sms(),
         interpret=interpret_params(),
+        **settings,
     )
 
 
-def shrink(x, a, factor, blocks: Blocks, mask):
-    """s = factor * dropout(x) A, A stored G R K; see `Shrink`."""
-    r = a.shape[1]
-
-    def make(ring, x, a, factor, slot, chunks, *rest):
-        masked = Mask(*rest[:-1]) if mask else None
-        return Shrink(ring, x, a, rest[-1], factor, slot, chunks, masked)
-
-    operands = [x, a, factor, blocks.slot, blocks.chunks, *mask]
+def shrink(x, a, factor, chunks, blocks: Blocks, masks) -> list:
+    """s = factor * dropout(x) A of each projection, A stored G R K; see `Shrink`."""
+    r, masked = a[0].shape[1], bool(masks)
+    width = min(r, STEP)
+    ring = RingShape.shrink(len(a), width, masked=masked)
+    if ring.stages < _FEWEST_STAGES:  # one projection always fits
+        parts = [
+            shrink(x, a[p], factor[p], chunks[p], blocks, masks[p])
+            for p in (slice(0, 1), slice(1, None))
+        ]
+        return parts[0] + parts[1]
+    operands = {
+        "x": x,
+        "a": tuple(a),
+        "factor": tuple(factor),
+        "slot": blocks.slot,
+        "chunks": tuple(chunks),
+        "masks": tuple(masks),
+    }
+    out = [jax.ShapeDtypeStruct((x.shape[0], r), x.dtype)] * len(a)
     items = blocks.slot.shape[0] * math.ceil(r / STEP)
-    narrow = min(r, STEP)
-    ring = RingShape.skinny(narrow, narrow, masked=bool(mask))
-    return _run(make, operands, (x.shape[0], r), x.dtype, items, ring)
+    return list(_run(Shrink, operands, {"s": tuple(out)}, items, ring, x.dtype)["s"])
 
 
 def expand(
-    x, w, layer, s, b, blocks: Blocks, bias, mask, *, transposed: bool, band=None
+    x, w, layer, s, b, chunks, blocks: Blocks, bias, masks, *, transposed, band=None
 ):
-    """y = x W + bias + mask * (s B); see `Expand`. `band`: None: the table's."""
-    (t, k), n = x.shape, w.shape[1] if transposed else w.shape[2]
-    band = band or band_for(_device_kind(), t, k, n)
-    optional = [] if bias is None else [bias]
+    """y = sum of x W + mask * (s B), + bias; see `Expand`.
 
-    def make(ring, x, w, layer, s, b, slot, chunks, *rest):
-        masked = Mask(*rest[:4]) if mask else None
-        bias = rest[-2] if optional else None
-        about = (slot, chunks, bias, masked, transposed, band)
-        return Expand(ring, x, w, layer, s, b, rest[-1], *about)
-
-    operands = [x, w, layer, s, b, blocks.slot, blocks.chunks, *mask, *optional]
+    `band`: None: the table's.
+    """
+    t, n = x[0].shape[0], w[0].shape[1] if transposed else w[0].shape[2]
+    k = sum(part.shape[1] for part in x)
+    operands = {
+        "x": tuple(x),
+        "w": tuple(w),
+        "layer": layer,
+        "s": tuple(s),
+        "b": tuple(b),
+        "slot": blocks.slot,
+        "chunks": tuple(chunks),
+        "bias": bias,
+        "masks": tuple(masks),
+    }
+    out = {"y": jax.ShapeDtypeStruct((t, n), x[0].dtype)}
     items = math.ceil(t / TILE_ROWS) * math.ceil(n / COLUMNS)
     ring = RingShape.wide(transposed=transposed)
-    return _run(make, operands, (t, n), x.dtype, items, ring)
+    band = band or band_for(_device_kind(), t, k, n)
+    settings = {"transposed": transposed, "band": band}
+    return _run(Expand, operands, out, items, ring, x[0].dtype, **settings)["y"]
 
 
-def outer(wide, narrow, blocks: Blocks, mask, *, transposed: bool, splits=None):
-    """wide' narrow for each slot; see `Outer`. `splits`: None: the table's."""
-    (t, k), r, g = wide.shape, narrow.shape[1], blocks.chunks.shape[0]
-    splits = splits or splits_for(_device_kind(), t, k, num_sms())
+def outer(
+    wide, narrow, chunks, blocks: Blocks, masks, *, transposed, splits=None
+) -> list:
+    """wide' narrow of each slot and projection; see `Outer`.
+
+    `splits`: None: the table's.
+    """
+    k, r, g = wide.shape[1], narrow[0].shape[1], chunks[0].shape[0]
+    splits = splits or splits_for(_device_kind(), k, num_sms())
     shape = (splits, g, r, k) if transposed else (splits, g, k, r)
-
-    def make(ring, wide, narrow, order, starts, chunks, *rest):
-        masked = Mask(*rest[:-1]) if mask else None
-        about = (order, starts, chunks, masked, transposed)
-        return Outer(ring, wide, narrow, rest[-1], *about)
-
-    operands = [wide, narrow, blocks.order, blocks.starts, blocks.chunks, *mask]
-    items = k // STEP * splits * math.ceil(r / STEP)
-    ring = RingShape.skinny(ROWS, STEP, masked=bool(mask))
-    return _run(make, operands, shape, jnp.float32, items, ring).sum(axis=0)
+    operands = {
+        "wide": wide,
+        "narrow": tuple(narrow),
+        "order": blocks.order,
+        "starts": blocks.starts,
+        "chunks": tuple(chunks),
+        "masks": tuple(masks),
+    }
+    out = {"out": (jax.ShapeDtypeStruct(shape, jnp.float32),) * len(narrow)}
+    items = math.ceil(k / TILE_COLUMNS) * splits * math.ceil(r / STEP)
+    ring = RingShape.outer(len(narrow), masked=bool(masks))
+    made = _run(Outer, operands, out, items, ring, wide.dtype, transposed=transposed)
+    return [sums.sum(axis=0) for sums in made["out"]]
 
 
 def _device_kind() -> str:
@@ -141,67 +164,103 @@ def _device_kind() -> str:
     )
 
 
-def prepared(scaling, dropout, rank, block_adapter, num_rows):
-    """(factor of s, what the kernels know of the batch)."""
-    factor = scaling if dropout is None else scaling * inverse_keep(dropout.rate)
-    live = jnp.where(scaling == 0, 0, rank)  # a slot that is switched off costs nothing
-    return factor.astype(jnp.float32), blocks_of(block_adapter, live, num_rows)
+@dataclasses.dataclass(frozen=True)
+class _Prepared:
+    """Operands of the kernels, by projection.
+
+    Attributes:
+        a, b: In the dtype of x, ranks padded to what tiles can be made of.
+        factor: What s is multiplied by, G.
+        chunks: Chunks of 64 ranks that each slot fills, G.
+        masks: Of the dropout; empty: none.
+        blocks: Whose the rows are.
+    """
+
+    a: list
+    b: list
+    factor: list
+    chunks: list
+    masks: list
+    blocks: Blocks
+
+
+def _prepared(x, projections, block_adapter) -> _Prepared:
+    largest = max(q.a.shape[2] for q in projections)
+    rank = _padded_rank(largest)
+    factor, chunks = [], []
+    for q in projections:
+        scale = q.scaling
+        if q.dropout is not None:
+            scale = scale * inverse_keep(q.dropout.rate)
+        factor.append(scale.astype(jnp.float32))
+        # A slot that is switched off costs nothing.
+        chunks.append(-(-jnp.where(q.scaling == 0, 0, q.rank) // STEP))
+    features = -(-x.shape[1] // COLUMNS) * COLUMNS
+    return _Prepared(
+        a=[_pad_rank(q.a.astype(x.dtype), 2, rank) for q in projections],
+        b=[_pad_rank(q.b.astype(x.dtype), 1, rank) for q in projections],
+        factor=factor,
+        chunks=chunks,
+        masks=[mask_of(q.dropout, features) for q in projections if q.dropout],
+        blocks=blocks_of(block_adapter, projections[0].a.shape[0], x.shape[0]),
+    )
+
+
+def _swapped(x: Array) -> Array:
+    return x.transpose(0, 2, 1)
 
 
 @functools.partial(jax.jit, static_argnames=("w_transposed",))
 def forward(
     x: Float[Array, "T K"],
-    w: Float[Array, "L _ _"],
+    projections: tuple[Projection, ...],
     layer: Int[Array, " 1"],
-    a: Float[Array, "G K R"],
-    b: Float[Array, "G R N"],
-    scaling: Float[Array, " G"],
-    rank: Int[Array, " G"],
     block_adapter: Int[Array, " NB"],
-    bias: Float[Array, " N"] | None,
-    dropout: Dropout | None,
     *,
     w_transposed: bool = False,
-) -> tuple[Float[Array, "T N"], Float[Array, "T RP"]]:
-    """Returns y, and s = scaling * dropout(x) A for the backward pass.
+) -> tuple[list[Array], list[Array]]:
+    """Returns y [T N] of each, and s = scaling * dropout(x) A [T R] for the backward.
 
     Of s, only what a block's own adapter fills is ever written or read.
     """
-    factor, blocks = prepared(scaling, dropout, rank, block_adapter, x.shape[0])
-    a, b = _pad_rank(a.astype(x.dtype), 2), _pad_rank(b.astype(x.dtype), 1)
-    mask = mask_operands(dropout, -(-x.shape[1] // (2 * STEP)) * 2 * STEP)
-    s = shrink(x, a.transpose(0, 2, 1), factor, blocks, mask)
-    b = b.transpose(0, 2, 1) if w_transposed else b
-    y = expand(x, w, layer, s, b, blocks, bias, [], transposed=w_transposed)
+    p = _prepared(x, projections, block_adapter)
+    a = [_swapped(a) for a in p.a]
+    s = shrink(x, a, p.factor, p.chunks, p.blocks, p.masks)
+    y = []
+    for i, q in enumerate(projections):
+        b = _swapped(p.b[i]) if w_transposed else p.b[i]
+        about = ([x], [q.w], layer, [s[i]], [b], [p.chunks[i]], p.blocks, q.bias, [])
+        y.append(expand(*about, transposed=w_transposed))
     return y, s
 
 
 @functools.partial(jax.jit, static_argnames=("w_transposed",))
 def backward(
-    dy: Float[Array, "T N"],
+    dy: list[Array],
     x: Float[Array, "T K"],
-    w: Float[Array, "L _ _"],
+    projections: tuple[Projection, ...],
+    s: list[Array],
     layer: Int[Array, " 1"],
-    s: Float[Array, "T RP"],
-    a: Float[Array, "G K R"],
-    b: Float[Array, "G R N"],
-    scaling: Float[Array, " G"],
-    rank: Int[Array, " G"],
     block_adapter: Int[Array, " NB"],
-    dropout: Dropout | None,
     *,
     w_transposed: bool = False,
-) -> tuple[Float[Array, "T K"], Float[Array, "G K R"], Float[Array, "G R N"]]:
-    """Returns dx in x's dtype, and da, db in float32."""
-    factor, blocks = prepared(scaling, dropout, rank, block_adapter, x.shape[0])
-    r = a.shape[2]
-    a, b = _pad_rank(a.astype(x.dtype), 2), _pad_rank(b.astype(x.dtype), 1)
-    mask = mask_operands(dropout, -(-x.shape[1] // COLUMNS) * COLUMNS)
-    ds = shrink(dy, b, factor, blocks, [])
-    right = a.transpose(0, 2, 1) if w_transposed else a
-    dx = expand(
-        dy, w, layer, ds, right, blocks, None, mask, transposed=not w_transposed
-    )
-    da = outer(x, ds, blocks, mask, transposed=False)
-    db = outer(dy, s, blocks, [], transposed=True)
-    return dx, da[:, :, :r], db[:, :r]
+) -> tuple[Float[Array, "T K"], list[Array], list[Array]]:
+    """Returns dx in x's dtype; da [G K R] and db [G R N] of each in float32."""
+    p = _prepared(x, projections, block_adapter)
+    ds, db = [], []
+    for i, (q, dy_i) in enumerate(zip(projections, dy, strict=True)):
+        chunks, r = [p.chunks[i]], q.a.shape[2]
+        ds += shrink(dy_i, [p.b[i]], [p.factor[i]], chunks, p.blocks, [])
+        (grad,) = outer(dy_i, [s[i]], chunks, p.blocks, [], transposed=True)
+        db.append(grad[:, :r])
+    right = [_swapped(a) for a in p.a] if w_transposed else p.a
+    w = [q.w for q in projections]
+    dx = []  # of as many projections at once as a tile can hold the stages of
+    together = MAX_RANK // max(ds[0].shape[1], STEP)
+    for first in range(0, len(projections), together):
+        i = slice(first, first + together)
+        about = (dy[i], w[i], layer, ds[i], right[i], p.chunks[i], p.blocks, None)
+        dx.append(expand(*about, p.masks[i], transposed=not w_transposed))
+    da = outer(x, ds, p.chunks, p.blocks, p.masks, transposed=False)
+    ranks = [q.a.shape[2] for q in projections]
+    return sum(dx[1:], dx[0]), [g[:, :, :r] for g, r in zip(da, ranks, strict=True)], db

@@ -1,24 +1,29 @@
 """The dropout mask of `dropout.keep_mask`, made again inside a kernel."""
 
 import dataclasses
+import typing
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.dropout import Dropout, feature_words, threshold
 from pallas_kernels.mosaic.ring import zeros_like
 
 OF_ROW = plgpu.Layout.WGMMA.reduce(1)
 OF_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
+@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """References to what names a mask.
+    """What names a mask: arrays outside of a kernel, references inside.
 
     Attributes:
-        key: Word of each slot that its tokens' words are made of, G.
+        key: Two words of each slot, G 2; its tokens' words are made of the first.
         word: Words of the features, G K.
         threshold: Drop below this, G.
         token_index: The token's index in its job's global batch, T.
@@ -28,6 +33,15 @@ class Mask:
     word: Any
     threshold: Any
     token_index: Any
+
+
+def mask_of(dropout: Dropout | None, num_features: int) -> Mask | None:
+    """The mask of a projection with (at least) so many input features."""
+    if dropout is None:
+        return None
+    words = feature_words(dropout.key[:, 1], num_features)
+    index = dropout.token_index.astype(jnp.uint32)
+    return Mask(dropout.key, words, threshold(dropout.rate), index)
 
 
 def load_line(ref, layout):
@@ -42,8 +56,20 @@ def dropped(x, tokens, features, threshold):
     return jnp.where(bits >= threshold, x, zeros_like(x))
 
 
-def drop_in_place(ref, tokens, features, threshold) -> None:
-    """Drops from a tile in shared memory, 64 tokens x 64 features, before a product."""
-    x = plgpu.load(ref, layout=plgpu.Layout.WGMMA)
-    ref[...] = dropped(x, tokens, features, threshold)
+def drop_each(x, spare, parts) -> list:
+    """Masked copies of a tile in shared memory, 64 tokens x 64 features.
+
+    Args:
+        x: The tile; the first copy takes its place.
+        spare: (index) -> where the others go.
+        parts: (tokens, features, threshold) of each copy.
+
+    Returns:
+        References to the copies.
+    """
+    value = plgpu.load(x, layout=plgpu.Layout.WGMMA)
+    copies = [x, *(spare(i) for i in range(len(parts) - 1))]
+    for copy, part in zip(copies, parts, strict=True):
+        copy[...] = dropped(value, *part)
     plgpu.commit_smem()
+    return copies

@@ -1,6 +1,7 @@
-"""s = factor * dropout(x) A: one read of x, only the token block's own adapter."""
+"""s = factor * dropout(x) A for several A at once: one read of x for all of them."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dropout import token_words
-from pallas_kernels.mosaic.mask import OF_COLUMN, OF_ROW, Mask, drop_in_place, load_line
+from pallas_kernels.mosaic.mask import OF_COLUMN, OF_ROW, Mask, drop_each, load_line
 from pallas_kernels.mosaic.ring import COMPUTE, ROWS, STEP, Ring
 
 
@@ -17,27 +18,29 @@ from pallas_kernels.mosaic.ring import COMPUTE, ROWS, STEP, Ring
 class Shrink:
     """Items are (block of 64 rows, chunk of 64 ranks), the block running fastest.
 
-    The warpgroups take alternate steps of the reduction and add up at the end.
+    Only the block's own adapter is read. The warpgroups take alternate steps of the
+    reduction and add up at the end. Each of the P projections that share x has its own
+    A, mask and result.
 
     Attributes:
         ring: Shared memory.
         x: T K.
-        a: G R K.
-        s: The result, T R.
-        factor: What s is multiplied by, G.
+        a: G R K, of each projection.
+        s: The results, T R.
+        factor: What s is multiplied by, G, of each projection.
         slot: Slot of each block of 64 rows, -1 for nobody.
-        chunks: Chunks of 64 ranks that each slot fills, G.
-        mask: Dropout of x, or None.
+        chunks: Chunks of 64 ranks that each slot fills, G, of each projection.
+        masks: Dropout of x, of each projection; empty: none.
     """
 
     ring: Ring
     x: Any
-    a: Any
-    s: Any
-    factor: Any
+    a: tuple
+    s: tuple
+    factor: tuple
     slot: Any
-    chunks: Any
-    mask: Mask | None
+    chunks: tuple
+    masks: tuple[Mask, ...]
 
     def _place(self, item):
         num_blocks = self.slot.shape[0]
@@ -48,8 +51,11 @@ class Shrink:
         block, chunk = self._place(item)
         slot = self.slot[block]
         here = jnp.maximum(slot, 0)
-        live = (slot >= 0) & (chunk < self.chunks[here])
+        most = self.chunks[0][here]
+        for chunks in self.chunks[1:]:
+            most = jnp.maximum(most, chunks[here])
         steps = pl.cdiv(self.x.shape[1], COMPUTE * STEP)
+        live = (slot >= 0) & (chunk < most)
         return here, jnp.where(live, jnp.int32(steps), 0)
 
     def load(self, item, about, step):
@@ -65,11 +71,12 @@ class Shrink:
                 full = self.ring.own.at[w, stage]
                 x, part = self.x.at[rows, ks], self.ring.x_part(stage, w)
                 plgpu.copy_gmem_to_smem(x, part, full)
-                a, part = self.a.at[slot, ranks, ks], self.ring.w.at[stage, w]
-                plgpu.copy_gmem_to_smem(a, part, full)
-                if self.mask is not None:
-                    word = self.mask.word.at[slot, ks]
-                    plgpu.copy_gmem_to_smem(word, self.ring.lines.at[stage, w], full)
+                for p, a in enumerate(self.a):
+                    a, part = a.at[slot, ranks, ks], self.ring.w.at[stage, w, p]
+                    plgpu.copy_gmem_to_smem(a, part, full)
+                for p, mask in enumerate(self.masks):
+                    word, line = mask.word.at[slot, ks], self.ring.lines
+                    plgpu.copy_gmem_to_smem(word, line.at[stage, w, p], full)
             return step + 1
 
         return lax.fori_loop(0, steps, one, step)
@@ -78,30 +85,48 @@ class Shrink:
         """Computes one item; returns the next step of the ring."""
         (block, chunk), (slot, steps) = self._place(item), about
         rows, width = pl.ds(block * ROWS, ROWS), self.ring.shape.out_tile[-1]
-        if self.mask is not None:
-            index = load_line(self.mask.token_index.at[rows], OF_ROW)
-            tokens = token_words(self.mask.key[slot], index)
-            threshold = self.mask.threshold[slot]
+        tokens = [self._tokens(mask, slot, rows) for mask in self.masks]
 
-        def accumulate(acc):
-            def multiply(_, step):
+        def accumulate(*accs):
+            def multiply(i, step):
                 stage = self.ring.wait_own(step, wg)
-                x = self.ring.x_part(stage, wg)
-                if self.mask is not None:
-                    features = load_line(self.ring.lines.at[stage, wg], OF_COLUMN)
-                    drop_in_place(x, tokens, features, threshold)
-                plgpu.wgmma(acc, x, self.ring.w.at[stage, wg].transpose((1, 0)))
+                copies = self._copies(tokens, stage, wg, slot, i)
+                for p, (acc, x) in enumerate(zip(accs, copies, strict=True)):
+                    a = self.ring.w.at[stage, wg, p]
+                    plgpu.wgmma(acc, x, a.transpose((1, 0)))
 
-            after = self.ring.each_step(steps, step, multiply)
-            return acc[...], after
+            after = self.ring.each_step(steps, step, multiply, products=len(accs))
+            return [acc[...] for acc in accs], after
 
-        s, step = pl.run_scoped(accumulate, plgpu.ACC((ROWS, width), jnp.float32))
+        accs = [plgpu.ACC((ROWS, width), jnp.float32)] * len(self.a)
+        sums, step = pl.run_scoped(accumulate, *accs)
+        for s, out, factor in zip(sums, self.s, self.factor, strict=True):
 
-        def store(s):
-            out = self.ring.out.at[0, 0]
-            out[...] = (s * self.factor[slot]).astype(self.s.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out, self.s.at[rows, pl.ds(chunk * width, width)])
+            def store(s, to=out, factor=factor):
+                out = self.ring.out.at[0, 0]
+                out[...] = (s * factor[slot]).astype(to.dtype)
+                plgpu.commit_smem()
+                ranks = pl.ds(chunk * width, width)
+                plgpu.copy_smem_to_gmem(out, to.at[rows, ranks])
 
-        pl.when(steps > 0)(lambda: self.ring.add_up(s, wg, store))
+            pl.when(steps > 0)(lambda s=s, store=store: self.ring.add_up(s, wg, store))
         return step
+
+    def _copies(self, tokens, stage, wg, slot, i):
+        """The stage's x as each projection sees it."""
+        x, lines = self.ring.x_part(stage, wg), self.ring.lines
+        if not self.masks:
+            return [x] * len(self.a)
+        parts = [
+            (
+                tokens[p],
+                load_line(lines.at[stage, wg, p], OF_COLUMN),
+                mask.threshold[slot],
+            )
+            for p, mask in enumerate(self.masks)
+        ]
+        return drop_each(x, functools.partial(self.ring.spare_tile, i, wg), parts)
+
+    def _tokens(self, mask, slot, rows):
+        index = load_line(mask.token_index.at[rows], OF_ROW)
+        return token_words(mask.key[slot, 0], index)

@@ -6,8 +6,9 @@ import json
 import math
 from importlib import resources
 
-from pallas_kernels.mosaic.ring import STEP
+from pallas_kernels.mosaic.outer import TILE_COLUMNS
 
+MAX_SPLITS = 16
 _TABLE = "tuning.json"
 
 
@@ -36,18 +37,17 @@ def band_for(device: str, t: int, k: int, n: int) -> int:
     return measured["band"] if measured else 8
 
 
-def splits_for(device: str, t: int, features: int, num_sms: int) -> int:
+def splits_for(device: str, features: int, num_sms: int) -> int:
     """Parts of an adapter's rows, for gradients of `features` x rank.
 
-    Depends on nothing of the batch but its size, so that the order of a sum does not
-    either.
+    Depends on nothing of the batch or the other adapters: the order of a sum must not.
     """
-    measured = _table().get(device, {}).get(f"outer {t} {features}")
+    measured = _table().get(device, {}).get(f"outer {features}")
     if measured:
         return measured["splits"]
-    tiles = math.ceil(features / STEP)
-    # As many items as fill the multiprocessors evenly, but no more than eight parts.
-    return min(range(1, 9), key=lambda s: (_idle(tiles * s, num_sms), s))
+    tiles = math.ceil(features / TILE_COLUMNS)
+    # As many items as fill the multiprocessors evenly.
+    return min(range(1, MAX_SPLITS + 1), key=lambda s: (_idle(tiles * s, num_sms), s))
 
 
 def _idle(items: int, num_sms: int) -> float:

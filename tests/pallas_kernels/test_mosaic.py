@@ -17,9 +17,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import (
     Dropout,
+    Projection,
     dropout_keys,
     multi_lora_linear,
     multi_lora_linear_reference,
+    multi_lora_linears,
 )
 from pallas_kernels.mosaic.device import interpreted, unsupported_device
 from pallas_kernels.mosaic.routing import blocks_of
@@ -86,8 +88,13 @@ def run(p, rank, **options):
     )
 
 
+def _weight(p):
+    """What the gradient of y is."""
+    return jax.random.normal(jax.random.key(9), (p["x"].shape[0], p["b"].shape[2]))
+
+
 def _both_ways(op, p):
-    weight = jax.random.normal(jax.random.key(9), (p["x"].shape[0], p["b"].shape[2]))
+    weight = _weight(p)
 
     def forward(x, a, b):
         return op(**p | {"x": x, "a": a, "b": b})
@@ -151,6 +158,62 @@ def test_storage_of_the_base_changes_no_bit(w_transposed):
     options = {"layer": jnp.int32(1), "w_transposed": w_transposed}
     for got, want in zip(run(p | {"w": stack}, rank, **options), wanted, strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+def _shared(widths, ranks, **options):
+    """Problems of linears that share x, blocks and token indices."""
+    x, drop = None, None
+    for i, (n, of_slots) in enumerate(zip(widths, ranks, strict=True)):
+        p, rank = problem(n=n, ranks=of_slots, seed=i, **options)
+        x, drop = p["x"] if x is None else x, drop or p["dropout"]
+        if drop is not None:
+            drop = Dropout(drop.key + jnp.uint32(i), drop.rate, drop.token_index)
+        p["scaling"] = jnp.where(rank > 0, p["scaling"], 0)
+        yield p | {"x": x, "dropout": drop}, rank
+
+
+@pytest.mark.parametrize(
+    ("widths", "ranks", "rates"),
+    [
+        ((192, 128, 128), ((8, 3, 0), (8, 0, 16), (1, 2, 3)), (0.0, 0.5, 0.1)),
+        ((128, 192), ((100, 3, 8), (8, 70, 0)), (0.2, 0.5, 0.1)),
+        ((128, 192, 128), ((8, 3, 4),) * 3, None),
+    ],
+    ids=["three", "two chunks of ranks", "plain"],
+)
+def test_linears_that_share_x_equal_linears_alone(widths, ranks, rates):
+    """The same bits, but for dx, which is rounded once instead of once for each."""
+    problems = list(_shared(widths, ranks, rates=rates, blocks=(2, 0, -1, 1), k=192))
+    x, blocks = problems[0][0]["x"], problems[0][0]["block_adapter"]
+    weights = [_weight(p).astype(x.dtype) for p, _ in problems]
+
+    def together(implementation, dtype):
+        def op(x, matrices):
+            made = [
+                Projection(
+                    a=a,
+                    b=b,
+                    w=p["w"].astype(dtype),
+                    rank=rank,
+                    **{name: p[name] for name in ("scaling", "bias", "dropout")},
+                )
+                for (a, b), (p, rank) in zip(matrices, problems, strict=True)
+            ]
+            return multi_lora_linears(x, made, blocks, implementation=implementation)
+
+        matrices = [(p["a"], p["b"]) for p, _ in problems]
+        y, vjp = jax.vjp(op, x.astype(dtype), matrices)
+        return y, *vjp(tuple(weight.astype(dtype) for weight in weights))
+
+    y, dx, gradients = together("mosaic", x.dtype)
+    for i, (p, rank) in enumerate(problems):
+        y_alone, _, da, db = run(p, rank)
+        np.testing.assert_array_equal(y[i], y_alone)
+        np.testing.assert_array_equal(gradients[i][0], da)
+        np.testing.assert_array_equal(gradients[i][1], db)
+    _, exact, _ = together("xla", jnp.float32)
+    _, plain, _ = together("xla", x.dtype)
+    assert_as_accurate_as(actual=dx, baseline=plain, exact=np.asarray(exact))
 
 
 def test_zero_b_is_the_base_layer_to_the_bit():
@@ -275,9 +338,8 @@ def test_what_is_not_supported_is_said(change, message):
 
 def test_blocks_are_sorted_by_slot_in_their_own_order():
     blocks = jnp.array([2, -1, 0, 2, 1, -1], jnp.int32)
-    found = blocks_of(blocks, jnp.array([1, 64, 65, 256]), 6 * 128)
+    found = blocks_of(blocks, 4, 6 * 128)
     key = np.repeat(np.where(np.asarray(blocks) < 0, 4, blocks), 2)
     np.testing.assert_array_equal(found.order, np.argsort(key, kind="stable"))
     np.testing.assert_array_equal(found.starts, [0, 2, 4, 8, 8])
-    np.testing.assert_array_equal(found.chunks, [1, 1, 2, 4])
     assert relative_error(found.slot, np.repeat(blocks, 2)) == 0
