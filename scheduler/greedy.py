@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from scheduler.types import Limits, Sample, Schedule
+from scheduler.types import Limits, Sample, Schedule, check_fits
 
 
 def pack(samples: Sequence[Sample], limits: Limits) -> Schedule:
@@ -42,14 +42,9 @@ def pack(samples: Sequence[Sample], limits: Limits) -> Schedule:
 
 
 def _check(samples: Sequence[Sample], limits: Limits) -> None:
+    check_fits(samples, limits)
     batch_of: dict[int, int] = {}
     for sample in samples:
-        if limits.padded(sample.num_tokens) > limits.capacity:
-            raise ValueError(
-                f"a sample of job {sample.job} has {sample.num_tokens} tokens, over "
-                f"the capacity of {limits.capacity} tokens of a microbatch. Raise the "
-                "capacity, or shorten the sample."
-            )
         if batch_of.setdefault(sample.job, sample.batch) != sample.batch:
             raise ValueError(
                 f"job {sample.job} has samples of batches {batch_of[sample.job]} and "

@@ -50,6 +50,42 @@ class Limits:
         return -(-num_tokens // self.block_tokens) * self.block_tokens
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Pipeline:
+    """The executor that a schedule is for.
+
+    Attributes:
+        num_stages: Pipeline stages (S); 1 without a pipeline.
+        distance: Fewest microbatches from the last one of a job's batch to the first
+            one of its next batch (D), so that every stage has taken the optimiser step
+            in between. 1: the very next microbatch may follow.
+    """
+
+    num_stages: int = 1
+    distance: int = 1
+
+    def __post_init__(self):
+        if self.num_stages < 1 or self.distance < 1:
+            raise ValueError(
+                f"num_stages and distance must be positive, got {self.num_stages} and "
+                f"{self.distance}."
+            )
+
+    @classmethod
+    def one_f_one_b(cls, num_stages: int) -> "Pipeline":
+        """One forward, one backward: stage 0 steps when microbatch k + S - 1 enters.
+
+        LoRAFusion (section 5.2) lets the next batch enter there; that forward would
+        start before the step, so the distance is S.
+        """
+        return cls(num_stages=num_stages, distance=num_stages)
+
+    @classmethod
+    def fused_tick(cls, num_stages: int) -> "Pipeline":
+        """All stages in step, each tick one forward and one backward."""
+        return cls(num_stages=num_stages, distance=2 * num_stages - 1)
+
+
 Microbatch = tuple[Sample, ...]
 
 
@@ -58,7 +94,8 @@ class Schedule:
     """Microbatches in the order in which they run.
 
     Attributes:
-        microbatches: Each a tuple of samples, a job's samples side by side.
+        microbatches: Each a tuple of samples, a job's samples side by side; an empty
+            one is a no-op, which only keeps batches apart.
         limits: The limits they keep.
     """
 
@@ -83,3 +120,14 @@ def tokens_by_job(samples: Iterable[Sample]) -> dict[int, int]:
 def padded_tokens(microbatch: Iterable[Sample], limits: Limits) -> int:
     """Tokens that a microbatch takes, each job's part padded to whole blocks."""
     return sum(limits.padded(n) for n in tokens_by_job(microbatch).values())
+
+
+def check_fits(samples: Iterable[Sample], limits: Limits) -> None:
+    """Raises ValueError if a sample is longer than a microbatch's capacity."""
+    for sample in samples:
+        if limits.padded(sample.num_tokens) > limits.capacity:
+            raise ValueError(
+                f"a sample of job {sample.job} has {sample.num_tokens} tokens, over "
+                f"the capacity of {limits.capacity} tokens of a microbatch. Raise the "
+                "capacity, or shorten the sample."
+            )

@@ -103,6 +103,7 @@ def launch(
         grid_names=("sm",),
         num_threads=COMPUTE + 1,
         thread_name="wg",
+        kernel_name=f"lora_{role.__name__.lower()}",
         interpret=interpret,
     )
 

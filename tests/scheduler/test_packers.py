@@ -8,6 +8,7 @@ import pytest
 
 from scheduler import (
     Limits,
+    Pipeline,
     Sample,
     Schedule,
     greedy,
@@ -80,6 +81,34 @@ def test_the_checker_sees_every_kind_of_mistake():
     assert "after its batch 1" in check(((late,), (a0,)), [a0, late])[0]
     small = [dataclasses.replace(s, num_tokens=5) for s in (a0, a1)]
     assert "side by side" in check(((small[0], b0, small[1]),), [*small, b0])[0]
+
+
+def test_the_checker_keeps_batches_apart():
+    a, b = (Sample(job=0, batch=k, index=0, num_tokens=9) for k in (0, 2))
+    other = Sample(job=1, batch=0, index=0, num_tokens=9)
+
+    def check(*microbatches, distance):
+        schedule = Schedule(microbatches=microbatches, limits=LIMITS)
+        samples = [s for m in microbatches for s in m]
+        return violations(schedule, samples, distance=distance)
+
+    assert check((a,), (other,), (), (b,), distance=3) == []
+    assert check((a,), (other,), (), (b,), distance=4) == [
+        "batch 2 of job 0 starts in microbatch 3, 3 after batch 0 ended, not 4."
+    ]
+    assert check((a,), (b,), distance=1) == []
+    assert "is empty" in check((a,), (), (b,), distance=1)[0]
+    assert len(check((b,), (other,), (a,), distance=2)) == 1
+    with pytest.raises(ValueError, match="distance is 0"):
+        check((a,), distance=0)
+
+
+def test_pipelines_say_how_far_apart():
+    assert Pipeline.one_f_one_b(4) == Pipeline(num_stages=4, distance=4)
+    assert Pipeline.fused_tick(4) == Pipeline(num_stages=4, distance=7)
+    assert Pipeline.fused_tick(1) == Pipeline()
+    with pytest.raises(ValueError, match="must be positive, got 0 and 1"):
+        Pipeline(num_stages=0)
 
 
 @pytest.mark.parametrize(("capacity", "block"), [(100, 64), (0, 1), (64, 0)])

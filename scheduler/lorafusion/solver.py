@@ -1,0 +1,72 @@
+"""HiGHS through PuLP: the one place that runs a solver and reads its verdict."""
+
+import dataclasses
+import math
+
+import pulp
+
+_TOLERANCE = 1e-6  # of an objective that is a whole number
+
+
+class SolverError(RuntimeError):
+    """The solver is missing, failed, or gave an answer that cannot be right."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What came of a minimisation whose objective is a whole number.
+
+    Attributes:
+        objective: Of the best solution found; None if none was.
+        proved: Nothing better exists. Never so for a solution that a limit cut short,
+            unless its objective is the bound.
+    """
+
+    objective: int | None
+    proved: bool
+
+
+def solve(problem: pulp.LpProblem, *, time_limit: float, seed: int) -> Answer:
+    """Runs HiGHS on one thread; variables hold the start before, the solution after.
+
+    Raises:
+        SolverError: HiGHS is not installed, or stopped for another reason than a proof
+            or the time limit.
+    """
+    stats = _run(problem, time_limit, seed)
+    if stats.status in (pulp.LpSolveStatus.NotSolved, pulp.LpSolveStatus.Undefined):
+        # HiGHS keeps the number of threads of the first model of a process, and refuses
+        # one that asks for another until its pool is closed.
+        _close_threads()
+        stats = _run(problem, time_limit, seed)
+    status = pulp.LpSolveStatus
+    if stats.status not in (status.Optimal, status.TimeLimit, status.GapLimit):
+        raise SolverError(f"HiGHS stopped with {stats.status.name!r}.")
+    if not stats.has_solution or stats.objective is None:
+        return Answer(objective=None, proved=False)
+    objective, bound = round(stats.objective), stats.best_bound
+    at_bound = bound is not None and math.ceil(bound - _TOLERANCE) >= objective
+    proved = at_bound or (bound is None and stats.status == status.Optimal)
+    return Answer(objective=objective, proved=proved)
+
+
+def _run(problem: pulp.LpProblem, time_limit: float, seed: int):
+    solver = pulp.HiGHS(
+        msg=False,
+        threads=1,
+        timeLimit=time_limit,
+        warmStart=any(v.varValue is not None for v in problem.variables()),
+        random_seed=seed,
+    )
+    if not solver.available():
+        raise SolverError('HiGHS is not installed: pip install "pulp[highs]".')
+    try:
+        return problem.solve(solver)
+    except pulp.PulpError as error:
+        raise SolverError(f"HiGHS failed: {error}") from error
+
+
+def _close_threads() -> None:
+    import highspy
+
+    highspy.Highs.resetGlobalScheduler(True)

@@ -1,0 +1,57 @@
+"""Random jobs, pipelines and costs for property tests."""
+
+import hypothesis.strategies as st
+import numpy as np
+
+from scheduler import AffineCost, CostModel, Limits, Pipeline, Sample
+
+LIMITS = Limits(capacity=512, block_tokens=32)
+
+
+@st.composite
+def job_mixes(draw, max_jobs=5, max_batches=5, max_batch=8):
+    """Jobs of several batches: ragged, of different numbers, short and long samples."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    shape = draw(st.sampled_from(["uniform", "lognormal", "heavy"]))
+    out = []
+    for job in range(draw(st.integers(1, max_jobs))):
+        for batch in range(draw(st.integers(1, max_batches))):
+            size = draw(st.integers(1, max_batch))
+            out += [
+                Sample(job=job, batch=batch, index=i, num_tokens=n)
+                for i, n in enumerate(_lengths(shape, size, rng))
+            ]
+    return out
+
+
+def _lengths(shape: str, size: int, rng: np.random.Generator) -> list[int]:
+    drawn = {
+        "uniform": lambda: rng.uniform(1, LIMITS.capacity, size),
+        "lognormal": lambda: rng.lognormal(4.5, 0.6, size),
+        "heavy": lambda: 20 * (1 + rng.pareto(1.2, size)),
+    }[shape]()
+    return [int(n) for n in np.clip(drawn, 1, LIMITS.capacity)]
+
+
+def pipelines():
+    """1 to 16 stages, of either executor."""
+    executors = st.sampled_from([Pipeline.one_f_one_b, Pipeline.fused_tick])
+    return st.builds(lambda make, s: make(s), executors, st.integers(1, 16))
+
+
+@st.composite
+def costs(draw, num_stages):
+    """Affine costs; the last stage may be dearer."""
+    affine = st.builds(
+        AffineCost,
+        base=st.sampled_from([0.0, 30.0, 300.0]),
+        per_token=st.sampled_from([0.5, 1.0, 2.0]),
+        per_square=st.sampled_from([0.0, 1e-3]),
+    )
+    return CostModel.uniform(
+        num_stages,
+        forward=draw(affine),
+        backward=draw(affine),
+        last_stage=draw(st.sampled_from([1.0, 1.3])),
+        communication=draw(st.sampled_from([0.0, 17.0])),
+    )

@@ -1,0 +1,110 @@
+"""Bounds are below every legal schedule, and reached where that is possible."""
+
+import itertools
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from scheduler import (
+    AffineCost,
+    CostModel,
+    Limits,
+    Pipeline,
+    Sample,
+    Schedule,
+    lower_bound,
+    simulate,
+    violations,
+)
+from tests.scheduler.strategies import costs
+
+LIMITS = Limits(capacity=64, block_tokens=16)
+PER_TOKEN = AffineCost(base=10, per_token=1, per_square=0)
+
+
+def batches(*lengths, job=0):
+    """Batches of one job, each a tuple of lengths."""
+    return [
+        Sample(job=job, batch=b, index=i, num_tokens=n)
+        for b, batch in enumerate(lengths)
+        for i, n in enumerate(batch)
+    ]
+
+
+def every_schedule(samples, num_slots):
+    """All placements of samples in slots; few enough only for a handful."""
+    for places in itertools.product(range(num_slots), repeat=len(samples)):
+        slots = [[] for _ in range(num_slots)]
+        for sample, place in zip(samples, places, strict=True):
+            slots[place].append(sample)
+        microbatches = tuple(tuple(s) for s in slots)
+        yield Schedule(microbatches=microbatches, limits=LIMITS)
+
+
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(data=st.data())
+def test_is_below_every_legal_schedule(data):
+    num_stages = data.draw(st.integers(1, 3))
+    pipeline = Pipeline.one_f_one_b(num_stages)
+    cost = data.draw(costs(num_stages))
+    shape = data.draw(
+        st.sampled_from([((2, 1),), ((3,),), ((1, 1), (1,)), ((2,), (2,))])
+    )
+    samples = [
+        Sample(job=j, batch=b, index=i, num_tokens=data.draw(st.integers(1, 64)))
+        for j, sizes in enumerate(shape)
+        for b, size in enumerate(sizes)
+        for i in range(size)
+    ]
+    bound = lower_bound(samples, LIMITS, pipeline, cost)
+    shortest, fewest = float("inf"), 99
+    for schedule in every_schedule(samples, len(samples) + num_stages - 1):
+        if not any(
+            v
+            for v in violations(schedule, samples, distance=pipeline.distance)
+            if "is empty" not in v
+        ):
+            shortest = min(shortest, simulate(schedule, cost, pipeline).makespan)
+            used = [i for i, m in enumerate(schedule.microbatches) if m]
+            fewest = min(fewest, used[-1] - used[0] + 1)
+    assert bound.makespan <= shortest * (1 + 1e-9)
+    assert bound.microbatches <= fewest
+
+
+def test_work_bound_by_hand():
+    """Five full microbatches on the last stage, and the smallest one's way there."""
+    samples = [s for job in range(5) for s in batches((60, 4), job=job)]
+    cost = CostModel.uniform(3, forward=PER_TOKEN, backward=PER_TOKEN, communication=3)
+    bound = lower_bound(samples, LIMITS, Pipeline.one_f_one_b(3), cost)
+    assert bound.work == 5 * 2 * (10 + 64) + 2 * (2 * (10 + 4) + 2 * 3)
+    assert bound.microbatches == 5
+
+
+def test_chain_bound_is_reached_by_single_samples():
+    samples = batches((50,), (30,), (64,))
+    cost = CostModel.uniform(4, forward=PER_TOKEN, backward=PER_TOKEN)
+    pipeline = Pipeline.one_f_one_b(4)
+    bound = lower_bound(samples, LIMITS, pipeline, cost)
+    assert bound.chain == 4 * 2 * (30 + 50 + 30 + 64)
+    apart = tuple(m for s in samples for m in ((s,), (), (), ()))[:-3]
+    schedule = Schedule(microbatches=apart, limits=LIMITS)
+    # Padding to whole blocks: 64, 32 and 64 tokens.
+    assert simulate(schedule, cost, pipeline).makespan == 4 * 2 * (30 + 64 + 32 + 64)
+    assert bound.microbatches == 9
+
+
+def test_no_chain_without_waiting():
+    samples = batches((50,), (30,))
+    cost = CostModel.uniform(4, forward=PER_TOKEN, backward=PER_TOKEN)
+    pipeline = Pipeline(num_stages=4, distance=1)
+    assert lower_bound(samples, LIMITS, pipeline, cost).chain == 0
+
+
+def test_gap():
+    samples = batches((64,))
+    cost = CostModel.uniform(1, forward=PER_TOKEN, backward=PER_TOKEN)
+    bound = lower_bound(samples, LIMITS, Pipeline(), cost)
+    assert bound.makespan == 148
+    assert bound.gap(148 * 1.25) == pytest.approx(0.25)
+    assert lower_bound([], LIMITS, Pipeline(), cost).gap(0) == 0

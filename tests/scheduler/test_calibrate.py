@@ -1,0 +1,72 @@
+"""Fits find what made the points, and say how far off they are."""
+
+import numpy as np
+import pytest
+
+from scheduler import AffineCost
+from scheduler.calibrate import MemoryPoint, TimePoint, fit_memory, fit_time
+
+SHAPES = [(n * length, n * length**2) for n in (1, 2, 8) for length in (64, 512, 4096)]
+
+
+def points(true, noise=0.0):
+    rng = np.random.default_rng(0)
+    return [
+        TimePoint(tokens=t, squares=q, seconds=true(t, q) * (1 + noise * rng.normal()))
+        for t, q in SHAPES
+    ]
+
+
+def test_finds_the_cost_that_made_the_points():
+    true = AffineCost(base=1e-3, per_token=2e-6, per_square=3e-11)
+    fit = fit_time(points(true))
+    assert fit.cost.base == pytest.approx(true.base)
+    assert fit.cost.per_token == pytest.approx(true.per_token)
+    assert fit.cost.per_square == pytest.approx(true.per_square)
+    assert fit.mape < 1e-9
+
+
+def test_reports_its_mean_error():
+    fit = fit_time(points(AffineCost(base=1e-3, per_token=2e-6, per_square=3e-11), 0.1))
+    assert 0.02 < fit.mape < 0.15
+
+
+def test_no_coefficient_is_negative():
+    """Time that falls with squares would fit best with a negative coefficient."""
+    falling = [
+        TimePoint(tokens=t, squares=q, seconds=1 + 1e-3 * t - 1e-8 * q)
+        for t, q in SHAPES
+        if 1e-3 * t > 1e-8 * q
+    ]
+    cost = fit_time(falling).cost
+    assert cost.per_square == 0
+    assert min(cost.base, cost.per_token) > 0
+
+
+def test_memory_counts_the_base_once():
+    def peak(batch_size, length):
+        return 15e9 + 2e5 * batch_size * length + 30.0 * batch_size * length**2
+
+    shapes = [(b, n) for b in (1, 2, 4) for n in (128, 1024, 2048)]
+    fit = fit_memory(
+        [MemoryPoint(batch_size=b, length=n, num_bytes=peak(b, n)) for b, n in shapes]
+    )
+    assert fit.model.base == pytest.approx(15e9)
+    assert fit.model(8, 4096) == pytest.approx(peak(8, 4096))
+    assert fit.mape < 1e-9
+
+
+@pytest.mark.parametrize(
+    "few", [[(100, 10000)] * 5, [(100, 10000), (200, 20000), (400, 40000)]]
+)
+def test_refuses_points_that_do_not_tell(few):
+    """One length only: tokens and squares grow together."""
+    same = [TimePoint(tokens=t, squares=q, seconds=1.0) for t, q in few]
+    with pytest.raises(ValueError, match="Measure several numbers of tokens"):
+        fit_time(same)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_refuses_measurements_that_are_none(seconds):
+    with pytest.raises(ValueError, match="must be positive and finite"):
+        fit_time([TimePoint(tokens=1, squares=1, seconds=seconds)])

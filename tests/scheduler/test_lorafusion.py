@@ -1,0 +1,407 @@
+"""LoRAFusion's algorithm keeps every rule, and its code's known failures stay away."""
+
+import dataclasses
+import logging
+import multiprocessing
+import time
+import types
+from concurrent.futures.process import BrokenProcessPool
+
+import highspy
+import hypothesis
+import hypothesis.strategies as st
+import pulp
+import pytest
+
+from scheduler import Limits, Sample, lorafusion, padded_tokens, violations
+from scheduler.lorafusion import algorithm, batch, milp, solver
+from scheduler.lorafusion.merge import merge
+from scheduler.lorafusion.verify_and_fix import verify_and_fix, with_no_ops
+from scheduler.types import Pipeline
+from tests.scheduler.lengths import jobs
+
+LIMITS = Limits(capacity=512, block_tokens=32)
+FOUR = Pipeline.one_f_one_b(4)
+GREEDY = {"use_milp": False}
+
+
+def sample(job, batch, index, tokens):
+    return Sample(job=job, batch=batch, index=index, num_tokens=tokens)
+
+
+@st.composite
+def mixes(draw, max_jobs=6, max_samples=8):
+    """Jobs with different numbers of global batches, of different sizes."""
+    lengths = st.lists(st.integers(1, 512), min_size=1, max_size=max_samples)
+    batches = st.lists(lengths, min_size=1, max_size=4)
+    return [
+        sample(3 * job, 2 + number, i, tokens)
+        for job, of_job in enumerate(draw(st.lists(batches, max_size=max_jobs)))
+        for number, of_batch in enumerate(of_job)
+        for i, tokens in enumerate(of_batch)
+    ]
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(mixes(), st.integers(1, 16), st.booleans(), st.booleans())
+def test_keeps_every_rule(samples, num_stages, fused, use_merge):
+    make = Pipeline.fused_tick if fused else Pipeline.one_f_one_b
+    pipeline, options = make(num_stages), {"use_merge": use_merge, **GREEDY}
+    schedule = lorafusion.pack(samples, LIMITS, pipeline, **options)
+    assert violations(schedule, samples, distance=pipeline.distance) == []
+    again = lorafusion.pack(samples[::-1], LIMITS, pipeline, **options)
+    assert schedule == again
+
+
+@hypothesis.settings(max_examples=12, deadline=None)
+@hypothesis.given(mixes(max_jobs=3, max_samples=4), st.integers(1, 16))
+def test_the_solver_keeps_every_rule(samples, num_stages):
+    pipeline = Pipeline.one_f_one_b(num_stages)
+    greedy = lorafusion.pack(samples, LIMITS, pipeline, use_merge=False, **GREEDY)
+    found = lorafusion.pack(samples, LIMITS, pipeline, use_merge=False, time_limit=2)
+    assert violations(found, samples, distance=pipeline.distance) == []
+    full = lambda schedule: sum(bool(m) for m in schedule.microbatches)
+    assert full(found) <= full(greedy)
+
+
+# Groups
+
+
+def of_lengths(*lengths):
+    """One job for each mean length, eight samples a batch."""
+    return [sample(j, 0, i, n) for j, n in enumerate(lengths) for i in range(8)]
+
+
+def groups(samples, pipeline):
+    return lorafusion.head_tail(lorafusion.statistics(samples), LIMITS, pipeline)
+
+
+def test_the_longest_job_is_paired_with_the_shortest():
+    samples = of_lengths(300, 100, 400, 200)
+    assert groups(samples, FOUR) == ((2, 1), (0, 3))
+
+
+def test_jobs_stay_alone_where_a_pair_would_have_to_wait_for_itself():
+    assert groups(of_lengths(300, 200), FOUR) == ((0,), (1,))
+    assert groups(of_lengths(300, 200), Pipeline()) == ((0, 1),)
+
+
+def test_statistics():
+    (found,) = lorafusion.statistics(
+        [sample(5, 0, 0, 10), sample(5, 0, 1, 20), sample(5, 1, 0, 30)]
+    )
+    expected = lorafusion.Statistics(job=5, mean=20.0, std=10.0, batch_size=1.5)
+    assert found == expected
+
+
+# The solver
+
+
+@pytest.mark.parametrize(
+    ("lengths", "greedy", "found"),
+    [
+        ((8, 8, 7, 6, 6, 5), [19, 16, 5], [20, 20]),
+        ((10, 10, 10, 9, 6, 4), [20, 19, 10], [20, 20, 9]),
+    ],
+)
+def test_fewest_bins_then_the_emptiest_smallest_one(lengths, greedy, found):
+    limits = Limits(capacity=20, block_tokens=1)
+    samples = [sample(0, 0, i, n) for i, n in enumerate(lengths)]
+    for use_milp, expected in ((False, greedy), (True, found)):
+        packed = batch.pack_batch(samples, settings(limits=limits, use_milp=use_milp))
+        assert [padded_tokens(m, limits) for m in packed.microbatches] == expected
+    assert packed.outcome is batch.Outcome.OPTIMAL
+
+
+def settings(**changes):
+    defaults = {"limits": LIMITS, "time_limit": 5.0, "seed": 0, "use_milp": True}
+    return batch.Settings(**{**defaults, **changes})
+
+
+def test_a_packing_that_nothing_can_beat_needs_no_solver(monkeypatch):
+    monkeypatch.setattr(batch, "_two_stages", None)
+    packed = batch.pack_batch([sample(0, 0, 0, 7)], settings())
+    assert packed.outcome is batch.Outcome.GREEDY
+
+
+@pytest.mark.parametrize("cut", ["fewest_bins", "emptiest_bin"])
+def test_a_packing_is_optimal_only_if_both_stages_are_proved(monkeypatch, cut):
+    stage = getattr(milp, cut)
+    unproved = lambda *a, **k: dataclasses.replace(stage(*a, **k), proved=False)
+    monkeypatch.setattr(milp, cut, unproved)
+    limits = Limits(capacity=20, block_tokens=1)
+    samples = [sample(0, 0, i, n) for i, n in enumerate((8, 8, 7, 6, 6, 5))]
+    packed = batch.pack_batch(samples, settings(limits=limits))
+    assert packed.outcome is batch.Outcome.FEASIBLE
+
+
+def test_the_smallest_bin_has_a_sample_and_what_others_cannot_hold():
+    limits = Limits(capacity=20, block_tokens=2)
+    samples = [sample(0, 0, i, n) for i, n in enumerate((10, 10, 5))]
+    assert batch._least(samples, limits, 2) == 3
+    assert batch._least(samples, limits, 1) == 13
+
+
+def stopped(status, objective, bound):
+    """A solver's verdict."""
+    return types.SimpleNamespace(
+        status=status,
+        has_solution=objective is not None,
+        objective=objective,
+        best_bound=bound,
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "objective", "bound", "proved"),
+    [
+        ("Optimal", 3.0, 3.0, True),
+        ("TimeLimit", 3.0, 1.2, False),
+        ("TimeLimit", 3.0, None, False),
+        ("TimeLimit", 3.0, 2.4, True),  # whole numbers: nothing lies in between
+        ("TimeLimit", None, 2.0, False),
+        ("GapLimit", 5.0, 3.0, False),
+        ("Optimal", 3.0, 1.0, False),  # as PuLP 3 called a solution cut by time
+    ],
+)
+def test_only_the_bound_makes_a_solution_optimal(
+    monkeypatch, status, objective, bound, proved
+):
+    stats = stopped(getattr(pulp.LpSolveStatus, status), objective, bound)
+    monkeypatch.setattr(solver, "_run", lambda *_: stats)
+    answer = solver.solve(None, time_limit=1, seed=0)
+    assert answer.proved is proved
+    assert (answer.objective is None) == (objective is None)
+
+
+def hard(seed=1):
+    """A batch that takes the solver seconds."""
+    return jobs(["mix", "mix"], num_samples=24, batch_size=24, seed=seed)
+
+
+def test_the_time_limit_holds_and_is_told():
+    limits = Limits(capacity=6144, block_tokens=64)
+    start = time.perf_counter()
+    packed = batch.pack_batch(hard(), settings(limits=limits, time_limit=0.3))
+    assert time.perf_counter() - start < 3  # never retried with a longer limit
+    assert packed.outcome in (batch.Outcome.FEASIBLE, batch.Outcome.GREEDY)
+
+
+def test_a_solver_without_time_leaves_the_greedy_packing():
+    limits = Limits(capacity=6144, block_tokens=64)
+    packed = batch.pack_batch(hard(), settings(limits=limits, time_limit=1e-9))
+    greedy = batch.pack_batch(hard(), settings(limits=limits, use_milp=False))
+    assert packed == greedy
+
+
+def no_solver(*_, **__):
+    raise pulp.PulpSolverError("no licence today")
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "broken", "reason"),
+    [
+        (pulp.LpProblem, "solve", no_solver, "SolverError: HiGHS failed: no licence"),
+        (pulp.HiGHS, "available", lambda _: False, "SolverError: HiGHS is not"),
+        (
+            solver,
+            "_run",
+            lambda *_: stopped(pulp.LpSolveStatus.Infeasible, None, None),
+            "SolverError: HiGHS stopped with 'Infeasible'",
+        ),
+    ],
+)
+def test_a_solver_that_fails_is_replaced_by_name(
+    monkeypatch, caplog, target, name, broken, reason
+):
+    monkeypatch.setattr(target, name, broken)
+    samples = jobs(["mix"] * 4, num_samples=16, batch_size=8)
+    limits = Limits(capacity=6144, block_tokens=64)
+    packing = lorafusion.pack_with_report(samples, limits, FOUR)
+    assert packing.schedule == lorafusion.pack(samples, limits, FOUR, **GREEDY)
+    assert packing.report.failures[0].startswith(reason)
+    assert packing.report.optimal == packing.report.feasible == 0
+    assert "were packed greedily; the first: SolverError" in caplog.text
+
+
+def test_a_missing_pulp_is_a_named_failure_too(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "scheduler.lorafusion.milp", None)
+    monkeypatch.delattr("scheduler.lorafusion.milp")
+    limits = Limits(capacity=6144, block_tokens=64)
+    packed = batch.pack_batch(hard(), settings(limits=limits))
+    assert packed.outcome is batch.Outcome.FAILED
+    assert "Error: " in packed.reason
+
+
+def test_an_answer_that_loses_a_sample_is_refused(monkeypatch):
+    def forget(problem, **_):
+        for variable in problem.variables():
+            variable.setInitialValue(0)
+        return solver.Answer(objective=1, proved=True)
+
+    monkeypatch.setattr(solver, "solve", forget)
+    one = sample(0, 0, 0, 9)
+    with pytest.raises(solver.SolverError, match="into 0 bins"):
+        milp.fewest_bins([one], LIMITS, [(one,)], time_limit=1, seed=0)
+
+
+def test_a_process_that_dies_is_a_named_failure(monkeypatch, caplog):
+    class Dead:
+        def __init__(self, *_, **__):
+            raise BrokenProcessPool("a process was killed")
+
+    monkeypatch.setattr(algorithm, "ProcessPoolExecutor", Dead)
+    samples = jobs(["mix"] * 4, num_samples=16, batch_size=8)
+    limits = Limits(capacity=6144, block_tokens=64)
+    packing = lorafusion.pack_with_report(samples, limits, FOUR, num_workers=2)
+    assert packing.schedule == lorafusion.pack(samples, limits, FOUR, **GREEDY)
+    assert "BrokenProcessPool: a process was killed" in packing.report.failures
+    assert "died" in caplog.text
+
+
+def test_threads_of_another_model_do_not_stop_the_solver():
+    """HiGHS keeps to the threads of the first model of a process."""
+    highspy.Highs.resetGlobalScheduler(True)
+    other = highspy.Highs()
+    other.setOptionValue("output_flag", False)
+    other.setOptionValue("threads", 2)
+    other.addVar(0.0, 1.0)
+    other.run()
+    problem = pulp.LpProblem("small", pulp.LpMinimize)
+    x = problem.add_variable("x", lowBound=0, cat="Integer")
+    problem += 2 * x >= 5
+    problem += x + 0
+    answer = solver.solve(problem, time_limit=5, seed=0)
+    assert answer == solver.Answer(objective=3, proved=True)
+
+
+def test_the_number_of_processes_changes_nothing():
+    samples = jobs(["xsum", "wikisum"], num_samples=24, batch_size=6)
+    limits = Limits(capacity=6144, block_tokens=64)
+    alone, spread = (
+        lorafusion.pack_with_report(samples, limits, FOUR, num_workers=n)
+        for n in (1, 2)
+    )
+    assert alone == spread
+    assert alone.report.optimal > 0
+    assert multiprocessing.active_children() == []
+
+
+def test_reports_every_batch(caplog):
+    caplog.set_level(logging.INFO, "scheduler.lorafusion.algorithm")
+    samples = jobs(["cnn", "mix"], num_samples=12, batch_size=6)
+    limits = Limits(capacity=6144, block_tokens=64)
+    report = lorafusion.pack_with_report(samples, limits, FOUR).report
+    assert report.optimal + report.feasible + report.greedy == 4
+    assert report.failures == ()
+    assert f"4 batches: {report.optimal} packed optimally" in caplog.text
+
+
+# Where LoRAFusion's code fails
+
+
+def test_a_merge_that_empties_a_microbatch_drops_it():
+    """Its second merge pass keeps it, so that samples are trained twice."""
+    a, b = [sample(0, 0, 0, 100)], [sample(1, 0, i, 100) for i in range(2)]
+    assert merge([[tuple(a)], [tuple(b)]], LIMITS, FOUR) == ((*a, *b),)
+
+
+def test_a_merge_never_mixes_two_batches_of_a_job():
+    """Its partial merge does: the check for it compares a name with itself."""
+    samples = [sample(0, b, i, 60) for b in range(3) for i in range(3)]
+    for distance in (1, 4):
+        pipeline = Pipeline(distance=distance)
+        schedule = lorafusion.pack(samples, LIMITS, pipeline, **GREEDY)
+        assert [len(m) for m in schedule.microbatches if m] == [3, 3, 3]
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(mixes(), st.integers(1, 16))
+def test_a_merge_calls_for_no_new_no_op(samples, num_stages):
+    """Its first merge pass does, and repairs that with more no-ops than needed."""
+    pipeline = Pipeline.one_f_one_b(num_stages)
+    plain, merged = (
+        lorafusion.pack(samples, LIMITS, pipeline, use_merge=m, **GREEDY)
+        for m in (False, True)
+    )
+    no_ops = lambda schedule: sum(not m for m in schedule.microbatches)
+    assert no_ops(merged) <= no_ops(plain)
+    assert len(merged.microbatches) <= len(plain.microbatches)
+
+
+def test_a_merge_looks_behind_the_microbatch_that_it_would_drop():
+    """Dropping job 1's only microbatch would bring job 0's batches too close."""
+    first, second = sample(0, 0, 0, 100), sample(0, 1, 0, 100)
+    between = (sample(1, 0, 0, 100), sample(1, 0, 1, 90))
+    merged = merge([[(first,)], [between], [(second,)]], LIMITS, Pipeline(distance=2))
+    assert merged == ((first, between[0]), (between[1],), (second,))
+
+
+@pytest.mark.parametrize(("num_stages", "no_ops"), [(1, 0), (4, 9), (8, 21), (16, 45)])
+def test_one_job_gets_enough_no_ops(num_stages, no_ops):
+    """Its repair adds 6 of them and leaves violations."""
+    samples = [sample(0, b, 0, 400) for b in range(4)]
+    pipeline = Pipeline.one_f_one_b(num_stages)
+    schedule = lorafusion.pack(samples, LIMITS, pipeline)
+    assert violations(schedule, samples, distance=num_stages) == []
+    assert sum(not m for m in schedule.microbatches) == no_ops
+
+
+def test_no_ops_stand_right_before_what_must_wait():
+    a0, b0, a1 = sample(0, 0, 0, 9), sample(1, 0, 0, 9), sample(0, 1, 0, 9)
+    order = [(a0,), (b0,), (a1,)]
+    assert list(with_no_ops(order, 4)) == [(a0,), (b0,), (), (), (a1,)]
+
+
+def test_ragged_last_batches_and_jobs_of_different_lengths():
+    """It refuses the first, and leaves out the longer job's last batches."""
+    samples = jobs(["mix"] * 3, num_samples=[19, 40, 5], batch_size=[8, 6, 8])
+    limits = Limits(capacity=6144, block_tokens=64)
+    schedule = lorafusion.pack(samples, limits, FOUR, **GREEDY)
+    assert violations(schedule, samples, distance=4) == []
+
+
+def test_a_sample_over_the_capacity_is_refused_before_anything_runs(monkeypatch):
+    """It puts such a sample into a microbatch that is over the capacity."""
+    monkeypatch.setattr(algorithm, "pack_batch", None)
+    with pytest.raises(ValueError, match="job 2 has 513 tokens, over the capacity of"):
+        lorafusion.pack([sample(2, 0, 0, 513)], LIMITS, FOUR)
+
+
+def test_a_merge_pads_to_the_blocks_that_were_asked_for():
+    """It pads to the kernel's, 128."""
+    limits = Limits(capacity=160, block_tokens=32)
+    a, b = sample(0, 0, 0, 96), sample(1, 0, 0, 64)
+    assert merge([[(a,)], [(b,)]], limits, FOUR) == ((a, b),)
+    coarse = dataclasses.replace(limits, capacity=128, block_tokens=128)
+    assert len(merge([[(a,)], [(b,)]], coarse, FOUR)) == 2
+
+
+def test_a_schedule_that_breaks_a_rule_is_never_returned():
+    one = sample(0, 0, 0, 9)
+    with pytest.raises(RuntimeError, match=r"breaks 1 rules; the first: .* 2 times"):
+        verify_and_fix([(one,), (one,)], [one], LIMITS, FOUR)
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"time_limit": 0}, "time_limit must be positive, got 0"),
+        ({"num_workers": 0}, "num_workers must be at least 1, got 0"),
+    ],
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        lorafusion.pack([], LIMITS, FOUR, **options)
+
+
+def test_refuses_a_sample_that_is_given_twice():
+    with pytest.raises(ValueError, match="given twice"):
+        lorafusion.pack([sample(0, 0, 0, 9)] * 2, LIMITS, FOUR)
+
+
+def test_nothing_to_schedule():
+    assert lorafusion.pack([], LIMITS, FOUR).microbatches == ()
