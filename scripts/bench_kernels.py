@@ -226,7 +226,8 @@ def one_by_one(x, matrices, routing):
     rows, num_slots = x.shape[0], matrices[0][1].shape[0]
     out = []
     for i in range(num_slots):
-        here, one = slice(i * rows // num_slots, (i + 1) * rows // num_slots), [i]
+        one = slice(i, i + 1)
+        here = slice(i * rows // num_slots, (i + 1) * rows // num_slots)
         alone = Routing(
             scaling=routing.scaling[one],
             rank=routing.rank[one],

@@ -12,6 +12,12 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.mosaic.ring import COMPUTE, Ring, RingShape
 
+# Registers of a thread of the loading warpgroup and of the computing ones. A block
+# starts with an equal share for each, in eights, and waits for ever for more than that.
+_LOADER, _COMPUTER = 40, 232
+_AT_START = 65536 // (128 * (COMPUTE + 1)) // 8 * 8
+assert _LOADER + COMPUTE * _COMPUTER <= (COMPUTE + 1) * _AT_START
+
 
 class Role(Protocol):
     """A kind of work: how an item is loaded and how it is computed."""
@@ -86,12 +92,12 @@ def launch(
 
         @pl.when(wg == COMPUTE)
         def _():
-            plgpu.set_max_registers(48, action="decrease")
+            plgpu.set_max_registers(_LOADER, action="decrease")
             ring.drain(each_item(work.load))
 
         @pl.when(wg < COMPUTE)
         def _():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(_COMPUTER, action="increase")
             each_item(lambda item, about, step: work.compute(item, about, step, wg))
             plgpu.wait_smem_to_gmem(0)
 
