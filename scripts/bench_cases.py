@@ -1,0 +1,238 @@
+"""What the kernel benchmarks run: shapes, random operands, and the JAX methods."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import Dropout, Projection, dropout_keys, multi_lora_linears
+
+BLOCK = 128  # token rows of a block
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Linears that are timed together.
+
+    Attributes:
+        name: What tables call it.
+        tokens: T.
+        groups: (K, (N, ...)) of linears that share an input.
+        ranks: Of the adapters, which share the tokens equally.
+        rate: Dropout rate.
+    """
+
+    name: str
+    tokens: int
+    groups: tuple[tuple[int, tuple[int, ...]], ...]
+    ranks: tuple[int, ...] = (16,)
+    rate: float = 0.1
+
+
+_SQUARE = ((4096, (4096,)),)
+_LLAMA_8B = (  # q k v; o; gate up; down
+    (4096, (4096, 1024, 1024)),
+    (4096, (4096,)),
+    (4096, (14336, 14336)),
+    (14336, (4096,)),
+)
+_FOUR = (16,) * 4
+CASES = (
+    Case("4096x4096, 1 adapter", 8192, _SQUARE),
+    Case("4096x4096, 4 adapters", 8192, _SQUARE, _FOUR),
+    Case("4096x4096, 4 adapters, no dropout", 8192, _SQUARE, _FOUR, 0.0),
+    Case("4096x14336, 4 adapters", 8192, ((4096, (14336,)),), _FOUR),
+    Case("14336x4096, 4 adapters", 8192, ((14336, (4096,)),), _FOUR),
+    Case("16384 tokens, 4096x4096, 4 adapters", 16384, _SQUARE, _FOUR),
+    Case("4096x1024, 4 adapters", 8192, ((4096, (1024,)),), _FOUR),
+    Case("Llama-3.1-8B layer, ranks 8 to 64", 8192, _LLAMA_8B, (8, 16, 32, 64)),
+    Case("32 adapters of rank 64, 256 tokens each", 8192, _SQUARE, (64,) * 32),
+    Case("4 adapters of rank 8", 8192, _SQUARE, (8,) * 4),
+    Case("3 adapters of rank 8, one of rank 128", 8192, _SQUARE, (8, 8, 8, 128)),
+    Case("4 adapters of rank 128", 8192, _SQUARE, (128,) * 4),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Linears that share x; a pytree through `arrays`.
+
+    Attributes:
+        x: T K.
+        matrices: (w, a, b) of each linear.
+        dy: T N of each linear.
+    """
+
+    x: jax.Array
+    matrices: list[tuple[jax.Array, jax.Array, jax.Array]]
+    dy: list[jax.Array]
+
+
+jax.tree_util.register_dataclass(Group)
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """What the linears of a case share.
+
+    Attributes:
+        scaling, rank: Of each adapter.
+        block_adapter: Of each token block.
+        rate: Of dropout, one for all adapters; 0: none.
+        token_index: The token's index in its adapter's batch.
+    """
+
+    scaling: jax.Array
+    rank: jax.Array
+    block_adapter: jax.Array
+    rate: float
+    token_index: jax.Array
+
+    def dropout(self, projection: int) -> Dropout | None:
+        """Of one projection."""
+        if self.rate == 0:
+            return None
+        g = self.rank.shape[0]
+        seed, step = jnp.arange(g), jnp.zeros(g, jnp.int32)
+        key = dropout_keys(seed, step, layer=0, projection=projection)
+        return Dropout(key, jnp.full(g, self.rate), self.token_index)
+
+
+def arrays(case: Case) -> tuple[list[Group], Routing]:
+    """Random operands of a case."""
+    g, t = len(case.ranks), case.tokens
+    keys = iter(jax.random.split(jax.random.key(0), 64))
+    bf16 = jnp.bfloat16
+    live = jnp.arange(max(case.ranks)) < jnp.array(case.ranks)[:, None]
+
+    def matrices(k, n):
+        r = max(case.ranks)
+        w = jax.random.normal(next(keys), (k, n)) * k**-0.5
+        a = jax.random.normal(next(keys), (g, k, r)) * live[:, None] * k**-0.5
+        b = jax.random.normal(next(keys), (g, r, n)) * live[:, :, None]
+        return w.astype(bf16), a.astype(bf16), b.astype(bf16)
+
+    groups = [
+        Group(
+            x=jax.random.normal(next(keys), (t, k), bf16),
+            matrices=[matrices(k, n) for n in widths],
+            dy=[jax.random.normal(next(keys), (t, n), bf16) for n in widths],
+        )
+        for k, widths in case.groups
+    ]
+    blocks = jnp.repeat(jnp.arange(g), t // BLOCK // g).astype(jnp.int32)
+    routing = Routing(
+        scaling=jnp.full(g, 2.0),
+        rank=jnp.array(case.ranks, jnp.int32),
+        block_adapter=blocks,
+        rate=case.rate,
+        token_index=jnp.arange(t, dtype=jnp.int32) % (t // g),
+    )
+    return groups, routing
+
+
+def frozen(x, matrices, routing):
+    """The base layers alone."""
+    del routing
+    return [x @ w for w, _, _ in matrices]
+
+
+def ours(implementation, x, matrices, routing):
+    """`multi_lora_linears`."""
+    made = [
+        Projection(
+            w=w,
+            a=a,
+            b=b,
+            scaling=routing.scaling,
+            rank=routing.rank,
+            dropout=routing.dropout(i),
+        )
+        for i, (w, a, b) in enumerate(matrices)
+    ]
+    return multi_lora_linears(
+        x, made, routing.block_adapter, implementation=implementation
+    )
+
+
+def ragged(x, matrices, routing):
+    """`lax.ragged_dot` twice, as in SkyRL tx; without dropout."""
+    out = []
+    for w, a, b in matrices:
+        sizes = jnp.bincount(routing.block_adapter, length=a.shape[0]) * BLOCK
+        s = jax.lax.ragged_dot(x, a, sizes) * routing.scaling[0].astype(x.dtype)
+        out.append(x @ w + jax.lax.ragged_dot(s, b, sizes))
+    return out
+
+
+def static_slices(x, matrices, routing):
+    """A static slice for each adapter; without dropout."""
+    out = []
+    for w, a, b in matrices:
+        rows = jnp.split(x, a.shape[0])
+        delta = [
+            part @ a[i] @ b[i] * routing.scaling[i].astype(x.dtype)
+            for i, part in enumerate(rows)
+        ]
+        out.append(x @ w + jnp.concatenate(delta))
+    return out
+
+
+def one_by_one(x, matrices, routing):
+    """Separate layers for each adapter, as separate jobs would run."""
+    rows, num_slots = x.shape[0], matrices[0][1].shape[0]
+    out = []
+    for i in range(num_slots):
+        one = slice(i, i + 1)
+        here = slice(i * rows // num_slots, (i + 1) * rows // num_slots)
+        alone = Routing(
+            scaling=routing.scaling[one],
+            rank=routing.rank[one],
+            block_adapter=jnp.zeros(rows // num_slots // BLOCK, jnp.int32),
+            rate=routing.rate,
+            token_index=routing.token_index[here],
+        )
+        own = [(w, a[one], b[one]) for w, a, b in matrices]
+        out.append(ours("xla", x[here], own, alone))
+    return [jnp.concatenate(parts) for parts in zip(*out, strict=True)]
+
+
+METHODS: dict[str, Callable] = {
+    "frozen": frozen,
+    "jaxlora mosaic": functools.partial(ours, "mosaic"),
+    "jaxlora xla": functools.partial(ours, "xla"),
+    "ragged_dot, no dropout": ragged,
+    "static slices, no dropout": static_slices,
+    "a layer for each adapter": one_by_one,
+}
+
+
+def passes(method, groups, routing, *, with_gradient: bool):
+    """Outputs of every group and, if asked for, gradients of x, A and B."""
+    out = []
+    for group in groups:
+        weights = [w for w, _, _ in group.matrices]
+        adapters = [(a, b) for _, a, b in group.matrices]
+
+        def forward(x, adapters, weights=weights):
+            matrices = [(w, *ab) for w, ab in zip(weights, adapters, strict=True)]
+            return tuple(method(x, matrices, routing))
+
+        if not with_gradient:
+            out.append(forward(group.x, adapters))
+            continue
+        y, vjp = jax.vjp(forward, group.x, adapters)
+        gradients = vjp(tuple(group.dy))
+        out.append((y, gradients[0] if method is frozen else gradients))
+    return out
+
+
+def call(case: Case, method: str, *, with_gradient: bool) -> tuple[Callable, list]:
+    """(compiled function, its argument) of one method."""
+    groups, routing = arrays(case)
+    run = functools.partial(
+        passes, METHODS[method], routing=routing, with_gradient=with_gradient
+    )
+    return jax.jit(run), groups
