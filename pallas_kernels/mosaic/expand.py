@@ -156,9 +156,10 @@ class Expand:
 
         # Read before the long product, so that nothing waits for it after.
         tokens = [self._tokens(mask, slot, row) for mask in self.masks]
+        first = self._features(0, 0, slot, column) if self.masks else None
         y, step = pl.run_scoped(accumulate, plgpu.ACC((ROWS, COLUMNS), jnp.float32))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        add = self._masked(tokens, slot, column, step, own, wg)
+        add = self._masked(tokens, first, slot, column, step, own, wg)
         for i in range(COLUMNS // STEP):
             part = y[:, i * STEP : (i + 1) * STEP]
             part = add(part, i) if self.masks else part
@@ -185,30 +186,32 @@ class Expand:
         key = mask.key[jnp.maximum(slot, 0), 0]
         return token_words(key, load_line(index, OF_ROW))
 
-    def _masked(self, tokens, slot, column, step, own, wg):
+    def _features(self, i, p, slot, column):
+        """Words of the i-th 64 features of the tile, of one projection."""
+        words = self.masks[p].word
+        word = words.at[jnp.maximum(slot, 0), pl.ds(column + i * STEP, STEP)]
+        return load_line(word, OF_COLUMN)
+
+    def _masked(self, tokens, first, slot, column, step, own, wg):
         """Adds mask * (s B) of each projection to 64 columns of the tile at a time.
 
-        The stages of all rank steps are held meanwhile.
+        The stages of all rank steps are held meanwhile, and the features' words are
+        read one term ahead, the first before.
         """
-        here = jnp.maximum(slot, 0)
+        here, num = jnp.maximum(slot, 0), len(self.masks)
+        order = [(i, p) for i in range(COLUMNS // STEP) for p in range(num)]
+        ahead = [first]
 
-        def features(i, p):
-            word = self.masks[p].word.at[here, pl.ds(column + i * STEP, STEP)]
-            return load_line(word, OF_COLUMN)
-
-        order = [(i, p) for i in range(COLUMNS // STEP) for p in range(len(self.masks))]
-        ahead = [features(*order[0])] if order else []
-
-        @pl.loop(0, sum(own) if order else 0)
+        @pl.loop(0, sum(own) if self.masks else 0)
         def _(i):
             self.ring.wait(step + i)
 
         def term(i, p):
-            first = step + sum(own[:p])
+            begin = step + sum(own[:p])
 
             def accumulate(acc):
                 def multiply(j, _):
-                    stage = self.ring.slot(first + j)
+                    stage = self.ring.slot(begin + j)
                     b = self._w_columns(stage, i)
                     plgpu.wgmma(acc, self.ring.x_part(stage, wg), b)
 
@@ -220,9 +223,8 @@ class Expand:
         def add(y, i):
             for p, mask in enumerate(self.masks):
                 words = ahead.pop()
-                following = i * len(self.masks) + p + 1
-                if following < len(order):
-                    ahead.append(features(*order[following]))
+                for following in order[i * num + p + 1 :][:1]:
+                    ahead.append(self._features(*following, slot, column))
                 y = y + dropped(term(i, p), tokens[p], words, mask.threshold[here])
             return y
 
