@@ -155,14 +155,12 @@ class Expand:
             return acc[...], after
 
         # Read before the long product, so that nothing waits for it after.
-        tokens = [self._tokens(mask, slot, row) for mask in self.masks]
-        first = self._features(0, 0, slot, column) if self.masks else None
+        words = self._words(slot, row, column) if self.masks else None
         y, step = pl.run_scoped(accumulate, plgpu.ACC((ROWS, COLUMNS), jnp.float32))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        add = self._masked(tokens, first, slot, column, step, own, wg)
+        add = self._masked(words, slot, column, step, own, wg)
         for i in range(COLUMNS // STEP):
-            part = y[:, i * STEP : (i + 1) * STEP]
-            part = add(part, i) if self.masks else part
+            part = add(y[:, i * STEP : (i + 1) * STEP], i)
             self._store(part, i, slot, row, column, wg)
         if self.masks:
 
@@ -180,11 +178,13 @@ class Expand:
             return self.ring.w.at[stage, part].transpose((1, 0))
         return self.ring.w.at[stage, :, part]
 
-    def _tokens(self, mask, slot, row):
+    def _words(self, slot, row, column):
+        """(token indices, keys and thresholds by projection, first features' words)."""
+        here = jnp.maximum(slot, 0)
         last = self.y.shape[0] - ROWS  # a tile's second half may lie outside
-        index = mask.token_index.at[pl.ds(jnp.minimum(row, last), ROWS)]
-        key = mask.key[jnp.maximum(slot, 0), 0]
-        return token_words(key, load_line(index, OF_ROW))
+        index = self.masks[0].token_index.at[pl.ds(jnp.minimum(row, last), ROWS)]
+        drops = [(mask.key[here, 0], mask.threshold[here]) for mask in self.masks]
+        return load_line(index, OF_ROW), drops, self._features(0, 0, slot, column)
 
     def _features(self, i, p, slot, column):
         """Words of the i-th 64 features of the tile, of one projection."""
@@ -192,17 +192,19 @@ class Expand:
         word = words.at[jnp.maximum(slot, 0), pl.ds(column + i * STEP, STEP)]
         return load_line(word, OF_COLUMN)
 
-    def _masked(self, tokens, first, slot, column, step, own, wg):
+    def _masked(self, words, slot, column, step, own, wg):
         """Adds mask * (s B) of each projection to 64 columns of the tile at a time.
 
-        The stages of all rank steps are held meanwhile, and the features' words are
-        read one term ahead, the first before.
+        The stages of all rank steps are held meanwhile. The features' words are read
+        one term ahead; the tokens' are made when they are used, to spare registers.
         """
-        here, num = jnp.maximum(slot, 0), len(self.masks)
+        if words is None:
+            return lambda y, _: y
+        index, drops, *ahead = words
+        num = len(drops)
         order = [(i, p) for i in range(COLUMNS // STEP) for p in range(num)]
-        ahead = [first]
 
-        @pl.loop(0, sum(own) if self.masks else 0)
+        @pl.loop(0, sum(own))
         def _(i):
             self.ring.wait(step + i)
 
@@ -221,11 +223,12 @@ class Expand:
             return pl.run_scoped(accumulate, plgpu.ACC((ROWS, STEP), jnp.float32))
 
         def add(y, i):
-            for p, mask in enumerate(self.masks):
-                words = ahead.pop()
+            for p, (key, threshold) in enumerate(drops):
+                features = ahead.pop()
                 for following in order[i * num + p + 1 :][:1]:
                     ahead.append(self._features(*following, slot, column))
-                y = y + dropped(term(i, p), tokens[p], words, mask.threshold[here])
+                tokens = token_words(key, index)
+                y = y + dropped(term(i, p), tokens, features, threshold)
             return y
 
         return add
