@@ -72,6 +72,21 @@ def _parser() -> argparse.ArgumentParser:
         "--resume", action="store_true", help="continue from the newest checkpoint"
     )
 
+    plan = command(
+        "plan",
+        _plan,
+        "Say how a run's samples will be packed: microbatches, fill, simulated time. "
+        "Reads the tokenizer and the jobs' data; needs no weights and no GPU.",
+    )
+    plan.add_argument("run_file", help="YAML; see docs/run_file.md")
+    plan.add_argument(
+        "--stages", type=_positive, default=1, help="pipeline stages (1)", metavar="S"
+    )
+    plan.add_argument(
+        "--steps", type=_positive, help="only each job's first N steps", metavar="N"
+    )
+    plan.add_argument("--picture", help="write a Gantt picture (.png, .svg or .pdf)")
+
     convert = command(
         "convert",
         _convert,
@@ -108,6 +123,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return int(text)
+
+
 def _train(arguments: argparse.Namespace) -> int:
     _keep_compiled_programs()
     from jaxlora.run_file import load_run
@@ -133,6 +154,19 @@ def _keep_compiled_programs() -> None:
         folder = pathlib.Path(home) / "jaxlora" / "xla"
         jax.config.update("jax_compilation_cache_dir", str(folder))
         logging.getLogger("jaxlora").info("compiled programs are kept in %s", folder)
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    from jaxlora.plan import draw_plan, plan_run, print_plan
+    from jaxlora.run_file import load_run
+
+    config = load_run(arguments.run_file)
+    planned = plan_run(config, stages=arguments.stages, steps=arguments.steps)
+    print_plan(planned, Console())
+    if arguments.picture:
+        drawn = draw_plan(planned, arguments.picture)
+        total = len(planned.whole.schedule.microbatches)
+        print(f"wrote {arguments.picture}: the first {drawn} of {total} microbatches")
 
 
 def _convert(arguments: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from jaxlora.strict import Strict
+from scheduler import PackerName
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
@@ -96,6 +97,8 @@ class LoraJob(Strict):
         early_stopping: Stop after so many evaluations without improvement.
         early_stopping_delta: An improvement is at least this much, in nats a token.
         keep_best: Export the weights of the best evaluation, not the last.
+        priority: Of jobs that wait for a slot, higher ones start first; among equals,
+            first come first served.
     """
 
     name: str
@@ -136,6 +139,8 @@ class LoraJob(Strict):
     early_stopping: PositiveInt | None = None
     early_stopping_delta: NonNegativeFloat = 0.0
     keep_best: bool = False
+
+    priority: int = 0
 
     @pydantic.field_validator("name")
     @classmethod
@@ -195,10 +200,17 @@ class RunConfig(Strict):
         remat: Recompute each layer's activations in the backward pass.
         implementation: Which LoRA kernels run: `mosaic` (Hopper) or `xla` (anywhere);
             `auto` takes `mosaic` where it can run every adapted linear.
+        window_steps: Optimiser steps of each job that are packed together: a window.
+            More fill microbatches better; jobs start, checkpoints are written and an
+            interrupt ends the run between windows.
+        packer: What packs a window: `joint`; `greedy`, one step of every job at a time;
+            or `lorafusion`, LoRAFusion's algorithm.
         checkpoint_every: Rounds (one optimiser step of every running job) between
-            checkpoints; None: only at the end and when interrupted.
+            checkpoints, each at the end of its window; None: only at the end and when
+            interrupted.
         keep_checkpoints: How many to keep.
-        log_every: Rounds between lines of the training log.
+        log_every: Rounds between lines of the training log, each at the end of its
+            window.
     """
 
     model: str
@@ -214,6 +226,8 @@ class RunConfig(Strict):
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     remat: bool = False
     implementation: Literal["auto", "xla", "mosaic"] = "auto"
+    window_steps: PositiveInt = 4
+    packer: PackerName = "joint"
     checkpoint_every: PositiveInt | None = 50
     keep_checkpoints: PositiveInt = 2
     log_every: PositiveInt = 1

@@ -4,6 +4,7 @@ from scheduler import greedy, joint
 from scheduler.bounds import Bound, lower_bound
 from scheduler.check import violations
 from scheduler.cost import AffineCost, CostModel, StageCost
+from scheduler.named import PackerName, named
 from scheduler.plan import Plan, plan
 from scheduler.simulate import Simulation, lock_step_time, simulate, window_sum
 from scheduler.types import (
@@ -22,6 +23,7 @@ __all__ = [
     "CostModel",
     "Limits",
     "Microbatch",
+    "PackerName",
     "Pipeline",
     "Plan",
     "Sample",
@@ -32,6 +34,7 @@ __all__ = [
     "joint",
     "lock_step_time",
     "lower_bound",
+    "named",
     "padded_tokens",
     "plan",
     "simulate",

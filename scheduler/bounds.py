@@ -91,13 +91,19 @@ def _slots(job: list[_Batch], pipeline: Pipeline) -> int:
 def _work(
     padded: int, squares: int, fewest: int, shortest: int, cost: CostModel
 ) -> float:
-    best, way = 0.0, 0.0
+    best, way, least = 0.0, 0.0, _least_charge(cost)
+    charged = max(padded, fewest * least)
     for stage in cost.stages:
         both = stage.forward + stage.backward
-        best = max(best, way + both(padded, squares) + (fewest - 1) * both.base)
+        best = max(best, way + both(charged, squares) + (fewest - 1) * both.base)
         # What comes before a stage's first pass and after its last one.
-        way += both(shortest, shortest**2) + 2 * cost.communication
+        way += both(max(shortest, least), shortest**2) + 2 * cost.communication
     return best
+
+
+def _least_charge(cost: CostModel) -> int:
+    """Tokens that every microbatch is charged for at least."""
+    return cost.buckets[0] if cost.buckets else 0
 
 
 def _through(batch: _Batch, cost: CostModel) -> float:
@@ -106,6 +112,7 @@ def _through(batch: _Batch, cost: CostModel) -> float:
     In `num` microbatches, whatever else is in them: over all numbers, as more of them
     overlap better but cost more.
     """
+    small = _least_charge(cost)
     whole = sum((s.forward + s.backward for s in cost.stages), start=_NOTHING)
     hops = 2 * (cost.num_stages - 1) * cost.communication
     first = cost.stages[0]
@@ -113,19 +120,22 @@ def _through(batch: _Batch, cost: CostModel) -> float:
     half = _least(first.forward, first.backward)
     shortest = float("inf")
     if batch.fewest == 1:
-        shortest = whole(batch.tokens, batch.squares) + hops
+        shortest = whole(max(batch.tokens, small), batch.squares) + hops
     for num in range(max(2, batch.fewest), batch.num_samples + 1):
         least = max(-(-batch.tokens // num), batch.longest)
         # The way of the largest microbatch, or of that with the longest sample.
-        largest = whole(least, 0) + half(batch.tokens - least, batch.squares)
+        others = (num - 1) * small
+        largest = whole(max(least, small), 0) + half(
+            max(batch.tokens - least, others), batch.squares
+        )
         square = batch.longest**2
-        longest = whole(batch.longest, square) + half(
-            batch.tokens - batch.longest, batch.squares - square
+        longest = whole(max(batch.longest, small), square) + half(
+            max(batch.tokens - batch.longest, others), batch.squares - square
         )
         way = max(largest, longest) + (num - 2) * half.base + hops
         # Or what a stage does, in time to reach it and return.
         busy = max(
-            (s.forward + s.backward)(batch.tokens, batch.squares)
+            (s.forward + s.backward)(max(batch.tokens, num * small), batch.squares)
             + (num - 1) * (s.forward + s.backward).base
             for s in cost.stages
         )

@@ -30,7 +30,7 @@ class Work:
         return cls(per_square / per_token if per_token and not cost.buckets else 0.0)
 
     def item(self, sample: Sample) -> Item:
-        n = sample.num_tokens
+        n = int(sample.num_tokens)  # the bit sets need no NumPy number
         return n + round(self.square_in_tokens * n * n), n, sample
 
 

@@ -136,6 +136,7 @@ class Planner:
             ValueError: The job is planned already, or its first batch cannot be.
         """
         slots = job.batch_tokens / self.limits.capacity + self.pipeline.distance - 1
+        slots = max(1.0, slots)  # two batches never share one
         source = Source(job.batches, self._work, self.limits)
         new = Progress(source, num_batches=job.num_batches, slots_a_batch=slots)
         if source.job is None:

@@ -87,7 +87,8 @@ def pack_microbatch(
 
     Args:
         microbatch: Samples, each job's side by side.
-        batches: The global batch of each slot that occurs.
+        batches: The global batch of each slot that occurs. The room of a slot that is
+            not here stays empty.
         limits: Capacity and block size.
     """
     c, block = limits.capacity, limits.block_tokens
@@ -104,9 +105,12 @@ def pack_microbatch(
     for number, sample in enumerate(microbatch):
         if number and sample.job != microbatch[number - 1].job:
             at = limits.padded(at)
-        batch = batches[sample.job]
+        batch = batches.get(sample.job)
+        end = at + sample.num_tokens
+        if batch is None:
+            at = end
+            continue
         tokens = batch.samples[sample.index]
-        end = at + len(tokens.token_ids)
         _fill(rows, slice(at, end), tokens, batch.weight)
         rows["segment_ids"][at:end] = number
         rows["token_index"][at:end] += np.int32(batch.starts[sample.index])

@@ -1,4 +1,4 @@
-"""Ctrl-C as a wish: finish the round, write a checkpoint, leave."""
+"""Ctrl-C as a wish: finish the window, write a checkpoint, leave."""
 
 import logging
 import signal
@@ -32,7 +32,7 @@ class StopRequest:
         self.requested = True
         self._restore()
         logger.warning(
-            "%s: finishing the round, then writing a checkpoint. Once more to leave "
+            "%s: finishing the window, then writing a checkpoint. Once more to leave "
             "at once.",
             signal.Signals(number).name,
         )

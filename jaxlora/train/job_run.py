@@ -49,6 +49,18 @@ class JobProgress:
     evals_without_gain: int = 0
 
 
+def job_order(job: LoraJob, data: TokenizedData) -> JobOrder:
+    """Which samples make up each global batch of a job."""
+    return JobOrder(
+        num_samples=len(data.samples),
+        batch_size=job.batch_size,
+        seed=job.seed,
+        shuffle=job.shuffle,
+        epochs=job.epochs,
+        steps=job.steps,
+    )
+
+
 class JobRun:
     """One job of a run.
 
@@ -70,14 +82,7 @@ class JobRun:
     ):
         self.job, self.start = job, start
         self.train_data, self.eval_data = train_data, eval_data
-        self.order = JobOrder(
-            num_samples=len(train_data.samples),
-            batch_size=job.batch_size,
-            seed=job.seed,
-            shuffle=job.shuffle,
-            epochs=job.epochs,
-            steps=job.steps,
-        )
+        self.order = job_order(job, train_data)
         self.progress = JobProgress()
 
     @functools.cached_property
@@ -110,9 +115,17 @@ class JobRun:
         """Changes some of `progress`."""
         self.progress = dataclasses.replace(self.progress, **changes)
 
+    def lengths(self, step: int) -> list[int]:
+        """Tokens of each sample of the global batch of an optimiser step."""
+        samples = self.train_data.samples
+        return [len(samples[i].token_ids) for i in self.order.batch(step)]
+
     def next_batch(self) -> JobBatch:
         """The global batch of the job's next optimiser step."""
-        step = self.progress.step
+        return self.batch(self.progress.step)
+
+    def batch(self, step: int) -> JobBatch:
+        """The global batch of an optimiser step."""
         samples = tuple(self.train_data.samples[i] for i in self.order.batch(step))
         num_targets = sum(int(s.is_target.sum()) for s in samples)
         return JobBatch(

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import rich.progress
 
 from jaxlora import console
+from jaxlora.train.executor import StepOutcome
 from jaxlora.train.job_run import JobRun
-from jaxlora.train.rounds import StepOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ class Progress:
         )
         self._tasks: dict[str, rich.progress.TaskID] = {}
         self._began = time.perf_counter()
+        self._speed = ""
 
     def __enter__(self) -> "Progress":
         self._bars.start()
@@ -41,14 +42,14 @@ class Progress:
     def __exit__(self, *_) -> None:
         self._bars.stop()
 
-    def update(self, outcomes: Mapping[str, StepOutcome], seconds: float) -> None:
-        """Moves the bars after a round.
+    def update(self, tokens_per_second: float | None = None) -> None:
+        """Moves the bars to where the jobs are.
 
         Args:
-            outcomes: What each job's step did, by job name.
-            seconds: How long the round took.
+            tokens_per_second: Of the latest window; None: as before.
         """
-        tokens = sum(outcome.num_tokens for outcome in outcomes.values())
+        if tokens_per_second is not None:
+            self._speed = f"  {tokens_per_second:,.0f} tok/s"
         for run in self._runs:
             name = run.job.name
             if run.progress.status == "waiting":
@@ -61,22 +62,30 @@ class Progress:
             self._bars.update(
                 self._tasks[name],
                 completed=run.progress.step,
-                loss=f"loss {loss:.3f}  {tokens / seconds:,.0f} tok/s" if loss else "",
+                loss=f"loss {loss:.3f}{self._speed}" if loss else "",
             )
 
     def log_line(
-        self, number: int, outcomes: Mapping[str, StepOutcome], seconds: float
+        self,
+        number: int,
+        outcomes: Mapping[str, StepOutcome],
+        tokens_per_second: float,
     ) -> None:
-        """One line for the log, where no bars are shown."""
+        """One line for the log, where no bars are shown.
+
+        Args:
+            number: Rounds done.
+            outcomes: The latest step of each job, by job name.
+            tokens_per_second: Of the latest window.
+        """
         if self._on_terminal:
             return
-        tokens = sum(outcome.num_tokens for outcome in outcomes.values())
         losses = ", ".join(f"{name} {o.loss:.3f}" for name, o in outcomes.items())
         logger.info(
             "round %d: %s | %s tok/s | %s left",
             number,
             losses,
-            f"{tokens / seconds:,.0f}",
+            f"{tokens_per_second:,.0f}",
             self._time_left(),
         )
 

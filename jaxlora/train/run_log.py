@@ -42,8 +42,8 @@ class RunLog:
         """Writes one event.
 
         Args:
-            kind: What happened: round, step, eval or job.
-            round_number: Rounds done.
+            kind: What happened: window, step, eval or job.
+            round_number: The round that it belongs to.
             **values: Numbers and words; `job` and `step` say whose and when.
         """
         record = {

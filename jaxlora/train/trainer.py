@@ -1,10 +1,9 @@
-"""The trainer: many jobs on one base, from first round to exported adapters."""
+"""The trainer: many jobs on one base, from first window to exported adapters."""
 
 import dataclasses
 import datetime
 import logging
 import pathlib
-import time
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -18,15 +17,16 @@ from jaxlora.hf.names import linear_names
 from jaxlora.hf.peft_export import export_peft
 from jaxlora.train import prepare
 from jaxlora.train.checkpoint import Checkpoints, RunIdentity, SavedRun
+from jaxlora.train.executor import Executor
 from jaxlora.train.interrupt import StopRequest
 from jaxlora.train.job_run import JobProgress, JobRun
 from jaxlora.train.progress import Progress
 from jaxlora.train.report import RunResult, job_result, write_report
-from jaxlora.train.rounds import Rounds, StepOutcome
 from jaxlora.train.run_log import METRICS_FILE, RunLog
 from jaxlora.train.slots import SlotTable
-from jaxlora.train.step import CompiledSteps, announced
-from scheduler import Limits, greedy
+from jaxlora.train.step import CompiledSteps
+from jaxlora.train.windows import Windows
+from scheduler import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -70,13 +70,12 @@ class Trainer:
             self._check_fits(run)
         self._steps = CompiledSteps(self._spec)
         self._table = SlotTable(self._spec, self._steps)
-        self._rounds = Rounds(
+        self._executor = Executor(
             self._spec,
             self.model.params,
             self._table,
             self._steps,
             Limits(capacity=config.microbatch_tokens, block_tokens=config.block_tokens),
-            greedy.pack,
             use_dropout=self._use_dropout,
         )
         self._round = 0
@@ -98,7 +97,7 @@ class Trainer:
     # ---- jobs come and go ----------------------------------------------------------
 
     def add_job(self, job: LoraJob) -> None:
-        """Lets a job join the run, at the next round with a free slot.
+        """Lets a job join the run, at the next window with a free slot.
 
         Raises:
             JaxloraError: The name is taken, or the job does not fit the slots.
@@ -111,7 +110,7 @@ class Trainer:
         self.runs.append(run)
 
     def stop_job(self, name: str, reason: str = "stopped by request") -> None:
-        """Ends a job after the round under way, and exports it; a waiting one now."""
+        """Ends a job after the batch under way, and exports it; a waiting one now."""
         named = {run.job.name: run for run in self.runs}
         if name not in named:
             raise ConfigError(
@@ -121,37 +120,21 @@ class Trainer:
             named[name].update(status="stopped", reason=reason)
         self._stopping[name] = reason
 
-    def _running(self) -> list[JobRun]:
-        return [run for run in self.runs if run.progress.status == "running"]
-
-    def _fill_slots(self) -> list[JobRun]:
-        """Starts waiting jobs in the free slots; returns them."""
-        assert self._spec.slots is not None
-        taken = {run.slot for run in self._running()}
-        free = [g for g in range(self._spec.slots.num_slots) if g not in taken]
-        waiting = [run for run in self.runs if run.progress.status == "waiting"]
-        started = [run for _, run in zip(free, waiting, strict=False)]
-        for slot, run in zip(free, started, strict=False):
-            self._table.load(slot, run.start)
-            self._table.activate(slot, run.start)
-            run.update(status="running", slot=slot)
-        return started
-
     # ---- the run -------------------------------------------------------------------
 
     def train(
         self,
         *,
         resume: bool = False,
-        on_round: Callable[["Trainer"], None] | None = None,
+        on_window: Callable[["Trainer"], None] | None = None,
     ) -> RunResult:
         """Trains until every job has ended, or until it is interrupted.
 
-        Ctrl-C (or SIGTERM) ends the round under way, writes a checkpoint and returns.
+        Ctrl-C (or SIGTERM) ends the window under way, writes a checkpoint and returns.
 
         Args:
             resume: Continue from the newest checkpoint in `output_dir`.
-            on_round: Called after each round; may call `add_job` and `stop_job`.
+            on_window: Called after each window; may call `add_job` and `stop_job`.
 
         Raises:
             CheckpointError: `output_dir` holds another run, or nothing to resume.
@@ -160,13 +143,17 @@ class Trainer:
         log = RunLog(self.output_dir, keep_rounds=checkpoints.latest())
         try:
             with StopRequest() as stop, Progress(self.runs) as progress:
-                while self._start_round(log) and not stop.requested:
-                    self._one_round(log, progress)
-                    if on_round is not None:
-                        on_round(self)
-                    every = self.config.checkpoint_every
-                    if every and self._round % every == 0:
-                        self._save(checkpoints)
+                with self._windows(log, progress) as windows:
+                    while not stop.requested and windows.start():
+                        before = self._round
+                        windows.run_next()
+                        self._round = windows.round
+                        if on_window is not None:
+                            on_window(self)
+                        every = self.config.checkpoint_every
+                        if every and self._round // every > before // every:
+                            self._save(checkpoints)
+                    self._round = windows.round
                 if checkpoints.latest() != self._round:
                     self._save(checkpoints)
                 interrupted = stop.requested
@@ -183,125 +170,19 @@ class Trainer:
         write_report(result)
         return result
 
-    def _start_round(self, log: RunLog) -> bool:
-        """Fills the slots and evaluates the newcomers; False when no job is left."""
-        started = self._fill_slots()
-        for run in started:
-            logger.info("%s starts in slot %d", run.job.name, run.slot)
-        self._evaluate([run for run in started if run.wants_eval()], log)
-        self._end_jobs(log)
-        return bool(self._running()) or any(
-            run.progress.status == "waiting" for run in self.runs
+    def _windows(self, log: RunLog, progress: Progress) -> Windows:
+        assert self._spec.slots is not None
+        return Windows(
+            self.config,
+            self.runs,
+            self._executor,
+            num_slots=self._spec.slots.num_slots,
+            first_round=self._round,
+            stopping=self._stopping,
+            export=self._export,
+            log=log,
+            progress=progress,
         )
-
-    def _one_round(self, log: RunLog, progress: Progress) -> None:
-        running = self._running()
-        if not running:
-            return  # every newcomer ended at its first evaluation
-        began = time.perf_counter()
-        with announced(self._steps.accumulate, "the training step"):
-            outcomes = self._rounds.train(running)
-        seconds = time.perf_counter() - began
-        self._round += 1
-        for run in running:
-            self._note(run, outcomes[run.job.name], log)
-        self._log_round(log, outcomes, seconds)
-        self._evaluate(
-            [r for r in running if r.progress.status == "running" and r.wants_eval()],
-            log,
-        )
-        self._end_jobs(log)
-        progress.update(outcomes, seconds)
-        if self._round % self.config.log_every == 0:
-            progress.log_line(self._round, outcomes, seconds)
-
-    def _note(self, run: JobRun, outcome: StepOutcome, log: RunLog) -> None:
-        if not outcome.is_finite:
-            run.update(
-                status="failed",
-                reason=f"loss {outcome.loss:g} with gradient norm "
-                f"{outcome.grad_norm:g} in step {run.progress.step + 1} is not finite; "
-                "lower learning_rate or set max_grad_norm",
-            )
-            return
-        run.note_step(outcome.loss, outcome.num_tokens)
-        log.event(
-            "step",
-            self._round,
-            job=run.job.name,
-            step=run.progress.step,
-            **dataclasses.asdict(outcome),
-        )
-
-    def _log_round(self, log: RunLog, outcomes, seconds: float) -> None:
-        schedule = self._rounds.last_schedule
-        assert schedule is not None
-        tokens = sum(outcome.num_tokens for outcome in outcomes.values())
-        log.event(
-            "round",
-            self._round,
-            num_tokens=tokens,
-            seconds=round(seconds, 4),
-            tokens_per_second=round(tokens / seconds, 1),
-            num_microbatches=len(schedule.microbatches),
-            fill=round(schedule.fill, 4),
-        )
-
-    def _evaluate(self, runs: list[JobRun], log: RunLog) -> None:
-        if not runs:
-            return
-        with announced(self._steps.evaluate, "the evaluation"):
-            losses = self._rounds.evaluate(runs)
-        for run in runs:
-            loss = losses[run.job.name]
-            if loss != loss:
-                run.update(status="failed", reason="the evaluation loss is not finite")
-                continue
-            is_best = run.note_eval(loss)
-            if is_best and run.job.keep_best:
-                self._export(run)
-            log.event(
-                "eval",
-                self._round,
-                job=run.job.name,
-                step=run.progress.step,
-                eval_loss=loss,
-                is_best=is_best,
-            )
-
-    def _end_jobs(self, log: RunLog) -> None:
-        """Exports and frees the slots of the jobs that have just ended."""
-        for run in self.runs:
-            status = run.progress.status
-            if status == "running":
-                self._decide(run)
-            if run.progress.status == "running" or run.progress.slot is None:
-                continue
-            if run.progress.status != "failed" and not run.job.keep_best:
-                self._export(run)
-            self._table.clear(run.slot)
-            run.update(slot=None)
-            ended = run.progress
-            logger.info("%s: %s. %s", run.job.name, ended.status, ended.reason)
-            log.event(
-                "job",
-                self._round,
-                job=run.job.name,
-                step=ended.step,
-                status=ended.status,
-                reason=ended.reason,
-            )
-
-    def _decide(self, run: JobRun) -> None:
-        if run.progress.step >= run.num_steps:
-            run.update(status="finished", reason="all steps are done")
-        elif run.has_stalled():
-            run.update(
-                status="stopped early",
-                reason=f"no better evaluation for {run.job.early_stopping} evaluations",
-            )
-        elif run.job.name in self._stopping:
-            run.update(status="stopped", reason=self._stopping[run.job.name])
 
     def _folder(self, run: JobRun) -> pathlib.Path:
         return self.output_dir / "adapters" / run.job.name
@@ -325,6 +206,8 @@ class Trainer:
                 "dtype": jnp.dtype(self.model.dtype).name,
                 "microbatch_tokens": self.config.microbatch_tokens,
                 "block_tokens": self.config.block_tokens,
+                "window_steps": self.config.window_steps,
+                "packer": self.config.packer,
                 "max_concurrent_jobs": self._spec.slots.num_slots,
                 "slot_rank": self._spec.slots.rank,
             },

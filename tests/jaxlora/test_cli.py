@@ -4,6 +4,7 @@ import json
 import logging
 import pathlib
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -60,8 +61,9 @@ def said(capsys, *arguments) -> str:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ([], ["train", "convert", "merge", "export", "inspect"]),
+        ([], ["train", "plan", "convert", "merge", "export", "inspect"]),
         (["train"], ["run_file", "--resume", "--output-dir"]),
+        (["plan"], ["run_file", "--stages", "--steps", "--picture"]),
         (["convert"], ["GGUF", "--dtype"]),
         (["merge"], ["base", "adapter", "out"]),
         (["export"], ["run_dir", "--job"]),
@@ -116,6 +118,45 @@ def test_inspect(folder, capsys):
     assert "checkpoint after round 2" in text and "finished" in text
     text = said(capsys, "inspect", folder / "run.yaml")
     assert "microbatch_tokens" in text and "job second" in text
+
+
+def test_plan(folder, capsys, tmp_path):
+    picture = tmp_path / "plan.png"
+    text = said(capsys, "plan", folder / "run.yaml", "--picture", picture)
+    assert re.search(r"first +0 +10 .* 2 ", text)  # samples and steps
+    assert re.search(r"\n 0 +0-1 +4 ", text)  # a window: jobs 0 and 1, four steps
+    for words in ("fewest", "padding", "bubble", "lower bound", "speed against greedy"):
+        assert words in text
+    assert re.search(r"on 1 stage +\n", text) and "no-ops" in text
+    assert re.search(rf"wrote {picture}: the first (\d+) of \1 microbatches", text)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    text = said(capsys, "plan", folder / "run.yaml", "--stages", 4, "--steps", 1)
+    assert "on 4 stages" in text and "spans between two starts" in text
+
+
+def test_plan_needs_no_weights(folder, capsys, tmp_path):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    run = yaml.safe_load((folder / "run.yaml").read_text())
+    run["model"] = str(tmp_path / "model")
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(run))
+    assert "microbatches" in said(capsys, "plan", path)
+
+
+def test_plan_mistakes(folder, capsys, tmp_path):
+    run = yaml.safe_load((folder / "run.yaml").read_text())
+    run["microbatch_tokens"] = 32
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(run))
+    assert main(["plan", str(path)]) == 1
+    assert "and a microbatch takes 32. Raise microbatch" in capsys.readouterr().err
+    whole = str(folder / "run.yaml")
+    assert main(["plan", whole, "--picture", str(tmp_path / "plan.doc")]) == 1
+    assert "plan.doc: a picture ends in one of .png" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", whole, "--stages", "0"])
+    assert "'0' is no positive number" in capsys.readouterr().err
 
 
 def test_merge_and_convert(folder, capsys, tmp_path):

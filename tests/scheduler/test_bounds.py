@@ -1,5 +1,6 @@
 """Bounds are below every legal schedule, and reached where that is possible."""
 
+import dataclasses
 import itertools
 
 import hypothesis
@@ -42,12 +43,13 @@ def every_schedule(samples, num_slots):
         yield Schedule(microbatches=microbatches, limits=LIMITS)
 
 
-@hypothesis.settings(max_examples=40, deadline=None)
+@pytest.mark.parametrize("buckets", [(), (64,), (32, 64)])
+@hypothesis.settings(max_examples=25, deadline=None)
 @hypothesis.given(data=st.data())
-def test_is_below_every_legal_schedule(data):
+def test_is_below_every_legal_schedule(buckets, data):
     num_stages = data.draw(st.integers(1, 3))
     pipeline = Pipeline.one_f_one_b(num_stages)
-    cost = data.draw(costs(num_stages))
+    cost = dataclasses.replace(data.draw(costs(num_stages)), buckets=buckets)
     shape = data.draw(
         st.sampled_from([((2, 1),), ((3,),), ((1, 1), (1,)), ((2,), (2,))])
     )
@@ -79,6 +81,15 @@ def test_work_bound_by_hand():
     bound = lower_bound(samples, LIMITS, Pipeline.one_f_one_b(3), cost)
     assert bound.work == 5 * 2 * (10 + 64) + 2 * (2 * (10 + 4) + 2 * 3)
     assert bound.microbatches == 5
+
+
+def test_a_fixed_shape_costs_its_padding():
+    """A job of four batches takes four microbatches, however short they are."""
+    samples = batches((33,), (33, 33)) + batches((40,), (1,), (1,), (1,), job=1)
+    cost = CostModel.uniform(1, forward=PER_TOKEN, backward=PER_TOKEN, buckets=(64,))
+    bound = lower_bound(samples, LIMITS, Pipeline(), cost)
+    assert bound.microbatches == 4
+    assert bound.makespan == 4 * 2 * (10 + 64)
 
 
 def test_chain_bound_is_reached_by_single_samples():

@@ -94,7 +94,7 @@ def train(model, tmp_path) -> Callable[..., Outcome]:
     """Trains jobs together; every call into its own folder."""
     count = iter(range(1000))
 
-    def run(jobs, *, on_round=None, **settings) -> Outcome:
+    def run(jobs, *, on_window=None, **settings) -> Outcome:
         settings = {"microbatch_tokens": 512, "block_tokens": 16} | settings
         config = RunConfig(
             model=str(model.folder),
@@ -106,7 +106,7 @@ def train(model, tmp_path) -> Callable[..., Outcome]:
             **settings,
         )
         trainer = Trainer(config, model)
-        return Outcome(trainer, trainer.train(on_round=on_round), model)
+        return Outcome(trainer, trainer.train(on_window=on_window), model)
 
     return run
 

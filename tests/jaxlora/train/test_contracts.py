@@ -73,6 +73,8 @@ def test_same_bits_twice(train, jobs):
         {"remat": True},
         {"microbatch_tokens": 128, "block_tokens": 32},
         {"max_concurrent_jobs": 5},
+        {"window_steps": 1, "packer": "greedy"},
+        {"window_steps": 2, "packer": "lorafusion"},
     ],
     ids=lambda settings: "-".join(settings),
 )
@@ -87,22 +89,25 @@ def test_seeds_matter(train, jobs):
     assert train([jobs[0]]).bytes != train([other]).bytes
 
 
-def test_jobs_come_and_go_without_recompiling(train, jobs):
+@pytest.mark.parametrize("window_steps", [1, 2])
+def test_jobs_come_and_go_without_recompiling(train, jobs, window_steps):
     """Eight jobs through three slots, one stopped, one more joining under way."""
     late = jobs[0].model_copy(update={"name": "late", "rank": 7, "learning_rate": 1e-3})
     counts = []
 
-    def on_round(trainer):
+    def on_window(trainer):
         counts.append(trainer._steps.num_compilations())
         if len(counts) == 1:
             trainer.stop_job(jobs[1].name)
         if len(counts) == 2:
             trainer.add_job(late)
 
-    outcome = train(jobs, max_concurrent_jobs=3, on_round=on_round)
+    outcome = train(
+        jobs, max_concurrent_jobs=3, window_steps=window_steps, on_window=on_window
+    )
     assert set(counts) == {4}
     assert outcome.progress[jobs[1].name].status == "stopped"
-    assert outcome.progress[jobs[1].name].step == 1
+    assert outcome.progress[jobs[1].name].step == window_steps
     finished = [n for n, p in outcome.progress.items() if p.status == "finished"]
     assert len(finished) == 8 and "late" in finished
     # A job that came into a used slot trains as in a new one.

@@ -14,11 +14,12 @@ from jaxlora.config import RunConfig
 from jaxlora.data.tokenize import TokenizedData, TokenizedSample
 from jaxlora.targets import resolve_targets
 from jaxlora.train import prepare
+from jaxlora.train.executor import Executor
 from jaxlora.train.job_run import JobRun
-from jaxlora.train.rounds import Rounds
+from jaxlora.train.lineup import pack_window
 from jaxlora.train.slots import SlotTable
 from jaxlora.train.step import CompiledSteps
-from scheduler import Limits, greedy
+from scheduler import Limits
 from tests.oracle import relative_error
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "peft_run"
@@ -81,20 +82,29 @@ def train_together(names):
     steps = CompiledSteps(spec)
     table = SlotTable(spec, steps)
     limits = Limits(capacity=64, block_tokens=8)
-    rounds = Rounds(
-        spec, model.params, table, steps, limits, greedy.pack, use_dropout=False
-    )
+    executor = Executor(spec, model.params, table, steps, limits, use_dropout=False)
     for slot, run in enumerate(runs):
         table.load(slot, run.start)
         table.activate(slot, run.start)
         run.update(status="running", slot=slot)
     outcomes = {run.job.name: [] for run in runs}
-    for _ in range(12):
-        for name, outcome in rounds.train(runs).items():
-            outcomes[name].append(outcome)
-            assert len(rounds.last_schedule.microbatches) > 1
+
+    def on_steps(taken):
         for run in runs:
-            run.note_step(0.0, 0)
+            if run.job.name in taken:
+                outcomes[run.job.name].append(taken[run.job.name])
+                run.note_step(0.0, 0)
+
+    for first in range(0, 12, 4):
+        samples = [
+            s
+            for run in runs
+            for step in range(first, first + 4)
+            for s in run.batch(step).to_schedule()
+        ]
+        schedule = pack_window(samples, limits, "joint")
+        assert len(schedule.microbatches) > 4
+        executor.train(runs, schedule, on_steps)
     return model, runs, table, outcomes
 
 

@@ -105,41 +105,47 @@ def results(run_file):
 
 @pytest.fixture(scope="module")
 def whole(make_run):
-    """The results of a run that nothing stopped."""
-    run_file = make_run("whole")
-    ended = command(run_file)
-    assert ended.returncode == 0, ended.stderr
-    return results(run_file)
+    """The results of a run that nothing stopped, by steps of a window."""
+    out = {}
+    for window_steps in (1, 4):
+        run_file = make_run(f"whole{window_steps}", window_steps=window_steps)
+        ended = command(run_file)
+        assert ended.returncode == 0, ended.stderr
+        out[window_steps] = results(run_file)
+    return out
 
 
-def test_killed_again_and_again(make_run, whole):
-    """kill -9 at points that fall before, in and after checkpoints.
+@pytest.mark.parametrize(
+    ("window_steps", "kills"), [(1, (2, 9, 8, 6)), (4, (14, 13, 3))]
+)
+def test_killed_again_and_again(make_run, whole, window_steps, kills):
+    """kill -9 at points that fall before, in and after checkpoints, and in windows.
 
-    Wherever the checkpoint under way was complete, the kill falls right after the next
-    one has begun; wherever it was not, earlier. None comes after the last round.
+    Wherever the checkpoint under way was complete, a kill falls right after the next
+    one has begun; wherever it was not, earlier. None comes after the last window.
     """
-    run_file = make_run("killed")
+    run_file = make_run(f"killed{window_steps}", window_steps=window_steps)
     first = command(run_file, kill_at=9)
     assert first.returncode == -signal.SIGKILL
-    for kill_at in (2, 9, 8, 6):
+    for kill_at in kills:
         ended = command(run_file, "--resume", kill_at=kill_at)
         assert ended.returncode == -signal.SIGKILL, ended.stderr
     ended = command(run_file, "--resume")
     assert ended.returncode == 0, ended.stderr
-    assert results(run_file) == whole
+    assert results(run_file) == whole[window_steps]
 
 
 @pytest.mark.parametrize("signal_name", ["SIGINT", "SIGTERM"])
 def test_interrupted(make_run, whole, signal_name):
-    """Finishes the round, writes a checkpoint, leaves; nothing is done twice."""
+    """Finishes the window, writes a checkpoint, leaves; nothing is done twice."""
     run_file = make_run(f"interrupted_{signal_name}", checkpoint_every=None)
     ended = command(run_file, kill_at=8, signal_name=signal_name)
     assert ended.returncode == 130
-    assert "finishing the round, then writing a checkpoint" in ended.stderr
+    assert "finishing the window, then writing a checkpoint" in ended.stderr
     assert "Continue with --resume" in ended.stdout
     ended = command(run_file, "--resume")
     assert ended.returncode == 0, ended.stderr
-    assert results(run_file) == whole
+    assert results(run_file) == whole[4]
 
 
 def test_exports_from_a_checkpoint(make_run, tmp_path):
@@ -160,7 +166,7 @@ def test_exports_from_a_checkpoint(make_run, tmp_path):
             wanted.update(trainer._table.read(1, trainer.runs[1].start).modules)
 
     with pytest.raises(Enough):
-        trainer.train(on_round=stop)
+        trainer.train(on_window=stop)
     run_dir = pathlib.Path(config.output_dir)
     with pytest.raises(CheckpointError, match=r"job 'job0' was not training .*: job1"):
         export_checkpoint(run_dir, tmp_path, ["job0"])
@@ -174,14 +180,14 @@ def test_exports_from_a_checkpoint(make_run, tmp_path):
 
 
 def test_refuses_what_is_not_its_own(make_run, tmp_path):
-    run_file = make_run("own", checkpoint_every=2)
+    run_file = make_run("own", checkpoint_every=2, window_steps=2)
     config = load_run(run_file)
 
     def stop(trainer):
         if trainer._round == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
-    assert Trainer(config).train(on_round=stop).interrupted
+    assert Trainer(config).train(on_window=stop).interrupted
     with pytest.raises(CheckpointError, match=r"already holds a run\. Resume it"):
         Trainer(config).train()
 
@@ -217,7 +223,7 @@ def test_refuses_what_is_not_its_own(make_run, tmp_path):
 
 def test_resumes_on_another_day(make_run, tmp_path):
     """A chat template that prints the date; a resumed run prints the first day's."""
-    config = load_run(make_run("dated", checkpoint_every=1))
+    config = load_run(make_run("dated", checkpoint_every=1, window_steps=1))
     model = tiny.write_model(tmp_path / "dated")
     settings = json.loads((model / "tokenizer_config.json").read_text())
     settings["chat_template"] = "{{ strftime_now('%d %B %Y') }}\n" + tiny.CHATML
@@ -230,7 +236,7 @@ def test_resumes_on_another_day(make_run, tmp_path):
         if trainer._round == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
-    assert Trainer(config).train(on_round=stop).interrupted
+    assert Trainer(config).train(on_window=stop).interrupted
     started = pathlib.Path(config.output_dir) / "started.txt"
     started.write_text("2020-02-03T04:05:06\n")
     with pytest.raises(CheckpointError, match="data_fingerprint is"):

@@ -49,8 +49,8 @@ def test_what_a_run_leaves(train, jobs):
     assert [e["step"] for e in steps] == [1, 2, 3, 4]
     assert steps[0]["learning_rate"] == 0 < steps[1]["learning_rate"]  # warm-up
     assert all(e["num_target_tokens"] <= e["num_tokens"] for e in steps)
-    rounds = [e for e in events if e["event"] == "round"]
-    assert all(0 < e["fill"] <= 1 and e["tokens_per_second"] > 0 for e in rounds)
+    windows = [e for e in events if e["event"] == "window"]
+    assert all(0 < e["fill"] <= 1 and e["tokens_per_second"] > 0 for e in windows)
     evals = [e["step"] for e in events if e["event"] == "eval" and e["job"] == "job1"]
     assert evals == [0, 2, 4]
     assert outcome.progress["job1"].last_eval < outcome.progress["job1"].first_eval
@@ -87,13 +87,13 @@ def test_early_stopping_keeps_the_best(train, jobs):
 def test_jobs_wait_for_a_slot(train, jobs):
     running = []
 
-    def on_round(trainer):
+    def on_window(trainer):
         now = [r.job.name for r in trainer.runs if r.progress.status == "running"]
         running.append(now)
         if len(running) == 1:
             trainer.stop_job("job3", "not wanted any more")
 
-    outcome = train(jobs[:4], max_concurrent_jobs=2, on_round=on_round)
+    outcome = train(jobs[:4], max_concurrent_jobs=2, on_window=on_window)
     assert max(map(len, running)) <= 2
     statuses = [p.status for p in outcome.progress.values()]
     assert statuses == ["finished", "finished", "finished", "stopped"]

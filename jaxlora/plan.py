@@ -1,0 +1,388 @@
+"""What a run will do, before it runs: its microbatches, their fill, simulated time.
+
+Needs the tokenizer and the jobs' data, but no weights and no GPU.
+"""
+
+import dataclasses
+import itertools
+import logging
+import os
+import pathlib
+from collections.abc import Sequence
+
+import huggingface_hub
+import rich.box
+from rich.console import Console
+from rich.table import Table
+
+from jaxlora.config import LoraJob, RunConfig
+from jaxlora.data.order import JobOrder
+from jaxlora.data.tokenize import TokenizedData, tokenize_job
+from jaxlora.data.tokenizer import load_tokenizer
+from jaxlora.errors import ConfigError
+from jaxlora.hf.files import TOKENIZER_FILES, model_folder
+from jaxlora.train.job_run import job_order
+from jaxlora.train.lineup import (
+    Place,
+    after_window,
+    fill_slots,
+    fixed_shape_cost,
+    pack_window,
+    window_samples,
+)
+from scheduler import (
+    Limits,
+    Microbatch,
+    Pipeline,
+    Plan,
+    Sample,
+    Schedule,
+    lower_bound,
+    named,
+    picture,
+    plan,
+)
+from scheduler.lorafusion.verify_and_fix import with_no_ops
+
+logger = logging.getLogger(__name__)
+
+_SHOWN_PARTS = 20
+_DRAWN_MICROBATCHES = 60
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class JobData:
+    """One job of a plan."""
+
+    job: LoraJob
+    data: TokenizedData
+    order: JobOrder
+    num_steps: int
+
+    def lengths(self, step: int) -> list[int]:
+        """Tokens of each sample of the global batch of an optimiser step."""
+        return [len(self.data.samples[i].token_ids) for i in self.order.batch(step)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """What is packed together: one window or, with stages, several.
+
+    Attributes:
+        samples: Jobs are named by their number in the run file.
+        schedule: Their microbatches.
+        fewest: No schedule has fewer microbatches.
+        greedy: Microbatches of `packer: greedy`.
+    """
+
+    samples: tuple[Sample, ...]
+    schedule: Schedule
+    fewest: int
+    greedy: Schedule
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class RunPlan:
+    """The plan of a run in which no job ends early.
+
+    Attributes:
+        jobs: Its jobs.
+        pipeline: What it is for.
+        parts: In the order in which they run.
+        whole: All of them, checked and simulated.
+        greedy: The same samples under `packer: greedy`.
+    """
+
+    jobs: tuple[JobData, ...]
+    pipeline: Pipeline
+    parts: tuple[Part, ...]
+    whole: Plan
+    greedy: Plan
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples, without padding."""
+        return sum(s.num_tokens for part in self.parts for s in part.samples)
+
+    @property
+    def busy(self) -> float:
+        """Share of the devices' simulated time that real tokens take."""
+        devices = self.pipeline.num_stages * self.whole.simulation.makespan
+        return self.num_tokens / devices
+
+
+def plan_run(
+    config: RunConfig, *, stages: int = 1, steps: int | None = None
+) -> RunPlan:
+    """Plans a run, in token units: what a device takes for one token is 1.
+
+    With one stage, windows are those of the trainer, microbatch for microbatch, as long
+    as no job ends early. With more, a 1F1B pipeline is simulated; windows between two
+    starts of jobs are then packed together, as the pipeline need not be emptied there.
+
+    Args:
+        config: The run.
+        stages: Pipeline stages.
+        steps: Plan only the first so many optimiser steps of each job.
+
+    Raises:
+        JaxloraError: The tokenizer or a job's data cannot be used.
+    """
+    jobs = _read_jobs(config, steps)
+    limits = Limits(capacity=config.microbatch_tokens, block_tokens=config.block_tokens)
+    for job in jobs:
+        _check_fits(job, limits)
+    pipeline = Pipeline.one_f_one_b(stages)
+    spans = _windows(config, jobs) if stages == 1 else _spans(config, jobs)
+    parts = tuple(_part(config, span, limits, pipeline) for span in spans)
+    return RunPlan(
+        jobs=jobs,
+        pipeline=pipeline,
+        parts=parts,
+        whole=_join([p.schedule for p in parts], parts, limits, pipeline),
+        greedy=_join([p.greedy for p in parts], parts, limits, pipeline),
+    )
+
+
+def _read_jobs(config: RunConfig, steps: int | None) -> tuple[JobData, ...]:
+    tokenizer = load_tokenizer(_tokenizer_folder(config))
+    out = []
+    for job in config.jobs:
+        data = tokenize_job(job, tokenizer, "train")
+        logger.info("%s: %s", job.name, data.summary())
+        order = job_order(job, data)
+        num_steps = min(order.num_steps, steps or order.num_steps)
+        out.append(JobData(job=job, data=data, order=order, num_steps=num_steps))
+    return tuple(out)
+
+
+def _tokenizer_folder(config: RunConfig) -> pathlib.Path:
+    """The model's folder; of a model on the hub, only the tokenizer is fetched."""
+    if pathlib.Path(config.model).exists() or config.model.count("/") > 1:
+        return pathlib.Path(model_folder(config.model, config.revision))
+    try:
+        folder = huggingface_hub.snapshot_download(
+            config.model,
+            revision=config.revision,
+            allow_patterns=["config.json", *TOKENIZER_FILES],
+        )
+    except Exception:
+        # The usual way, for what was fetched before and for errors in words.
+        return pathlib.Path(model_folder(config.model, config.revision))
+    return pathlib.Path(folder)
+
+
+def _check_fits(job: JobData, limits: Limits) -> None:
+    longest = max(len(s.token_ids) for s in job.data.samples)
+    if longest > limits.capacity:
+        raise ConfigError(
+            f"job {job.job.name!r} has a sample of {longest} tokens, and a microbatch "
+            f"takes {limits.capacity}. Raise microbatch_tokens, or lower the job's "
+            "max_length."
+        )
+
+
+# ---- which samples are packed together -----------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Span:
+    """Samples by slot, the job in each slot, and whether a job has just started."""
+
+    samples: tuple[Sample, ...]
+    job_of_slot: dict[int, int]
+    starts: bool
+
+
+def _windows(config: RunConfig, jobs: Sequence[JobData]) -> list[_Span]:
+    """The windows of a run in which no job ends early."""
+    num_slots = config.max_concurrent_jobs or len(jobs)
+    places = [
+        Place(job=i, priority=j.job.priority, slot=None, step=0, num_steps=j.num_steps)
+        for i, j in enumerate(jobs)
+    ]
+    out = []
+    while places:
+        waiting = {p.job for p in places if p.slot is None}
+        places = fill_slots(places, num_slots)
+        running = {p.slot: p.job for p in places if p.slot is not None}
+        samples = window_samples(
+            places, config.window_steps, lambda job, step: jobs[job].lengths(step)
+        )
+        starts = bool(waiting & set(running.values()))
+        out.append(_Span(samples=samples, job_of_slot=running, starts=starts))
+        places = after_window(places, config.window_steps)
+    return out
+
+
+def _spans(config: RunConfig, jobs: Sequence[JobData]) -> list[_Span]:
+    """Windows joined from one start of jobs to the next."""
+    spans: list[_Span] = []
+    for window in _windows(config, jobs):
+        if window.starts:
+            spans.append(window)
+        else:
+            samples = spans[-1].samples + window.samples
+            spans[-1] = dataclasses.replace(spans[-1], samples=samples)
+    return spans
+
+
+def _part(config: RunConfig, span: _Span, limits: Limits, pipeline: Pipeline) -> Part:
+    cost = fixed_shape_cost(limits.capacity, pipeline.num_stages)
+    if pipeline.num_stages == 1:
+        schedule = pack_window(span.samples, limits, config.packer)
+    else:
+        schedule = named(config.packer)(span.samples, limits, pipeline, cost)
+    return Part(
+        samples=_by_job(span.samples, span),
+        schedule=_renamed(schedule, span),
+        fewest=lower_bound(span.samples, limits, pipeline, cost).microbatches,
+        greedy=_renamed(named("greedy")(span.samples, limits, pipeline, cost), span),
+    )
+
+
+def _by_job(samples: Sequence[Sample], span: _Span) -> tuple[Sample, ...]:
+    """The same with jobs named by number instead of slot."""
+    return tuple(dataclasses.replace(s, job=span.job_of_slot[s.job]) for s in samples)
+
+
+def _renamed(schedule: Schedule, span: _Span) -> Schedule:
+    microbatches = tuple(_by_job(m, span) for m in schedule.microbatches)
+    return dataclasses.replace(schedule, microbatches=microbatches)
+
+
+def _join(
+    schedules: Sequence[Schedule],
+    parts: Sequence[Part],
+    limits: Limits,
+    pipeline: Pipeline,
+) -> Plan:
+    """One after the other, with no-ops where a job would be too early."""
+    real = [m for schedule in schedules for m in schedule.microbatches if m]
+    microbatches: tuple[Microbatch, ...] = tuple(with_no_ops(real, pipeline.distance))
+    joined = Schedule(microbatches=microbatches, limits=limits)
+    return plan(
+        list(itertools.chain.from_iterable(part.samples for part in parts)),
+        limits,
+        pipeline,
+        fixed_shape_cost(limits.capacity, pipeline.num_stages),
+        packer=lambda *_: joined,
+    )
+
+
+# ---- for people ----------------------------------------------------------------------
+
+
+def print_plan(planned: RunPlan, console: Console) -> None:
+    """Prints the jobs, the windows and what the run comes to."""
+    console.print(_jobs_table(planned))
+    console.print(_parts_table(planned))
+    hidden = len(planned.parts) - _SHOWN_PARTS
+    if hidden > 0:
+        console.print(f"... and {hidden} more; the totals count all.")
+    console.print(_totals_table(planned))
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(
+        title=title, title_justify="left", box=rich.box.SIMPLE_HEAD, pad_edge=False
+    )
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left", no_wrap=True)
+    return table
+
+
+def _jobs_table(planned: RunPlan) -> Table:
+    table = _table("jobs", "job", "number", "samples", "longest", "steps", "tokens")
+    for number, job in enumerate(planned.jobs):
+        lengths = [len(s.token_ids) for s in job.data.samples]
+        tokens = sum(sum(job.lengths(step)) for step in range(job.num_steps))
+        row = (number, len(lengths), max(lengths), job.num_steps, tokens)
+        table.add_row(job.job.name, *(f"{n:,}" for n in row))
+    return table
+
+
+def _parts_table(planned: RunPlan) -> Table:
+    one = planned.pipeline.num_stages == 1
+    table = _table(
+        "windows" if one else "spans between two starts of jobs",
+        "number", "jobs", "steps", "microbatches", "fewest", "greedy", "fill",
+        "padding",
+    )  # fmt: skip
+    for number, part in enumerate(planned.parts[:_SHOWN_PARTS]):
+        batches = {(s.job, s.batch) for s in part.samples}
+        jobs = {job for job, _ in batches}
+        fill = part.schedule.fill
+        table.add_row(
+            str(number),
+            _numbers(jobs),
+            str(len(batches)),
+            str(len(part.schedule.microbatches)),
+            str(part.fewest),
+            str(len(part.greedy.microbatches)),
+            f"{fill:.1%}",
+            f"{1 - fill:.1%}",
+        )
+    return table
+
+
+def _numbers(jobs: set[int]) -> str:
+    """Job numbers in few words: 0-3,7."""
+    ranges: list[list[int]] = []
+    for job in sorted(jobs):
+        if ranges and job == ranges[-1][1] + 1:
+            ranges[-1][1] = job
+        else:
+            ranges.append([job, job])
+    return ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in ranges)
+
+
+def _totals_table(planned: RunPlan) -> Table:
+    stages = planned.pipeline.num_stages
+    table = _table(
+        f"in all, simulated on {stages} stage{'s' if stages > 1 else ''}",
+        "", "plan", "greedy",
+    )  # fmt: skip
+    both = planned.whole, planned.greedy
+
+    def row(name: str, values) -> None:
+        table.add_row(name, *values)
+
+    row("microbatches", (f"{_num_real(p):,}" for p in both))
+    row("no-ops", (f"{len(p.schedule.microbatches) - _num_real(p):,}" for p in both))
+    fills = [planned.num_tokens / _num_tokens(p) for p in both]
+    row("fill", (f"{fill:.1%}" for fill in fills))
+    row("padding", (f"{1 - fill:.1%}" for fill in fills))
+    row(
+        "time, in tokens of one device", (f"{p.simulation.makespan:,.0f}" for p in both)
+    )
+    row("bubble", (f"{p.simulation.bubble:.1%}" for p in both))
+    row("over the lower bound, at most", (f"{p.gap:.1%}" for p in both))
+    speed = planned.greedy.simulation.makespan / planned.whole.simulation.makespan
+    row("speed against greedy", (f"{speed:.3f}x", "1x"))
+    row("devices at work on real tokens", (f"{planned.busy:.1%}", ""))
+    return table
+
+
+def _num_real(planned: Plan) -> int:
+    return sum(bool(m) for m in planned.schedule.microbatches)
+
+
+def _num_tokens(planned: Plan) -> int:
+    return _num_real(planned) * planned.schedule.limits.capacity
+
+
+def draw_plan(planned: RunPlan, path: str | os.PathLike) -> int:
+    """Writes a Gantt picture of the first microbatches; returns how many are in it.
+
+    Raises:
+        ConfigError: The suffix is no kind of picture.
+    """
+    kinds = (".png", ".svg", ".pdf")
+    if pathlib.Path(path).suffix not in kinds:
+        raise ConfigError(f"{path}: a picture ends in one of {', '.join(kinds)}.")
+    whole = planned.whole
+    drawn = min(_DRAWN_MICROBATCHES, len(whole.schedule.microbatches))
+    until = float(whole.simulation.backward_end[:, :drawn].max())
+    picture.draw(whole.schedule, whole.simulation, path, until=until)
+    return drawn

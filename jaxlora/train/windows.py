@@ -1,0 +1,282 @@
+"""The windows of a run: who starts, what each step means for its job, who ends.
+
+A window is the next few optimiser steps of every running job, packed together. A job
+that ends in the middle of one leaves its slot at once, and what was left of it does not
+run; its slot is filled when the next window starts.
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from jaxlora.config import RunConfig
+from jaxlora.train.executor import Executor, StepOutcome, WindowTally
+from jaxlora.train.job_run import JobRun
+from jaxlora.train.lineup import (
+    Place,
+    after_window,
+    fill_slots,
+    pack_window,
+    window_samples,
+)
+from jaxlora.train.progress import Progress
+from jaxlora.train.run_log import RunLog
+from scheduler import Limits, Sample
+from scheduler.stream import PlanAhead, Planned
+
+logger = logging.getLogger(__name__)
+
+
+class Windows:
+    """Runs one window after another.
+
+    Attributes:
+        round: Rounds done. A round is one optimiser step of every running job; a
+            window of w steps is w rounds, and its k-th step of a job belongs to the
+            k-th of them.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        runs: Sequence[JobRun],
+        executor: Executor,
+        *,
+        num_slots: int,
+        first_round: int,
+        stopping: Mapping[str, str],
+        export: Callable[[JobRun], None],
+        log: RunLog,
+        progress: Progress,
+    ):
+        """Starts nothing yet.
+
+        Args:
+            config: The run.
+            runs: Its jobs; more may be added between windows.
+            executor: Runs the windows.
+            num_slots: Slots of its table.
+            first_round: Rounds done before.
+            stopping: Jobs that are to end after their batch, and why; may change.
+            export: Writes a job's adapter.
+            log: Gets the events.
+            progress: Is told of steps.
+        """
+        self._config, self._runs = config, runs
+        self._executor, self._num_slots = executor, num_slots
+        self._stopping, self._export = stopping, export
+        self._log, self._progress = log, progress
+        limits = Limits(
+            capacity=config.microbatch_tokens, block_tokens=config.block_tokens
+        )
+        self._plans = PlanAhead(lambda s: pack_window(s, limits, config.packer))
+        self.round = first_round
+        self._steps_now: dict[str, int] = {}  # of each job in the window under way
+        self._latest: dict[str, StepOutcome] = {}
+        self._aside_seconds = 0.0  # of the window, not spent on training
+
+    def __enter__(self) -> "Windows":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._plans.close()
+
+    # ---- who runs ------------------------------------------------------------------
+
+    def _running(self) -> list[JobRun]:
+        return [run for run in self._runs if run.progress.status == "running"]
+
+    def _places(self) -> list[Place]:
+        return [
+            Place(
+                job=number,
+                priority=run.job.priority,
+                slot=run.progress.slot,
+                step=run.progress.step,
+                num_steps=run.num_steps,
+            )
+            for number, run in enumerate(self._runs)
+            if run.progress.status in ("waiting", "running")
+        ]
+
+    def _samples(self, places: Sequence[Place]) -> tuple[Sample, ...]:
+        def lengths(job: int, step: int) -> list[int]:
+            return self._runs[job].lengths(step)
+
+        return window_samples(places, self._config.window_steps, lengths)
+
+    def start(self) -> bool:
+        """Fills the slots and evaluates the newcomers; False when no job is left."""
+        self._steps_now.clear()
+        ended = self._end_jobs(self._runs)  # stopped since the last window
+        started = []
+        for place in fill_slots(self._places(), self._num_slots):
+            run = self._runs[place.job]
+            if place.slot is None or run.progress.status == "running":
+                continue
+            self._executor.table.load(place.slot, run.start)
+            self._executor.table.activate(place.slot, run.start)
+            run.update(status="running", slot=place.slot)
+            logger.info("%s starts in slot %d", run.job.name, place.slot)
+            started.append(run)
+        self._evaluate([run for run in started if run.wants_eval()])
+        ended += self._end_jobs(started)
+        if ended and not self._running():
+            self.round += 1  # of the events above, as no window follows
+        return bool(self._places())
+
+    # ---- a window ------------------------------------------------------------------
+
+    def run_next(self) -> None:
+        """Runs a window; nothing if all newcomers ended at their first evaluation."""
+        running = self._running()
+        if not running:
+            return
+        places = self._places()
+        planned = self._plans.take(self._samples(places))
+        self._plan_ahead(places)
+        self._latest, self._aside_seconds = {}, 0.0
+        began = time.perf_counter()
+        tally = self._executor.train(running, planned.schedule, self._after_steps)
+        seconds = time.perf_counter() - began - self._aside_seconds
+        before = self.round
+        self.round += max(self._steps_now.values())
+        self._log_window(planned, tally, seconds)
+        self._progress.update(tally.num_tokens / seconds)
+        every = self._config.log_every
+        if self.round // every > before // every:
+            self._progress.log_line(
+                self.round, self._latest, tally.num_tokens / seconds
+            )
+
+    def _plan_ahead(self, places: Sequence[Place]) -> None:
+        """Starts planning the window after this one, if no job joins or ends early."""
+        expected = after_window(places, self._config.window_steps)
+        if expected:
+            filled = fill_slots(expected, self._num_slots)
+            self._plans.prepare(self._samples(filled))
+
+    def _after_steps(self, outcomes: Mapping[str, StepOutcome]) -> None:
+        """What follows from optimiser steps, before the next microbatch starts."""
+        began = time.perf_counter()
+        stepped = [run for run in self._runs if run.job.name in outcomes]
+        for run in stepped:
+            self._note(run, outcomes[run.job.name])
+        self._evaluate(
+            [r for r in stepped if r.progress.status == "running" and r.wants_eval()]
+        )
+        self._end_jobs(stepped)
+        self._latest |= outcomes
+        self._progress.update()
+        self._aside_seconds += time.perf_counter() - began
+
+    def _round_of(self, run: JobRun) -> int:
+        """The round of a job's latest step; before its first, that of this window."""
+        return self.round + self._steps_now.get(run.job.name, 1)
+
+    def _note(self, run: JobRun, outcome: StepOutcome) -> None:
+        name = run.job.name
+        self._steps_now[name] = self._steps_now.get(name, 0) + 1
+        if not outcome.is_finite:
+            run.update(
+                status="failed",
+                reason=f"loss {outcome.loss:g} with gradient norm "
+                f"{outcome.grad_norm:g} in step {run.progress.step + 1} is not finite; "
+                "lower learning_rate or set max_grad_norm",
+            )
+            return
+        run.note_step(outcome.loss, outcome.num_tokens)
+        self._log.event(
+            "step",
+            self._round_of(run),
+            job=name,
+            step=run.progress.step,
+            **dataclasses.asdict(outcome),
+        )
+
+    def _log_window(self, planned: Planned, tally: WindowTally, seconds: float) -> None:
+        rows = tally.num_microbatches * self._config.microbatch_tokens
+        self._log.event(
+            "window",
+            self.round,
+            num_rounds=max(self._steps_now.values()),
+            num_tokens=tally.num_tokens,
+            seconds=round(seconds, 4),
+            tokens_per_second=round(tally.num_tokens / seconds, 1),
+            num_microbatches=tally.num_microbatches,
+            fill=round(tally.num_tokens / rows, 4),
+            planned_ahead=planned.ahead,
+            planning_seconds=round(planned.waited_seconds, 4),
+            left_out=tally.left_out,
+        )
+        for name, count in tally.left_out.items():
+            logger.info(
+                "%s: %d samples of this window did not run, as it had ended",
+                name,
+                count,
+            )
+
+    def _evaluate(self, runs: Sequence[JobRun]) -> None:
+        if not runs:
+            return
+        losses = self._executor.evaluate(runs)
+        for run in runs:
+            loss = losses[run.job.name]
+            if loss != loss:
+                run.update(status="failed", reason="the evaluation loss is not finite")
+                continue
+            is_best = run.note_eval(loss)
+            if is_best and run.job.keep_best:
+                self._export(run)
+            self._log.event(
+                "eval",
+                self._round_of(run),
+                job=run.job.name,
+                step=run.progress.step,
+                eval_loss=loss,
+                is_best=is_best,
+            )
+
+    # ---- who ends ------------------------------------------------------------------
+
+    def _end_jobs(self, runs: Sequence[JobRun]) -> int:
+        """Exports those that end here, and frees their slots; returns how many.
+
+        Args:
+            runs: Jobs that are between two batches.
+        """
+        count = 0
+        for run in runs:
+            status = run.progress.status
+            if status == "running":
+                self._decide(run)
+            if run.progress.status == "running" or run.progress.slot is None:
+                continue
+            if run.progress.status != "failed" and not run.job.keep_best:
+                self._export(run)
+            self._executor.table.clear(run.slot)
+            run.update(slot=None)
+            count += 1
+            ended = run.progress
+            logger.info("%s: %s. %s", run.job.name, ended.status, ended.reason)
+            self._log.event(
+                "job",
+                self._round_of(run),
+                job=run.job.name,
+                step=ended.step,
+                status=ended.status,
+                reason=ended.reason,
+            )
+        return count
+
+    def _decide(self, run: JobRun) -> None:
+        if run.progress.step >= run.num_steps:
+            run.update(status="finished", reason="all steps are done")
+        elif run.has_stalled():
+            run.update(
+                status="stopped early",
+                reason=f"no better evaluation for {run.job.early_stopping} evaluations",
+            )
+        elif run.job.name in self._stopping:
+            run.update(status="stopped", reason=self._stopping[run.job.name])

@@ -1,0 +1,185 @@
+"""Windows of several steps: who leaves in the middle, and plans made ahead."""
+
+import time
+
+import pytest
+
+from jaxlora import RunConfig, Trainer
+from jaxlora.train import windows
+from jaxlora.train.lineup import Place, after_window, fill_slots, window_samples
+from jaxlora.train.run_log import read_events
+from scheduler.stream import PlanAhead
+from tests.jaxlora.train.conftest import folder_of
+from tests.jaxlora.train.test_contracts import assert_same_training
+
+
+def window_events(outcome) -> list[dict]:
+    events = read_events(folder_of(outcome) / "metrics.jsonl")
+    return [e for e in events if e["event"] == "window"]
+
+
+def test_a_job_that_fails_in_a_window_moves_no_bit_of_another(train, jobs):
+    """All of its later samples stay out; the others' rows stay where they are."""
+
+    def with_rate(rate):
+        wild = jobs[1].model_copy(
+            update={"name": "wild", "learning_rate": rate, "warmup_steps": 0}
+        )
+        return train([jobs[2], wild])
+
+    calm, failed = with_rate(1e-3), with_rate(1e30)
+    assert calm.progress["wild"].status == "finished"
+    progress = failed.progress["wild"]
+    assert progress.status == "failed" and progress.step < 4
+    assert failed.bytes["job2"] == calm.bytes["job2"]
+    assert failed.losses["job2"] == calm.losses["job2"]
+    assert failed.evals["job2"] == calm.evals["job2"]
+    # Two samples a step; the failed step itself ran.
+    left_out = window_events(failed)[0]["left_out"]
+    assert left_out == {"wild": 2 * (4 - progress.step - 1)}
+    assert window_events(calm)[0]["left_out"] == {}
+
+
+def test_early_stopping_in_a_window(train, jobs):
+    """At the same step, with the same losses, as where each window is one step."""
+    job = jobs[0].model_copy(
+        update={
+            "steps": 20,
+            "eval_every": 1,
+            "early_stopping": 2,
+            "early_stopping_delta": 100.0,  # nothing is gain enough
+        }
+    )
+    one, four = train([job, jobs[2]], window_steps=1), train([job, jobs[2]])
+    assert four.progress["job0"].status == "stopped early"
+    assert four.progress["job0"].step == one.progress["job0"].step == 2
+    assert_same_training(four, one, ["job0", "job2"])
+    left_out = window_events(four)[0]["left_out"]
+    assert left_out == {"job0": 4 + 5}  # an epoch ends with a smaller batch
+    assert not any(e["left_out"] for e in window_events(one))
+
+
+def test_rounds_are_steps(train, jobs):
+    """An event's round is that of its step, whatever the window."""
+    outcome = train(jobs[:2], window_steps=3)
+    events = read_events(folder_of(outcome) / "metrics.jsonl")
+    for e in events:
+        if e["event"] in ("step", "eval", "job"):
+            assert e["round"] == max(1, e["step"]), e
+    assert [e["round"] for e in window_events(outcome)] == [3, 4]
+    assert [e["num_rounds"] for e in window_events(outcome)] == [3, 1]
+
+
+def test_a_stop_in_a_window_waits_for_the_batch(train, jobs, monkeypatch):
+    """A request that comes while a window runs, as from another thread."""
+    trainers, note = [], windows.Windows._note
+
+    def note_and_stop(self, run, outcome):
+        note(self, run, outcome)
+        self._stopping["job1"] = "no longer needed"
+
+    monkeypatch.setattr(windows.Windows, "_note", note_and_stop)
+    outcome = train(jobs[:2], on_window=trainers.append)
+    assert outcome.progress["job1"].status == "stopped"
+    assert 1 <= outcome.progress["job1"].step <= 2
+    assert "job1" in outcome.bytes
+    assert outcome.progress["job0"].status == "finished"
+
+
+def test_a_stop_after_a_checkpoint_is_kept(model, jobs, tmp_path):
+    """No window follows, yet the checkpoint and the log know of it."""
+    config = RunConfig(
+        model=str(model.folder),
+        output_dir=str(tmp_path / "run"),
+        jobs=jobs[1:2],
+        microbatch_tokens=512,
+        block_tokens=16,
+        window_steps=2,
+        checkpoint_every=1,
+    )
+    Trainer(config, model).train(on_window=lambda trainer: trainer.stop_job("job1"))
+    (job,) = Trainer(config, model).train(resume=True).jobs
+    assert job.progress.status == "stopped" and job.progress.step == 2
+    events = read_events(tmp_path / "run" / "metrics.jsonl")
+    assert [e["event"] for e in events].count("job") == 1
+    assert [e["step"] for e in events if e["event"] == "eval"] == [0, 2]
+
+
+# ---- plans made ahead ----------------------------------------------------------------
+
+
+@pytest.fixture
+def busy(jobs):
+    """Five jobs through two slots; one ends early, which no plan expects."""
+    wild = jobs[1].model_copy(
+        update={"name": "wild", "learning_rate": 1e30, "warmup_steps": 0, "steps": 50}
+    )
+    return [jobs[0], wild, *jobs[2:5]]
+
+
+def test_plans_are_ready(train, busy):
+    outcome = train(busy, max_concurrent_jobs=2, window_steps=2)
+    ahead = [e["planned_ahead"] for e in window_events(outcome)]
+    assert not ahead[0]  # nothing was known before
+    assert ahead.count(False) == 2  # and once for the job that failed
+    assert len(ahead) > 4
+
+
+@pytest.mark.parametrize("how", ["never ahead", "late"])
+def test_when_a_window_is_planned_changes_nothing(train, busy, monkeypatch, how):
+    settings = {"max_concurrent_jobs": 2, "window_steps": 2}
+    usual = train(busy, **settings)
+    if how == "never ahead":
+        monkeypatch.setattr(PlanAhead, "prepare", lambda self, samples: None)
+    else:
+        plan = PlanAhead._plan
+
+        def slowly(self, samples):
+            time.sleep(0.3)
+            return plan(self, samples)
+
+        monkeypatch.setattr(PlanAhead, "_plan", slowly)
+    other = train(busy, **settings)
+    if how == "never ahead":
+        assert not any(e["planned_ahead"] for e in window_events(other))
+    assert other.bytes == usual.bytes
+    assert other.losses == usual.losses
+    assert other.evals == usual.evals
+
+
+# ---- who runs ------------------------------------------------------------------------
+
+
+def test_higher_priorities_start_first(train, jobs):
+    order = []
+    ranked = [
+        job.model_copy(update={"priority": p, "steps": 1})
+        for job, p in zip(jobs[:4], (0, 5, -1, 5), strict=True)
+    ]
+
+    def on_window(trainer):
+        order.extend(
+            run.job.name
+            for run in trainer.runs
+            if run.progress.status == "finished" and run.job.name not in order
+        )
+
+    train(ranked, max_concurrent_jobs=1, on_window=on_window)
+    assert order == ["job1", "job3", "job0", "job2"]
+
+
+def place(job, *, slot=None, step=0, num_steps=5, priority=0) -> Place:
+    return Place(job=job, priority=priority, slot=slot, step=step, num_steps=num_steps)
+
+
+def test_the_lineup_of_the_next_windows():
+    places = [place(0, slot=1, step=3), place(1), place(2, priority=1), place(3)]
+    filled = fill_slots(places, 3)
+    assert [p.slot for p in filled] == [1, 2, 0, None]
+    after = after_window(filled, 2)
+    assert [(p.job, p.step) for p in after] == [(1, 2), (2, 2), (3, 0)]
+    assert [p.slot for p in fill_slots(after, 3)] == [2, 0, 1]
+    samples = window_samples(filled, 4, lambda job, step: [10 * job + step] * 2)
+    assert len(samples) == 2 * (2 + 4 + 4)  # job 0 has two steps left
+    assert samples[0].job == 1 and samples[0].batch == 3
+    assert {s.num_tokens for s in samples if s.job == 0} == {20, 21, 22, 23}
