@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.admission import Candidate, admit
+from scheduler.admission import Candidate, admit, preempt
 
 
 def admitted(waiting, *args, **kwargs):
@@ -33,3 +33,37 @@ def test_estimates_stay_within_memory():
 def test_estimates_that_are_none(estimate):
     with pytest.raises(ValueError, match="an estimate is 0 or more"):
         admit([Candidate(job=7, memory_bytes=estimate)], 1)
+
+
+def preempted(running, waiting, *args, **kwargs):
+    """Jobs are (number, priority, bytes)."""
+    change = preempt(
+        *(
+            [Candidate(job=j, priority=p, memory_bytes=m) for j, p, m in jobs]
+            for jobs in (running, waiting)
+        ),
+        *args,
+        **kwargs,
+    )
+    return [c.job for c in change.paused], [c.job for c in change.started]
+
+
+def test_only_a_higher_priority_preempts():
+    running = [(0, 1, 0), (1, 0, 0), (2, 0, 0)]
+    assert preempted(running, [(3, 0, 0)], 3) == ([], [])
+    assert preempted(running, [(3, 1, 0)], 3) == ([2], [3])  # the last to come
+    assert preempted(running, [(3, 1, 0), (4, 2, 0)], 3) == ([2, 1], [4, 3])
+    assert preempted(running, [(3, 1, 0)], 4) == ([], [3])  # there is room
+    assert preempted(running, [(5, 0, 0), (3, 2, 0)], 4) == ([], [3])
+
+
+def test_preemption_stays_within_memory():
+    running = [(0, 0, 6), (1, 0, 3)]
+    # Job 1 would leave first, but without job 0 it need not.
+    assert preempted(running, [(2, 1, 5)], 4, memory_bytes=10) == ([0], [2])
+    assert preempted(running, [(2, 1, 8)], 4, memory_bytes=10) == ([1, 0], [2])
+    assert preempted(running, [(2, 1, 4)], 4, memory_bytes=10) == ([1], [2])
+    # Nobody leaves for a job that would still not fit, and nobody gets past it.
+    assert preempted(running, [(2, 1, 11), (3, 0, 1)], 4, memory_bytes=10) == ([], [])
+    with pytest.raises(ValueError, match="an estimate is 0 or more"):
+        preempted([(0, 0, -1)], [], 1)
