@@ -7,7 +7,7 @@ import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from jaxlora.strict import Strict
-from scheduler import PackerName
+from scheduler import Limits, PackerName
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
@@ -231,6 +231,11 @@ class RunConfig(Strict):
     checkpoint_every: PositiveInt | None = 50
     keep_checkpoints: PositiveInt = 2
     log_every: PositiveInt = 1
+
+    @property
+    def limits(self) -> Limits:
+        """What a microbatch may hold."""
+        return Limits(capacity=self.microbatch_tokens, block_tokens=self.block_tokens)
 
     @pydantic.model_validator(mode="after")
     def _jobs_fit_together(self):

@@ -21,7 +21,7 @@ from jaxlora.data.tokenize import TokenizedData, tokenize_job
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import ConfigError
 from jaxlora.hf.files import TOKENIZER_FILES, model_folder
-from jaxlora.train.job_run import job_order
+from jaxlora.train.job_run import batch_lengths, job_order
 from jaxlora.train.lineup import (
     Place,
     after_window,
@@ -42,7 +42,7 @@ from scheduler import (
     picture,
     plan,
 )
-from scheduler.lorafusion.verify_and_fix import with_no_ops
+from scheduler.spacing import with_no_ops
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class JobData:
 
     def lengths(self, step: int) -> list[int]:
         """Tokens of each sample of the global batch of an optimiser step."""
-        return [len(self.data.samples[i].token_ids) for i in self.order.batch(step)]
+        return batch_lengths(self.data, self.order, step)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -129,7 +129,7 @@ def plan_run(
         JaxloraError: The tokenizer or a job's data cannot be used.
     """
     jobs = _read_jobs(config, steps)
-    limits = Limits(capacity=config.microbatch_tokens, block_tokens=config.block_tokens)
+    limits = config.limits
     for job in jobs:
         _check_fits(job, limits)
     pipeline = Pipeline.one_f_one_b(stages)

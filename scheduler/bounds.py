@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from scheduler.cost import AffineCost, CostModel
 from scheduler.simulate import check_stages
-from scheduler.types import Limits, Pipeline, Sample
+from scheduler.types import Limits, Pipeline, Sample, batches_by_job
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,11 +47,10 @@ def lower_bound(
 ) -> Bound:
     """Bounds the makespan and the number of microbatches of every legal schedule."""
     check_stages(cost, pipeline)
-    by_job: dict[int, dict[int, list[int]]] = {}
-    for s in samples:
-        by_job.setdefault(s.job, {}).setdefault(s.batch, []).append(s.num_tokens)
+    samples = list(samples)
     jobs = [
-        [_batch(n, limits) for n in batches.values()] for batches in by_job.values()
+        [_batch([s.num_tokens for s in batch], limits) for batch in batches]
+        for batches in batches_by_job(samples).values()
     ]
     if not jobs:
         return Bound(work=0.0, chain=0.0, microbatches=0)
@@ -61,9 +60,7 @@ def lower_bound(
     fewest = max(
         -(-padded // limits.capacity), *(sum(b.fewest for b in job) for job in jobs)
     )
-    shortest = min(
-        n for batches in by_job.values() for b in batches.values() for n in b
-    )
+    shortest = min(s.num_tokens for s in samples)
     waits = pipeline.distance >= pipeline.num_stages
     return Bound(
         work=_work(padded, squares, fewest, shortest, cost),

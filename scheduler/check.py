@@ -30,6 +30,17 @@ def violations(
     return out + _apart(schedule, distance)
 
 
+def require_legal(
+    schedule: Schedule, samples: Iterable[Sample], *, distance: int = 1
+) -> None:
+    """Raises RuntimeError if a packer broke a rule: its mistake, not its input's."""
+    wrong = violations(schedule, samples, distance=distance)
+    if wrong:
+        raise RuntimeError(
+            f"the packer's schedule breaks {len(wrong)} rules; the first: {wrong[0]}"
+        )
+
+
 def _samples_once(schedule: Schedule, samples: Iterable[Sample]) -> list[str]:
     wanted = Counter(samples)
     found = Counter(s for m in schedule.microbatches for s in m)

@@ -10,10 +10,20 @@ from scheduler.types import (
     Pipeline,
     Sample,
     Schedule,
+    batches_by_job,
     check_fits,
 )
 
-__all__ = ["DEFAULT", "FEWEST", "Effort", "JobBatches", "Planner", "pack", "stream"]
+__all__ = [
+    "DEFAULT",
+    "FEWEST",
+    "Effort",
+    "JobBatches",
+    "Planner",
+    "job_batches",
+    "pack",
+    "stream",
+]
 
 
 def pack(
@@ -37,21 +47,21 @@ def pack(
         ValueError: A sample is longer than the capacity.
     """
     check_fits(samples, limits)
-    jobs: dict[int, dict[int, list[Sample]]] = {}
-    for sample in samples:
-        jobs.setdefault(sample.job, {}).setdefault(sample.batch, []).append(sample)
-    sources = [
-        JobBatches(
-            batches=[batches[b] for b in sorted(batches)],
-            num_batches=len(batches),
-            batch_tokens=sum(s.num_tokens for b in batches.values() for s in b)
-            / len(batches),
-        )
-        for _, batches in sorted(jobs.items())
-    ]
-    windows = stream(sources, limits, pipeline, cost, effort)
+    windows = stream(job_batches(samples), limits, pipeline, cost, effort)
     microbatches = tuple(m for window in windows for m in window)
     return Schedule(microbatches=microbatches, limits=limits)
+
+
+def job_batches(samples: Sequence[Sample]) -> list[JobBatches]:
+    """What `stream` takes, of samples that are all here; by ascending job."""
+    return [
+        JobBatches(
+            batches=batches,
+            num_batches=len(batches),
+            batch_tokens=sum(s.num_tokens for b in batches for s in b) / len(batches),
+        )
+        for _, batches in sorted(batches_by_job(samples).items())
+    ]
 
 
 def stream(

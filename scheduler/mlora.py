@@ -3,13 +3,14 @@
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from scheduler.frontier import check_fits
 from scheduler.types import (
     Limits,
     Microbatch,
     Pipeline,
     Sample,
     Schedule,
+    batches_by_job,
+    check_fits,
     padded_tokens,
 )
 
@@ -66,12 +67,9 @@ def pack(
 
 def _batches(samples: Sequence[Sample]) -> dict[int, deque[list[Sample]]]:
     """Global batches of each job, in order."""
-    batches: dict[int, dict[int, list[Sample]]] = {}
-    for sample in samples:
-        batches.setdefault(sample.job, {}).setdefault(sample.batch, []).append(sample)
     return {
-        job: deque(sorted(b[i], key=lambda s: s.index) for i in sorted(b))
-        for job, b in batches.items()
+        job: deque(sorted(batch, key=lambda s: s.index) for batch in batches)
+        for job, batches in batches_by_job(samples).items()
     }
 
 

@@ -5,10 +5,17 @@ from typing import Literal
 
 from scheduler import greedy, joint, lorafusion
 from scheduler.cost import CostModel
-from scheduler.lorafusion.verify_and_fix import with_no_ops
 from scheduler.plan import Packer
 from scheduler.simulate import window_sum
-from scheduler.types import Limits, Microbatch, Pipeline, Sample, Schedule
+from scheduler.spacing import with_no_ops
+from scheduler.types import (
+    Limits,
+    Microbatch,
+    Pipeline,
+    Sample,
+    Schedule,
+    batches_by_job,
+)
 
 PackerName = Literal["joint", "greedy", "lorafusion"]
 
@@ -31,10 +38,7 @@ def by_rounds(
 
     No microbatch has samples of two rounds. No-ops keep the distance.
     """
-    of_job: dict[int, dict[int, list[Sample]]] = {}
-    for sample in samples:
-        of_job.setdefault(sample.job, {}).setdefault(sample.batch, []).append(sample)
-    jobs = [[batches[b] for b in sorted(batches)] for batches in of_job.values()]
+    jobs = batches_by_job(samples).values()
     microbatches: list[Microbatch] = []
     for k in range(max(map(len, jobs), default=0)):
         together = [s for batches in jobs if k < len(batches) for s in batches[k]]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from scheduler import joint
 from scheduler.bounds import Bound, lower_bound
-from scheduler.check import violations
+from scheduler.check import require_legal
 from scheduler.cost import CostModel
 from scheduler.simulate import Simulation, simulate
 from scheduler.types import Limits, Pipeline, Sample, Schedule
@@ -42,11 +42,7 @@ def plan(
         RuntimeError: The packer broke a rule.
     """
     schedule = packer(samples, limits, pipeline, cost)
-    wrong = violations(schedule, samples, distance=pipeline.distance)
-    if wrong:
-        raise RuntimeError(
-            f"the packer broke {len(wrong)} rules; the first: {wrong[0]}"
-        )
+    require_legal(schedule, samples, distance=pipeline.distance)
     return Plan(
         schedule=schedule,
         simulation=simulate(schedule, cost, pipeline),

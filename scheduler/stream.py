@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from scheduler.check import violations
+from scheduler.check import require_legal
 from scheduler.types import Sample, Schedule
 
 
@@ -92,9 +92,5 @@ class PlanAhead:
 
     def _plan(self, samples: tuple[Sample, ...]) -> Schedule:
         schedule = self._pack(samples)
-        wrong = violations(schedule, samples, distance=self._distance)
-        if wrong:
-            raise RuntimeError(
-                f"the packer broke {len(wrong)} rules; the first: {wrong[0]}"
-            )
+        require_legal(schedule, samples, distance=self._distance)
         return schedule

@@ -122,6 +122,14 @@ def padded_tokens(microbatch: Iterable[Sample], limits: Limits) -> int:
     return sum(limits.padded(n) for n in tokens_by_job(microbatch).values())
 
 
+def batches_by_job(samples: Iterable[Sample]) -> dict[int, list[list[Sample]]]:
+    """Global batches of each job in order; jobs and samples as they come."""
+    jobs: dict[int, dict[int, list[Sample]]] = {}
+    for sample in samples:
+        jobs.setdefault(sample.job, {}).setdefault(sample.batch, []).append(sample)
+    return {job: [of[number] for number in sorted(of)] for job, of in jobs.items()}
+
+
 def check_fits(samples: Iterable[Sample], limits: Limits) -> None:
     """Raises ValueError if a sample is longer than a microbatch's capacity."""
     for sample in samples:

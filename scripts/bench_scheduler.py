@@ -4,7 +4,7 @@ LoRAFusion's algorithm with and without its parts, mLoRA's order, and the defaul
 packer, on a simulated 1F1B pipeline of four stages; planning time is measured. Writes
 scheduler_*.csv, scheduler_bubbles.png and scheduler_tables.md.
 
-    python scripts/bench_scheduler.py --output-dir bench
+    python -m scripts.bench_scheduler --output-dir bench
 """
 
 import argparse
@@ -15,12 +15,9 @@ import importlib.metadata
 import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests.scheduler
 
 from scheduler import (
     AffineCost,
@@ -266,17 +263,7 @@ def growth_rows(quick: bool) -> Iterator[dict]:
 
 def first_window(samples: Sequence[Sample], limits: Limits) -> float:
     """Seconds until the default packer hands out its first microbatches."""
-    of_job: dict[int, dict[int, list[Sample]]] = {}
-    for s in samples:
-        of_job.setdefault(s.job, {}).setdefault(s.batch, []).append(s)
-    sources = [
-        joint.JobBatches(
-            batches=list(b.values()),
-            num_batches=len(b),
-            batch_tokens=sum(s.num_tokens for x in b.values() for s in x) / len(b),
-        )
-        for b in of_job.values()
-    ]
+    sources = joint.job_batches(samples)
     start = time.perf_counter()
     next(joint.stream(sources, limits, STAGES, COSTS["even"]))
     return time.perf_counter() - start

@@ -61,6 +61,11 @@ def job_order(job: LoraJob, data: TokenizedData) -> JobOrder:
     )
 
 
+def batch_lengths(data: TokenizedData, order: JobOrder, step: int) -> list[int]:
+    """Tokens of each sample of the global batch of an optimiser step."""
+    return [len(data.samples[i].token_ids) for i in order.batch(step)]
+
+
 class JobRun:
     """One job of a run.
 
@@ -117,12 +122,7 @@ class JobRun:
 
     def lengths(self, step: int) -> list[int]:
         """Tokens of each sample of the global batch of an optimiser step."""
-        samples = self.train_data.samples
-        return [len(samples[i].token_ids) for i in self.order.batch(step)]
-
-    def next_batch(self) -> JobBatch:
-        """The global batch of the job's next optimiser step."""
-        return self.batch(self.progress.step)
+        return batch_lengths(self.train_data, self.order, step)
 
     def batch(self, step: int) -> JobBatch:
         """The global batch of an optimiser step."""

@@ -26,7 +26,6 @@ from jaxlora.train.run_log import METRICS_FILE, RunLog
 from jaxlora.train.slots import SlotTable
 from jaxlora.train.step import CompiledSteps
 from jaxlora.train.windows import Windows
-from scheduler import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ class Trainer:
             self.model.params,
             self._table,
             self._steps,
-            Limits(capacity=config.microbatch_tokens, block_tokens=config.block_tokens),
+            config.limits,
             use_dropout=self._use_dropout,
         )
         self._round = 0

@@ -22,7 +22,7 @@ from jaxlora.train.lineup import (
 )
 from jaxlora.train.progress import Progress
 from jaxlora.train.run_log import RunLog
-from scheduler import Limits, Sample
+from scheduler import Sample
 from scheduler.stream import PlanAhead, Planned
 
 logger = logging.getLogger(__name__)
@@ -67,10 +67,7 @@ class Windows:
         self._executor, self._num_slots = executor, num_slots
         self._stopping, self._export = stopping, export
         self._log, self._progress = log, progress
-        limits = Limits(
-            capacity=config.microbatch_tokens, block_tokens=config.block_tokens
-        )
-        self._plans = PlanAhead(lambda s: pack_window(s, limits, config.packer))
+        self._plans = PlanAhead(lambda s: pack_window(s, config.limits, config.packer))
         self.round = first_round
         self._steps_now: dict[str, int] = {}  # of each job in the window under way
         self._latest: dict[str, StepOutcome] = {}

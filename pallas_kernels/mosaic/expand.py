@@ -201,8 +201,7 @@ class Expand:
         if words is None:
             return lambda y, _: y
         index, drops, *ahead = words
-        num = len(drops)
-        order = [(i, p) for i in range(COLUMNS // STEP) for p in range(num)]
+        num, num_terms = len(drops), len(drops) * (COLUMNS // STEP)
 
         @pl.loop(0, sum(own))
         def _(i):
@@ -225,8 +224,10 @@ class Expand:
         def add(y, i):
             for p, (key, threshold) in enumerate(drops):
                 features = ahead.pop()
-                for following in order[i * num + p + 1 :][:1]:
-                    ahead.append(self._features(*following, slot, column))
+                following = i * num + p + 1
+                if following < num_terms:
+                    j, q = divmod(following, num)
+                    ahead.append(self._features(j, q, slot, column))
                 tokens = token_words(key, index)
                 y = y + dropped(term(i, p), tokens, features, threshold)
             return y

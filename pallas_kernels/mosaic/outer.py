@@ -11,7 +11,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dropout import token_words
 from pallas_kernels.mosaic.mask import OF_COLUMN, OF_ROW, Mask, drop_each, load_line
-from pallas_kernels.mosaic.ring import COMPUTE, ROWS, STEP, Ring, zeros_like
+from pallas_kernels.mosaic.ring import (
+    COMPUTE,
+    ROWS,
+    STEP,
+    Ring,
+    most_chunks,
+    zeros_like,
+)
 
 TILE_COLUMNS = COMPUTE * STEP
 
@@ -61,10 +68,8 @@ class Outer:
         own = self.starts[slot + 1] - first
         begin = lax.div(own * split, splits)
         count = lax.div(own * (split + 1), splits) - begin
-        most = self.chunks[0][slot]
-        for chunks in self.chunks[1:]:
-            most = jnp.maximum(most, chunks[slot])
-        return first + begin, jnp.where(chunk < most, count, 0)
+        live = chunk < most_chunks(self.chunks, slot)
+        return first + begin, jnp.where(live, count, 0)
 
     def about(self, item):
         """The first slot's blocks."""

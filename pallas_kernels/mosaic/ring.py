@@ -245,6 +245,11 @@ class Ring:
             plgpu.barrier_arrive(self.summed)
 
 
+def most_chunks(chunks, slot):
+    """The chunks of ranks that a slot fills in any projection."""
+    return functools.reduce(jnp.maximum, [of_slots[slot] for of_slots in chunks])
+
+
 def zeros_like(x: jax.Array) -> jax.Array:
     """Zeros in a layout that fits x."""
     return jnp.zeros(x.shape, x.dtype)

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dropout import token_words
 from pallas_kernels.mosaic.mask import OF_COLUMN, OF_ROW, Mask, drop_each, load_line
-from pallas_kernels.mosaic.ring import COMPUTE, ROWS, STEP, Ring
+from pallas_kernels.mosaic.ring import COMPUTE, ROWS, STEP, Ring, most_chunks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +51,8 @@ class Shrink:
         block, chunk = self._place(item)
         slot = self.slot[block]
         here = jnp.maximum(slot, 0)
-        most = self.chunks[0][here]
-        for chunks in self.chunks[1:]:
-            most = jnp.maximum(most, chunks[here])
         steps = pl.cdiv(self.x.shape[1], COMPUTE * STEP)
-        live = (slot >= 0) & (chunk < most)
+        live = (slot >= 0) & (chunk < most_chunks(self.chunks, here))
         return here, jnp.where(live, jnp.int32(steps), 0)
 
     def load(self, item, about, step):

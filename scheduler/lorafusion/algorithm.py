@@ -9,7 +9,6 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from itertools import chain
 
-from scheduler.frontier import check_fits
 from scheduler.lorafusion.batch import (
     Outcome,
     PackedBatch,
@@ -20,7 +19,14 @@ from scheduler.lorafusion.batch import (
 from scheduler.lorafusion.group import head_tail, statistics
 from scheduler.lorafusion.merge import merge
 from scheduler.lorafusion.verify_and_fix import verify_and_fix
-from scheduler.types import Limits, Pipeline, Sample, Schedule
+from scheduler.types import (
+    Limits,
+    Pipeline,
+    Sample,
+    Schedule,
+    batches_by_job,
+    check_fits,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -133,12 +139,7 @@ def in_order(
 
     A job that has no batches left is no longer in its group's.
     """
-    of_job: dict[int, dict[int, list[Sample]]] = {}
-    for sample in samples:
-        of_job.setdefault(sample.job, {}).setdefault(sample.batch, []).append(sample)
-    rows = {
-        job: [batches[b] for b in sorted(batches)] for job, batches in of_job.items()
-    }
+    rows = batches_by_job(samples)
     out = []
     for i in range(max(map(len, rows.values()), default=0)):
         for group in groups:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import chain, islice
 
-from scheduler.lorafusion.spacing import Spacing
+from scheduler.spacing import Spacing
 from scheduler.types import Limits, Microbatch, Pipeline, Sample, padded_tokens
 
 Batch = Sequence[Microbatch]  # one global batch of a group, its emptiest last

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from scheduler.check import violations
-from scheduler.lorafusion.spacing import Spacing
+from scheduler.check import require_legal
+from scheduler.spacing import with_no_ops
 from scheduler.types import Limits, Microbatch, Pipeline, Sample, Schedule
 
 
@@ -24,19 +24,5 @@ def verify_and_fix(
     schedule = Schedule(
         microbatches=tuple(with_no_ops(microbatches, pipeline.distance)), limits=limits
     )
-    wrong = violations(schedule, samples, distance=pipeline.distance)
-    if wrong:
-        raise RuntimeError(
-            f"the schedule breaks {len(wrong)} rules; the first: {wrong[0]} This is a "
-            "mistake of the packer, not of its input."
-        )
+    require_legal(schedule, samples, distance=pipeline.distance)
     return schedule
-
-
-def with_no_ops(microbatches: Iterable[Microbatch], distance: int):
-    """The microbatches, and an empty one wherever one must wait."""
-    spacing = Spacing(distance)
-    for microbatch in microbatches:
-        for _ in range(spacing.place(microbatch)):
-            yield ()
-        yield microbatch

@@ -130,7 +130,7 @@ def bench(model, jobs):
     batches, adapters = {}, {}
     for slot, run in enumerate(runs):
         run.update(status="running", slot=slot, step=2)
-        batches[slot] = run.next_batch()
+        batches[slot] = run.batch(run.progress.step)
         modules = {
             name: dataclasses.replace(
                 w, b=rng.normal(size=w.b.shape).astype(np.float32) * 0.1

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from scheduler.types import Sample
+from scheduler.types import Microbatch, Sample
 
 
 class Spacing:
@@ -45,3 +45,12 @@ class Spacing:
         """Adds samples to the microbatch that was placed last."""
         for sample in samples:
             self._reached[sample.job] = (sample.batch, self.position)
+
+
+def with_no_ops(microbatches: Iterable[Microbatch], distance: int):
+    """The microbatches, and an empty one wherever one must wait."""
+    spacing = Spacing(distance)
+    for microbatch in microbatches:
+        for _ in range(spacing.place(microbatch)):
+            yield ()
+        yield microbatch
