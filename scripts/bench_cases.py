@@ -229,10 +229,8 @@ def passes(method, groups, routing, *, with_gradient: bool):
     return out
 
 
-def call(case: Case, method: str, *, with_gradient: bool) -> tuple[Callable, list]:
-    """(compiled function, its argument) of one method."""
-    groups, routing = arrays(case)
-    run = functools.partial(
+def call(method: str, routing: Routing, *, with_gradient: bool) -> Callable:
+    """What a method does with a case's groups."""
+    return functools.partial(
         passes, METHODS[method], routing=routing, with_gradient=with_gradient
     )
-    return jax.jit(run), groups

@@ -8,11 +8,7 @@ returns the gradients of A and B. All methods of a case run in one process.
 """
 
 import argparse
-import csv
-import dataclasses
-import datetime
 import importlib.util
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,34 +16,10 @@ import jax
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from scripts.bench_cases import CASES, METHODS, Case, call
+from scripts.bench_cases import CASES, METHODS, Case, arrays, call
+from scripts.bench_report import Timing, about, write_csv
 
-FIELDS = (
-    "case",
-    "method",
-    "pass",
-    "median_us",
-    "p10_us",
-    "p90_us",
-    "ratio",
-    "commit",
-    "device",
-    "versions",
-    "date",
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """Quantiles of one function's device time, in microseconds."""
-
-    median: float
-    p10: float
-    p90: float
-
-    @staticmethod
-    def of(microseconds: list[float]) -> "Timing":
-        return Timing(*np.quantile(microseconds, [0.5, 0.1, 0.9]).tolist())
+ROUNDS = 3  # each method's calls are spread over the run: clocks drift with heat
 
 
 def time_jax(
@@ -55,12 +27,20 @@ def time_jax(
 ) -> Iterator[tuple[str, str, Timing]]:
     """(method, pass, timing) of JAX methods."""
     cupti = profiler.Cupti(finalize=False)
-    for name in methods:
-        for what in ("forward", "both"):
-            run, groups = call(case, name, with_gradient=what == "both")
-            _, times = cupti.measure(run, iterations=repeats)(groups)
-            assert times is not None, "CUPTI saw no kernel"
-            yield name, what, Timing.of([1000 * t for t in times])
+    names = [(name, what) for name in methods for what in ("forward", "both")]
+    groups, routing = arrays(case)
+    runs = {
+        (name, what): jax.jit(call(name, routing, with_gradient=what == "both"))
+        for name, what in names
+    }
+    times: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
+    for _ in range(ROUNDS):
+        for key, run in runs.items():
+            _, found = cupti.measure(run, iterations=-(-repeats // ROUNDS))(groups)
+            assert found is not None, "CUPTI saw no kernel"
+            times[key] += [1000 * t for t in found]
+    for (name, what), found in times.items():
+        yield name, what, Timing.of(found)
 
 
 def time_torch(case: Case, repeats: int) -> Iterator[tuple[str, str, Timing]]:
@@ -80,24 +60,6 @@ def time_torch(case: Case, repeats: int) -> Iterator[tuple[str, str, Timing]]:
             if i >= 3:
                 times.append(1000 * start.elapsed_time(end))
         yield name, what, Timing.of(times)
-
-
-def commit() -> str:
-    """The commit that is timed, or `unknown` outside a checkout."""
-    out = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    )
-    return out.stdout.strip() or "unknown"
-
-
-def versions() -> str:
-    """Of what was timed."""
-    found = [f"jax {jax.__version__}"]
-    if importlib.util.find_spec("torch"):
-        import torch
-
-        found.append(f"torch {torch.__version__}")
-    return ", ".join(found)
 
 
 def plot(rows: list[dict], path: Path) -> None:
@@ -133,14 +95,8 @@ def main() -> None:
     parser.add_argument("--cases", type=int, nargs="*", help="indices; all by default")
     parser.add_argument("--methods", nargs="*", default=list(METHODS))
     args = parser.parse_args()
-    args.output_dir.mkdir(parents=True, exist_ok=True)
     with_torch = not args.no_torch and importlib.util.find_spec("torch") is not None
-    about = {
-        "commit": commit(),
-        "device": jax.devices()[0].device_kind,
-        "versions": versions(),
-        "date": datetime.date.today().isoformat(),
-    }
+    end = about(jax.devices()[0].device_kind)
     rows = []
     chosen = range(len(CASES)) if args.cases is None else args.cases
     for case in (CASES[i] for i in chosen):
@@ -158,7 +114,7 @@ def main() -> None:
                 "p10_us": round(timing.p10, 1),
                 "p90_us": round(timing.p90, 1),
                 "ratio": round(timing.median / base[what], 3),
-                **about,
+                **end,
             }
             rows.append(row)
             print(
@@ -166,10 +122,7 @@ def main() -> None:
                 f"{row['ratio']:6}",
                 flush=True,
             )
-    with (args.output_dir / "kernels.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(args.output_dir / "kernels.csv", rows)
     plot(rows, args.output_dir / "kernels.png")
 
 

@@ -13,7 +13,9 @@ import io
 import subprocess
 import sys
 
-from scripts.bench_cases import CASES, METHODS, call
+import jax
+
+from scripts.bench_cases import CASES, METHODS, arrays, call
 
 TORCH = "torch, as PEFT"
 CALLS = (2, 6)
@@ -31,7 +33,8 @@ def run(case_index: int, method: str, calls: int) -> None:
         for _ in range(calls):
             step()
         return
-    function, groups = call(case, method, with_gradient=True)
+    groups, routing = arrays(case)
+    function = jax.jit(call(method, routing, with_gradient=True))
     for _ in range(calls):
         function(groups)[0][0][0].block_until_ready()
 

@@ -9,8 +9,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.dropout import token_words
-from pallas_kernels.mosaic.mask import OF_COLUMN, OF_ROW, Mask, dropped, load_line
+from pallas_kernels.mosaic.mask import (
+    OF_COLUMN,
+    OF_ROW,
+    Mask,
+    dropped,
+    load_line,
+    load_tokens,
+)
 from pallas_kernels.mosaic.ring import (
     COLUMNS,
     COMPUTE,
@@ -99,7 +105,7 @@ class Expand:
         second = jnp.where(slots[0] == slots[1], 0, totals[1])
         return before, own, totals[0] + second - before - sum(own)
 
-    def load(self, item, about, step):
+    def load(self, index, item, about, step):
         """Fills the stages of one tile; returns the next step of the ring."""
         block, column = self._item(item)
         slots, ranks = about
@@ -109,7 +115,7 @@ class Expand:
             stage = self.ring.acquire(step)
             ks = pl.ds(i * STEP, STEP)
             at = (which, columns, ks) if self.transposed else (which, ks, columns)
-            full = self.ring.both.at[stage]
+            full = self.ring.full.at[stage]
             plgpu.copy_gmem_to_smem(left.at[rows, ks], self.ring.x.at[stage], full)
             plgpu.copy_gmem_to_smem(right.at[at], self.ring.w.at[stage], full)
             return step + 1
@@ -117,12 +123,28 @@ class Expand:
         for p, (x, w) in enumerate(zip(self.x, self.w, strict=True)):
             one = functools.partial(fill, left=x, right=w, which=self.layer[0])
             step = lax.fori_loop(0, self._k_steps(p, slots), one, step)
+        if self.masks:
+            pl.when(index > 0)(lambda: plgpu.barrier_wait(self.ring.heard))
+            self._tell(slots, block, column)
         for i, slot in enumerate(slots):
             shared = (i == 1) & (slots[0] == slots[1])
             for s, b, counts in zip(self.s, self.b, ranks, strict=True):
                 one = functools.partial(fill, left=s, right=b, which=slot)
                 step = lax.fori_loop(0, jnp.where(shared, 0, counts[i]), one, step)
         return step
+
+    def _tell(self, slots, block, column):
+        """Fills the words of the tile's masks."""
+        features, tokens = self.ring.words
+        for p, mask in enumerate(self.masks):
+            for w, slot in enumerate(slots):
+                columns = pl.ds(column, COLUMNS)
+                word = mask.word.at[jnp.maximum(slot, 0), columns]
+                plgpu.copy_gmem_to_smem(word, features.at[p, w], self.ring.told)
+                # A tile's second half may lie outside.
+                inside = jnp.minimum(block + w, self.slot.shape[0] - 1)
+                token = mask.token.at[inside]
+                plgpu.copy_gmem_to_smem(token, tokens.at[p, w], self.ring.told)
 
     def _skip(self, count, step):
         def one(_, step):
@@ -154,15 +176,28 @@ class Expand:
                 after = self.ring.each_step(sum(own), after, multiply)
             return acc[...], after
 
-        # Read before the long product, so that nothing waits for it after.
-        words = self._words(slot, row, column) if self.masks else None
         y, step = pl.run_scoped(accumulate, plgpu.ACC((ROWS, COLUMNS), jnp.float32))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        add = self._masked(words, slot, column, step, own, wg)
-        for i in range(COLUMNS // STEP):
-            part = add(y[:, i * STEP : (i + 1) * STEP], i)
-            self._store(part, i, slot, row, column, wg)
         if self.masks:
+            plgpu.barrier_wait(self.ring.told)
+            thresholds = [mask.threshold[jnp.maximum(slot, 0)] for mask in self.masks]
+
+            @pl.loop(0, sum(own))
+            def _(i):
+                self.ring.wait(step + i)
+
+        for i in range(COLUMNS // STEP):
+            start = column + i * STEP
+
+            @pl.when((start < self.y.shape[1]) & (row < self.y.shape[0]))
+            def _(i=i, start=start):
+                part = y[:, i * STEP : (i + 1) * STEP]
+                if self.masks:
+                    part = self._add_masked(part, i, step, own, thresholds, wg)
+                self._store(part, i, slot, row, start, wg)
+
+        if self.masks:
+            plgpu.barrier_arrive(self.ring.heard)
 
             @pl.loop(0, sum(own))
             def _(i):
@@ -178,37 +213,16 @@ class Expand:
             return self.ring.w.at[stage, part].transpose((1, 0))
         return self.ring.w.at[stage, :, part]
 
-    def _words(self, slot, row, column):
-        """(token indices, keys and thresholds by projection, first features' words)."""
-        here = jnp.maximum(slot, 0)
-        last = self.y.shape[0] - ROWS  # a tile's second half may lie outside
-        index = self.masks[0].token_index.at[pl.ds(jnp.minimum(row, last), ROWS)]
-        drops = [(mask.key[here, 0], mask.threshold[here]) for mask in self.masks]
-        return load_line(index, OF_ROW), drops, self._features(0, 0, slot, column)
+    def _add_masked(self, y, i, step, own, thresholds, wg):
+        """y, the tile's i-th 64 columns, + mask * (s B) of each projection.
 
-    def _features(self, i, p, slot, column):
-        """Words of the i-th 64 features of the tile, of one projection."""
-        words = self.masks[p].word
-        word = words.at[jnp.maximum(slot, 0), pl.ds(column + i * STEP, STEP)]
-        return load_line(word, OF_COLUMN)
-
-    def _masked(self, words, slot, column, step, own, wg):
-        """Adds mask * (s B) of each projection to 64 columns of the tile at a time.
-
-        The stages of all rank steps are held meanwhile. The features' words are read
-        one term ahead; the tokens' are made when they are used, to spare registers.
+        The stages of all rank steps are held meanwhile.
         """
-        if words is None:
-            return lambda y, _: y
-        index, drops, *ahead = words
-        num, num_terms = len(drops), len(drops) * (COLUMNS // STEP)
+        features, tokens = self.ring.words
 
-        @pl.loop(0, sum(own))
-        def _(i):
-            self.ring.wait(step + i)
-
-        def term(i, p):
-            begin = step + sum(own[:p])
+        def add(p, carry):
+            y, begin = carry
+            count, threshold = _pick(own, p), _pick(thresholds, p)
 
             def accumulate(acc):
                 def multiply(j, _):
@@ -216,37 +230,33 @@ class Expand:
                     b = self._w_columns(stage, i)
                     plgpu.wgmma(acc, self.ring.x_part(stage, wg), b)
 
-                lax.fori_loop(0, own[p], multiply, None)
+                lax.fori_loop(0, count, multiply, None)
                 return acc[...]
 
-            return pl.run_scoped(accumulate, plgpu.ACC((ROWS, STEP), jnp.float32))
+            term = pl.run_scoped(accumulate, plgpu.ACC((ROWS, STEP), jnp.float32))
+            word = features.at[p, wg, pl.ds(i * STEP, STEP)]
+            words = load_tokens(tokens.at[p, wg], OF_ROW), load_line(word, OF_COLUMN)
+            return y + dropped(term, *words, threshold), begin + count
 
-        def add(y, i):
-            for p, (key, threshold) in enumerate(drops):
-                features = ahead.pop()
-                following = i * num + p + 1
-                if following < num_terms:
-                    j, q = divmod(following, num)
-                    ahead.append(self._features(j, q, slot, column))
-                tokens = token_words(key, index)
-                y = y + dropped(term(i, p), tokens, features, threshold)
-            return y
+        return lax.fori_loop(0, len(self.masks), add, (y, step))[0]
 
-        return add
+    def _store(self, y, i, slot, row, column, wg):
+        """Sends the tile's i-th 64 columns on their way."""
+        columns, buffers = pl.ds(column, STEP), self.ring.out.shape[1]
+        if self.bias is not None:
+            bias = load_line(self.bias.at[columns], OF_COLUMN)
+            y = y + lax.broadcast_in_dim(bias.astype(jnp.float32), y.shape, (1,))
+        y = jnp.where(lax.broadcast(slot < 0, y.shape), zeros_like(y), y)
+        plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
+        out = self.ring.out.at[wg, i % buffers]
+        out[...] = y.astype(self.y.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out, self.y.at[pl.ds(row, ROWS), columns])
 
-    def _store(self, value, i, slot, row, column, wg):
-        """Sends 64 columns of the tile on their way."""
-        column = column + i * STEP
 
-        @pl.when((column < self.y.shape[1]) & (row < self.y.shape[0]))
-        def _():
-            y, columns = value, pl.ds(column, STEP)
-            if self.bias is not None:
-                bias = load_line(self.bias.at[columns], OF_COLUMN)
-                y = y + lax.broadcast_in_dim(bias.astype(jnp.float32), y.shape, (1,))
-            y = jnp.where(lax.broadcast(slot < 0, y.shape), zeros_like(y), y)
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            out = self.ring.out.at[wg, i % 2]
-            out[...] = y.astype(self.y.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out, self.y.at[pl.ds(row, ROWS), columns])
+def _pick(values, index):
+    """values[index] of a list of scalars, the index known when the kernel runs."""
+    out = values[0]
+    for i, value in enumerate(values[1:], 1):
+        out = jnp.where(index == i, value, out)
+    return out

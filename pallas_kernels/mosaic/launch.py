@@ -1,7 +1,8 @@
 """Launches persistent kernels: one block a multiprocessor, each with many items."""
 
-from collections.abc import Callable
-from typing import Any, Protocol
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,14 @@ _AT_START = 65536 // (128 * (COMPUTE + 1)) // 8 * 8
 assert _LOADER + COMPUTE * _COMPUTER <= (COMPUTE + 1) * _AT_START
 
 
+@runtime_checkable
 class Role(Protocol):
     """A kind of work: how an item is loaded and how it is computed."""
+
+    @property
+    def ring(self) -> Ring:
+        """Shared memory."""
+        ...
 
     def about(self, item) -> tuple:
         """What to read of device memory before an item starts: a tuple of scalars.
@@ -30,8 +37,11 @@ class Role(Protocol):
         """
         ...
 
-    def load(self, item, about, step):
-        """Fills the stages of an item; returns the next step of the ring."""
+    def load(self, index, item, about, step):
+        """Fills the stages of an item; returns the next step of the ring.
+
+        The item is the multiprocessor's own of that index.
+        """
         ...
 
     def compute(self, item, about, step, wg):
@@ -39,77 +49,146 @@ class Role(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """Items of one kind.
+
+    Attributes:
+        role: The kind, made of the ring, references of operands and results by name,
+            and `settings`.
+        operands: Trees of arrays in device memory, by name.
+        out_types: Trees of shapes and dtypes, by name.
+        items: How many.
+        beside: How many of them, the first ones, go to the multiprocessors that are
+            kept apart.
+        ring: Of the shared memory.
+        settings: What is known when the kernel is compiled.
+    """
+
+    role: Callable[..., Role]
+    operands: dict[str, Any]
+    out_types: dict[str, Any]
+    items: int
+    beside: int = 0
+    ring: RingShape
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.role.__name__.lower()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Deal:
+    """The items of one multiprocessor: `count` of them, from `first` on."""
+
+    first: Any
+    stride: Any
+    count: Any
+
+
+def _deal(work: Work, sm, num_sms: int, apart: int) -> _Deal:
+    """Items in turn; those beside among the last `apart` multiprocessors."""
+    main = num_sms - apart
+    is_apart = sm >= main
+    begin = jnp.where(is_apart, 0, work.beside)
+    end = jnp.where(is_apart, work.beside, work.items)
+    stride = jnp.where(is_apart, max(apart, 1), main)
+    first = begin + jnp.where(is_apart, sm - main, sm)
+    count = lax.div(jnp.maximum(end - first, 0) + stride - 1, stride)
+    return _Deal(first, stride, count)
+
+
+def _each_item(work: Work, role: Role, deal: _Deal, do):
+    """`do(index, item, about, step)` for each item; the steps that were taken."""
+
+    def read(item):
+        return role.about(jnp.minimum(item, work.items - 1))
+
+    def one(i, carry):
+        step, about = carry
+        item = deal.first + i * deal.stride
+        following = read(item + deal.stride)
+        return do(i, item, about, step), following
+
+    start = jnp.int32(0), read(deal.first)
+    return lax.fori_loop(0, deal.count, one, start)[0]
+
+
 def launch(
-    role: Callable[..., Role],
-    operands: dict[str, Any],
-    out_types: dict[str, Any],
-    items: int,
-    shape: RingShape,
+    works: Sequence[Work],
     *,
     dtype: DTypeLike,
     num_sms: int,
+    apart: int = 0,
     interpret: Any = None,
-    **settings,
-) -> dict[str, Any]:
-    """Runs a kernel that does `items` items, dealt out in turn.
+) -> list[dict[str, Any]]:
+    """Runs a kernel that does each work's items, one work after the other.
 
     Args:
-        role: The kind of work, made of the ring, references of operands and results
-            by name, and `settings`.
-        operands: Trees of arrays in device memory.
-        out_types: Trees of shapes and dtypes.
-        items: How many.
-        shape: Of the ring.
-        dtype: Of the ring's tiles.
+        works: What to do. A multiprocessor goes on to the next as soon as it is done
+            with its own items; nothing may need what another one of them makes.
+        dtype: Of the rings' tiles.
         num_sms: Multiprocessors to use.
+        apart: How many of them do only items that go beside.
         interpret: Parameters of Pallas' GPU interpreter, or None.
-        **settings: What is known when the kernel is compiled.
 
     Returns:
-        The results by name.
+        The results of each work, by name.
     """
-    arrays, tree = jax.tree.flatten(operands)
-    types, out_tree = jax.tree.flatten(out_types)
+    ins, in_tree = jax.tree.flatten([work.operands for work in works])
+    types, out_tree = jax.tree.flatten([work.out_types for work in works])
 
     def body(*refs):
-        ins, outs = refs[: len(arrays)], refs[len(arrays) : len(arrays) + len(types)]
-        x, w, lines, spare, (out, total), *barriers = refs[len(arrays) + len(types) :]
-        ring = Ring(shape, *(x, w, lines, spare, out, total), *barriers)
-        named = jax.tree.unflatten(tree, ins) | jax.tree.unflatten(out_tree, outs)
-        work = role(ring=ring, **named, **settings)
+        outs = jax.tree.unflatten(out_tree, refs[len(ins) : len(ins) + len(types)])
+        stages, barriers, done = refs[len(ins) + len(types) :]
+        operands = jax.tree.unflatten(in_tree, refs[: len(ins)])
         wg, sm = lax.axis_index("wg"), lax.axis_index("sm")
-        mine = lax.div(items - 1 - sm + num_sms, jnp.int32(num_sms))
-
-        def each_item(do):
-            def one(i, carry):
-                step, about = carry
-                item = sm + i * num_sms
-                following = work.about(jnp.minimum(item + num_sms, items - 1))
-                return do(item, about, step), following
-
-            first = work.about(jnp.minimum(sm, items - 1))
-            return lax.fori_loop(0, mine, one, (jnp.int32(0), first))[0]
+        todo = []
+        for i, work in enumerate(works):
+            ring = Ring(work.ring, *stages[i], *barriers[i])
+            named = operands[i] | outs[i] | work.settings
+            deal = _deal(work, sm, num_sms, apart)
+            todo.append((work, work.role(ring=ring, **named), deal))
 
         @pl.when(wg == COMPUTE)
         def _():
             plgpu.set_max_registers(_LOADER, action="decrease")
-            ring.drain(each_item(work.load))
+            for i, (work, role, deal) in enumerate(todo):
+                if i:
+                    plgpu.barrier_wait(done.at[i - 1])
+                steps = _each_item(work, role, deal, role.load)
+                role.ring.drain(steps, deal.count)
 
         @pl.when(wg < COMPUTE)
         def _():
             plgpu.set_max_registers(_COMPUTER, action="increase")
-            each_item(lambda item, about, step: work.compute(item, about, step, wg))
-            plgpu.wait_smem_to_gmem(0)
+            for i, (work, role, deal) in enumerate(todo):
 
+                def compute(index, item, about, step, role=role):
+                    del index
+                    return role.compute(item, about, step, wg)
+
+                _each_item(work, role, deal, compute)
+                plgpu.wait_smem_to_gmem(0)
+                if i + 1 < len(todo):  # the rings share their memory
+                    plgpu.barrier_arrive(done.at[i])
+                    plgpu.barrier_wait(done.at[i])
+
+    tiles = [work.ring.tiles(dtype) for work in works]
     kernel = plgpu.kernel(
         body,
         out_type=types,
-        scratch_types=shape.scratch(dtype),
+        scratch_types=[
+            tiles if len(tiles) == 1 else plgpu.RefUnion(*tiles),
+            [work.ring.barriers() for work in works],
+            plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=max(len(works) - 1, 1)),
+        ],
         grid=(num_sms,),
         grid_names=("sm",),
         num_threads=COMPUTE + 1,
         thread_name="wg",
-        kernel_name=f"lora_{role.__name__.lower()}",
+        kernel_name="_".join(["lora", *dict.fromkeys(work.name for work in works)]),
         interpret=interpret,
     )
 
@@ -124,4 +203,4 @@ def launch(
             "token rows and name each block's adapter in block_adapter instead."
         )
 
-    return jax.tree.unflatten(out_tree, run(*arrays))
+    return jax.tree.unflatten(out_tree, run(*ins))

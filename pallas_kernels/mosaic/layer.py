@@ -1,9 +1,9 @@
 """Forward and backward of multi-adapter LoRA linears that share x, kernel by kernel.
 
 Forward: shrink (s = factor dropout(x) A), expand (y = x W + s B).
-Backward: shrink (ds = factor dy B'), expand (dx = dy W' + mask (ds A')), and the outer
-products dA = dropout(x)' ds and dB = s' dy. The kernels that read x, or sum dx, do so
-for all projections at once.
+Backward: shrink (ds = factor dy B'), then in one launch expand (dx = dy W' +
+mask (ds A')) and the outer products dA = dropout(x)' ds and dB = s' dy. The kernels
+that read x, or sum dx, do so for all projections at once.
 
 References:
     LoRAFusion, arXiv 2510.00206, section 5.1, Figures 9 to 11.
@@ -21,17 +21,18 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.dropout import inverse_keep
 from pallas_kernels.mosaic.device import interpret_params, num_sms, unsupported_device
 from pallas_kernels.mosaic.expand import TILE_ROWS, Expand
-from pallas_kernels.mosaic.launch import launch
+from pallas_kernels.mosaic.launch import Work, launch
 from pallas_kernels.mosaic.mask import mask_of
 from pallas_kernels.mosaic.outer import TILE_COLUMNS, Outer
 from pallas_kernels.mosaic.ring import COLUMNS, ROWS, STEP, RingShape
 from pallas_kernels.mosaic.routing import Blocks, blocks_of
 from pallas_kernels.mosaic.shrink import Shrink
-from pallas_kernels.mosaic.tuning import band_for, splits_for
+from pallas_kernels.mosaic.tuning import Gradient, band_for, beside, splits_for
 from pallas_kernels.projection import Projection
 
 MAX_RANK = 4 * STEP  # a tile holds the stages of all of its ranks
 _FEWEST_STAGES = 3  # fewer would starve
+_MOST_BESIDE = 3  # the compiler takes minutes for more kinds of work in a kernel
 
 
 def unsupported(
@@ -65,17 +66,13 @@ def _pad_rank(x: Array, axis: int, rank: int) -> Array:
     return jnp.pad(x, pad)
 
 
-def _run(role, operands, out_types, items, ring, dtype, **settings):
+def _run(works: list[Work], dtype, apart: int = 0) -> list[dict[str, Any]]:
     return launch(
-        role,
-        operands,
-        out_types,
-        items,
-        ring,
+        works,
         dtype=dtype,
         num_sms=num_sms(),
+        apart=apart,
         interpret=interpret_params(),
-        **settings,
     )
 
 
@@ -90,50 +87,59 @@ def shrink(x, a, factor, chunks, blocks: Blocks, masks) -> list:
             for p in (slice(0, 1), slice(1, None))
         ]
         return parts[0] + parts[1]
-    operands = {
-        "x": x,
-        "a": tuple(a),
-        "factor": tuple(factor),
-        "slot": blocks.slot,
-        "chunks": tuple(chunks),
-        "masks": tuple(masks),
-    }
     out = [jax.ShapeDtypeStruct((x.shape[0], r), x.dtype)] * len(a)
-    items = blocks.slot.shape[0] * math.ceil(r / STEP)
-    return list(_run(Shrink, operands, {"s": tuple(out)}, items, ring, x.dtype)["s"])
+    work = Work(
+        role=Shrink,
+        operands={
+            "x": x,
+            "a": tuple(a),
+            "factor": tuple(factor),
+            "slot": blocks.slot,
+            "chunks": tuple(chunks),
+            "masks": tuple(masks),
+        },
+        out_types={"s": tuple(out)},
+        items=blocks.slot.shape[0] * math.ceil(r / STEP),
+        ring=ring,
+    )
+    return list(_run([work], x.dtype)[0]["s"])
 
 
-def expand(
+def expand_work(
     x, w, layer, s, b, chunks, blocks: Blocks, bias, masks, *, transposed, band=None
-):
+) -> Work:
     """y = sum of x W + mask * (s B), + bias; see `Expand`.
 
     `band`: None: the table's.
     """
     t, n = x[0].shape[0], w[0].shape[1] if transposed else w[0].shape[2]
     k = sum(part.shape[1] for part in x)
-    operands = {
-        "x": tuple(x),
-        "w": tuple(w),
-        "layer": layer,
-        "s": tuple(s),
-        "b": tuple(b),
-        "slot": blocks.slot,
-        "chunks": tuple(chunks),
-        "bias": bias,
-        "masks": tuple(masks),
-    }
-    out = {"y": jax.ShapeDtypeStruct((t, n), x[0].dtype)}
-    items = math.ceil(t / TILE_ROWS) * math.ceil(n / COLUMNS)
-    ring = RingShape.wide(transposed=transposed)
-    band = band or band_for(_device_kind(), t, k, n)
-    settings = {"transposed": transposed, "band": band}
-    return _run(Expand, operands, out, items, ring, x[0].dtype, **settings)["y"]
+    return Work(
+        role=Expand,
+        operands={
+            "x": tuple(x),
+            "w": tuple(w),
+            "layer": layer,
+            "s": tuple(s),
+            "b": tuple(b),
+            "slot": blocks.slot,
+            "chunks": tuple(chunks),
+            "bias": bias,
+            "masks": tuple(masks),
+        },
+        out_types={"y": jax.ShapeDtypeStruct((t, n), x[0].dtype)},
+        items=math.ceil(t / TILE_ROWS) * math.ceil(n / COLUMNS),
+        ring=RingShape.wide(transposed=transposed, masks=len(masks)),
+        settings={
+            "transposed": transposed,
+            "band": band or band_for(_device_kind(), t, k, n),
+        },
+    )
 
 
-def outer(
+def outer_work(
     wide, narrow, chunks, blocks: Blocks, masks, *, transposed, splits=None
-) -> list:
+) -> Work:
     """wide' narrow of each slot and projection; see `Outer`.
 
     `splits`: None: the table's.
@@ -141,19 +147,59 @@ def outer(
     k, r, g = wide.shape[1], narrow[0].shape[1], chunks[0].shape[0]
     splits = splits or splits_for(_device_kind(), k, num_sms())
     shape = (splits, g, r, k) if transposed else (splits, g, k, r)
-    operands = {
-        "wide": wide,
-        "narrow": tuple(narrow),
-        "order": blocks.order,
-        "starts": blocks.starts,
-        "chunks": tuple(chunks),
-        "masks": tuple(masks),
-    }
-    out = {"out": (jax.ShapeDtypeStruct(shape, jnp.float32),) * len(narrow)}
-    items = math.ceil(k / TILE_COLUMNS) * splits * math.ceil(r / STEP)
-    ring = RingShape.outer(len(narrow), masked=bool(masks))
-    made = _run(Outer, operands, out, items, ring, wide.dtype, transposed=transposed)
-    return [sums.sum(axis=0) for sums in made["out"]]
+    return Work(
+        role=Outer,
+        operands={
+            "wide": wide,
+            "narrow": tuple(narrow),
+            "order": blocks.order,
+            "starts": blocks.starts,
+            "chunks": tuple(chunks),
+            "masks": tuple(masks),
+        },
+        out_types={"out": (jax.ShapeDtypeStruct(shape, jnp.float32),) * len(narrow)},
+        items=math.ceil(k / TILE_COLUMNS) * splits * math.ceil(r / STEP),
+        ring=RingShape.outer(len(narrow), masked=bool(masks)),
+        settings={"transposed": transposed},
+    )
+
+
+def expand(*args, **kwargs) -> Array:
+    """The result of `expand_work`, launched alone."""
+    work = expand_work(*args, **kwargs)
+    return _run([work], work.out_types["y"].dtype)[0]["y"]
+
+
+def outer(*args, **kwargs) -> list[Array]:
+    """The results of `outer_work`, launched alone."""
+    work = outer_work(*args, **kwargs)
+    return _gradients(_run([work], work.operands["wide"].dtype)[0])
+
+
+def _gradients(made: dict[str, Any]) -> list[Array]:
+    return [by_split.sum(axis=0) for by_split in made["out"]]
+
+
+def _expand_beside(wide: Work, outers: list[Work]) -> tuple[Array, list[list[Array]]]:
+    """Launches a wide product and gradients, of which some fill what it leaves idle."""
+    outers, alone = outers[:_MOST_BESIDE], outers[_MOST_BESIDE:]
+    y, num_blocks = wide.out_types["y"], wide.operands["slot"].shape[0]
+    k = sum(x.shape[1] for x in wide.operands["x"])
+    gradients = [
+        Gradient(
+            items=work.items,
+            steps=num_blocks / work.out_types["out"][0].shape[0],
+            masks=len(work.operands["masks"]),
+        )
+        for work in outers
+    ]
+    plan = beside(wide.items, math.ceil(k / STEP), gradients, num_sms())
+    works = [wide]
+    for work, items in zip(outers, plan.items, strict=True):
+        works.append(dataclasses.replace(work, beside=items))
+    made = _run(works, y.dtype, plan.apart)
+    made += [_run([work], y.dtype)[0] for work in alone]
+    return made[0]["y"], [_gradients(out) for out in made[1:]]
 
 
 def _device_kind() -> str:
@@ -196,13 +242,14 @@ def _prepared(x, projections, block_adapter) -> _Prepared:
         # A slot that is switched off costs nothing.
         chunks.append(-(-jnp.where(q.scaling == 0, 0, q.rank) // STEP))
     features = -(-x.shape[1] // COLUMNS) * COLUMNS
+    blocks = blocks_of(block_adapter, projections[0].a.shape[0], x.shape[0])
     return _Prepared(
         a=[_pad_rank(q.a.astype(x.dtype), 2, rank) for q in projections],
         b=[_pad_rank(q.b.astype(x.dtype), 1, rank) for q in projections],
         factor=factor,
         chunks=chunks,
-        masks=[mask_of(q.dropout, features) for q in projections if q.dropout],
-        blocks=blocks_of(block_adapter, projections[0].a.shape[0], x.shape[0]),
+        masks=[mask_of(q.dropout, blocks, features) for q in projections if q.dropout],
+        blocks=blocks,
     )
 
 
@@ -247,21 +294,32 @@ def backward(
 ) -> tuple[Float[Array, "T K"], list[Array], list[Array]]:
     """Returns dx in x's dtype; da [G K R] and db [G R N] of each in float32."""
     p = _prepared(x, projections, block_adapter)
-    ds, db = [], []
-    for i, (q, dy_i) in enumerate(zip(projections, dy, strict=True)):
-        chunks, r = [p.chunks[i]], q.a.shape[2]
-        ds += shrink(dy_i, [p.b[i]], [p.factor[i]], chunks, p.blocks, [])
-        (grad,) = outer(dy_i, [s[i]], chunks, p.blocks, [], transposed=True)
-        db.append(grad[:, :r])
+    ds, outers = [], []
+    for i, dy_i in enumerate(dy):
+        about = [p.factor[i]], [p.chunks[i]], p.blocks, []
+        ds += shrink(dy_i, [p.b[i]], *about)
+    for i, dy_i in enumerate(dy):
+        about = [s[i]], [p.chunks[i]], p.blocks, []
+        outers.append(outer_work(dy_i, *about, transposed=True))
+    outers.append(outer_work(x, ds, p.chunks, p.blocks, p.masks, transposed=False))
     right = [_swapped(a) for a in p.a] if w_transposed else p.a
     w = [q.w for q in projections]
-    dx = []  # of as many projections at once as a tile can hold the stages of
+    dx, gradients = [], []
+    # Of as many projections at once as a tile can hold the stages of.
     together = MAX_RANK // max(ds[0].shape[1], STEP)
     for first in range(0, len(projections), together):
         i = slice(first, first + together)
         about = (dy[i], w[i], layer, ds[i], right[i], p.chunks[i], p.blocks, None)
-        dx.append(expand(*about, p.masks[i], transposed=not w_transposed))
-    da = outer(x, ds, p.chunks, p.blocks, p.masks, transposed=False)
+        work = expand_work(*about, p.masks[i], transposed=not w_transposed)
+        one, made = _expand_beside(work, outers)
+        dx.append(one)
+        gradients += made
+        outers = []
+    *db, da = gradients
     dx = functools.reduce(jnp.add, dx)
     ranks = [q.a.shape[2] for q in projections]
-    return dx, [g[:, :, :r] for g, r in zip(da, ranks, strict=True)], db
+    return (
+        dx,
+        [g[:, :, :r] for g, r in zip(da, ranks, strict=True)],
+        [g[:, :r] for (g,), r in zip(db, ranks, strict=True)],
+    )

@@ -1,4 +1,4 @@
-"""The dropout mask of `dropout.keep_mask`, made again inside a kernel."""
+"""The mask of `dropout.keep_mask`, made again inside a kernel from its words."""
 
 import dataclasses
 import typing
@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.dropout import Dropout, feature_words, threshold
-from pallas_kernels.mosaic.ring import zeros_like
+from pallas_kernels.dropout import Dropout, feature_words, threshold, token_words
+from pallas_kernels.mosaic.ring import ROWS, zeros_like
+from pallas_kernels.mosaic.routing import Blocks
 
 OF_ROW = plgpu.Layout.WGMMA.reduce(1)
 OF_COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -23,25 +24,27 @@ class Mask:
     """What names a mask: arrays outside of a kernel, references inside.
 
     Attributes:
-        key: Two words of each slot, G 2; its tokens' words are made of the first.
-        word: Words of the features, G K.
+        token: The tokens' multipliers and offsets, by block of 64 rows, NB 2 64.
+        word: Words of the features, by slot, G K.
         threshold: Drop below this, G.
-        token_index: The token's index in its job's global batch, T.
     """
 
-    key: Any
+    token: Any
     word: Any
     threshold: Any
-    token_index: Any
 
 
-def mask_of(dropout: Dropout | None, num_features: int) -> Mask | None:
+def mask_of(dropout: Dropout | None, blocks: Blocks, num_features: int) -> Mask | None:
     """The mask of a projection with (at least) so many input features."""
     if dropout is None:
         return None
-    words = feature_words(dropout.key[:, 1], num_features)
-    index = dropout.token_index.astype(jnp.uint32)
-    return Mask(dropout.key, words, threshold(dropout.rate), index)
+    key = dropout.key[jnp.maximum(blocks.slot, 0), 0]  # NB
+    index = dropout.token_index.reshape(-1, ROWS)
+    return Mask(
+        token=jnp.stack(token_words(key[:, None], index), axis=1),
+        word=feature_words(dropout.key[:, 1], num_features),
+        threshold=threshold(dropout.rate),
+    )
 
 
 def load_line(ref, layout):
@@ -49,27 +52,23 @@ def load_line(ref, layout):
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def dropped(x, tokens, features, threshold):
-    """x [64 tokens, 64 features] where the mask keeps it, else zero."""
-    multiplier, offset = (lax.broadcast_in_dim(z, x.shape, (0,)) for z in tokens)
-    bits = multiplier * lax.broadcast_in_dim(features, x.shape, (1,)) + offset
-    return jnp.where(bits >= threshold, x, zeros_like(x))
+def load_tokens(ref, layout) -> tuple:
+    """(multipliers, offsets) of 64 tokens."""
+    return load_line(ref.at[0], layout), load_line(ref.at[1], layout)
 
 
-def drop_each(x, spare, parts) -> list:
-    """Masked copies of a tile in shared memory, 64 tokens x 64 features.
+def dropped(x, tokens, features, threshold, *, token_axis: int = 0):
+    """x [64 tokens, 64 features] where the mask keeps it, else zero.
 
     Args:
-        x: The tile; the first copy takes its place.
-        spare: (index) -> where the others go.
-        parts: (tokens, features, threshold) of each copy.
-
-    Returns:
-        References to the copies.
+        x: The values.
+        tokens: (multipliers, offsets) of the tokens.
+        features: Words of the features.
+        threshold: Drop below this.
+        token_axis: 1: x is [64 features, 64 tokens].
     """
-    value = plgpu.load(x, layout=plgpu.Layout.WGMMA)
-    copies = [x, *(spare(i) for i in range(len(parts) - 1))]
-    for copy, part in zip(copies, parts, strict=True):
-        copy[...] = dropped(value, *part)
-    plgpu.commit_smem()
-    return copies
+    multiplier, offset = (
+        lax.broadcast_in_dim(z, x.shape, (token_axis,)) for z in tokens
+    )
+    word = lax.broadcast_in_dim(features, x.shape, (1 - token_axis,))
+    return jnp.where(multiplier * word + offset >= threshold, x, zeros_like(x))

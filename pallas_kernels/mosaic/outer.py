@@ -1,7 +1,6 @@
 """Gradients of A and B: wide^T narrow, summed over each adapter's own rows."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,8 +8,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.dropout import token_words
-from pallas_kernels.mosaic.mask import OF_COLUMN, OF_ROW, Mask, drop_each, load_line
+from pallas_kernels.mosaic.mask import (
+    OF_COLUMN,
+    OF_ROW,
+    Mask,
+    dropped,
+    load_line,
+    load_tokens,
+)
 from pallas_kernels.mosaic.ring import (
     COMPUTE,
     ROWS,
@@ -95,23 +100,22 @@ class Outer:
         """A column to read: a tile's second half may lie outside."""
         return jnp.minimum(column, self.wide.shape[1] - STEP)
 
-    def load(self, item, about, step):
+    def load(self, index, item, about, step):
         """Fills the stages of one item; returns the next step of the ring."""
+        del index
         column, _, chunk = self._place(item)
         ranks = pl.ds(chunk * STEP, STEP)
 
         def fill(stage, block):
-            rows, full = pl.ds(block * ROWS, ROWS), self.ring.both.at[stage]
-            for w in range(COMPUTE):
-                columns = pl.ds(self._inside(column + w * STEP), STEP)
-                wide = self.wide.at[rows, columns]
-                plgpu.copy_gmem_to_smem(wide, self.ring.x_part(stage, w), full)
+            rows, full = pl.ds(block * ROWS, ROWS), self.ring.full.at[stage]
+            wide = self.wide.at[rows, pl.ds(column, TILE_COLUMNS)]
+            plgpu.copy_gmem_to_smem(wide, self.ring.x.at[stage], full)
             for p, narrow in enumerate(self.narrow):
                 narrow, part = narrow.at[rows, ranks], self.ring.w.at[stage, p]
                 plgpu.copy_gmem_to_smem(narrow, part, full)
-            if self.masks:
-                index = self.masks[0].token_index.at[rows]
-                plgpu.copy_gmem_to_smem(index, self.ring.lines.at[stage, 0], full)
+            for p, mask in enumerate(self.masks):
+                lines = self.ring.lines.at[stage, p]
+                plgpu.copy_gmem_to_smem(mask.token.at[block], lines, full)
 
         def of_slot(slot, begin, count, step):
             del slot
@@ -137,16 +141,21 @@ class Outer:
 
             def accumulate(*accs):
                 def multiply(i, step):
+                    del i
                     stage = self.ring.wait(step)
-                    wides = self._copies(words, stage, wg, i)
-                    for p, (acc, wide) in enumerate(zip(accs, wides, strict=True)):
+                    for p, acc in enumerate(accs):
                         narrow = self.ring.w.at[stage, p]
                         if self.transposed:
+                            wide = self.ring.x_part(stage, wg)
                             plgpu.wgmma(acc, narrow.transpose((1, 0)), wide)
                         else:
-                            plgpu.wgmma(acc, wide.transpose((1, 0)), narrow)
+                            plgpu.wgmma(
+                                acc, self._features(stage, wg, p, words), narrow
+                            )
 
-                after = self.ring.each_step(count, step, multiply, products=len(accs))
+                after = self.ring.each_step(
+                    count, step, multiply, ahead=0 if self.masks else len(accs)
+                )
                 return [acc[...] for acc in accs], after
 
             accs = [plgpu.ACC((STEP, STEP), jnp.float32)] * len(self.narrow)
@@ -161,21 +170,18 @@ class Outer:
         return self._each_slot(item, about, step, of_slot)
 
     def _words(self, mask, slot, column):
-        """(word of the slot, words of the tile's features, threshold)."""
+        """(words of the tile's features, threshold)."""
         word = mask.word.at[slot, pl.ds(self._inside(column), STEP)]
-        return mask.key[slot, 0], load_line(word, OF_COLUMN), mask.threshold[slot]
+        return load_line(word, OF_ROW), mask.threshold[slot]
 
-    def _copies(self, words, stage, wg, i):
-        """The stage's wide as each projection sees it."""
-        wide = self.ring.x_part(stage, wg)
-        if not words:
-            return [wide] * len(self.narrow)
-        index = load_line(self.ring.lines.at[stage, 0], OF_ROW)
-        parts = [
-            (token_words(key, index), features, threshold)
-            for key, features, threshold in words
-        ]
-        return drop_each(wide, functools.partial(self.ring.spare_tile, i, wg), parts)
+    def _features(self, stage, wg, p, words):
+        """The stage's wide' as one projection sees it; in registers if masked."""
+        wide = self.ring.x_part(stage, wg).transpose((1, 0))
+        if not self.masks:
+            return wide
+        tokens = load_tokens(self.ring.lines.at[stage, p], OF_COLUMN)
+        value = plgpu.load(wide, layout=plgpu.Layout.WGMMA)
+        return dropped(value, tokens, *words[p], token_axis=1)
 
     def _store(self, total, out, at, wg):
         split, slot, chunk, column = at

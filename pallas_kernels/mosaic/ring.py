@@ -35,9 +35,12 @@ def _smem(shape: tuple[int, ...], dtype):
     return plgpu.SMEM(shape, dtype, transforms=_tiles(shape[-1], dtype))
 
 
-def _stages_that_fit(stage_bytes: int, spares: int, leaving_bytes: int) -> int:
-    room = _SHARED_BYTES - leaving_bytes - 2 * COMPUTE * 2 * spares * ROWS * STEP
-    return (room - 2048) // stage_bytes
+def _bytes_of(words: tuple[int, ...]) -> int:
+    return 4 * math.prod(words)
+
+
+def _stages_that_fit(stage_bytes: int, leaving_bytes: int) -> int:
+    return (_SHARED_BYTES - leaving_bytes - 2048) // stage_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,94 +49,104 @@ class RingShape:
 
     Attributes:
         stages: How many.
-        w_tile: Shape of a stage's second operand; its first is 128 x 64.
-        lines: Lines of 64 words that come with a stage, for masks.
-        spares: Masked copies of x that each warpgroup makes beside the one in place.
-        copies: What fills a stage for both warpgroups, in copies.
-        own_copies: What fills a stage for one warpgroup.
-        out_tile: Shape of the tiles that leave, and how many are on their way.
-        sum_tiles: Tiles of float32 in the place of those that leave.
+        x_tile: Shape of a stage's first operand, of which each warpgroup has a half.
+        w_tile: Shape of its second operand.
+        lines: Shape of the words that come with a stage, for masks.
+        copies: What fills a stage, in copies: their number costs the loader most.
+        out_tile: Shape of the tiles that leave, with how many are on their way.
+        sum_tile: Shape of tiles of float32, in the same place.
+        words: Masks whose words, of a whole tile, come beside the stages.
     """
 
     stages: int
+    x_tile: tuple[int, ...]
     w_tile: tuple[int, ...]
-    lines: tuple[int, ...]
-    spares: int
+    lines: tuple[int, ...] | None
     copies: int
-    own_copies: int
-    out_tile: tuple[int, ...]
-    sum_tiles: int
+    out_tile: tuple[int, ...] | None = None
+    sum_tile: tuple[int, ...] | None = None
+    words: int = 0
 
     @staticmethod
-    def wide(*, transposed: bool) -> "RingShape":
-        """For a product with W, whose tile is 64 x 256, or 256 x 64 when transposed."""
+    def wide(*, transposed: bool, masks: int) -> "RingShape":
+        """For a product with W, whose tile is 64 x 256, or 256 x 64 when transposed.
+
+        The words of masks take the place of the second of the tiles that leave.
+        """
         w_tile = (COLUMNS, STEP) if transposed else (STEP, COLUMNS)
         return RingShape(
             stages=4,
+            x_tile=(COMPUTE * ROWS, STEP),
             w_tile=w_tile,
-            lines=(1,),
-            spares=0,
+            lines=None,
             copies=2,
-            own_copies=1,
-            out_tile=(COMPUTE, 2, ROWS, STEP),
-            sum_tiles=1,
+            out_tile=(COMPUTE, 1 if masks else 2, ROWS, STEP),
+            words=masks,
         )
 
     @staticmethod
     def shrink(parts: int, width: int, *, masked: bool) -> "RingShape":
         """For x A of several parts: each warpgroup reduces over its own features."""
-        spares = parts - 1 if masked else 0
-        lines = (COMPUTE, parts)
-        stage = 2 * COMPUTE * (ROWS + parts * width) * STEP + 4 * STEP * math.prod(
-            lines
-        )
+        lines = (parts, COMPUTE * STEP)
+        stage = 2 * COMPUTE * (ROWS + parts * width) * STEP
         return RingShape(
-            stages=_stages_that_fit(stage, spares, 4 * ROWS * STEP),
-            w_tile=(COMPUTE, parts, width, STEP),
-            lines=lines if masked else (1,),
-            spares=spares,
-            copies=1,
-            own_copies=1 + parts * (1 + masked),
-            out_tile=(1, 1, ROWS, width),
-            sum_tiles=1,
+            stages=_stages_that_fit(stage + _bytes_of(lines), 4 * ROWS * STEP),
+            x_tile=(ROWS, COMPUTE * STEP),
+            w_tile=(parts, width, COMPUTE * STEP),
+            lines=lines if masked else None,
+            copies=1 + parts * (1 + masked),
+            out_tile=(ROWS, width),
+            sum_tile=(ROWS, width),
         )
 
     @staticmethod
     def outer(parts: int, *, masked: bool) -> "RingShape":
         """For wide^T narrow of several parts: each warpgroup has its own features."""
-        spares = parts - 1 if masked else 0
-        stage = 2 * (COMPUTE + parts) * ROWS * STEP + 4 * STEP
+        lines = (parts, 2, ROWS)
+        stage = 2 * (COMPUTE + parts) * ROWS * STEP
         return RingShape(
-            stages=_stages_that_fit(stage, spares, 4 * COMPUTE * ROWS * STEP),
+            stages=_stages_that_fit(
+                stage + _bytes_of(lines), 4 * COMPUTE * ROWS * STEP
+            ),
+            x_tile=(ROWS, COMPUTE * STEP),
             w_tile=(parts, ROWS, STEP),
-            lines=(1,),
-            spares=spares,
-            copies=COMPUTE + parts + masked,
-            own_copies=1,
-            out_tile=(1, 1, ROWS, STEP),
-            sum_tiles=COMPUTE,
+            lines=lines if masked else None,
+            copies=1 + parts * (1 + masked),
+            sum_tile=(COMPUTE, ROWS, STEP),
         )
 
-    def scratch(self, dtype) -> list:
-        """Scratch types, in the order of the attributes of `Ring`."""
+    def tiles(self, dtype) -> list:
+        """Scratch types of the stages and of what leaves, in `Ring`'s order."""
+        out = sums = None
+        if self.out_tile is not None:
+            out = _smem(self.out_tile, dtype)
+        if self.sum_tile is not None:
+            sums = _smem(self.sum_tile, jnp.float32)
+        both = out is not None and sums is not None
         return [
-            _smem((self.stages, COMPUTE * ROWS, STEP), dtype),
+            _smem((self.stages, *self.x_tile), dtype),
             _smem((self.stages, *self.w_tile), dtype),
-            plgpu.SMEM((self.stages, *self.lines, STEP), jnp.uint32),
-            _smem((2, COMPUTE, self.spares, ROWS, STEP), dtype)
-            if self.spares
-            else plgpu.SMEM((1,), jnp.uint32),
-            plgpu.RefUnion(
-                _smem(self.out_tile, dtype),
-                _smem((self.sum_tiles, *self.out_tile[-2:]), jnp.float32),
-            ),
+            None
+            if self.lines is None
+            else plgpu.SMEM((self.stages, *self.lines), jnp.uint32),
+            plgpu.RefUnion(out, sums) if both else (out, sums),
+            [
+                plgpu.SMEM((self.words, COMPUTE, COLUMNS), jnp.uint32),
+                plgpu.SMEM((self.words, COMPUTE, 2, ROWS), jnp.uint32),
+            ]
+            if self.words
+            else None,
+        ]
+
+    def barriers(self) -> list:
+        """Scratch types of the barriers, in `Ring`'s order."""
+        return [
             plgpu.Barrier(num_arrivals=self.copies, num_barriers=self.stages),
-            plgpu.Barrier(
-                num_arrivals=self.own_copies, num_barriers=(COMPUTE, self.stages)
-            ),
             plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=self.stages),
             plgpu.Barrier(),
             plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=max(2 * COMPUTE * self.words, 1)),
+            plgpu.Barrier(num_arrivals=COMPUTE),
         ]
 
 
@@ -145,28 +158,36 @@ class Ring:
         shape: What it holds.
         x, w: The stages.
         lines: Lines of 64 words beside each stage, for dropout masks.
-        spare: Masked copies of x: of even and odd steps, by warpgroup.
-        out: Staging of output tiles on their way to device memory, by warpgroup.
-        sum: Float32 tiles in the same bytes: sums that leave, or that one warpgroup
-            hands to the other.
-        both: Stage filled, for work that both warpgroups share.
-        own: Stage filled, by warpgroup.
+        leaving: (`out`, `sum`).
+        words: (words of a tile's features, of its tokens), by mask and warpgroup.
+        full: Stage filled.
         empty: Stage free again.
         free, summed: Hand-over of `sum`.
+        told, heard: Words of a tile's masks are there, or no longer read.
     """
 
     shape: RingShape
     x: Any
     w: Any
     lines: Any
-    spare: Any
-    out: Any
-    sum: Any
-    both: Any
-    own: Any
+    leaving: Any
+    words: Any
+    full: Any
     empty: Any
     free: Any
     summed: Any
+    told: Any
+    heard: Any
+
+    @property
+    def out(self):
+        """Staging of output tiles on their way to device memory."""
+        return self.leaving[0]
+
+    @property
+    def sum(self):
+        """Float32 tiles in the same bytes: sums that leave or are handed over."""
+        return self.leaving[1]
 
     def slot(self, step):
         """The stage of a step."""
@@ -174,11 +195,10 @@ class Ring:
 
     def x_part(self, slot, i):
         """The i-th half of a stage's x, 64 x 64."""
-        return self.x.at[slot, pl.ds(i * ROWS, ROWS)]
-
-    def spare_tile(self, i, warpgroup, index):
-        """Where a warpgroup keeps a copy of the i-th step's x."""
-        return self.spare.at[lax.rem(i, 2), warpgroup, index]
+        part = pl.ds(i * STEP, STEP)
+        if self.shape.x_tile[0] == ROWS:
+            return self.x.at[slot, :, part]
+        return self.x.at[slot, part]
 
     def acquire(self, step):
         """The stage of a step, once its last readers are done. For the loader."""
@@ -189,41 +209,46 @@ class Ring:
         return slot
 
     def wait(self, step):
-        """The stage of a step, once it is filled for both warpgroups."""
+        """The stage of a step, once it is filled."""
         slot = self.slot(step)
-        plgpu.barrier_wait(self.both.at[slot])
-        return slot
-
-    def wait_own(self, step, warpgroup):
-        """The stage of a step, once it is filled for one warpgroup."""
-        slot = self.slot(step)
-        plgpu.barrier_wait(self.own.at[warpgroup, slot])
+        plgpu.barrier_wait(self.full.at[slot])
         return slot
 
     def release(self, step):
         """This warpgroup no longer reads the stage."""
         plgpu.barrier_arrive(self.empty.at[self.slot(step)])
 
-    def each_step(self, count, step, multiply, products=1):
-        """Calls `multiply(i, step)` and releases each stage one step later.
+    def each_step(self, count, step, multiply, ahead=1):
+        """Calls `multiply(i, step)` and releases each stage when it was read.
 
-        So the products of a step, as many as `products`, overlap with what `multiply`
-        does before its own.
+        Args:
+            count: How many steps.
+            step: The first.
+            multiply: Starts the step's products.
+            ahead: How many products may still run when the next step starts: all of a
+                step's, so that they overlap with what the next one does before its own,
+                or 0 if their operands are in registers.
         """
 
         def one(i, step):
             multiply(i, step)
-            plgpu.wgmma_wait(products)
-            pl.when(i > 0)(lambda: self.release(step - 1))
+            plgpu.wgmma_wait(ahead)
+            if ahead:
+                pl.when(i > 0)(lambda: self.release(step - 1))
+            else:
+                self.release(step)
             return step + 1
 
         step = lax.fori_loop(0, count, one, step)
-        plgpu.wgmma_wait(0)
-        pl.when(count > 0)(lambda: self.release(step - 1))
+        if ahead:
+            plgpu.wgmma_wait(0)
+            pl.when(count > 0)(lambda: self.release(step - 1))
         return step
 
-    def drain(self, steps):
-        """Waits until every stage was read: no barrier may be left behind."""
+    def drain(self, steps, items):
+        """Waits until everything was read: no barrier may be left behind."""
+        if self.shape.words:
+            pl.when(items > 0)(lambda: plgpu.barrier_wait(self.heard))
         for slot in range(self.shape.stages):
             wait = functools.partial(plgpu.barrier_wait, self.empty.at[slot])
             pl.when(steps > slot)(wait)
@@ -236,12 +261,12 @@ class Ring:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(self.free)
             plgpu.barrier_wait(self.summed)
-            finish(acc + plgpu.load(self.sum.at[0], layout=plgpu.Layout.WGMMA))
+            finish(acc + plgpu.load(self.sum, layout=plgpu.Layout.WGMMA))
 
         @pl.when(warpgroup == 1)
         def _():
             plgpu.barrier_wait(self.free)
-            self.sum[0] = acc
+            self.sum[...] = acc
             plgpu.barrier_arrive(self.summed)
 
 

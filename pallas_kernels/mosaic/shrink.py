@@ -1,7 +1,6 @@
 """s = factor * dropout(x) A for several A at once: one read of x for all of them."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,8 +8,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.dropout import token_words
-from pallas_kernels.mosaic.mask import OF_COLUMN, OF_ROW, Mask, drop_each, load_line
+from pallas_kernels.mosaic.mask import (
+    OF_COLUMN,
+    OF_ROW,
+    Mask,
+    dropped,
+    load_line,
+    load_tokens,
+)
 from pallas_kernels.mosaic.ring import COMPUTE, ROWS, STEP, Ring, most_chunks
 
 
@@ -55,25 +60,26 @@ class Shrink:
         live = (slot >= 0) & (chunk < most_chunks(self.chunks, here))
         return here, jnp.where(live, jnp.int32(steps), 0)
 
-    def load(self, item, about, step):
+    def load(self, index, item, about, step):
         """Fills the stages of one item; returns the next step of the ring."""
+        del index
         (block, chunk), (slot, steps) = self._place(item), about
-        rows, width = pl.ds(block * ROWS, ROWS), self.ring.shape.out_tile[-1]
+        rows, width = pl.ds(block * ROWS, ROWS), self.ring.shape.w_tile[1]
         ranks = pl.ds(chunk * width, width)
 
         def one(i, step):
             stage = self.ring.acquire(step)
-            for w in range(COMPUTE):
-                ks = pl.ds((COMPUTE * i + w) * STEP, STEP)
-                full = self.ring.own.at[w, stage]
-                x, part = self.x.at[rows, ks], self.ring.x_part(stage, w)
-                plgpu.copy_gmem_to_smem(x, part, full)
-                for p, a in enumerate(self.a):
-                    a, part = a.at[slot, ranks, ks], self.ring.w.at[stage, w, p]
-                    plgpu.copy_gmem_to_smem(a, part, full)
-                for p, mask in enumerate(self.masks):
-                    word, line = mask.word.at[slot, ks], self.ring.lines
-                    plgpu.copy_gmem_to_smem(word, line.at[stage, w, p], full)
+            ks, full = (
+                pl.ds(i * COMPUTE * STEP, COMPUTE * STEP),
+                self.ring.full.at[stage],
+            )
+            plgpu.copy_gmem_to_smem(self.x.at[rows, ks], self.ring.x.at[stage], full)
+            for p, a in enumerate(self.a):
+                part = self.ring.w.at[stage, p]
+                plgpu.copy_gmem_to_smem(a.at[slot, ranks, ks], part, full)
+            for p, mask in enumerate(self.masks):
+                line = self.ring.lines.at[stage, p]
+                plgpu.copy_gmem_to_smem(mask.word.at[slot, ks], line, full)
             return step + 1
 
         return lax.fori_loop(0, steps, one, step)
@@ -81,18 +87,21 @@ class Shrink:
     def compute(self, item, about, step, wg):
         """Computes one item; returns the next step of the ring."""
         (block, chunk), (slot, steps) = self._place(item), about
-        rows, width = pl.ds(block * ROWS, ROWS), self.ring.shape.out_tile[-1]
-        tokens = [self._tokens(mask, slot, rows) for mask in self.masks]
+        rows, width = pl.ds(block * ROWS, ROWS), self.ring.shape.w_tile[1]
+        tokens = [load_tokens(mask.token.at[block], OF_ROW) for mask in self.masks]
 
         def accumulate(*accs):
             def multiply(i, step):
-                stage = self.ring.wait_own(step, wg)
-                copies = self._copies(tokens, stage, wg, slot, i)
-                for p, (acc, x) in enumerate(zip(accs, copies, strict=True)):
-                    a = self.ring.w.at[stage, wg, p]
+                del i
+                stage = self.ring.wait(step)
+                for p, acc in enumerate(accs):
+                    x = self._x(stage, wg, p, tokens, slot)
+                    a = self.ring.w.at[stage, p, :, pl.ds(wg * STEP, STEP)]
                     plgpu.wgmma(acc, x, a.transpose((1, 0)))
 
-            after = self.ring.each_step(steps, step, multiply, products=len(accs))
+            after = self.ring.each_step(
+                steps, step, multiply, ahead=0 if self.masks else len(accs)
+            )
             return [acc[...] for acc in accs], after
 
         accs = [plgpu.ACC((ROWS, width), jnp.float32)] * len(self.a)
@@ -100,7 +109,7 @@ class Shrink:
         for s, out, factor in zip(sums, self.s, self.factor, strict=True):
 
             def store(s, to=out, factor=factor):
-                out = self.ring.out.at[0, 0]
+                out = self.ring.out
                 out[...] = (s * factor[slot]).astype(to.dtype)
                 plgpu.commit_smem()
                 ranks = pl.ds(chunk * width, width)
@@ -109,21 +118,12 @@ class Shrink:
             pl.when(steps > 0)(lambda s=s, store=store: self.ring.add_up(s, wg, store))
         return step
 
-    def _copies(self, tokens, stage, wg, slot, i):
-        """The stage's x as each projection sees it."""
-        x, lines = self.ring.x_part(stage, wg), self.ring.lines
+    def _x(self, stage, wg, p, tokens, slot):
+        """The stage's x as one projection sees it; in registers if it is masked."""
+        x = self.ring.x_part(stage, wg)
         if not self.masks:
-            return [x] * len(self.a)
-        parts = [
-            (
-                tokens[p],
-                load_line(lines.at[stage, wg, p], OF_COLUMN),
-                mask.threshold[slot],
-            )
-            for p, mask in enumerate(self.masks)
-        ]
-        return drop_each(x, functools.partial(self.ring.spare_tile, i, wg), parts)
-
-    def _tokens(self, mask, slot, rows):
-        index = load_line(mask.token_index.at[rows], OF_ROW)
-        return token_words(mask.key[slot, 0], index)
+            return x
+        line = self.ring.lines.at[stage, p, pl.ds(wg * STEP, STEP)]
+        word = load_line(line, OF_COLUMN)
+        value = plgpu.load(x, layout=plgpu.Layout.WGMMA)
+        return dropped(value, tokens[p], word, self.masks[p].threshold[slot])

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
+from collections.abc import Sequence
 from importlib import resources
 
 from pallas_kernels.mosaic.outer import TILE_COLUMNS
@@ -12,17 +14,24 @@ MAX_SPLITS = 16
 _TABLE = "tuning.json"
 
 
+# Microseconds of a step of 64, as measured on an H200: of a wide product, of a gradient
+# beside one and what a mask adds to it, and of a gradient on all multiprocessors.
+_WIDE_STEP, _BESIDE_STEP, _BESIDE_MASK, _OUTER_STEP = 0.67, 0.36, 0.19, 0.6
+_MOST_APART = 8
+
+
 @dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Choices that change the speed and never the adapter that a row meets.
+class Beside:
+    """How gradients share a launch with a wide product.
 
     Attributes:
-        band: Tiles of 128 rows that the wide product visits together.
-        splits: Parts into which the rows of each adapter are split for its gradient.
+        apart: Multiprocessors that do gradients only.
+        items: How many items of each gradient they do; the others do the rest when
+            they are done with the product.
     """
 
-    band: int
-    splits: int
+    apart: int
+    items: tuple[int, ...]
 
 
 @functools.cache
@@ -46,11 +55,66 @@ def splits_for(device: str, features: int, num_sms: int) -> int:
     if measured:
         return measured["splits"]
     tiles = math.ceil(features / TILE_COLUMNS)
-    # As many items as fill the multiprocessors evenly.
-    return min(range(1, MAX_SPLITS + 1), key=lambda s: (_idle(tiles * s, num_sms), s))
+    enough = 0.9 * num_sms  # as many items as keep the multiprocessors busy
+    powers = (2**i for i in range(MAX_SPLITS.bit_length()))
+    return next((s for s in powers if tiles * s >= enough), MAX_SPLITS)
 
 
-def _idle(items: int, num_sms: int) -> float:
-    """Share of the multiprocessors' time that is lost in the last round, in tenths."""
-    rounds = math.ceil(items / num_sms)
-    return round(10 * (1 - items / (rounds * num_sms)))
+@dataclasses.dataclass(frozen=True)
+class Gradient:
+    """What a gradient costs.
+
+    Attributes:
+        items: How many.
+        steps: Steps of 64 rows of an item, about.
+        masks: Masks that a step makes.
+    """
+
+    items: int
+    steps: float
+    masks: int
+
+
+def beside(
+    wide_items: int, wide_steps: int, gradients: Sequence[Gradient], num_sms: int
+) -> Beside:
+    """The sharing that should end first.
+
+    A product's tiles come in rounds, one a multiprocessor, and often as many rounds
+    are enough with a few multiprocessors less.
+
+    Args:
+        wide_items: Tiles of the product.
+        wide_steps: Steps of 64 of each.
+        gradients: What to do beside it, the first first.
+        num_sms: Multiprocessors.
+    """
+
+    options = [
+        _shared(wide_items, wide_steps * _WIDE_STEP, gradients, num_sms, apart, whole)
+        for apart in range(min(_MOST_APART, num_sms - 1) + 1)
+        for whole in itertools.product((False, True), repeat=len(gradients))
+    ]
+    return min(options, key=lambda option: option[0])[1]
+
+
+def _shared(
+    tiles: int,
+    tile_time: float,
+    gradients: Sequence[Gradient],
+    num_sms: int,
+    apart: int,
+    whole: tuple[bool, ...],
+) -> tuple[float, Beside]:
+    """When a sharing ends, and it: of each gradient beside all items, or what fits."""
+    main = num_sms - apart
+    time = math.ceil(tiles / main) * tile_time
+    busy, rest, taken = 0.0, 0.0, []
+    for one, all_items in zip(gradients, whole, strict=True):
+        each = one.steps * (_BESIDE_STEP + _BESIDE_MASK * one.masks)
+        fitting = apart * int(max(time - busy, 0) / each)
+        items = one.items if all_items and apart else min(one.items, fitting)
+        busy += math.ceil(items / max(apart, 1)) * each
+        rest += math.ceil((one.items - items) / main) * one.steps * _OUTER_STEP
+        taken.append(items)
+    return max(time + rest, busy), Beside(apart, tuple(taken))

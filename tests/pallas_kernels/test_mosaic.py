@@ -4,7 +4,6 @@ The interpreter follows the kernels' threads, barriers and copies, and a detecto
 whether two of them raced.
 """
 
-import contextlib
 import functools
 
 import jax
@@ -27,22 +26,21 @@ from pallas_kernels import (
 from pallas_kernels.mosaic.device import interpreted, unsupported_device
 from pallas_kernels.mosaic.routing import blocks_of
 from tests.oracle import assert_as_accurate_as, relative_error
+from tests.pallas_kernels import interpreter
 
 ON_HOPPER = unsupported_device() is None
 
 
 @pytest.fixture(autouse=True)
-def _interpreter():
-    with (
-        contextlib.nullcontext()
-        if ON_HOPPER
-        else interpreted(plgpu.InterpretGPUParams(detect_races=True))
-    ):
+def _interpreter(monkeypatch):
+    if ON_HOPPER:
         yield
-    if not ON_HOPPER:
-        races = gpu_callbacks._races  # None: nothing was interpreted
-        assert races is None or not races.races_found
-        gpu_callbacks.reset_gpu_interpret_mode_state()
+        return
+    kernels = interpreter.adjust(monkeypatch)
+    with interpreted(plgpu.InterpretGPUParams(detect_races=True)):
+        yield
+    assert not any(races.races_found for races in kernels)
+    gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
 def problem(
@@ -128,8 +126,9 @@ def check(p, rank, **options):
         {"block": 128, "blocks": (1, 1, 0), "ranks": (1, 100)[:2], "rates": (0.1, 0.9)},
         {"k": 192, "n": 128, "blocks": (0,), "ranks": (64,), "rates": (0.3,)},
         {"blocks": (-1, -1, 0), "k": 128, "ranks": (256,), "rates": (0.5,)},
+        {"blocks": (0,) * 9, "k": 1536, "n": 128, "ranks": (8,), "rates": (0.3,)},
     ],
-    ids=["mixed", "fp16 plain", "two chunks of ranks", "narrow", "rank 256"],
+    ids=["mixed", "fp16 plain", "two chunks", "narrow", "rank 256", "rings turn round"],
 )
 def test_matches_the_definition(case):
     check(*problem(**case))

@@ -1,0 +1,101 @@
+"""What Pallas' GPU interpreter does not model as the hardware and our kernels have it.
+
+`wgmma` with its left operand in registers is missing. And its race detector asks for a
+proxy fence between a thread's load of shared memory and a bulk copy that overwrites it,
+also across a barrier: a load has returned its value before the thread arrives there.
+Stores need the fence here as there.
+"""
+
+import functools
+
+import jax
+import numpy as np
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
+
+_Races = gpu_callbacks.GPURaceDetectionState
+_Copy = gpu_callbacks.AsyncCopyGmemToSmemTask
+
+
+def adjust(monkeypatch) -> list[_Races]:
+    """Adjusts the interpreter until the test ends.
+
+    Returns:
+        What the race detector says, of each kernel that will run.
+    """
+    found = []
+
+    def races(*args, **kwargs):
+        found.append(_Races(*args, **kwargs))
+        return found[-1]
+
+    wgmma = _with_registers(gpu_callbacks.wgmma)
+    monkeypatch.setattr(gpu_callbacks, "wgmma", wgmma)
+    monkeypatch.setattr(gpu_callbacks, "GPURaceDetectionState", races)
+    monkeypatch.setattr(_Copy, "post_read", _after_loads(_Copy.post_read))
+    return found
+
+
+def _after_loads(post_read):
+    """The check of a copy's write, without loads that happened before the copy."""
+
+    @functools.wraps(post_read)
+    def run(self, tma_thread_id, shared_memory):
+        if shared_memory.detect_races:
+            races, key = gpu_callbacks.get_races(), self.dst_allocation_key
+            now = self.clock.generic_clock
+            with races.lock:
+                reads = races.reads[key]
+                reads[:] = [read for read in reads if not read[1].lt(now)]
+                union, _ = races.ref_union_members.get(key, (None, None))
+                accesses = races.union_accesses[union]
+                accesses[:] = [a for a in accesses if a[3] or not a[1].lt(now)]
+        post_read(self, tma_thread_id, shared_memory)
+
+    return run
+
+
+def _with_registers(wgmma):
+    """`gpu_callbacks.wgmma` that also takes values for the left operand."""
+
+    @functools.wraps(wgmma)
+    def run(*, a_allocation_key_as_array, **others):
+        a = np.asarray(a_allocation_key_as_array)
+        if a.ndim == 1:  # the name of a buffer
+            return wgmma(a_allocation_key_as_array=a, **others)
+        return _multiply(a, **others)
+
+    return run
+
+
+def _multiply(
+    a,
+    *,
+    token,
+    mesh_location,
+    thread,
+    acc_allocation_key_as_array,
+    acc_transforms,
+    b_allocation_key_as_array,
+    b_transforms,
+    source_info=None,
+    a_transforms=(),
+):
+    assert not a_transforms
+    shared = gpu_callbacks._get_shared_memory()
+    logging_info = memory.GPULoggingInfo(mesh_location, thread, source_info)
+
+    def place(key_as_array, transforms):
+        key = memory.HostAllocationKey.from_array(key_as_array)
+        transforms = gpu_callbacks._remove_noop_transforms(transforms)
+        return key, shared.access(key, jax.tree.map(int, transforms))
+
+    def content(at):
+        return shared.get_buffer_content(*at, thread, logging_info=logging_info)[0]
+
+    to = place(acc_allocation_key_as_array, acc_transforms)
+    b = content(place(b_allocation_key_as_array, b_transforms))
+    acc = content(to)
+    total = acc + np.matmul(a, b, dtype=acc.dtype)
+    shared.store_buffer_content(*to, total, thread, logging_info=logging_info)
+    return token
