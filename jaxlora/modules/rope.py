@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -44,11 +45,28 @@ def rope_table(
     return jnp.cos(angles), jnp.sin(angles)
 
 
+@jax.custom_vjp
 def apply_rope(
     x: Float[Array, "T H E"], cos: Float[Array, "T P"], sin: Float[Array, "T P"]
 ) -> Float[Array, "T H E"]:
-    """Rotates feature i with feature i + head_dim / 2."""
+    """Rotates feature i with feature i + head_dim / 2.
+
+    The backward pass rotates back and keeps the table alone, which itself gets no
+    gradient: it comes from positions.
+    """
+    return _rotate(x, cos, sin)
+
+
+def _rotate(x, cos, sin):
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
     turned = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def _backward(table, dy):
+    cos, sin = table
+    return _rotate(dy, cos, -sin), None, None
+
+
+apply_rope.defvjp(lambda x, cos, sin: (_rotate(x, cos, sin), (cos, sin)), _backward)

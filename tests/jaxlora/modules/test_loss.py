@@ -5,16 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlora.modules import loss
 from jaxlora.modules.loss import target_nll
-from tests.oracle import relative_error
+from tests.oracle import assert_as_accurate_as, relative_error
 
 D, V = 16, 50
 
 
-def problem(t, share):
+def problem(t, share, dtype=jnp.float32):
     keys = jax.random.split(jax.random.key(t), 4)
-    hidden = jax.random.normal(keys[0], (t, D))
-    head = jax.random.normal(keys[1], (D, V))
+    hidden = jax.random.normal(keys[0], (t, D), dtype)
+    head = jax.random.normal(keys[1], (D, V), dtype)
     labels = jax.random.randint(keys[2], (t,), 0, V)
     return hidden, head, labels, jax.random.uniform(keys[3], (t,)) < share
 
@@ -25,18 +26,81 @@ def definition(hidden, head, labels, is_target):
     return jnp.where(is_target, nll, 0.0)
 
 
+def tied(hidden, head, labels, is_target):
+    return target_nll(hidden, head.T, labels, is_target, head_transposed=True)
+
+
+def with_gradient(f, hidden, head, labels, is_target):
+    value, vjp = jax.vjp(lambda h: f(h, head, labels, is_target), hidden)
+    weight = jax.random.normal(jax.random.key(1), value.shape).astype(value.dtype)
+    return value, vjp(weight)[0]
+
+
+@pytest.mark.parametrize("op", [target_nll, tied])
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 1.0])
 @pytest.mark.parametrize("t", [64, 512, 1024 + 64])
-def test_matches_the_definition(t, share):
-    hidden, head, labels, is_target = problem(t, share)
-    weight = jax.random.normal(jax.random.key(1), (t,))
-    results = []
-    for f in (target_nll, definition):
-        value, vjp = jax.vjp(lambda h, f=f: f(h, head, labels, is_target), hidden)
-        results.append((value, vjp(weight)[0]))
-    (nll, dh), (nll_wanted, dh_wanted) = results
+def test_matches_the_definition(t, share, op):
+    rows = problem(t, share)
+    nll, dh = with_gradient(op, *rows)
+    nll_wanted, dh_wanted = with_gradient(definition, *rows)
     assert relative_error(nll, nll_wanted) < 1e-6
     assert relative_error(dh, dh_wanted) < 1e-5
+    np.testing.assert_array_equal(op(*rows), nll)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3, 1.0])
+def test_bfloat16_is_as_accurate_as_plain_jax(share):
+    hidden, head, *rows = problem(256, share, jnp.bfloat16)
+    wide = (x.astype(jnp.float32) for x in (hidden, head))
+    exact_nll, exact_dh = with_gradient(definition, *wide, *rows)
+    plain_nll, plain_dh = with_gradient(definition, hidden, head, *rows)
+    nll, dh = with_gradient(target_nll, hidden, head, *rows)
+    plain_nll = plain_nll.astype(jnp.float32)
+    assert_as_accurate_as(actual=nll, baseline=plain_nll, exact=exact_nll)
+    assert_as_accurate_as(actual=dh, baseline=plain_dh, exact=exact_dh)
+
+
+def test_the_number_of_targets_changes_no_row(monkeypatch):
+    monkeypatch.setattr(loss, "_MAX_CHUNK", 128)
+    hidden, head, labels, many = problem(1024 + 64, 0.5)
+    few = many & (jnp.arange(len(many)) % 3 == 0)
+    (nll, dh), (nll_few, dh_few) = (
+        with_gradient(target_nll, hidden, head, labels, targets)
+        for targets in (many, few)
+    )
+    assert many.sum() > 2 * 128 and 128 < few.sum() < many.sum() - 128
+    np.testing.assert_array_equal(nll_few, np.where(few, nll, 0))
+    np.testing.assert_array_equal(dh_few, np.where(few[:, None], dh, 0))
+
+
+@pytest.mark.parametrize("vocab_size", [288, 32_000, 128_256, 151_936, 262_144])
+def test_logits_of_a_chunk_fit(vocab_size):
+    rows = loss._chunk_rows(vocab_size, 8192)
+    assert rows % 128 == 0 and rows * vocab_size * 4 <= 512 * 2**20
+    assert loss._chunk_rows(vocab_size, 64) == 64
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_makes_the_logits_once_and_copies_no_head(transposed):
+    hidden, head, *rows = problem(64, 0.5)
+    head = head.T if transposed else head
+
+    def run(h):
+        return target_nll(h, head, *rows, head_transposed=transposed).sum()
+
+    forward, both = (
+        str(jax.make_jaxpr(f)(hidden)) for f in (run, jax.value_and_grad(run))
+    )
+    assert forward.count("dot_general") == 1
+    assert both.count("dot_general") == 2
+    assert "transpose[" not in both
+
+
+def test_keeps_one_row_of_features_for_the_backward_pass():
+    hidden, head, *rows = problem(512, 0.5)
+    _, vjp = jax.vjp(lambda h: target_nll(h, head, *rows), hidden)
+    kept = sum(x.size for x in jax.tree.leaves(vjp))
+    assert kept <= 512 * (D + 2)
 
 
 def test_rows_do_not_touch_each_other():
@@ -53,3 +117,14 @@ def test_rows_do_not_touch_each_other():
         weight = jnp.ones(512)
         np.testing.assert_array_equal(vjp_sick(weight)[0][rest], vjp(weight)[0][rest])
         assert np.isnan(out[7]) == targets[7]
+
+
+@pytest.mark.parametrize("sick", [0, 7])
+def test_a_row_that_is_no_target_gives_nothing_back(sick):
+    hidden, head, labels, is_target = problem(64, 0.3)
+    is_target = is_target.at[sick].set(False)
+    hidden, labels = hidden.at[sick].set(jnp.nan), labels.at[sick].set(-100)
+    value, vjp = jax.vjp(lambda h: target_nll(h, head, labels, is_target), hidden)
+    (dh,) = vjp(jnp.where(is_target, 1.0, jnp.nan))
+    assert np.isfinite(value).all() and np.isfinite(dh).all()
+    assert not dh[~is_target].any()

@@ -1,0 +1,83 @@
+"""What a decoder layer keeps of each token for its backward pass, and nothing else."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jaxlora.models.config import ModelConfig
+from jaxlora.models.decoder import DecoderLayer
+from jaxlora.modules import attention
+from jaxlora.modules.multi_lora_linear import MultiLoraLinear, Routing, SlotShape
+from jaxlora.modules.rope import rope_frequencies, rope_table
+
+# No two sizes alike, so that a shape tells what it is.
+T, D, F, H, HK, E, R = 96, 40, 112, 4, 2, 14, 6
+
+
+@jax.custom_vjp
+def stand_in(q, k, v):
+    return q + jnp.repeat(k + v, H // HK, axis=1)
+
+
+def stand_in_forward(q, k, v):
+    return stand_in(q, k, v), (q, k, v, jnp.zeros((q.shape[0], H), jnp.float32))
+
+
+# Keeps what flash attention keeps, less the output, which the o projection keeps.
+stand_in.defvjp(stand_in_forward, lambda kept, dy: (dy, kept[1], kept[2]))
+
+
+def residuals(qk_norm: bool) -> list[jax.Array]:
+    config = ModelConfig(
+        model_type="llama",
+        vocab_size=50,
+        hidden_size=D,
+        intermediate_size=F,
+        num_layers=1,
+        num_heads=H,
+        num_kv_heads=HK,
+        head_dim=E,
+        max_positions=512,
+        rms_eps=1e-5,
+        rope_theta=1e4,
+        qk_norm=qk_norm,
+        layer_windows=(None,),
+    )
+
+    def linear(_, k, n, use_bias):
+        slots = SlotShape(num_slots=3, rank=R)
+        return MultiLoraLinear(k, n, slots=slots, use_bias=use_bias, rngs=nnx.Rngs(0))
+
+    layer = DecoderLayer(config, 0, linear, dtype=jnp.dtype(jnp.bfloat16))
+    graph, adapters, rest = nnx.split(layer, nnx.LoRAParam, ...)
+    rope = rope_table(jnp.arange(T), rope_frequencies(config))
+    routing = Routing(block_adapter=jnp.array([0, 1, 2]))
+
+    def run(adapters, h):
+        layer = nnx.merge(graph, adapters, rest)
+        return layer(h, rope, jnp.zeros(T, jnp.int32), routing, T)
+
+    _, vjp = jax.vjp(run, adapters, jnp.ones((T, D), jnp.bfloat16))
+    leaves = [x for x in jax.tree.leaves(vjp) if x.ndim > 1]
+    kept = {x.unsafe_buffer_pointer(): x for x in leaves}
+    # Weights are kept too; rows are those of tokens, or of blocks of tokens.
+    return [x for x in kept.values() if T in (x.shape[0], x.shape[0] * x.shape[1])]
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_a_layer_keeps_each_value_once_and_narrow(monkeypatch, qk_norm):
+    monkeypatch.setattr(
+        attention, "packed_attention", lambda q, k, v, *_, **__: stand_in(q, k, v)
+    )
+    kept = residuals(qk_norm)
+    residual_stream = 2 * D  # what enters the layer, and what enters the MLP
+    normed = 2 * D
+    heads = (H + 2 * HK) * E + H * E  # q, k, v and what attention puts out
+    unnormed = (H + HK) * E if qk_norm else 0
+    mlp = 3 * F  # gate, up and their product
+    shrunk = 7 * R
+    narrow = residual_stream + normed + heads + unnormed + mlp + shrunk
+    wide = H + E  # softmax statistics; cosine and sine, shared by all layers
+    assert sum(x.nbytes for x in kept) == T * (2 * narrow + 4 * wide)
+    assert all(x.size <= T * E for x in kept if x.dtype == jnp.float32)

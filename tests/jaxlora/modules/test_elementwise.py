@@ -1,0 +1,64 @@
+"""RMS norm, SwiGLU and rope against their definitions, with hand-written gradients."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxlora.modules.mlp import swiglu
+from jaxlora.modules.norm import rms_norm
+from jaxlora.modules.rope import apply_rope
+from tests.oracle import assert_as_accurate_as
+
+T, H, E = 24, 3, 16
+
+
+def plain_norm(x, scale):
+    wide = x.astype(jnp.float32)
+    normed = wide / jnp.sqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-5)
+    return scale * normed.astype(x.dtype)
+
+
+def plain_rope(x, cos, sin):
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = (first + 1j * second) * (cos + 1j * sin)[:, None, :]
+    return jnp.concatenate([turned.real, turned.imag], axis=-1).astype(x.dtype)
+
+
+def table():
+    angles = 3 * jax.random.normal(jax.random.key(9), (T, E // 2))
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+OPS = {
+    "norm": (lambda *a: rms_norm(*a, 1e-5), plain_norm, [(T, E), (E,)]),
+    "norm_of_heads": (lambda *a: rms_norm(*a, 1e-5), plain_norm, [(T, H, E), (E,)]),
+    "swiglu": (swiglu, lambda g, u: jax.nn.silu(g) * u, [(T, E), (T, E)]),
+    "rope": (
+        lambda x: apply_rope(x, *table()),
+        lambda x: plain_rope(x, *table()),
+        [(T, H, E)],
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 30.0])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", OPS)
+def test_as_accurate_as_plain_jax(name, dtype, size):
+    op, plain, shapes = OPS[name]
+    keys = jax.random.split(jax.random.key(0), len(shapes) + 1)
+    args = [
+        (size * jax.random.normal(key, shape)).astype(dtype)
+        for key, shape in zip(keys, shapes, strict=False)
+    ]
+    dy = jax.random.normal(keys[-1], shapes[0]).astype(dtype)
+
+    def run(f, args, dy):
+        value, vjp = jax.vjp(f, *args)
+        return value, *vjp(dy)
+
+    actual, baseline = run(op, args, dy), run(plain, args, dy)
+    wide = [x.astype(jnp.float32) for x in args]
+    exact = run(plain, wide, dy.astype(jnp.float32))
+    for one, two, three in zip(actual, baseline, exact, strict=True):
+        assert_as_accurate_as(actual=one, baseline=two, exact=three)
