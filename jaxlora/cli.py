@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-import os
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -130,7 +129,6 @@ def _positive(text: str) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    _keep_compiled_programs()
     from jaxlora.run_file import load_run
     from jaxlora.train.report import print_summary
     from jaxlora.train.trainer import Trainer
@@ -143,17 +141,6 @@ def _train(arguments: argparse.Namespace) -> int:
     if result.interrupted:
         return 130
     return int(any(job.progress.status == "failed" for job in result.jobs))
-
-
-def _keep_compiled_programs() -> None:
-    """Lets later runs of the same shapes start without compiling."""
-    import jax
-
-    if jax.config.jax_compilation_cache_dir is None:
-        home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-        folder = pathlib.Path(home) / "jaxlora" / "xla"
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        logging.getLogger("jaxlora").info("compiled programs are kept in %s", folder)
 
 
 def _plan(arguments: argparse.Namespace) -> None:

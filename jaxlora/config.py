@@ -192,7 +192,8 @@ class RunConfig(Strict):
         slot_targets: Modules that get slots, as in `target_modules`, beyond those of
             the jobs: for jobs that join later.
         slot_dropout: Whether slots can drop features; None: if any job does.
-        microbatch_tokens: Capacity C of a microbatch, in tokens, padding included.
+        microbatch_tokens: Capacity C of a microbatch, in tokens, padding included;
+            `auto` takes the most that fits the device's memory and can be filled.
         block_tokens: Tokens of a block; each job's part of a microbatch fills whole
             blocks.
         dtype: Of the base weights and activations; `auto` is bfloat16 on a GPU and
@@ -200,6 +201,8 @@ class RunConfig(Strict):
         remat: Recompute each layer's activations in the backward pass.
         implementation: Which LoRA kernels run: `mosaic` (Hopper) or `xla` (anywhere);
             `auto` takes `mosaic` where it can run every adapted linear.
+        attention: What runs attention: `cudnn` (Hopper and newer) or `xla` (anywhere);
+            `auto` takes `cudnn` where it can run the model.
         window_steps: Optimiser steps of each job that are packed together: a window.
             More fill microbatches better; jobs start, checkpoints are written and an
             interrupt ends the run between windows.
@@ -221,11 +224,12 @@ class RunConfig(Strict):
     slot_rank: PositiveInt | None = None
     slot_targets: str | tuple[str, ...] | None = None
     slot_dropout: bool | None = None
-    microbatch_tokens: PositiveInt = 4096
+    microbatch_tokens: PositiveInt | Literal["auto"] = 4096
     block_tokens: PositiveInt = 64
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     remat: bool = False
     implementation: Literal["auto", "xla", "mosaic"] = "auto"
+    attention: Literal["auto", "cudnn", "xla"] = "xla"
     window_steps: PositiveInt = 4
     packer: PackerName = "joint"
     checkpoint_every: PositiveInt | None = 50
@@ -234,8 +238,24 @@ class RunConfig(Strict):
 
     @property
     def limits(self) -> Limits:
-        """What a microbatch may hold."""
+        """What a microbatch may hold; `microbatch_tokens` must be a number by now."""
+        assert isinstance(self.microbatch_tokens, int), "auto is not settled yet"
         return Limits(capacity=self.microbatch_tokens, block_tokens=self.block_tokens)
+
+    @property
+    def uses_dropout(self) -> bool:
+        """Whether slots can drop features."""
+        if self.slot_dropout is not None:
+            return self.slot_dropout
+        return any(job.dropout > 0 for job in self.jobs)
+
+    @pydantic.field_validator("microbatch_tokens", mode="before")
+    @classmethod
+    def _tokens_or_auto(cls, tokens: object) -> object:
+        is_number = isinstance(tokens, int | float) and tokens >= 1
+        if tokens != "auto" and not is_number:
+            raise ValueError("wanted a positive number of tokens, or auto.")
+        return tokens
 
     @pydantic.model_validator(mode="after")
     def _jobs_fit_together(self):
@@ -248,7 +268,8 @@ class RunConfig(Strict):
                     f"two jobs are named {name!r} (letter case does not count: names "
                     "become folders). Rename one."
                 )
-        if self.microbatch_tokens % self.block_tokens:
+        tokens = self.microbatch_tokens
+        if isinstance(tokens, int) and tokens % self.block_tokens:
             raise ValueError(
                 f"microbatch_tokens={self.microbatch_tokens} is not a multiple of "
                 f"block_tokens={self.block_tokens}."

@@ -30,6 +30,7 @@ from jaxlora.train.lineup import (
     pack_window,
     window_samples,
 )
+from jaxlora.train.planned_capacity import planned_capacity
 from scheduler import (
     Limits,
     Microbatch,
@@ -129,6 +130,8 @@ def plan_run(
         JaxloraError: The tokenizer or a job's data cannot be used.
     """
     jobs = _read_jobs(config, steps)
+    data = [job.data for job in jobs]
+    config = planned_capacity(config, _tokenizer_folder(config), data)
     limits = config.limits
     for job in jobs:
         _check_fits(job, limits)

@@ -6,7 +6,6 @@ import typing
 from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -80,10 +79,29 @@ class JobBatch:
         return np.cumsum([0, *lengths[:-1]])
 
 
+def uncrowded(microbatch: Microbatch, short: int, most: int) -> list[Microbatch]:
+    """Parts of a microbatch, in its order, with few short samples each.
+
+    Args:
+        microbatch: Samples, each job's side by side.
+        short: Samples of at most so many tokens are short.
+        most: How many of them a part may hold, at least 1.
+    """
+    parts, num_short = [[]], 0
+    for sample in microbatch:
+        is_short = sample.num_tokens <= short
+        if is_short and num_short == most:
+            parts.append([])
+            num_short = 0
+        parts[-1].append(sample)
+        num_short += is_short
+    return [tuple(part) for part in parts]
+
+
 def pack_microbatch(
     microbatch: Microbatch, batches: Mapping[int, JobBatch], limits: Limits
 ) -> PackedBatch:
-    """Lays a microbatch out in `limits.capacity` rows.
+    """Lays a microbatch out in `limits.capacity` rows, and starts uploading them.
 
     Args:
         microbatch: Samples, each job's side by side.
@@ -92,38 +110,48 @@ def pack_microbatch(
         limits: Capacity and block size.
     """
     c, block = limits.capacity, limits.block_tokens
-    rows = {
-        "token_ids": np.zeros(c, np.int32),
-        "positions": np.zeros(c, np.int32),
-        "segment_ids": np.full(c, -1, np.int32),
-        "labels": np.zeros(c, np.int32),
-        "loss_weight": np.zeros(c, np.float32),
-        "token_index": np.zeros(c, np.int32),
-    }
-    block_adapter = np.full(c // block, -1, np.int32)
+    held: list[tuple[int, int, JobBatch, TokenizedSample]] = []
     at = 0
     for number, sample in enumerate(microbatch):
         if number and sample.job != microbatch[number - 1].job:
             at = limits.padded(at)
         batch = batches.get(sample.job)
-        end = at + sample.num_tokens
-        if batch is None:
-            at = end
-            continue
-        tokens = batch.samples[sample.index]
-        _fill(rows, slice(at, end), tokens, batch.weight)
-        rows["segment_ids"][at:end] = number
-        rows["token_index"][at:end] += np.int32(batch.starts[sample.index])
-        block_adapter[at // block : limits.padded(end) // block] = batch.slot
-        at = end
-    rows["block_adapter"] = block_adapter
-    return PackedBatch(**{name: jnp.asarray(row) for name, row in rows.items()})
+        if batch is not None:
+            held.append((number, at, batch, batch.samples[sample.index]))
+        at += sample.num_tokens
+    lengths = np.array([len(tokens.token_ids) for *_, tokens in held])
 
+    def by_token(values, dtype=np.int32) -> np.ndarray:
+        return np.repeat(np.array(list(values), dtype), lengths)
 
-def _fill(rows, span: slice, sample: TokenizedSample, weight: float) -> None:
-    length = len(sample.token_ids)
-    rows["token_ids"][span] = sample.token_ids
-    rows["positions"][span] = rows["token_index"][span] = np.arange(length)
-    # Row t predicts token t + 1; the last row of a sample predicts nothing.
-    rows["labels"][span][:-1] = sample.token_ids[1:]
-    rows["loss_weight"][span][:-1] = sample.is_target[1:] * np.float32(weight)
+    ends = np.cumsum(lengths)
+    positions = np.arange(ends[-1], dtype=np.int32) - by_token(ends - lengths)
+    t = by_token(first for _, first, _, _ in held) + positions
+
+    def rows(values: np.ndarray, empty: int = 0) -> np.ndarray:
+        out = np.full(c, empty, values.dtype)
+        out[t] = values
+        return out
+
+    def of_next(values: np.ndarray) -> np.ndarray:
+        """Of each token's successor; 0 for the last of a sample, which has none."""
+        out = np.roll(values, -1)
+        out[ends - 1] = 0
+        return out
+
+    token_ids = np.concatenate([tokens.token_ids for *_, tokens in held])
+    is_target = np.concatenate([tokens.is_target for *_, tokens in held])
+    weight = by_token((batch.weight for _, _, batch, _ in held), np.float32)
+    starts = (batch.starts[microbatch[n].index] for n, _, batch, _ in held)
+    block_adapter = np.full(c // block, -1, np.int32)
+    block_adapter[t // block] = by_token(batch.slot for _, _, batch, _ in held)
+    arrays = {
+        "token_ids": rows(token_ids),
+        "positions": rows(positions),
+        "segment_ids": rows(by_token(number for number, *_ in held), empty=-1),
+        "labels": rows(of_next(token_ids)),
+        "loss_weight": rows(of_next(is_target) * weight),
+        "token_index": rows(by_token(starts) + positions),
+        "block_adapter": block_adapter,
+    }
+    return PackedBatch(**jax.device_put(arrays))

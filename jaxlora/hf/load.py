@@ -75,7 +75,7 @@ def load_base(
     specs = tensor_specs(config)
     opened = {path: TensorFile(path) for path in sorted(set(files.values()))}
     _check(specs, files, opened)
-    chosen = _dtype(dtype)
+    chosen = base_dtype(dtype)
     params = {}
     for spec in specs:
         source_array = opened[files[spec.hf_name]].array(spec.hf_name)
@@ -91,7 +91,8 @@ def load_base(
     )
 
 
-def _dtype(dtype: str) -> np.dtype:
+def base_dtype(dtype: str) -> np.dtype:
+    """What `auto` means for the base on this machine."""
     if dtype == "auto":
         dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
     return jnp.dtype(dtype)

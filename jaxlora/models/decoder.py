@@ -2,22 +2,23 @@
 
 import dataclasses
 import functools
+import typing
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxlora.models.config import ModelConfig
-from jaxlora.modules.attention import Attention
+from jaxlora.modules.attention import Attention, AttentionImplementation
 from jaxlora.modules.mlp import Mlp
 from jaxlora.modules.multi_lora_linear import (
     BaseParam,
     MultiLoraLinear,
     Routing,
     SlotShape,
-    SlotVariable,
 )
 from jaxlora.modules.norm import RmsNorm
 from jaxlora.modules.rope import rope_frequencies, rope_table
@@ -43,22 +44,34 @@ class DecoderOptions:
         dtype: Of weights and activations.
         remat: Recompute each layer in the backward pass instead of keeping it.
         implementation: Which LoRA kernels run.
+        attention: What runs attention.
         max_segment_tokens: At least as long as the longest packed sample.
     """
 
     dtype: jnp.dtype
     remat: bool = False
     implementation: Implementation = "xla"
+    attention: AttentionImplementation = "xla"
     max_segment_tokens: int
 
 
 class DecoderLayer(nnx.Module):
     """`h += attention(norm(h)); h += mlp(norm(h))`."""
 
-    def __init__(self, config: ModelConfig, layer: int, linear, *, dtype):
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        linear,
+        *,
+        dtype,
+        attention: AttentionImplementation = "xla",
+    ):
         norm = functools.partial(RmsNorm, eps=config.rms_eps, dtype=dtype)
         self.input_layernorm = norm(config.hidden_size)
-        self.self_attn = Attention(config, linear, layer, dtype=dtype)
+        self.self_attn = Attention(
+            config, linear, layer, dtype=dtype, implementation=attention
+        )
         self.post_attention_layernorm = norm(config.hidden_size)
         self.mlp = Mlp(config, linear)
 
@@ -114,7 +127,8 @@ class Decoder(nnx.Module):
         layers = []
         for i in range(config.num_layers):
             linear = functools.partial(_linear, i, options, slots, adapted)
-            layers.append(DecoderLayer(config, i, linear, dtype=dtype))
+            layer = functools.partial(DecoderLayer, dtype=dtype)
+            layers.append(layer(config, i, linear, attention=options.attention))
         self.layers = nnx.List(layers)
         self.norm = RmsNorm(config.hidden_size, eps=config.rms_eps, dtype=dtype)
         head = functools.partial(Head, config.hidden_size, config.vocab_size)
@@ -173,11 +187,36 @@ def _linear(layer, options, slots, adapted, name, k, n, use_bias) -> MultiLoraLi
     )
 
 
-class DecoderSpec:
-    """A decoder's structure without its arrays: binds flat dicts of arrays to modules.
+@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotSettings:
+    """Settings of the slots in every adapted linear, in the order of `adapted`.
 
-    Base weights, adapters and slot settings travel as flat dicts from dotted path to
-    array, so that a step is a plain function of them.
+    One array a setting: hundreds of small ones would cost each step host time.
+
+    Attributes:
+        scaling: `lora_alpha / rank`.
+        dropout: Dropout rate.
+        rank: Rank of the slot's adapter there; 0 where it does not adapt.
+    """
+
+    scaling: Float[Array | np.ndarray, "M G"]
+    dropout: Float[Array | np.ndarray, "M G"]
+    rank: Int[Array | np.ndarray, "M G"]
+
+
+class DecoderSpec:
+    """A decoder's structure without its arrays: binds arrays to modules.
+
+    Base weights and adapters travel as flat dicts from dotted path to array, so that a
+    step is a plain function of them.
+
+    Attributes:
+        config: The model's mathematics.
+        options: How it runs.
+        slots: Shape of the slot tables; None: there are none.
+        adapted: Paths of the linears that have slots, in order.
     """
 
     def __init__(
@@ -188,18 +227,36 @@ class DecoderSpec:
         adapted: frozenset[str] = frozenset(),
     ):
         self.config, self.options, self.slots = config, options, slots
-        self.adapted = adapted
+        self.adapted = tuple(sorted(adapted))
         make = functools.partial(Decoder, config, options, slots, adapted)
         self._graph, self._state = nnx.split(nnx.eval_shape(make))
 
-    def bind(self, *arrays: Mapping[str, Array]) -> Decoder:
-        """The decoder whose variables are `arrays`, which together name each once."""
+    def bind(
+        self, *arrays: Mapping[str, Array], settings: SlotSettings | None = None
+    ) -> Decoder:
+        """The decoder with these variables.
+
+        Args:
+            *arrays: Base weights and adapters; together they name each once.
+            settings: Of the slots, if there are any.
+        """
+        arrays = *arrays, self._by_path(settings)
         flat = {}
         for path, variable in nnx.to_flat_state(self._state):
             name = ".".join(str(part) for part in path)
             value = next(group[name] for group in arrays if name in group)
             flat[path] = variable.replace(value)
         return nnx.merge(self._graph, nnx.from_flat_state(flat))
+
+    def _by_path(self, settings: SlotSettings | None) -> dict[str, Array]:
+        """The variable of each setting of each adapted linear."""
+        if settings is None:
+            return {}
+        return {
+            f"{path}.{field.name}": getattr(settings, field.name)[i]
+            for i, path in enumerate(self.adapted)
+            for field in dataclasses.fields(settings)
+        }
 
     def shapes(self, kind: type[nnx.Variable]) -> dict[str, jax.ShapeDtypeStruct]:
         """Path -> shape and dtype of every variable of one kind."""
@@ -218,7 +275,3 @@ class DecoderSpec:
     def adapter_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Path -> shape of the slot tables A and B."""
         return self.shapes(nnx.LoRAParam)
-
-    def slot_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Path -> shape of the slots' settings: scaling, dropout, rank."""
-        return self.shapes(SlotVariable)

@@ -161,7 +161,7 @@ class Checkpoints:
         """Reads the newest checkpoint to go on from: its number, run and tables.
 
         Args:
-            state: Tables of the shapes to read into; the gradients stay.
+            state: Tables of the shapes to read into; what is pending stays.
             identity: This run's.
 
         Raises:
@@ -179,7 +179,7 @@ class Checkpoints:
         flat = self._read(number, tables=ocp.args.StandardRestore(like))["tables"]
         layout = _layout(state)
         tables = {kind: _split(flat[kind], layout) for kind in flat}
-        return number, saved, AdapterState(**tables, gradients=state.gradients)
+        return number, saved, AdapterState(**tables, pending=state.pending)
 
     def _read(self, number: int, **items) -> Any:
         try:

@@ -14,6 +14,21 @@ Tables = dict[str, Float[Array, "G P Q"]]
 @typing.no_type_check  # JAX rebuilds it around things that are no arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Pending:
+    """What the slots' global batches under way have gathered.
+
+    Attributes:
+        gradients: Sum of their gradients, by path.
+        is_finite: Whether their losses and hidden states are finite so far.
+    """
+
+    gradients: Tables
+    is_finite: Bool[Array, "*G"]
+
+
+@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterState:
     """Adapters and their optimiser state, float32, stacked by slot.
 
@@ -21,13 +36,13 @@ class AdapterState:
         params: A and B of every adapted linear, by path.
         mu: First moments.
         nu: Second moments.
-        gradients: Sum of the gradients of the global batch under way.
+        pending: Of the global batches under way.
     """
 
     params: Tables
     mu: Tables
     nu: Tables
-    gradients: Tables
+    pending: Pending
 
 
 @typing.no_type_check  # JAX rebuilds it around things that are no arrays
@@ -60,20 +75,38 @@ class Hyper:
     max_norm: Float[Array, "*G"]
 
 
-def zero_state(shapes: dict[str, jax.ShapeDtypeStruct]) -> AdapterState:
+@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What an optimiser step did; only the rows of the slots that stepped count.
+
+    Attributes:
+        norm: Norm of the gradient, before clipping.
+        is_finite: Whether losses, hidden states and gradient are all finite; if not,
+            the slot has kept its weights and moments.
+    """
+
+    norm: Float[Array, "*G"]
+    is_finite: Bool[Array, "*G"]
+
+
+def zero_state(shapes: dict[str, jax.ShapeDtypeStruct], num_slots: int) -> AdapterState:
     """Empty slots."""
 
     def zeros() -> Tables:
         return {path: jnp.zeros(s.shape, s.dtype) for path, s in shapes.items()}
 
-    return AdapterState(params=zeros(), mu=zeros(), nu=zeros(), gradients=zeros())
+    pending = Pending(gradients=zeros(), is_finite=jnp.ones(num_slots, jnp.bool_))
+    return AdapterState(params=zeros(), mu=zeros(), nu=zeros(), pending=pending)
 
 
 def _adapter_step(state: AdapterState, hyper: Hyper):
     """AdamW for one adapter, as if there were no other."""
-    norm = optax.tree.norm(state.gradients)
+    pending = state.pending
+    norm = optax.tree.norm(pending.gradients)
     clip = jnp.where(norm > hyper.max_norm, hyper.max_norm / norm, 1.0)
-    gradients = jax.tree.map(lambda g: g * clip, state.gradients)
+    gradients = jax.tree.map(lambda g: g * clip, pending.gradients)
     adamw = optax.adamw(
         hyper.learning_rate,
         b1=hyper.b1,
@@ -89,26 +122,32 @@ def _adapter_step(state: AdapterState, hyper: Hyper):
     updates = jax.tree.map(jnp.multiply, updates, ratio)
     params = jax.tree.map(jnp.add, state.params, updates)
     # Weights that are not finite would outlive the batch that made them.
-    taken = hyper.steps_now & jnp.isfinite(norm)
+    is_finite = pending.is_finite & jnp.isfinite(norm)
+    taken = hyper.steps_now & is_finite
     stepped = AdapterState(
         params=params,
         mu=optax.tree.get(after, "mu"),
         nu=optax.tree.get(after, "nu"),
-        gradients=state.gradients,
+        pending=pending,
     )
     state = jax.tree.map(lambda new, old: jnp.where(taken, new, old), stepped, state)
-    emptied = jax.tree.map(
-        lambda g: jnp.where(hyper.steps_now, 0.0, g), state.gradients
+    emptied = Pending(
+        gradients=jax.tree.map(
+            lambda g: jnp.where(hyper.steps_now, 0.0, g), pending.gradients
+        ),
+        is_finite=hyper.steps_now | pending.is_finite,
     )
-    return dataclasses.replace(state, gradients=emptied), norm
+    state = dataclasses.replace(state, pending=emptied)
+    return state, StepResult(norm=norm, is_finite=is_finite)
 
 
 def optimizer_step(
     state: AdapterState, hyper: Hyper
-) -> tuple[AdapterState, Float[Array, " G"]]:
-    """Steps the slots whose global batch is complete; returns each gradient's norm.
+) -> tuple[AdapterState, StepResult]:
+    """Steps the slots whose global batch is complete.
 
-    A slot whose gradient is not finite keeps its weights and moments.
+    A slot whose batch is not finite keeps its weights and moments: the device decides,
+    so that it need not wait for the host to have read the losses.
 
     Args:
         state: All slots.

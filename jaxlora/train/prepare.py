@@ -2,6 +2,10 @@
 
 import dataclasses
 import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
 
 from jaxlora.adapter import Adapter
 from jaxlora.config import LoraJob, RunConfig
@@ -11,7 +15,10 @@ from jaxlora.errors import ConfigError
 from jaxlora.hf.load import BaseModel
 from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.hf.peft_import import import_peft
+from jaxlora.models.config import ModelConfig
 from jaxlora.models.decoder import DecoderOptions, DecoderSpec
+from jaxlora.modules.attention import AttentionImplementation
+from jaxlora.modules.cudnn_attention import cudnn_unsupported
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.targets import resolve_targets
 from jaxlora.train.job_run import JobRun
@@ -88,30 +95,50 @@ def _check_asked(job: LoraJob, start: Adapter, model: BaseModel) -> None:
 def decoder_spec(
     config: RunConfig, model: BaseModel, runs: list[JobRun]
 ) -> DecoderSpec:
-    """The decoder with the slot tables that the run needs."""
-    adapted = {linear_path(name) for run in runs for name in run.start.modules}
+    """The decoder with the slot tables that the run needs; says which kernels run."""
+    ranks = [{n: w.rank for n, w in run.start.modules.items()} for run in runs]
+    return spec_of(config, model.config, model.dtype, ranks)
+
+
+def spec_of(
+    config: RunConfig,
+    model: ModelConfig,
+    dtype: jnp.dtype,
+    ranks: Sequence[Mapping[str, int]],
+) -> DecoderSpec:
+    """The same of a model without weights.
+
+    Args:
+        config: The run, with a number for its `microbatch_tokens`.
+        model: The model's mathematics.
+        dtype: Of its weights.
+        ranks: Rank of each module that a job adapts, for each job.
+    """
+    adapted = {linear_path(name) for modules in ranks for name in modules}
     if config.slot_targets is not None:
         probe = LoraJob(
             name="slot_targets",
             data=config.jobs[0].data,
             target_modules=config.slot_targets,
         )
-        more = resolve_targets(probe, linear_names(model.config))
+        more = resolve_targets(probe, linear_names(model))
         adapted |= {linear_path(name) for name in more}
     longest = max(job.max_length for job in config.jobs)
+    longest = min(longest, config.limits.capacity)
     options = DecoderOptions(
-        dtype=model.dtype,
+        dtype=dtype,
         remat=config.remat,
-        max_segment_tokens=min(longest, config.microbatch_tokens),
+        attention=_attention(config, dtype, model.head_dim, longest),
+        max_segment_tokens=longest,
     )
     shape = SlotShape(
-        num_slots=config.max_concurrent_jobs or len(runs),
-        rank=config.slot_rank or max(run.largest_rank for run in runs),
+        num_slots=config.max_concurrent_jobs or len(ranks),
+        rank=config.slot_rank or max(max(modules.values()) for modules in ranks),
     )
-    spec = DecoderSpec(model.config, options, shape, frozenset(adapted))
+    spec = DecoderSpec(model, options, shape, frozenset(adapted))
     chosen = _implementation(config, spec)
     options = dataclasses.replace(options, implementation=chosen)
-    return DecoderSpec(model.config, options, shape, frozenset(adapted))
+    return DecoderSpec(model, options, shape, frozenset(adapted))
 
 
 def _implementation(config: RunConfig, spec: DecoderSpec) -> Implementation:
@@ -129,6 +156,26 @@ def _implementation(config: RunConfig, spec: DecoderSpec) -> Implementation:
         return "mosaic"
     logger.info("LoRA kernels: xla, as mosaic cannot run this: %s", reason)
     return "xla"
+
+
+def _attention(
+    config: RunConfig, dtype: Any, head_dim: int, max_segment_tokens: int
+) -> AttentionImplementation:
+    """The attention that a run asks for or, if it leaves the choice, can have."""
+    reason = cudnn_unsupported(dtype=dtype, head_dim=head_dim)
+    if config.attention == "cudnn" and reason is not None:
+        raise ConfigError(
+            f"attention: cudnn cannot run this: {reason}. Use xla or auto."
+        )
+    if config.attention == "xla":
+        logger.info("attention: xla, as asked")
+        return "xla"
+    if reason is not None:
+        logger.info("attention: xla, as cudnn cannot run this: %s", reason)
+        return "xla"
+    asked = ", as asked" if config.attention == "cudnn" else ""
+    logger.info("attention: cudnn%s", asked)
+    return "cudnn"
 
 
 def _without_mosaic(config: RunConfig, spec: DecoderSpec) -> str | None:

@@ -4,15 +4,15 @@ import dataclasses
 import zlib
 from collections.abc import Mapping
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from jaxlora.adapter import Adapter, LoraWeights
 from jaxlora.config import LoraJob
 from jaxlora.hf.names import linear_path
-from jaxlora.models.decoder import DecoderSpec
+from jaxlora.models.decoder import DecoderSpec, SlotSettings
 from jaxlora.targets import ModuleLora
-from jaxlora.train.optimizer import AdapterState, zero_state
+from jaxlora.train.optimizer import Tables, zero_state
 from jaxlora.train.step import CompiledSteps
 
 
@@ -69,19 +69,31 @@ class SlotTable:
 
     Attributes:
         state: Adapters and optimiser state of all slots.
-        settings: Scaling, dropout and rank of every adapted linear, by path.
+        settings: Scaling, dropout and rank of the slots in every adapted linear.
     """
 
     def __init__(self, spec: DecoderSpec, steps: CompiledSteps):
         self._spec, self._steps = spec, steps
-        self.state = zero_state(spec.adapter_shapes())
-        self._host_settings = {
-            path: np.zeros(s.shape, s.dtype) for path, s in spec.slot_shapes().items()
-        }
+        assert spec.slots is not None
+        num_slots = spec.slots.num_slots
+        self.state = zero_state(spec.adapter_shapes(), num_slots)
+        self._places = {path: i for i, path in enumerate(spec.adapted)}
+        shape = len(self._places), num_slots
+        self._host_settings = SlotSettings(
+            scaling=np.zeros(shape, np.float32),
+            dropout=np.zeros(shape, np.float32),
+            rank=np.zeros(shape, np.int32),
+        )
         self._upload_settings()
 
     def _upload_settings(self) -> None:
-        self.settings = {p: jnp.array(v) for p, v in self._host_settings.items()}
+        # Copies, as an upload may still read, or share, what the next change writes.
+        copies = jax.tree.map(np.copy, self._host_settings)
+        self.settings: SlotSettings = jax.device_put(copies)
+
+    def _forget_settings(self, slot: int) -> None:
+        for values in jax.tree.leaves(self._host_settings):
+            values[:, slot] = 0
 
     def load(self, slot: int, adapter: Adapter) -> None:
         """Puts an adapter into a slot, with an optimiser that has seen nothing."""
@@ -94,33 +106,34 @@ class SlotTable:
 
     def activate(self, slot: int, adapter: Adapter) -> None:
         """Sets a slot's scaling and dropout; its weights stay."""
-        for values in self._host_settings.values():
-            values[slot] = 0
+        self._forget_settings(slot)
         for name, weights in adapter.modules.items():
-            path = linear_path(name)
-            self._host_settings[f"{path}.scaling"][slot] = adapter.scaling(weights)
-            self._host_settings[f"{path}.dropout"][slot] = adapter.dropout
-            self._host_settings[f"{path}.rank"][slot] = weights.rank
+            place = self._places[linear_path(name)], slot
+            self._host_settings.scaling[place] = adapter.scaling(weights)
+            self._host_settings.dropout[place] = adapter.dropout
+            self._host_settings.rank[place] = weights.rank
         self._upload_settings()
 
     def clear(self, slot: int) -> None:
         """Empties a slot: weights, optimiser state and settings."""
         self._write(slot, self._empty_rows())
-        for values in self._host_settings.values():
-            values[slot] = 0
+        self._forget_settings(slot)
         self._upload_settings()
 
     def read(self, slot: int, like: Adapter) -> Adapter:
         """The adapter in a slot, at the ranks of `like`, which it started from."""
-        tables = {p: np.asarray(t[slot]) for p, t in self.state.params.items()}
-        return adapter_from_rows(tables, like)
+        rows = _rows(self.state.params, np.int32(slot))
+        return adapter_from_rows(jax.device_get(rows), like)
 
     def _empty_rows(self) -> dict[str, np.ndarray]:
         shapes = self._spec.adapter_shapes()
         return {path: np.zeros(s.shape[1:], s.dtype) for path, s in shapes.items()}
 
     def _write(self, slot: int, rows: dict[str, np.ndarray]) -> None:
-        params = {path: jnp.asarray(row) for path, row in rows.items()}
-        nothing = {path: jnp.zeros_like(row) for path, row in params.items()}
-        new = AdapterState(params=params, mu=nothing, nu=nothing, gradients=nothing)
-        self.state = self._steps.write_slot(self.state, np.int32(slot), new)
+        self.state = self._steps.write_slot(self.state, np.int32(slot), rows)
+
+
+@jax.jit
+def _rows(tables: Tables, slot) -> dict[str, jax.Array]:
+    """One slot's rows: in one call, as hundreds of small ones take their time."""
+    return {path: table[slot] for path, table in tables.items()}

@@ -13,15 +13,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.data.pack import PackedBatch
-from jaxlora.models.decoder import DecoderSpec
+from jaxlora.models.decoder import DecoderSpec, SlotSettings
+from jaxlora.modules.cudnn_attention import DETERMINISTIC
 from jaxlora.modules.loss import target_nll
 from jaxlora.modules.multi_lora_linear import Routing
-from jaxlora.train.optimizer import AdapterState, Tables, optimizer_step
+from jaxlora.train.optimizer import AdapterState, Pending, Tables, optimizer_step
 
 logger = logging.getLogger(__name__)
 
 Base = dict[str, Array]
-SlotSettings = dict[str, Array]
 
 
 @typing.no_type_check  # JAX rebuilds it around things that are no arrays
@@ -63,7 +63,7 @@ def job_losses(
     keys: SlotKeys | None,
 ) -> JobLosses:
     """Runs a microbatch forward; dropout only where `keys` are given."""
-    decoder = spec.bind(base, adapters, settings)
+    decoder = spec.bind(base, adapters, settings=settings)
     routing = Routing(
         block_adapter=batch.block_adapter,
         token_index=None if keys is None else batch.token_index,
@@ -72,7 +72,15 @@ def job_losses(
     )
     hidden = decoder(batch.token_ids, batch.positions, batch.segment_ids, routing)
     is_target = batch.loss_weight > 0
-    nll = target_nll(hidden, decoder.head_kernel(), batch.labels, is_target)
+    # XLA undoes the transposition, where it would copy the head to keep it.
+    tied, head = spec.config.tie_embeddings, decoder.head_kernel()
+    nll = target_nll(
+        hidden,
+        head.T if tied else head,
+        batch.labels,
+        is_target,
+        head_transposed=tied,
+    )
     loss_T = jnp.where(is_target, nll * batch.loss_weight, 0.0)
     num_blocks = batch.block_adapter.shape[0]
     finite_T = jnp.isfinite(hidden).all(axis=-1) | (batch.segment_ids < 0)
@@ -105,7 +113,8 @@ class CompiledSteps:
     """The jitted functions of one run; each compiles once for each batch shape.
 
     Attributes:
-        accumulate: Adds a microbatch's gradients to the slots'.
+        accumulate: Adds a microbatch's gradients to what is pending. It takes and
+            returns no more of the state than that, as each array costs host time.
         evaluate: Losses of a microbatch, without dropout.
         step: Optimiser step of the slots whose global batch is complete.
         write_slot: Puts an adapter into a slot with empty optimiser state.
@@ -114,23 +123,42 @@ class CompiledSteps:
     def __init__(self, spec: DecoderSpec):
         losses = functools.partial(job_losses, spec)
 
-        def accumulate(base, state: AdapterState, settings, batch, keys):
+        def accumulate(base, params, pending: Pending, settings, batch, keys):
             def total(params):
                 out = losses(base, params, settings, batch, keys)
                 # The slots' losses share no parameter: the sum's gradient is each own.
                 return out.loss.sum(), out
 
-            gradients, out = jax.grad(total, has_aux=True)(state.params)
-            summed = jax.tree.map(jnp.add, state.gradients, gradients)
-            return dataclasses.replace(state, gradients=summed), out
+            gradients, out = jax.grad(total, has_aux=True)(params)
+            is_finite = out.is_finite & jnp.isfinite(out.loss)
+            pending = Pending(
+                gradients=jax.tree.map(jnp.add, pending.gradients, gradients),
+                is_finite=pending.is_finite & is_finite,
+            )
+            return pending, out
 
         def evaluate(base, params, settings, batch):
             return losses(base, params, settings, batch, None)
 
-        def write_slot(state: AdapterState, slot, rows: AdapterState):
-            return jax.tree.map(lambda table, row: table.at[slot].set(row), state, rows)
+        def write_slot(state: AdapterState, slot, rows: dict[str, Array]):
+            def emptied(tables: Tables) -> Tables:
+                return {path: t.at[slot].set(0.0) for path, t in tables.items()}
 
-        self.accumulate = jax.jit(accumulate, donate_argnums=1)
+            return AdapterState(
+                params={p: t.at[slot].set(rows[p]) for p, t in state.params.items()},
+                mu=emptied(state.mu),
+                nu=emptied(state.nu),
+                pending=Pending(
+                    gradients=emptied(state.pending.gradients),
+                    is_finite=state.pending.is_finite.at[slot].set(True),
+                ),
+            )
+
+        # cuDNN's gradient adds up in any order unless it is told not to.
+        options = dict(DETERMINISTIC) if spec.options.attention == "cudnn" else {}
+        self.accumulate = jax.jit(
+            accumulate, donate_argnums=2, compiler_options=options
+        )
         self.evaluate = jax.jit(evaluate)
         # A function of its own: jit shares what it compiled for one function.
         self.step = jax.jit(functools.partial(optimizer_step), donate_argnums=0)

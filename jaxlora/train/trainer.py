@@ -16,10 +16,13 @@ from jaxlora.hf.load import BaseModel, load_base
 from jaxlora.hf.names import linear_names
 from jaxlora.hf.peft_export import export_peft
 from jaxlora.train import prepare
+from jaxlora.train.capacity import Bounds, Capacity, as_begun, provisional
 from jaxlora.train.checkpoint import Checkpoints, RunIdentity, SavedRun
+from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.executor import Executor
 from jaxlora.train.interrupt import StopRequest
 from jaxlora.train.job_run import JobProgress, JobRun
+from jaxlora.train.memory import compiled_step
 from jaxlora.train.progress import Progress
 from jaxlora.train.report import RunResult, job_result, write_report
 from jaxlora.train.run_log import METRICS_FILE, RunLog
@@ -45,6 +48,9 @@ class Trainer:
     def __init__(self, config: RunConfig, model: BaseModel | None = None):
         """Loads the base model and every job's data; trains nothing yet.
 
+        What it will compile is kept in ~/.cache/jaxlora/xla, unless JAX's own settings
+        of its compilation cache say otherwise.
+
         Args:
             config: The run.
             model: The base model, where it is loaded already.
@@ -52,8 +58,9 @@ class Trainer:
         Raises:
             JaxloraError: Something that the user gave cannot be used.
         """
-        self.config = config
+        keep_compiled_programs()
         self.output_dir = pathlib.Path(config.output_dir)
+        config = as_begun(config, self.output_dir)
         self.model = model or load_base(
             config.model, dtype=config.dtype, revision=config.revision
         )
@@ -61,22 +68,17 @@ class Trainer:
         self._tokenizer = load_tokenizer(self.model.folder, now=self._started)
         self._tokenizer.check_fits(self.model.config.vocab_size)
         self.runs = [self._open(job) for job in config.jobs]
-        self._spec = prepare.decoder_spec(config, self.model, self.runs)
-        self._use_dropout = config.slot_dropout
-        if self._use_dropout is None:
-            self._use_dropout = any(job.dropout > 0 for job in config.jobs)
+        held_out = [run.eval_data for run in self.runs if run.eval_data is not None]
+        bounds = Bounds.of(config, [run.train_data for run in self.runs], held_out)
+        self._spec = prepare.decoder_spec(
+            provisional(config, bounds), self.model, self.runs
+        )
+        self._capacity = Capacity(config, self._spec, bounds)
+        self.config = self._capacity.config
         for run in self.runs:
             self._check_fits(run)
         self._steps = CompiledSteps(self._spec)
         self._table = SlotTable(self._spec, self._steps)
-        self._executor = Executor(
-            self._spec,
-            self.model.params,
-            self._table,
-            self._steps,
-            config.limits,
-            use_dropout=self._use_dropout,
-        )
         self._round = 0
         self._stopping: dict[str, str] = {}
 
@@ -91,7 +93,22 @@ class Trainer:
         return prepare.open_job(job, self.model, self._tokenizer)
 
     def _check_fits(self, run: JobRun) -> None:
-        prepare.check_fits(run, self._spec, use_dropout=bool(self._use_dropout))
+        prepare.check_fits(run, self._spec, use_dropout=self.config.uses_dropout)
+
+    def _settle_capacity(self) -> None:
+        """Compiles the training step, anew for as long as its capacity changes."""
+        settled = False
+        while not settled:
+            program = compiled_step(
+                self._spec,
+                self._steps,
+                self.model.params,
+                self._table,
+                self.config.limits,
+                use_dropout=self.config.uses_dropout,
+            )
+            settled = self._capacity.settle(program)
+            self.config = self._capacity.config
 
     # ---- jobs come and go ----------------------------------------------------------
 
@@ -137,7 +154,10 @@ class Trainer:
 
         Raises:
             CheckpointError: `output_dir` holds another run, or nothing to resume.
+            ConfigError: The device's memory cannot hold the run.
         """
+        self._check_folder(resume)
+        self._settle_capacity()
         checkpoints = self._open_checkpoints(resume)
         log = RunLog(self.output_dir, keep_rounds=checkpoints.latest())
         try:
@@ -171,10 +191,18 @@ class Trainer:
 
     def _windows(self, log: RunLog, progress: Progress) -> Windows:
         assert self._spec.slots is not None
+        executor = Executor(
+            self._spec,
+            self.model.params,
+            self._table,
+            self._steps,
+            self.config.limits,
+            use_dropout=self.config.uses_dropout,
+        )
         return Windows(
             self.config,
             self.runs,
-            self._executor,
+            executor,
             num_slots=self._spec.slots.num_slots,
             first_round=self._round,
             stopping=self._stopping,
@@ -217,7 +245,7 @@ class Trainer:
             },
         )
 
-    def _open_checkpoints(self, resume: bool) -> Checkpoints:
+    def _check_folder(self, resume: bool) -> None:
         has_run = (self.output_dir / METRICS_FILE).exists()
         if has_run and not resume:
             raise CheckpointError(
@@ -229,7 +257,10 @@ class Trainer:
                 f"{self.output_dir} holds no run to resume. Is output_dir right? Else "
                 "start without resume."
             )
+
+    def _open_checkpoints(self, resume: bool) -> Checkpoints:
         write_text(self.output_dir / _STARTED_FILE, self._started.isoformat() + "\n")
+        self._capacity.save(self.output_dir)
         folder = self.output_dir / "checkpoints"
         folder.mkdir(parents=True, exist_ok=True)
         checkpoints = Checkpoints(folder, keep=self.config.keep_checkpoints)

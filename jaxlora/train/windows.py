@@ -1,14 +1,15 @@
 """The windows of a run: who starts, what each step means for its job, who ends.
 
 A window is the next few optimiser steps of every running job, packed together. A job
-that ends in the middle of one leaves its slot at once, and what was left of it does not
-run; its slot is filled when the next window starts.
+that ends in the middle of one leaves its slot as soon as the host knows, and what is
+left of it then does not run; its slot is filled when the next window starts.
 """
 
+import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from jaxlora.config import RunConfig
 from jaxlora.train.executor import Executor, StepOutcome, WindowTally
@@ -155,8 +156,7 @@ class Windows:
             self._plans.prepare(self._samples(filled))
 
     def _after_steps(self, outcomes: Mapping[str, StepOutcome]) -> None:
-        """What follows from optimiser steps, before the next microbatch starts."""
-        began = time.perf_counter()
+        """What follows from optimiser steps, before any further one."""
         stepped = [run for run in self._runs if run.job.name in outcomes]
         for run in stepped:
             self._note(run, outcomes[run.job.name])
@@ -166,6 +166,13 @@ class Windows:
         self._end_jobs(stepped)
         self._latest |= outcomes
         self._progress.update()
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Leaves the time of what runs inside out of the window's."""
+        self._executor.wait()  # the microbatch under way is training
+        began = time.perf_counter()
+        yield
         self._aside_seconds += time.perf_counter() - began
 
     def _round_of(self, run: JobRun) -> int:
@@ -193,7 +200,7 @@ class Windows:
         )
 
     def _log_window(self, planned: Planned, tally: WindowTally, seconds: float) -> None:
-        rows = tally.num_microbatches * self._config.microbatch_tokens
+        rows = tally.num_microbatches * self._config.limits.capacity
         self._log.event(
             "window",
             self.round,
@@ -217,7 +224,8 @@ class Windows:
     def _evaluate(self, runs: Sequence[JobRun]) -> None:
         if not runs:
             return
-        losses = self._executor.evaluate(runs)
+        with self._aside():
+            losses = self._executor.evaluate(runs)
         for run in runs:
             loss = losses[run.job.name]
             if loss != loss:
@@ -225,7 +233,8 @@ class Windows:
                 continue
             is_best = run.note_eval(loss)
             if is_best and run.job.keep_best:
-                self._export(run)
+                with self._aside():
+                    self._export(run)
             self._log.event(
                 "eval",
                 self._round_of(run),
@@ -251,7 +260,8 @@ class Windows:
             if run.progress.status == "running" or run.progress.slot is None:
                 continue
             if run.progress.status != "failed" and not run.job.keep_best:
-                self._export(run)
+                with self._aside():
+                    self._export(run)
             self._executor.table.clear(run.slot)
             run.update(slot=None)
             count += 1

@@ -6,7 +6,6 @@ import pathlib
 import re
 import shutil
 
-import jax
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -181,10 +180,6 @@ def test_export_when_nothing_was_training(folder, capsys, tmp_path):
     assert said(capsys, "export", folder / "run", tmp_path / "out") == ""
     assert main(["export", str(folder / "run"), str(tmp_path), "--job", "first"]) == 1
     assert "'first' was not training at checkpoint 2" in capsys.readouterr().err
-
-
-def test_the_command_keeps_what_it_compiles(folder):
-    assert jax.config.jax_compilation_cache_dir is not None
 
 
 @pytest.mark.parametrize("model", [RunConfig, LoraJob, DataConfig])

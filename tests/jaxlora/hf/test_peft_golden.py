@@ -49,7 +49,7 @@ def logits(model, adapter, tokens, *, slot: int) -> np.ndarray:
 
     @jax.jit
     def run(base, params, settings):
-        decoder = spec.bind(base, params, settings)
+        decoder = spec.bind(base, params, settings=settings)
         routing = Routing(block_adapter=jnp.array([slot]))
         hidden = decoder(jnp.array(tokens), rows, jnp.zeros_like(rows), routing)
         return hidden @ decoder.head_kernel()

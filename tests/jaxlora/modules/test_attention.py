@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlora.modules import banded_attention
 from jaxlora.modules.attention import packed_attention
 from tests.oracle import relative_error
 
@@ -51,6 +52,42 @@ def test_each_sample_as_if_alone(window, longest):
         wanted = alone(q[rows], k[rows], v[rows], window)
         assert relative_error(actual[rows], wanted) < 2e-6
     assert not np.asarray(actual[starts[-1] :]).any()
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("score_bytes", [1, 3 * 128 * 256 * H * 4])
+def test_blocks_in_turn_are_blocks_together(window, score_bytes, monkeypatch):
+    q, k, v = (jnp.concatenate([z] * 4) for z in inputs())
+    ids = jnp.concatenate(
+        [jnp.where(segments() < 0, -1, segments() + 9 * i) for i in range(4)]
+    )
+    dy = jax.random.normal(jax.random.key(5), q.shape)
+
+    def run(q, k, v):
+        return packed_attention(q, k, v, ids, max_segment_tokens=90, window=window)
+
+    together, vjp_together = jax.vjp(run, q, k, v)
+    wanted = together, *vjp_together(dy)
+    monkeypatch.setattr(banded_attention, "_MAX_SCORE_BYTES", score_bytes)
+    in_turn, vjp_in_turn = jax.vjp(run, q, k, v)
+    for got, want in zip((in_turn, *vjp_in_turn(dy)), wanted, strict=True):
+        assert relative_error(got, want) < 1e-6
+
+
+def test_long_segments_keep_no_square_of_scores():
+    """Where all scores at once would take 8 GiB, and the gradient as much again."""
+    t, heads = 8192, 32
+    q = jax.ShapeDtypeStruct((t, heads, 128), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((t, 8, 128), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((t,), jnp.int32)
+
+    def loss(q, k, v, ids):
+        out = packed_attention(q, k, v, ids, max_segment_tokens=t)
+        return out.astype(jnp.float32).sum()
+
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    memory = gradient.lower(q, k, k, ids).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * 2**30
 
 
 def test_a_band_shorter_than_a_sample_would_be_wrong():

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlora.data.pack import pack_microbatch
+from jaxlora.data.pack import pack_microbatch, uncrowded
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.train import prepare
+from jaxlora.train.executor import Executor
 from jaxlora.train.optimizer import Hyper
 from jaxlora.train.slots import SlotTable
 from jaxlora.train.step import CompiledSteps, SlotKeys
@@ -81,6 +82,17 @@ def test_same_bits_twice(train, jobs):
 def test_how_it_runs_does_not_matter(train, jobs, settings):
     plain, other = train(jobs[:3]), train(jobs[:3], **settings)
     assert_same_training(plain, other, [job.name for job in jobs[:3]])
+
+
+def test_microbatches_in_parts_teach_the_same(train, jobs, monkeypatch):
+    whole = train(jobs[:3])
+
+    def in_parts(self, microbatches):
+        return [part for m in microbatches for part in uncrowded(m, 10**6, 2)]
+
+    monkeypatch.setattr(Executor, "_uncrowded", in_parts)
+    names = [job.name for job in jobs[:3]]
+    assert_same_training(train(jobs[:3]), whole, names)
 
 
 def test_seeds_matter(train, jobs):
@@ -198,13 +210,19 @@ def one_step(bench, packed, spoil=lambda state: state):
     """Gradients, losses, and weights after an optimiser step, by slot."""
     model, steps, table, _ = bench
     slots = table()
-    state, out = steps.accumulate(
-        model.params, spoil(slots.state), slots.settings, packed, KEYS
-    )
-    gradients = jax.tree.map(np.array, state.gradients)
+    state, out = accumulated(model, steps, spoil(slots.state), slots.settings, packed)
+    gradients = jax.tree.map(np.array, state.pending.gradients)
     hyper = all_alike(steps_now=[True, True, True], count=2)
-    state, norm = steps.step(state, hyper)
-    return gradients, jax.device_get(out), jax.device_get(state.params), np.array(norm)
+    state, result = steps.step(state, hyper)
+    return gradients, *jax.device_get((out, state.params, result))
+
+
+def accumulated(model, steps, state, settings, packed):
+    """The state after a microbatch, and the losses."""
+    pending, out = steps.accumulate(
+        model.params, state.params, state.pending, settings, packed, KEYS
+    )
+    return dataclasses.replace(state, pending=pending), out
 
 
 def assert_slot_equal(one, other, slot):
@@ -237,21 +255,49 @@ def test_a_diverged_neighbour_changes_no_bit(bench, sick, bad):
         assert_slot_equal(healthy, spoiled, slot)
         assert spoiled[1].is_finite[slot]
     assert not spoiled[1].is_finite[sick]
-    assert not np.isfinite(spoiled[3][sick])
+    assert not spoiled[3].is_finite[sick]
+    assert not np.isfinite(spoiled[3].norm[sick])
+
+
+def test_a_batch_that_is_not_finite_leaves_its_slot_as_it_is(bench):
+    """Also one whose gradient is; and the next batch starts afresh."""
+    _, steps, table, _ = bench
+    slots = table()
+    sick = jnp.array([True, False, True])
+
+    def spoil(state):
+        gradients = jax.tree.map(jnp.ones_like, state.pending.gradients)
+        pending = dataclasses.replace(
+            state.pending, gradients=gradients, is_finite=sick
+        )
+        return dataclasses.replace(state, pending=pending)
+
+    before = jax.tree.map(np.array, slots.state.params)
+    hyper = all_alike(steps_now=[True, True, False], count=2)
+    state, result = steps.step(spoil(slots.state), hyper)
+    assert np.isfinite(result.norm).all()
+    assert result.is_finite.tolist() == [True, False, True]
+    for path, now in state.params.items():
+        assert not np.array_equal(now[0], before[path][0])
+        np.testing.assert_array_equal(now[1], before[path][1])
+        assert not state.mu[path][1].any() and not state.nu[path][1].any()
+        assert not state.pending.gradients[path][1].any()
+    assert state.pending.is_finite.all()
 
 
 def test_a_slot_without_a_whole_batch_stays_as_it_is(bench):
     model, steps, table, packed = bench
     slots = table()
     before = jax.tree.map(np.array, slots.state.params)
-    state, _ = steps.accumulate(model.params, slots.state, slots.settings, packed, KEYS)
-    accumulated = jax.tree.map(np.array, state.gradients)
+    state, _ = accumulated(model, steps, slots.state, slots.settings, packed)
+    gradients = jax.tree.map(np.array, state.pending.gradients)
     hyper = all_alike(steps_now=[True, False, True], count=0)
     state, _ = steps.step(state, hyper)
     for path, table_now in state.params.items():
         np.testing.assert_array_equal(table_now[1], before[path][1])
-        np.testing.assert_array_equal(state.gradients[path][1], accumulated[path][1])
-        assert not state.gradients[path][0].any()
+        kept = state.pending.gradients[path]
+        np.testing.assert_array_equal(kept[1], gradients[path][1])
+        assert not kept[0].any()
         assert not state.mu[path][1].any()
     # Slot 1 adapts every linear, so every table has something to keep.
-    assert all(g[1].any() for g in accumulated.values())
+    assert all(g[1].any() for g in gradients.values())

@@ -106,10 +106,10 @@ def test_says_what_it_compiles(train, jobs, caplog):
     train(jobs[:1])
     said = [r.getMessage() for r in caplog.records if "compil" in r.getMessage()]
     assert [text.split(";")[0].split(" in ")[0] for text in said] == [
-        "compiling the evaluation",
-        "compiled the evaluation",
         "compiling the training step",
         "compiled the training step",
+        "compiling the evaluation",
+        "compiled the evaluation",
     ]
 
 

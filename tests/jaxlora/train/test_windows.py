@@ -2,6 +2,7 @@
 
 import time
 
+import numpy as np
 import pytest
 
 from jaxlora import RunConfig, Trainer
@@ -19,7 +20,7 @@ def window_events(outcome) -> list[dict]:
 
 
 def test_a_job_that_fails_in_a_window_moves_no_bit_of_another(train, jobs):
-    """All of its later samples stay out; the others' rows stay where they are."""
+    """What is left of it stays out; the others' rows stay where they are."""
 
     def with_rate(rate):
         wild = jobs[1].model_copy(
@@ -34,10 +35,33 @@ def test_a_job_that_fails_in_a_window_moves_no_bit_of_another(train, jobs):
     assert failed.bytes["job2"] == calm.bytes["job2"]
     assert failed.losses["job2"] == calm.losses["job2"]
     assert failed.evals["job2"] == calm.evals["job2"]
-    # Two samples a step; the failed step itself ran.
+    # Two samples a step, in one microbatch. The failed step ran, and the device had the
+    # next one's microbatch when it was read.
     left_out = window_events(failed)[0]["left_out"]
-    assert left_out == {"wild": 2 * (4 - progress.step - 1)}
+    assert left_out == {"wild": 2 * (4 - progress.step - 2)}
     assert window_events(calm)[0]["left_out"] == {}
+
+
+def test_a_job_that_fails_leaves_nothing_in_its_slot(train, jobs):
+    """The microbatch that the device had when it failed goes with it."""
+    wild = jobs[1].model_copy(
+        update={"name": "wild", "learning_rate": 1e30, "warmup_steps": 0}
+    )
+    num_left = []
+
+    def on_window(trainer):
+        state = trainer._table.state
+        assert state.pending.is_finite.all()
+        for path, gradients in state.pending.gradients.items():
+            assert not gradients.any(), path
+            assert np.isfinite(state.params[path]).all(), path
+        num_left.append(sum(r.progress.status == "waiting" for r in trainer.runs))
+
+    settings = {"max_concurrent_jobs": 2}
+    outcome = train([jobs[2], wild, jobs[4]], on_window=on_window, **settings)
+    assert outcome.progress["wild"].status == "failed"
+    assert num_left[0] == 1  # job4 takes the slot that wild has left
+    assert_same_training(outcome, train([jobs[4]]), ["job4"])
 
 
 def test_early_stopping_in_a_window(train, jobs):
@@ -55,7 +79,8 @@ def test_early_stopping_in_a_window(train, jobs):
     assert four.progress["job0"].step == one.progress["job0"].step == 2
     assert_same_training(four, one, ["job0", "job2"])
     left_out = window_events(four)[0]["left_out"]
-    assert left_out == {"job0": 4 + 5}  # an epoch ends with a smaller batch
+    # An epoch ends with a smaller batch, of 4: the device had it already.
+    assert left_out == {"job0": 5}
     assert not any(e["left_out"] for e in window_events(one))
 
 

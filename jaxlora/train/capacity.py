@@ -1,0 +1,282 @@
+"""How many tokens a microbatch holds: what is asked for, or what the memory allows.
+
+`microbatch_tokens: auto` becomes a number here, before a run starts; and a run that the
+device cannot hold is refused here, with what would make it fit.
+"""
+
+import dataclasses
+import logging
+import math
+import pathlib
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from jaxlora.atomic import write_text
+from jaxlora.config import RunConfig
+from jaxlora.data.tokenize import TokenizedData
+from jaxlora.errors import ConfigError
+from jaxlora.models.decoder import DecoderSpec
+from jaxlora.train import memory
+from jaxlora.train.memory import DeviceMemory, Footprint, in_words
+
+logger = logging.getLogger(__name__)
+
+_FILE = "microbatch_tokens.txt"
+_MOST_TOKENS = 32768  # more make no step faster
+_LARGEST_UNIT = 1024
+_ENOUGH = 0.85  # share of the memory; a choice that needs less is made again
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """What an automatic capacity may be.
+
+    Attributes:
+        smallest: Holds the longest sample that the jobs may have.
+        largest: Holds one step of every job that runs at once, in the mean: no
+            microbatch can hold two steps of a job. And any sample that there is.
+        unit: It is a multiple of this.
+    """
+
+    smallest: int
+    largest: int
+    unit: int
+
+    @staticmethod
+    def of(
+        config: RunConfig,
+        train: Sequence[TokenizedData],
+        held_out: Sequence[TokenizedData] = (),
+    ) -> "Bounds":
+        """The bounds of a run.
+
+        Args:
+            config: The run.
+            train: Training samples of each of its jobs.
+            held_out: Held-out samples of those that have any.
+        """
+        block = config.block_tokens
+        num_slots = config.max_concurrent_jobs or len(config.jobs)
+        each = [[len(s.token_ids) for s in data.samples] for data in train]
+        longest = max(len(s.token_ids) for d in (*train, *held_out) for s in d.samples)
+        steps = [
+            min(job.batch_size, len(lengths)) * sum(lengths) / len(lengths) + block / 2
+            for job, lengths in zip(config.jobs, each, strict=True)
+        ]
+        at_once = sum(sorted(steps, reverse=True)[:num_slots])
+        most = max(min(_MOST_TOKENS, at_once), longest)
+        unit = block
+        while 2 * unit <= min(_LARGEST_UNIT, most / 8):
+            unit *= 2
+        largest = _up(most, unit)
+        allowed = max(job.max_length for job in config.jobs)
+        smallest = _up(min(allowed, largest), unit)
+        return Bounds(smallest=smallest, largest=largest, unit=unit)
+
+    def choose(
+        self, footprint: Footprint, num_bytes: int, below: int | None = None
+    ) -> int | None:
+        """The largest capacity that needs no more than so many bytes; None: none.
+
+        Args:
+            footprint: What a capacity needs.
+            num_bytes: What there is.
+            below: The capacity is smaller than this.
+        """
+        fitting = footprint.fitting_tokens(num_bytes) // self.unit * self.unit
+        most = self.largest if below is None else below - self.unit
+        return min(fitting, most) if min(fitting, most) >= self.smallest else None
+
+
+def _up(num_tokens: float, unit: int) -> int:
+    return math.ceil(num_tokens / unit) * unit
+
+
+def as_begun(config: RunConfig, folder: pathlib.Path) -> RunConfig:
+    """A run that has begun in this folder keeps the number that it had for `auto`."""
+    path = folder / _FILE
+    if config.microbatch_tokens != "auto" or not path.exists():
+        return config
+    number = int(path.read_text())
+    logger.info("microbatch_tokens: auto: %d, as when the run began", number)
+    return with_capacity(config, number)
+
+
+def provisional(config: RunConfig, bounds: Bounds) -> RunConfig:
+    """The run with a number for `auto`, for what depends on none that may be chosen."""
+    if config.microbatch_tokens != "auto":
+        return config
+    return with_capacity(config, bounds.largest)
+
+
+def with_capacity(config: RunConfig, num_tokens: int) -> RunConfig:
+    """The run with another capacity."""
+    return config.model_copy(update={"microbatch_tokens": num_tokens})
+
+
+class Capacity:
+    """The capacity of one run's microbatches, from what is asked for to what fits.
+
+    Attributes:
+        config: The run, with a number for `microbatch_tokens`.
+    """
+
+    def __init__(self, config: RunConfig, spec: DecoderSpec, bounds: Bounds):
+        """Makes a number of `auto`, without compiling.
+
+        Args:
+            config: The run.
+            spec: Its decoder.
+            bounds: What an automatic capacity may be.
+
+        Raises:
+            ConfigError: The weights and adapters alone do not fit.
+        """
+        self.config = config
+        self._spec, self._bounds = spec, bounds
+        self._may_grow = True
+        self._fitting: int | None = None
+        self._too_large: int | None = None
+        resident = memory.resident(spec)
+        available = memory.device_memory(resident.base)
+        if resident.total(0) > available.num_bytes:
+            raise self._refusal(resident, available)
+        self._is_free = config.microbatch_tokens == "auto"
+        if self._is_free:
+            self._choose(self._estimate(), available, "estimated")
+
+    def _estimate(self, spec: DecoderSpec | None = None) -> Footprint:
+        return memory.estimated(
+            spec or self._spec,
+            self.config.block_tokens,
+            use_dropout=self.config.uses_dropout,
+        )
+
+    def _choose(self, found: Footprint, available: DeviceMemory, how: str) -> None:
+        """Takes the largest capacity that fits, or the largest that is known to."""
+        number = self._bounds.choose(found, available.num_bytes, self._too_large)
+        smallest = self._bounds.smallest
+        number = max(number or 0, self._fitting or 0)
+        if not number and self._too_large == smallest:
+            raise self._refusal(found, available)
+        # Without a measurement that forbids it, the smallest is worth a try.
+        number = number or smallest
+        self.config = with_capacity(self.config, number)
+        logger.info(
+            "microbatch_tokens: auto: %d, %s: base %s, adapters %s and %s a token make "
+            "%s of %s (%s); no more than %d, which hold a step of every job",
+            number,
+            how,
+            in_words(found.base),
+            in_words(found.slots),
+            in_words(found.per_token),
+            in_words(found.total(number)),
+            in_words(available.num_bytes),
+            available.of,
+            self._bounds.largest,
+        )
+
+    def settle(self, program: jax.stages.Compiled) -> bool:
+        """Judges the compiled training step; False: `config` has changed, try again.
+
+        A step that does not fit makes way for smaller ones; one that leaves much room,
+        once, for a larger one.
+
+        Args:
+            program: Compiled for the capacity of `config`.
+
+        Raises:
+            ConfigError: The run does not fit, and its capacity is not to be changed.
+        """
+        tokens = self.config.limits.capacity
+        resident = memory.resident(self._spec)
+        available = memory.device_memory(resident.base + resident.slots)
+        found = memory.measured(self._spec, program, self.config.limits)
+        if found is None:
+            logger.info("memory: the compiler does not say what the step needs")
+            return True
+        needed = found.total(tokens)
+        if needed > available.num_bytes:
+            if not self._is_free:
+                raise self._refusal(found, available)
+            self._too_large = tokens
+            self._choose(found, available, "measured")
+            return False
+        self._fitting = tokens
+        has_room = needed < _ENOUGH * available.num_bytes
+        has_room &= tokens < self._bounds.largest
+        if self._is_free and self._may_grow and has_room:
+            self._may_grow = False
+            self._choose(found, available, "measured")
+            if self.config.limits.capacity != tokens:
+                return False
+        logger.info(
+            "memory: %s needed with microbatches of %d tokens, %s there",
+            in_words(needed),
+            tokens,
+            in_words(available.num_bytes),
+        )
+        return True
+
+    def save(self, folder: pathlib.Path) -> None:
+        """Keeps the number for when the run is resumed."""
+        write_text(folder / _FILE, f"{self.config.limits.capacity}\n")
+
+    # ---- what would fit --------------------------------------------------------------
+
+    def _refusal(self, found: Footprint, available: DeviceMemory) -> ConfigError:
+        config, limit = self.config, available.num_bytes
+        tokens = config.microbatch_tokens if found.per_token else 0
+        assert isinstance(tokens, int)
+        what = f"base {in_words(found.base)}, adapters {in_words(found.slots)}"
+        if tokens:
+            rest = found.total(tokens) - found.base - found.slots
+            what += f", a training step of {tokens} tokens {in_words(rest)}"
+        cures = list(self._cures(found, tokens, limit))
+        advice = "One of these would make it fit:\n- " + "\n- ".join(cures)
+        if not cures:
+            advice = (
+                "No single setting of remat, microbatch_tokens, max_concurrent_jobs or "
+                "slot_rank would make it fit; together they might."
+            )
+        return ConfigError(
+            f"this run needs {in_words(found.total(tokens))} ({what}), and there are "
+            f"{in_words(limit)} ({available.of}). {advice}"
+        )
+
+    def _cures(self, found: Footprint, tokens: int, limit: int) -> Iterator[str]:
+        """Changes that make the run fit, each alone."""
+        slots = self._spec.slots
+        assert slots is not None
+        if tokens and not self.config.remat:
+            with_remat = self._with_remat(found)
+            if with_remat.total(tokens) <= limit:
+                yield f"remat: true (needs about {in_words(with_remat.total(tokens))})"
+        if tokens:
+            unit = self._bounds.unit
+            fitting = found.fitting_tokens(limit) // unit * unit
+            if fitting >= self._bounds.smallest:
+                yield f"microbatch_tokens: {fitting}"
+
+        def fits(share: float) -> bool:
+            smaller = dataclasses.replace(found, slots=int(found.slots * share))
+            return smaller.total(tokens) <= limit
+
+        for key, most in (
+            ("max_concurrent_jobs", slots.num_slots),
+            ("slot_rank", slots.rank),
+        ):
+            best = next((n for n in range(most - 1, 0, -1) if fits(n / most)), None)
+            if best is not None:
+                also = ", and no job of a larger rank" if key == "slot_rank" else ""
+                yield f"{key}: {best}{also}"
+
+    def _with_remat(self, found: Footprint) -> Footprint:
+        """What would be needed with remat, as far as the estimate is right without."""
+        options = dataclasses.replace(self._spec.options, remat=True)
+        slots, adapted = self._spec.slots, frozenset(self._spec.adapted)
+        changed = DecoderSpec(self._spec.config, options, slots, adapted)
+        factor = found.per_token / self._estimate().per_token
+        other = self._estimate(changed).per_token
+        return dataclasses.replace(found, per_token=factor * other)

@@ -1,0 +1,29 @@
+"""Compiled programs on the disk: later runs of the same shapes need not compile."""
+
+import logging
+import os
+import pathlib
+
+import jax
+
+logger = logging.getLogger(__name__)
+
+
+def keep_compiled_programs() -> None:
+    """Turns JAX's compilation cache on, unless its settings say where, or not at all.
+
+    `jax_compilation_cache_dir` (JAX_COMPILATION_CACHE_DIR) names another folder;
+    `jax_enable_compilation_cache` (JAX_ENABLE_COMPILATION_CACHE=0) keeps nothing.
+    """
+    chosen = jax.config.jax_compilation_cache_dir is not None
+    if chosen or not jax.config.jax_enable_compilation_cache:
+        return
+    cache = os.environ.get("XDG_CACHE_HOME")
+    try:
+        home = pathlib.Path(cache) if cache else pathlib.Path.home() / ".cache"
+    except RuntimeError:
+        logger.info("compiled programs are not kept, as there is no home folder")
+        return
+    folder = home / "jaxlora" / "xla"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    logger.info("compiled programs are kept in %s", folder)

@@ -1,0 +1,299 @@
+"""What a training step needs of the device's memory, and what the device has."""
+
+import dataclasses
+import logging
+import math
+import os
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jax_core
+
+from jaxlora.data.pack import PackedBatch
+from jaxlora.models.decoder import DecoderSpec, SlotSettings
+from jaxlora.train.slots import SlotTable
+from jaxlora.train.step import Base, CompiledSteps, SlotKeys, job_losses
+from scheduler import Limits
+
+logger = logging.getLogger(__name__)
+
+RESERVE = 0.05  # share of the memory that is left to the allocator and to others
+_COPIES = 4  # of an adapter: weights, two moments and gradients
+_CHECKPOINT_COPIES = 3  # that a checkpoint adds while it is taken
+_HEAD_ROWS, _LOGIT_BYTES = 1024, 6  # of logits at a time: float32, and in bfloat16
+_HEAD_BYTES = 768 * 2**20  # at most
+_BATCHES = 2  # on the device: one runs, the next waits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceMemory:
+    """What a run may use.
+
+    Attributes:
+        num_bytes: How much, the reserve and what others hold taken off.
+        of: Of what, in words.
+    """
+
+    num_bytes: int
+    of: str
+
+
+def device_memory(own_bytes: int) -> DeviceMemory:
+    """The memory of the default device that is there for a run.
+
+    On a GPU that is what JAX's allocator may take, less what other arrays of this
+    process hold; on a CPU, which counts nothing, the machine's memory.
+
+    Args:
+        own_bytes: What the run holds there already.
+    """
+    device = jax.local_devices()[0]
+    stats = device.memory_stats()
+    if stats is None or "bytes_limit" not in stats:
+        limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        others, what = 0, "the machine's memory"
+    else:
+        limit = stats["bytes_limit"]
+        others = max(0, stats["bytes_in_use"] - own_bytes)
+        what = f"what JAX may take of the {device.device_kind}'s memory"
+    kept = math.ceil(RESERVE * limit)
+    of = f"{in_words(limit)} of {what}, less {RESERVE:.0%} in reserve"
+    if others:
+        of += f" and {in_words(others)} of other arrays"
+    return DeviceMemory(num_bytes=limit - kept - others, of=of)
+
+
+def in_words(num_bytes: float) -> str:
+    """For people."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= 0.1 * size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes / 2**10:.1f} KiB"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Footprint:
+    """What a run needs on its device, as a function of its microbatches' tokens.
+
+    Attributes:
+        base: Bytes of the frozen weights.
+        slots: Bytes of the adapters, their moments and their gradients.
+        fixed: Bytes of the training step that no token adds to.
+        per_token: Bytes that each token of a microbatch adds.
+    """
+
+    base: int
+    slots: int
+    fixed: int
+    per_token: float
+
+    def total(self, num_tokens: int) -> int:
+        """Bytes with microbatches of so many tokens."""
+        training = self.fixed + num_tokens * self.per_token
+        checkpoint = self.slots // _COPIES * _CHECKPOINT_COPIES
+        return self.base + self.slots + math.ceil(max(training, checkpoint))
+
+    def fitting_tokens(self, num_bytes: int) -> int:
+        """Tokens of the largest microbatches that fit; may be negative."""
+        return int((num_bytes - self.total(0)) // self.per_token)
+
+
+def resident(spec: DecoderSpec) -> Footprint:
+    """What stays on the device; of the training step, nothing."""
+    return Footprint(
+        base=_num_bytes(spec.base_shapes()),
+        slots=_COPIES * _num_bytes(spec.adapter_shapes()),
+        fixed=0,
+        per_token=0.0,
+    )
+
+
+def _num_bytes(shapes) -> int:
+    return sum(math.prod(s.shape) * s.dtype.itemsize for s in jax.tree.leaves(shapes))
+
+
+# ---- estimated, without compiling ----------------------------------------------------
+
+
+def estimated(spec: DecoderSpec, block_tokens: int, *, use_dropout: bool) -> Footprint:
+    """What a run will need, from what the backward pass of its training step keeps.
+
+    That is counted on the first two layers, traced with two numbers of tokens; what
+    comes and goes inside a layer is added by formula.
+
+    Args:
+        spec: The decoder.
+        block_tokens: Tokens of a block.
+        use_dropout: Whether slots can drop features.
+    """
+    t = block_tokens * max(1, 4096 // block_tokens)
+    while t < 2 * spec.options.max_segment_tokens:
+        t *= 2  # what a band of keys takes grows until it is as long as a sample
+
+    def kept(num_layers: int, *, remat: bool) -> float:
+        """Bytes a token; what is kept of no token is weights, there anyway."""
+        part = _first_layers(spec, num_layers, remat=remat)
+        small, large = (
+            _kept_bytes(part, n, block_tokens, use_dropout=use_dropout)
+            for n in (t, 2 * t)
+        )
+        return (large - small) / t
+
+    config, options = spec.config, spec.options
+    one = kept(1, remat=options.remat)
+    layer = kept(2, remat=options.remat) - one if config.num_layers > 1 else 0.0
+    per_token = one + (config.num_layers - 1) * layer
+    per_token += _passing_bytes(spec)
+    if options.remat:
+        # One layer at a time keeps what all keep without.
+        per_token += kept(1, remat=False) - one
+    if options.implementation == "xla" and use_dropout:
+        per_token += _mask_bytes(spec)
+    fixed = _head_bytes(spec)
+    return dataclasses.replace(resident(spec), fixed=fixed, per_token=per_token)
+
+
+def _first_layers(spec: DecoderSpec, num_layers: int, *, remat: bool) -> DecoderSpec:
+    config = dataclasses.replace(
+        spec.config,
+        num_layers=num_layers,
+        layer_windows=spec.config.layer_windows[:num_layers],
+    )
+    adapted = {p for p in spec.adapted if int(p.split(".")[1]) < num_layers}
+    options = dataclasses.replace(spec.options, remat=remat)
+    return DecoderSpec(config, options, spec.slots, frozenset(adapted))
+
+
+def _kept_bytes(
+    spec: DecoderSpec, num_tokens: int, block_tokens: int, *, use_dropout: bool
+) -> int:
+    """Of what the forward pass keeps for the backward pass, weights included."""
+    limits = Limits(capacity=num_tokens, block_tokens=block_tokens)
+
+    def backward(base, params, settings, batch, keys):
+        def total(params):
+            return job_losses(spec, base, params, settings, batch, keys).loss.sum()
+
+        return jax.vjp(total, params)[1]
+
+    traced = jax.make_jaxpr(backward)(
+        spec.base_shapes(),
+        spec.adapter_shapes(),
+        _settings_shapes(spec),
+        _batch_shapes(limits),
+        _key_shapes(spec) if use_dropout else None,
+    ).jaxpr
+    given = set(traced.invars)
+    kept = {v for v in traced.outvars if isinstance(v, jax_core.Var)} - given
+    return _num_bytes([v.aval for v in kept])
+
+
+def _head_bytes(spec: DecoderSpec) -> int:
+    """The logits of as many rows as the loss takes at a time, whatever T is."""
+    return min(_HEAD_BYTES, _HEAD_ROWS * spec.config.vocab_size * _LOGIT_BYTES)
+
+
+def _passing_bytes(spec: DecoderSpec) -> int:
+    """A token's gradients inside a layer: of the MLP's width, and of the model's."""
+    config = spec.config
+    values = config.intermediate_size + 3 * config.hidden_size
+    return values * jnp.dtype(spec.options.dtype).itemsize
+
+
+def _mask_bytes(spec: DecoderSpec) -> int:
+    """A token's dropout masks, which XLA makes once and keeps."""
+    shapes = spec.base_shapes()
+    return sum(shapes[f"{path}.kernel"].shape[0] for path in spec.adapted)
+
+
+# ---- measured on the compiled step ---------------------------------------------------
+
+
+def compiled_step(
+    spec: DecoderSpec,
+    steps: CompiledSteps,
+    base: Base,
+    table: SlotTable,
+    limits: Limits,
+    *,
+    use_dropout: bool,
+) -> jax.stages.Compiled:
+    """The training step, compiled as the run will call it, which compiles it no more.
+
+    Args:
+        spec: The decoder.
+        steps: Whose training step.
+        base: Frozen weights.
+        table: The slots.
+        limits: Capacity and block size.
+        use_dropout: Whether slots can drop features.
+    """
+    logger.info("compiling the training step; later ones reuse it")
+    began = time.perf_counter()
+    program = steps.accumulate.lower(
+        base,
+        table.state.params,
+        table.state.pending,
+        table.settings,
+        _batch_shapes(limits),
+        _key_shapes(spec) if use_dropout else None,
+    ).compile()
+    seconds = time.perf_counter() - began
+    logger.info("compiled the training step in %.1f s", seconds)
+    return program
+
+
+def measured(
+    spec: DecoderSpec, program: jax.stages.Compiled, limits: Limits
+) -> Footprint | None:
+    """What a run needs, by what the compiler says of its training step, if it does.
+
+    Args:
+        spec: The decoder.
+        program: The training step.
+        limits: What it was compiled for.
+    """
+    found = program.memory_analysis()
+    if found is None:
+        return None
+    beyond = found.output_size_in_bytes - found.alias_size_in_bytes
+    beyond += found.temp_size_in_bytes + found.generated_code_size_in_bytes
+    training = beyond + _BATCHES * _num_bytes(_batch_shapes(limits))
+    fixed = min(_head_bytes(spec), training // 2)
+    per_token = (training - fixed) / limits.capacity
+    return dataclasses.replace(resident(spec), fixed=fixed, per_token=per_token)
+
+
+# ---- shapes of what a step takes -----------------------------------------------------
+
+
+def _batch_shapes(limits: Limits) -> PackedBatch:
+    rows: Any = jax.ShapeDtypeStruct((limits.capacity,), jnp.int32)
+    weights: Any = jax.ShapeDtypeStruct((limits.capacity,), jnp.float32)
+    num_blocks = limits.capacity // limits.block_tokens
+    blocks: Any = jax.ShapeDtypeStruct((num_blocks,), jnp.int32)
+    return PackedBatch(
+        token_ids=rows,
+        positions=rows,
+        segment_ids=rows,
+        labels=rows,
+        loss_weight=weights,
+        token_index=rows,
+        block_adapter=blocks,
+    )
+
+
+def _key_shapes(spec: DecoderSpec) -> SlotKeys:
+    assert spec.slots is not None
+    each: Any = jax.ShapeDtypeStruct((spec.slots.num_slots,), jnp.int32)
+    return SlotKeys(seed=each, step=each)
+
+
+def _settings_shapes(spec: DecoderSpec) -> SlotSettings:
+    assert spec.slots is not None
+    shape = len(spec.adapted), spec.slots.num_slots
+    each: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
+    rank: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
+    return SlotSettings(scaling=each, dropout=each, rank=rank)

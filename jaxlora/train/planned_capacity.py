@@ -1,0 +1,60 @@
+"""The capacity of a run that is planned: chosen as for a run, without weights."""
+
+import pathlib
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from jaxlora.config import LoraJob, RunConfig
+from jaxlora.data.tokenize import TokenizedData
+from jaxlora.hf.config import model_config
+from jaxlora.hf.files import read_json
+from jaxlora.hf.load import base_dtype
+from jaxlora.hf.names import linear_names, linear_path, tensor_specs
+from jaxlora.hf.peft_import import import_peft
+from jaxlora.models.config import ModelConfig
+from jaxlora.targets import resolve_targets
+from jaxlora.train import prepare
+from jaxlora.train.capacity import Bounds, Capacity, as_begun, provisional
+
+
+def planned_capacity(
+    config: RunConfig, model_folder: pathlib.Path, train: Sequence[TokenizedData]
+) -> RunConfig:
+    """The run with a number for `microbatch_tokens: auto`.
+
+    That of a run that has begun, else what would be chosen for one that starts on this
+    machine; when it starts, what the compiler says may still change it.
+
+    Args:
+        config: The run.
+        model_folder: Holds the model's config.json.
+        train: Training samples of each job.
+
+    Raises:
+        JaxloraError: This machine could not hold the run.
+    """
+    config = as_begun(config, pathlib.Path(config.output_dir))
+    if config.microbatch_tokens != "auto":
+        return config
+    model = model_config(read_json(model_folder / "config.json"))
+    bounds = Bounds.of(config, train)
+    spec = prepare.spec_of(
+        provisional(config, bounds),
+        model,
+        jnp.dtype(base_dtype(config.dtype)),
+        [_ranks(job, model) for job in config.jobs],
+    )
+    return Capacity(config, spec, bounds).config
+
+
+def _ranks(job: LoraJob, model: ModelConfig) -> dict[str, int]:
+    """Rank of each module that a job adapts."""
+    names = linear_names(model)
+    if job.init_from is None:
+        modules = resolve_targets(job, names)
+        return {name: module.rank for name, module in modules.items()}
+    by_path = {spec.path: spec.shape for spec in tensor_specs(model)}
+    shapes = {name: by_path[f"{linear_path(name)}.kernel"] for name in names}
+    adapter = import_peft(job.init_from, shapes)
+    return {name: weights.rank for name, weights in adapter.modules.items()}

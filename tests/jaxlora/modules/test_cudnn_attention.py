@@ -1,0 +1,492 @@
+"""Attention through cuDNN: what it is asked, on a CPU; what it answers, on a GPU.
+
+On a CPU, `cudnn_stand_in` answers instead.
+"""
+
+import functools
+import itertools
+import json
+import logging
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
+
+from jaxlora.config import DataConfig, LoraJob, RunConfig
+from jaxlora.errors import ConfigError
+from jaxlora.modules import cudnn_attention
+from jaxlora.modules.attention import packed_attention
+from jaxlora.modules.cudnn_attention import (
+    DETERMINISTIC,
+    crowd,
+    cudnn_unsupported,
+    length_classes,
+    members_of,
+)
+from jaxlora.train import prepare
+from tests.jaxlora.modules import cudnn_stand_in
+from tests.oracle import assert_as_accurate_as
+
+UNSUPPORTED = cudnn_unsupported(dtype=jnp.bfloat16, head_dim=128)
+on_gpu = pytest.mark.skipif(UNSUPPORTED is not None, reason=str(UNSUPPORTED))
+
+rows_of = st.lists(  # (tokens, padding behind them)
+    st.tuples(st.integers(1, 90), st.just(0) | st.integers(0, 20)), max_size=40
+)
+
+
+def layout(pieces, rows):
+    """segment_ids, and (start, end) of each segment that fits in."""
+    ids, spans, at = np.full(rows, -1, np.int32), [], 0
+    for tokens, padding in pieces:
+        if at + tokens > rows:
+            break
+        ids[at : at + tokens] = len(spans)
+        spans.append((at, at + tokens))
+        at += tokens + padding
+    return jnp.array(ids), spans
+
+
+def dense(q, k, v, segment_ids, window=None):
+    """The definition, of T x T and in float32."""
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    back = jnp.arange(len(q))[:, None] - jnp.arange(len(q))
+    seen = (segment_ids[:, None] == segment_ids) & (back >= 0)
+    seen &= back < (window or len(q))
+    scores = jnp.einsum("qhe,khe->hqk", q, k) / jnp.sqrt(q.shape[-1])
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    out = jnp.einsum("hqk,khe->qhe", weights, v)
+    return jnp.where((segment_ids >= 0)[:, None, None], out, 0)
+
+
+def problem(rows, heads, kv_heads, e, dtype, seed=0):
+    """q, k, v and the gradient of the output."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    shapes = ((rows, n, e) for n in (heads, kv_heads, kv_heads, heads))
+    return [jax.random.normal(*z, dtype) for z in zip(keys, shapes, strict=True)]
+
+
+def both_ways(attend, q, k, v, dout):
+    """(out, dq, dk, dv)."""
+    out, vjp = jax.vjp(attend, q, k, v)
+    return out, *vjp(dout.astype(out.dtype))
+
+
+# What cuDNN is asked
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rows=st.integers(1, 70).map(lambda n: 64 * n) | st.integers(1, 3000),
+    longest=st.integers(1, 10_000),
+)
+def test_the_classes_hold_every_length(rows, longest):
+    classes = length_classes(rows, longest)
+    assert classes[0].above == 0 and classes[-1].tokens >= min(longest, rows)
+    for short, long in itertools.pairwise(classes):
+        assert short.tokens == long.above < long.tokens
+    for c in classes:
+        assert rows % c.tokens == 0
+        assert c.segments % (rows // c.tokens) == 0
+        assert c.segments // (rows // c.tokens) > 1, "cuDNN would ignore the offsets"
+        # Only the shortest class can overflow.
+        assert c.above == 0 or rows // (c.above + 1) <= c.segments
+        assert c.above == 0 or c.segments * c.tokens <= 4 * rows
+
+
+def test_the_classes_of_common_sizes():
+    def of(rows, longest):
+        return [(c.tokens, c.segments) for c in length_classes(rows, longest)]
+
+    assert of(8192, 1024) == [(256, 256), (1024, 32)]
+    assert of(8192, 2048) == [(128, 512), (512, 64), (2048, 16)]
+    assert of(4096, 1024) == [(256, 128), (1024, 16)]
+    assert of(4096, 10) == [(128, 256)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(pieces=rows_of)
+def test_each_segment_is_in_the_class_of_its_length(pieces):
+    rows = 640
+    ids, spans = layout(pieces, rows)
+    classes = length_classes(rows, 90)
+    wide = tuple(  # one more class, and all that there may be in the shortest
+        cudnn_attention.LengthClass(above=a, tokens=b, segments=640)
+        for a, b in ((0, 20), (20, classes[-1].tokens))
+    )
+    got = jax.jit(members_of, static_argnums=1)(ids, wide)
+    for c, mine in zip(wide, got, strict=True):
+        wanted = [(a, b) for a, b in spans if c.above < b - a <= c.tokens]
+        assert not mine.has_no_room.any()
+        starts = [a for a, _ in wanted] + [rows] * (c.segments - len(wanted))
+        lengths = [b - a for a, b in wanted] + [0] * (c.segments - len(wanted))
+        np.testing.assert_array_equal(mine.starts, starts)
+        np.testing.assert_array_equal(mine.lengths, lengths)
+        is_mine = np.zeros(rows, bool)
+        for n, (a, b) in enumerate(wanted):
+            is_mine[a:b] = True
+            np.testing.assert_array_equal(mine.place[a:b], n)
+            np.testing.assert_array_equal(mine.back[a:b], np.arange(b - a))
+        np.testing.assert_array_equal(mine.is_mine, is_mine)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_cudnn_is_called_as_jax_calls_it(window, monkeypatch):
+    monkeypatch.setattr(jax_cudnn, "check_is_flash_attention", lambda *_, **__: None)
+    rows, heads, kv_heads, e = 512, 4, 2, 64
+    c = length_classes(rows, 200)[-1]
+    count, per_row = rows // c.tokens, c.segments * c.tokens // rows
+    q, k, v, dout = problem(rows, heads, kv_heads, e, jnp.bfloat16)
+    ids, _ = layout([(200, 0)], rows)
+
+    def ours(q, k, v, dout):
+        mine = members_of(ids, (c,))[0]
+        out, lse = cudnn_attention._forward(q, k, v, c, mine, window)
+        return cudnn_attention._backward(q, k, v, out, lse, dout, c, mine, window)
+
+    def theirs(q, k, v, dout):
+        q, k, v, dout = (x.reshape(count, c.tokens, -1, e) for x in (q, k, v, dout))
+        none = jnp.zeros(0, q.dtype)
+        lengths = jnp.zeros((count, per_row), jnp.int32)
+        offsets = jnp.zeros((count, per_row + 1), jnp.int32)
+        segments = (lengths, lengths, offsets, offsets)
+        config = {
+            "scale": e**-0.5,
+            "seed": 42,
+            "dropout_rate": 0.0,
+            "variadic_args": (False, False),
+            "mask_type": jax_cudnn.MaskType.PADDING_CAUSAL,
+            "layout": jax_cudnn.AttentionLayout.BTNH.value,
+            "sliding_window_length": window,
+        }
+        args = (q, k, v, none, *segments, none, none)
+        out, stats = jax_cudnn._dot_product_attention_fwd_p.bind(
+            *args, **config, is_training=True
+        )
+        return jax_cudnn._dot_product_attention_bwd_p.bind(
+            *args, stats, out, dout, **config
+        )
+
+    asked, wanted = (_custom_calls(f, q, k, v, dout) for f in (ours, theirs))
+    assert len(asked) == len(wanted) == 2
+    assert asked == wanted
+
+
+def _custom_calls(f, *args):
+    """What a program for CUDA asks of cuDNN, call by call."""
+    lowered = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",))
+    found = []
+
+    def visit(op):
+        op = op.operation
+        if op.name == "stablehlo.custom_call":
+            attributes = {name: str(op.attributes[name]) for name in op.attributes}
+            if "cudnn" in attributes["call_target_name"]:
+                config = op.attributes["backend_config"].value
+                attributes["backend_config"] = json.loads(config)
+                # The segments come last; only their order in memory matters.
+                operands = [str(x.type) for x in op.operands][:-4]
+                del attributes["operand_layouts"]  # row-major
+                assert attributes.pop("output_operand_aliases", "[]") == "[]"
+                results = [str(x.type) for x in op.results]
+                found.append((attributes, operands, results))
+        for region in op.regions:
+            for block in region.blocks:
+                for inner in block.operations:
+                    visit(inner)
+
+    visit(lowered.compiler_ir("stablehlo").operation)
+    return found
+
+
+# What is made of its answer
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    monkeypatch.setattr(jax.ffi, "ffi_call", cudnn_stand_in.ffi_call)
+    # Several classes in few rows: of at most 8, 32 and 128 tokens.
+    monkeypatch.setattr(cudnn_attention, "_SHORTEST_CLASS", 16)
+
+
+ROWS, LONGEST = 384, 90
+
+
+@functools.cache
+def _compiled(window, implementation):
+    def run(q, k, v, dout, ids):
+        attend = functools.partial(
+            packed_attention,
+            segment_ids=ids,
+            max_segment_tokens=LONGEST,
+            window=window,
+            implementation=implementation,
+        )
+        return both_ways(attend, q, k, v, dout)
+
+    return jax.jit(run)
+
+
+@functools.cache
+def _compiled_dense(window):
+    def run(q, k, v, dout, ids):
+        attend = functools.partial(dense, segment_ids=ids, window=window)
+        return both_ways(attend, q, k, v, dout)
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_any_row_is_attended_as_defined(window, stand_in):
+    classes = length_classes(ROWS, LONGEST)
+    assert [c.tokens for c in classes] == [6, 24, 96]
+    numbers = problem(ROWS, 4, 2, 8, jnp.float32)
+
+    @settings(max_examples=15, deadline=None)
+    @given(pieces=rows_of)
+    def check(pieces):
+        ids, _ = layout(pieces, ROWS)
+        got = _compiled(window, "cudnn")(*numbers, ids)
+        wanted = _compiled_dense(window)(*numbers, ids)
+        for actual, exact in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(actual, exact, rtol=0, atol=1e-5)
+            np.testing.assert_array_equal(np.asarray(actual)[ids < 0], 0)
+
+    check()
+
+
+def test_segments_without_room_are_nan(stand_in, monkeypatch):
+    monkeypatch.setattr(cudnn_attention, "_CROWD", 2)
+    most = crowd(ROWS, LONGEST).segments
+    ids, spans = layout([(1, 0)] * 100 + [(2, 1)] * 50 + [(90, 0)], ROWS)
+    assert len(spans) > most + 1
+    numbers = problem(ROWS, 4, 2, 8, jnp.float32)
+    attend = functools.partial(
+        packed_attention,
+        segment_ids=ids,
+        max_segment_tokens=LONGEST,
+        implementation="cudnn",
+    )
+    lost = np.zeros(ROWS, bool)
+    for start, end in spans[most:-1]:
+        lost[start:end] = True
+    wanted = _compiled_dense(None)(*numbers, ids)
+    for actual, exact in zip(both_ways(attend, *numbers), wanted, strict=True):
+        np.testing.assert_allclose(actual[~lost], exact[~lost], rtol=0, atol=1e-5)
+    assert np.isnan(attend(*numbers[:3])[lost]).all()
+
+
+PIECES = [(50, 0), (7, 0), (90, 6), (16, 0), (64, 20), (30, 0), (3, 0)]
+
+
+def check_isolation(numbers, ids, spans, run, which, bad):
+    """A row of segment 2 that is not finite changes that segment only.
+
+    The row lies where a tile of segment 0 would reach.
+    """
+    start, end = spans[2]
+    others = np.ones(len(ids), bool)
+    others[start:end] = False
+    sick = list(numbers)
+    at = ["q", "k", "v", "dout"].index(which)
+    sick[at] = sick[at].at[start + 20].set(bad)
+    clean, got = run(*numbers, ids), run(*sick, ids)
+    for actual, wanted in zip(got, clean, strict=True):
+        pair = (np.asarray(x, np.float32)[others] for x in (actual, wanted))
+        np.testing.assert_array_equal(*pair)
+    if which != "dout":
+        assert np.isnan(np.asarray(got[0], np.float32)[start + 20]).all(), "hidden"
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
+def test_a_diverged_sample_touches_no_other(which, bad, stand_in):
+    ids, spans = layout(PIECES, ROWS)
+    numbers = problem(ROWS, 4, 2, 8, jnp.float32)
+    check_isolation(numbers, ids, spans, _compiled(None, "cudnn"), which, bad)
+
+
+def test_too_many_elements_are_refused():
+    q = jax.ShapeDtypeStruct((2**18, 64, 128), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((2**18,), jnp.int32)
+    attend = functools.partial(
+        packed_attention, max_segment_tokens=1024, implementation="cudnn"
+    )
+    with pytest.raises(ValueError, match="offsets are 32 bits wide"):
+        jax.eval_shape(attend, q, q, q, ids)
+
+
+# Where it can run
+
+
+class _Device:
+    def __init__(self, capability):
+        self.compute_capability = capability
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "dtype", "head_dim", "reason"),
+    [
+        ("9.0", 91002, jnp.bfloat16, 128, None),
+        ("9.0", 92000, jnp.float16, 256, None),
+        ("10.0", 92000, jnp.bfloat16, 64, None),
+        ("10.0", 92000, jnp.bfloat16, 256, "head_dim 256 is not .* up to 128"),
+        ("8.9", 92000, jnp.bfloat16, 128, "compute capability is 8.9"),
+        ("12.0", 92000, jnp.bfloat16, 128, "compute capability is 12.0"),
+        ("9.0", 91001, jnp.bfloat16, 128, "cuDNN 9.10.2 or newer is not loaded"),
+        ("9.0", None, jnp.bfloat16, 128, "cuDNN 9.10.2 or newer is not loaded"),
+        ("9.0", 92000, jnp.float32, 128, "dtype float32 is neither"),
+        ("9.0", 92000, jnp.bfloat16, 100, "head_dim 100 is not a multiple of 8"),
+    ],
+)
+def test_where_cudnn_can_run(capability, version, dtype, head_dim, reason, monkeypatch):
+    class Versions:
+        @staticmethod
+        def cudnn_get_version():
+            return version
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [_Device(capability)])
+    versions = None if version is None else Versions
+    monkeypatch.setattr(cudnn_attention, "cuda_versions", versions)
+    got = cudnn_unsupported(dtype=dtype, head_dim=head_dim)
+    if reason is None:
+        assert got is None
+    else:
+        assert re.search(reason, got)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
+def test_without_a_gpu_it_cannot_run():
+    reason = cudnn_unsupported(dtype=jnp.bfloat16, head_dim=128)
+    assert reason == "the device is a cpu, not an NVIDIA GPU"
+
+
+def choose(attention):
+    job = LoraJob(name="a", data=DataConfig(path="a.jsonl"))
+    config = RunConfig(model="m", jobs=(job,), attention=attention)
+    return prepare._attention(config, jnp.bfloat16, 128, 1024)
+
+
+def test_auto_takes_cudnn_where_it_can_run(monkeypatch, caplog):
+    monkeypatch.setattr(prepare, "cudnn_unsupported", lambda **_: None)
+    with caplog.at_level(logging.INFO):
+        assert choose("auto") == choose("cudnn") == "cudnn"
+        assert choose("xla") == "xla"
+    assert "attention: cudnn\n" in caplog.text
+    assert "attention: cudnn, as asked" in caplog.text
+    assert "attention: xla, as asked" in caplog.text
+
+
+def test_elsewhere_auto_says_why_not(monkeypatch, caplog):
+    monkeypatch.setattr(prepare, "cudnn_unsupported", lambda **_: "it is a toaster")
+    with caplog.at_level(logging.INFO):
+        assert choose("auto") == "xla"
+    assert "attention: xla, as cudnn cannot run this: it is a toaster" in caplog.text
+    with pytest.raises(ConfigError, match=r"toaster\. Use xla or auto"):
+        choose("cudnn")
+
+
+# What it answers
+
+
+GPU_ROWS = 2048
+RAGGED = [(513, 0), (1, 0), (37, 2), (600, 0), (128, 0), (129, 63), (256, 0), (3, 0)]
+SHORT = [(1 + i % 7, i % 3 == 0) for i in range(60)]
+
+
+@functools.cache
+def _on_gpu(implementation, longest, window):
+    def run(q, k, v, dout, ids):
+        attend = functools.partial(
+            packed_attention,
+            segment_ids=ids,
+            max_segment_tokens=longest,
+            window=window,
+            implementation=implementation,
+        )
+        return both_ways(attend, q, k, v, dout)
+
+    options = dict(DETERMINISTIC) if implementation == "cudnn" else {}
+    return jax.jit(run, compiler_options=options)
+
+
+def gpu_run(ids, implementation="cudnn", *, longest=600, window=None):
+    """(out, dq, dk, dv) of q, k, v, dout, compiled as a training step is."""
+    compiled = _on_gpu(implementation, longest, window)
+    return lambda *numbers: compiled(*numbers, ids)
+
+
+def assert_same_bits(actual, wanted):
+    """float32 holds every value of the narrower types."""
+    for got, want in zip(actual, wanted, strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (got, want)))
+
+
+@on_gpu
+@pytest.mark.parametrize("pieces", [RAGGED, SHORT], ids=["ragged", "crowd"])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "e", "dtype"),
+    [(8, 2, 128, jnp.bfloat16), (4, 4, 64, jnp.bfloat16), (6, 2, 64, jnp.float16)],
+)
+def test_matches_the_definition(pieces, window, heads, kv_heads, e, dtype):
+    ids, _ = layout(pieces, GPU_ROWS)
+    numbers = problem(GPU_ROWS, heads, kv_heads, e, dtype)
+    got = gpu_run(ids, window=window)(*numbers)
+    plain = gpu_run(ids, "xla", window=window)(*numbers)
+    full = [x.astype(jnp.float32) for x in numbers]
+    exact = _compiled_dense(window)(*full, ids)
+    is_padding = np.asarray(ids) < 0
+    for actual, baseline, wanted in zip(got, plain, exact, strict=True):
+        assert_as_accurate_as(actual=actual, baseline=baseline, exact=wanted)
+        assert not np.asarray(actual, np.float32)[is_padding].any()
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    "pieces", [[(2048, 0)], RAGGED, SHORT], ids=["one", "ragged", "crowd"]
+)
+def test_gives_the_same_bits_each_time(pieces):
+    ids, _ = layout(pieces, GPU_ROWS)
+    numbers = problem(GPU_ROWS, 32, 8, 128, jnp.bfloat16)
+    run = gpu_run(ids, longest=2048)
+    first = run(*numbers)
+    for _ in range(5):
+        assert_same_bits(run(*numbers), first)
+
+
+@on_gpu
+@pytest.mark.parametrize("tokens", [5, 100, 257, 600])
+def test_the_place_in_a_row_and_the_neighbours_change_no_bit(tokens):
+    sample = problem(tokens, 8, 2, 128, jnp.bfloat16, seed=99)
+
+    def rows_of_sample(pieces, number, seed):
+        ids, spans = layout(pieces, GPU_ROWS)
+        start, end = spans[number]
+        others = problem(GPU_ROWS, 8, 2, 128, jnp.bfloat16, seed)
+        numbers = [x.at[start:end].set(y) for x, y in zip(others, sample, strict=True)]
+        return [x[start:end] for x in gpu_run(ids)(*numbers)]
+
+    alone = rows_of_sample([(tokens, 0)], 0, seed=1)
+    beside_long = rows_of_sample([(331, 0), (tokens, 0), (500, 0)], 1, seed=2)
+    assert_same_bits(beside_long, alone)
+    pieces = [(64, 0), (1, 0), (600, 63), (tokens, 0), *SHORT[:30]]
+    assert_same_bits(rows_of_sample(pieces, 3, seed=3), alone)
+
+
+@on_gpu
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
+def test_a_diverged_sample_touches_no_other_on_a_gpu(which, bad):
+    ids, spans = layout(PIECES, GPU_ROWS)
+    numbers = problem(GPU_ROWS, 8, 2, 128, jnp.bfloat16)
+    run = lambda *args: gpu_run(args[-1])(*args[:-1])
+    check_isolation(numbers, ids, spans, run, which, bad)

@@ -1,0 +1,221 @@
+"""A capacity that fits the memory, and the refusal of a run that does not."""
+
+import dataclasses
+import itertools
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxlora import RunConfig, Trainer
+from jaxlora.errors import ConfigError
+from jaxlora.models.decoder import DecoderOptions, DecoderSpec
+from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.plan import plan_run
+from jaxlora.train import memory
+from jaxlora.train.capacity import Bounds, Capacity
+from jaxlora.train.memory import DeviceMemory, Footprint
+
+
+@pytest.fixture
+def have(monkeypatch):
+    """Sets what the device's memory has for a run."""
+
+    def set_to(num_bytes: int) -> None:
+        found = DeviceMemory(num_bytes=num_bytes, of="a pretended device")
+        monkeypatch.setattr(memory, "device_memory", lambda own_bytes: found)
+
+    return set_to
+
+
+@pytest.fixture
+def config(model, jobs, tmp_path):
+    numbers = itertools.count()
+
+    def make(**settings) -> RunConfig:
+        defaults = {
+            "model": str(model.folder),
+            "output_dir": str(tmp_path / f"run{next(numbers)}"),
+            "jobs": [job.model_copy(update={"max_length": 64}) for job in jobs[:2]],
+            "microbatch_tokens": "auto",
+            "block_tokens": 16,
+            "dtype": "float32",
+            "implementation": "xla",
+            "attention": "xla",
+        }
+        return RunConfig(**defaults | settings)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def spec(model) -> DecoderSpec:
+    adapted = frozenset({"layers.0.mlp.up_proj"})
+    options = DecoderOptions(dtype=jnp.dtype("float32"), max_segment_tokens=64)
+    return DecoderSpec(model.config, options, SlotShape(num_slots=2, rank=4), adapted)
+
+
+def needed(trainer: Trainer) -> int:
+    """By the compiled step of a trainer as it is."""
+    program = memory.compiled_step(
+        trainer._spec,
+        trainer._steps,
+        trainer.model.params,
+        trainer._table,
+        trainer.config.limits,
+        use_dropout=trainer.config.uses_dropout,
+    )
+    found = memory.measured(trainer._spec, program, trainer.config.limits)
+    assert found is not None
+    return found.total(trainer.config.limits.capacity)
+
+
+def test_auto_fills_what_can_be_filled(config, model, have):
+    have(2**40)
+    trainer = Trainer(config(), model)
+    bounds = trainer._capacity._bounds
+    assert trainer.config.microbatch_tokens == bounds.largest
+    means = [
+        run.job.batch_size * sum(lengths) / len(lengths)
+        for run in trainer.runs
+        if (lengths := [len(s.token_ids) for s in run.train_data.samples])
+    ]
+    assert sum(means) <= bounds.largest <= sum(means) + 2 * 16 + bounds.unit
+    assert plan_run(config()).whole.schedule.limits.capacity == bounds.largest
+
+
+def test_the_compiled_step_has_the_last_word(config, model, have):
+    have(2**40)
+    largest = Trainer(config(), model)
+    most, bounds = needed(largest), largest._capacity._bounds
+    smallest = Trainer(config(microbatch_tokens=bounds.smallest), model)
+    limit = (most + needed(smallest)) // 2
+    have(limit)
+    trainer = Trainer(config(), model)
+    trainer._settle_capacity()
+    tokens = trainer.config.microbatch_tokens
+    assert bounds.smallest <= tokens < bounds.largest and tokens % bounds.unit == 0
+    assert needed(trainer) <= limit
+
+
+@pytest.mark.parametrize("off_by", [0.3, 0.8, 1.0, 1.2, 5.0])
+@pytest.mark.parametrize("kib", [1200, 2000, 3000, 10**6])
+def test_auto_takes_the_most_that_fits(config, spec, have, monkeypatch, off_by, kib):
+    """However wrong the estimate is, in a few compilations."""
+    bounds = Bounds(smallest=64, largest=1024, unit=32)
+    truth = Footprint(base=2**20, slots=2**10, fixed=0, per_token=2048.0)
+    guess = dataclasses.replace(truth, per_token=2048.0 * off_by)
+    monkeypatch.setattr(memory, "resident", lambda spec: truth)
+    monkeypatch.setattr(memory, "estimated", lambda *_, **__: guess)
+    monkeypatch.setattr(memory, "measured", lambda *_: truth)
+    have(kib * 1024)
+    chosen = Capacity(config(), spec, bounds)
+    compilations = 1
+    program = jax.jit(lambda: 0).lower().compile()
+    while not chosen.settle(program):
+        compilations += 1
+    tokens = chosen.config.microbatch_tokens
+    assert truth.total(tokens) <= kib * 1024
+    best = bounds.choose(truth, kib * 1024)
+    assert tokens == best or truth.total(tokens) >= 0.85 * kib * 1024
+    assert compilations <= 2
+
+
+@pytest.mark.parametrize("settings", [{}, {"microbatch_tokens": 256}])
+def test_a_run_that_does_not_fit_says_what_would(config, model, have, settings):
+    have(2**40)
+    asked = config(**settings)
+    trainer = Trainer(asked, model)
+    base, slots = (
+        getattr(memory.resident(trainer._spec), k) for k in ("base", "slots")
+    )
+    have(base + slots - 1)
+    with pytest.raises(
+        ConfigError, match=r"this run needs .* \(base .*, adapters "
+    ) as e:
+        Trainer(asked, model)
+    assert "a pretended device" in str(e.value) and "max_concurrent_jobs: 1" in str(
+        e.value
+    )
+    have(base // 2)
+    with pytest.raises(ConfigError, match="No single setting of remat"):
+        Trainer(asked, model)
+
+
+def test_a_step_that_does_not_fit_says_what_would(config, model, have):
+    have(2**40)
+    whole = Trainer(config(microbatch_tokens=512), model)
+    part = Trainer(config(microbatch_tokens=128), model)
+    have((needed(whole) + needed(part)) // 2)
+    trainer = Trainer(config(microbatch_tokens=512), model)
+    with pytest.raises(ConfigError, match="a training step of 512 tokens") as error:
+        trainer.train()
+    assert not trainer.output_dir.exists()
+    words = str(error.value).split("- microbatch_tokens: ")[1]
+    cured = Trainer(config(microbatch_tokens=int(words.split()[0])), model)
+    cured._settle_capacity()
+
+
+def test_a_run_that_is_resumed_keeps_its_number(config, model, have):
+    have(2**40)
+    first = config(checkpoint_every=1, window_steps=1)
+    trainer = Trainer(first, model)
+    trainer.train(on_window=lambda t: t.stop_job("job0"))
+    tokens = trainer.config.microbatch_tokens
+    assert trainer._identity().settings["microbatch_tokens"] == tokens
+    resident = memory.resident(trainer._spec).total(0)
+    have(needed(trainer))  # a smaller device, which an estimate would not trust
+    again = Trainer(first, model)
+    assert again.config.microbatch_tokens == tokens
+    again.train(resume=True)
+    assert plan_run(first).whole.schedule.limits.capacity == tokens
+    have(resident + 1)
+    with pytest.raises(ConfigError, match=f"a training step of {tokens} tokens"):
+        Trainer(first, model).train(resume=True)
+
+
+def test_what_is_measured_is_not_compiled_again(config, model, caplog):
+    caplog.set_level(logging.DEBUG)
+    with jax.log_compiles():
+        Trainer(config(), model).train()
+    compiled = [r for r in caplog.messages if "XLA compilation of jit(accumulate)" in r]
+    assert len(compiled) == 1
+
+
+def test_remat_needs_less(spec):
+    options = dataclasses.replace(spec.options, remat=True)
+    again = DecoderSpec(spec.config, options, spec.slots, frozenset(spec.adapted))
+    plain, remat = (
+        memory.estimated(s, 16, use_dropout=False).per_token for s in (spec, again)
+    )
+    assert remat < plain
+
+
+def test_bounds_choose_whole_units():
+    bounds = Bounds(smallest=256, largest=4096, unit=256)
+    footprint = Footprint(base=1000, slots=400, fixed=600, per_token=10.0)
+    assert footprint.total(100) == 1000 + 400 + 600 + 1000
+    for num_bytes, tokens in ((2000 + 9999, 768), (2000 + 2559, None), (10**9, 4096)):
+        assert bounds.choose(footprint, num_bytes) == tokens
+    assert bounds.choose(footprint, 10**9, below=1024) == 768
+
+
+def test_a_compiler_that_does_not_say(config, spec, have, monkeypatch):
+    """The estimate stands."""
+    monkeypatch.setattr(memory, "measured", lambda *_: None)
+    have(2**30)
+    chosen = Capacity(config(), spec, Bounds(smallest=64, largest=1024, unit=32))
+    assert chosen.settle(jax.jit(lambda: 0).lower().compile())
+    assert chosen.config.microbatch_tokens == 1024
+
+
+def test_sizes_in_words():
+    said = [memory.in_words(n) for n in (2000, 2**20, 90 * 2**20, 2**29)]
+    assert said == ["2.0 KiB", "1.00 MiB", "90.00 MiB", "0.50 GiB"]
+
+
+def test_the_memory_of_this_device():
+    found = memory.device_memory(0)
+    assert 2**28 < found.num_bytes < 2**45
+    assert "less 5% in reserve" in found.of

@@ -1,0 +1,50 @@
+"""Where compiled programs are kept, and who has a say in it."""
+
+import logging
+
+import jax
+import pytest
+
+from jaxlora import RunConfig, Trainer
+from jaxlora.train.compilation_cache import keep_compiled_programs
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch, tmp_path):
+    """As for a user who has set nothing. Nothing that takes long is compiled here."""
+    names = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
+    before = {name: getattr(jax.config, name) for name in names}
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_a_trainer_keeps_what_it_compiles(model, jobs, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "jaxlora")
+    config = RunConfig(
+        model=str(model.folder), output_dir=str(tmp_path / "run"), jobs=jobs[:1]
+    )
+    for _ in range(2):
+        Trainer(config, model)
+    folder = str(tmp_path / "cache" / "jaxlora" / "xla")
+    assert jax.config.jax_compilation_cache_dir == folder
+    assert caplog.text.count(f"compiled programs are kept in {folder}") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("jax_compilation_cache_dir", "mine"),
+        ("jax_compilation_cache_dir", ""),
+        ("jax_enable_compilation_cache", False),
+    ],
+)
+def test_jaxs_own_settings_go_first(name, value, caplog):
+    caplog.set_level(logging.INFO, "jaxlora")
+    jax.config.update(name, value)
+    keep_compiled_programs()
+    assert getattr(jax.config, name) == value
+    assert jax.config.jax_compilation_cache_dir in (None, "mine", "")
+    assert not caplog.records
