@@ -1,0 +1,218 @@
+"""A training step of this library with random weights, compiled and timed."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlora.config import DataConfig, LoraJob
+from jaxlora.data.pack import PackedBatch
+from jaxlora.hf.names import linear_names, linear_path
+from jaxlora.models.config import ModelConfig
+from jaxlora.models.decoder import DecoderOptions, DecoderSpec
+from jaxlora.modules.attention import AttentionImplementation
+from jaxlora.modules.cudnn_attention import DETERMINISTIC, cudnn_unsupported
+from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.targets import resolve_targets
+from jaxlora.train.optimizer import Hyper
+from jaxlora.train.slots import SlotTable, fresh_adapter
+from jaxlora.train.step import CompiledSteps, SlotKeys, job_losses
+from pallas_kernels import mosaic_unsupported
+from scheduler import Limits
+
+GIB = 2**30
+WARM_UPS = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What is trained.
+
+    Attributes:
+        model: Shape of the base.
+        options: How the decoder runs.
+        limits: Of a microbatch.
+        num_jobs: Adapters, one a slot; 0: the base alone, without LoRA.
+        rank: Of each adapter, on all linears.
+        dropout: Rate of each.
+    """
+
+    model: ModelConfig
+    options: DecoderOptions
+    limits: Limits
+    num_jobs: int = 4
+    rank: int = 16
+    dropout: float = 0.1
+
+    def spec(self) -> DecoderSpec:
+        """The decoder's structure."""
+        slots = SlotShape(num_slots=max(1, self.num_jobs), rank=self.rank)
+        paths = linear_names(self.model) if self.num_jobs else ()
+        adapted = frozenset(map(linear_path, paths))
+        return DecoderSpec(self.model, self.options, slots, adapted)
+
+    def unsupported(self) -> str | None:
+        """Why the LoRA kernels asked for cannot run it, or None."""
+        if self.options.implementation != "mosaic" or not self.num_jobs:
+            return None
+        for path, like in self.spec().base_shapes().items():
+            if not path.endswith("_proj.kernel"):
+                continue
+            reason = mosaic_unsupported(
+                dtype=self.options.dtype,
+                in_features=like.shape[-2],
+                out_features=like.shape[-1],
+                rank=self.rank,
+                block_tokens=self.limits.block_tokens,
+            )
+            if reason is not None:
+                return reason
+        return None
+
+
+def chosen_attention(
+    asked: str, model: ModelConfig, dtype: str
+) -> AttentionImplementation:
+    """`auto` is cuDNN where it can run the model, as in a run."""
+    reason = cudnn_unsupported(dtype=dtype, head_dim=model.head_dim)
+    if asked == "cudnn" and reason is not None:
+        raise ValueError(f"attention: cudnn cannot run this: {reason}.")
+    return "xla" if asked == "xla" or reason is not None else "cudnn"
+
+
+class Training:
+    """A run's programs and state, as the trainer holds them.
+
+    Attributes:
+        programs: What is compiled, by name.
+        compile_seconds: What that took, tracing included.
+    """
+
+    def __init__(self, setup: Setup, base: Mapping[str, jax.Array], batch: PackedBatch):
+        """Compiles for batches of one shape.
+
+        Args:
+            setup: What is trained.
+            base: Its weights.
+            batch: Any of the shape.
+        """
+        self.setup, self._base, self._spec = setup, dict(base), setup.spec()
+        self.programs: dict[str, jax.stages.Compiled] = {}
+        self._steps = CompiledSteps(self._spec)
+        self._table = SlotTable(self._spec, self._steps)
+        # As the training step is compiled.
+        compiler_options = (
+            dict(DETERMINISTIC) if setup.options.attention == "cudnn" else None
+        )
+        self._frozen = jax.jit(self._frozen_gradient, compiler_options=compiler_options)
+        began = time.perf_counter()
+        if setup.num_jobs:
+            self._start_adapters()
+            slots: Any = np.arange(setup.num_jobs, dtype=np.int32)
+            self._keys = SlotKeys(seed=slots, step=np.zeros_like(slots))
+            self._hyper = _hyper(setup.num_jobs)
+            began = time.perf_counter()
+            lowered = {
+                "accumulate": self._steps.accumulate.lower(*self._arguments(batch)),
+                "step": self._steps.step.lower(self._table.state, self._hyper),
+            }
+        else:
+            lowered = {"accumulate": self._frozen.lower(self._base, batch)}
+        for name, program in lowered.items():
+            self.programs[name] = program.compile()
+        self.compile_seconds = time.perf_counter() - began
+
+    def _arguments(self, batch: PackedBatch) -> tuple[Any, ...]:
+        state, settings = self._table.state, self._table.settings
+        return self._base, state.params, state.pending, settings, batch, self._keys
+
+    def _start_adapters(self) -> None:
+        setup = self.setup
+        names = linear_names(setup.model)
+        kernels = self._spec.base_shapes()
+        shapes = {n: kernels[f"{linear_path(n)}.kernel"].shape for n in names}
+        for slot in range(setup.num_jobs):
+            job = LoraJob(
+                name=f"job{slot}",
+                data=DataConfig(path="random"),
+                rank=setup.rank,
+                dropout=setup.dropout,
+                seed=slot,
+            )
+            start = fresh_adapter(job, resolve_targets(job, names), shapes)
+            self._table.load(slot, start)
+            self._table.activate(slot, start)
+
+    def _frozen_gradient(self, base, batch: PackedBatch) -> jax.Array:
+        """Forward, and backward to the first norm: the base's part of training."""
+        first = next(path for path in base if path.endswith("input_layernorm.scale"))
+
+        def loss(scale):
+            own = {**base, first: scale}
+            settings = self._table.settings
+            return job_losses(self._spec, own, {}, settings, batch, None).loss.sum()
+
+        return jax.grad(loss)(base[first])
+
+    def run(self, batches: Sequence[PackedBatch]) -> None:
+        """One optimiser step of every job on these microbatches; waits for its end."""
+        if not self.setup.num_jobs:
+            jax.block_until_ready([self._frozen(self._base, x) for x in batches])
+            return
+        table = self._table
+        for batch in batches:
+            pending, _ = self._steps.accumulate(*self._arguments(batch))
+            table.state = dataclasses.replace(table.state, pending=pending)
+        table.state, result = self._steps.step(table.state, self._hyper)
+        jax.block_until_ready((table.state, result))
+
+    def program_bytes(self) -> int:
+        """What the largest program needs, arguments included; from its analysis."""
+        found = []
+        for program in self.programs.values():
+            m = program.memory_analysis()
+            assert m is not None
+            beyond = m.output_size_in_bytes - m.alias_size_in_bytes
+            found.append(m.argument_size_in_bytes + beyond + m.temp_size_in_bytes)
+        return max(found)
+
+
+def _hyper(num_jobs: int) -> Hyper:
+    """Ordinary settings, for all slots to step."""
+
+    def row(value: float, dtype: type = np.float32) -> Any:
+        return np.full(num_jobs, value, dtype)
+
+    return Hyper(
+        steps_now=row(True, np.bool_),
+        count=row(0, np.int32),
+        learning_rate=row(1e-5),
+        b_ratio=row(1.0),
+        weight_decay=row(0.0),
+        b1=row(0.9),
+        b2=row(0.999),
+        eps=row(1e-8),
+        max_norm=row(1.0),
+    )
+
+
+def time_calls(
+    run: Callable[[], None], repeats: int, warm_ups: int = WARM_UPS
+) -> list[float]:
+    """Wall time of each call, in milliseconds, after warm-ups; `run` must wait."""
+    times = []
+    for i in range(warm_ups + repeats):
+        began = time.perf_counter()
+        run()
+        if i >= warm_ups:
+            times.append(1000 * (time.perf_counter() - began))
+    return times
+
+
+def peak_bytes() -> int | None:
+    """Most device memory that this process has had; None where nobody counts."""
+    stats = jax.local_devices()[0].memory_stats()
+    return None if stats is None else stats["peak_bytes_in_use"]

@@ -1,0 +1,129 @@
+"""The training benchmarks, end to end on a tiny model."""
+
+import csv
+import dataclasses
+import importlib.util
+
+import numpy as np
+import pytest
+
+from scheduler import Limits
+from scripts import bench_joint, bench_step, bench_step_rows
+from scripts.bench_step_parts import GAPS, PARTS, Attribution
+from scripts.bench_step_rows import FROZEN, PEER, Case
+from scripts.bench_tokens import Lengths, full_microbatch
+from scripts.device_trace import Kernel, busy_ms
+
+TINY = Case(
+    model="tiny",
+    row=FROZEN,
+    num_layers=1,
+    num_jobs=2,
+    capacity=128,
+    block_tokens=32,
+    median_tokens=20,
+    longest_tokens=40,
+    dtype="float32",
+    repeats=2,
+)
+
+
+def table(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_step(tmp_path):
+    words = "--models tiny --layers 1 --microbatch-tokens 128 --block-tokens 32 "
+    words += "--median-tokens 20 --longest-tokens 40 --adapters 2 --repeats 2 "
+    words += f"--microbatches 2 --profile --output-dir {tmp_path} --rows"
+    bench_step.main([*words.split(), "jaxlora xla", "jaxlora mosaic"])
+    ours, mosaic = table(tmp_path / "steps.csv")
+    assert (ours["row"], ours["adapters"], ours["tokens"]) == (
+        "jaxlora xla",
+        "2",
+        "256",
+    )
+    assert float(ours["step_ms"]) > 0 and float(ours["compile_seconds"]) > 0
+    if mosaic["device"] == "":  # no Hopper here
+        assert "mosaic cannot run this" in mosaic["skipped"]
+    parts = [
+        row for row in table(tmp_path / "breakdown.csv") if row["row"] == "jaxlora xla"
+    ]
+    assert [row["part"] for row in parts] == [*PARTS, GAPS]
+    assert all(float(row["ms"]) > 0 for row in parts if row["part"] in PARTS[:-1])
+    assert (tmp_path / "steps.png").exists() and (tmp_path / "breakdown.png").exists()
+
+
+def test_the_base_alone():
+    found = bench_step_rows.measure(TINY)
+    assert found["tokens"] == 128
+    assert found["p10_ms"] <= found["step_ms"] <= found["p90_ms"]
+
+
+def test_ratios():
+    rows = [
+        {"model": "m", "row": FROZEN, "tokens_per_second": 30},
+        {"model": "m", "row": PEER, "tokens_per_second": 10},
+        {"model": "m", "row": "jaxlora xla", "tokens_per_second": 20},
+        {"model": "m", "row": "jaxlora mosaic", "skipped": "no Hopper"},
+    ]
+    bench_step.with_ratios(rows)
+    assert [row["time_over_adapters_off"] for row in rows] == [1.0, 3.0, 1.5, None]
+    assert [row["speed_over_peft"] for row in rows] == [3.0, 1.0, 2.0, None]
+
+
+@pytest.mark.live
+@pytest.mark.filterwarnings("default")  # torch and its friends warn of much
+@pytest.mark.parametrize("row", [PEER, "peft, padded", "torch, adapters off"])
+def test_peers(row):
+    found = bench_step_rows.measure(dataclasses.replace(TINY, row=row))
+    if importlib.util.find_spec("peft") is None:
+        assert "not installed" in found["skipped"]
+    else:
+        assert found["tokens"] == 128 and found["step_ms"] > 0
+
+
+def test_joint(tmp_path):
+    words = "--model tiny --layers 1 --implementation xla --jobs 1 2 --step-tokens 64 "
+    words += "--median-tokens 20 --longest-tokens 40 --microbatch-tokens 128 "
+    words += f"--block-tokens 32 --repeats 2 --dtype float32 --output-dir {tmp_path}"
+    bench_joint.main(words.split())
+    one, two = table(tmp_path / "joint.csv")
+    assert (one["alone_microbatches"], one["together_microbatches"]) == ("1", "1")
+    assert (two["alone_microbatches"], two["together_microbatches"]) == ("2", "1")
+    assert float(two["speedup"]) > 0
+    assert (tmp_path / "joint.png").exists()
+
+
+@pytest.mark.parametrize("num_jobs", [1, 3, 8])
+def test_a_full_microbatch_has_no_padding(num_jobs):
+    limits = Limits(capacity=256, block_tokens=32)
+    lengths = Lengths(median=15, longest=30)
+    drawn = full_microbatch(num_jobs, limits, lengths, 50, seed=0)
+    assert drawn.num_tokens == 256
+    assert (np.asarray(drawn.packed.segment_ids) >= 0).all()
+    assert set(np.asarray(drawn.packed.block_adapter).tolist()) == set(range(num_jobs))
+    assert all(len(s.token_ids) >= 2 and s.is_target.any() for s in drawn.samples)
+
+
+def kernel(name, start_ms=0.0, ms=1.0):
+    return Kernel(name=name, instruction="", module="", start_ms=start_ms, ms=ms)
+
+
+def test_kernels_that_are_known_by_name():
+    attribution = Attribution({}, rank=16)
+    names = "lora_expand_1", "lora_shrink", "lora_outer", "cudnn_sdpa_bprop", "nvjet"
+    parts = [attribution.part(kernel(name)) for name in names]
+    frozen, own, attention, *_ = PARTS
+    assert parts == [frozen, own, own, attention, PARTS[-1]]
+
+
+def test_busy_time_counts_overlaps_once():
+    kernels = [
+        kernel("a", 0, 4),
+        kernel("b", 1, 1),
+        kernel("c", 3, 3),
+        kernel("d", 9, 1),
+    ]
+    assert busy_ms(kernels) == 7
