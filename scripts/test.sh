@@ -7,4 +7,4 @@ set_up dev
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/pyrefly check
-exec .venv/bin/python -m pytest -q "$@"
+exec .venv/bin/python -m pytest -q -n 2 --dist worksteal "$@"
