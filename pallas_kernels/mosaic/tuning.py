@@ -16,7 +16,7 @@ _TABLE = "tuning.json"
 
 # Microseconds of a step of 64, as measured on an H200: of a wide product, of a gradient
 # beside one and what a mask adds to it, and of a gradient on all multiprocessors.
-_WIDE_STEP, _BESIDE_STEP, _BESIDE_MASK, _OUTER_STEP = 0.67, 0.36, 0.19, 0.6
+_WIDE_STEP, _BESIDE_STEP, _BESIDE_MASK, _OUTER_STEP = 0.67, 0.36, 0.19, 0.7
 _MOST_APART = 8
 
 
@@ -115,6 +115,13 @@ def _shared(
         fitting = apart * int(max(time - busy, 0) / each)
         items = one.items if all_items and apart else min(one.items, fitting)
         busy += math.ceil(items / max(apart, 1)) * each
-        rest += math.ceil((one.items - items) / main) * one.steps * _OUTER_STEP
+        rest += one.steps * _rounds_time(one.items - items, main)
         taken.append(items)
     return max(time + rest, busy), Beside(apart, tuple(taken))
+
+
+def _rounds_time(items: int, main: int) -> float:
+    """Time for a step of each item, all multiprocessors sharing the device's memory."""
+    rounds, last = divmod(items, main)
+    busy_last = max(_BESIDE_STEP, _OUTER_STEP * last / main) if last else 0.0
+    return rounds * _OUTER_STEP + busy_last
