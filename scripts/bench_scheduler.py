@@ -8,13 +8,11 @@ scheduler_*.csv, scheduler_bubbles.png and scheduler_tables.md.
 """
 
 import argparse
-import csv
 import dataclasses
 import functools
 import importlib.metadata
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -33,6 +31,17 @@ from scheduler import (
     simulate,
     violations,
 )
+from scripts.bench_report import write_csv
+from scripts.scheduler_tables import (
+    Run,
+    adapters_table,
+    costs_table,
+    dicts_table,
+    grid_table,
+    parts_table,
+    planning_table,
+    plot,
+)
 from tests.scheduler.lengths import jobs
 
 STAGES = Pipeline.one_f_one_b(4)
@@ -48,8 +57,6 @@ FOUR_JOBS = {
     "lognormal": ("lognormal",) * 4,
     "heavy": ("heavy",) * 4,
 }
-# LoRAFusion, section 6.5 and Figure 20: percent of time by number of adapters.
-PAPER = {1: 44.17, 2: 15.00, 3: 12.23, 4: 11.09}
 
 
 def cost(
@@ -74,28 +81,6 @@ COSTS = {
     "base 0": cost(base=0.0),
     "base 1024": cost(base=1024.0),
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """One packer on one set of jobs, under one cost model."""
-
-    table: str
-    lengths: str
-    num_jobs: int
-    num_samples: int
-    batch_size: int
-    capacity: int
-    packer: str
-    cost: str
-    planning_seconds: float
-    microbatches: int
-    no_ops: int
-    slots_over_bound: float
-    makespan: float
-    bubble: float
-    over_lower_bound: float
-    solver: str  # batches packed optimally / at the limit / greedily / after a failure
 
 
 Packer = Callable[[Sequence[Sample], Limits], tuple[Schedule, str]]
@@ -269,183 +254,6 @@ def first_window(samples: Sequence[Sample], limits: Limits) -> float:
     return time.perf_counter() - start
 
 
-def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.1f}"
-
-
-def spread(ratios: Sequence[float]) -> str:
-    low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
-    return f"{low:.3f} / {middle:.3f} / {high:.3f}"
-
-
-def adapters_table(runs: Sequence[Run]) -> str:
-    """Bubbles in percent, all stages alike and with the dearer last one."""
-    rows = []
-    for count in sorted({r.num_jobs for r in runs}):
-        at = {(r.packer, r.cost): r for r in runs if r.num_jobs == count}
-        names = ("paper", "no merge", "no milp", "greedy", "mlora", "joint")
-        both = [
-            " / ".join(percent(at[n, c].bubble) for c in ("even", "last stage +6 %"))
-            for n in names
-        ]
-        rows.append([count, PAPER.get(count, "-"), *both])
-    head = (
-        "adapters",
-        "printed in the paper",
-        "its algorithm",
-        "without merge",
-        "without MILP",
-        "without both",
-        "mLoRA's order",
-        "default packer",
-    )
-    return markdown(head, rows)
-
-
-def parts_table(runs: Sequence[Run]) -> str:
-    """What merge and MILP save, in percent of throughput."""
-    rows = []
-    for count in sorted({r.num_jobs for r in runs}):
-        at = {r.packer: r for r in runs if (r.num_jobs, r.cost) == (count, "even")}
-        gain = lambda less, at=at: percent(at[less].makespan / at["paper"].makespan - 1)
-        optimal, feasible, greedy, failed = map(int, at["paper"].solver.split("/"))
-        chosen = (optimal + feasible) / (optimal + feasible + greedy + failed)
-        rows.append([count, gain("no merge"), gain("no milp"), percent(chosen)])
-    head = ("adapters", "merge, %", "MILP, %", "batches packed by the solver, %")
-    return markdown(head, rows)
-
-
-def grid_table(runs: Sequence[Run]) -> str:
-    """Simulated time against LoRAFusion's algorithm, for each kind of jobs."""
-    rows = []
-    for key in dict.fromkeys((r.lengths, r.batch_size) for r in runs):
-        cells = [r for r in runs if (r.lengths, r.batch_size, r.cost) == (*key, "even")]
-        at = {(r.packer, r.capacity): r for r in cells}
-        sizes = sorted({r.capacity for r in cells})
-        best = {
-            p: min((at[p, c] for c in sizes), key=lambda r: r.makespan)
-            for p in ("paper", "joint", "mlora", "greedy")
-        }
-        equal = [at["paper", c].makespan / at["joint", c].makespan for c in sizes]
-        slots = lambda p, at=at, sizes=sizes: max(
-            at[p, c].slots_over_bound for c in sizes
-        )
-        ratio = lambda p, best=best: f"{best['paper'].makespan / best[p].makespan:.3f}"
-        rows.append(
-            [
-                *key,
-                spread(equal),
-                ratio("joint"),
-                ratio("mlora"),
-                ratio("greedy"),
-                *(f"{percent(best[p].bubble)}" for p in ("paper", "joint")),
-                *(best[p].capacity for p in ("paper", "joint")),
-                *(f"{slots(p):.3f}" for p in ("paper", "joint, full")),
-                *(percent(best[p].over_lower_bound) for p in ("paper", "joint")),
-            ]
-        )
-    head = (
-        "lengths",
-        "global batch",
-        "default, equal capacity (min / median / max)",
-        "default, best capacity",
-        "mLoRA, best",
-        "greedy, best",
-        "bubble, paper",
-        "bubble, default",
-        "its capacity, paper",
-        "its capacity, default",
-        "slots over bound, paper",
-        "slots over bound, default filling up",
-        "over the lower bound, paper, %",
-        "over the lower bound, default, %",
-    )
-    return markdown(head, rows)
-
-
-def costs_table(runs: Sequence[Run]) -> str:
-    """Speed of the default packer against LoRAFusion's algorithm, by cost model."""
-    rows = []
-    for name in COSTS:
-        cells = [r for r in runs if r.cost == name]
-        at = {(r.lengths, r.batch_size, r.capacity, r.packer): r for r in cells}
-        equal = [
-            r.makespan / at[*key[:3], "joint"].makespan
-            for key, r in at.items()
-            if key[3] == "paper"
-        ]
-        best = {}
-        for r in cells:
-            key = r.lengths, r.batch_size, r.packer
-            best[key] = min(best.get(key, r.makespan), r.makespan)
-        at_best = [
-            m / best[*key[:2], "joint"] for key, m in best.items() if key[2] == "paper"
-        ]
-        over = [r.over_lower_bound for r in cells if r.packer == "joint"]
-        rows.append([name, spread(equal), spread(at_best), spread(over)])
-    head = ("cost model", "equal capacity", "best capacity", "over the lower bound")
-    return markdown(head, rows)
-
-
-def planning_table(runs: Sequence[Run]) -> str:
-    rows = []
-    for packer in dict.fromkeys(r.packer for r in runs):
-        cells = [r for r in runs if r.packer == packer and r.cost == "even"]
-        times = [r.planning_seconds for r in cells]
-        a_sample = sum(times) / sum(r.num_samples for r in cells)
-        rows.append([packer, spread(times), f"{1e3 * a_sample:.4f}"])
-    return markdown(("packer", "seconds (min / median / max)", "ms a sample"), rows)
-
-
-def dicts_table(rows: Sequence[dict], fields: Sequence[str]) -> str:
-    return markdown(fields, [[row[f] for f in fields] for row in rows])
-
-
-def plot(runs: Sequence[Run], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    shown = {"mlora": "mLoRA's order", "paper": "LoRAFusion", "joint": "default packer"}
-    adapters = [r for r in runs if r.table == "adapters" and r.cost.startswith("last")]
-    counts = sorted({r.num_jobs for r in adapters})
-    for packer, label in shown.items():
-        bubble = {r.num_jobs: 100 * r.bubble for r in adapters if r.packer == packer}
-        left.plot(counts, [bubble[c] for c in counts], "o-", label=label)
-    left.plot(list(PAPER), list(PAPER.values()), "kx", label="printed in its paper")
-    left.set(xlabel="adapters", ylabel="bubble, % of time", ylim=(0, None))
-    left.set_title("mix, global batch 16, C = 6144, last stage +6 %")
-    left.legend()
-    grid = [r for r in runs if (r.table, r.cost) == ("grid", "even")]
-    best: dict[tuple[str, str], float] = {}
-    for r in grid:
-        key = f"{r.lengths} {r.batch_size}", r.packer
-        best[key] = min(best.get(key, r.makespan), r.makespan)
-    cases = list(dict.fromkeys(case for case, _ in best))
-    for packer, label in shown.items():
-        speed = [best[c, "paper"] / best[c, packer] for c in cases]
-        right.plot(speed, range(len(cases)), "o", label=label)
-    right.set_yticks(range(len(cases)), cases)
-    right.set(xlabel="speed, each at its best capacity, LoRAFusion = 1")
-    right.invert_yaxis()
-    right.grid(axis="x", alpha=0.3)
-    figure.savefig(path, dpi=130)
-
-
-def write_csv(rows: Sequence[dict], path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def versions() -> str:
     names = ("numpy", "pulp", "highspy")
     found = ", ".join(f"{n} {importlib.metadata.version(n)}" for n in names)
@@ -499,9 +307,9 @@ def main() -> None:
     text = "\n\n".join([told, *(f"## {k}\n\n{v}" for k, v in tables.items())])
     out = args.output_dir
     (out / "scheduler_tables.md").write_text(text + "\n", encoding="utf-8")
-    write_csv([dataclasses.asdict(r) for r in runs], out / "scheduler_runs.csv")
-    write_csv(limits, out / "scheduler_limits.csv")
-    write_csv(growth, out / "scheduler_growth.csv")
+    write_csv(out / "scheduler_runs.csv", [dataclasses.asdict(r) for r in runs])
+    write_csv(out / "scheduler_limits.csv", limits)
+    write_csv(out / "scheduler_growth.csv", growth)
     plot(runs, out / "scheduler_bubbles.png")
     print(text)
 
