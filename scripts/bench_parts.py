@@ -1,0 +1,147 @@
+"""Times what surrounds the linears of a training step, on the present GPU.
+
+The loss head, attention by each implementation, norm, MLP activation and rotary
+positions at the sizes of Llama-3.1-8B and a microbatch of 8,192 tokens, forward and
+forward + backward. Device time is the sum of a call's kernels as CUPTI counts them;
+wall time holds what it does not count, such as memory that is filled with zeros.
+
+    python -m scripts.bench_parts --output-dir bench
+"""
+
+import argparse
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import profiler
+
+from jaxlora.modules.attention import AttentionImplementation, packed_attention
+from jaxlora.modules.cudnn_attention import DETERMINISTIC, cudnn_unsupported
+from jaxlora.modules.loss import target_nll
+from jaxlora.modules.mlp import swiglu
+from jaxlora.modules.norm import rms_norm
+from jaxlora.modules.rope import apply_rope
+from scripts.bench_report import about, write_csv
+from scripts.bench_tokens import TARGET_SHARE, Lengths
+
+T, D, F, V = 8192, 4096, 14336, 128256
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+LONGEST = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One thing to time.
+
+    Attributes:
+        name: What the table calls it.
+        run: Takes `args` and `frozen`.
+        args: What gets gradients.
+        frozen: What gets none.
+        options: Of the compiler.
+    """
+
+    name: str
+    run: Callable[..., jax.Array]
+    args: tuple[jax.Array, ...]
+    frozen: tuple[jax.Array, ...] = ()
+    options: dict[str, bool] = dataclasses.field(default_factory=dict)
+
+    def forward(self, args, frozen) -> jax.Array:
+        return self.run(*args, *frozen)
+
+    def both(self, args, frozen) -> tuple:
+        """The result and the gradients of `args`."""
+        out, vjp = jax.vjp(lambda *args: self.run(*args, *frozen), *args)
+        return out, vjp(jnp.ones_like(out))
+
+
+def random(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
+    return scale * jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+
+def losses() -> Iterator[Part]:
+    """The head and its loss, of the target rows."""
+    is_target = jax.random.uniform(jax.random.key(2), (T,)) < TARGET_SHARE
+    labels = jax.random.randint(jax.random.key(3), (T,), 0, V)
+
+    def loss(hidden, head):
+        return target_nll(hidden, head, labels, is_target).sum()
+
+    head = random(1, D, V, scale=0.03)
+    yield Part("loss", loss, (random(0, T, D),), (head,))
+
+
+def attentions() -> Iterator[Part]:
+    """Packed attention of ragged samples."""
+    lengths = Lengths(longest=LONGEST).fill(T, np.random.default_rng(0))
+    segment_ids = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    shapes = ((T, n, HEAD_DIM) for n in (HEADS, KV_HEADS, KV_HEADS))
+    args = tuple(random(i, *shape) for i, shape in enumerate(shapes))
+    names: list[AttentionImplementation] = ["xla"]
+    if cudnn_unsupported(dtype=jnp.bfloat16, head_dim=HEAD_DIM) is None:
+        names.append("cudnn")
+    for name in names:
+        attend = functools.partial(
+            packed_attention,
+            segment_ids=jnp.asarray(segment_ids),
+            max_segment_tokens=LONGEST,
+            implementation=name,
+        )
+        options = dict(DETERMINISTIC) if name == "cudnn" else {}
+        yield Part(f"attention, {name}", attend, args, options=options)
+
+
+def elementwise() -> Iterator[Part]:
+    """Norm, activation and rotary positions."""
+    scale = jnp.ones(D, jnp.bfloat16)
+    yield Part("norm", lambda x: rms_norm(x, scale, 1e-5), (random(0, T, D),))
+    yield Part("silu and product", swiglu, (random(0, T, F), random(1, T, F)))
+    cos, sin = (random(i, T, HEAD_DIM // 2).astype(jnp.float32) for i in (1, 2))
+    turn = lambda x: apply_rope(x, cos, sin)
+    yield Part("rotary positions of q", turn, (random(0, T, HEADS, HEAD_DIM),))
+
+
+def timed(run: Callable, args: tuple, repeats: int) -> dict[str, float]:
+    """Medians of device and wall time, in microseconds."""
+    _, device = profiler.Cupti(finalize=False).measure(run, iterations=repeats)(*args)
+    assert device is not None, "CUPTI saw no kernel"
+    wall = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        jax.block_until_ready(run(*args))
+        wall.append(1e6 * (time.perf_counter() - began))
+    return {
+        "device_us": round(1000 * statistics.median(device), 1),
+        "wall_us": round(statistics.median(wall), 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output-dir", type=Path, default=Path("bench"))
+    parser.add_argument("--repeats", type=int, default=10)
+    args = parser.parse_args()
+    end, rows = about(jax.devices()[0].device_kind), []
+    for part in (*losses(), *attentions(), *elementwise()):
+        for what, run in (("forward", part.forward), ("both", part.both)):
+            compiled = jax.jit(run, compiler_options=part.options)
+            times = timed(compiled, (part.args, part.frozen), args.repeats)
+            row = {"part": part.name, "pass": what, **times, **end}
+            rows.append(row)
+            print(
+                f"{part.name:24} {what:8} {row['device_us']:9} us, "
+                f"wall {row['wall_us']:9} us",
+                flush=True,
+            )
+    write_csv(args.output_dir / "parts.csv", rows)
+
+
+if __name__ == "__main__":
+    main()
