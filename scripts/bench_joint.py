@@ -23,12 +23,13 @@ import numpy as np
 from jaxlora.data.pack import JobBatch, PackedBatch, pack_microbatch
 from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
+from jaxlora.train.prepare import chosen_attention
 from pallas_kernels import IMPLEMENTATIONS
 from scheduler import Limits, greedy
 from scripts.bench_models import MODELS, config_json, random_base
 from scripts.bench_report import Timing, about, write_csv
 from scripts.bench_tokens import Lengths, job_batch
-from scripts.bench_training import Setup, Training, chosen_attention, time_calls
+from scripts.bench_training import Setup, Training, time_calls
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ def packed(jobs: Sequence[JobBatch], limits: Limits) -> list[PackedBatch]:
     samples = [s for job in jobs for s in job.to_schedule()]
     by_slot = {job.slot: job for job in jobs}
     return [
-        jax.device_put(pack_microbatch(microbatch, by_slot, limits))
+        pack_microbatch(microbatch, by_slot, limits)
         for microbatch in greedy.pack(samples, limits).microbatches
     ]
 
@@ -85,7 +86,9 @@ class Bench:
         options = DecoderOptions(
             dtype=jnp.dtype(args.dtype),
             implementation=args.implementation,
-            attention=chosen_attention(args.attention, self._model, args.dtype),
+            attention=chosen_attention(
+                args.attention, jnp.dtype(args.dtype), self._model.head_dim
+            ),
             max_segment_tokens=min(args.longest_tokens, capacity),
         )
         return Setup(

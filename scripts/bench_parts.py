@@ -21,8 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from jaxlora.modules.attention import AttentionImplementation, packed_attention
-from jaxlora.modules.cudnn_attention import DETERMINISTIC, cudnn_unsupported
+from jaxlora.modules.attention import (
+    AttentionImplementation,
+    compiler_options,
+    packed_attention,
+)
+from jaxlora.modules.cudnn_attention import cudnn_unsupported
 from jaxlora.modules.loss import target_nll
 from jaxlora.modules.mlp import swiglu
 from jaxlora.modules.norm import rms_norm
@@ -94,7 +98,7 @@ def attentions() -> Iterator[Part]:
             max_segment_tokens=LONGEST,
             implementation=name,
         )
-        options = dict(DETERMINISTIC) if name == "cudnn" else {}
+        options = compiler_options(name)
         yield Part(f"attention, {name}", attend, args, options=options)
 
 

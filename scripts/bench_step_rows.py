@@ -119,6 +119,7 @@ def _measure_jaxlora(case: Case, row: Row) -> dict[str, Any]:
 
     from jaxlora.hf.config import model_config
     from jaxlora.models.decoder import DecoderOptions
+    from jaxlora.train.prepare import chosen_attention
     from scheduler import Limits
     from scripts import bench_training
     from scripts.bench_models import config_json, random_base
@@ -131,8 +132,10 @@ def _measure_jaxlora(case: Case, row: Row) -> dict[str, Any]:
             dtype=jnp.dtype(case.dtype),
             remat=row.remat,
             implementation=row.implementation,  # type: ignore[arg-type]
-            attention=bench_training.chosen_attention(
-                case.attention, model, case.dtype
+            attention=chosen_attention(
+                case.attention,  # type: ignore[arg-type]
+                jnp.dtype(case.dtype),
+                model.head_dim,
             ),
             max_segment_tokens=longest,
         ),

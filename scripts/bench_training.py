@@ -13,14 +13,13 @@ from jaxlora.data.pack import PackedBatch
 from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.decoder import DecoderOptions, DecoderSpec
-from jaxlora.modules.attention import AttentionImplementation
-from jaxlora.modules.cudnn_attention import DETERMINISTIC, cudnn_unsupported
+from jaxlora.modules.attention import compiler_options
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.targets import resolve_targets
 from jaxlora.train.optimizer import Hyper
+from jaxlora.train.prepare import without_mosaic
 from jaxlora.train.slots import SlotTable, fresh_adapter
 from jaxlora.train.step import CompiledSteps, SlotKeys, job_losses
-from pallas_kernels import mosaic_unsupported
 from scheduler import Limits
 
 GIB = 2**30
@@ -58,29 +57,7 @@ class Setup:
         """Why the LoRA kernels asked for cannot run it, or None."""
         if self.options.implementation != "mosaic" or not self.num_jobs:
             return None
-        for path, like in self.spec().base_shapes().items():
-            if not path.endswith("_proj.kernel"):
-                continue
-            reason = mosaic_unsupported(
-                dtype=self.options.dtype,
-                in_features=like.shape[-2],
-                out_features=like.shape[-1],
-                rank=self.rank,
-                block_tokens=self.limits.block_tokens,
-            )
-            if reason is not None:
-                return reason
-        return None
-
-
-def chosen_attention(
-    asked: str, model: ModelConfig, dtype: str
-) -> AttentionImplementation:
-    """`auto` is cuDNN where it can run the model, as in a run."""
-    reason = cudnn_unsupported(dtype=dtype, head_dim=model.head_dim)
-    if asked == "cudnn" and reason is not None:
-        raise ValueError(f"attention: cudnn cannot run this: {reason}.")
-    return "xla" if asked == "xla" or reason is not None else "cudnn"
+        return without_mosaic(self.spec(), self.limits.block_tokens)
 
 
 class Training:
@@ -104,10 +81,8 @@ class Training:
         self._steps = CompiledSteps(self._spec)
         self._table = SlotTable(self._spec, self._steps)
         # As the training step is compiled.
-        compiler_options = (
-            dict(DETERMINISTIC) if setup.options.attention == "cudnn" else None
-        )
-        self._frozen = jax.jit(self._frozen_gradient, compiler_options=compiler_options)
+        options = compiler_options(setup.options.attention)
+        self._frozen = jax.jit(self._frozen_gradient, compiler_options=options)
         began = time.perf_counter()
         if setup.num_jobs:
             self._start_adapters()

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
-from pallas_kernels.mosaic.layer import expand, outer
+from pallas_kernels.mosaic.layer import Term, expand, outer
 from pallas_kernels.mosaic.routing import Blocks, blocks_of
 
 RANK, SLOTS = 16, 4
@@ -64,8 +64,8 @@ def tune_expand(t: int, repeats: int) -> Iterator[dict]:
         for band in BANDS:
 
             def product(x, w, s, b, band=band):
-                about = ([x], [w], layer, [s], [b], chunks, blocks, None, [])
-                return expand(*about, transposed=False, band=band)
+                term = Term(x, w, s, b, chunks[0])
+                return expand([term], layer, blocks, transposed=False, band=band)
 
             time = device_time(product, *arrays, repeats=repeats)
             key = f"expand {t} {k} {n}"

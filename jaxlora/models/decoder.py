@@ -127,8 +127,11 @@ class Decoder(nnx.Module):
         layers = []
         for i in range(config.num_layers):
             linear = functools.partial(_linear, i, options, slots, adapted)
-            layer = functools.partial(DecoderLayer, dtype=dtype)
-            layers.append(layer(config, i, linear, attention=options.attention))
+            layers.append(
+                DecoderLayer(
+                    config, i, linear, dtype=dtype, attention=options.attention
+                )
+            )
         self.layers = nnx.List(layers)
         self.norm = RmsNorm(config.hidden_size, eps=config.rms_eps, dtype=dtype)
         head = functools.partial(Head, config.hidden_size, config.vocab_size)
@@ -167,9 +170,14 @@ class Decoder(nnx.Module):
 
     def head_kernel(self) -> Float[Array, "D V"]:
         """The output projection; the transposed embedding where they are tied."""
+        head, transposed = self.stored_head()
+        return head.T if transposed else head
+
+    def stored_head(self) -> tuple[Array, bool]:
+        """The output projection as it lies, which none need copy; whether as V D."""
         if self.lm_head is None:
-            return self.embed_tokens.embedding[...].T
-        return self.lm_head.kernel[...]
+            return self.embed_tokens.embedding[...], True
+        return self.lm_head.kernel[...], False
 
 
 def _linear(layer, options, slots, adapted, name, k, n, use_bias) -> MultiLoraLinear:

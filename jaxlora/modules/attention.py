@@ -10,12 +10,17 @@ from jaxtyping import Array, Float, Int
 
 from jaxlora.models.config import ModelConfig
 from jaxlora.modules.banded_attention import banded_attention
-from jaxlora.modules.cudnn_attention import cudnn_attention
+from jaxlora.modules.cudnn_attention import DETERMINISTIC, cudnn_attention
 from jaxlora.modules.multi_lora_linear import Routing, apply_together
 from jaxlora.modules.norm import RmsNorm
 from jaxlora.modules.rope import apply_rope
 
 AttentionImplementation = Literal["xla", "cudnn"]
+
+
+def compiler_options(implementation: AttentionImplementation) -> dict[str, bool]:
+    """What a program with attention's gradient is compiled with, for the same bits."""
+    return dict(DETERMINISTIC) if implementation == "cudnn" else {}
 
 
 @jax.custom_vjp

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -128,7 +128,7 @@ def spec_of(
     options = DecoderOptions(
         dtype=dtype,
         remat=config.remat,
-        attention=_attention(config, dtype, model.head_dim, longest),
+        attention=chosen_attention(config.attention, dtype, model.head_dim),
         max_segment_tokens=longest,
     )
     shape = SlotShape(
@@ -143,7 +143,7 @@ def spec_of(
 
 def _implementation(config: RunConfig, spec: DecoderSpec) -> Implementation:
     """The kernels that a run asks for or, if it leaves the choice, can have."""
-    reason = _without_mosaic(config, spec)
+    reason = without_mosaic(spec, config.block_tokens)
     if config.implementation == "mosaic" and reason is not None:
         raise ConfigError(
             f"implementation: mosaic cannot run this: {reason}. Use xla or auto."
@@ -158,27 +158,30 @@ def _implementation(config: RunConfig, spec: DecoderSpec) -> Implementation:
     return "xla"
 
 
-def _attention(
-    config: RunConfig, dtype: Any, head_dim: int, max_segment_tokens: int
+def chosen_attention(
+    asked: Literal["auto", "cudnn", "xla"], dtype: Any, head_dim: int
 ) -> AttentionImplementation:
-    """The attention that a run asks for or, if it leaves the choice, can have."""
+    """The attention that is asked for or, if the choice is left, can be had; says so.
+
+    Raises:
+        ConfigError: cuDNN is asked for, and cannot run such a model here.
+    """
     reason = cudnn_unsupported(dtype=dtype, head_dim=head_dim)
-    if config.attention == "cudnn" and reason is not None:
+    if asked == "cudnn" and reason is not None:
         raise ConfigError(
             f"attention: cudnn cannot run this: {reason}. Use xla or auto."
         )
-    if config.attention == "xla":
+    if asked == "xla":
         logger.info("attention: xla, as asked")
         return "xla"
     if reason is not None:
         logger.info("attention: xla, as cudnn cannot run this: %s", reason)
         return "xla"
-    asked = ", as asked" if config.attention == "cudnn" else ""
-    logger.info("attention: cudnn%s", asked)
+    logger.info("attention: cudnn%s", ", as asked" if asked == "cudnn" else "")
     return "cudnn"
 
 
-def _without_mosaic(config: RunConfig, spec: DecoderSpec) -> str | None:
+def without_mosaic(spec: DecoderSpec, block_tokens: int) -> str | None:
     """Why the Hopper kernels cannot run some adapted linear, or None."""
     assert spec.slots is not None
     shapes = spec.base_shapes()
@@ -189,7 +192,7 @@ def _without_mosaic(config: RunConfig, spec: DecoderSpec) -> str | None:
             in_features=in_features,
             out_features=out_features,
             rank=spec.slots.rank,
-            block_tokens=config.block_tokens,
+            block_tokens=block_tokens,
         )
         if reason is not None:
             return reason

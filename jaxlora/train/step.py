@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.data.pack import PackedBatch
 from jaxlora.models.decoder import DecoderSpec, SlotSettings
-from jaxlora.modules.cudnn_attention import DETERMINISTIC
+from jaxlora.modules.attention import compiler_options
 from jaxlora.modules.loss import target_nll
 from jaxlora.modules.multi_lora_linear import Routing
 from jaxlora.train.optimizer import AdapterState, Pending, Tables, optimizer_step
@@ -72,15 +72,8 @@ def job_losses(
     )
     hidden = decoder(batch.token_ids, batch.positions, batch.segment_ids, routing)
     is_target = batch.loss_weight > 0
-    # XLA undoes the transposition, where it would copy the head to keep it.
-    tied, head = spec.config.tie_embeddings, decoder.head_kernel()
-    nll = target_nll(
-        hidden,
-        head.T if tied else head,
-        batch.labels,
-        is_target,
-        head_transposed=tied,
-    )
+    head, transposed = decoder.stored_head()
+    nll = target_nll(hidden, head, batch.labels, is_target, head_transposed=transposed)
     loss_T = jnp.where(is_target, nll * batch.loss_weight, 0.0)
     num_blocks = batch.block_adapter.shape[0]
     finite_T = jnp.isfinite(hidden).all(axis=-1) | (batch.segment_ids < 0)
@@ -154,8 +147,7 @@ class CompiledSteps:
                 ),
             )
 
-        # cuDNN's gradient adds up in any order unless it is told not to.
-        options = dict(DETERMINISTIC) if spec.options.attention == "cudnn" else {}
+        options = compiler_options(spec.options.attention)
         self.accumulate = jax.jit(
             accumulate, donate_argnums=2, compiler_options=options
         )

@@ -162,7 +162,7 @@ class Expand:
         before, own, behind = self._span(slots, ranks, wg)
 
         def accumulate(acc):
-            def multiply(_, step):
+            def multiply(step):
                 stage = self.ring.wait(step)
                 w = self.ring.w.at[stage]
                 w = w.transpose((1, 0)) if self.transposed else w

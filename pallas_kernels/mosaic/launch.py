@@ -192,6 +192,12 @@ def launch(
         interpret=interpret,
     )
 
+    return jax.tree.unflatten(out_tree, _without_vmap(kernel)(*ins))
+
+
+def _without_vmap(kernel: Callable) -> Callable:
+    """The kernel, which says under vmap what to do instead."""
+
     @jax.custom_batching.custom_vmap
     def run(*arrays):
         return kernel(*arrays)
@@ -203,4 +209,4 @@ def launch(
             "token rows and name each block's adapter in block_adapter instead."
         )
 
-    return jax.tree.unflatten(out_tree, run(*ins))
+    return run

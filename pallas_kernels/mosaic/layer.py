@@ -12,6 +12,7 @@ References:
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from pallas_kernels.dropout import inverse_keep
 from pallas_kernels.mosaic.device import interpret_params, num_sms, unsupported_device
 from pallas_kernels.mosaic.expand import TILE_ROWS, Expand
 from pallas_kernels.mosaic.launch import Work, launch
-from pallas_kernels.mosaic.mask import mask_of
+from pallas_kernels.mosaic.mask import Mask, mask_of
 from pallas_kernels.mosaic.outer import TILE_COLUMNS, Outer
 from pallas_kernels.mosaic.ring import COLUMNS, ROWS, STEP, RingShape
 from pallas_kernels.mosaic.routing import Blocks, blocks_of
@@ -105,25 +106,52 @@ def shrink(x, a, factor, chunks, blocks: Blocks, masks) -> list:
     return list(_run([work], x.dtype)[0]["s"])
 
 
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """What one projection adds to a wide product.
+
+    Attributes:
+        x: T K.
+        w: L K N, or L N K when the product is `transposed`.
+        s: T R.
+        b: G R N, or G N R when the product is `transposed`.
+        chunks: Chunks of 64 ranks that each slot fills, G.
+    """
+
+    x: Array
+    w: Array
+    s: Array
+    b: Array
+    chunks: Array
+
+
 def expand_work(
-    x, w, layer, s, b, chunks, blocks: Blocks, bias, masks, *, transposed, band=None
+    terms: Sequence[Term],
+    layer: Int[Array, " 1"],
+    blocks: Blocks,
+    bias: Array | None = None,
+    masks: Sequence[Mask] = (),
+    *,
+    transposed: bool,
+    band: int | None = None,
 ) -> Work:
     """y = sum of x W + mask * (s B), + bias; see `Expand`.
 
     `band`: None: the table's.
     """
-    t, n = x[0].shape[0], w[0].shape[1] if transposed else w[0].shape[2]
+    x, w = [term.x for term in terms], terms[0].w
+    t, n = x[0].shape[0], w.shape[1] if transposed else w.shape[2]
     k = sum(part.shape[1] for part in x)
+    by_field = {
+        field.name: tuple(getattr(term, field.name) for term in terms)
+        for field in dataclasses.fields(Term)
+    }
     return Work(
         role=Expand,
         operands={
-            "x": tuple(x),
-            "w": tuple(w),
+            **by_field,
             "layer": layer,
-            "s": tuple(s),
-            "b": tuple(b),
             "slot": blocks.slot,
-            "chunks": tuple(chunks),
             "bias": bias,
             "masks": tuple(masks),
         },
@@ -276,8 +304,8 @@ def forward(
     y = []
     for i, q in enumerate(projections):
         b = _swapped(p.b[i]) if w_transposed else p.b[i]
-        about = ([x], [q.w], layer, [s[i]], [b], [p.chunks[i]], p.blocks, q.bias, [])
-        y.append(expand(*about, transposed=w_transposed))
+        term = Term(x, q.w, s[i], b, p.chunks[i])
+        y.append(expand([term], layer, p.blocks, q.bias, transposed=w_transposed))
     return y, s
 
 
@@ -304,13 +332,15 @@ def backward(
     outers.append(outer_work(x, ds, p.chunks, p.blocks, p.masks, transposed=False))
     right = [_swapped(a) for a in p.a] if w_transposed else p.a
     w = [q.w for q in projections]
+    terms = [Term(*about) for about in zip(dy, w, ds, right, p.chunks, strict=True)]
     dx, gradients = [], []
     # Of as many projections at once as a tile can hold the stages of.
     together = MAX_RANK // max(ds[0].shape[1], STEP)
     for first in range(0, len(projections), together):
         i = slice(first, first + together)
-        about = (dy[i], w[i], layer, ds[i], right[i], p.chunks[i], p.blocks, None)
-        work = expand_work(*about, p.masks[i], transposed=not w_transposed)
+        work = expand_work(
+            terms[i], layer, p.blocks, masks=p.masks[i], transposed=not w_transposed
+        )
         one, made = _expand_beside(work, outers)
         dx.append(one)
         gradients += made

@@ -34,10 +34,8 @@ class Mask:
     threshold: Any
 
 
-def mask_of(dropout: Dropout | None, blocks: Blocks, num_features: int) -> Mask | None:
+def mask_of(dropout: Dropout, blocks: Blocks, num_features: int) -> Mask:
     """The mask of a projection with (at least) so many input features."""
-    if dropout is None:
-        return None
     key = dropout.key[jnp.maximum(blocks.slot, 0), 0]  # NB
     index = dropout.token_index.reshape(-1, ROWS)
     return Mask(

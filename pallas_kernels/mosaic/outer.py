@@ -140,8 +140,7 @@ class Outer:
             words = [self._words(mask, slot, column) for mask in self.masks]
 
             def accumulate(*accs):
-                def multiply(i, step):
-                    del i
+                def multiply(step):
                     stage = self.ring.wait(step)
                     for p, acc in enumerate(accs):
                         narrow = self.ring.w.at[stage, p]

@@ -219,7 +219,7 @@ class Ring:
         plgpu.barrier_arrive(self.empty.at[self.slot(step)])
 
     def each_step(self, count, step, multiply, ahead=1):
-        """Calls `multiply(i, step)` and releases each stage when it was read.
+        """Calls `multiply(step)` and releases each stage when it was read.
 
         Args:
             count: How many steps.
@@ -231,7 +231,7 @@ class Ring:
         """
 
         def one(i, step):
-            multiply(i, step)
+            multiply(step)
             plgpu.wgmma_wait(ahead)
             if ahead:
                 pl.when(i > 0)(lambda: self.release(step - 1))

@@ -91,8 +91,7 @@ class Shrink:
         tokens = [load_tokens(mask.token.at[block], OF_ROW) for mask in self.masks]
 
         def accumulate(*accs):
-            def multiply(i, step):
-                del i
+            def multiply(step):
                 stage = self.ring.wait(step)
                 for p, acc in enumerate(accs):
                     x = self._x(stage, wg, p, tokens, slot)

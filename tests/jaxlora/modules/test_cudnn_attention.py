@@ -1,6 +1,6 @@
-"""Attention through cuDNN: what it is asked, on a CPU; what it answers, on a GPU.
+"""Attention through cuDNN: what it is asked, and what is made of an answer.
 
-On a CPU, `cudnn_stand_in` answers instead.
+`cudnn_stand_in` answers.
 """
 
 import functools
@@ -17,12 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
 
-from jaxlora.config import DataConfig, LoraJob, RunConfig
 from jaxlora.errors import ConfigError
 from jaxlora.modules import cudnn_attention
 from jaxlora.modules.attention import packed_attention
 from jaxlora.modules.cudnn_attention import (
-    DETERMINISTIC,
     crowd,
     cudnn_unsupported,
     length_classes,
@@ -30,52 +28,19 @@ from jaxlora.modules.cudnn_attention import (
 )
 from jaxlora.train import prepare
 from tests.jaxlora.modules import cudnn_stand_in
-from tests.oracle import assert_as_accurate_as
-
-UNSUPPORTED = cudnn_unsupported(dtype=jnp.bfloat16, head_dim=128)
-on_gpu = pytest.mark.skipif(UNSUPPORTED is not None, reason=str(UNSUPPORTED))
+from tests.jaxlora.modules.attention_cases import (
+    PIECES,
+    both_ways,
+    check_isolation,
+    compiled,
+    compiled_dense,
+    layout,
+    problem,
+)
 
 rows_of = st.lists(  # (tokens, padding behind them)
     st.tuples(st.integers(1, 90), st.just(0) | st.integers(0, 20)), max_size=40
 )
-
-
-def layout(pieces, rows):
-    """segment_ids, and (start, end) of each segment that fits in."""
-    ids, spans, at = np.full(rows, -1, np.int32), [], 0
-    for tokens, padding in pieces:
-        if at + tokens > rows:
-            break
-        ids[at : at + tokens] = len(spans)
-        spans.append((at, at + tokens))
-        at += tokens + padding
-    return jnp.array(ids), spans
-
-
-def dense(q, k, v, segment_ids, window=None):
-    """The definition, of T x T and in float32."""
-    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
-    back = jnp.arange(len(q))[:, None] - jnp.arange(len(q))
-    seen = (segment_ids[:, None] == segment_ids) & (back >= 0)
-    seen &= back < (window or len(q))
-    scores = jnp.einsum("qhe,khe->hqk", q, k) / jnp.sqrt(q.shape[-1])
-    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
-    out = jnp.einsum("hqk,khe->qhe", weights, v)
-    return jnp.where((segment_ids >= 0)[:, None, None], out, 0)
-
-
-def problem(rows, heads, kv_heads, e, dtype, seed=0):
-    """q, k, v and the gradient of the output."""
-    keys = jax.random.split(jax.random.key(seed), 4)
-    shapes = ((rows, n, e) for n in (heads, kv_heads, kv_heads, heads))
-    return [jax.random.normal(*z, dtype) for z in zip(keys, shapes, strict=True)]
-
-
-def both_ways(attend, q, k, v, dout):
-    """(out, dq, dk, dv)."""
-    out, vjp = jax.vjp(attend, q, k, v)
-    return out, *vjp(dout.astype(out.dtype))
 
 
 # What cuDNN is asked
@@ -218,30 +183,6 @@ def stand_in(monkeypatch):
 ROWS, LONGEST = 384, 90
 
 
-@functools.cache
-def _compiled(window, implementation):
-    def run(q, k, v, dout, ids):
-        attend = functools.partial(
-            packed_attention,
-            segment_ids=ids,
-            max_segment_tokens=LONGEST,
-            window=window,
-            implementation=implementation,
-        )
-        return both_ways(attend, q, k, v, dout)
-
-    return jax.jit(run)
-
-
-@functools.cache
-def _compiled_dense(window):
-    def run(q, k, v, dout, ids):
-        attend = functools.partial(dense, segment_ids=ids, window=window)
-        return both_ways(attend, q, k, v, dout)
-
-    return jax.jit(run)
-
-
 @pytest.mark.parametrize("window", [None, 20])
 def test_any_row_is_attended_as_defined(window, stand_in):
     classes = length_classes(ROWS, LONGEST)
@@ -252,8 +193,8 @@ def test_any_row_is_attended_as_defined(window, stand_in):
     @given(pieces=rows_of)
     def check(pieces):
         ids, _ = layout(pieces, ROWS)
-        got = _compiled(window, "cudnn")(*numbers, ids)
-        wanted = _compiled_dense(window)(*numbers, ids)
+        got = compiled("cudnn", LONGEST, window)(*numbers, ids)
+        wanted = compiled_dense(window)(*numbers, ids)
         for actual, exact in zip(got, wanted, strict=True):
             np.testing.assert_allclose(actual, exact, rtol=0, atol=1e-5)
             np.testing.assert_array_equal(np.asarray(actual)[ids < 0], 0)
@@ -276,32 +217,10 @@ def test_segments_without_room_are_nan(stand_in, monkeypatch):
     lost = np.zeros(ROWS, bool)
     for start, end in spans[most:-1]:
         lost[start:end] = True
-    wanted = _compiled_dense(None)(*numbers, ids)
+    wanted = compiled_dense(None)(*numbers, ids)
     for actual, exact in zip(both_ways(attend, *numbers), wanted, strict=True):
         np.testing.assert_allclose(actual[~lost], exact[~lost], rtol=0, atol=1e-5)
     assert np.isnan(attend(*numbers[:3])[lost]).all()
-
-
-PIECES = [(50, 0), (7, 0), (90, 6), (16, 0), (64, 20), (30, 0), (3, 0)]
-
-
-def check_isolation(numbers, ids, spans, run, which, bad):
-    """A row of segment 2 that is not finite changes that segment only.
-
-    The row lies where a tile of segment 0 would reach.
-    """
-    start, end = spans[2]
-    others = np.ones(len(ids), bool)
-    others[start:end] = False
-    sick = list(numbers)
-    at = ["q", "k", "v", "dout"].index(which)
-    sick[at] = sick[at].at[start + 20].set(bad)
-    clean, got = run(*numbers, ids), run(*sick, ids)
-    for actual, wanted in zip(got, clean, strict=True):
-        pair = (np.asarray(x, np.float32)[others] for x in (actual, wanted))
-        np.testing.assert_array_equal(*pair)
-    if which != "dout":
-        assert np.isnan(np.asarray(got[0], np.float32)[start + 20]).all(), "hidden"
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -309,7 +228,7 @@ def check_isolation(numbers, ids, spans, run, which, bad):
 def test_a_diverged_sample_touches_no_other(which, bad, stand_in):
     ids, spans = layout(PIECES, ROWS)
     numbers = problem(ROWS, 4, 2, 8, jnp.float32)
-    check_isolation(numbers, ids, spans, _compiled(None, "cudnn"), which, bad)
+    check_isolation(numbers, ids, spans, compiled("cudnn", LONGEST, None), which, bad)
 
 
 def test_too_many_elements_are_refused():
@@ -369,9 +288,7 @@ def test_without_a_gpu_it_cannot_run():
 
 
 def choose(attention):
-    job = LoraJob(name="a", data=DataConfig(path="a.jsonl"))
-    config = RunConfig(model="m", jobs=(job,), attention=attention)
-    return prepare._attention(config, jnp.bfloat16, 128, 1024)
+    return prepare.chosen_attention(attention, jnp.bfloat16, 128)
 
 
 def test_auto_takes_cudnn_where_it_can_run(monkeypatch, caplog):
@@ -391,102 +308,3 @@ def test_elsewhere_auto_says_why_not(monkeypatch, caplog):
     assert "attention: xla, as cudnn cannot run this: it is a toaster" in caplog.text
     with pytest.raises(ConfigError, match=r"toaster\. Use xla or auto"):
         choose("cudnn")
-
-
-# What it answers
-
-
-GPU_ROWS = 2048
-RAGGED = [(513, 0), (1, 0), (37, 2), (600, 0), (128, 0), (129, 63), (256, 0), (3, 0)]
-SHORT = [(1 + i % 7, i % 3 == 0) for i in range(60)]
-
-
-@functools.cache
-def _on_gpu(implementation, longest, window):
-    def run(q, k, v, dout, ids):
-        attend = functools.partial(
-            packed_attention,
-            segment_ids=ids,
-            max_segment_tokens=longest,
-            window=window,
-            implementation=implementation,
-        )
-        return both_ways(attend, q, k, v, dout)
-
-    options = dict(DETERMINISTIC) if implementation == "cudnn" else {}
-    return jax.jit(run, compiler_options=options)
-
-
-def gpu_run(ids, implementation="cudnn", *, longest=600, window=None):
-    """(out, dq, dk, dv) of q, k, v, dout, compiled as a training step is."""
-    compiled = _on_gpu(implementation, longest, window)
-    return lambda *numbers: compiled(*numbers, ids)
-
-
-def assert_same_bits(actual, wanted):
-    """float32 holds every value of the narrower types."""
-    for got, want in zip(actual, wanted, strict=True):
-        assert got.dtype == want.dtype
-        np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (got, want)))
-
-
-@on_gpu
-@pytest.mark.parametrize("pieces", [RAGGED, SHORT], ids=["ragged", "crowd"])
-@pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "e", "dtype"),
-    [(8, 2, 128, jnp.bfloat16), (4, 4, 64, jnp.bfloat16), (6, 2, 64, jnp.float16)],
-)
-def test_matches_the_definition(pieces, window, heads, kv_heads, e, dtype):
-    ids, _ = layout(pieces, GPU_ROWS)
-    numbers = problem(GPU_ROWS, heads, kv_heads, e, dtype)
-    got = gpu_run(ids, window=window)(*numbers)
-    plain = gpu_run(ids, "xla", window=window)(*numbers)
-    full = [x.astype(jnp.float32) for x in numbers]
-    exact = _compiled_dense(window)(*full, ids)
-    is_padding = np.asarray(ids) < 0
-    for actual, baseline, wanted in zip(got, plain, exact, strict=True):
-        assert_as_accurate_as(actual=actual, baseline=baseline, exact=wanted)
-        assert not np.asarray(actual, np.float32)[is_padding].any()
-
-
-@on_gpu
-@pytest.mark.parametrize(
-    "pieces", [[(2048, 0)], RAGGED, SHORT], ids=["one", "ragged", "crowd"]
-)
-def test_gives_the_same_bits_each_time(pieces):
-    ids, _ = layout(pieces, GPU_ROWS)
-    numbers = problem(GPU_ROWS, 32, 8, 128, jnp.bfloat16)
-    run = gpu_run(ids, longest=2048)
-    first = run(*numbers)
-    for _ in range(5):
-        assert_same_bits(run(*numbers), first)
-
-
-@on_gpu
-@pytest.mark.parametrize("tokens", [5, 100, 257, 600])
-def test_the_place_in_a_row_and_the_neighbours_change_no_bit(tokens):
-    sample = problem(tokens, 8, 2, 128, jnp.bfloat16, seed=99)
-
-    def rows_of_sample(pieces, number, seed):
-        ids, spans = layout(pieces, GPU_ROWS)
-        start, end = spans[number]
-        others = problem(GPU_ROWS, 8, 2, 128, jnp.bfloat16, seed)
-        numbers = [x.at[start:end].set(y) for x, y in zip(others, sample, strict=True)]
-        return [x[start:end] for x in gpu_run(ids)(*numbers)]
-
-    alone = rows_of_sample([(tokens, 0)], 0, seed=1)
-    beside_long = rows_of_sample([(331, 0), (tokens, 0), (500, 0)], 1, seed=2)
-    assert_same_bits(beside_long, alone)
-    pieces = [(64, 0), (1, 0), (600, 63), (tokens, 0), *SHORT[:30]]
-    assert_same_bits(rows_of_sample(pieces, 3, seed=3), alone)
-
-
-@on_gpu
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
-def test_a_diverged_sample_touches_no_other_on_a_gpu(which, bad):
-    ids, spans = layout(PIECES, GPU_ROWS)
-    numbers = problem(GPU_ROWS, 8, 2, 128, jnp.bfloat16)
-    run = lambda *args: gpu_run(args[-1])(*args[:-1])
-    check_isolation(numbers, ids, spans, run, which, bad)

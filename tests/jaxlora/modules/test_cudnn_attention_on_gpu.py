@@ -1,0 +1,94 @@
+"""Attention through cuDNN on a GPU that has it: against the definition, and itself."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlora.modules.cudnn_attention import cudnn_unsupported
+from tests.jaxlora.modules.attention_cases import (
+    PIECES,
+    check_isolation,
+    compiled,
+    compiled_dense,
+    layout,
+    problem,
+)
+from tests.oracle import assert_as_accurate_as
+
+UNSUPPORTED = cudnn_unsupported(dtype=jnp.bfloat16, head_dim=128)
+pytestmark = pytest.mark.skipif(UNSUPPORTED is not None, reason=str(UNSUPPORTED))
+
+ROWS = 2048
+RAGGED = [(513, 0), (1, 0), (37, 2), (600, 0), (128, 0), (129, 63), (256, 0), (3, 0)]
+SHORT = [(1 + i % 7, i % 3 == 0) for i in range(60)]
+
+
+def gpu_run(ids, implementation="cudnn", *, longest=600, window=None):
+    """(out, dq, dk, dv) of q, k, v, dout."""
+    run = compiled(implementation, longest, window)
+    return lambda *numbers: run(*numbers, ids)
+
+
+def assert_same_bits(actual, wanted):
+    """float32 holds every value of the narrower types."""
+    for got, want in zip(actual, wanted, strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (got, want)))
+
+
+@pytest.mark.parametrize("pieces", [RAGGED, SHORT], ids=["ragged", "crowd"])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "e", "dtype"),
+    [(8, 2, 128, jnp.bfloat16), (4, 4, 64, jnp.bfloat16), (6, 2, 64, jnp.float16)],
+)
+def test_matches_the_definition(pieces, window, heads, kv_heads, e, dtype):
+    ids, _ = layout(pieces, ROWS)
+    numbers = problem(ROWS, heads, kv_heads, e, dtype)
+    got = gpu_run(ids, window=window)(*numbers)
+    plain = gpu_run(ids, "xla", window=window)(*numbers)
+    full = [x.astype(jnp.float32) for x in numbers]
+    exact = compiled_dense(window)(*full, ids)
+    is_padding = np.asarray(ids) < 0
+    for actual, baseline, wanted in zip(got, plain, exact, strict=True):
+        assert_as_accurate_as(actual=actual, baseline=baseline, exact=wanted)
+        assert not np.asarray(actual, np.float32)[is_padding].any()
+
+
+@pytest.mark.parametrize(
+    "pieces", [[(2048, 0)], RAGGED, SHORT], ids=["one", "ragged", "crowd"]
+)
+def test_gives_the_same_bits_each_time(pieces):
+    ids, _ = layout(pieces, ROWS)
+    numbers = problem(ROWS, 32, 8, 128, jnp.bfloat16)
+    run = gpu_run(ids, longest=2048)
+    first = run(*numbers)
+    for _ in range(5):
+        assert_same_bits(run(*numbers), first)
+
+
+@pytest.mark.parametrize("tokens", [5, 100, 257, 600])
+def test_the_place_in_a_row_and_the_neighbours_change_no_bit(tokens):
+    sample = problem(tokens, 8, 2, 128, jnp.bfloat16, seed=99)
+
+    def rows_of_sample(pieces, number, seed):
+        ids, spans = layout(pieces, ROWS)
+        start, end = spans[number]
+        others = problem(ROWS, 8, 2, 128, jnp.bfloat16, seed)
+        numbers = [x.at[start:end].set(y) for x, y in zip(others, sample, strict=True)]
+        return [x[start:end] for x in gpu_run(ids)(*numbers)]
+
+    alone = rows_of_sample([(tokens, 0)], 0, seed=1)
+    beside_long = rows_of_sample([(331, 0), (tokens, 0), (500, 0)], 1, seed=2)
+    assert_same_bits(beside_long, alone)
+    pieces = [(64, 0), (1, 0), (600, 63), (tokens, 0), *SHORT[:30]]
+    assert_same_bits(rows_of_sample(pieces, 3, seed=3), alone)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
+def test_a_diverged_sample_touches_no_other(which, bad):
+    ids, spans = layout(PIECES, ROWS)
+    numbers = problem(ROWS, 8, 2, 128, jnp.bfloat16)
+    run = lambda *args: gpu_run(args[-1])(*args[:-1])
+    check_isolation(numbers, ids, spans, run, which, bad)
