@@ -29,7 +29,7 @@ from scheduler import Limits, greedy
 from scripts.bench_models import MODELS, config_json, random_base
 from scripts.bench_report import Timing, about, write_csv
 from scripts.bench_tokens import Lengths, job_batch
-from scripts.bench_training import Setup, Training, time_calls
+from scripts.bench_training import Setup, Training, time_steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,6 +90,7 @@ class Bench:
                 args.attention, jnp.dtype(args.dtype), self._model.head_dim
             ),
             max_segment_tokens=min(args.longest_tokens, capacity),
+            mean_segment_tokens=min(args.median_tokens) // 2,
         )
         return Setup(
             model=self._model,
@@ -146,21 +147,20 @@ class Bench:
         ]
         training = self._training(setup, steps[0][0])
 
-        def run() -> None:
-            for step in steps:
-                training.run(step)
+        def start() -> Callable[[], object]:
+            return [training.start(step) for step in steps][-1]
 
-        return self._time(run), sum(map(len, steps))
+        return self._time(start), sum(map(len, steps))
 
     def _together(self, case: Case, jobs: Sequence[JobBatch]) -> tuple[Timing, int]:
         capacity = self._capacity(case.num_jobs * case.step_tokens)
         setup = self._setup(case.num_jobs, capacity)
         step = packed(jobs, setup.limits)
         training = self._training(setup, step[0])
-        return self._time(lambda: training.run(step)), len(step)
+        return self._time(lambda: training.start(step)), len(step)
 
-    def _time(self, run: Callable[[], None]) -> Timing:
-        return Timing.of(time_calls(run, self._args.repeats, warm_ups=1))
+    def _time(self, start: Callable[[], Callable[[], object]]) -> Timing:
+        return Timing.of(time_steps(start, self._args.repeats, warm_ups=1))
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:

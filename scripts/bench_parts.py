@@ -96,6 +96,7 @@ def attentions() -> Iterator[Part]:
             packed_attention,
             segment_ids=jnp.asarray(segment_ids),
             max_segment_tokens=LONGEST,
+            mean_segment_tokens=T // len(lengths),
             implementation=name,
         )
         options = compiler_options(name)

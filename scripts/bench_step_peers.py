@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jaxlora.data.tokenize import TokenizedSample
 from scripts import bench_step_rows as rows
 from scripts.bench_models import config_json
-from scripts.bench_training import GIB, time_calls
+from scripts.bench_training import GIB, time_steps
 
 if TYPE_CHECKING:
     import torch
@@ -62,14 +62,17 @@ def measure(case: "rows.Case", row: "rows.Row") -> dict[str, Any]:
     batches = [lay_out(list(m.samples), row.layout, dtype, device) for m in drawn]
     step = _step(model, row, batches)
 
-    def run() -> None:
+    def start() -> Callable[[], None]:
         step()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        if device == "cpu":
+            return lambda: None
+        event = torch.cuda.Event()
+        event.record()
+        return event.synchronize
 
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    times = time_calls(run, case.repeats)
+    times = time_steps(start, case.repeats)
     cuda = device == "cuda"
     name = torch.cuda.get_device_name() if cuda else device
     found = rows.result(times, sum(m.num_tokens for m in drawn), name)

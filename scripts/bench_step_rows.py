@@ -125,6 +125,7 @@ def _measure_jaxlora(case: Case, row: Row) -> dict[str, Any]:
     from scripts.bench_models import config_json, random_base
 
     model = model_config(config_json(case.model, case.num_layers))
+    drawn = microbatches(case, model.vocab_size)
     longest = min(case.longest_tokens, case.capacity)
     setup = bench_training.Setup(
         model=model,
@@ -138,6 +139,7 @@ def _measure_jaxlora(case: Case, row: Row) -> dict[str, Any]:
                 model.head_dim,
             ),
             max_segment_tokens=longest,
+            mean_segment_tokens=min(m.num_tokens // len(m.samples) for m in drawn),
         ),
         limits=Limits(capacity=case.capacity, block_tokens=case.block_tokens),
         num_jobs=case.num_jobs if row.has_adapters else 0,
@@ -147,11 +149,10 @@ def _measure_jaxlora(case: Case, row: Row) -> dict[str, Any]:
     reason = setup.unsupported()
     if reason is not None:
         return {"skipped": f"mosaic cannot run this: {reason}"}
-    drawn = microbatches(case, model.vocab_size)
     batches = [m.packed for m in drawn]
     base = jax.block_until_ready(random_base(setup.spec().base_shapes()))
     training = bench_training.Training(setup, base, batches[0])
-    times = bench_training.time_calls(lambda: training.run(batches), case.repeats)
+    times = bench_training.time_steps(lambda: training.start(batches), case.repeats)
     peak = bench_training.peak_bytes()
     found: dict[str, Any] = result(
         times, sum(m.num_tokens for m in drawn), jax.devices()[0].device_kind

@@ -1,6 +1,7 @@
 """A training step of this library with random weights, compiled and timed."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -134,15 +135,19 @@ class Training:
 
     def run(self, batches: Sequence[PackedBatch]) -> None:
         """One optimiser step of every job on these microbatches; waits for its end."""
+        self.start(batches)()
+
+    def start(self, batches: Sequence[PackedBatch]) -> Callable[[], object]:
+        """The same, without waiting: gives it to the device and returns what waits."""
         if not self.setup.num_jobs:
-            jax.block_until_ready([self._frozen(self._base, x) for x in batches])
-            return
+            frozen = [self._frozen(self._base, x) for x in batches]
+            return functools.partial(jax.block_until_ready, frozen)
         table = self._table
         for batch in batches:
             pending, _ = self._steps.accumulate(*self._arguments(batch))
             table.state = dataclasses.replace(table.state, pending=pending)
         table.state, result = self._steps.step(table.state, self._hyper)
-        jax.block_until_ready((table.state, result))
+        return functools.partial(jax.block_until_ready, result)
 
     def program_bytes(self) -> int:
         """What the largest program needs, arguments included; from its analysis."""
@@ -174,16 +179,28 @@ def _hyper(num_jobs: int) -> Hyper:
     )
 
 
-def time_calls(
-    run: Callable[[], None], repeats: int, warm_ups: int = WARM_UPS
+def time_steps(
+    start: Callable[[], Callable[[], object]], repeats: int, warm_ups: int = WARM_UPS
 ) -> list[float]:
-    """Wall time of each call, in milliseconds, after warm-ups; `run` must wait."""
-    times = []
+    """Milliseconds from the end of each step to the end of the next.
+
+    As in training, the device has the next step before the host waits for one.
+
+    Args:
+        start: Gives the device a step; returns what waits for its end.
+        repeats: How many are timed.
+        warm_ups: How many come before, at least 1.
+    """
+    times: list[float] = []
+    wait, ended = start(), 0.0
     for i in range(warm_ups + repeats):
-        began = time.perf_counter()
-        run()
+        following = start()
+        wait()
+        now = time.perf_counter()
         if i >= warm_ups:
-            times.append(1000 * (time.perf_counter() - began))
+            times.append(1000 * (now - ended))
+        wait, ended = following, now
+    wait()
     return times
 
 

@@ -1,7 +1,7 @@
 """Causal attention over packed rows, and the attention block of the decoder."""
 
 import functools
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,18 @@ from jaxlora.modules.norm import RmsNorm
 from jaxlora.modules.rope import apply_rope
 
 AttentionImplementation = Literal["xla", "cudnn"]
+
+
+class SegmentLengths(NamedTuple):
+    """What is known of packed samples when a program is compiled.
+
+    Attributes:
+        longest: Tokens; none is longer.
+        mean: Tokens, of the samples or of the job whose samples are shortest; or fewer.
+    """
+
+    longest: int
+    mean: int
 
 
 def compiler_options(implementation: AttentionImplementation) -> dict[str, bool]:
@@ -48,6 +60,7 @@ def packed_attention(
     segment_ids: Int[Array, " T"],
     *,
     max_segment_tokens: int,
+    mean_segment_tokens: int = 64,
     window: int | None = None,
     implementation: AttentionImplementation = "xla",
 ) -> Float[Array, "T H E"]:
@@ -63,6 +76,8 @@ def packed_attention(
         segment_ids: Equal for the rows of one sample, which are contiguous; negative
             rows are padding and get zeros.
         max_segment_tokens: At least as long as the longest segment.
+        mean_segment_tokens: What the segments have in the mean, or less; cudnn has room
+            for one and a half times as many short ones as that makes, see `crowd`.
         window: How many rows back a row sees, itself included; None: all.
         implementation: `xla` runs anywhere; `cudnn` where `cudnn_unsupported` names no
             reason against it.
@@ -71,7 +86,8 @@ def packed_attention(
     own &= jnp.isfinite(v).all((1, 2))
     q, k, v = _finite(q), _finite(k), _finite(v)
     if implementation == "cudnn":
-        return cudnn_attention(q, k, v, own, segment_ids, max_segment_tokens, window)
+        lengths = max_segment_tokens, mean_segment_tokens
+        return cudnn_attention(q, k, v, own, segment_ids, *lengths, window)
     out = banded_attention(q, k, v, segment_ids, max_segment_tokens, window)
     return jnp.where(own[:, None, None], _finite_gradient(out), jnp.nan)
 
@@ -101,7 +117,7 @@ class Attention(nnx.Module):
         self.window = config.layer_windows[layer]
         self.implementation: AttentionImplementation = implementation
 
-    def __call__(self, x, rope, segment_ids, routing: Routing, max_segment_tokens: int):
+    def __call__(self, x, rope, segment_ids, routing: Routing, lengths: SegmentLengths):
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (
             y.reshape(x.shape[0], -1, self.head_dim)
@@ -115,7 +131,8 @@ class Attention(nnx.Module):
             k,
             v,
             segment_ids,
-            max_segment_tokens=max_segment_tokens,
+            max_segment_tokens=lengths.longest,
+            mean_segment_tokens=lengths.mean,
             window=self.window,
             implementation=self.implementation,
         )

@@ -11,7 +11,8 @@ its own length alone: it goes through the same kernel whatever its neighbours ar
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,9 +25,8 @@ from jaxtyping import Array, Bool, Float, Int
 DETERMINISTIC: Mapping[str, bool] = {"xla_gpu_exclude_nondeterministic_ops": True}
 
 _FIRST_CUDNN = 91002  # the first whose backward pass of packed rows is free of bugs
-_SHORTEST_CLASS = 256  # tokens; no shorter class is made from a longer one
-_STEP = 4  # between the lengths of two classes
-_CROWD = 8  # the shortest class holds segments for so many times T tokens
+_SHORTEST_CLASS = 128  # tokens
+_ROOM = 1.5  # for short segments, over the number that the mean length makes
 _MAX_ELEMENTS = 2**31  # offsets are int32
 
 
@@ -65,29 +65,59 @@ class LengthClass:
     segments: int
 
 
-def length_classes(rows: int, max_segment_tokens: int) -> tuple[LengthClass, ...]:
+def length_classes(
+    rows: int, max_segment_tokens: int, mean_segment_tokens: int
+) -> tuple[LengthClass, ...]:
     """Classes for every length up to `max_segment_tokens`, the shortest first.
 
-    All but the first hold any segments that `rows` can; the first holds
-    `_CROWD * rows / tokens`.
+    Each is for segments twice as long as those of the one before. The first has room
+    for `_ROOM` times as many segments as the mean makes of a microbatch, and all others
+    for any that there may be. There are as many classes as should take the least time
+    and scratch.
+
+    Args:
+        rows: T.
+        max_segment_tokens: At least as long as the longest segment.
+        mean_segment_tokens: What the segments have in the mean, or less.
     """
-    sizes = [rows]
-    shortest = max(max_segment_tokens, _SHORTEST_CLASS // 2)
-    while sizes[0] % 2 == 0 and sizes[0] // 2 >= shortest:
-        sizes[0] //= 2
-    while sizes[0] > _SHORTEST_CLASS and sizes[0] % _STEP == 0:
-        sizes.insert(0, sizes[0] // _STEP)
-    classes = []
-    for above, tokens in zip([0, *sizes], sizes, strict=False):
-        times = -(-tokens // above) if above else _CROWD
-        segments = rows // tokens * times
-        classes.append(LengthClass(above=above, tokens=tokens, segments=segments))
-    return tuple(classes)
+    longest = rows
+    while longest % 2 == 0 and longest // 2 >= max(max_segment_tokens, _SHORTEST_CLASS):
+        longest //= 2
+    room = math.ceil(_ROOM * rows / mean_segment_tokens)
+    options, sizes = [], [longest]
+    while True:
+        # cuDNN ignores the offsets where a sequence has room for one segment.
+        times = max(2, math.ceil(room * sizes[0] / rows))
+        options.append((_cost(sizes, times), times, tuple(sizes)))
+        if sizes[0] % 2 or sizes[0] // 2 < _SHORTEST_CLASS:
+            break
+        sizes.insert(0, sizes[0] // 2)
+    _, times, sizes = min(options)
+    return tuple(
+        LengthClass(
+            above=above,
+            tokens=tokens,
+            segments=rows // tokens * (2 if above else times),
+        )
+        for above, tokens in zip((0, *sizes), sizes, strict=False)
+    )
 
 
-def crowd(rows: int, max_segment_tokens: int) -> LengthClass:
+def _cost(sizes: Sequence[int], times: int) -> float:
+    """Of classes of such lengths, the first with room for so many times T tokens.
+
+    cuDNN takes time for all the room there is, and each class reads T rows; scratch
+    goes with the room of a class times its length. As fitted to a forward and backward
+    pass on an H200: 35 us for T tokens of room, and 90 us for a class.
+    """
+    others = len(sizes) - 1
+    scratch = max(times * sizes[0], 2 * sizes[-1] if others else 0) / sizes[-1]
+    return times + 2 * others + 2.5 * len(sizes) + scratch
+
+
+def crowd(rows: int, max_segment_tokens: int, mean_segment_tokens: int) -> LengthClass:
     """The class of the shortest segments, the only one that they may overflow."""
-    return length_classes(rows, max_segment_tokens)[0]
+    return length_classes(rows, max_segment_tokens, mean_segment_tokens)[0]
 
 
 class Members(NamedTuple):
@@ -147,6 +177,7 @@ def cudnn_attention(
     is_sound: Bool[Array, " T"],
     segment_ids: Int[Array, " T"],
     max_segment_tokens: int,
+    mean_segment_tokens: int,
     window: int | None,
 ) -> Float[Array, "T H E"]:
     """Attention as `packed_attention` defines it, for finite q, k and v.
@@ -162,6 +193,7 @@ def cudnn_attention(
         segment_ids: Which segment a row belongs to; negative rows get zeros.
             Segments of the shortest class beyond its number (see `crowd`) get NaN.
         max_segment_tokens: At least as long as the longest segment.
+        mean_segment_tokens: What the segments have in the mean, or less.
         window: How many rows back a row sees, itself included; None: all.
 
     Raises:
@@ -172,7 +204,7 @@ def cudnn_attention(
             f"q has {q.size} elements, and cuDNN's offsets are 32 bits wide. Lower "
             "microbatch_tokens, or use attention: xla."
         )
-    classes = length_classes(q.shape[0], max_segment_tokens)
+    classes = length_classes(q.shape[0], max_segment_tokens, mean_segment_tokens)
     return _attention(q, k, v, is_sound, segment_ids, classes, window)
 
 
@@ -291,6 +323,7 @@ def _call(target, operands, out_types, dots, c: LengthClass, mine: Members, wind
         window=0 if window is None or window >= c.tokens else window,
         segments=c.segments // count,
         dots=dots,
+        is_backward=target.endswith("Backward"),
     )
     call = jax.ffi.ffi_call(
         target,
@@ -308,7 +341,7 @@ def _call(target, operands, out_types, dots, c: LengthClass, mine: Members, wind
     return call(*operands, mine.lengths, mine.lengths, q_offsets, kv_offsets)
 
 
-def _backend_config(shape, dtype, *, scale, window, segments, dots) -> str:
+def _backend_config(shape, dtype, *, scale, window, segments, dots, is_backward) -> str:
     """What XLA reads: its `GpuBackendConfig` as JSON."""
     layout = {
         "dim_level_types": [],
@@ -345,6 +378,9 @@ def _backend_config(shape, dtype, *, scale, window, segments, dots) -> str:
         "sliding_window_length": window,
         "max_seg_per_batch": segments,
         "is_paged_attention": False,
+        # XLA sets this in the first of several equal calls only, and then cannot find
+        # the compiled graph of the others: their configurations differ.
+        "force_deterministic": is_backward,
     }
     for name, ((left, right), (batch_left, batch_right)) in dots.items():
         attention[name] = {

@@ -99,8 +99,7 @@ class Executor:
         self._use_dropout = use_dropout
         options = spec.options
         uses_cudnn = options.attention == "cudnn"
-        longest = options.max_segment_tokens
-        self._crowd = crowd(limits.capacity, longest) if uses_cudnn else None
+        self._crowd = crowd(limits.capacity, *options.lengths) if uses_cudnn else None
         self.table = table
 
     def train(

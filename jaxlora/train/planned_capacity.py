@@ -44,6 +44,7 @@ def planned_capacity(
         model,
         jnp.dtype(base_dtype(config.dtype)),
         [_ranks(job, model) for job in config.jobs],
+        train,
     )
     return Capacity(config, spec, bounds).config
 

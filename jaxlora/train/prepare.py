@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxlora.adapter import Adapter
 from jaxlora.config import LoraJob, RunConfig
-from jaxlora.data.tokenize import tokenize_job
+from jaxlora.data.tokenize import TokenizedData, tokenize_job
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.errors import ConfigError
 from jaxlora.hf.load import BaseModel
@@ -97,7 +97,8 @@ def decoder_spec(
 ) -> DecoderSpec:
     """The decoder with the slot tables that the run needs; says which kernels run."""
     ranks = [{n: w.rank for n, w in run.start.modules.items()} for run in runs]
-    return spec_of(config, model.config, model.dtype, ranks)
+    train = [run.train_data for run in runs]
+    return spec_of(config, model.config, model.dtype, ranks, train)
 
 
 def spec_of(
@@ -105,6 +106,7 @@ def spec_of(
     model: ModelConfig,
     dtype: jnp.dtype,
     ranks: Sequence[Mapping[str, int]],
+    train: Sequence[TokenizedData],
 ) -> DecoderSpec:
     """The same of a model without weights.
 
@@ -113,6 +115,7 @@ def spec_of(
         model: The model's mathematics.
         dtype: Of its weights.
         ranks: Rank of each module that a job adapts, for each job.
+        train: Training samples of each job.
     """
     adapted = {linear_path(name) for modules in ranks for name in modules}
     if config.slot_targets is not None:
@@ -130,6 +133,7 @@ def spec_of(
         remat=config.remat,
         attention=chosen_attention(config.attention, dtype, model.head_dim),
         max_segment_tokens=longest,
+        mean_segment_tokens=min(map(_mean_tokens, train)),
     )
     shape = SlotShape(
         num_slots=config.max_concurrent_jobs or len(ranks),
@@ -139,6 +143,10 @@ def spec_of(
     chosen = _implementation(config, spec)
     options = dataclasses.replace(options, implementation=chosen)
     return DecoderSpec(model, options, shape, frozenset(adapted))
+
+
+def _mean_tokens(data: TokenizedData) -> int:
+    return sum(len(s.token_ids) for s in data.samples) // len(data.samples)
 
 
 def _implementation(config: RunConfig, spec: DecoderSpec) -> Implementation:

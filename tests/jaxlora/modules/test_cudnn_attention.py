@@ -29,6 +29,7 @@ from jaxlora.modules.cudnn_attention import (
 from jaxlora.train import prepare
 from tests.jaxlora.modules import cudnn_stand_in
 from tests.jaxlora.modules.attention_cases import (
+    MEAN,
     PIECES,
     both_ways,
     check_isolation,
@@ -50,9 +51,10 @@ rows_of = st.lists(  # (tokens, padding behind them)
 @given(
     rows=st.integers(1, 70).map(lambda n: 64 * n) | st.integers(1, 3000),
     longest=st.integers(1, 10_000),
+    mean=st.integers(1, 3000),
 )
-def test_the_classes_hold_every_length(rows, longest):
-    classes = length_classes(rows, longest)
+def test_the_classes_hold_every_length(rows, longest, mean):
+    classes = length_classes(rows, longest, mean)
     assert classes[0].above == 0 and classes[-1].tokens >= min(longest, rows)
     for short, long in itertools.pairwise(classes):
         assert short.tokens == long.above < long.tokens
@@ -62,17 +64,19 @@ def test_the_classes_hold_every_length(rows, longest):
         assert c.segments // (rows // c.tokens) > 1, "cuDNN would ignore the offsets"
         # Only the shortest class can overflow.
         assert c.above == 0 or rows // (c.above + 1) <= c.segments
-        assert c.above == 0 or c.segments * c.tokens <= 4 * rows
+        assert c.above == 0 or c.segments * c.tokens <= 2 * rows
+    assert crowd(rows, longest, mean).segments * mean >= 1.5 * rows
 
 
 def test_the_classes_of_common_sizes():
-    def of(rows, longest):
-        return [(c.tokens, c.segments) for c in length_classes(rows, longest)]
+    def of(rows, longest, mean):
+        return [(c.tokens, c.segments) for c in length_classes(rows, longest, mean)]
 
-    assert of(8192, 1024) == [(256, 256), (1024, 32)]
-    assert of(8192, 2048) == [(128, 512), (512, 64), (2048, 16)]
-    assert of(4096, 1024) == [(256, 128), (1024, 16)]
-    assert of(4096, 10) == [(128, 256)]
+    assert of(8192, 2048, 2000) == [(2048, 8)]
+    assert of(8192, 2048, 480) == [(1024, 32), (2048, 8)]
+    assert of(8192, 2048, 64) == [(256, 192), (512, 32), (1024, 16), (2048, 8)]
+    assert of(4096, 1024, 600) == [(1024, 12)]
+    assert of(4096, 10, 10) == [(128, 640)]
 
 
 @settings(max_examples=100, deadline=None)
@@ -80,7 +84,7 @@ def test_the_classes_of_common_sizes():
 def test_each_segment_is_in_the_class_of_its_length(pieces):
     rows = 640
     ids, spans = layout(pieces, rows)
-    classes = length_classes(rows, 90)
+    classes = length_classes(rows, 90, MEAN)
     wide = tuple(  # one more class, and all that there may be in the shortest
         cudnn_attention.LengthClass(above=a, tokens=b, segments=640)
         for a, b in ((0, 20), (20, classes[-1].tokens))
@@ -105,7 +109,7 @@ def test_each_segment_is_in_the_class_of_its_length(pieces):
 def test_cudnn_is_called_as_jax_calls_it(window, monkeypatch):
     monkeypatch.setattr(jax_cudnn, "check_is_flash_attention", lambda *_, **__: None)
     rows, heads, kv_heads, e = 512, 4, 2, 64
-    c = length_classes(rows, 200)[-1]
+    c = length_classes(rows, 200, MEAN)[-1]
     count, per_row = rows // c.tokens, c.segments * c.tokens // rows
     q, k, v, dout = problem(rows, heads, kv_heads, e, jnp.bfloat16)
     ids, _ = layout([(200, 0)], rows)
@@ -140,6 +144,10 @@ def test_cudnn_is_called_as_jax_calls_it(window, monkeypatch):
 
     asked, wanted = (_custom_calls(f, q, k, v, dout) for f in (ours, theirs))
     assert len(asked) == len(wanted) == 2
+    for i, (attributes, *_) in enumerate(asked):
+        # JAX leaves this one to XLA.
+        attention = attributes["backend_config"]["cudnn_fmha_backend_config"]
+        assert attention.pop("force_deterministic") == (i == 1)
     assert asked == wanted
 
 
@@ -176,8 +184,8 @@ def _custom_calls(f, *args):
 @pytest.fixture
 def stand_in(monkeypatch):
     monkeypatch.setattr(jax.ffi, "ffi_call", cudnn_stand_in.ffi_call)
-    # Several classes in few rows: of at most 8, 32 and 128 tokens.
-    monkeypatch.setattr(cudnn_attention, "_SHORTEST_CLASS", 16)
+    # Several classes in few rows.
+    monkeypatch.setattr(cudnn_attention, "_SHORTEST_CLASS", 6)
 
 
 ROWS, LONGEST = 384, 90
@@ -185,8 +193,8 @@ ROWS, LONGEST = 384, 90
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_any_row_is_attended_as_defined(window, stand_in):
-    classes = length_classes(ROWS, LONGEST)
-    assert [c.tokens for c in classes] == [6, 24, 96]
+    classes = length_classes(ROWS, LONGEST, MEAN)
+    assert [c.tokens for c in classes] == [24, 48, 96]
     numbers = problem(ROWS, 4, 2, 8, jnp.float32)
 
     @settings(max_examples=15, deadline=None)
@@ -203,8 +211,8 @@ def test_any_row_is_attended_as_defined(window, stand_in):
 
 
 def test_segments_without_room_are_nan(stand_in, monkeypatch):
-    monkeypatch.setattr(cudnn_attention, "_CROWD", 2)
-    most = crowd(ROWS, LONGEST).segments
+    mean = 16
+    most = crowd(ROWS, LONGEST, mean).segments
     ids, spans = layout([(1, 0)] * 100 + [(2, 1)] * 50 + [(90, 0)], ROWS)
     assert len(spans) > most + 1
     numbers = problem(ROWS, 4, 2, 8, jnp.float32)
@@ -212,6 +220,7 @@ def test_segments_without_room_are_nan(stand_in, monkeypatch):
         packed_attention,
         segment_ids=ids,
         max_segment_tokens=LONGEST,
+        mean_segment_tokens=mean,
         implementation="cudnn",
     )
     lost = np.zeros(ROWS, bool)

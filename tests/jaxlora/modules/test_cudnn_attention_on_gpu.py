@@ -1,12 +1,18 @@
 """Attention through cuDNN on a GPU that has it: against the definition, and itself."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlora.modules.attention import compiler_options, packed_attention
 from jaxlora.modules.cudnn_attention import cudnn_unsupported
 from tests.jaxlora.modules.attention_cases import (
+    MEAN,
     PIECES,
+    both_ways,
     check_isolation,
     compiled,
     compiled_dense,
@@ -65,6 +71,25 @@ def test_gives_the_same_bits_each_time(pieces):
     first = run(*numbers)
     for _ in range(5):
         assert_same_bits(run(*numbers), first)
+
+
+def test_several_layers_in_one_program_give_the_bits_of_one_layer_each():
+    ids, _ = layout(RAGGED, ROWS)
+    layers = [problem(ROWS, 8, 2, 128, jnp.bfloat16, seed) for seed in range(3)]
+    attend = functools.partial(
+        packed_attention,
+        segment_ids=ids,
+        max_segment_tokens=600,
+        mean_segment_tokens=MEAN,
+        implementation="cudnn",
+    )
+
+    @functools.partial(jax.jit, compiler_options=compiler_options("cudnn"))
+    def all_layers(layers):
+        return [both_ways(attend, *numbers) for numbers in layers]
+
+    for got, numbers in zip(all_layers(layers), layers, strict=True):
+        assert_same_bits(got, gpu_run(ids)(*numbers))
 
 
 @pytest.mark.parametrize("tokens", [5, 100, 257, 600])
