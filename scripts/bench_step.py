@@ -2,8 +2,8 @@
 
 A step is a few microbatches, forward and backward, and the optimiser step of every
 adapter; its time is that from the end of the step before, with the device never waiting
-for the host. Weights and tokens are random; every row gets the same tokens and runs in a
-process of its own, so that each has its own peak of memory. Writes steps.csv and
+for the host. Weights and tokens are random; every row gets the same tokens and runs in
+a process of its own, so that each has its own peak of memory. Writes steps.csv and
 steps.png; with --profile, breakdown.csv and breakdown.png as well.
 
     python -m scripts.bench_step --output-dir bench
