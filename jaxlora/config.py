@@ -229,7 +229,7 @@ class RunConfig(Strict):
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     remat: bool = False
     implementation: Literal["auto", "xla", "mosaic"] = "auto"
-    attention: Literal["auto", "cudnn", "xla"] = "xla"
+    attention: Literal["auto", "cudnn", "xla"] = "auto"
     window_steps: PositiveInt = 4
     packer: PackerName = "joint"
     checkpoint_every: PositiveInt | None = 50

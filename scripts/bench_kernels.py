@@ -4,12 +4,16 @@ Every figure is device time: the sum of a call's kernels as CUPTI counts them, o
 events for torch. The frozen layer is `y = x W` and `dx = dy W'`; everything else also
 returns the gradients of A and B. All methods of a case run in one process.
 
+A few calls are over before the device reaches its power limit; `--sustained` also runs
+each method for so many seconds on end, and takes wall time, at the clock that is left.
+
     python -m scripts.bench_kernels --output-dir bench
 """
 
 import argparse
 import importlib.util
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -20,12 +24,13 @@ from scripts.bench_cases import CASES, METHODS, Case, arrays, call
 from scripts.bench_report import Timing, about, write_csv
 
 ROUNDS = 3  # each method's calls are spread over the run: clocks drift with heat
+_AT_ONCE = 20  # calls that the device is given before the host waits
 
 
 def time_jax(
-    case: Case, repeats: int, methods: Sequence[str]
+    case: Case, repeats: int, methods: Sequence[str], seconds: float
 ) -> Iterator[tuple[str, str, Timing]]:
-    """(method, pass, timing) of JAX methods."""
+    """(method, pass, timing) of JAX methods; the pass says if a time is sustained."""
     cupti = profiler.Cupti(finalize=False)
     names = [(name, what) for name in methods for what in ("forward", "both")]
     groups, routing = arrays(case)
@@ -41,6 +46,26 @@ def time_jax(
             times[key] += [1000 * t for t in found]
     for (name, what), found in times.items():
         yield name, what, Timing.of(found)
+    if not seconds:
+        return
+    for key in times:
+        times[key] = []
+    for _ in range(ROUNDS):
+        for key, run in runs.items():
+            times[key].append(sustained(run, groups, seconds / ROUNDS))
+    for (name, what), found in times.items():
+        yield name, f"{what}, sustained", Timing.of(found)
+
+
+def sustained(run: Callable, groups: list, seconds: float) -> float:
+    """Microseconds a call, over so many seconds of calls back to back."""
+    began, calls = time.perf_counter(), 0
+    while (passed := time.perf_counter() - began) < seconds:
+        for _ in range(_AT_ONCE):
+            out = run(groups)
+        jax.block_until_ready(out)
+        calls += _AT_ONCE
+    return 1e6 * passed / calls
 
 
 def time_torch(case: Case, repeats: int) -> Iterator[tuple[str, str, Timing]]:
@@ -91,6 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output-dir", type=Path, default=Path("bench"))
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--sustained", type=float, default=0.0, help="seconds")
     parser.add_argument("--no-torch", action="store_true")
     parser.add_argument("--cases", type=int, nargs="*", help="indices; all by default")
     parser.add_argument("--methods", nargs="*", default=list(METHODS))
@@ -101,7 +127,7 @@ def main() -> None:
     chosen = range(len(CASES)) if args.cases is None else args.cases
     for case in (CASES[i] for i in chosen):
         base: dict[str, float] = {}
-        timings = time_jax(case, args.repeats, args.methods)
+        timings = time_jax(case, args.repeats, args.methods, args.sustained)
         if with_torch:
             timings = (*timings, *time_torch(case, args.repeats))
         for method, what, timing in timings:
@@ -118,7 +144,7 @@ def main() -> None:
             }
             rows.append(row)
             print(
-                f"{case.name:42} {method:30} {what:8} {row['median_us']:9} us "
+                f"{case.name:42} {method:30} {what:18} {row['median_us']:9} us "
                 f"{row['ratio']:6}",
                 flush=True,
             )

@@ -1,6 +1,7 @@
 """Launches persistent kernels: one block a multiprocessor, each with many items."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -79,6 +80,43 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Kind:
+    """A work without its operands: what a kernel is compiled from.
+
+    Attributes:
+        role, items, beside, ring: As of the work.
+        rest: Leaves of its results' types and settings.
+        tree: Their structure.
+    """
+
+    role: Callable[..., Role]
+    items: int
+    beside: int
+    ring: RingShape
+    rest: tuple
+    tree: Any
+
+    @staticmethod
+    def of(work: Work) -> "_Kind":
+        """Of a work."""
+        rest, tree = jax.tree.flatten((work.out_types, work.settings))
+        return _Kind(work.role, work.items, work.beside, work.ring, tuple(rest), tree)
+
+    def work(self, operands: dict[str, Any]) -> Work:
+        """The work with operands."""
+        out_types, settings = jax.tree.unflatten(self.tree, self.rest)
+        return Work(
+            role=self.role,
+            operands=operands,
+            out_types=out_types,
+            items=self.items,
+            beside=self.beside,
+            ring=self.ring,
+            settings=settings,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class _Deal:
     """The items of one multiprocessor: `count` of them, from `first` on."""
 
@@ -136,6 +174,22 @@ def launch(
     Returns:
         The results of each work, by name.
     """
+    return _launched(
+        [work.operands for work in works],
+        kinds=tuple(map(_Kind.of, works)),
+        dtype=jnp.dtype(dtype),
+        num_sms=num_sms,
+        apart=apart,
+        interpret=interpret,
+    )
+
+
+@functools.partial(
+    jax.jit, static_argnames=("kinds", "dtype", "num_sms", "apart", "interpret")
+)
+def _launched(operands, *, kinds, dtype, num_sms, apart, interpret):
+    """`launch`; traced and compiled once for all calls with operands of like shapes."""
+    works = [kind.work(own) for kind, own in zip(kinds, operands, strict=True)]
     ins, in_tree = jax.tree.flatten([work.operands for work in works])
     types, out_tree = jax.tree.flatten([work.out_types for work in works])
 
