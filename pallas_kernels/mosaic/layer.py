@@ -24,7 +24,7 @@ from pallas_kernels.mosaic.device import interpret_params, num_sms, unsupported_
 from pallas_kernels.mosaic.expand import TILE_ROWS, Expand
 from pallas_kernels.mosaic.launch import Work, launch
 from pallas_kernels.mosaic.mask import Mask, mask_of
-from pallas_kernels.mosaic.outer import TILE_COLUMNS, Outer
+from pallas_kernels.mosaic.outer import TILE_COLUMNS, Outer, add_parts
 from pallas_kernels.mosaic.ring import COLUMNS, ROWS, STEP, RingShape
 from pallas_kernels.mosaic.routing import Blocks, blocks_of
 from pallas_kernels.mosaic.shrink import Shrink
@@ -201,11 +201,11 @@ def expand(*args, **kwargs) -> Array:
 def outer(*args, **kwargs) -> list[Array]:
     """The results of `outer_work`, launched alone."""
     work = outer_work(*args, **kwargs)
-    return _gradients(_run([work], work.operands["wide"].dtype)[0])
+    return _gradients(work, _run([work], work.operands["wide"].dtype)[0])
 
 
-def _gradients(made: dict[str, Any]) -> list[Array]:
-    return [by_split.sum(axis=0) for by_split in made["out"]]
+def _gradients(work: Work, made: dict[str, Any]) -> list[Array]:
+    return [add_parts(by_part, work.operands["starts"]) for by_part in made["out"]]
 
 
 def _expand_beside(wide: Work, outers: list[Work]) -> tuple[Array, list[list[Array]]]:
@@ -227,7 +227,8 @@ def _expand_beside(wide: Work, outers: list[Work]) -> tuple[Array, list[list[Arr
         works.append(dataclasses.replace(work, beside=items))
     made = _run(works, y.dtype, plan.apart)
     made += [_run([work], y.dtype)[0] for work in alone]
-    return made[0]["y"], [_gradients(out) for out in made[1:]]
+    gradients = map(_gradients, (*outers, *alone), made[1:])
+    return made[0]["y"], list(gradients)
 
 
 def _device_kind() -> str:

@@ -24,6 +24,7 @@ from pallas_kernels import (
     multi_lora_linears,
 )
 from pallas_kernels.mosaic.device import interpreted, unsupported_device
+from pallas_kernels.mosaic.layer import outer
 from pallas_kernels.mosaic.routing import blocks_of
 from tests.oracle import assert_as_accurate_as, relative_error
 from tests.pallas_kernels import interpreter
@@ -273,6 +274,33 @@ def test_alone_equals_together_to_the_bit():
     np.testing.assert_array_equal(dx_alone, dx[rows])
     np.testing.assert_array_equal(da_alone[1], da[1])
     np.testing.assert_array_equal(db_alone[1], db[1])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_gradient_in_parts_depends_on_its_own_rows_alone(transposed):
+    """Slots of two parts, one and none."""
+    owner = np.random.default_rng(0).permutation([0] * 17 + [1] * 3 + [3] * 10 + [-1])
+    keys = jax.random.split(jax.random.key(0))
+    wide, narrow = (
+        jax.random.normal(key, (len(owner) * 64, n), jnp.bfloat16)
+        for key, n in zip(keys, (128, 16), strict=True)
+    )
+
+    def gradient(kept):
+        blocks = blocks_of(jnp.asarray(owner[kept], jnp.int32), 4, 64 * int(kept.sum()))
+        x, s = (z[np.repeat(kept, 64)] for z in (wide, narrow))
+        about = [s], [jnp.ones(4, jnp.int32)], blocks, []
+        return outer(x, *about, transposed=transposed, splits=4)[0]
+
+    got = np.asarray(gradient(np.full(len(owner), True)))
+    for slot in range(4):
+        rows = np.repeat(owner == slot, 64)
+        x, s = (np.asarray(z, np.float64)[rows] for z in (wide, narrow))
+        want = s.T @ x if transposed else x.T @ s
+        np.testing.assert_allclose(got[slot], want, rtol=1e-4, atol=1e-4)
+        if rows.any():
+            alone = gradient(owner == slot)
+            np.testing.assert_array_equal(np.asarray(alone)[slot], got[slot])
 
 
 def _unrolled(p, rank):
