@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from jaxlora import RunConfig, Trainer
+from jaxlora.train.executor import Executor
 
 
 class Watched:
@@ -51,10 +52,16 @@ def watched(model, jobs, tmp_path, monkeypatch):
     def on_window(trainer):
         events.append("w")
 
+    run_window = Executor.train
+
+    def guarded(*args):
+        # On a GPU, this refuses any other way of waiting for values.
+        with jax.transfer_guard_device_to_host("disallow"):
+            return run_window(*args)
+
     monkeypatch.setattr(jax, "device_get", read)
-    # On a GPU, this refuses any other way of waiting for values.
-    with jax.transfer_guard_device_to_host("disallow"):
-        trainer.train(on_window=on_window)
+    monkeypatch.setattr(Executor, "train", guarded)
+    trainer.train(on_window=on_window)
     return "".join(events)
 
 
