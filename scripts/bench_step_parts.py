@@ -2,7 +2,8 @@
 
 A kernel is found again in the compiled program, whose instructions know the source
 lines that they come from; the frozen and the adapters' products are told apart by
-their shapes, and kernels that stand for themselves by name.
+their shapes, and kernels that stand for themselves by name. Of products through cuBLAS
+in a CUDA graph the profiler says no more than a name.
 """
 
 import re
@@ -18,6 +19,7 @@ from scripts.device_trace import Kernel, busy_ms, trace
 from scripts.hlo_origins import Origin, module_name, origins
 
 FROZEN = "frozen and expand products"
+CUBLAS = "products through cuBLAS"
 OWN = "adapters' own"
 ATTENTION = "attention"
 HEAD = "loss head"
@@ -25,12 +27,17 @@ ELEMENTWISE = "element-wise"
 OPTIMISER = "optimiser"
 OTHER = "other"
 GAPS = "gaps"
-PARTS = (FROZEN, OWN, ATTENTION, HEAD, ELEMENTWISE, OPTIMISER, OTHER)
+PARTS = (FROZEN, CUBLAS, OWN, ATTENTION, HEAD, ELEMENTWISE, OPTIMISER, OTHER)
 
 _NAMES = (
     (re.compile(r"lora_expand"), FROZEN),  # y = x W + s B is one kernel
     (re.compile(r"lora_"), OWN),
     (re.compile(r"cudnn|fmha|flash|attention", re.IGNORECASE), ATTENTION),
+)
+# Where nothing else is known. Only the head's products have float32 results ("tss").
+_LIBRARIES = (
+    (re.compile(r"nvjet_sm\d+_tss"), HEAD),
+    (re.compile(r"nvjet|cublas|cutlass"), CUBLAS),
 )
 _FILES = (
     ("attention", ATTENTION),
@@ -77,7 +84,10 @@ class Attribution:
             if pattern.search(kernel.name):
                 return part
         origin = self._origin(kernel, module)
-        return OTHER if origin is None else self._by_file(origin)
+        if origin is not None:
+            return self._by_file(origin)
+        libraries = (part for name, part in _LIBRARIES if name.search(kernel.name))
+        return next(libraries, OTHER)
 
     def _origin(self, kernel: Kernel, module: str) -> Origin | None:
         tables = [self._origins[module]] if module in self._origins else []

@@ -108,11 +108,16 @@ def write_data(wheels: pathlib.Path, folder: pathlib.Path) -> dict[str, tuple]:
     return out
 
 
+def has_gpu() -> bool:
+    """Whether JAX finds one; asked of another process, as it would take its memory."""
+    command = [sys.executable, "-c", "import jax; print(jax.default_backend())"]
+    out = subprocess.run(command, check=True, capture_output=True, text=True)
+    return out.stdout.strip() == "gpu"
+
+
 def run_file(model: pathlib.Path, data: dict[str, tuple], output_dir: str) -> dict:
     """The run: four jobs that differ in all that a job can differ in."""
-    import jax
-
-    on_gpu = jax.default_backend() == "gpu"
+    on_gpu = has_gpu()
     num_train, num_eval = (None, None) if on_gpu else (32, 10)
 
     def job(name: str, **settings) -> dict:
