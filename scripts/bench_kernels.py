@@ -96,7 +96,7 @@ def plot(rows: list[dict], path: Path) -> None:
     cases = list(dict.fromkeys(row["case"] for row in both))
     methods = list(dict.fromkeys(row["method"] for row in both))
     height = 0.8 / len(methods)
-    figure, axes = plt.subplots(figsize=(9, 1.1 * len(cases) + 1))
+    figure, axes = plt.subplots(figsize=(9, 0.8 * len(cases) + 1.5))
     for i, method in enumerate(methods):
         found = {row["case"]: row["ratio"] for row in both if row["method"] == method}
         at = [j + i * height for j, case in enumerate(cases) if case in found]
@@ -105,7 +105,8 @@ def plot(rows: list[dict], path: Path) -> None:
     axes.set_xlabel("time / frozen layer, forward + backward")
     axes.set_xlim(0, 3)
     axes.axvline(1, color="black", linewidth=0.5)
-    axes.legend(fontsize=7)
+    axes.invert_yaxis()
+    axes.legend(fontsize=7, ncols=3, loc="lower center", bbox_to_anchor=(0.4, 1))
     figure.tight_layout()
     figure.savefig(path, dpi=150)
 

@@ -4,11 +4,16 @@ import csv
 import dataclasses
 import importlib.util
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlora.hf.config import model_config
+from jaxlora.models.decoder import DecoderOptions, DecoderSpec
 from scheduler import Limits
 from scripts import bench_joint, bench_step, bench_step_rows
+from scripts.bench_models import SCORES, config_json, random_base
 from scripts.bench_step_parts import (
     ATTENTION,
     CUBLAS,
@@ -70,6 +75,16 @@ def test_the_base_alone():
     found = bench_step_rows.measure(TINY)
     assert found["tokens"] == 128
     assert found["p10_ms"] <= found["step_ms"] <= found["p90_ms"]
+
+
+def test_scores_of_attention_have_the_deviation_that_is_asked_for():
+    model = model_config(config_json("tiny"))
+    options = DecoderOptions(dtype=jnp.dtype("float32"), max_segment_tokens=8)
+    base = random_base(DecoderSpec(model, options).base_shapes())
+    x = jax.random.normal(jax.random.key(0), (256, model.hidden_size))  # as of a norm
+    e = model.head_dim
+    q, k = (x @ base[f"layers.0.self_attn.{name}_proj.kernel"][:, :e] for name in "qk")
+    assert (q @ k.T / e**0.5).std() == pytest.approx(SCORES, rel=0.1)
 
 
 def test_ratios():
