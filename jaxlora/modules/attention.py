@@ -80,7 +80,7 @@ def packed_attention(
             for one and a half times as many short ones as that makes, see `crowd`.
         window: How many rows back a row sees, itself included; None: all.
         implementation: `xla` runs anywhere; `cudnn` where `cudnn_unsupported` names no
-            reason against it.
+            reason against it, in programs compiled with `compiler_options`.
     """
     own = jnp.isfinite(q).all((1, 2)) & jnp.isfinite(k).all((1, 2))
     own &= jnp.isfinite(v).all((1, 2))

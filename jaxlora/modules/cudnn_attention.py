@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from jax._src.lib import cuda_versions
 from jaxtyping import Array, Bool, Float, Int
 
-# XLA takes cuDNN's deterministic backward pass only where a whole program is compiled
-# so: otherwise dq is summed by float atomics. For the outermost `jax.jit`.
+# For the outermost `jax.jit`: XLA takes cuDNN's deterministic gradient only where the
+# whole program is compiled so. Otherwise dq is summed by float atomics in the first of
+# several equal calls, and the others, which differ from it then, fail.
 DETERMINISTIC: Mapping[str, bool] = {"xla_gpu_exclude_nondeterministic_ops": True}
 
 _FIRST_CUDNN = 91002  # the first whose backward pass of packed rows is free of bugs
@@ -182,8 +183,8 @@ def cudnn_attention(
 ) -> Float[Array, "T H E"]:
     """Attention as `packed_attention` defines it, for finite q, k and v.
 
-    Compile the program around it with `DETERMINISTIC`, or its gradient has other bits
-    each time.
+    Compile the program around its gradient with `DETERMINISTIC`: without, the gradient
+    has other bits each time, and that of several layers fails.
 
     Args:
         q: Queries, bfloat16 or float16; H is a multiple of HK.
@@ -379,8 +380,8 @@ def _backend_config(shape, dtype, *, scale, window, segments, dots, is_backward)
         "sliding_window_length": window,
         "max_seg_per_batch": segments,
         "is_paged_attention": False,
-        # XLA sets this in the first of several equal calls only, and then cannot find
-        # the compiled graph of the others: their configurations differ.
+        # XLA sets this in the first of several equal calls only, and cannot find the
+        # compiled graph of the others then, as their configurations differ.
         "force_deterministic": is_backward,
     }
     for name, ((left, right), (batch_left, batch_right)) in dots.items():
