@@ -24,7 +24,8 @@ from pallas_kernels.mosaic.device import interpret_params, num_sms, unsupported_
 from pallas_kernels.mosaic.expand import TILE_ROWS, Expand
 from pallas_kernels.mosaic.launch import Work, launch
 from pallas_kernels.mosaic.mask import Mask, mask_of
-from pallas_kernels.mosaic.outer import TILE_COLUMNS, Outer, add_parts
+from pallas_kernels.mosaic.outer import TILE_COLUMNS, Outer
+from pallas_kernels.mosaic.parts import add_parts, parts_of
 from pallas_kernels.mosaic.ring import COLUMNS, ROWS, STEP, RingShape
 from pallas_kernels.mosaic.routing import Blocks, blocks_of
 from pallas_kernels.mosaic.shrink import Shrink
@@ -172,23 +173,24 @@ def outer_work(
 
     `splits`: None: the table's.
     """
-    k, r, g = wide.shape[1], narrow[0].shape[1], chunks[0].shape[0]
+    k, r = wide.shape[1], narrow[0].shape[1]
     splits = splits or splits_for(_device_kind(), k, num_sms())
-    shape = (splits, g, r, k) if transposed else (splits, g, k, r)
+    parts = parts_of(blocks, splits)
+    shape = (parts.slot.shape[0], *((r, k) if transposed else (k, r)))
     return Work(
         role=Outer,
         operands={
             "wide": wide,
             "narrow": tuple(narrow),
             "order": blocks.order,
-            "starts": blocks.starts,
+            "parts": parts,
             "chunks": tuple(chunks),
             "masks": tuple(masks),
         },
         out_types={"out": (jax.ShapeDtypeStruct(shape, jnp.float32),) * len(narrow)},
         items=math.ceil(k / TILE_COLUMNS) * splits * math.ceil(r / STEP),
         ring=RingShape.outer(len(narrow), masked=bool(masks)),
-        settings={"transposed": transposed},
+        settings={"splits": splits, "transposed": transposed},
     )
 
 
@@ -205,7 +207,8 @@ def outer(*args, **kwargs) -> list[Array]:
 
 
 def _gradients(work: Work, made: dict[str, Any]) -> list[Array]:
-    return [add_parts(by_part, work.operands["starts"]) for by_part in made["out"]]
+    parts, splits = work.operands["parts"], work.settings["splits"]
+    return [add_parts(sums, parts, splits) for sums in made["out"]]
 
 
 def _expand_beside(wide: Work, outers: list[Work]) -> tuple[Array, list[list[Array]]]:
@@ -216,7 +219,7 @@ def _expand_beside(wide: Work, outers: list[Work]) -> tuple[Array, list[list[Arr
     gradients = [
         Gradient(
             items=work.items,
-            steps=num_blocks / work.out_types["out"][0].shape[0],
+            steps=num_blocks / work.settings["splits"],
             masks=len(work.operands["masks"]),
         )
         for work in outers

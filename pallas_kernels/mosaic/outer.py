@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
 
 from pallas_kernels.mosaic.mask import (
     OF_COLUMN,
@@ -27,46 +26,28 @@ from pallas_kernels.mosaic.ring import (
 )
 
 TILE_COLUMNS = COMPUTE * STEP
-_PART_BLOCKS = 8  # of a slot's rows: a part of fewer costs more to add up than it saves
-
-
-def parts_of(own_blocks, most):
-    """Into how many parts a slot's own rows are split, at most `most`."""
-    parts = jnp.clip(lax.div(own_blocks, jnp.int32(_PART_BLOCKS)), 1, most)
-    return jnp.where(own_blocks > 0, parts, 0)
-
-
-def add_parts(
-    out: Float[Array, "S G ..."], starts: Int[Array, " G1"]
-) -> Float[Array, "G ..."]:
-    """The sums over each slot's parts; others were never written."""
-    parts = parts_of(starts[1:] - starts[:-1], out.shape[0])
-    is_part = jnp.arange(out.shape[0])[:, None] < parts
-    is_part = is_part.reshape(is_part.shape + (1,) * (out.ndim - 2))
-    return jnp.where(is_part, out, 0).sum(axis=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Outer:
     """Items are (128 columns of wide, split of the rows, chunk of 64 ranks).
 
-    An item visits every slot and sums over a part of the slot's *own* blocks in their
-    order, each warpgroup for 64 of the columns. How many parts a slot has, and what is
-    in them, depends on its own rows alone, so a sum's order does not depend on
-    neighbours; only which split does a part does, to share them out. Each of the P
-    projections that share wide has its own narrow, mask and result.
+    An item takes its split's share of the parts of all slots' rows, in turn, and sums
+    over the blocks of each in their order, each warpgroup for 64 of the columns. Each
+    of the projections that share wide has its own narrow, mask and result.
 
     Attributes:
         ring: Shared memory.
         wide: x or dy, T K.
         narrow: ds or s, T R, of each projection.
-        out: The gradients by part, S G K R (S G R K when `transposed`), float32; see
+        out: The gradients by part, P K R (P R K when `transposed`), float32; see
             `add_parts`.
         order: Blocks of 64 rows sorted by slot.
-        starts: Where each slot's blocks start in `order`, G + 1.
+        parts: Of the rows.
         chunks: Chunks of 64 ranks that each slot fills, G, of each projection.
         masks: Dropout of wide, of each projection; empty: none.
-        transposed: Whether out is S G R K.
+        splits: How many share the parts of one tile.
+        transposed: Whether out is P R K.
     """
 
     ring: Ring
@@ -74,52 +55,43 @@ class Outer:
     narrow: tuple
     out: tuple
     order: Any
-    starts: Any
+    parts: Any
     chunks: tuple
     masks: tuple[Mask, ...]
+    splits: int
     transposed: bool
 
     def _place(self, item):
         tiles = pl.cdiv(self.wide.shape[1], TILE_COLUMNS)
-        splits = self.out[0].shape[0]
         tile, item = lax.rem(item, tiles), lax.div(item, tiles)
-        return tile * TILE_COLUMNS, lax.rem(item, splits), lax.div(item, splits)
+        split, chunk = lax.rem(item, self.splits), lax.div(item, self.splits)
+        return tile * TILE_COLUMNS, split, chunk
 
-    def _bounds(self, slot, split, chunk):
-        """(which of the slot's parts this split does, its first block, how many).
-
-        The part is -1 if it does none.
-        """
-        slot = jnp.minimum(slot, self.chunks[0].shape[0] - 1)
-        splits = self.out[0].shape[0]
-        first = self.starts[slot]
-        own = self.starts[slot + 1] - first
-        parts = parts_of(own, splits)
-        # The parts of slots that have few go to different splits.
-        turn = lax.rem(lax.div(first, jnp.int32(_PART_BLOCKS)), jnp.int32(splits))
-        part = lax.rem(split + splits - turn, jnp.int32(splits))
-        begin = lax.div(own * part, jnp.maximum(parts, 1))
-        count = lax.div(own * (part + 1), jnp.maximum(parts, 1)) - begin
-        is_mine = part < parts
-        live = is_mine & (chunk < most_chunks(self.chunks, slot))
-        return jnp.where(is_mine, part, -1), first + begin, jnp.where(live, count, 0)
+    def _task(self, index, chunk):
+        """(slot, place in `out`, first block, blocks) of a part."""
+        index = jnp.minimum(index, self.parts.slot.shape[0] - 1)
+        slot, begin = self.parts.slot[index], self.parts.begin[index]
+        live = chunk < most_chunks(self.chunks, slot)
+        return slot, index, begin, jnp.where(live, self.parts.count[index], 0)
 
     def about(self, item):
-        """The first slot's blocks."""
+        """(parts that this split does, the first of them)."""
         _, split, chunk = self._place(item)
-        return self._bounds(jnp.int32(0), split, chunk)
+        behind = jnp.maximum(self.parts.total[0] - split, 0)
+        number = lax.div(behind + self.splits - 1, jnp.int32(self.splits))
+        return number, *self._task(split, chunk)
 
-    def _each_slot(self, item, about, step, do):
-        """`do(slot, bounds, step)` for each slot; reads the next one's ahead."""
+    def _each_part(self, item, about, step, do):
+        """`do(task, step)` for each part; reads the next one's task ahead."""
         _, split, chunk = self._place(item)
+        number, *first = about
 
-        def one(slot, carry):
-            step, bounds = carry
-            following = self._bounds(slot + 1, split, chunk)
-            return do(slot, bounds, step), following
+        def one(i, carry):
+            step, task = carry
+            following = self._task(split + (i + 1) * self.splits, chunk)
+            return do(task, step), following
 
-        num_slots = self.chunks[0].shape[0]
-        return lax.fori_loop(0, num_slots, one, (step, about))[0]
+        return lax.fori_loop(0, number, one, (step, tuple(first)))[0]
 
     def _block(self, index):
         return self.order[jnp.minimum(index, self.order.shape[0] - 1)]
@@ -145,9 +117,8 @@ class Outer:
                 lines = self.ring.lines.at[stage, p]
                 plgpu.copy_gmem_to_smem(mask.token.at[block], lines, full)
 
-        def of_slot(slot, bounds, step):
-            del slot
-            _, begin, count = bounds
+        def of_part(task, step):
+            _, _, begin, count = task
 
             def one(i, carry):
                 step, block = carry
@@ -157,15 +128,15 @@ class Outer:
 
             return lax.fori_loop(0, count, one, (step, self._block(begin)))[0]
 
-        return self._each_slot(item, about, step, of_slot)
+        return self._each_part(item, about, step, of_part)
 
     def compute(self, item, about, step, wg):
         """Computes one item; returns the next step of the ring."""
         column, _, chunk = self._place(item)
         column = column + wg * STEP
 
-        def of_slot(slot, bounds, step):
-            part, _, count = bounds
+        def of_part(task, step):
+            slot, place, _, count = task
             words = [self._words(mask, slot, column) for mask in self.masks]
 
             def accumulate(*accs):
@@ -192,10 +163,10 @@ class Outer:
                 # Of a projection that the slot does not adapt, narrow was not written.
                 mine = lax.broadcast(chunk < chunks[slot], total.shape)
                 total = jnp.where(mine, total, zeros_like(total))
-                self._store(total, out, (part, slot, chunk, column), wg)
+                self._store(total, out, (place, chunk, column), wg)
             return step
 
-        return self._each_slot(item, about, step, of_slot)
+        return self._each_part(item, about, step, of_part)
 
     def _words(self, mask, slot, column):
         """(words of the tile's features, threshold)."""
@@ -212,13 +183,13 @@ class Outer:
         return dropped(value, tokens, *words[p], token_axis=1)
 
     def _store(self, total, out, at, wg):
-        part, slot, chunk, column = at
+        place, chunk, column = at
 
-        @pl.when((part >= 0) & (column < self.wide.shape[1]))
+        @pl.when(column < self.wide.shape[1])
         def _():
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self.ring.sum[wg] = total
             plgpu.commit_smem()
             k, r = pl.ds(column, STEP), pl.ds(chunk * STEP, STEP)
-            where = (part, slot, r, k) if self.transposed else (part, slot, k, r)
+            where = (place, r, k) if self.transposed else (place, k, r)
             plgpu.copy_smem_to_gmem(self.ring.sum.at[wg], out.at[where])

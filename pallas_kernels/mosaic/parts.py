@@ -1,0 +1,70 @@
+"""Sums over each adapter's own rows, in parts that many multiprocessors can share."""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.mosaic.routing import Blocks
+
+_PART_BLOCKS = 8  # a part of fewer blocks costs more to add up than it saves
+
+
+@typing.no_type_check  # JAX rebuilds it around references
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The parts of all slots, one slot's after the other's.
+
+    How many parts a slot has, and what is in them, depends on its own rows alone, so
+    that the order of a sum does not depend on neighbours.
+
+    Attributes:
+        slot: Whose each part is, P.
+        begin: Where its blocks start in `Blocks.order`, P.
+        count: How many blocks it has, P.
+        total: How many parts there are, 1; what is behind them is nobody's.
+        first: Where each slot's parts start, G.
+        number: How many parts each slot has, G.
+    """
+
+    slot: Int[Array, " P"]
+    begin: Int[Array, " P"]
+    count: Int[Array, " P"]
+    total: Int[Array, " 1"]
+    first: Int[Array, " G"]
+    number: Int[Array, " G"]
+
+
+def parts_of(blocks: Blocks, most: int) -> Parts:
+    """Splits each slot's rows into at most so many parts."""
+    starts, num_blocks = blocks.starts, blocks.slot.shape[0]
+    start, own = starts[:-1], starts[1:] - starts[:-1]
+    number = jnp.where(own > 0, jnp.clip(own // _PART_BLOCKS, 1, most), 0)
+    end = jnp.cumsum(number, dtype=jnp.int32)
+    first = end - number
+    num_slots = own.shape[0]
+    room = min(most * num_slots, num_slots + num_blocks // _PART_BLOCKS)
+    index = jnp.arange(room, dtype=jnp.int32)
+    slot = (end <= index[:, None]).sum(axis=1, dtype=jnp.int32)
+    slot = jnp.minimum(slot, num_slots - 1)
+    part = index - first[slot]
+    pieces = jnp.maximum(number[slot], 1)
+    begin, after = (own[slot] * n // pieces for n in (part, part + 1))
+    return Parts(slot, start[slot] + begin, after - begin, end[-1:], first, number)
+
+
+def add_parts(
+    sums: Float[Array, "P ..."], parts: Parts, most: int
+) -> Float[Array, "G ..."]:
+    """The sum of each slot's parts, in their order."""
+    shape = (-1,) + (1,) * (sums.ndim - 1)
+    total = jnp.zeros(parts.first.shape + sums.shape[1:], sums.dtype)
+    for i in range(most):
+        is_part = i < parts.number
+        part = sums[jnp.where(is_part, parts.first + i, 0)]
+        # Select: what nobody wrote may be anything.
+        total += jnp.where(is_part.reshape(shape), part, 0)
+    return total
