@@ -8,6 +8,24 @@ from scheduler import AffineCost, CostModel, Limits, Pipeline, Sample
 LIMITS = Limits(capacity=512, block_tokens=32)
 
 
+def sample(job, batch, index, tokens) -> Sample:
+    """In short."""
+    return Sample(job=job, batch=batch, index=index, num_tokens=tokens)
+
+
+@st.composite
+def mixes(draw, max_jobs=6, max_samples=8):
+    """Jobs with different numbers of global batches, of different sizes."""
+    lengths = st.lists(st.integers(1, 512), min_size=1, max_size=max_samples)
+    batches = st.lists(lengths, min_size=1, max_size=4)
+    return [
+        sample(3 * job, 2 + number, i, tokens)
+        for job, of_job in enumerate(draw(st.lists(batches, max_size=max_jobs)))
+        for number, of_batch in enumerate(of_job)
+        for i, tokens in enumerate(of_batch)
+    ]
+
+
 @st.composite
 def job_mixes(draw, max_jobs=5, max_batches=5, max_batch=8):
     """Jobs of several batches: ragged, of different numbers, short and long samples."""

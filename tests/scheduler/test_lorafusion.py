@@ -13,33 +13,15 @@ import hypothesis.strategies as st
 import pulp
 import pytest
 
-from scheduler import Limits, Sample, lorafusion, padded_tokens, violations
+from scheduler import Limits, lorafusion, padded_tokens, violations
 from scheduler.lorafusion import algorithm, batch, milp, solver
-from scheduler.lorafusion.merge import merge
 from scheduler.lorafusion.verify_and_fix import verify_and_fix, with_no_ops
 from scheduler.types import Pipeline
 from tests.scheduler.lengths import jobs
+from tests.scheduler.strategies import LIMITS, mixes, sample
 
-LIMITS = Limits(capacity=512, block_tokens=32)
 FOUR = Pipeline.one_f_one_b(4)
 GREEDY = {"use_milp": False}
-
-
-def sample(job, batch, index, tokens):
-    return Sample(job=job, batch=batch, index=index, num_tokens=tokens)
-
-
-@st.composite
-def mixes(draw, max_jobs=6, max_samples=8):
-    """Jobs with different numbers of global batches, of different sizes."""
-    lengths = st.lists(st.integers(1, 512), min_size=1, max_size=max_samples)
-    batches = st.lists(lengths, min_size=1, max_size=4)
-    return [
-        sample(3 * job, 2 + number, i, tokens)
-        for job, of_job in enumerate(draw(st.lists(batches, max_size=max_jobs)))
-        for number, of_batch in enumerate(of_job)
-        for i, tokens in enumerate(of_batch)
-    ]
 
 
 @hypothesis.settings(max_examples=60, deadline=None)
@@ -300,43 +282,6 @@ def test_reports_every_batch(caplog):
 # Where LoRAFusion's code fails
 
 
-def test_a_merge_that_empties_a_microbatch_drops_it():
-    """Its second merge pass keeps it, so that samples are trained twice."""
-    a, b = [sample(0, 0, 0, 100)], [sample(1, 0, i, 100) for i in range(2)]
-    assert merge([[tuple(a)], [tuple(b)]], LIMITS, FOUR) == ((*a, *b),)
-
-
-def test_a_merge_never_mixes_two_batches_of_a_job():
-    """Its partial merge does: the check for it compares a name with itself."""
-    samples = [sample(0, b, i, 60) for b in range(3) for i in range(3)]
-    for distance in (1, 4):
-        pipeline = Pipeline(distance=distance)
-        schedule = lorafusion.pack(samples, LIMITS, pipeline, **GREEDY)
-        assert [len(m) for m in schedule.microbatches if m] == [3, 3, 3]
-
-
-@hypothesis.settings(max_examples=60, deadline=None)
-@hypothesis.given(mixes(), st.integers(1, 16))
-def test_a_merge_calls_for_no_new_no_op(samples, num_stages):
-    """Its first merge pass does, and repairs that with more no-ops than needed."""
-    pipeline = Pipeline.one_f_one_b(num_stages)
-    plain, merged = (
-        lorafusion.pack(samples, LIMITS, pipeline, use_merge=m, **GREEDY)
-        for m in (False, True)
-    )
-    no_ops = lambda schedule: sum(not m for m in schedule.microbatches)
-    assert no_ops(merged) <= no_ops(plain)
-    assert len(merged.microbatches) <= len(plain.microbatches)
-
-
-def test_a_merge_looks_behind_the_microbatch_that_it_would_drop():
-    """Dropping job 1's only microbatch would bring job 0's batches too close."""
-    first, second = sample(0, 0, 0, 100), sample(0, 1, 0, 100)
-    between = (sample(1, 0, 0, 100), sample(1, 0, 1, 90))
-    merged = merge([[(first,)], [between], [(second,)]], LIMITS, Pipeline(distance=2))
-    assert merged == ((first, between[0]), (between[1],), (second,))
-
-
 @pytest.mark.parametrize(("num_stages", "no_ops"), [(1, 0), (4, 9), (8, 21), (16, 45)])
 def test_one_job_gets_enough_no_ops(num_stages, no_ops):
     """Its repair adds 6 of them and leaves violations."""
@@ -366,15 +311,6 @@ def test_a_sample_over_the_capacity_is_refused_before_anything_runs(monkeypatch)
     monkeypatch.setattr(algorithm, "pack_batch", None)
     with pytest.raises(ValueError, match="job 2 has 513 tokens, over the capacity of"):
         lorafusion.pack([sample(2, 0, 0, 513)], LIMITS, FOUR)
-
-
-def test_a_merge_pads_to_the_blocks_that_were_asked_for():
-    """It pads to the kernel's, 128."""
-    limits = Limits(capacity=160, block_tokens=32)
-    a, b = sample(0, 0, 0, 96), sample(1, 0, 0, 64)
-    assert merge([[(a,)], [(b,)]], limits, FOUR) == ((a, b),)
-    coarse = dataclasses.replace(limits, capacity=128, block_tokens=128)
-    assert len(merge([[(a,)], [(b,)]], coarse, FOUR)) == 2
 
 
 def test_a_schedule_that_breaks_a_rule_is_never_returned():
