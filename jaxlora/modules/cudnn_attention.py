@@ -215,7 +215,9 @@ def _attention(q, k, v, is_sound, segment_ids, classes, window):
 
 
 def _attention_forward(q, k, v, is_sound, segment_ids, classes, window):
-    all_members = members_of(segment_ids, classes)
+    # Behind a barrier, or XLA makes them again in every kernel that reads them, instead
+    # of once for all layers.
+    all_members = jax.lax.optimization_barrier(members_of(segment_ids, classes))
     out, lse = jnp.zeros_like(q), jnp.zeros(q.shape[:2], jnp.float32)
     for c, mine in zip(classes, all_members, strict=True):
         part, part_lse = _forward(q, k, v, c, mine, window)

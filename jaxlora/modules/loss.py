@@ -82,7 +82,8 @@ def _over_targets(compute, is_target, *rows, chunk: int):
     are skipped.
     """
     t = len(is_target)
-    place = jnp.cumsum(is_target) - 1
+    # Behind a barrier, or XLA counts again for every value that is gathered by it.
+    place = jax.lax.optimization_barrier(jnp.cumsum(is_target) - 1)
     num_chunks = -(-t // chunk)
     source = jnp.zeros(num_chunks * chunk, jnp.int32)
     source = source.at[jnp.where(is_target, place, len(source))].set(
