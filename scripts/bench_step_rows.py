@@ -152,6 +152,8 @@ def _measure_jaxlora(case: Case, row: Row) -> dict[str, Any]:
     batches = [m.packed for m in drawn]
     base = jax.block_until_ready(random_base(setup.spec().base_shapes()))
     training = bench_training.Training(setup, base, batches[0])
+    if not training.run(batches):
+        return {"skipped": "the gradients are not finite"}
     times = bench_training.time_steps(lambda: training.start(batches), case.repeats)
     peak = bench_training.peak_bytes()
     found: dict[str, Any] = result(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxlora.config import DataConfig, LoraJob
@@ -133,12 +134,22 @@ class Training:
 
         return jax.grad(loss)(base[first])
 
-    def run(self, batches: Sequence[PackedBatch]) -> None:
-        """One optimiser step of every job on these microbatches; waits for its end."""
-        self.start(batches)()
+    def run(self, batches: Sequence[PackedBatch]) -> bool:
+        """One optimiser step of every job; waits for its end.
+
+        Returns:
+            Whether the gradients are finite. Of others, times mean nothing.
+        """
+        made: Any = self.start(batches)()
+        if self.setup.num_jobs:
+            return bool(made.is_finite.all())
+        return all(bool(jnp.isfinite(gradient).all()) for gradient in made)
 
     def start(self, batches: Sequence[PackedBatch]) -> Callable[[], object]:
-        """The same, without waiting: gives it to the device and returns what waits."""
+        """The same, without waiting: gives it to the device and returns what waits.
+
+        That returns the gradient of the base alone, or what the step did.
+        """
         if not self.setup.num_jobs:
             frozen = [self._frozen(self._base, x) for x in batches]
             return functools.partial(jax.block_until_ready, frozen)

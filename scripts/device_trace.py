@@ -30,7 +30,7 @@ class Kernel:
     ms: float
 
 
-def trace(run: Callable[[], None], repeats: int) -> list[Kernel]:
+def trace(run: Callable[[], object], repeats: int) -> list[Kernel]:
     """The kernels of so many calls; `run` must wait for its end.
 
     On a CPU, which has no kernels, the program's instructions as its threads ran them.

@@ -12,7 +12,7 @@ import pytest
 from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions, DecoderSpec
 from scheduler import Limits
-from scripts import bench_joint, bench_step, bench_step_rows
+from scripts import bench_joint, bench_models, bench_step, bench_step_rows
 from scripts.bench_models import SCORES, config_json, random_base
 from scripts.bench_step_parts import (
     ATTENTION,
@@ -85,6 +85,16 @@ def test_scores_of_attention_have_the_deviation_that_is_asked_for():
     e = model.head_dim
     q, k = (x @ base[f"layers.0.self_attn.{name}_proj.kernel"][:, :e] for name in "qk")
     assert (q @ k.T / e**0.5).std() == pytest.approx(SCORES, rel=0.1)
+
+
+@pytest.mark.parametrize("row", [FROZEN, "jaxlora xla"])
+def test_gradients_that_are_not_finite_are_not_timed(row, monkeypatch):
+    def broken(shapes):
+        return {k: v.at[..., 0].set(jnp.nan) for k, v in random_base(shapes).items()}
+
+    monkeypatch.setattr(bench_models, "random_base", broken)
+    found = bench_step_rows.measure(dataclasses.replace(TINY, row=row))
+    assert found == {"skipped": "the gradients are not finite"}
 
 
 def test_ratios():
