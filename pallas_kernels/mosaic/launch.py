@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import typing
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -50,70 +51,39 @@ class Role(Protocol):
         ...
 
 
+@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["operands"],
+    meta_fields=["role", "out_types", "items", "beside", "ring", "settings"],
+)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """Items of one kind.
+    """Items of one kind; all but the operands is what a kernel is compiled from.
 
     Attributes:
         role: The kind, made of the ring, references of operands and results by name,
             and `settings`.
         operands: Trees of arrays in device memory, by name.
-        out_types: Trees of shapes and dtypes, by name.
+        out_types: (name, tree of shapes and dtypes) of each result.
         items: How many.
         beside: How many of them, the first ones, go to the multiprocessors that are
             kept apart.
         ring: Of the shared memory.
-        settings: What is known when the kernel is compiled.
+        settings: (name, value) of what is known when the kernel is compiled.
     """
 
     role: Callable[..., Role]
     operands: dict[str, Any]
-    out_types: dict[str, Any]
+    out_types: tuple[tuple[str, Any], ...]
     items: int
     beside: int = 0
     ring: RingShape
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    settings: tuple[tuple[str, Any], ...] = ()
 
     @property
     def name(self) -> str:
         return self.role.__name__.lower()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Kind:
-    """A work without its operands: what a kernel is compiled from.
-
-    Attributes:
-        role, items, beside, ring: As of the work.
-        rest: Leaves of its results' types and settings.
-        tree: Their structure.
-    """
-
-    role: Callable[..., Role]
-    items: int
-    beside: int
-    ring: RingShape
-    rest: tuple
-    tree: Any
-
-    @staticmethod
-    def of(work: Work) -> "_Kind":
-        """Of a work."""
-        rest, tree = jax.tree.flatten((work.out_types, work.settings))
-        return _Kind(work.role, work.items, work.beside, work.ring, tuple(rest), tree)
-
-    def work(self, operands: dict[str, Any]) -> Work:
-        """The work with operands."""
-        out_types, settings = jax.tree.unflatten(self.tree, self.rest)
-        return Work(
-            role=self.role,
-            operands=operands,
-            out_types=out_types,
-            items=self.items,
-            beside=self.beside,
-            ring=self.ring,
-            settings=settings,
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +123,7 @@ def _each_item(work: Work, role: Role, deal: _Deal, do):
     return lax.fori_loop(0, deal.count, one, start)[0]
 
 
+@functools.partial(jax.jit, static_argnames=("dtype", "num_sms", "apart", "interpret"))
 def launch(
     works: Sequence[Work],
     *,
@@ -162,6 +133,8 @@ def launch(
     interpret: Any = None,
 ) -> list[dict[str, Any]]:
     """Runs a kernel that does each work's items, one work after the other.
+
+    It is traced and compiled once for all calls with works of like shapes.
 
     Args:
         works: What to do. A multiprocessor goes on to the next as soon as it is done
@@ -174,24 +147,8 @@ def launch(
     Returns:
         The results of each work, by name.
     """
-    return _launched(
-        [work.operands for work in works],
-        kinds=tuple(map(_Kind.of, works)),
-        dtype=jnp.dtype(dtype),
-        num_sms=num_sms,
-        apart=apart,
-        interpret=interpret,
-    )
-
-
-@functools.partial(
-    jax.jit, static_argnames=("kinds", "dtype", "num_sms", "apart", "interpret")
-)
-def _launched(operands, *, kinds, dtype, num_sms, apart, interpret):
-    """`launch`; traced and compiled once for all calls with operands of like shapes."""
-    works = [kind.work(own) for kind, own in zip(kinds, operands, strict=True)]
     ins, in_tree = jax.tree.flatten([work.operands for work in works])
-    types, out_tree = jax.tree.flatten([work.out_types for work in works])
+    types, out_tree = jax.tree.flatten([dict(work.out_types) for work in works])
 
     def body(*refs):
         outs = jax.tree.unflatten(out_tree, refs[len(ins) : len(ins) + len(types)])
@@ -201,7 +158,7 @@ def _launched(operands, *, kinds, dtype, num_sms, apart, interpret):
         todo = []
         for i, work in enumerate(works):
             ring = Ring(work.ring, *stages[i], *barriers[i])
-            named = operands[i] | outs[i] | work.settings
+            named = operands[i] | outs[i] | dict(work.settings)
             deal = _deal(work, sm, num_sms, apart)
             todo.append((work, work.role(ring=ring, **named), deal))
 

@@ -71,7 +71,7 @@ def _pad_rank(x: Array, axis: int, rank: int) -> Array:
 def _run(works: list[Work], dtype, apart: int = 0) -> list[dict[str, Any]]:
     return launch(
         works,
-        dtype=dtype,
+        dtype=jnp.dtype(dtype),
         num_sms=num_sms(),
         apart=apart,
         interpret=interpret_params(),
@@ -100,7 +100,7 @@ def shrink(x, a, factor, chunks, blocks: Blocks, masks) -> list:
             "chunks": tuple(chunks),
             "masks": tuple(masks),
         },
-        out_types={"s": tuple(out)},
+        out_types=(("s", tuple(out)),),
         items=blocks.slot.shape[0] * math.ceil(r / STEP),
         ring=ring,
     )
@@ -156,13 +156,13 @@ def expand_work(
             "bias": bias,
             "masks": tuple(masks),
         },
-        out_types={"y": jax.ShapeDtypeStruct((t, n), x[0].dtype)},
+        out_types=(("y", jax.ShapeDtypeStruct((t, n), x[0].dtype)),),
         items=math.ceil(t / TILE_ROWS) * math.ceil(n / COLUMNS),
         ring=RingShape.wide(transposed=transposed, masks=len(masks)),
-        settings={
-            "transposed": transposed,
-            "band": band or band_for(_device_kind(), t, k, n),
-        },
+        settings=(
+            ("transposed", transposed),
+            ("band", band or band_for(_device_kind(), t, k, n)),
+        ),
     )
 
 
@@ -187,17 +187,17 @@ def outer_work(
             "chunks": tuple(chunks),
             "masks": tuple(masks),
         },
-        out_types={"out": (jax.ShapeDtypeStruct(shape, jnp.float32),) * len(narrow)},
+        out_types=(("out", (jax.ShapeDtypeStruct(shape, jnp.float32),) * len(narrow)),),
         items=math.ceil(k / TILE_COLUMNS) * splits * math.ceil(r / STEP),
         ring=RingShape.outer(len(narrow), masked=bool(masks)),
-        settings={"splits": splits, "transposed": transposed},
+        settings=(("splits", splits), ("transposed", transposed)),
     )
 
 
 def expand(*args, **kwargs) -> Array:
     """The result of `expand_work`, launched alone."""
     work = expand_work(*args, **kwargs)
-    return _run([work], work.out_types["y"].dtype)[0]["y"]
+    return _run([work], dict(work.out_types)["y"].dtype)[0]["y"]
 
 
 def outer(*args, **kwargs) -> list[Array]:
@@ -207,19 +207,19 @@ def outer(*args, **kwargs) -> list[Array]:
 
 
 def _gradients(work: Work, made: dict[str, Any]) -> list[Array]:
-    parts, splits = work.operands["parts"], work.settings["splits"]
+    parts, splits = work.operands["parts"], dict(work.settings)["splits"]
     return [add_parts(sums, parts, splits) for sums in made["out"]]
 
 
 def _expand_beside(wide: Work, outers: list[Work]) -> tuple[Array, list[list[Array]]]:
     """Launches a wide product and gradients, of which some fill what it leaves idle."""
     outers, alone = outers[:_MOST_BESIDE], outers[_MOST_BESIDE:]
-    y, num_blocks = wide.out_types["y"], wide.operands["slot"].shape[0]
+    y, num_blocks = dict(wide.out_types)["y"], wide.operands["slot"].shape[0]
     k = sum(x.shape[1] for x in wide.operands["x"])
     gradients = [
         Gradient(
             items=work.items,
-            steps=num_blocks / work.settings["splits"],
+            steps=num_blocks / dict(work.settings)["splits"],
             masks=len(work.operands["masks"]),
         )
         for work in outers
