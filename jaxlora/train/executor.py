@@ -170,8 +170,10 @@ class Executor:
             self.table.state, self._hyper(list(whole))
         )
         mine = {run.slot: losses.pop(run.slot) for run in whole}
-        for array in jax.tree.leaves((mine, result)):
-            array.copy_to_host_async()
+        # Meant, and nothing waits for it: no guard against transfers need object.
+        with jax.transfer_guard_device_to_host("allow"):
+            for array in jax.tree.leaves((mine, result)):
+                array.copy_to_host_async()
         return _Stepped(batches=whole, losses=mine, result=result)
 
     def evaluate(self, runs: Sequence[JobRun]) -> dict[str, float]:

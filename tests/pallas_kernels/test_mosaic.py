@@ -136,9 +136,12 @@ def test_matches_the_definition(case):
 
 
 @settings(
-    max_examples=6 if ON_HOPPER else 3,
+    max_examples=3,
     deadline=None,
-    phases=[Phase.explicit, Phase.generate],  # an interpreted case takes seconds
+    phases=[
+        Phase.explicit,
+        Phase.generate,
+    ],  # a case takes seconds
 )
 @given(
     blocks=st.lists(st.integers(-1, 2), min_size=1, max_size=5),

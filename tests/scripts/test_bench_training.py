@@ -27,6 +27,7 @@ from scripts.bench_step_parts import (
 from scripts.bench_step_parts import FROZEN as PRODUCTS
 from scripts.bench_step_rows import FROZEN, PEER, Case
 from scripts.bench_tokens import Lengths, full_microbatch
+from scripts.bench_training import Setup, Training
 from scripts.device_trace import Kernel, busy_ms
 
 TINY = Case(
@@ -75,6 +76,31 @@ def test_the_base_alone():
     found = bench_step_rows.measure(TINY)
     assert found["tokens"] == 128
     assert found["p10_ms"] <= found["step_ms"] <= found["p90_ms"]
+
+
+def test_the_base_alone_has_gradients_from_every_job():
+    """Products of zeros draw less power: a base that multiplies them looks too fast."""
+    model = model_config(config_json("tiny", 1))
+    limits = Limits(capacity=128, block_tokens=32)
+    options = DecoderOptions(dtype=jnp.dtype("float32"), max_segment_tokens=40)
+    setup = Setup(model=model, options=options, limits=limits, num_jobs=0)
+    lengths = Lengths(median=20, longest=40)
+    batch = full_microbatch(2, limits, lengths, model.vocab_size, seed=0).packed
+    base = random_base(setup.spec().base_shapes())
+    training = Training(setup, base, batch)
+
+    def gradient(loss_weight):
+        weighted = dataclasses.replace(batch, loss_weight=loss_weight)
+        (made,) = training.start([weighted])()
+        return made
+
+    is_first = np.repeat(batch.block_adapter == 0, limits.block_tokens)
+    first = gradient(np.where(is_first, batch.loss_weight, 0))
+    second = gradient(np.where(is_first, 0, batch.loss_weight))
+    assert jnp.abs(first).max() > 0 and jnp.abs(second).max() > 0
+    np.testing.assert_allclose(
+        gradient(batch.loss_weight), first + second, rtol=1e-4, atol=1e-6
+    )
 
 
 def test_scores_of_attention_have_the_deviation_that_is_asked_for():
