@@ -198,7 +198,8 @@ class RunConfig(Strict):
             blocks.
         dtype: Of the base weights and activations; `auto` is bfloat16 on a GPU and
             float32 on a CPU.
-        remat: Recompute each layer's activations in the backward pass.
+        remat: What of each layer the backward pass computes again, for less memory:
+            `none`, `mlp` (with its norm), or `layer`.
         implementation: Which LoRA kernels run: `mosaic` (Hopper) or `xla` (anywhere);
             `auto` takes `mosaic` where it can run every adapted linear.
         attention: What runs attention: `cudnn` (Hopper and newer) or `xla` (anywhere);
@@ -227,7 +228,7 @@ class RunConfig(Strict):
     microbatch_tokens: PositiveInt | Literal["auto"] = 4096
     block_tokens: PositiveInt = 64
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    remat: bool = False
+    remat: Literal["none", "mlp", "layer"] = "none"
     implementation: Literal["auto", "xla", "mosaic"] = "auto"
     attention: Literal["auto", "cudnn", "xla"] = "auto"
     window_steps: PositiveInt = 4

@@ -109,7 +109,7 @@ def _model(case: "rows.Case", row: "rows.Row", device: str):
         model = model.to(getattr(torch, case.dtype))
     else:
         model.requires_grad_(False)
-    if row.remat:
+    if row.remat != "none":
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False}

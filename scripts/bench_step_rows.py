@@ -61,7 +61,8 @@ class Row:
         library: `jaxlora`, or `torch` for transformers with peft.
         has_adapters: Whether it trains any, or runs the base alone.
         implementation: Which LoRA kernels, for jaxlora.
-        remat: Recompute layers in the backward pass.
+        remat: What the backward pass computes again; for torch, anything but `none` is
+            transformers' gradient checkpointing.
         layout: How torch gets the samples: `packed` under a block mask, `padded`, or
             `flash` for flash attention over packed rows.
     """
@@ -69,7 +70,7 @@ class Row:
     library: str
     has_adapters: bool = True
     implementation: str = "xla"
-    remat: bool = False
+    remat: str = "none"
     layout: str = "packed"
 
 
@@ -78,16 +79,18 @@ ROWS = {
     FROZEN: Row(library="jaxlora", has_adapters=False),
     "jaxlora mosaic": Row(library="jaxlora", implementation="mosaic"),
     "jaxlora xla": Row(library="jaxlora"),
-    "adapters off, remat": Row(library="jaxlora", has_adapters=False, remat=True),
-    "jaxlora mosaic, remat": Row(
-        library="jaxlora", implementation="mosaic", remat=True
+    "jaxlora mosaic, remat mlp": Row(
+        library="jaxlora", implementation="mosaic", remat="mlp"
     ),
-    "jaxlora xla, remat": Row(library="jaxlora", remat=True),
+    "jaxlora mosaic, remat layer": Row(
+        library="jaxlora", implementation="mosaic", remat="layer"
+    ),
+    "jaxlora xla, remat layer": Row(library="jaxlora", remat="layer"),
     "torch, adapters off": Row(library="torch", has_adapters=False),
     PEER: Row(library="torch"),
     "peft, padded": Row(library="torch", layout="padded"),
     "peft, flash attention": Row(library="torch", layout="flash"),
-    "peft, packed, remat": Row(library="torch", remat=True),
+    "peft, packed, remat": Row(library="torch", remat="layer"),
 }
 
 
@@ -131,7 +134,7 @@ def _measure_jaxlora(case: Case, row: Row) -> dict[str, Any]:
         model=model,
         options=DecoderOptions(
             dtype=jnp.dtype(case.dtype),
-            remat=row.remat,
+            remat=row.remat,  # type: ignore[arg-type]
             implementation=row.implementation,  # type: ignore[arg-type]
             attention=chosen_attention(
                 case.attention,  # type: ignore[arg-type]

@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,9 @@ from jaxlora.modules.norm import RmsNorm
 from jaxlora.modules.rope import rope_frequencies, rope_table
 from pallas_kernels import Implementation
 
+# What of a layer is computed again in the backward pass instead of kept.
+Remat = Literal["none", "mlp", "layer"]
+
 # Keys the dropout masks: never reorder, or resumed runs draw other masks.
 _PROJECTIONS = (
     "self_attn.q_proj",
@@ -46,7 +50,8 @@ class DecoderOptions:
 
     Attributes:
         dtype: Of weights and activations.
-        remat: Recompute each layer in the backward pass instead of keeping it.
+        remat: What of each layer the backward pass computes again instead of keeping
+            it: nothing, the MLP with its norm, or all.
         implementation: Which LoRA kernels run.
         attention: What runs attention.
         max_segment_tokens: At least as long as the longest packed sample.
@@ -56,7 +61,7 @@ class DecoderOptions:
     """
 
     dtype: jnp.dtype
-    remat: bool = False
+    remat: Remat = "none"
     implementation: Implementation = "xla"
     attention: AttentionImplementation = "xla"
     max_segment_tokens: int
@@ -88,11 +93,18 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = norm(config.hidden_size)
         self.mlp = Mlp(config, linear)
 
-    def __call__(self, h, rope, segment_ids, routing, lengths: SegmentLengths):
-        h = h + self.self_attn(
-            self.input_layernorm(h), rope, segment_ids, routing, lengths
-        )
+    def attend(self, h, rope, segment_ids, routing, lengths: SegmentLengths):
+        """The layer's first half."""
+        normed = self.input_layernorm(h)
+        return h + self.self_attn(normed, rope, segment_ids, routing, lengths)
+
+    def feed_forward(self, h, routing):
+        """Its second half."""
         return h + self.mlp(self.post_attention_layernorm(h), routing)
+
+    def __call__(self, h, rope, segment_ids, routing, lengths: SegmentLengths):
+        h = self.attend(h, rope, segment_ids, routing, lengths)
+        return self.feed_forward(h, routing)
 
 
 class Embedding(nnx.Module):
@@ -172,13 +184,17 @@ class Decoder(nnx.Module):
         return self.norm(h)
 
     def _apply(self, layer: DecoderLayer, h, rope, segment_ids, routing):
-        graph, state = nnx.split(layer)
-
-        def run(state, h):
-            merged = nnx.merge(graph, state)
-            return merged(h, rope, segment_ids, routing, self.options.lengths)
-
-        return (jax.checkpoint(run) if self.options.remat else run)(state, h)
+        about = rope, segment_ids, routing, self.options.lengths
+        match self.options.remat:
+            case "none":
+                return layer(h, *about)
+            case "mlp":
+                h = layer.attend(h, *about)
+                return _computed_again(
+                    lambda x, h: x.feed_forward(h, routing), layer, h
+                )
+            case "layer":
+                return _computed_again(lambda x, h: x(h, *about), layer, h)
 
     def head_kernel(self) -> Float[Array, "D V"]:
         """The output projection; the transposed embedding where they are tied."""
@@ -190,6 +206,16 @@ class Decoder(nnx.Module):
         if self.lm_head is None:
             return self.embed_tokens.embedding[...], True
         return self.lm_head.kernel[...], False
+
+
+def _computed_again(run: Callable, layer: DecoderLayer, h):
+    """`run(layer, h)`, of which the backward pass is left no more than h."""
+    graph, state = nnx.split(layer)
+
+    def pure(state, h):
+        return run(nnx.merge(graph, state), h)
+
+    return jax.checkpoint(pure)(state, h)
 
 
 def _linear(layer, options, slots, adapted, name, k, n, use_bias) -> MultiLoraLinear:

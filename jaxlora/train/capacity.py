@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import math
 import pathlib
+import typing
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -16,7 +17,7 @@ from jaxlora.atomic import write_text
 from jaxlora.config import RunConfig
 from jaxlora.data.tokenize import TokenizedData
 from jaxlora.errors import ConfigError
-from jaxlora.models.decoder import DecoderSpec
+from jaxlora.models.decoder import DecoderSpec, Remat
 from jaxlora.train import memory
 from jaxlora.train.memory import DeviceMemory, Footprint, in_words
 
@@ -249,10 +250,8 @@ class Capacity:
         """Changes that make the run fit, each alone."""
         slots = self._spec.slots
         assert slots is not None
-        if tokens and not self.config.remat:
-            with_remat = self._with_remat(found)
-            if with_remat.total(tokens) <= limit:
-                yield f"remat: true (needs about {in_words(with_remat.total(tokens))})"
+        if tokens:
+            yield from self._remat_cures(found, tokens, limit)
         if tokens:
             unit = self._bounds.unit
             fitting = found.fitting_tokens(limit) // unit * unit
@@ -272,9 +271,18 @@ class Capacity:
                 also = ", and no job of a larger rank" if key == "slot_rank" else ""
                 yield f"{key}: {best}{also}"
 
-    def _with_remat(self, found: Footprint) -> Footprint:
+    def _remat_cures(self, found: Footprint, tokens: int, limit: int) -> Iterator[str]:
+        """The least remat that makes the run fit, beyond what it has."""
+        choices = typing.get_args(Remat)
+        for more in choices[choices.index(self.config.remat) + 1 :]:
+            needed = self._with_remat(found, more).total(tokens)
+            if needed <= limit:
+                yield f"remat: {more} (needs about {in_words(needed)})"
+                return
+
+    def _with_remat(self, found: Footprint, remat: Remat) -> Footprint:
         """What would be needed with remat, as far as the estimate is right without."""
-        options = dataclasses.replace(self._spec.options, remat=True)
+        options = dataclasses.replace(self._spec.options, remat=remat)
         slots, adapted = self._spec.slots, frozenset(self._spec.adapted)
         changed = DecoderSpec(self._spec.config, options, slots, adapted)
         factor = found.per_token / self._estimate().per_token

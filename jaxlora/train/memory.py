@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend import core as jax_core
 
 from jaxlora.data.pack import PackedBatch
-from jaxlora.models.decoder import DecoderSpec, SlotSettings
+from jaxlora.models.decoder import DecoderSpec, Remat, SlotSettings
 from jaxlora.train.slots import SlotTable
 from jaxlora.train.step import Base, CompiledSteps, SlotKeys, job_losses
 from scheduler import Limits
@@ -132,7 +132,7 @@ def estimated(spec: DecoderSpec, block_tokens: int, *, use_dropout: bool) -> Foo
     while t < 2 * spec.options.max_segment_tokens:
         t *= 2  # what a band of keys takes grows until it is as long as a sample
 
-    def kept(num_layers: int, *, remat: bool) -> float:
+    def kept(num_layers: int, *, remat: Remat) -> float:
         """Bytes a token; what is kept of no token is weights, there anyway."""
         part = _first_layers(spec, num_layers, remat=remat)
         small, large = (
@@ -146,16 +146,16 @@ def estimated(spec: DecoderSpec, block_tokens: int, *, use_dropout: bool) -> Foo
     layer = kept(2, remat=options.remat) - one if config.num_layers > 1 else 0.0
     per_token = one + (config.num_layers - 1) * layer
     per_token += _passing_bytes(spec)
-    if options.remat:
+    if options.remat != "none":
         # One layer at a time keeps what all keep without.
-        per_token += kept(1, remat=False) - one
+        per_token += kept(1, remat="none") - one
     if options.implementation == "xla" and use_dropout:
         per_token += _mask_bytes(spec)
     fixed = _head_bytes(spec)
     return dataclasses.replace(resident(spec), fixed=fixed, per_token=per_token)
 
 
-def _first_layers(spec: DecoderSpec, num_layers: int, *, remat: bool) -> DecoderSpec:
+def _first_layers(spec: DecoderSpec, num_layers: int, *, remat: Remat) -> DecoderSpec:
     config = dataclasses.replace(
         spec.config,
         num_layers=num_layers,

@@ -71,13 +71,14 @@ def test_same_bits_twice(train, jobs):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"remat": True},
+        {"remat": "mlp"},
+        {"remat": "layer"},
         {"microbatch_tokens": 128, "block_tokens": 32},
         {"max_concurrent_jobs": 5},
         {"window_steps": 1, "packer": "greedy"},
         {"window_steps": 2, "packer": "lorafusion"},
     ],
-    ids=lambda settings: "-".join(settings),
+    ids=lambda settings: "-".join(map(str, settings.values())),
 )
 def test_how_it_runs_does_not_matter(train, jobs, settings):
     plain, other = train(jobs[:3]), train(jobs[:3], **settings)
