@@ -1,6 +1,6 @@
 """LoRA kernels: arrays in, arrays out. Knows no model and no job."""
 
-from pallas_kernels.dropout import Dropout, dropout_keys
+from pallas_kernels.dropout import Dropout, MaskWords, dropout_keys, mask_words
 from pallas_kernels.mosaic.layer import unsupported as mosaic_unsupported
 from pallas_kernels.multi_lora_linear import (
     IMPLEMENTATIONS,
@@ -15,8 +15,10 @@ __all__ = [
     "IMPLEMENTATIONS",
     "Dropout",
     "Implementation",
+    "MaskWords",
     "Projection",
     "dropout_keys",
+    "mask_words",
     "mosaic_unsupported",
     "multi_lora_linear",
     "multi_lora_linear_reference",

@@ -10,7 +10,25 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer, UInt
+
+
+@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MaskWords:
+    """What the masks of P projections with as many features are made of.
+
+    Attributes:
+        token: Multipliers and offsets of the tokens, in blocks of 64.
+        feature: A word for each feature, by slot.
+        place: Which of the P projections is meant.
+    """
+
+    token: UInt[Array, "P NB 2 64"]
+    feature: UInt[Array, "P G K"]
+    place: Int[Array, " 1"]
 
 
 @typing.no_type_check  # JAX rebuilds it around things that are no arrays
@@ -21,14 +39,21 @@ class Dropout:
 
     Attributes:
         key: Two words a slot that name (job seed, optimiser step, layer,
-            projection); see `dropout_keys`.
+            projection); see `dropout_keys`. None where there are `words`.
         rate: Probability of dropping a feature, by slot.
         token_index: The token's own index in its job's global batch.
+        words: What follows from key and token_index, made for many projections at once
+            by `mask_words`, for the fused kernels; None: they make it themselves.
     """
 
-    key: UInt[Array, "G 2"]
+    key: UInt[Array, "G 2"] | None
     rate: Float[Array, " G"]
     token_index: Int[Array, " T"]
+    words: MaskWords | None = None
+
+
+# Words lie as tiles of the fused kernels read them.
+TILE_TOKENS, TILE_FEATURES = 64, 256
 
 
 def _mix(h: UInt[Array, "*B"]) -> UInt[Array, "*B"]:
@@ -45,10 +70,13 @@ def _mix(h: UInt[Array, "*B"]) -> UInt[Array, "*B"]:
 
 
 def dropout_keys(
-    seed: Int[Array, " G"], step: Int[Array, " G"], layer: int, projection: int
-) -> UInt[Array, "G 2"]:
+    seed: Int[Array, " G"],
+    step: Int[Array, " G"],
+    layer: int | Int[np.ndarray, "P 1"],
+    projection: int | Int[np.ndarray, "P 1"],
+) -> UInt[Array, "*#P G 2"]:
     """Two words a slot that differ with seed, step, layer and projection."""
-    place = jnp.uint32(layer * 64 + projection + 1)
+    place = jnp.asarray(layer * 64 + projection + 1, jnp.uint32)
     words = []
     for salt in (0x9E3779B9, 0x85EBCA6B):
         h = _mix(seed.astype(jnp.uint32) ^ jnp.uint32(salt))
@@ -79,6 +107,30 @@ def feature_words(key: UInt[Array, "*B"], num_features: int) -> UInt[Array, "*B 
     """A word for each feature."""
     feature = jnp.arange(num_features, dtype=jnp.uint32) * jnp.uint32(0x85EBCA77)
     return _mix(feature + key[..., None])
+
+
+def mask_words(
+    key: UInt[Array, "P G 2"],
+    block_adapter: Int[Array, " NB"],
+    token_index: Int[Array, " T"],
+    num_features: int,
+) -> list[MaskWords]:
+    """The words of P projections, for each of them.
+
+    Args:
+        key: The words of `dropout_keys`.
+        block_adapter: Slot of each token block; -1 for nobody.
+        token_index: The token's index in its job's global batch; T is a multiple of 64.
+        num_features: K; there are words for whole tiles.
+    """
+    num_features = -(-num_features // TILE_FEATURES) * TILE_FEATURES
+    index = token_index.reshape(-1, TILE_TOKENS)
+    slot = jnp.repeat(block_adapter, index.shape[0] // block_adapter.shape[0])
+    of_block = key[:, jnp.maximum(slot, 0), 0]
+    token = jnp.stack(token_words(of_block[..., None], index), axis=2)
+    feature = feature_words(key[..., 1], num_features)
+    places = np.arange(key.shape[0], dtype=np.int32)[:, None]
+    return [MaskWords(token, feature, jnp.asarray(place)) for place in places]
 
 
 def keep_mask(

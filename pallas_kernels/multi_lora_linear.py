@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import xla
-from pallas_kernels.dropout import Dropout
+from pallas_kernels.dropout import TILE_TOKENS, Dropout
 from pallas_kernels.mosaic import layer as mosaic
 from pallas_kernels.projection import Projection
 
@@ -122,6 +122,8 @@ def multi_lora_linears(
     for p in projections:
         w = p.w[None] if layer is None else p.w
         _check(x, w, p.a, p.b, block_adapter, implementation, w_transposed)
+        if p.dropout is not None:
+            _check_dropout(p.dropout, x, p.a.shape[0], implementation)
         rank = p.rank
         if rank is None:
             rank = jnp.full((p.a.shape[0],), p.a.shape[2], jnp.int32)
@@ -161,6 +163,24 @@ def _check(x, w, a, b, block_adapter, implementation, w_transposed) -> None:
             out_features=n,
             rank=a.shape[2],
             block_tokens=t // num_blocks,
+        )
+
+
+def _check_dropout(dropout: Dropout, x, num_slots: int, implementation) -> None:
+    words, (t, k) = dropout.words, x.shape
+    if dropout.key is None and (words is None or implementation != "mosaic"):
+        raise ValueError(
+            "dropout has no key: only implementation='mosaic' can do with words made "
+            "beforehand. Give the key of dropout_keys."
+        )
+    if words is None:
+        return
+    blocks, slots, features = (*words.token.shape[1:2], *words.feature.shape[1:])
+    if (blocks * TILE_TOKENS, slots) != (t, num_slots) or features < k:
+        raise ValueError(
+            f"dropout's words are for {blocks * TILE_TOKENS} tokens, {slots} slots and "
+            f"{features} features, wanted {t}, {num_slots} and {k} or more. Make them "
+            "with mask_words for this layer."
         )
 
 

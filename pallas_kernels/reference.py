@@ -28,6 +28,7 @@ def multi_lora_linear_reference(
             continue
         kept = x[rows]
         if dropout is not None:
+            assert dropout.key is not None
             mask = keep_mask(
                 dropout.key[g : g + 1],
                 dropout.rate[g : g + 1],

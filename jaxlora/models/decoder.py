@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 import jax
@@ -24,6 +24,7 @@ from jaxlora.modules.multi_lora_linear import (
     MultiLoraLinear,
     Routing,
     SlotShape,
+    with_mask_words,
 )
 from jaxlora.modules.norm import RmsNorm
 from jaxlora.modules.rope import rope_frequencies, rope_table
@@ -179,9 +180,15 @@ class Decoder(nnx.Module):
         """
         h = self.embed_tokens.embedding[...][token_ids]
         rope = rope_table(positions, rope_frequencies(self.config))
+        routing = with_mask_words(self._linears(), routing)
         for layer in self.layers:
             h = self._apply(layer, h, rope, segment_ids, routing)
         return self.norm(h)
+
+    def _linears(self) -> Iterator[MultiLoraLinear]:
+        for _, module in nnx.iter_modules(self):
+            if isinstance(module, MultiLoraLinear):
+                yield module
 
     def _apply(self, layer: DecoderLayer, h, rope, segment_ids, routing):
         about = rope, segment_ids, routing, self.options.lengths

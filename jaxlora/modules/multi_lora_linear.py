@@ -2,7 +2,8 @@
 
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,10 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import (
     Dropout,
     Implementation,
+    MaskWords,
     Projection,
     dropout_keys,
+    mask_words,
     multi_lora_linears,
 )
 
@@ -60,12 +63,14 @@ class Routing:
         token_index: The token's index in its job's global batch; None: no dropout.
         seed: Each slot's job seed; None: no dropout.
         step: Each slot's optimiser step; None: no dropout.
+        words: What masks are made of, by (layer, projection): see `with_mask_words`.
     """
 
     block_adapter: Int[Array, " NB"]
     token_index: Int[Array, " T"] | None = None
     seed: Int[Array, " G"] | None = None
     step: Int[Array, " G"] | None = None
+    words: Mapping[tuple[int, int], MaskWords] = dataclasses.field(default_factory=dict)
 
 
 class MultiLoraLinear(nnx.Module):
@@ -192,8 +197,34 @@ class MultiLoraLinear(nnx.Module):
         if routing.token_index is None:
             return None
         assert routing.seed is not None and routing.step is not None
-        key = dropout_keys(routing.seed, routing.step, self.layer, self.projection)
-        return Dropout(key, self.dropout[...], routing.token_index)
+        place = self.layer, self.projection
+        words, key = routing.words.get(place), None
+        if words is None:
+            key = dropout_keys(routing.seed, routing.step, *place)
+        return Dropout(key, self.dropout[...], routing.token_index, words)
+
+
+def with_mask_words(linears: Iterable[MultiLoraLinear], routing: Routing) -> Routing:
+    """Routing with what the masks of all the fused linears are made of.
+
+    Each makes its own otherwise, in small kernels of which a decoder has hundreds; they
+    are a fifth of what the compiler has to go through.
+    """
+    if routing.token_index is None:
+        return routing
+    assert routing.seed is not None and routing.step is not None
+    places: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for linear in linears:
+        if linear.slots is not None and linear.implementation == "mosaic":
+            num_features = linear.kernel.shape[0]
+            places[num_features].append((linear.layer, linear.projection))
+    words = {}
+    for num_features, some in places.items():
+        layers, projections = np.array(some, np.int32).T[:, :, None]
+        key = dropout_keys(routing.seed, routing.step, layers, projections)
+        about = routing.block_adapter, routing.token_index
+        words |= zip(some, mask_words(key, *about, num_features), strict=True)
+    return dataclasses.replace(routing, words=words)
 
 
 def apply_together(

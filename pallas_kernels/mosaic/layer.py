@@ -272,15 +272,17 @@ def _prepared(x, projections, block_adapter) -> _Prepared:
             scale = scale * inverse_keep(q.dropout.rate)
         factor.append(scale.astype(jnp.float32))
         # A slot that is switched off costs nothing.
-        chunks.append(-(-jnp.where(q.scaling == 0, 0, q.rank) // STEP))
-    features = -(-x.shape[1] // COLUMNS) * COLUMNS
+        live = jnp.where(q.scaling == 0, 0, q.rank)
+        chunks.append(jax.lax.div(live + (STEP - 1), jnp.int32(STEP)))
     blocks = blocks_of(block_adapter, projections[0].a.shape[0], x.shape[0])
     return _Prepared(
         a=[_pad_rank(q.a.astype(x.dtype), 2, rank) for q in projections],
         b=[_pad_rank(q.b.astype(x.dtype), 1, rank) for q in projections],
         factor=factor,
         chunks=chunks,
-        masks=[mask_of(q.dropout, blocks, features) for q in projections if q.dropout],
+        masks=[
+            mask_of(q.dropout, blocks, x.shape[1]) for q in projections if q.dropout
+        ],
         blocks=blocks,
     )
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.dropout import Dropout, feature_words, threshold, token_words
-from pallas_kernels.mosaic.ring import ROWS, zeros_like
+from pallas_kernels.dropout import Dropout, mask_words, threshold
+from pallas_kernels.mosaic.ring import zeros_like
 from pallas_kernels.mosaic.routing import Blocks
 
 OF_ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -24,25 +24,33 @@ class Mask:
     """What names a mask: arrays outside of a kernel, references inside.
 
     Attributes:
-        token: The tokens' multipliers and offsets, by block of 64 rows, NB 2 64.
-        word: Words of the features, by slot, G K.
+        token: The tokens' multipliers and offsets, by block of 64 rows, P NB 2 64.
+        word: Words of the features, by slot, P G K.
+        place: Which of the P masks it is, 1; None: token and word are its own.
         threshold: Drop below this, G.
     """
 
     token: Any
     word: Any
+    place: Any
     threshold: Any
+
+    def here(self) -> "Mask":
+        """Itself, without the others. Inside a kernel: it reads `place`."""
+        place = self.place[0]
+        token, word = self.token.at[place], self.word.at[place]
+        return Mask(token, word, None, self.threshold)
 
 
 def mask_of(dropout: Dropout, blocks: Blocks, num_features: int) -> Mask:
-    """The mask of a projection with (at least) so many input features."""
-    key = dropout.key[jnp.maximum(blocks.slot, 0), 0]  # NB
-    index = dropout.token_index.reshape(-1, ROWS)
-    return Mask(
-        token=jnp.stack(token_words(key[:, None], index), axis=1),
-        word=feature_words(dropout.key[:, 1], num_features),
-        threshold=threshold(dropout.rate),
-    )
+    """The mask of a projection with so many input features."""
+    words = dropout.words
+    if words is None:
+        assert dropout.key is not None
+        own = dropout.key[None], blocks.slot, dropout.token_index
+        (words,) = mask_words(*own, num_features)
+    limit = threshold(dropout.rate)
+    return Mask(words.token, words.feature, words.place, limit)
 
 
 def load_line(ref, layout):

@@ -19,6 +19,7 @@ from pallas_kernels import (
     Dropout,
     Projection,
     dropout_keys,
+    mask_words,
     multi_lora_linear,
     multi_lora_linear_reference,
     multi_lora_linears,
@@ -252,6 +253,36 @@ def test_neighbours_change_no_bit():
         np.testing.assert_array_equal(da[place[slot]], wanted[2][slot])
         np.testing.assert_array_equal(db[place[slot]], wanted[3][slot])
     assert not np.asarray(da)[place[3]].any(), "an absent slot has a gradient"
+
+
+def with_words(p, place):
+    """The same dropout by words that were made for three projections at once."""
+    seed, step = jnp.arange(4), jnp.arange(4, dtype=jnp.int32) + 3
+    places = np.array([[[0], [1], [5]], [[3], [2], [0]]], np.int32)
+    drop, keys = p["dropout"], dropout_keys(seed, step, *places)
+    np.testing.assert_array_equal(keys[1], drop.key)
+    about = p["block_adapter"], drop.token_index, p["x"].shape[1]
+    words = mask_words(keys, *about)[place]
+    return p | {"dropout": Dropout(None, drop.rate, drop.token_index, words)}
+
+
+def test_words_made_beforehand_change_no_bit():
+    p, rank = problem((1, 0, -1, 2), block=128)
+    wanted = run(p, rank)
+    for got, want in zip(run(with_words(p, 1), rank), wanted, strict=True):
+        np.testing.assert_array_equal(got, want)
+    y, *_ = run(with_words(p, 2), rank)
+    assert not np.array_equal(y, wanted[0]), "another projection has another mask"
+
+
+def test_words_of_another_layer_are_refused():
+    p, rank = problem((1, 0))
+    q = with_words(p, 1)
+    more = problem((1, 0, 1))[0] | {"dropout": q["dropout"]}
+    with pytest.raises(ValueError, match="128 tokens, 4 slots and 256 features, want"):
+        run(more, rank)
+    with pytest.raises(ValueError, match="dropout has no key"):
+        multi_lora_linear(**q, implementation="xla")
 
 
 def test_alone_equals_together_to_the_bit():
