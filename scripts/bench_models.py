@@ -112,9 +112,9 @@ def random_base(
 ) -> dict[str, jax.Array]:
     """Weights that keep activations near 1, and gradients as different as in training.
 
-    At its power limit, a device multiplies like numbers faster. Where scores of
-    attention have a standard deviation of 1, attention is so even that gradients of a
-    sample's prompt resemble each other (mean cosine 0.2 to 0.4, where a trained
+    At its power limit, a device multiplies numbers faster that resemble each other.
+    Where scores of attention have a standard deviation of 1, attention is so even that
+    gradients of a sample's prompt do (mean cosine 0.2 to 0.4, where a trained
     SmolLM2-135M has 0.02 to 0.12). A standard deviation of 2 makes them as different.
     """
     base = {}
