@@ -23,9 +23,10 @@ import numpy as np
 from jaxlora.data.pack import JobBatch, PackedBatch, pack_microbatch
 from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
+from jaxlora.train.lineup import pack_window
 from jaxlora.train.prepare import chosen_attention
 from pallas_kernels import IMPLEMENTATIONS
-from scheduler import Limits, greedy
+from scheduler import Limits
 from scripts.bench_models import MODELS, config_json, random_base
 from scripts.bench_report import Timing, about, write_csv
 from scripts.bench_tokens import Lengths, job_batch
@@ -58,12 +59,12 @@ def batches(case: Case, longest: int, vocab_size: int) -> list[JobBatch]:
 
 
 def packed(jobs: Sequence[JobBatch], limits: Limits) -> list[PackedBatch]:
-    """The jobs' samples in microbatches, on the device."""
+    """The jobs' samples in microbatches, packed as the trainer packs them."""
     samples = [s for job in jobs for s in job.to_schedule()]
     by_slot = {job.slot: job for job in jobs}
     return [
         pack_microbatch(microbatch, by_slot, limits)
-        for microbatch in greedy.pack(samples, limits).microbatches
+        for microbatch in pack_window(samples, limits, "joint").microbatches
     ]
 
 

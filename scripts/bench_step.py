@@ -12,11 +12,14 @@ steps.png; with --profile, breakdown.csv and breakdown.png as well.
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +35,18 @@ ENVIRONMENT = {
 }
 
 
-def measure_alone(case: Case, timeout: float) -> dict[str, Any]:
-    """Measures a row in a process of its own; `skipped` says what went wrong there."""
+def measure_alone(case: Case, timeout: float, turn: str) -> dict[str, Any]:
+    """Measures a row in a process of its own; `skipped` says what went wrong there.
+
+    Args:
+        case: The row.
+        timeout: In seconds.
+        turn: A file; rows with the same one use the device one after the other.
+    """
     words = json.dumps(dataclasses.asdict(case))
     try:
         out = subprocess.run(
-            [sys.executable, "-m", "scripts.bench_step_rows", words],
+            [sys.executable, "-m", "scripts.bench_step_rows", words, turn],
             capture_output=True,
             text=True,
             timeout=timeout,
@@ -154,16 +163,34 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--attention", choices=["auto", "cudnn", "xla"], default="auto")
     out.add_argument("--repeats", type=int, default=10)
     out.add_argument("--profile", action="store_true")
+    out.add_argument(
+        "--at-once",
+        type=int,
+        default=1,
+        help="rows that compile beside each other, for which their weights must fit; "
+        "each runs alone but for the tuning of others' products",
+    )
     out.add_argument("--timeout", type=float, default=900, help="seconds for a row")
     return out
+
+
+def measured(
+    some: Sequence[Case], args: argparse.Namespace
+) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """What was found of each row, in their order."""
+    with (
+        tempfile.NamedTemporaryFile() as turn,
+        ThreadPoolExecutor(args.at_once) as pool,
+    ):
+        one = functools.partial(measure_alone, timeout=args.timeout, turn=turn.name)
+        yield from zip(some, pool.map(one, some), strict=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
     rows: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
-    for case in cases(args):
-        found = measure_alone(case, args.timeout)
+    for case, found in measured(cases(args), args):
         described = _described(case)
         end = about(found.pop("device", ""))
         for part, milliseconds in found.pop("parts", {}).items():

@@ -2,13 +2,18 @@
 
     python -m scripts.bench_step_rows '{"model": "tiny", "row": "jaxlora xla"}'
 
-prints one JSON object as its last line: what was measured, or why it cannot run.
+prints one JSON object as its last line: what was measured, or why it cannot run. With a
+second argument, the path of a file, rows that have the same take turns on the device.
 """
 
 import dataclasses
+import fcntl
+import functools
 import json
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from scripts.bench_report import Timing
@@ -107,16 +112,26 @@ def microbatches(case: Case, vocab_size: int):
     ]
 
 
-def measure(case: Case) -> dict[str, Any]:
-    """What the row's columns hold, or `skipped`: why it cannot run."""
+def measure(
+    case: Case, take_device: Callable[[], object] = lambda: None
+) -> dict[str, Any]:
+    """What the row's columns hold, or `skipped`: why it cannot run.
+
+    Args:
+        case: The row.
+        take_device: Called before the first step runs.
+    """
     if ROWS[case.row].library == "torch":
         from scripts import bench_step_peers
 
+        take_device()
         return bench_step_peers.measure(case, ROWS[case.row])
-    return _measure_jaxlora(case, ROWS[case.row])
+    return _measure_jaxlora(case, ROWS[case.row], take_device)
 
 
-def _measure_jaxlora(case: Case, row: Row) -> dict[str, Any]:
+def _measure_jaxlora(
+    case: Case, row: Row, take_device: Callable[[], object]
+) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
@@ -155,6 +170,7 @@ def _measure_jaxlora(case: Case, row: Row) -> dict[str, Any]:
     batches = [m.packed for m in drawn]
     base = jax.block_until_ready(random_base(setup.spec().base_shapes()))
     training = bench_training.Training(setup, base, batches[0])
+    take_device()
     if not training.run(batches):
         return {"skipped": "the gradients are not finite"}
     times = bench_training.time_steps(lambda: training.start(batches), case.repeats)
@@ -198,7 +214,12 @@ def result(times: list[float], num_tokens: int, device: str) -> dict[str, Any]:
 def main() -> None:
     case = Case(**json.loads(sys.argv[1]))
     began = time.perf_counter()
-    found = measure(case)
+    take_device: Callable[[], object] = lambda: None
+    if sys.argv[2:]:
+        # Open until this process ends, and with it what it has of the device's memory.
+        turn = Path(sys.argv[2]).open()  # noqa: SIM115
+        take_device = functools.partial(fcntl.flock, turn, fcntl.LOCK_EX)
+    found = measure(case, take_device)
     found["process_seconds"] = round(time.perf_counter() - began, 1)
     print(json.dumps(found))
 

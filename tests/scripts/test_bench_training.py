@@ -52,7 +52,7 @@ def table(path):
 def test_step(tmp_path):
     words = "--models tiny --layers 1 --microbatch-tokens 128 --block-tokens 32 "
     words += "--median-tokens 20 --longest-tokens 40 --adapters 2 --repeats 2 "
-    words += f"--microbatches 2 --profile --output-dir {tmp_path} --rows"
+    words += f"--microbatches 2 --profile --at-once 2 --output-dir {tmp_path} --rows"
     bench_step.main([*words.split(), "jaxlora xla", "jaxlora mosaic"])
     ours, mosaic = table(tmp_path / "steps.csv")
     assert (ours["row"], ours["adapters"], ours["tokens"]) == (
