@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,11 +49,13 @@ def test_the_parts_of_a_slot_depend_on_its_own_rows_alone(own, before, after):
     assert counts([*before, *[0] * own, *after]) == counts([0] * own)
 
 
-def test_what_nobody_wrote_is_not_added():
-    found, _ = parts([0] * 17 + [3] * 3, 2)
+@pytest.mark.parametrize("most", [1, 2, 3, 16])
+def test_what_nobody_wrote_is_not_added(most):
+    found, _ = parts([0] * 41 + [3] * 3, most)
+    mine = min(most, 5)
     sums = np.full((found.slot.shape[0], 2), np.nan, np.float32)
-    sums[:3] = [[1, 2], [10, 20], [5, 6]]
-    got = add_parts(jnp.array(sums), found, 2)
+    sums[: mine + 1] = np.random.default_rng(0).integers(1, 99, (mine + 1, 2))
+    got = add_parts(jnp.array(sums), found, most)
     wanted = np.zeros((NUM_SLOTS, 2))
-    wanted[0], wanted[3] = [11, 22], [5, 6]
+    wanted[0], wanted[3] = sums[:mine].sum(axis=0), sums[mine]
     np.testing.assert_array_equal(got, wanted)
