@@ -29,6 +29,7 @@ from pallas_kernels.mosaic.layer import outer
 from pallas_kernels.mosaic.routing import blocks_of
 from tests.oracle import assert_as_accurate_as, relative_error
 from tests.pallas_kernels import interpreter
+from tests.pallas_kernels.problems import both_ways, problem, run, weight_of
 
 ON_HOPPER = unsupported_device() is None
 
@@ -45,70 +46,11 @@ def _interpreter(monkeypatch):
     gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
-def problem(
-    blocks=(2, 0, -1, 2, 1),
-    *,
-    k=128,
-    n=320,
-    ranks=(8, 3, 16, 5),
-    rates=(0.0, 0.5, 0.1, 0.2),
-    block=64,
-    dtype=jnp.bfloat16,
-    seed=0,
-):
-    """Arguments of the op: slots of mixed ranks and rates, in ragged blocks."""
-    keys = iter(jax.random.split(jax.random.key(seed), 8))
-    t, g, r = block * len(blocks), len(ranks), max(ranks)
-    live = jnp.arange(r) < jnp.array(ranks)[:, None]  # G R
-    step = jnp.arange(g, dtype=jnp.int32) + 3
-    return {
-        "x": jax.random.normal(next(keys), (t, k), dtype),
-        "w": (jax.random.normal(next(keys), (k, n)) * k**-0.5).astype(dtype),
-        "a": jax.random.normal(next(keys), (g, k, r)) * live[:, None] * k**-0.5,
-        "b": jax.random.normal(next(keys), (g, r, n)) * live[:, :, None] * 0.3,
-        "scaling": jnp.linspace(0.5, 3.0, g),
-        "block_adapter": jnp.array(blocks, jnp.int32),
-        "bias": jax.random.normal(next(keys), (n,), dtype),
-        "dropout": None
-        if rates is None
-        else Dropout(
-            dropout_keys(jnp.arange(g), step, layer=1, projection=2),
-            jnp.array(rates),
-            jax.random.permutation(next(keys), t).astype(jnp.int32),
-        ),
-    }, jnp.array(ranks, jnp.int32)
-
-
-def run(p, rank, **options):
-    """(y, gradients of x, a, b) through the kernels."""
-    return _both_ways(
-        lambda **q: multi_lora_linear(
-            **q, rank=rank, implementation="mosaic", **options
-        ),
-        p,
-    )
-
-
-def _weight(p):
-    """What the gradient of y is."""
-    return jax.random.normal(jax.random.key(9), (p["x"].shape[0], p["b"].shape[2]))
-
-
-def _both_ways(op, p):
-    weight = _weight(p)
-
-    def forward(x, a, b):
-        return op(**p | {"x": x, "a": a, "b": b})
-
-    y, vjp = jax.vjp(forward, p["x"], p["a"], p["b"])
-    return y, *vjp(weight.astype(y.dtype))
-
-
 def check(p, rank, **options):
     """By the rule of tests/oracle.py, against the definition in float32."""
-    exact = _both_ways(multi_lora_linear_reference, p)
+    exact = both_ways(multi_lora_linear_reference, p)
     low = p | {name: p[name].astype(p["x"].dtype) for name in "xwab"}
-    plain = _both_ways(
+    plain = both_ways(
         lambda **q: multi_lora_linear(**q, implementation="xla"), low | {"a": p["a"]}
     )
     for name, got, base, want in zip(
@@ -190,7 +132,7 @@ def test_linears_that_share_x_equal_linears_alone(widths, ranks, rates):
     """The same bits, but for dx, which is rounded once instead of once for each."""
     problems = list(_shared(widths, ranks, rates=rates, blocks=(1, -1, 0)))
     x, blocks = problems[0][0]["x"], problems[0][0]["block_adapter"]
-    weights = [_weight(p).astype(x.dtype) for p, _ in problems]
+    weights = [weight_of(p).astype(x.dtype) for p, _ in problems]
 
     def together(implementation, dtype):
         def op(x, matrices):
@@ -395,7 +337,7 @@ def test_many_adapters_and_many_rows(num_slots, num_blocks, block):
     low = p | {name: p[name].astype(jnp.bfloat16) for name in "ab"}
     exact = p | {name: p[name].astype(jnp.float32) for name in ("x", "w", "bias")}
     op = functools.partial(multi_lora_linear, implementation="xla")
-    plain, wanted = (_both_ways(lambda **q: op(**q), q) for q in (low, exact))
+    plain, wanted = (both_ways(lambda **q: op(**q), q) for q in (low, exact))
     for got, base, want in zip(run(p, rank), plain, wanted, strict=True):
         assert_as_accurate_as(
             actual=got,

@@ -1,0 +1,65 @@
+"""Random problems for the kernels' tests, and what the kernels make of them."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import Dropout, dropout_keys, multi_lora_linear
+
+
+def problem(
+    blocks=(2, 0, -1, 2, 1),
+    *,
+    k=128,
+    n=320,
+    ranks=(8, 3, 16, 5),
+    rates=(0.0, 0.5, 0.1, 0.2),
+    block=64,
+    dtype=jnp.bfloat16,
+    seed=0,
+):
+    """Arguments of the op: slots of mixed ranks and rates, in ragged blocks."""
+    keys = iter(jax.random.split(jax.random.key(seed), 8))
+    t, g, r = block * len(blocks), len(ranks), max(ranks)
+    live = jnp.arange(r) < jnp.array(ranks)[:, None]  # G R
+    step = jnp.arange(g, dtype=jnp.int32) + 3
+    return {
+        "x": jax.random.normal(next(keys), (t, k), dtype),
+        "w": (jax.random.normal(next(keys), (k, n)) * k**-0.5).astype(dtype),
+        "a": jax.random.normal(next(keys), (g, k, r)) * live[:, None] * k**-0.5,
+        "b": jax.random.normal(next(keys), (g, r, n)) * live[:, :, None] * 0.3,
+        "scaling": jnp.linspace(0.5, 3.0, g),
+        "block_adapter": jnp.array(blocks, jnp.int32),
+        "bias": jax.random.normal(next(keys), (n,), dtype),
+        "dropout": None
+        if rates is None
+        else Dropout(
+            dropout_keys(jnp.arange(g), step, layer=1, projection=2),
+            jnp.array(rates),
+            jax.random.permutation(next(keys), t).astype(jnp.int32),
+        ),
+    }, jnp.array(ranks, jnp.int32)
+
+
+def run(p, rank, **options):
+    """(y, gradients of x, a, b) through the kernels."""
+    return both_ways(
+        lambda **q: multi_lora_linear(
+            **q, rank=rank, implementation="mosaic", **options
+        ),
+        p,
+    )
+
+
+def weight_of(p):
+    """What the gradient of y is."""
+    return jax.random.normal(jax.random.key(9), (p["x"].shape[0], p["b"].shape[2]))
+
+
+def both_ways(op, p):
+    weight = weight_of(p)
+
+    def forward(x, a, b):
+        return op(**p | {"x": x, "a": a, "b": b})
+
+    y, vjp = jax.vjp(forward, p["x"], p["a"], p["b"])
+    return y, *vjp(weight.astype(y.dtype))
