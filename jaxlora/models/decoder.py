@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxlora.models.config import ModelConfig
+from jaxlora.models.stacks import stacked_shapes
 from jaxlora.modules.attention import (
     Attention,
     AttentionImplementation,
@@ -326,5 +327,5 @@ class DecoderSpec:
         return self.shapes(BaseParam)
 
     def adapter_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Path -> shape of the slot tables A and B."""
-        return self.shapes(nnx.LoRAParam)
+        """Name -> shape of the stacks of slot tables A and B."""
+        return stacked_shapes(self.shapes(nnx.LoRAParam))

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from jaxlora.errors import CheckpointError
 from jaxlora.train.optimizer import AdapterState
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from jaxlora.adapter import Adapter, LoraWeights
 from jaxlora.errors import CheckpointError
 from jaxlora.hf.names import linear_path
 from jaxlora.hf.peft_export import export_peft
+from jaxlora.models.stacks import by_path
 from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.slots import adapter_from_rows
 
@@ -49,7 +50,8 @@ def export_checkpoint(
             )
     folders = []
     for name in jobs or training:
-        rows = {path: table[slots[name]] for path, table in params.items()}
+        own = {stack: table[slots[name]] for stack, table in params.items()}
+        rows = by_path(own, axis=0)
         adapter = adapter_from_rows(rows, _like(run.adapters[name], rows))
         folders.append(
             export_peft(

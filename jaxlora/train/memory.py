@@ -13,6 +13,7 @@ from jax.extend import core as jax_core
 
 from jaxlora.data.pack import PackedBatch
 from jaxlora.models.decoder import DecoderSpec, Remat, SlotSettings
+from jaxlora.models.stacks import by_path
 from jaxlora.train.slots import SlotTable
 from jaxlora.train.step import Base, CompiledSteps, SlotKeys, job_losses
 from scheduler import Limits
@@ -174,7 +175,8 @@ def _kept_bytes(
 
     def backward(base, params, settings, batch, keys):
         def total(params):
-            return job_losses(spec, base, params, settings, batch, keys).loss.sum()
+            tables = by_path(params, axis=1)
+            return job_losses(spec, base, tables, settings, batch, keys).loss.sum()
 
         return jax.vjp(total, params)[1]
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-Tables = dict[str, Float[Array, "G P Q"]]
+Tables = dict[str, Float[Array, "G L P Q"]]  # stacks, by name: see models/stacks.py
 
 
 @typing.no_type_check  # JAX rebuilds it around things that are no arrays
@@ -18,7 +18,7 @@ class Pending:
     """What the slots' global batches under way have gathered.
 
     Attributes:
-        gradients: Sum of their gradients, by path.
+        gradients: Sum of their gradients.
         is_finite: Whether their losses and hidden states are finite so far.
     """
 
@@ -33,7 +33,7 @@ class AdapterState:
     """Adapters and their optimiser state, float32, stacked by slot.
 
     Attributes:
-        params: A and B of every adapted linear, by path.
+        params: A and B of every adapted linear.
         mu: First moments.
         nu: Second moments.
         pending: Of the global batches under way.

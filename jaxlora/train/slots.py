@@ -11,6 +11,7 @@ from jaxlora.adapter import Adapter, LoraWeights
 from jaxlora.config import LoraJob
 from jaxlora.hf.names import linear_path
 from jaxlora.models.decoder import DecoderSpec, SlotSettings
+from jaxlora.models.stacks import by_path
 from jaxlora.targets import ModuleLora
 from jaxlora.train.optimizer import Tables, zero_state
 from jaxlora.train.step import CompiledSteps
@@ -98,10 +99,11 @@ class SlotTable:
     def load(self, slot: int, adapter: Adapter) -> None:
         """Puts an adapter into a slot, with an optimiser that has seen nothing."""
         rows = self._empty_rows()
+        tables = by_path(rows, axis=0)  # views
         for name, weights in adapter.modules.items():
             path = linear_path(name)
-            rows[f"{path}.lora_a"][:, : weights.rank] = weights.a
-            rows[f"{path}.lora_b"][: weights.rank] = weights.b
+            tables[f"{path}.lora_a"][:, : weights.rank] = weights.a
+            tables[f"{path}.lora_b"][: weights.rank] = weights.b
         self._write(slot, rows)
 
     def activate(self, slot: int, adapter: Adapter) -> None:
@@ -123,7 +125,7 @@ class SlotTable:
     def read(self, slot: int, like: Adapter) -> Adapter:
         """The adapter in a slot, at the ranks of `like`, which it started from."""
         rows = _rows(self.state.params, np.int32(slot))
-        return adapter_from_rows(jax.device_get(rows), like)
+        return adapter_from_rows(by_path(jax.device_get(rows), axis=0), like)
 
     def _empty_rows(self) -> dict[str, np.ndarray]:
         shapes = self._spec.adapter_shapes()

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.data.pack import PackedBatch
 from jaxlora.models.decoder import DecoderSpec, SlotSettings
+from jaxlora.models.stacks import added, by_path
 from jaxlora.modules.attention import compiler_options
 from jaxlora.modules.loss import target_nll
 from jaxlora.modules.multi_lora_linear import Routing
@@ -57,7 +58,7 @@ class JobLosses:
 def job_losses(
     spec: DecoderSpec,
     base: Base,
-    adapters: Tables,
+    adapters: dict[str, Array],
     settings: SlotSettings,
     batch: PackedBatch,
     keys: SlotKeys | None,
@@ -117,21 +118,22 @@ class CompiledSteps:
         losses = functools.partial(job_losses, spec)
 
         def accumulate(base, params, pending: Pending, settings, batch, keys):
-            def total(params):
-                out = losses(base, params, settings, batch, keys)
+            def total(tables):
+                out = losses(base, tables, settings, batch, keys)
                 # The slots' losses share no parameter: the sum's gradient is each own.
                 return out.loss.sum(), out
 
-            gradients, out = jax.grad(total, has_aux=True)(params)
+            gradients, out = jax.grad(total, has_aux=True)(by_path(params, axis=1))
             is_finite = out.is_finite & jnp.isfinite(out.loss)
             pending = Pending(
-                gradients=jax.tree.map(jnp.add, pending.gradients, gradients),
+                gradients=added(pending.gradients, gradients),
                 is_finite=pending.is_finite & is_finite,
             )
             return pending, out
 
         def evaluate(base, params, settings, batch):
-            return losses(base, params, settings, batch, None)
+            tables = by_path(params, axis=1)
+            return losses(base, tables, settings, batch, None)
 
         def write_slot(state: AdapterState, slot, rows: dict[str, Array]):
             def emptied(tables: Tables) -> Tables:

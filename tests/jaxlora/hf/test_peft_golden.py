@@ -19,6 +19,7 @@ from jaxlora import (
     load_model,
 )
 from jaxlora.hf.names import linear_path
+from jaxlora.models.stacks import by_path
 from jaxlora.train.prepare import linear_shapes
 from jaxlora.train.slots import SlotTable
 from jaxlora.train.step import CompiledSteps
@@ -49,7 +50,7 @@ def logits(model, adapter, tokens, *, slot: int) -> np.ndarray:
 
     @jax.jit
     def run(base, params, settings):
-        decoder = spec.bind(base, params, settings=settings)
+        decoder = spec.bind(base, by_path(params, axis=1), settings=settings)
         routing = Routing(block_adapter=jnp.array([slot]))
         hidden = decoder(jnp.array(tokens), rows, jnp.zeros_like(rows), routing)
         return hidden @ decoder.head_kernel()
