@@ -51,6 +51,19 @@ class Dropout:
     token_index: Int[Array, " T"]
     words: MaskWords | None = None
 
+    def given_key(self) -> UInt[Array, "G 2"]:
+        """The key.
+
+        Raises:
+            ValueError: There is none.
+        """
+        if self.key is None:
+            raise ValueError(
+                "dropout has no key: only implementation='mosaic' can do with words "
+                "made beforehand. Give the key of dropout_keys."
+            )
+        return self.key
+
 
 # Words lie as tiles of the fused kernels read them.
 TILE_TOKENS, TILE_FEATURES = 64, 256

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import xla
-from pallas_kernels.dropout import TILE_TOKENS, Dropout
+from pallas_kernels.dropout import TILE_TOKENS, Dropout, MaskWords
 from pallas_kernels.mosaic import layer as mosaic
 from pallas_kernels.projection import Projection
 
@@ -123,7 +123,7 @@ def multi_lora_linears(
         w = p.w[None] if layer is None else p.w
         _check(x, w, p.a, p.b, block_adapter, implementation, w_transposed)
         if p.dropout is not None:
-            _check_dropout(p.dropout, x, p.a.shape[0], implementation)
+            _check_words(p.dropout.words, x, p.a.shape[0])
         rank = p.rank
         if rank is None:
             rank = jnp.full((p.a.shape[0],), p.a.shape[2], jnp.int32)
@@ -166,13 +166,8 @@ def _check(x, w, a, b, block_adapter, implementation, w_transposed) -> None:
         )
 
 
-def _check_dropout(dropout: Dropout, x, num_slots: int, implementation) -> None:
-    words, (t, k) = dropout.words, x.shape
-    if dropout.key is None and (words is None or implementation != "mosaic"):
-        raise ValueError(
-            "dropout has no key: only implementation='mosaic' can do with words made "
-            "beforehand. Give the key of dropout_keys."
-        )
+def _check_words(words: MaskWords | None, x, num_slots: int) -> None:
+    t, k = x.shape
     if words is None:
         return
     blocks, slots, features = (*words.token.shape[1:2], *words.feature.shape[1:])

@@ -28,9 +28,8 @@ def multi_lora_linear_reference(
             continue
         kept = x[rows]
         if dropout is not None:
-            assert dropout.key is not None
             mask = keep_mask(
-                dropout.key[g : g + 1],
+                dropout.given_key()[g : g + 1],
                 dropout.rate[g : g + 1],
                 dropout.token_index[rows][None],
                 x.shape[1],

@@ -18,10 +18,9 @@ def _einsum(spec: str, *operands: Array) -> Array:
 
 
 def _keep(dropout: Dropout, slot_B: Array, num_features: int) -> Bool[Array, "B T K"]:
-    assert dropout.key is not None
     token_index = dropout.token_index.reshape(slot_B.shape[0], -1)
     return keep_mask(
-        dropout.key[slot_B], dropout.rate[slot_B], token_index, num_features
+        dropout.given_key()[slot_B], dropout.rate[slot_B], token_index, num_features
     )
 
 

@@ -14,10 +14,11 @@ import jax
 _LAYERS = re.compile(r"layers\.([\d,]+)\.(.+)")  # which, and of what
 
 
-def _parts(name: str) -> tuple[list[int], str]:
+def _paths(name: str) -> list[str]:
+    """Paths of a stack's tables, in their order."""
     match = _LAYERS.fullmatch(name)
     assert match is not None, name
-    return [int(layer) for layer in match[1].split(",")], match[2]
+    return [f"layers.{layer}.{match[2]}" for layer in match[1].split(",")]
 
 
 def stacked_shapes(
@@ -32,15 +33,14 @@ def stacked_shapes(
     """
     layers: dict[str, list[int]] = defaultdict(list)
     for path in shapes:
-        (layer,), rest = _parts(path)
-        layers[rest].append(layer)
+        _, layer, rest = path.split(".", 2)
+        layers[rest].append(int(layer))
     stacks = {}
     for rest, some in layers.items():
-        some.sort()
-        g, *table = shapes[f"layers.{some[0]}.{rest}"].shape
-        name = f"layers.{','.join(map(str, some))}.{rest}"
-        dtype = shapes[f"layers.{some[0]}.{rest}"].dtype
-        stacks[name] = jax.ShapeDtypeStruct((g, len(some), *table), dtype)
+        name = f"layers.{','.join(map(str, sorted(some)))}.{rest}"
+        table = shapes[_paths(name)[0]]
+        g, *sizes = table.shape
+        stacks[name] = jax.ShapeDtypeStruct((g, len(some), *sizes), table.dtype)
     return stacks
 
 
@@ -51,13 +51,12 @@ def by_path(stacks: Mapping[str, Any], *, axis: int) -> dict[str, Any]:
         stacks: By name.
         axis: That of the layers: 1, or 0 in the rows of one slot.
     """
-    tables = {}
-    for name, stack in stacks.items():
-        layers, rest = _parts(name)
-        for i, layer in enumerate(layers):
-            place = (slice(None),) * axis + (i,)
-            tables[f"layers.{layer}.{rest}"] = stack[place]
-    return tables
+    before = (slice(None),) * axis
+    return {
+        path: stack[*before, i]
+        for name, stack in stacks.items()
+        for i, path in enumerate(_paths(name))
+    }
 
 
 def added(
@@ -66,8 +65,7 @@ def added(
     """The stacks, with a table added to each of their layers."""
     sums = {}
     for name, stack in stacks.items():
-        layers, rest = _parts(name)
-        for i, layer in enumerate(layers):
-            stack = stack.at[:, i].add(tables[f"layers.{layer}.{rest}"])
+        for i, path in enumerate(_paths(name)):
+            stack = stack.at[:, i].add(tables[path])
         sums[name] = stack
     return sums

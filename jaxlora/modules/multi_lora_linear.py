@@ -207,8 +207,7 @@ class MultiLoraLinear(nnx.Module):
 def with_mask_words(linears: Iterable[MultiLoraLinear], routing: Routing) -> Routing:
     """Routing with what the masks of all the fused linears are made of.
 
-    Each makes its own otherwise, in small kernels of which a decoder has hundreds; they
-    are a fifth of what the compiler has to go through.
+    Each makes its own otherwise, in small kernels of which a decoder has hundreds.
     """
     if routing.token_index is None:
         return routing

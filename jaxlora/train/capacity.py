@@ -252,7 +252,6 @@ class Capacity:
         assert slots is not None
         if tokens:
             yield from self._remat_cures(found, tokens, limit)
-        if tokens:
             unit = self._bounds.unit
             fitting = found.fitting_tokens(limit) // unit * unit
             if fitting >= self._bounds.smallest:

@@ -216,8 +216,8 @@ class Checkpoints:
 def _flat(state: AdapterState) -> dict[str, jax.Array]:
     """All tables of a kind in one array: new buffers, and few transfers.
 
-    The step donates the tables while the background write still reads; and a thousand
-    small copies from a GPU would hold up the next round.
+    The step donates the tables while the background write still reads; and many small
+    copies from a GPU would hold up the next round.
     """
     kinds = {"params": state.params, "mu": state.mu, "nu": state.nu}
     return {

@@ -137,5 +137,5 @@ class SlotTable:
 
 @jax.jit
 def _rows(tables: Tables, slot) -> dict[str, jax.Array]:
-    """One slot's rows: in one call, as hundreds of small ones take their time."""
+    """One slot's rows: in one call, as many small ones take their time."""
     return {path: table[slot] for path, table in tables.items()}

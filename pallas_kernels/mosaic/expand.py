@@ -68,11 +68,6 @@ class Expand:
     transposed: bool
     band: int
 
-    def __post_init__(self):
-        # Once a kernel, not once an item: it reads device memory.
-        here = tuple(mask.here() for mask in self.masks)
-        object.__setattr__(self, "masks", here)
-
     def _item(self, item):
         t, n = self.y.shape
         tiles = (pl.cdiv(t, TILE_ROWS), pl.cdiv(n, COLUMNS))

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from pallas_kernels.mosaic.mask import Mask
 from pallas_kernels.mosaic.ring import COMPUTE, Ring, RingShape
 
 # Registers of a thread of the loading warpgroup and of the computing ones. A block
@@ -158,7 +159,7 @@ def launch(
         todo = []
         for i, work in enumerate(works):
             ring = Ring(work.ring, *stages[i], *barriers[i])
-            named = operands[i] | outs[i] | dict(work.settings)
+            named = _here(operands[i]) | outs[i] | dict(work.settings)
             deal = _deal(work, sm, num_sms, apart)
             todo.append((work, work.role(ring=ring, **named), deal))
 
@@ -204,6 +205,13 @@ def launch(
     )
 
     return jax.tree.unflatten(out_tree, _without_vmap(kernel)(*ins))
+
+
+def _here(operands: dict[str, Any]) -> dict[str, Any]:
+    """Each mask without the others: read once a kernel, not once an item."""
+    is_mask = lambda x: isinstance(x, Mask)
+    one = lambda x: x.here() if is_mask(x) else x
+    return jax.tree.map(one, operands, is_leaf=is_mask)
 
 
 def _without_vmap(kernel: Callable) -> Callable:

@@ -46,8 +46,7 @@ def mask_of(dropout: Dropout, blocks: Blocks, num_features: int) -> Mask:
     """The mask of a projection with so many input features."""
     words = dropout.words
     if words is None:
-        assert dropout.key is not None
-        own = dropout.key[None], blocks.slot, dropout.token_index
+        own = dropout.given_key()[None], blocks.slot, dropout.token_index
         (words,) = mask_words(*own, num_features)
     limit = threshold(dropout.rate)
     return Mask(words.token, words.feature, words.place, limit)

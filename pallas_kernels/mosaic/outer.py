@@ -61,11 +61,6 @@ class Outer:
     splits: int
     transposed: bool
 
-    def __post_init__(self):
-        # Once a kernel, not once an item: it reads device memory.
-        here = tuple(mask.here() for mask in self.masks)
-        object.__setattr__(self, "masks", here)
-
     def _place(self, item):
         tiles = pl.cdiv(self.wide.shape[1], TILE_COLUMNS)
         tile, item = lax.rem(item, tiles), lax.div(item, tiles)

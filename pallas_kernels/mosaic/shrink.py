@@ -47,11 +47,6 @@ class Shrink:
     chunks: tuple
     masks: tuple[Mask, ...]
 
-    def __post_init__(self):
-        # Once a kernel, not once an item: it reads device memory.
-        here = tuple(mask.here() for mask in self.masks)
-        object.__setattr__(self, "masks", here)
-
     def _place(self, item):
         num_blocks = self.slot.shape[0]
         return lax.rem(item, num_blocks), lax.div(item, num_blocks)
