@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 _LAYERS = re.compile(r"layers\.([\d,]+)\.(.+)")  # which, and of what
 
@@ -65,7 +66,7 @@ def added(
     """The stacks, with a table added to each of their layers."""
     sums = {}
     for name, stack in stacks.items():
-        for i, path in enumerate(_paths(name)):
-            stack = stack.at[:, i].add(tables[path])
-        sums[name] = stack
+        # In one sum: XLA copies all of the stack for a sum into one of its layers.
+        added = jnp.stack([tables[path] for path in _paths(name)], axis=1)
+        sums[name] = stack + added
     return sums
