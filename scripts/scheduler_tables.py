@@ -40,9 +40,9 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}"
 
 
-def spread(ratios: Sequence[float]) -> str:
-    low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
-    return f"{low:.3f} / {middle:.3f} / {high:.3f}"
+def spread(ratios: Sequence[float], digits: int = 3) -> str:
+    three = min(ratios), statistics.median(ratios), max(ratios)
+    return " / ".join(f"{number:.{digits}f}" for number in three)
 
 
 def adapters_table(runs: Sequence[Run]) -> str:
@@ -148,9 +148,14 @@ def costs_table(runs: Sequence[Run]) -> str:
         at_best = [
             m / best[*key[:2], "joint"] for key, m in best.items() if key[2] == "paper"
         ]
-        over = [r.over_lower_bound for r in cells if r.packer == "joint"]
-        rows.append([name, spread(equal), spread(at_best), spread(over)])
-    head = ("cost model", "equal capacity", "best capacity", "over the lower bound")
+        over = [100 * r.over_lower_bound for r in cells if r.packer == "joint"]
+        rows.append([name, spread(equal), spread(at_best), spread(over, digits=1)])
+    head = (
+        "cost model",
+        "equal capacity",
+        "best capacity",
+        "over the lower bound, %",
+    )
     return markdown(head, rows)
 
 
