@@ -72,6 +72,19 @@ class Routing:
     step: Int[Array, " G"] | None = None
     words: Mapping[tuple[int, int], MaskWords] = dataclasses.field(default_factory=dict)
 
+    def seed_and_step(self) -> tuple[Int[Array, " G"], Int[Array, " G"]]:
+        """Each slot's job seed and optimiser step, for dropout.
+
+        Raises:
+            ValueError: One of them is missing.
+        """
+        if self.seed is None or self.step is None:
+            raise ValueError(
+                "the routing has token_index, but not both seed and step: dropout "
+                "takes all three, and without token_index nothing is dropped."
+            )
+        return self.seed, self.step
+
 
 class MultiLoraLinear(nnx.Module):
     """`x W + bias + scaling[g] * dropout(x) A[g] B[g]`, g by token block.
@@ -174,7 +187,11 @@ class MultiLoraLinear(nnx.Module):
             variable[...] = variable[...].at[slot].set(value)
 
     def __call__(self, x: Float[Array, "T K"], routing: Routing) -> Float[Array, "T N"]:
-        """Applies the layer to token rows, each token block with its own adapter."""
+        """Applies the layer to token rows, each token block with its own adapter.
+
+        Raises:
+            ValueError: The routing says of dropout masks only in part what they need.
+        """
         (y,) = apply_together([self], x, routing)
         return y
 
@@ -196,11 +213,10 @@ class MultiLoraLinear(nnx.Module):
     def _dropout(self, routing: Routing) -> Dropout | None:
         if routing.token_index is None:
             return None
-        assert routing.seed is not None and routing.step is not None
         place = self.layer, self.projection
         words, key = routing.words.get(place), None
         if words is None:
-            key = dropout_keys(routing.seed, routing.step, *place)
+            key = dropout_keys(*routing.seed_and_step(), *place)
         return Dropout(key, self.dropout[...], routing.token_index, words)
 
 
@@ -211,7 +227,6 @@ def with_mask_words(linears: Iterable[MultiLoraLinear], routing: Routing) -> Rou
     """
     if routing.token_index is None:
         return routing
-    assert routing.seed is not None and routing.step is not None
     places: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for linear in linears:
         if linear.slots is not None and linear.implementation == "mosaic":
@@ -220,7 +235,7 @@ def with_mask_words(linears: Iterable[MultiLoraLinear], routing: Routing) -> Rou
     words = {}
     for num_features, some in places.items():
         layers, projections = np.array(some, np.int32).T[:, :, None]
-        key = dropout_keys(routing.seed, routing.step, layers, projections)
+        key = dropout_keys(*routing.seed_and_step(), layers, projections)
         about = routing.block_adapter, routing.token_index
         words |= zip(some, mask_words(key, *about, num_features), strict=True)
     return dataclasses.replace(routing, words=words)

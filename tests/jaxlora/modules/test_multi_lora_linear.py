@@ -151,6 +151,13 @@ def test_a_layer_without_slots_says_so():
         layer.load_slot(0, a, b, scaling=1.0)
 
 
+def test_dropout_without_a_seed_says_so():
+    x, blocks = rows(1), jnp.array([1])
+    routing = Routing(block_adapter=blocks, token_index=jnp.arange(BLOCK))
+    with pytest.raises(ValueError, match="token_index, but not both seed and step"):
+        layer_with(1)(x, routing)
+
+
 def test_slot_shape_is_positive():
     with pytest.raises(ValueError, match="must be positive, got 0 and 4"):
         SlotShape(num_slots=0, rank=4)
