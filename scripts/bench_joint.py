@@ -12,7 +12,7 @@ joint.csv and joint.png.
 import argparse
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,18 @@ def packed(jobs: Sequence[JobBatch], limits: Limits) -> list[PackedBatch]:
         pack_microbatch(microbatch, by_slot, limits)
         for microbatch in pack_window(samples, limits, "joint").microbatches
     ]
+
+
+def check_finite(
+    case: Case, training: Training, steps: Iterable[Sequence[PackedBatch]]
+) -> None:
+    """Takes the steps once, and stops if their gradients are not finite.
+
+    Raises:
+        SystemExit: Of the case: times of such gradients mean nothing.
+    """
+    if not all(training.run(step) for step in steps):
+        raise SystemExit(f"{case}: the gradients are not finite")
 
 
 class Bench:
@@ -147,6 +159,7 @@ class Bench:
             packed([dataclasses.replace(job, slot=0)], setup.limits) for job in jobs
         ]
         training = self._training(setup, steps[0][0])
+        check_finite(case, training, steps)
 
         def start() -> Callable[[], object]:
             return [training.start(step) for step in steps][-1]
@@ -158,6 +171,7 @@ class Bench:
         setup = self._setup(case.num_jobs, capacity)
         step = packed(jobs, setup.limits)
         training = self._training(setup, step[0])
+        check_finite(case, training, [step])
         return self._time(lambda: training.start(step)), len(step)
 
     def _time(self, start: Callable[[], Callable[[], object]]) -> Timing:

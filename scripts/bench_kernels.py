@@ -13,16 +13,16 @@ each method for so many seconds on end, and takes wall time, at the clock that i
 import argparse
 import importlib.util
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
-from jax.experimental.mosaic.gpu import profiler
 
 from scripts.bench_cases import CASES, METHODS, Case, arrays, call
-from scripts.bench_report import Timing, about, write_csv
+from scripts.bench_report import Timing, about, device_times, write_csv
 
+FROZEN = "frozen"  # the method that ratios are over
 ROUNDS = 3  # each method's calls are spread over the run: clocks drift with heat
 _AT_ONCE = 20  # calls that the device is given before the host waits
 
@@ -31,7 +31,6 @@ def time_jax(
     case: Case, repeats: int, methods: Sequence[str], seconds: float
 ) -> Iterator[tuple[str, str, Timing]]:
     """(method, pass, timing) of JAX methods; the pass says if a time is sustained."""
-    cupti = profiler.Cupti(finalize=False)
     names = [(name, what) for name in methods for what in ("forward", "both")]
     groups, routing = arrays(case)
     runs = {
@@ -41,9 +40,7 @@ def time_jax(
     times: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
     for _ in range(ROUNDS):
         for key, run in runs.items():
-            _, found = cupti.measure(run, iterations=-(-repeats // ROUNDS))(groups)
-            assert found is not None, "CUPTI saw no kernel"
-            times[key] += [1000 * t for t in found]
+            times[key] += device_times(run, groups, repeats=-(-repeats // ROUNDS))
     for (name, what), found in times.items():
         yield name, what, Timing.of(found)
     if not seconds:
@@ -85,14 +82,29 @@ def time_torch(case: Case, repeats: int) -> Iterator[tuple[str, str, Timing]]:
         yield name, what, Timing.of(times)
 
 
+def ratios(timings: Iterable[tuple[str, str, Timing]]) -> list[float | None]:
+    """Each median over that of the frozen layer in the same pass, None without one."""
+    timings = list(timings)
+    base = {what: t.median for method, what, t in timings if method == FROZEN}
+    return [
+        round(t.median / base[what], 3) if what in base else None
+        for _, what, t in timings
+    ]
+
+
 def plot(rows: list[dict], path: Path) -> None:
-    """Bars of the ratio of forward and backward, by case and method."""
+    """Bars of the ratio of forward and backward, by case and method.
+
+    Rows without a ratio have no bar; without any there is no plot.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    both = [row for row in rows if row["pass"] == "both"]
+    both = [row for row in rows if row["pass"] == "both" and row["ratio"] is not None]
+    if not both:
+        return
     cases = list(dict.fromkeys(row["case"] for row in both))
     methods = list(dict.fromkeys(row["method"] for row in both))
     height = 0.8 / len(methods)
@@ -118,19 +130,22 @@ def main() -> None:
     parser.add_argument("--sustained", type=float, default=0.0, help="seconds")
     parser.add_argument("--no-torch", action="store_true")
     parser.add_argument("--cases", type=int, nargs="*", help="indices; all by default")
-    parser.add_argument("--methods", nargs="*", default=list(METHODS))
+    parser.add_argument(
+        "--methods",
+        nargs="*",
+        default=list(METHODS),
+        help=f"without {FROZEN!r} there are no ratios",
+    )
     args = parser.parse_args()
     with_torch = not args.no_torch and importlib.util.find_spec("torch") is not None
     end = about(jax.devices()[0].device_kind)
     rows = []
     chosen = range(len(CASES)) if args.cases is None else args.cases
     for case in (CASES[i] for i in chosen):
-        base: dict[str, float] = {}
-        timings = time_jax(case, args.repeats, args.methods, args.sustained)
+        timings = list(time_jax(case, args.repeats, args.methods, args.sustained))
         if with_torch:
-            timings = (*timings, *time_torch(case, args.repeats))
-        for method, what, timing in timings:
-            base.setdefault(what, timing.median)
+            timings += time_torch(case, args.repeats)
+        for (method, what, timing), ratio in zip(timings, ratios(timings), strict=True):
             row = {
                 "case": case.name,
                 "method": method,
@@ -138,13 +153,13 @@ def main() -> None:
                 "median_us": round(timing.median, 1),
                 "p10_us": round(timing.p10, 1),
                 "p90_us": round(timing.p90, 1),
-                "ratio": round(timing.median / base[what], 3),
+                "ratio": ratio,
                 **end,
             }
             rows.append(row)
             print(
                 f"{case.name:42} {method:30} {what:18} {row['median_us']:9} us "
-                f"{row['ratio']:6}",
+                f"{'' if ratio is None else ratio:6}",
                 flush=True,
             )
     write_csv(args.output_dir / "kernels.csv", rows)

@@ -1,11 +1,11 @@
-"""What every benchmark's table says of itself: quantiles, commit, versions, date."""
+"""What benchmarks share: device time, quantiles, and what a table says of itself."""
 
 import csv
 import dataclasses
 import datetime
 import importlib.metadata
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,16 @@ class Timing:
     @staticmethod
     def of(times: Sequence[float]) -> "Timing":
         return Timing(*np.quantile(times, [0.5, 0.1, 0.9]).tolist())
+
+
+def device_times(run: Callable, *args: object, repeats: int) -> list[float]:
+    """Microseconds of each call: the sum of its kernels, as CUPTI counts them."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    _, found = profiler.Cupti(finalize=False).measure(run, iterations=repeats)(*args)
+    assert found is not None, "CUPTI saw no kernel"
+    # Of a single call it is a number.
+    return [1000 * t for t in (found if isinstance(found, list) else [found])]
 
 
 def commit() -> str:

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,20 +41,18 @@ def measure_alone(case: Case, timeout: float, turn: str) -> dict[str, Any]:
 
     Args:
         case: The row.
-        timeout: In seconds.
+        timeout: In seconds, waits for a turn not counted.
         turn: A file; rows with the same one use the device one after the other.
     """
     words = json.dumps(dataclasses.asdict(case))
-    try:
-        out = subprocess.run(
-            [sys.executable, "-m", "scripts.bench_step_rows", words, turn],
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            cwd=Path(__file__).parents[1],
-            env={**os.environ, **ENVIRONMENT},
-        )
-    except subprocess.TimeoutExpired:
+    out = subprocess.run(
+        [sys.executable, "-m", "scripts.bench_step_rows", words, turn, str(timeout)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, **ENVIRONMENT},
+    )
+    if out.returncode == -signal.SIGALRM:
         return {"skipped": f"it took more than {timeout:g} s"}
     if out.returncode:
         lines = [line for line in out.stderr.splitlines() if line.strip()]
@@ -170,7 +169,12 @@ def parser() -> argparse.ArgumentParser:
         help="rows that compile beside each other, for which their weights must fit; "
         "each runs alone but for the tuning of others' products",
     )
-    out.add_argument("--timeout", type=float, default=900, help="seconds for a row")
+    out.add_argument(
+        "--timeout",
+        type=float,
+        default=900,
+        help="seconds for a row, without those that it waits for the rows beside it",
+    )
     return out
 
 

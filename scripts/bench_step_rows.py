@@ -2,19 +2,21 @@
 
     python -m scripts.bench_step_rows '{"model": "tiny", "row": "jaxlora xla"}'
 
-prints one JSON object as its last line: what was measured, or why it cannot run. With a
-second argument, the path of a file, rows that have the same take turns on the device.
+prints one JSON object as its last line: what was measured, or why it cannot run. With
+two more arguments, the path of a file and seconds, rows that have the same file take
+turns on the device, and the process ends by SIGALRM after so long, waits not counted.
 """
 
 import dataclasses
 import fcntl
 import functools
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from scripts.bench_report import Timing
 
@@ -211,14 +213,22 @@ def result(times: list[float], num_tokens: int, device: str) -> dict[str, Any]:
     }
 
 
+def take_turn(turn: IO[str]) -> None:
+    """Waits for the device, with the process's timer stopped."""
+    left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
+    fcntl.flock(turn, fcntl.LOCK_EX)
+    signal.setitimer(signal.ITIMER_REAL, left)
+
+
 def main() -> None:
     case = Case(**json.loads(sys.argv[1]))
     began = time.perf_counter()
     take_device: Callable[[], object] = lambda: None
     if sys.argv[2:]:
+        signal.setitimer(signal.ITIMER_REAL, float(sys.argv[3]))
         # Open until this process ends, and with it what it has of the device's memory.
         turn = Path(sys.argv[2]).open()  # noqa: SIM115
-        take_device = functools.partial(fcntl.flock, turn, fcntl.LOCK_EX)
+        take_device = functools.partial(take_turn, turn)
     found = measure(case, take_device)
     found["process_seconds"] = round(time.perf_counter() - began, 1)
     print(json.dumps(found))

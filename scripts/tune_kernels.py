@@ -2,7 +2,7 @@
 
 Every timing goes to a CSV beside the table, also of the choices that lost.
 
-    python scripts/tune_kernels.py --table pallas_kernels/mosaic/tuning.json
+    python -m scripts.tune_kernels --table pallas_kernels/mosaic/tuning.json
 """
 
 import argparse
@@ -14,10 +14,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.mosaic.gpu import profiler
 
 from pallas_kernels.mosaic.layer import Term, expand, outer
 from pallas_kernels.mosaic.routing import Blocks, blocks_of
+from scripts.bench_report import device_times
 
 RANK, SLOTS = 16, 4
 SHAPES = (
@@ -35,10 +35,7 @@ FIELDS = ("device", "key", "choice", "value", "median_us")
 
 def device_time(f: Callable, *args: jax.Array, repeats: int) -> float:
     """Median device time of a call, in microseconds."""
-    cupti = profiler.Cupti(finalize=False)
-    _, times = cupti.measure(jax.jit(f), iterations=repeats)(*args)
-    assert times is not None, "CUPTI saw no kernel"
-    return 1000 * statistics.median(times)
+    return statistics.median(device_times(jax.jit(f), *args, repeats=repeats))
 
 
 def routing(t: int) -> tuple[Blocks, list[jax.Array]]:

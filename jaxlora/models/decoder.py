@@ -293,13 +293,27 @@ class DecoderSpec:
         Args:
             *arrays: Base weights and adapters; together they name each once.
             settings: Of the slots, if there are any.
+
+        Raises:
+            ValueError: A variable has no array, or an array no variable.
         """
-        arrays = *arrays, self._by_path(settings)
-        flat = {}
-        for path, variable in nnx.to_flat_state(self._state):
-            name = ".".join(str(part) for part in path)
-            value = next(group[name] for group in arrays if name in group)
-            flat[path] = variable.replace(value)
+        given: dict[str, Array] = {}
+        for group in (*arrays, self._by_path(settings)):
+            given |= group
+        variables = {
+            ".".join(str(part) for part in path): (path, variable)
+            for path, variable in nnx.to_flat_state(self._state)
+        }
+        if given.keys() != variables.keys():
+            raise ValueError(
+                "the arrays are not those of this decoder: missing "
+                f"{sorted(variables.keys() - given.keys())}, unknown "
+                f"{sorted(given.keys() - variables.keys())}."
+            )
+        flat = {
+            path: variable.replace(given[name])
+            for name, (path, variable) in variables.items()
+        }
         return nnx.merge(self._graph, nnx.from_flat_state(flat))
 
     def _by_path(self, settings: SlotSettings | None) -> dict[str, Array]:

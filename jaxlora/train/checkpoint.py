@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from jaxlora.errors import CheckpointError
 from jaxlora.train.optimizer import AdapterState
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +70,7 @@ class SavedRun:
             `use_rslora` and `dropout`, by job name: enough to export without the base.
         base_model: Folder or hub id of the base.
         linear_names: Names of the base's linears.
+        stopping: Why jobs are to end after their batch, by job name.
     """
 
     identity: RunIdentity
@@ -77,6 +78,7 @@ class SavedRun:
     adapters: dict[str, dict[str, Any]]
     base_model: str
     linear_names: list[str]
+    stopping: dict[str, str]
 
 
 class Checkpoints:
@@ -96,7 +98,7 @@ class Checkpoints:
         )
 
     def latest(self) -> int | None:
-        """Rounds behind the newest complete checkpoint; None where there is none."""
+        """Rounds behind the newest checkpoint, also if it is still being written."""
         return self._manager.latest_step()
 
     def save(self, number: int, state: AdapterState, run: SavedRun) -> None:
@@ -116,12 +118,18 @@ class Checkpoints:
             **dataclasses.asdict(run),
         }
         with self._explaining():
-            self._manager.save(
+            is_saved = self._manager.save(
                 number,
                 args=ocp.args.Composite(
                     tables=ocp.args.StandardSave(_flat(state)),
                     meta=ocp.args.JsonSave(meta),
                 ),
+            )
+        if not is_saved:
+            raise CheckpointError(
+                f"{self._folder} holds checkpoint {self.latest()}, so that checkpoint "
+                f"{number} cannot follow: it is of another run. Choose another "
+                "output_dir."
             )
 
     def read(self) -> tuple[int, SavedRun]:
@@ -175,11 +183,27 @@ class Checkpoints:
                 + "\n- ".join(differences)
                 + "\nRestore these settings, or train into another output_dir."
             )
+        layout = _layout(state)
+        self._check_layout(number, layout)
         like = jax.eval_shape(_flat, state)
         flat = self._read(number, tables=ocp.args.StandardRestore(like))["tables"]
-        layout = _layout(state)
         tables = {kind: _split(flat[kind], layout) for kind in flat}
         return number, saved, AdapterState(**tables, pending=state.pending)
+
+    def _check_layout(self, number: int, layout: dict[str, list[int]]) -> None:
+        """Slots of other linears may be as large, all in all."""
+        then = self._meta(number)["layout"]
+        if then == layout:
+            return
+        tables = [
+            ", ".join(sorted(set(one) - set(other))) or "none"
+            for one, other in ((then, layout), (layout, then))
+        ]
+        raise CheckpointError(
+            f"checkpoint {number} in {self._folder} has slots for other linears. "
+            f"Tables that only it has: {tables[0]}; that only this run has: "
+            f"{tables[1]}. Give the slot_targets that the run began with."
+        )
 
     def _read(self, number: int, **items) -> Any:
         try:
@@ -196,9 +220,11 @@ class Checkpoints:
         Raises:
             CheckpointError: The last checkpoint could not be written.
         """
-        with self._explaining():
-            self._manager.wait_until_finished()
-        self._manager.close()
+        try:
+            with self._explaining():
+                self._manager.wait_until_finished()
+        finally:
+            self._manager.close()
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:

@@ -6,6 +6,8 @@ import hashlib
 import math
 from typing import Literal
 
+import numpy as np
+
 from jaxlora.adapter import Adapter
 from jaxlora.config import LoraJob
 from jaxlora.data.order import JobOrder
@@ -32,7 +34,8 @@ class JobProgress:
         last_eval: Latest evaluation loss.
         best_eval: Lowest evaluation loss.
         best_step: Optimiser steps behind `best_eval`.
-        evals_without_gain: Evaluations since `best_eval`.
+        evals_without_gain: Evaluations since the last that early stopping counts as
+            better.
     """
 
     status: Status = "waiting"
@@ -47,6 +50,11 @@ class JobProgress:
     best_eval: float | None = None
     best_step: int | None = None
     evals_without_gain: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job has ended, in whatever way."""
+        return self.status not in ("waiting", "running")
 
 
 def job_order(job: LoraJob, data: TokenizedData) -> JobOrder:
@@ -91,14 +99,15 @@ class JobRun:
         self.progress = JobProgress()
 
     @functools.cached_property
-    def data_fingerprint(self) -> str:
-        """Tells training data apart: of every token and whether it is a target."""
-        digest = hashlib.sha256()
-        for sample in self.train_data.samples:
-            digest.update(len(sample.token_ids).to_bytes(8, "little"))
-            digest.update(sample.token_ids.tobytes())
-            digest.update(sample.is_target.tobytes())
-        return digest.hexdigest()
+    def fingerprints(self) -> dict[str, str | None]:
+        """Tell apart what the settings only name: data, and a start from a folder."""
+        held_out = self.eval_data
+        from_folder = self.job.init_from is not None
+        return {
+            "data_fingerprint": _of_data(self.train_data),
+            "eval_data_fingerprint": None if held_out is None else _of_data(held_out),
+            "init_from_fingerprint": _of_adapter(self.start) if from_folder else None,
+        }
 
     @property
     def slot(self) -> int:
@@ -179,3 +188,22 @@ class JobRun:
         """Whether early stopping ends the job."""
         patience = self.job.early_stopping
         return bool(patience and self.progress.evals_without_gain >= patience)
+
+
+def _of_data(data: TokenizedData) -> str:
+    """Of every token, and whether it is a target."""
+    digest = hashlib.sha256()
+    for sample in data.samples:
+        digest.update(len(sample.token_ids).to_bytes(8, "little"))
+        digest.update(sample.token_ids.tobytes())
+        digest.update(sample.is_target.tobytes())
+    return digest.hexdigest()
+
+
+def _of_adapter(adapter: Adapter) -> str:
+    digest = hashlib.sha256()
+    for name, weights in sorted(adapter.modules.items()):
+        digest.update(name.encode())
+        digest.update(np.asarray(weights.a).tobytes())
+        digest.update(np.asarray(weights.b).tobytes())
+    return digest.hexdigest()

@@ -32,11 +32,13 @@ class Progress:
         )
         self._tasks: dict[str, rich.progress.TaskID] = {}
         self._began = time.perf_counter()
+        self._done_before = 0  # steps of the process that was interrupted
         self._speed = ""
 
     def __enter__(self) -> "Progress":
         self._bars.start()
         self._began = time.perf_counter()
+        self._done_before = self._num_done()
         return self
 
     def __exit__(self, *_) -> None:
@@ -91,13 +93,17 @@ class Progress:
 
     def _time_left(self) -> str:
         """By the share of optimiser steps done; all jobs' steps count alike."""
-        done = sum(run.progress.step for run in self._runs)
+        done = self._num_done()
         total = sum(
             run.progress.step if run.progress.slot is None else run.num_steps
             for run in self._runs
             if run.progress.status != "waiting"
         ) + sum(r.num_steps for r in self._runs if r.progress.status == "waiting")
-        if not done:
+        here = done - self._done_before
+        if not here:
             return "?"
-        seconds = (time.perf_counter() - self._began) * (total - done) / done
+        seconds = (time.perf_counter() - self._began) * (total - done) / here
         return f"{seconds:.0f} s"
+
+    def _num_done(self) -> int:
+        return sum(run.progress.step for run in self._runs)

@@ -1,5 +1,6 @@
 """The trainer: many jobs on one base, from first window to exported adapters."""
 
+import contextlib
 import dataclasses
 import datetime
 import logging
@@ -81,6 +82,7 @@ class Trainer:
         self._table = SlotTable(self._spec, self._steps)
         self._round = 0
         self._stopping: dict[str, str] = {}
+        self._has_begun = False
 
     def _start_time(self) -> datetime.datetime:
         """When the run began, first of all: chat templates may print the date."""
@@ -127,14 +129,13 @@ class Trainer:
 
     def stop_job(self, name: str, reason: str = "stopped by request") -> None:
         """Ends a job after the batch under way, and exports it; a waiting one now."""
-        named = {run.job.name: run for run in self.runs}
+        named = [run.job.name for run in self.runs]
         if name not in named:
             raise ConfigError(
                 f"there is no job {name!r}; there are: {', '.join(named)}."
             )
-        if named[name].progress.status == "waiting":
-            named[name].update(status="stopped", reason=reason)
         self._stopping[name] = reason
+        self._end_waiting()
 
     # ---- the run -------------------------------------------------------------------
 
@@ -157,10 +158,14 @@ class Trainer:
             ConfigError: The device's memory cannot hold the run.
         """
         self._check_folder(resume)
+        if self._has_begun:
+            self._reset()
+        self._has_begun = True
         self._settle_capacity()
-        checkpoints = self._open_checkpoints(resume)
-        log = RunLog(self.output_dir, keep_rounds=checkpoints.latest())
-        try:
+        with contextlib.ExitStack() as opened:
+            checkpoints = self._open_checkpoints(resume, opened)
+            log = RunLog(self.output_dir, keep_rounds=checkpoints.latest())
+            opened.callback(log.close)
             with StopRequest() as stop, Progress(self.runs) as progress:
                 with self._windows(log, progress) as windows:
                     while not stop.requested and windows.start():
@@ -175,10 +180,8 @@ class Trainer:
                     self._round = windows.round
                 if checkpoints.latest() != self._round:
                     self._save(checkpoints)
-                interrupted = stop.requested
-        finally:
-            checkpoints.close()
-            log.close()
+                is_over = all(run.progress.is_over for run in self.runs)
+                interrupted = stop.requested and not is_over
         results = tuple(job_result(run, self._folder(run)) for run in self.runs)
         result = RunResult(
             jobs=results,
@@ -239,14 +242,15 @@ class Trainer:
                 "slot_rank": self._spec.slots.rank,
             },
             jobs={
-                run.job.name: run.job.model_dump(mode="json")
-                | {"data_fingerprint": run.data_fingerprint}
+                run.job.name: run.job.model_dump(mode="json") | run.fingerprints
                 for run in self.runs
             },
         )
 
     def _check_folder(self, resume: bool) -> None:
+        checkpoints = self.output_dir / "checkpoints"
         has_run = (self.output_dir / METRICS_FILE).exists()
+        has_run |= checkpoints.exists() and any(checkpoints.iterdir())
         if has_run and not resume:
             raise CheckpointError(
                 f"{self.output_dir} already holds a run. Resume it (resume=True, or "
@@ -258,22 +262,45 @@ class Trainer:
                 "start without resume."
             )
 
-    def _open_checkpoints(self, resume: bool) -> Checkpoints:
-        write_text(self.output_dir / _STARTED_FILE, self._started.isoformat() + "\n")
-        self._capacity.save(self.output_dir)
+    def _open_checkpoints(
+        self, resume: bool, opened: contextlib.ExitStack
+    ) -> Checkpoints:
         folder = self.output_dir / "checkpoints"
         folder.mkdir(parents=True, exist_ok=True)
         checkpoints = Checkpoints(folder, keep=self.config.keep_checkpoints)
+        opened.callback(checkpoints.close)
         if resume and checkpoints.latest() is None:
             logger.warning("the run ended before its first checkpoint: starting anew")
         elif resume:
             self._restore(checkpoints)
+        self._end_waiting()
+        # Last: a resume that is refused leaves the folder as it was.
+        write_text(self.output_dir / _STARTED_FILE, self._started.isoformat() + "\n")
+        self._capacity.save(self.output_dir)
         return checkpoints
+
+    def _reset(self) -> None:
+        """Forgets what an earlier call of `train` did, but not which jobs are to stop.
+
+        It may have ended anywhere, with half a batch's gradients pending.
+        """
+        self._table = SlotTable(self._spec, self._steps)
+        self._round = 0
+        for run in self.runs:
+            run.progress = JobProgress()
+
+    def _end_waiting(self) -> None:
+        """Ends the waiting jobs among those that are to stop."""
+        for run in self.runs:
+            reason = self._stopping.get(run.job.name)
+            if reason is not None and run.progress.status == "waiting":
+                run.update(status="stopped", reason=reason)
 
     def _restore(self, checkpoints: Checkpoints) -> None:
         self._round, saved, self._table.state = checkpoints.restore(
             self._table.state, self._identity()
         )
+        self._stopping = saved.stopping | self._stopping
         for run in self.runs:
             run.progress = JobProgress(**saved.progress[run.job.name])
             if run.progress.status == "running":
@@ -297,5 +324,6 @@ class Trainer:
             adapters={run.job.name: adapter(run) for run in self.runs},
             base_model=self.model.source,
             linear_names=list(linear_names(self.model.config)),
+            stopping=dict(self._stopping),
         )
         checkpoints.save(self._round, self._table.state, saved)

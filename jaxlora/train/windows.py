@@ -8,6 +8,7 @@ left of it then does not run; its slot is filled when the next window starts.
 import contextlib
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -228,7 +229,7 @@ class Windows:
             losses = self._executor.evaluate(runs)
         for run in runs:
             loss = losses[run.job.name]
-            if loss != loss:
+            if not math.isfinite(loss):
                 run.update(status="failed", reason="the evaluation loss is not finite")
                 continue
             is_best = run.note_eval(loss)

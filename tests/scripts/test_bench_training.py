@@ -2,7 +2,12 @@
 
 import csv
 import dataclasses
+import fcntl
 import importlib.util
+import signal
+import subprocess
+import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -113,14 +118,47 @@ def test_scores_of_attention_have_the_deviation_that_is_asked_for():
     assert (q @ k.T / e**0.5).std() == pytest.approx(SCORES, rel=0.1)
 
 
+def broken_base(shapes):
+    return {k: v.at[..., 0].set(jnp.nan) for k, v in random_base(shapes).items()}
+
+
 @pytest.mark.parametrize("row", [FROZEN, "jaxlora xla"])
 def test_gradients_that_are_not_finite_are_not_timed(row, monkeypatch):
-    def broken(shapes):
-        return {k: v.at[..., 0].set(jnp.nan) for k, v in random_base(shapes).items()}
-
-    monkeypatch.setattr(bench_models, "random_base", broken)
+    monkeypatch.setattr(bench_models, "random_base", broken_base)
     found = bench_step_rows.measure(dataclasses.replace(TINY, row=row))
     assert found == {"skipped": "the gradients are not finite"}
+
+
+TAKES_ITS_TURN = """
+import signal, sys, time
+from scripts.bench_step_rows import take_turn
+signal.setitimer(signal.ITIMER_REAL, 0.5)
+print("waits", flush=True)
+take_turn(open(sys.argv[1]))
+print("has it", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_row_is_not_stopped_for_waiting_but_for_what_it_takes_itself(tmp_path):
+    turn = tmp_path / "turn"
+    with turn.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        row = subprocess.Popen(
+            [sys.executable, "-c", TAKES_ITS_TURN, str(turn)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert row.stdout is not None and row.stdout.readline() == "waits\n"
+        time.sleep(1)
+    assert row.communicate(timeout=30)[0] == "has it\n"
+    assert row.returncode == -signal.SIGALRM
+
+
+def test_a_row_that_takes_too_long_is_skipped(tmp_path):
+    (tmp_path / "turn").touch()
+    found = bench_step.measure_alone(TINY, 0.01, str(tmp_path / "turn"))
+    assert found == {"skipped": "it took more than 0.01 s"}
 
 
 def test_ratios():
@@ -146,16 +184,27 @@ def test_peers(row):
         assert found["tokens"] == 128 and found["step_ms"] > 0
 
 
+JOINT = (
+    "--model tiny --layers 1 --implementation xla --jobs 1 2 --step-tokens 64 "
+    "--median-tokens 20 --longest-tokens 40 --microbatch-tokens 128 "
+    "--block-tokens 32 --repeats 2 --dtype float32 --output-dir"
+)
+
+
 def test_joint(tmp_path):
-    words = "--model tiny --layers 1 --implementation xla --jobs 1 2 --step-tokens 64 "
-    words += "--median-tokens 20 --longest-tokens 40 --microbatch-tokens 128 "
-    words += f"--block-tokens 32 --repeats 2 --dtype float32 --output-dir {tmp_path}"
-    bench_joint.main(words.split())
+    bench_joint.main([*JOINT.split(), str(tmp_path)])
     one, two = table(tmp_path / "joint.csv")
     assert (one["alone_microbatches"], one["together_microbatches"]) == ("1", "1")
     assert (two["alone_microbatches"], two["together_microbatches"]) == ("2", "1")
     assert float(two["speedup"]) > 0
     assert (tmp_path / "joint.png").exists()
+
+
+def test_joint_stops_at_gradients_that_are_not_finite(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_joint, "random_base", broken_base)
+    with pytest.raises(SystemExit, match=r"num_jobs=1.*gradients are not finite"):
+        bench_joint.main([*JOINT.split(), str(tmp_path)])
+    assert not (tmp_path / "joint.csv").exists()
 
 
 @pytest.mark.parametrize("num_jobs", [1, 3, 8])

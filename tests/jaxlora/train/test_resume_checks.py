@@ -1,0 +1,161 @@
+"""Runs that are resumed with something else, or in the same process."""
+
+import math
+import os
+import pathlib
+import signal
+
+import pytest
+
+from jaxlora import RunConfig, Trainer
+from jaxlora.errors import CheckpointError
+from jaxlora.train.executor import Executor
+
+
+@pytest.fixture
+def config(model, jobs, tmp_path):
+    """A run of two jobs, the first with a checkpoint after every round."""
+    return RunConfig(
+        model=str(model.folder),
+        output_dir=str(tmp_path / "run"),
+        jobs=jobs[:2],
+        microbatch_tokens=512,
+        block_tokens=16,
+        checkpoint_every=1,
+        window_steps=1,
+    )
+
+
+def changed(config: RunConfig, **changes) -> RunConfig:
+    return config.model_copy(update=changes)
+
+
+def interrupt_at(number: int, also=lambda trainer: None):
+    def on_window(trainer):
+        if trainer._round == number:
+            also(trainer)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    return on_window
+
+
+def adapters(config: RunConfig) -> dict[str, bytes]:
+    folder = pathlib.Path(config.output_dir) / "adapters"
+    return {
+        path.parent.name: path.read_bytes()
+        for path in folder.glob("*/adapter_model.safetensors")
+    }
+
+
+def test_slots_of_other_linears_are_refused(config, model):
+    """o_proj and q_proj have tables of one size, all in all."""
+    jobs = [
+        job.model_copy(update={"target_modules": ("k_proj",)}) for job in config.jobs
+    ]
+    config = changed(config, jobs=tuple(jobs), slot_targets=["q_proj"])
+    Trainer(config, model).train(on_window=interrupt_at(1))
+    other = changed(config, slot_targets=["o_proj"])
+    with pytest.raises(
+        CheckpointError, match=r"only it has: layers\.0,1\.self_attn\.q"
+    ):
+        Trainer(other, model).train(resume=True)
+    assert not Trainer(config, model).train(resume=True).interrupted
+
+
+def test_a_refused_resume_leaves_the_folder(config, model):
+    config = changed(config, microbatch_tokens="auto")
+    Trainer(config, model).train(on_window=interrupt_at(1))
+    folder = pathlib.Path(config.output_dir)
+    before = (folder / "microbatch_tokens.txt").read_text()
+    with pytest.raises(CheckpointError, match="microbatch_tokens is"):
+        Trainer(changed(config, microbatch_tokens=4096), model).train(resume=True)
+    assert (folder / "microbatch_tokens.txt").read_text() == before
+    assert not Trainer(config, model).train(resume=True).interrupted
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_the_same_trainer_goes_on_after_an_error(
+    config, model, tmp_path, monkeypatch, at
+):
+    """In the middle of a batch; before the first checkpoint, and after some."""
+    whole = changed(config, output_dir=str(tmp_path / "whole"), microbatch_tokens=128)
+    Trainer(whole, model).train()
+    config = changed(config, microbatch_tokens=128)
+    trainer, run, left = Trainer(config, model), Executor._accumulate, [3]
+
+    def fails(self, *args, **kwargs):
+        if trainer._round >= at:
+            left[0] -= 1
+            if not left[0]:
+                raise KeyboardInterrupt
+        return run(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Executor, "_accumulate", fails)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+    trainer.train(resume=True)
+    assert adapters(config) == adapters(whole)
+
+
+def test_a_stop_that_was_asked_for_is_kept(config, model):
+    name = config.jobs[0].name
+    stop = interrupt_at(1, lambda trainer: trainer.stop_job(name, "enough"))
+    Trainer(config, model).train(on_window=stop)
+    result = Trainer(config, model).train(resume=True)
+    progress = {job.name: job.progress for job in result.jobs}
+    assert (progress[name].status, progress[name].reason) == ("stopped", "enough")
+    assert progress[config.jobs[1].name].status == "finished"
+
+
+def test_other_held_out_data_is_refused(config, model, tmp_path):
+    job = config.jobs[0]
+    held_out = tmp_path / "eval.jsonl"
+    lines = pathlib.Path(job.data.path).read_text().splitlines()
+    held_out.write_text("\n".join(lines[:3]))
+    data = {"path": str(held_out)}
+    job = type(job)(**job.model_dump(exclude={"eval_fraction"}) | {"eval_data": data})
+    config = changed(config, jobs=(job,))
+    Trainer(config, model).train(on_window=interrupt_at(1))
+    held_out.write_text("\n".join(lines[3:6]))
+    with pytest.raises(CheckpointError, match="eval_data_fingerprint is"):
+        Trainer(config, model).train(resume=True)
+
+
+def test_a_folder_with_checkpoints_is_not_begun_anew(config, model):
+    Trainer(config, model).train(on_window=interrupt_at(2))
+    (pathlib.Path(config.output_dir) / "metrics.jsonl").unlink()
+    with pytest.raises(CheckpointError, match="already holds a run"):
+        Trainer(config, model).train()
+
+
+def test_a_run_that_has_ended_was_not_interrupted(config, model):
+    last = max(job.steps for job in config.jobs)
+    result = Trainer(config, model).train(on_window=interrupt_at(last))
+    assert not result.interrupted
+    assert {job.progress.status for job in result.jobs} == {"finished"}
+
+
+def test_an_infinite_evaluation_ends_its_job(train, jobs, monkeypatch):
+    evaluate = Executor.evaluate
+
+    def infinite(self, runs):
+        return evaluate(self, runs) | {jobs[0].name: math.inf}
+
+    monkeypatch.setattr(Executor, "evaluate", infinite)
+    outcome = train(jobs[:2])
+    assert outcome.progress[jobs[0].name].status == "failed"
+    assert outcome.progress[jobs[1].name].status == "finished"
+
+
+def test_time_left_counts_the_steps_of_this_process(config, model, caplog):
+    from jaxlora.train.progress import Progress
+
+    trainer = Trainer(config, model)
+    for run in trainer.runs:
+        run.update(status="running", slot=0, step=run.num_steps - 1)
+    with Progress(trainer.runs) as progress:
+        assert progress._time_left() == "?"
+        progress._began -= 100
+        trainer.runs[0].update(step=trainer.runs[0].num_steps)
+        assert progress._time_left() == "100 s"
