@@ -17,10 +17,11 @@ from rich.table import Table
 
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.order import JobOrder
-from jaxlora.data.tokenize import TokenizedData, tokenize_job
+from jaxlora.data.tokenize import TokenizedData
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import ConfigError
 from jaxlora.hf.files import TOKENIZER_FILES, model_folder
+from jaxlora.train import prepare
 from jaxlora.train.job_run import batch_lengths, job_order
 from jaxlora.train.lineup import (
     Place,
@@ -53,10 +54,11 @@ _DRAWN_MICROBATCHES = 60
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class JobData:
-    """One job of a plan."""
+    """One job of a plan: its training samples, and those held out, if any."""
 
     job: LoraJob
     data: TokenizedData
+    held_out: TokenizedData | None
     order: JobOrder
     num_steps: int
 
@@ -130,11 +132,15 @@ def plan_run(
         JaxloraError: The tokenizer or a job's data cannot be used.
     """
     jobs = _read_jobs(config, steps)
-    data = [job.data for job in jobs]
-    config = planned_capacity(config, _tokenizer_folder(config), data)
+    config = planned_capacity(
+        config,
+        _tokenizer_folder(config),
+        [job.data for job in jobs],
+        [job.held_out for job in jobs if job.held_out is not None],
+    )
     limits = config.limits
     for job in jobs:
-        _check_fits(job, limits)
+        prepare.check_lengths(job.job.name, job.data, job.held_out, limits.capacity)
     pipeline = Pipeline.one_f_one_b(stages)
     spans = _windows(config, jobs) if stages == 1 else _spans(config, jobs)
     parts = tuple(_part(config, span, limits, pipeline) for span in spans)
@@ -151,11 +157,18 @@ def _read_jobs(config: RunConfig, steps: int | None) -> tuple[JobData, ...]:
     tokenizer = load_tokenizer(_tokenizer_folder(config))
     out = []
     for job in config.jobs:
-        data = tokenize_job(job, tokenizer, "train")
-        logger.info("%s: %s", job.name, data.summary())
+        data, held_out = prepare.read_data(job, tokenizer)
         order = job_order(job, data)
         num_steps = min(order.num_steps, steps or order.num_steps)
-        out.append(JobData(job=job, data=data, order=order, num_steps=num_steps))
+        out.append(
+            JobData(
+                job=job,
+                data=data,
+                held_out=held_out,
+                order=order,
+                num_steps=num_steps,
+            )
+        )
     return tuple(out)
 
 
@@ -173,16 +186,6 @@ def _tokenizer_folder(config: RunConfig) -> pathlib.Path:
         # The usual way, for what was fetched before and for errors in words.
         return pathlib.Path(model_folder(config.model, config.revision))
     return pathlib.Path(folder)
-
-
-def _check_fits(job: JobData, limits: Limits) -> None:
-    longest = max(len(s.token_ids) for s in job.data.samples)
-    if longest > limits.capacity:
-        raise ConfigError(
-            f"job {job.job.name!r} has a sample of {longest} tokens, and a microbatch "
-            f"takes {limits.capacity}. Raise microbatch_tokens, or lower the job's "
-            "max_length."
-        )
 
 
 # ---- which samples are packed together -----------------------------------------------

@@ -88,7 +88,8 @@ def multi_lora_linears(
 ) -> tuple[Float[Array, "T _"], ...]:
     """`multi_lora_linear` for linears that share x, as q, k and v do.
 
-    The kernels read x once for all of them and sum its gradient in one accumulator.
+    The kernels read x once for all of them and sum its gradient in one accumulator, in
+    several, each rounded, where the slots' ranks are too large for a tile to hold all.
 
     Args:
         x: Token rows; the T / NB rows of a token block share one adapter.

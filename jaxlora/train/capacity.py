@@ -16,7 +16,7 @@ import jax
 from jaxlora.atomic import write_text
 from jaxlora.config import RunConfig
 from jaxlora.data.tokenize import TokenizedData
-from jaxlora.errors import ConfigError
+from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.models.decoder import DecoderSpec, Remat
 from jaxlora.train import memory
 from jaxlora.train.memory import DeviceMemory, Footprint, in_words
@@ -95,11 +95,21 @@ def _up(num_tokens: float, unit: int) -> int:
 
 
 def as_begun(config: RunConfig, folder: pathlib.Path) -> RunConfig:
-    """A run that has begun in this folder keeps the number that it had for `auto`."""
+    """A run that has begun in this folder keeps the number that it had for `auto`.
+
+    Raises:
+        CheckpointError: The run's blocks are no longer those that it began with.
+    """
     path = folder / _FILE
     if config.microbatch_tokens != "auto" or not path.exists():
         return config
     number = int(path.read_text())
+    if number % config.block_tokens:
+        raise CheckpointError(
+            f"the run in {folder} began with {number} for microbatch_tokens: auto, "
+            f"which is not a multiple of block_tokens={config.block_tokens}. Give the "
+            "block_tokens that the run began with, or choose another output_dir."
+        )
     logger.info("microbatch_tokens: auto: %d, as when the run began", number)
     return with_capacity(config, number)
 
@@ -132,7 +142,8 @@ class Capacity:
             bounds: What an automatic capacity may be.
 
         Raises:
-            ConfigError: The weights and adapters alone do not fit.
+            ConfigError: The weights and adapters alone do not fit; or the capacity is
+                left to a device that does not say what memory it has.
         """
         self.config = config
         self._spec, self._bounds = spec, bounds
@@ -141,10 +152,21 @@ class Capacity:
         self._too_large: int | None = None
         resident = memory.resident(spec)
         available = memory.device_memory(resident.base)
-        if resident.total(0) > available.num_bytes:
-            raise self._refusal(resident, available)
         self._is_free = config.microbatch_tokens == "auto"
-        if self._is_free:
+        if available is None and self._is_free:
+            raise ConfigError(
+                "microbatch_tokens: auto goes by the device's memory, and the device's "
+                "allocator does not say how much there is (XLA_PYTHON_CLIENT_ALLOCATOR "
+                "chooses the allocator). Give a number for microbatch_tokens."
+            )
+        if available is None:
+            logger.info(
+                "memory: whether the run fits is not checked, as the device's "
+                "allocator does not say how much there is"
+            )
+        elif resident.total(0) > available.num_bytes:
+            raise self._refusal(resident, available)
+        elif self._is_free:
             self._choose(self._estimate(), available, "estimated")
 
     def _estimate(self, spec: DecoderSpec | None = None) -> Footprint:
@@ -193,6 +215,8 @@ class Capacity:
         tokens = self.config.limits.capacity
         resident = memory.resident(self._spec)
         available = memory.device_memory(resident.base + resident.slots)
+        if available is None:
+            return True
         found = memory.measured(self._spec, program, self.config.limits)
         if found is None:
             logger.info("memory: the compiler does not say what the step needs")

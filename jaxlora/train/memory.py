@@ -41,24 +41,27 @@ class DeviceMemory:
     of: str
 
 
-def device_memory(own_bytes: int) -> DeviceMemory:
-    """The memory of the default device that is there for a run.
+def device_memory(own_bytes: int) -> DeviceMemory | None:
+    """The memory of the default device that is there for a run; None: it does not say.
 
     On a GPU that is what JAX's allocator may take, less what other arrays of this
-    process hold; on a CPU, which counts nothing, the machine's memory.
+    process hold, and not every allocator counts; on a CPU, which counts nothing, the
+    machine's memory.
 
     Args:
         own_bytes: What the run holds there already.
     """
     device = jax.local_devices()[0]
-    stats = device.memory_stats()
-    if stats is None or "bytes_limit" not in stats:
-        limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        others, what = 0, "the machine's memory"
-    else:
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
         limit = stats["bytes_limit"]
         others = max(0, stats["bytes_in_use"] - own_bytes)
         what = f"what JAX may take of the {device.device_kind}'s memory"
+    elif device.platform == "cpu":
+        limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        others, what = 0, "the machine's memory"
+    else:
+        return None
     kept = math.ceil(RESERVE * limit)
     of = f"{in_words(limit)} of {what}, less {RESERVE:.0%} in reserve"
     if others:

@@ -19,7 +19,10 @@ from jaxlora.train.capacity import Bounds, Capacity, as_begun, provisional
 
 
 def planned_capacity(
-    config: RunConfig, model_folder: pathlib.Path, train: Sequence[TokenizedData]
+    config: RunConfig,
+    model_folder: pathlib.Path,
+    train: Sequence[TokenizedData],
+    held_out: Sequence[TokenizedData],
 ) -> RunConfig:
     """The run with a number for `microbatch_tokens: auto`.
 
@@ -30,15 +33,17 @@ def planned_capacity(
         config: The run.
         model_folder: Holds the model's config.json.
         train: Training samples of each job.
+        held_out: Held-out samples of those that have any.
 
     Raises:
-        JaxloraError: This machine could not hold the run.
+        JaxloraError: This machine could not hold the run, or does not say what it has;
+            or `block_tokens` is not what the run began with.
     """
     config = as_begun(config, pathlib.Path(config.output_dir))
     if config.microbatch_tokens != "auto":
         return config
     model = model_config(read_json(model_folder / "config.json"))
-    bounds = Bounds.of(config, train)
+    bounds = Bounds.of(config, train, held_out)
     spec = prepare.spec_of(
         provisional(config, bounds),
         model,

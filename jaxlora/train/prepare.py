@@ -51,11 +51,7 @@ def open_job(job: LoraJob, model: BaseModel, tokenizer: Tokenizer) -> JobRun:
         start = import_peft(job.init_from, linear_shapes(model))
         start = dataclasses.replace(start, dropout=job.dropout)
         _check_asked(job, start, model)
-    train = tokenize_job(job, tokenizer, "train")
-    held_out = job.eval_data is not None or job.eval_fraction > 0
-    evaluated = tokenize_job(job, tokenizer, "eval") if held_out else None
-    for data in filter(None, (train, evaluated)):
-        logger.info("%s: %s", job.name, data.summary())
+    train, held_out = read_data(job, tokenizer)
     ranks = sorted({weights.rank for weights in start.modules.values()})
     logger.info(
         "%s: rank %s on %d modules: %s",
@@ -64,7 +60,23 @@ def open_job(job: LoraJob, model: BaseModel, tokenizer: Tokenizer) -> JobRun:
         len(start.modules),
         ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in start.modules)),
     )
-    return JobRun(job, start, train, evaluated)
+    return JobRun(job, start, train, held_out)
+
+
+def read_data(
+    job: LoraJob, tokenizer: Tokenizer
+) -> tuple[TokenizedData, TokenizedData | None]:
+    """A job's training samples and its held-out ones, if any; logs both.
+
+    Raises:
+        JaxloraError: The data cannot be used.
+    """
+    train, held_out = tokenize_job(job, tokenizer, "train"), None
+    if job.eval_data is not None or job.eval_fraction > 0:
+        held_out = tokenize_job(job, tokenizer, "eval")
+    for data in filter(None, (train, held_out)):
+        logger.info("%s: %s", job.name, data.summary())
+    return train, held_out
 
 
 def _check_asked(job: LoraJob, start: Adapter, model: BaseModel) -> None:
@@ -234,9 +246,26 @@ def check_fits(run: JobRun, spec: DecoderSpec, *, use_dropout: bool) -> None:
                 f"job {name!r} adapts {module}, which has no slots in this run. Name "
                 "the module in slot_targets when the run starts."
             )
-    datasets = filter(None, (run.train_data, run.eval_data))
-    longest = max(len(s.token_ids) for data in datasets for s in data.samples)
     room = spec.options.max_segment_tokens
+    check_lengths(name, run.train_data, run.eval_data, room)
+
+
+def check_lengths(
+    name: str, train: TokenizedData, held_out: TokenizedData | None, room: int
+) -> None:
+    """Refuses a job with a sample that is longer than the run takes.
+
+    Args:
+        name: The job's.
+        train: Its training samples.
+        held_out: Its held-out samples, if any.
+        room: Tokens of the longest sample that the run takes.
+
+    Raises:
+        ConfigError: A sample is longer.
+    """
+    datasets = filter(None, (train, held_out))
+    longest = max(len(s.token_ids) for data in datasets for s in data.samples)
     if longest > room:
         raise ConfigError(
             f"job {name!r} has a sample of {longest} tokens, and this run takes "

@@ -1,8 +1,11 @@
 """A plan says what a run then does."""
 
+import json
+
 import pytest
 
 from jaxlora import LoraJob, RunConfig, Trainer
+from jaxlora.errors import ConfigError
 from jaxlora.plan import plan_run
 from jaxlora.train.run_log import read_events
 from scheduler import violations
@@ -74,6 +77,45 @@ def test_a_plan_is_whole(config, stages):
         assert planned.busy == pytest.approx(planned.whole.schedule.fill)
     else:
         assert len(planned.parts) < len(plan_run(config).parts)
+
+
+@pytest.fixture(params=["eval_data", "eval_fraction"])
+def held_out_longest(config, request, tmp_path) -> RunConfig:
+    """A job whose longest sample, of 151 tokens, is held out."""
+    lines = [{"prompt": "a" * 10, "completion": "b" * 10}] * 3
+    longest = {"prompt": "a" * 75, "completion": "b" * 75}
+    path, other = tmp_path / "records.jsonl", tmp_path / "held_out.jsonl"
+    if request.param == "eval_data":
+        held_out = {"eval_data": {"path": str(other)}}
+    else:  # seed 0 holds out the third record of four
+        held_out = {"eval_fraction": 0.25, "seed": 0}
+        lines.insert(2, longest)
+    path.write_text("\n".join(map(json.dumps, lines)))
+    other.write_text(json.dumps(longest))
+    job = LoraJob(
+        name="job", data={"path": str(path)}, batch_size=2, steps=1, rank=2, **held_out
+    )
+    output_dir = str(tmp_path / "run")
+    return config.model_copy(update={"jobs": [job], "output_dir": output_dir})
+
+
+def test_held_out_samples_count(held_out_longest):
+    """A microbatch must hold them, whether its size is chosen or given."""
+    auto = held_out_longest.model_copy(update={"microbatch_tokens": "auto"})
+    planned, trainer = plan_run(auto), Trainer(auto)
+    [run] = trainer.runs
+    assert run.eval_data is not None
+    assert max(len(s.token_ids) for s in run.train_data.samples) < 32
+    assert max(len(s.token_ids) for s in run.eval_data.samples) == 151
+    assert planned.whole.schedule.limits == trainer.config.limits
+    assert trainer.config.limits.capacity == 160
+    given = held_out_longest.model_copy(update={"microbatch_tokens": 144})
+    said = []
+    for refuse in (plan_run, Trainer):
+        with pytest.raises(ConfigError, match=r"a sample of 151 tokens, .* 144") as e:
+            refuse(given)
+        said.append(str(e.value))
+    assert said[0] == said[1]
 
 
 def test_first_steps_only(config):

@@ -3,18 +3,20 @@
 import dataclasses
 import itertools
 import logging
+import pathlib
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxlora import RunConfig, Trainer
-from jaxlora.errors import ConfigError
+from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.models.decoder import DecoderOptions, DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.plan import plan_run
 from jaxlora.train import memory
-from jaxlora.train.capacity import Bounds, Capacity
+from jaxlora.train.capacity import Bounds, Capacity, as_begun
 from jaxlora.train.memory import DeviceMemory, Footprint
 
 
@@ -175,6 +177,19 @@ def test_a_run_that_is_resumed_keeps_its_number(config, model, have):
         Trainer(first, model).train(resume=True)
 
 
+def test_a_run_that_is_resumed_keeps_its_blocks(config):
+    first = config()
+    folder = pathlib.Path(first.output_dir)
+    folder.mkdir()
+    (folder / "microbatch_tokens.txt").write_text("176\n")
+    assert as_begun(first, folder).microbatch_tokens == 176
+    other = first.model_copy(update={"block_tokens": 64})
+    message = r"176 for microbatch_tokens: auto, which is not .* block_tokens=64. Give"
+    for resume in (lambda: as_begun(other, folder), lambda: plan_run(other)):
+        with pytest.raises(CheckpointError, match=message):
+            resume()
+
+
 def test_what_is_measured_is_not_compiled_again(config, model, caplog):
     caplog.set_level(logging.DEBUG)
     with jax.log_compiles():
@@ -217,5 +232,45 @@ def test_sizes_in_words():
 
 def test_the_memory_of_this_device():
     found = memory.device_memory(0)
+    assert found is not None
     assert 2**28 < found.num_bytes < 2**45
     assert "less 5% in reserve" in found.of
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Pretends that there is another device, and what it says of its memory."""
+
+    def set_to(platform: str, stats: dict | None) -> None:
+        found = types.SimpleNamespace(
+            platform=platform, device_kind="pretence", memory_stats=lambda: stats
+        )
+        monkeypatch.setattr(memory.jax, "local_devices", lambda: [found])
+
+    return set_to
+
+
+def test_the_memory_of_other_devices(device):
+    machine = memory.device_memory(0)
+    device("cpu", None)
+    assert memory.device_memory(0) == machine
+    device("gpu", {"bytes_limit": 1000, "bytes_in_use": 300})
+    found = memory.device_memory(200)
+    assert found is not None and found.num_bytes == 1000 - 50 - 100
+    assert "what JAX may take of the pretence's memory" in found.of
+    for stats in (None, {}, {"bytes_in_use": 300}):
+        device("gpu", stats)
+        assert memory.device_memory(0) is None
+
+
+def test_a_device_that_does_not_say(config, spec, device, caplog):
+    """It may be given a number, which is then not checked."""
+    caplog.set_level(logging.INFO)
+    bounds = Bounds(smallest=64, largest=1024, unit=32)
+    device("gpu", None)
+    with pytest.raises(ConfigError, match="Give a number for microbatch_tokens"):
+        Capacity(config(), spec, bounds)
+    given = Capacity(config(microbatch_tokens=2**30), spec, bounds)
+    assert given.settle(jax.jit(lambda: 0).lower().compile())
+    assert given.config.microbatch_tokens == 2**30
+    assert len([m for m in caplog.messages if "is not checked" in m]) == 1
