@@ -1,12 +1,12 @@
 """Causal attention over packed rows, and the attention block of the decoder."""
 
 import functools
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.models.config import ModelConfig
 from jaxlora.modules.banded_attention import banded_attention
@@ -16,6 +16,10 @@ from jaxlora.modules.norm import RmsNorm
 from jaxlora.modules.rope import apply_rope
 
 AttentionImplementation = Literal["xla", "cudnn"]
+
+# Two values below it have a product that, summed over head_dim, is finite in float32.
+# Beyond, a masked pair of rows could give an infinity, and 0 * infinity is NaN.
+_LIMIT = 2.0**56
 
 
 class SegmentLengths(NamedTuple):
@@ -35,22 +39,27 @@ def compiler_options(implementation: AttentionImplementation) -> dict[str, bool]
     return dict(DETERMINISTIC) if implementation == "cudnn" else {}
 
 
-@jax.custom_vjp
-def _finite(x: Float[Array, "*B"]) -> Float[Array, "*B"]:
-    """Zero where x is not finite, so that 0 * x is 0; the same for its gradient."""
-    return jnp.where(jnp.isfinite(x), x, 0)
-
-
-_finite.defvjp(lambda x: (_finite(x), None), lambda _, dx: (_finite(dx),))
+def _is_sound(x: Float[Array, "*B"]) -> Bool[Array, "*B"]:
+    """Where x is neither NaN nor so large that its sample must have diverged."""
+    return jnp.abs(x.astype(jnp.float32)) < _LIMIT
 
 
 @jax.custom_vjp
-def _finite_gradient(x: Float[Array, "*B"]) -> Float[Array, "*B"]:
-    """x itself; its gradient is zero where it is not finite."""
+def _sound(x: Float[Array, "*B"]) -> Float[Array, "*B"]:
+    """Zero where x is not sound, so that 0 * x is 0; its gradient passes as it is."""
+    return jnp.where(_is_sound(x), x, 0)
+
+
+_sound.defvjp(lambda x: (_sound(x), None), lambda _, dx: (dx,))
+
+
+@jax.custom_vjp
+def _sound_gradient(x: Float[Array, "*B"]) -> Float[Array, "*B"]:
+    """x itself; its gradient is zero where it is not sound."""
     return x
 
 
-_finite_gradient.defvjp(lambda x: (x, None), lambda _, dx: (_finite(dx),))
+_sound_gradient.defvjp(lambda x: (x, None), lambda _, dx: (_sound(dx),))
 
 
 def packed_attention(
@@ -66,8 +75,10 @@ def packed_attention(
 ) -> Float[Array, "T H E"]:
     """Causal attention in which a row sees the earlier rows of its own segment only.
 
-    A row that is not finite (its adapter diverged) makes its own segment's output NaN
-    and touches no other segment, forward or backward.
+    A number that is not finite, or 2**56 or more in magnitude (its adapter diverged),
+    touches no other segment, forward or backward. In q, k or v it makes its own row's
+    output NaN; for the other rows of its segment it counts as zero, and so it does in
+    the gradient of the output.
 
     Args:
         q: Queries; H is a multiple of HK (grouped-query attention).
@@ -81,15 +92,26 @@ def packed_attention(
         window: How many rows back a row sees, itself included; None: all.
         implementation: `xla` runs anywhere; `cudnn` where `cudnn_unsupported` names no
             reason against it, in programs compiled with `compiler_options`.
+
+    Raises:
+        ValueError: There is no such implementation.
     """
-    own = jnp.isfinite(q).all((1, 2)) & jnp.isfinite(k).all((1, 2))
-    own &= jnp.isfinite(v).all((1, 2))
-    q, k, v = _finite(q), _finite(k), _finite(v)
+    choices = get_args(AttentionImplementation)
+    if implementation not in choices:
+        raise ValueError(
+            f"implementation={implementation!r} is unknown; there is: "
+            f"{', '.join(choices)}."
+        )
+    own = _is_sound(q).all((1, 2)) & _is_sound(k).all((1, 2))
+    own &= _is_sound(v).all((1, 2))
+    q, k, v = _sound(q), _sound(k), _sound(v)
     if implementation == "cudnn":
         lengths = max_segment_tokens, mean_segment_tokens
-        return cudnn_attention(q, k, v, own, segment_ids, *lengths, window)
-    out = banded_attention(q, k, v, segment_ids, max_segment_tokens, window)
-    return jnp.where(own[:, None, None], _finite_gradient(out), jnp.nan)
+        out = cudnn_attention(q, k, v, own, segment_ids, *lengths, window)
+    else:
+        out = banded_attention(q, k, v, segment_ids, max_segment_tokens, window)
+        out = jnp.where(own[:, None, None], out, jnp.nan)
+    return _sound_gradient(out)
 
 
 class Attention(nnx.Module):

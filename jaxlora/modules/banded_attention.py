@@ -18,7 +18,7 @@ def banded_attention(
     max_segment_tokens: int,
     window: int | None,
 ) -> Float[Array, "T H E"]:
-    """Attention as `packed_attention` defines it, for rows that are all finite.
+    """Attention as `packed_attention` defines it, for rows that are all sound.
 
     A block of queries is compared with a band of keys as wide as the longest segment,
     not with all T. Blocks run together as long as their scores fit in 512 MiB, one
@@ -92,7 +92,8 @@ def _attend(q, k, v, mask):
     mask = mask[:, None, None]
     scores = jnp.where(mask, scores * scale, -jnp.inf)
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
-    weights = jnp.where(mask, jnp.exp(scores - jnp.where(top > -jnp.inf, top, 0)), 0)
+    weights = jnp.exp(scores - jnp.where(top > -jnp.inf, top, 0))
     total = weights.sum(-1, keepdims=True)
-    weights = weights / jnp.where(total > 0, total, 1)
+    # They are zero elsewhere; selected, so that their gradient is, too.
+    weights = jnp.where(mask, weights / jnp.where(total > 0, total, 1), 0)
     return jnp.einsum("igrqk,ikge->iqgre", weights.astype(v.dtype), v)

@@ -43,6 +43,8 @@ def cudnn_unsupported(*, dtype: Any, head_dim: int) -> str | None:
         )
     if cuda_versions is None or cuda_versions.cudnn_get_version() < _FIRST_CUDNN:
         return "cuDNN 9.10.2 or newer is not loaded"
+    if capability == "10.3" and cuda_versions.cudnn_get_version() < 91100:
+        return "compute capability 10.3 takes cuDNN 9.11 or newer"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype).name} is neither bfloat16 nor float16"
     most = 256 if capability.startswith("9.") else 128
@@ -181,7 +183,7 @@ def cudnn_attention(
     mean_segment_tokens: int,
     window: int | None,
 ) -> Float[Array, "T H E"]:
-    """Attention as `packed_attention` defines it, for finite q, k and v.
+    """Attention as `packed_attention` defines it, for sound q, k, v and dout.
 
     Compile the program around its gradient with `DETERMINISTIC`: without, the gradient
     has other bits each time, and that of several layers fails.
@@ -236,7 +238,7 @@ def _attention_backward(classes, window, saved, dout):
     # Behind a barrier, or XLA makes it in the forward pass and keeps both.
     out = jnp.where(is_sound, jax.lax.optimization_barrier(out), 0)
     # A tile of cuDNN's holds rows of other segments, where 0 x NaN would spread.
-    dout = jnp.where(is_sound & jnp.isfinite(dout), dout, 0)
+    dout = jnp.where(is_sound, dout, 0)
     gradients = tuple(map(jnp.zeros_like, (q, k, v)))
     for c, mine in zip(classes, all_members, strict=True):
         parts = _backward(q, k, v, out, lse, dout, c, mine, window)

@@ -9,6 +9,11 @@ import numpy as np
 from jaxlora.modules.attention import compiler_options, packed_attention
 
 MEAN = 8  # tokens of a sample: cuDNN gets room for many short ones
+# What a row of a diverged sample may hold: finite too, but so large that products are
+# not; and the tensors in which it may at once.
+BAD = [np.nan, np.inf, 1e20, -1e30, 3e38]
+LARGEST = 7e16  # of what does not count as diverged
+WHERE = ["q", "k", "v", "dout", "q k", "q k v", "q k v dout"]
 PIECES = [(50, 0), (7, 0), (90, 6), (16, 0), (64, 20), (30, 0), (3, 0)]
 
 
@@ -79,20 +84,40 @@ def compiled_dense(window):
     return jax.jit(run)
 
 
-def check_isolation(numbers, ids, spans, run, which, bad):
-    """A row of segment 2 that is not finite changes that segment only.
+def check_isolation(numbers, ids, spans, run, where, value):
+    """A row of segment 2 changes that segment only; (out, dq, dk, dv) with the change.
 
-    The row lies where a tile of segment 0 would reach.
+    Args:
+        numbers: q, k, v and dout.
+        ids: Which segment a row belongs to.
+        spans: (start, end) of each segment.
+        run: Of numbers and ids: (out, dq, dk, dv).
+        where: Which of the numbers change in `sick_row`; one of `WHERE`.
+        value: What they hold there.
     """
-    start, end = spans[2]
+    row, (start, end) = sick_row(spans), spans[2]
     others = np.ones(len(ids), bool)
     others[start:end] = False
-    sick = list(numbers)
-    at = ["q", "k", "v", "dout"].index(which)
-    sick[at] = sick[at].at[start + 20].set(bad)
+    names = where.split()
+    sick = [
+        x.at[row].set(value) if name in names else x
+        for name, x in zip(("q", "k", "v", "dout"), numbers, strict=True)
+    ]
     clean, got = run(*numbers, ids), run(*sick, ids)
     for actual, wanted in zip(got, clean, strict=True):
         pair = (np.asarray(x, np.float32)[others] for x in (actual, wanted))
         np.testing.assert_array_equal(*pair)
-    if which != "dout":
-        assert np.isnan(np.asarray(got[0], np.float32)[start + 20]).all(), "hidden"
+    return got
+
+
+def check_bad_row(numbers, ids, spans, run, where, bad):
+    """As `check_isolation`; and what is bad in a sample is not hidden from it."""
+    got = check_isolation(numbers, ids, spans, run, where, bad)
+    if where != "dout":
+        out = np.asarray(got[0], np.float32)
+        assert np.isnan(out[sick_row(spans)]).all(), "the divergence is hidden"
+
+
+def sick_row(spans):
+    """A row of segment 2 that lies where a tile of segment 0 would reach."""
+    return spans[2][0] + 20

@@ -29,9 +29,13 @@ from jaxlora.modules.cudnn_attention import (
 from jaxlora.train import prepare
 from tests.jaxlora.modules import cudnn_stand_in
 from tests.jaxlora.modules.attention_cases import (
+    BAD,
+    LARGEST,
     MEAN,
     PIECES,
+    WHERE,
     both_ways,
+    check_bad_row,
     check_isolation,
     compiled,
     compiled_dense,
@@ -232,12 +236,21 @@ def test_segments_without_room_are_nan(stand_in, monkeypatch):
     assert np.isnan(attend(*numbers[:3])[lost]).all()
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
-def test_a_diverged_sample_touches_no_other(which, bad, stand_in):
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("where", WHERE)
+def test_a_diverged_sample_touches_no_other(where, bad, stand_in):
     ids, spans = layout(PIECES, ROWS)
     numbers = problem(ROWS, 4, 2, 8, jnp.float32)
-    check_isolation(numbers, ids, spans, compiled("cudnn", LONGEST, None), which, bad)
+    check_bad_row(numbers, ids, spans, compiled("cudnn", LONGEST, None), where, bad)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_the_largest_values_touch_no_other(where, stand_in):
+    ids, spans = layout(PIECES, ROWS)
+    numbers = problem(ROWS, 4, 2, 8, jnp.float32)
+    run = compiled("cudnn", LONGEST, None)
+    got = check_isolation(numbers, ids, spans, run, where, LARGEST)
+    assert np.isfinite(got[0]).all()
 
 
 def test_too_many_elements_are_refused():
@@ -264,6 +277,8 @@ class _Device:
         ("9.0", 91002, jnp.bfloat16, 128, None),
         ("9.0", 92000, jnp.float16, 256, None),
         ("10.0", 92000, jnp.bfloat16, 64, None),
+        ("10.3", 91100, jnp.bfloat16, 128, None),
+        ("10.3", 91099, jnp.bfloat16, 128, "10.3 takes cuDNN 9.11 or newer"),
         ("10.0", 92000, jnp.bfloat16, 256, "head_dim 256 is not .* up to 128"),
         ("8.9", 92000, jnp.bfloat16, 128, "compute capability is 8.9"),
         ("12.0", 92000, jnp.bfloat16, 128, "compute capability is 12.0"),
