@@ -18,6 +18,7 @@ from jaxlora.train.lineup import fixed_shape_cost, pack_window
 from scheduler import Limits, PackerName, Pipeline, Sample, lower_bound
 from scripts.bench_report import about, write_csv
 from scripts.scheduler_tables import dicts_table
+from tests.scheduler.lengths import in_batches
 
 NUM_BATCHES = 64  # global batches of each job
 MEAN, SIGMA, SHORTEST, LONGEST = 350, 0.8, 16, 2048  # tokens of a sample
@@ -38,11 +39,7 @@ def samples(batch_sizes: Sequence[int]) -> list[Sample]:
         rng = np.random.default_rng([0, job])
         center = np.log(MEAN) - SIGMA**2 / 2
         drawn = rng.lognormal(center, SIGMA, NUM_BATCHES * size)
-        lengths = np.clip(np.rint(drawn), SHORTEST, LONGEST).astype(int)
-        out += [
-            Sample(job=job, batch=i // size, index=i % size, num_tokens=int(n))
-            for i, n in enumerate(lengths)
-        ]
+        out += in_batches(job, np.clip(np.rint(drawn), SHORTEST, LONGEST), size)
     return out
 
 

@@ -67,6 +67,6 @@ def added(
     sums = {}
     for name, stack in stacks.items():
         # In one sum: XLA copies all of the stack for a sum into one of its layers.
-        added = jnp.stack([tables[path] for path in _paths(name)], axis=1)
-        sums[name] = stack + added
+        more = jnp.stack([tables[path] for path in _paths(name)], axis=1)
+        sums[name] = stack + more
     return sums

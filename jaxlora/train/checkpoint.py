@@ -138,6 +138,11 @@ class Checkpoints:
         Raises:
             CheckpointError: There is none, or it cannot be read.
         """
+        number, saved, _ = self._read_newest()
+        return number, saved
+
+    def _read_newest(self) -> tuple[int, SavedRun, dict[str, list[int]]]:
+        """The same, and the layout of its tables."""
         number = self.latest()
         if number is None:
             raise CheckpointError(
@@ -150,9 +155,9 @@ class Checkpoints:
                 f"checkpoint {number} in {self._folder} has format "
                 f"{meta.get('format')}, and this version reads format {_FORMAT}."
             )
-        del meta["format"], meta["layout"]
-        identity = RunIdentity(**meta.pop("identity"))
-        return number, SavedRun(identity=identity, **meta)
+        del meta["format"]
+        layout, identity = meta.pop("layout"), RunIdentity(**meta.pop("identity"))
+        return number, SavedRun(identity=identity, **meta), layout
 
     def read_params(self, number: int) -> dict[str, np.ndarray]:
         """The slot tables A and B of a checkpoint, on the host."""
@@ -175,7 +180,7 @@ class Checkpoints:
         Raises:
             CheckpointError: There is none, it cannot be read, or it is of another run.
         """
-        number, saved = self.read()
+        number, saved, then = self._read_newest()
         differences = identity.differences(saved.identity)
         if differences:
             raise CheckpointError(
@@ -184,22 +189,22 @@ class Checkpoints:
                 + "\nRestore these settings, or train into another output_dir."
             )
         layout = _layout(state)
-        self._check_layout(number, layout)
+        if then != layout:
+            raise self._other_slots(number, then, layout)
         like = jax.eval_shape(_flat, state)
         flat = self._read(number, tables=ocp.args.StandardRestore(like))["tables"]
         tables = {kind: _split(flat[kind], layout) for kind in flat}
         return number, saved, AdapterState(**tables, pending=state.pending)
 
-    def _check_layout(self, number: int, layout: dict[str, list[int]]) -> None:
-        """Slots of other linears may be as large, all in all."""
-        then = self._meta(number)["layout"]
-        if then == layout:
-            return
+    def _other_slots(
+        self, number: int, then: dict[str, list[int]], now: dict[str, list[int]]
+    ) -> CheckpointError:
+        """Of a checkpoint whose tables may be as large, all in all."""
         tables = [
             ", ".join(sorted(set(one) - set(other))) or "none"
-            for one, other in ((then, layout), (layout, then))
+            for one, other in ((then, now), (now, then))
         ]
-        raise CheckpointError(
+        return CheckpointError(
             f"checkpoint {number} in {self._folder} has slots for other linears. "
             f"Tables that only it has: {tables[0]}; that only this run has: "
             f"{tables[1]}. Give the slot_targets that the run began with."

@@ -247,10 +247,14 @@ class Trainer:
             },
         )
 
+    @property
+    def _checkpoints_folder(self) -> pathlib.Path:
+        return self.output_dir / "checkpoints"
+
     def _check_folder(self, resume: bool) -> None:
-        checkpoints = self.output_dir / "checkpoints"
+        folder = self._checkpoints_folder
         has_run = (self.output_dir / METRICS_FILE).exists()
-        has_run |= checkpoints.exists() and any(checkpoints.iterdir())
+        has_run |= folder.exists() and any(folder.iterdir())
         if has_run and not resume:
             raise CheckpointError(
                 f"{self.output_dir} already holds a run. Resume it (resume=True, or "
@@ -265,7 +269,7 @@ class Trainer:
     def _open_checkpoints(
         self, resume: bool, opened: contextlib.ExitStack
     ) -> Checkpoints:
-        folder = self.output_dir / "checkpoints"
+        folder = self._checkpoints_folder
         folder.mkdir(parents=True, exist_ok=True)
         checkpoints = Checkpoints(folder, keep=self.config.keep_checkpoints)
         opened.callback(checkpoints.close)

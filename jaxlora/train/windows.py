@@ -96,7 +96,7 @@ class Windows:
                 num_steps=run.num_steps,
             )
             for number, run in enumerate(self._runs)
-            if run.progress.status in ("waiting", "running")
+            if not run.progress.is_over
         ]
 
     def _samples(self, places: Sequence[Place]) -> tuple[Sample, ...]:

@@ -68,8 +68,13 @@ def jobs(
     out = []
     for job, (name, count, size) in enumerate(zip(names, counts, sizes, strict=True)):
         drawn = lengths(name, count, np.random.default_rng([seed, job]))
-        out += [
-            Sample(job=job, batch=i // size, index=i % size, num_tokens=int(n))
-            for i, n in enumerate(drawn)
-        ]
+        out += in_batches(job, drawn, size)
     return out
+
+
+def in_batches(job: int, drawn: np.ndarray, size: int) -> list[Sample]:
+    """Samples of one job with these lengths, in global batches of `size`."""
+    return [
+        Sample(job=job, batch=i // size, index=i % size, num_tokens=int(n))
+        for i, n in enumerate(drawn)
+    ]

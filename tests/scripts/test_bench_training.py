@@ -5,9 +5,6 @@ import dataclasses
 import fcntl
 import importlib.util
 import signal
-import subprocess
-import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -129,30 +126,25 @@ def test_gradients_that_are_not_finite_are_not_timed(row, monkeypatch):
     assert found == {"skipped": "the gradients are not finite"}
 
 
-TAKES_ITS_TURN = """
-import signal, sys, time
-from scripts.bench_step_rows import take_turn
-signal.setitimer(signal.ITIMER_REAL, 0.5)
-print("waits", flush=True)
-take_turn(open(sys.argv[1]))
-print("has it", flush=True)
-time.sleep(60)
-"""
+def test_a_row_is_not_stopped_for_waiting_but_for_what_it_takes_itself(
+    tmp_path, monkeypatch
+):
+    waits = []
 
+    def flock(file, how):
+        assert how == fcntl.LOCK_EX
+        waits.append(signal.getitimer(signal.ITIMER_REAL)[0])
 
-def test_a_row_is_not_stopped_for_waiting_but_for_what_it_takes_itself(tmp_path):
-    turn = tmp_path / "turn"
-    with turn.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        row = subprocess.Popen(
-            [sys.executable, "-c", TAKES_ITS_TURN, str(turn)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert row.stdout is not None and row.stdout.readline() == "waits\n"
-        time.sleep(1)
-    assert row.communicate(timeout=30)[0] == "has it\n"
-    assert row.returncode == -signal.SIGALRM
+    monkeypatch.setattr(bench_step_rows.fcntl, "flock", flock)
+    signal.setitimer(signal.ITIMER_REAL, 1000)
+    try:
+        with (tmp_path / "turn").open("w") as file:
+            bench_step_rows.take_turn(file)
+        left, _ = signal.getitimer(signal.ITIMER_REAL)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    assert waits == [0]  # the timer stands still
+    assert 900 < left <= 1000
 
 
 def test_a_row_that_takes_too_long_is_skipped(tmp_path):

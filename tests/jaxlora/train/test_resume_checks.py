@@ -10,6 +10,7 @@ import pytest
 from jaxlora import RunConfig, Trainer
 from jaxlora.errors import CheckpointError
 from jaxlora.train.executor import Executor
+from jaxlora.train.progress import Progress
 
 
 @pytest.fixture
@@ -146,9 +147,7 @@ def test_an_infinite_evaluation_ends_its_job(train, jobs, monkeypatch):
     assert outcome.progress[jobs[1].name].status == "finished"
 
 
-def test_time_left_counts_the_steps_of_this_process(config, model, caplog):
-    from jaxlora.train.progress import Progress
-
+def test_time_left_counts_the_steps_of_this_process(config, model):
     trainer = Trainer(config, model)
     for run in trainer.runs:
         run.update(status="running", slot=0, step=run.num_steps - 1)
