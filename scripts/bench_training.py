@@ -15,13 +15,12 @@ from jaxlora.data.pack import PackedBatch
 from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.decoder import DecoderOptions, DecoderSpec
-from jaxlora.modules.attention import compiler_options
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.targets import resolve_targets
 from jaxlora.train.optimizer import Hyper
 from jaxlora.train.prepare import without_mosaic
 from jaxlora.train.slots import SlotTable, fresh_adapter
-from jaxlora.train.step import CompiledSteps, SlotKeys, job_losses
+from jaxlora.train.step import CompiledSteps, SlotKeys, job_losses, training_options
 from scheduler import Limits
 
 GIB = 2**30
@@ -83,7 +82,7 @@ class Training:
         self._steps = CompiledSteps(self._spec)
         self._table = SlotTable(self._spec, self._steps)
         # As the training step is compiled.
-        options = compiler_options(setup.options.attention)
+        options = training_options(setup.options.attention)
         self._frozen = jax.jit(self._frozen_gradient, compiler_options=options)
         began = time.perf_counter()
         if setup.num_jobs:

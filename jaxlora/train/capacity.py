@@ -134,7 +134,7 @@ class Capacity:
     """
 
     def __init__(self, config: RunConfig, spec: DecoderSpec, bounds: Bounds):
-        """Makes a number of `auto`, without compiling.
+        """Makes a number of `auto`, before the training step is compiled.
 
         Args:
             config: The run.
@@ -193,7 +193,7 @@ class Capacity:
             how,
             in_words(found.base),
             in_words(found.slots),
-            in_words(found.per_token),
+            in_words(found.per_token + found.passing),
             in_words(found.total(number)),
             in_words(available.num_bytes),
             available.of,
@@ -308,6 +308,9 @@ class Capacity:
         options = dataclasses.replace(self._spec.options, remat=remat)
         slots, adapted = self._spec.slots, frozenset(self._spec.adapted)
         changed = DecoderSpec(self._spec.config, options, slots, adapted)
-        factor = found.per_token / self._estimate().per_token
-        other = self._estimate(changed).per_token
-        return dataclasses.replace(found, per_token=factor * other)
+        other, mine = self._estimate(changed), self._estimate()
+        tokens = self.config.limits.capacity
+        factor = found.step(tokens) / mine.step(tokens)
+        return dataclasses.replace(
+            other, per_token=factor * other.per_token, passing=factor * other.passing
+        )

@@ -1,6 +1,7 @@
 """What a training step needs of the device's memory, and what the device has."""
 
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -14,8 +15,15 @@ from jax.extend import core as jax_core
 from jaxlora.data.pack import PackedBatch
 from jaxlora.models.decoder import DecoderSpec, Remat, SlotSettings
 from jaxlora.models.stacks import by_path
+from jaxlora.modules.attention import packed_attention
 from jaxlora.train.slots import SlotTable
-from jaxlora.train.step import Base, CompiledSteps, SlotKeys, job_losses
+from jaxlora.train.step import (
+    Base,
+    CompiledSteps,
+    SlotKeys,
+    job_losses,
+    training_options,
+)
 from scheduler import Limits
 
 logger = logging.getLogger(__name__)
@@ -25,6 +33,9 @@ _COPIES = 4  # of an adapter: weights, two moments and gradients
 _CHECKPOINT_COPIES = 3  # that a checkpoint adds while it is taken
 _HEAD_ROWS, _LOGIT_BYTES = 1024, 6  # of logits at a time: float32, and in bfloat16
 _HEAD_BYTES = 768 * 2**20  # at most
+_MLP_KEEPS = (
+    3  # times the MLP's features that a layer keeps: gate, up and their product
+)
 _BATCHES = 2  # on the device: one runs, the next waits
 
 
@@ -86,22 +97,34 @@ class Footprint:
         slots: Bytes of the adapters, their moments and their gradients.
         fixed: Bytes of the training step that no token adds to.
         per_token: Bytes that each token of a microbatch adds.
+        passing: Bytes that each token adds besides, when those of `fixed` are gone.
     """
 
     base: int
     slots: int
     fixed: int
     per_token: float
+    passing: float = 0.0
+
+    def step(self, num_tokens: int) -> float:
+        """Bytes of a training step with microbatches of so many tokens."""
+        return num_tokens * self.per_token + max(self.fixed, num_tokens * self.passing)
 
     def total(self, num_tokens: int) -> int:
         """Bytes with microbatches of so many tokens."""
-        training = self.fixed + num_tokens * self.per_token
-        checkpoint = self.slots // _COPIES * _CHECKPOINT_COPIES
-        return self.base + self.slots + math.ceil(max(training, checkpoint))
+        most = max(self.step(num_tokens), self._checkpoint())
+        return self.base + self.slots + math.ceil(most)
 
     def fitting_tokens(self, num_bytes: int) -> int:
-        """Tokens of the largest microbatches that fit; may be negative."""
-        return int((num_bytes - self.total(0)) // self.per_token)
+        """Tokens of the largest microbatches that fit; none if it is not positive."""
+        free = num_bytes - self.base - self.slots
+        if free < self._checkpoint():
+            return 0
+        both = self.per_token + self.passing
+        return int(min((free - self.fixed) // self.per_token, free // both))
+
+    def _checkpoint(self) -> int:
+        return self.slots // _COPIES * _CHECKPOINT_COPIES
 
 
 def resident(spec: DecoderSpec) -> Footprint:
@@ -118,14 +141,15 @@ def _num_bytes(shapes) -> int:
     return sum(math.prod(s.shape) * s.dtype.itemsize for s in jax.tree.leaves(shapes))
 
 
-# ---- estimated, without compiling ----------------------------------------------------
+# ---- estimated, before the step is compiled ------------------------------------------
 
 
 def estimated(spec: DecoderSpec, block_tokens: int, *, use_dropout: bool) -> Footprint:
     """What a run will need, from what the backward pass of its training step keeps.
 
-    That is counted on the first two layers, traced with two numbers of tokens; what
-    comes and goes inside a layer is added by formula.
+    That is counted on the first two layers, traced with two numbers of tokens. What
+    comes and goes inside a layer is added: by formula, or by what the compiler says of
+    attention's gradient alone, whose scratch may be more than all else in a layer.
 
     Args:
         spec: The decoder.
@@ -149,14 +173,19 @@ def estimated(spec: DecoderSpec, block_tokens: int, *, use_dropout: bool) -> Foo
     one = kept(1, remat=options.remat)
     layer = kept(2, remat=options.remat) - one if config.num_layers > 1 else 0.0
     per_token = one + (config.num_layers - 1) * layer
-    per_token += _passing_bytes(spec)
     if options.remat != "none":
         # One layer at a time keeps what all keep without.
         per_token += kept(1, remat="none") - one
     if options.implementation == "xla" and use_dropout:
         per_token += _mask_bytes(spec)
-    fixed = _head_bytes(spec)
-    return dataclasses.replace(resident(spec), fixed=fixed, per_token=per_token)
+    # The MLP's gradient is done when attention's begins, and what it needed is gone.
+    attention = _attention_bytes(spec, t) - _MLP_KEEPS * _mlp_bytes(spec)
+    return dataclasses.replace(
+        resident(spec),
+        fixed=_head_bytes(spec),
+        per_token=per_token,
+        passing=max(_passing_bytes(spec), attention),
+    )
 
 
 def _first_layers(spec: DecoderSpec, num_layers: int, *, remat: Remat) -> DecoderSpec:
@@ -202,9 +231,51 @@ def _head_bytes(spec: DecoderSpec) -> int:
 
 def _passing_bytes(spec: DecoderSpec) -> int:
     """A token's gradients inside a layer: of the MLP's width, and of the model's."""
-    config = spec.config
-    values = config.intermediate_size + 3 * config.hidden_size
-    return values * jnp.dtype(spec.options.dtype).itemsize
+    itemsize = jnp.dtype(spec.options.dtype).itemsize
+    return _mlp_bytes(spec) + 3 * spec.config.hidden_size * itemsize
+
+
+def _mlp_bytes(spec: DecoderSpec) -> int:
+    """A token's features inside an MLP."""
+    return spec.config.intermediate_size * jnp.dtype(spec.options.dtype).itemsize
+
+
+def _attention_bytes(spec: DecoderSpec, num_tokens: int) -> float:
+    """What attention's backward pass takes a token while it runs, by the compiler.
+
+    Zero if the compiler does not say. cuDNN's scratch is known to no one else.
+    """
+    config, options = spec.config, spec.options
+
+    def heads(number: int) -> Any:
+        return jax.ShapeDtypeStruct(
+            (num_tokens, number, config.head_dim), options.dtype
+        )
+
+    q, k = heads(config.num_heads), heads(config.num_kv_heads)
+    segment_ids = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
+    compiled = jax.jit(
+        lambda backward, dout: backward(dout),
+        compiler_options=training_options(options.attention),
+    )
+    most = 0
+    for window in set(config.layer_windows):
+
+        def forward(q, k, v, segment_ids, window=window):
+            attention = functools.partial(
+                packed_attention,
+                segment_ids=segment_ids,
+                max_segment_tokens=options.max_segment_tokens,
+                mean_segment_tokens=options.mean_segment_tokens,
+                window=window,
+                implementation=options.attention,
+            )
+            return jax.vjp(attention, q, k, v)[1]
+
+        backward = jax.eval_shape(forward, q, k, k, segment_ids)
+        found = compiled.lower(backward, q).compile().memory_analysis()
+        most = max(most, found.temp_size_in_bytes if found else 0)
+    return most / num_tokens
 
 
 def _mask_bytes(spec: DecoderSpec) -> int:

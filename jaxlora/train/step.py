@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxlora.data.pack import PackedBatch
 from jaxlora.models.decoder import DecoderSpec, SlotSettings
 from jaxlora.models.stacks import added, by_path
-from jaxlora.modules.attention import compiler_options
+from jaxlora.modules.attention import AttentionImplementation, compiler_options
 from jaxlora.modules.loss import target_nll
 from jaxlora.modules.multi_lora_linear import Routing
 from jaxlora.train.optimizer import AdapterState, Pending, Tables, optimizer_step
@@ -99,6 +99,20 @@ def announced(jitted: Callable, what: str) -> Iterator[None]:
         logger.info("compiled %s in %.1f s", what, time.perf_counter() - began)
 
 
+def training_options(attention: AttentionImplementation) -> dict[str, str | bool]:
+    """What a program with the decoder's gradient is compiled with.
+
+    XLA computes things again, of itself, where it thinks that a program will not fit:
+    the step's time would depend on the memory there is, and what it needs would follow
+    from nothing. `remat` says what is computed again.
+
+    Args:
+        attention: The implementation in it.
+    """
+    no_remat = {"xla_disable_hlo_passes": "rematerialization"}
+    return {**no_remat, **compiler_options(attention)}
+
+
 def _num_compiled(jitted: Callable) -> int:
     return jitted._cache_size()  # type: ignore[attr-defined]
 
@@ -149,7 +163,7 @@ class CompiledSteps:
                 ),
             )
 
-        options = compiler_options(spec.options.attention)
+        options = training_options(spec.options.attention)
         self.accumulate = jax.jit(
             accumulate, donate_argnums=2, compiler_options=options
         )
