@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,6 +35,13 @@ ENVIRONMENT = {
     "JAX_ENABLE_COMPILATION_CACHE": "false",
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
 }
+_ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b")
+
+
+def reason(lines: Sequence[str]) -> str:
+    """Which of a failed process' last lines says why; JAX puts a trace behind it."""
+    named = [line for line in lines if _ERROR.match(line)]
+    return (named or [*lines])[-1][:300] if lines else ""
 
 
 def measure_alone(case: Case, timeout: float, turn: str) -> dict[str, Any]:
@@ -57,7 +65,7 @@ def measure_alone(case: Case, timeout: float, turn: str) -> dict[str, Any]:
     if out.returncode:
         lines = [line for line in out.stderr.splitlines() if line.strip()]
         print(*lines[-12:], sep="\n", file=sys.stderr)
-        return {"skipped": lines[-1][:300] if lines else f"exit {out.returncode}"}
+        return {"skipped": reason(lines) or f"exit {out.returncode}"}
     if case.profile:
         print(out.stderr, file=sys.stderr)
     return json.loads(out.stdout.splitlines()[-1])

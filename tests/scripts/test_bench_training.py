@@ -147,6 +147,15 @@ def test_a_row_is_not_stopped_for_waiting_but_for_what_it_takes_itself(
     assert 900 < left <= 1000
 
 
+def test_a_failed_row_says_why():
+    trace = ["Traceback (most recent call last):", "    return run()", "  ^^^^^"]
+    why = "jax.errors.JaxRuntimeError: INTERNAL: out of memory"
+    behind = ["=== Source Location Trace: ===", "xla/pjrt/status_utils.cc:146"]
+    assert bench_step.reason([*trace, "ValueError: first", why, *behind]) == why
+    assert bench_step.reason(["Killed"]) == "Killed"
+    assert not bench_step.reason([])
+
+
 def test_a_row_that_takes_too_long_is_skipped(tmp_path):
     (tmp_path / "turn").touch()
     found = bench_step.measure_alone(TINY, 0.01, str(tmp_path / "turn"))

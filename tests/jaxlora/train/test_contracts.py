@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlora import RunConfig
 from jaxlora.data.pack import pack_microbatch, uncrowded
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.train import prepare
@@ -15,6 +16,7 @@ from jaxlora.train.optimizer import Hyper
 from jaxlora.train.slots import SlotTable
 from jaxlora.train.step import CompiledSteps, SlotKeys
 from scheduler import Limits, greedy
+from tests.jaxlora.train import fused
 from tests.oracle import relative_error
 
 # Sums in another order differ by rounding; Adam divides by their root.
@@ -131,12 +133,19 @@ def test_jobs_come_and_go_without_recompiling(train, jobs, window_steps):
 # ---- one step, to the bit ------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def bench(model, jobs):
+@pytest.fixture(
+    scope="module",
+    params=["plain", pytest.param("fused", marks=fused.only_where_it_runs)],
+)
+def bench(request, model, jobs, tmp_path_factory):
     """Three jobs in three slots, and one microbatch that holds some of each."""
+    settings = {"block_tokens": 16}
+    if request.param == "fused":
+        settings = fused.SETTINGS
+        model = fused.wide_model(tmp_path_factory.mktemp("base") / "wide")
+    config = RunConfig(model=str(model.folder), jobs=jobs[:3], **settings)
     tokenizer = load_tokenizer(model.folder)
     runs = [prepare.open_job(job, model, tokenizer) for job in jobs[:3]]
-    config = _config(model, jobs[:3])
     spec = prepare.decoder_spec(config, model, runs)
     steps = CompiledSteps(spec)
     rng = np.random.default_rng(0)
@@ -151,7 +160,7 @@ def bench(model, jobs):
             for name, w in run.start.modules.items()
         }
         adapters[slot] = dataclasses.replace(run.start, modules=modules)
-    limits = Limits(capacity=1024, block_tokens=16)
+    limits = Limits(capacity=2048, block_tokens=config.block_tokens)
     samples = [s for batch in batches.values() for s in batch.to_schedule()]
     (microbatch,) = greedy.pack(samples, limits).microbatches
     packed = pack_microbatch(microbatch, batches, limits)
@@ -164,14 +173,6 @@ def bench(model, jobs):
         return new
 
     return model, steps, table, packed
-
-
-def _config(model, jobs):
-    from jaxlora import RunConfig
-
-    return RunConfig(
-        model=str(model.folder), jobs=jobs, microbatch_tokens=1024, block_tokens=16
-    )
 
 
 KEYS = SlotKeys(seed=np.array([7, 8, 9], np.int32), step=np.array([2, 2, 2], np.int32))

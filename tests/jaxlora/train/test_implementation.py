@@ -7,13 +7,8 @@ import pytest
 
 from jaxlora import RunConfig, Trainer
 from jaxlora.errors import ConfigError
-from jaxlora.hf.load import load_base
 from jaxlora.train.run_log import read_events
-from pallas_kernels.mosaic.device import unsupported_device
-from tests import tiny
-
-WIDE = tiny.CONFIG | {"hidden_size": 256, "intermediate_size": 320}
-ON_HOPPER = unsupported_device() is None
+from tests.jaxlora.train import fused
 
 
 def run(model, jobs, output_dir, **settings):
@@ -46,10 +41,9 @@ def test_mosaic_where_it_cannot_run_is_refused(model, jobs, tmp_path):
         run(model, jobs[:1], tmp_path / "asked", implementation="mosaic")
 
 
-@pytest.mark.skipif(not ON_HOPPER, reason="compiled kernels need a Hopper GPU")
+@fused.only_where_it_runs
 def test_a_run_learns_the_same_with_either(jobs, tmp_path, caplog):
-    folder = tiny.write_model(tmp_path / "wide", config=WIDE)
-    model = load_base(folder, dtype="bfloat16")
+    model = fused.wide_model(tmp_path / "wide")
     with caplog.at_level(logging.INFO):
         fast = run(model, jobs[:4], tmp_path / "fast")
     assert "LoRA kernels: mosaic" in caplog.text

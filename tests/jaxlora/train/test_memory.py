@@ -10,17 +10,15 @@ import pytest
 from jaxlora.hf.config import model_config
 from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.models.decoder import DecoderOptions, DecoderSpec, Remat
-from jaxlora.modules.cudnn_attention import cudnn_unsupported
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.train import memory
 from jaxlora.train.memory import Footprint
 from jaxlora.train.slots import SlotTable
 from jaxlora.train.step import CompiledSteps
-from pallas_kernels.mosaic.device import unsupported_device
 from scheduler import Limits
+from tests.jaxlora.train import fused
 from tests.tiny import CONFIG
 
-LACKS = unsupported_device() or cudnn_unsupported(dtype=jnp.bfloat16, head_dim=64)
 FOOTPRINT = Footprint(base=1000, slots=400, fixed=600, per_token=10.0, passing=2.0)
 
 
@@ -59,7 +57,7 @@ def test_a_step_on_a_cpu():
     assert 0.7 * needed < thought < 1.4 * needed
 
 
-@pytest.mark.skipif(LACKS is not None, reason=str(LACKS))
+@fused.only_where_it_runs
 @pytest.mark.parametrize("remat", get_args(Remat))
 @pytest.mark.parametrize("longest", [1024, 4096])
 def test_a_step_on_a_gpu(remat, longest):
