@@ -33,9 +33,7 @@ _COPIES = 4  # of an adapter: weights, two moments and gradients
 _CHECKPOINT_COPIES = 3  # that a checkpoint adds while it is taken
 _HEAD_ROWS, _LOGIT_BYTES = 1024, 6  # of logits at a time: float32, and in bfloat16
 _HEAD_BYTES = 768 * 2**20  # at most
-_MLP_KEEPS = (
-    3  # times the MLP's features that a layer keeps: gate, up and their product
-)
+_MLP_KEEPS = 3  # times its features: gate, up and their product
 _BATCHES = 2  # on the device: one runs, the next waits
 
 
@@ -248,9 +246,8 @@ def _attention_bytes(spec: DecoderSpec, num_tokens: int) -> float:
     config, options = spec.config, spec.options
 
     def heads(number: int) -> Any:
-        return jax.ShapeDtypeStruct(
-            (num_tokens, number, config.head_dim), options.dtype
-        )
+        shape = num_tokens, number, config.head_dim
+        return jax.ShapeDtypeStruct(shape, options.dtype)
 
     q, k = heads(config.num_heads), heads(config.num_kv_heads)
     segment_ids = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
