@@ -28,7 +28,7 @@ from jaxlora.modules.multi_lora_linear import (
     with_mask_words,
 )
 from jaxlora.modules.norm import RmsNorm
-from jaxlora.modules.rope import rope_frequencies, rope_table
+from jaxlora.modules.rope import RopeTable, rope_frequencies, rope_table
 from pallas_kernels import Implementation
 
 # What of a layer is computed again in the backward pass instead of kept.
@@ -95,16 +95,32 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = norm(config.hidden_size)
         self.mlp = Mlp(config, linear)
 
-    def attend(self, h, rope, segment_ids, routing, lengths: SegmentLengths):
+    def attend(
+        self,
+        h: Float[Array, "T D"],
+        rope: RopeTable,
+        segment_ids: Int[Array, " T"],
+        routing: Routing,
+        lengths: SegmentLengths,
+    ) -> Float[Array, "T D"]:
         """The layer's first half."""
         normed = self.input_layernorm(h)
         return h + self.self_attn(normed, rope, segment_ids, routing, lengths)
 
-    def feed_forward(self, h, routing):
+    def feed_forward(
+        self, h: Float[Array, "T D"], routing: Routing
+    ) -> Float[Array, "T D"]:
         """Its second half."""
         return h + self.mlp(self.post_attention_layernorm(h), routing)
 
-    def __call__(self, h, rope, segment_ids, routing, lengths: SegmentLengths):
+    def __call__(
+        self,
+        h: Float[Array, "T D"],
+        rope: RopeTable,
+        segment_ids: Int[Array, " T"],
+        routing: Routing,
+        lengths: SegmentLengths,
+    ) -> Float[Array, "T D"]:
         h = self.attend(h, rope, segment_ids, routing, lengths)
         return self.feed_forward(h, routing)
 

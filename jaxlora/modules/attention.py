@@ -13,7 +13,7 @@ from jaxlora.modules.banded_attention import banded_attention
 from jaxlora.modules.cudnn_attention import DETERMINISTIC, cudnn_attention
 from jaxlora.modules.multi_lora_linear import Routing, apply_together
 from jaxlora.modules.norm import RmsNorm
-from jaxlora.modules.rope import apply_rope
+from jaxlora.modules.rope import RopeTable, apply_rope
 
 AttentionImplementation = Literal["xla", "cudnn"]
 
@@ -139,7 +139,14 @@ class Attention(nnx.Module):
         self.window = config.layer_windows[layer]
         self.implementation: AttentionImplementation = implementation
 
-    def __call__(self, x, rope, segment_ids, routing: Routing, lengths: SegmentLengths):
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        rope: RopeTable,
+        segment_ids: Int[Array, " T"],
+        routing: Routing,
+        lengths: SegmentLengths,
+    ) -> Float[Array, "T D"]:
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (
             y.reshape(x.shape[0], -1, self.head_dim)

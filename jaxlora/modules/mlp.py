@@ -18,7 +18,7 @@ class Mlp(nnx.Module):
         self.up_proj = linear("mlp.up_proj", width, hidden, config.mlp_bias)
         self.down_proj = linear("mlp.down_proj", hidden, width, config.mlp_bias)
 
-    def __call__(self, x, routing: Routing):
+    def __call__(self, x: Float[Array, "T D"], routing: Routing) -> Float[Array, "T D"]:
         gate, up = apply_together((self.gate_proj, self.up_proj), x, routing)
         return self.down_proj(swiglu(gate, up), routing)
 

@@ -9,6 +9,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxlora.models.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig
 
+# Cosine and sine of each token's angles; P = head_dim / 2.
+RopeTable = tuple[Float[Array, "T P"], Float[Array, "T P"]]
+
 
 def rope_frequencies(config: ModelConfig) -> np.ndarray:
     """Radians a position, for each of the head_dim / 2 pairs of features; float32."""
@@ -37,10 +40,8 @@ def _llama3(frequencies: np.ndarray, scaling: Llama3RopeScaling) -> np.ndarray:
     return np.where(between, blended, out).astype(np.float32)
 
 
-def rope_table(
-    positions: Int[Array, " T"], frequencies: np.ndarray
-) -> tuple[Float[Array, "T P"], Float[Array, "T P"]]:
-    """Cosine and sine of each token's angles; P = head_dim / 2."""
+def rope_table(positions: Int[Array, " T"], frequencies: np.ndarray) -> RopeTable:
+    """Cosine and sine of positions times frequencies."""
     angles = positions.astype(jnp.float32)[:, None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
