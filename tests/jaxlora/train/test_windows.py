@@ -1,6 +1,6 @@
 """Windows of several steps: who leaves in the middle, and plans made ahead."""
 
-import time
+import threading
 
 import numpy as np
 import pytest
@@ -150,6 +150,33 @@ def test_plans_are_ready(train, busy):
     assert len(ahead) > 4
 
 
+def plan_only_when_asked(monkeypatch):
+    """No window's plan is ready when the device is done with the window before."""
+    asked = threading.Event()
+    names = "_plan", "prepare", "take", "close"
+    original = {name: getattr(PlanAhead, name) for name in names}
+
+    def plan(self, samples):
+        asked.wait()
+        return original["_plan"](self, samples)
+
+    def prepare(self, samples):
+        asked.clear()
+        original["prepare"](self, samples)
+
+    def take(self, samples):
+        asked.set()
+        return original["take"](self, samples)
+
+    def close(self):
+        asked.set()
+        original["close"](self)
+
+    changed = {"_plan": plan, "prepare": prepare, "take": take, "close": close}
+    for name, function in changed.items():
+        monkeypatch.setattr(PlanAhead, name, function)
+
+
 @pytest.mark.parametrize("how", ["never ahead", "late"])
 def test_when_a_window_is_planned_changes_nothing(train, busy, monkeypatch, how):
     settings = {"max_concurrent_jobs": 2, "window_steps": 2}
@@ -157,13 +184,7 @@ def test_when_a_window_is_planned_changes_nothing(train, busy, monkeypatch, how)
     if how == "never ahead":
         monkeypatch.setattr(PlanAhead, "prepare", lambda self, samples: None)
     else:
-        plan = PlanAhead._plan
-
-        def slowly(self, samples):
-            time.sleep(0.3)
-            return plan(self, samples)
-
-        monkeypatch.setattr(PlanAhead, "_plan", slowly)
+        plan_only_when_asked(monkeypatch)
     other = train(busy, **settings)
     if how == "never ahead":
         assert not any(e["planned_ahead"] for e in window_events(other))
