@@ -1,5 +1,6 @@
 """Runs that are resumed with something else, or in the same process."""
 
+import contextlib
 import math
 import os
 import pathlib
@@ -9,6 +10,7 @@ import pytest
 
 from jaxlora import RunConfig, Trainer
 from jaxlora.errors import CheckpointError
+from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.executor import Executor
 from jaxlora.train.progress import Progress
 
@@ -70,6 +72,17 @@ def test_a_refused_resume_leaves_the_folder(config, model):
         Trainer(changed(config, microbatch_tokens=4096), model).train(resume=True)
     assert (folder / "microbatch_tokens.txt").read_text() == before
     assert not Trainer(config, model).train(resume=True).interrupted
+
+
+def test_an_older_checkpoint_cannot_follow(config, model):
+    config = changed(config, jobs=config.jobs[:1])
+    trainer = Trainer(config, model)
+    trainer.train(on_window=interrupt_at(2))
+    with contextlib.closing(Checkpoints(trainer.output_dir / "checkpoints")) as saved:
+        number, run = saved.read()
+        with pytest.raises(CheckpointError, match="checkpoint 2, so that checkpoint 1"):
+            saved.save(1, trainer._table.state, run)
+        assert saved.latest() == number == 2
 
 
 @pytest.mark.parametrize("at", [0, 2])
