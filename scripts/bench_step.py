@@ -41,7 +41,7 @@ _ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b")
 def reason(lines: Sequence[str]) -> str:
     """Which of a failed process' last lines says why; JAX puts a trace behind it."""
     named = [line for line in lines if _ERROR.match(line)]
-    return (named or [*lines])[-1][:300] if lines else ""
+    return (named or lines)[-1][:300] if lines else ""
 
 
 def measure_alone(case: Case, timeout: float, turn: str) -> dict[str, Any]:

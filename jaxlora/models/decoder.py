@@ -17,6 +17,7 @@ from jaxlora.models.stacks import stacked_shapes
 from jaxlora.modules.attention import (
     Attention,
     AttentionImplementation,
+    PackedRows,
     SegmentLengths,
 )
 from jaxlora.modules.mlp import Mlp
@@ -28,7 +29,7 @@ from jaxlora.modules.multi_lora_linear import (
     with_mask_words,
 )
 from jaxlora.modules.norm import RmsNorm
-from jaxlora.modules.rope import RopeTable, rope_frequencies, rope_table
+from jaxlora.modules.rope import rope_frequencies, rope_table
 from pallas_kernels import Implementation
 
 # What of a layer is computed again in the backward pass instead of kept.
@@ -96,16 +97,10 @@ class DecoderLayer(nnx.Module):
         self.mlp = Mlp(config, linear)
 
     def attend(
-        self,
-        h: Float[Array, "T D"],
-        rope: RopeTable,
-        segment_ids: Int[Array, " T"],
-        routing: Routing,
-        lengths: SegmentLengths,
+        self, h: Float[Array, "T D"], rows: PackedRows, routing: Routing
     ) -> Float[Array, "T D"]:
         """The layer's first half."""
-        normed = self.input_layernorm(h)
-        return h + self.self_attn(normed, rope, segment_ids, routing, lengths)
+        return h + self.self_attn(self.input_layernorm(h), rows, routing)
 
     def feed_forward(
         self, h: Float[Array, "T D"], routing: Routing
@@ -114,15 +109,9 @@ class DecoderLayer(nnx.Module):
         return h + self.mlp(self.post_attention_layernorm(h), routing)
 
     def __call__(
-        self,
-        h: Float[Array, "T D"],
-        rope: RopeTable,
-        segment_ids: Int[Array, " T"],
-        routing: Routing,
-        lengths: SegmentLengths,
+        self, h: Float[Array, "T D"], rows: PackedRows, routing: Routing
     ) -> Float[Array, "T D"]:
-        h = self.attend(h, rope, segment_ids, routing, lengths)
-        return self.feed_forward(h, routing)
+        return self.feed_forward(self.attend(h, rows, routing), routing)
 
 
 class Embedding(nnx.Module):
@@ -197,9 +186,10 @@ class Decoder(nnx.Module):
         """
         h = self.embed_tokens.embedding[...][token_ids]
         rope = rope_table(positions, rope_frequencies(self.config))
+        rows = PackedRows(rope, segment_ids, self.options.lengths)
         routing = with_mask_words(self._linears(), routing)
         for layer in self.layers:
-            h = self._apply(layer, h, rope, segment_ids, routing)
+            h = self._apply(layer, h, rows, routing)
         return self.norm(h)
 
     def _linears(self) -> Iterator[MultiLoraLinear]:
@@ -207,18 +197,17 @@ class Decoder(nnx.Module):
             if isinstance(module, MultiLoraLinear):
                 yield module
 
-    def _apply(self, layer: DecoderLayer, h, rope, segment_ids, routing):
-        about = rope, segment_ids, routing, self.options.lengths
+    def _apply(self, layer: DecoderLayer, h, rows: PackedRows, routing: Routing):
         match self.options.remat:
             case "none":
-                return layer(h, *about)
+                return layer(h, rows, routing)
             case "mlp":
-                h = layer.attend(h, *about)
+                h = layer.attend(h, rows, routing)
                 return _computed_again(
                     lambda x, h: x.feed_forward(h, routing), layer, h
                 )
             case "layer":
-                return _computed_again(lambda x, h: x(h, *about), layer, h)
+                return _computed_again(lambda x, h: x(h, rows, routing), layer, h)
 
     def head_kernel(self) -> Float[Array, "D V"]:
         """The output projection; the transposed embedding where they are tied."""

@@ -34,6 +34,20 @@ class SegmentLengths(NamedTuple):
     mean: int
 
 
+class PackedRows(NamedTuple):
+    """What attention knows of the rows of a microbatch, the same in all layers.
+
+    Attributes:
+        rope: Of their positions.
+        segment_ids: Which sample each belongs to; negative: padding.
+        lengths: Of the samples.
+    """
+
+    rope: RopeTable
+    segment_ids: Int[Array, " T"]
+    lengths: SegmentLengths
+
+
 def compiler_options(implementation: AttentionImplementation) -> dict[str, bool]:
     """What a program with attention's gradient is compiled with, for the same bits."""
     return dict(DETERMINISTIC) if implementation == "cudnn" else {}
@@ -140,12 +154,7 @@ class Attention(nnx.Module):
         self.implementation: AttentionImplementation = implementation
 
     def __call__(
-        self,
-        x: Float[Array, "T D"],
-        rope: RopeTable,
-        segment_ids: Int[Array, " T"],
-        routing: Routing,
-        lengths: SegmentLengths,
+        self, x: Float[Array, "T D"], rows: PackedRows, routing: Routing
     ) -> Float[Array, "T D"]:
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (
@@ -154,14 +163,14 @@ class Attention(nnx.Module):
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        q, k = apply_rope(q, *rows.rope), apply_rope(k, *rows.rope)
         out = packed_attention(
             q,
             k,
             v,
-            segment_ids,
-            max_segment_tokens=lengths.longest,
-            mean_segment_tokens=lengths.mean,
+            rows.segment_ids,
+            max_segment_tokens=rows.lengths.longest,
+            mean_segment_tokens=rows.lengths.mean,
             window=self.window,
             implementation=self.implementation,
         )

@@ -297,20 +297,23 @@ class Capacity:
     def _remat_cures(self, found: Footprint, tokens: int, limit: int) -> Iterator[str]:
         """The least remat that makes the run fit, beyond what it has."""
         choices = typing.get_args(Remat)
-        for more in choices[choices.index(self.config.remat) + 1 :]:
-            needed = self._with_remat(found, more).total(tokens)
+        stronger = choices[choices.index(self.config.remat) + 1 :]
+        if not stronger:
+            return
+        # How wrong the estimate is with the remat that there is.
+        factor = found.step(tokens) / self._estimate().step(tokens)
+        for more in stronger:
+            needed = self._with_remat(more, factor).total(tokens)
             if needed <= limit:
                 yield f"remat: {more} (needs about {in_words(needed)})"
                 return
 
-    def _with_remat(self, found: Footprint, remat: Remat) -> Footprint:
-        """What would be needed with remat, as far as the estimate is right without."""
+    def _with_remat(self, remat: Remat, factor: float) -> Footprint:
+        """What is estimated with remat, times a factor."""
         options = dataclasses.replace(self._spec.options, remat=remat)
         slots, adapted = self._spec.slots, frozenset(self._spec.adapted)
-        changed = DecoderSpec(self._spec.config, options, slots, adapted)
-        other, mine = self._estimate(changed), self._estimate()
-        tokens = self.config.limits.capacity
-        factor = found.step(tokens) / mine.step(tokens)
+        spec = DecoderSpec(self._spec.config, options, slots, adapted)
+        found = self._estimate(spec)
         return dataclasses.replace(
-            other, per_token=factor * other.per_token, passing=factor * other.passing
+            found, per_token=factor * found.per_token, passing=factor * found.passing
         )

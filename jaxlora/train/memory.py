@@ -251,7 +251,7 @@ def _attention_bytes(spec: DecoderSpec, num_tokens: int) -> float:
 
     q, k = heads(config.num_heads), heads(config.num_kv_heads)
     segment_ids = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
-    compiled = jax.jit(
+    run = jax.jit(
         lambda backward, dout: backward(dout),
         compiler_options=training_options(options.attention),
     )
@@ -270,7 +270,7 @@ def _attention_bytes(spec: DecoderSpec, num_tokens: int) -> float:
             return jax.vjp(attention, q, k, v)[1]
 
         backward = jax.eval_shape(forward, q, k, k, segment_ids)
-        found = compiled.lower(backward, q).compile().memory_analysis()
+        found = run.lower(backward, q).compile().memory_analysis()
         most = max(most, found.temp_size_in_bytes if found else 0)
     return most / num_tokens
 

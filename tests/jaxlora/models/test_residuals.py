@@ -57,7 +57,8 @@ def residuals(qk_norm: bool) -> list[jax.Array]:
     def run(adapters, h):
         layer = nnx.merge(graph, adapters, rest)
         lengths = attention.SegmentLengths(T, T)
-        return layer(h, rope, jnp.zeros(T, jnp.int32), routing, lengths)
+        rows = attention.PackedRows(rope, jnp.zeros(T, jnp.int32), lengths)
+        return layer(h, rows, routing)
 
     _, vjp = jax.vjp(run, adapters, jnp.ones((T, D), jnp.bfloat16))
     leaves = [x for x in jax.tree.leaves(vjp) if x.ndim > 1]
