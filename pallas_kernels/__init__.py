@@ -1,6 +1,7 @@
 """LoRA kernels: arrays in, arrays out. Knows no model and no job."""
 
 from pallas_kernels.dropout import Dropout, MaskWords, dropout_keys, mask_words
+from pallas_kernels.mosaic.compile import compile_program
 from pallas_kernels.mosaic.layer import unsupported as mosaic_unsupported
 from pallas_kernels.multi_lora_linear import (
     IMPLEMENTATIONS,
@@ -10,14 +11,18 @@ from pallas_kernels.multi_lora_linear import (
 )
 from pallas_kernels.projection import Projection
 from pallas_kernels.reference import multi_lora_linear_reference
+from pallas_kernels.settings import KernelSettings, kernel_settings
 
 __all__ = [
     "IMPLEMENTATIONS",
     "Dropout",
     "Implementation",
+    "KernelSettings",
     "MaskWords",
     "Projection",
+    "compile_program",
     "dropout_keys",
+    "kernel_settings",
     "mask_words",
     "mosaic_unsupported",
     "multi_lora_linear",

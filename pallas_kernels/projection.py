@@ -7,6 +7,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dropout import Dropout
+from pallas_kernels.settings import KernelSettings
 
 
 @typing.no_type_check  # JAX rebuilds it around things that are no arrays
@@ -24,6 +25,9 @@ class Projection:
         rank: Rank of each slot; None: R. Spares the kernels the padding.
         bias: Frozen bias.
         dropout: Mask of the LoRA path; None drops nothing.
+        settings: The same as scaling, rank and the dropout's rate, computed for many
+            projections at once by `kernel_settings`, for the fused kernels; None: they
+            compute their own.
     """
 
     w: Float[Array, "K N"] | Float[Array, "L K N"]
@@ -33,3 +37,4 @@ class Projection:
     rank: Int[Array, " G"] | None = None
     bias: Float[Array, " N"] | None = None
     dropout: Dropout | None = None
+    settings: KernelSettings | None = None

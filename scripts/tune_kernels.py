@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.mosaic.layer import Term, expand, outer
 from pallas_kernels.mosaic.routing import Blocks, blocks_of
+from pallas_kernels.settings import KernelSettings, kernel_settings
 from scripts.bench_report import device_times
 
 RANK, SLOTS = 16, 4
@@ -38,10 +39,11 @@ def device_time(f: Callable, *args: jax.Array, repeats: int) -> float:
     return statistics.median(device_times(jax.jit(f), *args, repeats=repeats))
 
 
-def routing(t: int) -> tuple[Blocks, list[jax.Array]]:
-    """Whose the rows are, of four equal adapters, and the chunks of their ranks."""
+def routing(t: int) -> tuple[Blocks, list[KernelSettings]]:
+    """Rows of four equal adapters, and the adapters' settings."""
     slots = jnp.repeat(jnp.arange(SLOTS, dtype=jnp.int32), t // 64 // SLOTS)
-    return blocks_of(slots, SLOTS, t), [jnp.ones(SLOTS, jnp.int32)]
+    scaling, rank = jnp.ones((1, SLOTS)), jnp.full((1, SLOTS), RANK, jnp.int32)
+    return blocks_of(slots, SLOTS, t), kernel_settings(scaling, rank, None)
 
 
 def random(*shapes: tuple[int, ...]) -> list[jax.Array]:
@@ -55,13 +57,13 @@ def random(*shapes: tuple[int, ...]) -> list[jax.Array]:
 
 def tune_expand(t: int, repeats: int) -> Iterator[dict]:
     """Times bands of the wide product."""
-    (blocks, chunks), layer = routing(t), jnp.zeros(1, jnp.int32)
+    (blocks, settings), layer = routing(t), jnp.zeros(1, jnp.int32)
     for k, n in SHAPES:
         arrays = random((t, k), (1, k, n), (t, RANK), (SLOTS, RANK, n))
         for band in BANDS:
 
             def product(x, w, s, b, band=band):
-                term = Term(x, w, s, b, chunks[0])
+                term = Term(x, w, s, b, settings[0])
                 return expand([term], layer, blocks, transposed=False, band=band)
 
             time = device_time(product, *arrays, repeats=repeats)
@@ -71,14 +73,14 @@ def tune_expand(t: int, repeats: int) -> Iterator[dict]:
 
 def tune_outer(t: int, repeats: int) -> Iterator[dict]:
     """Times splits of the gradients' products."""
-    blocks, chunks = routing(t)
+    blocks, settings = routing(t)
     for features in sorted({n for shape in SHAPES for n in shape}):
         arrays = random((t, features), (t, RANK))
         for splits in SPLITS:
 
             def gradient(wide, narrow, splits=splits):
-                about = (wide, [narrow], chunks, blocks, [])
-                return outer(*about, transposed=False, splits=splits)
+                operands = (wide, [narrow], settings, blocks, [])
+                return outer(*operands, transposed=False, splits=splits)
 
             time = device_time(gradient, *arrays, repeats=repeats)
             key = f"outer {features}"

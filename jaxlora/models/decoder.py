@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import jax
@@ -26,7 +26,7 @@ from jaxlora.modules.multi_lora_linear import (
     MultiLoraLinear,
     Routing,
     SlotShape,
-    with_mask_words,
+    with_shared_inputs,
 )
 from jaxlora.modules.norm import RmsNorm
 from jaxlora.modules.rope import rope_frequencies, rope_table
@@ -187,15 +187,22 @@ class Decoder(nnx.Module):
         h = self.embed_tokens.embedding[...][token_ids]
         rope = rope_table(positions, rope_frequencies(self.config))
         rows = PackedRows(rope, segment_ids, self.options.lengths)
-        routing = with_mask_words(self._linears(), routing)
+        routing = with_shared_inputs(self._linears(), routing)
         for layer in self.layers:
             h = self._apply(layer, h, rows, routing)
         return self.norm(h)
 
-    def _linears(self) -> Iterator[MultiLoraLinear]:
-        for _, module in nnx.iter_modules(self):
-            if isinstance(module, MultiLoraLinear):
-                yield module
+    def _linears(self) -> list[MultiLoraLinear]:
+        """All linears, by path, which is the order of `SlotSettings`.
+
+        In that order, XLA sees that stacking their settings gives `SlotSettings` back.
+        """
+        linears = {
+            ".".join(map(str, path)): module
+            for path, module in nnx.iter_modules(self)
+            if isinstance(module, MultiLoraLinear)
+        }
+        return [linears[path] for path in sorted(linears)]
 
     def _apply(self, layer: DecoderLayer, h, rows: PackedRows, routing: Routing):
         match self.options.remat:
@@ -269,7 +276,7 @@ class DecoderSpec:
     """A decoder's structure without its arrays: binds arrays to modules.
 
     Base weights and adapters travel as flat dicts from dotted path to array, so that a
-    step is a plain function of them.
+    step is a plain function of them. Specs of equal structure are equal.
 
     Attributes:
         config: The model's mathematics.
@@ -287,8 +294,15 @@ class DecoderSpec:
     ):
         self.config, self.options, self.slots = config, options, slots
         self.adapted = tuple(sorted(adapted))
+        self._key = config, options, slots, self.adapted
         make = functools.partial(Decoder, config, options, slots, adapted)
         self._graph, self._state = nnx.split(nnx.eval_shape(make))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DecoderSpec) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
     def bind(
         self, *arrays: Mapping[str, Array], settings: SlotSettings | None = None

@@ -15,9 +15,11 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import (
     Dropout,
     Implementation,
+    KernelSettings,
     MaskWords,
     Projection,
     dropout_keys,
+    kernel_settings,
     mask_words,
     multi_lora_linears,
 )
@@ -58,12 +60,12 @@ class Routing:
     """Whose tokens the rows are, and what their dropout masks are keyed by.
 
     Attributes:
-        block_adapter: Slot of each token block; -1 belongs to nobody, whose rows are
-            zero.
+        block_adapter: Slot of each token block; -1 for padding, whose rows are zero.
         token_index: The token's index in its job's global batch; None: no dropout.
         seed: Each slot's job seed; None: no dropout.
         step: Each slot's optimiser step; None: no dropout.
-        words: What masks are made of, by (layer, projection): see `with_mask_words`.
+        words: What masks are made of, by (layer, projection); see `with_shared_inputs`.
+        settings: What the fused kernels read of the slots, likewise.
     """
 
     block_adapter: Int[Array, " NB"]
@@ -71,6 +73,9 @@ class Routing:
     seed: Int[Array, " G"] | None = None
     step: Int[Array, " G"] | None = None
     words: Mapping[tuple[int, int], MaskWords] = dataclasses.field(default_factory=dict)
+    settings: Mapping[tuple[int, int], KernelSettings] = dataclasses.field(
+        default_factory=dict
+    )
 
     def seed_and_step(self) -> tuple[Int[Array, " G"], Int[Array, " G"]]:
         """Each slot's job seed and optimiser step, for dropout.
@@ -208,37 +213,69 @@ class MultiLoraLinear(nnx.Module):
             rank=self.rank[...],
             bias=None if self.bias is None else self.bias[...],
             dropout=self._dropout(routing),
+            settings=routing.settings.get(self._place),
         )
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        return self.layer, self.projection
 
     def _dropout(self, routing: Routing) -> Dropout | None:
         if routing.token_index is None:
             return None
-        place = self.layer, self.projection
-        words, key = routing.words.get(place), None
+        words, key = routing.words.get(self._place), None
         if words is None:
-            key = dropout_keys(*routing.seed_and_step(), *place)
+            key = dropout_keys(*routing.seed_and_step(), *self._place)
         return Dropout(key, self.dropout[...], routing.token_index, words)
 
 
-def with_mask_words(linears: Iterable[MultiLoraLinear], routing: Routing) -> Routing:
-    """Routing with what the masks of all the fused linears are made of.
+def with_shared_inputs(linears: Iterable[MultiLoraLinear], routing: Routing) -> Routing:
+    """Routing with what the fused kernels of all these linears can share.
 
-    Each makes its own otherwise, in small kernels of which a decoder has hundreds.
+    Each linear computes its own otherwise, in small XLA kernels of which a decoder has
+    hundreds, and which take XLA longer to compile than all else.
     """
-    if routing.token_index is None:
+    fused = [
+        linear
+        for linear in linears
+        if linear.slots is not None and linear.implementation == "mosaic"
+    ]
+    if not fused:
         return routing
+    token_index = routing.token_index
+    rank = jnp.stack([linear.rank[...] for linear in fused])
+    scaling = jnp.stack([linear.scaling[...] for linear in fused])
+    dropout = jnp.stack([linear.dropout[...] for linear in fused])
+    settings = kernel_settings(
+        jnp.where(rank > 0, scaling, 0.0),
+        rank,
+        None if token_index is None else dropout,
+    )
+    return dataclasses.replace(
+        routing,
+        settings={
+            linear._place: one for linear, one in zip(fused, settings, strict=True)
+        },
+        words={} if token_index is None else _mask_words(fused, routing, token_index),
+    )
+
+
+def _mask_words(
+    linears: Sequence[MultiLoraLinear],
+    routing: Routing,
+    token_index: Int[Array, " T"],
+) -> dict[tuple[int, int], MaskWords]:
+    """The words of the linears' dropout masks, by (layer, projection)."""
     places: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for linear in linears:
-        if linear.slots is not None and linear.implementation == "mosaic":
-            num_features = linear.kernel.shape[0]
-            places[num_features].append((linear.layer, linear.projection))
+        places[linear.kernel.shape[0]].append(linear._place)
     words = {}
     for num_features, some in places.items():
         layers, projections = np.array(some, np.int32).T[:, :, None]
         key = dropout_keys(*routing.seed_and_step(), layers, projections)
-        about = routing.block_adapter, routing.token_index
-        words |= zip(some, mask_words(key, *about, num_features), strict=True)
-    return dataclasses.replace(routing, words=words)
+        made = mask_words(key, routing.block_adapter, token_index, num_features)
+        words |= zip(some, made, strict=True)
+    return words
 
 
 def apply_together(

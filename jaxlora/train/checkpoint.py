@@ -193,7 +193,15 @@ class Checkpoints:
             raise self._other_slots(number, then, layout)
         like = jax.eval_shape(_flat, state)
         flat = self._read(number, tables=ocp.args.StandardRestore(like))["tables"]
-        tables = {kind: _split(flat[kind], layout) for kind in flat}
+        # As in a run that begins: on the same device, and committed to it. Else JAX
+        # would compile every function of the run again.
+        tables = {
+            kind: {
+                path: jax.device_put(table, state.params[path].sharding)
+                for path, table in _split(np.asarray(flat[kind]), layout).items()
+            }
+            for kind in flat
+        }
         return number, saved, AdapterState(**tables, pending=state.pending)
 
     def _other_slots(

@@ -26,4 +26,6 @@ def keep_compiled_programs() -> None:
         return
     folder = home / "jaxlora" / "xla"
     jax.config.update("jax_compilation_cache_dir", str(folder))
+    # By default JAX keeps no program that compiles in under a second.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     logger.info("compiled programs are kept in %s", folder)

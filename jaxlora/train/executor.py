@@ -15,7 +15,7 @@ from jaxlora.modules.cudnn_attention import crowd
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.optimizer import Hyper, StepResult
 from jaxlora.train.slots import SlotTable
-from jaxlora.train.step import Base, CompiledSteps, JobLosses, SlotKeys, announced
+from jaxlora.train.step import Base, CompiledSteps, JobLosses, SlotKeys, compiled
 from scheduler import Limits, Microbatch, Schedule, greedy
 
 
@@ -100,6 +100,7 @@ class Executor:
         options = spec.options
         uses_cudnn = options.attention == "cudnn"
         self._crowd = crowd(limits.capacity, *options.lengths) if uses_cudnn else None
+        self._can_evaluate = False
         self.table = table
 
     def train(
@@ -187,11 +188,11 @@ class Executor:
         packing = greedy.pack(samples, self._limits)
         for microbatch in self._uncrowded(packing.microbatches):
             packed = pack_microbatch(microbatch, batches, self._limits)
-            with announced(self._steps.evaluate, "the evaluation"):
-                out = self._steps.evaluate(
-                    self._base, self.table.state.params, self.table.settings, packed
-                )
-            losses.append(out)
+            args = self._base, self.table.state.params, self.table.settings, packed
+            if not self._can_evaluate:
+                compiled(self._steps.evaluate, "the evaluation", *args)
+                self._can_evaluate = True
+            losses.append(self._steps.evaluate(*args))
         host = jax.device_get(losses)
         total = _total([out.loss for out in host])
         is_finite = np.all([out.is_finite for out in host], axis=0)

@@ -5,7 +5,6 @@ import functools
 import logging
 import math
 import os
-import time
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ from jaxlora.train.step import (
     Base,
     CompiledSteps,
     SlotKeys,
+    compiled,
     job_losses,
     training_options,
 )
@@ -303,19 +303,16 @@ def compiled_step(
         limits: Capacity and block size.
         use_dropout: Whether slots can drop features.
     """
-    logger.info("compiling the training step; later ones reuse it")
-    began = time.perf_counter()
-    program = steps.accumulate.lower(
+    return compiled(
+        steps.accumulate,
+        "the training step",
         base,
         table.state.params,
         table.state.pending,
         table.settings,
         _batch_shapes(limits),
         _key_shapes(spec) if use_dropout else None,
-    ).compile()
-    seconds = time.perf_counter() - began
-    logger.info("compiled the training step in %.1f s", seconds)
-    return program
+    )
 
 
 def measured(

@@ -91,13 +91,29 @@ class StepResult:
     is_finite: Bool[Array, "*G"]
 
 
-def zero_state(shapes: dict[str, jax.ShapeDtypeStruct], num_slots: int) -> AdapterState:
-    """Empty slots."""
+def zero_state(
+    shapes: dict[str, jax.ShapeDtypeStruct],
+    num_slots: int,
+    sharding: jax.sharding.Sharding | None = None,
+) -> AdapterState:
+    """Empty slots.
+
+    Args:
+        shapes: Of the tables, by name.
+        num_slots: G.
+        sharding: Where all arrays are put; None: JAX's default device.
+    """
 
     def zeros() -> Tables:
-        return {path: jnp.zeros(s.shape, s.dtype) for path, s in shapes.items()}
+        return {
+            path: jnp.zeros(s.shape, s.dtype, device=sharding)
+            for path, s in shapes.items()
+        }
 
-    pending = Pending(gradients=zeros(), is_finite=jnp.ones(num_slots, jnp.bool_))
+    pending = Pending(
+        gradients=zeros(),
+        is_finite=jnp.ones(num_slots, jnp.bool_, device=sharding),
+    )
     return AdapterState(params=zeros(), mu=zeros(), nu=zeros(), pending=pending)
 
 

@@ -42,7 +42,8 @@ class RunResult:
         jobs: Each job, in the order in which they were given.
         output_dir: The run's folder.
         interrupted: Whether a signal ended it early; `resume` continues it.
-        num_compilations: Programs compiled.
+        num_compilations: Programs compiled; none of those that an earlier run of this
+            process had compiled.
     """
 
     jobs: tuple[JobResult, ...]

@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxlora.adapter import Adapter, LoraWeights
@@ -73,11 +74,26 @@ class SlotTable:
         settings: Scaling, dropout and rank of the slots in every adapted linear.
     """
 
-    def __init__(self, spec: DecoderSpec, steps: CompiledSteps):
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        steps: CompiledSteps,
+        sharding: jax.sharding.Sharding | None = None,
+    ):
+        """Makes empty slots.
+
+        Args:
+            spec: The decoder.
+            steps: Its compiled functions.
+            sharding: Where the base model is; None: JAX's default device. The state is
+                committed to it from the start: JAX compiles a function again for each
+                mix of arrays that are committed to a device and arrays that are not.
+        """
         self._spec, self._steps = spec, steps
         assert spec.slots is not None
         num_slots = spec.slots.num_slots
-        self.state = zero_state(spec.adapter_shapes(), num_slots)
+        where = jnp.zeros(()).sharding if sharding is None else sharding
+        self.state = zero_state(spec.adapter_shapes(), num_slots, where)
         self._places = {path: i for i, path in enumerate(spec.adapted)}
         shape = len(self._places), num_slots
         self._host_settings = SlotSettings(

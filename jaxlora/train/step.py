@@ -1,12 +1,11 @@
 """The compiled functions of training: pure, of fixed shapes, for all slots at once."""
 
-import contextlib
 import dataclasses
 import functools
 import logging
 import time
 import typing
-from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from jaxlora.modules.attention import AttentionImplementation, compiler_options
 from jaxlora.modules.loss import target_nll
 from jaxlora.modules.multi_lora_linear import Routing
 from jaxlora.train.optimizer import AdapterState, Pending, Tables, optimizer_step
+from pallas_kernels import compile_program
 
 logger = logging.getLogger(__name__)
 
@@ -88,15 +88,21 @@ def job_losses(
     )
 
 
-@contextlib.contextmanager
-def announced(jitted: Callable, what: str) -> Iterator[None]:
-    """Says what is being compiled, if the work inside compiles it, and how long."""
-    before, began = _num_compiled(jitted), time.perf_counter()
-    if before == 0:
-        logger.info("compiling %s; later ones reuse it", what)
-    yield
-    if _num_compiled(jitted) > before:
-        logger.info("compiled %s in %.1f s", what, time.perf_counter() - began)
+def compiled(jitted: Any, what: str, *args: Any) -> jax.stages.Compiled:
+    """Compiles a function for such arguments, and logs how long that takes.
+
+    Later calls with such arguments, and later calls of this, reuse the program.
+
+    Args:
+        jitted: A jitted function.
+        what: Name of the function for the log.
+        *args: Arguments, or their shapes.
+    """
+    logger.info("compiling %s; later ones reuse it", what)
+    began = time.perf_counter()
+    program = compile_program(jitted.lower(*args))
+    logger.info("compiled %s in %.1f s", what, time.perf_counter() - began)
+    return program
 
 
 def training_options(attention: AttentionImplementation) -> dict[str, str | bool]:
@@ -113,12 +119,8 @@ def training_options(attention: AttentionImplementation) -> dict[str, str | bool
     return {**no_remat, **compiler_options(attention)}
 
 
-def _num_compiled(jitted: Callable) -> int:
-    return jitted._cache_size()  # type: ignore[attr-defined]
-
-
 class CompiledSteps:
-    """The jitted functions of one run; each compiles once for each batch shape.
+    """The jitted functions of a decoder; each compiles once for each batch shape.
 
     Attributes:
         accumulate: Adds a microbatch's gradients to what is pending. It takes and
@@ -175,4 +177,10 @@ class CompiledSteps:
     def num_compilations(self) -> int:
         """Programs compiled so far."""
         jitted = (self.accumulate, self.evaluate, self.step, self.write_slot)
-        return sum(map(_num_compiled, jitted))
+        return sum(one._cache_size() for one in jitted)  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(maxsize=8)
+def compiled_steps(spec: DecoderSpec) -> CompiledSteps:
+    """The jitted functions of a decoder, shared by all trainers of this process."""
+    return CompiledSteps(spec)

@@ -7,6 +7,7 @@ import logging
 import pathlib
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 
 from jaxlora.atomic import write_text
@@ -28,7 +29,7 @@ from jaxlora.train.progress import Progress
 from jaxlora.train.report import RunResult, job_result, write_report
 from jaxlora.train.run_log import METRICS_FILE, RunLog
 from jaxlora.train.slots import SlotTable
-from jaxlora.train.step import CompiledSteps
+from jaxlora.train.step import compiled_steps
 from jaxlora.train.windows import Windows
 
 logger = logging.getLogger(__name__)
@@ -78,8 +79,8 @@ class Trainer:
         self.config = self._capacity.config
         for run in self.runs:
             self._check_fits(run)
-        self._steps = CompiledSteps(self._spec)
-        self._table = SlotTable(self._spec, self._steps)
+        self._steps = compiled_steps(self._spec)
+        self._table = self._empty_slots()
         self._round = 0
         self._stopping: dict[str, str] = {}
         self._has_begun = False
@@ -93,6 +94,12 @@ class Trainer:
 
     def _open(self, job: LoraJob) -> JobRun:
         return prepare.open_job(job, self.model, self._tokenizer)
+
+    def _empty_slots(self) -> SlotTable:
+        base = next(iter(self.model.params.values())).sharding
+        if isinstance(base, jax.sharding.NamedSharding):
+            base = jax.sharding.NamedSharding(base.mesh, jax.sharding.PartitionSpec())
+        return SlotTable(self._spec, self._steps, base)
 
     def _check_fits(self, run: JobRun) -> None:
         prepare.check_fits(run, self._spec, use_dropout=self.config.uses_dropout)
@@ -161,6 +168,7 @@ class Trainer:
         if self._has_begun:
             self._reset()
         self._has_begun = True
+        compiled_before = self._steps.num_compilations()
         self._settle_capacity()
         with contextlib.ExitStack() as opened:
             checkpoints = self._open_checkpoints(resume, opened)
@@ -187,7 +195,7 @@ class Trainer:
             jobs=results,
             output_dir=self.output_dir,
             interrupted=interrupted,
-            num_compilations=self._steps.num_compilations(),
+            num_compilations=self._steps.num_compilations() - compiled_before,
         )
         write_report(result)
         return result
@@ -288,7 +296,7 @@ class Trainer:
 
         It may have ended anywhere, with half a batch's gradients pending.
         """
-        self._table = SlotTable(self._spec, self._steps)
+        self._table = self._empty_slots()
         self._round = 0
         for run in self.runs:
             run.progress = JobProgress()

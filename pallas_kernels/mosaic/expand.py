@@ -25,6 +25,7 @@ from pallas_kernels.mosaic.ring import (
     Ring,
     zeros_like,
 )
+from pallas_kernels.settings import KernelSettings
 
 TILE_ROWS = COMPUTE * ROWS
 
@@ -46,8 +47,8 @@ class Expand:
         s: T R, of each projection.
         b: G R N, or G N R when `transposed`, of each projection.
         y: The result, T N; zero in the rows of nobody.
-        slot: Slot of each block of 64 rows, -1 for nobody.
-        chunks: Chunks of 64 ranks that each slot fills, G, of each projection.
+        slot: Slot of each block of 64 rows, -1 for padding.
+        settings: Of the slots, for each projection.
         bias: N, or None.
         masks: Dropout of s B, of each projection; empty: none.
         transposed: Whether w and b are stored so.
@@ -62,7 +63,7 @@ class Expand:
     b: tuple
     y: Any
     slot: Any
-    chunks: tuple
+    settings: tuple[KernelSettings, ...]
     bias: Any
     masks: tuple[Mask, ...]
     transposed: bool
@@ -84,7 +85,8 @@ class Expand:
         block, _ = self._item(item)
         slots = self._slot(block), self._slot(block + 1)
         return slots, tuple(
-            tuple(self._ranks(chunks, slot) for slot in slots) for chunks in self.chunks
+            tuple(self._ranks(settings.chunks, slot) for slot in slots)
+            for settings in self.settings
         )
 
     def _ranks(self, chunks, slot):
@@ -180,7 +182,8 @@ class Expand:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if self.masks:
             plgpu.barrier_wait(self.ring.told)
-            thresholds = [mask.threshold[jnp.maximum(slot, 0)] for mask in self.masks]
+            here = jnp.maximum(slot, 0)
+            thresholds = [settings.threshold[here] for settings in self.settings]
 
             @pl.loop(0, sum(own))
             def _(i):

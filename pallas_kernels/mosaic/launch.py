@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.mosaic.mask import Mask
 from pallas_kernels.mosaic.ring import COMPUTE, Ring, RingShape
+from pallas_kernels.settings import KernelSettings
 
 # Registers of a thread of the loading warpgroup and of the computing ones. A block
 # starts with an equal share for each, in eights, and waits for ever for more than that.
@@ -208,10 +209,13 @@ def launch(
 
 
 def _here(operands: dict[str, Any]) -> dict[str, Any]:
-    """Each mask without the others: read once a kernel, not once an item."""
-    is_mask = lambda x: isinstance(x, Mask)
-    one = lambda x: x.here() if is_mask(x) else x
-    return jax.tree.map(one, operands, is_leaf=is_mask)
+    """Masks and settings without those of other projections.
+
+    Their places are read once per kernel, not once per item.
+    """
+    is_shared = lambda x: isinstance(x, Mask | KernelSettings)
+    one = lambda x: x.here() if is_shared(x) else x
+    return jax.tree.map(one, operands, is_leaf=is_shared)
 
 
 def _without_vmap(kernel: Callable) -> Callable:

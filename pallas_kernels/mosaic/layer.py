@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dropout import inverse_keep
 from pallas_kernels.mosaic.device import interpret_params, num_sms, unsupported_device
 from pallas_kernels.mosaic.expand import TILE_ROWS, Expand
 from pallas_kernels.mosaic.launch import Work, launch
@@ -31,10 +30,12 @@ from pallas_kernels.mosaic.routing import Blocks, blocks_of
 from pallas_kernels.mosaic.shrink import Shrink
 from pallas_kernels.mosaic.tuning import Gradient, band_for, beside, splits_for
 from pallas_kernels.projection import Projection
+from pallas_kernels.settings import RANK_STEP, KernelSettings, kernel_settings
 
 MAX_RANK = 4 * STEP  # a tile holds the stages of all of its ranks
 _FEWEST_STAGES = 3  # fewer would starve
 _MOST_BESIDE = 3  # the compiler takes minutes for more kinds of work in a kernel
+assert RANK_STEP == STEP
 
 
 def unsupported(
@@ -78,14 +79,14 @@ def _run(works: list[Work], dtype, apart: int = 0) -> list[dict[str, Any]]:
     )
 
 
-def shrink(x, a, factor, chunks, blocks: Blocks, masks) -> list:
+def shrink(x, a, settings, blocks: Blocks, masks) -> list:
     """s = factor * dropout(x) A of each projection, A stored G R K; see `Shrink`."""
     r, masked = a[0].shape[1], bool(masks)
     width = min(r, STEP)
     ring = RingShape.shrink(len(a), width, masked=masked)
     if ring.stages < _FEWEST_STAGES:  # one projection always fits
         parts = [
-            shrink(x, a[p], factor[p], chunks[p], blocks, masks[p])
+            shrink(x, a[p], settings[p], blocks, masks[p])
             for p in (slice(0, 1), slice(1, None))
         ]
         return parts[0] + parts[1]
@@ -95,9 +96,8 @@ def shrink(x, a, factor, chunks, blocks: Blocks, masks) -> list:
         operands={
             "x": x,
             "a": tuple(a),
-            "factor": tuple(factor),
             "slot": blocks.slot,
-            "chunks": tuple(chunks),
+            "settings": tuple(settings),
             "masks": tuple(masks),
         },
         out_types=(("s", tuple(out)),),
@@ -116,14 +116,14 @@ class Term:
         w: L K N, or L N K when the product is `transposed`.
         s: T R.
         b: G R N, or G N R when the product is `transposed`.
-        chunks: Chunks of 64 ranks that each slot fills, G.
+        settings: Of the slots.
     """
 
     x: Array
     w: Array
     s: Array
     b: Array
-    chunks: Array
+    settings: KernelSettings
 
 
 def expand_work(
@@ -167,7 +167,7 @@ def expand_work(
 
 
 def outer_work(
-    wide, narrow, chunks, blocks: Blocks, masks, *, transposed, splits=None
+    wide, narrow, settings, blocks: Blocks, masks, *, transposed, splits=None
 ) -> Work:
     """wide' narrow of each slot and projection; see `Outer`.
 
@@ -184,7 +184,7 @@ def outer_work(
             "narrow": tuple(narrow),
             "order": blocks.order,
             "parts": parts,
-            "chunks": tuple(chunks),
+            "settings": tuple(settings),
             "masks": tuple(masks),
         },
         out_types=(("out", (jax.ShapeDtypeStruct(shape, jnp.float32),) * len(narrow)),),
@@ -248,16 +248,14 @@ class _Prepared:
 
     Attributes:
         a, b: In the dtype of x, ranks padded to what tiles can be made of.
-        factor: What s is multiplied by, G.
-        chunks: Chunks of 64 ranks that each slot fills, G.
+        settings: Of the slots.
         masks: Of the dropout; empty: none.
         blocks: Whose the rows are.
     """
 
     a: list
     b: list
-    factor: list
-    chunks: list
+    settings: list
     masks: list
     blocks: Blocks
 
@@ -265,26 +263,23 @@ class _Prepared:
 def _prepared(x, projections, block_adapter) -> _Prepared:
     largest = max(q.a.shape[2] for q in projections)
     rank = _padded_rank(largest)
-    factor, chunks = [], []
-    for q in projections:
-        scale = q.scaling
-        if q.dropout is not None:
-            scale = scale * inverse_keep(q.dropout.rate)
-        factor.append(scale.astype(jnp.float32))
-        # A slot that is switched off costs nothing.
-        live = jnp.where(q.scaling == 0, 0, q.rank)
-        chunks.append(jax.lax.div(live + (STEP - 1), jnp.int32(STEP)))
     blocks = blocks_of(block_adapter, projections[0].a.shape[0], x.shape[0])
     return _Prepared(
         a=[_pad_rank(q.a.astype(x.dtype), 2, rank) for q in projections],
         b=[_pad_rank(q.b.astype(x.dtype), 1, rank) for q in projections],
-        factor=factor,
-        chunks=chunks,
+        settings=[q.settings or _own_settings(q) for q in projections],
         masks=[
             mask_of(q.dropout, blocks, x.shape[1]) for q in projections if q.dropout
         ],
         blocks=blocks,
     )
+
+
+def _own_settings(projection: Projection) -> KernelSettings:
+    q = projection
+    assert q.rank is not None
+    rate = None if q.dropout is None else q.dropout.rate[None]
+    return kernel_settings(q.scaling[None], q.rank[None], rate)[0]
 
 
 def _swapped(x: Array) -> Array:
@@ -306,11 +301,11 @@ def forward(
     """
     p = _prepared(x, projections, block_adapter)
     a = [_swapped(a) for a in p.a]
-    s = shrink(x, a, p.factor, p.chunks, p.blocks, p.masks)
+    s = shrink(x, a, p.settings, p.blocks, p.masks)
     y = []
     for i, q in enumerate(projections):
         b = _swapped(p.b[i]) if w_transposed else p.b[i]
-        term = Term(x, q.w, s[i], b, p.chunks[i])
+        term = Term(x, q.w, s[i], b, p.settings[i])
         y.append(expand([term], layer, p.blocks, q.bias, transposed=w_transposed))
     return y, s
 
@@ -330,15 +325,13 @@ def backward(
     p = _prepared(x, projections, block_adapter)
     ds, outers = [], []
     for i, dy_i in enumerate(dy):
-        about = [p.factor[i]], [p.chunks[i]], p.blocks, []
-        ds += shrink(dy_i, [p.b[i]], *about)
-    for i, dy_i in enumerate(dy):
-        about = [s[i]], [p.chunks[i]], p.blocks, []
-        outers.append(outer_work(dy_i, *about, transposed=True))
-    outers.append(outer_work(x, ds, p.chunks, p.blocks, p.masks, transposed=False))
+        one = [p.settings[i]], p.blocks, []
+        ds += shrink(dy_i, [p.b[i]], *one)
+        outers.append(outer_work(dy_i, [s[i]], *one, transposed=True))
+    outers.append(outer_work(x, ds, p.settings, p.blocks, p.masks, transposed=False))
     right = [_swapped(a) for a in p.a] if w_transposed else p.a
     w = [q.w for q in projections]
-    terms = [Term(*about) for about in zip(dy, w, ds, right, p.chunks, strict=True)]
+    terms = [Term(*one) for one in zip(dy, w, ds, right, p.settings, strict=True)]
     dx, gradients = [], []
     # Of as many projections at once as a tile can hold the stages of.
     together = MAX_RANK // max(ds[0].shape[1], STEP)
@@ -347,8 +340,8 @@ def backward(
         work = expand_work(
             terms[i], layer, p.blocks, masks=p.masks[i], transposed=not w_transposed
         )
-        one, made = _expand_beside(work, outers)
-        dx.append(one)
+        part, made = _expand_beside(work, outers)
+        dx.append(part)
         gradients += made
         outers = []
     *db, da = gradients

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.dropout import Dropout, mask_words, threshold
+from pallas_kernels.dropout import Dropout, mask_words
 from pallas_kernels.mosaic.ring import zeros_like
 from pallas_kernels.mosaic.routing import Blocks
 
@@ -27,19 +27,17 @@ class Mask:
         token: The tokens' multipliers and offsets, by block of 64 rows, P NB 2 64.
         word: Words of the features, by slot, P G K.
         place: Which of the P masks it is, 1; None: token and word are its own.
-        threshold: Drop below this, G.
     """
 
     token: Any
     word: Any
     place: Any
-    threshold: Any
 
     def here(self) -> "Mask":
         """Itself, without the others. Inside a kernel: it reads `place`."""
         place = self.place[0]
         token, word = self.token.at[place], self.word.at[place]
-        return Mask(token, word, None, self.threshold)
+        return Mask(token, word, None)
 
 
 def mask_of(dropout: Dropout, blocks: Blocks, num_features: int) -> Mask:
@@ -48,8 +46,7 @@ def mask_of(dropout: Dropout, blocks: Blocks, num_features: int) -> Mask:
     if words is None:
         own = dropout.given_key()[None], blocks.slot, dropout.token_index
         (words,) = mask_words(*own, num_features)
-    limit = threshold(dropout.rate)
-    return Mask(words.token, words.feature, words.place, limit)
+    return Mask(words.token, words.feature, words.place)
 
 
 def load_line(ref, layout):

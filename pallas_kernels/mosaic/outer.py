@@ -24,6 +24,7 @@ from pallas_kernels.mosaic.ring import (
     most_chunks,
     zeros_like,
 )
+from pallas_kernels.settings import KernelSettings
 
 TILE_COLUMNS = COMPUTE * STEP
 
@@ -44,7 +45,7 @@ class Outer:
             `add_parts`.
         order: Blocks of 64 rows sorted by slot.
         parts: Of the rows.
-        chunks: Chunks of 64 ranks that each slot fills, G, of each projection.
+        settings: Of the slots, for each projection.
         masks: Dropout of wide, of each projection; empty: none.
         splits: How many share the parts of one tile.
         transposed: Whether out is P R K.
@@ -56,7 +57,7 @@ class Outer:
     out: tuple
     order: Any
     parts: Any
-    chunks: tuple
+    settings: tuple[KernelSettings, ...]
     masks: tuple[Mask, ...]
     splits: int
     transposed: bool
@@ -71,7 +72,7 @@ class Outer:
         """(slot, place in `out`, first block, blocks) of a part."""
         index = jnp.minimum(index, self.parts.slot.shape[0] - 1)
         slot, begin = self.parts.slot[index], self.parts.begin[index]
-        live = chunk < most_chunks(self.chunks, slot)
+        live = chunk < most_chunks(self.settings, slot)
         return slot, index, begin, jnp.where(live, self.parts.count[index], 0)
 
     def about(self, item):
@@ -137,7 +138,7 @@ class Outer:
 
         def of_part(task, step):
             slot, place, _, count = task
-            words = [self._words(mask, slot, column) for mask in self.masks]
+            words = [self._words(p, slot, column) for p in range(len(self.masks))]
 
             def accumulate(*accs):
                 def multiply(step):
@@ -159,19 +160,19 @@ class Outer:
 
             accs = [plgpu.ACC((STEP, STEP), jnp.float32)] * len(self.narrow)
             totals, step = pl.run_scoped(accumulate, *accs)
-            for total, out, chunks in zip(totals, self.out, self.chunks, strict=True):
+            for total, out, one in zip(totals, self.out, self.settings, strict=True):
                 # Of a projection that the slot does not adapt, narrow was not written.
-                mine = lax.broadcast(chunk < chunks[slot], total.shape)
+                mine = lax.broadcast(chunk < one.chunks[slot], total.shape)
                 total = jnp.where(mine, total, zeros_like(total))
                 self._store(total, out, (place, chunk, column), wg)
             return step
 
         return self._each_part(item, about, step, of_part)
 
-    def _words(self, mask, slot, column):
-        """(words of the tile's features, threshold)."""
-        word = mask.word.at[slot, pl.ds(self._inside(column), STEP)]
-        return load_line(word, OF_ROW), mask.threshold[slot]
+    def _words(self, p, slot, column):
+        """(words of the tile's features, threshold) of a projection's mask."""
+        word = self.masks[p].word.at[slot, pl.ds(self._inside(column), STEP)]
+        return load_line(word, OF_ROW), self.settings[p].threshold[slot]
 
     def _features(self, stage, wg, p, words):
         """The stage's wide' as one projection sees it; in registers if masked."""

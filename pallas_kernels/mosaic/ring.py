@@ -270,9 +270,9 @@ class Ring:
             plgpu.barrier_arrive(self.summed)
 
 
-def most_chunks(chunks, slot):
+def most_chunks(settings, slot):
     """The chunks of ranks that a slot fills in any projection."""
-    return functools.reduce(jnp.maximum, [of_slots[slot] for of_slots in chunks])
+    return functools.reduce(jnp.maximum, [one.chunks[slot] for one in settings])
 
 
 def zeros_like(x: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ from pallas_kernels.mosaic.mask import (
     load_tokens,
 )
 from pallas_kernels.mosaic.ring import COMPUTE, ROWS, STEP, Ring, most_chunks
+from pallas_kernels.settings import KernelSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +33,8 @@ class Shrink:
         x: T K.
         a: G R K, of each projection.
         s: The results, T R.
-        factor: What s is multiplied by, G, of each projection.
-        slot: Slot of each block of 64 rows, -1 for nobody.
-        chunks: Chunks of 64 ranks that each slot fills, G, of each projection.
+        slot: Slot of each block of 64 rows, -1 for padding.
+        settings: Of the slots, for each projection.
         masks: Dropout of x, of each projection; empty: none.
     """
 
@@ -42,9 +42,8 @@ class Shrink:
     x: Any
     a: tuple
     s: tuple
-    factor: tuple
     slot: Any
-    chunks: tuple
+    settings: tuple[KernelSettings, ...]
     masks: tuple[Mask, ...]
 
     def _place(self, item):
@@ -57,7 +56,7 @@ class Shrink:
         slot = self.slot[block]
         here = jnp.maximum(slot, 0)
         steps = pl.cdiv(self.x.shape[1], COMPUTE * STEP)
-        live = (slot >= 0) & (chunk < most_chunks(self.chunks, here))
+        live = (slot >= 0) & (chunk < most_chunks(self.settings, here))
         return here, jnp.where(live, jnp.int32(steps), 0)
 
     def load(self, index, item, about, step):
@@ -105,9 +104,9 @@ class Shrink:
 
         accs = [plgpu.ACC((ROWS, width), jnp.float32)] * len(self.a)
         sums, step = pl.run_scoped(accumulate, *accs)
-        for s, out, factor in zip(sums, self.s, self.factor, strict=True):
+        for s, out, settings in zip(sums, self.s, self.settings, strict=True):
 
-            def store(s, to=out, factor=factor):
+            def store(s, to=out, factor=settings.factor):
                 out = self.ring.out
                 out[...] = (s * factor[slot]).astype(to.dtype)
                 plgpu.commit_smem()
@@ -125,4 +124,4 @@ class Shrink:
         line = self.ring.lines.at[stage, p, pl.ds(wg * STEP, STEP)]
         word = load_line(line, OF_COLUMN)
         value = plgpu.load(x, layout=plgpu.Layout.WGMMA)
-        return dropped(value, tokens[p], word, self.masks[p].threshold[slot])
+        return dropped(value, tokens[p], word, self.settings[p].threshold[slot])

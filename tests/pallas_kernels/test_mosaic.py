@@ -19,6 +19,7 @@ from pallas_kernels import (
     Dropout,
     Projection,
     dropout_keys,
+    kernel_settings,
     mask_words,
     multi_lora_linear,
     multi_lora_linear_reference,
@@ -265,8 +266,8 @@ def test_a_gradient_in_parts_depends_on_its_own_rows_alone(transposed):
     def gradient(kept):
         blocks = blocks_of(jnp.asarray(owner[kept], jnp.int32), 4, 64 * int(kept.sum()))
         x, s = (z[np.repeat(kept, 64)] for z in (wide, narrow))
-        about = [s], [jnp.ones(4, jnp.int32)], blocks, []
-        return outer(x, *about, transposed=transposed, splits=4)[0]
+        settings = kernel_settings(jnp.ones((1, 4)), jnp.full((1, 4), 16), None)
+        return outer(x, [s], settings, blocks, [], transposed=transposed, splits=4)[0]
 
     got = np.asarray(gradient(np.full(len(owner), True)))
     for slot in range(4):

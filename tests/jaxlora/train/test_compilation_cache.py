@@ -12,7 +12,11 @@ from jaxlora.train.compilation_cache import keep_compiled_programs
 @pytest.fixture(autouse=True)
 def unset(monkeypatch, tmp_path):
     """As for a user who has set nothing. Nothing that takes long is compiled here."""
-    names = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_enable_compilation_cache",
+        "jax_persistent_cache_min_compile_time_secs",
+    )
     before = {name: getattr(jax.config, name) for name in names}
     jax.config.update("jax_compilation_cache_dir", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

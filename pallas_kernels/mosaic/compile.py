@@ -1,0 +1,90 @@
+"""Compiles a program and, at the same time, the Mosaic kernels in it."""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+
+_TARGET = "mosaic_gpu_v2"
+_DTYPES = {
+    "bf16": jnp.bfloat16,
+    "f16": jnp.float16,
+    "f32": jnp.float32,
+    "i32": jnp.int32,
+    "ui32": jnp.uint32,
+}
+
+
+def compile_program(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """`lowered.compile()`, with its Mosaic kernels compiled side by side meanwhile.
+
+    XLA compiles the kernels of a program one after the other in one thread, for one to
+    five seconds each. Mosaic's runtime keeps compiled kernels for the whole process, by
+    a hash of their code. So each kernel is compiled here as a program of its own in a
+    thread of its own, while XLA works on the rest, and is found when XLA gets to it.
+
+    Args:
+        lowered: The program. It may have no Mosaic kernels.
+    """
+    calls = _kernel_calls(lowered)
+    if not calls:
+        return lowered.compile()
+    pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="mosaic-compile")
+    try:
+        for call in calls:
+            pool.submit(_program_of(call).compile)
+        return lowered.compile()
+    finally:
+        # A program that was found on the disk needs none of them.
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _kernel_calls(lowered: jax.stages.Lowered) -> list[ir.Operation]:
+    """One call of each different kernel, those with the most code first."""
+    module: Any = lowered.compiler_ir("stablehlo")
+    calls = {}
+    for call in _calls_in(module.operation):
+        code = _attributes(call)["module"]
+        calls[code] = call
+    return [calls[code] for code in sorted(calls, key=len, reverse=True)]
+
+
+def _calls_in(operation: ir.Operation) -> Iterator[ir.Operation]:
+    for region in operation.regions:
+        for block in region:
+            for view in block:
+                inner = view.operation
+                if inner.name == "stablehlo.custom_call":
+                    target = inner.attributes["call_target_name"]
+                    if ir.StringAttr(target).value == _TARGET:
+                        yield inner
+                yield from _calls_in(inner)
+
+
+def _attributes(call: ir.Operation) -> dict[str, Any]:
+    """What the runtime compiles the kernel from."""
+    values: dict[str, Any] = {}
+    for named in ir.DictAttr(call.attributes["mhlo.backend_config"]):
+        if isinstance(named.attr, ir.BoolAttr):
+            values[named.name] = bool(ir.BoolAttr(named.attr).value)
+        else:
+            values[named.name] = ir.StringAttr(named.attr).value_bytes
+    return values
+
+
+def _program_of(call: ir.Operation) -> jax.stages.Lowered:
+    """A program that is nothing but the call."""
+    results = [_shape(value.type) for value in call.results]
+    kernel = jax.ffi.ffi_call(_TARGET, results)
+    values = _attributes(call)
+    run = jax.jit(lambda *arrays: kernel(*arrays, **values))
+    return run.lower(*(_shape(value.type) for value in call.operands))
+
+
+def _shape(array: ir.Type) -> jax.ShapeDtypeStruct:
+    tensor = ir.RankedTensorType(array)
+    return jax.ShapeDtypeStruct(tensor.shape, _DTYPES[str(tensor.element_type)])
