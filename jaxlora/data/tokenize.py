@@ -3,21 +3,19 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
 from jaxtyping import Bool, Int32
 
 from jaxlora.config import DataConfig, LoraJob
+from jaxlora.data.encode import Encoder
 from jaxlora.data.order import permutation
 from jaxlora.data.read import Record, read_records
-from jaxlora.data.render import Chat, Pair, Plain, Rendered, Span, make_renderer
-from jaxlora.data.tokenizer import Encoded, Tokenizer
+from jaxlora.data.render import Rendered, make_renderer
+from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.errors import DataError
-
-_Ids = Int32[np.ndarray, "..."]
-_Flags = Bool[np.ndarray, "..."]
 
 _CHUNK_RECORDS = 1000
 # A stream of its own for the held-out records: epochs never count so far.
@@ -108,7 +106,7 @@ def tokenize_job(
         ModelError: Chat messages meet a tokenizer without a chat template.
     """
     data, numbered = _read_side(job, which)
-    encode = _Encoder(data, tokenizer)
+    encode = Encoder(data, tokenizer)
     try:
         render = make_renderer(data, numbered[0][1], tokenizer)
     except DataError as error:
@@ -116,8 +114,10 @@ def tokenize_job(
     cut = _Cutter(job, data.path)
     for chunk in itertools.batched(numbered, _CHUNK_RECORDS):
         texts = [_named(render, data.path, *item) for item in chunk]
-        for (number, _), sample in zip(chunk, encode(texts), strict=True):
-            cut.add(number, sample)
+        for (number, _), tokens in zip(chunk, encode(texts), strict=True):
+            if isinstance(tokens, DataError):
+                raise DataError(f"{data.path}: record {number}: {tokens}") from tokens
+            cut.add(number, TokenizedSample(*tokens))
     return cut.finish(len(numbered))
 
 
@@ -154,74 +154,6 @@ def _read_side(job: LoraJob, which: str) -> tuple[DataConfig, list[tuple[int, Re
     is_held_out[held_out] = True
     wanted = is_held_out == (which == "eval")
     return job.data, list(itertools.compress(numbered, wanted))
-
-
-class _Encoder:
-    """Turns texts of one kind into samples, many at once."""
-
-    def __init__(self, data: DataConfig, tokenizer: Tokenizer):
-        self._data = data
-        self._tokenizer = tokenizer
-
-    def __call__(self, records: Sequence[Rendered]) -> list[TokenizedSample]:
-        texts = [text for record in records for text in _texts(record)]
-        encoded = iter(self._tokenizer.encode_batch(texts))
-        samples = []
-        for record in records:
-            match record:
-                case Pair():
-                    ids, is_target = self._pair(next(encoded).ids, next(encoded).ids)
-                case Chat(target_spans=spans):
-                    ids, is_target = _mark(next(encoded), spans)
-                case Plain():
-                    ids, is_target = self._plain(next(encoded).ids)
-            is_target[:1] = False
-            samples.append(TokenizedSample(ids, is_target))
-        return samples
-
-    def _pair(self, prompt: _Ids, completion: _Ids) -> tuple[_Ids, _Flags]:
-        # Not what the tokenizer puts after a text: the prompt is not its end.
-        head = np.array([*self._tokenizer.prefix_ids, *prompt], np.int32)
-        ids = np.concatenate([head, self._ended(completion)])
-        first = 0 if self._data.loss_on == "all" else len(head)
-        return ids, np.arange(len(ids)) >= first
-
-    def _plain(self, text: _Ids) -> tuple[_Ids, _Flags]:
-        if not len(text):
-            return text, np.zeros(0, bool)
-        around = self._tokenizer.prefix_ids, self._tokenizer.suffix_ids
-        ids = self._ended(np.array([*around[0], *text, *around[1]], np.int32))
-        return ids, np.ones(len(ids), bool)
-
-    def _ended(self, ids: _Ids) -> _Ids:
-        """`ids` with the end-of-sequence token, unless it is there or unwanted."""
-        if not self._data.append_eos:
-            return ids
-        eos = self._tokenizer.eos_id
-        if eos is None:
-            raise DataError(
-                f"{self._data.path}: append_eos=true, but the tokenizer has no "
-                "end-of-sequence token. Set eos_token in tokenizer_config.json, or "
-                "data.append_eos to false."
-            )
-        if len(ids) and ids[-1] == eos:
-            return ids
-        return np.append(ids, np.int32(eos))
-
-
-def _texts(record: Rendered) -> tuple[str, ...]:
-    if isinstance(record, Pair):
-        return record.prompt, record.completion
-    return (record.text,)
-
-
-def _mark(encoded: Encoded, target_spans: Iterable[Span]) -> tuple[_Ids, _Flags]:
-    """Marks the tokens that begin within a span: one that begins before is not its."""
-    is_target = np.zeros(len(encoded.ids), bool)
-    first = encoded.spans[:, 0]
-    for start, end in target_spans:
-        is_target |= (first >= start) & (first < end)
-    return encoded.ids, is_target
 
 
 class _Cutter:

@@ -1,0 +1,144 @@
+"""Token ids of a text in which a model takes over from a prompt, once or often.
+
+At inference the text before such a border is encoded by itself, and the model goes on
+from its tokens. Training has to show the same tokens before the border, and after it
+tokens that continue them:
+
+- Where the whole text, encoded at once, has a token that begins at the border, those
+  are its ids.
+- Where a token reaches over the border, and the tokens before it are those of the
+  prompt by itself, that token is what the model has to produce: it counts as after the
+  border. (Some normalizers drop the space at the end of a prompt.)
+- Else the text is cut at the border. The prompt is encoded by itself, and what follows
+  as the continuation of another text, without a space that the tokenizer puts before
+  the first word of a text.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxlora.data.tokenizer import Encoded, Tokenizer
+from jaxlora.errors import DataError
+
+# Texts to continue, of different kinds: one of them merges with no given continuation.
+_ANCHORS = ("\n", "a", "0", ".", "é", "中", ")")
+_PROBES = ("a", " a", "A", "1", "\n", "(", "é", "中")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BorderedText:
+    """A text, and the characters at which a model takes over.
+
+    Attributes:
+        text: The whole text.
+        borders: First characters that the model writes, in ascending order.
+        is_cut: Encode the parts apart wherever the tokenizer allows it, not only where
+            a token reaches over a border.
+    """
+
+    text: str
+    borders: tuple[int, ...]
+    is_cut: bool = False
+
+
+class BorderEncoder:
+    """Encodes texts by the rule above."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._marks_start = self._does_mark_start()
+
+    def encode(self, texts: Sequence[BorderedText]) -> list[Encoded | DataError]:
+        """Token ids and spans of each text, without special tokens around it.
+
+        A token that counts as after a border although it begins before it has a span
+        that begins at the border.
+        """
+        apart = [text.is_cut and not self._marks_start for text in texts]
+        parts = [
+            list(_cut(text.text, text.borders)) if is_apart else [(0, text.text)]
+            for text, is_apart in zip(texts, apart, strict=True)
+        ]
+        flat = [part for _, part in itertools.chain.from_iterable(parts)]
+        encoded = iter(self._tokenizer.encode_batch(flat))
+        results: list[Encoded | DataError] = []
+        for text, is_apart, pieces in zip(texts, apart, parts, strict=True):
+            joined = _join([(at, next(encoded)) for at, _ in pieces])
+            results.append(joined if is_apart else self._settle(text, joined))
+        return results
+
+    def _settle(self, text: BorderedText, encoded: Encoded) -> Encoded | DataError:
+        """`encoded`, changed as the rule asks for tokens that reach over a border."""
+        cuts, spans = [], encoded.spans
+        for border in text.borders:
+            if _is_border(encoded, border):
+                continue
+            (prompt,) = self._tokenizer.encode_batch([text.text[:border]])
+            num_prompt = len(prompt.ids)
+            if np.array_equal(encoded.ids[:num_prompt], prompt.ids):
+                spans = spans.copy()
+                after = spans[num_prompt:]
+                after[:] = np.maximum(after, border)
+            else:
+                cuts.append(border)
+        if not cuts:
+            return Encoded(encoded.ids, spans)
+        (_, first), *others = _cut(text.text, cuts)
+        pieces = [(0, self._tokenizer.encode_batch([first])[0])]
+        for at, part in others:
+            continued = self._continue(part)
+            if continued is None:
+                return DataError(
+                    f"the tokenizer merges {part!r:.80} with any text before it, so "
+                    "it cannot be told where its tokens begin. Move spaces from the "
+                    "end of the prompt to the start of the completion."
+                )
+            pieces.append((at, continued))
+        return _join(pieces)
+
+    def _continue(self, text: str) -> Encoded | None:
+        """Tokens of `text` as the continuation of another; None if there are none."""
+        if not self._marks_start:
+            return self._tokenizer.encode_batch([text])[0]
+        for anchor in _ANCHORS:
+            (whole,) = self._tokenizer.encode_batch([anchor + text])
+            if _is_border(whole, len(anchor)):
+                is_after = whole.spans[:, 0] >= len(anchor)
+                return Encoded(whole.ids[is_after], whole.spans[is_after] - len(anchor))
+        return None
+
+    def _does_mark_start(self) -> bool:
+        """Whether the same characters are other tokens at the start of a text."""
+        for anchor, probe in itertools.product(_ANCHORS, _PROBES):
+            whole, alone = self._tokenizer.encode_batch([anchor + probe, probe])
+            if not _is_border(whole, len(anchor)):
+                continue
+            after = whole.ids[whole.spans[:, 0] >= len(anchor)]
+            if not np.array_equal(after, alone.ids):
+                return True
+        return False
+
+
+def _is_border(encoded: Encoded, border: int) -> bool:
+    """Whether no token reaches over the border."""
+    first, last = encoded.spans[:, 0], encoded.spans[:, 1]
+    return not bool(((first < border) & (border < last)).any())
+
+
+def _cut(text: str, borders: Sequence[int]) -> list[tuple[int, str]]:
+    """The parts of `text` between borders, each with its first character's place."""
+    places = [0, *borders, len(text)]
+    return [(start, text[start:end]) for start, end in itertools.pairwise(places)]
+
+
+def _join(pieces: Sequence[tuple[int, Encoded]]) -> Encoded:
+    """One encoding from those of parts, each with its first character's place."""
+    if len(pieces) == 1:
+        return pieces[0][1]
+    return Encoded(
+        np.concatenate([piece.ids for _, piece in pieces]),
+        np.concatenate([piece.spans + np.int32(at) for at, piece in pieces]),
+    )

@@ -1,0 +1,119 @@
+"""Rendered records as token ids, with the tokens to be learned marked."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int32
+
+from jaxlora.config import DataConfig
+from jaxlora.data.border import BorderedText, BorderEncoder
+from jaxlora.data.render import Pair, Plain, Rendered, Span
+from jaxlora.data.tokenizer import Encoded, Tokenizer
+from jaxlora.errors import DataError
+
+_Ids = Int32[np.ndarray, "..."]
+_Flags = Bool[np.ndarray, "..."]
+
+
+class MarkedTokens(NamedTuple):
+    """One record's tokens.
+
+    Attributes:
+        token_ids: The tokens.
+        is_target: Whether a token is to be predicted. Nothing predicts the first, so
+            it never is.
+    """
+
+    token_ids: Int32[np.ndarray, " T"]
+    is_target: Bool[np.ndarray, " T"]
+
+
+class Encoder:
+    """Turns rendered records into marked tokens, many at once.
+
+    The tokens of a prompt are those that it has by itself, and those of the completion
+    continue it, with no space that the tokenizer puts before the first word of a text
+    (`jaxlora/data/border.py`). The same holds for each answer in a chat. At the end of
+    a span of characters to be learned, a token belongs to the side on which it begins.
+    """
+
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer):
+        self._data = data
+        self._tokenizer = tokenizer
+        self._borders = BorderEncoder(tokenizer)
+
+    def __call__(self, records: Sequence[Rendered]) -> list[MarkedTokens | DataError]:
+        """Encodes each record; one that cannot be encoded gives its error.
+
+        Raises:
+            DataError: `append_eos` is set, and the tokenizer has no such token.
+        """
+        encodings = self._borders.encode([_bordered(record) for record in records])
+        return [
+            encoded if isinstance(encoded, DataError) else self._mark(record, encoded)
+            for record, encoded in zip(records, encodings, strict=True)
+        ]
+
+    def _mark(self, record: Rendered, encoded: Encoded) -> MarkedTokens:
+        if isinstance(record, Pair):
+            ids, is_target = self._pair(record, encoded)
+        elif isinstance(record, Plain):
+            ids, is_target = self._plain(encoded.ids)
+        else:
+            ids, is_target = encoded.ids, _within(encoded, record.target_spans)
+        is_target[:1] = False
+        return MarkedTokens(ids, is_target)
+
+    def _pair(self, pair: Pair, encoded: Encoded) -> tuple[_Ids, _Flags]:
+        # The suffix ids of the tokenizer are left out: the prompt is not its end.
+        head = np.array(self._tokenizer.prefix_ids, np.int32)
+        if self._data.loss_on == "all":
+            ids = np.concatenate([head, self._ended(encoded.ids)])
+            return ids, np.ones(len(ids), bool)
+        is_learned = encoded.spans[:, 0] >= len(pair.prompt)
+        ids = np.concatenate([head, self._ended(encoded.ids)])
+        is_target = np.ones(len(ids), bool)
+        is_target[: len(head)] = False
+        is_target[len(head) : len(head) + len(is_learned)] = is_learned
+        return ids, is_target
+
+    def _plain(self, text: _Ids) -> tuple[_Ids, _Flags]:
+        if not len(text):
+            return text, np.zeros(0, bool)
+        around = self._tokenizer.prefix_ids, self._tokenizer.suffix_ids
+        ids = self._ended(np.array([*around[0], *text, *around[1]], np.int32))
+        return ids, np.ones(len(ids), bool)
+
+    def _ended(self, ids: _Ids) -> _Ids:
+        """`ids` with the end-of-sequence token, unless it is there or unwanted."""
+        if not self._data.append_eos:
+            return ids
+        eos = self._tokenizer.eos_id
+        if eos is None:
+            raise DataError(
+                f"{self._data.path}: append_eos=true, but the tokenizer has no "
+                "end-of-sequence token. Set eos_token in tokenizer_config.json, or "
+                "data.append_eos to false."
+            )
+        if len(ids) and ids[-1] == eos:
+            return ids
+        return np.append(ids, np.int32(eos))
+
+
+def _bordered(record: Rendered) -> BorderedText:
+    if isinstance(record, Pair):
+        text = record.prompt + record.completion
+        return BorderedText(text, (len(record.prompt),), is_cut=True)
+    if isinstance(record, Plain):
+        return BorderedText(record.text, ())
+    return BorderedText(record.text, tuple(start for start, _ in record.target_spans))
+
+
+def _within(encoded: Encoded, spans: Iterable[Span]) -> _Flags:
+    """Marks the tokens that begin within a span."""
+    is_target = np.zeros(len(encoded.ids), bool)
+    first = encoded.spans[:, 0]
+    for start, end in spans:
+        is_target |= (first >= start) & (first < end)
+    return is_target
