@@ -39,6 +39,9 @@ class DataConfig(Strict):
         append_eos: End plain text and completions outside chat templates with the
             tokenizer's end-of-sequence token.
         limit: Use only the first so many records.
+        bad_records: What to do with a record that cannot be used, such as one without
+            the field or one that the chat template refuses: `error` ends the run
+            before it trains and names the record; `drop` leaves it out, and counts it.
     """
 
     path: str
@@ -54,6 +57,7 @@ class DataConfig(Strict):
     loss_on: Literal["completion", "all"] = "completion"
     append_eos: bool = True
     limit: PositiveInt | None = None
+    bad_records: Literal["error", "drop"] = "error"
 
 
 class LoraJob(Strict):

@@ -8,7 +8,8 @@ from jaxtyping import Bool, Int32
 
 from jaxlora.config import DataConfig
 from jaxlora.data.border import BorderedText, BorderEncoder
-from jaxlora.data.render import Pair, Plain, Rendered, Span
+from jaxlora.data.chat import Span
+from jaxlora.data.render import Pair, Plain, Rendered
 from jaxlora.data.tokenizer import Encoded, Tokenizer
 from jaxlora.errors import DataError
 
@@ -43,17 +44,25 @@ class Encoder:
         self._tokenizer = tokenizer
         self._borders = BorderEncoder(tokenizer)
 
-    def __call__(self, records: Sequence[Rendered]) -> list[MarkedTokens | DataError]:
-        """Encodes each record; one that cannot be encoded gives its error.
+    def __call__(
+        self, records: Sequence[Rendered | DataError]
+    ) -> list[MarkedTokens | DataError]:
+        """Encodes each record; one that cannot be used gives its error.
 
         Raises:
             DataError: `append_eos` is set, and the tokenizer has no such token.
         """
-        encodings = self._borders.encode([_bordered(record) for record in records])
-        return [
-            encoded if isinstance(encoded, DataError) else self._mark(record, encoded)
-            for record, encoded in zip(records, encodings, strict=True)
-        ]
+        good = [r for r in records if not isinstance(r, DataError)]
+        encodings = iter(self._borders.encode(list(map(_bordered, good))))
+        results: list[MarkedTokens | DataError] = []
+        for record in records:
+            if isinstance(record, DataError):
+                results.append(record)
+                continue
+            encoded = next(encodings)
+            is_bad = isinstance(encoded, DataError)
+            results.append(encoded if is_bad else self._mark(record, encoded))
+        return results
 
     def _mark(self, record: Rendered, encoded: Encoded) -> MarkedTokens:
         if isinstance(record, Pair):

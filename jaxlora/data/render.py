@@ -1,22 +1,44 @@
-"""A record as text: what is read, and which characters are to be learned."""
+"""Records as text: what is read, and which characters are to be learned."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal
-
-import jinja2
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
 
 from jaxlora.config import DataConfig
+from jaxlora.data.chat import Chat
+from jaxlora.data.fields import Field, UnusedFields, is_template, missing_field
+from jaxlora.data.messages import (
+    Conversation,
+    check_text,
+    read_messages,
+    read_tools,
+)
 from jaxlora.data.read import Record
-from jaxlora.data.template import record_template
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.errors import DataError
 
 Kind = Literal["prompt_completion", "messages", "text"]
-Message = dict[str, Any]
-Span = tuple[int, int]
 
-_ROLE_OF_SPEAKER = {"human": "user", "gpt": "assistant"}
+_FIELDS: dict[Kind, tuple[str, ...]] = {
+    "prompt_completion": ("prompt", "completion"),
+    "messages": ("messages",),
+    "text": ("text",),
+}
+# Keys of messages that change what they mean, if the chat template reads them.
+_MEANT_KEYS = (
+    "tool_calls",
+    "function_call",
+    "reasoning_content",
+    "thinking",
+    "images",
+    "train",
+    "training",
+    "train_on",
+    "train_on_turn",
+    "loss",
+    "mask",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,14 +50,6 @@ class Pair:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Chat:
-    """A rendered conversation, and the spans of characters to be learned."""
-
-    text: str
-    target_spans: tuple[Span, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Plain:
     """Text to be learned as a whole."""
 
@@ -43,24 +57,27 @@ class Plain:
 
 
 Rendered = Pair | Chat | Plain
+Renderer = Callable[[Sequence[Record]], "list[Rendered | DataError]"]
 
 
 def make_renderer(
-    data: DataConfig, first: Record, tokenizer: Tokenizer
-) -> Callable[[Record], Rendered]:
+    data: DataConfig, first: Record, tokenizer: Tokenizer, *, names_unused: bool = True
+) -> Renderer:
     """Chooses how records become text.
 
     Args:
         data: What the user said of the records.
         first: The first record, whose fields decide where `data.kind` is `auto`.
         tokenizer: Brings the chat template.
+        names_unused: Name each field that looks meant and is not used in the log, once.
 
     Returns:
-        The function from a record to text. It raises a DataError without the record's
-        number, which the caller knows.
+        The function from records to texts. For a record that cannot be used it gives a
+        DataError without the record's number, which the caller knows.
 
     Raises:
         DataError: The kind cannot be told, or options contradict it.
+        ModelError: Chat messages meet a tokenizer without a chat template.
     """
     kind = choose_kind(data, first)
     if data.chat and kind != "prompt_completion":
@@ -73,15 +90,17 @@ def make_renderer(
             f"system={data.system!r} is used only with data.chat. Set data.chat to "
             "true, or remove data.system."
         )
+    unused = UnusedFields(data.path) if names_unused else None
     if kind == "text":
-        return lambda record: Plain(_field(record, data.text))
-    if kind == "messages":
-        return lambda record: _render_messages(
-            _read_messages(record, data.messages), data, tokenizer
-        )
-    if data.chat:
-        return lambda record: _render_messages(_wrap(record, data), data, tokenizer)
-    return lambda record: _read_pair(record, data)
+        return _TextRenderer(data, unused)
+    if kind == "messages" or data.chat:
+        return _ChatRenderer(data, kind, tokenizer, unused)
+    return _PairRenderer(data, unused)
+
+
+def has_kind(data: DataConfig, record: Record) -> bool:
+    """Whether a record can be read at all as one of the kinds."""
+    return bool(_kinds_that_fit(data, record))
 
 
 def choose_kind(data: DataConfig, first: Record) -> Kind:
@@ -94,23 +113,12 @@ def choose_kind(data: DataConfig, first: Record) -> Kind:
     """
     if data.kind != "auto":
         return data.kind
-    fields: dict[Kind, tuple[str, ...]] = {
-        "prompt_completion": ("prompt", "completion"),
-        "messages": ("messages",),
-        "text": ("text",),
-    }
-    fits = [
-        kind
-        for kind, keys in fields.items()
-        if all(
-            _is_template(getattr(data, k)) or getattr(data, k) in first for k in keys
-        )
-    ]
+    fits = _kinds_that_fit(data, first)
     defaults = DataConfig.model_fields
     renamed = [
         kind
         for kind in fits
-        if any(getattr(data, k) != defaults[k].default for k in fields[kind])
+        if any(getattr(data, k) != defaults[k].default for k in _FIELDS[kind])
     ]
     choice = renamed or fits
     if len(choice) == 1:
@@ -128,167 +136,146 @@ def choose_kind(data: DataConfig, first: Record) -> Kind:
     )
 
 
-def _is_template(source: str) -> bool:
-    return "{{" in source
-
-
-def _field(record: Record, source: str) -> str:
-    """The field that `source` names, or what `source` renders to as a template."""
-    if _is_template(source):
-        text = _render_fields(record, source)
-    elif source in record:
-        text = record[source]
-    else:
-        found = ", ".join(map(str, record)) or "none"
-        raise DataError(
-            f"field {source!r} is missing (fields found: {found}). Add it, or name "
-            "another field in data."
-        )
-    return _check_text(text, f"field {source!r}")
-
-
-def _render_fields(record: Record, source: str) -> str:
-    try:
-        return record_template(source).render(record)
-    # A template may raise anything.
-    except Exception as error:
-        where = "does not parse" if _is_syntax(error) else "failed"
-        raise DataError(
-            f"the template {source!r} {where} ({type(error).__name__}: {error}; fields "
-            f"found: {', '.join(map(str, record)) or 'none'}). Correct the template."
-        ) from error
-
-
-def _is_syntax(error: Exception) -> bool:
-    return isinstance(error, jinja2.TemplateSyntaxError)
-
-
-def _check_text(text: Any, what: str) -> str:
-    if not isinstance(text, str):
-        raise DataError(
-            f"{what} is {text!r:.80}, of type {type(text).__name__}, not a string. "
-            "Store it as text, or use a template such as '{{ field }}'."
-        )
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{what} holds half of a surrogate pair at character {error.start}, which "
-            "is no text. Remove it."
-        ) from error
-    return text
-
-
-def _read_pair(record: Record, data: DataConfig) -> Pair:
-    prompt = _field(record, data.prompt)
-    completion = _field(record, data.completion)
-    if not completion:
-        raise DataError(
-            f"completion {data.completion!r} is empty, so there is nothing to learn. "
-            "Remove the record."
-        )
-    return Pair(prompt, completion)
-
-
-def _wrap(record: Record, data: DataConfig) -> list[Message]:
-    pair = _read_pair(record, data)
-    system = [] if data.system is None else [{"role": "system", "content": data.system}]
+def _kinds_that_fit(data: DataConfig, record: Record) -> list[Kind]:
     return [
-        *system,
-        {"role": "user", "content": pair.prompt},
-        {"role": "assistant", "content": pair.completion},
+        kind
+        for kind, keys in _FIELDS.items()
+        if all(
+            is_template(getattr(data, k)) or getattr(data, k) in record for k in keys
+        )
     ]
 
 
-def _read_messages(record: Record, field: str) -> list[Message]:
-    if field not in record:
-        _field(record, field)  # raises: the field is missing
-    messages = record[field]
-    if not isinstance(messages, list) or not messages:
-        raise DataError(
-            f"field {field!r} is {messages!r:.80}, not a list of messages. Write "
-            '[{"role": "user", "content": ...}, ...].'
-        )
-    return [_read_message(m, f"{field}[{i}]") for i, m in enumerate(messages)]
+class _TextRenderer:
+    def __init__(self, data: DataConfig, unused: UnusedFields | None):
+        self._text = Field(data.text)
+        self._unused = unused
+
+    def __call__(self, records: Sequence[Record]) -> list[Rendered | DataError]:
+        if self._unused is not None:
+            self._unused.look(records, [self._text])
+        texts = self._text.read(records)
+        return [t if isinstance(t, DataError) else Plain(t) for t in texts]
 
 
-def _read_message(message: Any, where: str) -> Message:
-    """Checks a message; {from, value} becomes {role, content}."""
-    if isinstance(message, dict) and {"from", "value"} <= message.keys():
-        speaker = message["from"]
-        role = _ROLE_OF_SPEAKER.get(speaker, speaker)
-        message = {"role": role, "content": message["value"]}
-    if not isinstance(message, dict) or "role" not in message:
-        raise DataError(
-            f"{where} is {message!r:.80}, not a message. Write "
-            '{"role": "user", "content": ...}.'
-        )
-    # Columnar files fill absent keys with null, and templates ask if a key is there.
-    message = {key: value for key, value in message.items() if value is not None}
-    _check_text(message.get("role"), f"{where}.role")
-    if message.get("tool_calls") and "content" not in message:
-        return message | {"content": ""}
-    content = _check_text(message.get("content"), f"{where}.content")
-    if message["role"] == "assistant" and not content and not message.get("tool_calls"):
-        raise DataError(
-            f"{where} is an empty answer of the assistant, so there is nothing to "
-            "learn. Remove the message or the record."
-        )
-    return message
+class _PairRenderer:
+    def __init__(self, data: DataConfig, unused: UnusedFields | None):
+        self._prompt, self._completion = Field(data.prompt), Field(data.completion)
+        self._unused = unused
 
+    def __call__(self, records: Sequence[Record]) -> list[Rendered | DataError]:
+        if self._unused is not None:
+            self._unused.look(records, self.fields)
+        return list(self.pairs(records))
 
-def _render_messages(
-    messages: list[Message], data: DataConfig, tokenizer: Tokenizer
-) -> Chat:
-    text = _check_text(tokenizer.render_chat(messages), "the rendered chat")
-    if data.loss_on == "all":
-        return Chat(text, ((0, len(text)),))
-    return Chat(text, _assistant_spans(messages, text, tokenizer))
+    @property
+    def fields(self) -> list[Field]:
+        """The fields that it reads."""
+        return [self._prompt, self._completion]
 
+    def pairs(self, records: Sequence[Record]) -> list[Pair | DataError]:
+        """The prompt and completion of each record."""
+        prompts = self._prompt.read(records)
+        completions = self._completion.read(records)
+        return list(map(self._pair, prompts, completions))
 
-def _assistant_spans(
-    messages: list[Message], text: str, tokenizer: Tokenizer
-) -> tuple[Span, ...]:
-    """Where the assistant's answers are, each with what ends its turn.
-
-    An answer begins where the messages before it end, with the generation prompt, as
-    in inference; it ends where the messages up to it end, less trailing space.
-    """
-    spans = []
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = tokenizer.render_chat(messages[:i], add_generation_prompt=True)
-        is_last = i + 1 == len(messages)
-        through = text if is_last else tokenizer.render_chat(messages[: i + 1])
-        start, end = (
-            len(before),
-            _turn_end(text, before, through, message["content"].strip()),
-        )
-        if end is None or not text.startswith(before):
-            raise DataError(
-                f"the chat template is not prefix-stable: message {i} (assistant) "
-                "renders otherwise within the whole conversation than at its end, so "
-                "its tokens cannot be told. Set data.loss_on to all, or use a template "
-                "that does not rewrite earlier messages."
+    def _pair(self, prompt: str | DataError, completion: str | DataError):
+        if isinstance(prompt, DataError):
+            return prompt
+        if isinstance(completion, DataError):
+            return completion
+        if not completion:
+            return DataError(
+                f"completion {self._completion.source!r} is empty, so there is nothing "
+                "to learn. Remove the record."
             )
-        spans.append((start, start + len(text[start:end].rstrip())))
-    if not spans:
-        raise DataError(
-            "no message has the role 'assistant', so there is nothing to learn (roles: "
-            f"{', '.join(m['role'] for m in messages)}). Remove the record, or set "
-            "data.loss_on to all."
+        return Pair(prompt, completion)
+
+
+class _ChatRenderer:
+    """Renders conversations, or prompts and completions as conversations."""
+
+    def __init__(
+        self,
+        data: DataConfig,
+        kind: Kind,
+        tokenizer: Tokenizer,
+        unused: UnusedFields | None,
+    ):
+        self._data = data
+        self._chat = tokenizer.chat
+        is_wrapped = kind == "prompt_completion"
+        self._pairs = _PairRenderer(data, None) if is_wrapped else None
+        self._is_columnar = Path(data.path).suffix not in (".jsonl", ".json")
+        self._has_tools = "tools" in self._chat.variables
+        self._fields = [Field("tools")] if self._has_tools else []
+        self._fields += self._pairs.fields if self._pairs else [Field(data.messages)]
+        self._unused_keys = [k for k in _MEANT_KEYS if not self._chat.mentions(k)]
+        self._unused = unused
+
+    def __call__(self, records: Sequence[Record]) -> list[Rendered | DataError]:
+        if self._pairs is None:
+            read = list(map(self._read, records))
+        else:
+            read = list(map(self._wrap, self._pairs.pairs(records)))
+        read = list(map(self._with_tools, read, records))
+        good = [c for c in read if not isinstance(c, DataError)]
+        if self._unused is not None:
+            self._unused.look(records, self._fields)
+            self._unused.look_at_messages(good, self._unused_keys)
+        chats = iter(self._chat.render_all(good, self._data.loss_on))
+        return [c if isinstance(c, DataError) else _checked(next(chats)) for c in read]
+
+    def _read(self, record: Record) -> Conversation | DataError:
+        try:
+            if self._data.messages not in record:
+                return missing_field(self._data.messages, record)
+            conversation = read_messages(
+                record, self._data.messages, is_columnar=self._is_columnar
+            )
+        except DataError as error:
+            return error
+        if not self._chat.mentions("tool_calls"):
+            for i, message in enumerate(conversation.messages):
+                if message.get("tool_calls") and not message["content"]:
+                    return DataError(
+                        f"{self._data.messages}[{i}] only calls tools, and the chat "
+                        "template does not print tool_calls. Use a template that does, "
+                        "or write the call into the content."
+                    )
+        return conversation
+
+    def _wrap(self, pair: Pair | DataError) -> Conversation | DataError:
+        if isinstance(pair, DataError):
+            return pair
+        system = self._data.system
+        return Conversation(
+            [
+                *([] if system is None else [{"role": "system", "content": system}]),
+                {"role": "user", "content": pair.prompt},
+                {"role": "assistant", "content": pair.completion},
+            ]
         )
-    return tuple(spans)
+
+    def _with_tools(
+        self, conversation: Conversation | DataError, record: Record
+    ) -> Conversation | DataError:
+        if isinstance(conversation, DataError) or not self._has_tools:
+            return conversation
+        try:
+            tools = read_tools(
+                record.get("tools"), "tools", is_columnar=self._is_columnar
+            )
+        except DataError as error:
+            return error
+        return dataclasses.replace(conversation, tools=tools)
 
 
-def _turn_end(text: str, before: str, through: str, content: str) -> int | None:
-    """Where in `text` the turn ends that `through` ends with; None if unknown."""
-    if text.startswith(through):
-        return len(through)
-    # Templates of reasoning models put an empty <think> block before the last answer
-    # only. Then an earlier answer, with what ends its turn, directly follows `before`.
-    answer = through[through.rfind(content) :] if content in through else None
-    if answer and text.startswith(answer, len(before)):
-        return len(before) + len(answer)
-    return None
+def _checked(chat: Chat | DataError) -> Chat | DataError:
+    if isinstance(chat, DataError):
+        return chat
+    try:
+        check_text(chat.text, "the rendered chat")
+    except DataError as error:
+        return error
+    return chat

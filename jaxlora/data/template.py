@@ -1,158 +1,350 @@
-"""Jinja templates of strangers: sandboxed, and stopped when they run for ever."""
+"""Renders templates of strangers in a child process with limits of time and memory.
 
-import datetime
+A sandbox keeps a template from what it must not touch. How long it runs and how much it
+prints only the system can limit: no counting of steps sees every operation that is
+long. So all templates run in one child (`template_worker`), which is started when one
+is needed, restarted when it was killed, and ends by itself when it is idle or when this
+process ends, however that happens.
+"""
+
+import contextlib
+import dataclasses
 import functools
+import importlib.util
 import json
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+import os
+import pickle
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
-import jinja2
-import jinja2.ext
-from jinja2 import nodes
-from jinja2.runtime import LoopContext
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jaxlora.data.template_tasks import Payload, Task
+from jaxlora.errors import DataError
 
-# What one rendering may spend: a few seconds at worst, and a hundred times what a long
-# conversation needs. An iteration costs 1.
-MAX_WORK = 3_000_000
-_COST_OF_CALL = 30
-_COST_OF_LAZY_ITERATION = 10
-
-
-class _Generation(jinja2.ext.Extension):
-    """Reads `{% generation %}...{% endgeneration %}` as its body, unmarked."""
-
-    tags = {"generation"}
-
-    def parse(self, parser):
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Immutable sandbox that refuses unsafe attributes at once and counts its work."""
-
-    intercepted_binops = frozenset(["*", "**"])
-
-    def __init__(self, **options):
-        super().__init__(extensions=[_Generation, jinja2.ext.loopcontrols], **options)
-        self.work_left = MAX_WORK
-        self.filters["tojson"] = _to_json
-        self.filters["_counted"] = self._counted
-
-    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        # The default is a value that prints as nothing and raises only later.
-        raise SecurityError(
-            f"access to {attribute!r} of a {type(obj).__name__} is not allowed"
-        )
-
-    def call(self, context, obj, *args, **kwargs):
-        again = isinstance(obj, LoopContext) and args and hasattr(args[0], "__len__")
-        self._spend(_COST_OF_CALL + (len(args[0]) if again else 0))
-        return super().call(context, obj, *args, **kwargs)
-
-    def call_binop(self, context, operator, left, right):
-        if operator == "**":
-            raise SecurityError("the operator ** is not allowed")
-        for one, other in ((left, right), (right, left)):
-            if hasattr(one, "__len__") and isinstance(other, int):
-                self._spend(max(0, len(one) * other))
-        return super().call_binop(context, operator, left, right)
-
-    def compile_counted(
-        self, source: str, functions: Mapping[str, Callable]
-    ) -> jinja2.Template:
-        """Compiles `source` so that each `for` pays for its length first."""
-        tree = self.parse(source)
-        for loop in list(tree.find_all(nodes.For)):
-            counted = nodes.Filter(loop.iter, "_counted", [], [], None, None)
-            loop.iter = counted.set_environment(self).set_lineno(loop.lineno)
-        return self.from_string(tree, globals=dict(functions))
-
-    def _counted(self, items):
-        if hasattr(items, "__len__"):
-            self._spend(len(items))
-            return items
-        return self._count_lazily(items)
-
-    def _count_lazily(self, items):
-        for item in items:
-            self._spend(_COST_OF_LAZY_ITERATION)
-            yield item
-
-    def _spend(self, amount: int) -> None:
-        self.work_left -= amount
-        if self.work_left < 0:
-            raise SecurityError(
-                f"its loops and calls cost more than {MAX_WORK} iterations"
-            )
+_BATCH_PAYLOADS = 256
+_BATCH_BYTES = 2**20
+_POLL_SECONDS = 0.2
+_SYSTEM_LIMITS_MEMORY = sys.platform == "linux"
+# The exit code by which the child says that its memory is used up.
+_OUT_OF_MEMORY = 3
+# A template that kills so many processes in a row is not tried again in this call.
+_MAX_DEATHS = 3
 
 
-class SafeTemplate:
-    """A compiled template with functions of its own, rendered in the sandbox."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class TemplateLimits:
+    """What one rendering may take.
 
-    def __init__(
-        self, sandbox: _Sandbox, source: str, functions: Mapping[str, Callable]
-    ):
-        self._sandbox = sandbox
-        self._template = sandbox.compile_counted(source, functions)
+    Attributes:
+        seconds: Processor time.
+        bytes: Memory of the process.
+        characters: Length of the text.
+    """
 
-    def render(self, values: Mapping[str, Any]) -> str:
-        """Renders with `values`; whatever goes wrong is an exception of any type."""
-        self._sandbox.work_left = MAX_WORK
-        return self._template.render(values)
+    seconds: float = 2.0
+    bytes: int = 2**30
+    characters: int = 2**26
 
 
-def chat_template(source: str, now: datetime.datetime) -> SafeTemplate:
-    """Compiles a tokenizer's chat template with what transformers offers to it.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a payload has no text.
+
+    Attributes:
+        kind: `limit`, `unclear` (a turn of a conversation), `syntax`, or `other`.
+        why: The reason, without what it happened to.
+    """
+
+    kind: str
+    why: str
+
+
+Answer = dict[str, Any] | Failure
+
+
+def run_task(task: Task, payloads: Sequence[Payload]) -> list[Answer]:
+    """Lets the child process carry out a task.
 
     Args:
-        source: The template.
-        now: The time that `strftime_now` tells.
+        task: The template.
+        payloads: What to do with it, many at once for little cost each.
+
+    Returns:
+        An answer for each payload, in their order.
 
     Raises:
-        jinja2.TemplateSyntaxError: It does not parse.
+        DataError: The child process cannot be started.
     """
-    functions = {"raise_exception": _raise_exception, "strftime_now": now.strftime}
-    return SafeTemplate(
-        _Sandbox(trim_blocks=True, lstrip_blocks=True), source, functions
-    )
+    return _shared().run(task, payloads)
 
 
-@functools.lru_cache(maxsize=64)
-def record_template(source: str) -> SafeTemplate:
-    """Compiles a template over a record's fields; unknown and null fields raise.
+class TemplateProcess:
+    """A child process that renders templates.
 
-    Raises:
-        jinja2.TemplateSyntaxError: It does not parse.
+    Its methods may be called from several threads.
     """
-    sandbox = _Sandbox(
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-        finalize=_refuse_null,
-    )
-    return SafeTemplate(sandbox, source, {})
+
+    def __init__(self, limits: TemplateLimits | None = None):
+        """Starts nothing yet.
+
+        Args:
+            limits: What one rendering may take.
+        """
+        self._limits = limits or TemplateLimits()
+        self._lock = threading.Lock()
+        self._child: _Child | None = None
+
+    def run(self, task: Task, payloads: Sequence[Payload]) -> list[Answer]:
+        """As `run_task`."""
+        answers: list[Answer] = [Failure("other", "")] * len(payloads)
+        waiting: list[tuple[int, bytes]] = []
+        for i, payload in enumerate(payloads):
+            try:
+                waiting.append((i, payload.pickled()))
+            # Pickling runs code of whatever a record holds.
+            except Exception as error:
+                why = f"a value cannot be sent to a template: {error}"
+                answers[i] = Failure("other", why)
+        with self._lock:
+            self._answer_all(task, waiting, answers)
+        return answers
+
+    def _answer_all(
+        self, task: Task, waiting: list[tuple[int, bytes]], answers: list[Answer]
+    ) -> None:
+        # After a death it is not known which payload was the cause: so many are sent
+        # one by one.
+        num_alone = num_deaths = 0
+        while waiting:
+            batch = waiting[:1] if num_alone else _first_batch(waiting)
+            done, death = self._run_batch(task, [payload for _, payload in batch])
+            if done:
+                num_deaths = 0
+            if death is not None and len(batch) == 1:
+                done, num_deaths, num_alone = [death], num_deaths + 1, 0
+            elif death is not None:
+                num_alone = len(batch) - len(done)
+            elif num_alone:
+                num_alone -= len(done)
+            for (i, _), answer in zip(batch, done, strict=False):
+                answers[i] = answer
+            del waiting[: len(done)]
+            if num_deaths == _MAX_DEATHS:
+                _give_up(waiting, answers)
+
+    def stop(self) -> None:
+        """Ends the child process, if there is one."""
+        with self._lock:
+            if self._child is not None:
+                self._child.stop()
+            self._child = None
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id, while there is one."""
+        return None if self._child is None else self._child.process.pid
+
+    def _run_batch(
+        self, task: Task, payloads: list[bytes]
+    ) -> tuple[list[Answer], Failure | None]:
+        """The answers that came, and why the child ended if it did and was not idle."""
+        child = self._child
+        if child is None or child.owner != os.getpid():
+            child = self._child = _Child(self._limits)
+        answers: list[Answer] = []
+        try:
+            for line in child.exchange(task, payloads):
+                answers.append(_read_answer(line, self._limits))
+        except BaseException:
+            # The child is in the middle of an answer.
+            self._child = None
+            child.stop()
+            raise
+        if len(answers) == len(payloads):
+            return answers, None
+        self._child = None
+        return answers, child.cause_of_death()
 
 
-def _refuse_null(value: Any) -> Any:
-    if value is None:
-        raise jinja2.TemplateError(
-            "a value in {{ }} is null; write {{ field or '' }} if that is right"
+@functools.cache
+def _shared() -> TemplateProcess:
+    return TemplateProcess()
+
+
+def _first_batch(waiting: list[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
+    """The first payloads that are sent together; a large one goes alone."""
+    num, total = 0, 0
+    for _, payload in waiting[:_BATCH_PAYLOADS]:
+        total += len(payload)
+        if num and total > _BATCH_BYTES:
+            break
+        num += 1
+    return waiting[:num]
+
+
+def _give_up(waiting: list[tuple[int, bytes]], answers: list[Answer]) -> None:
+    """Answers all that wait, after others have killed one process after another."""
+    why = f"it was not tried, as the {_MAX_DEATHS} records before it exceeded a limit"
+    for i, _ in waiting:
+        answers[i] = Failure("limit", why)
+    waiting.clear()
+
+
+def _read_answer(line: bytes, limits: TemplateLimits) -> Answer:
+    answer = json.loads(line.decode("utf-8", "surrogatepass"))
+    error = answer.get("error")
+    if error is None:
+        return answer
+    if error == "MemoryError":
+        return _over_memory(limits)
+    if error == "TooLong":
+        return Failure("limit", f"it prints more than {limits.characters} characters")
+    if error == "Unclear":
+        return Failure("unclear", answer["why"])
+    kind = "syntax" if error == "TemplateSyntaxError" else "other"
+    return Failure(kind, f"{error}: {answer['why']}")
+
+
+def _over_memory(limits: TemplateLimits) -> Failure:
+    mebibytes = limits.bytes // 2**20
+    return Failure("limit", f"it takes more than {mebibytes} MiB of memory")
+
+
+class _Child:
+    """One running child process.
+
+    Attributes:
+        process: The process.
+        owner: Id of the process that started it.
+    """
+
+    def __init__(self, limits: TemplateLimits):
+        """Starts it.
+
+        Raises:
+            DataError: It cannot be started.
+        """
+        self._limits = limits
+        # Of UTF-8 within JSON: one character takes at most six bytes.
+        self._max_line_bytes = 8 * limits.characters
+        command = _command(limits)
+        self.owner = os.getpid()
+        self._buffer = bytearray()
+        self._is_over_memory = False
+        try:
+            # Its own session, so that Ctrl-C in a terminal does not reach it.
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+                bufsize=0,
+            )
+        except OSError as error:
+            raise DataError(
+                f"the process that renders templates cannot be started ({error}). Run "
+                f"it by hand to see why: {shlex.join(command)}"
+            ) from error
+        self.stop = weakref.finalize(self, _end, self.process, self.owner)
+        self._poll = select.poll()
+        self._poll.register(self._pipe("stdout"), select.POLLIN)
+        if self._read_line() is None:
+            self.stop()
+            raise DataError(
+                "the process that renders templates ended as it started (exit code "
+                f"{self.process.returncode}). Run it by hand to see why: "
+                f"{shlex.join(command)}"
+            )
+
+    def exchange(self, task: Task, payloads: list[bytes]) -> Iterator[bytes]:
+        """Sends a batch; yields lines of answers, until the child ends."""
+        frame = pickle.dumps((task, payloads), pickle.HIGHEST_PROTOCOL)
+        content = memoryview(len(frame).to_bytes(8, "little") + frame)
+        # A child that has ended is seen below.
+        with contextlib.suppress(BrokenPipeError):
+            while content:
+                content = content[os.write(self._pipe("stdin"), content) :]
+        for _ in payloads:
+            line = self._read_line()
+            if line is None:
+                return
+            yield line
+
+    def cause_of_death(self) -> Failure | None:
+        """Waits for the end of the child; None if it was only idle."""
+        code = self.process.wait()
+        self.stop()
+        if code == 0:
+            return None
+        if self._is_over_memory or code == _OUT_OF_MEMORY:
+            return _over_memory(self._limits)
+        if code == -signal.SIGPROF:
+            return Failure("limit", f"it takes more than {self._limits.seconds:g} s")
+        return Failure(
+            "limit", f"it ended the process that renders templates (exit code {code})"
         )
-    return value
+
+    def _read_line(self) -> bytes | None:
+        """The next line of the child; None when it has ended."""
+        searched = 0
+        while (end := self._buffer.find(b"\n", searched)) < 0:
+            searched = len(self._buffer)
+            if not self._poll.poll(_POLL_SECONDS * 1000):
+                self._watch_memory()
+                continue
+            chunk = os.read(self._pipe("stdout"), 2**16)
+            if not chunk:
+                return None
+            self._buffer += chunk
+            if len(self._buffer) > self._max_line_bytes:
+                self._kill()
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        return line
+
+    def _watch_memory(self) -> None:
+        """Kills a child with too much memory where the system does not."""
+        if _SYSTEM_LIMITS_MEMORY:
+            return
+        command = ["ps", "-o", "rss=", "-p", str(self.process.pid)]
+        used = subprocess.run(command, capture_output=True, text=True).stdout
+        if used.strip() and int(used) * 1024 > self._limits.bytes:
+            self._kill()
+
+    def _kill(self) -> None:
+        self._is_over_memory = True
+        self.process.kill()
+
+    def _pipe(self, name: str) -> int:
+        return getattr(self.process, name).fileno()
 
 
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+def _command(limits: TemplateLimits) -> list[str]:
+    """How the child is started: without the package, `site` and the user's settings."""
+    folders = [Path(__file__).parents[2]]
+    for package in ("jinja2", "markupsafe"):
+        spec = importlib.util.find_spec(package)
+        assert spec is not None and spec.origin is not None
+        folders.append(Path(spec.origin).parents[1])
+    numbers = map(str, (limits.seconds, limits.bytes, limits.characters))
+    program = str(Path(__file__).with_name("template_worker.py"))
+    paths = dict.fromkeys(map(str, folders))
+    return [sys.executable, "-I", "-S", program, *numbers, *paths]
 
 
-def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    # Jinja's own filter escapes HTML; transformers' does not, and offers options.
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+def _end(process: subprocess.Popen, owner: int) -> None:
+    """Kills the child, unless this is a fork of the process that started it."""
+    if os.getpid() != owner:
+        return
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()

@@ -3,17 +3,17 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
 from jaxtyping import Bool, Int32
 
 from jaxlora.config import DataConfig, LoraJob
+from jaxlora.data.bad_records import BadRecords
 from jaxlora.data.encode import Encoder
 from jaxlora.data.order import permutation
 from jaxlora.data.read import Record, read_records
-from jaxlora.data.render import Rendered, make_renderer
+from jaxlora.data.render import has_kind, make_renderer
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.errors import DataError
 
@@ -49,6 +49,7 @@ class TokenizedData:
         num_dropped: Records left out because they were longer.
         num_without_target: Records left out because no token of theirs, within
             `max_length`, is to be predicted.
+        num_bad: Records left out because they cannot be used (`data.bad_records`).
     """
 
     source: str
@@ -58,6 +59,7 @@ class TokenizedData:
     num_truncated: int
     num_dropped: int
     num_without_target: int
+    num_bad: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -80,6 +82,7 @@ class TokenizedData:
             (self.num_truncated, f"{longer}: truncated"),
             (self.num_dropped, f"{longer}: dropped"),
             (self.num_without_target, "without a token to predict: dropped"),
+            (self.num_bad, "unusable: dropped"),
         ):
             if number:
                 were = "sample was" if number == 1 else "samples were"
@@ -108,26 +111,30 @@ def tokenize_job(
     data, numbered = _read_side(job, which)
     encode = Encoder(data, tokenizer)
     try:
-        render = make_renderer(data, numbered[0][1], tokenizer)
+        # Held-out records of the same file have the same fields as those to train on.
+        is_same_file = which == "eval" and data is job.data
+        render = make_renderer(
+            data, _typical(data, numbered), tokenizer, names_unused=not is_same_file
+        )
     except DataError as error:
         raise DataError(f"{data.path}: {error}") from error
-    cut = _Cutter(job, data.path)
+    cut, bad = _Cutter(job, data.path), BadRecords(data)
     for chunk in itertools.batched(numbered, _CHUNK_RECORDS):
-        texts = [_named(render, data.path, *item) for item in chunk]
-        for (number, _), tokens in zip(chunk, encode(texts), strict=True):
+        numbers, records = zip(*chunk, strict=True)
+        for number, tokens in zip(numbers, encode(render(records)), strict=True):
             if isinstance(tokens, DataError):
-                raise DataError(f"{data.path}: record {number}: {tokens}") from tokens
-            cut.add(number, TokenizedSample(*tokens))
-    return cut.finish(len(numbered))
+                bad.add(number, tokens)
+            else:
+                cut.add(number, TokenizedSample(*tokens))
+    return cut.finish(len(numbered), bad)
 
 
-def _named(
-    render: Callable[[Record], Rendered], path: str, number: int, record: Record
-) -> Rendered:
-    try:
-        return render(record)
-    except DataError as error:
-        raise DataError(f"{path}: record {number}: {error}") from error
+def _typical(data: DataConfig, numbered: list[tuple[int, Record]]) -> Record:
+    """The record that decides on the kind: the first, or the first that is not bad."""
+    first = numbered[0][1]
+    if data.bad_records == "error":
+        return first
+    return next((record for _, record in numbered if has_kind(data, record)), first)
 
 
 def _read_side(job: LoraJob, which: str) -> tuple[DataConfig, list[tuple[int, Record]]]:
@@ -189,15 +196,15 @@ class _Cutter:
         self._num_truncated += length > limit
         self._samples.append(sample)
 
-    def finish(self, num_records: int) -> TokenizedData:
+    def finish(self, num_records: int, bad: BadRecords) -> TokenizedData:
         """The samples that are left, of so many records."""
         if not self._samples:
             raise DataError(
                 f"{self._path}: none of {num_records} records can be used by job "
                 f"{self._job.name!r}: {self._num_dropped} are longer than "
                 f"max_length={self._job.max_length}, and {self._num_without_target} "
-                "have no token to predict within it. Raise max_length or give other "
-                "records."
+                f"have no token to predict within it{bad.in_words()}. Raise max_length "
+                "or give other records."
             )
         return TokenizedData(
             source=self._path,
@@ -207,4 +214,5 @@ class _Cutter:
             num_truncated=self._num_truncated,
             num_dropped=self._num_dropped,
             num_without_target=self._num_without_target,
+            num_bad=bad.num,
         )

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
 import numpy as np
 import tokenizers
 from jaxtyping import Int, Int32
 
-from jaxlora.data.template import SafeTemplate, chat_template
-from jaxlora.errors import DataError, ModelError
+from jaxlora.data.chat import ModelChat
+from jaxlora.errors import ModelError
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +47,7 @@ class Tokenizer:
         prefix_ids: Put before a text that is encoded with special tokens.
         suffix_ids: Put after it.
         vocab_size: Largest token id + 1, added tokens included.
+        chat: The chat template.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class Tokenizer:
         """
         self._backend = backend
         self._special_tokens = special_tokens
-        self._template = template
-        self._compiled: SafeTemplate | None = None
         self._source = source
-        self._now = now or datetime.datetime.now()
+        self.chat = ModelChat(
+            template, special_tokens, source=source, now=now or datetime.datetime.now()
+        )
         self.bos_token = special_tokens.get("bos_token")
         self.eos_token = special_tokens.get("eos_token")
         self.pad_token = special_tokens.get("pad_token")
@@ -151,58 +151,18 @@ class Tokenizer:
     ) -> str:
         """Renders a conversation with the chat template, as transformers does.
 
-        The template runs in a sandbox: unsafe attributes, endless work and whatever
-        it raises end in a DataError.
-
         Args:
             messages: {role, content} messages.
             add_generation_prompt: End with what precedes an assistant's answer.
             **extras: More variables of the template, such as `tools`.
 
         Raises:
-            DataError: The template refuses the messages or fails.
+            DataError: The template refuses the messages, fails or exceeds a limit.
             ModelError: There is no chat template, or it does not parse.
         """
-        template = self._compile()
-        values = {"tools": None, "documents": None} | self._special_tokens | extras
-        values |= {
-            "messages": list(messages),
-            "add_generation_prompt": add_generation_prompt,
-        }
-        try:
-            return template.render(values)
-        # A template is a program of a stranger: it may raise anything.
-        except Exception as error:
-            raise DataError(
-                f"the chat template of {self._source} failed "
-                f"({type(error).__name__}: {error}). Bring the messages into the form "
-                "that it asks for, or mend the template."
-            ) from error
-
-    def _compile(self) -> SafeTemplate:
-        if self._compiled is None:
-            source = self._template
-            if isinstance(source, dict) and "default" not in source:
-                raise ModelError(
-                    f"{self._source}: has chat templates named {', '.join(source)}, "
-                    "but no 'default'. Put the one to use in chat_template.jinja."
-                )
-            source = source["default"] if isinstance(source, dict) else source
-            if source is None:
-                raise ModelError(
-                    f"{self._source}: the tokenizer has no chat template, which chat "
-                    "messages need. Put one in chat_template.jinja in the model's "
-                    "folder (the instruct version of a model has one), or train on "
-                    "prompt and completion without chat."
-                )
-            try:
-                self._compiled = chat_template(source, self._now)
-            except jinja2.TemplateError as error:
-                raise ModelError(
-                    f"{self._source}: the chat template does not parse ({error}). "
-                    "Mend it, or put another in chat_template.jinja."
-                ) from error
-        return self._compiled
+        return self.chat.render(
+            messages, add_generation_prompt=add_generation_prompt, **extras
+        )
 
 
 def load_tokenizer(

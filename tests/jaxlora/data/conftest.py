@@ -8,6 +8,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from jaxlora.config import DataConfig, LoraJob
+from jaxlora.data import template
+from jaxlora.data.template import TemplateLimits, TemplateProcess
 from jaxlora.data.tokenize import tokenize_job
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
 from tests.jaxlora.data import templates
@@ -75,6 +77,16 @@ def make_tokenizer(make_folder):
         )
 
     return make
+
+
+@pytest.fixture
+def tight_limits(monkeypatch):
+    """Lets templates take little time and memory; gives the process."""
+    limits = TemplateLimits(seconds=0.3, bytes=2**28, characters=10**6)
+    process = TemplateProcess(limits)
+    monkeypatch.setattr(template, "_shared", lambda: process)
+    yield process
+    process.stop()
 
 
 @pytest.fixture

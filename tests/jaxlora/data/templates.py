@@ -10,9 +10,7 @@ SMOLLM2 = (
 
 CHATML = """\
 {% for message in messages %}
-    {% generation %}
     {{- '<|im_start|>' ~ message.role ~ '\\n' ~ message.content ~ '<|im_end|>\\n' -}}
-    {% endgeneration %}
 {% endfor %}
 {% if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
@@ -68,6 +66,149 @@ MISTRAL = (
     "{{ raise_exception('Only user and assistant roles are supported!') }}"
     "{% endif %}{% endfor %}"
 )
+
+# Marks what the assistant writes, as transformers' `return_assistant_tokens_mask` asks.
+GENERATION = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' ~ message.role ~ '\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}
+            {{- message.content ~ '<|im_end|>' }}
+        {%- endgeneration %}
+        {{- '\\n' }}
+    {%- else %}
+        {{- message.content ~ '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+# Behaves as Qwen3: thoughts only after the last question, an empty thought in the last
+# answer, tool calls and results as tagged JSON, results in a row in one user's turn.
+QWEN3 = """\
+{%- macro call(c) -%}
+    {%- set f = c.function or c -%}
+    {{- '<tool_call>\\n{"name": "' ~ f.name ~ '", "arguments": ' -}}
+    {{- f.arguments if f.arguments is string else f.arguments | tojson -}}
+    {{- '}\\n</tool_call>' -}}
+{%- endmacro -%}
+{%- set first = messages[0].content if messages[0].role == 'system' else '' %}
+{%- if tools %}
+    {{- '<|im_start|>system\\n' ~ (first ~ '\\n\\n' if first) ~ '# Tools\\n<tools>' }}
+    {%- for tool in tools %}
+        {{- '\\n' ~ tool | tojson }}
+    {%- endfor %}
+    {{- '\\n</tools><|im_end|>\\n' }}
+{%- elif first %}
+    {{- '<|im_start|>system\\n' ~ first ~ '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(question=messages | length - 1, found=false) %}
+{%- for message in messages[::-1] %}
+    {%- if message.role == 'user' and not ns.found
+           and not message.content.startswith('<tool_response>') %}
+        {%- set ns.found = true %}
+        {%- set ns.question = messages | length - 1 - loop.index0 %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'user' or message.role == 'system' and not loop.first %}
+        {{- '<|im_start|>' ~ message.role ~ '\\n' ~ message.content ~ '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {%- set answer = message.content.split('</think>')[-1].lstrip('\\n') %}
+        {%- set thought = message.reasoning_content or '' %}
+        {%- if not thought and '</think>' in message.content %}
+            {%- set thought = message.content.split('</think>')[0] %}
+            {%- set thought = thought.split('<think>')[-1].strip('\\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if loop.index0 > ns.question and (loop.last or thought) %}
+            {{- '<think>\\n' ~ thought ~ '\\n</think>\\n\\n' }}
+        {%- endif %}
+        {{- answer }}
+        {%- for c in message.tool_calls or [] %}
+            {{- '\\n' if not loop.first or answer }}
+            {{- call(c) }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user' if loop.previtem.role != 'tool' }}
+        {{- '\\n<tool_response>\\n' ~ message.content ~ '\\n</tool_response>' }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {{- '<think>\\n\\n</think>\\n\\n' if enable_thinking is false }}
+{%- endif %}
+"""
+
+# As Gemma: the system message goes into the first question, the assistant is "model".
+GEMMA = """\
+{{- bos_token }}
+{%- set start = '' %}
+{%- if messages[0].role == 'system' %}
+    {%- set start = messages[0].content ~ '\\n\\n' %}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('roles must alternate') }}
+    {%- endif %}
+    {%- set role = 'model' if message.role == 'assistant' else message.role %}
+    {{- '<start_of_turn>' ~ role ~ '\\n' ~ (start if loop.first) }}
+    {{- message.content | trim ~ '<end_of_turn>\\n' }}
+{%- endfor %}
+{{- '<start_of_turn>model\\n' if add_generation_prompt }}
+"""
+
+# As Phi-3: an end of the whole text, but not before the generation prompt.
+PHI3 = """\
+{%- for message in messages %}
+    {{- '<|' ~ message.role ~ '|>\\n' ~ message.content ~ '<|end|>\\n' }}
+{%- endfor %}
+{{- '<|assistant|>\\n' if add_generation_prompt else eos_token }}
+"""
+
+# As DeepSeek-R1: thoughts are left out, but the generation prompt opens one.
+R1 = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {{- '<|User|>' ~ message.content }}
+    {%- else %}
+        {{- '<|Assistant|>' ~ message.content.split('</think>')[-1] ~ '</s>' }}
+    {%- endif %}
+{%- endfor %}
+{{- '<|Assistant|><think>\\n' if add_generation_prompt }}
+"""
+
+# Messages of one role in a row make one turn.
+MERGING = """\
+{%- for message in messages %}
+    {%- if loop.first or message.role != loop.previtem.role %}
+        {{- '<|im_start|>' ~ message.role }}
+    {%- endif %}
+    {{- '\\n' ~ message.content }}
+    {%- if loop.last or message.role != loop.nextitem.role %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{{- '<|im_start|>assistant\\n' if add_generation_prompt }}
+"""
+
+# What ends a turn is printed as a separator; answers in the past lose their thoughts.
+SEPARATED = """\
+{%- for message in messages %}
+    {{- '<|end|>' if not loop.first }}
+    {{- message.role ~ ': ' }}
+    {{- message.content if loop.last else message.content.split('</think>')[-1] }}
+{%- endfor %}
+{{- '<|end|>assistant: ' if add_generation_prompt else '<|end|>' }}
+"""
 
 # As Qwen3 does: the last answer gets an empty <think> block, earlier ones lose theirs.
 REASONING = """\

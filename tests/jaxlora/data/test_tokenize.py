@@ -167,16 +167,21 @@ def test_targets_of_any_conversation(run, make_tokenizer, talk):
     assert [text for target, text in shown if target] == answers
 
 
-def test_template_that_is_not_prefix_stable(run, make_tokenizer):
-    template = "{{ messages|length }}" + templates.CHATML
-    match = r"record 1: the chat template is not prefix-stable: message 1 .*loss_on to"
-    with pytest.raises(DataError, match=match):
-        run([{"messages": TALK}], make_tokenizer(template))
+def test_template_that_prints_something_new_before_the_messages(run, make_tokenizer):
+    tokenizer = make_tokenizer("{{ messages|length }}" + templates.CHATML)
+    (sample,) = run([{"messages": TALK}], tokenizer).samples
+    shown = show(tokenizer, sample)
+    answers = ["Hello!<|im_end|>", "Fine.\n<|im_end|>"]
+    assert [text for target, text in shown if target] == answers
 
 
 def test_generation_prompt_that_is_not_a_prefix(run, make_tokenizer):
     template = templates.CHATML.replace("assistant\\n' }}", "model\\n' }}")
-    with pytest.raises(DataError, match="is not prefix-stable"):
+    match = (
+        r"record 1: the turn of message 1 \(assistant\) is unclear: its turn begins "
+        r"with .*assistant\\n', but the generation prompt is .*model\\n'\. Set data.lo"
+    )
+    with pytest.raises(DataError, match=match):
         run([{"messages": TALK[:2]}], make_tokenizer(template))
     options = {"loss_on": "all"}
     assert run([{"messages": TALK}], make_tokenizer(template), data=options).samples

@@ -265,6 +265,7 @@ def test_named_templates(make_folder):
     ]
     folder = make_folder(config={"chat_template": named})
     assert load_tokenizer(folder).render_chat(TALK) == "d"
+    assert load_tokenizer(folder).render_chat(TALK, tools=[{"name": "f"}]) == "t"
     folder = make_folder(config={"chat_template": named[:1]})
     with pytest.raises(ModelError, match="chat templates named tool_use, but no 'def"):
         load_tokenizer(folder).render_chat(TALK)
@@ -298,30 +299,7 @@ def test_template_may_refuse(make_tokenizer):
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ messages[9].role }}", "UndefinedError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
-        ("{% for a in range(10**9) %}{% endfor %}", "operator .. is not allowed"),
         ("{% for a in range(999999) %}{% endfor %}", "OverflowError"),
-        (
-            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
-            "{% endfor %}",
-            "cost more than 3000000",
-        ),
-        ("{% for a in 'a' * 99999999 %}{% endfor %}", "cost more than 3000000"),
-        ("{{ 99999999 * [1] }}", "cost more than 3000000"),
-        (
-            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}"
-            "{% endmacro %}{{ f(60) }}",
-            "cost more than 3000000",
-        ),
-        (
-            "{% for a in range(9999) recursive %}{% if loop.depth0 < 3 %}"
-            "{{ loop(range(9999)) }}{% endif %}{% endfor %}",
-            "cost more than 3000000",
-        ),
-        (
-            "{% for a in range(9999) %}{% for b in range(9999)|map('string') %}"
-            "{% endfor %}{% endfor %}",
-            "cost more than 3000000",
-        ),
     ],
 )
 def test_templates_are_contained(make_tokenizer, template, match):
@@ -329,9 +307,18 @@ def test_templates_are_contained(make_tokenizer, template, match):
         make_tokenizer(template).render_chat(TALK)
 
 
-def test_work_is_counted_for_each_rendering_anew(make_tokenizer):
+@pytest.mark.usefixtures("tight_limits")
+def test_chat_template_without_end(make_tokenizer):
+    template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
+    tokenizer = make_tokenizer(template + "{% endfor %}")
+    match = r"the chat template of .*model exceeds a limit: it takes more than 0\.3 s\."
+    with pytest.raises(DataError, match=match):
+        tokenizer.render_chat(TALK)
+
+
+def test_time_is_counted_for_each_rendering_anew(make_tokenizer, tight_limits):
     tokenizer = make_tokenizer("{% for i in range(99999) %}{% endfor %}x")
-    for _ in range(101):
+    for _ in range(50):
         assert tokenizer.render_chat(TALK) == "x"
 
 

@@ -1,0 +1,201 @@
+"""A model's chat template: conversations to text, and what of it is to be learned."""
+
+import dataclasses
+import datetime
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from jaxlora.data.messages import Conversation, Message
+from jaxlora.data.template import Answer, Failure, run_task
+from jaxlora.data.template_tasks import Payload, Task
+from jaxlora.errors import DataError, ModelError
+
+Span = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chat:
+    """A rendered conversation, and the spans of characters to be learned."""
+
+    text: str
+    target_spans: tuple[Span, ...]
+
+
+class ModelChat:
+    """The chat template of a tokenizer.
+
+    It is looked at when it is first used, as not every run has chats. It runs in a
+    process of its own, in a sandbox, with limits (`jaxlora/data/template.py`).
+    """
+
+    def __init__(
+        self,
+        template: str | Mapping[str, str] | None,
+        special_tokens: Mapping[str, str],
+        *,
+        source: str,
+        now: datetime.datetime,
+    ):
+        """Takes over what the tokenizer's folder holds.
+
+        Args:
+            template: The template, or several by name.
+            special_tokens: Text of each special token, by `bos_token`, `eos_token`, ...
+            source: Where the template came from, for errors.
+            now: The time that it sees.
+        """
+        self._template = template
+        self._special_tokens = special_tokens
+        self._source = source
+        self._now = now
+
+    @functools.cached_property
+    def variables(self) -> frozenset[str]:
+        """Variables that the template may use, or the one for tools.
+
+        Raises:
+            ModelError: There is no template, or it does not parse.
+        """
+        names = []
+        for task in self._tasks:
+            (answer,) = run_task(task, [Payload("names")])
+            if isinstance(answer, Failure):
+                raise self._error(answer)
+            names += answer["names"]
+        return frozenset(names)
+
+    def mentions(self, key: str) -> bool:
+        """Whether the template names a key of messages, as a whole word.
+
+        Raises:
+            ModelError: There is no template.
+        """
+        word = re.compile(rf"\b{key}\b")
+        return any(word.search(task.source) for task in self._tasks)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        **extras: Any,
+    ) -> str:
+        """Renders a conversation, as transformers does.
+
+        Args:
+            messages: {role, content} messages.
+            add_generation_prompt: End with what precedes an assistant's answer.
+            **extras: More variables of the template, such as `tools`.
+
+        Raises:
+            DataError: The template refuses the messages, fails or exceeds a limit.
+            ModelError: There is no template, or it does not parse.
+        """
+        values = {
+            **extras,
+            "messages": list(messages),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        task = self._tasks[bool(values.get("tools"))]
+        (answer,) = run_task(task, [Payload("text", values)])
+        if isinstance(answer, Failure):
+            raise self._error(answer)
+        return answer["text"]
+
+    def render_all(
+        self,
+        conversations: Sequence[Conversation],
+        loss_on: Literal["completion", "all"],
+    ) -> list[Chat | DataError]:
+        """Renders conversations, with what is to be learned of each.
+
+        Args:
+            conversations: The conversations.
+            loss_on: Learn the assistant's answers, or all; never messages of weight 0.
+
+        Returns:
+            A chat for each, or why there is none.
+
+        Raises:
+            ModelError: There is no template, or it does not parse.
+        """
+        wanted = "answers" if loss_on == "completion" else "all"
+        chats: list[Chat | DataError] = [DataError("")] * len(conversations)
+        for has_tools, task in enumerate(self._tasks):
+            chosen = [
+                i for i, c in enumerate(conversations) if bool(c.tools) == has_tools
+            ]
+            payloads = [_payload(wanted, conversations[i]) for i in chosen]
+            for i, answer in zip(chosen, run_task(task, payloads), strict=True):
+                chats[i] = self._chat(answer)
+        return chats
+
+    def _chat(self, answer: Answer) -> Chat | DataError:
+        if isinstance(answer, Failure):
+            error = self._error(answer)
+            if isinstance(error, DataError):
+                return error
+            raise error
+        spans = tuple((start, end) for start, end in answer["spans"])
+        return Chat(answer["text"], spans)
+
+    def _error(self, failure: Failure) -> DataError | ModelError:
+        if failure.kind == "syntax":
+            return ModelError(
+                f"{self._source}: the chat template does not parse ({failure.why}). "
+                "Mend it, or put another in chat_template.jinja."
+            )
+        what = f"the chat template of {self._source}"
+        if failure.kind == "unclear":
+            return DataError(
+                f"{failure.why}. Set data.loss_on to all, mark what the assistant "
+                f"writes with {{% generation %}} in {what}, or remove the record."
+            )
+        if failure.kind == "limit":
+            return DataError(
+                f"{what} exceeds a limit: {failure.why}. Shorten the messages, or let "
+                "the template do less."
+            )
+        return DataError(
+            f"{what} failed ({failure.why}). Bring the messages into the form "
+            "that it asks for, or mend the template."
+        )
+
+    @functools.cached_property
+    def _tasks(self) -> tuple[Task, Task]:
+        """The template for conversations without tools, and the one for those with."""
+        common = {"tools": None, "documents": None, **self._special_tokens}
+        sources = self._choose_template("default"), self._choose_template("tool_use")
+        without, with_tools = (Task(source, self._now, common) for source in sources)
+        return without, with_tools
+
+    def _choose_template(self, name: str) -> str:
+        template = self._template
+        if isinstance(template, Mapping):
+            if name in template:
+                return template[name]
+            if "default" not in template:
+                raise ModelError(
+                    f"{self._source}: has chat templates named {', '.join(template)}, "
+                    "but no 'default'. Put the one to use in chat_template.jinja."
+                )
+            template = template["default"]
+        if template is None:
+            raise ModelError(
+                f"{self._source}: the tokenizer has no chat template, which chat "
+                "messages need. Put one in chat_template.jinja in the model's "
+                "folder (the instruct version of a model has one), or train on "
+                "prompt and completion without chat."
+            )
+        return template
+
+
+def _payload(wanted: Literal["answers", "all"], conversation: Conversation) -> Payload:
+    values = {
+        "messages": list(conversation.messages),
+        "add_generation_prompt": False,
+        "tools": conversation.tools,
+    }
+    return Payload(wanted, values, conversation.untrained)

@@ -1,0 +1,137 @@
+"""Fields of records: read as text, and named in the log where they are not used."""
+
+import functools
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxlora.data.messages import Conversation, check_text
+from jaxlora.data.read import Record
+from jaxlora.data.template import Failure, run_task
+from jaxlora.data.template_tasks import Payload, Task
+from jaxlora.errors import DataError
+
+_log = logging.getLogger(__name__)
+
+# Fields that change what a record means, in formats that are common.
+_MEANT_FIELDS = frozenset(
+    (
+        "tools",
+        "functions",
+        "system",
+        "weight",
+        "images",
+        "image",
+        "videos",
+        "video",
+        "audios",
+        "audio",
+        "documents",
+        "chat_template_kwargs",
+    )
+)
+
+
+def is_template(source: str) -> bool:
+    """Whether `source` is a template over fields, and not the name of one."""
+    return "{{" in source
+
+
+class Field:
+    """A field of the records, or a template over their fields."""
+
+    def __init__(self, source: str):
+        self.source = source
+
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """The fields that it reads; none if a template does not parse."""
+        if not is_template(self.source):
+            return frozenset([self.source])
+        (answer,) = run_task(Task(self.source), [Payload("names")])
+        return frozenset([] if isinstance(answer, Failure) else answer["names"])
+
+    def read(self, records: Sequence[Record]) -> list[str | DataError]:
+        """The text of each record."""
+        if not is_template(self.source):
+            return [self._read_field(record) for record in records]
+        payloads = [
+            Payload("text", {k: v for k, v in record.items() if k in self.names})
+            for record in records
+        ]
+        answers = run_task(Task(self.source), payloads)
+        return list(map(self._read_answer, records, answers))
+
+    def _read_field(self, record: Record) -> str | DataError:
+        if self.source not in record:
+            return missing_field(self.source, record)
+        return self._check(record[self.source])
+
+    def _read_answer(self, record: Record, answer: Any) -> str | DataError:
+        if not isinstance(answer, Failure):
+            return self._check(answer["text"])
+        if answer.kind == "limit":
+            return DataError(
+                f"the template {self.source!r} exceeds a limit: {answer.why}. Shorten "
+                "the record, or let the template do less."
+            )
+        where = "does not parse" if answer.kind == "syntax" else "failed"
+        return DataError(
+            f"the template {self.source!r} {where} ({answer.why}; fields "
+            f"found: {_names(record)}). Correct the template."
+        )
+
+    def _check(self, text: Any) -> str | DataError:
+        try:
+            return check_text(text, f"field {self.source!r}")
+        except DataError as error:
+            return error
+
+
+def missing_field(field: str, record: Record) -> DataError:
+    """The error of a record without a field."""
+    return DataError(
+        f"field {field!r} is missing (fields found: {_names(record)}). Add it, or name "
+        "another field in data."
+    )
+
+
+def _names(record: Record) -> str:
+    return ", ".join(map(str, record)) or "none"
+
+
+class UnusedFields:
+    """Names fields in the log that look meant and are not used, each once."""
+
+    def __init__(self, path: str):
+        self._path = path
+        self._named: set[str] = set()
+
+    def look(self, records: Iterable[Record], used: Sequence[Field]) -> None:
+        """Looks for such fields in records, of which some are used."""
+        candidates = _MEANT_FIELDS.difference(*(field.names for field in used))
+        for record in records:
+            for name in candidates & record.keys():
+                if record[name] not in (None, "", [], {}):
+                    self._name(name, f"the field {name!r}")
+
+    def look_at_messages(
+        self, conversations: Iterable[Conversation], keys: Sequence[str]
+    ) -> None:
+        """Looks for such keys in messages, of those that the template does not use."""
+        for conversation in conversations:
+            for message in conversation.messages:
+                for key in keys:
+                    if message.get(key) not in (None, "", [], {}):
+                        self._name(f"message.{key}", f"the key {key!r} of messages")
+
+    def _name(self, name: str, what: str) -> None:
+        if name in self._named:
+            return
+        self._named.add(name)
+        _log.warning(
+            "%s: %s is not used: neither the chat template nor the fields that are "
+            "read ask for it.",
+            self._path,
+            what,
+        )

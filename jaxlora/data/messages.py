@@ -1,0 +1,179 @@
+"""The messages and tools of a record, checked and in the form that templates expect."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxlora.data.read import Record
+from jaxlora.errors import DataError
+
+Message = dict[str, Any]
+
+_ROLE_OF_SPEAKER = {"human": "user", "gpt": "assistant"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation to render.
+
+    Attributes:
+        messages: {role, content} messages.
+        untrained: Indices of the messages that have the weight 0.
+        tools: The tools that the assistant may call, or None.
+    """
+
+    messages: Sequence[Message]
+    untrained: tuple[int, ...] = ()
+    tools: list[Any] | None = None
+
+
+def read_messages(record: Record, field: str, *, is_columnar: bool) -> Conversation:
+    """Reads a record's messages, but not its tools.
+
+    Args:
+        record: The record.
+        field: Its field of messages: {role, content}, or {from, value} as ShareGPT. The
+            content is text, or a list of {type: text, text} parts.
+        is_columnar: Whether null stands for an absent key, at any depth.
+
+    Raises:
+        DataError: They are not messages.
+    """
+    messages = record[field]
+    if not isinstance(messages, list) or not messages:
+        raise DataError(
+            f"field {field!r} is {messages!r:.80}, not a list of messages. Write "
+            '[{"role": "user", "content": ...}, ...].'
+        )
+    if is_columnar:
+        messages = without_nulls(messages)
+    read = [_read_message(m, f"{field}[{i}]") for i, m in enumerate(messages)]
+    untrained = tuple(i for i, (_, is_trained) in enumerate(read) if not is_trained)
+    return Conversation([message for message, _ in read], untrained)
+
+
+def read_tools(tools: Any, field: str, *, is_columnar: bool) -> list[Any] | None:
+    """The tools of a record: a list, or a list written as JSON; None if there are none.
+
+    Args:
+        tools: The field's value.
+        field: Its name, for errors.
+        is_columnar: Whether null stands for an absent key, at any depth.
+
+    Raises:
+        DataError: It is something else.
+    """
+    given = tools
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"field {field!r} is {given!r:.80}, which is not valid JSON ({error}). "
+                "Write a list of tools."
+            ) from error
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise DataError(
+            f"field {field!r} is {given!r:.80}, not a list of tools. Write "
+            '[{"type": "function", "function": {"name": ...}}, ...], or that as JSON.'
+        )
+    return without_nulls(tools) if is_columnar else tools
+
+
+def without_nulls(value: Any) -> Any:
+    """`value` without the null entries of the objects in it.
+
+    Columnar files fill absent keys with null, and templates ask if a key is there.
+    """
+    if isinstance(value, Mapping):
+        return {k: without_nulls(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list | tuple):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def check_text(text: Any, what: str) -> str:
+    """`text`, if it is text that can be encoded.
+
+    Args:
+        text: The value.
+        what: What it is, for errors.
+
+    Raises:
+        DataError: It is something else.
+    """
+    if not isinstance(text, str):
+        raise DataError(
+            f"{what} is {text!r:.80}, of type {type(text).__name__}, not a string. "
+            "Store it as text, or use a template such as '{{ field }}'."
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{what} holds half of a surrogate pair at character {error.start}, which "
+            "is no text. Remove it."
+        ) from error
+    return text
+
+
+def _read_message(message: Any, where: str) -> tuple[Message, bool]:
+    """Checks a message; returns it without its weight, and whether it is trained."""
+    if isinstance(message, dict) and {"from", "value"} <= message.keys():
+        message = _from_speaker(message)
+    if not isinstance(message, dict) or "role" not in message:
+        raise DataError(
+            f"{where} is {message!r:.80}, not a message. Write "
+            '{"role": "user", "content": ...}.'
+        )
+    # Templates ask if a key is there, and null is how to say that it is not.
+    message = {key: value for key, value in message.items() if value is not None}
+    check_text(message.get("role"), f"{where}.role")
+    is_trained = _is_trained(message.pop("weight", 1), f"{where}.weight")
+    if message.get("tool_calls") and "content" not in message:
+        return message | {"content": ""}, is_trained
+    content = _read_content(message.get("content"), f"{where}.content")
+    is_empty = not content and not message.get("tool_calls")
+    if message["role"] == "assistant" and is_empty and is_trained:
+        raise DataError(
+            f"{where} is an empty answer of the assistant, so there is nothing to "
+            "learn. Remove the message or the record, or give it the weight 0."
+        )
+    return message | {"content": content}, is_trained
+
+
+def _from_speaker(message: Message) -> Message:
+    """{from, value} as {role, content}; other keys stay."""
+    others = {k: v for k, v in message.items() if k not in ("from", "value")}
+    speaker = message["from"]
+    known = isinstance(speaker, str) and speaker in _ROLE_OF_SPEAKER
+    role = _ROLE_OF_SPEAKER[speaker] if known else speaker
+    return {"role": role, "content": message["value"], **others}
+
+
+def _is_trained(weight: Any, where: str) -> bool:
+    if not isinstance(weight, int | float) or weight not in (0, 1):
+        raise DataError(
+            f"{where} is {weight!r:.80}. Write 1 to train on the message, or 0 not to; "
+            "nothing between is supported."
+        )
+    return bool(weight)
+
+
+def _read_content(content: Any, where: str) -> str:
+    """The text of a message; a list of parts is joined."""
+    if not isinstance(content, list):
+        return check_text(content, where)
+    texts = []
+    for i, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise DataError(
+                f"{where}[{i}] is {part!r:.80}, of type {type(part).__name__}, not a "
+                'string or a {"type": "text", "text": ...} part. Only text can be '
+                "trained on: remove the part or the record."
+            )
+        texts.append(check_text(part.get("text"), f"{where}[{i}].text"))
+    return "".join(texts)

@@ -1,0 +1,118 @@
+"""What the process of `template_worker` does with a task: it renders one payload.
+
+It must import nothing heavy.
+"""
+
+import dataclasses
+import datetime
+import functools
+import io
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from jaxlora.data.sandbox import ChatTemplate, RecordTemplate
+from jaxlora.data.turns import RenderedConversation, UnclearTurnError
+
+_PLAIN_MODULES = {"collections", "datetime", "decimal", "pytz", "uuid", "zoneinfo"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """One template, for many payloads.
+
+    Attributes:
+        source: The template.
+        now: The time that a chat template tells; None for a template over fields.
+        common: Variables that all payloads share.
+    """
+
+    source: str
+    now: datetime.datetime | None = None
+    common: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Payload:
+    """What to do with the template.
+
+    Attributes:
+        wanted: `names`: the variables that it may use. `text`: what it renders to.
+            `answers`: also the spans of the assistant's answers. `all`: also the span
+            of everything.
+        values: Its variables.
+        skip: Indices of messages that no span may cover, in ascending order.
+    """
+
+    wanted: Literal["names", "text", "answers", "all"]
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    skip: Sequence[int] = ()
+
+    def pickled(self) -> bytes:
+        """The payload as `TaskRunner` reads it."""
+        fields = (self.wanted, self.values, self.skip)
+        return pickle.dumps(fields, pickle.HIGHEST_PROTOCOL)
+
+
+class TaskRunner:
+    """Carries out tasks; keeps the templates that it has compiled."""
+
+    def __init__(self, start_clock: Callable[[], Any], max_characters: int):
+        """Remembers how to limit a task.
+
+        Args:
+            start_clock: Called before a template is compiled or rendered.
+            max_characters: Longest text that a template may print.
+        """
+        self._start_clock = start_clock
+        self._max_characters = max_characters
+        self._compiled = functools.lru_cache(maxsize=64)(self._compile)
+
+    def run(self, task: Task, payload: bytes) -> dict[str, Any]:
+        """The answer to a `Payload`, pickled: what was wanted, or `error` and `why`."""
+        try:
+            template = self._compiled(task.source, task.now)
+            fields = _Unpickler(io.BytesIO(payload)).load()
+            answer = _carry_out(template, task.common, Payload(*fields))
+        except UnclearTurnError as error:
+            return {"error": "Unclear", "why": str(error)}
+        # A template is a program of a stranger: it may raise anything.
+        except Exception as error:
+            return {"error": type(error).__name__, "why": str(error)[:2000]}
+        if len(answer.get("text", "")) > self._max_characters:
+            return {"error": "TooLong", "why": ""}
+        return answer
+
+    def _compile(self, source: str, now: datetime.datetime | None):
+        self._start_clock()
+        if now is None:
+            return RecordTemplate(source, self._start_clock)
+        return ChatTemplate(source, now, self._start_clock)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads plain values: those of JSON, times, decimals and ids."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if module_name.split(".")[0] not in _PLAIN_MODULES:
+            raise TypeError(
+                f"a value is a {module_name}.{global_name}, which is neither text, "
+                "number, time, list nor object"
+            )
+        return super().find_class(module_name, global_name)
+
+
+def _carry_out(
+    template: RecordTemplate | ChatTemplate, common: Mapping, payload: Payload
+) -> dict[str, Any]:
+    values = {**common, **payload.values}
+    if payload.wanted == "names":
+        return {"names": sorted(template.names)}
+    if payload.wanted == "text":
+        return {"text": template.render(values)}
+    assert isinstance(template, ChatTemplate)
+    conversation = RenderedConversation(template, values)
+    choose = (
+        conversation.answers if payload.wanted == "answers" else conversation.all_but
+    )
+    return {"text": conversation.text, "spans": choose(payload.skip)}

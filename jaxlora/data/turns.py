@@ -1,0 +1,228 @@
+"""Which characters of a rendered conversation the model is to learn.
+
+This runs in the process of `template_worker`, as it renders a conversation in part to
+see where the turns are.
+
+- Where the template marks what the model writes (`{% generation %}`), the marks say it.
+- Else a turn of the assistant begins where the messages before it end, with the
+  generation prompt, as in inference. It ends where the messages up to it end, less
+  trailing space.
+- A template may print a turn otherwise within a conversation than at its end (reasoning
+  models leave out earlier thoughts). Then the turn is what the template printed in its
+  pass over that message, after as much of the generation prompt as it has.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxlora.data.sandbox import ChatTemplate, Span, Trace
+
+
+class UnclearTurnError(Exception):
+    """It cannot be told which text a message printed; says why."""
+
+
+class RenderedConversation:
+    """One conversation as text, with the spans that are to be learned.
+
+    Attributes:
+        text: The whole conversation.
+    """
+
+    def __init__(self, template: ChatTemplate, values: Mapping[str, Any]):
+        """Renders it.
+
+        Args:
+            template: The chat template.
+            values: Its variables, `messages` among them.
+        """
+        self._template = template
+        self._values = values
+        self._messages: Sequence[dict[str, Any]] = values["messages"]
+        self.text = template.render(values)
+        self._trace: Trace | None = None
+        self._is_traced = False
+
+    def answers(self, skip: Sequence[int]) -> list[Span]:
+        """Spans of the assistant's answers, but of the messages in `skip`.
+
+        Raises:
+            UnclearTurnError: They cannot be told.
+        """
+        if self._template.has_generation:
+            return self._generations(skip)
+        turns = [i for i in range(len(self._messages)) if self._is_answer(i)]
+        if not turns:
+            raise UnclearTurnError(
+                "no message has the role 'assistant', so there is nothing to learn "
+                f"(roles: {', '.join(m['role'] for m in self._messages)})"
+            )
+        return [self._turn(i) for i in turns if i not in skip]
+
+    def all_but(self, skip: Sequence[int]) -> list[Span]:
+        """Spans of everything but the turns of the messages in `skip`.
+
+        Raises:
+            UnclearTurnError: They cannot be told.
+        """
+        edges = [0]
+        for i in skip:
+            edges += self._turn(i)
+        edges.append(len(self.text))
+        pairs = zip(edges[::2], edges[1::2], strict=True)
+        return [(start, end) for start, end in pairs if start < end]
+
+    def _generations(self, skip: Sequence[int]) -> list[Span]:
+        trace = self._traced() or self._template.trace(
+            self._values, self.text, with_turns=False
+        )
+        if trace is None:
+            raise UnclearTurnError(
+                "the chat template changes the text of its {% generation %} blocks "
+                "after they are printed, so their place cannot be told"
+            )
+        if not trace.generations:
+            raise UnclearTurnError(
+                "the chat template has {% generation %} blocks, but printed none for "
+                "these messages, so there is nothing to learn"
+            )
+        if skip and any(index is None for _, _, index in trace.generations):
+            raise UnclearTurnError(
+                "a message has the weight 0, and it cannot be told which "
+                "{% generation %} block of the chat template printed it"
+            )
+        return [
+            (start, end)
+            for start, end, index in trace.generations
+            if start < end and index not in skip
+        ]
+
+    def _turn(self, i: int) -> Span:
+        before = self._render(
+            self._messages[:i], add_generation_prompt=self._is_answer(i)
+        )
+        is_last = i + 1 == len(self._messages)
+        through = self.text if is_last else self._render(self._messages[: i + 1])
+        start = end = None
+        if before is not None and self.text.startswith(before):
+            start = len(before)
+        if through is not None and self.text.startswith(through):
+            end = len(through)
+        if start is None or end is None or end <= start:
+            start, end = self._traced_turn(i, start)
+        stripped = self.text[start:end].rstrip()
+        if not stripped:
+            raise self._unclear(i, "the template prints nothing for it")
+        return start, start + len(stripped)
+
+    def _traced_turn(self, i: int, start: int | None) -> Span:
+        """The turn as its pass of the loop printed it; `start` if that is known."""
+        trace = self._traced()
+        spans = trace.turns.get(i, ()) if trace else ()
+        if len(spans) != 1:
+            raise self._unclear(
+                i,
+                "the template prints it otherwise within the conversation than at its "
+                "end, and not in one pass of a loop over the messages",
+            )
+        ((first, end),) = spans
+        end += self._num_closing(i, end)
+        if start is None or not first <= start <= end:
+            turn = self.text[first:end]
+            start = first + (self._num_given(i, turn) if self._is_answer(i) else 0)
+        return start, end
+
+    def _is_answer(self, i: int) -> bool:
+        return self._messages[i]["role"] == "assistant"
+
+    def _num_given(self, i: int, turn: str) -> int:
+        """How many characters of the turn the generation prompt gives."""
+        prompt = self._generation_prompt(i)
+        common = _num_common(prompt, turn)
+        if common == len(prompt):
+            return common
+        if not common and i and self._is_answer(i - 1):
+            # The template puts answers in a row into one turn.
+            return 0
+        head, _ = self._frame(i)
+        given = turn[:head].rfind(prompt)
+        if given >= 0:
+            # What stands before the whole conversation is printed with its first turn.
+            return given + len(prompt)
+        if common < head:
+            raise self._unclear(
+                i,
+                f"its turn begins with {turn[:head]!r}, but the generation prompt is "
+                f"{prompt!r}",
+            )
+        return head
+
+    def _generation_prompt(self, i: int) -> str:
+        """What the template prints after the messages before message `i`."""
+        # Any template takes a user's message; few take none at all.
+        messages = self._messages[:i] or [{"role": "user", "content": "A"}]
+        values = dict(self._values, messages=messages, add_generation_prompt=True)
+        text = self._render(messages, add_generation_prompt=True)
+        trace = None if text is None else self._template.trace(values, text)
+        if text is None or trace is None:
+            raise self._unclear(i, "the template fails on the messages before it")
+        return text[trace.tail_start :]
+
+    def _num_closing(self, i: int, end: int) -> int:
+        """How many characters after the pass over message `i` close its turn.
+
+        There are some where the template prints the end of a turn as a separator.
+        """
+        trace = self._traced()
+        assert trace is not None
+        closing = self.text[trace.tail_start :].rstrip()
+        if not closing or self._frame(i)[1]:
+            return 0
+        if self.text.startswith(closing, end):
+            return len(closing)
+        raise self._unclear(i, f"it does not end with {closing!r} as the last turn")
+
+    def _frame(self, i: int) -> tuple[int, int]:
+        """How many characters the turn has before and after its content."""
+        turns = []
+        for content in ("A", "B"):
+            messages = list(self._messages)
+            messages[i] = dict(messages[i], content=content)
+            values = dict(self._values, messages=messages)
+            text = self._template.render(values)
+            trace = self._template.trace(values, text)
+            spans = trace.turns.get(i, ()) if trace else ()
+            if len(spans) != 1:
+                raise self._unclear(i, "the template prints it in several parts")
+            turns.append(text[slice(*spans[0])])
+        head = _num_common(*turns)
+        one, other = (turn[head:][::-1] for turn in turns)
+        return head, len(one[: _num_common(one, other)].strip())
+
+    def _traced(self) -> Trace | None:
+        if not self._is_traced:
+            self._trace = self._template.trace(self._values, self.text)
+            self._is_traced = True
+        return self._trace
+
+    def _render(self, messages: Sequence[Any], **changed: Any) -> str | None:
+        """A part of the conversation; None where the template refuses it."""
+        values = dict(self._values, messages=messages, **changed)
+        try:
+            return self._template.render(values)
+        except MemoryError:
+            raise
+        # A template may raise anything on a conversation that it does not expect.
+        except Exception:
+            return None
+
+    def _unclear(self, i: int, why: str) -> UnclearTurnError:
+        role = self._messages[i]["role"]
+        return UnclearTurnError(f"the turn of message {i} ({role}) is unclear: {why}")
+
+
+def _num_common(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    shorter = min(len(one), len(other))
+    return next((i for i, (a, b) in pairs if a != b), shorter)
