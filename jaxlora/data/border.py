@@ -16,11 +16,11 @@ tokens that continue them:
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxlora.data.tokenizer import Encoded, Tokenizer
+from jaxlora.data.tokenizer import Encoded
 from jaxlora.errors import DataError
 
 # Texts to continue, of different kinds: one of them merges with no given continuation.
@@ -47,8 +47,13 @@ class BorderedText:
 class BorderEncoder:
     """Encodes texts by the rule above."""
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
+    def __init__(self, encode_batch: Callable[[Sequence[str]], list[Encoded]]):
+        """Looks at how the tokenizer treats the start of a text.
+
+        Args:
+            encode_batch: `Tokenizer.encode_batch`, or what has its meaning.
+        """
+        self._encode_batch = encode_batch
         self._marks_start = self._does_mark_start()
 
     def encode(self, texts: Sequence[BorderedText]) -> list[Encoded | DataError]:
@@ -63,7 +68,7 @@ class BorderEncoder:
             for text, is_apart in zip(texts, apart, strict=True)
         ]
         flat = [part for _, part in itertools.chain.from_iterable(parts)]
-        encoded = iter(self._tokenizer.encode_batch(flat))
+        encoded = iter(self._encode_batch(flat))
         results: list[Encoded | DataError] = []
         for text, is_apart, pieces in zip(texts, apart, parts, strict=True):
             joined = _join([(at, next(encoded)) for at, _ in pieces])
@@ -76,7 +81,7 @@ class BorderEncoder:
         for border in text.borders:
             if _is_border(encoded, border):
                 continue
-            (prompt,) = self._tokenizer.encode_batch([text.text[:border]])
+            (prompt,) = self._encode_batch([text.text[:border]])
             num_prompt = len(prompt.ids)
             if np.array_equal(encoded.ids[:num_prompt], prompt.ids):
                 spans = spans.copy()
@@ -87,7 +92,7 @@ class BorderEncoder:
         if not cuts:
             return Encoded(encoded.ids, spans)
         (_, first), *others = _cut(text.text, cuts)
-        pieces = [(0, self._tokenizer.encode_batch([first])[0])]
+        pieces = [(0, self._encode_batch([first])[0])]
         for at, part in others:
             continued = self._continue(part)
             if continued is None:
@@ -102,9 +107,9 @@ class BorderEncoder:
     def _continue(self, text: str) -> Encoded | None:
         """Tokens of `text` as the continuation of another; None if there are none."""
         if not self._marks_start:
-            return self._tokenizer.encode_batch([text])[0]
+            return self._encode_batch([text])[0]
         for anchor in _ANCHORS:
-            (whole,) = self._tokenizer.encode_batch([anchor + text])
+            (whole,) = self._encode_batch([anchor + text])
             if _is_border(whole, len(anchor)):
                 is_after = whole.spans[:, 0] >= len(anchor)
                 return Encoded(whole.ids[is_after], whole.spans[is_after] - len(anchor))
@@ -113,7 +118,7 @@ class BorderEncoder:
     def _does_mark_start(self) -> bool:
         """Whether the same characters are other tokens at the start of a text."""
         for anchor, probe in itertools.product(_ANCHORS, _PROBES):
-            whole, alone = self._tokenizer.encode_batch([anchor + probe, probe])
+            whole, alone = self._encode_batch([anchor + probe, probe])
             if not _is_border(whole, len(anchor)):
                 continue
             after = whole.ids[whole.spans[:, 0] >= len(anchor)]

@@ -42,7 +42,7 @@ class Encoder:
     def __init__(self, data: DataConfig, tokenizer: Tokenizer):
         self._data = data
         self._tokenizer = tokenizer
-        self._borders = BorderEncoder(tokenizer)
+        self._borders = BorderEncoder(tokenizer.encode_batch)
 
     def __call__(
         self, records: Sequence[Rendered | DataError]

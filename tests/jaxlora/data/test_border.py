@@ -232,5 +232,6 @@ def test_a_token_that_the_prompt_lacks_belongs_to_the_answer():
 
 def test_borders_are_counted_in_characters():
     tokenizer = make_tokenizer("byte-level", "plain")
-    (encoded,) = BorderEncoder(tokenizer).encode([BorderedText("é🙂é", (1, 2))])
+    encoder = BorderEncoder(tokenizer.encode_batch)
+    (encoded,) = encoder.encode([BorderedText("é🙂é", (1, 2))])
     assert encoded.ids.tolist() == tokenizer.encode("é🙂é")
