@@ -128,11 +128,10 @@ class TemplateProcess:
             if done:
                 num_deaths = 0
             if death is not None and len(batch) == 1:
-                done, num_deaths, num_alone = [death], num_deaths + 1, 0
+                done, num_deaths = [death], num_deaths + 1
             elif death is not None:
-                num_alone = len(batch) - len(done)
-            elif num_alone:
-                num_alone -= len(done)
+                num_alone = len(batch)
+            num_alone = max(0, num_alone - len(done))
             for (i, _), answer in zip(batch, done, strict=False):
                 answers[i] = answer
             del waiting[: len(done)]
