@@ -95,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("source", help="GGUF file, checkpoint folder or hub id")
     convert.add_argument("out", help="folder to write; must not exist")
     convert.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    _add_revision(convert)
 
     merge = command(
         "merge", _merge, "Add an adapter into its base: a plain Hugging Face folder."
@@ -103,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument("adapter", help="PEFT folder")
     merge.add_argument("out", help="folder to write; must not exist")
     merge.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
+    _add_revision(merge)
 
     export = command(
         "export",
@@ -119,7 +121,14 @@ def _parser() -> argparse.ArgumentParser:
         "Say what a model folder, a PEFT folder, a run or a run file holds.",
     )
     inspect.add_argument("path", help="folder, run file or hub id")
+    _add_revision(inspect)
     return parser
+
+
+def _add_revision(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--revision", help="branch, tag or commit of a hub id", metavar="REV"
+    )
 
 
 def _positive(text: str) -> int:
@@ -159,17 +168,24 @@ def _plan(arguments: argparse.Namespace) -> None:
 def _convert(arguments: argparse.Namespace) -> None:
     from jaxlora.hf.convert import convert
 
-    folder = convert(arguments.source, arguments.out, dtype=arguments.dtype)
+    folder = convert(
+        arguments.source,
+        arguments.out,
+        dtype=arguments.dtype,
+        revision=arguments.revision,
+    )
     print(f"wrote {folder}")
 
 
 def _merge(arguments: argparse.Namespace) -> None:
-    from jaxlora.hf.files import model_folder
     from jaxlora.hf.merge import merge_adapter
 
-    base = model_folder(arguments.base)
     folder = merge_adapter(
-        base, pathlib.Path(arguments.adapter), arguments.out, dtype=arguments.dtype
+        arguments.base,
+        arguments.adapter,
+        arguments.out,
+        dtype=arguments.dtype,
+        revision=arguments.revision,
     )
     print(f"wrote {folder}")
 
@@ -187,4 +203,4 @@ def _export(arguments: argparse.Namespace) -> None:
 def _inspect(arguments: argparse.Namespace) -> None:
     from jaxlora.inspect import inspect_path
 
-    inspect_path(arguments.path, Console())
+    inspect_path(arguments.path, Console(), revision=arguments.revision)

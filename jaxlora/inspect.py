@@ -8,27 +8,40 @@ import pathlib
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from jaxlora.errors import JaxloraError
-from jaxlora.hf.config import model_config
-from jaxlora.hf.files import model_folder, read_json, safetensor_files
-from jaxlora.hf.names import linear_names, tensor_specs
+from jaxlora.hf.checkpoint import open_checkpoint
+from jaxlora.hf.files import hub_revision, model_folder, read_json
+from jaxlora.hf.names import linear_names
 from jaxlora.hf.peft_export import CONFIG_FILE, WEIGHTS_FILE
 from jaxlora.hf.tensor_file import TensorFile
 from jaxlora.run_file import load_run
 
 
-def inspect_path(path: str, console: Console) -> None:
+def inspect_path(path: str, console: Console, *, revision: str | None = None) -> None:
     """Prints what a path holds.
 
     Args:
         path: Model folder or hub id, PEFT folder, `output_dir` of a run, or run file.
         console: Where to print.
+        revision: Branch, tag or commit of a hub id.
 
     Raises:
         JaxloraError: It is none of these, or is damaged.
     """
     place = pathlib.Path(path)
+    try:
+        _inspect(place, path, console, revision)
+    except OSError as error:
+        raise JaxloraError(
+            f"{path} cannot be read: {error.strerror or error}. Check its permissions."
+        ) from error
+
+
+def _inspect(
+    place: pathlib.Path, path: str, console: Console, revision: str | None
+) -> None:
     if place.suffix in (".yaml", ".yml"):
         _run_file(place, console)
     elif (place / CONFIG_FILE).is_file():
@@ -41,21 +54,23 @@ def inspect_path(path: str, console: Console) -> None:
             "or a run."
         )
     else:
-        _model(path, console)
+        _model(path, console, revision)
 
 
 def _rows(console: Console, title: str, rows: dict[str, object]) -> None:
-    table = Table(title=title, show_header=False, title_justify="left")
+    # Plain text: brackets in a value are no markup.
+    table = Table(title=Text(title), show_header=False, title_justify="left")
     for key, value in rows.items():
-        table.add_row(key, str(value))
+        text = str(value).encode("utf-8", "backslashreplace").decode("utf-8")
+        table.add_row(key, Text(text))
     console.print(table)
 
 
-def _model(source: str, console: Console) -> None:
-    folder = model_folder(source)
-    config = model_config(read_json(folder / "config.json"))
-    specs = tensor_specs(config)
-    missing = {spec.hf_name for spec in specs} - set(safetensor_files(folder))
+def _model(source: str, console: Console, revision: str | None) -> None:
+    folder = model_folder(source, revision)
+    checkpoint = open_checkpoint(folder)
+    config, specs = checkpoint.config, checkpoint.specs()
+    missing = {spec.hf_name for spec in specs} - checkpoint.files.keys()
     count = sum(math.prod(spec.shape) for spec in specs)
     linears = collections.Counter(n.rsplit(".", 1)[-1] for n in linear_names(config))
     settings: dict[str, object] = {
@@ -68,6 +83,7 @@ def _model(source: str, console: Console) -> None:
         "attention windows": ", ".join(
             f"{n} layers: {'all' if w is None else w}" for w, n in windows.items()
         ),
+        "revision": hub_revision(source, folder, revision) or "none: a folder",
         "parameters": f"{count:,}",
         "linears for LoRA": ", ".join(f"{name} x {n}" for name, n in linears.items()),
         "tensors missing": ", ".join(sorted(missing)) or "none",
@@ -79,7 +95,14 @@ def _adapter(folder: pathlib.Path, console: Console) -> None:
     config = read_json(folder / CONFIG_FILE)
     file = TensorFile(folder / WEIGHTS_FILE)
     count = sum(math.prod(file.shape(name)) for name in file.names())
-    shown = ("base_model_name_or_path", "peft_type", "r", "lora_alpha", "use_rslora")
+    shown = (
+        "base_model_name_or_path",
+        "revision",
+        "peft_type",
+        "r",
+        "lora_alpha",
+        "use_rslora",
+    )
     rows: dict[str, object] = {key: config.get(key) for key in shown}
     rows["target_modules"] = config.get("target_modules")
     for key in ("rank_pattern", "alpha_pattern"):

@@ -20,6 +20,7 @@ from jaxlora.data.order import JobOrder
 from jaxlora.data.tokenize import TokenizedData
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import ConfigError
+from jaxlora.hf.checkpoint import planned_config
 from jaxlora.hf.files import TOKENIZER_FILES, model_folder
 from jaxlora.train import prepare
 from jaxlora.train.job_run import batch_lengths, job_order
@@ -131,15 +132,18 @@ def plan_run(
     Raises:
         JaxloraError: The tokenizer or a job's data cannot be used.
     """
-    jobs = _read_jobs(config, steps)
+    folder = _tokenizer_folder(config)
+    jobs = _read_jobs(config, folder, steps)
     config = planned_capacity(
         config,
-        _tokenizer_folder(config),
+        folder,
         [job.data for job in jobs],
         [job.held_out for job in jobs if job.held_out is not None],
     )
     limits = config.limits
+    positions = planned_config(folder).max_positions
     for job in jobs:
+        prepare.warn_of_positions(job.job.name, job.data, job.held_out, positions)
         prepare.check_lengths(job.job.name, job.data, job.held_out, limits.capacity)
     pipeline = Pipeline.one_f_one_b(stages)
     spans = _windows(config, jobs) if stages == 1 else _spans(config, jobs)
@@ -153,8 +157,10 @@ def plan_run(
     )
 
 
-def _read_jobs(config: RunConfig, steps: int | None) -> tuple[JobData, ...]:
-    tokenizer = load_tokenizer(_tokenizer_folder(config))
+def _read_jobs(
+    config: RunConfig, folder: pathlib.Path, steps: int | None
+) -> tuple[JobData, ...]:
+    tokenizer = load_tokenizer(folder)
     out = []
     for job in config.jobs:
         data, held_out = prepare.read_data(job, tokenizer)

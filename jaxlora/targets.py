@@ -2,12 +2,12 @@
 
 import dataclasses
 import difflib
-import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from jaxlora.adapter import lora_scaling
 from jaxlora.config import LoraJob
 from jaxlora.errors import ConfigError
+from jaxlora.patterns import Patterns
 
 Wanted = str | Sequence[str]
 _FROZEN = ("model.embed_tokens", "lm_head")
@@ -41,19 +41,20 @@ def resolve_targets(job: LoraJob, linear_names: Sequence[str]) -> dict[str, Modu
 
     Raises:
         ConfigError: A target, an exclusion or a pattern matches nothing, is no regular
-            expression, or names an embedding or the head, which stay frozen.
+            expression, takes too long to match, or names an embedding or the head,
+            which stay frozen.
     """
+    patterns = Patterns(f"job {job.name!r}")
     for key in ("target_modules", "exclude_modules"):
         if isinstance(getattr(job, key), str):
-            where = f"job {job.name!r}: {key} {getattr(job, key)!r}"
-            check_regular(where, getattr(job, key))
-    chosen = [n for n in linear_names if _matches(job.target_modules, n)]
-    _check_targets(job, linear_names, chosen)
+            patterns.check(key, getattr(job, key))
+    chosen = [n for n in linear_names if _matches(job.target_modules, n, patterns)]
+    _check_targets(job, linear_names, chosen, patterns)
     if job.exclude_modules:
         _check_exclusions(job, linear_names)
-        excluded = [n for n in chosen if _matches(job.exclude_modules, n)]
+        excluded = [n for n in chosen if _matches(job.exclude_modules, n, patterns)]
         # `exclude_modules: [lm_head]` is a habit from peft, and already so here.
-        is_habit = any(_matches(job.exclude_modules, name) for name in _FROZEN)
+        is_habit = any(_matches(job.exclude_modules, n, patterns) for n in _FROZEN)
         if len(excluded) == len(chosen) or not (excluded or is_habit):
             what = "everything" if excluded else "nothing"
             raise ConfigError(
@@ -62,13 +63,13 @@ def resolve_targets(job: LoraJob, linear_names: Sequence[str]) -> dict[str, Modu
             )
         chosen = [n for n in chosen if n not in set(excluded)]
     for key in ("rank_pattern", "alpha_pattern"):
-        _check_pattern(job, key, getattr(job, key), chosen)
-    return {name: _module(job, name) for name in chosen}
+        _check_pattern(job, key, getattr(job, key), chosen, patterns)
+    return {name: _module(job, name, patterns) for name in chosen}
 
 
-def _module(job: LoraJob, name: str) -> ModuleLora:
-    rank = pattern_value(job.rank_pattern, name, job.rank)
-    lora_alpha = pattern_value(job.alpha_pattern, name, job.lora_alpha)
+def _module(job: LoraJob, name: str, patterns: Patterns) -> ModuleLora:
+    rank = pattern_value(job.rank_pattern, name, job.rank, patterns)
+    lora_alpha = pattern_value(job.alpha_pattern, name, job.lora_alpha, patterns)
     return ModuleLora(
         rank=rank,
         lora_alpha=lora_alpha,
@@ -76,22 +77,33 @@ def _module(job: LoraJob, name: str) -> ModuleLora:
     )
 
 
-def pattern_value[V](pattern: Mapping[str, V], name: str, default: V) -> V:
-    """The value of the first key that matches the end of `name`, as PEFT matches."""
+def pattern_value[V](
+    pattern: Mapping[str, V],
+    name: str,
+    default: V,
+    patterns: Patterns | None = None,
+) -> V:
+    """The value of the first key that matches the end of `name`, as PEFT matches.
+
+    Args:
+        pattern: Values by regular expression; each was checked.
+        name: Name of a module.
+        default: The value where no key matches.
+        patterns: What matches, with its budget of time; None: a new one.
+
+    Raises:
+        ConfigError: The budget is spent.
+    """
+    patterns = patterns or Patterns("a pattern")
     for key, value in pattern.items():
-        if re.match(name_end(key), name):
+        if patterns.ends(key, name):
             return value
     return default
 
 
-def name_end(key: str) -> str:
-    """The regular expression that PEFT makes of a pattern's key."""
-    return rf"(.*\.)?({key})$"
-
-
-def _matches(wanted: Wanted, name: str) -> bool:
+def _matches(wanted: Wanted, name: str, patterns: Patterns) -> bool:
     if isinstance(wanted, str):
-        return _is_all_linear(wanted) or re.fullmatch(wanted, name) is not None
+        return _is_all_linear(wanted) or patterns.is_whole(wanted, name)
     return any(name == w or name.endswith(f".{w}") for w in wanted)
 
 
@@ -99,27 +111,22 @@ def _is_all_linear(wanted: Wanted) -> bool:
     return isinstance(wanted, str) and wanted.lower() == "all-linear"
 
 
-def check_regular(where: str, expression: str) -> None:
-    """Raises ConfigError where an expression cannot be compiled."""
-    try:
-        re.compile(expression)
-    except re.error as error:
-        raise ConfigError(f"{where} is no regular expression: {error}.") from None
-
-
 def _suffixes(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in names))
 
 
 def _check_targets(
-    job: LoraJob, linear_names: Sequence[str], chosen: Sequence[str]
+    job: LoraJob,
+    linear_names: Sequence[str],
+    chosen: Sequence[str],
+    patterns: Patterns,
 ) -> None:
     where = f"job {job.name!r}: target_modules"
     wanted = job.target_modules
     entries = [wanted] if isinstance(wanted, str) else wanted
     exist = _suffixes(linear_names)
     for entry in entries:
-        if frozen := _frozen_module(job, entry):
+        if frozen := _frozen_module(job, entry, patterns):
             raise ConfigError(
                 f"{where} names {entry!r}, which matches {frozen}. The embedding and "
                 f"the head stay frozen; adapters go on the linears: {', '.join(exist)}."
@@ -134,14 +141,15 @@ def _check_targets(
         )
 
 
-def _frozen_module(job: LoraJob, entry: str) -> str | None:
+def _frozen_module(job: LoraJob, entry: str, patterns: Patterns) -> str | None:
     """The frozen module that a target asks for, if any."""
     for name in _FROZEN:
         if entry.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]:
             return name
     if isinstance(job.target_modules, str) and not _is_all_linear(entry):
         for name in _FROZEN:
-            if re.fullmatch(entry, name) and not _matches(job.exclude_modules, name):
+            is_excluded = _matches(job.exclude_modules, name, patterns)
+            if patterns.is_whole(entry, name) and not is_excluded:
                 return name
     return None
 
@@ -157,7 +165,7 @@ def _check_exclusions(job: LoraJob, linear_names: Sequence[str]) -> None:
 def _check_entry(
     where: str, entry: str, names: Iterable[str], exist: Sequence[str]
 ) -> None:
-    if any(_matches([entry], name) for name in names):
+    if any(name == entry or name.endswith(f".{entry}") for name in names):
         return
     near = difflib.get_close_matches(entry, exist, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -168,13 +176,16 @@ def _check_entry(
 
 
 def _check_pattern(
-    job: LoraJob, key: str, pattern: Mapping[str, object], chosen: Sequence[str]
+    job: LoraJob,
+    key: str,
+    pattern: Mapping[str, object],
+    chosen: Sequence[str],
+    patterns: Patterns,
 ) -> None:
     for expression in pattern:
-        where = f"job {job.name!r}: {key} key {expression!r}"
-        check_regular(where, name_end(expression))
-        if not any(re.match(name_end(expression), name) for name in chosen):
+        patterns.check(f"{key} key", expression, is_end=True)
+        if not any(patterns.ends(expression, name) for name in chosen):
             raise ConfigError(
-                f"{where} matches none of the job's targets: "
-                f"{', '.join(_suffixes(chosen))}."
+                f"job {job.name!r}: {key} key {expression!r} matches none of the job's "
+                f"targets: {', '.join(_suffixes(chosen))}."
             )

@@ -1,7 +1,6 @@
 """A Hugging Face tokenizer folder, read without transformers."""
 
 import datetime
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,11 +11,16 @@ import tokenizers
 from jaxtyping import Int, Int32
 
 from jaxlora.data.chat import ModelChat
+from jaxlora.data.tokenizer_files import (
+    load_backend,
+    load_template,
+    read_object,
+    special_tokens,
+)
 from jaxlora.errors import ModelError
+from jaxlora.rust import explaining
 
 _log = logging.getLogger(__name__)
-
-_SPECIAL = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
 
 
 class Encoded(NamedTuple):
@@ -82,7 +86,14 @@ class Tokenizer:
         self.bos_id = self._required_id("bos_token")
         self.eos_id = self._required_id("eos_token")
         self.pad_id = backend.token_to_id(self.pad_token) if self.pad_token else None
-        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+        ids = backend.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = 1 + max(ids, default=-1)
+        if not 0 < self.vocab_size <= 2**31:
+            raise ModelError(
+                f"{source}: the largest token id of tokenizer.json is "
+                f"{self.vocab_size - 1}; wanted one that 32 bits hold, and at least "
+                "one token. Fetch the file again."
+            )
         backend.no_truncation()
         backend.no_padding()
         self.prefix_ids, self.suffix_ids = _take_off_post_processor(backend)
@@ -183,17 +194,18 @@ def load_tokenizer(
         ModelError: tokenizer.json is missing, or a file is damaged.
     """
     folder = Path(folder)
-    backend = _load_backend(folder)
-    config = _load_json(folder / "tokenizer_config.json")
-    if "added_tokens_decoder" not in config:
-        config |= _load_json(folder / "special_tokens_map.json")
-    special = {f"{name}_token": _text(config.get(f"{name}_token")) for name in _SPECIAL}
-    special = {key: text for key, text in special.items() if text is not None}
-    if "eos_token" not in special:
-        special |= _eos_of_model(folder, backend)
-    tokenizer = Tokenizer(
-        backend, special, _load_template(folder, config), source=str(folder), now=now
-    )
+    cure = "Fetch the file again (it may be a git-lfs pointer), or save it with "
+    where = str(folder / "tokenizer.json")
+    with explaining(where, f"{cure}transformers.", ModelError):
+        return _load(folder, now)
+
+
+def _load(folder: Path, now: datetime.datetime | None) -> Tokenizer:
+    backend = load_backend(folder)
+    config = read_object(folder / "tokenizer_config.json")
+    special = special_tokens(folder, config, backend)
+    template = load_template(folder, config)
+    tokenizer = Tokenizer(backend, special, template, source=str(folder), now=now)
     _warn_of_contradiction(tokenizer, config, folder)
     return tokenizer
 
@@ -217,68 +229,6 @@ def _take_off_post_processor(backend) -> tuple[tuple[int, ...], tuple[int, ...]]
             "TemplateProcessing."
         )
     return tuple(whole[:start]), tuple(whole[end:])
-
-
-def _load_backend(folder: Path) -> tokenizers.Tokenizer:
-    path = folder / "tokenizer.json"
-    if not folder.is_dir():
-        raise ModelError(f"{folder}: no such folder. Give a model's folder.")
-    if not path.is_file():
-        raise ModelError(
-            f"{folder}: has no tokenizer.json (a tokenizer.model alone is not enough). "
-            "Convert it once with transformers: AutoTokenizer.from_pretrained(folder)"
-            ".save_pretrained(folder)."
-        )
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    # The library raises plain Exception.
-    except Exception as error:
-        raise ModelError(
-            f"{path}: cannot be read ({error}). Fetch the file again (it may be a "
-            "git-lfs pointer), or save it with transformers."
-        ) from error
-
-
-def _load_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(
-            f"{path}: is not valid JSON ({error}). Fetch the file again."
-        ) from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: must hold an object. Fetch the file again.")
-    return content
-
-
-def _text(token: Any) -> str | None:
-    """A special token is written as its text, or as an object with its `content`."""
-    return token.get("content") if isinstance(token, dict) else token
-
-
-def _eos_of_model(folder: Path, backend) -> dict[str, str]:
-    for name in ("generation_config.json", "config.json"):
-        ids = _load_json(folder / name).get("eos_token_id")
-        first = ids[0] if isinstance(ids, list) and ids else ids
-        text = backend.id_to_token(first) if isinstance(first, int) else None
-        if text is not None:
-            return {"eos_token": text}
-    return {}
-
-
-def _load_template(folder: Path, config: dict[str, Any]):
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ModelError(f"{path}: is not UTF-8. Save it as UTF-8.") from error
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in template}
-    return template
 
 
 def _warn_of_contradiction(tokenizer: Tokenizer, config: dict, folder: Path) -> None:

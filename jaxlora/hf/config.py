@@ -1,10 +1,11 @@
 """A Hugging Face config.json as a `ModelConfig`, with nothing overlooked."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from jaxlora.errors import ModelError
+from jaxlora.hf.config_values import flag, integer, number
+from jaxlora.json_file import shown
 from jaxlora.models.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig
 
 # What transformers assumes where config.json is silent, by family.
@@ -119,16 +120,19 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
     experts = [key for key in _EXPERTS if config.get(key)]
     if experts:
         raise ModelError(
-            f"config.json sets {experts[0]}={config[experts[0]]}: mixture-of-experts "
-            f"models are not supported. Supported: {', '.join(_DEFAULTS)}."
+            f"config.json sets {experts[0]}={shown(config[experts[0]])}: "
+            "mixture-of-experts models are not supported. Supported: "
+            f"{', '.join(_DEFAULTS)}."
         )
     if not isinstance(family, str) or family not in _DEFAULTS:
         raise ModelError(
-            f"config.json has model_type={family!r}. Supported: {', '.join(_DEFAULTS)} "
+            f"config.json has model_type={shown(family)}. Supported: "
+            f"{', '.join(_DEFAULTS)} "
             "(Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen2.5, Qwen3)."
         )
     _check_unread(config)
     _check_supported(config)
+    _check_token_ids(config)
     # An explicit null is not silence: it switches the family's default off.
     values = {**_DEFAULTS[family], **config}
     values = {key: value for key, value in values.items() if value is not None}
@@ -146,8 +150,9 @@ def _check_unread(config: Mapping[str, Any]) -> None:
     }
     for key, value in unread.items():
         raise ModelError(
-            f"config.json sets {key}={value!r}, which is not read here and may change "
-            "what the model computes. If it does not, remove it from config.json."
+            f"config.json sets {key}={shown(value)}, which is not read here and may "
+            "change what the model computes. If it does not, remove it from "
+            "config.json."
         )
 
 
@@ -158,77 +163,67 @@ def _check_supported(config: Mapping[str, Any]) -> None:
         "partial_rotary_factor": 1.0,
     }
     for key, wanted in supported.items():
-        if config.get(key, wanted) not in (wanted, None):
+        value = config.get(key, wanted)
+        # Transformers has no default for an activation that is null.
+        is_null = value is None and key != "hidden_act"
+        if not is_null and value != wanted:
             raise ModelError(
-                f"config.json sets {key}={config[key]!r}; only {wanted!r} is supported."
+                f"config.json sets {key}={shown(value)}; only {wanted!r} is supported."
             )
 
 
-def _integer(values: Mapping[str, Any], key: str) -> int:
-    value = values[key]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(
-            f"config.json has {key}={value!r}; wanted a positive whole number."
-        )
-    return value
-
-
-def _number(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = values[key] if default is None else values.get(key, default)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
-        raise ModelError(f"config.json has {key}={value!r}; wanted a number above 0.")
-    return float(value)
-
-
-def _flag(values: Mapping[str, Any], key: str) -> bool:
-    value = values.get(key, False)
-    if not isinstance(value, bool):
-        raise ModelError(f"config.json has {key}={value!r}; wanted true or false.")
-    return value
+def _check_token_ids(config: Mapping[str, Any]) -> None:
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        ids = config.get(key)
+        ids = ids if isinstance(ids, list) and key == "eos_token_id" else [ids]
+        if any(isinstance(i, bool) or not isinstance(i, int | None) for i in ids):
+            raise ModelError(
+                f"config.json has {key}={shown(config[key])}; wanted a whole number."
+            )
 
 
 def _build(family: str, values: dict[str, Any]) -> ModelConfig:
-    heads, width = (_integer(values, k) for k in ("num_attention_heads", "hidden_size"))
+    heads, width = (integer(values, k) for k in ("num_attention_heads", "hidden_size"))
     values.setdefault("num_key_value_heads", heads)
-    if "head_dim" not in values and width % heads:
+    # Llama wants it with a head_dim as well, in transformers.
+    if ("head_dim" not in values or family == "llama") and width % heads:
         raise ModelError(
             f"config.json has hidden_size={width}, not a multiple of "
-            f"num_attention_heads={heads}, and no head_dim."
+            f"num_attention_heads={heads}, and no head_dim that would do without."
         )
     values.setdefault("head_dim", width // heads)
-    kv_heads = _integer(values, "num_key_value_heads")
+    kv_heads = integer(values, "num_key_value_heads")
     if heads % kv_heads:
         raise ModelError(
             f"config.json has num_attention_heads={heads}, not a multiple of "
             f"num_key_value_heads={kv_heads}."
         )
-    if _integer(values, "head_dim") % 2:
+    if integer(values, "head_dim") % 2:
         raise ModelError(
             f"config.json has head_dim={values['head_dim']}; rotary positions need an "
             "even one."
         )
     # The other families have no such field in transformers, which ignores it there.
-    attention_bias = family in ("llama", "qwen3") and _flag(values, "attention_bias")
+    attention_bias = family in ("llama", "qwen3") and flag(values, "attention_bias")
     theta, scaling = _rope(values)
     return ModelConfig(
         model_type=family,
-        vocab_size=_integer(values, "vocab_size"),
+        vocab_size=integer(values, "vocab_size"),
         hidden_size=width,
-        intermediate_size=_integer(values, "intermediate_size"),
-        num_layers=_integer(values, "num_hidden_layers"),
+        intermediate_size=integer(values, "intermediate_size"),
+        num_layers=integer(values, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=values["head_dim"],
-        max_positions=_integer(values, "max_position_embeddings"),
-        rms_eps=_number(values, "rms_norm_eps", 1e-6),
+        max_positions=integer(values, "max_position_embeddings"),
+        rms_eps=number(values, "rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         qkv_bias=family == "qwen2" or attention_bias,
         o_bias=family != "qwen2" and attention_bias,
-        mlp_bias=family == "llama" and _flag(values, "mlp_bias"),
+        mlp_bias=family == "llama" and flag(values, "mlp_bias"),
         qk_norm=family == "qwen3",
-        tie_embeddings=_flag(values, "tie_word_embeddings"),
+        tie_embeddings=flag(values, "tie_word_embeddings"),
         layer_windows=_windows(family, values),
     )
 
@@ -239,12 +234,13 @@ def _rope(values: Mapping[str, Any]):
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(values.get(key, {}), Mapping):
             raise ModelError(
-                f"config.json has {key}={values[key]!r}; wanted an object or null."
+                f"config.json has {key}={shown(values[key])}; wanted an object or null."
             )
         rope.update({k: v for k, v in values.get(key, {}).items() if v is not None})
-    theta = _number(rope, "rope_theta", _number(values, "rope_theta", 10000.0))
+    theta = number(rope, "rope_theta", number(values, "rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if _number(rope, "partial_rotary_factor", 1.0) != 1.0:
+    kind = kind if isinstance(kind, str) else shown(kind)
+    if number(rope, "partial_rotary_factor", 1.0) != 1.0:
         raise ModelError(
             "config.json sets partial_rotary_factor; only 1.0 is supported."
         )
@@ -252,65 +248,102 @@ def _rope(values: Mapping[str, Any]):
         rope.pop(key, None)
     if kind not in _ROPE_FIELDS:
         raise ModelError(
-            f"config.json has rope_type={kind!r}; supported: {', '.join(_ROPE_FIELDS)}."
+            f"config.json has rope_type={shown(kind)}; supported: "
+            f"{', '.join(_ROPE_FIELDS)}."
         )
+    scaling = _rope_scaling(kind, rope)
+    unread = set(rope) - _ROPE_FIELDS[kind]
+    if unread:
+        raise ModelError(
+            f"config.json sets {shown(sorted(unread))} for rope_type={kind!r}, which "
+            "are not read here."
+        )
+    if theta < 1:
+        raise ModelError(f"config.json has rope_theta={theta:g}; wanted at least 1.")
+    return theta, scaling
+
+
+def _rope_scaling(
+    kind: str, rope: Mapping[str, Any]
+) -> LinearRopeScaling | Llama3RopeScaling | None:
+    """How frequencies are stretched, of one of the kinds in `_ROPE_FIELDS`."""
+    if kind == "default":
+        return None
     try:
-        if kind == "default":
-            scaling = None
-        elif kind == "linear":
-            scaling = LinearRopeScaling(factor=_number(rope, "factor"))
-        else:
-            scaling = Llama3RopeScaling(
-                factor=_number(rope, "factor"),
-                low_freq_factor=_number(rope, "low_freq_factor"),
-                high_freq_factor=_number(rope, "high_freq_factor"),
-                original_max_positions=_integer(
-                    rope, "original_max_position_embeddings"
-                ),
-            )
+        if kind == "linear":
+            return LinearRopeScaling(factor=number(rope, "factor"))
+        scaling = Llama3RopeScaling(
+            factor=number(rope, "factor"),
+            low_freq_factor=number(rope, "low_freq_factor"),
+            high_freq_factor=number(rope, "high_freq_factor"),
+            original_max_positions=integer(rope, "original_max_position_embeddings"),
+        )
     except KeyError as error:
         raise ModelError(
             f"config.json has rope_type={kind!r} without {error.args[0]!r}."
         ) from None
-    unread = set(rope) - _ROPE_FIELDS[kind]
-    if unread:
+    if scaling.low_freq_factor >= scaling.high_freq_factor:
         raise ModelError(
-            f"config.json sets {sorted(unread)} for rope_type={kind!r}, which are not "
-            "read here."
+            f"config.json has high_freq_factor={scaling.high_freq_factor:g}, which "
+            f"must be above low_freq_factor={scaling.low_freq_factor:g}."
         )
-    return theta, scaling
+    return scaling
 
 
 def _windows(family: str, values: Mapping[str, Any]) -> tuple[int | None, ...]:
-    num_layers = _integer(values, "num_hidden_layers")
+    """The attention window of each layer, None where a layer has none."""
+    num_layers = integer(values, "num_hidden_layers")
     window = values.get("sliding_window")
-    if family == "llama":
-        if window:
-            raise ModelError(
-                f"config.json sets sliding_window={window} for a llama model, which "
-                "has none."
-            )
-        return (None,) * num_layers
-    if window is not None:
-        _integer(values, "sliding_window")
-    if family == "mistral":
-        return (window,) * num_layers
-    if not _flag(values, "use_sliding_window"):
-        return (None,) * num_layers
-    first = values.get("max_window_layers", 28)
+    if family == "llama" and window:
+        raise ModelError(
+            f"config.json sets sliding_window={shown(window)} for a llama model, which "
+            "has none."
+        )
+    if window is not None and family != "llama":
+        window = integer(values, "sliding_window")
+    uses_window = family == "mistral" or flag(values, "use_sliding_window")
+    if family == "llama" or not uses_window:
+        window = None
+    # Only the Qwens let layers differ; Mistral's all have the window.
+    first = values.get("max_window_layers", 28) if family.startswith("qwen") else 0
     if isinstance(first, bool) or not isinstance(first, int):
         raise ModelError(
-            f"config.json has max_window_layers={first!r}; wanted a whole number."
+            f"config.json has max_window_layers={shown(first)}; wanted a whole number."
         )
-    kinds = values.get("layer_types") or [
-        "sliding_attention" if i >= first else "full_attention"
-        for i in range(num_layers)
-    ]
-    known = {"sliding_attention": window, "full_attention": None}
-    fits = isinstance(kinds, list) and len(kinds) == num_layers
+    windows = tuple(window if i >= first else None for i in range(num_layers))
+    if "layer_types" not in values:
+        return windows
+    return _typed_windows(family, values["layer_types"], window, windows)
+
+
+def _typed_windows(
+    family: str, kinds: Any, window: int | None, windows: tuple[int | None, ...]
+) -> tuple[int | None, ...]:
+    """The windows that `layer_types` says.
+
+    Args:
+        family: The model's.
+        kinds: Value of `layer_types`.
+        window: Of layers that have one; None: no layer has.
+        windows: What the model would have without `layer_types`.
+    """
+    known = {"full_attention": None, "sliding_attention": window}
+    fits = isinstance(kinds, list) and len(kinds) == len(windows)
     if not fits or any(kind not in list(known) for kind in kinds):
         raise ModelError(
-            f"config.json has layer_types={kinds!r}; wanted one of {sorted(known)} for "
-            f"each of the {num_layers} layers."
+            f"config.json has layer_types={shown(kinds)}; wanted one of "
+            f"{sorted(known)} for each of the {len(windows)} layers."
         )
-    return tuple(known[kind] for kind in kinds)
+    if "sliding_attention" in kinds and window is None:
+        raise ModelError(
+            "config.json has layer_types with sliding_attention, and no sliding window "
+            f"is in use for this {family} model. Set sliding_window (and, for a Qwen, "
+            "use_sliding_window), or make the layers full_attention."
+        )
+    typed = tuple(known[kind] for kind in kinds)
+    if not family.startswith("qwen") and typed != windows:
+        raise ModelError(
+            f"config.json has layer_types={shown(kinds)}, and all layers of a {family} "
+            f"model have sliding_window={window}. Remove layer_types."
+        )
+    return typed

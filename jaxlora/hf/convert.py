@@ -7,16 +7,10 @@ import ml_dtypes
 import numpy as np
 
 from jaxlora.errors import ModelError
-from jaxlora.hf.config import model_config
-from jaxlora.hf.files import (
-    TOKENIZER_FILES,
-    model_folder,
-    read_json,
-    safetensor_files,
-)
-from jaxlora.hf.names import tensor_specs
+from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
+from jaxlora.hf.files import model_folder, tokenizer_files, warn_of_revision
+from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.save import save_checkpoint
-from jaxlora.hf.tensor_file import TensorFile
 
 DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -25,7 +19,11 @@ DTYPES = {
 
 
 def convert(
-    source: str | pathlib.Path, out: str | pathlib.Path, *, dtype: str = "bfloat16"
+    source: str | pathlib.Path,
+    out: str | pathlib.Path,
+    *,
+    dtype: str = "bfloat16",
+    revision: str | None = None,
 ) -> pathlib.Path:
     """Writes a Hugging Face folder of safetensors that this library trains on.
 
@@ -34,9 +32,11 @@ def convert(
             id.
         out: Folder to make.
         dtype: Of the weights: bfloat16 or float32.
+        revision: Branch, tag or commit of a hub id.
 
     Raises:
-        ModelError: The source cannot be read or is of an unsupported kind.
+        ModelError: The source cannot be read, is of an unsupported kind, or holds a
+            weight that is not finite.
         FileExistsError: `out` holds something already.
     """
     if dtype not in DTYPES:
@@ -44,27 +44,22 @@ def convert(
     if str(source).endswith(".gguf"):
         from jaxlora.hf.gguf import convert_gguf
 
+        warn_of_revision(source, revision)
         return convert_gguf(source, out, dtype=DTYPES[dtype])
-    folder = model_folder(source)
-    config = read_json(folder / "config.json")
-    specs = tensor_specs(model_config(config))
-    files = safetensor_files(folder)
-    missing = [spec.hf_name for spec in specs if spec.hf_name not in files]
-    if missing:
-        raise ModelError(f"the checkpoint lacks {missing[0]}.")
-    config.pop("dtype", None)
-    extra = [folder / name for name in TOKENIZER_FILES]
+    checkpoint = open_checkpoint(model_folder(source, revision))
+    checkpoint.check()
+    config_json = {**checkpoint.config_json, "torch_dtype": dtype}
+    config_json.pop("dtype", None)
     return save_checkpoint(
         out,
-        _cast(files, DTYPES[dtype]),
-        {**config, "torch_dtype": dtype},
-        [path for path in extra if path.is_file()],
+        _cast(checkpoint, DTYPES[dtype]),
+        config_json,
+        tokenizer_files(checkpoint.folder),
     )
 
 
-def _cast(
-    files: dict[str, pathlib.Path], dtype: np.dtype
-) -> Iterator[tuple[str, np.ndarray]]:
-    opened = {path: TensorFile(path) for path in set(files.values())}
-    for name, path in files.items():
-        yield name, opened[path].array(name).astype(dtype)
+def _cast(checkpoint: Checkpoint, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
+    for name, file in checkpoint.files.items():
+        array = file.array(name)
+        check_finite(array, f"{file.path}: {name}", ModelError, dtype)
+        yield name, array.astype(dtype)

@@ -1,7 +1,9 @@
 """The files of a checkpoint: on this disk, or on the Hugging Face hub."""
 
-import json
+import logging
+import os
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 import huggingface_hub
@@ -9,6 +11,9 @@ from huggingface_hub import errors as hub_errors
 
 from jaxlora.errors import ModelError
 from jaxlora.hf.tensor_file import TensorFile
+from jaxlora.json_file import check_regular_file, read_json_file, shown
+
+logger = logging.getLogger(__name__)
 
 # Weights as safetensors and what describes them; nothing else is fetched.
 _WANTED = (
@@ -23,39 +28,83 @@ _WANTED = (
 )
 # Copies of the same weights for other programs, and what lies in subfolders.
 _UNWANTED = ("*/*", "consolidated*", "adapter_*")
-TOKENIZER_FILES = (*_WANTED[1:6],)
+TOKENIZER_FILES = _WANTED[1:6]
 _INDEX = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
-def model_folder(source: str | pathlib.Path, revision: str | None = None):
+def model_folder(
+    source: str | pathlib.Path, revision: str | None = None
+) -> pathlib.Path:
     """The folder of a checkpoint, fetched from the hub if need be.
 
     Args:
         source: A folder, or a hub id such as `HuggingFaceTB/SmolLM2-135M-Instruct`.
-        revision: Branch, tag or commit on the hub.
+        revision: Branch, tag or commit on the hub; a folder has none.
 
     Raises:
-        ModelError: There is no such checkpoint, or it cannot be fetched. With
-            HF_HUB_OFFLINE=1 only what was fetched before is used.
+        ModelError: There is no such checkpoint, it cannot be read, or it cannot be
+            fetched. With HF_HUB_OFFLINE=1 only what was fetched before is used.
     """
     folder = pathlib.Path(source)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ModelError(
-                f"{folder} has no config.json, so it is no Hugging Face checkpoint."
-            )
-        return folder
-    if folder.is_file():
+    try:
+        if folder.is_dir():
+            warn_of_revision(folder, revision)
+            return _local_folder(folder)
+        is_file = folder.is_file()
+    except OSError as error:
+        raise ModelError(
+            f"{folder} cannot be read: {error.strerror}. Check its permissions."
+        ) from error
+    if is_file:
         raise ModelError(
             f"{folder} is a file; a checkpoint is a folder. `jaxlora convert` makes "
             "one of a GGUF file."
         )
     if folder.is_absolute() or str(source).count("/") > 1 or str(source)[:1] == ".":
         raise ModelError(f"{source}: there is no such folder.")
+    return model_folder(_fetched(str(source), revision))
+
+
+def warn_of_revision(source: str | pathlib.Path, revision: str | None) -> None:
+    """Says that a revision has no effect on what is on this disk."""
+    if revision is not None:
+        logger.warning(
+            "%s is on this disk: revision %r has no effect, only models on the hub "
+            "have revisions.",
+            source,
+            revision,
+        )
+
+
+def _local_folder(folder: pathlib.Path) -> pathlib.Path:
+    if not os.path.lexists(folder / "config.json"):
+        raise ModelError(
+            f"{folder} has no config.json, so it is no Hugging Face checkpoint."
+        )
+    return folder
+
+
+def hub_revision(
+    source: str | pathlib.Path, folder: pathlib.Path, revision: str | None
+) -> str | None:
+    """The commit that a model from the hub is at; of a folder, None.
+
+    Args:
+        source: What the user gave.
+        folder: What `model_folder` made of it.
+        revision: What the user asked for.
+    """
+    if pathlib.Path(source).is_dir():
+        return None
+    # The hub's cache names a snapshot by its commit.
+    return folder.name if folder.parent.name == "snapshots" else revision
+
+
+def _fetched(source: str, revision: str | None) -> str:
     try:
-        fetched = huggingface_hub.snapshot_download(
-            str(source),
+        return huggingface_hub.snapshot_download(
+            source,
             revision=revision,
             allow_patterns=list(_WANTED),
             ignore_patterns=list(_UNWANTED),
@@ -84,7 +133,6 @@ def model_folder(source: str | pathlib.Path, revision: str | None = None):
     # HTTPError: also a connection that breaks while files come in.
     except (hub_errors.HTTPError, OSError, ValueError) as error:
         raise ModelError(f"{source} cannot be fetched from the hub: {error}") from error
-    return model_folder(fetched)
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -94,11 +142,14 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
         ModelError: The file is missing or is no JSON object.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json_file(path)
     except FileNotFoundError:
         raise ModelError(f"{path}: there is no such file.") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path} cannot be read as JSON: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{path} cannot be read as JSON: {error}. Mend it, or fetch or copy it "
+            "again."
+        ) from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds a {type(value).__name__}, not a JSON object.")
     return value
@@ -113,11 +164,12 @@ def safetensor_files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     Raises:
         ModelError: There are no safetensors, or the index names what is missing.
     """
+    # A link to nothing counts as there: it is an error, not the absence of a file.
     single = folder / "model.safetensors"
-    if single.is_file():
+    if os.path.lexists(single):
         return dict.fromkeys(TensorFile(single).names(), single)
     index = folder / _INDEX
-    if index.is_file():
+    if os.path.lexists(index):
         return _indexed(folder, index)
     pickled = sorted(p.name for pattern in _PICKLED for p in folder.glob(pattern))
     if pickled:
@@ -132,15 +184,36 @@ def safetensor_files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     )
 
 
+def tokenizer_files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The files beside config and weights that belong to a copy of a checkpoint.
+
+    Raises:
+        ModelError: One cannot be read.
+    """
+    there = [folder / n for n in TOKENIZER_FILES if os.path.lexists(folder / n)]
+    for path in there:
+        try:
+            check_regular_file(path)
+            path.open("rb").close()
+        except OSError as error:
+            raise ModelError(
+                f"{path} cannot be read: {error.strerror or error}. Fetch or copy it "
+                "again, or check its permissions."
+            ) from error
+    return there
+
+
 def _indexed(folder: pathlib.Path, index: pathlib.Path) -> dict[str, pathlib.Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ModelError(f"{index} has no weight_map.")
-    names = sorted(set(weight_map.values()), key=str)
+    names = _distinct(weight_map.values())
     for name in names:
         if not isinstance(name, str) or pathlib.PurePath(name).name != name:
-            raise ModelError(f"{index} names {name!r}, which is no plain file name.")
-        if not (folder / name).is_file():
+            raise ModelError(
+                f"{index} names {shown(name)}, which is no plain file name."
+            )
+        if not os.path.lexists(folder / name):
             raise ModelError(f"{index} names {name}, which is missing from {folder}.")
     there = {name: set(TensorFile(folder / name).names()) for name in names}
     for tensor, name in weight_map.items():
@@ -150,3 +223,9 @@ def _indexed(folder: pathlib.Path, index: pathlib.Path) -> dict[str, pathlib.Pat
                 "copy both again."
             )
     return {tensor: folder / name for tensor, name in weight_map.items()}
+
+
+def _distinct(names: Iterable[Any]) -> list[Any]:
+    """Each name once, of those that an index may hold: lists and objects as well."""
+    by_text = {str(name): name for name in names}
+    return [by_text[text] for text in sorted(by_text)]

@@ -9,19 +9,20 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import xxhash
 
 from jaxlora.errors import ModelError
-from jaxlora.hf.config import model_config
-from jaxlora.hf.files import model_folder, read_json, safetensor_files
-from jaxlora.hf.names import TensorSpec, tensor_specs
+from jaxlora.hf.checkpoint import open_checkpoint
+from jaxlora.hf.files import hub_revision, model_folder
+from jaxlora.hf.magnitude import check_finite, largest
+from jaxlora.hf.names import TensorSpec
 from jaxlora.hf.tensor_file import TensorFile
 from jaxlora.models.config import ModelConfig
 
 Place = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 
-# In older checkpoints, and recomputed from the config here.
-_HARMLESS_EXTRA = ("rotary_emb.inv_freq",)
-# Rows transposed at a time: few enough for the cache, three times as fast as all.
+# Rows of a matrix that are read at a time: few enough to stay in the cache while they
+# are hashed, checked and transposed.
 _BLOCK_ROWS = 32
 
 
@@ -35,8 +36,9 @@ class BaseModel:
         dtype: Of the weights.
         folder: Where its files are.
         source: What the user called it: a folder or a hub id.
-        fingerprint: Tells bases apart: of names, shapes, the edges of every tensor's
-            bytes, and the mathematics.
+        fingerprint: Tells bases apart: of the mathematics and of every tensor's name,
+            shape and bytes.
+        revision: Commit of a model from the hub; of a folder, None.
     """
 
     config: ModelConfig
@@ -45,6 +47,7 @@ class BaseModel:
     folder: pathlib.Path
     source: str
     fingerprint: str
+    revision: str | None = None
 
 
 def load_base(
@@ -56,8 +59,9 @@ def load_base(
 ) -> BaseModel:
     """Loads a Hugging Face checkpoint of the Llama family.
 
-    Each tensor goes from the mapped file through one host buffer to its device, so that
-    the host never holds more than one tensor beyond what lives there.
+    Each tensor goes from its file through one host buffer to its device, so that the
+    host never holds more than one tensor beyond what lives there. On the way it is
+    hashed for the fingerprint and searched for NaN and infinity.
 
     Args:
         source: A folder, or a hub id.
@@ -66,28 +70,33 @@ def load_base(
         place: Where each array goes, from its path and shape; None: one device.
 
     Raises:
-        ModelError: The checkpoint is missing, damaged, of an unsupported kind, or its
-            weights and its config.json disagree.
+        ModelError: The checkpoint is missing, damaged, of an unsupported kind, its
+            weights and its config.json disagree, or a weight is not finite.
     """
     folder = model_folder(source, revision)
-    config = model_config(read_json(folder / "config.json"))
-    files = safetensor_files(folder)
-    specs = tensor_specs(config)
-    opened = {path: TensorFile(path) for path in sorted(set(files.values()))}
-    _check(specs, files, opened)
+    checkpoint = open_checkpoint(folder)
+    checkpoint.check()
     chosen = base_dtype(dtype)
-    params = {}
-    for spec in specs:
-        source_array = opened[files[spec.hf_name]].array(spec.hf_name)
+    params, hashes = {}, {}
+    for spec in checkpoint.specs():
+        file = checkpoint.files[spec.hf_name]
         where = place(spec.path, spec.shape) if place is not None else None
-        params[spec.path] = _put(source_array, spec, chosen, where)
+        buffer, hashes[spec.hf_name] = _read(file, spec, chosen)
+        # Waits, so that the buffer is gone before the next one is made.
+        params[spec.path] = jax.block_until_ready(jax.device_put(buffer, where))
+        del buffer
+    digest = hashlib.sha256(repr(checkpoint.config).encode())
+    for name in sorted(hashes):
+        description = checkpoint.files[name].description(name)
+        digest.update(f"{name} {description} {hashes[name]}".encode())
     return BaseModel(
-        config=config,
+        config=checkpoint.config,
         params=params,
         dtype=jnp.dtype(chosen),
         folder=folder,
         source=str(source),
-        fingerprint=_fingerprint(config, specs, files, opened),
+        fingerprint=digest.hexdigest(),
+        revision=hub_revision(source, folder, revision),
     )
 
 
@@ -95,54 +104,27 @@ def base_dtype(dtype: str) -> np.dtype:
     """What `auto` means for the base on this machine."""
     if dtype == "auto":
         dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+    elif dtype not in ("bfloat16", "float32"):
+        raise ModelError(f"dtype={dtype!r}; wanted auto, bfloat16 or float32.")
     return jnp.dtype(dtype)
 
 
-def _put(source: np.ndarray, spec: TensorSpec, dtype: np.dtype, where) -> jax.Array:
-    """Casts and transposes in one pass, then waits: the buffer is gone on return."""
+def _read(
+    file: TensorFile, spec: TensorSpec, dtype: np.dtype
+) -> tuple[np.ndarray, str]:
+    """Reads, hashes, checks, casts and transposes in one pass over cached blocks."""
     buffer = np.empty(spec.shape, dtype)
-    if spec.transpose:
-        for i in range(0, len(source), _BLOCK_ROWS):
-            rows = slice(i, i + _BLOCK_ROWS)
-            buffer[:, rows] = source[rows].T
-    else:
-        buffer[...] = source
-    return jax.block_until_ready(jax.device_put(buffer, where))
-
-
-def _check(
-    specs: tuple[TensorSpec, ...],
-    files: dict[str, pathlib.Path],
-    opened: dict[pathlib.Path, TensorFile],
-) -> None:
-    for spec in specs:
-        path = files.get(spec.hf_name)
-        if path is None:
-            raise ModelError(
-                f"the checkpoint lacks {spec.hf_name} {list(spec.hf_shape)}, which its "
-                "config.json calls for."
-            )
-        found = opened[path].shape(spec.hf_name)
-        if found != spec.hf_shape:
-            raise ModelError(
-                f"{path}: {spec.hf_name} has shape {list(found)}; its config.json "
-                f"calls for {list(spec.hf_shape)}."
-            )
-    known = {spec.hf_name for spec in specs}
-    for name in files:
-        # A tied head may be stored as well; it is the embedding.
-        harmless = name == "lm_head.weight" or name.endswith(_HARMLESS_EXTRA)
-        if name not in known and not harmless:
-            raise ModelError(
-                f"the checkpoint holds {name}, which a model of its config.json has no "
-                "place for."
-            )
-
-
-def _fingerprint(config, specs, files, opened) -> str:
-    digest = hashlib.sha256(repr(config).encode())
-    for spec in sorted(specs, key=lambda spec: spec.hf_name):
-        file = opened[files[spec.hf_name]]
-        digest.update(f"{spec.hf_name} {file.description(spec.hf_name)}".encode())
-        digest.update(file.edges(spec.hf_name))
-    return digest.hexdigest()
+    num_rows = _BLOCK_ROWS if len(spec.hf_shape) == 2 else spec.hf_shape[0]
+    digest, peaks, start = xxhash.xxh3_128(), [], 0
+    for block in file.blocks(spec.hf_name, num_rows):
+        digest.update(block.view(np.uint8))
+        peaks.append(largest(block))
+        rows = slice(start, start + len(block))
+        with np.errstate(over="ignore"):
+            if spec.transpose:
+                buffer[:, rows] = block.T
+            else:
+                buffer[rows] = block
+        start += len(block)
+    check_finite(peaks, f"{file.path}: {spec.hf_name}", ModelError, dtype)
+    return buffer, digest.hexdigest()

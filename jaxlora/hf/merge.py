@@ -8,12 +8,12 @@ import numpy as np
 
 from jaxlora.adapter import Adapter
 from jaxlora.errors import ConfigError, ModelError
-from jaxlora.hf.config import model_config
-from jaxlora.hf.files import TOKENIZER_FILES, read_json, safetensor_files
-from jaxlora.hf.names import linear_names, linear_path, tensor_specs
+from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
+from jaxlora.hf.files import model_folder, tokenizer_files
+from jaxlora.hf.magnitude import check_finite
+from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.hf.peft_import import import_peft
 from jaxlora.hf.save import save_checkpoint
-from jaxlora.hf.tensor_file import TensorFile
 
 _DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -28,6 +28,7 @@ def merge_adapter(
     out_folder: str | pathlib.Path,
     *,
     dtype: str | None = None,
+    revision: str | None = None,
 ) -> pathlib.Path:
     """Writes `W + scaling * (A B)` of every adapted linear, and the rest as it is.
 
@@ -35,46 +36,46 @@ def merge_adapter(
     more than one shard.
 
     Args:
-        base_folder: Hugging Face checkpoint of the base.
+        base_folder: Hugging Face checkpoint of the base: a folder, or a hub id.
         adapter_folder: PEFT folder.
         out_folder: Folder to make.
         dtype: Of the merged weights; None: each tensor's own.
+        revision: Branch, tag or commit of the base on the hub.
 
     Raises:
-        JaxloraError: Base or adapter cannot be read, or they do not fit.
+        JaxloraError: Base or adapter cannot be read, they do not fit, or a weight is
+            not finite, before the merge or after it.
         FileExistsError: `out_folder` holds something already.
     """
     if dtype is not None and dtype not in _DTYPES:
         raise ConfigError(f"dtype={dtype!r}; wanted one of {', '.join(_DTYPES)}.")
-    base_folder = pathlib.Path(base_folder)
-    config_json = read_json(base_folder / "config.json")
-    config = model_config(config_json)
-    kernels = {s.path: s.shape for s in tensor_specs(config)}
+    checkpoint = open_checkpoint(model_folder(base_folder, revision))
+    config = checkpoint.config
+    kernels = {s.path: s.shape for s in checkpoint.specs()}
     shapes = {n: kernels[f"{linear_path(n)}.kernel"] for n in linear_names(config)}
     adapter = import_peft(adapter_folder, shapes)
+    checkpoint.check()
+    config_json = checkpoint.config_json
     if dtype is not None:
         config_json = {**config_json, "torch_dtype": dtype}
         config_json.pop("dtype", None)
-    tensors = _merged(base_folder, adapter, None if dtype is None else _DTYPES[dtype])
-    extra = [base_folder / name for name in TOKENIZER_FILES]
-    return save_checkpoint(
-        out_folder, tensors, config_json, [path for path in extra if path.is_file()]
-    )
+    tensors = _merged(checkpoint, adapter, None if dtype is None else _DTYPES[dtype])
+    extra = tokenizer_files(checkpoint.folder)
+    return save_checkpoint(out_folder, tensors, config_json, extra)
 
 
 def _merged(
-    folder: pathlib.Path, adapter: Adapter, dtype: np.dtype | None
+    checkpoint: Checkpoint, adapter: Adapter, dtype: np.dtype | None
 ) -> Iterator[tuple[str, np.ndarray]]:
-    files = safetensor_files(folder)
-    missing = [name for name in adapter.modules if f"{name}.weight" not in files]
-    if missing:
-        raise ModelError(f"the checkpoint lacks {missing[0]}.weight.")
-    opened = {path: TensorFile(path) for path in set(files.values())}
-    for name, path in files.items():
-        array = opened[path].array(name)
-        weights = adapter.modules.get(name.removesuffix(".weight"))
+    for name, file in checkpoint.files.items():
+        array = file.array(name)
         wanted = array.dtype if dtype is None else dtype
+        where = f"{file.path}: {name}"
+        check_finite(array, where, ModelError, wanted)
+        weights = adapter.modules.get(name.removesuffix(".weight"))
         if weights is not None:
-            update = (weights.a @ weights.b).T * np.float32(adapter.scaling(weights))
-            array = array.astype(np.float32) + update
+            with np.errstate(over="ignore", invalid="ignore"):
+                scaling = np.float32(adapter.scaling(weights))
+                array = array.astype(np.float32) + (weights.a @ weights.b).T * scaling
+            check_finite(array, f"{where}, merged,", ModelError, wanted)
         yield name, array.astype(wanted, copy=False)

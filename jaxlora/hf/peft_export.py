@@ -26,6 +26,7 @@ def export_peft(
     *,
     base_model: str,
     linear_names: Sequence[str],
+    revision: str | None = None,
 ) -> pathlib.Path:
     """Writes adapter_config.json and adapter_model.safetensors, in float32.
 
@@ -38,6 +39,8 @@ def export_peft(
         base_model: Folder or hub id of the base, for whoever loads the adapter.
         linear_names: Names of the base model's linears; tell whether a suffix such as
             `q_proj` says exactly which modules are adapted.
+        revision: Commit (or branch or tag) of a base on the hub, as in
+            `BaseModel.revision`; peft loads the base at it.
     """
     tensors = {}
     for name, weights in adapter.modules.items():
@@ -57,7 +60,7 @@ def export_peft(
             min(scalings),
             max(scalings),
         )
-    config = _config(adapter, base_model, linear_names)
+    config = _config(adapter, base_model, revision, linear_names)
     folder = pathlib.Path(folder)
     with replace_folder(folder) as temporary:
         safetensors.numpy.save_file(
@@ -69,7 +72,12 @@ def export_peft(
     return folder
 
 
-def _config(adapter: Adapter, base_model: str, linear_names: Sequence[str]) -> dict:
+def _config(
+    adapter: Adapter,
+    base_model: str,
+    revision: str | None,
+    linear_names: Sequence[str],
+) -> dict:
     ranks = {name: w.rank for name, w in adapter.modules.items()}
     alphas = {name: w.lora_alpha for name, w in adapter.modules.items()}
     rank, lora_alpha = _most_common(ranks), _most_common(alphas)
@@ -89,7 +97,7 @@ def _config(adapter: Adapter, base_model: str, linear_names: Sequence[str]) -> d
         "peft_type": "LORA",
         "r": rank,
         "rank_pattern": _pattern(ranks, rank),
-        "revision": None,
+        "revision": revision,
         "target_modules": _target_modules(list(adapter.modules), linear_names),
         "task_type": "CAUSAL_LM",
         "use_dora": False,

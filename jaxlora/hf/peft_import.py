@@ -1,8 +1,8 @@
 """A PEFT LoRA folder as an adapter."""
 
-import json
-import math
+import os
 import pathlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,9 +10,12 @@ import numpy as np
 
 from jaxlora.adapter import Adapter, LoraWeights
 from jaxlora.errors import AdapterError, ConfigError, ModelError
+from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.peft_export import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from jaxlora.hf.tensor_file import TensorFile
-from jaxlora.targets import check_regular, name_end, pattern_value
+from jaxlora.json_file import read_json_file, shown
+from jaxlora.patterns import Patterns
+from jaxlora.targets import pattern_value
 
 # Read below, or checked against the weights themselves.
 _READ = {
@@ -57,10 +60,21 @@ def import_peft(
 
     Raises:
         AdapterError: The folder is incomplete or damaged, holds something other than
-            plain LoRA on linears, or does not fit the base model.
+            plain LoRA on linears, does not fit the base model, has a weight that is
+            NaN or infinite, or a pattern that takes too long to match.
     """
     folder = pathlib.Path(folder)
-    config = _read_config(folder)
+    try:
+        return _import(folder, linear_shapes)
+    except (ConfigError, ModelError) as error:  # of a pattern, of the weights' file
+        raise AdapterError(str(error)) from error
+
+
+def _import(
+    folder: pathlib.Path, linear_shapes: Mapping[str, tuple[int, ...]]
+) -> Adapter:
+    patterns = Patterns(str(folder / CONFIG_FILE))
+    config = _read_config(folder, patterns)
     pairs = _read_pairs(folder)
     dropout = float(config.get("lora_dropout") or 0.0)
     modules = {}
@@ -70,10 +84,11 @@ def import_peft(
                 f"{folder} adapts {name}, which the base model does not have. Is it an "
                 "adapter of another model?"
             )
-        rank = pattern_value(config.get("rank_pattern") or {}, name, config["r"])
-        lora_alpha = pattern_value(
-            config.get("alpha_pattern") or {}, name, config["lora_alpha"]
+        ranks, alphas = (
+            config.get(f"{key}_pattern") or {} for key in ("rank", "alpha")
         )
+        rank = pattern_value(ranks, name, config["r"], patterns)
+        lora_alpha = pattern_value(alphas, name, config["lora_alpha"], patterns)
         a, b = _checked(folder, name, pair, rank, linear_shapes[name])
         modules[name] = LoraWeights(a=a, b=b, rank=rank, lora_alpha=float(lora_alpha))
     ordered = {name: modules[name] for name in linear_shapes if name in modules}
@@ -81,66 +96,73 @@ def import_peft(
     return Adapter(modules=ordered, use_rslora=use_rslora, dropout=dropout)
 
 
-def _read_config(folder: pathlib.Path) -> dict[str, Any]:
+def _read_config(folder: pathlib.Path, patterns: Patterns) -> dict[str, Any]:
     path = folder / CONFIG_FILE
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json_file(path)
     except FileNotFoundError:
         raise AdapterError(
             f"{path}: there is no such file, so {folder} is no PEFT folder."
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise AdapterError(f"{path} cannot be read as JSON: {error}") from error
+    except (OSError, ValueError) as error:
+        raise AdapterError(
+            f"{path} cannot be read as JSON: {error}. Mend it, or copy it again."
+        ) from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
-        raise AdapterError(f"{path} has peft_type={kind!r}; only 'LORA' is read.")
-    _check_numbers(path, config, "r", "rank_pattern", int)
-    _check_numbers(path, config, "lora_alpha", "alpha_pattern", int | float)
+        raise AdapterError(f"{path} has peft_type={shown(kind)}; only 'LORA' is read.")
+    _check_numbers(path, config, "r", "rank_pattern", patterns)
+    _check_numbers(path, config, "lora_alpha", "alpha_pattern", patterns)
     dropout = config.get("lora_dropout")
     if dropout is not None and not (_is_number(dropout) and 0 <= dropout < 1):
         raise AdapterError(
-            f"{path} has lora_dropout={dropout!r}; wanted a number from 0 to below 1."
+            f"{path} has lora_dropout={shown(dropout)}; wanted a number from 0 to "
+            "below 1."
         )
     initial = config.get("init_lora_weights")
-    if isinstance(initial, str) and initial not in _INITIAL:
+    if not (isinstance(initial, bool | None) or initial in _INITIAL):
         raise AdapterError(
-            f"{path} has init_lora_weights={initial!r}, which also changes the base's "
-            "weights. Save it with peft's path_initial_model_for_weight_conversion."
+            f"{path} has init_lora_weights={shown(initial)}, which also changes the "
+            "base's weights. Save it with peft's "
+            "path_initial_model_for_weight_conversion."
         )
     if not isinstance(config.get("use_rslora"), bool | None):
         raise AdapterError(
-            f"{path} has use_rslora={config['use_rslora']!r}; wanted true or false."
+            f"{path} has use_rslora={shown(config['use_rslora'])}; wanted true or "
+            "false."
         )
     if config.get("bias") not in (None, "none"):
         raise AdapterError(
-            f"{path} sets bias={config['bias']!r}; only 'none' is supported: biases "
-            "stay frozen."
+            f"{path} sets bias={shown(config['bias'])}; only 'none' is supported: "
+            "biases stay frozen."
         )
     for key, value in config.items():
         if key not in _READ | _HARMLESS and value not in (None, False, [], {}):
             raise AdapterError(
-                f"{path} sets {key}={value!r}, which is not supported and may change "
-                "what the adapter computes."
+                f"{path} sets {key}={shown(value)}, which is not supported and may "
+                "change what the adapter computes."
             )
     return config
 
 
-def _check_numbers(path: pathlib.Path, config, key: str, pattern: str, kind) -> None:
+def _check_numbers(
+    path: pathlib.Path, config: dict, key: str, pattern: str, patterns: Patterns
+) -> None:
     """The common value and those of a pattern's modules are above 0."""
     special = config.get(pattern) or {}
     if not isinstance(special, dict):
-        raise AdapterError(f"{path} has {pattern}={special!r}; wanted an object.")
+        raise AdapterError(f"{path} has {pattern}={shown(special)}; wanted an object.")
     for expression in special:
-        try:
-            check_regular(f"{path}: {pattern} key {expression!r}", name_end(expression))
-        except ConfigError as error:
-            raise AdapterError(str(error)) from None
+        patterns.check(f"{pattern} key", expression, is_end=True)
+    is_rank = key == "r"
     for name, value in {key: config.get(key), **special}.items():
-        wanted = _is_number(value) and isinstance(value, kind)
-        if not wanted or not 0 < value < math.inf:
-            whole = " whole" if kind is int else ""
+        is_number = isinstance(value, int if is_rank else int | float)
+        # Whole numbers in JSON may be beyond floats.
+        wanted = is_number and 0 < value <= sys.float_info.max
+        if not wanted or isinstance(value, bool):
+            whole = " whole" if is_rank else ""
             raise AdapterError(
-                f"{path} has {name}={value!r}; wanted a{whole} number above 0."
+                f"{path} has {name}={shown(value)}; wanted a{whole} number above 0."
             )
 
 
@@ -151,17 +173,17 @@ def _is_number(value: object) -> bool:
 def _read_pairs(folder: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
     """A (r K) and B (N r) of each module, as PEFT stores them."""
     path = folder / WEIGHTS_FILE
-    if not path.exists() and (folder / "adapter_model.bin").exists():
+    has_pickle = os.path.lexists(folder / "adapter_model.bin")
+    if has_pickle and not os.path.lexists(path):
         raise AdapterError(
             f"{folder} holds only adapter_model.bin. Loading a pickle can run any code "
             "that it carries, so only safetensors are read. Load it with peft and save "
             "it again."
         )
-    try:
-        file = TensorFile(path)
-        arrays = {name: file.array(name) for name in file.names()}
-    except ModelError as error:
-        raise AdapterError(str(error)) from error
+    file = TensorFile(path)
+    arrays = {name: file.array(name) for name in file.names()}
+    for name, array in arrays.items():
+        check_finite(array, f"{path}: {name}", AdapterError, np.dtype(np.float32))
     pairs: dict[str, dict[str, np.ndarray]] = {}
     for key, array in arrays.items():
         # Older pefts keep the adapter's name in the key.

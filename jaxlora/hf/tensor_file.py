@@ -1,14 +1,16 @@
-"""A safetensors file as memory-mapped arrays: nothing is read before it is used."""
+"""A safetensors file whose tensors are read one at a time, or block by block."""
 
-import functools
-import json
+import io
+import math
 import pathlib
+from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
 import safetensors
 
 from jaxlora.errors import ModelError
+from jaxlora.json_file import check_regular_file, parse_json
 
 _DTYPES = {
     "F64": np.dtype(np.float64),
@@ -21,30 +23,35 @@ _DTYPES = {
 class TensorFile:
     """One safetensors file.
 
-    `safetensors` checks the file; the arrays are views of the mapped file, which it
-    does not offer for bfloat16 in NumPy without a copy.
+    `safetensors` checks the file, above all its size against its header. The tensors
+    are read, not mapped: a file that shrinks or a disk that fails while they are in use
+    then raises, where a mapping kills the process.
     """
 
     def __init__(self, path: pathlib.Path):
         """Opens and checks a file.
 
         Raises:
-            ModelError: The file is missing, truncated or no safetensors file.
+            ModelError: The file is missing, unreadable, truncated or no safetensors
+                file.
         """
         self.path = path
         try:
+            check_regular_file(path)
             with safetensors.safe_open(path, framework="numpy"):
                 pass
+            with path.open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                self._header = parse_json(file.read(size))
         except FileNotFoundError:
             raise ModelError(f"{path}: there is no such file.") from None
-        except (safetensors.SafetensorError, OSError) as error:
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        except (safetensors.SafetensorError, ValueError) as error:
             raise ModelError(
                 f"{path} is damaged or incomplete: {error}. Fetch or copy it again."
             ) from error
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            self._header = json.loads(file.read(size))
-            self._data_start = 8 + size
+        self._data_start = 8 + size
         self._header.pop("__metadata__", None)
 
     def names(self) -> list[str]:
@@ -55,37 +62,88 @@ class TensorFile:
         """Shape of a tensor."""
         return tuple(self._header[name]["shape"])
 
-    def array(self, name: str) -> np.ndarray:
-        """A tensor as a read-only view of the mapped file.
+    def dtype(self, name: str) -> np.dtype:
+        """Dtype of a tensor.
 
         Raises:
-            ModelError: Its dtype is no float that can be trained on.
+            ModelError: It is no float that can be trained on.
         """
-        entry = self._header[name]
-        if entry["dtype"] not in _DTYPES:
+        dtype = self._header[name]["dtype"]
+        if dtype not in _DTYPES:
             raise ModelError(
-                f"{self.path}: {name} has dtype {entry['dtype']}; wanted one of "
+                f"{self.path}: {name} has dtype {dtype}; wanted one of "
                 f"{', '.join(_DTYPES)}. Quantised checkpoints are not supported."
             )
-        start, end = entry["data_offsets"]
-        raw = self._bytes[self._data_start + start : self._data_start + end]
-        return raw.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        return _DTYPES[dtype]
 
-    def edges(self, name: str, num_bytes: int = 4096) -> bytes:
-        """The first and last bytes of a tensor."""
-        start, end = (
-            self._data_start + at for at in self._header[name]["data_offsets"]
-        )
-        first = self._bytes[start : min(end, start + num_bytes)]
-        return (
-            first.tobytes() + self._bytes[max(start, end - num_bytes) : end].tobytes()
-        )
+    def array(self, name: str) -> np.ndarray:
+        """A whole tensor.
+
+        Raises:
+            ModelError: Its dtype is no float that can be trained on, or it cannot be
+                read.
+        """
+        dtype, shape = self.dtype(name), self.shape(name)
+        try:
+            array = np.empty(shape, dtype)
+        except ValueError as error:  # no elements, in dimensions beyond NumPy
+            raise ModelError(
+                f"{self.path}: {name} has shape {shape}: {error}"
+            ) from None
+        with self._at(name) as file:
+            self._fill(file, array)
+        return array
+
+    def blocks(self, name: str, num_rows: int) -> Iterator[np.ndarray]:
+        """A tensor in blocks of rows; each is overwritten by the next.
+
+        Args:
+            name: The tensor.
+            num_rows: Rows of a block; the last may have fewer.
+
+        Raises:
+            ModelError: As `array`.
+        """
+        shape = self.shape(name) or (1,)
+        if math.prod(shape) == 0:
+            return
+        buffer = np.empty((min(num_rows, shape[0]), *shape[1:]), self.dtype(name))
+        with self._at(name) as file:
+            for start in range(0, shape[0], len(buffer)):
+                block = buffer[: shape[0] - start]
+                self._fill(file, block)
+                yield block
+
+    def _at(self, name: str) -> io.FileIO:
+        try:
+            file = io.FileIO(self.path)
+            file.seek(self._data_start + self._header[name]["data_offsets"][0])
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+        return file
+
+    def _fill(self, file: io.FileIO, array: np.ndarray) -> None:
+        rest = memoryview(array.reshape(-1).view(np.uint8))
+        while rest:
+            try:
+                count = file.readinto(rest)
+            except OSError as error:
+                raise _unreadable(self.path, error) from error
+            if not count:
+                raise ModelError(
+                    f"{self.path} became shorter while it was read. Fetch or copy it "
+                    "again, and leave it alone meanwhile."
+                )
+            rest = rest[count:]
 
     def description(self, name: str) -> str:
         """A tensor's dtype and shape, for fingerprints."""
         entry = self._header[name]
         return f"{entry['dtype']}{entry['shape']}"
 
-    @functools.cached_property
-    def _bytes(self) -> np.ndarray:
-        return np.memmap(self.path, np.uint8, mode="r")
+
+def _unreadable(path: pathlib.Path, error: OSError) -> ModelError:
+    return ModelError(
+        f"{path} cannot be read: {error.strerror or error}. Check its permissions and "
+        "the disk, or fetch or copy it again."
+    )

@@ -71,6 +71,7 @@ class SavedRun:
         base_model: Folder or hub id of the base.
         linear_names: Names of the base's linears.
         stopping: Why jobs are to end after their batch, by job name.
+        base_revision: Commit of a base from the hub; None: a folder.
     """
 
     identity: RunIdentity
@@ -79,6 +80,7 @@ class SavedRun:
     base_model: str
     linear_names: list[str]
     stopping: dict[str, str]
+    base_revision: str | None = None
 
 
 class Checkpoints:

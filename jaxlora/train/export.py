@@ -58,6 +58,7 @@ def export_checkpoint(
                 adapter,
                 out / name,
                 base_model=run.base_model,
+                revision=run.base_revision,
                 linear_names=run.linear_names,
             )
         )

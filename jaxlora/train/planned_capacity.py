@@ -7,8 +7,7 @@ import jax.numpy as jnp
 
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.tokenize import TokenizedData
-from jaxlora.hf.config import model_config
-from jaxlora.hf.files import read_json
+from jaxlora.hf.checkpoint import planned_config
 from jaxlora.hf.load import base_dtype
 from jaxlora.hf.names import linear_names, linear_path, tensor_specs
 from jaxlora.hf.peft_import import import_peft
@@ -42,7 +41,7 @@ def planned_capacity(
     config = as_begun(config, pathlib.Path(config.output_dir))
     if config.microbatch_tokens != "auto":
         return config
-    model = model_config(read_json(model_folder / "config.json"))
+    model = planned_config(model_folder)
     bounds = Bounds.of(config, train, held_out)
     spec = prepare.spec_of(
         provisional(config, bounds),

@@ -52,6 +52,7 @@ def open_job(job: LoraJob, model: BaseModel, tokenizer: Tokenizer) -> JobRun:
         start = dataclasses.replace(start, dropout=job.dropout)
         _check_asked(job, start, model)
     train, held_out = read_data(job, tokenizer)
+    warn_of_positions(job.name, train, held_out, model.config.max_positions)
     ranks = sorted({weights.rank for weights in start.modules.values()})
     logger.info(
         "%s: rank %s on %d modules: %s",
@@ -77,6 +78,34 @@ def read_data(
     for data in filter(None, (train, held_out)):
         logger.info("%s: %s", job.name, data.summary())
     return train, held_out
+
+
+def warn_of_positions(
+    name: str, train: TokenizedData, held_out: TokenizedData | None, positions: int
+) -> None:
+    """Warns, once, of samples that are longer than what the model was made for.
+
+    Args:
+        name: The job's.
+        train: Its training samples.
+        held_out: Its held-out samples, if any.
+        positions: The model's `max_position_embeddings`.
+    """
+    datasets = filter(None, (train, held_out))
+    lengths = [len(s.token_ids) for data in datasets for s in data.samples]
+    num_beyond = sum(length > positions for length in lengths)
+    if num_beyond:
+        logger.warning(
+            "%s: %d of %d samples are longer than the %d positions that the model was "
+            "made for (max_position_embeddings); the longest has %d tokens. Set "
+            "max_length to %d, or expect worse results on them.",
+            name,
+            num_beyond,
+            len(lengths),
+            positions,
+            max(lengths),
+            positions,
+        )
 
 
 def _check_asked(job: LoraJob, start: Adapter, model: BaseModel) -> None:

@@ -231,6 +231,7 @@ class Trainer:
             adapter,
             self._folder(run),
             base_model=self.model.source,
+            revision=self.model.revision,
             linear_names=linear_names(self.model.config),
         )
 
@@ -335,6 +336,7 @@ class Trainer:
             progress={r.job.name: dataclasses.asdict(r.progress) for r in self.runs},
             adapters={run.job.name: adapter(run) for run in self.runs},
             base_model=self.model.source,
+            base_revision=self.model.revision,
             linear_names=list(linear_names(self.model.config)),
             stopping=dict(self._stopping),
         )

@@ -133,5 +133,5 @@ def test_an_unknown_dtype(folder, tmp_path, make_adapter, export):
 
 
 def test_no_base(tmp_path, make_adapter, export):
-    with pytest.raises(ModelError, match=r"config\.json: there is no such file"):
+    with pytest.raises(ModelError, match="no: there is no such folder"):
         merge_adapter(tmp_path / "no", export(make_adapter()), tmp_path / "out")

@@ -1,0 +1,149 @@
+"""The files of a Hugging Face tokenizer, each value checked before it is used."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from jaxlora.errors import ModelError
+from jaxlora.json_file import check_regular_file, read_json_file, shown
+
+# Half of a character, which JSON can spell and UTF-8 cannot.
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_SPECIAL = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
+
+
+def special_tokens(folder: Path, config: dict[str, Any], backend) -> dict[str, str]:
+    """The text of each special token, by `bos_token`, `eos_token` and so on.
+
+    Args:
+        folder: Holds the files.
+        config: Contents of tokenizer_config.json.
+        backend: The tokenizer, to look an id up.
+
+    Raises:
+        ModelError: A token is of a wrong kind, or a file is damaged.
+    """
+    if "added_tokens_decoder" not in config:
+        config = config | read_object(folder / "special_tokens_map.json")
+    texts = {name: _text(config, f"{name}_token", folder) for name in _SPECIAL}
+    special = {
+        f"{name}_token": text for name, text in texts.items() if text is not None
+    }
+    if "eos_token" not in special:
+        special |= _eos_of_model(folder, backend)
+    return special
+
+
+def load_backend(folder: Path) -> tokenizers.Tokenizer:
+    """Reads tokenizer.json.
+
+    Raises:
+        ModelError: There is none that can be read.
+        BaseException: Whatever the library raises of a damaged one; see `explaining`.
+    """
+    path = folder / "tokenizer.json"
+    try:
+        if not folder.is_dir():
+            raise ModelError(f"{folder}: no such folder. Give a model's folder.")
+        check_regular_file(path)
+    except FileNotFoundError:
+        raise ModelError(
+            f"{folder}: has no tokenizer.json (a tokenizer.model alone is not enough). "
+            "Convert it once with transformers: AutoTokenizer.from_pretrained(folder)"
+            ".save_pretrained(folder)."
+        ) from None
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return tokenizers.Tokenizer.from_file(str(path))
+
+
+def _unreadable(path: Path, error: OSError) -> ModelError:
+    return ModelError(
+        f"{path}: cannot be read ({error.strerror or error}). Fetch the file again, or "
+        "check its permissions."
+    )
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, an empty one if there is no file.
+
+    Raises:
+        ModelError: The file cannot be read, or holds no object.
+    """
+    try:
+        content = read_json_file(path)
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ModelError(
+            f"{path}: is not valid JSON ({error}). Fetch the file again."
+        ) from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: must hold an object. Fetch the file again.")
+    return content
+
+
+def _text(config: dict[str, Any], key: str, folder: Path) -> str | None:
+    """A special token is written as its text, or as an object with its `content`."""
+    token = config.get(key)
+    text = token.get("content") if isinstance(token, dict) else token
+    if token is None or (isinstance(text, str) and not _SURROGATE.search(text)):
+        return text
+    raise ModelError(
+        f"{folder}: {key} is {shown(token)} in tokenizer_config.json or "
+        "special_tokens_map.json; wanted a text, an object with its content, or null."
+    )
+
+
+def _eos_of_model(folder: Path, backend) -> dict[str, str]:
+    for name in ("generation_config.json", "config.json"):
+        ids = read_object(folder / name).get("eos_token_id")
+        first = ids[0] if isinstance(ids, list) and ids else ids
+        is_id = isinstance(first, int) and not isinstance(first, bool)
+        if first is not None and not (is_id and 0 <= first < 2**31):
+            raise ModelError(
+                f"{folder / name}: eos_token_id is {shown(ids)}; wanted the id of a "
+                "token, or a list of ids."
+            )
+        text = None if first is None else backend.id_to_token(first)
+        if text is not None:
+            return {"eos_token": text}
+    return {}
+
+
+def load_template(folder: Path, config: dict[str, Any]) -> Any:
+    """The chat template, or several by name, or None.
+
+    Args:
+        folder: Holds chat_template.jinja, if there is one.
+        config: Contents of tokenizer_config.json.
+
+    Raises:
+        ModelError: The file cannot be read, or the value is of another kind.
+    """
+    path = folder / "chat_template.jinja"
+    try:
+        check_regular_file(path)
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path}: is not UTF-8. Save it as UTF-8.") from error
+    except OSError as error:
+        if not isinstance(error, FileNotFoundError) or path.is_symlink():
+            raise _unreadable(path, error) from error
+    template = given = config.get("chat_template")
+    if isinstance(template, list):
+        entries = [e if isinstance(e, dict) else {} for e in template]
+        template = {e.get("name"): e.get("template") for e in entries}
+    texts = (
+        [*template, *template.values()] if isinstance(template, dict) else [template]
+    )
+    if template is not None and not all(isinstance(text, str) for text in texts):
+        raise ModelError(
+            f"{folder / 'tokenizer_config.json'}: chat_template is {shown(given)}; "
+            "wanted a text, or a list of objects with a name and a template."
+        )
+    return template

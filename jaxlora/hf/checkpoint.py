@@ -1,0 +1,150 @@
+"""A checkpoint folder, opened: its config and its tensors, and whether they agree."""
+
+import dataclasses
+import logging
+import pathlib
+import re
+from typing import Any
+
+import numpy as np
+
+from jaxlora.errors import ModelError
+from jaxlora.hf.config import model_config
+from jaxlora.hf.files import read_json, safetensor_files
+from jaxlora.hf.names import TensorSpec, tensor_specs
+from jaxlora.hf.tensor_file import TensorFile
+from jaxlora.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# In older checkpoints, and recomputed from the config here.
+_HARMLESS_EXTRA = ("rotary_emb.inv_freq",)
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
+_BLOCK_BYTES = 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A Hugging Face checkpoint on this disk.
+
+    Attributes:
+        folder: Where its files are.
+        config_json: Contents of config.json. `tie_word_embeddings` is false where the
+            weights have a head of their own.
+        config: The mathematics that both make.
+        files: The file of each tensor, by Hugging Face's name.
+    """
+
+    folder: pathlib.Path
+    config_json: dict[str, Any]
+    config: ModelConfig
+    files: dict[str, TensorFile]
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The tensors that the config calls for."""
+        return tensor_specs(self.config)
+
+    def check(self) -> None:
+        """Checks that config and weights agree.
+
+        Raises:
+            ModelError: A tensor is missing, has another shape or an unsupported dtype,
+                or has no place in such a model.
+        """
+        specs = self.specs()
+        for spec in specs:
+            file = self.files.get(spec.hf_name)
+            if file is None:
+                raise ModelError(
+                    f"{self.folder}: the checkpoint lacks {spec.hf_name} "
+                    f"{list(spec.hf_shape)}, which its config.json calls for."
+                )
+            found = file.shape(spec.hf_name)
+            if found != spec.hf_shape:
+                raise ModelError(
+                    f"{file.path}: {spec.hf_name} has shape {list(found)}; its "
+                    f"config.json calls for {list(spec.hf_shape)}."
+                )
+            file.dtype(spec.hf_name)
+        known = {spec.hf_name for spec in specs}
+        for name in self.files.keys() - known:
+            # A tied head may be stored as well; it is the embedding.
+            if name != _HEAD and not name.endswith(_HARMLESS_EXTRA):
+                raise ModelError(
+                    f"{self.folder}: the checkpoint holds {name}, which a model of its "
+                    "config.json has no place for."
+                )
+
+
+def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
+    """Opens a checkpoint folder; reads no weights but to compare a head.
+
+    Raises:
+        ModelError: A file is missing or damaged, the model is of an unsupported kind,
+            or config.json has more layers than the weights.
+    """
+    config_json = read_json(folder / "config.json")
+    config = model_config(config_json)
+    paths = safetensor_files(folder)
+    opened = {path: TensorFile(path) for path in sorted(set(paths.values()))}
+    files = {name: opened[path] for name, path in paths.items()}
+    _check_num_layers(folder, config, files)
+    if has_own_head(config, files):
+        logger.warning(
+            "%s: config.json says tie_word_embeddings, and the weights hold a "
+            "%s that differs from the embedding: it is used, as transformers does. Set "
+            "tie_word_embeddings to false to silence this.",
+            folder,
+            _HEAD,
+        )
+        config = dataclasses.replace(config, tie_embeddings=False)
+        config_json = {**config_json, "tie_word_embeddings": False}
+    return Checkpoint(
+        folder=folder, config_json=config_json, config=config, files=files
+    )
+
+
+def planned_config(folder: pathlib.Path) -> ModelConfig:
+    """The mathematics of a model whose weights need not be there.
+
+    Raises:
+        ModelError: config.json or a file of weights is damaged or unsupported.
+    """
+    if any(folder.glob("*.safetensors")):
+        return open_checkpoint(folder).config
+    return model_config(read_json(folder / "config.json"))
+
+
+def _check_num_layers(
+    folder: pathlib.Path, config: ModelConfig, files: dict[str, TensorFile]
+) -> None:
+    """Bounds the layers before anything is made for each of them."""
+    layers = {int(m[1]) for m in map(_LAYER.match, files) if m is not None}
+    if config.num_layers > len(layers):
+        raise ModelError(
+            f"{folder / 'config.json'} has num_hidden_layers={config.num_layers}, and "
+            f"the weights hold {len(layers)} layers (model.layers.N). Correct it, or "
+            "fetch the missing files."
+        )
+
+
+def has_own_head(config: ModelConfig, files: dict[str, TensorFile]) -> bool:
+    """Whether weights hold a head that differs from the embedding it is said to be."""
+    if not config.tie_embeddings or not {_HEAD, _EMBEDDING} <= files.keys():
+        return False
+    head, embedding = files[_HEAD], files[_EMBEDDING]
+    shape = head.shape(_HEAD)
+    if shape != embedding.shape(_EMBEDDING) or len(shape) != 2:
+        return True
+    rows = max(1, _BLOCK_BYTES // max(1, 4 * shape[1]))
+    pairs = zip(
+        head.blocks(_HEAD, rows), embedding.blocks(_EMBEDDING, rows), strict=True
+    )
+    return not all(_are_equal(a, b) for a, b in pairs)
+
+
+def _are_equal(a: np.ndarray, b: np.ndarray) -> bool:
+    if a.dtype == b.dtype and np.array_equal(a.view(np.uint8), b.view(np.uint8)):
+        return True
+    return np.array_equal(a.astype(np.float64), b.astype(np.float64))

@@ -1,0 +1,71 @@
+"""JSON from files of strangers, with bounds on what Python cannot take."""
+
+import json
+import os
+import pathlib
+import reprlib
+import stat
+from typing import Any
+
+# Far more than any real file, and far less than what exhausts the stack when the value
+# is printed or written again.
+_MAX_DEPTH = 100
+
+_repr = reprlib.Repr(maxdict=6, maxlist=8, maxtuple=8, maxset=8, maxlevel=3)
+_repr.maxstring = _repr.maxother = 200
+_repr.maxlong = 60
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: The text is no JSON, nests too deep, or holds a number too long.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"it nests deeper than {_MAX_DEPTH} levels") from None
+    if _is_deep(value):
+        raise ValueError(f"it nests deeper than {_MAX_DEPTH} levels")
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(_MAX_DEPTH):
+        children = (v.values() if isinstance(v, dict) else v for v in level)
+        level = [c for v in children for c in v if isinstance(c, dict | list)]
+    return bool(level)
+
+
+def read_json_file(path: pathlib.Path) -> Any:
+    """The value in a JSON file.
+
+    Raises:
+        FileNotFoundError: There is nothing at `path`.
+        OSError: The file cannot be read, or is a link to nothing.
+        ValueError: It is no JSON in UTF-8, nests too deep, or holds a number too long.
+    """
+    try:
+        check_regular_file(path)
+        return parse_json(path.read_bytes().decode("utf-8"))
+    except FileNotFoundError:
+        if os.path.islink(path):
+            where = os.readlink(path)
+            raise OSError(f"it links to {where}, which is missing") from None
+        raise
+
+
+def check_regular_file(path: pathlib.Path) -> None:
+    """Raises OSError where a path is missing or is no regular file, such as a pipe."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError("it is no regular file")
+
+
+def shown(value: object) -> str:
+    """`repr` of a value from a file, cut where it is long."""
+    try:
+        return _repr.repr(value)
+    except ValueError:  # Python prints no numbers of thousands of digits
+        return f"a number of {type(value).__name__} too long to print"
