@@ -69,3 +69,9 @@ def shown(value: object) -> str:
         return _repr.repr(value)
     except ValueError:  # Python prints no numbers of thousands of digits
         return f"a number of {type(value).__name__} too long to print"
+
+
+def cut(error: BaseException, most: int = 300) -> str:
+    """The text of a library's error, which may quote the whole file."""
+    text = str(error)
+    return text if len(text) <= most else f"{text[:most]}..."

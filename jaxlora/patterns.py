@@ -107,16 +107,14 @@ def _name_end(expression: str) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _compiled(expression: str) -> regex.Pattern:
+    if _written_out(expression) > _MAX_SIZE:
+        raise re.error(f"written out, it has more than {_MAX_SIZE} parts")
     with warnings.catch_warnings():
         # Sets that a later Python may read in another way.
         warnings.simplefilter("ignore", FutureWarning)
         re.compile(expression)
         if found := _OTHER_MEANING.search(expression):
-            raise re.error(
-                f"{found[0]!r} has no place in the name of a module", expression
-            )
-        if _written_out(expression) > _MAX_SIZE:
-            raise re.error("it repeats too much, written out", expression)
+            raise re.error(f"{found[0]!r} has no place in the name of a module")
         return regex.compile(expression, regex.VERSION0)
 
 

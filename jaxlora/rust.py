@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 
 from jaxlora.errors import JaxloraError
+from jaxlora.json_file import cut
 
 
 @contextlib.contextmanager
@@ -30,7 +31,7 @@ def explaining(where: str, cure: str, kind: type[JaxloraError]) -> Iterator[None
         except BaseException as error:
             if not isinstance(error, Exception) and not _is_panic(error):
                 raise
-            raise kind(f"{where}: cannot be read ({error}). {cure}") from error
+            raise kind(f"{where}: cannot be read ({cut(error)}). {cure}") from error
 
 
 def _is_panic(error: BaseException | None) -> bool:

@@ -18,6 +18,7 @@ from jaxlora.data.tokenizer_files import (
     special_tokens,
 )
 from jaxlora.errors import ModelError
+from jaxlora.json_file import shown
 from jaxlora.rust import explaining
 
 _log = logging.getLogger(__name__)
@@ -103,8 +104,8 @@ class Tokenizer:
         token_id = None if text is None else self._backend.token_to_id(text)
         if text is not None and token_id is None:
             raise ModelError(
-                f"{self._source}: {key} is {text!r}, which is not in tokenizer.json. "
-                f"Correct {key} in tokenizer_config.json, or save the tokenizer again "
+                f"{self._source}: {key} is {shown(text)}, which is not in "
+                f"tokenizer.json. Correct {key} in tokenizer_config.json, or save the tokenizer again "
                 "with transformers."
             )
         return token_id

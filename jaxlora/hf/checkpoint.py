@@ -108,12 +108,19 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
 def planned_config(folder: pathlib.Path) -> ModelConfig:
     """The mathematics of a model whose weights need not be there.
 
+    Where they are, they tell whether the model has a head of its own.
+
     Raises:
-        ModelError: config.json or a file of weights is damaged or unsupported.
+        ModelError: config.json is damaged or of an unsupported kind.
     """
-    if any(folder.glob("*.safetensors")):
+    config = model_config(read_json(folder / "config.json"))
+    if not config.tie_embeddings:
+        return config
+    try:
         return open_checkpoint(folder).config
-    return model_config(read_json(folder / "config.json"))
+    except ModelError as error:
+        logger.info("the weights were not looked at: %s", error)
+        return config
 
 
 def _check_num_layers(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxlora.errors import ModelError
+from jaxlora.json_file import cut
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +73,7 @@ def open_gguf(path: str | pathlib.Path) -> GgufFile:
     # A file that lies about itself makes the package raise anything.
     except Exception as error:
         raise ModelError(
-            f"{path} is no readable GGUF file: {error}. Fetch or copy it again."
+            f"{path} is no readable GGUF file: {cut(error)}. Fetch or copy it again."
         ) from error
     return GgufFile(
         path=path, fields=fields, tensors={t.name: t for t in reader.tensors}

@@ -120,7 +120,7 @@ def _read(
         digest.update(block.view(np.uint8))
         peaks.append(largest(block))
         rows = slice(start, start + len(block))
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             if spec.transpose:
                 buffer[:, rows] = block.T
             else:

@@ -11,13 +11,15 @@ from jaxlora.errors import JaxloraError
 def largest(array: np.ndarray) -> np.ndarray:
     """The element of the largest magnitude, where infinity tops all and NaN infinity.
 
-    Without their signs, the bits of floats have the order of their magnitudes. Integers
-    are compared several times as fast as floats are classified, bfloat16 above all.
+    The bits of floats, read as integers, have the order of their magnitudes: as signed
+    ones those of the positive floats, as unsigned ones those of the negative. Integers
+    are compared many times as fast as floats are classified, bfloat16 above all.
     """
-    unsigned = np.dtype(f"u{array.dtype.itemsize}")
-    magnitude = unsigned.type(2 ** (8 * unsigned.itemsize - 1) - 1)
-    bits = np.bitwise_and(array.view(unsigned), magnitude).max(initial=0)
-    return np.asarray(bits, unsigned).view(array.dtype)
+    signed, unsigned = (np.dtype(f"{k}{array.dtype.itemsize}") for k in "iu")
+    sign = 2 ** (8 * unsigned.itemsize - 1)
+    positive = int(array.view(signed).max(initial=0))
+    negative = int(array.view(unsigned).max(initial=0)) & (sign - 1)
+    return np.asarray(max(positive, negative), unsigned).view(array.dtype)
 
 
 def check_finite(
@@ -38,16 +40,17 @@ def check_finite(
         JaxloraError: Of `kind`.
     """
     peak = largest(peaks if isinstance(peaks, np.ndarray) else np.array([*peaks]))
-    if not np.isfinite(peak.astype(np.float64)):
-        what = "NaN" if np.isnan(peak.astype(np.float64)) else "infinity"
+    with np.errstate(over="ignore", invalid="ignore"):
+        value = float(peak.astype(np.float64))
+        is_kept = dtype is None or np.isfinite(peak.astype(dtype).astype(np.float64))
+    if not np.isfinite(value):
+        what = "NaN" if np.isnan(value) else "infinity"
         raise kind(
             f"{where} holds {what}, so nothing can be computed with it. The file is "
             "damaged, or what wrote it had diverged: use another copy or checkpoint."
         )
-    with np.errstate(over="ignore"):
-        is_finite = dtype is None or np.isfinite(peak.astype(dtype).astype(np.float64))
-    if not is_finite:
+    if not is_kept:
         raise kind(
-            f"{where} holds a value of magnitude {float(peak):.4g}, which overflows "
+            f"{where} holds a value of magnitude {value:.4g}, which overflows "
             f"{jnp.dtype(dtype).name}. Choose a dtype of a wider range."
         )

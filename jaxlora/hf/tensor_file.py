@@ -10,7 +10,7 @@ import numpy as np
 import safetensors
 
 from jaxlora.errors import ModelError
-from jaxlora.json_file import check_regular_file, parse_json
+from jaxlora.json_file import check_regular_file, cut, parse_json
 
 _DTYPES = {
     "F64": np.dtype(np.float64),
@@ -49,7 +49,8 @@ class TensorFile:
             raise _unreadable(path, error) from error
         except (safetensors.SafetensorError, ValueError) as error:
             raise ModelError(
-                f"{path} is damaged or incomplete: {error}. Fetch or copy it again."
+                f"{path} is damaged or incomplete: {cut(error)}. Fetch or copy it "
+                "again."
             ) from error
         self._data_start = 8 + size
         self._header.pop("__metadata__", None)
