@@ -105,8 +105,8 @@ class Tokenizer:
         if text is not None and token_id is None:
             raise ModelError(
                 f"{self._source}: {key} is {shown(text)}, which is not in "
-                f"tokenizer.json. Correct {key} in tokenizer_config.json, or save the tokenizer again "
-                "with transformers."
+                f"tokenizer.json. Correct {key} in tokenizer_config.json, or save the "
+                "tokenizer again with transformers."
             )
         return token_id
 

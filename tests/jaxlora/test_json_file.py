@@ -57,7 +57,7 @@ def test_links_to_nothing_are_not_missing_files(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_json_file(path)
     path.symlink_to("nowhere.json")
-    with pytest.raises(OSError, match="it links to nowhere.json, which is missing"):
+    with pytest.raises(OSError, match=r"it links to nowhere\.json, which is missing"):
         read_json_file(path)
 
 

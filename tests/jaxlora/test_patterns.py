@@ -12,7 +12,7 @@ from jaxlora.patterns import Patterns
 
 NAMES = [f"model.layers.{i}.self_attn.q_proj" for i in range(100)]
 # Each takes time exponential in the length of a name, also from `regex`.
-SLOW = [r"(.|[a-z]|[^!])*[!?]", r"(.|.)*!?\d", r"([a-z.]|\w|[0-9])+_[!?]"]
+SLOW = [r"(.|[a-z]|[^!])*[!?]", r"(.|.)*!?\d"]
 # These only from `re`.
 NESTED = ["(([a-z_.0-9])+)+!", "((.)+)+[^a-z_.0-9]", r"(\w+\.?)+(?<=z)"]
 
@@ -89,9 +89,9 @@ def test_matches_are_those_of_re():
     ],
 )
 def test_what_is_no_expression(expression):
-    with pytest.raises(ConfigError, match="job 'a': key .* is no regular expression"):
+    with pytest.raises(ConfigError, match=r"job 'a': key .* is no regular expression"):
         Patterns("job 'a'").check("key", expression)
-    with pytest.raises(ConfigError, match="job 'a': key .* is no regular expression"):
+    with pytest.raises(ConfigError, match=r"job 'a': key .* is no regular expression"):
         Patterns("job 'a'").check("key", expression, is_end=True)
 
 
