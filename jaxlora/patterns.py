@@ -16,7 +16,7 @@ import regex
 from jaxlora.errors import ConfigError
 
 # Ordinary expressions take microseconds for all names of a model.
-_SECONDS = 2.0
+_SECONDS = 1.0
 # `regex` writes repetitions out when it compiles: a{1000} nested four times would take
 # all memory.
 _MAX_SIZE = 100_000
@@ -91,8 +91,8 @@ class Patterns:
             return match(_compiled(compiled), name, timeout=self._left) is not None
         except TimeoutError:
             raise ConfigError(
-                f"{self._where}: {_cut(given)} takes longer than {self._total:g} "
-                "seconds to match the modules' names. Repetitions inside repetitions, "
+                f"{self._where}: {_cut(given)} takes longer than {self._total:g} s "
+                "to match the modules' names. Repetitions inside repetitions, "
                 "such as (a+)+, are the usual cause: write it without, or list the "
                 "modules."
             ) from None

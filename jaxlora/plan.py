@@ -180,7 +180,7 @@ def _read_jobs(
 
 def _tokenizer_folder(config: RunConfig) -> pathlib.Path:
     """The model's folder; of a model on the hub, only the tokenizer is fetched."""
-    if pathlib.Path(config.model).exists() or config.model.count("/") > 1:
+    if os.path.exists(config.model) or config.model.count("/") > 1:
         return pathlib.Path(model_folder(config.model, config.revision))
     try:
         folder = huggingface_hub.snapshot_download(

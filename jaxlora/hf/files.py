@@ -130,8 +130,8 @@ def _fetched(source: str, revision: str | None) -> str:
             "whole), and the hub cannot be reached or is switched off by "
             "HF_HUB_OFFLINE."
         ) from error
-    # HTTPError: also a connection that breaks while files come in.
-    except (hub_errors.HTTPError, OSError, ValueError) as error:
+    # Errors of the client, of the network while files come in, and of the cache.
+    except (hub_errors.HTTPError, OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"{source} cannot be fetched from the hub: {error}") from error
 
 

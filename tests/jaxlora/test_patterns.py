@@ -22,7 +22,7 @@ def test_all_names_share_one_budget(expression):
     patterns = Patterns("job 'a'", seconds=0.2)
     patterns.check("target_modules", expression)
     start = time.process_time()
-    with pytest.raises(ConfigError, match=r"job 'a': .* takes longer than 0\.2 sec"):
+    with pytest.raises(ConfigError, match=r"job 'a': .* takes longer than 0\.2 s to"):
         for name in NAMES:
             patterns.is_whole(expression, name)
     assert time.process_time() - start < 2

@@ -41,6 +41,19 @@ def config(tmp_path_factory) -> RunConfig:
     )
 
 
+def test_a_plan_warns_of_samples_beyond_the_models_positions(config, tmp_path, caplog):
+    folder = tiny.write_model(
+        tmp_path / "model", config={**tiny.CONFIG, "max_position_embeddings": 40}
+    )
+    changes = {"model": str(folder), "jobs": config.jobs[:2], "max_concurrent_jobs": 2}
+    plan_run(config.model_copy(update=changes))
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warnings) == 2
+    for name, warning in zip(("job0", "job1"), warnings, strict=True):
+        assert warning.startswith(f"{name}: ")
+        assert "longer than the 40 positions that the model was made for" in warning
+
+
 def test_the_trainer_runs_what_was_planned(config):
     planned = plan_run(config)
     trainer = Trainer(config)

@@ -164,6 +164,13 @@ def test_the_first_pattern_that_ends_the_name_counts(pattern, value):
         ),
         ({"alpha_pattern": {"k_proj": 4}}, "alpha_pattern key 'k_proj' matches none"),
         ({"rank_pattern": {"[": 4}}, r"rank_pattern key '\[' is no regular expression"),
+        (
+            {"target_modules": "(.|[a-z]|[^!])*[!?]"},
+            r"job 'a': '\(\.\|\[a-z\]\|.*takes longer than 1 s to match",
+        ),
+        ({"exclude_modules": "(.|[a-z]|[^!])*[!?]"}, "takes longer than 1 s "),
+        ({"rank_pattern": {"(.|.)*!?\\d": 4}}, "takes longer than 1 s to match"),
+        ({"target_modules": "(([a-z_.0-9])+)+!"}, "matches no linear of the model"),
         ({"rank_pattern": {"(?i)Q_PROJ": 4}}, r"'\(\?i\)Q_PROJ' is no regular expre"),
     ],
 )

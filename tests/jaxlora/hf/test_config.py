@@ -285,6 +285,116 @@ def test_refused(more, match):
         model_config({"model_type": "llama", **SHAPE, **more})
 
 
+BOUNDED = (*SHAPE, "num_key_value_heads", "head_dim", "max_position_embeddings")
+
+
+@pytest.mark.parametrize("key", BOUNDED)
+@pytest.mark.parametrize(
+    "value", [0, -1, 16.0, True, "16", [16], {}, 10**9 * 8, 10**12, 10**400, 1e308]
+)
+def test_sizes_are_bounded_before_anything_is_made(key, value):
+    with pytest.raises(
+        ModelError, match=f"config.json has {key}=.*; wanted a"
+    ) as found:
+        read("qwen3", **{key: value})
+    assert len(str(found.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ({"rope_theta": 10**400}, "rope_theta=1000.*; wanted a number above 0, and at"),
+        ({"rope_theta": 1e-300}, "rope_theta=1e-300; wanted at least 1"),
+        ({"rope_theta": 1e300}, r"rope_theta=1e\+300; wanted a number above 0, and at"),
+        (
+            {"rms_norm_eps": 1e300},
+            r"rms_norm_eps=1e\+300; wanted a number above 0, and",
+        ),
+        ({"rope_scaling": {"type": []}}, r"rope_type=.*; supported: default, linear"),
+        (
+            {"rope_scaling": {**LLAMA3, "type": "llama3", "high_freq_factor": 1.0}},
+            "high_freq_factor=1, which must be above low_freq_factor=1",
+        ),
+        ({"hidden_act": None}, "hidden_act=None; only 'silu' is supported"),
+        ({"hidden_size": 65, "head_dim": 8}, "hidden_size=65, not a multiple of"),
+        ({"eos_token_id": "2"}, "eos_token_id='2'; wanted a whole number"),
+        ({"eos_token_id": [2, None, "a"]}, "eos_token_id=.*; wanted a whole number"),
+        ({"bos_token_id": [1]}, r"bos_token_id=\[1\]; wanted a whole number"),
+        ({"pad_token_id": True}, "pad_token_id=True; wanted a whole number"),
+        ({"auto_map": "a" * 9999}, r"auto_map='aaa.*\.\.\..*, which is not read"),
+    ],
+)
+def test_values_that_cannot_be_computed_with(more, match):
+    with pytest.raises(ModelError, match=match) as found:
+        read(**more)
+    assert len(str(found.value)) < 600
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [],
+        [FULL] * 3,
+        [FULL] * 5,
+        ["chunked_attention"] * 4,
+        [FULL] * 3 + [None],
+        FULL,
+        4,
+    ],
+)
+def test_layer_types_that_transformers_refuses(family, kinds):
+    match = "layer_types=.*; wanted one of .* for each of the 4 layers"
+    with pytest.raises(ModelError, match=match):
+        read(family, layer_types=kinds)
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "match"),
+    [
+        ("llama", {"layer_types": [SLIDING] * 4}, "no sliding window is in use"),
+        ("qwen2", {"layer_types": [SLIDING] * 4}, "no sliding window is in use"),
+        (
+            "qwen3",
+            {**QWEN_WINDOW, "sliding_window": None, "layer_types": [FULL, SLIDING] * 2},
+            "no sliding window is in use for this qwen3 model. Set sliding_window",
+        ),
+        (
+            "mistral",
+            {"layer_types": [FULL] * 4},
+            "sliding_window=4096. Remove layer_ty",
+        ),
+        ("mistral", {"layer_types": [FULL, SLIDING] * 2}, "all layers of a mistral"),
+        (
+            "mistral",
+            {"sliding_window": None, "layer_types": [SLIDING] * 4},
+            "no sliding window is in use",
+        ),
+    ],
+)
+def test_layer_types_that_do_not_fit_the_family(family, more, match):
+    with pytest.raises(ModelError, match=match):
+        read(family, **more)
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("llama", {"layer_types": [FULL] * 4}),
+        ("qwen2", {"layer_types": [FULL] * 4}),
+        ("mistral", {"layer_types": [SLIDING] * 4}),
+        ("mistral", {"sliding_window": None, "layer_types": [FULL] * 4}),
+    ],
+)
+def test_layer_types_that_repeat_what_holds(family, more):
+    windows = read(family, **more).layer_windows
+    del more["layer_types"]
+    assert windows == read(family, **more).layer_windows
+
+
 @pytest.mark.parametrize("key", SHAPE)
 def test_required(key):
     config = {k: v for k, v in SHAPE.items() if k != key}

@@ -227,6 +227,84 @@ def test_not_a_gguf_file(tmp_path, content):
         convert(path, tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        (
+            {"llama": {"block_count": 10**9}},
+            "as a config.json: .*num_hidden_layers=100",
+        ),
+        ({"llama": {"block_count": 3}}, "layers.2.*; its metadata calls for"),
+        ({"llama": {"block_count": 1}}, "layers.1.*; its metadata calls for None"),
+        ({"llama": {"embedding_length": 2**31}}, "rotates 8 of a head's 536870912"),
+        ({"llama": {"feed_forward_length": 2**31}}, "as a config.json: .*size=214748"),
+        (
+            {"llama": {"attention.head_count": 0}},
+            "head_count=0; wanted a positive whole",
+        ),
+        ({"llama": {"attention.head_count": 3}}, r"rotates 8 of a head's 10 features"),
+        ({"token_list": [*TOKENS[:-1], TOKENS[0]]}, "no tokens, or some of them twice"),
+        ({"token_list": list(range(288))}, r"tokens=\[0, .*; wanted a list of texts"),
+        ({"token_types": KINDS[:-1]}, "has 288 tokens, and a type for 287"),
+        ({"token_types": TOKENS}, "token_type=.*; wanted a list of whole numbers"),
+        ({"token_merges": ["t h e"]}, "merges 't h e'; wanted two tokens with a space"),
+        ({"token_merges": ["no such"]}, "its tokenizer: cannot be read"),
+        ({"bos_token_id": 288}, "bos_token_id=288; wanted the id of one of its 288"),
+        ({"eos_token_id": 2**31}, "eos_token_id=2147483648; wanted the id of one of"),
+    ],
+)
+def test_metadata_that_lies(write, tmp_path, fields, match):
+    path = write(**fields)
+    with pytest.raises(ModelError, match=match):
+        convert(path, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_not_finite(write, tmp_path, value):
+    weights = tiny.random_weights()
+    weights["model.norm.weight"][3] = value
+    path = write(weights)
+    with pytest.raises(ModelError, match=r"output_norm\.weight holds (NaN|infinity)"):
+        convert(path, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# Where a file says how many tensors and fields there are, and how long the first name.
+@pytest.mark.parametrize("position", [8, 16, 24])
+@pytest.mark.parametrize("count", [2**31, 2**63 - 1, 2**64 - 1])
+def test_counts_that_lie(write, tmp_path, position, count):
+    path = write()
+    content = bytearray(path.read_bytes())
+    content[position : position + 8] = count.to_bytes(8, "little")
+    path.write_bytes(content)
+    with pytest.raises(
+        ModelError, match=r"no readable GGUF file: it has .* bytes, and"
+    ):
+        convert(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "match"),
+    [
+        (b"general.architecture", b"general.architectur\xff", "no readable GGUF file"),
+        (b"<|im_start|>", b"<|im_start|\xff", "no readable GGUF file: 'utf-8' codec"),
+        (b"blk.0.attn_norm", b"blk.0.attn_nor\xff", "no readable GGUF file: 'utf-8'"),
+        (
+            b"blk.0.attn_norm",
+            b"blk.x.attn_norm",
+            r"holds blk\.x\.attn_norm\.weight, wh",
+        ),
+        (b"blk.0.attn_norm", b"blk.7.attn_norm", "its metadata calls for"),
+    ],
+)
+def test_damaged_texts(write, tmp_path, old, new, match):
+    path = write()
+    path.write_bytes(path.read_bytes().replace(old, new, 1))
+    with pytest.raises(ModelError, match=match):
+        convert(path, tmp_path / "out")
+
+
 def test_truncated_file(write, tmp_path):
     path = write()
     whole = path.read_bytes()

@@ -50,6 +50,18 @@ def test_names_and_layout_are_those_of_peft(make_adapter, export, linear_shapes)
     }
 
 
+def test_the_revision_of_the_base(make_adapter, tmp_path, linear_shapes):
+    folder = export_peft(
+        make_adapter(),
+        tmp_path / "adapter",
+        base_model="nobody/tiny",
+        linear_names=list(linear_shapes),
+        revision="a" * 40,
+    )
+    assert config_of(folder)["revision"] == "a" * 40
+    assert import_peft(folder, linear_shapes).modules
+
+
 def test_settings(make_adapter, export):
     config = config_of(export(make_adapter(dropout=0.05, use_rslora=True)))
     assert config == {

@@ -127,6 +127,15 @@ def test_settings_without_effect(peft_folder, make_adapter, linear_shapes, confi
         ({"target_parameters": ["w"]}, r"target_parameters=\['w'\], which is not"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa', which also chan"),
         ({"init_lora_weights": "olora"}, "init_lora_weights='olora', which also chan"),
+        ({"r": 10**400}, r"r=1000.*\.\.\..*; wanted a whole number above 0"),
+        ({"r": 10**9}, r"lora_A\.weight has shape \[4, 32\]; .* rank 1000000000 call"),
+        ({"lora_alpha": 10**400}, r"lora_alpha=1000.*; wanted a number above 0"),
+        ({"alpha_pattern": {"q_proj": 10**400}}, "q_proj=1000.*; wanted a number"),
+        ({"init_lora_weights": 7}, "init_lora_weights=7, which also changes"),
+        (
+            {"rank_pattern": {"(.|.)*!?\\d": 4}},
+            r"adapter_config\.json: .* takes longer than 1 s to match the mod",
+        ),
         ({"r": 0}, "r=0; wanted a whole number above 0"),
         ({"r": "8"}, "r='8'; wanted a whole number above 0"),
         ({"r": 4.0}, "r=4.0; wanted a whole number above 0"),
@@ -152,8 +161,12 @@ def without(name):
     return lambda tensors: {k: v for k, v in tensors.items() if not k.endswith(name)}
 
 
-def with_extra(name, shape=(4, 32), dtype=np.float32):
-    return lambda tensors: {**tensors, name: np.zeros(shape, dtype)}
+def with_extra(name, shape=(4, 32), dtype=np.float32, value=0):
+    return lambda tensors: {**tensors, name: np.full(shape, value, dtype)}
+
+
+def holding(value, dtype=np.float16):
+    return with_extra(f"{PREFIX}{Q}.lora_A.weight", dtype=dtype, value=value)
 
 
 @pytest.mark.parametrize(
@@ -187,6 +200,9 @@ def with_extra(name, shape=(4, 32), dtype=np.float32):
             r"holds .*q_proj\.lora_A.*weight under two spellings of its name",
         ),
         (with_extra("weight"), "holds weight, which is no LoRA weight"),
+        (holding(np.nan), r"safetensors: .*q_proj\.lora_A\.weight holds NaN, so noth"),
+        (holding(-np.inf), r"q_proj\.lora_A\.weight holds infinity, so nothing can"),
+        (holding(1e300, np.float64), r"1e\+300, which overflows float32"),
         (
             with_extra(f"{PREFIX}{Q}.lora_A.weight", dtype=np.int8),
             "has dtype I8; wanted one of",

@@ -1,5 +1,6 @@
 """What the trainer does beyond the contracts: evaluation, endings, bad input."""
 
+import dataclasses
 import json
 import logging
 import pathlib
@@ -9,9 +10,11 @@ import pytest
 import safetensors.numpy
 
 from jaxlora import LoraJob, RunConfig, Trainer
+from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.hf import peft_export
 from jaxlora.train.job_run import JobRun
+from jaxlora.train.prepare import open_job
 from jaxlora.train.run_log import read_events
 from tests import tiny
 from tests.jaxlora.train.conftest import folder_of
@@ -228,6 +231,27 @@ def adapters_of(config: RunConfig) -> dict[str, bytes]:
         path.parent.name: path.read_bytes()
         for path in folder.glob("*/adapter_model.safetensors")
     }
+
+
+def test_samples_beyond_the_models_positions_are_counted(model, jobs, caplog):
+    """One warning a job, however many of its samples and whichever side they are on."""
+    tokenizer = load_tokenizer(model.folder)
+    run = open_job(jobs[0], model, tokenizer)
+    assert run.eval_data is not None
+    samples = (*run.train_data.samples, *run.eval_data.samples)
+    lengths = sorted(len(sample.token_ids) for sample in samples)
+    positions = lengths[-4] - 1
+    caplog.clear()
+    short = dataclasses.replace(model.config, max_positions=positions)
+    open_job(jobs[0], dataclasses.replace(model, config=short), tokenizer)
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    count = sum(length > positions for length in lengths)
+    assert warnings == [
+        f"job0: {count} of {len(lengths)} samples are longer than the {positions} "
+        "positions that the model was made for (max_position_embeddings); the longest "
+        f"has {lengths[-1]} tokens. Set max_length to {positions}, or expect worse "
+        "results on them."
+    ]
 
 
 def test_empty_data_is_an_error(config, model, tmp_path, jobs):
