@@ -28,7 +28,10 @@ _OTHER_MEANING = re.compile(r"\[:|\{(?!\d*,?\d*\})")
 
 
 class Patterns:
-    """Matches expressions of one origin; all matches together have a time budget."""
+    """Matches expressions of one origin; all matches together have a time budget.
+
+    The budget is of processor time, so that a machine that is busy refuses nothing.
+    """
 
     def __init__(self, where: str, seconds: float = _SECONDS):
         """Starts with the whole budget.
@@ -84,12 +87,13 @@ class Patterns:
         return self._match(regex.Pattern.match, _name_end(expression), expression, name)
 
     def _match(self, match: Callable, compiled: str, given: str, name: str) -> bool:
-        start = time.monotonic()
+        start = time.thread_time()
         try:
             if self._left <= 0:
                 raise TimeoutError
             return match(_compiled(compiled), name, timeout=self._left) is not None
         except TimeoutError:
+            self._left = 0.0
             raise ConfigError(
                 f"{self._where}: {_cut(given)} takes longer than {self._total:g} s "
                 "to match the modules' names. Repetitions inside repetitions, "
@@ -97,7 +101,7 @@ class Patterns:
                 "modules."
             ) from None
         finally:
-            self._left -= time.monotonic() - start
+            self._left -= time.thread_time() - start
 
 
 def _name_end(expression: str) -> str:

@@ -34,6 +34,23 @@ def explaining(where: str, cure: str, kind: type[JaxloraError]) -> Iterator[None
             raise kind(f"{where}: cannot be read ({cut(error)}). {cure}") from error
 
 
+@contextlib.contextmanager
+def explaining_panics(
+    where: str, cure: str, kind: type[JaxloraError]
+) -> Iterator[None]:
+    """As `explaining`, for the many calls of a hot path.
+
+    Only panics and the plain `Exception` of a Rust library become `kind`, and what Rust
+    prints of a panic shows.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is Exception or _is_panic(error):
+            raise kind(f"{where} failed ({cut(error)}). {cure}") from error
+        raise
+
+
 def _is_panic(error: BaseException | None) -> bool:
     # The class has no name that could be imported.
     return type(error).__name__ == "PanicException"

@@ -1,5 +1,6 @@
 """A Hugging Face tokenizer folder, read without transformers."""
 
+import contextlib
 import datetime
 import logging
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from jaxlora.data.tokenizer_files import (
 )
 from jaxlora.errors import ModelError
 from jaxlora.json_file import shown
-from jaxlora.rust import explaining
+from jaxlora.rust import explaining, explaining_panics
 
 _log = logging.getLogger(__name__)
 
@@ -112,14 +113,17 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with the tokenizer's special tokens around it or not."""
-        ids = self._backend.encode(text, add_special_tokens=False).ids
+        with self._explaining():
+            ids = self._backend.encode(text, add_special_tokens=False).ids
         if add_special_tokens:
             return [*self.prefix_ids, *ids, *self.suffix_ids]
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
         """Encodes many texts at once, without special tokens around them."""
-        encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        texts = list(texts)
+        with self._explaining():
+            encodings = self._backend.encode_batch(texts, add_special_tokens=False)
         return [
             Encoded(
                 np.array(e.ids, np.int32),
@@ -135,8 +139,16 @@ class Tokenizer:
         skip_special_tokens: bool = False,
     ) -> str:
         """The text of `ids`."""
-        return self._backend.decode(
-            [int(i) for i in ids], skip_special_tokens=skip_special_tokens
+        numbers = [int(i) for i in ids]
+        with self._explaining():
+            return self._backend.decode(
+                numbers, skip_special_tokens=skip_special_tokens
+            )
+
+    def _explaining(self) -> contextlib.AbstractContextManager[None]:
+        cure = "The file is damaged, or lacks an unknown token: fetch it again."
+        return explaining_panics(
+            f"{self._source}: its tokenizer.json", cure, ModelError
         )
 
     def check_fits(self, vocab_size: int) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+import tokenizers
 
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import ModelError
@@ -133,6 +134,20 @@ def test_something_else_in_the_place_of_a_file(make_folder, name, kind):
         path.symlink_to("nowhere")
     with pytest.raises(ModelError, match=name):
         load_tokenizer(folder)
+
+
+def test_a_panic_while_a_text_is_encoded(make_folder, backend_json):
+    folder = make_folder(config={})
+    tokenizer = load_tokenizer(folder)
+    # Texts of one letter are fine, as the one that is encoded to load it.
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": "CAAAAAAAAAAAAAAA"}
+    content = json.loads(backend_json) | {"normalizer": normalizer}
+    tokenizer._backend = tokenizers.Tokenizer.from_str(json.dumps(content))
+    match = r"model: its tokenizer\.json failed \(index out of bounds.*fetch it again"
+    with pytest.raises(ModelError, match=match):
+        tokenizer.encode("Hello")
+    with pytest.raises(ModelError, match=match):
+        tokenizer.encode_batch(["Hello", "there"])
 
 
 class PanicException(BaseException):
