@@ -66,7 +66,8 @@ def _stderr_without_panics() -> Iterator[None]:
         return
     has_panicked = False
     with tempfile.TemporaryFile() as held, os.fdopen(stderr, "wb") as shown:
-        sys.stderr.flush()
+        if sys.stderr is not None:
+            sys.stderr.flush()
         os.dup2(held.fileno(), 2)
         try:
             yield
