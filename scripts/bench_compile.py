@@ -45,7 +45,7 @@ def measure(model: str, num_layers: int | None, serial: bool) -> dict:
     from jaxlora.modules.multi_lora_linear import SlotShape
     from jaxlora.train import memory
     from jaxlora.train.optimizer import zero_state
-    from jaxlora.train.step import CompiledSteps
+    from jaxlora.train.step import CompiledSteps, no_garbage_collection
     from pallas_kernels import compile_program
     from scheduler import Limits
 
@@ -72,18 +72,19 @@ def measure(model: str, num_layers: int | None, serial: bool) -> dict:
     jax.block_until_ready(jnp.zeros(1))  # starts the backend
 
     began = time.perf_counter()
-    traced = CompiledSteps(spec).accumulate.trace(
-        spec.base_shapes(),
-        state.params,
-        state.pending,
-        memory._settings_shapes(spec),
-        memory._batch_shapes(limits),
-        memory._key_shapes(spec),
-    )
-    after_trace = time.perf_counter()
-    lowered = traced.lower()
-    after_lower = time.perf_counter()
-    program = lowered.compile() if serial else compile_program(lowered)
+    with no_garbage_collection():
+        traced = CompiledSteps(spec).accumulate.trace(
+            spec.base_shapes(),
+            state.params,
+            state.pending,
+            memory._settings_shapes(spec),
+            memory._batch_shapes(limits),
+            memory._key_shapes(spec),
+        )
+        after_trace = time.perf_counter()
+        lowered = traced.lower()
+        after_lower = time.perf_counter()
+        program = lowered.compile() if serial else compile_program(lowered)
     after_compile = time.perf_counter()
     found = program.memory_analysis()
     return {

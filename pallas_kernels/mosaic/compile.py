@@ -1,5 +1,6 @@
 """Compiles a program and, at the same time, the Mosaic kernels in it."""
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,27 @@ _DTYPES = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """A kernel as XLA calls it.
+
+    Attributes:
+        attributes: What Mosaic's runtime compiles it from, by name.
+        operands: Shapes of its operands.
+        results: Shapes of its results.
+    """
+
+    attributes: dict[str, Any]
+    operands: list[jax.ShapeDtypeStruct]
+    results: list[jax.ShapeDtypeStruct]
+
+    def compile(self) -> None:
+        """Compiles a program that is nothing but a call of the kernel."""
+        call = jax.ffi.ffi_call(_TARGET, self.results)
+        run = jax.jit(lambda *arrays: call(*arrays, **self.attributes))
+        run.lower(*self.operands).compile()
+
+
 def compile_program(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """`lowered.compile()`, with its Mosaic kernels compiled side by side meanwhile.
 
@@ -30,27 +52,31 @@ def compile_program(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     Args:
         lowered: The program. It may have no Mosaic kernels.
     """
-    calls = _kernel_calls(lowered)
-    if not calls:
+    kernels = _kernels(lowered)
+    if not kernels:
         return lowered.compile()
     pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="mosaic-compile")
     try:
-        for call in calls:
-            pool.submit(_program_of(call).compile)
+        for kernel in kernels:
+            pool.submit(kernel.compile)
         return lowered.compile()
     finally:
         # A program that was found on the disk needs none of them.
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _kernel_calls(lowered: jax.stages.Lowered) -> list[ir.Operation]:
-    """One call of each different kernel, those with the most code first."""
+def _kernels(lowered: jax.stages.Lowered) -> list[_Kernel]:
+    """The different kernels of a program, those with the most code first."""
     module: Any = lowered.compiler_ir("stablehlo")
-    calls = {}
+    kernels = {}
     for call in _calls_in(module.operation):
-        code = _attributes(call)["module"]
-        calls[code] = call
-    return [calls[code] for code in sorted(calls, key=len, reverse=True)]
+        kernel = _Kernel(
+            attributes=_attributes(call),
+            operands=[_shape(value.type) for value in call.operands],
+            results=[_shape(value.type) for value in call.results],
+        )
+        kernels[kernel.attributes["module"]] = kernel
+    return [kernels[code] for code in sorted(kernels, key=len, reverse=True)]
 
 
 def _calls_in(operation: ir.Operation) -> Iterator[ir.Operation]:
@@ -66,7 +92,6 @@ def _calls_in(operation: ir.Operation) -> Iterator[ir.Operation]:
 
 
 def _attributes(call: ir.Operation) -> dict[str, Any]:
-    """What the runtime compiles the kernel from."""
     values: dict[str, Any] = {}
     for named in ir.DictAttr(call.attributes["mhlo.backend_config"]):
         if isinstance(named.attr, ir.BoolAttr):
@@ -74,15 +99,6 @@ def _attributes(call: ir.Operation) -> dict[str, Any]:
         else:
             values[named.name] = ir.StringAttr(named.attr).value_bytes
     return values
-
-
-def _program_of(call: ir.Operation) -> jax.stages.Lowered:
-    """A program that is nothing but the call."""
-    results = [_shape(value.type) for value in call.results]
-    kernel = jax.ffi.ffi_call(_TARGET, results)
-    values = _attributes(call)
-    run = jax.jit(lambda *arrays: kernel(*arrays, **values))
-    return run.lower(*(_shape(value.type) for value in call.operands))
 
 
 def _shape(array: ir.Type) -> jax.ShapeDtypeStruct:

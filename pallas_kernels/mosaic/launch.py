@@ -21,6 +21,9 @@ from pallas_kernels.settings import KernelSettings
 # starts with an equal share for each, in eights, and waits for ever for more than that.
 _LOADER, _COMPUTER = 40, 232
 _AT_START = 65536 // (128 * (COMPUTE + 1)) // 8 * 8
+# Every layout in the kernels is given, so that none need be inferred, which takes twice
+# as long as the rest of lowering; the kernels are as fast either way.
+_SEMANTICS = plgpu.LoweringSemantics.Lane
 assert _LOADER + COMPUTE * _COMPUTER <= (COMPUTE + 1) * _AT_START
 
 
@@ -203,6 +206,7 @@ def launch(
         thread_name="wg",
         kernel_name="_".join(["lora", *dict.fromkeys(work.name for work in works)]),
         interpret=interpret,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=_SEMANTICS),
     )
 
     return jax.tree.unflatten(out_tree, _without_vmap(kernel)(*ins))
