@@ -1,28 +1,54 @@
 """Files and folders that are there whole, or not at all."""
 
 import contextlib
+import errno
+import fcntl
 import os
 import pathlib
+import re
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
+
+import safetensors
+
+from jaxlora.errors import StorageError
+
+# Names of temporary files and folders end so, and nothing else's do.
+_SUFFIX = ".jaxlora-tmp"
+_LEFTOVER = re.compile(rf"\..+\.[0-9a-f]{{8}}{re.escape(_SUFFIX)}")
+# Directories cannot be synced on some file systems, which then need no syncing.
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
-    """Writes a file so that a reader sees the old text or the new, never a part."""
+    """Writes a file so that a reader sees the old text or the new, never a part.
+
+    Raises:
+        StorageError: The file cannot be written; what was there before still is.
+    """
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | os.PathLike, data: bytes) -> None:
+    """The same with bytes."""
     path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, path)
-    except BaseException:
-        pathlib.Path(name).unlink(missing_ok=True)
-        raise
+    with explaining(path):
+        make_folder(path.parent)
+        temporary = _temporary_name(path)
+        # 0o666 less the umask, which the kernel takes off: as for any new file.
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                _try_lock(file.fileno())
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
 
 
 @contextlib.contextmanager
@@ -31,9 +57,11 @@ def new_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
 
     Raises:
         FileExistsError: There is something at `path` already.
+        StorageError: The folder cannot be written.
     """
     path = pathlib.Path(path)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    is_plain = path.is_dir() and not path.is_symlink()
+    if os.path.lexists(path) and not (is_plain and not any(path.iterdir())):
         raise FileExistsError(
             f"{path} exists already. Remove it, or choose another name."
         )
@@ -50,14 +78,16 @@ def replace_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
 
     Until then what is at `path` stays whole. A kill between the two renames leaves it
     under a name ending in `.old`; the next call puts it back.
+
+    Raises:
+        StorageError: There is a file or a symbolic link at `path`, or the folder
+            cannot be written.
     """
     path = pathlib.Path(path)
-    old = path.with_name(f".{path.name}.old")
-    if old.exists():
-        if path.exists():
-            shutil.rmtree(old)
-        else:
-            old.rename(path)
+    check_no_file(path)
+    old = _old_name(path)
+    with explaining(path):
+        recover_folder(path)
     with _temporary(path) as folder:
         yield folder
         if path.exists():
@@ -66,30 +96,174 @@ def replace_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def check_no_file(path: pathlib.Path) -> None:
+    """Refuses what is neither a folder nor nothing: it would be lost, or followed.
+
+    Raises:
+        StorageError: There is a file or a symbolic link at `path`.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        kind = "a symbolic link" if path.is_symlink() else "a file"
+        raise StorageError(
+            f"{path} is {kind}, and a folder is to be written there. Move it away, or "
+            "choose another place."
+        )
+
+
+def recover_folder(path: pathlib.Path) -> None:
+    """Ends a replacement that a kill cut short between its two renames."""
+    old = _old_name(path)
+    if not old.is_dir():
+        return
+    if path.exists():
+        shutil.rmtree(old)
+    else:
+        old.rename(path)
+        sync_folder(path.parent)
+
+
+def standing_folder(path: pathlib.Path) -> pathlib.Path:
+    """Where a folder is whole, also if its replacement was cut short."""
+    old = _old_name(path)
+    return old if not path.exists() and old.is_dir() else path
+
+
+def remove_leftovers(folder: pathlib.Path, *, alone: bool = False) -> None:
+    """Removes what killed processes left half written directly in a folder.
+
+    Args:
+        folder: May not exist.
+        alone: Nobody else writes in this folder. Otherwise what a living process is
+            writing is left alone, and so is everything where the file system cannot
+            say whether one is.
+    """
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        if not _LEFTOVER.fullmatch(path.name) or path.is_symlink():
+            continue
+        if not alone and _is_in_use(path):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _is_in_use(path: pathlib.Path) -> bool:
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return True
+    try:
+        return not _try_lock(handle)
+    finally:
+        os.close(handle)
+
+
+def _try_lock(handle: int) -> bool:
+    """Marks an open file or folder as in use until it is closed, if nobody else has."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held, or a file system without locks
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def _temporary(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    folder = pathlib.Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
-    folder.chmod(0o777 & ~_umask())
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with explaining(path):
+        make_folder(path.parent)
+        folder = _temporary_name(path)
+        folder.mkdir()
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            _try_lock(handle)
+            yield folder
+            sync_folder(path.parent)
+        finally:
+            os.close(handle)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _temporary_name(path: pathlib.Path) -> pathlib.Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}{_SUFFIX}")
+
+
+def _old_name(path: pathlib.Path) -> pathlib.Path:
+    return path.with_name(f".{path.name}.old")
+
+
+def make_folder(folder: pathlib.Path) -> None:
+    """Makes a folder and those above it, and puts their names on the disk."""
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for new in reversed(missing):
+        new.mkdir(exist_ok=True)
+        sync_folder(new.parent)
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
 
 
 def sync_files(folder: pathlib.Path) -> None:
-    """Returns when the files directly in a folder are on the disk.
+    """Returns when a new folder and the files directly in it are on the disk.
 
-    Also gives them the permissions of any new file: safetensors writes files that only
-    their owner can read.
+    Also gives the files the permissions of any new file, as the folder has those of
+    any new folder: safetensors writes files that only their owner can read.
     """
+    mode = folder.stat().st_mode & 0o666
     for file in folder.iterdir():
-        file.chmod(0o666 & ~_umask())
+        file.chmod(mode)
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
+    sync_folder(folder)
+
+
+def sync_folder(folder: pathlib.Path) -> None:
+    """Returns when the names in a folder are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def explaining(path: pathlib.Path) -> Iterator[None]:
+    """Turns the system's refusals to write `path` into a `StorageError`."""
+    try:
+        yield
+    except (StorageError, FileExistsError):
+        raise
+    except (OSError, safetensors.SafetensorError) as error:
+        number = _os_number(error)
+        if number is None or _is_elsewhere(error, path):
+            raise
+        raise StorageError(
+            f"{path} cannot be written: {os.strerror(number)}. What was there before "
+            "is whole. Free space or mend the permissions, then start it again."
+        ) from error
+
+
+def _is_elsewhere(error: Exception, path: pathlib.Path) -> bool:
+    """Whether an error is about another file, such as one that was to be copied."""
+    file = getattr(error, "filename", None)
+    if not isinstance(file, str | bytes):
+        return False
+    about = pathlib.Path(os.fsdecode(file)).absolute()
+    is_temporary = any(_LEFTOVER.fullmatch(part) for part in about.parts)
+    path = path.absolute()
+    return not is_temporary and about not in (path, _old_name(path), *path.parents)
+
+
+def _os_number(error: Exception) -> int | None:
+    """The system's number of an error; safetensors only has it in its text."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else None

@@ -4,6 +4,7 @@ import argparse
 import logging
 import pathlib
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
@@ -44,8 +45,16 @@ def _set_up_logging(verbose: bool) -> None:
     logger.setLevel(logging.DEBUG if verbose else logging.INFO)
     logger.addHandler(handler)
     logger.propagate = False
+    warnings.showwarning = _log_warning
     # Orbax tells of every phase of every save.
     logging.getLogger("absl").setLevel(logging.ERROR)
+
+
+def _log_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """One line of the log, without the place in the code that warned."""
+    from jaxlora.train.compilation_cache import in_words
+
+    logging.getLogger("jaxlora").warning("%s", in_words(str(message)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -109,11 +118,18 @@ def _parser() -> argparse.ArgumentParser:
     export = command(
         "export",
         _export,
-        "Write PEFT folders from the newest checkpoint of a run, finished or not.",
+        "Write a PEFT folder for each job of a run, finished or not: as the run "
+        "exported it, or as it was at the newest checkpoint. Ends with 1 if there is "
+        "a job of which there is nothing to write.",
     )
     export.add_argument("run_dir", help="output_dir of a run")
     export.add_argument("out", help="folder for one PEFT folder a job")
     export.add_argument("--job", action="append", help="only this job; repeatable")
+    export.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace folders in OUT that jaxlora did not write",
+    )
 
     inspect = command(
         "inspect",
@@ -190,14 +206,20 @@ def _merge(arguments: argparse.Namespace) -> None:
     print(f"wrote {folder}")
 
 
-def _export(arguments: argparse.Namespace) -> None:
+def _export(arguments: argparse.Namespace) -> int:
     from jaxlora.train.export import export_checkpoint
 
-    folders = export_checkpoint(
-        pathlib.Path(arguments.run_dir), pathlib.Path(arguments.out), arguments.job
+    exported = export_checkpoint(
+        pathlib.Path(arguments.run_dir),
+        pathlib.Path(arguments.out),
+        arguments.job,
+        overwrite=arguments.overwrite,
     )
-    for folder in folders:
+    for folder in exported.folders:
         print(f"wrote {folder}")
+    for name, reason in exported.left_out.items():
+        print(f"jaxlora: not exported: {name}: {reason}", file=sys.stderr)
+    return int(bool(exported.left_out))
 
 
 def _inspect(arguments: argparse.Namespace) -> None:

@@ -16,6 +16,20 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
+def check_job_name(name: str) -> str:
+    """Returns a job's name if it can name a folder.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"job name {name!r} must be a plain folder name: letters, digits, '.', "
+            "'_' and '-', at most 100, not starting with '.', '_' or '-'."
+        )
+    return name
+
+
 class DataConfig(Strict):
     """Where a job's records are, and how a record becomes tokens.
 
@@ -149,12 +163,7 @@ class LoraJob(Strict):
     @pydantic.field_validator("name")
     @classmethod
     def _name_is_a_plain_folder_name(cls, name: str) -> str:
-        if not _NAME.fullmatch(name):
-            raise ValueError(
-                f"job name {name!r} must be a plain folder name: letters, digits, '.', "
-                "'_' and '-', at most 100, not starting with '.', '_' or '-'."
-            )
-        return name
+        return check_job_name(name)
 
     @pydantic.field_validator("target_modules")
     @classmethod

@@ -23,3 +23,7 @@ class AdapterError(JaxloraError):
 
 class CheckpointError(JaxloraError):
     """A checkpoint is missing, damaged, or belongs to other jobs or another base."""
+
+
+class StorageError(JaxloraError, OSError):
+    """A file or folder cannot be written; what was there before is whole."""

@@ -6,6 +6,7 @@ import json
 import math
 import pathlib
 
+import rich.markup
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -46,7 +47,7 @@ def _inspect(
         _run_file(place, console)
     elif (place / CONFIG_FILE).is_file():
         _adapter(place, console)
-    elif (place / "checkpoints").is_dir():
+    elif (place / "checkpoints").is_dir() or (place / "run.json").is_file():
         _run(place, console)
     elif place.is_file():
         raise JaxloraError(
@@ -113,18 +114,24 @@ def _adapter(folder: pathlib.Path, console: Console) -> None:
 
 
 def _run(folder: pathlib.Path, console: Console) -> None:
-    from jaxlora.train.checkpoint import Checkpoints
+    from jaxlora.train.read_checkpoint import newest_checkpoint, read_newest
+    from jaxlora.train.run_folder import CHECKPOINTS, read_run_record
+    from jaxlora.train.run_lock import LOCK_FILE, is_in_use, read_owner
 
-    checkpoints = Checkpoints(folder / "checkpoints")
-    try:
-        number, run = checkpoints.read()
-    finally:
-        checkpoints.close()
-    console.print(f"run {folder}: checkpoint after round {number}, on {run.base_model}")
+    if is_in_use(folder):
+        console.print(f"run {folder}: in use by {read_owner(folder / LOCK_FILE)}")
+    record = read_run_record(folder)
+    if record is not None and newest_checkpoint(folder / CHECKPOINTS) is None:
+        jobs = ", ".join(record.identity.jobs)
+        console.print(f"run {folder}: no checkpoint yet; jobs: {jobs}")
+        return
+    found = read_newest(folder / CHECKPOINTS)
+    base = rich.markup.escape(found.run.base_model)
+    console.print(f"run {folder}: checkpoint after round {found.number}, on {base}")
     table = Table("job", "status", "step", "tokens", "train loss", "eval loss")
-    for name, progress in run.progress.items():
+    for name, progress in found.run.progress.items():
         keys = ("status", "step", "num_tokens", "last_loss", "last_eval")
-        table.add_row(name, *(_short(progress[key]) for key in keys))
+        table.add_row(name, *(_short(getattr(progress, key)) for key in keys))
     console.print(table)
 
 

@@ -38,6 +38,12 @@ def explain(error: pydantic.ValidationError, where: str) -> str:
         path = ".".join(str(part) for part in item["loc"])
         text = item["msg"].removeprefix("Value error, ")
         given = item["input"]
-        shown = "" if isinstance(given, dict | list) else f" (given: {given!r})"
+        shown = "" if isinstance(given, dict | list) else f" (given: {_short(given)})"
         lines.append(f"{where}: {path + ': ' if path else ''}{text}{shown}")
     return "\n".join(lines)
+
+
+def _short(value: object) -> str:
+    """A value as in Python, cut to a line or two: it may be all of a damaged file."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -12,12 +12,17 @@ import safetensors.numpy
 
 from jaxlora.adapter import Adapter
 from jaxlora.atomic import replace_folder, sync_files
+from jaxlora.hf.export_record import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    ExportRecord,
+    check_replaceable,
+    write_record,
+)
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "base_model.model."
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 def export_peft(
@@ -27,10 +32,12 @@ def export_peft(
     base_model: str,
     linear_names: Sequence[str],
     revision: str | None = None,
+    overwrite: bool = False,
+    record: ExportRecord | None = None,
 ) -> pathlib.Path:
     """Writes adapter_config.json and adapter_model.safetensors, in float32.
 
-    peft and vLLM load the folder. A folder that is there already stays whole until the
+    peft and vLLM load the folder. An export that is there already stays whole until the
     new one is complete.
 
     Args:
@@ -41,7 +48,14 @@ def export_peft(
             `q_proj` says exactly which modules are adapted.
         revision: Commit (or branch or tag) of a base on the hub, as in
             `BaseModel.revision`; peft loads the base at it.
+        overwrite: Replace a folder that holds other files than an export's.
+        record: Written as jaxlora.json beside them, with the files' checksums.
+
+    Raises:
+        AdapterError: The folder holds files that this program did not write.
+        StorageError: There is a file or a symbolic link, or the disk is full.
     """
+    check_replaceable(folder, overwrite=overwrite)
     tensors = {}
     for name, weights in adapter.modules.items():
         # PEFT keeps A as r K and B as N r.
@@ -68,6 +82,8 @@ def export_peft(
         )
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (temporary / CONFIG_FILE).write_text(text, encoding="utf-8")
+        if record is not None:
+            write_record(temporary, record)
         sync_files(temporary)
     return folder
 

@@ -13,17 +13,16 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from jaxlora.atomic import write_text
 from jaxlora.config import RunConfig
 from jaxlora.data.tokenize import TokenizedData
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.models.decoder import DecoderSpec, Remat
 from jaxlora.train import memory
 from jaxlora.train.memory import DeviceMemory, Footprint, in_words
+from jaxlora.train.run_folder import read_run_record
 
 logger = logging.getLogger(__name__)
 
-_FILE = "microbatch_tokens.txt"
 _MOST_TOKENS = 32768  # more make no step faster
 _LARGEST_UNIT = 1024
 _ENOUGH = 0.85  # share of the memory; a choice that needs less is made again
@@ -98,12 +97,13 @@ def as_begun(config: RunConfig, folder: pathlib.Path) -> RunConfig:
     """A run that has begun in this folder keeps the number that it had for `auto`.
 
     Raises:
-        CheckpointError: The run's blocks are no longer those that it began with.
+        CheckpointError: The run's blocks are no longer those that it began with, or
+            the file that says what it began with is damaged.
     """
-    path = folder / _FILE
-    if config.microbatch_tokens != "auto" or not path.exists():
+    record = read_run_record(folder)
+    if config.microbatch_tokens != "auto" or record is None:
         return config
-    number = int(path.read_text())
+    number = record.microbatch_tokens
     if number % config.block_tokens:
         raise CheckpointError(
             f"the run in {folder} began with {number} for microbatch_tokens: auto, "
@@ -243,10 +243,6 @@ class Capacity:
             in_words(available.num_bytes),
         )
         return True
-
-    def save(self, folder: pathlib.Path) -> None:
-        """Keeps the number for when the run is resumed."""
-        write_text(folder / _FILE, f"{self.config.limits.capacity}\n")
 
     # ---- what would fit --------------------------------------------------------------
 

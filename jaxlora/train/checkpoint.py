@@ -2,85 +2,58 @@
 
 import contextlib
 import dataclasses
-import math
+import json
+import logging
+import os
 import pathlib
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import safetensors
+import safetensors.numpy
 
+from jaxlora.atomic import sync_files
 from jaxlora.errors import CheckpointError
 from jaxlora.train.optimizer import AdapterState
-
-_FORMAT = 3
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RunIdentity:
-    """What must be equal for a checkpoint to continue a run; JSON values only.
-
-    Attributes:
-        base: Fingerprint of the base model.
-        settings: Settings that the numbers depend on, by name.
-        jobs: Each job's settings, and a fingerprint of its data, by job name.
-    """
-
-    base: str
-    settings: dict[str, Any]
-    jobs: dict[str, dict[str, Any]]
-
-    def differences(self, other: "RunIdentity") -> list[str]:
-        """How `other`, a checkpoint's, differs from this run; as sentences."""
-        out = []
-        if self.base != other.base:
-            out.append(
-                f"the base model is another one (fingerprint {other.base[:12]} in the "
-                f"checkpoint, {self.base[:12]} now)"
-            )
-        out += _different("", other.settings, self.settings)
-        for name in dict.fromkeys([*other.jobs, *self.jobs]):
-            if name not in self.jobs:
-                out.append(f"job {name!r} is in the checkpoint but not in this run")
-            elif name not in other.jobs:
-                out.append(f"job {name!r} is in this run but not in the checkpoint")
-            else:
-                out += _different(f"job {name!r}: ", other.jobs[name], self.jobs[name])
-        return out
+from jaxlora.train.read_checkpoint import (
+    FORMAT,
+    ITEM,
+    KINDS,
+    META_FILE,
+    TABLES_FILE,
+    ReadCheckpoint,
+    checksum,
+    read_newest,
+)
+from jaxlora.train.saved_run import RunIdentity, SavedCheckpoint, SavedRun, sealed
 
 
-def _different(where: str, then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    return [
-        f"{where}{key} is {then.get(key)!r} in the checkpoint and {now.get(key)!r} now"
-        for key in dict.fromkeys([*then, *now])
-        if then.get(key) != now.get(key)
-    ]
+class _Handler(ocp.CheckpointHandler):
+    """Writes the two files of a checkpoint; orbax makes and renames its folder."""
+
+    def save(self, directory: os.PathLike, args: "_Files") -> None:
+        folder = pathlib.Path(directory)
+        safetensors.numpy.save_file(args.arrays, folder / TABLES_FILE)
+        (folder / META_FILE).write_text(args.meta + "\n", encoding="utf-8")
+        sync_files(folder)
+
+    def restore(self, directory: os.PathLike, args: Any = None) -> None:
+        """Nothing: `read_newest` reads checkpoints."""
+        raise NotImplementedError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SavedRun:
-    """What a checkpoint holds beside the tables; JSON values only.
+@ocp.args.register_with_handler(_Handler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class _Files(ocp.args.CheckpointArgs):
+    """What a checkpoint holds."""
 
-    Attributes:
-        identity: What a run that resumes must equal.
-        progress: Each job's progress, by job name.
-        adapters: Each job's adapted modules, with (rank, lora_alpha), and its
-            `use_rslora` and `dropout`, by job name: enough to export without the base.
-        base_model: Folder or hub id of the base.
-        linear_names: Names of the base's linears.
-        stopping: Why jobs are to end after their batch, by job name.
-        base_revision: Commit of a base from the hub; None: a folder.
-    """
-
-    identity: RunIdentity
-    progress: dict[str, dict[str, Any]]
-    adapters: dict[str, dict[str, Any]]
-    base_model: str
-    linear_names: list[str]
-    stopping: dict[str, str]
-    base_revision: str | None = None
+    arrays: dict[str, np.ndarray]
+    meta: str
 
 
 class Checkpoints:
@@ -91,17 +64,32 @@ class Checkpoints:
     """
 
     def __init__(self, folder: pathlib.Path, *, keep: int | None = None):
+        """Opens a folder to write to; removes what a kill left half written.
+
+        Args:
+            folder: Holds checkpoints and nothing else; only one process writes to it.
+            keep: Number of checkpoints to keep; None: all.
+
+        Raises:
+            CheckpointError: The folder cannot be used.
+        """
         self._folder = folder.absolute()
-        self._manager = ocp.CheckpointManager(
-            self._folder,
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep, enable_async_checkpointing=True
-            ),
+        # Orbax logs what it also raises, with the traces of its threads.
+        logging.getLogger("absl").addFilter(_is_not_raised_as_well)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[bool] | None = None
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            enable_async_checkpointing=False,
+            cleanup_tmp_directories=True,
         )
+        with self._explaining():
+            self._manager = ocp.CheckpointManager(self._folder, options=options)
+        self._latest = self._manager.latest_step()
 
     def latest(self) -> int | None:
         """Rounds behind the newest checkpoint, also if it is still being written."""
-        return self._manager.latest_step()
+        return self._latest
 
     def save(self, number: int, state: AdapterState, run: SavedRun) -> None:
         """Starts writing a checkpoint; returns before it is on the disk.
@@ -114,61 +102,32 @@ class Checkpoints:
         Raises:
             CheckpointError: This one, or the one before, could not be written.
         """
-        meta = {
-            "format": _FORMAT,
-            "layout": _layout(state),
-            **dataclasses.asdict(run),
-        }
-        with self._explaining():
-            is_saved = self._manager.save(
-                number,
-                args=ocp.args.Composite(
-                    tables=ocp.args.StandardSave(_flat(state)),
-                    meta=ocp.args.JsonSave(meta),
-                ),
-            )
-        if not is_saved:
+        self._wait()
+        if self._latest is not None and number <= self._latest:
             raise CheckpointError(
-                f"{self._folder} holds checkpoint {self.latest()}, so that checkpoint "
+                f"{self._folder} holds checkpoint {self._latest}, so that checkpoint "
                 f"{number} cannot follow: it is of another run. Choose another "
                 "output_dir."
             )
+        arrays = jax.device_get(_flat(state))
+        saved = SavedCheckpoint(
+            run=run,
+            layout=_layout(state),
+            checksums={kind: checksum(arrays[kind]) for kind in KINDS},
+        )
+        meta = json.dumps(sealed({"format": FORMAT, **dataclasses.asdict(saved)}))
+        items = ocp.args.Composite(**{ITEM: _Files(arrays, meta)})
+        self._pending = self._writer.submit(self._manager.save, number, args=items)
+        self._latest = number
 
-    def read(self) -> tuple[int, SavedRun]:
-        """The newest checkpoint's number and what goes with its tables.
-
-        Raises:
-            CheckpointError: There is none, or it cannot be read.
-        """
-        number, saved, _ = self._read_newest()
-        return number, saved
-
-    def _read_newest(self) -> tuple[int, SavedRun, dict[str, list[int]]]:
-        """The same, and the layout of its tables."""
-        number = self.latest()
-        if number is None:
-            raise CheckpointError(
-                f"{self._folder} holds no complete checkpoint to resume from. Start "
-                "without resume."
-            )
-        meta = self._meta(number)
-        if meta.get("format") != _FORMAT:
-            raise CheckpointError(
-                f"checkpoint {number} in {self._folder} has format "
-                f"{meta.get('format')}, and this version reads format {_FORMAT}."
-            )
-        del meta["format"]
-        layout, identity = meta.pop("layout"), RunIdentity(**meta.pop("identity"))
-        return number, SavedRun(identity=identity, **meta), layout
-
-    def read_params(self, number: int) -> dict[str, np.ndarray]:
-        """The slot tables A and B of a checkpoint, on the host."""
-        layout = self._meta(number)["layout"]
-        flat = self._read(number, tables=ocp.args.StandardRestore())["tables"]
-        return _split(np.asarray(flat["params"]), layout)
-
-    def _meta(self, number: int) -> dict[str, Any]:
-        return self._read(number, meta=ocp.args.JsonRestore())["meta"]
+    def _wait(self) -> None:
+        """Waits until the checkpoint under way is on the disk."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        with self._explaining():
+            if not pending.result():
+                raise RuntimeError("orbax declined to write it")
 
     def restore(
         self, state: AdapterState, identity: RunIdentity
@@ -180,54 +139,36 @@ class Checkpoints:
             identity: This run's.
 
         Raises:
-            CheckpointError: There is none, it cannot be read, or it is of another run.
+            CheckpointError: There is none, it is damaged, or it is of another run.
         """
-        number, saved, then = self._read_newest()
-        differences = identity.differences(saved.identity)
-        if differences:
-            raise CheckpointError(
-                f"checkpoint {number} in {self._folder} is of another run:\n- "
-                + "\n- ".join(differences)
-                + "\nRestore these settings, or train into another output_dir."
-            )
-        layout = _layout(state)
-        if then != layout:
-            raise self._other_slots(number, then, layout)
-        like = jax.eval_shape(_flat, state)
-        flat = self._read(number, tables=ocp.args.StandardRestore(like))["tables"]
+        found = read_newest(self._folder, KINDS)
+        path = self._folder / str(found.number)
+        check_same_run(identity, found.run.identity, path, "the checkpoint")
+        self._check_slots(found, _layout(state))
         # As in a run that begins: on the same device, and committed to it. Else JAX
         # would compile every function of the run again.
         tables = {
             kind: {
                 path: jax.device_put(table, state.params[path].sharding)
-                for path, table in _split(np.asarray(flat[kind]), layout).items()
+                for path, table in tables.items()
             }
-            for kind in flat
+            for kind, tables in found.tables.items()
         }
-        return number, saved, AdapterState(**tables, pending=state.pending)
+        return found.number, found.run, AdapterState(**tables, pending=state.pending)
 
-    def _other_slots(
-        self, number: int, then: dict[str, list[int]], now: dict[str, list[int]]
-    ) -> CheckpointError:
-        """Of a checkpoint whose tables may be as large, all in all."""
+    def _check_slots(self, found: ReadCheckpoint, now: dict[str, list[int]]) -> None:
+        """Tables of other linears may be as large, all in all."""
+        if found.layout == now:
+            return
         tables = [
             ", ".join(sorted(set(one) - set(other))) or "none"
-            for one, other in ((then, now), (now, then))
+            for one, other in ((found.layout, now), (now, found.layout))
         ]
-        return CheckpointError(
-            f"checkpoint {number} in {self._folder} has slots for other linears. "
+        raise CheckpointError(
+            f"checkpoint {found.number} in {self._folder} has slots for other linears. "
             f"Tables that only it has: {tables[0]}; that only this run has: "
             f"{tables[1]}. Give the slot_targets that the run began with."
         )
-
-    def _read(self, number: int, **items) -> Any:
-        try:
-            return self._manager.restore(number, args=ocp.args.Composite(**items))
-        except Exception as error:
-            raise CheckpointError(
-                f"checkpoint {number} in {self._folder} cannot be read: {error}. To "
-                f"resume from the one before, remove {self._folder / str(number)}."
-            ) from error
 
     def close(self) -> None:
         """Finishes writing and lets go of the folder.
@@ -236,21 +177,54 @@ class Checkpoints:
             CheckpointError: The last checkpoint could not be written.
         """
         try:
-            with self._explaining():
-                self._manager.wait_until_finished()
+            self._wait()
         finally:
-            self._manager.close()
+            self._writer.shutdown()
+            with self._explaining():
+                self._manager.close()
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
         """Turns what goes wrong while writing, perhaps earlier, into our error."""
         try:
             yield
-        except (OSError, ValueError, RuntimeError) as error:
+        except (
+            OSError,
+            ValueError,
+            RuntimeError,
+            safetensors.SafetensorError,
+        ) as error:
             raise CheckpointError(
                 f"a checkpoint could not be written to {self._folder}: {error}. Those "
                 "before it are whole: mend the cause (is the disk full?) and resume."
             ) from error
+
+
+def _is_not_raised_as_well(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and "orbax" in record.pathname)
+
+
+def check_same_run(
+    now: RunIdentity, then: RunIdentity, path: pathlib.Path, where: str
+) -> None:
+    """Refuses to go on with another run than the one that was saved.
+
+    Args:
+        now: Identity of the run that is to go on.
+        then: The identity that was saved.
+        path: The file or folder where it was.
+        where: The same in a word or two.
+
+    Raises:
+        CheckpointError: They differ; says in what.
+    """
+    differences = now.differences(then, where)
+    if differences:
+        raise CheckpointError(
+            f"{path} is of another run:\n- "
+            + "\n- ".join(differences)
+            + "\nRestore these settings, or train into another output_dir."
+        )
 
 
 @jax.jit
@@ -270,13 +244,3 @@ def _flat(state: AdapterState) -> dict[str, jax.Array]:
 def _layout(state: AdapterState) -> dict[str, list[int]]:
     """Shapes of the tables in `_flat`'s arrays, in their order."""
     return {path: list(state.params[path].shape) for path in sorted(state.params)}
-
-
-def _split(flat, layout: dict[str, list[int]]) -> dict:
-    """The tables in one of `_flat`'s arrays, by path."""
-    tables, start = {}, 0
-    for path, shape in layout.items():
-        end = start + math.prod(shape)
-        tables[path] = flat[start:end].reshape(shape)
-        start = end
-    return tables

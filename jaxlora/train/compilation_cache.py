@@ -3,6 +3,7 @@
 import logging
 import os
 import pathlib
+import tempfile
 
 import jax
 
@@ -25,7 +26,30 @@ def keep_compiled_programs() -> None:
         logger.info("compiled programs are not kept, as there is no home folder")
         return
     folder = home / "jaxlora" / "xla"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        next(folder.iterdir(), None)
+    except OSError as error:
+        logger.warning(
+            "compiled programs are not kept, as %s cannot be used: %s. Every start "
+            "compiles again; JAX_COMPILATION_CACHE_DIR names another folder.",
+            folder,
+            error.strerror,
+        )
+        return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     # By default JAX keeps no program that compiles in under a second.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     logger.info("compiled programs are kept in %s", folder)
+
+
+def in_words(warning: str) -> str:
+    """A warning, with what to do about it if it is of JAX's compilation cache."""
+    if "persistent compilation cache entry" not in warning:
+        return warning
+    return (
+        f"{warning}. The program is compiled instead. If this comes again, remove "
+        f"{jax.config.jax_compilation_cache_dir}."
+    )

@@ -1,74 +1,175 @@
-"""PEFT folders from a checkpoint, without the base model."""
+"""PEFT folders of a run's jobs, without the base model.
 
+The run may be going on: nothing in its folder is changed.
+"""
+
+import dataclasses
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from jaxlora.adapter import Adapter, LoraWeights
-from jaxlora.errors import CheckpointError
+from jaxlora.atomic import (
+    remove_leftovers,
+    replace_folder,
+    standing_folder,
+    sync_files,
+)
+from jaxlora.errors import AdapterError, CheckpointError
+from jaxlora.hf.export_record import (
+    Export,
+    ExportRecord,
+    check_replaceable,
+    read_export,
+)
 from jaxlora.hf.names import linear_path
 from jaxlora.hf.peft_export import export_peft
 from jaxlora.models.stacks import by_path
-from jaxlora.train.checkpoint import Checkpoints
+from jaxlora.train.job_run import JobProgress
+from jaxlora.train.read_checkpoint import (
+    ReadCheckpoint,
+    newest_checkpoint,
+    read_newest,
+)
+from jaxlora.train.run_folder import ADAPTERS, CHECKPOINTS, read_run_record
+from jaxlora.train.saved_run import SavedAdapter, SavedRun
 from jaxlora.train.slots import adapter_from_rows
 
 
-def export_checkpoint(
-    run_dir: pathlib.Path, out: pathlib.Path, jobs: Sequence[str] | None = None
-) -> list[pathlib.Path]:
-    """Writes the adapters that were training at a run's newest checkpoint.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Exported:
+    """What an export wrote.
 
-    Jobs that had ended are in the run's `adapters` folder already.
+    Attributes:
+        folders: PEFT folders that were written, one a job.
+        left_out: Jobs of which there is nothing to write, and why.
+    """
+
+    folders: tuple[pathlib.Path, ...]
+    left_out: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """A run's folder as it was read, at one moment.
+
+    Attributes:
+        folder: Its `output_dir`.
+        jobs: Names of its jobs.
+        checkpoint: The newest one, if there is one.
+    """
+
+    folder: pathlib.Path
+    jobs: tuple[str, ...]
+    checkpoint: ReadCheckpoint | None
+
+
+def export_checkpoint(
+    run_dir: pathlib.Path,
+    out: pathlib.Path,
+    jobs: Sequence[str] | None = None,
+    *,
+    overwrite: bool = False,
+) -> Exported:
+    """Writes the adapter of each of a run's jobs, finished or not.
+
+    A job that has ended, and one with `keep_best`, leaves as the run itself exported
+    it; one that is training, as it was at the newest checkpoint.
 
     Args:
-        run_dir: `output_dir` of the run, finished or not.
+        run_dir: `output_dir` of the run, which may be going on.
         out: Folder for one PEFT folder a job.
-        jobs: Only these; None: all that were training.
+        jobs: Only these; None: all of which there is something to write.
+        overwrite: Replace folders in `out` that hold other files than exports.
 
     Raises:
-        CheckpointError: There is no checkpoint, or a job was not training in it.
+        JaxloraError: The run cannot be read, one of `jobs` has nothing to write, or
+            `out` cannot be used. Nothing has been written then.
     """
-    folder = run_dir / "checkpoints"
-    if not folder.is_dir():
-        raise CheckpointError(f"{run_dir} holds no checkpoints, so it is no run.")
-    checkpoints = Checkpoints(folder, keep=None)
-    try:
-        number, run = checkpoints.read()
-        params = checkpoints.read_params(number)
-    finally:
-        checkpoints.close()
-    slots = {name: p["slot"] for name, p in run.progress.items()}
-    training = [name for name, slot in slots.items() if slot is not None]
-    for name in jobs or ():
-        if name not in training:
-            raise CheckpointError(
-                f"job {name!r} was not training at checkpoint {number} of {run_dir}; "
-                f"these were: {', '.join(training) or 'none'}. Jobs that had ended are "
-                f"in {run_dir / 'adapters'}."
-            )
-    folders = []
-    for name in jobs or training:
-        own = {stack: table[slots[name]] for stack, table in params.items()}
-        rows = by_path(own, axis=0)
-        adapter = adapter_from_rows(rows, _like(run.adapters[name], rows))
-        folders.append(
-            export_peft(
-                adapter,
-                out / name,
-                base_model=run.base_model,
-                revision=run.base_revision,
-                linear_names=run.linear_names,
-            )
+    run = _read_run(run_dir)
+    wanted = tuple(dict.fromkeys(jobs or run.jobs))
+    unknown = [name for name in wanted if name not in run.jobs]
+    if unknown:
+        raise CheckpointError(
+            f"{run_dir} has no job {unknown[0]!r}; it has: {', '.join(run.jobs)}."
         )
-    return folders
+    sources = {name: _source(run, name) for name in wanted}
+    left_out = {n: text for n, text in sources.items() if isinstance(text, str)}
+    if left_out and (jobs or len(left_out) == len(wanted)):
+        reasons = "".join(f"\n- {name}: {text}" for name, text in left_out.items())
+        raise CheckpointError(f"{run_dir}: nothing was exported, as of{reasons}")
+    writable = [name for name in wanted if name not in left_out]
+    check_out(run_dir, out, writable, overwrite=overwrite)
+    remove_leftovers(out)
+    for name in writable:
+        _write(run, sources[name], out / name, overwrite)
+    return Exported(folders=tuple(out / n for n in writable), left_out=left_out)
 
 
-def _like(saved: dict[str, Any], rows: Mapping[str, np.ndarray]) -> Adapter:
+def _read_run(folder: pathlib.Path) -> _Run:
+    record, checkpoint = read_run_record(folder), None
+    if newest_checkpoint(folder / CHECKPOINTS) is not None:
+        checkpoint = read_newest(folder / CHECKPOINTS, ["params"])
+    elif record is None:
+        raise CheckpointError(f"{folder} holds no checkpoints, so it is no run.")
+    saved = [] if checkpoint is None else list(checkpoint.run.identity.jobs)
+    begun = [] if record is None else list(record.identity.jobs)
+    jobs = tuple(dict.fromkeys([*saved, *begun]))
+    return _Run(folder=folder, jobs=jobs, checkpoint=checkpoint)
+
+
+def _source(run: _Run, name: str) -> Export | Adapter | str:
+    """What to export of a job, or why there is nothing."""
+    folder = run.folder / ADAPTERS / name
+    own = _own_export(folder)
+    if own is not None and own.record.job != name:
+        raise AdapterError(
+            f"{folder} holds the adapter of job {own.record.job!r}. Put back the "
+            "folder that was there."
+        )
+    saved = None if run.checkpoint is None else run.checkpoint.run
+    if saved is None or name not in saved.progress:
+        return own or "it has not been in a checkpoint yet"
+    progress, adapter = saved.progress[name], saved.adapters[name]
+    if progress.status != "running":
+        return own or _nothing(progress, folder)
+    if own is not None and (adapter.keep_best or own.record.step >= progress.step):
+        return own
+    return _from_tables(run, adapter, progress)
+
+
+def _own_export(folder: pathlib.Path) -> Export | None:
+    """What the run itself exported, also while it is replacing it."""
+    while True:
+        place = standing_folder(folder)
+        found = read_export(place) if place.is_dir() else None
+        if found is not None or place == standing_folder(folder):
+            return found
+
+
+def _nothing(progress: JobProgress, folder: pathlib.Path) -> str:
+    if progress.status == "waiting":
+        return "it waits for a slot, so nothing has been trained yet"
+    if progress.status == "failed":
+        return f"it failed: {progress.reason}"
+    if not progress.step:
+        return f"it ended before its first step: {progress.reason}"
+    return f"it has ended ({progress.reason}), and {folder} has been removed"
+
+
+def _from_tables(run: _Run, saved: SavedAdapter, progress: JobProgress) -> Adapter:
+    assert run.checkpoint is not None
+    tables = run.checkpoint.tables["params"]
+    rows = by_path({n: table[progress.slot] for n, table in tables.items()}, axis=0)
+    return adapter_from_rows(rows, _like(saved, rows))
+
+
+def _like(saved: SavedAdapter, rows: Mapping[str, np.ndarray]) -> Adapter:
     """An empty adapter of a saved job's modules and ranks."""
     modules = {}
-    for name, (rank, lora_alpha) in saved["modules"].items():
+    for name, (rank, lora_alpha) in saved.modules.items():
         path = linear_path(name)
         modules[name] = LoraWeights(
             a=rows[f"{path}.lora_a"][:, :rank],
@@ -76,6 +177,52 @@ def _like(saved: dict[str, Any], rows: Mapping[str, np.ndarray]) -> Adapter:
             rank=rank,
             lora_alpha=lora_alpha,
         )
-    return Adapter(
-        modules=modules, use_rslora=saved["use_rslora"], dropout=saved["dropout"]
-    )
+    return Adapter(modules=modules, use_rslora=saved.use_rslora, dropout=saved.dropout)
+
+
+def check_out(
+    run_dir: pathlib.Path, out: pathlib.Path, names: Sequence[str], *, overwrite: bool
+) -> None:
+    """Refuses a place for exports before anything is written.
+
+    Raises:
+        CheckpointError: It is a file, or the run's own folder.
+        JaxloraError: Something is there that must not be replaced.
+    """
+    run, place = run_dir.resolve(), out.resolve()
+    if os.path.lexists(out) and not out.is_dir():
+        raise CheckpointError(f"{out} is no folder. Choose another place.")
+    if run == place or run in place.parents:
+        raise CheckpointError(
+            f"{out} is inside {run_dir}, the run's own folder, which only the run "
+            "itself writes to. Choose a place outside."
+        )
+    for name in names:
+        if place / name in (run, *run.parents):
+            raise CheckpointError(
+                f"{out / name} holds the run itself. Choose another place than {out}."
+            )
+        check_replaceable(out / name, overwrite=overwrite)
+
+
+def _write(
+    run: _Run, source: Export | Adapter | str, folder: pathlib.Path, overwrite: bool
+) -> None:
+    if isinstance(source, Export):
+        with replace_folder(folder) as temporary:
+            for name, data in source.files.items():
+                (temporary / name).write_bytes(data)
+            sync_files(temporary)
+    elif isinstance(source, Adapter):
+        assert run.checkpoint is not None
+        saved: SavedRun = run.checkpoint.run
+        step = saved.progress[folder.name].step
+        export_peft(
+            source,
+            folder,
+            base_model=saved.base_model,
+            revision=saved.base_revision,
+            linear_names=saved.linear_names,
+            overwrite=overwrite,
+            record=ExportRecord(job=folder.name, step=step),
+        )

@@ -1,6 +1,7 @@
 """What a run leaves for people: a table, a plot, a summary file."""
 
 import dataclasses
+import io
 import json
 import pathlib
 
@@ -8,7 +9,7 @@ import rich.box
 from rich.console import Console
 from rich.table import Table
 
-from jaxlora.atomic import write_text
+from jaxlora.atomic import write_bytes, write_text
 from jaxlora.train.job_run import JobProgress, JobRun
 from jaxlora.train.run_log import METRICS_FILE, read_events
 
@@ -161,4 +162,6 @@ def plot_losses(metrics: pathlib.Path, picture: pathlib.Path) -> None:
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend(fontsize="small")
-    FigureCanvasAgg(figure).print_png(str(picture))
+    drawn = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(drawn)
+    write_bytes(picture, drawn.getvalue())

@@ -1,16 +1,25 @@
 """What happens in a run, as JSON lines and for TensorBoard."""
 
 import json
+import math
+import os
 import pathlib
+import socket
 import time
 from typing import Any
 
-from tensorboardX import SummaryWriter
+from tensorboardX.proto import event_pb2
+from tensorboardX.record_writer import RecordWriter
+from tensorboardX.summary import scalar
 
-from jaxlora.atomic import write_text
+from jaxlora.atomic import explaining, make_folder, write_text
+from jaxlora.errors import CheckpointError
 
 METRICS_FILE = "metrics.jsonl"
+_proto: Any = event_pb2  # its classes are made when it is imported
 _PLOTTED = ("loss", "eval_loss", "grad_norm", "learning_rate")
+_LOSSES = {"step": ("loss",), "eval": ("eval_loss",)}
+_FLUSH_SECONDS = 30.0
 
 
 class RunLog:
@@ -27,16 +36,18 @@ class RunLog:
             folder: Where metrics.jsonl and tensorboard/ go.
             keep_rounds: Rounds behind the checkpoint that the run goes on from; what
                 was written after it is dropped. None: the run starts.
+
+        Raises:
+            CheckpointError: The events so far cannot be read.
+            StorageError: The log cannot be written.
         """
         self._path = folder / METRICS_FILE
         last = -1 if keep_rounds is None else keep_rounds
         kept = [e for e in read_events(self._path) if e["round"] <= last]
         write_text(self._path, "".join(json.dumps(e) + "\n" for e in kept))
-        self._file = self._path.open("a", encoding="utf-8")
-        self._board = SummaryWriter(
-            str(folder / "tensorboard"),
-            purge_step=last + 1,
-        )
+        with explaining(self._path):
+            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+        self._board = _Board(folder / "tensorboard", first_step=last + 1)
 
     def event(self, kind: str, round_number: int, **values: Any) -> None:
         """Writes one event.
@@ -45,6 +56,9 @@ class RunLog:
             kind: What happened: window, step, eval or job.
             round_number: The round that it belongs to.
             **values: Numbers and words; `job` and `step` say whose and when.
+
+        Raises:
+            StorageError: The disk is full, for example; no part of it is written.
         """
         record = {
             "event": kind,
@@ -52,28 +66,115 @@ class RunLog:
             "time": round(time.time(), 3),
             **values,
         }
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        self._write(json.dumps(record, allow_nan=False).encode() + b"\n")
         job, step = values.get("job"), values.get("step", round_number)
         for key in _PLOTTED if job else ("tokens_per_second",):
             if key in values:
                 tag = f"{key}/{job}" if job else key
-                self._board.add_scalar(tag, values[key], step)
+                self._board.add(tag, values[key], step)
+
+    def _write(self, line: bytes) -> None:
+        with explaining(self._path):
+            size = os.fstat(self._file).st_size
+            try:
+                rest = memoryview(line)
+                while rest:  # a disk that is almost full takes a part
+                    rest = rest[os.write(self._file, rest) :]
+            except OSError:
+                os.ftruncate(self._file, size)
+                raise
 
     def close(self) -> None:
-        """Flushes and closes both."""
-        self._file.close()
+        """Closes both.
+
+        Raises:
+            StorageError: The last values for TensorBoard cannot be written.
+        """
+        os.close(self._file)
         self._board.close()
 
 
+class _Board:
+    """Writes for TensorBoard in this thread, so that errors are raised here.
+
+    tensorboardX's own writer has a thread, which prints its errors and goes on.
+    """
+
+    def __init__(self, folder: pathlib.Path, *, first_step: int):
+        # Two runs of one second must not share a file.
+        name = f"{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._path = folder / f"events.out.tfevents.{name}.{time.time_ns()}"
+        with explaining(self._path):
+            make_folder(folder)
+            self._writer = RecordWriter(str(self._path))
+        self._flushed = time.monotonic()
+        self._write(file_version="brain.Event:2")
+        start = _proto.SessionLog(status=_proto.SessionLog.START)
+        self._write(step=first_step, session_log=start)
+
+    def add(self, tag: str, value: float, step: int) -> None:
+        self._write(step=step, summary=scalar(tag, value))
+
+    def _write(self, **fields: Any) -> None:
+        event = _proto.Event(wall_time=time.time(), **fields)
+        with explaining(self._path):
+            self._writer.write(event.SerializeToString())
+            if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+                self._writer.flush()
+                self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        with explaining(self._path):
+            try:
+                self._writer.flush()
+            finally:
+                self._writer.close()
+
+
 def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The events of a metrics.jsonl; a line cut short by a kill is left out."""
-    if not path.exists():
+    """The events of a metrics.jsonl; a last line cut short by a kill is left out.
+
+    Raises:
+        CheckpointError: A line is damaged.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
         return []
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     events = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for number, line in enumerate(lines, 1):
         try:
-            events.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
+            events.append(_event(line))
+        except (ValueError, OverflowError, RecursionError) as error:
+            if number == len(lines):
+                break  # empty, or cut short
+            raise CheckpointError(
+                f"{path}, line {number} is no event of a run: {error}. Remove the "
+                "line, or move the file away; a run can be resumed without it."
+            ) from None
     return events
+
+
+def _event(line: bytes) -> dict[str, Any]:
+    """Parses an event, and checks what is read of it later."""
+    event = json.loads(line, parse_constant=_no_number)
+    if not isinstance(event, dict):
+        raise ValueError(f"it is a {type(event).__name__}, not an object")
+    names = ["event"] + (["job"] if "job" in event else [])
+    counts = ["round"] + (["step"] if "job" in event else [])
+    for key in names:
+        if not isinstance(event.get(key), str):
+            raise ValueError(f"{key} is missing or no text")
+    for key in counts:
+        if type(event.get(key)) is not int or not 0 <= event[key] < 2**53:
+            raise ValueError(f"{key} is missing or no count")
+    for key in _LOSSES.get(event["event"], ()):
+        if type(event.get(key)) not in (int, float) or not math.isfinite(event[key]):
+            raise ValueError(f"{key} is missing or no number")
+    return event
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number")

@@ -1,7 +1,6 @@
 """The trainer: many jobs on one base, from first window to exported adapters."""
 
 import contextlib
-import dataclasses
 import datetime
 import logging
 import pathlib
@@ -10,31 +9,42 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxlora.atomic import write_text
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.tokenizer import load_tokenizer
-from jaxlora.errors import CheckpointError, ConfigError
+from jaxlora.errors import ConfigError
+from jaxlora.hf.export_record import ExportRecord
 from jaxlora.hf.load import BaseModel, load_base
 from jaxlora.hf.names import linear_names
 from jaxlora.hf.peft_export import export_peft
 from jaxlora.train import prepare
 from jaxlora.train.capacity import Bounds, Capacity, as_begun, provisional
-from jaxlora.train.checkpoint import Checkpoints, RunIdentity, SavedRun
+from jaxlora.train.checkpoint import Checkpoints, check_same_run
 from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.executor import Executor
 from jaxlora.train.interrupt import StopRequest
 from jaxlora.train.job_run import JobProgress, JobRun
 from jaxlora.train.memory import compiled_step
 from jaxlora.train.progress import Progress
+from jaxlora.train.read_checkpoint import newest_checkpoint
 from jaxlora.train.report import RunResult, job_result, write_report
-from jaxlora.train.run_log import METRICS_FILE, RunLog
+from jaxlora.train.run_folder import (
+    ADAPTERS,
+    CHECKPOINTS,
+    RUN_FILE,
+    check_folder,
+    clean_up,
+    make_way,
+    read_run_record,
+    write_run_record,
+)
+from jaxlora.train.run_lock import RunLock, check_not_in_use
+from jaxlora.train.run_log import RunLog
+from jaxlora.train.saved_run import RunIdentity, RunRecord, SavedAdapter, SavedRun
 from jaxlora.train.slots import SlotTable
 from jaxlora.train.step import compiled_steps
 from jaxlora.train.windows import Windows
 
 logger = logging.getLogger(__name__)
-
-_STARTED_FILE = "started.txt"
 
 
 class Trainer:
@@ -62,6 +72,7 @@ class Trainer:
         """
         keep_compiled_programs()
         self.output_dir = pathlib.Path(config.output_dir)
+        check_not_in_use(self.output_dir)
         config = as_begun(config, self.output_dir)
         self.model = model or load_base(
             config.model, dtype=config.dtype, revision=config.revision
@@ -84,13 +95,15 @@ class Trainer:
         self._round = 0
         self._stopping: dict[str, str] = {}
         self._has_begun = False
+        self._lock = RunLock(self.output_dir)
+        self._recorded: RunRecord | None = None
 
     def _start_time(self) -> datetime.datetime:
         """When the run began, first of all: chat templates may print the date."""
-        path = self.output_dir / _STARTED_FILE
-        if path.exists():
-            return datetime.datetime.fromisoformat(path.read_text().strip())
-        return datetime.datetime.now()
+        record = read_run_record(self.output_dir)
+        if record is None:
+            return datetime.datetime.now()
+        return datetime.datetime.fromisoformat(record.started)
 
     def _open(self, job: LoraJob) -> JobRun:
         return prepare.open_job(job, self.model, self._tokenizer)
@@ -164,12 +177,26 @@ class Trainer:
             CheckpointError: `output_dir` holds another run, or nothing to resume.
             ConfigError: The device's memory cannot hold the run.
         """
-        self._check_folder(resume)
-        if self._has_begun:
-            self._reset()
-        self._has_begun = True
-        compiled_before = self._steps.num_compilations()
-        self._settle_capacity()
+        # Until the report is written, nobody else writes into the folder.
+        with RunLock(self.output_dir) as self._lock:
+            check_folder(self.output_dir, resume=resume)
+            if self._has_begun:
+                self._reset()
+            self._has_begun = True
+            compiled_before = self._steps.num_compilations()
+            self._settle_capacity()
+            interrupted = self._run(resume, on_window)
+            result = RunResult(
+                jobs=tuple(job_result(run, self._folder(run)) for run in self.runs),
+                output_dir=self.output_dir,
+                interrupted=interrupted,
+                num_compilations=self._steps.num_compilations() - compiled_before,
+            )
+            write_report(result)
+        return result
+
+    def _run(self, resume: bool, on_window: Callable[["Trainer"], None] | None) -> bool:
+        """Runs one window after another; returns whether a signal ended it early."""
         with contextlib.ExitStack() as opened:
             checkpoints = self._open_checkpoints(resume, opened)
             log = RunLog(self.output_dir, keep_rounds=checkpoints.latest())
@@ -182,6 +209,7 @@ class Trainer:
                         self._round = windows.round
                         if on_window is not None:
                             on_window(self)
+                            self._record()
                         every = self.config.checkpoint_every
                         if every and self._round // every > before // every:
                             self._save(checkpoints)
@@ -189,16 +217,7 @@ class Trainer:
                 if checkpoints.latest() != self._round:
                     self._save(checkpoints)
                 is_over = all(run.progress.is_over for run in self.runs)
-                interrupted = stop.requested and not is_over
-        results = tuple(job_result(run, self._folder(run)) for run in self.runs)
-        result = RunResult(
-            jobs=results,
-            output_dir=self.output_dir,
-            interrupted=interrupted,
-            num_compilations=self._steps.num_compilations() - compiled_before,
-        )
-        write_report(result)
-        return result
+                return stop.requested and not is_over
 
     def _windows(self, log: RunLog, progress: Progress) -> Windows:
         assert self._spec.slots is not None
@@ -223,9 +242,13 @@ class Trainer:
         )
 
     def _folder(self, run: JobRun) -> pathlib.Path:
-        return self.output_dir / "adapters" / run.job.name
+        return self.output_dir / ADAPTERS / run.job.name
 
     def _export(self, run: JobRun) -> None:
+        self._lock.check()
+        step = run.progress.step
+        if not make_way(self._folder(run), step):
+            return
         adapter = self._table.read(run.slot, run.start)
         export_peft(
             adapter,
@@ -233,6 +256,7 @@ class Trainer:
             base_model=self.model.source,
             revision=self.model.revision,
             linear_names=linear_names(self.model.config),
+            record=ExportRecord(job=run.job.name, step=step),
         )
 
     # ---- checkpoints ---------------------------------------------------------------
@@ -256,41 +280,34 @@ class Trainer:
             },
         )
 
-    @property
-    def _checkpoints_folder(self) -> pathlib.Path:
-        return self.output_dir / "checkpoints"
-
-    def _check_folder(self, resume: bool) -> None:
-        folder = self._checkpoints_folder
-        has_run = (self.output_dir / METRICS_FILE).exists()
-        has_run |= folder.exists() and any(folder.iterdir())
-        if has_run and not resume:
-            raise CheckpointError(
-                f"{self.output_dir} already holds a run. Resume it (resume=True, or "
-                "--resume), or choose another output_dir."
-            )
-        if resume and not has_run:
-            raise CheckpointError(
-                f"{self.output_dir} holds no run to resume. Is output_dir right? Else "
-                "start without resume."
-            )
-
     def _open_checkpoints(
         self, resume: bool, opened: contextlib.ExitStack
     ) -> Checkpoints:
-        folder = self._checkpoints_folder
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = self.output_dir / CHECKPOINTS
+        record = read_run_record(self.output_dir) if resume else None
+        is_anew = newest_checkpoint(folder) is None
+        if record is not None and is_anew:
+            path = self.output_dir / RUN_FILE
+            check_same_run(self._identity(), record.identity, path, RUN_FILE)
+            logger.warning("there is no complete checkpoint: training from the start")
         checkpoints = Checkpoints(folder, keep=self.config.keep_checkpoints)
         opened.callback(checkpoints.close)
-        if resume and checkpoints.latest() is None:
-            logger.warning("the run ended before its first checkpoint: starting anew")
-        elif resume:
+        if not is_anew:
             self._restore(checkpoints)
         self._end_waiting()
         # Last: a resume that is refused leaves the folder as it was.
-        write_text(self.output_dir / _STARTED_FILE, self._started.isoformat() + "\n")
-        self._capacity.save(self.output_dir)
+        clean_up(self.output_dir, [run.job.name for run in self.runs])
+        self._recorded = record
+        self._record()
         return checkpoints
+
+    def _record(self) -> None:
+        """Says in the folder which run this is, anew when jobs were added."""
+        started = self._started.isoformat()
+        record = RunRecord(started=started, identity=self._identity())
+        if record != self._recorded:
+            write_run_record(self.output_dir, record)
+            self._recorded = record
 
     def _reset(self) -> None:
         """Forgets what an earlier call of `train` did, but not which jobs are to stop.
@@ -315,29 +332,32 @@ class Trainer:
         )
         self._stopping = saved.stopping | self._stopping
         for run in self.runs:
-            run.progress = JobProgress(**saved.progress[run.job.name])
+            run.progress = saved.progress[run.job.name]
             if run.progress.status == "running":
                 self._table.activate(run.slot, run.start)
         logger.info("resumed after round %d", self._round)
 
     def _save(self, checkpoints: Checkpoints) -> None:
-        def adapter(run: JobRun) -> dict:
-            return {
-                "modules": {
-                    name: (weights.rank, weights.lora_alpha)
-                    for name, weights in run.start.modules.items()
-                },
-                "use_rslora": run.start.use_rslora,
-                "dropout": run.start.dropout,
-            }
-
+        self._lock.check()
         saved = SavedRun(
             identity=self._identity(),
-            progress={r.job.name: dataclasses.asdict(r.progress) for r in self.runs},
-            adapters={run.job.name: adapter(run) for run in self.runs},
+            progress={run.job.name: run.progress for run in self.runs},
+            adapters={run.job.name: _saved_adapter(run) for run in self.runs},
             base_model=self.model.source,
             base_revision=self.model.revision,
             linear_names=list(linear_names(self.model.config)),
             stopping=dict(self._stopping),
         )
         checkpoints.save(self._round, self._table.state, saved)
+
+
+def _saved_adapter(run: JobRun) -> SavedAdapter:
+    return SavedAdapter(
+        modules={
+            name: (weights.rank, weights.lora_alpha)
+            for name, weights in run.start.modules.items()
+        },
+        use_rslora=run.start.use_rslora,
+        dropout=run.start.dropout,
+        keep_best=run.job.keep_best,
+    )

@@ -1,13 +1,22 @@
 """Files and folders are there whole or not at all, also after a kill."""
 
+import errno
 import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
+import safetensors
 
-from jaxlora.atomic import new_folder, replace_folder, write_text
+from jaxlora.atomic import (
+    new_folder,
+    remove_leftovers,
+    replace_folder,
+    sync_files,
+    write_text,
+)
+from jaxlora.errors import StorageError
 
 KILLED = """
 import os, pathlib, sys
@@ -41,6 +50,11 @@ def text_in(path: pathlib.Path) -> dict[str, str]:
 def replace(path: pathlib.Path, text: str = "new") -> None:
     with replace_folder(path) as folder:
         (folder / "file").write_text(text)
+
+
+def fill_new(path: pathlib.Path) -> None:
+    with new_folder(path) as folder:
+        (folder / "file").write_text("new")
 
 
 def visible(path: pathlib.Path) -> list[str]:
@@ -150,11 +164,94 @@ def test_write_text_that_fails_keeps_the_old_file(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["file.json"]
 
 
-def test_others_may_read_what_the_umask_lets_them(tmp_path):
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_others_may_read_what_the_umask_lets_them(tmp_path, monkeypatch, mask):
+    before = os.umask(mask)
+    try:
+        # It is the whole process's, and other threads make files meanwhile.
+        monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("umask was set"))
+        compare_modes(tmp_path)
+    finally:
+        monkeypatch.undo()
+        os.umask(before)
+
+
+def compare_modes(tmp_path: pathlib.Path) -> None:
     plain = tmp_path / "plain"
     plain.write_text("")
     write_text(tmp_path / "file", "")
     assert (tmp_path / "file").stat().st_mode == plain.stat().st_mode
     (tmp_path / "folder").mkdir()
-    replace(tmp_path / "out")
+    with replace_folder(tmp_path / "out") as folder:
+        (folder / "private").touch(mode=0o600)
+        sync_files(folder)
     assert (tmp_path / "out").stat().st_mode == (tmp_path / "folder").stat().st_mode
+    assert (tmp_path / "out" / "private").stat().st_mode == plain.stat().st_mode
+
+
+@pytest.mark.parametrize(
+    "write", [lambda path: write_text(path, ""), replace, fill_new]
+)
+def test_names_are_on_the_disk_too(tmp_path, monkeypatch, write):
+    """The rename that makes something appear is followed by a sync of its folder."""
+    synced = []
+    fsync = os.fsync
+
+    def note(handle):
+        path = pathlib.Path(os.readlink(f"/proc/self/fd/{handle}"))
+        is_there = (tmp_path / "new" / "out").exists()
+        synced.append((path, is_there))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", note)
+    write(tmp_path / "new" / "out")
+    assert (tmp_path, False) in synced
+    assert synced[-1] == (tmp_path / "new", True)
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "dangling"])
+def test_only_folders_are_replaced(tmp_path, kind):
+    path = tmp_path / "out"
+    if kind == "file":
+        path.write_text("mine")
+    else:
+        path.symlink_to(fill(tmp_path / "mine") if kind == "link" else "nowhere")
+    before = sorted(p.name for p in tmp_path.iterdir())
+    for _ in range(2):
+        with pytest.raises(StorageError, match=r"out is a (file|symbolic link), and"):
+            replace(path)
+    with pytest.raises(FileExistsError, match="out exists already"), new_folder(path):
+        pytest.fail("the block must not run")
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+    assert path.is_symlink() or path.read_text() == "mine"
+
+
+def test_leftovers_of_the_living_stay(tmp_path):
+    kill(tmp_path / "dead", "inside")
+    with replace_folder(tmp_path / "alive") as folder:
+        (folder / "file").write_text("new")
+        assert len(list(tmp_path.iterdir())) == 2
+        remove_leftovers(tmp_path)
+        assert list(tmp_path.iterdir()) == [folder]
+        remove_leftovers(tmp_path / "missing")
+    assert text_in(tmp_path / "alive") == {"file": "new"}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_disk_that_takes_no_more(tmp_path, number):
+    path = fill(tmp_path / "out")
+    match = f"cannot be written: {os.strerror(number)}.* is whole. Free space"
+    for maker in (replace_folder, lambda path: new_folder(path.with_name("new"))):
+        for error in (
+            OSError(number, os.strerror(number)),
+            safetensors.SafetensorError(f"I/O error: x (os error {number})"),
+        ):
+            with pytest.raises(StorageError, match=match), maker(path):
+                raise error
+    assert text_in(path) == {"file": "old"}
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_errors_of_other_files_stay_theirs(tmp_path):
+    with pytest.raises(FileNotFoundError), replace_folder(tmp_path / "out"):
+        (tmp_path / "source" / "model.safetensors").read_bytes()

@@ -175,11 +175,17 @@ def test_merge_and_convert(folder, capsys, tmp_path):
     assert config["torch_dtype"] == "bfloat16"
 
 
-def test_export_when_nothing_was_training(folder, capsys, tmp_path):
-    """The run's jobs had all ended, so their folders are in `adapters`."""
-    assert said(capsys, "export", folder / "run", tmp_path / "out") == ""
-    assert main(["export", str(folder / "run"), str(tmp_path), "--job", "first"]) == 1
-    assert "'first' was not training at checkpoint 2" in capsys.readouterr().err
+def test_export_of_a_run_that_has_ended(folder, capsys, tmp_path):
+    """Its jobs leave as the run itself exported them, again and again."""
+    out = tmp_path / "out"
+    for _ in range(2):
+        text = said(capsys, "export", folder / "run", out)
+        assert text == f"wrote {out / 'first'}\nwrote {out / 'second'}\n"
+    for job in ("first", "second"):
+        for path in (folder / "run" / "adapters" / job).iterdir():
+            assert (out / job / path.name).read_bytes() == path.read_bytes()
+    said(capsys, "export", folder / "run", tmp_path / "one", "--job", "second")
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["second"]
 
 
 @pytest.mark.parametrize("model", [RunConfig, LoraJob, DataConfig])

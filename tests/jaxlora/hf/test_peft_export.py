@@ -8,6 +8,7 @@ import safetensors
 import safetensors.numpy
 
 from jaxlora.adapter import Adapter, LoraWeights
+from jaxlora.errors import AdapterError
 from jaxlora.hf.peft_export import export_peft
 from jaxlora.hf.peft_import import import_peft
 from jaxlora.targets import pattern_value
@@ -179,11 +180,18 @@ def test_there_and_back_again_to_the_byte(make_adapter, export, linear_shapes, o
 
 def test_an_older_folder_is_replaced(make_adapter, export, linear_shapes):
     folder = export(make_adapter(seed=1))
-    (folder / "README.md").write_text("old")
     adapter = make_adapter(("v_proj",), seed=2)
     assert export(adapter) == folder
-    assert not (folder / "README.md").exists()
     assert import_peft(folder, linear_shapes).modules.keys() == adapter.modules.keys()
+
+
+def test_a_folder_with_other_files_is_not_replaced(make_adapter, export):
+    folder = export(make_adapter(seed=1))
+    (folder / "README.md").write_text("mine")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(AdapterError, match="holds files that jaxlora did not write"):
+        export(make_adapter(seed=2))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_a_failure_keeps_the_older_folder(make_adapter, export, monkeypatch):

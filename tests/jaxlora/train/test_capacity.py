@@ -18,6 +18,8 @@ from jaxlora.plan import plan_run
 from jaxlora.train import memory
 from jaxlora.train.capacity import Bounds, Capacity, as_begun
 from jaxlora.train.memory import DeviceMemory, Footprint
+from jaxlora.train.run_folder import write_run_record
+from jaxlora.train.saved_run import RunIdentity, RunRecord
 
 
 @pytest.fixture
@@ -180,8 +182,9 @@ def test_a_run_that_is_resumed_keeps_its_number(config, model, have):
 def test_a_run_that_is_resumed_keeps_its_blocks(config):
     first = config()
     folder = pathlib.Path(first.output_dir)
-    folder.mkdir()
-    (folder / "microbatch_tokens.txt").write_text("176\n")
+    identity = RunIdentity(base="", settings={"microbatch_tokens": 176}, jobs={})
+    record = RunRecord(started="2020-02-03T04:05:06", identity=identity)
+    write_run_record(folder, record)
     assert as_begun(first, folder).microbatch_tokens == 176
     other = first.model_copy(update={"block_tokens": 64})
     message = r"176 for microbatch_tokens: auto, which is not .* block_tokens=64. Give"

@@ -1,6 +1,9 @@
 """Where compiled programs are kept, and who has a say in it."""
 
 import logging
+import os
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -52,3 +55,38 @@ def test_jaxs_own_settings_go_first(name, value, caplog):
     assert getattr(jax.config, name) == value
     assert jax.config.jax_compilation_cache_dir in (None, "mine", "")
     assert not caplog.records
+
+
+def test_a_folder_that_cannot_be_used(tmp_path, caplog):
+    """It is said, and nothing fails; JAX would fail at its first program."""
+    (tmp_path / "cache").write_text("a file")
+    keep_compiled_programs()
+    assert jax.config.jax_compilation_cache_dir is None
+    assert "xla cannot be used: Not a directory. Every start compiles" in caplog.text
+
+
+DAMAGED = """
+import sys, jax
+from jaxlora import cli
+from jaxlora.train.compilation_cache import keep_compiled_programs
+cli._set_up_logging(False)
+keep_compiled_programs()
+print(jax.jit(lambda x: x + 1)(1))
+"""
+
+
+def test_a_damaged_entry_is_said_in_a_line(tmp_path):
+    folder = tmp_path / "cache" / "jaxlora" / "xla"
+    env = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
+    env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    command = [sys.executable, "-c", DAMAGED]
+    for _ in range(2):
+        ended = subprocess.run(
+            command, env=env, capture_output=True, text=True, check=True
+        )
+        assert ended.stdout == "2\n"
+        for entry in folder.glob("*-cache"):
+            entry.write_bytes(entry.read_bytes()[:9])
+    lines = [line for line in ended.stderr.splitlines() if "Error reading" in line]
+    assert lines and all(f"remove {folder}." in line for line in lines)
+    assert "UserWarning" not in ended.stderr and "warnings.warn" not in ended.stderr

@@ -1,5 +1,6 @@
 """A run that is killed or interrupted ends in the same bits as one that is not."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -13,6 +14,7 @@ from jaxlora import Trainer, import_peft, load_run
 from jaxlora.errors import CheckpointError
 from jaxlora.train.export import export_checkpoint
 from jaxlora.train.prepare import linear_shapes
+from jaxlora.train.run_folder import read_run_record, write_run_record
 from jaxlora.train.run_log import read_events
 from tests import tiny
 
@@ -149,8 +151,8 @@ def test_interrupted(make_run, whole, signal_name):
 
 
 def test_exports_from_a_checkpoint(make_run, tmp_path):
-    """What was training leaves as PEFT folders; what had ended is told."""
-    run_file = make_run("exported", checkpoint_every=1)
+    """What was training leaves as it was; what had ended, as the run exported it."""
+    run_file = make_run("exported", checkpoint_every=1, window_steps=1)
     config = load_run(run_file)
     trainer = Trainer(config)
 
@@ -168,10 +170,11 @@ def test_exports_from_a_checkpoint(make_run, tmp_path):
     with pytest.raises(Enough):
         trainer.train(on_window=stop)
     run_dir = pathlib.Path(config.output_dir)
-    with pytest.raises(CheckpointError, match=r"job 'job0' was not training .*: job1"):
-        export_checkpoint(run_dir, tmp_path, ["job0"])
     export_checkpoint(run_dir, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["job1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job0", "job1"]
+    own = run_dir / "adapters" / "job0"
+    for path in own.iterdir():
+        assert (tmp_path / "job0" / path.name).read_bytes() == path.read_bytes()
     got = import_peft(tmp_path / "job1", linear_shapes(trainer.model))
     assert got.modules.keys() == wanted.keys()
     for name, weights in wanted.items():
@@ -237,8 +240,11 @@ def test_resumes_on_another_day(make_run, tmp_path):
             os.kill(os.getpid(), signal.SIGINT)
 
     assert Trainer(config).train(on_window=stop).interrupted
-    started = pathlib.Path(config.output_dir) / "started.txt"
-    started.write_text("2020-02-03T04:05:06\n")
+    folder = pathlib.Path(config.output_dir)
+    record = read_run_record(folder)
+    assert record is not None
+    then = dataclasses.replace(record, started="2020-02-03T04:05:06")
+    write_run_record(folder, then)
     with pytest.raises(CheckpointError, match="data_fingerprint is"):
         Trainer(config).train(resume=True)  # the date is in the data
     tokenizer = Trainer(config)._tokenizer

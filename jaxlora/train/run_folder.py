@@ -1,0 +1,124 @@
+"""What is in a run's folder: which run it is, and what may be written into it."""
+
+import dataclasses
+import json
+import logging
+import os
+import pathlib
+from collections.abc import Iterable
+
+from jaxlora.atomic import recover_folder, remove_leftovers, write_text
+from jaxlora.errors import AdapterError, CheckpointError
+from jaxlora.hf.export_record import is_ours, read_export
+from jaxlora.train.run_log import METRICS_FILE
+from jaxlora.train.saved_run import RunRecord, read_sealed, sealed
+
+logger = logging.getLogger(__name__)
+
+RUN_FILE = "run.json"
+ADAPTERS = "adapters"
+CHECKPOINTS = "checkpoints"
+_VERSION = 1
+# Earlier versions wrote this one instead of run.json.
+_TRACES = (METRICS_FILE, "started.txt")
+
+
+def read_run_record(folder: pathlib.Path) -> RunRecord | None:
+    """Which run has begun in a folder; None if none has.
+
+    Raises:
+        CheckpointError: The file that says it is damaged.
+    """
+    path = folder / RUN_FILE
+    if not os.path.lexists(path):
+        return None
+    cure = "Restore the file from a copy, or choose another output_dir."
+    return read_sealed(path, RunRecord, version=_VERSION, cure=cure)
+
+
+def write_run_record(folder: pathlib.Path, record: RunRecord) -> None:
+    """Says which run has begun in a folder."""
+    values = sealed({"format": _VERSION, **dataclasses.asdict(record)})
+    write_text(folder / RUN_FILE, json.dumps(values, indent=1) + "\n")
+
+
+def check_folder(folder: pathlib.Path, *, resume: bool) -> None:
+    """Refuses to start where a run has begun, and to resume where none has.
+
+    Raises:
+        CheckpointError: The folder is not fit for what is asked.
+    """
+    has_begun = os.path.lexists(folder / RUN_FILE)
+    has_traces = any((folder / name).exists() for name in _TRACES) or any(
+        (folder / name).is_dir() and any((folder / name).iterdir())
+        for name in (CHECKPOINTS, ADAPTERS)
+    )
+    if not resume and (has_begun or has_traces):
+        raise CheckpointError(
+            f"{folder} already holds a run. Resume it (resume=True, or --resume), or "
+            "choose another output_dir."
+        )
+    if resume and not has_begun and has_traces:
+        raise CheckpointError(
+            f"{folder} holds a run without {RUN_FILE}: it was begun by an earlier "
+            "version of jaxlora, or the file was removed. It cannot be resumed, as "
+            "whether it is the same run is unknown. Restore the file, go on with that "
+            "version, or choose another output_dir."
+        )
+    if resume and not has_begun:
+        raise CheckpointError(
+            f"{folder} holds no run to resume. Is output_dir right? Else start without "
+            "resume."
+        )
+
+
+def clean_up(folder: pathlib.Path, jobs: Iterable[str]) -> None:
+    """Removes what a killed run left half written; nobody else may be writing."""
+    for place in (folder, folder / ADAPTERS):
+        remove_leftovers(place, alone=True)
+    for job in jobs:
+        recover_folder(folder / ADAPTERS / job)
+
+
+def make_way(folder: pathlib.Path, step: int) -> bool:
+    """Whether an adapter may be written; moves away what is not a run's own.
+
+    Args:
+        folder: The adapter's, with an older export perhaps.
+        step: Optimiser steps behind what is to be written.
+
+    Returns:
+        False where an export of more steps is: this run wrote it before it was killed,
+        and goes on from an older checkpoint.
+    """
+    if not os.path.lexists(folder):
+        return True
+    if folder.is_symlink() or not folder.is_dir() or not is_ours(folder):
+        _set_aside(folder)
+        return True
+    try:
+        found = read_export(folder)
+    except AdapterError:
+        return True  # damaged
+    if found is None or found.record.step <= step:
+        return True
+    logger.warning(
+        "%s: the adapter of step %d is kept, as that of step %d is trained less",
+        folder,
+        found.record.step,
+        step,
+    )
+    return False
+
+
+def _set_aside(path: pathlib.Path) -> None:
+    """Renames what is in the way to a name that no job can have."""
+    number = 1
+    while os.path.lexists(aside := path.with_name(f"{path.name}~{number}")):
+        number += 1
+    path.rename(aside)
+    logger.warning(
+        "%s was not written by this run, or holds files that were not: moved to %s",
+        path,
+        aside,
+    )

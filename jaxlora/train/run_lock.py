@@ -1,0 +1,305 @@
+"""One process at a time writes to a run's folder.
+
+The process holds the kernel's lock (flock) on `run.lock` and on the folder itself. The
+kernel releases both when the process ends, however it ends, so on one host a lock is
+never stale, whatever `run.lock` says. The lock on the folder also holds when somebody
+removes `run.lock`.
+
+Some shared file systems keep such locks to one host, or have none. So `run.lock` also
+says who the owner is, and the owner touches it every few seconds. A start that finds
+an owner that the kernel cannot vouch for watches the file: if nobody touches it for
+`_PATIENCE_SECONDS`, the owner is gone. No clocks are compared.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import errno
+import fcntl
+import getpass
+import json
+import logging
+import os
+import pathlib
+import shlex
+import socket
+import sys
+import threading
+import time
+
+from jaxlora.atomic import explaining, make_folder, sync_folder
+from jaxlora.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = "run.lock"
+_TOUCH_SECONDS = 5.0
+_PATIENCE_SECONDS = 30.0
+_MOST_BYTES = 4096
+# Another start may hold the lock for an instant, to ask whether the run is live.
+_ATTEMPTS, _PAUSE_SECONDS = 5, 0.1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Owner:
+    """Who holds a run's folder, as it says itself.
+
+    Attributes:
+        host: Name of its machine.
+        boot: Identifies the machine's kernel since it was started.
+        pid: Process id there.
+        user: Who started it.
+        command: Its command line.
+        since: When it took the folder.
+    """
+
+    host: str
+    boot: str
+    pid: int
+    user: str
+    command: str
+    since: str
+
+    @staticmethod
+    def this_process() -> "Owner":
+        """This process."""
+        return Owner(
+            host=socket.gethostname(),
+            boot=_boot(),
+            pid=os.getpid(),
+            user=_user(),
+            command=_printable(shlex.join(sys.orig_argv))[:200],
+            since=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"process {self.pid} of {self.user} on {self.host}, since {self.since} "
+            f"({self.command})"
+        )
+
+
+class RunLock:
+    """Keeps other processes, and other trainers of this one, out of a run's folder."""
+
+    def __init__(self, folder: pathlib.Path):
+        """Locks nothing yet.
+
+        Args:
+            folder: The run's; made if need be.
+        """
+        self._folder, self._path = folder, folder / LOCK_FILE
+        self._file = self._directory = -1  # open files, whose locks are held
+        self._text = b""
+        self._made_folder = False
+        self._ended = threading.Event()
+        self._toucher = threading.Thread(target=self._touch, daemon=True)
+
+    def __enter__(self) -> "RunLock":
+        """Takes the lock.
+
+        Raises:
+            CheckpointError: Another run is in the folder; says who.
+            StorageError: The folder cannot be written.
+        """
+        with explaining(self._path):
+            self._made_folder = not self._folder.exists()
+            make_folder(self._folder)
+            try:
+                self._take_directory()
+                self._take_file()
+            except BaseException:
+                self._close()
+                raise
+        self._toucher.start()
+        return self
+
+    def _take_directory(self) -> None:
+        self._directory = os.open(self._folder, os.O_RDONLY)
+        if _lock(self._directory) is False:
+            raise _in_use(self._folder)
+
+    def _take_file(self) -> None:
+        """Locks run.lock, once whoever it names is gone, and writes this process in."""
+        handle, is_certain = self._lock_file()
+        self._file = handle
+        owner = read_owner(self._path)
+        is_dead = is_certain and (owner is None or owner.boot == _boot())
+        if not is_dead and _is_touched(self._path):
+            raise _in_use(self._folder)
+        if owner is not None:
+            logger.warning("%s: taking over from %s, which is gone", self._path, owner)
+        self._text = json.dumps(dataclasses.asdict(Owner.this_process())).encode()
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, self._text, 0)
+        os.fsync(handle)
+        sync_folder(self._folder)
+
+    def _lock_file(self) -> tuple[int, bool]:
+        """The open lock file, and whether the kernel's lock on it could be had."""
+        for _ in range(_ATTEMPTS):
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+            handle = os.open(self._path, flags, 0o666)
+            is_locked = _lock(handle)
+            # Another process may have removed the file between the two calls.
+            if is_locked is not False and _is_same(handle, self._path):
+                return handle, is_locked is True
+            os.close(handle)
+            time.sleep(_PAUSE_SECONDS)
+        raise _in_use(self._folder)
+
+    def _touch(self) -> None:
+        while not self._ended.wait(_TOUCH_SECONDS):
+            with contextlib.suppress(OSError):
+                os.utime(self._path)
+
+    def check(self) -> None:
+        """Makes sure that the folder is still this run's, before something is written.
+
+        Raises:
+            CheckpointError: Somebody removed run.lock, and another run has the folder.
+        """
+        if _is_same(self._file, self._path):
+            if os.pread(self._file, _MOST_BYTES, 0) == self._text:
+                return
+            raise _in_use(self._folder)
+        logger.warning("%s was removed while the run goes on: written anew", self._path)
+        os.close(self._file)
+        self._file = -1
+        with explaining(self._path):
+            self._take_file()
+
+    def __exit__(self, *_) -> None:
+        self._ended.set()
+        self._toucher.join()
+        # A folder that can no longer be written is no reason to fail here: whoever
+        # stays named in the file is known to be dead.
+        with contextlib.suppress(OSError):
+            if _is_same(self._file, self._path):
+                self._path.unlink()
+            if self._made_folder and not any(self._folder.iterdir()):
+                self._folder.rmdir()
+        self._close()
+
+    def _close(self) -> None:
+        for handle in (self._file, self._directory):
+            if handle >= 0:
+                os.close(handle)
+        self._file = self._directory = -1
+
+
+def check_not_in_use(folder: pathlib.Path) -> None:
+    """Refuses a folder that another run is writing to; changes nothing.
+
+    A start that fails for this reason should do so before it loads a model.
+
+    Raises:
+        CheckpointError: Another run is in the folder; says who.
+    """
+    if is_in_use(folder):
+        raise _in_use(folder)
+
+
+def is_in_use(folder: pathlib.Path) -> bool:
+    """Whether a process on this host is writing to a run's folder."""
+    try:
+        handle = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return False
+
+
+def read_owner(path: pathlib.Path) -> Owner | None:
+    """What a lock file says; None if it says nothing that can be read."""
+    try:
+        with path.open("rb") as file:
+            values = json.loads(file.read(_MOST_BYTES))
+        owner = Owner(**values)
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+    words = [str(value) for value in dataclasses.astuple(owner)]
+    return owner if all(word.isprintable() for word in words) else None
+
+
+def _in_use(folder: pathlib.Path) -> CheckpointError:
+    owner = read_owner(folder / LOCK_FILE)
+    who = owner or "another process, whose run.lock was removed or is damaged"
+    return CheckpointError(
+        f"{folder} is in use by {who}. Two runs cannot share a folder: wait until that "
+        "one has ended, stop it, or choose another output_dir."
+    )
+
+
+def _lock(handle: int) -> bool | None:
+    """Takes the kernel's lock; False: another holds it, None: there are no locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        # NFS locks no folders, and some file systems nothing.
+        missing = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+        if error.errno not in (*missing, errno.EINVAL):
+            raise
+        return None
+    return True
+
+
+def _is_same(handle: int, path: pathlib.Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), os.lstat(path))
+    except OSError:
+        return False
+
+
+def _is_touched(path: pathlib.Path) -> bool:
+    """Watches whether the owner of a lock file is alive, on whatever host."""
+    if not path.stat().st_size:
+        return False  # nobody has written it yet
+    logger.warning(
+        "%s names %s; watching for %g s whether it is alive",
+        path,
+        read_owner(path) or "a process that cannot be read",
+        _PATIENCE_SECONDS,
+    )
+    first = _touched_at(path)
+    end = time.monotonic() + _PATIENCE_SECONDS
+    while time.monotonic() < end:
+        time.sleep(_PATIENCE_SECONDS / 30)
+        if _touched_at(path) != first:
+            return True
+    return False
+
+
+def _touched_at(path: pathlib.Path) -> int:
+    """When a file was touched last; opened, as network file systems then look anew."""
+    with path.open("rb") as file:
+        return os.fstat(file.fileno()).st_mtime_ns
+
+
+def _printable(text: str) -> str:
+    """A text without line ends and what else a terminal would act on."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def _boot() -> str:
+    try:
+        path = pathlib.Path("/proc/sys/kernel/random/boot_id")
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container may know no name
+        return f"user {os.getuid()}"

@@ -1,0 +1,291 @@
+"""Every job of a run leaves as a PEFT folder, and nothing else is touched."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jaxlora.cli import main
+from jaxlora.errors import AdapterError, CheckpointError, JaxloraError, StorageError
+from jaxlora.train import read_checkpoint
+from jaxlora.train.export import export_checkpoint
+from jaxlora.train.read_checkpoint import newest_checkpoint
+from tests.jaxlora.train import made_run
+
+OWN = ("adapter_config.json", "adapter_model.safetensors", "jaxlora.json")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    return made_run.write_run(tmp_path_factory.mktemp("export") / "run")
+
+
+@pytest.fixture
+def run(original, tmp_path):
+    return pathlib.Path(shutil.copytree(original, tmp_path / "run"))
+
+
+def weights(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    return safetensors.numpy.load_file(folder / "adapter_model.safetensors")
+
+
+def first_value(folder: pathlib.Path) -> float:
+    name = f"base_model.model.{made_run.LINEARS[0]}.lora_A.weight"
+    return float(weights(folder)[name][0, 0])
+
+
+def contents(folder: pathlib.Path) -> dict[str, tuple[int, bytes]]:
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_every_job_that_has_weights_is_written(run, tmp_path):
+    before = contents(run)
+    exported = export_checkpoint(run, tmp_path / "out")
+    out = tmp_path / "out"
+    assert [folder.name for folder in exported.folders] == ["done", "now", "best"]
+    assert sorted(path.name for path in out.iterdir()) == ["best", "done", "now"]
+    assert exported.left_out == {
+        "nan": "it failed: loss nan is not finite",
+        "later": "it waits for a slot, so nothing has been trained yet",
+    }
+    assert first_value(out / "done") == 9
+    assert first_value(out / "best") == 2  # its best evaluation, not the newest
+    wanted = made_run.slot_weights(made_run.state(4), 1)
+    for name, array in weights(out / "now").items():
+        np.testing.assert_array_equal(array, wanted[name])
+    assert contents(run) == before
+    again = export_checkpoint(run, out, ["now", "now"])
+    assert [folder.name for folder in again.folders] == ["now"]
+
+
+def test_an_export_that_is_newer_than_the_checkpoint_goes_first(run, tmp_path):
+    """The job ended after the newest checkpoint, and the run was killed."""
+    made_run.write_export(run / "adapters" / "now", "now", 7)
+    export_checkpoint(run, tmp_path / "out")
+    assert first_value(tmp_path / "out" / "now") == 7
+    made_run.write_export(run / "adapters" / "now", "now", 3)  # of an earlier life
+    export_checkpoint(run, tmp_path / "out")
+    assert first_value(tmp_path / "out" / "now") != 3
+
+
+def test_exit_status_and_words(run, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    assert main(["export", str(run), out, "--job", "done"]) == 0
+    assert main(["export", str(run), out]) == 1
+    said = capsys.readouterr()
+    assert [line.split()[0] for line in said.out.splitlines()] == ["wrote"] * 4
+    assert "not exported: nan: it failed: loss nan is not finite" in said.err
+    assert "not exported: later: it waits for a slot" in said.err
+
+
+@pytest.mark.parametrize(
+    ("jobs", "message"),
+    [
+        (["done", "other"], "no job 'other'; it has: done, now, best, nan, later"),
+        (["done", "../../escaped"], r"no job '\.\./\.\./escaped'"),
+        (["done", "nan"], r"nothing was exported, as of\n- nan: it failed"),
+    ],
+)
+def test_a_job_that_cannot_be_written_stops_all(run, tmp_path, jobs, message):
+    with pytest.raises(CheckpointError, match=message):
+        export_checkpoint(run, tmp_path / "out", jobs)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_without_a_checkpoint(run, tmp_path):
+    shutil.rmtree(run / "checkpoints")
+    exported = export_checkpoint(run, tmp_path / "out")
+    assert [folder.name for folder in exported.folders] == ["done", "best"]
+    assert exported.left_out["now"] == "it has not been in a checkpoint yet"
+    shutil.rmtree(run / "adapters")
+    with pytest.raises(CheckpointError, match="nothing was exported"):
+        export_checkpoint(run, tmp_path / "none")
+    with pytest.raises(CheckpointError, match="holds no checkpoints, so it is no run"):
+        export_checkpoint(tmp_path, tmp_path / "none")
+
+
+def test_an_adapter_that_was_removed_is_told(run, tmp_path):
+    shutil.rmtree(run / "adapters" / "done")
+    exported = export_checkpoint(run, tmp_path / "out")
+    assert "adapters/done has been removed" in exported.left_out["done"]
+
+
+def test_a_replacement_that_was_cut_short_is_found(run, tmp_path):
+    adapters = run / "adapters"
+    (adapters / "done").rename(adapters / ".done.old")
+    export_checkpoint(run, tmp_path / "out", ["done"])
+    assert first_value(tmp_path / "out" / "done") == 9
+    assert (adapters / ".done.old").is_dir()
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_damaged_adapter_is_not_exported(run, tmp_path, name):
+    path = run / "adapters" / "done" / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(AdapterError, match=name):
+        export_checkpoint(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_of_another_job_is_not_exported(run, tmp_path):
+    shutil.rmtree(run / "adapters" / "done")
+    (run / "adapters" / "best").rename(run / "adapters" / "done")
+    with pytest.raises(AdapterError, match="adapters/done holds the adapter of job 'b"):
+        export_checkpoint(run, tmp_path / "out", ["done"])
+
+
+# ---- the place to write to ---------------------------------------------------------
+
+
+def is_refused(run, out, message, **options) -> None:
+    kept = contents(out) if out.is_dir() else None
+    for _ in range(2):
+        with pytest.raises(JaxloraError, match=message):
+            export_checkpoint(run, out, ["best", "now"], **options)
+    assert (contents(out) if out.is_dir() else None) == kept
+
+
+def test_folders_of_others_are_not_replaced(run, tmp_path):
+    out = tmp_path / "out"
+    (out / "now").mkdir(parents=True)
+    (out / "now" / "notes.txt").write_text("mine")
+    is_refused(run, out, "out/now holds files that jaxlora did not write.*--overwrite")
+    assert main(["export", str(run), str(out), "--job", "now", "--overwrite"]) == 0
+    assert sorted(path.name for path in (out / "now").iterdir()) == sorted(OWN)
+    (out / "now" / "notes.txt").write_text("mine")  # beside an export
+    is_refused(run, out, "out/now holds files that jaxlora did not write")
+    (out / "now" / "notes.txt").unlink()
+    export_checkpoint(run, out, ["now"])
+
+
+def test_exports_of_earlier_versions_and_of_python_are_replaced(run, tmp_path):
+    out = tmp_path / "out"
+    made_run.write_export(out / "now", "now", 1)
+    (out / "now" / "jaxlora.json").unlink()
+    export_checkpoint(run, out, ["now"])
+    # peft writes more settings than jaxlora.
+    (out / "now" / "jaxlora.json").unlink()
+    path = out / "now" / "adapter_config.json"
+    config = json.loads(path.read_text()) | {"peft_version": "0.21.0"}
+    path.write_text(json.dumps(config))
+    is_refused(run, out, "out/now holds files that jaxlora did not write")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("kind", ["file", "link", "dangling"])
+def test_a_file_or_a_link_in_the_way(run, tmp_path, kind, overwrite):
+    out = tmp_path / "out"
+    out.mkdir()
+    if kind == "file":
+        (out / "now").write_text("mine")
+    else:
+        target = tmp_path / "elsewhere"
+        if kind == "link":
+            made_run.write_export(target, "now", 1)
+        (out / "now").symlink_to(target)
+    is_refused(run, out, r"out/now is a (file|symbolic link)", overwrite=overwrite)
+    assert os.path.lexists(out / "now") and not (out / "best").exists()
+    assert [path.name for path in out.iterdir()] == ["now"]
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("run", "inside .*, the run's own folder"),
+        ("run/adapters", "inside .*, the run's own folder"),
+        ("run/new/folder", "inside .*, the run's own folder"),
+        ("linked/adapters", "inside .*, the run's own folder"),
+        ("run/run.json", "is no folder"),
+        ("run/run.json/below", "inside .*, the run's own folder"),
+        ("nowhere", "is no folder"),
+        ("taken/below", "cannot be written: Not a directory"),
+    ],
+)
+def test_places_that_are_refused(run, tmp_path, out, message):
+    (tmp_path / "linked").symlink_to(run)
+    (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
+    (tmp_path / "taken").write_text("")
+    before = contents(run)
+    for overwrite in (False, True):
+        is_refused(run, tmp_path / out, message, overwrite=overwrite)
+    assert contents(run) == before
+
+
+def test_the_run_itself_is_not_replaced(run, tmp_path):
+    run = run.rename(tmp_path / "now")
+    is_refused(run, tmp_path, "now holds the run itself", overwrite=True)
+
+
+# ---- kills, full disks, runs that are going on -------------------------------------
+
+KILLED = """
+import os, sys, pathlib
+from jaxlora import atomic
+from jaxlora.train.export import export_checkpoint
+atomic.sync_files = lambda folder: os._exit(9)
+from jaxlora.train import export
+export.sync_files = atomic.sync_files
+export_checkpoint(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), ["done"])
+"""
+
+
+def test_leftovers_of_a_killed_export_are_removed(run, tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", KILLED, str(run), str(out)]
+    assert subprocess.run(command, check=False).returncode == 9
+    left = [path.name for path in out.iterdir()]
+    assert len(left) == 1 and left[0].startswith(".done.")
+    mine = out / ".done.backup"
+    mine.mkdir()
+    export_checkpoint(run, out, ["best"])
+    assert sorted(path.name for path in out.iterdir()) == [".done.backup", "best"]
+
+
+def test_a_full_disk_leaves_the_export_before(run, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    export_checkpoint(run, out)
+    before = contents(out)
+
+    def full(self, data):
+        raise OSError(28, "No space left on device", str(self))
+
+    monkeypatch.setattr(pathlib.Path, "write_bytes", full)
+    with pytest.raises(StorageError, match=r"out/done cannot be written: No space lef"):
+        export_checkpoint(run, out)
+    assert contents(out) == before
+    assert sorted(path.name for path in out.iterdir()) == ["best", "done", "now"]
+
+
+def test_a_checkpoint_that_vanishes_makes_way_for_the_newer(run, tmp_path, monkeypatch):
+    """The run goes on, and keeps one checkpoint."""
+    read = read_checkpoint._arrays
+
+    def replaced(*args):
+        if newest_checkpoint(run / "checkpoints") == 4:
+            jobs = made_run.JOBS | {
+                "now": dataclasses.replace(made_run.JOBS["now"], step=5)
+            }
+            made_run.write_checkpoints(run, (5,), jobs)
+            shutil.rmtree(run / "checkpoints" / "4")
+        return read(*args)
+
+    monkeypatch.setattr(read_checkpoint, "_arrays", replaced)
+    export_checkpoint(run, tmp_path / "out", ["now"])
+    record = json.loads((tmp_path / "out" / "now" / "jaxlora.json").read_text())
+    assert record["step"] == 5
+    wanted = made_run.slot_weights(made_run.state(5), 1)
+    for name, array in weights(tmp_path / "out" / "now").items():
+        np.testing.assert_array_equal(array, wanted[name])

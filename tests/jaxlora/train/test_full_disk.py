@@ -1,0 +1,145 @@
+"""A disk that fills up: errors in words, no traces of threads, nothing half written."""
+
+import errno
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from jaxlora.errors import CheckpointError, StorageError
+from jaxlora.train import run_log
+from jaxlora.train.checkpoint import Checkpoints
+from jaxlora.train.report import RunResult, write_report
+from jaxlora.train.run_log import RunLog, read_events
+from tests.jaxlora.train import made_run
+
+FULL = """
+import pathlib, resource, sys
+from jaxlora.errors import CheckpointError
+from jaxlora.train.checkpoint import Checkpoints
+from tests.jaxlora.train import made_run
+folder = pathlib.Path(sys.argv[1])
+made_run.write_checkpoints(folder, (1,))
+checkpoints = Checkpoints(folder / "checkpoints")
+limit = int(sys.argv[2]), resource.RLIM_INFINITY
+resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+checkpoints.save(2, made_run.state(2), made_run.saved_run())
+try:
+    checkpoints.close()
+except CheckpointError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("num_bytes", [0, 2000])
+def test_a_checkpoint(tmp_path, num_bytes):
+    """The metadata of orbax; the tables."""
+    command = [sys.executable, "-c", FULL, str(tmp_path), str(num_bytes)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "could not be written to" in ended.stdout
+    assert "File too large" in ended.stdout and "mend the cause" in ended.stdout
+    assert ended.stderr == ""
+    folder = tmp_path / "checkpoints"
+    checkpoints = Checkpoints(folder)  # starts again, with room
+    number, *_ = checkpoints.restore(made_run.state(), made_run.identity())
+    checkpoints.save(2, made_run.state(2), made_run.saved_run())
+    checkpoints.close()
+    assert (number, checkpoints.latest()) == (1, 2)
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
+
+
+def no_space(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_the_log(tmp_path, monkeypatch):
+    """An event that has no room is left out whole, also if a part of it had room."""
+    log = RunLog(tmp_path, keep_rounds=None)
+    log.event("window", 1, tokens_per_second=2.0)
+    write = os.write
+
+    def partly(handle, data):
+        if len(data) > 9:
+            return write(handle, data[:9])
+        return no_space()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run_log.os, "write", partly)
+        with pytest.raises(StorageError, match=r"metrics\.jsonl cannot be written: No"):
+            log.event("window", 2, tokens_per_second=3.0)
+    log.event("window", 3, tokens_per_second=4.0)
+    log.close()
+    assert [e["round"] for e in read_events(tmp_path / "metrics.jsonl")] == [1, 3]
+
+
+@pytest.mark.parametrize("at", ["write", "flush"])
+def test_tensorboard(tmp_path, monkeypatch, capfd, at):
+    log = RunLog(tmp_path, keep_rounds=None)
+    monkeypatch.setattr(run_log.RecordWriter, at, no_space)
+    match = r"tensorboard/events.* cannot be written: No space"
+    with pytest.raises(StorageError, match=match):
+        log.event("window", 1, tokens_per_second=2.0)
+        log.close()
+    if at == "write":
+        log.close()
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["summary.json", "losses.png"])
+def test_the_report(tmp_path, monkeypatch, name):
+    result = RunResult(
+        jobs=(), output_dir=tmp_path, interrupted=False, num_compilations=0
+    )
+    write_report(result)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    replace = os.replace
+
+    def full(source, target):
+        if pathlib.Path(target).name == name:
+            no_space()
+        replace(source, target)
+
+    monkeypatch.setattr("jaxlora.atomic.os.replace", full)
+    with pytest.raises(StorageError, match=f"{name} cannot be written: No space left"):
+        write_report(result)
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert after.keys() == before.keys() and after[name] == before[name]
+
+
+LINES = [b'{"event": "step", "round": 1, "job": "a", "step": 1, "loss": 2.5}']
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"\xff", "no event of a run: 'utf-8' codec"),
+        (b"", "no event of a run: Expecting value"),
+        (b'{"event": "st', "no event of a run"),
+        (b"[1]", "it is a list, not an object"),
+        (b'{"event": "window"}', "round is missing or no count"),
+        (b'{"event": "window", "round": "1"}', "round is missing or no count"),
+        (b'{"event": "window", "round": true}', "round is missing or no count"),
+        (b'{"event": "window", "round": -1}', "round is missing or no count"),
+        (b'{"round": 1}', "event is missing or no text"),
+        (b'{"event": "job", "round": 1, "job": "a"}', "step is missing or no count"),
+        (b'{"event": "job", "round": 1, "job": ["a"]}', "job is missing or no text"),
+        (LINES[0].replace(b"2.5", b"NaN"), "NaN is no number"),
+        (LINES[0].replace(b"2.5", b"1e999"), "loss is missing or no number"),
+        (LINES[0].replace(b"2.5", b"9" * 999), "int too large"),
+        (LINES[0].replace(b"2.5", b"9" * 5000), "Exceeds the limit"),
+        (LINES[0].replace(b"2.5", b"null"), "loss is missing or no number"),
+        (b"[" * 100_000, "maximum recursion"),
+    ],
+)
+def test_damaged_lines_of_the_log(tmp_path, line, message):
+    path = tmp_path / "metrics.jsonl"
+    data = b"\n".join([LINES[0], line, LINES[0], b""])
+    path.write_bytes(data)
+    match = f"metrics.jsonl, line 2 .*{message}.*Remove the line, or move the file away"
+    with pytest.raises(CheckpointError, match=match):
+        RunLog(tmp_path, keep_rounds=3)
+    assert path.read_bytes() == data
+    path.write_bytes(LINES[0] + b"\n" + line)  # the last line, cut short by a kill
+    assert len(read_events(path)) == 1

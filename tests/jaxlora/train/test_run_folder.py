@@ -1,0 +1,219 @@
+"""A run's folder: which run may go on in it, and what is never written over."""
+
+import io
+import json
+import os
+import pathlib
+import shutil
+import signal
+
+import pytest
+from rich.console import Console
+
+from jaxlora import RunConfig, Trainer
+from jaxlora.errors import CheckpointError
+from jaxlora.inspect import inspect_path
+from jaxlora.train.export import export_checkpoint
+from jaxlora.train.run_folder import check_folder, clean_up, make_way
+from jaxlora.train.run_log import read_events
+from tests.jaxlora.train import made_run
+
+
+@pytest.fixture
+def config(model, jobs, tmp_path):
+    """A checkpoint after each round; the first job exports its best evaluations."""
+    first = jobs[0].model_copy(update={"keep_best": True, "learning_rate": 1e-3})
+    return RunConfig(
+        model=str(model.folder),
+        output_dir=str(tmp_path / "run"),
+        jobs=(first, jobs[1]),
+        microbatch_tokens=512,
+        block_tokens=16,
+        checkpoint_every=1,
+        window_steps=1,
+        # The shapes of other tests' runs, which are compiled already.
+        max_concurrent_jobs=2,
+        slot_rank=8,
+        slot_targets="all-linear",
+        slot_dropout=True,
+    )
+
+
+def interrupt_at(number: int):
+    def on_window(trainer):
+        if trainer._round == number:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    return on_window
+
+
+def contents(folder: pathlib.Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_beside_a_run_that_goes_on(config, model, tmp_path):
+    """A second run is refused; what only reads works, and changes nothing."""
+    said = []
+
+    def beside(trainer):
+        if trainer._round != 2:
+            return
+        before = contents(trainer.output_dir / "adapters")
+        with pytest.raises(
+            CheckpointError, match=f"in use by process {os.getpid()} of"
+        ):
+            Trainer(config, model)
+        with pytest.raises(CheckpointError, match="in use by"):
+            second.train(resume=True)
+        exported = export_checkpoint(trainer.output_dir, tmp_path / "out")
+        assert [folder.name for folder in exported.folders] == ["job0", "job1"]
+        text = io.StringIO()
+        inspect_path(config.output_dir, Console(file=text, width=400))
+        said.append(text.getvalue())
+        assert contents(trainer.output_dir / "adapters") == before
+
+    second = Trainer(config, model)
+    trainer = Trainer(config, model)
+    trainer.train(on_window=beside)
+    assert f"in use by process {os.getpid()} of" in said[0]
+    assert "checkpoint after round 1" in said[0]
+    folder = trainer.output_dir
+    steps = [e["step"] for e in read_events(folder / "metrics.jsonl") if "loss" in e]
+    assert len(steps) == sum(job.steps for job in config.jobs)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "adapters",
+        "checkpoints",
+        "losses.png",
+        "metrics.jsonl",
+        "run.json",
+        "summary.json",
+        "tensorboard",
+    ]
+
+
+def test_a_run_without_its_checkpoints(config, model):
+    """It starts anew if it is the same run, and keeps what is trained further."""
+
+    def changed(**changes) -> RunConfig:
+        return config.model_copy(update=changes)
+
+    def is_refused(other, message):
+        before = contents(folder)
+        with pytest.raises(CheckpointError, match=message):
+            Trainer(other, model).train(resume=True)
+        assert contents(folder) == before
+
+    folder = pathlib.Path(config.output_dir)
+    trainer = Trainer(config, model)
+    trainer.train(on_window=interrupt_at(3))
+    other_order = changed(jobs=config.jobs[::-1])
+    is_refused(other_order, "the order of the jobs is job0, job1 in the checkpoint and")
+    shutil.rmtree(folder / "checkpoints")
+    record = folder / "adapters" / "job0" / "jaxlora.json"
+    step = json.loads(record.read_text())["step"]
+    assert step > 0
+    job = config.jobs[1].model_copy(update={"learning_rate": 0.5})
+    where = r"run\.json is of another run:\n- "
+    is_refused(changed(jobs=(config.jobs[0], job)), f"{where}job 'job1': learning_rate")
+    is_refused(
+        changed(jobs=config.jobs[:1]), f"(?s){where}.*job 'job1' is in run.json but"
+    )
+    is_refused(other_order, f"{where}the order of the jobs is job0, job1 in run.json")
+    is_refused(changed(window_steps=2), f"{where}window_steps is 1 in run.json and 2 n")
+    before = contents(folder / "adapters")
+    Trainer(config, model).train(resume=True, on_window=interrupt_at(1))
+    assert contents(folder / "adapters") == before  # not the first evaluation's
+    (folder / "run.json").unlink()
+    is_refused(config, r"a run without run\.json")
+
+
+def test_jobs_that_were_added_are_part_of_the_run(config, model):
+    """Also before the next checkpoint."""
+    changes = {"jobs": config.jobs[1:], "checkpoint_every": None}
+    one = config.model_copy(update=changes)
+
+    class Killed(Exception):
+        pass
+
+    def add(trainer):
+        if trainer._round == 2:
+            raise Killed
+        late = config.jobs[1].model_copy(update={"name": "late", "steps": 1})
+        trainer.add_job(late)
+
+    with pytest.raises(Killed):
+        Trainer(one, model).train(on_window=add)
+    with pytest.raises(CheckpointError, match=r"job 'late' is in run\.json but"):
+        Trainer(one, model).train(resume=True)
+
+
+# ---- without training --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "started.txt", "checkpoints/3/x", "adapters/job0/x"]
+)
+def test_a_folder_of_an_earlier_version(tmp_path, name):
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("")
+    with pytest.raises(CheckpointError, match=r"already holds a run\. Resume it"):
+        check_folder(tmp_path, resume=False)
+    match = r"without run\.json: it was begun by an earlier version of jaxlora, or"
+    with pytest.raises(CheckpointError, match=match):
+        check_folder(tmp_path, resume=True)
+
+
+def test_folders_without_a_run(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "run.yaml").write_text("")
+    check_folder(tmp_path, resume=False)
+    with pytest.raises(CheckpointError, match="holds no run to resume"):
+        check_folder(tmp_path, resume=True)
+
+
+def test_a_further_trained_adapter_stays(tmp_path):
+    folder = made_run.write_export(tmp_path / "job", "job", 5)
+    assert make_way(tmp_path / "new", 0)
+    assert [make_way(folder, step) for step in (4, 5, 6)] == [False, True, True]
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert make_way(folder, 4)  # it is damaged
+
+
+def test_what_others_put_there_is_moved_away(tmp_path):
+    folder = made_run.write_export(tmp_path / "job", "job", 5)
+    (folder / "README.md").write_text("mine")
+    assert make_way(folder, 6)
+    assert (tmp_path / "job~1" / "README.md").read_text() == "mine"
+    (tmp_path / "job").write_text("a file")
+    assert make_way(folder, 6)
+    assert (tmp_path / "job~2").read_text() == "a file"
+    folder.symlink_to(tmp_path / "job~1")
+    assert make_way(folder, 6)
+    assert (tmp_path / "job~3").is_symlink() and not os.path.lexists(folder)
+
+
+def test_leftovers_of_a_killed_run_are_removed(tmp_path):
+    adapters = tmp_path / "adapters"
+    for path in (
+        tmp_path / ".metrics.jsonl.0123abcd.jaxlora-tmp",
+        adapters / ".job.0123abcd.jaxlora-tmp" / "adapter_config.json",
+        adapters / ".job.old" / "adapter_config.json",
+        adapters / ".mine" / "notes",
+        adapters / ".job.backup1",
+        tmp_path / "notes.jaxlora-tmp",
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    clean_up(tmp_path, ["job", "other"])
+    assert names(tmp_path) == ["adapters", "notes.jaxlora-tmp"]
+    assert names(adapters) == [".job.backup1", ".mine", "job"]
+
+
+def names(folder: pathlib.Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())

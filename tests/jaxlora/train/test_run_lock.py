@@ -1,0 +1,209 @@
+"""One process at a time writes to a run's folder, and a dead one holds nobody up."""
+
+import errno
+import fcntl
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from jaxlora import RunConfig, Trainer
+from jaxlora.errors import CheckpointError, StorageError
+from jaxlora.train import run_lock
+from jaxlora.train.run_lock import RunLock, check_not_in_use, is_in_use, read_owner
+
+HOLDER = """
+import pathlib, sys
+from jaxlora.train.run_lock import RunLock
+with RunLock(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+OTHER_HOST = {
+    "host": "node7",
+    "boot": "another",
+    "pid": os.getpid(),  # alive here, but that says nothing
+    "user": "eve",
+    "command": "jaxlora train run.yaml",
+    "since": "2026-01-02T03:04:05+00:00",
+}
+
+
+@pytest.fixture
+def held(tmp_path):
+    """A folder that another process holds, and that process."""
+    folder = tmp_path / "run"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdin is not None and holder.stdout is not None
+    assert holder.stdout.readline() == b"held\n"
+    yield folder, holder
+    holder.kill()
+    holder.wait()
+    holder.stdin.close()
+    holder.stdout.close()
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(run_lock, "_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(run_lock, "_PAUSE_SECONDS", 0.01)
+
+
+def refused(folder: pathlib.Path) -> str:
+    with pytest.raises(CheckpointError, match="is in use by") as error, RunLock(folder):
+        pytest.fail("the lock must not be had")
+    return str(error.value)
+
+
+def test_a_second_process_is_told_who_is_there(held):
+    folder, holder = held
+    text = refused(folder)
+    assert f"process {holder.pid} of " in text
+    assert os.uname().nodename in text and "choose another output_dir" in text
+    with pytest.raises(CheckpointError, match=f"process {holder.pid} of"):
+        check_not_in_use(folder)
+    (folder / "run.lock").unlink()  # by somebody who thinks that it is stale
+    assert "another process, whose run.lock was removed" in refused(folder)
+    assert not (folder / "run.lock").exists()
+
+
+def test_a_killed_process_holds_nobody_up(held, caplog):
+    folder, holder = held
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    owner = read_owner(folder / "run.lock")
+    assert owner is not None and owner.pid == holder.pid
+    with RunLock(folder):
+        owner = read_owner(folder / "run.lock")
+        assert owner is not None and owner.pid == os.getpid()
+    assert f"taking over from process {holder.pid}" in caplog.text
+    assert not (folder / "run.lock").exists()
+
+
+def test_two_trainers_in_one_process(tmp_path):
+    errors = []
+
+    def second():
+        errors.append(refused(tmp_path))
+
+    with RunLock(tmp_path):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+        assert f"process {os.getpid()} of" in errors[0]
+    with RunLock(tmp_path):
+        assert is_in_use(tmp_path)
+    assert not is_in_use(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", '{"pid": 1}', "\x00", "\xff", "[" * 9999]
+)
+def test_what_nobody_can_read_stops_nobody(tmp_path, text):
+    (tmp_path / "run.lock").write_text(text)
+    with RunLock(tmp_path):
+        assert read_owner(tmp_path / "run.lock") is not None
+
+
+def test_words_for_the_terminal_are_checked(tmp_path):
+    path = tmp_path / "run.lock"
+    path.write_text(json.dumps(OTHER_HOST | {"command": "\x1b[2J"}))
+    assert read_owner(path) is None
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_another_host_that_is_gone_or_alive(tmp_path, monkeypatch, has_locks):
+    """Locks may end at the host; the owner touches the file while it is alive."""
+    path = tmp_path / "run.lock"
+    path.write_text(json.dumps(OTHER_HOST))
+    if not has_locks:
+        monkeypatch.setattr(run_lock.fcntl, "flock", without_locks)
+    look, ticks = run_lock._touched_at, iter(range(1000))
+
+    def touched(path):
+        os.utime(path, ns=(0, next(ticks)))
+        return look(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run_lock, "_touched_at", touched)
+        assert "process " in (text := refused(tmp_path)) and "eve on node7" in text
+    with RunLock(tmp_path) as lock:
+        owner = read_owner(path)
+        assert owner is not None and owner.pid == os.getpid()
+        lock.check()
+        # Without locks, another start may take the folder all the same.
+        path.write_text(json.dumps(OTHER_HOST))
+        with pytest.raises(CheckpointError, match="eve on node7"):
+            lock.check()
+
+
+def without_locks(handle, operation):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+def test_the_owner_touches_the_file(tmp_path, monkeypatch):
+    touched = threading.Event()
+    monkeypatch.setattr(run_lock, "_TOUCH_SECONDS", 0.001)
+    monkeypatch.setattr(run_lock.os, "utime", lambda path: touched.set())
+    with RunLock(tmp_path):
+        assert touched.wait(60)
+
+
+def test_a_lock_that_was_removed_is_written_anew(tmp_path, caplog):
+    with RunLock(tmp_path) as lock:
+        (tmp_path / "run.lock").unlink()
+        lock.check()
+        assert "run.lock was removed while the run goes on" in caplog.text
+        assert is_in_use(tmp_path)
+        (tmp_path / "run.lock").unlink()
+        with (tmp_path / "run.lock").open("w") as other:  # where folders have no locks
+            fcntl.flock(other, fcntl.LOCK_EX)
+            with pytest.raises(CheckpointError, match="is in use by another process"):
+                lock.check()
+
+
+def test_an_error_releases_the_lock(tmp_path):
+    folder = tmp_path / "deep" / "run"
+    with pytest.raises(KeyboardInterrupt), RunLock(folder):
+        raise KeyboardInterrupt
+    assert not folder.exists()
+    folder.mkdir()
+    with pytest.raises(ValueError), RunLock(folder):
+        raise ValueError
+    assert folder.is_dir() and not any(folder.iterdir())
+
+
+def test_places_that_cannot_hold_a_run(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(StorageError, match="cannot be written: Not a directory"):
+            RunLock(folder).__enter__()
+    (tmp_path / "run.lock").symlink_to(tmp_path / "file")
+    with pytest.raises(StorageError, match="Too many levels of symbolic links"):
+        RunLock(tmp_path).__enter__()
+
+    def read_only(*_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    (tmp_path / "run.lock").unlink()
+    monkeypatch.setattr(run_lock.os, "ftruncate", read_only)
+    with pytest.raises(StorageError, match="Read-only file system"):
+        RunLock(tmp_path).__enter__()
+    monkeypatch.undo()
+    with RunLock(tmp_path):
+        pass
+
+
+def test_a_trainer_asks_before_it_loads_a_model(tmp_path, jobs):
+    config = RunConfig(model="nowhere/at-all", output_dir=str(tmp_path), jobs=jobs[:1])
+    with RunLock(tmp_path), pytest.raises(CheckpointError, match="is in use by"):
+        Trainer(config)

@@ -1,0 +1,275 @@
+"""Checkpoints and run files that are damaged, or made up, are refused in words."""
+
+import copy
+import json
+import pathlib
+import shutil
+import traceback
+
+import numpy as np
+import pytest
+
+from jaxlora.errors import CheckpointError
+from jaxlora.train.checkpoint import Checkpoints
+from jaxlora.train.export import export_checkpoint
+from jaxlora.train.read_checkpoint import KINDS, read_newest
+from jaxlora.train.run_folder import read_run_record
+from jaxlora.train.saved_run import sealed
+from tests.jaxlora.train import made_run
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """A run with two checkpoints."""
+    return made_run.write_run(tmp_path_factory.mktemp("saved") / "run", (4, 6))
+
+
+@pytest.fixture
+def run(original, tmp_path):
+    return pathlib.Path(shutil.copytree(original, tmp_path / "run"))
+
+
+def is_refused(run: pathlib.Path, message: str) -> None:
+    """By a resume and by an export, without a word from a thread."""
+    checkpoints = Checkpoints(run / "checkpoints")
+    try:
+        with pytest.raises(CheckpointError, match=message):
+            checkpoints.restore(made_run.state(), made_run.identity())
+    finally:
+        checkpoints.close()
+    with pytest.raises(CheckpointError, match=message):
+        export_checkpoint(run, run.parent / "out")
+    assert not (run.parent / "out").exists()
+
+
+def test_a_checkpoint_comes_back_to_the_bit(run):
+    checkpoints = Checkpoints(run / "checkpoints")
+    number, saved, state = checkpoints.restore(made_run.state(), made_run.identity())
+    checkpoints.close()
+    wanted = made_run.state(6)
+    assert number == 6 and saved == made_run.saved_run()
+    for kind in KINDS:
+        for path, table in getattr(wanted, kind).items():
+            np.testing.assert_array_equal(getattr(state, kind)[path], table)
+
+
+def test_no_changed_byte_is_restored(run, capfd, tmp_path):
+    """Any byte of any file: the same tables come back, or an error does."""
+    place = run / "checkpoints" / "6"
+    wanted = read_newest(run / "checkpoints", KINDS)
+    refused = 0
+    for path in sorted(p for p in place.rglob("*") if p.is_file()):
+        data = path.read_bytes()
+        for position in sorted({0, len(data) // 3, len(data) // 2, len(data) - 1}):
+            changed = bytearray(data)
+            changed[position] ^= 1 << position % 8
+            path.write_bytes(changed)
+            try:
+                found = read_newest(run / "checkpoints", KINDS)
+            except CheckpointError as error:
+                refused += 1
+                assert str(place) in str(error)
+                assert "go on from checkpoint 4, remove" in str(error)
+            else:
+                assert (found.run, found.layout) == (wanted.run, wanted.layout)
+                for kind in KINDS:
+                    for name, table in wanted.tables[kind].items():
+                        np.testing.assert_array_equal(found.tables[kind][name], table)
+        path.write_bytes(data)
+    assert refused >= 8  # every change of the two files that are read
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["removed", "emptied", "cut", "a folder", "no file"])
+def test_damaged_files(run, how):
+    place = run / "checkpoints" / "6"
+    for name in ("tables.safetensors", "meta.json"):
+        path = place / "run" / name
+        data = path.read_bytes()
+        path.unlink()
+        if how == "emptied":
+            path.write_bytes(b"")
+        elif how == "cut":
+            path.write_bytes(data[: len(data) // 2])
+        elif how == "a folder":
+            path.mkdir()
+        elif how == "no file":
+            path.symlink_to(path)
+        is_refused(run, rf"{path} .*To go on from checkpoint 4, remove {place} and")
+        path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+        path.write_bytes(data)
+    shutil.rmtree(place / "run")
+    is_refused(run, "6/run/meta.json cannot be read: No such file")
+    shutil.rmtree(place)
+    assert read_newest(run / "checkpoints").number == 4
+
+
+def test_the_only_checkpoint_is_damaged(run):
+    shutil.rmtree(run / "checkpoints" / "4")
+    (run / "checkpoints" / "6" / "run" / "meta.json").write_text("{")
+    is_refused(run, "There is no checkpoint before it. Restore it from a copy; or rem")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"[]", "it holds a list, not an object"),
+        (b'{"a": "\xff"}', "is damaged: 'utf-8' codec"),
+        (b"[" * 100_000, "is damaged: maximum recursion"),
+        (b'{"format": ' + b"9" * 5000 + b"}", "is damaged: Exceeds the limit"),
+        (b'{"format": 3, "layout": {}}', "has format 3, and this version .* format 4"),
+        (b"{}", "has format None"),
+        (b'{"format": 4}', "its checksum does not match its contents"),
+        (b'{"format": 4, "a": NaN, "checksum": ""}', "Out of range float values"),
+    ],
+)
+def test_metadata_that_is_none(run, text, message):
+    path = run / "checkpoints" / "6" / "run" / "meta.json"
+    path.write_bytes(text)
+    is_refused(run, f"{path} .*{message}")
+
+
+def rename(mapping: dict, old: str, new: str) -> None:
+    mapping[new] = mapping.pop(old)
+
+
+def rename_job(meta: dict, new: str) -> None:
+    for jobs in ("progress", "adapters"):
+        rename(meta["run"][jobs], "now", new)
+    rename(meta["run"]["identity"]["jobs"], "now", new)
+
+
+def set_in(*path_and_value):
+    def change(meta):
+        *path, key, value = path_and_value
+        for name in path:
+            meta = meta[name]
+        meta[key] = value
+
+    return change
+
+
+STACK_A = f"{made_run.STACK}.lora_a"
+PROGRESS = ("run", "progress", "now")
+ADAPTER = ("run", "adapters", "now")
+LINEAR = made_run.LINEARS[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: rename_job(m, "../../escaped"), r"'\.\./\.\./escaped' must be a pl"),
+        (lambda m: rename_job(m, "a" * 200), "must be a plain folder name"),
+        (lambda m: rename_job(m, "/etc"), "must be a plain folder name"),
+        (lambda m: m["run"]["progress"].pop("now"), "progress has other jobs"),
+        (set_in("run", "stopping", "other", "why"), "stopping has other jobs"),
+        (set_in("run", "base_model", "a\nb"), "base_model: wanted one line"),
+        (set_in("run", "base_model", ""), "base_model: wanted one line"),
+        (set_in("run", "linear_names", ["../x"]), "'../x' is no name of a linear"),
+        (set_in(*ADAPTER, "modules", {"model.x": [2, 4.0]}), "'model.x' is no name of"),
+        (set_in(*ADAPTER, "modules", LINEAR, [4, 4.0]), "rank 4 on .* room for 3"),
+        (set_in(*ADAPTER, "modules", LINEAR, [0, 4.0]), "greater than 0"),
+        (set_in(*ADAPTER, "modules", LINEAR, [2, -1]), "greater than 0"),
+        (set_in(*ADAPTER, "modules", LINEAR, ["2", 1]), "valid integer"),
+        (set_in(*ADAPTER, "dropout", 1.0), "less than 1"),
+        (set_in(*ADAPTER, "keep_best", 1), "valid boolean"),
+        (set_in(*ADAPTER, "other", 1), "other: Unexpected"),
+        (set_in(*PROGRESS, "slot", 4), r"slots \[4, 3\] are not different ones"),
+        (set_in(*PROGRESS, "slot", -1), r"slots \[-1, 3\] are not different ones"),
+        (set_in(*PROGRESS, "slot", 3), r"slots \[3, 3\] are not different ones"),
+        (set_in(*PROGRESS, "slot", None), "is running at step 4 in slot None"),
+        (set_in(*PROGRESS, "step", -1), "is running at step -1"),
+        (set_in(*PROGRESS, "step", 10**30), "running at step 1000"),
+        (set_in(*PROGRESS, "status", "paused"), "status: Input should be"),
+        (set_in(*PROGRESS, "unknown", 1), "unknown: Unexpected"),
+        (set_in("layout", {}), "layout has no tables"),
+        (set_in("layout", STACK_A, [4, 2, 6]), "at least 4 items"),
+        (set_in("layout", STACK_A, [4, 2, 6, -3]), "greater than 0"),
+        (set_in("layout", STACK_A, [5, 2, 6, 3]), "different numbers of slots"),
+        (set_in("layout", STACK_A, [4, 3, 6, 3]), "has 3 layers"),
+        (set_in("layout", STACK_A, [4, 2, 6, 2]), "has no B that goes with it"),
+        (set_in("layout", STACK_A, [4, 2, 7, 3]), "checksum of params does not match"),
+        (lambda m: rename(m["layout"], STACK_A, "a/../b"), "is no name of a table"),
+        (set_in("checksums", {}), "checksum of params does not match"),
+        (set_in("run", {}), "run.identity: Field required"),
+        (lambda m: m.pop("layout"), "layout: Field required"),
+    ],
+)
+def test_made_up_metadata(run, change, message):
+    """Its checksum is right; what it says is checked as if a user had typed it."""
+    path = run / "checkpoints" / "6" / "run" / "meta.json"
+    meta = json.loads(path.read_text())
+    del meta["checksum"]
+    before = copy.deepcopy(meta)
+    change(meta)
+    assert meta != before
+    path.write_text(json.dumps(sealed(meta)))
+    is_refused(run, f"(?s){run / 'checkpoints' / '6'}.*{message}.*go on from check")
+
+
+def test_the_tables_of_another_checkpoint(run):
+    folder = run / "checkpoints"
+    name = "run/tables.safetensors"
+    shutil.copy(folder / "4" / name, folder / "6" / name)
+    is_refused(run, f"6/{name} is damaged: the checksum of params does not match")
+
+
+@pytest.mark.parametrize("name", ["notes", "7.orbax-checkpoint-tmp-1", "9" * 40, "-1"])
+def test_other_folders_are_no_checkpoints(run, name):
+    (run / "checkpoints" / name).mkdir()
+    assert read_newest(run / "checkpoints").number == 6
+
+
+def test_jobs_in_another_order():
+    now = made_run.identity()
+    other = made_run.identity(["now", "done", "best", "nan", "later"])
+    other = type(now)(
+        base=now.base,
+        settings=now.settings,
+        jobs={name: now.jobs[name] for name in other.jobs},
+    )
+    assert now.differences(other, "run.json") == [
+        "the order of the jobs is now, done, best, nan, later in run.json and "
+        "done, now, best, nan, later now"
+    ]
+
+
+# ---- run.json ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[: len(text) // 2], "is damaged"),
+        (lambda text: text.replace("64", "65"), "its checksum does not match"),
+        (lambda text: "5" * 5000, "is damaged: Exceeds the limit"),
+        (lambda text: "[" * 100_000, "is damaged: maximum recursion"),
+        (lambda text: text.replace('"format": 1', '"format": 2'), "has format 2"),
+    ],
+)
+def test_a_damaged_run_file(run, change, message):
+    path = run / "run.json"
+    path.write_text(change(path.read_text()))
+    match = f"{path} .*{message}.*Restore the file from a copy, or choose another"
+    with pytest.raises(CheckpointError, match=match):
+        read_run_record(run)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (set_in("started", "yesterday"), "started: Invalid isoformat"),
+        (set_in("identity", "settings", "microbatch_tokens", "x"), "'x', no number of"),
+        (set_in("identity", "settings", "microbatch_tokens", -4), "-4, no number of"),
+        (set_in("identity", "jobs", {"..": {}}), "must be a plain folder name"),
+    ],
+)
+def test_a_made_up_run_file(run, change, message):
+    path = run / "run.json"
+    values = json.loads(path.read_text())
+    del values["checksum"]
+    change(values)
+    path.write_text(json.dumps(sealed(values)))
+    with pytest.raises(CheckpointError, match=f"{path}: .*{message}") as error:
+        read_run_record(run)
+    assert "Traceback" not in "".join(traceback.format_exception_only(error.value))
