@@ -28,6 +28,7 @@ from jaxlora.train.read_checkpoint import (
     TABLES_FILE,
     ReadCheckpoint,
     checksum,
+    newest_checkpoint,
     read_newest,
 )
 from jaxlora.train.saved_run import RunIdentity, SavedCheckpoint, SavedRun, sealed
@@ -82,10 +83,11 @@ class Checkpoints:
             max_to_keep=keep,
             enable_async_checkpointing=False,
             cleanup_tmp_directories=True,
+            lightweight_initialize=True,  # reads no metadata of orbax's own
         )
         with self._explaining():
             self._manager = ocp.CheckpointManager(self._folder, options=options)
-        self._latest = self._manager.latest_step()
+        self._latest = newest_checkpoint(self._folder)
 
     def latest(self) -> int | None:
         """Rounds behind the newest checkpoint, also if it is still being written."""

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Literal
 
@@ -16,6 +17,7 @@ from jaxlora.train.saved_run import SavedCheckpoint, SavedRun, read_sealed
 FORMAT = 4
 # A checkpoint is checkpoints/<rounds>/run/, and in it these files.
 ITEM, META_FILE, TABLES_FILE = "run", "meta.json", "tables.safetensors"
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,15}")
 Kind = Literal["params", "mu", "nu"]
 KINDS: tuple[Kind, ...] = ("params", "mu", "nu")
 
@@ -47,7 +49,7 @@ def _numbers(folder: pathlib.Path) -> list[int]:
         return []
     # One that is not complete has a longer name.
     names = [path.name for path in folder.iterdir() if path.is_dir()]
-    return [int(n) for n in names if n.isascii() and n.isdecimal() and len(n) < 18]
+    return [int(name) for name in names if _NUMBER.fullmatch(name)]
 
 
 def read_newest(folder: pathlib.Path, kinds: Sequence[Kind] = ()) -> ReadCheckpoint:

@@ -174,7 +174,9 @@ class Trainer:
             on_window: Called after each window; may call `add_job` and `stop_job`.
 
         Raises:
-            CheckpointError: `output_dir` holds another run, or nothing to resume.
+            CheckpointError: `output_dir` holds another run or nothing to resume, is in
+                use by another process, or has a damaged checkpoint.
+            StorageError: A file cannot be written: the disk is full, for example.
             ConfigError: The device's memory cannot hold the run.
         """
         # Until the report is written, nobody else writes into the folder.

@@ -214,10 +214,24 @@ def test_the_tables_of_another_checkpoint(run):
     is_refused(run, f"6/{name} is damaged: the checksum of params does not match")
 
 
-@pytest.mark.parametrize("name", ["notes", "7.orbax-checkpoint-tmp-1", "9" * 40, "-1"])
+@pytest.mark.parametrize("name", ["notes", "7.orbax-checkpoint-tmp", "9" * 40, "07"])
 def test_other_folders_are_no_checkpoints(run, name):
     (run / "checkpoints" / name).mkdir()
     assert read_newest(run / "checkpoints").number == 6
+
+
+@pytest.mark.parametrize("text", [None, "", "[1]", "{"])
+def test_metadata_of_orbax_is_not_needed(run, text):
+    path = run / "checkpoints" / "6" / "_CHECKPOINT_METADATA"
+    path.unlink()
+    if text is not None:
+        path.write_text(text)
+    checkpoints = Checkpoints(run / "checkpoints", keep=1)
+    number, *_ = checkpoints.restore(made_run.state(), made_run.identity())
+    checkpoints.save(8, made_run.state(8), made_run.saved_run())
+    checkpoints.close()
+    assert number == 6
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["8"]
 
 
 def test_jobs_in_another_order():
