@@ -8,8 +8,8 @@ import pathlib
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from jaxlora.console import literal, show
 from jaxlora.errors import JaxloraError
 from jaxlora.hf.checkpoint import open_checkpoint
 from jaxlora.hf.files import hub_revision, model_folder, read_json
@@ -58,12 +58,12 @@ def _inspect(
 
 
 def _rows(console: Console, title: str, rows: dict[str, object]) -> None:
-    # Plain text: brackets in a value are no markup.
-    table = Table(title=Text(title), show_header=False, title_justify="left")
+    # Not as the table's title, which is broken where the table ends.
+    show(console, title, soft_wrap=True)
+    table = Table(show_header=False)
     for key, value in rows.items():
-        text = str(value).encode("utf-8", "backslashreplace").decode("utf-8")
-        table.add_row(key, Text(text))
-    console.print(table)
+        table.add_row(key, literal(value))
+    show(console, table)
 
 
 def _model(source: str, console: Console, revision: str | None) -> None:
@@ -120,12 +120,12 @@ def _run(folder: pathlib.Path, console: Console) -> None:
         number, run = checkpoints.read()
     finally:
         checkpoints.close()
-    console.print(f"run {folder}: checkpoint after round {number}, on {run.base_model}")
+    show(console, f"run {folder}: checkpoint after round {number}, on {run.base_model}")
     table = Table("job", "status", "step", "tokens", "train loss", "eval loss")
     for name, progress in run.progress.items():
         keys = ("status", "step", "num_tokens", "last_loss", "last_eval")
-        table.add_row(name, *(_short(progress[key]) for key in keys))
-    console.print(table)
+        table.add_row(*map(literal, (name, *(_short(progress[key]) for key in keys))))
+    show(console, table)
 
 
 def _short(value: object) -> str:
