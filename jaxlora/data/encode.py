@@ -53,6 +53,7 @@ class Encoder:
         """
         self._data = data
         self._tokenizer = tokenizer
+        self._head = np.array(tokenizer.prefix_ids, np.int32)
         self._starts = StartEncoder(tokenizer, max_length + MOST_ANCHOR_TOKENS)
         self._borders = BorderEncoder(self._starts.encode_batch)
 
@@ -60,7 +61,11 @@ class Encoder:
         """Whether all tokens of a record are sure to be given."""
         if isinstance(record, DataError):
             return True
-        return len(_bordered(record).text) <= self._starts.whole_chars
+        if isinstance(record, Pair):
+            num_chars = len(record.prompt) + len(record.completion)
+        else:
+            num_chars = len(record.text)
+        return num_chars <= self._starts.whole_chars
 
     def __call__(
         self, records: Sequence[Rendered | DataError]
@@ -94,7 +99,7 @@ class Encoder:
 
     def _pair(self, pair: Pair, encoded: Encoded) -> tuple[_Ids, _Flags]:
         # The suffix ids of the tokenizer are left out: the prompt is not its end.
-        head = np.array(self._tokenizer.prefix_ids, np.int32)
+        head = self._head
         if self._data.loss_on == "all":
             ids = np.concatenate([head, self._ended(encoded.ids)])
             return ids, np.ones(len(ids), bool)
@@ -125,7 +130,7 @@ class Encoder:
             )
         if len(ids) and ids[-1] == eos:
             return ids
-        return np.append(ids, np.int32(eos))
+        return np.concatenate([ids, np.array([eos], np.int32)])
 
 
 def _bordered(record: Rendered) -> BorderedText:

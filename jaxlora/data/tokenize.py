@@ -27,7 +27,7 @@ _Flags = Bool[np.ndarray, "..."]
 logger = logging.getLogger(__name__)
 
 # Records are rendered so many, or of so much text, at a time.
-_CHUNK_RECORDS = 1000
+_CHUNK_RECORDS = 500
 _CHUNK_CHARS = 2**20
 # A line of progress is logged as soon as either has passed.
 _LOG_RECORDS = 100_000
