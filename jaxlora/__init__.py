@@ -8,8 +8,7 @@ From a base model and a list of jobs to PEFT folders:
     result = jaxlora.Trainer(run).train()
 """
 
-import importlib.metadata
-
+from jaxlora._version import __version__
 from jaxlora.adapter import Adapter, LoraWeights
 from jaxlora.config import DataConfig, LoraJob, RunConfig
 from jaxlora.errors import JaxloraError
@@ -31,8 +30,6 @@ from jaxlora.run_file import load_run
 from jaxlora.train.report import JobResult, RunResult, print_summary
 from jaxlora.train.trainer import Trainer
 
-__version__ = importlib.metadata.version("jaxlora")
-
 __all__ = [
     "Adapter",
     "BaseModel",
@@ -53,6 +50,7 @@ __all__ = [
     "SlotShape",
     "SlotVariable",
     "Trainer",
+    "__version__",
     "export_peft",
     "import_peft",
     "load_model",

@@ -1,6 +1,7 @@
 """The `jaxlora` command."""
 
 import argparse
+import io
 import logging
 import pathlib
 import sys
@@ -10,12 +11,15 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.logging import RichHandler
 
-from jaxlora import console
+from jaxlora import __version__, console
 from jaxlora.errors import JaxloraError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status: 0, 1 for an error, 130 for Ctrl-C."""
+    # No name of a file ends a command because the terminal cannot show it.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     arguments = _parser().parse_args(argv)
     _set_up_logging(arguments.verbose)
     try:
@@ -58,13 +62,11 @@ def _log_warning(message: Warning | str, *_: object, **__: object) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from importlib.metadata import version
-
     parser = argparse.ArgumentParser(
         prog="jaxlora",
         description="Train many LoRA adapters at once on one frozen language model.",
     )
-    parser.add_argument("--version", action="version", version=version("jaxlora"))
+    parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("-v", "--verbose", action="store_true", help="say more")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 

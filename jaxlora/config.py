@@ -4,14 +4,20 @@ import re
 from typing import Annotated, Literal
 
 import pydantic
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field
 
-from jaxlora.strict import Strict
+from jaxlora.strict import (
+    Bool,
+    Fraction,
+    Int,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Number,
+    PositiveFloat,
+    PositiveInt,
+    Strict,
+)
 from scheduler import Limits, PackerName
-
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-NonNegativeFloat = Annotated[float, Field(ge=0.0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -40,6 +46,7 @@ class DataConfig(Strict):
             `datasets.save_to_disk`, or a dataset id on the Hugging Face hub.
         split: Split of a Hugging Face dataset.
         subset: Configuration name of a dataset on the hub.
+        revision: Branch, tag or commit of a dataset on the hub.
         kind: Which fields to read; `auto` decides by the first record's fields.
         prompt: Field of the prompt, or a Jinja template over the record's fields
             (anything that contains `{{`).
@@ -61,15 +68,16 @@ class DataConfig(Strict):
     path: str
     split: str | None = None
     subset: str | None = None
+    revision: str | None = None
     kind: Literal["auto", "prompt_completion", "messages", "text"] = "auto"
     prompt: str = "prompt"
     completion: str = "completion"
     messages: str = "messages"
     text: str = "text"
-    chat: bool = False
+    chat: Bool = False
     system: str | None = None
     loss_on: Literal["completion", "all"] = "completion"
-    append_eos: bool = True
+    append_eos: Bool = True
     limit: PositiveInt | None = None
     bad_records: Literal["error", "drop"] = "error"
 
@@ -126,7 +134,7 @@ class LoraJob(Strict):
 
     rank: PositiveInt = 16
     lora_alpha: PositiveFloat = 32.0
-    use_rslora: bool = False
+    use_rslora: Bool = False
     dropout: Fraction = 0.0
     target_modules: str | tuple[str, ...] = "all-linear"
     exclude_modules: str | tuple[str, ...] = ()
@@ -150,15 +158,15 @@ class LoraJob(Strict):
 
     max_length: PositiveInt = 1024
     too_long: Literal["truncate", "drop", "error"] = "truncate"
-    shuffle: bool = True
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    shuffle: Bool = True
+    seed: Annotated[int, Field(ge=0, lt=2**31), Number] = 0
 
     eval_every: PositiveInt | None = None
     early_stopping: PositiveInt | None = None
     early_stopping_delta: NonNegativeFloat = 0.0
-    keep_best: bool = False
+    keep_best: Bool = False
 
-    priority: int = 0
+    priority: Int = 0
 
     @pydantic.field_validator("name")
     @classmethod
@@ -237,7 +245,7 @@ class RunConfig(Strict):
     max_concurrent_jobs: PositiveInt | None = None
     slot_rank: PositiveInt | None = None
     slot_targets: str | tuple[str, ...] | None = None
-    slot_dropout: bool | None = None
+    slot_dropout: Bool | None = None
     microbatch_tokens: PositiveInt | Literal["auto"] = 4096
     block_tokens: PositiveInt = 64
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -266,8 +274,8 @@ class RunConfig(Strict):
     @pydantic.field_validator("microbatch_tokens", mode="before")
     @classmethod
     def _tokens_or_auto(cls, tokens: object) -> object:
-        is_number = isinstance(tokens, int | float) and tokens >= 1
-        if tokens != "auto" and not is_number:
+        is_number = isinstance(tokens, int | float) and not isinstance(tokens, bool)
+        if tokens != "auto" and not (is_number and tokens >= 1):
             raise ValueError("wanted a positive number of tokens, or auto.")
         return tokens
 

@@ -1,5 +1,51 @@
-"""The terminal that log lines and progress bars share, so that neither tears."""
+"""Terminals: texts are printed as they are, with the characters that there are."""
 
-from rich.console import Console
+from collections.abc import Iterator
 
-stderr = Console(stderr=True)
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+# Where a terminal has no such characters.
+_PLAINER = str.maketrans({"→": "->", "…": "~", "·": "-"})
+
+# Log lines and progress bars share it, so that neither tears the other.
+stderr = Console(stderr=True, markup=False, emoji=False, highlight=False)
+
+
+def literal(value: object) -> Text:
+    """A text for rich in which brackets and colons stand for themselves."""
+    return Text(str(value))
+
+
+def show(console: Console, shown: RenderableType, **options) -> None:
+    """Prints a table or a text, with nothing that the terminal cannot encode.
+
+    Args:
+        console: Where to print.
+        shown: A text is printed as it is, without markup.
+        **options: Those of `Console.print`.
+    """
+    if isinstance(shown, str):
+        shown = literal(shown)
+    console.print(_Encodable(shown), **options)
+
+
+class _Encodable:
+    """Something to print, with substitutes for what the terminal cannot encode."""
+
+    def __init__(self, inner: RenderableType):
+        self._inner = inner
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[Segment]:
+        for segment in console.render(self._inner, options.update(markup=False)):
+            text = segment.text
+            try:
+                text.encode(options.encoding)
+            except UnicodeEncodeError:
+                text = text.translate(_PLAINER)
+                encoded = text.encode(options.encoding, "backslashreplace")
+                text = encoded.decode(options.encoding)
+            yield Segment(text, segment.style, segment.control)

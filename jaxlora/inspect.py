@@ -6,11 +6,10 @@ import json
 import math
 import pathlib
 
-import rich.markup
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from jaxlora.console import literal, show
 from jaxlora.errors import JaxloraError
 from jaxlora.hf.checkpoint import open_checkpoint
 from jaxlora.hf.files import hub_revision, model_folder, read_json
@@ -59,12 +58,12 @@ def _inspect(
 
 
 def _rows(console: Console, title: str, rows: dict[str, object]) -> None:
-    # Plain text: brackets in a value are no markup.
-    table = Table(title=Text(title), show_header=False, title_justify="left")
+    # Not as the table's title, which is broken where the table ends.
+    show(console, title, soft_wrap=True)
+    table = Table(show_header=False)
     for key, value in rows.items():
-        text = str(value).encode("utf-8", "backslashreplace").decode("utf-8")
-        table.add_row(key, Text(text))
-    console.print(table)
+        table.add_row(key, literal(value))
+    show(console, table)
 
 
 def _model(source: str, console: Console, revision: str | None) -> None:
@@ -119,20 +118,21 @@ def _run(folder: pathlib.Path, console: Console) -> None:
     from jaxlora.train.run_lock import LOCK_FILE, is_in_use, read_owner
 
     if is_in_use(folder):
-        console.print(f"run {folder}: in use by {read_owner(folder / LOCK_FILE)}")
+        show(console, f"run {folder}: in use by {read_owner(folder / LOCK_FILE)}")
     record = read_run_record(folder)
     if record is not None and newest_checkpoint(folder / CHECKPOINTS) is None:
         jobs = ", ".join(record.identity.jobs)
-        console.print(f"run {folder}: no checkpoint yet; jobs: {jobs}")
+        show(console, f"run {folder}: no checkpoint yet; jobs: {jobs}")
         return
     found = read_newest(folder / CHECKPOINTS)
-    base = rich.markup.escape(found.run.base_model)
-    console.print(f"run {folder}: checkpoint after round {found.number}, on {base}")
+    base = found.run.base_model
+    show(console, f"run {folder}: checkpoint after round {found.number}, on {base}")
     table = Table("job", "status", "step", "tokens", "train loss", "eval loss")
     for name, progress in found.run.progress.items():
         keys = ("status", "step", "num_tokens", "last_loss", "last_eval")
-        table.add_row(name, *(_short(getattr(progress, key)) for key in keys))
-    console.print(table)
+        values = (name, *(_short(getattr(progress, key)) for key in keys))
+        table.add_row(*map(literal, values))
+    show(console, table)
 
 
 def _short(value: object) -> str:

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxlora.config import LoraJob, RunConfig
+from jaxlora.console import literal, show
 from jaxlora.data.order import JobOrder
 from jaxlora.data.tokenize import TokenizedData
 from jaxlora.data.tokenizer import load_tokenizer
@@ -287,12 +288,12 @@ def _join(
 
 def print_plan(planned: RunPlan, console: Console) -> None:
     """Prints the jobs, the windows and what the run comes to."""
-    console.print(_jobs_table(planned))
-    console.print(_parts_table(planned))
+    show(console, _jobs_table(planned))
+    show(console, _parts_table(planned))
     hidden = len(planned.parts) - _SHOWN_PARTS
     if hidden > 0:
-        console.print(f"... and {hidden} more; the totals count all.")
-    console.print(_totals_table(planned))
+        show(console, f"... and {hidden} more; the totals count all.")
+    show(console, _totals_table(planned))
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -307,10 +308,10 @@ def _table(title: str, *columns: str) -> Table:
 def _jobs_table(planned: RunPlan) -> Table:
     table = _table("jobs", "job", "number", "samples", "longest", "steps", "tokens")
     for number, job in enumerate(planned.jobs):
-        lengths = [len(s.token_ids) for s in job.data.samples]
+        lengths = job.data.lengths
         tokens = sum(sum(job.lengths(step)) for step in range(job.num_steps))
-        row = (number, len(lengths), max(lengths), job.num_steps, tokens)
-        table.add_row(job.job.name, *(f"{n:,}" for n in row))
+        row = (number, len(lengths), lengths.max(), job.num_steps, tokens)
+        table.add_row(literal(job.job.name), *(f"{n:,}" for n in row))
     return table
 
 

@@ -4,11 +4,11 @@ import pathlib
 from typing import Any
 
 import pydantic
-import yaml
 
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.errors import ConfigError
 from jaxlora.strict import explain, unknown_key
+from jaxlora.yaml_file import parse_yaml
 
 
 def load_run(path: str | pathlib.Path) -> RunConfig:
@@ -26,11 +26,13 @@ def load_run(path: str | pathlib.Path) -> RunConfig:
     """
     path = pathlib.Path(path)
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such run file.") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    # A ValueError is a byte that is not UTF-8, or a NUL in the path.
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+    values = parse_yaml(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError(
             f"{path}: a run file is a mapping with the keys model, output_dir and "
@@ -45,7 +47,9 @@ def run_config(values: dict[str, Any], *, where: str = "run") -> RunConfig:
     defaults = values.pop("defaults", None) or {}
     jobs = values.get("jobs")
     if not isinstance(defaults, dict):
-        raise ConfigError(f"{where}: defaults must be a mapping, got {defaults!r}.")
+        raise ConfigError(
+            f"{where}: defaults must be a mapping, got {defaults!r:.200}."
+        )
     for key in defaults:
         if key not in LoraJob.model_fields:
             text = unknown_key(str(key), list(LoraJob.model_fields))

@@ -1,9 +1,42 @@
-"""The base of every configuration: frozen, and strict about unknown keys."""
+"""The base of every configuration: frozen, strict about keys, and about kinds.
+
+A number is a number: neither true nor "8" stands for one, and only true and false are
+true and false.
+"""
 
 import difflib
-from typing import Any
+from typing import Annotated, Any
 
+import numpy as np
 import pydantic
+from pydantic import BeforeValidator, Field
+
+# No count of anything is larger, and none overflows an array's 64 bits.
+_LARGEST_INT = 2**53
+
+
+def _check_number(value: Any) -> Any:
+    if isinstance(value, bool | np.bool_ | str | bytes):
+        raise ValueError("wanted a number, without quotes, such as 8 or 2e-4")
+    return value
+
+
+def _check_bool(value: Any) -> Any:
+    if not isinstance(value, bool):
+        raise ValueError("wanted true or false")
+    return value
+
+
+# Goes behind the constraints of a number.
+Number = BeforeValidator(_check_number)
+
+Bool = Annotated[bool, BeforeValidator(_check_bool)]
+Int = Annotated[int, Field(ge=-_LARGEST_INT, le=_LARGEST_INT), Number]
+PositiveInt = Annotated[int, Field(gt=0, le=_LARGEST_INT), Number]
+NonNegativeInt = Annotated[int, Field(ge=0, le=_LARGEST_INT), Number]
+PositiveFloat = Annotated[float, Field(gt=0.0), Number]
+NonNegativeFloat = Annotated[float, Field(ge=0.0), Number]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0), Number]
 
 
 class Strict(pydantic.BaseModel):
@@ -18,32 +51,49 @@ class Strict(pydantic.BaseModel):
     def _name_nearest_key(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        for key in values:
+        for key, value in values.items():
             if key not in cls.model_fields:
                 raise ValueError(unknown_key(str(key), list(cls.model_fields)))
+            if isinstance(value, str) and not _is_text(value):
+                raise ValueError(
+                    f"{key} is {value!r:.80}, which holds a NUL or half of a surrogate "
+                    "pair and so is no text. Remove that character."
+                )
         return values
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in value
 
 
 def unknown_key(key: str, known: list[str]) -> str:
     """Says that `key` is unknown, and which known key was probably meant."""
     near = difflib.get_close_matches(key, known, n=1)
     hint = f"Did you mean {near[0]!r}?" if near else f"Known keys: {', '.join(known)}."
-    return f"unknown key {key!r}. {hint}"
+    return f"unknown key {key!r:.100}. {hint}"
 
 
 def explain(error: pydantic.ValidationError, where: str) -> str:
     """One line per mistake: its path, what is wrong, and the value that was given."""
     lines = []
     for item in error.errors(include_url=False):
-        path = ".".join(str(part) for part in item["loc"])
+        parts = map(str, item["loc"])
+        path = ".".join(part for part in parts if not part.startswith("function-"))
         text = item["msg"].removeprefix("Value error, ")
         given = item["input"]
-        shown = "" if isinstance(given, dict | list) else f" (given: {_short(given)})"
+        if item["type"] == "string_type":
+            text += ", in quotes if need be"
+        shown = "" if isinstance(given, dict | list) else f" (given: {_shown(given)})"
         lines.append(f"{where}: {path + ': ' if path else ''}{text}{shown}")
     return "\n".join(lines)
 
 
-def _short(value: object) -> str:
-    """A value as in Python, cut to a line or two: it may be all of a damaged file."""
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.100}"
+    except ValueError:  # an integer with more digits than Python prints
+        return "a number with thousands of digits"

@@ -25,6 +25,9 @@ from jaxlora.errors import DataError
 
 # Texts to continue, of different kinds: one of them merges with no given continuation.
 _ANCHORS = ("\n", "a", "0", ".", "é", "中", ")")
+# Of an anchor, which is one character of at most three bytes, with all that a tokenizer
+# may put before the first word of a text.
+MOST_ANCHOR_TOKENS = 16
 _PROBES = ("a", " a", "A", "1", "\n", "(", "é", "中")
 
 

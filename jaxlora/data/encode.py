@@ -1,5 +1,6 @@
 """Rendered records as token ids, with the tokens to be learned marked."""
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -7,9 +8,10 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 from jaxlora.config import DataConfig
-from jaxlora.data.border import BorderedText, BorderEncoder
+from jaxlora.data.border import MOST_ANCHOR_TOKENS, BorderedText, BorderEncoder
 from jaxlora.data.chat import Span
 from jaxlora.data.render import Pair, Plain, Rendered
+from jaxlora.data.starts import StartEncoder
 from jaxlora.data.tokenizer import Encoded, Tokenizer
 from jaxlora.errors import DataError
 
@@ -39,10 +41,31 @@ class Encoder:
     a span of characters to be learned, a token belongs to the side on which it begins.
     """
 
-    def __init__(self, data: DataConfig, tokenizer: Tokenizer):
+    def __init__(
+        self, data: DataConfig, tokenizer: Tokenizer, max_length: int = sys.maxsize
+    ):
+        """Takes what decides on the tokens.
+
+        Args:
+            data: Says where the loss is, and whether texts get an end.
+            tokenizer: The base model's.
+            max_length: Of a longer record, at least one token more than these is given.
+        """
         self._data = data
         self._tokenizer = tokenizer
-        self._borders = BorderEncoder(tokenizer.encode_batch)
+        self._head = np.array(tokenizer.prefix_ids, np.int32)
+        self._starts = StartEncoder(tokenizer, max_length + MOST_ANCHOR_TOKENS)
+        self._borders = BorderEncoder(self._starts.encode_batch)
+
+    def is_whole(self, record: Rendered | DataError) -> bool:
+        """Whether all tokens of a record are sure to be given."""
+        if isinstance(record, DataError):
+            return True
+        if isinstance(record, Pair):
+            num_chars = len(record.prompt) + len(record.completion)
+        else:
+            num_chars = len(record.text)
+        return num_chars <= self._starts.whole_chars
 
     def __call__(
         self, records: Sequence[Rendered | DataError]
@@ -76,7 +99,7 @@ class Encoder:
 
     def _pair(self, pair: Pair, encoded: Encoded) -> tuple[_Ids, _Flags]:
         # The suffix ids of the tokenizer are left out: the prompt is not its end.
-        head = np.array(self._tokenizer.prefix_ids, np.int32)
+        head = self._head
         if self._data.loss_on == "all":
             ids = np.concatenate([head, self._ended(encoded.ids)])
             return ids, np.ones(len(ids), bool)
@@ -107,7 +130,7 @@ class Encoder:
             )
         if len(ids) and ids[-1] == eos:
             return ids
-        return np.append(ids, np.int32(eos))
+        return np.concatenate([ids, np.array([eos], np.int32)])
 
 
 def _bordered(record: Rendered) -> BorderedText:

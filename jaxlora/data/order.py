@@ -62,11 +62,12 @@ class JobOrder:
             raise ValueError(f"{step=} must be in [0, {self.num_steps}).")
         epoch, batch = divmod(step, self.batches_per_epoch)
         first = batch * self.batch_size
-        return self._epoch(epoch)[first : first + self.batch_size].copy()
+        end = min(first + self.batch_size, self.num_samples)
+        if not self.shuffle:
+            return np.arange(first, end)
+        return self._epoch(epoch)[first:end].copy()
 
     def _epoch(self, epoch: int) -> Int[np.ndarray, " N"]:
-        if not self.shuffle:
-            return np.arange(self.num_samples)
         if epoch not in self._cache:
             self._cache.clear()
             self._cache[epoch] = permutation(self.num_samples, self.seed, epoch)

@@ -3,13 +3,13 @@
 import dataclasses
 import functools
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxlora.data.tokenize import TokenizedSample
+from jaxlora.data.samples import TokenizedSample
 from scheduler import Limits, Microbatch, Sample
 
 
@@ -52,7 +52,7 @@ class JobBatch:
 
     slot: int
     step: int
-    samples: tuple[TokenizedSample, ...]
+    samples: Sequence[TokenizedSample]
     weight: float
 
     @property

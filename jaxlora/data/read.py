@@ -1,27 +1,54 @@
 """A job's records, from a file, a saved dataset or the Hugging Face hub."""
 
-import csv
+import contextlib
+import dataclasses
 import itertools
-import json
 import os
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.csv
-import pyarrow.parquet
-
 from jaxlora.config import DataConfig
+from jaxlora.data.files import READERS, Record, arrow_rows
 from jaxlora.errors import DataError
 
-Record = dict[str, Any]
-
-_LARGEST_CSV_BLOCK_BYTES = 2**31 - 1
+_DATASET_ROWS = 128
 
 
-def read_records(data: DataConfig) -> list[Record]:
-    """Reads the records of `data`, in the order in which they are stored.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Records:
+    """Records that can be read more than once, and are never all in memory.
+
+    Attributes:
+        path: Where they are, as the user says it.
+        read: Reads them from the first on.
+        limit: Only so many are read, if given.
+    """
+
+    path: str
+    read: Callable[[], Iterator[Record]]
+    limit: int | None
+
+    def __iter__(self) -> Iterator[Record]:
+        """Reads the records, in the order in which they are stored.
+
+        Raises:
+            DataError: A record is damaged, the disk fails, or there is no record.
+        """
+        is_empty = True
+        with _os_errors(self.path):
+            for record in itertools.islice(self.read(), self.limit):
+                is_empty = False
+                yield record
+        if is_empty:
+            raise DataError(
+                f"{self.path}: holds no records. Give data with at least one."
+            )
+
+
+def open_records(data: DataConfig) -> Records:
+    """Finds the records of `data`.
 
     A path that exists is read as a file (by its suffix) or as a folder written by
     `datasets.save_to_disk`; any other path is a dataset id on the hub.
@@ -29,149 +56,90 @@ def read_records(data: DataConfig) -> list[Record]:
     Args:
         data: Where the records are; `limit` stops the reading early.
 
-    Returns:
-        The records, at least one.
-
     Raises:
-        DataError: The data is missing, damaged, empty or of an unknown form.
+        DataError: The data is missing, damaged or of an unknown form.
     """
-    path = Path(data.path).expanduser()
-    if path.is_file():
-        records = _read_file(path, data)
-    elif path.is_dir():
-        records = _read_saved_dataset(path, data)
-    elif path.suffix in _READERS or _is_no_hub_id(data.path):
+    path, mode = _find(data.path)
+    if stat.S_ISREG(mode):
+        read = _open_file(path, data)
+    elif stat.S_ISDIR(mode):
+        read = _open_saved_dataset(path, data)
+    elif mode:
+        raise DataError(f"{data.path}: is neither a file nor a folder. Name one.")
+    elif path.suffix in READERS or _is_no_hub_id(data.path):
         raise DataError(
             f"{data.path}: no such file or folder (looked in {Path.cwd()}). Correct "
             "data.path, or give a dataset id such as 'owner/name'."
         )
     else:
-        records = _read_hub(data)
-    if not records:
-        raise DataError(f"{data.path}: holds no records. Give data with at least one.")
-    return records
+        read = _open_hub(data)
+    return Records(path=data.path, read=read, limit=data.limit)
+
+
+def read_records(data: DataConfig) -> list[Record]:
+    """All records of `data` at once; see `open_records`, which reads a few at a time.
+
+    Raises:
+        DataError: The data is missing, damaged, empty or of an unknown form.
+    """
+    return list(open_records(data))
+
+
+@contextlib.contextmanager
+def _os_errors(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read: {error.strerror or error}. Check that the path "
+            "is right, that you may read it, and that the disk is well."
+        ) from error
+
+
+def _find(name: str) -> tuple[Path, int]:
+    """The path and its kind as `stat` has it, 0 where there is nothing."""
+    try:
+        path = Path(name).expanduser()
+        return path, _mode(path) if name else 0
+    # No such user behind ~, and characters that no path holds: NUL, half a surrogate.
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(
+            f"data.path {name!r:.200} cannot be a path: {error}. Correct it."
+        ) from error
+
+
+def _mode(path: Path) -> int:
+    try:
+        with _os_errors(str(path)):
+            return path.stat().st_mode
+    except DataError as error:
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            return 0
+        raise
 
 
 def _is_no_hub_id(path: str) -> bool:
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or path == ""
 
 
-def _read_file(path: Path, data: DataConfig) -> list[Record]:
-    if path.suffix not in _READERS:
+def _refuse(data: DataConfig, keys: tuple[str, ...], rule: str) -> None:
+    for key in keys:
+        value = getattr(data, key)
+        if value is not None:
+            raise DataError(f"{data.path}: {key}={value!r} {rule}. Remove data.{key}.")
+
+
+def _open_file(path: Path, data: DataConfig) -> Callable[[], Iterator[Record]]:
+    if path.suffix not in READERS:
         raise DataError(
             f"{data.path}: unknown suffix {path.suffix!r}. Convert the file to one of: "
-            f"{', '.join(_READERS)}."
+            f"{', '.join(READERS)}."
         )
-    for key in ("split", "subset"):
-        if getattr(data, key) is not None:
-            raise DataError(
-                f"{data.path}: {key}={getattr(data, key)!r} is for Hugging Face "
-                f"datasets, and this is one file. Remove data.{key}."
-            )
-    return list(itertools.islice(_READERS[path.suffix](path), data.limit))
-
-
-def _read_jsonl(path: Path) -> Iterator[Record]:
-    # By bytes, so that only \n ends a line and a bad byte is known by its line.
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            where = f"{path}, line {number}"
-            text = _decode(line, where)
-            if not text.strip():
-                continue
-            record = _parse_json(text, where, "Each line must be one JSON object.")
-            if not isinstance(record, dict):
-                raise DataError(
-                    f"{where}: holds {_json_kind(record)}, not an object. Write one "
-                    '{"field": value, ...} a line.'
-                )
-            yield record
-
-
-def _read_json(path: Path) -> Iterator[Record]:
-    cure = "If it has one object a line, rename it to .jsonl."
-    records = _parse_json(_decode(path.read_bytes(), str(path)), str(path), cure)
-    if not isinstance(records, list):
-        raise DataError(
-            f"{path}: holds {_json_kind(records)}, not a list of objects. Wrap the "
-            "records in [...], or write one a line in a .jsonl file."
-        )
-    for number, record in enumerate(records, start=1):
-        if not isinstance(record, dict):
-            raise DataError(
-                f"{path}: record {number} is {_json_kind(record)}, not an object. "
-                "Each item of the list must be an object of fields."
-            )
-    return iter(records)
-
-
-def _decode(content: bytes, where: str) -> str:
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{where}: byte {content[error.start]:#04x} is not UTF-8. Save the file as "
-            "UTF-8."
-        ) from error
-
-
-def _parse_json(text: str, where: str, cure: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: is not valid JSON ({error}). {cure}") from error
-
-
-def _json_kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
-    return names.get(type(value), "null" if value is None else "a number")
-
-
-def _read_parquet(path: Path) -> Iterator[Record]:
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
-    except pa.ArrowException as error:
-        raise DataError(
-            f"{path}: cannot be read as Parquet ({error}). Write the file again."
-        ) from error
-
-
-def _read_csv(path: Path) -> Iterator[Record]:
-    cure = "Save it as UTF-8, comma-separated, with a header row."
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            names = next(csv.reader(file), [])
-        for name in names:
-            if names.count(name) > 1:
-                raise DataError(f"{path}: two columns are named {name!r}. Rename one.")
-        if not names:
-            return iter(())
-        table = pyarrow.csv.read_csv(
-            path,
-            # One block, as pyarrow fails where a row is longer than a block.
-            pyarrow.csv.ReadOptions(
-                block_size=min(path.stat().st_size + 1, _LARGEST_CSV_BLOCK_BYTES)
-            ),
-            pyarrow.csv.ParseOptions(newlines_in_values=True),
-            # Text stays text: a column of labels 0 and 1 must not become numbers.
-            pyarrow.csv.ConvertOptions(
-                column_types=dict.fromkeys(names, pa.string()),
-                strings_can_be_null=False,
-            ),
-        )
-    except (pa.ArrowException, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path}: cannot be read as CSV ({error}). {cure}") from error
-    return iter(table.to_pylist())
-
-
-_READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".parquet": _read_parquet,
-    ".csv": _read_csv,
-}
+    rule = "is for Hugging Face datasets, and this is one file"
+    _refuse(data, ("split", "subset", "revision"), rule)
+    return lambda: READERS[path.suffix](path)
 
 
 def _import_datasets(path: str):
@@ -185,18 +153,15 @@ def _import_datasets(path: str):
     return datasets
 
 
-def _read_saved_dataset(path: Path, data: DataConfig) -> list[Record]:
+def _open_saved_dataset(path: Path, data: DataConfig) -> Callable[[], Iterator[Record]]:
     marks = ("state.json", "dataset_dict.json")
     if not any((path / mark).is_file() for mark in marks):
         raise DataError(
             f"{data.path}: is a folder without {' or '.join(marks)}, so it was not "
             "written by datasets.save_to_disk. Name a file in it instead."
         )
-    if data.subset is not None:
-        raise DataError(
-            f"{data.path}: subset={data.subset!r} is for datasets on the hub, and this "
-            "is a saved folder. Remove data.subset."
-        )
+    rule = "is for datasets on the hub, and this is a saved folder"
+    _refuse(data, ("subset", "revision"), rule)
     datasets = _import_datasets(data.path)
     try:
         loaded = datasets.load_from_disk(str(path))
@@ -210,13 +175,16 @@ def _read_saved_dataset(path: Path, data: DataConfig) -> list[Record]:
             f"{data.path}: split={data.split!r}, but this is a single dataset without "
             "splits. Remove data.split."
         )
-    return _take(_choose_split(loaded, data), data)
+    return _open_dataset(_choose_split(loaded, data), data)
 
 
-def _read_hub(data: DataConfig) -> list[Record]:
+def _open_hub(data: DataConfig) -> Callable[[], Iterator[Record]]:
     datasets = _import_datasets(data.path)
+    options: dict[str, Any] = {"split": data.split}
+    if data.revision is not None:
+        options["revision"] = data.revision
     try:
-        loaded = datasets.load_dataset(data.path, data.subset, split=data.split)
+        loaded = datasets.load_dataset(data.path, data.subset, **options)
     # Whatever goes wrong in there (network, no such id, split or subset, a bad file),
     # its own words say it best.
     except Exception as error:
@@ -225,13 +193,14 @@ def _read_hub(data: DataConfig) -> list[Record]:
             hint = " Offline mode is on (HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set)."
         raise DataError(
             f"{data.path}: is no file or folder here, and could not be loaded as a "
-            f"dataset from the hub (subset={data.subset!r}, split={data.split!r}; "
-            f"{type(error).__name__}: {error}).{hint} Correct data.path, data.subset "
-            "or data.split."
+            f"dataset from the hub (revision={data.revision!r}, "
+            f"subset={data.subset!r}, split={data.split!r}; "
+            f"{type(error).__name__}: {error}).{hint} Correct data.path, "
+            "data.revision, data.subset or data.split."
         ) from error
     if data.split is None:
         loaded = _choose_split(loaded, data)
-    return _take(loaded, data)
+    return _open_dataset(loaded, data)
 
 
 def _choose_split(loaded, data: DataConfig):
@@ -251,7 +220,20 @@ def _choose_split(loaded, data: DataConfig):
     return loaded[data.split]
 
 
-def _take(dataset, data: DataConfig) -> list[Record]:
-    length = len(dataset) if data.limit is None else min(data.limit, len(dataset))
-    # A dataset may have been saved with a format that yields tensors.
-    return dataset.with_format(None).select(range(length)).to_list()
+def _open_dataset(dataset: Any, data: DataConfig) -> Callable[[], Iterator[Record]]:
+    # As Arrow, a dataset gives what is stored: no tensors, and no decoded pictures.
+    tables = dataset.with_format("arrow")
+
+    def read() -> Iterator[Record]:
+        try:
+            for table in tables.iter(batch_size=_DATASET_ROWS):
+                yield from arrow_rows(table, data.path)
+        except DataError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"{data.path}: the dataset cannot be read ({type(error).__name__}: "
+                f"{error}). Fetch or save it again."
+            ) from error
+
+    return read

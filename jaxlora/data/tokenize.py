@@ -1,39 +1,39 @@
 """A job's records as token arrays, with the tokens to be learned marked."""
 
 import dataclasses
-import itertools
+import functools
+import logging
 import math
-from typing import Literal
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Int
 
 from jaxlora.config import DataConfig, LoraJob
 from jaxlora.data.bad_records import BadRecords
 from jaxlora.data.encode import Encoder
+from jaxlora.data.files import Record
 from jaxlora.data.order import permutation
-from jaxlora.data.read import Record, read_records
+from jaxlora.data.read import Records, open_records
 from jaxlora.data.render import has_kind, make_renderer
+from jaxlora.data.samples import Samples, SampleWriter, TokenizedSample
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.errors import DataError
 
-_CHUNK_RECORDS = 1000
+_Flags = Bool[np.ndarray, "..."]
+
+logger = logging.getLogger(__name__)
+
+# Records are rendered so many, or of so much text, at a time.
+_CHUNK_RECORDS = 500
+_CHUNK_CHARS = 2**20
+# A line of progress is logged as soon as either has passed.
+_LOG_RECORDS = 100_000
+_LOG_SECONDS = 10.0
 # A stream of its own for the held-out records: epochs never count so far.
 _HELD_OUT_STREAM = 2**63
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class TokenizedSample:
-    """One sample.
-
-    Attributes:
-        token_ids: The sample's tokens.
-        is_target: Whether a token is to be predicted, which is what the loss counts.
-            Nothing predicts the first token, so it never is.
-    """
-
-    token_ids: Int32[np.ndarray, " T"]
-    is_target: Bool[np.ndarray, " T"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -42,7 +42,8 @@ class TokenizedData:
 
     Attributes:
         source: The path of the records.
-        samples: In the order of the records.
+        samples: In the order of the records. `tokenize_job` gives `Samples`, of which
+            millions take little memory.
         max_length: Longest allowed sample, in tokens.
         num_records: Records read; each is a sample, dropped, or without target.
         num_truncated: Samples that were cut to `max_length`.
@@ -53,7 +54,7 @@ class TokenizedData:
     """
 
     source: str
-    samples: tuple[TokenizedSample, ...]
+    samples: Sequence[TokenizedSample]
     max_length: int
     num_records: int
     num_truncated: int
@@ -61,14 +62,23 @@ class TokenizedData:
     num_without_target: int
     num_bad: int = 0
 
+    @functools.cached_property
+    def lengths(self) -> Int[np.ndarray, " S"]:
+        """Tokens of each sample."""
+        if isinstance(self.samples, Samples):
+            return self.samples.lengths
+        return np.array([len(s.token_ids) for s in self.samples])
+
     @property
     def num_tokens(self) -> int:
         """Tokens of all samples."""
-        return sum(len(s.token_ids) for s in self.samples)
+        return int(self.lengths.sum())
 
     @property
     def num_target_tokens(self) -> int:
         """Tokens of all samples that are to be predicted."""
+        if isinstance(self.samples, Samples):
+            return self.samples.num_target_tokens
         return sum(int(s.is_target.sum()) for s in self.samples)
 
     def summary(self) -> str:
@@ -108,79 +118,150 @@ def tokenize_job(
         DataError: A record cannot be used (it is named), or none is left.
         ModelError: Chat messages meet a tokenizer without a chat template.
     """
-    data, numbered = _read_side(job, which)
-    encode = Encoder(data, tokenizer)
+    data, side = _read_side(job, which)
+    encode = Encoder(data, tokenizer, job.max_length)
     try:
         # Held-out records of the same file have the same fields as those to train on.
         is_same_file = which == "eval" and data is job.data
         render = make_renderer(
-            data, _typical(data, numbered), tokenizer, names_unused=not is_same_file
+            data, _typical(data, side), tokenizer, names_unused=not is_same_file
         )
     except DataError as error:
         raise DataError(f"{data.path}: {error}") from error
     cut, bad = _Cutter(job, data.path), BadRecords(data)
-    for chunk in itertools.batched(numbered, _CHUNK_RECORDS):
+    for chunk in _chunks(side):
         numbers, records = zip(*chunk, strict=True)
-        for number, tokens in zip(numbers, encode(render(records)), strict=True):
-            if isinstance(tokens, DataError):
-                bad.add(number, tokens)
+        rendered = render(records)
+        wholes = map(encode.is_whole, rendered)
+        samples = encode(rendered)
+        for number, sample, whole in zip(numbers, samples, wholes, strict=True):
+            if isinstance(sample, DataError):
+                bad.add(number, sample)
             else:
-                cut.add(number, TokenizedSample(*tokens))
-    return cut.finish(len(numbered), bad)
+                cut.add(number, TokenizedSample(*sample), is_whole=whole)
+        cut.log_progress()
+    return cut.finish(bad)
 
 
-def _typical(data: DataConfig, numbered: list[tuple[int, Record]]) -> Record:
+def _typical(data: DataConfig, side: "_Side") -> Record:
     """The record that decides on the kind: the first, or the first that is not bad."""
-    first = numbered[0][1]
+    _, first = next(iter(side))
     if data.bad_records == "error":
         return first
-    return next((record for _, record in numbered if has_kind(data, record)), first)
+    return next((record for _, record in side if has_kind(data, record)), first)
 
 
-def _read_side(job: LoraJob, which: str) -> tuple[DataConfig, list[tuple[int, Record]]]:
-    """The records of one side, each with its number, from 1."""
+def _chunks(
+    numbered: Iterable[tuple[int, Record]],
+) -> Iterator[list[tuple[int, Record]]]:
+    """Records that are rendered at once: not many, and of little text."""
+    chunk: list[tuple[int, Record]] = []
+    num_chars = 0
+    for item in numbered:
+        chunk.append(item)
+        num_chars += _num_chars(item[1])
+        if len(chunk) == _CHUNK_RECORDS or num_chars > _CHUNK_CHARS:
+            yield chunk
+            chunk, num_chars = [], 0
+    if chunk:
+        yield chunk
+
+
+def _num_chars(value: Any) -> int:
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_num_chars, value.values()))
+    return sum(map(_num_chars, value)) if isinstance(value, list) else 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Side:
+    """The records to train on, or those held out; can be read more than once.
+
+    Attributes:
+        records: All records of the data.
+        wanted: Whether a record is on this side, for each; None: all are.
+    """
+
+    records: Records
+    wanted: _Flags | None = None
+
+    def __iter__(self) -> Iterator[tuple[int, Record]]:
+        """The records of this side, each with its number, from 1."""
+        if self.wanted is None:
+            yield from enumerate(self.records, start=1)
+            return
+        number = 0
+        for number, record in enumerate(self.records, start=1):
+            if number <= len(self.wanted) and self.wanted[number - 1]:
+                yield number, record
+        if number != len(self.wanted):
+            raise DataError(
+                f"{self.records.path}: held {len(self.wanted)} records, and {number} "
+                "when it was read again. Do not change the data while they are read."
+            )
+
+
+def _read_side(job: LoraJob, which: str) -> tuple[DataConfig, _Side]:
+    """The records of one side, and where they come from."""
     if which == "eval" and job.eval_data is not None:
-        return job.eval_data, list(enumerate(read_records(job.eval_data), start=1))
+        return job.eval_data, _Side(open_records(job.eval_data))
     if which == "eval" and job.eval_fraction == 0:
         raise DataError(
             f"job {job.name!r} has no held-out records. Set eval_data or eval_fraction."
         )
-    numbered = list(enumerate(read_records(job.data), start=1))
+    records = open_records(job.data)
     if job.eval_fraction == 0:
-        return job.data, numbered
+        return job.data, _Side(records)
+    is_held_out = _choose_held_out(job, sum(1 for _ in records))
+    return job.data, _Side(records, is_held_out == (which == "eval"))
+
+
+def _choose_held_out(job: LoraJob, num_records: int) -> _Flags:
+    """Whether a record is held out, for each."""
     # Rounded up, but not because 0.07 * 100 lies just above 7.
-    num_held_out = math.ceil(job.eval_fraction * len(numbered) - 1e-9)
-    if num_held_out >= len(numbered):
+    num_held_out = math.ceil(job.eval_fraction * num_records - 1e-9)
+    if num_held_out >= num_records:
         raise DataError(
-            f"{job.data.path}: eval_fraction={job.eval_fraction} of {len(numbered)} "
+            f"{job.data.path}: eval_fraction={job.eval_fraction} of {num_records} "
             "records holds out all of them, and none is left to train on. Use a "
             "smaller eval_fraction or more records."
         )
-    held_out = permutation(len(numbered), job.seed, _HELD_OUT_STREAM)[:num_held_out]
-    is_held_out = np.zeros(len(numbered), bool)
+    held_out = permutation(num_records, job.seed, _HELD_OUT_STREAM)[:num_held_out]
+    is_held_out = np.zeros(num_records, bool)
     is_held_out[held_out] = True
-    wanted = is_held_out == (which == "eval")
-    return job.data, list(itertools.compress(numbered, wanted))
+    return is_held_out
 
 
 class _Cutter:
-    """Applies the rule for long samples, and counts what it did."""
+    """Applies the rule for long samples, and counts and logs what it did."""
 
     def __init__(self, job: LoraJob, path: str):
         self._job = job
         self._path = path
-        self._samples: list[TokenizedSample] = []
+        self._samples = SampleWriter(path)
+        self._num_records = 0
         self._num_truncated = self._num_dropped = self._num_without_target = 0
+        self._told_at, self._num_told = time.monotonic(), 0
 
-    def add(self, number: int, sample: TokenizedSample) -> None:
-        """Takes the sample of record `number`, cuts it, or leaves it out."""
+    def add(self, number: int, sample: TokenizedSample, *, is_whole: bool) -> None:
+        """Takes the sample of record `number`, cuts it, or leaves it out.
+
+        Args:
+            number: The record's, from 1.
+            sample: It must have all tokens of the record or more than `max_length`.
+            is_whole: Whether it is sure to have all.
+        """
+        self._num_records += 1
         limit = self._job.max_length
         length = len(sample.token_ids)
         if length > limit and self._job.too_long == "error":
+            count = f"{length} tokens, more" if is_whole else "more tokens"
             raise DataError(
-                f"{self._path}: record {number} has {length} tokens, more than "
-                f"max_length={limit} of job {self._job.name!r}. Raise max_length, "
-                "shorten the record, or set too_long to truncate or drop."
+                f"{self._path}: record {number} has {count} than max_length={limit} of "
+                f"job {self._job.name!r}. Raise max_length, shorten the record, or set "
+                "too_long to truncate or drop."
             )
         if length > limit and self._job.too_long == "drop":
             self._num_dropped += 1
@@ -194,11 +275,26 @@ class _Cutter:
             self._num_without_target += 1
             return
         self._num_truncated += length > limit
-        self._samples.append(sample)
+        self._samples.add(sample)
 
-    def finish(self, num_records: int, bad: BadRecords) -> TokenizedData:
-        """The samples that are left, of so many records."""
-        if not self._samples:
+    def log_progress(self) -> None:
+        """Logs how far it is, now and then."""
+        since = self._num_records - self._num_told
+        now = time.monotonic()
+        if since < _LOG_RECORDS and now - self._told_at < _LOG_SECONDS:
+            return
+        self._told_at, self._num_told = now, self._num_records
+        logger.info(
+            "%s: %s records read so far, %s tokens",
+            self._path,
+            f"{self._num_records:,}",
+            f"{self._samples.num_tokens:,}",
+        )
+
+    def finish(self, bad: BadRecords) -> TokenizedData:
+        """The samples that are left."""
+        num_records = self._num_records + bad.num
+        if not len(self._samples):
             raise DataError(
                 f"{self._path}: none of {num_records} records can be used by job "
                 f"{self._job.name!r}: {self._num_dropped} are longer than "
@@ -208,7 +304,7 @@ class _Cutter:
             )
         return TokenizedData(
             source=self._path,
-            samples=tuple(self._samples),
+            samples=self._samples.finish(),
             max_length=self._job.max_length,
             num_records=num_records,
             num_truncated=self._num_truncated,

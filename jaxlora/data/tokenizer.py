@@ -2,6 +2,8 @@
 
 import contextlib
 import datetime
+import functools
+import itertools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,6 +102,11 @@ class Tokenizer:
         backend.no_padding()
         self.prefix_ids, self.suffix_ids = _take_off_post_processor(backend)
 
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token, as the tokenizer writes it."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+
     def _required_id(self, key: str) -> int | None:
         text = self._special_tokens.get(key)
         token_id = None if text is None else self._backend.token_to_id(text)
@@ -124,12 +131,15 @@ class Tokenizer:
         texts = list(texts)
         with self._explaining():
             encodings = self._backend.encode_batch(texts, add_special_tokens=False)
+        # One array for all, as a short text's own arrays take longer than its tokens.
+        flat = itertools.chain.from_iterable
+        ids = np.fromiter(flat(e.ids for e in encodings), np.int32)
+        places = np.fromiter(flat(flat(e.offsets for e in encodings)), np.int32)
+        spans = places.reshape(-1, 2)
+        ends = itertools.accumulate(map(len, encodings), initial=0)
         return [
-            Encoded(
-                np.array(e.ids, np.int32),
-                np.array(e.offsets, np.int32).reshape(-1, 2),
-            )
-            for e in encodings
+            Encoded(ids[start:end], spans[start:end])
+            for start, end in itertools.pairwise(ends)
         ]
 
     def decode(

@@ -58,11 +58,11 @@ class Bounds:
         """
         block = config.block_tokens
         num_slots = config.max_concurrent_jobs or len(config.jobs)
-        each = [[len(s.token_ids) for s in data.samples] for data in train]
-        longest = max(len(s.token_ids) for d in (*train, *held_out) for s in d.samples)
+        longest = max(int(data.lengths.max()) for data in (*train, *held_out))
         steps = [
-            min(job.batch_size, len(lengths)) * sum(lengths) / len(lengths) + block / 2
-            for job, lengths in zip(config.jobs, each, strict=True)
+            min(job.batch_size, len(data.samples)) * data.num_tokens / len(data.samples)
+            + block / 2
+            for job, data in zip(config.jobs, train, strict=True)
         ]
         at_once = sum(sorted(steps, reverse=True)[:num_slots])
         most = max(min(_MOST_TOKENS, at_once), longest)

@@ -187,7 +187,7 @@ def spec_of(
 
 
 def _mean_tokens(data: TokenizedData) -> int:
-    return sum(len(s.token_ids) for s in data.samples) // len(data.samples)
+    return data.num_tokens // len(data.samples)
 
 
 def _implementation(config: RunConfig, spec: DecoderSpec) -> Implementation:
@@ -294,7 +294,7 @@ def check_lengths(
         ConfigError: A sample is longer.
     """
     datasets = filter(None, (train, held_out))
-    longest = max(len(s.token_ids) for data in datasets for s in data.samples)
+    longest = max(int(data.lengths.max()) for data in datasets)
     if longest > room:
         raise ConfigError(
             f"job {name!r} has a sample of {longest} tokens, and this run takes "

@@ -21,10 +21,10 @@ class Progress:
         self._runs = runs
         self._on_terminal = console.stderr.is_terminal
         self._bars = rich.progress.Progress(
-            rich.progress.TextColumn("{task.description}"),
+            rich.progress.TextColumn("{task.description}", markup=False),
             rich.progress.BarColumn(),
             rich.progress.MofNCompleteColumn(),
-            rich.progress.TextColumn("{task.fields[loss]}"),
+            rich.progress.TextColumn("{task.fields[loss]}", markup=False),
             rich.progress.TimeElapsedColumn(),
             rich.progress.TimeRemainingColumn(),
             console=console.stderr,

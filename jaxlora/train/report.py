@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxlora.atomic import write_bytes, write_text
+from jaxlora.console import literal, show
 from jaxlora.train.job_run import JobProgress, JobRun
 from jaxlora.train.run_log import METRICS_FILE, read_events
 
@@ -88,7 +89,7 @@ def summary_table(result: RunResult) -> Table:
     for job in result.jobs:
         p = job.progress
         table.add_row(
-            job.name,
+            literal(job.name),
             str(job.rank),
             f"{p.step}/{job.num_steps}",
             f"{p.num_tokens:,}",
@@ -102,15 +103,15 @@ def summary_table(result: RunResult) -> Table:
 def print_summary(result: RunResult, console: Console | None = None) -> None:
     """Prints the table, where the PEFT folders are, and why jobs ended early."""
     console = console or Console()
-    console.print(summary_table(result))
+    show(console, summary_table(result))
     for job in result.jobs:
         if job.folder is not None:
-            console.print(f"PEFT folder: {job.folder}", soft_wrap=True)
+            show(console, f"PEFT folder: {job.folder}", soft_wrap=True)
     for job in result.jobs:
         if job.progress.status not in ("finished", "running", "waiting"):
-            console.print(f"{job.name}: {job.progress.status}: {job.progress.reason}")
+            show(console, f"{job.name}: {job.progress.status}: {job.progress.reason}")
     if result.interrupted:
-        console.print("Interrupted; a checkpoint was written. Continue with --resume.")
+        show(console, "Interrupted; a checkpoint was written. Continue with --resume.")
 
 
 def write_report(result: RunResult) -> None:

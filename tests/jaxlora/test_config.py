@@ -1,5 +1,6 @@
 """What a user may say in Python and in a run file, and what is caught."""
 
+import numpy as np
 import pydantic
 import pytest
 
@@ -55,7 +56,7 @@ def test_run_file(write):
     assert (second.data.kind, second.lora_alpha) == ("text", 16.0)
     assert second.target_modules == ("q_proj", "v_proj")
     assert second.rank_pattern == {"q_proj": 2}
-    # YAML takes 1e-4 for a text, for want of a dot.
+    # YAML 1.1 takes 1e-4 for a text, for want of a dot.
     assert (first.learning_rate, second.learning_rate) == (1e-4, 1e-4)
 
 
@@ -230,3 +231,85 @@ def test_missing_run_file(tmp_path):
         load_run(tmp_path / "no.yaml")
     with pytest.raises(ConfigError, match="cannot be read as YAML"):
         load_run(tmp_path)
+
+
+NUMBERS = [
+    *("rank", "lora_alpha", "eval_fraction", "dropout", "batch_size", "epochs"),
+    *("steps", "learning_rate", "warmup_steps", "warmup_ratio", "lora_plus_ratio"),
+    *("weight_decay", "adam_b1", "adam_b2", "adam_eps", "max_grad_norm", "max_length"),
+    *("seed", "eval_every", "early_stopping", "early_stopping_delta", "priority"),
+]
+RUN_NUMBERS = [
+    *("max_concurrent_jobs", "slot_rank", "microbatch_tokens", "block_tokens"),
+    *("window_steps", "checkpoint_every", "keep_checkpoints", "log_every"),
+]
+
+
+@pytest.mark.parametrize("value", [True, "8", "on", np.True_, b"8", [8]])
+@pytest.mark.parametrize("key", NUMBERS)
+def test_numbers_of_a_job_are_numbers(key, value):
+    with pytest.raises(ConfigError, match=rf"jobs\.0\.{key}: "):
+        run(job(**{key: value}))
+
+
+@pytest.mark.parametrize("value", [True, "8", "on"])
+@pytest.mark.parametrize("key", RUN_NUMBERS)
+def test_numbers_of_a_run_are_numbers(key, value):
+    with pytest.raises(ConfigError, match=rf"run: {key}: wanted a .*number"):
+        run(**{key: value})
+
+
+def test_numbers_from_python():
+    made = LoraJob(name="a", data=DATA, rank=np.int64(8), learning_rate=1, steps=1e3)
+    assert (made.rank, made.learning_rate, made.steps) == (8, 1.0, 1000)
+    for value in (True, "8"):
+        with pytest.raises(pydantic.ValidationError, match="wanted a number"):
+            LoraJob(name="a", data=DATA, rank=value)
+
+
+@pytest.mark.parametrize("value", ["yes", "on", "true", 1, 0, None])
+@pytest.mark.parametrize("key", ["use_rslora", "shuffle", "keep_best"])
+def test_true_and_false_are_nothing_else(key, value):
+    with pytest.raises(ConfigError, match=rf"{key}: wanted true or false \(given"):
+        run(job(**{key: value}))
+    with pytest.raises(ConfigError, match=r"data\.chat: wanted true or false"):
+        run(job(data={**DATA, "chat": "yes"}))
+
+
+@pytest.mark.parametrize("value", [10**30, 10**5000, 1e300], ids=["30", "5000", "f"])
+def test_numbers_too_large_for_an_array(value):
+    with pytest.raises(ConfigError, match=r"jobs\.0\.rank: "):
+        run(job(rank=value))
+
+
+@pytest.mark.parametrize("text", ["a\0b", "\ud800"])
+def test_texts_that_are_none(text):
+    with pytest.raises(ConfigError, match=r"run: model is .* half of a surrogate pair"):
+        run_config({"model": text, "jobs": [job()]})
+    with pytest.raises(ConfigError, match=r"jobs\.0\.data: path is "):
+        run(job(data={"path": text}))
+
+
+@pytest.mark.parametrize("name", ["a\0b.yaml", "x" * 5000])
+def test_a_run_file_that_no_disk_can_hold(name):
+    with pytest.raises(ConfigError, match="cannot be read as YAML"):
+        load_run(name)
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        ("learning_rate: on", r"learning_rate: wanted a number.* \(given: 'on'\)"),
+        ("rank: yes", r"rank: wanted a number.* \(given: 'yes'\)"),
+        ("learning_rate: 1:30", r"learning_rate: wanted a number.*'1:30'"),
+        ("max_length: 1_000", r"max_length: wanted a number.*'1_000'"),
+        ("rank: '8'", r"rank: wanted a number, without quotes"),
+        ("shuffle: no", r"shuffle: wanted true or false \(given: 'no'\)"),
+        ("rank: 8\n    rank: 9", r"run\.yaml, line 6.*'rank' is also in line 5"),
+        ("8: 8", r"run\.yaml, line 5.*the key 8 is no text"),
+    ],
+)
+def test_settings_of_a_run_file(write, line, match):
+    text = f"model: m\njobs:\n  - name: a\n    data: {{path: a}}\n    {line}\n"
+    with pytest.raises(ConfigError, match=match):
+        load_run(write(text))

@@ -1,6 +1,11 @@
 import csv
+import errno
 import json
+import os
+import pathlib
+import struct
 import sys
+import tracemalloc
 
 import datasets
 import pyarrow as pa
@@ -8,7 +13,8 @@ import pyarrow.parquet
 import pytest
 
 from jaxlora.config import DataConfig
-from jaxlora.data.read import read_records
+from jaxlora.data import files
+from jaxlora.data.read import open_records, read_records
 from jaxlora.errors import DataError
 
 RECORDS = [
@@ -59,6 +65,70 @@ def test_limit_stops_before_a_bad_line(tmp_path):
     assert read(path, limit=1) == [{"a": 1}]
 
 
+def test_csv_as_other_programs_write_it(tmp_path):
+    text = '\ufeff"a","b ""c"""\r1,\0\r\r"x\r\ny",""\r'
+    wanted = [{"a": "1", 'b "c"': "\0"}, {"a": "x\r\ny", 'b "c"': ""}]
+    assert read(write(tmp_path / "a.csv", text)) == wanted
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 50, 2**20])
+def test_json_lists_are_read_in_blocks(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(files, "_BLOCK_CHARS", block)
+    records = [{"a": i, "b": ["é\n🙂", None, -1.5e3, {"c": [True]}]} for i in range(9)]
+    for indent in (None, 2):
+        text = json.dumps(records, ensure_ascii=indent == 2, indent=indent)
+        assert read(write(tmp_path / "a.json", f"\ufeff {text} \n")) == records
+        with pytest.raises(DataError, match="more follows"):
+            read(write(tmp_path / "a.json", text + "]"))
+    path = write(tmp_path / "a.json", '[\n{"a": 1},\n{"a": tru}\n]')
+    with pytest.raises(DataError, match=r"record 2: is not valid JSON .*in line 3"):
+        read(path)
+
+
+def test_a_bad_record_ends_the_reading_of_a_json_list(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_BLOCK_CHARS", 100)
+    text = '[{"a": 1}, {"a": !' + "x" * 1_000_000
+    monkeypatch.setattr(files._JsonText, "_read_more", counted := Counted())
+    with pytest.raises(DataError, match="record 2"):
+        read(write(tmp_path / "a.json", text))
+    assert counted.calls <= 2
+
+
+class Counted:
+    """`_read_more`, counted."""
+
+    def __init__(self):
+        self.calls = 0
+        self._read_more = files._JsonText._read_more
+
+    def __get__(self, text, _):
+        def read_more():
+            self.calls += 1
+            return self._read_more(text)
+
+        return read_more
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])
+def test_a_file_is_never_whole_in_memory(tmp_path, suffix):
+    rows = 4000
+    if suffix == ".csv":
+        text = "a\n" + ("x" * 3000 + "\n") * rows
+    else:
+        record = json.dumps({"a": "x" * 3000})
+        between = "\n" if suffix == ".jsonl" else ",\n"
+        text = between.join([record] * rows)
+        text = text if suffix == ".jsonl" else f"[{text}]"
+    path = write(tmp_path / f"a{suffix}", text)
+    del text
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in open_records(DataConfig(path=str(path)))) == rows
+        assert tracemalloc.get_traced_memory()[1] < 7_000_000
+    finally:
+        tracemalloc.stop()
+
+
 def test_csv_rows_may_be_long(tmp_path):
     path = write(tmp_path / "a.csv", "text,n\n" + "x" * 3_000_000 + ",007\n")
     (record,) = read(path)
@@ -86,6 +156,36 @@ def test_csv_rows_may_be_long(tmp_path):
         ("a.csv", b"a,b\n1,\xff\n", "cannot be read as CSV.*UTF-8"),
         ("a.csv", b"\xff,b\n1,2\n", "cannot be read as CSV.*UTF-8"),
         ("a.csv", "a,a\n1,2\n", "two columns are named 'a'"),
+        (
+            "a.jsonl",
+            '{"a": ' + "9" * 5000 + "}",
+            "line 1: holds a whole number of more",
+        ),
+        ("a.jsonl", '{"a": ' + "[" * 500 + "]" * 500 + "}", "nested more than 100 lev"),
+        ("a.jsonl", '{"a": "\0"}', "line 1: is not valid JSON"),
+        ("a.jsonl", '{"a": 1}'.encode("utf-16"), "line 1: byte 0xff is not UTF-8"),
+        ("a.json", '[{"a": ' + "9" * 5000 + "}]", "record 1: holds a whole number of"),
+        (
+            "a.json",
+            '[{"a": ' + "[" * 500 + "]" * 500 + "}]",
+            "nested more than 100 lev",
+        ),
+        (
+            "a.json",
+            '[{"a": ' + "[" * 200_000,
+            "record 1: is not valid JSON .nested too",
+        ),
+        ("a.json", '[{"a": 1},\n{"b"', "record 2: is not valid JSON .*in line 2"),
+        ("a.json", '[{"a": 1},\n]', "record 2: is not valid JSON .*in line 2"),
+        ("a.json", '[{"a": 1}\n{"b": 2}]', r"wanted '\]' in line 2"),
+        ("a.json", '[{"a": 1}', r"wanted '\]' in line 1"),
+        ("a.json", '[{"a": 1}]\nx', "more follows in line 2"),
+        ("a.json", "", "is not valid JSON"),
+        ("a.parquet", "", "cannot be read as Parquet"),
+        ("a.csv", "a,b\n1,2\n1,2,3\n", "line 3: cannot be read as CSV .*has 3 fields"),
+        ("a.csv", 'a,b\n1,"2\n', "line 2: cannot be read as CSV .*end of data"),
+        ("a.csv", 'a,b\n1,"2"x\n', "line 2: cannot be read as CSV"),
+        ("a.csv", "a,b\n1,2\n".encode("utf-16"), "cannot be read as CSV.*UTF-8"),
         ("a.txt", "x", r"unknown suffix '\.txt'\. Convert the file to one of: \.jsonl"),
     ],
 )
@@ -94,13 +194,15 @@ def test_bad_files(tmp_path, name, content, match):
         read(write(tmp_path / name, content))
 
 
-@pytest.mark.parametrize("path", ["no.jsonl", "./no", "/no/such", "a/b/c", "~/no"])
+@pytest.mark.parametrize(
+    "path", ["no.jsonl", "./no", "/no/such", "a/b/c", "~/no", "/dev/null/a", ""]
+)
 def test_missing_file(path):
     with pytest.raises(DataError, match=rf"{path}: no such file or folder"):
         read(path)
 
 
-@pytest.mark.parametrize("key", ["split", "subset"])
+@pytest.mark.parametrize("key", ["split", "subset", "revision"])
 def test_files_have_no_split(file, key):
     with pytest.raises(DataError, match=f"{key}='x' is for Hugging Face datasets"):
         read(file, **{key: "x"})
@@ -130,6 +232,7 @@ def test_saved_datasets(saved):
         ("two", {"split": "dev"}, r"no split 'dev'\. .* one of: train, test"),
         ("one", {"split": "dev"}, "single dataset without splits"),
         ("one", {"subset": "x"}, "subset='x' is for datasets on the hub"),
+        ("two", {"revision": "v1"}, "revision='v1' is for datasets on the hub"),
         (".", {}, "folder without state.json or dataset_dict.json"),
     ],
 )
@@ -157,6 +260,8 @@ def test_hub(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert read("owner/name", subset="en", split="train", limit=1) == RECORDS[:1]
     assert calls == [(("owner/name", "en"), {"split": "train"})]
+    assert read("owner/name", split="train", revision="v1") == RECORDS
+    assert calls[1] == (("owner/name", None), {"split": "train", "revision": "v1"})
     with pytest.raises(
         DataError, match=r"owner/name: no split is given\. .* train, te"
     ):
@@ -183,3 +288,120 @@ def test_without_the_datasets_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"pip install 'jaxlora\[datasets\]'"):
         read("owner/name")
+
+
+def test_records_can_be_read_again(file):
+    records = open_records(DataConfig(path=str(file), limit=2))
+    assert list(records) == list(records) == RECORDS[:2]
+
+
+def view(values, kind):
+    return pa.array(values, pa.int64()).view(kind)
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([2**31 - 1], pa.int32()).view(pa.date32()),
+        view([86_400_000 * 10**8], pa.date64()),
+        view([2**53], pa.timestamp("ms")),
+        view([-(2**62)], pa.timestamp("us")),
+        view([1], pa.timestamp("us", "Nowhere/Land")),
+        view([2**62], pa.duration("s")),
+        pa.Array.from_buffers(
+            pa.string(),
+            1,
+            [None, pa.py_buffer(struct.pack("<2i", 0, 2)), pa.py_buffer(b"\xff\xfe")],
+        ),
+        pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], ["a", "a"]),
+    ],
+    ids=lambda column: str(column.type),
+)
+def test_parquet_values_that_python_lacks(tmp_path, column):
+    path = tmp_path / "a.parquet"
+    table = pa.table({"text": ["a"], "b": column})
+    pyarrow.parquet.write_table(table, path)
+    with pytest.raises(
+        DataError, match=r"a\.parquet: column 'b' of type .* Store it as"
+    ):
+        read(path)
+
+
+def test_parquet_columns_of_one_name(tmp_path):
+    path = tmp_path / "a.parquet"
+    columns = [pa.array([1]), pa.array([2])]
+    pyarrow.parquet.write_table(pa.Table.from_arrays(columns, ["a", "a"]), path)
+    with pytest.raises(DataError, match="two columns are named 'a'"):
+        read(path)
+
+
+def test_damaged_parquet(tmp_path):
+    path = tmp_path / "a.parquet"
+    records = [{"text": f"{i} " * 50, "n": i} for i in range(500)]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(records), path)
+    whole = path.read_bytes()
+    damaged = 0
+    for at in range(4, len(whole) - 1, len(whole) // 60):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        try:
+            read(path)
+        except DataError as error:
+            assert str(error).startswith(str(path))
+            damaged += 1
+    assert damaged > 20
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "/tmp/" + "y" * 5000, "~nobody-here/a"])
+def test_paths_that_no_disk_can_hold(name):
+    with pytest.raises(DataError, match=r"read: File name too|cannot be a path"):
+        read(name)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.EISDIR])
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])
+def test_disks_that_fail(tmp_path, monkeypatch, suffix, code):
+    def fail(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    path = write(tmp_path / f"a{suffix}", "[]")
+    monkeypatch.setattr(pathlib.Path, "open", fail)
+    with pytest.raises(
+        DataError, match=rf"cannot be read: {os.strerror(code)}\. Check"
+    ):
+        read(path)
+
+
+def test_links_that_go_round(tmp_path):
+    (tmp_path / "a.jsonl").symlink_to("b.jsonl")
+    (tmp_path / "b.jsonl").symlink_to("a.jsonl")
+    with pytest.raises(DataError, match="cannot be read: Too many levels of symbolic"):
+        read(tmp_path / "a.jsonl")
+
+
+def test_neither_file_nor_folder(tmp_path):
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match="is neither a file nor a folder"):
+        read(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", "null", '{"_data_files": 5}'])
+@pytest.mark.parametrize("name", ["state.json", "dataset_info.json"])
+def test_damaged_files_of_a_saved_dataset(saved, name, content):
+    (saved / "one" / name).write_text(content)
+    try:
+        assert read(saved / "one") == RECORDS
+    except DataError as error:
+        assert "save_to_disk" in str(error) or "Fetch or save it again" in str(error)
+
+
+def test_offsets_that_lead_out_of_a_saved_dataset(saved):
+    """Arrow would follow them, and Python end by a signal."""
+    (path,) = (saved / "one").glob("*.arrow")
+    lengths = [len(record["prompt"].encode()) for record in RECORDS]
+    offsets = struct.pack("<4i", 0, *(sum(lengths[: i + 1]) for i in range(3)))
+    content = path.read_bytes()
+    assert content.count(offsets) == 1
+    wrong = struct.pack("<4i", 0, 2**30, 2**30 + 9, 2**31 - 1)
+    path.write_bytes(content.replace(offsets, wrong))
+    with pytest.raises(DataError, match=r"column 'prompt' .* is damaged or"):
+        read(saved / "one")

@@ -6,6 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxlora.config import DataConfig, LoraJob
+from jaxlora.data import tokenize
+from jaxlora.data.read import Records
 from jaxlora.data.tokenize import tokenize_job
 from jaxlora.errors import DataError
 from tests.jaxlora.data import templates
@@ -252,6 +254,56 @@ def test_too_long_is_an_error(run):
     assert "max_length" not in result.summary()
 
 
+LONG = "z" * 300_000
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{"prompt": LONG, "completion": "z"}, {"prompt": "z", "completion": LONG}],
+)
+def test_a_long_text_is_cut_dropped_or_refused(run, record):
+    records = [*LENGTHS[:2], record]
+    found = run(records, max_length=12)
+    assert found.num_truncated + found.num_without_target == 1
+    for sample in found.samples[2:]:
+        assert len(sample.token_ids) == 12 and len(set(sample.token_ids)) == 1
+    dropped = run(records, max_length=12, too_long="drop")
+    assert (dropped.num_dropped, len(dropped.samples)) == (1, 2)
+    with pytest.raises(DataError, match="record 3 has more tokens than max_length=12"):
+        run(records, max_length=12, too_long="error")
+
+
+def test_a_long_chat_is_marked_as_the_whole_is(run, make_tokenizer):
+    talk = TALK + [{"role": m["role"], "content": LONG} for m in TALK[-2:]] + TALK
+    tokenizer = make_tokenizer(templates.CHATML)
+    (whole,) = run([{"messages": talk}], tokenizer, max_length=2_000_000).samples
+    for length in (60, 100, 200):
+        records = [{"messages": talk}]
+        (sample,) = run(records, tokenizer, max_length=length).samples
+        np.testing.assert_array_equal(sample.token_ids, whole.token_ids[:length])
+        np.testing.assert_array_equal(sample.is_target, whole.is_target[:length])
+
+
+def test_progress_is_logged(run, monkeypatch, caplog):
+    monkeypatch.setattr(tokenize, "_LOG_RECORDS", 1000)
+    monkeypatch.setattr(tokenize, "_CHUNK_RECORDS", 500)
+    with caplog.at_level("INFO", logger="jaxlora"):
+        run([{"text": "abc"}] * 2300)
+    lines = [r.getMessage() for r in caplog.records]
+    assert [line.split("jsonl: ")[1] for line in lines] == [
+        "1,000 records read so far, 4,000 tokens",
+        "2,000 records read so far, 8,000 tokens",
+    ]
+
+
+def test_progress_is_logged_now_and_then(run, monkeypatch, caplog):
+    monkeypatch.setattr(tokenize, "_LOG_SECONDS", 0.0)
+    monkeypatch.setattr(tokenize, "_CHUNK_CHARS", 2)
+    with caplog.at_level("INFO", logger="jaxlora"):
+        run([{"text": "abc"}] * 3)
+    assert len(caplog.records) == 3
+
+
 def test_nothing_left(run):
     match = r"none of 4 records can be used by job 'job': 4 are longer .* and 0 have no"
     with pytest.raises(DataError, match=match):
@@ -304,6 +356,14 @@ def test_nothing_left_to_train_on(run):
     match = r"eval_fraction=0.5 of 1 records holds out all of them"
     with pytest.raises(DataError, match=match):
         run(NUMBERED[:1], eval_fraction=0.5)
+
+
+def test_records_that_change_meanwhile(run, monkeypatch):
+    rows = iter([NUMBERED, NUMBERED, NUMBERED[:-1]])
+    records = Records(path="a.jsonl", read=lambda: iter(next(rows)), limit=None)
+    monkeypatch.setattr(tokenize, "open_records", lambda _: records)
+    with pytest.raises(DataError, match="held 41 records, and 40 when it was read ag"):
+        run(NUMBERED, eval_fraction=0.1)
 
 
 def test_eval_data(run, tmp_path, make_tokenizer):

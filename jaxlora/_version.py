@@ -1,0 +1,13 @@
+"""The installed version; imported first, so that a bare checkout says what it lacks."""
+
+import importlib.metadata
+import pathlib
+
+try:
+    __version__ = importlib.metadata.version("jaxlora")
+except importlib.metadata.PackageNotFoundError:
+    raise ImportError(
+        "jaxlora is not installed, only its source is here: run `pip install -e .` in "
+        f"{pathlib.Path(__file__).parents[1]}.",
+        name="jaxlora",  # so that `python -m jaxlora` prints the sentence alone
+    ) from None

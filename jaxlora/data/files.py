@@ -1,0 +1,288 @@
+"""The records of one file, read a few at a time."""
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow as pa
+import pyarrow.parquet
+
+from jaxlora.errors import DataError
+
+Record = dict[str, Any]
+
+# Records are walked through by recursion later on.
+_DEEPEST = 100
+_BLOCK_CHARS = 2**20
+# What a JSON error may look at beyond its own position.
+_LONGEST_LITERAL = 16
+_PARQUET_ROWS = 128
+
+
+def _read_jsonl(path: Path) -> Iterator[Record]:
+    # By bytes, so that only \n ends a line and a bad byte is known by its line.
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            record = _parse_line(line, f"{path}, line {number}")
+            if record is not None:
+                yield record
+
+
+def _parse_line(line: bytes, where: str) -> Record | None:
+    try:
+        text = line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _not_utf8(error, where) from error
+    if not text.strip():
+        return None
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        cure = "Each line must be one JSON object."
+        raise _bad_json(error, where, cure) from error
+    if not isinstance(record, dict):
+        raise DataError(
+            f"{where}: holds {_json_kind(record)}, not an object. Write one "
+            '{"field": value, ...} a line.'
+        )
+    _check_depth(record, text.count("{") + text.count("["), where)
+    return record
+
+
+def _not_utf8(error: UnicodeDecodeError, where: str) -> DataError:
+    byte = error.object[error.start]
+    return DataError(f"{where}: byte {byte:#04x} is not UTF-8. Save the file as UTF-8.")
+
+
+def _bad_json(error: Exception, where: str, cure: str) -> DataError:
+    if isinstance(error, json.JSONDecodeError):
+        return DataError(f"{where}: is not valid JSON ({error}). {cure}")
+    if isinstance(error, RecursionError):
+        return DataError(f"{where}: is not valid JSON (nested too deep). {cure}")
+    # The only other error is that of int() with its limit.
+    limit = sys.get_int_max_str_digits()
+    return DataError(
+        f"{where}: holds a whole number of more than {limit} digits. Write it as text, "
+        "in quotes."
+    )
+
+
+def _json_kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
+    return names.get(type(value), "null" if value is None else "a number")
+
+
+def _check_depth(record: Record, most: int, where: str) -> None:
+    """Refuses a record with too many levels.
+
+    Args:
+        record: From JSON.
+        most: It has no more levels than this, so that most records need no search.
+        where: Names it.
+    """
+    if most <= _DEEPEST:
+        return
+    level, depth = list(record.values()), 1
+    while level:
+        if depth > _DEEPEST:
+            raise DataError(
+                f"{where}: lists and objects are nested more than {_DEEPEST} levels "
+                "deep. Flatten the record."
+            )
+        nested = [v for v in level if isinstance(v, dict | list)]
+        level = [x for v in nested for x in (v.values() if type(v) is dict else v)]
+        depth += 1
+
+
+def _read_json(path: Path) -> Iterator[Record]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        try:
+            yield from _read_json_list(_JsonText(file, path), path)
+        except UnicodeDecodeError as error:
+            raise _not_utf8(error, str(path)) from error
+
+
+def _read_json_list(text: "_JsonText", path: Path) -> Iterator[Record]:
+    if text.peek() != "[":
+        value = text.take_value(f"{path}")
+        text.check_end()
+        raise DataError(
+            f"{path}: holds {_json_kind(value)}, not a list of objects. Wrap the "
+            "records in [...], or write one a line in a .jsonl file."
+        )
+    text.take("[")
+    number, more = 0, text.peek() != "]"
+    while more:
+        number += 1
+        record = text.take_value(f"{path}: record {number}")
+        if not isinstance(record, dict):
+            raise DataError(
+                f"{path}: record {number} is {_json_kind(record)}, not an object. "
+                "Each item of the list must be an object of fields."
+            )
+        yield record
+        more = text.peek() == ","
+        if more:
+            text.take(",")
+    text.take("]")
+    text.check_end()
+
+
+class _JsonText:
+    """A JSON file of which only the part that is being parsed is in memory."""
+
+    def __init__(self, file: IO[str], path: Path):
+        self._file, self._path = file, path
+        self._text, self._at = "", 0
+        self._lines_before = 0
+        self._decoder = json.JSONDecoder()
+
+    def peek(self) -> str:
+        """The next character that is no space; empty at the end."""
+        while True:
+            rest = self._text[self._at : self._at + 1]
+            if rest and rest not in " \t\n\r":
+                return rest
+            if not rest and not self._read_more():
+                return ""
+            self._at += bool(rest)
+
+    def take(self, wanted: str) -> None:
+        """Steps over a character that must be there."""
+        if self.peek() != wanted:
+            reason = f"wanted {wanted!r} in line {self._line(self._at)}"
+            raise self._error(reason, str(self._path))
+        self._at += 1
+
+    def check_end(self) -> None:
+        """Checks that nothing follows."""
+        if self.peek():
+            reason = f"more follows in line {self._line(self._at)}"
+            raise self._error(reason, str(self._path))
+
+    def take_value(self, where: str) -> Any:
+        """Parses the next value."""
+        self.peek()
+        while True:
+            try:
+                value, end = self._decoder.raw_decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                reason = f"{error.msg} in line {self._line(error.pos)}"
+                if not self._may_be_cut(error) or not self._read_more():
+                    raise self._error(reason, where) from error
+            except (ValueError, RecursionError) as error:
+                raise _bad_json(error, where, "Mend the record.") from error
+            else:
+                if isinstance(value, dict):
+                    text = self._text[self._at : end]
+                    _check_depth(value, text.count("{") + text.count("["), where)
+                self._at = end
+                return value
+
+    def _may_be_cut(self, error: json.JSONDecodeError) -> bool:
+        """Whether more text could mend the error."""
+        is_near_end = error.pos > len(self._text) - _LONGEST_LITERAL
+        return is_near_end or error.msg.startswith("Unterminated string")
+
+    def _read_more(self) -> bool:
+        # As much again as there is, so that a long value is not parsed too often.
+        more = self._file.read(max(_BLOCK_CHARS, len(self._text) - self._at))
+        self._lines_before += self._text.count("\n", 0, self._at)
+        self._text, self._at = self._text[self._at :] + more, 0
+        return bool(more)
+
+    def _line(self, position: int) -> int:
+        return 1 + self._lines_before + self._text.count("\n", 0, position)
+
+    def _error(self, reason: str, where: str) -> DataError:
+        cure = "If the file has one object a line, rename it to .jsonl."
+        return DataError(f"{where}: is not valid JSON ({reason}). {cure}")
+
+
+def _read_parquet(path: Path) -> Iterator[Record]:
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
+                yield from arrow_rows(batch, str(path))
+    except DataError:
+        raise
+    # A damaged file makes pyarrow raise anything, OSError and MemoryError included.
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno:
+            raise  # the disk's, not the file's
+        raise DataError(
+            f"{path}: cannot be read as Parquet ({error}). Write the file again."
+        ) from error
+
+
+def arrow_rows(table: pa.RecordBatch | pa.Table, where: str) -> list[Record]:
+    """The rows of an Arrow table.
+
+    Args:
+        table: The table.
+        where: Names it in errors.
+
+    Raises:
+        DataError: Two columns have the same name, or a value has no like in Python.
+    """
+    names = table.schema.names
+    _check_names(names, where)
+    try:
+        # Damaged offsets would otherwise be followed out of the file, and end Python.
+        table.validate(full=True)
+        return table.to_pylist()
+    except Exception as error:
+        for name, column in zip(names, table.columns, strict=True):
+            try:
+                column.validate(full=True)
+                column.to_pylist()
+            except Exception as reason:
+                raise DataError(
+                    f"{where}: column {name!r} of type {column.type} is damaged or "
+                    f"holds a value that Python cannot hold ({reason}). Store it as "
+                    "text, or leave the column out."
+                ) from reason
+        raise DataError(f"{where}: its rows cannot be read ({error}).") from error
+
+
+def _check_names(names: list[str], where: str) -> None:
+    if len(set(names)) < len(names):
+        name = next(name for name in names if names.count(name) > 1)
+        raise DataError(f"{where}: two columns are named {name!r}. Rename one.")
+
+
+def _read_csv(path: Path) -> Iterator[Record]:
+    cure = "Save it as UTF-8, comma-separated, with a header row."
+    # Fields may be of any length. The limit belongs to the process, not to a reader.
+    csv.field_size_limit(sys.maxsize)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, strict=True)
+        try:
+            names = next(reader, [])
+            _check_names(names, str(path))
+            for row in reader:
+                if len(row) == len(names):
+                    yield dict(zip(names, row, strict=True))
+                elif row:
+                    raise DataError(
+                        f"{path}, line {reader.line_num}: cannot be read as CSV (the "
+                        f"row has {len(row)} fields, the header {len(names)}). {cure}"
+                    )
+        except (csv.Error, UnicodeDecodeError) as error:
+            # Text is decoded some lines ahead.
+            place = "line" if isinstance(error, csv.Error) else "after line"
+            raise DataError(
+                f"{path}, {place} {reader.line_num}: cannot be read as CSV ({error}). "
+                f"{cure}"
+            ) from error
+
+
+READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+    ".csv": _read_csv,
+}

@@ -1,0 +1,175 @@
+"""YAML by the core schema of YAML 1.2: `on` and `1:30` are texts, and 2e-4 a number.
+
+Beyond the core schema, `<<` merges mappings, as in YAML 1.1.
+"""
+
+import re
+import sys
+from typing import Any
+
+import yaml
+
+from jaxlora.errors import ConfigError
+
+# A file of aliases of aliases would otherwise grow without bound.
+_MOST_VALUES = 1_000_000
+_TAG = "tag:yaml.org,2002:"
+_MERGE = _TAG + "merge"
+_BASES = {"0o": 8, "0x": 16}
+_PLAIN = {
+    "null": re.compile(r"~|null|Null|NULL|"),
+    "bool": re.compile(r"true|True|TRUE|false|False|FALSE"),
+    "int": re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+"),
+    "float": re.compile(
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+    ),
+}
+
+
+class _Composer(yaml.SafeLoader):
+    """Finds the kind of a plain text by the core schema."""
+
+    yaml_implicit_resolvers: dict = {}
+
+
+for _kind, _pattern in (*_PLAIN.items(), ("merge", re.compile("<<"))):
+    _whole = re.compile(rf"(?:{_pattern.pattern})\Z")
+    _Composer.add_implicit_resolver(_TAG + _kind, _whole, None)
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Parses one YAML document.
+
+    Args:
+        text: The document.
+        where: Names it in errors.
+
+    Raises:
+        ConfigError: It is no YAML, has a key twice or a key that is no text, or is too
+            deep or too large; the text names the line.
+    """
+    try:
+        root = yaml.compose(text, Loader=_Composer)
+        if root is None:
+            return None
+        return _Constructor(where).value(root)
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(_explain(error, where)) from error
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{where}: cannot be read as YAML: {reason}") from error
+    except RecursionError:
+        raise ConfigError(
+            f"{where}: cannot be read as YAML: lists and mappings are nested too deep."
+        ) from None
+
+
+def _explain(error: yaml.MarkedYAMLError, where: str) -> str:
+    mark = error.problem_mark or error.context_mark
+    place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+    problem = ", ".join(filter(None, (error.context, error.problem)))
+    cures = {
+        "'\\t'": "Indent by spaces, not by tabs.",
+        "but found another document": "Keep one document: remove the line ---.",
+    }
+    cure = next(
+        (text for sign, text in cures.items() if sign in problem), "Correct that line."
+    )
+    return f"{where}{place}: cannot be read as YAML: {problem}. {cure}"
+
+
+class _Constructor:
+    """Makes values of nodes."""
+
+    def __init__(self, where: str):
+        self._where = where
+        self._values: dict[yaml.Node, Any] = {}
+        self._sizes: dict[yaml.Node, int] = {}
+
+    def value(self, node: yaml.Node) -> Any:
+        """The value of a node; an alias has the value of what it stands for."""
+        if node in self._sizes and node not in self._values:
+            raise self._error(node, "an alias stands for what it is a part of")
+        if node not in self._values:
+            self._sizes[node] = 1
+            self._values[node] = self._construct(node)
+        return self._values[node]
+
+    def _construct(self, node: yaml.Node) -> Any:
+        kind = node.tag.removeprefix(_TAG)
+        if isinstance(node, yaml.SequenceNode) and kind == "seq":
+            return [self._part(node, item) for item in node.value]
+        if isinstance(node, yaml.MappingNode) and kind == "map":
+            return self._mapping(node)
+        if not isinstance(node, yaml.ScalarNode) or kind not in ("str", *_PLAIN):
+            raise self._error(node, f"the tag {kind!r} is not known here. Remove it")
+        if kind == "str":
+            return node.value
+        if not _PLAIN[kind].fullmatch(node.value):
+            raise self._error(node, f"{node.value!r:.80} is no {kind}")
+        return self._scalar(node, kind)
+
+    def _scalar(self, node: yaml.ScalarNode, kind: str) -> Any:
+        text = node.value
+        if kind == "null":
+            return None
+        if kind == "bool":
+            return text.lower() == "true"
+        if kind == "float":
+            return float(re.sub(r"\.(?=[in])", "", text.lower()))
+        try:
+            return int(text, _BASES.get(text[:2], 10))
+        except ValueError:
+            limit = sys.get_int_max_str_digits()
+            reason = f"a number has more than {limit} digits"
+            raise self._error(node, reason) from None
+
+    def _part(self, whole: yaml.Node, part: yaml.Node) -> Any:
+        """The value of a part, whose size counts for the whole."""
+        value = self.value(part)
+        self._sizes[whole] += self._sizes[part]
+        if self._sizes[whole] > _MOST_VALUES:
+            reason = f"aliases make more than {_MOST_VALUES:,} values of it"
+            raise self._error(whole, reason)
+        return value
+
+    def _mapping(self, node: yaml.MappingNode) -> dict[str, Any]:
+        merged: dict[str, Any] = {}
+        own: dict[str, Any] = {}
+        lines: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            is_merge = key_node.tag == _MERGE
+            key = "<<" if is_merge else self.value(key_node)
+            if not isinstance(key, str):
+                reason = f"the key {key!r:.80} is no text. Put it in quotes"
+                raise self._error(key_node, reason)
+            line = key_node.start_mark.line + 1
+            if key in lines:
+                reason = f"the key {key!r} is also in line {lines[key]}. Keep one"
+                raise self._error(key_node, reason)
+            lines[key] = line
+            value = self._part(node, value_node)
+            if is_merge:
+                merged = self._merged(value_node, value)
+            else:
+                own[key] = value
+        return merged | own
+
+    def _merged(self, node: yaml.Node, value: Any) -> dict[str, Any]:
+        """One mapping of those behind `<<`, of which the first says most."""
+        sources = value if isinstance(value, list) else [value]
+        merged: dict[str, Any] = {}
+        for source in sources:
+            if not isinstance(source, dict):
+                reason = "<< merges a mapping or a list of mappings, and nothing else"
+                raise self._error(node, reason)
+            merged = source | merged
+        return merged
+
+    def _error(self, node: yaml.Node, reason: str) -> ConfigError:
+        mark = node.start_mark
+        return ConfigError(
+            f"{self._where}, line {mark.line + 1}, column {mark.column + 1}: cannot be "
+            f"read as YAML: {reason}."
+        )

@@ -1,0 +1,106 @@
+"""Samples in flat arrays, in memory or in a file without a name."""
+
+import errno
+import gc
+import os
+import tempfile
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxlora.data import samples as module
+from jaxlora.data.samples import Samples, SampleWriter, TokenizedSample
+from jaxlora.errors import DataError
+
+
+def sample(ids, targets):
+    return TokenizedSample(np.array(ids, np.int32), np.array(targets, bool))
+
+
+def write(given: list[TokenizedSample]) -> Samples:
+    writer = SampleWriter("data.jsonl")
+    for one in given:
+        writer.add(one)
+    assert len(writer) == len(given)
+    return writer.finish()
+
+
+def same(got, wanted) -> bool:
+    return (
+        got.token_ids.dtype == np.int32
+        and got.is_target.dtype == bool
+        and np.array_equal(got.token_ids, wanted.token_ids)
+        and np.array_equal(got.is_target, wanted.is_target)
+    )
+
+
+tokens = st.lists(
+    st.tuples(st.integers(0, 2**31 - 1), st.booleans()), min_size=1, max_size=9
+)
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(given=st.lists(tokens, min_size=1, max_size=20), most=st.integers(0, 90))
+def test_samples_come_back(monkeypatch, given, most):
+    monkeypatch.setattr(module, "_TOKENS_IN_MEMORY", most)
+    monkeypatch.setattr(module, "_PENDING_SAMPLES", 3)
+    wanted = [sample(*zip(*one, strict=True)) for one in given]
+    found = write(wanted)
+    assert len(found) == len(wanted)
+    assert all(map(same, found, wanted))
+    assert all(same(found[i], wanted[i]) for i in range(len(wanted)))
+    assert same(found[-1], wanted[-1]) and same(found[np.int64(0)], wanted[0])
+    assert all(map(same, found[1::2], wanted[1::2]))
+    assert found.lengths.tolist() == [len(s.token_ids) for s in wanted]
+    assert found.num_target_tokens == sum(int(s.is_target.sum()) for s in wanted)
+    with pytest.raises(IndexError):
+        found[len(wanted)]
+
+
+def test_a_sample_has_its_own_arrays():
+    found = write([sample([1, 2], [False, True])])
+    found[0].token_ids[:] = 7
+    assert found[0].token_ids.tolist() == [1, 2]
+
+
+def num_open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_the_file_has_no_name_and_goes_with_the_samples(monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "_TOKENS_IN_MEMORY", 4)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = num_open_files()
+    found = write([sample([1, 2, 3], [0, 1, 1])] * 2)
+    assert num_open_files() == before + 1
+    assert list(tmp_path.iterdir()) == []
+    assert found[1].token_ids.tolist() == [1, 2, 3]
+    del found
+    gc.collect()
+    assert num_open_files() == before
+
+
+@pytest.mark.parametrize("step", ["open", "write", "map"])
+def test_a_full_disk_is_an_error_in_words(monkeypatch, step):
+    def fail(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    class Full:
+        write = staticmethod(fail)
+        close = staticmethod(lambda: None)
+
+    monkeypatch.setattr(module, "_TOKENS_IN_MEMORY", 4)
+    if step == "map":
+        monkeypatch.setattr(np, "memmap", fail)
+    else:
+        opened = fail if step == "open" else Full
+        monkeypatch.setattr(tempfile, "TemporaryFile", opened)
+    match = r"^data\.jsonl: its tokens \(24 bytes so far\) .* No space left .* TMPDIR"
+    with pytest.raises(DataError, match=match):
+        write([sample([1, 2, 3], [0, 1, 1])] * 2)

@@ -1,0 +1,31 @@
+"""A checkout that is not installed says so."""
+
+import importlib.metadata
+import pathlib
+import runpy
+
+import pytest
+
+import jaxlora
+
+PACKAGE = pathlib.Path(jaxlora.__file__).parent
+
+
+def test_a_checkout_that_is_not_installed(monkeypatch):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(
+        ImportError, match=r"jaxlora is not installed.*pip install -e ."
+    ) as caught:
+        runpy.run_path(str(PACKAGE / "_version.py"))
+    assert str(PACKAGE.parent) in str(caught.value)
+    assert caught.value.__suppress_context__
+
+
+def test_the_version_is_imported_first():
+    """Else a checkout without its dependencies would tell of those, one by one."""
+    lines = (PACKAGE / "__init__.py").read_text(encoding="utf-8").splitlines()
+    imports = [line for line in lines if line.startswith(("import ", "from "))]
+    assert imports[0] == "from jaxlora._version import __version__"

@@ -1,0 +1,111 @@
+"""YAML 1.2: what a plain text stands for, and what is refused."""
+
+import math
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxlora.errors import ConfigError
+from jaxlora.yaml_file import parse_yaml
+
+
+def parse(text):
+    return parse_yaml(text, "run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("on", "on"), ("Yes", "Yes"), ("n", "n"), ("1:30", "1:30"), ("1_000", "1_000"),
+        ("0b11", "0b11"), ("2020-01-01", "2020-01-01"), ("=", "="), ("0x", "0x"),
+        ("true", True), ("FALSE", False), ("~", None), ("null", None), ("", None),
+        ("2e-4", 2e-4), ("+1E3", 1000.0), ("1.", 1.0), (".5", 0.5), ("12", 12),
+        ("-.inf", -math.inf), ("-3", -3), ("017", 17), ("0o17", 15), ("0x1F", 31),
+        ("'12'", "12"), ("!!int '12'", 12), ("!!str 12", "12"), ("!!float 3", 3.0),
+        ("[1, a, {b: on}]", [1, "a", {"b": "on"}]),
+    ],
+)  # fmt: skip
+def test_core_schema(text, value):
+    found = parse(f"key: {text}")["key"]
+    assert found == value and type(found) is type(value)
+
+
+def test_not_a_number():
+    assert math.isnan(parse("a: .NaN")["a"])
+
+
+def test_an_empty_file_is_nothing():
+    assert parse("") is None and parse("---\n...") is None
+
+
+def test_merge_keys():
+    text = "a: &a {x: 1, y: 2}\nb: &b {x: 3, z: 4}\n"
+    assert parse(text + "c: {<<: *a, y: 5}")["c"] == {"x": 1, "y": 5}
+    assert parse(text + "c: {<<: [*a, *b]}")["c"] == {"x": 1, "y": 2, "z": 4}
+    with pytest.raises(ConfigError, match=r"line 3, column 9: .*<< merges a mapping"):
+        parse(text + "c: {<<: 3}")
+
+
+LAUGHS = "a0: &a0 [x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        (
+            "a: 1\nb: 2\na: 3",
+            "line 3, column 1: .* key 'a' also in line 1. Keep one",
+        ),
+        ("{a: 1, 'a': 2}", "the key 'a' is also in line 1"),
+        ("a: {<<: {x: 1}, <<: {y: 1}}", "the key '<<' is also in line 1"),
+        ("1: a", "line 1, column 1: .*the key 1 is no text. Put it in quotes"),
+        ("true: a", "the key True is no text"),
+        ("? [a]\n: 1", r"the key \['a'\] is no text"),
+        ("a: 1\n---\nb: 2", "line 2, .*another document. Keep one document"),
+        ("a: 1\n\tb: 2", "line 2, column 1: .*Indent by spaces, not by tabs"),
+        ("a: &a [*a]", "line 1, column 4: .*an alias stands for what it is a part of"),
+        ("a: *b", "undefined alias 'b'"),
+        (LAUGHS, "line 7, .*aliases make more than 1,000,000 values"),
+        ("a: " + "9" * 5000, "a number has more than 4300 digits"),
+        ("a: " + "[" * 5000, "nested too deep"),
+        ("a:\n" + "\n".join(" " * i + "- " for i in range(2000)), "nested too deep"),
+        ("a: !!int x", "'x' is no int"),
+        ("a: !!timestamp x", "the tag 'timestamp' is not known here"),
+        ("a: !!python/name:os.system", "the tag 'python/name:os.system' is not known"),
+        ("a: !!map x", "the tag 'map' is not known here"),
+        ("a: !x 1", "the tag '!x' is not known here"),
+        ("a: \0", "special characters are not allowed"),
+        ("a: 'x", "line 1, column 6: .*end of stream"),
+    ],
+)
+def test_refused(text, match):
+    with pytest.raises(ConfigError, match=match) as caught:
+        parse(text)
+    assert str(caught.value).startswith("run.yaml")
+    assert "cannot be read as YAML: " in str(caught.value)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.dictionaries(st.text(), values))
+def test_what_is_written_is_read(value):
+    assert parse(yaml.safe_dump(value, default_style='"')) == value
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.text(st.sampled_from("ab:-[]{}&*!|>'\"%@?,#<\n \t01.~"), max_size=40))
+def test_any_text_is_read_or_refused(text):
+    try:
+        parse(text)
+    except ConfigError as error:
+        assert str(error).startswith("run.yaml")
