@@ -11,6 +11,7 @@ from scheduler import Limits, PackerName
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -69,7 +70,10 @@ class LoraJob(Strict):
         name: Names the adapter and its folder.
         data: Training records.
         eval_data: Held-out records; or use `eval_fraction`.
-        eval_fraction: Share of `data` held out for evaluation, chosen by `seed`.
+        eval_fraction: Share of `data` held out for evaluation, chosen by
+            `eval_seed`.
+        eval_seed: Which records `eval_fraction` holds out. Jobs with the same data,
+            fraction and `eval_seed` hold out the same records, whatever their `seed`.
         rank: LoRA rank r.
         lora_alpha: The update is scaled by lora_alpha / r (see `use_rslora`).
         use_rslora: Scale by lora_alpha / sqrt(r) (rsLoRA, arXiv 2312.03732).
@@ -109,6 +113,7 @@ class LoraJob(Strict):
     data: DataConfig
     eval_data: DataConfig | None = None
     eval_fraction: Fraction = 0.0
+    eval_seed: Seed = 0
 
     rank: PositiveInt = 16
     lora_alpha: PositiveFloat = 32.0
@@ -137,7 +142,7 @@ class LoraJob(Strict):
     max_length: PositiveInt = 1024
     too_long: Literal["truncate", "drop", "error"] = "truncate"
     shuffle: bool = True
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    seed: Seed = 0
 
     eval_every: PositiveInt | None = None
     early_stopping: PositiveInt | None = None
@@ -170,6 +175,11 @@ class LoraJob(Strict):
     def _evaluation_is_possible(self):
         if self.eval_data is not None and self.eval_fraction > 0:
             raise ValueError("give eval_data or eval_fraction, not both.")
+        if self.eval_seed and not self.eval_fraction:
+            raise ValueError(
+                f"eval_seed={self.eval_seed} chooses what eval_fraction holds out: set "
+                "eval_fraction, or leave eval_seed out."
+            )
         has_eval = self.eval_data is not None or self.eval_fraction > 0
         wants = [
             key for key in ("eval_every", "early_stopping") if getattr(self, key)

@@ -97,7 +97,7 @@ def tokenize_job(
 
     Args:
         job: Says where the records are, how they are read, and how long a sample may
-            be. With `eval_fraction`, `job.seed` alone decides which are held out.
+            be. With `eval_fraction`, `job.eval_seed` alone decides which are held out.
         tokenizer: The base model's.
         which: The training records, or the held-out ones.
 
@@ -156,7 +156,9 @@ def _read_side(job: LoraJob, which: str) -> tuple[DataConfig, list[tuple[int, Re
             "records holds out all of them, and none is left to train on. Use a "
             "smaller eval_fraction or more records."
         )
-    held_out = permutation(len(numbered), job.seed, _HELD_OUT_STREAM)[:num_held_out]
+    held_out = permutation(len(numbered), job.eval_seed, _HELD_OUT_STREAM)[
+        :num_held_out
+    ]
     is_held_out = np.zeros(len(numbered), bool)
     is_held_out[held_out] = True
     wanted = is_held_out == (which == "eval")

@@ -135,14 +135,19 @@ class Trainer:
         self.runs.append(run)
 
     def stop_job(self, name: str, reason: str = "stopped by request") -> None:
-        """Ends a job after the batch under way, and exports it; a waiting one now."""
+        """Ends a job after the batch under way: evaluates and exports it.
+
+        One that waits for a slot ends without, before the next window.
+
+        Raises:
+            ConfigError: There is no such job.
+        """
         named = [run.job.name for run in self.runs]
         if name not in named:
             raise ConfigError(
                 f"there is no job {name!r}; there are: {', '.join(named)}."
             )
         self._stopping[name] = reason
-        self._end_waiting()
 
     # ---- the run -------------------------------------------------------------------
 
@@ -286,7 +291,6 @@ class Trainer:
             logger.warning("the run ended before its first checkpoint: starting anew")
         elif resume:
             self._restore(checkpoints)
-        self._end_waiting()
         # Last: a resume that is refused leaves the folder as it was.
         write_text(self.output_dir / _STARTED_FILE, self._started.isoformat() + "\n")
         self._capacity.save(self.output_dir)
@@ -301,13 +305,6 @@ class Trainer:
         self._round = 0
         for run in self.runs:
             run.progress = JobProgress()
-
-    def _end_waiting(self) -> None:
-        """Ends the waiting jobs among those that are to stop."""
-        for run in self.runs:
-            reason = self._stopping.get(run.job.name)
-            if reason is not None and run.progress.status == "waiting":
-                run.update(status="stopped", reason=reason)
 
     def _restore(self, checkpoints: Checkpoints) -> None:
         self._round, saved, self._table.state = checkpoints.restore(
