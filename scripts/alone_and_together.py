@@ -173,10 +173,10 @@ def _trained(name: str, folder: Path, events: Sequence[dict]) -> Trained:
 
 
 def differences(one: Trained, other: Trained) -> dict[str, float]:
-    """Largest differences: of losses in nats, of a tensor relative to its norm."""
+    """The largest relative differences: of a loss, and of a tensor in its norm."""
 
     def largest(ours: Sequence[float], theirs: Sequence[float]) -> float:
-        return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+        return max(abs(a - b) / b for a, b in zip(ours, theirs, strict=True))
 
     def relative(name: str) -> float:
         a, b = one.weights[name], other.weights[name]
@@ -191,8 +191,12 @@ def differences(one: Trained, other: Trained) -> dict[str, float]:
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
     """Prints a row for each dtype and layout; a zero is to the bit."""
-    table = Table(title="alone against together", box=rich.box.SIMPLE_HEAD)
-    for column in ("base", "layout", "step loss", "eval loss", "weights, relative"):
+    table = Table(
+        title="alone against together: largest relative differences",
+        title_justify="left",
+        box=rich.box.SIMPLE_HEAD,
+    )
+    for column in ("base", "layout", "step loss", "eval loss", "weights"):
         table.add_column(column, no_wrap=True)
     for row in rows:
         numbers = (row[key] for key in ("loss", "eval_loss", "weights"))
