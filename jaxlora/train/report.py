@@ -129,8 +129,7 @@ def print_summary(result: RunResult, console: Console | None = None) -> None:
 
 
 def write_report(result: RunResult) -> None:
-    """Writes losses.png and summary.json into the run's folder."""
-    plot_losses(result.output_dir / METRICS_FILE, result.output_dir / "losses.png")
+    """Writes summary.json and losses.png into the run's folder."""
     jobs = {
         job.name: {
             "rank": job.rank,
@@ -143,6 +142,7 @@ def write_report(result: RunResult) -> None:
     }
     text = json.dumps({"jobs": jobs, "interrupted": result.interrupted}, indent=2)
     write_text(result.output_dir / "summary.json", text + "\n")
+    plot_losses(result.output_dir / METRICS_FILE, result.output_dir / "losses.png")
 
 
 def plot_losses(metrics: pathlib.Path, picture: pathlib.Path) -> None:

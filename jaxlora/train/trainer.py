@@ -175,26 +175,26 @@ class Trainer:
         self._has_begun = True
         compiled_before = self._steps.num_compilations()
         self._settle_capacity()
-        with contextlib.ExitStack() as opened:
+        # A signal is heeded between windows, and never breaks off a checkpoint.
+        with StopRequest() as stop, contextlib.ExitStack() as opened:
             checkpoints = self._open_checkpoints(resume, opened)
             log = RunLog(self.output_dir, keep_rounds=checkpoints.latest())
             opened.callback(log.close)
-            with StopRequest() as stop, Progress(self.runs) as progress:
-                with self._windows(log, progress) as windows:
-                    while not stop.requested and windows.start():
-                        before = self._round
-                        windows.run_next()
-                        self._round = windows.round
-                        if on_window is not None:
-                            on_window(self)
-                        every = self.config.checkpoint_every
-                        if every and self._round // every > before // every:
-                            self._save(checkpoints)
+            progress = opened.enter_context(Progress(self.runs))
+            with self._windows(log, progress) as windows:
+                while not stop.requested and windows.start():
+                    before = self._round
+                    windows.run_next()
                     self._round = windows.round
-                if checkpoints.latest() != self._round:
-                    self._save(checkpoints)
-                is_over = all(run.progress.is_over for run in self.runs)
-                interrupted = stop.requested and not is_over
+                    if on_window is not None:
+                        self._call(on_window, checkpoints)
+                    every = self.config.checkpoint_every
+                    if every and self._round // every > before // every:
+                        self._save(checkpoints)
+                self._round = windows.round
+            self._save_latest(checkpoints)
+            is_over = all(run.progress.is_over for run in self.runs)
+            interrupted = stop.requested and not is_over
         results = tuple(job_result(run, self._folder(run)) for run in self.runs)
         result = RunResult(
             jobs=results,
@@ -204,6 +204,17 @@ class Trainer:
         )
         write_report(result)
         return result
+
+    def _call(
+        self, on_window: Callable[["Trainer"], None], checkpoints: Checkpoints
+    ) -> None:
+        """Calls the user's function; where it fails, no window so far is lost."""
+        try:
+            on_window(self)
+        except BaseException:
+            logger.exception("on_window failed; writing a checkpoint before leaving")
+            self._save_latest(checkpoints)
+            raise
 
     def _windows(self, log: RunLog, progress: Progress) -> Windows:
         assert self._spec.slots is not None
@@ -316,6 +327,11 @@ class Trainer:
             if run.progress.status == "running":
                 self._table.activate(run.slot, run.start)
         logger.info("resumed after round %d", self._round)
+
+    def _save_latest(self, checkpoints: Checkpoints) -> None:
+        """Writes a checkpoint of the rounds done, unless there is one."""
+        if checkpoints.latest() != self._round:
+            self._save(checkpoints)
 
     def _save(self, checkpoints: Checkpoints) -> None:
         def adapter(run: JobRun) -> dict:

@@ -11,10 +11,17 @@ import pytest
 from rich.console import Console
 
 from jaxlora import RunConfig, Trainer
+from jaxlora.errors import JaxloraError
 from jaxlora.train import windows
+from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.executor import Executor
 from jaxlora.train.job_run import JobProgress
-from jaxlora.train.report import JobResult, RunResult, print_summary
+from jaxlora.train.report import (
+    JobResult,
+    RunResult,
+    print_summary,
+    write_report,
+)
 from jaxlora.train.run_log import read_events
 from tests.jaxlora.train.conftest import folder_of
 
@@ -172,10 +179,15 @@ def config(model, long, jobs, tmp_path) -> RunConfig:
     )
 
 
-def stop_all_and_end_the_run(trainer: Trainer) -> None:
-    """For `on_window`: Ctrl-C right after a stop of all jobs was asked for."""
+def stop_all(trainer: Trainer) -> None:
+    """For `on_window`: asks for all jobs to stop."""
     for run in trainer.runs:
         trainer.stop_job(run.job.name, "enough")
+
+
+def stop_all_and_end_the_run(trainer: Trainer) -> None:
+    """For `on_window`: Ctrl-C right after a stop of all jobs was asked for."""
+    stop_all(trainer)
     end_the_run(trainer)
 
 
@@ -210,6 +222,43 @@ def test_a_stop_and_a_resume(model, config, when):
         "other",
         "job3",
     ]
+
+
+def test_an_error_of_the_users_function_loses_no_window(model, config):
+    def fail(trainer):
+        raise LookupError("not in my table")
+
+    with pytest.raises(LookupError, match="not in my table"):
+        Trainer(config, model).train(on_window=fail)
+    checkpoints = pathlib.Path(config.output_dir) / "checkpoints"
+    assert (checkpoints / "4").is_dir()
+    events = checkpoints.parent / "metrics.jsonl"
+    assert max(e["round"] for e in read_events(events)) == 4
+
+
+def test_an_interrupt_while_the_last_checkpoint_is_written(model, config, monkeypatch):
+    """It was asked for once, so that nothing is broken off."""
+    close = Checkpoints.close
+
+    def interrupted_close(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        close(self)
+
+    monkeypatch.setattr(Checkpoints, "close", interrupted_close)
+    result = Trainer(config, model).train(on_window=stop_all)
+    assert {job.progress.status for job in result.jobs} == {"stopped"}
+    assert (result.output_dir / "checkpoints" / "5").is_dir()
+
+
+def test_the_summary_is_written_before_the_picture(tmp_path):
+    """The latter reads the events of the run, and may fail."""
+    (tmp_path / "metrics.jsonl").mkdir()
+    result = RunResult(
+        jobs=(), output_dir=tmp_path, interrupted=False, num_compilations=0
+    )
+    with pytest.raises((OSError, JaxloraError)):
+        write_report(result)
+    assert (tmp_path / "summary.json").exists()
 
 
 # ---- the summary ---------------------------------------------------------------------
