@@ -11,7 +11,6 @@ from scheduler import Limits, PackerName
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
-Seed = Annotated[int, Field(ge=0, lt=2**31)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -113,7 +112,7 @@ class LoraJob(Strict):
     data: DataConfig
     eval_data: DataConfig | None = None
     eval_fraction: Fraction = 0.0
-    eval_seed: Seed = 0
+    eval_seed: Annotated[NonNegativeInt, Field(lt=2**31)] = 0
 
     rank: PositiveInt = 16
     lora_alpha: PositiveFloat = 32.0
@@ -142,7 +141,7 @@ class LoraJob(Strict):
     max_length: PositiveInt = 1024
     too_long: Literal["truncate", "drop", "error"] = "truncate"
     shuffle: bool = True
-    seed: Seed = 0
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
     eval_every: PositiveInt | None = None
     early_stopping: PositiveInt | None = None
