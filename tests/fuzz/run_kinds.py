@@ -117,6 +117,8 @@ def damage_any(content: bytes, rng: random.Random) -> Damage:
     return damage_bytes(content, rng)
 
 
+# No pipes: nobody but this library writes into the folder of a run.
+_ENTRIES = ("folder", "missing", "loop", "dangling")
 KINDS = {
     "run_folder": Kind(
         make=make_run,
@@ -125,6 +127,7 @@ KINDS = {
         read=read_run,
         num_cases=40,
         changes_folder=True,
+        entries=_ENTRIES,
     ),
     "checkpoint": Kind(
         make=make_run,
@@ -133,6 +136,7 @@ KINDS = {
         read=read_run,
         num_cases=40,
         changes_folder=True,
+        entries=_ENTRIES,
     ),
     "export": Kind(
         make=make_run,
@@ -141,6 +145,7 @@ KINDS = {
         read=read_checkpoint,
         num_cases=40,
         changes_folder=True,
+        entries=_ENTRIES,
     ),
     "metrics": Kind(
         make=write_events,
