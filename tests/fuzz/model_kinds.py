@@ -54,7 +54,7 @@ def read_tokenizer(folder: pathlib.Path) -> None:
 
 
 def make_models(folder: pathlib.Path) -> None:
-    for name in ("llama3", "qwen2_window", "mistral", "qwen3"):
+    for name in ("llama3", "qwen2_window", "qwen3"):
         source = GOLDEN / "models" / name
         (folder / name).mkdir()
         for file in ("config.json", "model.safetensors"):
