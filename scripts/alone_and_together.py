@@ -17,7 +17,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import jax
@@ -38,7 +38,8 @@ from scripts.bench_models import MODELS, config_json, random_base
 from scripts.bench_report import about, write_csv
 from tests import tiny
 
-DTYPES = ("float32", "bfloat16")
+Dtype = Literal["float32", "bfloat16"]
+DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
 LAYOUTS = ("same", "other")
 _TARGETS = ("all-linear", ("q_proj", "v_proj"), ("down_proj", "o_proj"), "all-linear")
 
@@ -80,7 +81,7 @@ def make_jobs(count: int, steps: int, folder: Path) -> list[LoraJob]:
     ]
 
 
-def make_model(model: str, dtype: str, folder: Path) -> BaseModel:
+def make_model(model: str, dtype: Dtype, folder: Path) -> BaseModel:
     """A checkpoint, or random weights of a known shape with a byte-level tokenizer."""
     if model not in MODELS:
         return load_model(model, dtype=dtype)
