@@ -91,7 +91,10 @@ class LoraJob(Strict):
         name: Names the adapter and its folder.
         data: Training records.
         eval_data: Held-out records; or use `eval_fraction`.
-        eval_fraction: Share of `data` held out for evaluation, chosen by `seed`.
+        eval_fraction: Share of `data` held out for evaluation, chosen by
+            `eval_seed`.
+        eval_seed: Which records `eval_fraction` holds out. Jobs with the same data,
+            fraction and `eval_seed` hold out the same records, whatever their `seed`.
         rank: LoRA rank r.
         lora_alpha: The update is scaled by lora_alpha / r (see `use_rslora`).
         use_rslora: Scale by lora_alpha / sqrt(r) (rsLoRA, arXiv 2312.03732).
@@ -131,6 +134,7 @@ class LoraJob(Strict):
     data: DataConfig
     eval_data: DataConfig | None = None
     eval_fraction: Fraction = 0.0
+    eval_seed: Annotated[NonNegativeInt, Field(lt=2**31)] = 0
 
     rank: PositiveInt = 16
     lora_alpha: PositiveFloat = 32.0
@@ -187,6 +191,11 @@ class LoraJob(Strict):
     def _evaluation_is_possible(self):
         if self.eval_data is not None and self.eval_fraction > 0:
             raise ValueError("give eval_data or eval_fraction, not both.")
+        if self.eval_seed and not self.eval_fraction:
+            raise ValueError(
+                f"eval_seed={self.eval_seed} chooses what eval_fraction holds out: set "
+                "eval_fraction, or leave eval_seed out."
+            )
         has_eval = self.eval_data is not None or self.eval_fraction > 0
         wants = [
             key for key in ("eval_every", "early_stopping") if getattr(self, key)

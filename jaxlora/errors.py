@@ -4,6 +4,10 @@
 class JaxloraError(ValueError):
     """Something in the user's input is wrong; the text says what and how to mend it."""
 
+    def __str__(self) -> str:
+        # A damaged file may hold half of a surrogate pair, which no terminal can print.
+        return super().__str__().encode("utf-8", "backslashreplace").decode()
+
 
 class ConfigError(JaxloraError):
     """A run file, job or option cannot be used as given."""

@@ -107,7 +107,7 @@ def tokenize_job(
 
     Args:
         job: Says where the records are, how they are read, and how long a sample may
-            be. With `eval_fraction`, `job.seed` alone decides which are held out.
+            be. With `eval_fraction`, `job.eval_seed` alone decides which are held out.
         tokenizer: The base model's.
         which: The training records, or the held-out ones.
 
@@ -228,9 +228,9 @@ def _choose_held_out(job: LoraJob, num_records: int) -> _Flags:
             "records holds out all of them, and none is left to train on. Use a "
             "smaller eval_fraction or more records."
         )
-    held_out = permutation(num_records, job.seed, _HELD_OUT_STREAM)[:num_held_out]
+    held_out = permutation(num_records, job.eval_seed, _HELD_OUT_STREAM)
     is_held_out = np.zeros(num_records, bool)
-    is_held_out[held_out] = True
+    is_held_out[held_out[:num_held_out]] = True
     return is_held_out
 
 

@@ -32,6 +32,7 @@ class JobProgress:
         last_loss: Training loss of the latest step.
         first_eval: Evaluation loss before the first step.
         last_eval: Latest evaluation loss.
+        last_eval_step: Optimiser steps behind `last_eval`.
         best_eval: Lowest evaluation loss.
         best_step: Optimiser steps behind `best_eval`.
         evals_without_gain: Evaluations since the last that early stopping counts as
@@ -47,6 +48,7 @@ class JobProgress:
     last_loss: float | None = None
     first_eval: float | None = None
     last_eval: float | None = None
+    last_eval_step: int | None = None
     best_eval: float | None = None
     best_step: int | None = None
     evals_without_gain: int = 0
@@ -116,6 +118,11 @@ class JobRun:
         return self.progress.slot
 
     @property
+    def has_slot(self) -> bool:
+        """Whether its weights are in a slot."""
+        return self.progress.slot is not None
+
+    @property
     def largest_rank(self) -> int:
         """Largest rank of any of its modules."""
         return max(weights.rank for weights in self.start.modules.values())
@@ -159,6 +166,11 @@ class JobRun:
         step, every = self.progress.step, self.job.eval_every
         return step in (0, self.num_steps) or bool(every and step % every == 0)
 
+    def lacks_eval(self) -> bool:
+        """Whether the weights in its slot have not been evaluated as they are now."""
+        can_evaluate = self.has_slot and self.eval_data is not None
+        return can_evaluate and self.progress.last_eval_step != self.progress.step
+
     def note_step(self, loss: float, num_tokens: int) -> None:
         """Counts one optimiser step."""
         first = self.progress.first_loss
@@ -178,6 +190,7 @@ class JobRun:
         self.update(
             first_eval=loss if before.first_eval is None else before.first_eval,
             last_eval=loss,
+            last_eval_step=before.step,
             best_eval=min(best, loss),
             best_step=before.step if is_best else before.best_step,
             evals_without_gain=0 if gained else before.evals_without_gain + 1,

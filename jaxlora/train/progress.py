@@ -64,7 +64,7 @@ class Progress:
             self._bars.update(
                 self._tasks[name],
                 completed=run.progress.step,
-                loss=f"loss {loss:.3f}{self._speed}" if loss else "",
+                loss=f"loss {loss:.3f}{self._speed}" if loss is not None else "",
             )
 
     def log_line(

@@ -62,14 +62,30 @@ def job_result(run: JobRun, folder: pathlib.Path) -> JobResult:
         num_modules=len(run.start.modules),
         num_steps=run.num_steps,
         progress=run.progress,
-        folder=folder if folder.is_dir() else None,
+        folder=folder if _is_exported(run) and folder.is_dir() else None,
     )
 
 
-def _change(first: float | None, last: float | None) -> str:
+def _is_exported(run: JobRun) -> bool:
+    """Whether this run has written the job's adapter; a folder may be an older one."""
+    progress = run.progress
+    if run.job.keep_best:
+        return progress.best_step is not None
+    has_started = progress.step > 0 or progress.first_eval is not None
+    return has_started and progress.is_over and progress.status != "failed"
+
+
+def _change(first: float | None, last: float | None, *, is_same: bool) -> str:
+    """First and last loss; a dash for one that there is not.
+
+    Args:
+        first: First loss; None where there is none.
+        last: Latest loss.
+        is_same: Whether both are the same measurement, so that there is no later one.
+    """
     if first is None or last is None:
         return "-"
-    return f"{first:.3f} → {last:.3f}"
+    return f"{first:.3f} → {'-' if is_same else f'{last:.3f}'}"
 
 
 def summary_table(result: RunResult) -> Table:
@@ -93,8 +109,8 @@ def summary_table(result: RunResult) -> Table:
             str(job.rank),
             f"{p.step}/{job.num_steps}",
             f"{p.num_tokens:,}",
-            _change(p.first_loss, p.last_loss),
-            _change(p.first_eval, p.last_eval),
+            _change(p.first_loss, p.last_loss, is_same=p.step == 1),
+            _change(p.first_eval, p.last_eval, is_same=p.last_eval_step == 0),
             p.status,
         )
     return table
@@ -115,8 +131,7 @@ def print_summary(result: RunResult, console: Console | None = None) -> None:
 
 
 def write_report(result: RunResult) -> None:
-    """Writes losses.png and summary.json into the run's folder."""
-    plot_losses(result.output_dir / METRICS_FILE, result.output_dir / "losses.png")
+    """Writes summary.json and losses.png into the run's folder."""
     jobs = {
         job.name: {
             "rank": job.rank,
@@ -129,6 +144,7 @@ def write_report(result: RunResult) -> None:
     }
     text = json.dumps({"jobs": jobs, "interrupted": result.interrupted}, indent=2)
     write_text(result.output_dir / "summary.json", text + "\n")
+    plot_losses(result.output_dir / METRICS_FILE, result.output_dir / "losses.png")
 
 
 def plot_losses(metrics: pathlib.Path, picture: pathlib.Path) -> None:

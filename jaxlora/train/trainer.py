@@ -148,14 +148,19 @@ class Trainer:
         self.runs.append(run)
 
     def stop_job(self, name: str, reason: str = "stopped by request") -> None:
-        """Ends a job after the batch under way, and exports it; a waiting one now."""
+        """Ends a job after the batch under way: evaluates and exports it.
+
+        One that waits for a slot ends without, before the next window.
+
+        Raises:
+            ConfigError: There is no such job.
+        """
         named = [run.job.name for run in self.runs]
         if name not in named:
             raise ConfigError(
                 f"there is no job {name!r}; there are: {', '.join(named)}."
             )
         self._stopping[name] = reason
-        self._end_waiting()
 
     # ---- the run -------------------------------------------------------------------
 
@@ -199,27 +204,39 @@ class Trainer:
 
     def _run(self, resume: bool, on_window: Callable[["Trainer"], None] | None) -> bool:
         """Runs one window after another; returns whether a signal ended it early."""
-        with contextlib.ExitStack() as opened:
+        # A signal is heeded between windows, and never breaks off a checkpoint.
+        with StopRequest() as stop, contextlib.ExitStack() as opened:
             checkpoints = self._open_checkpoints(resume, opened)
             log = RunLog(self.output_dir, keep_rounds=checkpoints.latest())
             opened.callback(log.close)
-            with StopRequest() as stop, Progress(self.runs) as progress:
-                with self._windows(log, progress) as windows:
-                    while not stop.requested and windows.start():
-                        before = self._round
-                        windows.run_next()
-                        self._round = windows.round
-                        if on_window is not None:
-                            on_window(self)
-                            self._record()
-                        every = self.config.checkpoint_every
-                        if every and self._round // every > before // every:
-                            self._save(checkpoints)
+            progress = opened.enter_context(Progress(self.runs))
+            with self._windows(log, progress) as windows:
+                while not stop.requested and windows.start():
+                    before = self._round
+                    windows.run_next()
                     self._round = windows.round
-                if checkpoints.latest() != self._round:
-                    self._save(checkpoints)
-                is_over = all(run.progress.is_over for run in self.runs)
-                return stop.requested and not is_over
+                    if on_window is not None:
+                        self._call(on_window, checkpoints)
+                    every = self.config.checkpoint_every
+                    if every and self._round // every > before // every:
+                        self._save(checkpoints)
+                self._round = windows.round
+            self._save_latest(checkpoints)
+            is_over = all(run.progress.is_over for run in self.runs)
+            return stop.requested and not is_over
+
+    def _call(
+        self, on_window: Callable[["Trainer"], None], checkpoints: Checkpoints
+    ) -> None:
+        """Calls the user's function; where it fails, no window so far is lost."""
+        try:
+            on_window(self)
+        except BaseException:
+            logger.exception("on_window failed; writing a checkpoint before leaving")
+            self._record()
+            self._save_latest(checkpoints)
+            raise
+        self._record()
 
     def _windows(self, log: RunLog, progress: Progress) -> Windows:
         assert self._spec.slots is not None
@@ -296,7 +313,6 @@ class Trainer:
         opened.callback(checkpoints.close)
         if not is_anew:
             self._restore(checkpoints)
-        self._end_waiting()
         # Last: a resume that is refused leaves the folder as it was.
         clean_up(self.output_dir, [run.job.name for run in self.runs])
         self._recorded = record
@@ -321,13 +337,6 @@ class Trainer:
         for run in self.runs:
             run.progress = JobProgress()
 
-    def _end_waiting(self) -> None:
-        """Ends the waiting jobs among those that are to stop."""
-        for run in self.runs:
-            reason = self._stopping.get(run.job.name)
-            if reason is not None and run.progress.status == "waiting":
-                run.update(status="stopped", reason=reason)
-
     def _restore(self, checkpoints: Checkpoints) -> None:
         self._round, saved, self._table.state = checkpoints.restore(
             self._table.state, self._identity()
@@ -338,6 +347,11 @@ class Trainer:
             if run.progress.status == "running":
                 self._table.activate(run.slot, run.start)
         logger.info("resumed after round %d", self._round)
+
+    def _save_latest(self, checkpoints: Checkpoints) -> None:
+        """Writes a checkpoint of the rounds done, unless there is one."""
+        if checkpoints.latest() != self._round:
+            self._save(checkpoints)
 
     def _save(self, checkpoints: Checkpoints) -> None:
         self._lock.check()

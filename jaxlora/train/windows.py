@@ -248,37 +248,48 @@ class Windows:
     # ---- who ends ------------------------------------------------------------------
 
     def _end_jobs(self, runs: Sequence[JobRun]) -> int:
-        """Exports those that end here, and frees their slots; returns how many.
+        """Evaluates and exports those that end here, and frees their slots.
 
         Args:
-            runs: Jobs that are between two batches.
+            runs: Jobs that are between two batches, or wait.
+
+        Returns:
+            How many ended.
         """
-        count = 0
+        was_over = {run for run in runs if run.progress.is_over and not run.has_slot}
         for run in runs:
-            status = run.progress.status
-            if status == "running":
+            if not run.progress.is_over:
                 self._decide(run)
-            if run.progress.status == "running" or run.progress.slot is None:
-                continue
+        ending = [r for r in runs if r.progress.is_over and r not in was_over]
+        # A request to stop comes at any step, also where no evaluation is due.
+        self._evaluate(
+            [r for r in ending if r.progress.status == "stopped" and r.lacks_eval()]
+        )
+        for run in ending:
+            self._end(run)
+        return len(ending)
+
+    def _end(self, run: JobRun) -> None:
+        """Exports the adapter of a job that is over, frees its slot, and says why."""
+        if run.has_slot:
             if run.progress.status != "failed" and not run.job.keep_best:
                 with self._aside():
                     self._export(run)
             self._executor.table.clear(run.slot)
             run.update(slot=None)
-            count += 1
-            ended = run.progress
-            logger.info("%s: %s. %s", run.job.name, ended.status, ended.reason)
-            self._log.event(
-                "job",
-                self._round_of(run),
-                job=run.job.name,
-                step=ended.step,
-                status=ended.status,
-                reason=ended.reason,
-            )
-        return count
+        ended = run.progress
+        logger.info("%s: %s. %s", run.job.name, ended.status, ended.reason)
+        self._log.event(
+            "job",
+            self._round_of(run),
+            job=run.job.name,
+            step=ended.step,
+            status=ended.status,
+            reason=ended.reason,
+        )
 
     def _decide(self, run: JobRun) -> None:
+        """Marks a job that is between two batches, or waits, as over if it ends."""
         if run.progress.step >= run.num_steps:
             run.update(status="finished", reason="all steps are done")
         elif run.has_stalled():

@@ -75,6 +75,7 @@ def test_a_job_is_the_same_after_json():
         name="a",
         data=DataConfig(path="a.jsonl", limit=3, system="Be kind."),
         eval_fraction=0.1,
+        eval_seed=7,
         eval_every=5,
         rank_pattern={r"layers\.0\..*": 4},
         alpha_pattern={"q_proj": 1.5},
@@ -178,6 +179,17 @@ def test_names_that_are_no_folder_names(name):
             [job(eval_data=DATA, eval_fraction=0.1)],
             {},
             "give eval_data or eval_fraction, not both",
+        ),
+        ([job(eval_seed=3)], {}, "eval_seed=3 chooses what eval_fraction holds out"),
+        (
+            [job(eval_seed=3, eval_data=DATA)],
+            {},
+            "set eval_fraction, or leave eval_seed out",
+        ),
+        (
+            [job(eval_seed=2**31, eval_fraction=0.1)],
+            {},
+            r"eval_seed: .*less than 2147483648",
         ),
         (
             [],

@@ -326,8 +326,8 @@ def texts_of(result, tokenizer):
 def test_held_out_records(run, make_tokenizer):
     tokenizer = make_tokenizer()
 
-    def side(which, seed=0):
-        result = run(NUMBERED, tokenizer, which, eval_fraction=0.1, seed=seed)
+    def side(which, **seeds):
+        result = run(NUMBERED, tokenizer, which, eval_fraction=0.1, **seeds)
         assert result.num_records == len(result.samples)
         return texts_of(result, tokenizer)
 
@@ -337,13 +337,14 @@ def test_held_out_records(run, make_tokenizer):
     assert sorted(train + held_out) == sorted(everything)
     assert train == [t for t in everything if t in train]
     assert side("eval") == held_out
-    assert side("eval", seed=1) != held_out
+    assert side("eval", seed=1) == held_out
+    assert side("eval", eval_seed=1) != held_out
 
 
 def test_numbers_of_records_survive_the_split(run):
     records = [*NUMBERED[:5], {"text": 5}, *NUMBERED[6:]]
     with pytest.raises(DataError, match="record 6: field 'text' is 5"):
-        run(records, eval_fraction=0.01, seed=1)
+        run(records, eval_fraction=0.01, eval_seed=1)
 
 
 def test_share_is_rounded_up_but_not_by_floats(run):

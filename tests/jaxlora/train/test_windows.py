@@ -34,7 +34,8 @@ def test_a_job_that_fails_in_a_window_moves_no_bit_of_another(train, jobs):
     assert progress.status == "failed" and progress.step < 4
     assert failed.bytes["job2"] == calm.bytes["job2"]
     assert failed.losses["job2"] == calm.losses["job2"]
-    assert failed.evals["job2"] == calm.evals["job2"]
+    # Evaluations are packed with whoever is evaluated then: in another layout.
+    assert failed.evals["job2"] == pytest.approx(calm.evals["job2"], rel=1e-6)
     # Two samples a step, in one microbatch. The failed step ran, and the device had the
     # next one's microbatch when it was read.
     left_out = window_events(failed)[0]["left_out"]

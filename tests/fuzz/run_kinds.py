@@ -1,0 +1,157 @@
+"""What lies in the folder of a run."""
+
+import contextlib
+import json
+import os
+import pathlib
+import random
+import signal
+from collections.abc import Iterator
+from unittest import mock
+
+from jaxlora import BaseModel, LoraJob, RunConfig, Trainer, load_model
+from jaxlora.inspect import inspect_path
+from jaxlora.train import trainer, windows
+from jaxlora.train.export import export_checkpoint
+from jaxlora.train.report import plot_losses
+from tests.fuzz.data_kinds import PAIRS, make_records
+from tests.fuzz.kind import Kind, quiet
+from tests.fuzz.model_kinds import make_model
+from tests.fuzz.mutate import Damage, damage_bytes, damage_json, damage_lines
+
+
+def run_config(folder: pathlib.Path) -> RunConfig:
+    job = {
+        "data": {"path": str(folder / "a.jsonl")},
+        "rank": 2,
+        "steps": 6,
+        "batch_size": 2,
+        "max_length": 32,
+        "eval_fraction": 0.3,
+        "target_modules": ["q_proj"],
+    }
+    return RunConfig(
+        model=str(folder / "model"),
+        output_dir=str(folder / "run"),
+        jobs=[LoraJob(name="a", **job), LoraJob(name="b", **job)],
+        max_concurrent_jobs=1,
+        microbatch_tokens=256,
+        block_tokens=16,
+    )
+
+
+@contextlib.contextmanager
+def without_computing(**windows_methods) -> Iterator[None]:
+    """Nothing is compiled, no step is taken, and no picture is drawn."""
+    with contextlib.ExitStack() as patches:
+        for name, function in windows_methods.items():
+            patch = mock.patch.object(windows.Windows, name, function)
+            patches.enter_context(patch)
+        for owner, name in (
+            (trainer.Trainer, "_settle_capacity"),
+            (trainer, "write_report"),
+        ):
+            patches.enter_context(mock.patch.object(owner, name, lambda *_: None))
+        yield
+
+
+_MODELS: dict[pathlib.Path, BaseModel] = {}
+
+
+def train(folder: pathlib.Path, **options) -> None:
+    """Opens a run's folder as training does; the base model is loaded once."""
+    config = run_config(folder)
+    if folder not in _MODELS:
+        _MODELS[folder] = load_model(folder / "model", dtype="float32")
+    Trainer(config, _MODELS[folder]).train(**options)
+
+
+def make_run(folder: pathlib.Path) -> None:
+    """A run that was interrupted: one job trains, and one waits."""
+    make_model(folder)
+    make_records("a.jsonl", PAIRS)(folder)
+
+    def interrupt(_) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with without_computing(_evaluate=lambda *_: None, run_next=lambda _: None):
+        train(folder, on_window=interrupt)
+    write_events(folder / "run")
+
+
+def read_run(folder: pathlib.Path) -> None:
+    with without_computing(start=lambda _: False):
+        train(folder, resume=True)
+
+
+def read_checkpoint(folder: pathlib.Path) -> None:
+    inspect_path(str(folder / "run"), quiet())
+    export_checkpoint(folder / "run", folder / "out")
+
+
+EVENTS = [
+    {"event": "eval", "round": 1, "job": "a", "step": 0, "eval_loss": 3.5},
+    {"event": "step", "round": 1, "job": "a", "step": 1, "loss": 3.0},
+    {"event": "window", "round": 1, "num_tokens": 9, "tokens_per_second": 5.0},
+    {"event": "step", "round": 2, "job": "a", "step": 2, "loss": 2.5},
+    {"event": "job", "round": 2, "job": "a", "step": 2, "status": "finished"},
+]
+
+
+def write_events(folder: pathlib.Path) -> None:
+    text = "".join(json.dumps({**event, "time": 1.5}) + "\n" for event in EVENTS)
+    (folder / "metrics.jsonl").write_text(text)
+
+
+def read_metrics(folder: pathlib.Path) -> None:
+    plot_losses(folder / "metrics.jsonl", folder / "losses.png")
+
+
+def damage_any(content: bytes, rng: random.Random) -> Damage:
+    """A value, where the file is JSON or lines of it, or bytes."""
+    for damage in (damage_json, damage_lines):
+        try:
+            return damage(content, rng)
+        except ValueError:
+            continue
+    return damage_bytes(content, rng)
+
+
+# No pipes: nobody but this library writes into the folder of a run.
+_ENTRIES = ("folder", "missing", "loop", "dangling")
+KINDS = {
+    "run_folder": Kind(
+        make=make_run,
+        targets=("run/*.txt", "run/*.json*"),
+        damage=damage_any,
+        read=read_run,
+        num_cases=40,
+        changes_folder=True,
+        entries=_ENTRIES,
+    ),
+    "checkpoint": Kind(
+        make=make_run,
+        targets=("run/checkpoints/**/*",),
+        damage=damage_any,
+        read=read_run,
+        num_cases=40,
+        changes_folder=True,
+        entries=_ENTRIES,
+    ),
+    "export": Kind(
+        make=make_run,
+        targets=("run/*.json*", "run/checkpoints/**/*"),
+        damage=damage_any,
+        read=read_checkpoint,
+        num_cases=40,
+        changes_folder=True,
+        entries=_ENTRIES,
+    ),
+    "metrics": Kind(
+        make=write_events,
+        targets=("metrics.jsonl",),
+        damage=damage_lines,
+        read=read_metrics,
+        num_cases=30,
+    ),
+}

@@ -1,0 +1,306 @@
+"""Ways in which a job ends: its last evaluation, its export, and what is told of it."""
+
+import functools
+import io
+import math
+import os
+import pathlib
+import signal
+
+import pytest
+from rich.console import Console
+
+from jaxlora import RunConfig, Trainer
+from jaxlora.errors import JaxloraError
+from jaxlora.train import windows
+from jaxlora.train.checkpoint import Checkpoints
+from jaxlora.train.executor import Executor
+from jaxlora.train.job_run import JobProgress
+from jaxlora.train.report import (
+    JobResult,
+    RunResult,
+    print_summary,
+    write_report,
+)
+from jaxlora.train.run_log import read_events
+from tests.jaxlora.train.conftest import folder_of
+
+# All runs here share one set of compiled programs.
+SHAPE = {"max_concurrent_jobs": 2, "slot_dropout": True}
+
+
+@pytest.fixture
+def train(train):
+    return functools.partial(train, **SHAPE)
+
+
+@pytest.fixture
+def long(jobs):
+    """A job of many steps that is evaluated at its start and at its end only."""
+    return jobs[0].model_copy(
+        update={"steps": 40, "eval_every": None, "lr_schedule": "constant"}
+    )
+
+
+def stop(name, at=1):
+    """For `on_window`: asks for a stop after so many windows."""
+    count = iter(range(1, 1000))
+
+    def on_window(trainer):
+        if next(count) == at:
+            trainer.stop_job(name, "enough")
+
+    return on_window
+
+
+def evaluated_steps(outcome, name: str) -> list[int]:
+    return [e["step"] for e in events_of(outcome, name) if e["event"] == "eval"]
+
+
+def events_of(outcome, name: str) -> list[dict]:
+    events = read_events(folder_of(outcome) / "metrics.jsonl")
+    return [e for e in events if e.get("job") == name]
+
+
+def test_a_stopped_job_is_evaluated_like_a_finished_one(train, long, jobs):
+    stopped = train([long, jobs[2]], on_window=stop("job0"))
+    finished = train([long.model_copy(update={"steps": 4}), jobs[2]])
+    assert stopped.progress["job0"].status == "stopped"
+    assert evaluated_steps(stopped, "job0") == [0, 4]
+    assert stopped.evals == finished.evals
+    assert stopped.bytes == finished.bytes
+    progress = stopped.progress["job0"]
+    assert progress.last_eval == stopped.evals["job0"][-1] != progress.first_eval
+    last = events_of(stopped, "job0")[-2:]
+    assert [(e["event"], e["step"]) for e in last] == [("eval", 4), ("job", 4)]
+    assert last[0]["round"] == last[1]["round"] == 5
+
+
+def test_a_stop_where_an_evaluation_was_due_needs_no_other(train, long):
+    job = long.model_copy(update={"eval_every": 2})
+    outcome = train([job], on_window=stop("job0"))
+    assert outcome.progress["job0"].status == "stopped"
+    assert evaluated_steps(outcome, "job0") == [0, 2, 4]
+
+
+@pytest.mark.parametrize("is_better", [True, False])
+def test_a_stopped_job_keeps_its_best(train, long, monkeypatch, is_better):
+    """Its last weights compete, also where no evaluation was due."""
+    if not is_better:
+        evaluate = Executor.evaluate
+
+        def worse(self, runs):
+            losses = evaluate(self, runs)
+            return {r.job.name: losses[r.job.name] + r.progress.step for r in runs}
+
+        monkeypatch.setattr(Executor, "evaluate", worse)
+    best = long.model_copy(update={"keep_best": True})
+    outcome = train([best], on_window=stop("job0"))
+    assert outcome.progress["job0"].best_step == (4 if is_better else 0)
+    kept = train([long], on_window=stop("job0")).bytes
+    assert (outcome.bytes == kept) == is_better
+
+
+def test_a_stop_within_a_window(train, long, jobs, monkeypatch):
+    """As from another thread: the weights that are evaluated are those exported."""
+    note = windows.Windows._note
+
+    def note_and_stop(self, run, outcome):
+        note(self, run, outcome)
+        if run.progress.step == 2:
+            self._stopping["job0"] = "enough"
+
+    monkeypatch.setattr(windows.Windows, "_note", note_and_stop)
+    outcome = train([long, jobs[2]])
+    monkeypatch.undo()
+    finished = train([long.model_copy(update={"steps": 2}), jobs[2]])
+    assert outcome.progress["job0"].step == 2
+    assert evaluated_steps(outcome, "job0") == [0, 2]
+    assert outcome.evals["job0"] == pytest.approx(finished.evals["job0"], rel=1e-5)
+    assert outcome.progress["job2"].status == "finished"
+
+
+def test_a_stop_during_the_first_evaluation(train, long, monkeypatch):
+    evaluate = windows.Windows._evaluate
+
+    def evaluate_and_stop(self, runs):
+        evaluate(self, runs)
+        self._stopping["job0"] = "never mind"
+
+    monkeypatch.setattr(windows.Windows, "_evaluate", evaluate_and_stop)
+    outcome = train([long])
+    progress = outcome.progress["job0"]
+    assert (progress.status, progress.step) == ("stopped", 0)
+    assert evaluated_steps(outcome, "job0") == [0]
+    assert "job0" in outcome.bytes
+
+
+def test_a_last_evaluation_that_is_not_finite(train, long, jobs, monkeypatch):
+    evaluate = Executor.evaluate
+
+    def infinite(self, runs):
+        losses = evaluate(self, runs)
+        return {
+            r.job.name: math.inf if r.progress.step else losses[r.job.name]
+            for r in runs
+        }
+
+    monkeypatch.setattr(Executor, "evaluate", infinite)
+    outcome = train([long], on_window=stop("job0"))
+    progress = outcome.progress["job0"]
+    assert progress.status == "failed"
+    assert progress.reason == "the evaluation loss is not finite"
+    assert not outcome.bytes
+    assert events_of(outcome, "job0")[-1]["status"] == "failed"
+
+
+def test_a_stop_while_waiting(train, long, jobs):
+    """It never runs: no evaluation, no adapter, but the log knows how it ended."""
+    late = jobs[3].model_copy(update={"name": "late"})
+    outcome = train([*jobs[1:3], late], on_window=stop("late"))
+    assert outcome.progress["late"] == JobProgress(status="stopped", reason="enough")
+    (event,) = events_of(outcome, "late")
+    assert (event["event"], event["status"]) == ("job", "stopped")
+    assert list(outcome.bytes) == ["job1", "job2"]
+
+
+@pytest.fixture
+def config(model, long, jobs, tmp_path) -> RunConfig:
+    """Two slots: two jobs train, and one waits."""
+    return RunConfig(
+        model=str(model.folder),
+        output_dir=str(tmp_path / "run"),
+        jobs=[long, long.model_copy(update={"name": "other"}), jobs[3]],
+        slot_rank=8,
+        slot_targets="all-linear",
+        **SHAPE,
+        microbatch_tokens=512,
+        block_tokens=16,
+    )
+
+
+def stop_all(trainer: Trainer) -> None:
+    """For `on_window`: asks for all jobs to stop."""
+    for run in trainer.runs:
+        trainer.stop_job(run.job.name, "enough")
+
+
+def stop_all_and_end_the_run(trainer: Trainer) -> None:
+    """For `on_window`: Ctrl-C right after a stop of all jobs was asked for."""
+    stop_all(trainer)
+    end_the_run(trainer)
+
+
+def end_the_run(trainer: Trainer) -> None:
+    """For `on_window`: Ctrl-C."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("when", ["before the interrupt", "before the resume"])
+def test_a_stop_and_a_resume(model, config, when):
+    """Asked for in the process that was interrupted, or in the one that resumes."""
+    first = Trainer(config, model)
+    if when == "before the interrupt":
+        assert first.train(on_window=stop_all_and_end_the_run).interrupted
+    else:
+        assert first.train(on_window=end_the_run).interrupted
+    second = Trainer(config, model)
+    if when == "before the resume":
+        for job in config.jobs:
+            second.stop_job(job.name, "enough")
+    result = second.train(resume=True)
+    progress = {job.name: job.progress for job in result.jobs}
+    assert [p.status for p in progress.values()] == ["stopped"] * 3
+    assert (progress["job0"].step, progress["job0"].last_eval_step) == (4, 4)
+    assert progress["job3"].first_eval is None
+    # A third process knows of it too, and does nothing.
+    again = Trainer(config, model).train(resume=True)
+    assert {job.name: job.progress for job in again.jobs} == progress
+    events = read_events(result.output_dir / "metrics.jsonl")
+    assert [e["job"] for e in events if e["event"] == "job"] == [
+        "job0",
+        "other",
+        "job3",
+    ]
+
+
+def test_an_error_of_the_users_function_loses_no_window(model, config):
+    def fail(trainer):
+        raise LookupError("not in my table")
+
+    with pytest.raises(LookupError, match="not in my table"):
+        Trainer(config, model).train(on_window=fail)
+    checkpoints = pathlib.Path(config.output_dir) / "checkpoints"
+    assert (checkpoints / "4").is_dir()
+    events = checkpoints.parent / "metrics.jsonl"
+    assert max(e["round"] for e in read_events(events)) == 4
+
+
+def test_an_interrupt_while_the_last_checkpoint_is_written(model, config, monkeypatch):
+    """It was asked for once, so that nothing is broken off."""
+    close = Checkpoints.close
+
+    def interrupted_close(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        close(self)
+
+    monkeypatch.setattr(Checkpoints, "close", interrupted_close)
+    result = Trainer(config, model).train(on_window=stop_all)
+    assert {job.progress.status for job in result.jobs} == {"stopped"}
+    assert (result.output_dir / "checkpoints" / "5").is_dir()
+
+
+def test_the_summary_is_written_before_the_picture(tmp_path):
+    """The latter reads the events of the run, and may fail."""
+    (tmp_path / "metrics.jsonl").mkdir()
+    result = RunResult(
+        jobs=(), output_dir=tmp_path, interrupted=False, num_compilations=0
+    )
+    with pytest.raises((OSError, JaxloraError)):
+        write_report(result)
+    assert (tmp_path / "summary.json").exists()
+
+
+# ---- the summary ---------------------------------------------------------------------
+
+
+def printed(progress: JobProgress) -> str:
+    job = JobResult(
+        name="a", rank=4, num_modules=2, num_steps=9, progress=progress, folder=None
+    )
+    result = RunResult(
+        jobs=(job,),
+        output_dir=pathlib.Path("run"),
+        interrupted=False,
+        num_compilations=0,
+    )
+    text = io.StringIO()
+    print_summary(result, Console(file=text, width=120))
+    return text.getvalue()
+
+
+BEGUN = {"status": "running", "first_eval": 4.0, "last_eval": 4.0, "last_eval_step": 0}
+STEPPED = BEGUN | {"first_loss": 3.0, "last_loss": 3.0, "step": 1, "num_tokens": 10}
+STOPPED = STEPPED | {
+    "status": "stopped",
+    "step": 2,
+    "last_loss": 2.5,
+    "last_eval": 3.5,
+    "last_eval_step": 2,
+}
+UNCHANGED = STEPPED | {"status": "finished", "step": 2, "last_eval_step": 2}
+
+
+@pytest.mark.parametrize(
+    ("progress", "shown"),
+    [
+        ({}, "0 - - waiting"),
+        (BEGUN, "0 - 4.000 → - running"),
+        (STEPPED, "10 3.000 → - 4.000 → - running"),
+        (STOPPED, "10 3.000 → 2.500 4.000 → 3.500 stopped"),
+        (UNCHANGED, "10 3.000 → 3.000 4.000 → 4.000 finished"),
+    ],
+)
+def test_a_loss_is_shown_once(progress, shown):
+    """A dash where there is no later one; equal losses of two steps are shown."""
+    assert shown in " ".join(printed(JobProgress(**progress)).split())
