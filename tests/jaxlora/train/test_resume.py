@@ -17,6 +17,7 @@ from jaxlora.train.prepare import linear_shapes
 from jaxlora.train.run_folder import read_run_record, write_run_record
 from jaxlora.train.run_log import read_events
 from tests import tiny
+from tests.jaxlora.train import fused
 
 # Kills itself at the given line of the metrics, wherever the run is just then: the
 # checkpoint of that round is still being written in the background.
@@ -148,6 +149,39 @@ def test_interrupted(make_run, whole, signal_name):
     ended = command(run_file, "--resume")
     assert ended.returncode == 0, ended.stderr
     assert results(run_file) == whole[4]
+
+
+@pytest.fixture(scope="module")
+def fused_run(make_run, tmp_path_factory):
+    """Makes run files for fused kernels, cuDNN's attention and bfloat16."""
+    model = tiny.write_model(tmp_path_factory.mktemp("wide"), config=fused.CONFIG)
+    settings = fused.SETTINGS | {"dtype": "bfloat16", "microbatch_tokens": 512}
+
+    def make(name: str) -> pathlib.Path:
+        return make_run(name, model=str(model), window_steps=2, **settings)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def fused_whole(fused_run):
+    """The results of a fused run that nothing stopped."""
+    run_file = fused_run("fused_whole")
+    ended = command(run_file)
+    assert ended.returncode == 0, ended.stderr
+    return results(run_file)
+
+
+@fused.only_where_it_runs
+@pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGINT"])
+def test_a_fused_run_resumes_with_the_same_bits(fused_run, fused_whole, signal_name):
+    run_file = fused_run(f"fused_{signal_name}")
+    ended = command(run_file, kill_at=9, signal_name=signal_name)
+    assert ended.returncode == (130 if signal_name == "SIGINT" else -signal.SIGKILL)
+    ended = command(run_file, "--resume")
+    assert ended.returncode == 0, ended.stderr
+    assert "resumed after round" in ended.stderr
+    assert results(run_file) == fused_whole
 
 
 def test_exports_from_a_checkpoint(make_run, tmp_path):
