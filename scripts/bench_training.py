@@ -20,7 +20,14 @@ from jaxlora.targets import resolve_targets
 from jaxlora.train.optimizer import Hyper
 from jaxlora.train.prepare import without_mosaic
 from jaxlora.train.slots import SlotTable, fresh_adapter
-from jaxlora.train.step import CompiledSteps, SlotKeys, job_losses, training_options
+from jaxlora.train.step import (
+    CompiledSteps,
+    SlotKeys,
+    job_losses,
+    no_garbage_collection,
+    training_options,
+)
+from pallas_kernels import compile_program
 from scheduler import Limits
 
 GIB = 2**30
@@ -84,22 +91,24 @@ class Training:
         # As the training step is compiled.
         options = training_options(setup.options.attention)
         self._frozen = jax.jit(self._frozen_gradient, compiler_options=options)
-        began = time.perf_counter()
         if setup.num_jobs:
             self._start_adapters()
             slots: Any = np.arange(setup.num_jobs, dtype=np.int32)
             self._keys = SlotKeys(seed=slots, step=np.zeros_like(slots))
             self._hyper = _hyper(setup.num_jobs)
-            began = time.perf_counter()
-            lowered = {
-                "accumulate": self._steps.accumulate.lower(*self._arguments(batch)),
-                "step": self._steps.step.lower(self._table.state, self._hyper),
-            }
-        else:
-            lowered = {"accumulate": self._frozen.lower(self._base, batch)}
-        for name, program in lowered.items():
-            self.programs[name] = program.compile()
+        began = time.perf_counter()
+        with no_garbage_collection():
+            for name, program in self._lowered(batch).items():
+                self.programs[name] = compile_program(program)
         self.compile_seconds = time.perf_counter() - began
+
+    def _lowered(self, batch: PackedBatch) -> dict[str, jax.stages.Lowered]:
+        if not self.setup.num_jobs:
+            return {"accumulate": self._frozen.lower(self._base, batch)}
+        return {
+            "accumulate": self._steps.accumulate.lower(*self._arguments(batch)),
+            "step": self._steps.step.lower(self._table.state, self._hyper),
+        }
 
     def _arguments(self, batch: PackedBatch) -> tuple[Any, ...]:
         state, settings = self._table.state, self._table.settings

@@ -17,6 +17,7 @@ from jaxlora.errors import ConfigError
 from jaxlora.hf.config import model_config
 from jaxlora.hf.names import linear_names
 from jaxlora.inspect import inspect_path
+from jaxlora.run_file import run_config
 from jaxlora.targets import resolve_targets
 from tests import tiny
 from tests.fuzz.kind import Kind, quiet
@@ -111,8 +112,13 @@ def make_records(name: str, records: list[dict]) -> Callable[[pathlib.Path], Non
 
 def read_records(name: str, **options) -> Callable[[pathlib.Path], None]:
     def read(folder: pathlib.Path) -> None:
-        data = {"path": str(folder / name), **options}
-        job = LoraJob(name="a", data=data, max_length=64, eval_fraction=0.2)
+        asked = {
+            "name": "a",
+            "data": {"path": str(folder / name), **options},
+            "max_length": 64,
+            "eval_fraction": 0.2,
+        }
+        (job,) = run_config({"model": "m", "jobs": [asked]}).jobs
         tokenizer = load_tokenizer(folder / "model")
         for which in ("train", "eval"):
             tokenize_job(job, tokenizer, which).summary()

@@ -58,7 +58,7 @@ LAUGHS = "a0: &a0 [x]\n" + "".join(
     [
         (
             "a: 1\nb: 2\na: 3",
-            "line 3, column 1: .* key 'a' also in line 1. Keep one",
+            "line 3, column 1: .* key 'a' is also in line 1. Keep one",
         ),
         ("{a: 1, 'a': 2}", "the key 'a' is also in line 1"),
         ("a: {<<: {x: 1}, <<: {y: 1}}", "the key '<<' is also in line 1"),

@@ -125,8 +125,9 @@ def test_exports_name_the_commit(hub, tmp_path):
 
     with pytest.raises(Enough):
         Trainer(config).train(on_window=stop)
-    (exported,) = export_checkpoint(tmp_path / "run", tmp_path / "out")
-    for folder in (tmp_path / "run" / "adapters" / "short", exported):
+    exported = export_checkpoint(tmp_path / "run", tmp_path / "out").folders
+    assert len(exported) == 2
+    for folder in (tmp_path / "run" / "adapters" / "short", *exported):
         written = config_of(folder)
         assert written["base_model_name_or_path"] == "nobody/tiny"
         assert written["revision"] == OLD

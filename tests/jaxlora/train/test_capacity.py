@@ -20,6 +20,7 @@ from jaxlora.train.capacity import Bounds, Capacity, as_begun
 from jaxlora.train.memory import DeviceMemory, Footprint
 from jaxlora.train.run_folder import write_run_record
 from jaxlora.train.saved_run import RunIdentity, RunRecord
+from jaxlora.train.step import compiled_steps
 
 
 @pytest.fixture
@@ -195,6 +196,7 @@ def test_a_run_that_is_resumed_keeps_its_blocks(config):
 
 def test_what_is_measured_is_not_compiled_again(config, model, caplog):
     caplog.set_level(logging.DEBUG)
+    compiled_steps.cache_clear()  # as if no other run of this process had come before
     with jax.log_compiles():
         Trainer(config(), model).train()
     compiled = [r for r in caplog.messages if "XLA compilation of jit(accumulate)" in r]

@@ -87,11 +87,10 @@ def interrupt(trainer):
 
 
 def test_a_second_trainer_of_the_same_shapes_compiles_nothing(make_trainer):
-    first = make_trainer("first").train()
+    make_trainer("first").train()
     with counting() as (compiled, _):
         second = make_trainer("second").train()
     assert {name: compiled[name] for name in RUN} == dict.fromkeys(RUN, 0)
-    assert first.num_compilations in (0, 4)
     assert second.num_compilations == 0
 
 

@@ -196,10 +196,9 @@ def test_exports_from_a_checkpoint(make_run, tmp_path):
         pass
 
     def stop(trainer):
-        if wanted:
-            raise Enough  # the checkpoint of the round before is being written
         if trainer.runs[0].progress.status == "finished":
             wanted.update(trainer._table.read(1, trainer.runs[1].start).modules)
+            raise Enough  # a checkpoint of this round is written before it leaves
 
     with pytest.raises(Enough):
         trainer.train(on_window=stop)

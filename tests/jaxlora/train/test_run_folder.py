@@ -133,7 +133,7 @@ def test_a_run_without_its_checkpoints(config, model):
 
 
 def test_jobs_that_were_added_are_part_of_the_run(config, model):
-    """Also before the next checkpoint."""
+    """Also where there is no checkpoint that says so."""
     changes = {"jobs": config.jobs[1:], "checkpoint_every": None}
     one = config.model_copy(update=changes)
 
@@ -148,6 +148,9 @@ def test_jobs_that_were_added_are_part_of_the_run(config, model):
 
     with pytest.raises(Killed):
         Trainer(one, model).train(on_window=add)
+    with pytest.raises(CheckpointError, match="job 'late' is in the checkpoint but"):
+        Trainer(one, model).train(resume=True)
+    shutil.rmtree(pathlib.Path(one.output_dir) / "checkpoints")
     with pytest.raises(CheckpointError, match=r"job 'late' is in run\.json but"):
         Trainer(one, model).train(resume=True)
 
