@@ -118,7 +118,8 @@ def read_records(name: str, **options) -> Callable[[pathlib.Path], None]:
             "max_length": 64,
             "eval_fraction": 0.2,
         }
-        (job,) = run_config({"model": "m", "jobs": [asked]}).jobs
+        run = {"model": "m", "jobs": [asked]}
+        (job,) = run_config(run, where=str(folder)).jobs
         tokenizer = load_tokenizer(folder / "model")
         for which in ("train", "eval"):
             tokenize_job(job, tokenizer, which).summary()
