@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, UInt
 from pallas_kernels.dropout import inverse_keep, threshold
 
 RANK_STEP = 64  # ranks of one step of the kernels' LoRA products
+_ROWS = ("factor", "chunks", "threshold")
 
 
 @typing.no_type_check  # JAX rebuilds it around things that are no arrays
@@ -31,21 +32,26 @@ class KernelSettings:
         place: Index of this projection among the P, an array of one element.
     """
 
-    factor: Float[Array, "P G"]
-    chunks: Int[Array, "P G"]
-    threshold: UInt[Array, "P G"]
+    factor: Float[Array, "P G"] | None
+    chunks: Int[Array, "P G"] | None
+    threshold: UInt[Array, "P G"] | None
     place: Int[Array, " 1"] | None
+
+    def only(self, *names: str) -> "KernelSettings":
+        """The same with None for rows that a kernel does not read.
+
+        XLA's compile time grows with the number of a kernel's operands.
+        """
+        unread = {name: None for name in _ROWS if name not in names}
+        return dataclasses.replace(self, **unread)
 
     def here(self) -> "KernelSettings":
         """This projection's rows, G each. Inside a kernel: it reads `place`."""
         refs: Any = self
         place = refs.place[0]
-        return KernelSettings(
-            factor=refs.factor.at[place],
-            chunks=refs.chunks.at[place],
-            threshold=refs.threshold.at[place],
-            place=None,
-        )
+        given = {name: getattr(refs, name) for name in _ROWS}
+        rows = {k: None if ref is None else ref.at[place] for k, ref in given.items()}
+        return KernelSettings(**rows, place=None)
 
 
 def kernel_settings(

@@ -25,7 +25,6 @@ from pallas_kernels.mosaic.ring import (
     Ring,
     zeros_like,
 )
-from pallas_kernels.settings import KernelSettings
 
 TILE_ROWS = COMPUTE * ROWS
 
@@ -48,7 +47,7 @@ class Expand:
         b: G R N, or G N R when `transposed`, of each projection.
         y: The result, T N; zero in the rows of nobody.
         slot: Slot of each block of 64 rows, -1 for padding.
-        settings: Of the slots, for each projection.
+        settings: `KernelSettings` of each projection, its rows of the slots alone.
         bias: N, or None.
         masks: Dropout of s B, of each projection; empty: none.
         transposed: Whether w and b are stored so.
@@ -63,7 +62,7 @@ class Expand:
     b: tuple
     y: Any
     slot: Any
-    settings: tuple[KernelSettings, ...]
+    settings: tuple
     bias: Any
     masks: tuple[Mask, ...]
     transposed: bool

@@ -128,7 +128,6 @@ def _each_item(work: Work, role: Role, deal: _Deal, do):
     return lax.fori_loop(0, deal.count, one, start)[0]
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "num_sms", "apart", "interpret"))
 def launch(
     works: Sequence[Work],
     *,
@@ -139,7 +138,9 @@ def launch(
 ) -> list[dict[str, Any]]:
     """Runs a kernel that does each work's items, one work after the other.
 
-    It is traced and compiled once for all calls with works of like shapes.
+    It is traced and compiled once for all calls with works of like shapes. An array
+    that several operands share is one operand of the kernel: XLA's compile time grows
+    with their number.
 
     Args:
         works: What to do. A multiprocessor goes on to the next as soon as it is done
@@ -152,13 +153,43 @@ def launch(
     Returns:
         The results of each work, by name.
     """
-    ins, in_tree = jax.tree.flatten([work.operands for work in works])
+    arrays, tree = jax.tree.flatten(list(works))
+    shared = {id(array): array for array in arrays}
+    place = {key: i for i, key in enumerate(shared)}
+    return _launch(
+        list(shared.values()),
+        tree=tree,
+        places=tuple(place[id(array)] for array in arrays),
+        dtype=dtype,
+        num_sms=num_sms,
+        apart=apart,
+        interpret=interpret,
+    )
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("tree", "places", "dtype", "num_sms", "apart", "interpret"),
+)
+def _launch(
+    ins: list[jax.Array],
+    *,
+    tree: Any,
+    places: tuple[int, ...],
+    dtype: DTypeLike,
+    num_sms: int,
+    apart: int,
+    interpret: Any,
+) -> list[dict[str, Any]]:
+    """The kernel of `tree`'s works, whose i-th operand is the places[i]-th array."""
+    works: list[Work] = jax.tree.unflatten(tree, [ins[i] for i in places])
+    in_tree = jax.tree.structure([work.operands for work in works])
     types, out_tree = jax.tree.flatten([dict(work.out_types) for work in works])
 
     def body(*refs):
         outs = jax.tree.unflatten(out_tree, refs[len(ins) : len(ins) + len(types)])
         stages, barriers, done = refs[len(ins) + len(types) :]
-        operands = jax.tree.unflatten(in_tree, refs[: len(ins)])
+        operands = jax.tree.unflatten(in_tree, [refs[i] for i in places])
         wg, sm = lax.axis_index("wg"), lax.axis_index("sm")
         todo = []
         for i, work in enumerate(works):

@@ -24,7 +24,7 @@ from pallas_kernels.mosaic.expand import TILE_ROWS, Expand
 from pallas_kernels.mosaic.launch import Work, launch
 from pallas_kernels.mosaic.mask import Mask, mask_of
 from pallas_kernels.mosaic.outer import TILE_COLUMNS, Outer
-from pallas_kernels.mosaic.parts import add_parts, parts_of
+from pallas_kernels.mosaic.parts import Parts, add_parts, parts_of
 from pallas_kernels.mosaic.ring import COLUMNS, ROWS, STEP, RingShape
 from pallas_kernels.mosaic.routing import Blocks, blocks_of
 from pallas_kernels.mosaic.shrink import Shrink
@@ -97,7 +97,7 @@ def shrink(x, a, settings, blocks: Blocks, masks) -> list:
             "x": x,
             "a": tuple(a),
             "slot": blocks.slot,
-            "settings": tuple(settings),
+            "settings": _read(settings, "factor", "chunks", masks=masks),
             "masks": tuple(masks),
         },
         out_types=(("s", tuple(out)),),
@@ -151,6 +151,7 @@ def expand_work(
         role=Expand,
         operands={
             **by_field,
+            "settings": _read(by_field["settings"], "chunks", masks=masks),
             "layer": layer,
             "slot": blocks.slot,
             "bias": bias,
@@ -166,25 +167,33 @@ def expand_work(
     )
 
 
+def _read(
+    settings: Sequence[KernelSettings], *names: str, masks: Sequence[Mask]
+) -> tuple[KernelSettings, ...]:
+    """What a kernel reads of the settings: these rows and, with masks, thresholds."""
+    names += ("threshold",) if masks else ()
+    return tuple(one.only(*names) for one in settings)
+
+
 def outer_work(
     wide, narrow, settings, blocks: Blocks, masks, *, transposed, splits=None
-) -> Work:
-    """wide' narrow of each slot and projection; see `Outer`.
+) -> tuple[Work, Parts]:
+    """wide' narrow of each slot and projection, and its parts; see `Outer`.
 
     `splits`: None: the table's.
     """
     k, r = wide.shape[1], narrow[0].shape[1]
     splits = splits or splits_for(_device_kind(), k, num_sms())
     parts = parts_of(blocks, splits)
-    shape = (parts.slot.shape[0], *((r, k) if transposed else (k, r)))
-    return Work(
+    shape = (parts.items.slot.shape[0], *((r, k) if transposed else (k, r)))
+    work = Work(
         role=Outer,
         operands={
             "wide": wide,
             "narrow": tuple(narrow),
             "order": blocks.order,
-            "parts": parts,
-            "settings": tuple(settings),
+            "parts": parts.items,
+            "settings": _read(settings, "chunks", masks=masks),
             "masks": tuple(masks),
         },
         out_types=(("out", (jax.ShapeDtypeStruct(shape, jnp.float32),) * len(narrow)),),
@@ -192,6 +201,7 @@ def outer_work(
         ring=RingShape.outer(len(narrow), masked=bool(masks)),
         settings=(("splits", splits), ("transposed", transposed)),
     )
+    return work, parts
 
 
 def expand(*args, **kwargs) -> Array:
@@ -202,16 +212,18 @@ def expand(*args, **kwargs) -> Array:
 
 def outer(*args, **kwargs) -> list[Array]:
     """The results of `outer_work`, launched alone."""
-    work = outer_work(*args, **kwargs)
-    return _gradients(work, _run([work], work.operands["wide"].dtype)[0])
+    work, parts = outer_work(*args, **kwargs)
+    return _gradients(work, parts, _run([work], work.operands["wide"].dtype)[0])
 
 
-def _gradients(work: Work, made: dict[str, Any]) -> list[Array]:
-    parts, splits = work.operands["parts"], dict(work.settings)["splits"]
+def _gradients(work: Work, parts: Parts, made: dict[str, Any]) -> list[Array]:
+    splits = dict(work.settings)["splits"]
     return [add_parts(sums, parts, splits) for sums in made["out"]]
 
 
-def _expand_beside(wide: Work, outers: list[Work]) -> tuple[Array, list[list[Array]]]:
+def _expand_beside(
+    wide: Work, outers: list[tuple[Work, Parts]]
+) -> tuple[Array, list[list[Array]]]:
     """Launches a wide product and gradients, of which some fill what it leaves idle."""
     outers, alone = outers[:_MOST_BESIDE], outers[_MOST_BESIDE:]
     y, num_blocks = dict(wide.out_types)["y"], wide.operands["slot"].shape[0]
@@ -222,16 +234,16 @@ def _expand_beside(wide: Work, outers: list[Work]) -> tuple[Array, list[list[Arr
             steps=num_blocks / dict(work.settings)["splits"],
             masks=len(work.operands["masks"]),
         )
-        for work in outers
+        for work, _ in outers
     ]
     plan = beside(wide.items, math.ceil(k / STEP), gradients, num_sms())
     works = [wide]
-    for work, items in zip(outers, plan.items, strict=True):
+    for (work, _), items in zip(outers, plan.items, strict=True):
         works.append(dataclasses.replace(work, beside=items))
     made = _run(works, y.dtype, plan.apart)
-    made += [_run([work], y.dtype)[0] for work in alone]
-    gradients = map(_gradients, (*outers, *alone), made[1:])
-    return made[0]["y"], list(gradients)
+    made += [_run([work], y.dtype)[0] for work, _ in alone]
+    each = zip((*outers, *alone), made[1:], strict=True)
+    return made[0]["y"], [_gradients(*outer, sums) for outer, sums in each]
 
 
 def _device_kind() -> str:

@@ -24,7 +24,6 @@ from pallas_kernels.mosaic.ring import (
     most_chunks,
     zeros_like,
 )
-from pallas_kernels.settings import KernelSettings
 
 TILE_COLUMNS = COMPUTE * STEP
 
@@ -45,7 +44,7 @@ class Outer:
             `add_parts`.
         order: Blocks of 64 rows sorted by slot.
         parts: Of the rows.
-        settings: Of the slots, for each projection.
+        settings: `KernelSettings` of each projection, its rows of the slots alone.
         masks: Dropout of wide, of each projection; empty: none.
         splits: How many share the parts of one tile.
         transposed: Whether out is P R K.
@@ -57,7 +56,7 @@ class Outer:
     out: tuple
     order: Any
     parts: Any
-    settings: tuple[KernelSettings, ...]
+    settings: tuple
     masks: tuple[Mask, ...]
     splits: int
     transposed: bool

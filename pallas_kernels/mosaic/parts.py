@@ -15,25 +15,36 @@ _PART_BLOCKS = 8  # a part of fewer blocks costs more to add up than it saves
 @typing.no_type_check  # JAX rebuilds it around references
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Parts:
-    """The parts of all slots, one slot's after the other's.
-
-    How many parts a slot has, and what is in them, depends on its own rows alone, so
-    that the order of a sum does not depend on neighbours.
+class PartItems:
+    """The parts of all slots as the kernel reads them, one slot's after the other's.
 
     Attributes:
         slot: Whose each part is, P.
         begin: Where its blocks start in `Blocks.order`, P.
         count: How many blocks it has, P.
-        total: How many parts there are, 1; what is behind them is nobody's.
-        first: Where each slot's parts start, G.
-        number: How many parts each slot has, G.
+        total: How many parts there are, 1; entries behind them are unused.
     """
 
     slot: Int[Array, " P"]
     begin: Int[Array, " P"]
     count: Int[Array, " P"]
     total: Int[Array, " 1"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The parts of all slots, and how to add them up.
+
+    How many parts a slot has, and what is in them, depends on its own rows alone, so
+    that the order of a sum does not depend on neighbours.
+
+    Attributes:
+        items: The parts.
+        first: Where each slot's parts start, G.
+        number: How many parts each slot has, G.
+    """
+
+    items: PartItems
     first: Int[Array, " G"]
     number: Int[Array, " G"]
 
@@ -53,7 +64,8 @@ def parts_of(blocks: Blocks, most: int) -> Parts:
     part = index - first[slot]
     pieces = jnp.maximum(number[slot], 1)
     begin, after = (own[slot] * n // pieces for n in (part, part + 1))
-    return Parts(slot, start[slot] + begin, after - begin, end[-1:], first, number)
+    items = PartItems(slot, start[slot] + begin, after - begin, end[-1:])
+    return Parts(items, first, number)
 
 
 def add_parts(

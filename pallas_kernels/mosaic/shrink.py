@@ -17,7 +17,6 @@ from pallas_kernels.mosaic.mask import (
     load_tokens,
 )
 from pallas_kernels.mosaic.ring import COMPUTE, ROWS, STEP, Ring, most_chunks
-from pallas_kernels.settings import KernelSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Shrink:
         a: G R K, of each projection.
         s: The results, T R.
         slot: Slot of each block of 64 rows, -1 for padding.
-        settings: Of the slots, for each projection.
+        settings: `KernelSettings` of each projection, its rows of the slots alone.
         masks: Dropout of x, of each projection; empty: none.
     """
 
@@ -43,7 +42,7 @@ class Shrink:
     a: tuple
     s: tuple
     slot: Any
-    settings: tuple[KernelSettings, ...]
+    settings: tuple
     masks: tuple[Mask, ...]
 
     def _place(self, item):

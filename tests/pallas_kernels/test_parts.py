@@ -24,9 +24,9 @@ def parts(owner, most):
 def test_each_block_is_in_one_part_of_its_slot(owner, most):
     found, blocks = parts(owner, most)
     seen = []
-    for i in range(int(found.total[0])):
-        first, slot = int(found.begin[i]), int(found.slot[i])
-        mine = blocks.order[first : first + int(found.count[i])].tolist()
+    for i in range(int(found.items.total[0])):
+        first, slot = int(found.items.begin[i]), int(found.items.slot[i])
+        mine = blocks.order[first : first + int(found.items.count[i])].tolist()
         assert mine and all(owner[block] == slot for block in mine)
         assert found.first[slot] <= i < found.first[slot] + found.number[slot]
         seen += mine
@@ -43,8 +43,8 @@ def test_each_block_is_in_one_part_of_its_slot(owner, most):
 def test_the_parts_of_a_slot_depend_on_its_own_rows_alone(own, before, after):
     def counts(owner):
         found, _ = parts(owner, 4)
-        mine = np.asarray(found.slot)[: int(found.total[0])] == 0
-        return np.asarray(found.count)[: len(mine)][mine].tolist()
+        mine = np.asarray(found.items.slot)[: int(found.items.total[0])] == 0
+        return np.asarray(found.items.count)[: len(mine)][mine].tolist()
 
     assert counts([*before, *[0] * own, *after]) == counts([0] * own)
 
@@ -53,7 +53,7 @@ def test_the_parts_of_a_slot_depend_on_its_own_rows_alone(own, before, after):
 def test_what_nobody_wrote_is_not_added(most):
     found, _ = parts([0] * 41 + [3] * 3, most)
     mine = min(most, 5)
-    sums = np.full((found.slot.shape[0], 2), np.nan, np.float32)
+    sums = np.full((found.items.slot.shape[0], 2), np.nan, np.float32)
     sums[: mine + 1] = np.random.default_rng(0).integers(1, 99, (mine + 1, 2))
     got = add_parts(jnp.array(sums), found, most)
     wanted = np.zeros((NUM_SLOTS, 2))
