@@ -229,7 +229,7 @@ class Decoder(nnx.Module):
 
 
 def _rematerialized(run: Callable, layer: DecoderLayer, h):
-    """Runs `run(layer, h)` and keeps only h, from which the backward pass recomputes."""
+    """Runs `run(layer, h)`, keeps only h, and recomputes the rest in backward."""
     graph, state = nnx.split(layer)
 
     def pure(state, h):

@@ -7,7 +7,6 @@ So every name, number and shape that is read is checked as if a user had typed i
 import dataclasses
 import datetime
 import json
-import math
 import pathlib
 import re
 import unicodedata
@@ -224,11 +223,6 @@ class SavedCheckpoint:
                 for layer in layers.split(","):
                     ranks[f"model.layers.{layer}.{module}"] = rank
         return ranks
-
-    @property
-    def num_values(self) -> int:
-        """Numbers in each of the arrays."""
-        return sum(math.prod(shape) for shape in self.layout.values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
