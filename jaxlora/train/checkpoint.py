@@ -160,7 +160,7 @@ class Checkpoints:
         return found.number, found.run, AdapterState(**tables, pending=state.pending)
 
     def _check_slots(self, found: ReadCheckpoint, now: dict[str, list[int]]) -> None:
-        """Checks that the tables are of the same linears; equal sizes do not show it."""
+        """Checks that tables are of the same linears, as equal sizes do not show it."""
         if found.layout == now:
             return
         tables = [
