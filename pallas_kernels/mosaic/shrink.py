@@ -34,7 +34,7 @@ class Shrink:
         a: G R K, of each projection.
         s: The results, T R.
         slot: Slot of each block of 64 rows, -1 for padding.
-        settings: Of the slots, for each projection.
+        settings: Settings of the slots, for each projection.
         masks: Dropout of x, of each projection; empty: none.
     """
 
