@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxlora.adapter import Adapter
 from jaxlora.config import LoraJob, RunConfig
@@ -91,9 +92,8 @@ def warn_of_positions(
         held_out: Held-out samples of the job, if any.
         positions: The model's `max_position_embeddings`.
     """
-    datasets = filter(None, (train, held_out))
-    lengths = [len(s.token_ids) for data in datasets for s in data.samples]
-    num_beyond = sum(length > positions for length in lengths)
+    lengths = _lengths(train, held_out)
+    num_beyond = np.count_nonzero(lengths > positions)
     if num_beyond:
         logger.warning(
             "%s: %d of %d samples are longer than the %d positions that the model was "
@@ -103,9 +103,13 @@ def warn_of_positions(
             num_beyond,
             len(lengths),
             positions,
-            max(lengths),
+            lengths.max(),
             positions,
         )
+
+
+def _lengths(train: TokenizedData, held_out: TokenizedData | None) -> np.ndarray:
+    return np.concatenate([d.lengths for d in (train, held_out) if d is not None])
 
 
 def _check_asked(job: LoraJob, start: Adapter, model: BaseModel) -> None:
@@ -292,8 +296,7 @@ def check_lengths(
     Raises:
         ConfigError: A sample is longer.
     """
-    datasets = filter(None, (train, held_out))
-    longest = max(int(data.lengths.max()) for data in datasets)
+    longest = _lengths(train, held_out).max()
     if longest > room:
         raise ConfigError(
             f"job {name!r} has a sample of {longest} tokens, and this run takes "
