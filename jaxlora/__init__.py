@@ -1,6 +1,6 @@
 """Train many LoRA adapters at once on one frozen language model.
 
-From a base model and a list of jobs to PEFT folders:
+This trains a list of jobs on a base model and writes one PEFT folder for each:
 
     import jaxlora
 

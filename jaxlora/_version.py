@@ -1,4 +1,4 @@
-"""The installed version; imported first, so that a bare checkout says what it lacks."""
+"""The installed version. It is imported first, so a bare checkout fails clearly."""
 
 import importlib.metadata
 import pathlib

@@ -1,4 +1,4 @@
-"""Files and folders that are there whole, or not at all."""
+"""Atomic writes: a file or folder is on the disk completely, or not at all."""
 
 import contextlib
 import errno
@@ -14,7 +14,7 @@ import safetensors
 
 from jaxlora.errors import StorageError
 
-# Names of temporary files and folders end so, and nothing else's do.
+# Names of temporary files and folders end with this suffix, and no other names do.
 _SUFFIX = ".jaxlora-tmp"
 _LEFTOVER = re.compile(rf"\..+\.[0-9a-f]{{8}}{re.escape(_SUFFIX)}")
 # Directories cannot be synced on some file systems, which then need no syncing.
@@ -22,21 +22,21 @@ _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
-    """Writes a file so that a reader sees the old text or the new, never a part.
+    """Writes a text file so that a reader sees the old or the new text, never a part.
 
     Raises:
-        StorageError: The file cannot be written; what was there before still is.
+        StorageError: The file cannot be written; the old file is unchanged.
     """
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: str | os.PathLike, data: bytes) -> None:
-    """The same with bytes."""
+    """Writes a file of bytes in the same way as `write_text`."""
     path = pathlib.Path(path)
     with explaining(path):
         make_folder(path.parent)
         temporary = _temporary_name(path)
-        # 0o666 less the umask, which the kernel takes off: as for any new file.
+        # The kernel takes the umask off these permissions, as for any new file.
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             with os.fdopen(handle, "wb") as file:
@@ -53,10 +53,10 @@ def write_bytes(path: str | os.PathLike, data: bytes) -> None:
 
 @contextlib.contextmanager
 def new_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
-    """A folder that appears under `path` when the block ends well, and never before.
+    """Yields a folder that gets the name `path` when the block ends without an error.
 
     Raises:
-        FileExistsError: There is something at `path` already.
+        FileExistsError: `path` exists already.
         StorageError: The folder cannot be written.
     """
     path = pathlib.Path(path)
@@ -74,10 +74,10 @@ def new_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def replace_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
-    """A folder that takes the place of `path` when the block ends well.
+    """Yields a folder that replaces `path` when the block ends without an error.
 
-    Until then what is at `path` stays whole. A kill between the two renames leaves it
-    under a name ending in `.old`; the next call puts it back.
+    Until then the old folder stays complete. A kill between the two renames leaves the
+    old folder under a name that ends in `.old`; the next call puts it back.
 
     Raises:
         StorageError: There is a file or a symbolic link at `path`, or the folder
@@ -97,7 +97,7 @@ def replace_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
 
 
 def check_no_file(path: pathlib.Path) -> None:
-    """Refuses what is neither a folder nor nothing: it would be lost, or followed.
+    """Refuses a file, which would be lost, and a link, which would be followed.
 
     Raises:
         StorageError: There is a file or a symbolic link at `path`.
@@ -111,7 +111,7 @@ def check_no_file(path: pathlib.Path) -> None:
 
 
 def recover_folder(path: pathlib.Path) -> None:
-    """Ends a replacement that a kill cut short between its two renames."""
+    """Completes a replacement that was killed between its two renames."""
     old = _old_name(path)
     if not old.is_dir():
         return
@@ -123,19 +123,19 @@ def recover_folder(path: pathlib.Path) -> None:
 
 
 def standing_folder(path: pathlib.Path) -> pathlib.Path:
-    """Where a folder is whole, also if its replacement was cut short."""
+    """Returns where the complete folder is, even if its replacement was killed."""
     old = _old_name(path)
     return old if not path.exists() and old.is_dir() else path
 
 
 def remove_leftovers(folder: pathlib.Path, *, alone: bool = False) -> None:
-    """Removes what killed processes left half written directly in a folder.
+    """Removes incomplete files and folders that killed processes left in a folder.
 
     Args:
-        folder: May not exist.
-        alone: Nobody else writes in this folder. Otherwise what a living process is
-            writing is left alone, and so is everything where the file system cannot
-            say whether one is.
+        folder: The folder; it need not exist. Its subfolders are not searched.
+        alone: Whether the caller knows that no other process writes in this folder.
+            Otherwise temporary files of a live process are kept, and so are all
+            temporary files on a file system without locks.
     """
     if not folder.is_dir():
         return
@@ -162,7 +162,7 @@ def _is_in_use(path: pathlib.Path) -> bool:
 
 
 def _try_lock(handle: int) -> bool:
-    """Marks an open file or folder as in use until it is closed, if nobody else has."""
+    """Locks an open file or folder until it is closed; False if another holds it."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # held, or a file system without locks
@@ -195,7 +195,7 @@ def _old_name(path: pathlib.Path) -> pathlib.Path:
 
 
 def make_folder(folder: pathlib.Path) -> None:
-    """Makes a folder and those above it, and puts their names on the disk."""
+    """Makes a folder and its missing parents, and syncs their names to the disk."""
     missing = []
     while not folder.exists():
         missing.append(folder)
@@ -208,10 +208,10 @@ def make_folder(folder: pathlib.Path) -> None:
 
 
 def sync_files(folder: pathlib.Path) -> None:
-    """Returns when a new folder and the files directly in it are on the disk.
+    """Syncs a new folder and the files directly in it to the disk.
 
-    Also gives the files the permissions of any new file, as the folder has those of
-    any new folder: safetensors writes files that only their owner can read.
+    It also gives the files the usual permissions of a new file, because safetensors
+    writes files that only their owner can read.
     """
     mode = folder.stat().st_mode & 0o666
     for file in folder.iterdir():
@@ -222,7 +222,7 @@ def sync_files(folder: pathlib.Path) -> None:
 
 
 def sync_folder(folder: pathlib.Path) -> None:
-    """Returns when the names in a folder are on the disk."""
+    """Syncs the names in a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -235,7 +235,7 @@ def sync_folder(folder: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def explaining(path: pathlib.Path) -> Iterator[None]:
-    """Turns the system's refusals to write `path` into a `StorageError`."""
+    """Raises errors of the system on writing `path` as `StorageError`."""
     try:
         yield
     except (StorageError, FileExistsError):
@@ -251,7 +251,7 @@ def explaining(path: pathlib.Path) -> Iterator[None]:
 
 
 def _is_elsewhere(error: Exception, path: pathlib.Path) -> bool:
-    """Whether an error is about another file, such as one that was to be copied."""
+    """Whether an error is about another file, such as the source of a copy."""
     file = getattr(error, "filename", None)
     if not isinstance(file, str | bytes):
         return False
@@ -262,7 +262,7 @@ def _is_elsewhere(error: Exception, path: pathlib.Path) -> bool:
 
 
 def _os_number(error: Exception) -> int | None:
-    """The system's number of an error; safetensors only has it in its text."""
+    """Returns the errno of an error, which safetensors only gives in the text."""
     if isinstance(error, OSError):
         return error.errno
     found = re.search(r"\(os error (\d+)\)", str(error))

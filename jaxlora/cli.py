@@ -17,7 +17,7 @@ from jaxlora.errors import JaxloraError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status: 0, 1 for an error, 130 for Ctrl-C."""
-    # No name of a file ends a command because the terminal cannot show it.
+    # A file name that the terminal cannot show must not end the command with an error.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     arguments = _parser().parse_args(argv)
@@ -50,12 +50,12 @@ def _set_up_logging(verbose: bool) -> None:
     logger.addHandler(handler)
     logger.propagate = False
     warnings.showwarning = _log_warning
-    # Orbax tells of every phase of every save.
+    # Orbax logs every phase of every save.
     logging.getLogger("absl").setLevel(logging.ERROR)
 
 
 def _log_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """One line of the log, without the place in the code that warned."""
+    """Logs a warning on one line, without the place in the code that raised it."""
     from jaxlora.train.compilation_cache import in_words
 
     logging.getLogger("jaxlora").warning("%s", in_words(str(message)))

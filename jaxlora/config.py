@@ -1,4 +1,4 @@
-"""What a user may say: one `LoraJob` an adapter, one `RunConfig` a run."""
+"""The user's settings: a `LoraJob` for each adapter and a `RunConfig` for the run."""
 
 import re
 from typing import Annotated, Literal
@@ -59,10 +59,10 @@ class DataConfig(Strict):
         loss_on: Train on the completion's (assistant's) tokens only, or on all.
         append_eos: End plain text and completions outside chat templates with the
             tokenizer's end-of-sequence token.
-        limit: Use only the first so many records.
+        limit: Number of records to use, from the first; None: all.
         bad_records: What to do with a record that cannot be used, such as one without
             the field or one that the chat template refuses: `error` ends the run
-            before it trains and names the record; `drop` leaves it out, and counts it.
+            before it trains and names the record; `drop` leaves it out and counts it.
     """
 
     path: str
@@ -121,13 +121,16 @@ class LoraJob(Strict):
         max_length: Longest sample in tokens.
         too_long: What to do with a longer sample.
         shuffle: Permute the records anew in each epoch, by `seed`.
-        seed: Of the initial A, the order of the data and the dropout masks.
+        seed: Random seed for the initial A, the order of the data and the dropout
+            masks.
         eval_every: Optimiser steps between evaluations; None: start and end only.
-        early_stopping: Stop after so many evaluations without improvement.
-        early_stopping_delta: An improvement is at least this much, in nats a token.
+        early_stopping: Number of evaluations without improvement after which the job
+            stops; None: never.
+        early_stopping_delta: Smallest decrease of the loss that counts as an
+            improvement, in nats per token.
         keep_best: Export the weights of the best evaluation, not the last.
-        priority: Of jobs that wait for a slot, higher ones start first; among equals,
-            first come first served.
+        priority: Waiting jobs of higher priority get a slot first; equal ones in the
+            order in which they are given.
     """
 
     name: str
@@ -226,23 +229,24 @@ class RunConfig(Strict):
             `auto` takes the most that fits the device's memory and can be filled.
         block_tokens: Tokens of a block; each job's part of a microbatch fills whole
             blocks.
-        dtype: Of the base weights and activations; `auto` is bfloat16 on a GPU and
-            float32 on a CPU.
-        remat: What of each layer the backward pass computes again, for less memory:
+        dtype: Dtype of the base weights and activations; `auto` is bfloat16 on a GPU
+            and float32 on a CPU.
+        remat: Part of each layer that the backward pass recomputes to save memory:
             `none`, `mlp` (with its norm), or `layer`.
         implementation: Which LoRA kernels run: `mosaic` (Hopper) or `xla` (anywhere);
             `auto` takes `mosaic` where it can run every adapted linear.
-        attention: What runs attention: `cudnn` (Hopper and newer) or `xla` (anywhere);
-            `auto` takes `cudnn` where it can run the model.
-        window_steps: Optimiser steps of each job that are packed together: a window.
-            More fill microbatches better; jobs start, checkpoints are written and an
-            interrupt ends the run between windows.
-        packer: What packs a window: `joint`; `greedy`, one step of every job at a time;
-            or `lorafusion`, LoRAFusion's algorithm.
+        attention: Attention implementation: `cudnn` (Hopper and newer) or `xla`
+            (anywhere); `auto` takes `cudnn` where it can run the model.
+        window_steps: Optimiser steps of each job that are packed together, as one
+            window. Longer windows fill microbatches better. Jobs start, checkpoints
+            are written and an interrupt takes effect only between windows.
+        packer: Packing algorithm for a window: `joint` packs all its steps together;
+            `greedy` packs one step of every job at a time; `lorafusion` is LoRAFusion's
+            algorithm.
         checkpoint_every: Rounds (one optimiser step of every running job) between
             checkpoints, each at the end of its window; None: only at the end and when
             interrupted.
-        keep_checkpoints: How many to keep.
+        keep_checkpoints: Number of checkpoints to keep.
         log_every: Rounds between lines of the training log, each at the end of its
             window.
     """
@@ -269,7 +273,7 @@ class RunConfig(Strict):
 
     @property
     def limits(self) -> Limits:
-        """What a microbatch may hold; `microbatch_tokens` must be a number by now."""
+        """Limits of a microbatch; `microbatch_tokens` must be a number, not `auto`."""
         assert isinstance(self.microbatch_tokens, int), "auto is not settled yet"
         return Limits(capacity=self.microbatch_tokens, block_tokens=self.block_tokens)
 

@@ -1,4 +1,4 @@
-"""Terminals: texts are printed as they are, with the characters that there are."""
+"""Printing to terminals without markup, and with characters that they can encode."""
 
 from collections.abc import Iterator
 
@@ -6,25 +6,25 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-# Where a terminal has no such characters.
+# Substitutes for characters that a terminal cannot encode.
 _PLAINER = str.maketrans({"→": "->", "…": "~", "·": "-"})
 
-# Log lines and progress bars share it, so that neither tears the other.
+# Log lines and progress bars share one console, so that neither overwrites the other.
 stderr = Console(stderr=True, markup=False, emoji=False, highlight=False)
 
 
 def literal(value: object) -> Text:
-    """A text for rich in which brackets and colons stand for themselves."""
+    """Returns a text that rich prints literally, without markup or emoji codes."""
     return Text(str(value))
 
 
 def show(console: Console, shown: RenderableType, **options) -> None:
-    """Prints a table or a text, with nothing that the terminal cannot encode.
+    """Prints a table or a text, with substitutes for what the terminal cannot encode.
 
     Args:
         console: Where to print.
         shown: A text is printed as it is, without markup.
-        **options: Those of `Console.print`.
+        **options: Options of `Console.print`.
     """
     if isinstance(shown, str):
         shown = literal(shown)
@@ -32,7 +32,7 @@ def show(console: Console, shown: RenderableType, **options) -> None:
 
 
 class _Encodable:
-    """Something to print, with substitutes for what the terminal cannot encode."""
+    """A renderable with substitutes for characters that the terminal cannot encode."""
 
     def __init__(self, inner: RenderableType):
         self._inner = inner

@@ -1,11 +1,11 @@
-"""Errors that a user can meet and cure. Each is a ValueError with a sentence."""
+"""Errors that the user can correct. Each is a ValueError whose text is a sentence."""
 
 
 class JaxloraError(ValueError):
-    """Something in the user's input is wrong; the text says what and how to mend it."""
+    """The user's input is wrong; the text says what is wrong and how to correct it."""
 
     def __str__(self) -> str:
-        # A damaged file may hold half of a surrogate pair, which no terminal can print.
+        # A damaged file may hold a lone surrogate, which no terminal can print.
         return super().__str__().encode("utf-8", "backslashreplace").decode()
 
 
@@ -30,4 +30,4 @@ class CheckpointError(JaxloraError):
 
 
 class StorageError(JaxloraError, OSError):
-    """A file or folder cannot be written; what was there before is whole."""
+    """A file or folder cannot be written; what was there before is unchanged."""

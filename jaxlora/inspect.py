@@ -1,4 +1,4 @@
-"""What a path holds: a model, an adapter, a run, or a run file."""
+"""Prints what a path holds: a model, an adapter, a run, or a run file."""
 
 import collections
 import dataclasses
@@ -28,7 +28,7 @@ def inspect_path(path: str, console: Console, *, revision: str | None = None) ->
         revision: Branch, tag or commit of a hub id.
 
     Raises:
-        JaxloraError: It is none of these, or is damaged.
+        JaxloraError: The path holds none of these, or what it holds is damaged.
     """
     place = pathlib.Path(path)
     try:
@@ -58,7 +58,7 @@ def _inspect(
 
 
 def _rows(console: Console, title: str, rows: dict[str, object]) -> None:
-    # Not as the table's title, which is broken where the table ends.
+    # This is no table title, because rich wraps a title at the table's width.
     show(console, title, soft_wrap=True)
     table = Table(show_header=False)
     for key, value in rows.items():

@@ -1,4 +1,4 @@
-"""JSON from files of strangers, with bounds on what Python cannot take."""
+"""Parses untrusted JSON, within the limits of Python's stack and integers."""
 
 import json
 import os
@@ -7,8 +7,8 @@ import reprlib
 import stat
 from typing import Any
 
-# Far more than any real file, and far less than what exhausts the stack when the value
-# is printed or written again.
+# Deepest nesting: far more than in any real file, and far less than what exhausts the
+# stack when the value is printed or written again.
 _MAX_DEPTH = 100
 
 _repr = reprlib.Repr(maxdict=6, maxlist=8, maxtuple=8, maxset=8, maxlevel=3)
@@ -17,10 +17,11 @@ _repr.maxlong = 60
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text.
+    """Parses a JSON text.
 
     Raises:
-        ValueError: The text is no JSON, nests too deep, or holds a number too long.
+        ValueError: The text is not JSON, nests too deep, or holds a number that is too
+            long.
     """
     try:
         value = json.loads(text)
@@ -40,12 +41,13 @@ def _is_deep(value: Any) -> bool:
 
 
 def read_json_file(path: pathlib.Path) -> Any:
-    """The value in a JSON file.
+    """Reads the value in a JSON file.
 
     Raises:
-        FileNotFoundError: There is nothing at `path`.
-        OSError: The file cannot be read, or is a link to nothing.
-        ValueError: It is no JSON in UTF-8, nests too deep, or holds a number too long.
+        FileNotFoundError: `path` does not exist.
+        OSError: The file cannot be read, or is a dangling link.
+        ValueError: The file is not JSON in UTF-8, nests too deep, or holds a number
+            that is too long.
     """
     try:
         check_regular_file(path)
@@ -58,13 +60,13 @@ def read_json_file(path: pathlib.Path) -> Any:
 
 
 def check_regular_file(path: pathlib.Path) -> None:
-    """Raises OSError where a path is missing or is no regular file, such as a pipe."""
+    """Raises OSError if a path is missing or is not a regular file but, say, a pipe."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError("it is no regular file")
 
 
 def shown(value: object) -> str:
-    """`repr` of a value from a file, cut where it is long."""
+    """Returns the `repr` of a value from a file, shortened if it is long."""
     try:
         return _repr.repr(value)
     except ValueError:  # Python prints no numbers of thousands of digits
@@ -72,6 +74,6 @@ def shown(value: object) -> str:
 
 
 def cut(error: BaseException, most: int = 300) -> str:
-    """The text of a library's error, which may quote the whole file."""
+    """Shortens the text of a library's error, which may quote the whole file."""
     text = str(error)
     return text if len(text) <= most else f"{text[:most]}..."

@@ -1,8 +1,9 @@
-"""Regular expressions from run files and adapter folders, within a budget of time.
+"""Matches regular expressions of run files and adapter folders, with a time limit.
 
-They mean what PEFT means by them, Python's `re`, which has no time-out: an expression
-such as `((a)+)+!` takes it time exponential in the length of a name. So `re` decides
-which expressions there are, and `regex`, which can be timed, matches them.
+The expressions have the meaning of Python's `re`, as in PEFT. But `re` has no time-out,
+and an expression such as `((a)+)+!` takes time exponential in the length of a name. So
+`re` decides which expressions are valid, and `regex`, which has a time-out, matches
+them.
 """
 
 import functools
@@ -15,30 +16,30 @@ import regex
 
 from jaxlora.errors import ConfigError
 
-# Ordinary expressions take microseconds for all names of a model.
+# Time budget; ordinary expressions take microseconds for all names of a model.
 _SECONDS = 1.0
-# `regex` writes repetitions out when it compiles: a{1000} nested four times would take
-# all memory.
+# `regex` expands repetitions when it compiles, so a{1000} nested four times would use
+# up the memory.
 _MAX_SIZE = 100_000
 _TOKEN = re.compile(
     r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?P<least>\d+)(?:,\d*)?\}|.", re.DOTALL
 )
-# `[[:alpha:]]` is a class and `{e<=1}` allows errors in `regex`, and neither in `re`.
+# In `regex`, `[[:alpha:]]` is a class and `{e<=1}` allows errors, unlike in `re`.
 _OTHER_MEANING = re.compile(r"\[:|\{(?!\d*,?\d*\})")
 
 
 class Patterns:
-    """Matches expressions of one origin; all matches together have a time budget.
+    """Matches the expressions of one source within a common time budget.
 
-    The budget is of processor time, so that a machine that is busy refuses nothing.
+    The budget counts processor time, so that nothing is refused on a busy machine.
     """
 
     def __init__(self, where: str, seconds: float = _SECONDS):
-        """Starts with the whole budget.
+        """Starts with the full budget.
 
         Args:
-            where: What the expressions belong to, for errors.
-            seconds: The budget.
+            where: Names the source of the expressions in errors.
+            seconds: Time budget.
         """
         self._where = where
         self._total = self._left = seconds
@@ -47,16 +48,16 @@ class Patterns:
         """Checks that a string is a regular expression.
 
         Args:
-            setting: What holds it, for the error.
+            setting: Name of the setting that holds the string, for the error.
             expression: The string.
             is_end: Whether it is for `ends` instead of `is_whole`.
 
         Raises:
-            ConfigError: It is none.
+            ConfigError: The string is not a regular expression.
         """
         try:
             _compiled(_name_end(expression) if is_end else expression)
-        # The last three are for flags that exclude each other, repetitions beyond 32
+        # The last three are raised for conflicting flags, repetitions beyond 32
         # bits and parentheses beyond the stack.
         except (
             re.error,
@@ -105,7 +106,7 @@ class Patterns:
 
 
 def _name_end(expression: str) -> str:
-    """The expression that PEFT makes of a key of a pattern."""
+    """Returns the expression by which PEFT matches a pattern's key to a name."""
     return rf"(.*\.)?({expression})$"
 
 
@@ -114,7 +115,7 @@ def _compiled(expression: str) -> regex.Pattern:
     if _written_out(expression) > _MAX_SIZE:
         raise re.error(f"written out, it has more than {_MAX_SIZE} parts")
     with warnings.catch_warnings():
-        # Sets that a later Python may read in another way.
+        # A warning says that later versions of Python may read a set differently.
         warnings.simplefilter("ignore", FutureWarning)
         re.compile(expression)
         if found := _OTHER_MEANING.search(expression):
@@ -123,7 +124,7 @@ def _compiled(expression: str) -> regex.Pattern:
 
 
 def _written_out(expression: str) -> int:
-    """About how many characters an expression has with its repetitions written out."""
+    """Estimates the length of an expression with its repetitions expanded."""
     groups, last = [0], 0
     for token in _TOKEN.finditer(expression):
         if token["least"]:

@@ -1,6 +1,6 @@
-"""What a run will do, before it runs: its microbatches, their fill, simulated time.
+"""Plans a run without training: its microbatches, their fill, and simulated time.
 
-Needs the tokenizer and the jobs' data, but no weights and no GPU.
+This needs the tokenizer and the jobs' data, but no weights and no GPU.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ _DRAWN_MICROBATCHES = 60
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class JobData:
-    """One job of a plan: its training samples, and those held out, if any."""
+    """One job of a plan: its training samples, and its held-out ones, if any."""
 
     job: LoraJob
     data: TokenizedData
@@ -71,12 +71,12 @@ class JobData:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """What is packed together: one window or, with stages, several.
+    """Samples that are packed together: one window or, with stages, several.
 
     Attributes:
-        samples: Jobs are named by their number in the run file.
-        schedule: Their microbatches.
-        fewest: No schedule has fewer microbatches.
+        samples: The samples; a job is identified by its number in the run file.
+        schedule: Microbatches of the samples.
+        fewest: Lower bound on the number of microbatches of any schedule.
         greedy: Microbatches of `packer: greedy`.
     """
 
@@ -91,10 +91,10 @@ class RunPlan:
     """The plan of a run in which no job ends early.
 
     Attributes:
-        jobs: Its jobs.
-        pipeline: What it is for.
-        parts: In the order in which they run.
-        whole: All of them, checked and simulated.
+        jobs: Jobs of the run.
+        pipeline: Pipeline that the plan is for.
+        parts: Parts of the run, in the order in which they run.
+        whole: The whole run, checked and simulated.
         greedy: The same samples under `packer: greedy`.
     """
 
@@ -111,7 +111,7 @@ class RunPlan:
 
     @property
     def busy(self) -> float:
-        """Share of the devices' simulated time that real tokens take."""
+        """Share of the devices' simulated time that is spent on tokens, not padding."""
         devices = self.pipeline.num_stages * self.whole.simulation.makespan
         return self.num_tokens / devices
 
@@ -119,16 +119,16 @@ class RunPlan:
 def plan_run(
     config: RunConfig, *, stages: int = 1, steps: int | None = None
 ) -> RunPlan:
-    """Plans a run, in token units: what a device takes for one token is 1.
+    """Plans a run. Time is in units of what a device needs for one token.
 
-    With one stage, windows are those of the trainer, microbatch for microbatch, as long
-    as no job ends early. With more, a 1F1B pipeline is simulated; windows between two
-    starts of jobs are then packed together, as the pipeline need not be emptied there.
+    With one stage, the plan has the same microbatches as the trainer, as long as no job
+    ends early. With more stages, a 1F1B pipeline is simulated. Windows between two
+    starts of jobs are then packed together, as the pipeline need not drain there.
 
     Args:
         config: The run.
-        stages: Pipeline stages.
-        steps: Plan only the first so many optimiser steps of each job.
+        stages: Number of pipeline stages.
+        steps: Number of optimiser steps of each job to plan; None: all.
 
     Raises:
         JaxloraError: The tokenizer or a job's data cannot be used.
@@ -180,7 +180,7 @@ def _read_jobs(
 
 
 def _tokenizer_folder(config: RunConfig) -> pathlib.Path:
-    """The model's folder; of a model on the hub, only the tokenizer is fetched."""
+    """Returns the model's folder; only the tokenizer of a hub's model is fetched."""
     if os.path.exists(config.model) or config.model.count("/") > 1:
         return pathlib.Path(model_folder(config.model, config.revision))
     try:
@@ -190,7 +190,7 @@ def _tokenizer_folder(config: RunConfig) -> pathlib.Path:
             allow_patterns=["config.json", *TOKENIZER_FILES],
         )
     except Exception:
-        # The usual way, for what was fetched before and for errors in words.
+        # `model_folder` finds files that were fetched before, and explains errors.
         return pathlib.Path(model_folder(config.model, config.revision))
     return pathlib.Path(folder)
 
@@ -255,7 +255,7 @@ def _part(config: RunConfig, span: _Span, limits: Limits, pipeline: Pipeline) ->
 
 
 def _by_job(samples: Sequence[Sample], span: _Span) -> tuple[Sample, ...]:
-    """The same with jobs named by number instead of slot."""
+    """Replaces the slots of samples by the numbers of the jobs in them."""
     return tuple(dataclasses.replace(s, job=span.job_of_slot[s.job]) for s in samples)
 
 
@@ -270,7 +270,7 @@ def _join(
     limits: Limits,
     pipeline: Pipeline,
 ) -> Plan:
-    """One after the other, with no-ops where a job would be too early."""
+    """Concatenates schedules, with no-ops where a job would start too early."""
     real = [m for schedule in schedules for m in schedule.microbatches if m]
     microbatches: tuple[Microbatch, ...] = tuple(with_no_ops(real, pipeline.distance))
     joined = Schedule(microbatches=microbatches, limits=limits)
@@ -283,11 +283,11 @@ def _join(
     )
 
 
-# ---- for people ----------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------
 
 
 def print_plan(planned: RunPlan, console: Console) -> None:
-    """Prints the jobs, the windows and what the run comes to."""
+    """Prints the jobs, the windows and the totals of the run."""
     show(console, _jobs_table(planned))
     show(console, _parts_table(planned))
     hidden = len(planned.parts) - _SHOWN_PARTS
@@ -340,7 +340,7 @@ def _parts_table(planned: RunPlan) -> Table:
 
 
 def _numbers(jobs: set[int]) -> str:
-    """Job numbers in few words: 0-3,7."""
+    """Formats job numbers compactly: 0-3,7."""
     ranges: list[list[int]] = []
     for job in sorted(jobs):
         if ranges and job == ranges[-1][1] + 1:

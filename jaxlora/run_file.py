@@ -1,4 +1,4 @@
-"""A run in a YAML file."""
+"""Reads a run from a YAML file."""
 
 import pathlib
 from typing import Any
@@ -21,8 +21,8 @@ def load_run(path: str | pathlib.Path) -> RunConfig:
         path: A YAML file.
 
     Raises:
-        ConfigError: The file is missing, is no YAML, or says something that no key
-            knows or that breaks a rule; the text names the key and the value.
+        ConfigError: The file is missing or is not YAML, a key is unknown, or a value
+            breaks a rule; the text names the key and the value.
     """
     path = pathlib.Path(path)
     try:

@@ -1,4 +1,4 @@
-"""Libraries in Rust, which may panic on a damaged file, with their panics as errors."""
+"""Raises the panics of Rust libraries on damaged files as this library's errors."""
 
 import contextlib
 import os
@@ -13,15 +13,15 @@ from jaxlora.json_file import cut
 
 @contextlib.contextmanager
 def explaining(where: str, cure: str, kind: type[JaxloraError]) -> Iterator[None]:
-    """Raises `kind` for whatever the block raises, panics included.
+    """Raises `kind` for any error that the block raises, including panics.
 
-    A panic is no `Exception` in Python, and Rust prints it to the process's standard
-    error as well, which is held back here.
+    A panic is not an `Exception` in Python. Rust also prints it to the process's
+    standard error, which is suppressed here.
 
     Args:
         where: The file that the block reads, for the error.
-        cure: What to do about it.
-        kind: What to raise. Errors of ours pass as they are.
+        cure: What the user can do about it.
+        kind: Class of the error. A `JaxloraError` passes unchanged.
     """
     with _stderr_without_panics():
         try:
@@ -38,10 +38,10 @@ def explaining(where: str, cure: str, kind: type[JaxloraError]) -> Iterator[None
 def explaining_panics(
     where: str, cure: str, kind: type[JaxloraError]
 ) -> Iterator[None]:
-    """As `explaining`, for the many calls of a hot path.
+    """A cheaper variant of `explaining`, for frequent calls.
 
-    Only panics and the plain `Exception` of a Rust library become `kind`, and what Rust
-    prints of a panic shows.
+    Only panics and the plain `Exception` of a Rust library become `kind`, and the text
+    that Rust prints for a panic is not suppressed.
     """
     try:
         yield
@@ -52,16 +52,16 @@ def explaining_panics(
 
 
 def _is_panic(error: BaseException | None) -> bool:
-    # The class has no name that could be imported.
+    # The class of panics cannot be imported.
     return type(error).__name__ == "PanicException"
 
 
 @contextlib.contextmanager
 def _stderr_without_panics() -> Iterator[None]:
-    """Holds standard error back, and shows it at the end unless the block panics."""
+    """Buffers standard error, and prints it at the end unless the block panics."""
     try:
         stderr = os.dup(2)
-    except OSError:  # closed, so that nothing can show
+    except OSError:  # standard error is closed, so nothing can appear
         yield
         return
     has_panicked = False

@@ -1,7 +1,6 @@
-"""The base of every configuration: frozen, strict about keys, and about kinds.
+"""The base class of configurations: frozen, and strict about keys and types.
 
-A number is a number: neither true nor "8" stands for one, and only true and false are
-true and false.
+Neither true nor "8" is accepted as a number, and only true and false as a truth value.
 """
 
 import difflib
@@ -11,7 +10,7 @@ import numpy as np
 import pydantic
 from pydantic import BeforeValidator, Field
 
-# No count of anything is larger, and none overflows an array's 64 bits.
+# Upper bound on all counts, which must not overflow the 64 bits of an array's element.
 _LARGEST_INT = 2**53
 
 
@@ -27,7 +26,7 @@ def _check_bool(value: Any) -> Any:
     return value
 
 
-# Goes behind the constraints of a number.
+# This validator must come after the constraints of a number.
 Number = BeforeValidator(_check_number)
 
 Bool = Annotated[bool, BeforeValidator(_check_bool)]
@@ -40,7 +39,7 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0), Number]
 
 
 class Strict(pydantic.BaseModel):
-    """A frozen configuration; an unknown key is an error that names the nearest."""
+    """A frozen configuration; the error for an unknown key names the nearest key."""
 
     model_config = pydantic.ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
@@ -78,7 +77,7 @@ def unknown_key(key: str, known: list[str]) -> str:
 
 
 def explain(error: pydantic.ValidationError, where: str) -> str:
-    """One line per mistake: its path, what is wrong, and the value that was given."""
+    """Formats one line per mistake: its path, the reason, and the value given."""
     lines = []
     for item in error.errors(include_url=False):
         parts = map(str, item["loc"])

@@ -1,4 +1,4 @@
-"""Which linears a job adapts, and how; PEFT's rules."""
+"""Selects the linears that a job adapts, and their ranks, by PEFT's rules."""
 
 import dataclasses
 import difflib
@@ -15,12 +15,12 @@ _FROZEN = ("model.embed_tokens", "lm_head")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleLora:
-    """How one linear is adapted.
+    """LoRA settings of one linear.
 
     Attributes:
         rank: LoRA rank r.
-        lora_alpha: What the scaling is made of.
-        scaling: What A B is multiplied by.
+        lora_alpha: Numerator of the scaling.
+        scaling: Factor of A B.
     """
 
     rank: int
@@ -29,14 +29,14 @@ class ModuleLora:
 
 
 def resolve_targets(job: LoraJob, linear_names: Sequence[str]) -> dict[str, ModuleLora]:
-    """The linears that a job adapts, in the model's order.
+    """Selects the linears that a job adapts, in the model's order.
 
     As in PEFT: a list matches whole names or suffixes after a dot, a string is a
     regular expression for the whole name or `all-linear`; `exclude_modules` has the
     last word; the first pattern that matches a name's end sets its rank or alpha.
 
     Args:
-        job: What is asked for.
+        job: The job's settings.
         linear_names: Names of the model's linears.
 
     Raises:
@@ -53,7 +53,7 @@ def resolve_targets(job: LoraJob, linear_names: Sequence[str]) -> dict[str, Modu
     if job.exclude_modules:
         _check_exclusions(job, linear_names)
         excluded = [n for n in chosen if _matches(job.exclude_modules, n, patterns)]
-        # `exclude_modules: [lm_head]` is a habit from peft, and already so here.
+        # `exclude_modules: [lm_head]` is a habit from peft; the head is never adapted.
         is_habit = any(_matches(job.exclude_modules, n, patterns) for n in _FROZEN)
         if len(excluded) == len(chosen) or not (excluded or is_habit):
             what = "everything" if excluded else "nothing"
@@ -83,16 +83,16 @@ def pattern_value[V](
     default: V,
     patterns: Patterns | None = None,
 ) -> V:
-    """The value of the first key that matches the end of `name`, as PEFT matches.
+    """Returns the value of the first key that matches the end of `name`, as in PEFT.
 
     Args:
-        pattern: Values by regular expression; each was checked.
+        pattern: Values by regular expression; the expressions must be valid.
         name: Name of a module.
-        default: The value where no key matches.
-        patterns: What matches, with its budget of time; None: a new one.
+        default: The value if no key matches.
+        patterns: Matcher, with its time budget; None: a new one.
 
     Raises:
-        ConfigError: The budget is spent.
+        ConfigError: The time budget is spent.
     """
     patterns = patterns or Patterns("a pattern")
     for key, value in pattern.items():
@@ -142,7 +142,7 @@ def _check_targets(
 
 
 def _frozen_module(job: LoraJob, entry: str, patterns: Patterns) -> str | None:
-    """The frozen module that a target asks for, if any."""
+    """Returns the frozen module that a target names, if any."""
     for name in _FROZEN:
         if entry.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]:
             return name

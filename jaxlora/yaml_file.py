@@ -1,6 +1,6 @@
-"""YAML by the core schema of YAML 1.2: `on` and `1:30` are texts, and 2e-4 a number.
+"""Parses YAML by the core schema of YAML 1.2: `on` and `1:30` are texts, 2e-4 a number.
 
-Beyond the core schema, `<<` merges mappings, as in YAML 1.1.
+In addition to the core schema, `<<` merges mappings, as in YAML 1.1.
 """
 
 import re
@@ -11,7 +11,7 @@ import yaml
 
 from jaxlora.errors import ConfigError
 
-# A file of aliases of aliases would otherwise grow without bound.
+# Without this limit, aliases of aliases could make a small file arbitrarily large.
 _MOST_VALUES = 1_000_000
 _TAG = "tag:yaml.org,2002:"
 _MERGE = _TAG + "merge"
@@ -28,7 +28,7 @@ _PLAIN = {
 
 
 class _Composer(yaml.SafeLoader):
-    """Finds the kind of a plain text by the core schema."""
+    """Determines the type of a plain scalar by the core schema."""
 
     yaml_implicit_resolvers: dict = {}
 
@@ -43,11 +43,11 @@ def parse_yaml(text: str, where: str) -> Any:
 
     Args:
         text: The document.
-        where: Names it in errors.
+        where: Names the document in errors.
 
     Raises:
-        ConfigError: It is no YAML, has a key twice or a key that is no text, or is too
-            deep or too large; the text names the line.
+        ConfigError: The text is not YAML, a key is duplicate or not a text, or the
+            document is too deep or too large; the error names the line.
     """
     try:
         root = yaml.compose(text, Loader=_Composer)
@@ -80,7 +80,7 @@ def _explain(error: yaml.MarkedYAMLError, where: str) -> str:
 
 
 class _Constructor:
-    """Makes values of nodes."""
+    """Makes Python values from YAML nodes."""
 
     def __init__(self, where: str):
         self._where = where
@@ -88,7 +88,7 @@ class _Constructor:
         self._sizes: dict[yaml.Node, int] = {}
 
     def value(self, node: yaml.Node) -> Any:
-        """The value of a node; an alias has the value of what it stands for."""
+        """Returns the value of a node; an alias has the value of its anchor."""
         if node in self._sizes and node not in self._values:
             raise self._error(node, "an alias stands for what it is a part of")
         if node not in self._values:
@@ -126,7 +126,7 @@ class _Constructor:
             raise self._error(node, reason) from None
 
     def _part(self, whole: yaml.Node, part: yaml.Node) -> Any:
-        """The value of a part, whose size counts for the whole."""
+        """Returns the value of a part, and adds its size to that of the whole."""
         value = self.value(part)
         self._sizes[whole] += self._sizes[part]
         if self._sizes[whole] > _MOST_VALUES:
@@ -157,7 +157,7 @@ class _Constructor:
         return merged | own
 
     def _merged(self, node: yaml.Node, value: Any) -> dict[str, Any]:
-        """One mapping of those behind `<<`, of which the first says most."""
+        """Merges the mappings of a `<<`; for a duplicate key the first one counts."""
         sources = value if isinstance(value, list) else [value]
         merged: dict[str, Any] = {}
         for source in sources:

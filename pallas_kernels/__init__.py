@@ -1,4 +1,4 @@
-"""LoRA kernels: arrays in, arrays out. Knows no model and no job."""
+"""LoRA kernels as functions of arrays, independent of models and jobs."""
 
 from pallas_kernels.dropout import Dropout, MaskWords, dropout_keys, mask_words
 from pallas_kernels.mosaic.compile import compile_program

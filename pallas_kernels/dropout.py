@@ -132,7 +132,7 @@ def mask_words(
 
     Args:
         key: The words of `dropout_keys`.
-        block_adapter: Slot of each token block; -1 for nobody.
+        block_adapter: Slot of each token block; -1 for padding.
         token_index: The token's index in its job's global batch; T is a multiple of 64.
         num_features: K; there are words for whole tiles.
     """

@@ -94,7 +94,7 @@ def multi_lora_linears(
     Args:
         x: Token rows; the T / NB rows of a token block share one adapter.
         projections: The linears; all of them drop, or none does.
-        block_adapter: The slot of each token block; -1 belongs to nobody.
+        block_adapter: The slot of each token block; -1 for padding.
         layer: Which weight of the stacks; None: the weights are no stacks.
         w_transposed: Whether the weights are stored N K.
         implementation: Which kernels run.

@@ -1,4 +1,4 @@
-"""One of the linears that a token row goes through."""
+"""A frozen linear with adapters, as an argument of the kernels."""
 
 import dataclasses
 import typing

@@ -23,7 +23,7 @@ def multi_lora_linear_reference(
     out = []
     for i, g in enumerate(block_adapter.tolist()):
         rows = slice(i * block_t, (i + 1) * block_t)
-        if g < 0:  # padding that belongs to nobody
+        if g < 0:  # padding
             out.append(jnp.zeros_like(base[rows]))
             continue
         kept = x[rows]

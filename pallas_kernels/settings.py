@@ -46,7 +46,7 @@ class KernelSettings:
         return dataclasses.replace(self, **unread)
 
     def here(self) -> "KernelSettings":
-        """This projection's rows, G each. Inside a kernel: it reads `place`."""
+        """Selects this projection's rows, G each. Only for use in a kernel."""
         refs: Any = self
         place = refs.place[0]
         given = {name: getattr(refs, name) for name in _ROWS}
@@ -59,7 +59,7 @@ def kernel_settings(
     rank: Int[Array, "P G"],
     rate: Float[Array, "P G"] | None,
 ) -> list[KernelSettings]:
-    """The settings of P projections, for each of them.
+    """Computes the settings of P projections; returns one object for each.
 
     Args:
         scaling: `lora_alpha / rank` of each slot; 0 switches a slot off.

@@ -63,7 +63,7 @@ def _forward(
     y = _einsum(spec, x, w).reshape(delta.shape) + delta
     if projection.bias is not None:
         y = y + projection.bias.astype(jnp.float32)
-    # A block of nobody computed with slot 0, which may hold anything: select it away.
+    # A padding block was computed with slot 0, which may hold anything: select it away.
     y = jnp.where(block_adapter[:, None, None] >= 0, y, 0)
     return y.reshape(x.shape[0], -1).astype(x.dtype), s
 

@@ -1,4 +1,4 @@
-"""Measures how far jobs that train together are from the same jobs alone.
+"""Measures how much jobs that train together differ from the same jobs alone.
 
     python -m scripts.alone_and_together
     python -m scripts.alone_and_together --model llama-3.2-1b --csv together.csv
@@ -46,12 +46,12 @@ _TARGETS = ("all-linear", ("q_proj", "v_proj"), ("down_proj", "o_proj"), "all-li
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a job came to.
+    """Result of a job.
 
     Attributes:
-        losses: Of each step, in nats a target token.
-        eval_losses: Of each evaluation.
-        weights: The adapter's tensors, by PEFT's names.
+        losses: Training loss of each step, in nats per target token.
+        eval_losses: Loss of each evaluation.
+        weights: Tensors of the adapter, by PEFT's names.
     """
 
     losses: list[float]
@@ -60,7 +60,7 @@ class Trained:
 
 
 def make_jobs(count: int, steps: int, folder: Path) -> list[LoraJob]:
-    """Jobs that differ in all that a layout depends on, and in how they learn."""
+    """Makes jobs that differ in all settings that affect layout, and in rates."""
     return [
         LoraJob(
             name=f"job{i}",
@@ -82,7 +82,7 @@ def make_jobs(count: int, steps: int, folder: Path) -> list[LoraJob]:
 
 
 def make_model(model: str, dtype: Dtype, folder: Path) -> BaseModel:
-    """A checkpoint, or random weights of a known shape with a byte-level tokenizer."""
+    """Loads a checkpoint, or makes random weights with a byte-level tokenizer."""
     if model not in MODELS:
         return load_model(model, dtype=dtype)
     config = model_config(config_json(model))
@@ -110,7 +110,7 @@ class Comparison:
         self._count = itertools.count()
 
     def train(self, jobs: Sequence[LoraJob]) -> dict[str, Trained]:
-        """Trains jobs together. All runs have slots for all jobs: one compilation."""
+        """Trains jobs together, with slots for all jobs so that programs are reused."""
         run = RunConfig(
             model=self._model.source,
             output_dir=str(self._folder / str(next(self._count))),
@@ -127,7 +127,7 @@ class Comparison:
         return {job.name: _trained(job.name, result.output_dir, events) for job in jobs}
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The largest differences of each layout, over all jobs."""
+        """Yields the largest differences over all jobs, for each layout."""
         together = self.train(self._jobs)
         for layout in LAYOUTS:
             alone = {}
@@ -144,7 +144,7 @@ class Comparison:
 
 @contextlib.contextmanager
 def only(slot: int) -> Iterator[None]:
-    """Within it, microbatches hold the rows of one slot; all others stay empty."""
+    """In this context, only one slot's rows of a microbatch are filled."""
 
     def pack(microbatch, batches, limits) -> PackedBatch:
         packed = jax.device_get(pack_microbatch(microbatch, batches, limits))
@@ -174,7 +174,7 @@ def _trained(name: str, folder: Path, events: Sequence[dict]) -> Trained:
 
 
 def differences(one: Trained, other: Trained) -> dict[str, float]:
-    """The largest relative differences: of a loss, and of a tensor in its norm."""
+    """Computes the largest relative differences of a loss and of a tensor's norm."""
 
     def largest(ours: Sequence[float], theirs: Sequence[float]) -> float:
         return max(abs(a - b) / b for a, b in zip(ours, theirs, strict=True))
@@ -191,7 +191,7 @@ def differences(one: Trained, other: Trained) -> dict[str, float]:
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    """Prints a row for each dtype and layout; a zero is to the bit."""
+    """Prints a row for each dtype and layout; 0 means bitwise equal."""
     table = Table(
         title="alone against together: largest relative differences",
         title_justify="left",

@@ -1,4 +1,4 @@
-"""How long the fused training step takes to trace, lower and compile, cold.
+"""Measures the time to trace, lower and compile the fused training step, cold.
 
     python -m scripts.bench_compile --models wide-2 smollm2-135m llama-3.1-8b
 
@@ -17,7 +17,7 @@ import time
 
 from scripts.bench_models import config_json
 
-# As small as the fused kernels take.
+# The smallest model that the fused kernels support.
 _WIDE = {
     "model_type": "llama",
     "vocab_size": 288,
@@ -102,7 +102,7 @@ def measure(model: str, num_layers: int | None, serial: bool) -> dict:
 
 
 def main() -> None:
-    """Prints a JSON object a line."""
+    """Prints one JSON object per line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=["wide-2"])
     parser.add_argument("--layers", type=int, help="instead of the models' own")

@@ -1,4 +1,4 @@
-"""Measures how fast records become samples, and how much memory that takes.
+"""Measures the speed and memory of turning records into samples.
 
 python -m scripts.bench_data --records 2000000
 python -m scripts.bench_data --records 1000 --chars 20000
@@ -28,7 +28,7 @@ _CHARS_PER_WORD = 6
 
 
 def make_tokenizer(words: Sequence[str]) -> Tokenizer:
-    """A byte-level BPE for texts of these words."""
+    """Makes a byte-level BPE tokenizer for texts of these words."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -57,15 +57,15 @@ def write_records(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one job's records took.
+    """Time and memory for one job's records.
 
     Attributes:
-        num_samples: Samples.
-        num_tokens: Their tokens.
-        seconds: From the file to samples.
-        cpu_seconds: The same in time of all processors.
-        peak_bytes: Most memory meanwhile, above that before.
-        kept_bytes: Memory afterwards, above that before.
+        num_samples: Number of samples.
+        num_tokens: Number of tokens.
+        seconds: Wall time from the file to samples.
+        cpu_seconds: Processor time, summed over all processors.
+        peak_bytes: Peak memory, above the memory before.
+        kept_bytes: Memory afterwards, above the memory before.
     """
 
     num_samples: int
@@ -101,13 +101,13 @@ def measure(num_records: int, num_chars: int, max_length: int) -> Measured:
         write_records(path, num_records, num_chars, words)
         config = DataConfig(path=str(path))
         job = LoraJob(name="job", data=config, max_length=max_length)
-        pathlib.Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
+        pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         memory, _ = _memory_bytes()
         began, cpu_began = time.perf_counter(), time.process_time()
         data = tokenize_job(job, tokenizer)
         seconds = time.perf_counter() - began
         cpu_seconds = time.process_time() - cpu_began
-        # Samples that lie in a file count as memory once they are read.
+        # Samples in a file count as memory once they are read.
         num_tokens = data.num_tokens
         assert data.num_target_tokens > 0
     kept, peak = _memory_bytes()
@@ -122,7 +122,7 @@ def measure(num_records: int, num_chars: int, max_length: int) -> Measured:
 
 
 def _memory_bytes() -> tuple[int, int]:
-    """Resident memory of this process on Linux: now, and at most since it was reset."""
+    """Returns this process's resident memory on Linux, and its peak since reset."""
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
     kilobytes = {line.split(":")[0]: line.split()[1] for line in lines if "kB" in line}
     return 1024 * int(kilobytes["VmRSS"]), 1024 * int(kilobytes["VmHWM"])

@@ -1,9 +1,9 @@
-"""What it costs a record to render its template in a process of its own.
+"""Measures the cost per record of rendering templates in a child process.
 
     python -m scripts.bench_templates
 
-Prints processor time of both processes, and wall time, in microseconds a record; each
-is the least of some rounds.
+It prints the processor time of both processes, and the wall time, in microseconds per
+record. Each is the minimum over several rounds.
 """
 
 import dataclasses
@@ -32,14 +32,14 @@ CHATML = (
 
 @dataclasses.dataclass
 class Cost:
-    """Microseconds a record."""
+    """Times in microseconds per record."""
 
     processor: float
     wall: float
 
 
 def measure(work: Callable[[], object]) -> Cost:
-    """The least of some rounds; the time of children counts too."""
+    """Measures the minimum over several rounds; the time of child processes counts."""
     costs = []
     for _ in range(NUM_ROUNDS):
         processor, wall = processor_seconds(), time.perf_counter()
@@ -57,7 +57,7 @@ def processor_seconds() -> float:
 
 
 def in_child(task: Task, payloads: list[Payload]) -> Cost:
-    """Cost of the same in the child process, once it has started."""
+    """Measures the cost of rendering in the child process, after its start."""
     process = TemplateProcess()
     process.run(task, payloads[:1])
 

@@ -36,15 +36,15 @@ WARM_UPS = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What is trained.
+    """The training step to measure.
 
     Attributes:
         model: Shape of the base.
-        options: How the decoder runs.
-        limits: Of a microbatch.
-        num_jobs: Adapters, one a slot; 0: the base alone, without LoRA.
-        rank: Of each adapter, on all linears.
-        dropout: Rate of each.
+        options: Options of the decoder.
+        limits: Limits of a microbatch.
+        num_jobs: Number of adapters, one per slot; 0: the base alone, without LoRA.
+        rank: Rank of each adapter, on all linears.
+        dropout: Dropout rate of each adapter.
     """
 
     model: ModelConfig
@@ -62,7 +62,7 @@ class Setup:
         return DecoderSpec(self.model, self.options, slots, adapted)
 
     def unsupported(self) -> str | None:
-        """Why the LoRA kernels asked for cannot run it, or None."""
+        """Returns why the LoRA kernels asked for cannot run this, or None."""
         if self.options.implementation != "mosaic" or not self.num_jobs:
             return None
         return without_mosaic(self.spec(), self.limits.block_tokens)
@@ -72,23 +72,23 @@ class Training:
     """A run's programs and state, as the trainer holds them.
 
     Attributes:
-        programs: What is compiled, by name.
-        compile_seconds: What that took, tracing included.
+        programs: Compiled programs, by name.
+        compile_seconds: Time to trace and compile them.
     """
 
     def __init__(self, setup: Setup, base: Mapping[str, jax.Array], batch: PackedBatch):
         """Compiles for batches of one shape.
 
         Args:
-            setup: What is trained.
-            base: Its weights.
-            batch: Any of the shape.
+            setup: The training step.
+            base: Weights of the base.
+            batch: Any batch of the shape.
         """
         self.setup, self._base, self._spec = setup, dict(base), setup.spec()
         self.programs: dict[str, jax.stages.Compiled] = {}
         self._steps = CompiledSteps(self._spec)
         self._table = SlotTable(self._spec, self._steps)
-        # As the training step is compiled.
+        # These are the options with which the training step is compiled.
         options = training_options(setup.options.attention)
         self._frozen = jax.jit(self._frozen_gradient, compiler_options=options)
         if setup.num_jobs:
@@ -150,7 +150,7 @@ class Training:
         """One optimiser step of every job; waits for its end.
 
         Returns:
-            Whether the gradients are finite. Of others, times mean nothing.
+            Whether the gradients are finite. Otherwise times are meaningless.
         """
         made: Any = self.start(batches)()
         if self.setup.num_jobs:
@@ -158,9 +158,9 @@ class Training:
         return all(bool(jnp.isfinite(gradient).all()) for gradient in made)
 
     def start(self, batches: Sequence[PackedBatch]) -> Callable[[], object]:
-        """The same, without waiting: gives it to the device and returns what waits.
+        """Queues a step without waiting, and returns a function that waits for it.
 
-        That returns the gradient of the base alone, or what the step did.
+        That function returns the gradient of the base alone, or the step's result.
         """
         if not self.setup.num_jobs:
             frozen = [self._frozen(self._base, x) for x in batches]
@@ -173,7 +173,7 @@ class Training:
         return functools.partial(jax.block_until_ready, result)
 
     def program_bytes(self) -> int:
-        """What the largest program needs, arguments included; from its analysis."""
+        """Bytes of the largest program and its arguments, by XLA's analysis."""
         found = []
         for program in self.programs.values():
             m = program.memory_analysis()
@@ -210,9 +210,9 @@ def time_steps(
     As in training, the device has the next step before the host waits for one.
 
     Args:
-        start: Gives the device a step; returns what waits for its end.
-        repeats: How many are timed.
-        warm_ups: How many come before, at least 1.
+        start: Queues a step; returns a function that waits for its end.
+        repeats: Number of timed steps.
+        warm_ups: Number of steps before them, at least 1.
     """
     times: list[float] = []
     wait, ended = start(), 0.0
@@ -228,6 +228,6 @@ def time_steps(
 
 
 def peak_bytes() -> int | None:
-    """Most device memory that this process has had; None where nobody counts."""
+    """Peak device memory of this process; None if the device does not report it."""
     stats = jax.local_devices()[0].memory_stats()
     return None if stats is None else stats["peak_bytes_in_use"]

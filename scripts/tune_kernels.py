@@ -1,6 +1,6 @@
 """Measures tile choices on the present GPU and writes the tuning table.
 
-Every timing goes to a CSV beside the table, also of the choices that lost.
+Every timing, including those of slower choices, goes to a CSV file beside the table.
 
     python -m scripts.tune_kernels --table pallas_kernels/mosaic/tuning.json
 """
@@ -98,7 +98,7 @@ def tune(tokens: list[int], kernels: list[str], repeats: int) -> Iterator[dict]:
 def write(table_path: Path, device: str, rows: list[dict]) -> None:
     """Puts what was measured into the table, and every timing into the CSV beside it.
 
-    What was measured before of other kernels, sizes and devices stays.
+    Earlier results for other kernels, sizes and devices are kept.
     """
     table = json.loads(table_path.read_text()) if table_path.exists() else {}
     csv_path, measured = table_path.with_suffix(".csv"), {row["key"] for row in rows}

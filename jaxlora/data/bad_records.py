@@ -1,4 +1,4 @@
-"""What happens to records that cannot be used."""
+"""Handling of records that cannot be used: raise an error, or drop and count them."""
 
 import logging
 
@@ -11,7 +11,7 @@ _NUM_NAMED = 5
 
 
 class BadRecords:
-    """Applies `data.bad_records`, and counts.
+    """Applies the setting `data.bad_records` and counts the dropped records.
 
     Attributes:
         num: Records that were left out.
@@ -26,7 +26,7 @@ class BadRecords:
         """Leaves out record `number`; the log names the first few.
 
         Raises:
-            DataError: Bad records are errors.
+            DataError: `data.bad_records` is `error`.
         """
         what = f"record {number}: {error}"
         if self._data.bad_records == "error":
@@ -45,7 +45,7 @@ class BadRecords:
             )
 
     def in_words(self) -> str:
-        """How many there were and what was wrong with the first, for an error."""
+        """Describes the dropped records for an error: their number, and the first."""
         if not self.num:
             return ""
         return f", and {self.num} cannot be used (the first: {self._first})"

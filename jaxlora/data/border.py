@@ -1,17 +1,17 @@
-"""Token ids of a text in which a model takes over from a prompt, once or often.
+"""Tokenization of texts with borders, where the model takes over from a prompt.
 
-At inference the text before such a border is encoded by itself, and the model goes on
-from its tokens. Training has to show the same tokens before the border, and after it
-tokens that continue them:
+At inference the text before a border is encoded by itself, and the model continues from
+its tokens. Training must show the same tokens before the border, followed by tokens
+that continue them. A text may have several borders. The rule for each is:
 
-- Where the whole text, encoded at once, has a token that begins at the border, those
-  are its ids.
-- Where a token reaches over the border, and the tokens before it are those of the
-  prompt by itself, that token is what the model has to produce: it counts as after the
-  border. (Some normalizers drop the space at the end of a prompt.)
-- Else the text is cut at the border. The prompt is encoded by itself, and what follows
-  as the continuation of another text, without a space that the tokenizer puts before
-  the first word of a text.
+- If the whole text is encoded at once and a token begins at the border, the ids of the
+  whole text are used.
+- If a token crosses the border, and the tokens before it are those of the prompt by
+  itself, the model has to produce that token, so it counts as after the border. (Some
+  normalizers drop the space at the end of a prompt.)
+- Otherwise the text is cut at the border. The prompt is encoded by itself. The rest is
+  encoded as the continuation of another text, without the space that a tokenizer may
+  put before the first word of a text.
 """
 
 import dataclasses
@@ -23,23 +23,25 @@ import numpy as np
 from jaxlora.data.tokenizer import Encoded
 from jaxlora.errors import DataError
 
-# Texts to continue, of different kinds: one of them merges with no given continuation.
+# Texts that a continuation is appended to. They differ in kind, so that for any given
+# continuation at least one of them does not merge with it.
 _ANCHORS = ("\n", "a", "0", ".", "é", "中", ")")
-# Of an anchor, which is one character of at most three bytes, with all that a tokenizer
-# may put before the first word of a text.
+# The most tokens that an anchor may have. It is one character of at most three bytes,
+# and a tokenizer may put more before the first word of a text.
 MOST_ANCHOR_TOKENS = 16
 _PROBES = ("a", " a", "A", "1", "\n", "(", "é", "中")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BorderedText:
-    """A text, and the characters at which a model takes over.
+    """A text, and the positions at which the model takes over.
 
     Attributes:
         text: The whole text.
-        borders: First characters that the model writes, in ascending order.
-        is_cut: Encode the parts apart wherever the tokenizer allows it, not only where
-            a token reaches over a border.
+        borders: Index of the first character of each part that the model writes, in
+            ascending order.
+        is_cut: Encode the parts separately wherever the tokenizer allows it, not only
+            where a token crosses a border.
     """
 
     text: str
@@ -48,13 +50,13 @@ class BorderedText:
 
 
 class BorderEncoder:
-    """Encodes texts by the rule above."""
+    """Encodes texts with borders by the rule in the module's docstring."""
 
     def __init__(self, encode_batch: Callable[[Sequence[str]], list[Encoded]]):
-        """Looks at how the tokenizer treats the start of a text.
+        """Tests how the tokenizer treats the start of a text.
 
         Args:
-            encode_batch: `Tokenizer.encode_batch`, or what has its meaning.
+            encode_batch: `Tokenizer.encode_batch`, or a function with its meaning.
         """
         self._encode_batch = encode_batch
         self._marks_start = self._does_mark_start()
@@ -79,7 +81,7 @@ class BorderEncoder:
         return results
 
     def _settle(self, text: BorderedText, encoded: Encoded) -> Encoded | DataError:
-        """`encoded`, changed as the rule asks for tokens that reach over a border."""
+        """Applies the rule to the tokens of `encoded` that cross a border."""
         cuts, spans = [], encoded.spans
         for border in text.borders:
             if _is_border(encoded, border):
@@ -131,19 +133,19 @@ class BorderEncoder:
 
 
 def _is_border(encoded: Encoded, border: int) -> bool:
-    """Whether no token reaches over the border."""
+    """Whether no token crosses the border."""
     first, last = encoded.spans[:, 0], encoded.spans[:, 1]
     return not bool(((first < border) & (border < last)).any())
 
 
 def _cut(text: str, borders: Sequence[int]) -> list[tuple[int, str]]:
-    """The parts of `text` between borders, each with its first character's place."""
+    """Returns the parts of `text` between borders, each with its start index."""
     places = [0, *borders, len(text)]
     return [(start, text[start:end]) for start, end in itertools.pairwise(places)]
 
 
 def _join(pieces: Sequence[tuple[int, Encoded]]) -> Encoded:
-    """One encoding from those of parts, each with its first character's place."""
+    """Joins the encodings of parts, each given with its start index."""
     if len(pieces) == 1:
         return pieces[0][1]
     return Encoded(

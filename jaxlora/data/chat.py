@@ -1,4 +1,4 @@
-"""A model's chat template: conversations to text, and what of it is to be learned."""
+"""A model's chat template, which renders conversations and marks the text to learn."""
 
 import dataclasses
 import datetime
@@ -26,8 +26,8 @@ class Chat:
 class ModelChat:
     """The chat template of a tokenizer.
 
-    It is looked at when it is first used, as not every run has chats. It runs in a
-    process of its own, in a sandbox, with limits (`jaxlora/data/template.py`).
+    It is parsed when it is first used, as not every run has chats. It runs in a child
+    process, in a sandbox with limits (`jaxlora/data/template.py`).
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class ModelChat:
         source: str,
         now: datetime.datetime,
     ):
-        """Takes over what the tokenizer's folder holds.
+        """Wraps the template of a tokenizer's folder.
 
         Args:
             template: The template, or several by name.
             special_tokens: Text of each special token, by `bos_token`, `eos_token`, ...
             source: Where the template came from, for errors.
-            now: The time that it sees.
+            now: The time that the template sees.
         """
         self._template = template
         self._special_tokens = special_tokens
@@ -53,7 +53,7 @@ class ModelChat:
 
     @functools.cached_property
     def variables(self) -> frozenset[str]:
-        """Variables that the template may use, or the one for tools.
+        """Names of the variables that the template, or the one for tools, may use.
 
         Raises:
             ModelError: There is no template, or it does not parse.
@@ -86,7 +86,8 @@ class ModelChat:
 
         Args:
             messages: {role, content} messages.
-            add_generation_prompt: End with what precedes an assistant's answer.
+            add_generation_prompt: End with the generation prompt, which precedes an
+                assistant's answer.
             **extras: More variables of the template, such as `tools`.
 
         Raises:
@@ -109,14 +110,14 @@ class ModelChat:
         conversations: Sequence[Conversation],
         loss_on: Literal["completion", "all"],
     ) -> list[Chat | DataError]:
-        """Renders conversations, with what is to be learned of each.
+        """Renders conversations, each with the spans of text to learn.
 
         Args:
             conversations: The conversations.
             loss_on: Learn the assistant's answers, or all; never messages of weight 0.
 
         Returns:
-            A chat for each, or why there is none.
+            For each conversation a chat, or the error why it cannot be rendered.
 
         Raises:
             ModelError: There is no template, or it does not parse.
@@ -165,7 +166,7 @@ class ModelChat:
 
     @functools.cached_property
     def _tasks(self) -> tuple[Task, Task]:
-        """The template for conversations without tools, and the one for those with."""
+        """The templates for conversations without and with tools, in this order."""
         common = {"tools": None, "documents": None, **self._special_tokens}
         sources = self._choose_template("default"), self._choose_template("tool_use")
         without, with_tools = (Task(source, self._now, common) for source in sources)

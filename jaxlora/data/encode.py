@@ -35,21 +35,22 @@ class MarkedTokens(NamedTuple):
 class Encoder:
     """Turns rendered records into marked tokens, many at once.
 
-    The tokens of a prompt are those that it has by itself, and those of the completion
-    continue it, with no space that the tokenizer puts before the first word of a text
+    A prompt has the tokens that it has by itself. The completion's tokens continue
+    them, without the space that a tokenizer may put before the first word of a text
     (`jaxlora/data/border.py`). The same holds for each answer in a chat. At the end of
-    a span of characters to be learned, a token belongs to the side on which it begins.
+    a span of characters to learn, a token belongs to the side on which it begins.
     """
 
     def __init__(
         self, data: DataConfig, tokenizer: Tokenizer, max_length: int = sys.maxsize
     ):
-        """Takes what decides on the tokens.
+        """Makes an encoder.
 
         Args:
-            data: Says where the loss is, and whether texts get an end.
-            tokenizer: The base model's.
-            max_length: Of a longer record, at least one token more than these is given.
+            data: Settings; `loss_on` and `append_eos` are used.
+            tokenizer: The base model's tokenizer.
+            max_length: Largest number of tokens that matter. A longer record may be
+                encoded in part, but to at least one token more than this.
         """
         self._data = data
         self._tokenizer = tokenizer
@@ -58,7 +59,7 @@ class Encoder:
         self._borders = BorderEncoder(self._starts.encode_batch)
 
     def is_whole(self, record: Rendered | DataError) -> bool:
-        """Whether all tokens of a record are sure to be given."""
+        """Whether a record is certain to be encoded completely, not only in part."""
         if isinstance(record, DataError):
             return True
         if isinstance(record, Pair):
@@ -70,7 +71,7 @@ class Encoder:
     def __call__(
         self, records: Sequence[Rendered | DataError]
     ) -> list[MarkedTokens | DataError]:
-        """Encodes each record; one that cannot be used gives its error.
+        """Encodes each record; the result is an error for one that cannot be used.
 
         Raises:
             DataError: `append_eos` is set, and the tokenizer has no such token.
@@ -98,7 +99,7 @@ class Encoder:
         return MarkedTokens(ids, is_target)
 
     def _pair(self, pair: Pair, encoded: Encoded) -> tuple[_Ids, _Flags]:
-        # The suffix ids of the tokenizer are left out: the prompt is not its end.
+        # The tokenizer's suffix ids are left out, because the text does not end here.
         head = self._head
         if self._data.loss_on == "all":
             ids = np.concatenate([head, self._ended(encoded.ids)])
@@ -118,7 +119,7 @@ class Encoder:
         return ids, np.ones(len(ids), bool)
 
     def _ended(self, ids: _Ids) -> _Ids:
-        """`ids` with the end-of-sequence token, unless it is there or unwanted."""
+        """Appends the end-of-sequence token if it is wanted and not there yet."""
         if not self._data.append_eos:
             return ids
         eos = self._tokenizer.eos_id

@@ -1,4 +1,4 @@
-"""Fields of records: read as text, and named in the log where they are not used."""
+"""Fields of records: reading them as text, and logging those that are not used."""
 
 import functools
 import logging
@@ -13,7 +13,7 @@ from jaxlora.errors import DataError
 
 _log = logging.getLogger(__name__)
 
-# Fields that change what a record means, in formats that are common.
+# Fields that change the meaning of a record in common formats.
 _MEANT_FIELDS = frozenset(
     (
         "tools",
@@ -33,7 +33,7 @@ _MEANT_FIELDS = frozenset(
 
 
 def is_template(source: str) -> bool:
-    """Whether `source` is a template over fields, and not the name of one."""
+    """Whether `source` is a template over fields, rather than a field's name."""
     return "{{" in source
 
 
@@ -89,7 +89,7 @@ class Field:
 
 
 def missing_field(field: str, record: Record) -> DataError:
-    """The error of a record without a field."""
+    """Makes the error for a record without a field."""
     return DataError(
         f"field {field!r} is missing (fields found: {_names(record)}). Add it, or name "
         "another field in data."
@@ -101,14 +101,19 @@ def _names(record: Record) -> str:
 
 
 class UnusedFields:
-    """Names fields in the log that look meant and are not used, each once."""
+    """Logs, once each, fields that the user probably meant but that are not used."""
 
     def __init__(self, path: str):
         self._path = path
         self._named: set[str] = set()
 
     def look(self, records: Iterable[Record], used: Sequence[Field]) -> None:
-        """Looks for such fields in records, of which some are used."""
+        """Looks for unused fields in records.
+
+        Args:
+            records: The records.
+            used: The fields that are used.
+        """
         candidates = _MEANT_FIELDS.difference(*(field.names for field in used))
         for record in records:
             for name in candidates & record.keys():
@@ -118,7 +123,12 @@ class UnusedFields:
     def look_at_messages(
         self, conversations: Iterable[Conversation], keys: Sequence[str]
     ) -> None:
-        """Looks for such keys in messages, of those that the template does not use."""
+        """Looks for keys in messages that the template does not use.
+
+        Args:
+            conversations: The messages.
+            keys: Keys that the template does not use.
+        """
         for conversation in conversations:
             for message in conversation.messages:
                 for key in keys:

@@ -14,16 +14,16 @@ from jaxlora.errors import DataError
 
 Record = dict[str, Any]
 
-# Records are walked through by recursion later on.
+# Later code walks through records by recursion, so their depth is limited.
 _DEEPEST = 100
 _BLOCK_CHARS = 2**20
-# What a JSON error may look at beyond its own position.
+# Most characters after its own position that a JSON error may depend on.
 _LONGEST_LITERAL = 16
 _PARQUET_ROWS = 128
 
 
 def _read_jsonl(path: Path) -> Iterator[Record]:
-    # By bytes, so that only \n ends a line and a bad byte is known by its line.
+    # The file is read as bytes, so that only \n ends a line and errors name the line.
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             record = _parse_line(line, f"{path}, line {number}")
@@ -62,7 +62,7 @@ def _bad_json(error: Exception, where: str, cure: str) -> DataError:
         return DataError(f"{where}: is not valid JSON ({error}). {cure}")
     if isinstance(error, RecursionError):
         return DataError(f"{where}: is not valid JSON (nested too deep). {cure}")
-    # The only other error is that of int() with its limit.
+    # The only other error is that an integer has more digits than int() reads.
     limit = sys.get_int_max_str_digits()
     return DataError(
         f"{where}: holds a whole number of more than {limit} digits. Write it as text, "
@@ -80,8 +80,8 @@ def _check_depth(record: Record, most: int, where: str) -> None:
 
     Args:
         record: From JSON.
-        most: It has no more levels than this, so that most records need no search.
-        where: Names it.
+        most: An upper bound on its levels, so that most records need no search.
+        where: Names the record in the error.
     """
     if most <= _DEEPEST:
         return
@@ -132,7 +132,7 @@ def _read_json_list(text: "_JsonText", path: Path) -> Iterator[Record]:
 
 
 class _JsonText:
-    """A JSON file of which only the part that is being parsed is in memory."""
+    """A JSON file that is parsed piece by piece, with only one piece in memory."""
 
     def __init__(self, file: IO[str], path: Path):
         self._file, self._path = file, path
@@ -141,7 +141,7 @@ class _JsonText:
         self._decoder = json.JSONDecoder()
 
     def peek(self) -> str:
-        """The next character that is no space; empty at the end."""
+        """Returns the next character that is not white space; "" at the end."""
         while True:
             rest = self._text[self._at : self._at + 1]
             if rest and rest not in " \t\n\r":
@@ -151,14 +151,14 @@ class _JsonText:
             self._at += bool(rest)
 
     def take(self, wanted: str) -> None:
-        """Steps over a character that must be there."""
+        """Skips a character that must come next."""
         if self.peek() != wanted:
             reason = f"wanted {wanted!r} in line {self._line(self._at)}"
             raise self._error(reason, str(self._path))
         self._at += 1
 
     def check_end(self) -> None:
-        """Checks that nothing follows."""
+        """Checks that only white space follows."""
         if self.peek():
             reason = f"more follows in line {self._line(self._at)}"
             raise self._error(reason, str(self._path))
@@ -183,12 +183,12 @@ class _JsonText:
                 return value
 
     def _may_be_cut(self, error: json.JSONDecodeError) -> bool:
-        """Whether more text could mend the error."""
+        """Whether the error may be due to a value that goes on beyond the buffer."""
         is_near_end = error.pos > len(self._text) - _LONGEST_LITERAL
         return is_near_end or error.msg.startswith("Unterminated string")
 
     def _read_more(self) -> bool:
-        # As much again as there is, so that a long value is not parsed too often.
+        # Each read doubles the buffer, so that a long value is not parsed too often.
         more = self._file.read(max(_BLOCK_CHARS, len(self._text) - self._at))
         self._lines_before += self._text.count("\n", 0, self._at)
         self._text, self._at = self._text[self._at :] + more, 0
@@ -209,10 +209,10 @@ def _read_parquet(path: Path) -> Iterator[Record]:
                 yield from arrow_rows(batch, str(path))
     except DataError:
         raise
-    # A damaged file makes pyarrow raise anything, OSError and MemoryError included.
+    # pyarrow may raise any error on a damaged file, even OSError and MemoryError.
     except Exception as error:
         if isinstance(error, OSError) and error.errno:
-            raise  # the disk's, not the file's
+            raise  # an error of the disk, not of the file's contents
         raise DataError(
             f"{path}: cannot be read as Parquet ({error}). Write the file again."
         ) from error
@@ -223,15 +223,15 @@ def arrow_rows(table: pa.RecordBatch | pa.Table, where: str) -> list[Record]:
 
     Args:
         table: The table.
-        where: Names it in errors.
+        where: Names the table in errors.
 
     Raises:
-        DataError: Two columns have the same name, or a value has no like in Python.
+        DataError: Two columns have the same name, or a value has no Python equivalent.
     """
     names = table.schema.names
     _check_names(names, where)
     try:
-        # Damaged offsets would otherwise be followed out of the file, and end Python.
+        # Damaged offsets would make Python read outside the buffer and crash.
         table.validate(full=True)
         return table.to_pylist()
     except Exception as error:
@@ -256,7 +256,7 @@ def _check_names(names: list[str], where: str) -> None:
 
 def _read_csv(path: Path) -> Iterator[Record]:
     cure = "Save it as UTF-8, comma-separated, with a header row."
-    # Fields may be of any length. The limit belongs to the process, not to a reader.
+    # Fields may be of any length. The csv module has one limit for the whole process.
     csv.field_size_limit(sys.maxsize)
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)

@@ -1,4 +1,4 @@
-"""The messages and tools of a record, checked and in the form that templates expect."""
+"""Checks a record's messages and tools and brings them into the form for templates."""
 
 import dataclasses
 import json
@@ -33,12 +33,12 @@ def read_messages(record: Record, field: str, *, is_columnar: bool) -> Conversat
 
     Args:
         record: The record.
-        field: Its field of messages: {role, content}, or {from, value} as ShareGPT. The
-            content is text, or a list of {type: text, text} parts.
+        field: Name of the field with the messages: {role, content}, or {from, value} as
+            in ShareGPT. The content is text, or a list of {type: text, text} parts.
         is_columnar: Whether null stands for an absent key, at any depth.
 
     Raises:
-        DataError: They are not messages.
+        DataError: The field does not hold a list of messages.
     """
     messages = record[field]
     if not isinstance(messages, list) or not messages:
@@ -54,7 +54,7 @@ def read_messages(record: Record, field: str, *, is_columnar: bool) -> Conversat
 
 
 def read_tools(tools: Any, field: str, *, is_columnar: bool) -> list[Any] | None:
-    """The tools of a record: a list, or a list written as JSON; None if there are none.
+    """Reads a record's tools: a list, or a list as JSON text; None if there are none.
 
     Args:
         tools: The field's value.
@@ -62,7 +62,7 @@ def read_tools(tools: Any, field: str, *, is_columnar: bool) -> list[Any] | None
         is_columnar: Whether null stands for an absent key, at any depth.
 
     Raises:
-        DataError: It is something else.
+        DataError: The value is neither a list nor a list as JSON.
     """
     given = tools
     if isinstance(tools, str) and tools.strip():
@@ -84,9 +84,9 @@ def read_tools(tools: Any, field: str, *, is_columnar: bool) -> list[Any] | None
 
 
 def without_nulls(value: Any) -> Any:
-    """`value` without the null entries of the objects in it.
+    """Returns `value` without the keys whose value is null, at any depth.
 
-    Columnar files fill absent keys with null, and templates ask if a key is there.
+    Columnar files fill absent keys with null, but templates test if a key exists.
     """
     if isinstance(value, Mapping):
         return {k: without_nulls(v) for k, v in value.items() if v is not None}
@@ -96,14 +96,14 @@ def without_nulls(value: Any) -> Any:
 
 
 def check_text(text: Any, what: str) -> str:
-    """`text`, if it is text that can be encoded.
+    """Returns `text` if it is a string that UTF-8 can encode.
 
     Args:
         text: The value.
-        what: What it is, for errors.
+        what: Describes the value in errors.
 
     Raises:
-        DataError: It is something else.
+        DataError: The value is no such string.
     """
     if not isinstance(text, str):
         raise DataError(
@@ -129,7 +129,7 @@ def _read_message(message: Any, where: str) -> tuple[Message, bool]:
             f"{where} is {message!r:.80}, not a message. Write "
             '{"role": "user", "content": ...}.'
         )
-    # Templates ask if a key is there, and null is how to say that it is not.
+    # Templates test if a key exists, so a key with null is removed.
     message = {key: value for key, value in message.items() if value is not None}
     check_text(message.get("role"), f"{where}.role")
     is_trained = _is_trained(message.pop("weight", 1), f"{where}.weight")
@@ -146,7 +146,7 @@ def _read_message(message: Any, where: str) -> tuple[Message, bool]:
 
 
 def _from_speaker(message: Message) -> Message:
-    """{from, value} as {role, content}; other keys stay."""
+    """Converts {from, value} to {role, content}; other keys stay."""
     others = {k: v for k, v in message.items() if k not in ("from", "value")}
     speaker = message["from"]
     known = isinstance(speaker, str) and speaker in _ROLE_OF_SPEAKER
@@ -164,7 +164,7 @@ def _is_trained(weight: Any, where: str) -> bool:
 
 
 def _read_content(content: Any, where: str) -> str:
-    """The text of a message; a list of parts is joined."""
+    """Returns the text of a message; the parts of a list are joined."""
     if not isinstance(content, list):
         return check_text(content, where)
     texts = []

@@ -6,7 +6,7 @@ import math
 import numpy as np
 from jaxtyping import Int
 
-# Multiplied floats such as 0.1 * 30 lie just above the integer that is meant.
+# A product of floats such as 0.1 * 30 is slightly above the intended integer.
 _ROUNDING = 1e-9
 
 
@@ -33,7 +33,7 @@ class JobOrder:
     shuffle: bool = True
     epochs: float = 1.0
     steps: int | None = None
-    # The last epoch's permutation: only a saving, never part of the value.
+    # A cache of the last epoch's permutation; it never changes the result.
     _cache: dict = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -75,16 +75,16 @@ class JobOrder:
 
 
 def permutation(num: int, seed: int, stream: int) -> Int[np.ndarray, " N"]:
-    """A random permutation of `range(num)` that only (num, seed, stream) decide.
+    """A random permutation of `range(num)` that depends only on (num, seed, stream).
 
-    It sorts Philox's raw numbers, whose stream NumPy guarantees for good (NEP 19);
-    that of `Generator.permutation` may change between versions, and with it a resumed
-    run.
+    It sorts Philox's raw numbers, whose stream NumPy guarantees never to change
+    (NEP 19). `Generator.permutation` may change between NumPy versions, which would
+    change the data order of a resumed run.
 
     Args:
         num: Length of the permutation.
         seed: First half of Philox's key.
-        stream: Second half: permutations of other streams are independent.
+        stream: Second half of the key; different streams are independent.
     """
     philox = np.random.Philox(key=np.array([seed, stream], np.uint64))
     return np.argsort(philox.random_raw(num), kind="stable")

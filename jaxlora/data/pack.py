@@ -1,4 +1,4 @@
-"""A microbatch as arrays of one fixed shape."""
+"""Packs the samples of a microbatch into arrays of one fixed shape."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ class PackedBatch:
         labels: The token that each row should predict: the next of its sample.
         loss_weight: Weight of each row's loss; 0 where nothing is predicted.
         token_index: The token's index in its job's global batch.
-        block_adapter: Slot of each token block; -1 belongs to nobody.
+        block_adapter: Slot of each token block; -1 for padding.
     """
 
     token_ids: Int[Array, " T"]
@@ -80,11 +80,11 @@ class JobBatch:
 
 
 def uncrowded(microbatch: Microbatch, short: int, most: int) -> list[Microbatch]:
-    """Parts of a microbatch, in its order, with few short samples each.
+    """Splits a microbatch, in order, into parts with a limited number of short samples.
 
     Args:
-        microbatch: Samples, each job's side by side.
-        short: Samples of at most so many tokens are short.
+        microbatch: Samples; those of one job are adjacent.
+        short: Length in tokens up to which a sample is short.
         most: How many of them a part may hold, at least 1.
     """
     parts, num_short = [[]], 0
@@ -101,12 +101,12 @@ def uncrowded(microbatch: Microbatch, short: int, most: int) -> list[Microbatch]
 def pack_microbatch(
     microbatch: Microbatch, batches: Mapping[int, JobBatch], limits: Limits
 ) -> PackedBatch:
-    """Lays a microbatch out in `limits.capacity` rows, and starts uploading them.
+    """Packs a microbatch into `limits.capacity` rows and starts their upload.
 
     Args:
-        microbatch: Samples, each job's side by side.
-        batches: The global batch of each slot that occurs. The room of a slot that is
-            not here stays empty.
+        microbatch: Samples; those of one job are adjacent.
+        batches: Global batch of each slot in the microbatch. The rows of a slot that is
+            missing here become padding.
         limits: Capacity and block size.
     """
     c, block = limits.capacity, limits.block_tokens
@@ -134,7 +134,7 @@ def pack_microbatch(
         return out
 
     def of_next(values: np.ndarray) -> np.ndarray:
-        """Of each token's successor; 0 for the last of a sample, which has none."""
+        """Shifts values to the next token of the sample; 0 for the sample's last."""
         out = np.roll(values, -1)
         out[ends - 1] = 0
         return out

@@ -18,12 +18,12 @@ _DATASET_ROWS = 128
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Records:
-    """Records that can be read more than once, and are never all in memory.
+    """Records that can be read more than once and are never all in memory.
 
     Attributes:
-        path: Where they are, as the user says it.
-        read: Reads them from the first on.
-        limit: Only so many are read, if given.
+        path: Path or dataset id, as the user gave it.
+        read: Starts reading at the first record.
+        limit: Number of records to read; None: all.
     """
 
     path: str
@@ -97,11 +97,11 @@ def _os_errors(path: str) -> Iterator[None]:
 
 
 def _find(name: str) -> tuple[Path, int]:
-    """The path and its kind as `stat` has it, 0 where there is nothing."""
+    """Returns the path and its file type from `stat`, 0 if nothing exists there."""
     try:
         path = Path(name).expanduser()
         return path, _mode(path) if name else 0
-    # No such user behind ~, and characters that no path holds: NUL, half a surrogate.
+    # The user in ~user is unknown, or the name holds a NUL or a lone surrogate.
     except (RuntimeError, ValueError) as error:
         if isinstance(error, DataError):
             raise
@@ -185,8 +185,8 @@ def _open_hub(data: DataConfig) -> Callable[[], Iterator[Record]]:
         options["revision"] = data.revision
     try:
         loaded = datasets.load_dataset(data.path, data.subset, **options)
-    # Whatever goes wrong in there (network, no such id, split or subset, a bad file),
-    # its own words say it best.
+    # The library's own message explains its errors best: no network, an unknown id,
+    # split or subset, or a damaged file.
     except Exception as error:
         hint = ""
         if any(os.environ.get(k) for k in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")):
@@ -204,7 +204,7 @@ def _open_hub(data: DataConfig) -> Callable[[], Iterator[Record]]:
 
 
 def _choose_split(loaded, data: DataConfig):
-    """The dataset itself, or the one that `data.split` means of a dict of them."""
+    """Returns the dataset, or the split that `data.split` selects from several."""
     if not isinstance(loaded, dict):
         return loaded
     splits = list(loaded)
@@ -221,7 +221,7 @@ def _choose_split(loaded, data: DataConfig):
 
 
 def _open_dataset(dataset: Any, data: DataConfig) -> Callable[[], Iterator[Record]]:
-    # As Arrow, a dataset gives what is stored: no tensors, and no decoded pictures.
+    # In Arrow format, a dataset gives the stored values, without decoding images.
     tables = dataset.with_format("arrow")
 
     def read() -> Iterator[Record]:

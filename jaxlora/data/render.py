@@ -1,4 +1,4 @@
-"""Records as text: what is read, and which characters are to be learned."""
+"""Renders records as text, and marks which characters are to be learned."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ _FIELDS: dict[Kind, tuple[str, ...]] = {
     "messages": ("messages",),
     "text": ("text",),
 }
-# Keys of messages that change what they mean, if the chat template reads them.
+# Keys that change the meaning of a message, if the chat template reads them.
 _MEANT_KEYS = (
     "tool_calls",
     "function_call",
@@ -66,18 +66,19 @@ def make_renderer(
     """Chooses how records become text.
 
     Args:
-        data: What the user said of the records.
-        first: The first record, whose fields decide where `data.kind` is `auto`.
-        tokenizer: Brings the chat template.
-        names_unused: Name each field that looks meant and is not used in the log, once.
+        data: The user's settings for the records.
+        first: The first record; its fields decide the kind if `data.kind` is `auto`.
+        tokenizer: Holds the chat template.
+        names_unused: Whether to log, once each, fields that the user probably meant but
+            that are not used.
 
     Returns:
-        The function from records to texts. For a record that cannot be used it gives a
+        A function from records to texts. For a record that cannot be used, it returns a
         DataError without the record's number, which the caller knows.
 
     Raises:
-        DataError: The kind cannot be told, or options contradict it.
-        ModelError: Chat messages meet a tokenizer without a chat template.
+        DataError: The kind is ambiguous, or options contradict it.
+        ModelError: The records are chats, and the tokenizer has no chat template.
     """
     kind = choose_kind(data, first)
     if data.chat and kind != "prompt_completion":
@@ -99,14 +100,14 @@ def make_renderer(
 
 
 def has_kind(data: DataConfig, record: Record) -> bool:
-    """Whether a record can be read at all as one of the kinds."""
+    """Whether a record has the fields of at least one kind."""
     return bool(_kinds_that_fit(data, record))
 
 
 def choose_kind(data: DataConfig, first: Record) -> Kind:
-    """The kind of the records: as said, else by the first record's fields.
+    """Returns the kind of the records: `data.kind`, or by the first record's fields.
 
-    Where several kinds fit, one whose fields the user renamed goes first.
+    If several kinds fit, one whose field names the user set is preferred.
 
     Raises:
         DataError: No kind fits, or more than one.
@@ -170,7 +171,7 @@ class _PairRenderer:
 
     @property
     def fields(self) -> list[Field]:
-        """The fields that it reads."""
+        """The fields that the renderer reads."""
         return [self._prompt, self._completion]
 
     def pairs(self, records: Sequence[Record]) -> list[Pair | DataError]:

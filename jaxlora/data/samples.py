@@ -1,4 +1,4 @@
-"""Samples in flat arrays: a few bytes each beside their tokens, however many."""
+"""Samples in flat arrays, with an overhead of a few bytes per sample."""
 
 import array
 import dataclasses
@@ -13,10 +13,10 @@ from jaxtyping import Bool, Int, Int32
 
 from jaxlora.errors import DataError
 
-# More tokens than these are kept in a file, not in memory.
+# Jobs with more tokens than this keep them in a file instead of memory.
 _TOKENS_IN_MEMORY = 2**22
 _TOKENS_PER_PART = 2**20
-# So many samples, or tokens, are put into an array at once.
+# Samples, or tokens, that are collected before they are put into an array.
 _PENDING_SAMPLES = 1000
 _PENDING_TOKENS = 2**18
 _READ_SAMPLES = 64
@@ -28,8 +28,8 @@ class TokenizedSample:
 
     Attributes:
         token_ids: The sample's tokens.
-        is_target: Whether a token is to be predicted, which is what the loss counts.
-            Nothing predicts the first token, so it never is.
+        is_target: Whether each token is to be predicted and counts in the loss. Nothing
+            predicts the first token, so it is never a target.
     """
 
     token_ids: Int32[np.ndarray, " T"]
@@ -41,7 +41,7 @@ class Samples(Sequence[TokenizedSample]):
 
     Attributes:
         tokens: The tokens of all samples; a target is stored as its complement, ~id,
-            which is negative. May lie in a file.
+            which is negative. The array may be mapped from a file.
         offsets: Index in `tokens` of each sample's first token, then of the end.
     """
 
@@ -55,7 +55,7 @@ class Samples(Sequence[TokenizedSample]):
 
     @property
     def num_target_tokens(self) -> int:
-        """Tokens of all samples that are to be predicted."""
+        """Number of target tokens of all samples."""
         parts = range(0, len(self.tokens), _TOKENS_PER_PART)
         return sum(
             int(np.count_nonzero(self.tokens[i : i + _TOKENS_PER_PART] < 0))
@@ -76,7 +76,7 @@ class Samples(Sequence[TokenizedSample]):
         return _sample(self.tokens[self.offsets[index] : self.offsets[index + 1]])
 
     def __iter__(self) -> Iterator[TokenizedSample]:
-        # Many at once, as a sample by itself takes longer than its tokens.
+        # Samples are converted many at once, as the overhead per call exceeds the work.
         for number in range(0, len(self), _READ_SAMPLES):
             offsets = self.offsets[number : number + _READ_SAMPLES + 1]
             whole = _sample(self.tokens[offsets[0] : offsets[-1]])
@@ -95,9 +95,9 @@ def _complemented(values: np.ndarray, where: np.ndarray) -> np.ndarray:
 
 
 class SampleWriter:
-    """Collects samples; many of them go to a file in the folder for temporary files.
+    """Collects samples; a large number of tokens goes to a temporary file.
 
-    The file has no name, so nothing is left of it however the process ends.
+    The file has no name, so it disappears however the process ends.
     """
 
     def __init__(self, source: str):
@@ -162,7 +162,7 @@ class SampleWriter:
             tokens = np.memmap(self._file, np.int32, "r", shape=(self.num_tokens,))
         except OSError as error:
             raise self._error(error) from error
-        self._file.close()  # the mapping keeps the file
+        self._file.close()  # the memory mapping keeps the file alive
         return Samples(np.asarray(tokens), offsets)
 
     def _error(self, error: OSError) -> DataError:

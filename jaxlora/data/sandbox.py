@@ -22,7 +22,7 @@ Span = tuple[int, int]
 
 
 class _Generation(jinja2.ext.Extension):
-    """Reads `{% generation %}...{% endgeneration %}` as its body."""
+    """Parses `{% generation %}...{% endgeneration %}` and renders its body."""
 
     tags = {"generation"}
 
@@ -38,7 +38,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Immutable sandbox that refuses unsafe attributes at once.
+    """An immutable sandbox that raises on access to unsafe attributes.
 
     Attributes:
         marks: Functions that print marks, or None for plain text.
@@ -52,7 +52,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        # The default is a value that prints as nothing and raises only later.
+        # Jinja's default is a value that prints as "" and raises only on later use.
         raise SecurityError(
             f"access to {attribute!r} of a {type(obj).__name__} is not allowed"
         )
@@ -62,11 +62,11 @@ class RecordTemplate:
     """A template over a record's fields; unknown and null fields raise.
 
     Attributes:
-        names: Fields that it may use.
+        names: Fields that the template may use.
     """
 
     def __init__(self, source: str, start_clock: Callable[[], None]):
-        """Compiles it.
+        """Compiles the template.
 
         Args:
             source: The template.
@@ -92,13 +92,13 @@ class RecordTemplate:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trace:
-    """Which message printed which characters of a text.
+    """Records which message printed which characters of a text.
 
     Attributes:
-        turns: What each message printed, by its index: the text of each pass of a loop
-            over messages, where that is not empty.
+        turns: Spans that each message printed, by the message's index: one for each
+            iteration of a loop over messages that printed anything.
         generations: Spans of `{% generation %}` blocks, each with the index of the
-            message in whose turn it lies, or None.
+            message that it belongs to, or None.
         tail_start: First character after the last loop over messages.
     """
 
@@ -108,21 +108,21 @@ class Trace:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, with what transformers offers to it.
+    """A tokenizer's chat template, with the functions that transformers gives to it.
 
     Attributes:
-        names: Variables that it may use.
-        has_generation: Whether it marks what the model writes.
+        names: Variables that the template may use.
+        has_generation: Whether it has `{% generation %}` blocks.
     """
 
     def __init__(
         self, source: str, now: datetime.datetime, start_clock: Callable[[], None]
     ):
-        """Compiles it.
+        """Compiles the template.
 
         Args:
             source: The template.
-            now: The time that `strftime_now` tells.
+            now: The time that `strftime_now` formats.
             start_clock: Called before each rendering.
 
         Raises:
@@ -150,16 +150,17 @@ class ChatTemplate:
     def trace(
         self, values: Mapping[str, Any], text: str, *, with_turns: bool = True
     ) -> Trace | None:
-        """Renders once more, with marks.
+        """Renders the template once more, with marks around messages and generations.
 
         Args:
             values: The template's variables.
-            text: What it renders to.
-            with_turns: Mark the passes of loops over messages, not only generations.
+            text: The text without marks.
+            with_turns: Mark the iterations of loops over messages, not only
+                generations.
 
         Returns:
-            What the marks say; None where they would change the text, as for a template
-            that measures or trims what it has printed.
+            The trace; None if the marks change the text, as for a template that
+            measures or trims what it has printed.
         """
         if self._marks is None or self._marked is None:
             self._marks = _Marks()
@@ -178,7 +179,7 @@ def _chat_sandbox(marks: "_Marks | None") -> _Sandbox:
 
 
 class _LoopMarker(NodeTransformer):
-    """Makes each loop print marks around itself and at the start of each pass."""
+    """Makes each loop print marks around itself and at the start of each iteration."""
 
     def visit_For(self, node: nodes.For):
         self.generic_visit(node)
@@ -195,14 +196,14 @@ def _call(function: str, *arguments: nodes.Expr) -> nodes.Output:
 
 
 class _Marks:
-    """Prints marks into a text, and reads them out of it again.
+    """Prints marks into a text, and parses them out of it again.
 
-    A loop is marked from its first pass over a message on: `o3` opens it with message
-    3, `e4` goes on to message 4, `c` closes it. `s` and `f` are around a generation.
+    A loop is marked from its first iteration over a message: `o3` opens it at message
+    3, `e4` continues it at message 4, `c` closes it. `s` and `f` enclose a generation.
     """
 
     def __init__(self):
-        # The text of a record cannot contain what it cannot know.
+        # Marks contain a random key, so that the text of a record cannot imitate them.
         self._secret = secrets.token_hex(8)
         self._pattern = re.compile(f"\0{self._secret}([a-z][0-9]*)\0")
         self._index_of: dict[int, int] = {}
@@ -219,7 +220,7 @@ class _Marks:
         }
 
     def begin(self, messages: Sequence[Any]) -> None:
-        """Prepares for a rendering of these messages."""
+        """Prepares to mark a rendering of these messages."""
         self._index_of = {id(message): i for i, message in enumerate(messages)}
         self._loops = []
 
@@ -242,7 +243,7 @@ class _Marks:
         return self._mark("c") if self._loops.pop() else ""
 
     def read(self, marked: str, text: str) -> Trace | None:
-        """The marks in `marked`; None if it is not `text` but for them."""
+        """Parses the marks in `marked`; None if the rest is not equal to `text`."""
         pieces = self._pattern.split(marked)
         if "".join(pieces[::2]) != text:
             return None
@@ -289,7 +290,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    # Jinja's own filter escapes HTML; transformers' does not, and offers options.
+    # Jinja's own filter escapes HTML. That of transformers does not, and has options.
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -1,4 +1,4 @@
-"""Texts as tokens, long ones no further than their first tokens."""
+"""Encodes texts; of a long text, only as many first tokens as are needed."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -7,45 +7,46 @@ import numpy as np
 
 from jaxlora.data.tokenizer import Encoded, Tokenizer
 
-# A text of at most so many characters is encoded whole. The library takes about 200
-# bytes for a character while it does so.
+# Texts of at most this many characters are encoded whole. Meanwhile the library takes
+# about 200 bytes per character.
 _WHOLE_CHARS = 2**17
 _MOST_WHOLE_CHARS = 2**20
-# Characters that are encoded at once, in one text or in many.
+# Characters that are encoded in one call, in one text or in many.
 _BATCH_CHARS = 2**18
-_CHARS_PER_TOKEN = 8  # a first guess; it is doubled until there are enough tokens
+_CHARS_PER_TOKEN = 8  # a first guess, doubled until there are enough tokens
 _MARGIN_CHARS = 64
 
 
 class StartEncoder:
     """Encodes the starts of texts: as many tokens as are asked for, or all.
 
-    The tokens are those of the whole text. A tokenizer may decide on a token by what
-    follows it, so a text that is cut is encoded with several ends: a token counts once
-    none of them changes it. Both BPE and unigram models encode a text like one of its
-    cuts at a distance of at most one token from any place. What no model sees is
-    settled by a margin behind the last token: an added token that the cut divides, and
-    spaces that an added token takes to itself.
+    The tokens are the same as those of the whole text. A token may depend on the
+    characters after it, so a long text is cut at several places and each cut is
+    encoded: a token is final if it is the same for all cuts. This suffices for BPE and
+    unigram models: within one token of any position there is a cut at which the whole
+    text and the cut text are encoded alike. A margin after the last token covers the
+    steps before the model: an added token that is divided by the cut, and spaces that
+    an added token strips.
 
     Attributes:
-        whole_chars: Texts of at most so many characters are encoded whole.
+        whole_chars: Texts of at most this many characters are encoded whole.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, num_tokens: int, *, whole_chars: int | None = None
     ):
-        """Takes a tokenizer.
+        """Makes an encoder.
 
         Args:
             tokenizer: The tokenizer.
-            num_tokens: Tokens of a text that matter; one more is given.
-            whole_chars: Texts of so many characters are encoded whole; None: as many
-                as take little memory.
+            num_tokens: Number of first tokens that matter; one more is returned.
+            whole_chars: Texts of at most this many characters are encoded whole; None:
+                a default that takes little memory.
         """
         self._tokenizer = tokenizer
         self._num_tokens = num_tokens + 1
         if whole_chars is None:
-            # A cut text is encoded some ten times, which is no gain for a short one.
+            # A cut text is encoded about ten times, which costs more for a short text.
             most = min(16 * _CHARS_PER_TOKEN * self._num_tokens, _MOST_WHOLE_CHARS)
             whole_chars = max(_WHOLE_CHARS, most)
         self.whole_chars = whole_chars
@@ -84,7 +85,7 @@ class StartEncoder:
         return encoded
 
     def _is_settled(self, first: Encoded, text: str, reach: int) -> bool:
-        """Whether `text` begins with the tokens `first` wherever it is cut."""
+        """Whether `text` begins with the tokens `first` at all of the tested cuts."""
         for texts in _batches(text[: len(text) - step] for step in _steps(reach)):
             for other in self._tokenizer.encode_batch(texts):
                 for array, wanted in zip(other, first, strict=True):
@@ -94,15 +95,15 @@ class StartEncoder:
 
 
 def _behind_spaces(text: str, at: int) -> int:
-    """Index behind the first character from `at` on that is no space."""
+    """Returns the index after the first character from `at` on that is no space."""
     return len(text) - len(text[at:].lstrip()) + 1
 
 
 def _steps(most: int) -> Iterator[int]:
-    """0, 1, 2, 4, 7, 11, ..., `most`, each less than twice as far as the one before.
+    """Yields 0, 1, 2, 4, 7, 11, ..., `most`, each less than twice the one before.
 
-    Where a text repeats itself, and its tokens depend on how often it does, two of
-    these cuts leave another number of repetitions.
+    If a text is periodic and its tokens depend on the number of periods, two of these
+    cuts leave different numbers of periods.
     """
     step = 0
     while step < most:
@@ -112,7 +113,7 @@ def _steps(most: int) -> Iterator[int]:
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """`texts` in order, so many at a time that they take little memory."""
+    """Yields `texts` in order, in batches that take little memory."""
     batch: list[str] = []
     num_chars = 0
     for text in texts:

@@ -1,10 +1,10 @@
-"""Renders templates of strangers in a child process with limits of time and memory.
+"""Renders untrusted templates in a child process with limits of time and memory.
 
-A sandbox keeps a template from what it must not touch. How long it runs and how much it
-prints only the system can limit: no counting of steps sees every operation that is
-long. So all templates run in one child (`template_worker`), which is started when one
-is needed, restarted when it was killed, and ends by itself when it is idle or when this
-process ends, however that happens.
+A sandbox keeps a template from unsafe objects. But only the system can limit its time
+and memory, because a single operation of a template may be arbitrarily long. So all
+templates run in one child process (`template_worker`). It is started when it is first
+needed and restarted after it was killed. It ends by itself when it is idle or when this
+process ends, for whatever reason.
 """
 
 import contextlib
@@ -32,20 +32,20 @@ _BATCH_PAYLOADS = 256
 _BATCH_BYTES = 2**20
 _POLL_SECONDS = 0.2
 _SYSTEM_LIMITS_MEMORY = sys.platform == "linux"
-# The exit code by which the child says that its memory is used up.
+# Exit code of a child that has run out of memory.
 _OUT_OF_MEMORY = 3
-# A template that kills so many processes in a row is not tried again in this call.
+# After a template has killed this many processes in a row, a call gives up on it.
 _MAX_DEATHS = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TemplateLimits:
-    """What one rendering may take.
+    """Limits of one rendering.
 
     Attributes:
         seconds: Processor time.
         bytes: Memory of the process.
-        characters: Length of the text.
+        characters: Length of the rendered text.
     """
 
     seconds: float = 2.0
@@ -59,7 +59,7 @@ class Failure:
 
     Attributes:
         kind: `limit`, `unclear` (a turn of a conversation), `syntax`, or `other`.
-        why: The reason, without what it happened to.
+        why: The reason, without the name of the record or template.
     """
 
     kind: str
@@ -70,11 +70,11 @@ Answer = dict[str, Any] | Failure
 
 
 def run_task(task: Task, payloads: Sequence[Payload]) -> list[Answer]:
-    """Lets the child process carry out a task.
+    """Renders a template in the shared child process.
 
     Args:
         task: The template.
-        payloads: What to do with it, many at once for little cost each.
+        payloads: The renderings to do; many in one call cost little each.
 
     Returns:
         An answer for each payload, in their order.
@@ -92,23 +92,23 @@ class TemplateProcess:
     """
 
     def __init__(self, limits: TemplateLimits | None = None):
-        """Starts nothing yet.
+        """Makes the object; the child is started when it is first needed.
 
         Args:
-            limits: What one rendering may take.
+            limits: Limits of one rendering.
         """
         self._limits = limits or TemplateLimits()
         self._lock = threading.Lock()
         self._child: _Child | None = None
 
     def run(self, task: Task, payloads: Sequence[Payload]) -> list[Answer]:
-        """As `run_task`."""
+        """Renders a template in this child process; see `run_task`."""
         answers: list[Answer] = [Failure("other", "")] * len(payloads)
         waiting: list[tuple[int, bytes]] = []
         for i, payload in enumerate(payloads):
             try:
                 waiting.append((i, payload.pickled()))
-            # Pickling runs code of whatever a record holds.
+            # Pickling runs code of the objects in a record, which may raise any error.
             except Exception as error:
                 why = f"a value cannot be sent to a template: {error}"
                 answers[i] = Failure("other", why)
@@ -119,8 +119,8 @@ class TemplateProcess:
     def _answer_all(
         self, task: Task, waiting: list[tuple[int, bytes]], answers: list[Answer]
     ) -> None:
-        # After a death it is not known which payload was the cause: so many are sent
-        # one by one.
+        # After a death, the rest of the batch is sent one by one, because it is not
+        # known which payload killed the child.
         num_alone = num_deaths = 0
         while waiting:
             batch = waiting[:1] if num_alone else _first_batch(waiting)
@@ -153,7 +153,7 @@ class TemplateProcess:
     def _run_batch(
         self, task: Task, payloads: list[bytes]
     ) -> tuple[list[Answer], Failure | None]:
-        """The answers that came, and why the child ended if it did and was not idle."""
+        """Returns the answers that arrived, and why the child died, if it did."""
         child = self._child
         if child is None or child.owner != os.getpid():
             child = self._child = _Child(self._limits)
@@ -162,7 +162,7 @@ class TemplateProcess:
             for line in child.exchange(task, payloads):
                 answers.append(_read_answer(line, self._limits))
         except BaseException:
-            # The child is in the middle of an answer.
+            # The child is in the middle of an answer, so it cannot be used again.
             self._child = None
             child.stop()
             raise
@@ -178,7 +178,7 @@ def _shared() -> TemplateProcess:
 
 
 def _first_batch(waiting: list[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
-    """The first payloads that are sent together; a large one goes alone."""
+    """Returns the first payloads, to be sent together; a large one is sent alone."""
     num, total = 0, 0
     for _, payload in waiting[:_BATCH_PAYLOADS]:
         total += len(payload)
@@ -189,7 +189,7 @@ def _first_batch(waiting: list[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
 
 
 def _give_up(waiting: list[tuple[int, bytes]], answers: list[Answer]) -> None:
-    """Answers all that wait, after others have killed one process after another."""
+    """Answers all waiting payloads with an error, after too many killed a process."""
     why = f"it was not tried, as the {_MAX_DEATHS} records before it exceeded a limit"
     for i, _ in waiting:
         answers[i] = Failure("limit", why)
@@ -225,20 +225,20 @@ class _Child:
     """
 
     def __init__(self, limits: TemplateLimits):
-        """Starts it.
+        """Starts the process.
 
         Raises:
-            DataError: It cannot be started.
+            DataError: The process cannot be started.
         """
         self._limits = limits
-        # Of UTF-8 within JSON: one character takes at most six bytes.
+        # Longest line of an answer: a character takes at most six bytes in JSON.
         self._max_line_bytes = 8 * limits.characters
         command = _command(limits)
         self.owner = os.getpid()
         self._buffer = bytearray()
         self._is_over_memory = False
         try:
-            # Its own session, so that Ctrl-C in a terminal does not reach it.
+            # In its own session, the child does not get a terminal's Ctrl-C.
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -266,7 +266,7 @@ class _Child:
         """Sends a batch; yields lines of answers, until the child ends."""
         frame = pickle.dumps((task, payloads), pickle.HIGHEST_PROTOCOL)
         content = memoryview(len(frame).to_bytes(8, "little") + frame)
-        # A child that has ended is seen below.
+        # If the child has ended, reading from it below shows that.
         with contextlib.suppress(BrokenPipeError):
             while content:
                 content = content[os.write(self._pipe("stdin"), content) :]
@@ -277,7 +277,7 @@ class _Child:
             yield line
 
     def cause_of_death(self) -> Failure | None:
-        """Waits for the end of the child; None if it was only idle."""
+        """Waits for the child to end and returns why; None if it was only idle."""
         code = self.process.wait()
         self.stop()
         if code == 0:
@@ -291,7 +291,7 @@ class _Child:
         )
 
     def _read_line(self) -> bytes | None:
-        """The next line of the child; None when it has ended."""
+        """Reads the child's next line; None if the child has ended."""
         searched = 0
         while (end := self._buffer.find(b"\n", searched)) < 0:
             searched = len(self._buffer)
@@ -309,7 +309,7 @@ class _Child:
         return line
 
     def _watch_memory(self) -> None:
-        """Kills a child with too much memory where the system does not."""
+        """Kills the child above its memory limit, on systems that do not enforce it."""
         if _SYSTEM_LIMITS_MEMORY:
             return
         command = ["ps", "-o", "rss=", "-p", str(self.process.pid)]
@@ -326,7 +326,7 @@ class _Child:
 
 
 def _command(limits: TemplateLimits) -> list[str]:
-    """How the child is started: without the package, `site` and the user's settings."""
+    """Command line of the child, which runs without `site` and the user's settings."""
     folders = [Path(__file__).parents[2]]
     for package in ("jinja2", "markupsafe"):
         spec = importlib.util.find_spec(package)

@@ -1,6 +1,6 @@
-"""What the process of `template_worker` does with a task: it renders one payload.
+"""Renders payloads of a template; runs in the process of `template_worker`.
 
-It must import nothing heavy.
+This module must import nothing heavy.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ class Task:
 
     Attributes:
         source: The template.
-        now: The time that a chat template tells; None for a template over fields.
+        now: The time that a chat template sees; None for a template over fields.
         common: Variables that all payloads share.
     """
 
@@ -34,13 +34,13 @@ class Task:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Payload:
-    """What to do with the template.
+    """A request to a template.
 
     Attributes:
-        wanted: `names`: the variables that it may use. `text`: what it renders to.
-            `answers`: also the spans of the assistant's answers. `all`: also the span
-            of everything.
-        values: Its variables.
+        wanted: The result: `names`, the variables that the template may use; `text`,
+            the rendered text; `answers`, the text with the spans of the assistant's
+            answers; `all`, the text with the spans of everything.
+        values: Values of the template's variables.
         skip: Indices of messages that no span may cover, in ascending order.
     """
 
@@ -49,16 +49,16 @@ class Payload:
     skip: Sequence[int] = ()
 
     def pickled(self) -> bytes:
-        """The payload as `TaskRunner` reads it."""
+        """Pickles the payload for `TaskRunner`."""
         fields = (self.wanted, self.values, self.skip)
         return pickle.dumps(fields, pickle.HIGHEST_PROTOCOL)
 
 
 class TaskRunner:
-    """Carries out tasks; keeps the templates that it has compiled."""
+    """Runs tasks, with a cache of compiled templates."""
 
     def __init__(self, start_clock: Callable[[], Any], max_characters: int):
-        """Remembers how to limit a task.
+        """Makes a runner.
 
         Args:
             start_clock: Called before a template is compiled or rendered.
@@ -69,14 +69,14 @@ class TaskRunner:
         self._compiled = functools.lru_cache(maxsize=64)(self._compile)
 
     def run(self, task: Task, payload: bytes) -> dict[str, Any]:
-        """The answer to a `Payload`, pickled: what was wanted, or `error` and `why`."""
+        """Answers a pickled `Payload` with what it wants, or with `error` and `why`."""
         try:
             template = self._compiled(task.source, task.now)
             fields = _Unpickler(io.BytesIO(payload)).load()
             answer = _carry_out(template, task.common, Payload(*fields))
         except UnclearTurnError as error:
             return {"error": "Unclear", "why": str(error)}
-        # A template is a program of a stranger: it may raise anything.
+        # A template is an untrusted program, which may raise any error.
         except Exception as error:
             return {"error": type(error).__name__, "why": str(error)[:2000]}
         if len(answer.get("text", "")) > self._max_characters:
@@ -91,7 +91,7 @@ class TaskRunner:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads plain values: those of JSON, times, decimals and ids."""
+    """Unpickles only plain values: JSON values, times, decimals and UUIDs."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if module_name.split(".")[0] not in _PLAIN_MODULES:

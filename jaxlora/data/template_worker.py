@@ -1,13 +1,13 @@
-"""The program that renders templates: a process of its own, with limits.
+"""The child program that renders templates, with limits of time and memory.
 
 `template.py` starts it as `python -I -S template_worker.py SECONDS BYTES CHARACTERS
-PATH...`. Each PATH is a folder to import from, the first of them the one that holds the
-package. It reads a task with many payloads from standard input, and writes one line of
-JSON for each payload to standard output. What it reads are pickles, as it is only asked
-by this package; what it writes may be the work of a stranger's template.
+PATH...`. Each PATH is a folder to import from; the first one holds the package. The
+program reads a task with many payloads from standard input, and writes one line of JSON
+for each payload to standard output. Its input is pickled, as only this package sends
+it; its output is JSON, as an untrusted template may determine what is written.
 
-It ends when the pipe is closed or idle for long, and imports nothing heavy: a stub
-stands for the package `jaxlora`, whose import would load JAX.
+The program ends when the pipe is closed or idle for long. It imports nothing heavy: a
+stub replaces the package `jaxlora`, because importing the package would load JAX.
 """
 
 import json
@@ -26,7 +26,7 @@ _HEADER_BYTES = 8
 
 
 def main(arguments: list[str]) -> None:
-    """Answers until nobody asks any more."""
+    """Answers requests until the input is closed or idle for long."""
     max_seconds, max_bytes, max_characters, *paths = arguments
     package = types.ModuleType("jaxlora")
     package.__path__ = [os.path.join(paths[0], "jaxlora")]
@@ -51,13 +51,13 @@ def main(arguments: list[str]) -> None:
 
 def _limit_memory(max_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Other systems do not enforce it; there, `template.py` watches the memory.
+    # Other systems do not enforce this limit; there, `template.py` watches the memory.
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
 
 
 def _read_frame() -> bytes | None:
-    """The next request, or None when there is none any more."""
+    """Reads the next request; None at the end of the input."""
     poll = select.poll()
     poll.register(0, select.POLLIN)
     if not poll.poll(_IDLE_SECONDS * 1000):
@@ -79,6 +79,6 @@ if __name__ == "__main__":
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
     except BrokenPipeError:
-        # Nobody waits for answers any more.
+        # The parent no longer reads answers.
         os._exit(0)
     os._exit(0)

@@ -26,13 +26,13 @@ _Flags = Bool[np.ndarray, "..."]
 
 logger = logging.getLogger(__name__)
 
-# Records are rendered so many, or of so much text, at a time.
+# Limits of the records, and of their text, that are rendered at a time.
 _CHUNK_RECORDS = 500
 _CHUNK_CHARS = 2**20
-# A line of progress is logged as soon as either has passed.
+# Progress is logged when this many records or seconds have passed.
 _LOG_RECORDS = 100_000
 _LOG_SECONDS = 10.0
-# A stream of its own for the held-out records: epochs never count so far.
+# The random stream of the held-out records; no epoch number is as large.
 _HELD_OUT_STREAM = 2**63
 
 
@@ -42,14 +42,14 @@ class TokenizedData:
 
     Attributes:
         source: The path of the records.
-        samples: In the order of the records. `tokenize_job` gives `Samples`, of which
-            millions take little memory.
+        samples: The samples, in the order of the records. `tokenize_job` returns
+            `Samples`, which hold millions in little memory.
         max_length: Longest allowed sample, in tokens.
-        num_records: Records read; each is a sample, dropped, or without target.
+        num_records: Records read; each became a sample or was left out.
         num_truncated: Samples that were cut to `max_length`.
-        num_dropped: Records left out because they were longer.
-        num_without_target: Records left out because no token of theirs, within
-            `max_length`, is to be predicted.
+        num_dropped: Records left out because they were longer than `max_length`.
+        num_without_target: Records left out because they have no target token within
+            `max_length`.
         num_bad: Records left out because they cannot be used (`data.bad_records`).
     """
 
@@ -76,13 +76,13 @@ class TokenizedData:
 
     @property
     def num_target_tokens(self) -> int:
-        """Tokens of all samples that are to be predicted."""
+        """Number of target tokens of all samples."""
         if isinstance(self.samples, Samples):
             return self.samples.num_target_tokens
         return sum(int(s.is_target.sum()) for s in self.samples)
 
     def summary(self) -> str:
-        """One line for the log: how much there is, and what was cut or left out."""
+        """Describes in one line the size of the data and what was cut or left out."""
         line = (
             f"{self.source}: {len(self.samples)} samples, {self.num_tokens} tokens, "
             f"{self.num_target_tokens} of them to predict"
@@ -106,17 +106,17 @@ def tokenize_job(
     """Reads a job's records and turns them into tokens.
 
     Args:
-        job: Says where the records are, how they are read, and how long a sample may
-            be. With `eval_fraction`, `job.eval_seed` alone decides which are held out.
-        tokenizer: The base model's.
+        job: The job's settings. With `eval_fraction`, only `job.eval_seed` decides
+            which records are held out.
+        tokenizer: The base model's tokenizer.
         which: The training records, or the held-out ones.
 
     Returns:
         At least one sample.
 
     Raises:
-        DataError: A record cannot be used (it is named), or none is left.
-        ModelError: Chat messages meet a tokenizer without a chat template.
+        DataError: A record cannot be used (the error names it), or none is left.
+        ModelError: The records are chats, and the tokenizer has no chat template.
     """
     data, side = _read_side(job, which)
     encode = Encoder(data, tokenizer, job.max_length)
@@ -144,7 +144,7 @@ def tokenize_job(
 
 
 def _typical(data: DataConfig, side: "_Side") -> Record:
-    """The record that decides on the kind: the first, or the first that is not bad."""
+    """Returns the record that determines the kind: the first that is not bad."""
     _, first = next(iter(side))
     if data.bad_records == "error":
         return first
@@ -154,7 +154,7 @@ def _typical(data: DataConfig, side: "_Side") -> Record:
 def _chunks(
     numbered: Iterable[tuple[int, Record]],
 ) -> Iterator[list[tuple[int, Record]]]:
-    """Records that are rendered at once: not many, and of little text."""
+    """Groups records into chunks that are rendered at once and hold little text."""
     chunk: list[tuple[int, Record]] = []
     num_chars = 0
     for item in numbered:
@@ -177,11 +177,11 @@ def _num_chars(value: Any) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Side:
-    """The records to train on, or those held out; can be read more than once.
+    """The training records or the held-out ones; they can be read more than once.
 
     Attributes:
         records: All records of the data.
-        wanted: Whether a record is on this side, for each; None: all are.
+        wanted: Whether each record is on this side; None: all are.
     """
 
     records: Records
@@ -204,7 +204,7 @@ class _Side:
 
 
 def _read_side(job: LoraJob, which: str) -> tuple[DataConfig, _Side]:
-    """The records of one side, and where they come from."""
+    """Returns the records of one side, and the settings that they are read with."""
     if which == "eval" and job.eval_data is not None:
         return job.eval_data, _Side(open_records(job.eval_data))
     if which == "eval" and job.eval_fraction == 0:
@@ -219,8 +219,8 @@ def _read_side(job: LoraJob, which: str) -> tuple[DataConfig, _Side]:
 
 
 def _choose_held_out(job: LoraJob, num_records: int) -> _Flags:
-    """Whether a record is held out, for each."""
-    # Rounded up, but not because 0.07 * 100 lies just above 7.
+    """Chooses, for each record, whether it is held out."""
+    # The number is rounded up, but 0.07 * 100, slightly above 7, must give 7.
     num_held_out = math.ceil(job.eval_fraction * num_records - 1e-9)
     if num_held_out >= num_records:
         raise DataError(
@@ -235,7 +235,7 @@ def _choose_held_out(job: LoraJob, num_records: int) -> _Flags:
 
 
 class _Cutter:
-    """Applies the rule for long samples, and counts and logs what it did."""
+    """Applies `too_long` to samples, and counts and logs how many were affected."""
 
     def __init__(self, job: LoraJob, path: str):
         self._job = job
@@ -249,9 +249,9 @@ class _Cutter:
         """Takes the sample of record `number`, cuts it, or leaves it out.
 
         Args:
-            number: The record's, from 1.
-            sample: It must have all tokens of the record or more than `max_length`.
-            is_whole: Whether it is sure to have all.
+            number: Number of the record, from 1.
+            sample: All tokens of the record, or more than `max_length` of them.
+            is_whole: Whether the sample is certain to have all tokens.
         """
         self._num_records += 1
         limit = self._job.max_length
@@ -267,7 +267,7 @@ class _Cutter:
             self._num_dropped += 1
             return
         if length > limit:
-            # Copies, so that the long arrays are freed.
+            # The arrays are copied, so that the long ones are freed.
             sample = TokenizedSample(
                 sample.token_ids[:limit].copy(), sample.is_target[:limit].copy()
             )
@@ -278,7 +278,7 @@ class _Cutter:
         self._samples.add(sample)
 
     def log_progress(self) -> None:
-        """Logs how far it is, now and then."""
+        """Logs the progress at intervals."""
         since = self._num_records - self._num_told
         now = time.monotonic()
         if since < _LOG_RECORDS and now - self._told_at < _LOG_SECONDS:

@@ -31,10 +31,10 @@ class Encoded(NamedTuple):
     """Token ids of a text, and where each token lies in it.
 
     Attributes:
-        ids: Token ids, without those that the tokenizer puts around a text.
-        spans: First character of each token and the one after its last. Spaces belong
-            to the token that they are part of; the tokens of a character that takes
-            several have the same span.
+        ids: Token ids, without the special tokens that go around a text.
+        spans: For each token, the index of its first character and of the one after its
+            last. Spaces belong to the token that they are part of. If a character takes
+            several tokens, they all have its span.
     """
 
     ids: Int32[np.ndarray, " T"]
@@ -44,16 +44,17 @@ class Encoded(NamedTuple):
 class Tokenizer:
     """Text to token ids and back, and a model's chat template.
 
-    The post-processor of tokenizer.json alone decides which special tokens go around
-    a text, as in transformers 5: `add_bos_token` and `add_eos_token` of
-    tokenizer_config.json change nothing (a warning names a contradiction). Special
-    tokens that are spelled out in a text are read as such, as in transformers.
+    Only the post-processor of tokenizer.json decides which special tokens go around a
+    text, as in transformers 5: `add_bos_token` and `add_eos_token` of
+    tokenizer_config.json have no effect (a contradiction is logged as a warning).
+    Special tokens that are spelled out in a text are encoded as such, as in
+    transformers.
 
     Attributes:
         bos_token, eos_token, pad_token: Their texts, or None.
         bos_id, eos_id, pad_id: Their ids, or None.
-        prefix_ids: Put before a text that is encoded with special tokens.
-        suffix_ids: Put after it.
+        prefix_ids: Ids before a text that is encoded with special tokens.
+        suffix_ids: Ids after such a text.
         vocab_size: Largest token id + 1, added tokens included.
         chat: The chat template.
     """
@@ -67,16 +68,16 @@ class Tokenizer:
         source: str = "tokenizer",
         now: datetime.datetime | None = None,
     ):
-        """Takes over `backend`; `load_tokenizer` is the usual way here.
+        """Wraps `backend` and changes it; most callers use `load_tokenizer`.
 
         Args:
             backend: The tokenizer; its post-processor, truncation and padding are
-                taken off.
+                removed.
             special_tokens: Text of each special token, by `bos_token`, `eos_token`, ...
             template: The chat template, or several by name.
-            source: Where it came from, for errors.
-            now: Time that chat templates see; None: that of this call. Fixed, so that
-                the same records give the same tokens all through a run.
+            source: Where the tokenizer came from, for errors.
+            now: Time that chat templates see; None: the time of this call. It is fixed,
+                so that the same records give the same tokens throughout a run.
         """
         self._backend = backend
         self._special_tokens = special_tokens
@@ -104,7 +105,7 @@ class Tokenizer:
 
     @functools.cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token, as the tokenizer writes it."""
+        """Number of characters of the longest token in the vocabulary."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
 
     def _required_id(self, key: str) -> int | None:
@@ -119,7 +120,7 @@ class Tokenizer:
         return token_id
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the tokenizer's special tokens around it or not."""
+        """Encodes `text`, by default with the tokenizer's special tokens around it."""
         with self._explaining():
             ids = self._backend.encode(text, add_special_tokens=False).ids
         if add_special_tokens:
@@ -131,7 +132,7 @@ class Tokenizer:
         texts = list(texts)
         with self._explaining():
             encodings = self._backend.encode_batch(texts, add_special_tokens=False)
-        # One array for all, as a short text's own arrays take longer than its tokens.
+        # One array holds all texts, because making arrays for each would dominate.
         flat = itertools.chain.from_iterable
         ids = np.fromiter(flat(e.ids for e in encodings), np.int32)
         places = np.fromiter(flat(flat(e.offsets for e in encodings)), np.int32)
@@ -148,7 +149,7 @@ class Tokenizer:
         *,
         skip_special_tokens: bool = False,
     ) -> str:
-        """The text of `ids`."""
+        """Decodes token ids to text."""
         numbers = [int(i) for i in ids]
         with self._explaining():
             return self._backend.decode(
@@ -165,7 +166,7 @@ class Tokenizer:
         """Checks that a model with `vocab_size` embeddings has one for every token.
 
         Raises:
-            ModelError: The tokenizer knows ids that the model does not.
+            ModelError: The tokenizer has ids that the model has no embeddings for.
         """
         if self.vocab_size > vocab_size:
             last = self._backend.id_to_token(self.vocab_size - 1)
@@ -183,17 +184,7 @@ class Tokenizer:
         add_generation_prompt: bool = False,
         **extras: Any,
     ) -> str:
-        """Renders a conversation with the chat template, as transformers does.
-
-        Args:
-            messages: {role, content} messages.
-            add_generation_prompt: End with what precedes an assistant's answer.
-            **extras: More variables of the template, such as `tools`.
-
-        Raises:
-            DataError: The template refuses the messages, fails or exceeds a limit.
-            ModelError: There is no chat template, or it does not parse.
-        """
+        """Renders a conversation with the chat template; see `ModelChat.render`."""
         return self.chat.render(
             messages, add_generation_prompt=add_generation_prompt, **extras
         )
@@ -204,14 +195,14 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Reads the tokenizer of a Hugging Face model folder.
 
-    Special tokens come from tokenizer_config.json, overruled by special_tokens_map.json
-    where the former is of the old kind (no `added_tokens_decoder`); a missing
-    end-of-sequence token from generation_config.json or config.json. The chat template
-    is chat_template.jinja, else `chat_template` of tokenizer_config.json.
+    Special tokens come from tokenizer_config.json. If it is of the old kind, without
+    `added_tokens_decoder`, special_tokens_map.json overrides it. A missing
+    end-of-sequence token is taken from generation_config.json or config.json. The chat
+    template is chat_template.jinja, else `chat_template` of tokenizer_config.json.
 
     Args:
-        folder: Holds tokenizer.json.
-        now: Time that chat templates see; None: that of this call.
+        folder: Folder with tokenizer.json.
+        now: Time that chat templates see; None: the time of this call.
 
     Raises:
         ModelError: tokenizer.json is missing, or a file is damaged.
@@ -234,10 +225,10 @@ def _load(folder: Path, now: datetime.datetime | None) -> Tokenizer:
 
 
 def _take_off_post_processor(backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Removes the post-processor; returns what it puts before and after a text.
+    """Removes the post-processor; returns the ids that it puts before and after texts.
 
-    Without it, the span of a token keeps its spaces, which byte-level post-processors
-    trim.
+    Byte-level post-processors trim spaces from the spans of tokens. Without one, spans
+    keep their spaces.
     """
     encoding = backend.encode("a", add_special_tokens=True)
     whole, mask = encoding.ids, encoding.special_tokens_mask

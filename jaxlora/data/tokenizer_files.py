@@ -9,7 +9,7 @@ import tokenizers
 from jaxlora.errors import ModelError
 from jaxlora.json_file import check_regular_file, read_json_file, shown
 
-# Half of a character, which JSON can spell and UTF-8 cannot.
+# A lone surrogate, which JSON can spell but UTF-8 cannot encode.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SPECIAL = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
 
@@ -18,9 +18,9 @@ def special_tokens(folder: Path, config: dict[str, Any], backend) -> dict[str, s
     """The text of each special token, by `bos_token`, `eos_token` and so on.
 
     Args:
-        folder: Holds the files.
+        folder: Folder of the tokenizer.
         config: Contents of tokenizer_config.json.
-        backend: The tokenizer, to look an id up.
+        backend: The tokenizer, which gives the text of an id.
 
     Raises:
         ModelError: A token is of a wrong kind, or a file is damaged.
@@ -40,8 +40,9 @@ def load_backend(folder: Path) -> tokenizers.Tokenizer:
     """Reads tokenizer.json.
 
     Raises:
-        ModelError: There is none that can be read.
-        BaseException: Whatever the library raises of a damaged one; see `explaining`.
+        ModelError: The file is missing or cannot be read.
+        BaseException: The library may raise anything on a damaged file; see
+            `explaining`.
     """
     path = folder / "tokenizer.json"
     try:
@@ -67,10 +68,10 @@ def _unreadable(path: Path, error: OSError) -> ModelError:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, an empty one if there is no file.
+    """Reads the object in a JSON file; an empty one if there is no file.
 
     Raises:
-        ModelError: The file cannot be read, or holds no object.
+        ModelError: The file cannot be read or does not hold an object.
     """
     try:
         content = read_json_file(path)
@@ -88,7 +89,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _text(config: dict[str, Any], key: str, folder: Path) -> str | None:
-    """A special token is written as its text, or as an object with its `content`."""
+    """Reads a special token, given as its text or as an object with its `content`."""
     token = config.get(key)
     text = token.get("content") if isinstance(token, dict) else token
     if token is None or (isinstance(text, str) and not _SURROGATE.search(text)):
@@ -116,14 +117,15 @@ def _eos_of_model(folder: Path, backend) -> dict[str, str]:
 
 
 def load_template(folder: Path, config: dict[str, Any]) -> Any:
-    """The chat template, or several by name, or None.
+    """Reads the chat template, or several by name; None if there is none.
 
     Args:
-        folder: Holds chat_template.jinja, if there is one.
+        folder: Folder of the tokenizer; it may hold chat_template.jinja.
         config: Contents of tokenizer_config.json.
 
     Raises:
-        ModelError: The file cannot be read, or the value is of another kind.
+        ModelError: The file cannot be read, or the value is neither text nor several
+            templates by name.
     """
     path = folder / "chat_template.jinja"
     try:

@@ -1,15 +1,16 @@
-"""Which characters of a rendered conversation the model is to learn.
+"""Finds the characters of a rendered conversation that the model is to learn.
 
-This runs in the process of `template_worker`, as it renders a conversation in part to
-see where the turns are.
+This runs in the process of `template_worker`, because it renders parts of a
+conversation to find its turns.
 
-- Where the template marks what the model writes (`{% generation %}`), the marks say it.
-- Else a turn of the assistant begins where the messages before it end, with the
-  generation prompt, as in inference. It ends where the messages up to it end, less
-  trailing space.
-- A template may print a turn otherwise within a conversation than at its end (reasoning
-  models leave out earlier thoughts). Then the turn is what the template printed in its
-  pass over that message, after as much of the generation prompt as it has.
+- If the template marks the model's text (`{% generation %}`), the marks are used.
+- Otherwise a turn of the assistant begins where the rendering of the messages before
+  it, with the generation prompt, ends, as in inference. It ends where the rendering of
+  the messages up to it ends, without trailing space.
+- A template may print a turn within a conversation differently than at its end
+  (reasoning models leave out earlier thoughts). Then the turn is the text that the
+  template printed in its iteration over that message, after as much of the generation
+  prompt as this text has.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from jaxlora.data.sandbox import ChatTemplate, Span, Trace
 
 
 class UnclearTurnError(Exception):
-    """It cannot be told which text a message printed; says why."""
+    """It is unclear which text a message printed; the error says why."""
 
 
 class RenderedConversation:
@@ -30,11 +31,11 @@ class RenderedConversation:
     """
 
     def __init__(self, template: ChatTemplate, values: Mapping[str, Any]):
-        """Renders it.
+        """Renders the conversation.
 
         Args:
             template: The chat template.
-            values: Its variables, `messages` among them.
+            values: Values of its variables, including `messages`.
         """
         self._template = template
         self._values = values
@@ -44,10 +45,10 @@ class RenderedConversation:
         self._is_traced = False
 
     def answers(self, skip: Sequence[int]) -> list[Span]:
-        """Spans of the assistant's answers, but of the messages in `skip`.
+        """Spans of the assistant's answers, except of the messages in `skip`.
 
         Raises:
-            UnclearTurnError: They cannot be told.
+            UnclearTurnError: It is unclear where an answer is.
         """
         if self._template.has_generation:
             return self._generations(skip)
@@ -60,10 +61,10 @@ class RenderedConversation:
         return [self._turn(i) for i in turns if i not in skip]
 
     def all_but(self, skip: Sequence[int]) -> list[Span]:
-        """Spans of everything but the turns of the messages in `skip`.
+        """Spans of everything except the turns of the messages in `skip`.
 
         Raises:
-            UnclearTurnError: They cannot be told.
+            UnclearTurnError: It is unclear where a turn is.
         """
         edges = [0]
         for i in skip:
@@ -116,7 +117,12 @@ class RenderedConversation:
         return start, start + len(stripped)
 
     def _traced_turn(self, i: int, start: int | None) -> Span:
-        """The turn as its pass of the loop printed it; `start` if that is known."""
+        """Finds the turn in the trace of the loop.
+
+        Args:
+            i: Index of the message.
+            start: First character of the turn, if it is known.
+        """
         trace = self._traced()
         spans = trace.turns.get(i, ()) if trace else ()
         if len(spans) != 1:
@@ -136,18 +142,18 @@ class RenderedConversation:
         return self._messages[i]["role"] == "assistant"
 
     def _num_given(self, i: int, turn: str) -> int:
-        """How many characters of the turn the generation prompt gives."""
+        """Counts the first characters of a turn that the generation prompt provides."""
         prompt = self._generation_prompt(i)
         common = _num_common(prompt, turn)
         if common == len(prompt):
             return common
         if not common and i and self._is_answer(i - 1):
-            # The template puts answers in a row into one turn.
+            # The template joins consecutive answers into one turn.
             return 0
         head, _ = self._frame(i)
         given = turn[:head].rfind(prompt)
         if given >= 0:
-            # What stands before the whole conversation is printed with its first turn.
+            # The text before the whole conversation is printed with its first turn.
             return given + len(prompt)
         if common < head:
             raise self._unclear(
@@ -158,8 +164,8 @@ class RenderedConversation:
         return head
 
     def _generation_prompt(self, i: int) -> str:
-        """What the template prints after the messages before message `i`."""
-        # Any template takes a user's message; few take none at all.
+        """Returns the generation prompt after the messages before message `i`."""
+        # Every template accepts a user's message, but few accept an empty list.
         messages = self._messages[:i] or [{"role": "user", "content": "A"}]
         values = dict(self._values, messages=messages, add_generation_prompt=True)
         text = self._render(messages, add_generation_prompt=True)
@@ -169,9 +175,9 @@ class RenderedConversation:
         return text[trace.tail_start :]
 
     def _num_closing(self, i: int, end: int) -> int:
-        """How many characters after the pass over message `i` close its turn.
+        """Counts the characters after the iteration over message `i` that end its turn.
 
-        There are some where the template prints the end of a turn as a separator.
+        The number is positive if the template prints the end of a turn as a separator.
         """
         trace = self._traced()
         assert trace is not None
@@ -183,7 +189,7 @@ class RenderedConversation:
         raise self._unclear(i, f"it does not end with {closing!r} as the last turn")
 
     def _frame(self, i: int) -> tuple[int, int]:
-        """How many characters the turn has before and after its content."""
+        """Counts the characters of the turn before and after its content."""
         turns = []
         for content in ("A", "B"):
             messages = list(self._messages)
@@ -206,13 +212,13 @@ class RenderedConversation:
         return self._trace
 
     def _render(self, messages: Sequence[Any], **changed: Any) -> str | None:
-        """A part of the conversation; None where the template refuses it."""
+        """Renders a part of the conversation; None if the template refuses it."""
         values = dict(self._values, messages=messages, **changed)
         try:
             return self._template.render(values)
         except MemoryError:
             raise
-        # A template may raise anything on a conversation that it does not expect.
+        # A template may raise any error on a conversation that it does not expect.
         except Exception:
             return None
 
@@ -222,7 +228,7 @@ class RenderedConversation:
 
 
 def _num_common(one: str, other: str) -> int:
-    """How many characters both begin with."""
+    """Returns the length of the common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     shorter = min(len(one), len(other))
     return next((i for i, (a, b) in pairs if a != b), shorter)

@@ -1,4 +1,4 @@
-"""A checkpoint folder, opened: its config and its tensors, and whether they agree."""
+"""Opens a checkpoint folder and checks that its config and its tensors agree."""
 
 import dataclasses
 import logging
@@ -18,7 +18,7 @@ from jaxlora.models.config import ModelConfig
 logger = logging.getLogger(__name__)
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# In older checkpoints, and recomputed from the config here.
+# Older checkpoints hold these tensors, which are recomputed from the config here.
 _HARMLESS_EXTRA = ("rotary_emb.inv_freq",)
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 _BLOCK_BYTES = 2**20
@@ -32,7 +32,7 @@ class Checkpoint:
         folder: Where its files are.
         config_json: Contents of config.json. `tie_word_embeddings` is false where the
             weights have a head of their own.
-        config: The mathematics that both make.
+        config: The model that config.json and the weights together define.
         files: The file of each tensor, by Hugging Face's name.
     """
 
@@ -50,7 +50,7 @@ class Checkpoint:
 
         Raises:
             ModelError: A tensor is missing, has another shape or an unsupported dtype,
-                or has no place in such a model.
+                or does not belong to such a model.
         """
         specs = self.specs()
         for spec in specs:
@@ -69,7 +69,7 @@ class Checkpoint:
             file.dtype(spec.hf_name)
         known = {spec.hf_name for spec in specs}
         for name in self.files.keys() - known:
-            # A tied head may be stored as well; it is the embedding.
+            # A tied head may be stored as well, and is equal to the embedding.
             if name != _HEAD and not name.endswith(_HARMLESS_EXTRA):
                 raise ModelError(
                     f"{self.folder}: the checkpoint holds {name}, which a model of its "
@@ -78,7 +78,7 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
-    """Opens a checkpoint folder; reads no weights but to compare a head.
+    """Opens a checkpoint folder; reads no weights, except to compare the head.
 
     Raises:
         ModelError: A file is missing or damaged, the model is of an unsupported kind,
@@ -106,9 +106,9 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
 
 
 def planned_config(folder: pathlib.Path) -> ModelConfig:
-    """The mathematics of a model whose weights need not be there.
+    """Reads the config of a model; its weights need not exist.
 
-    Where they are, they tell whether the model has a head of its own.
+    If the weights exist, they determine whether the model has a head of its own.
 
     Raises:
         ModelError: config.json is damaged or of an unsupported kind.
@@ -126,7 +126,7 @@ def planned_config(folder: pathlib.Path) -> ModelConfig:
 def _check_num_layers(
     folder: pathlib.Path, config: ModelConfig, files: dict[str, TensorFile]
 ) -> None:
-    """Bounds the layers before anything is made for each of them."""
+    """Checks the number of layers before anything is allocated for each of them."""
     layers = {int(m[1]) for m in map(_LAYER.match, files) if m is not None}
     if config.num_layers > len(layers):
         raise ModelError(
@@ -137,7 +137,7 @@ def _check_num_layers(
 
 
 def has_own_head(config: ModelConfig, files: dict[str, TensorFile]) -> bool:
-    """Whether weights hold a head that differs from the embedding it is said to be."""
+    """Whether the weights hold a head that differs from the embedding."""
     if not config.tie_embeddings or not {_HEAD, _EMBEDDING} <= files.keys():
         return False
     head, embedding = files[_HEAD], files[_EMBEDDING]

@@ -1,4 +1,4 @@
-"""A Hugging Face config.json as a `ModelConfig`, with nothing overlooked."""
+"""Reads a Hugging Face config.json as a `ModelConfig` and refuses unknown settings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from jaxlora.hf.config_values import flag, integer, number
 from jaxlora.json_file import shown
 from jaxlora.models.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig
 
-# What transformers assumes where config.json is silent, by family.
+# The defaults of transformers for keys that config.json lacks, by family.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048, "attention_bias": False},
     "mistral": {
@@ -36,7 +36,7 @@ _REQUIRED = (
     "num_hidden_layers",
     "num_attention_heads",
 )
-# Read below, or checked to be the only value that is supported.
+# Fields that are read below, or checked to have the only supported value.
 _READ = {
     *_REQUIRED,
     "model_type",
@@ -68,7 +68,7 @@ _ROPE_FIELDS = {
         "original_max_position_embeddings",
     },
 }
-# Of no effect on what the model computes in training.
+# Fields that have no effect on what the model computes in training.
 _HARMLESS = {
     "_name_or_path",
     "_attn_implementation_autoset",
@@ -133,7 +133,7 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
     _check_unread(config)
     _check_supported(config)
     _check_token_ids(config)
-    # An explicit null is not silence: it switches the family's default off.
+    # An explicit null is not the same as a missing key: it disables the default.
     values = {**_DEFAULTS[family], **config}
     values = {key: value for key, value in values.items() if value is not None}
     for key in (*_REQUIRED, "max_position_embeddings"):
@@ -164,7 +164,7 @@ def _check_supported(config: Mapping[str, Any]) -> None:
     }
     for key, wanted in supported.items():
         value = config.get(key, wanted)
-        # Transformers has no default for an activation that is null.
+        # transformers has no default for an activation that is null.
         is_null = value is None and key != "hidden_act"
         if not is_null and value != wanted:
             raise ModelError(
@@ -185,7 +185,7 @@ def _check_token_ids(config: Mapping[str, Any]) -> None:
 def _build(family: str, values: dict[str, Any]) -> ModelConfig:
     heads, width = (integer(values, k) for k in ("num_attention_heads", "hidden_size"))
     values.setdefault("num_key_value_heads", heads)
-    # Llama wants it with a head_dim as well, in transformers.
+    # In transformers, Llama requires this even with a head_dim.
     if ("head_dim" not in values or family == "llama") and width % heads:
         raise ModelError(
             f"config.json has hidden_size={width}, not a multiple of "
@@ -203,7 +203,7 @@ def _build(family: str, values: dict[str, Any]) -> ModelConfig:
             f"config.json has head_dim={values['head_dim']}; rotary positions need an "
             "even one."
         )
-    # The other families have no such field in transformers, which ignores it there.
+    # transformers ignores this field for the other families.
     attention_bias = family in ("llama", "qwen3") and flag(values, "attention_bias")
     theta, scaling = _rope(values)
     return ModelConfig(
@@ -229,7 +229,7 @@ def _build(family: str, values: dict[str, Any]) -> ModelConfig:
 
 
 def _rope(values: Mapping[str, Any]):
-    """(theta, scaling), as transformers 4 or 5 spell them."""
+    """Reads (theta, scaling) in the spelling of transformers 4 or 5."""
     rope: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(values.get(key, {}), Mapping):
@@ -266,7 +266,7 @@ def _rope(values: Mapping[str, Any]):
 def _rope_scaling(
     kind: str, rope: Mapping[str, Any]
 ) -> LinearRopeScaling | Llama3RopeScaling | None:
-    """How frequencies are stretched, of one of the kinds in `_ROPE_FIELDS`."""
+    """Reads the scaling of RoPE frequencies, of one of the kinds in `_ROPE_FIELDS`."""
     if kind == "default":
         return None
     try:
@@ -291,7 +291,7 @@ def _rope_scaling(
 
 
 def _windows(family: str, values: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """The attention window of each layer, None where a layer has none."""
+    """Reads the attention window of each layer; None for a layer without one."""
     num_layers = integer(values, "num_hidden_layers")
     window = values.get("sliding_window")
     if family == "llama" and window:
@@ -304,7 +304,7 @@ def _windows(family: str, values: Mapping[str, Any]) -> tuple[int | None, ...]:
     uses_window = family == "mistral" or flag(values, "use_sliding_window")
     if family == "llama" or not uses_window:
         window = None
-    # Only the Qwens let layers differ; Mistral's all have the window.
+    # Only Qwen models let layers differ; in a Mistral all layers have the window.
     first = values.get("max_window_layers", 28) if family.startswith("qwen") else 0
     if isinstance(first, bool) or not isinstance(first, int):
         raise ModelError(
@@ -319,13 +319,13 @@ def _windows(family: str, values: Mapping[str, Any]) -> tuple[int | None, ...]:
 def _typed_windows(
     family: str, kinds: Any, window: int | None, windows: tuple[int | None, ...]
 ) -> tuple[int | None, ...]:
-    """The windows that `layer_types` says.
+    """Returns the attention windows by `layer_types`.
 
     Args:
-        family: The model's.
+        family: Family of the model.
         kinds: Value of `layer_types`.
-        window: Of layers that have one; None: no layer has.
-        windows: What the model would have without `layer_types`.
+        window: Window of the layers that have one; None: no layer has one.
+        windows: Windows of the layers without `layer_types`.
     """
     known = {"full_attention": None, "sliding_attention": window}
     fits = isinstance(kinds, list) and len(kinds) == len(windows)

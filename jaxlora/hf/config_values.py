@@ -6,8 +6,8 @@ from typing import Any
 from jaxlora.errors import ModelError
 from jaxlora.json_file import shown
 
-# The most that is taken for a real model's, several times those of any that there is:
-# what is made for each layer or feature must not follow a number out of a file.
+# Upper bounds, several times the values of any known model. Without them a damaged file
+# could make this library allocate arbitrarily much for each layer or feature.
 _MOST = {
     "vocab_size": 2**24,
     "hidden_size": 2**18,
@@ -24,7 +24,7 @@ _MOST_POSITIONS = 2**31 - 1
 
 
 def integer(values: Mapping[str, Any], key: str) -> int:
-    """A whole number above 0, within the bound of its key; ModelError otherwise."""
+    """Reads a whole number above 0, within its key's bound; else raises ModelError."""
     value, most = values[key], _MOST.get(key, _MOST_POSITIONS)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ModelError(
@@ -39,11 +39,11 @@ def integer(values: Mapping[str, Any], key: str) -> int:
 
 
 def number(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """A number above 0, within the bound of its key; ModelError otherwise."""
+    """Reads a number above 0, within its key's bound; else raises ModelError."""
     value = values[key] if default is None else values.get(key, default)
     most = _MOST.get(key, 1e9)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # Not `value > most`: NaN must not pass.
+    # `value > most` would let NaN pass.
     if not is_number or not 0 < value <= most:
         raise ModelError(
             f"config.json has {key}={shown(value)}; wanted a number above 0, and at "
@@ -53,7 +53,7 @@ def number(values: Mapping[str, Any], key: str, default: float | None = None) ->
 
 
 def flag(values: Mapping[str, Any], key: str) -> bool:
-    """True or false, false where the key is missing; ModelError otherwise."""
+    """Reads true or false, false if the key is missing; else raises ModelError."""
     value = values.get(key, False)
     if not isinstance(value, bool):
         raise ModelError(f"config.json has {key}={shown(value)}; wanted true or false.")

@@ -1,4 +1,4 @@
-"""Checkpoints in another dtype, and GGUF files, as Hugging Face folders."""
+"""Converts GGUF files, and checkpoints in another dtype, to Hugging Face folders."""
 
 import pathlib
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def convert(
         source: A GGUF file of a Llama-architecture model, a checkpoint folder, or a hub
             id.
         out: Folder to make.
-        dtype: Of the weights: bfloat16 or float32.
+        dtype: Dtype of the weights: bfloat16 or float32.
         revision: Branch, tag or commit of a hub id.
 
     Raises:

@@ -1,6 +1,6 @@
-"""Which adapter folders this program wrote, and what is in them.
+"""The record in an adapter's folder, which shows that this program wrote the folder.
 
-Only folders that it wrote, and to which nobody has added anything, are replaced.
+Only folders that this program wrote, without any added files, are replaced.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 RECORD_FILE = "jaxlora.json"
 _File = Literal["adapter_config.json", "adapter_model.safetensors"]
 _FILES: tuple[_File, ...] = (CONFIG_FILE, WEIGHTS_FILE)
-# The settings that this program writes into adapter_config.json. peft writes others as
-# well, so that a folder without a record that has exactly these is ours.
+# The settings that this program writes into adapter_config.json. peft writes more, so a
+# folder without a record that has exactly these settings was written by this program.
 _CONFIG_KEYS = {
     "alpha_pattern",
     "auto_mapping",
@@ -49,13 +49,13 @@ _CONFIG_KEYS = {
 
 
 class ExportRecord(Strict):
-    """What a run says of an adapter that it exports.
+    """What a run records about an adapter that it exports.
 
     Attributes:
         job: The job's name.
         step: Optimiser steps behind the weights.
-        checksums: XXH3 of each file, in hexadecimal, by its name; filled in when the
-            record is written.
+        checksums: XXH3 of each file in hexadecimal, by file name; set when the record
+            is written.
     """
 
     job: str
@@ -64,7 +64,7 @@ class ExportRecord(Strict):
 
 
 def write_record(folder: pathlib.Path, record: ExportRecord) -> None:
-    """Writes a record beside the files of an adapter, with their checksums."""
+    """Writes a record with the checksums of the adapter's files into their folder."""
     checksums = {
         name: xxhash.xxh3_128_hexdigest((folder / name).read_bytes()) for name in _FILES
     }
@@ -74,7 +74,7 @@ def write_record(folder: pathlib.Path, record: ExportRecord) -> None:
 
 
 def read_record(folder: pathlib.Path) -> ExportRecord | None:
-    """The record of an adapter's folder, or None if it has none.
+    """Reads the record of an adapter's folder; None if it has none.
 
     Raises:
         AdapterError: The record is damaged.
@@ -95,11 +95,11 @@ def read_record(folder: pathlib.Path) -> ExportRecord | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Export:
-    """An adapter that a run exported, as it is in its files.
+    """The files of an adapter that a run exported.
 
     Attributes:
-        record: What the run said of it.
-        files: The bytes of each file, the record's included, by name.
+        record: The run's record of the adapter.
+        files: The bytes of each file, including the record, by name.
     """
 
     record: ExportRecord
@@ -109,10 +109,10 @@ class Export:
 def read_export(folder: pathlib.Path) -> Export | None:
     """Reads an adapter's files and compares them with its record.
 
-    A run that is going on may replace the folder meanwhile; it is then read again.
+    An active run may replace the folder meanwhile; the folder is then read again.
 
     Returns:
-        None where there is no record, so that no run exported it.
+        The export; None if there is no record, so no run exported the adapter.
 
     Raises:
         AdapterError: A file is missing, or its bytes have changed.
@@ -156,7 +156,7 @@ def _read(path: pathlib.Path) -> bytes:
 
 
 def is_ours(folder: pathlib.Path) -> bool:
-    """Whether this program wrote all that is in a folder."""
+    """Whether this program wrote everything in a folder."""
     names = {path.name for path in folder.iterdir()}
     if not names:
         return True
@@ -175,16 +175,16 @@ def is_ours(folder: pathlib.Path) -> bool:
 
 
 def check_replaceable(folder: str | os.PathLike, *, overwrite: bool = False) -> None:
-    """Refuses to replace what this program did not write.
+    """Refuses to replace files that this program did not write.
 
     Args:
         folder: Where an adapter is to be written.
-        overwrite: Replace a folder whatever is in it; a file or a symbolic link is
-            refused all the same.
+        overwrite: Whether a folder may be replaced whatever it contains; a file or a
+            symbolic link is refused anyway.
 
     Raises:
-        StorageError: There is a file or a symbolic link.
-        AdapterError: There is a folder with other files.
+        StorageError: `folder` is a file or a symbolic link.
+        AdapterError: `folder` holds files that this program did not write.
     """
     folder = pathlib.Path(folder)
     check_no_file(folder)

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: on this disk, or on the Hugging Face hub."""
+"""Finds the files of a checkpoint on the local disk or on the Hugging Face hub."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ from jaxlora.json_file import check_regular_file, read_json_file, shown
 
 logger = logging.getLogger(__name__)
 
-# Weights as safetensors and what describes them; nothing else is fetched.
+# Only safetensors weights and the files that describe them are fetched.
 _WANTED = (
     "config.json",
     "generation_config.json",
@@ -26,7 +26,7 @@ _WANTED = (
     "*.safetensors",
     "*.safetensors.index.json",
 )
-# Copies of the same weights for other programs, and what lies in subfolders.
+# Copies of the same weights for other programs, and files in subfolders.
 _UNWANTED = ("*/*", "consolidated*", "adapter_*")
 TOKENIZER_FILES = _WANTED[1:6]
 _INDEX = "model.safetensors.index.json"
@@ -36,15 +36,15 @@ _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 def model_folder(
     source: str | pathlib.Path, revision: str | None = None
 ) -> pathlib.Path:
-    """The folder of a checkpoint, fetched from the hub if need be.
+    """Returns the folder of a checkpoint, and downloads it from the hub if necessary.
 
     Args:
         source: A folder, or a hub id such as `HuggingFaceTB/SmolLM2-135M-Instruct`.
-        revision: Branch, tag or commit on the hub; a folder has none.
+        revision: Branch, tag or commit on the hub; without effect for a folder.
 
     Raises:
         ModelError: There is no such checkpoint, it cannot be read, or it cannot be
-            fetched. With HF_HUB_OFFLINE=1 only what was fetched before is used.
+            fetched. With HF_HUB_OFFLINE=1 only files that were fetched before are used.
     """
     folder = pathlib.Path(source)
     try:
@@ -67,7 +67,7 @@ def model_folder(
 
 
 def warn_of_revision(source: str | pathlib.Path, revision: str | None) -> None:
-    """Says that a revision has no effect on what is on this disk."""
+    """Warns that a revision has no effect for a local folder or file."""
     if revision is not None:
         logger.warning(
             "%s is on this disk: revision %r has no effect, only models on the hub "
@@ -88,16 +88,16 @@ def _local_folder(folder: pathlib.Path) -> pathlib.Path:
 def hub_revision(
     source: str | pathlib.Path, folder: pathlib.Path, revision: str | None
 ) -> str | None:
-    """The commit that a model from the hub is at; of a folder, None.
+    """Returns the commit of a model from the hub; None for a local folder.
 
     Args:
-        source: What the user gave.
-        folder: What `model_folder` made of it.
-        revision: What the user asked for.
+        source: Folder or hub id, as the user gave it.
+        folder: The folder that `model_folder` returned for it.
+        revision: Revision that the user asked for.
     """
     if pathlib.Path(source).is_dir():
         return None
-    # The hub's cache names a snapshot by its commit.
+    # The cache of the hub names the folder of a snapshot by its commit.
     return folder.name if folder.parent.name == "snapshots" else revision
 
 
@@ -130,7 +130,7 @@ def _fetched(source: str, revision: str | None) -> str:
             "whole), and the hub cannot be reached or is switched off by "
             "HF_HUB_OFFLINE."
         ) from error
-    # Errors of the client, of the network while files come in, and of the cache.
+    # Errors of the hub's client, of the network during downloads, and of the cache.
     except (hub_errors.HTTPError, OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"{source} cannot be fetched from the hub: {error}") from error
 
@@ -156,15 +156,15 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def safetensor_files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Which file holds each tensor, by Hugging Face's name.
+    """Returns the file of each tensor, by Hugging Face's name of the tensor.
 
-    Where there are both one file and an index of several, the one file counts, as in
-    transformers.
+    If there are both a single file and an index of several files, the single file is
+    used, as in transformers.
 
     Raises:
-        ModelError: There are no safetensors, or the index names what is missing.
+        ModelError: There are no safetensors, or the index names a missing file.
     """
-    # A link to nothing counts as there: it is an error, not the absence of a file.
+    # A dangling link is an error, unlike a missing file.
     single = folder / "model.safetensors"
     if os.path.lexists(single):
         return dict.fromkeys(TensorFile(single).names(), single)
@@ -185,10 +185,10 @@ def safetensor_files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
 
 
 def tokenizer_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The files beside config and weights that belong to a copy of a checkpoint.
+    """The other files that a copy of a checkpoint needs, besides config and weights.
 
     Raises:
-        ModelError: One cannot be read.
+        ModelError: A file cannot be read.
     """
     there = [folder / n for n in TOKENIZER_FILES if os.path.lexists(folder / n)]
     for path in there:
@@ -226,6 +226,6 @@ def _indexed(folder: pathlib.Path, index: pathlib.Path) -> dict[str, pathlib.Pat
 
 
 def _distinct(names: Iterable[Any]) -> list[Any]:
-    """Each name once, of those that an index may hold: lists and objects as well."""
+    """Removes duplicates from an index's names, which may be unhashable if damaged."""
     by_text = {str(name): name for name in names}
     return [by_text[text] for text in sorted(by_text)]

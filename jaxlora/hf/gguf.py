@@ -1,4 +1,4 @@
-"""GGUF files of the Llama architecture as Hugging Face folders."""
+"""Converts GGUF files of the Llama architecture to Hugging Face folders."""
 
 import pathlib
 import tempfile
@@ -39,16 +39,16 @@ def convert_gguf(
 ) -> pathlib.Path:
     """Writes config, weights and tokenizer of a GGUF file as a Hugging Face folder.
 
-    Quantised weights are expanded to `dtype`; what quantisation lost stays lost.
+    Quantised weights are expanded to `dtype`, which does not restore their precision.
 
     Args:
-        path: GGUF file: Llama architecture, byte-level BPE tokenizer.
+        path: GGUF file of the Llama architecture with a byte-level BPE tokenizer.
         out: Folder to make.
-        dtype: Of the weights.
+        dtype: Dtype of the weights.
 
     Raises:
-        ModelError: The `gguf` package is missing, or the file is damaged or of another
-            kind, or holds a weight that is not finite.
+        ModelError: The `gguf` package is missing, the file is damaged or of another
+            kind, or it holds a weight that is not finite.
     """
     file = open_gguf(path)
     architecture = file.fields.get("general.architecture")
@@ -119,7 +119,7 @@ def _epsilon(file: GgufFile) -> float:
     value = file.fields.get(key)
     if not isinstance(value, float):
         raise ModelError(f"{file.path} has {key}={shown(value)}; wanted a number.")
-    # Kept as float32 there: 1e-5 would come out as 9.999999747378752e-06.
+    # GGUF stores float32, so without rounding 1e-5 would become 9.999999747378752e-06.
     return float(f"{value:.6g}")
 
 
@@ -156,7 +156,7 @@ def _check_tensors(
 
 
 def _unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """From GGUF's interleaved rotary pairs to the half-split order, head by head."""
+    """Reorders each head from interleaved rotary pairs (GGUF) to half-split ones."""
     pairs = weight.reshape(heads, -1, 2, *weight.shape[1:])
     return pairs.swapaxes(1, 2).reshape(weight.shape)
 

@@ -1,4 +1,4 @@
-"""A GGUF file as plain values: its fields, and its tensors one at a time."""
+"""Reads a GGUF file: its fields as plain values, and its tensors one at a time."""
 
 import dataclasses
 import functools
@@ -16,9 +16,9 @@ class GgufFile:
     """One GGUF file.
 
     Attributes:
-        path: Where it is.
-        fields: Its metadata, by key.
-        tensors: Its tensors as the `gguf` package reads them, by name.
+        path: Path of the file.
+        fields: Metadata, by key.
+        tensors: Tensors as the `gguf` package reads them, by name.
     """
 
     path: pathlib.Path
@@ -26,14 +26,14 @@ class GgufFile:
     tensors: dict[str, Any]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, rows first."""
+        """Returns the shape of a tensor, rows first."""
         return tuple(int(size) for size in self.tensors[name].shape[::-1])
 
     def array(self, name: str) -> np.ndarray:
-        """A tensor in float32, whatever it is quantised to.
+        """Returns a tensor in float32, dequantised if necessary.
 
         Raises:
-            ModelError: Its kind of quantisation is not known.
+            ModelError: The kind of quantisation is not supported.
         """
         import gguf
 
@@ -42,7 +42,7 @@ class GgufFile:
             with np.errstate(all="ignore"):
                 values = gguf.dequantize(tensor.data, tensor.tensor_type)
                 return values.astype(np.float32).reshape(self.shape(name))
-        # The package raises what NumPy and its own tables raise.
+        # The package passes on any error of NumPy and of its own tables.
         except Exception as error:
             raise ModelError(
                 f"{self.path}: {name} cannot be expanded from "
@@ -70,7 +70,7 @@ def open_gguf(path: str | pathlib.Path) -> GgufFile:
         fields = {key: field.contents() for key, field in reader.fields.items()}
     except ModelError:
         raise
-    # A file that lies about itself makes the package raise anything.
+    # The package may raise any error on a damaged file.
     except Exception as error:
         raise ModelError(
             f"{path} is no readable GGUF file: {cut(error)}. Fetch or copy it again."
@@ -85,9 +85,10 @@ def _reader_class() -> type:
     import gguf
 
     class Reader(gguf.GGUFReader):
-        """The package's reader, which does not notice where a file ends.
+        """The package's reader, with a check for the end of the file.
 
-        A count beyond the end would have it append nothing to lists without end.
+        The package reads nothing beyond the end of a file without noticing it, so a
+        damaged count would let its lists grow without bound.
         """
 
         def _get(self, offset, dtype, count=1, override_order=None):

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file as Hugging Face's files."""
+"""Converts the tokenizer of a GGUF file to Hugging Face's files."""
 
 import json
 import pathlib
@@ -13,7 +13,7 @@ from jaxlora.hf.gguf_file import GgufFile
 from jaxlora.json_file import shown
 from jaxlora.rust import explaining
 
-# How a tokenizer of each kind splits text before its merges apply.
+# The expression by which each kind of tokenizer splits text before merging.
 _DIGITS = {"smollm", "starcoder", "refact", "command-r"}
 _CONTROL, _USER_DEFINED = 3, 4
 _ROLES = ("bos", "eos", "padding", "unknown")
@@ -23,7 +23,8 @@ def check_tokenizer(file: GgufFile) -> None:
     """Checks that a GGUF file has a tokenizer of the kind that is converted.
 
     Raises:
-        ModelError: It has none, or one that is damaged or of another kind.
+        ModelError: The file has no tokenizer, or one that is damaged or of another
+            kind.
     """
     fields = file.fields
     if fields.get("tokenizer.ggml.model") != "gpt2":
@@ -71,8 +72,8 @@ def write_tokenizer(file: GgufFile, folder: pathlib.Path) -> list[pathlib.Path]:
     """Writes tokenizer.json and tokenizer_config.json.
 
     Args:
-        file: A file that `check_tokenizer` passed.
-        folder: Where to write.
+        file: A file that has passed `check_tokenizer`.
+        folder: Folder to write to.
 
     Raises:
         ModelError: The tokenizer splits text in an unknown way, or is damaged.
@@ -135,7 +136,7 @@ def _tokenizer(file: GgufFile) -> tokenizers.Tokenizer:
 def _put_around(
     tokenizer: tokenizers.Tokenizer, fields: dict, special: dict[str, str]
 ) -> None:
-    """Has every text begin and end with the tokens that the GGUF file asks for."""
+    """Adds the special tokens that the GGUF file puts at the start and end of texts."""
     first, last = (
         [special[role]]
         if role in special and fields.get(f"tokenizer.ggml.add_{role}_token")

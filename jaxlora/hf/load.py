@@ -1,4 +1,4 @@
-"""A base model from a checkpoint, streamed tensor by tensor to where it belongs."""
+"""Loads a base model from a checkpoint, streamed tensor by tensor to its devices."""
 
 import dataclasses
 import hashlib
@@ -21,8 +21,8 @@ from jaxlora.models.config import ModelConfig
 
 Place = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 
-# Rows of a matrix that are read at a time: few enough to stay in the cache while they
-# are hashed, checked and transposed.
+# Rows of a matrix that are read at a time. They stay in the CPU's cache while they are
+# hashed, checked and transposed.
 _BLOCK_ROWS = 32
 
 
@@ -31,14 +31,13 @@ class BaseModel:
     """A frozen base model on its devices.
 
     Attributes:
-        config: Its mathematics.
-        params: Its weights, by our dotted path; linears are K N.
-        dtype: Of the weights.
-        folder: Where its files are.
-        source: What the user called it: a folder or a hub id.
-        fingerprint: Tells bases apart: of the mathematics and of every tensor's name,
-            shape and bytes.
-        revision: Commit of a model from the hub; of a folder, None.
+        config: Architecture of the model.
+        params: Weights, by this library's dotted path; linears are K N.
+        dtype: Dtype of the weights.
+        folder: Folder of the checkpoint's files.
+        source: Folder or hub id, as the user gave it.
+        fingerprint: Hash of the config and of every tensor's name, shape and bytes.
+        revision: Commit of a model from the hub; None for a folder.
     """
 
     config: ModelConfig
@@ -59,18 +58,19 @@ def load_base(
 ) -> BaseModel:
     """Loads a Hugging Face checkpoint of the Llama family.
 
-    Each tensor goes from its file through one host buffer to its device, so that the
-    host never holds more than one tensor beyond what lives there. On the way it is
-    hashed for the fingerprint and searched for NaN and infinity.
+    Each tensor goes from its file through one host buffer to its device, so the host
+    never holds more than one tensor in addition to those placed there. On the way it is
+    hashed for the fingerprint and checked for NaN and infinity.
 
     Args:
         source: A folder, or a hub id.
-        dtype: Of the weights; `auto` is bfloat16 on a GPU and float32 on a CPU.
+        dtype: Dtype of the weights; `auto` is bfloat16 on a GPU and float32 on a CPU.
         revision: Branch, tag or commit on the hub.
-        place: Where each array goes, from its path and shape; None: one device.
+        place: Returns the placement of an array from its path and shape; None: all
+            arrays go to one device.
 
     Raises:
-        ModelError: The checkpoint is missing, damaged, of an unsupported kind, its
+        ModelError: The checkpoint is missing, damaged or of an unsupported kind, its
             weights and its config.json disagree, or a weight is not finite.
     """
     folder = model_folder(source, revision)
@@ -82,7 +82,7 @@ def load_base(
         file = checkpoint.files[spec.hf_name]
         where = place(spec.path, spec.shape) if place is not None else None
         buffer, hashes[spec.hf_name] = _read(file, spec, chosen)
-        # Waits, so that the buffer is gone before the next one is made.
+        # This waits until the buffer is free, before the next one is made.
         params[spec.path] = jax.block_until_ready(jax.device_put(buffer, where))
         del buffer
     digest = hashlib.sha256(repr(checkpoint.config).encode())
@@ -101,7 +101,7 @@ def load_base(
 
 
 def base_dtype(dtype: str) -> np.dtype:
-    """What `auto` means for the base on this machine."""
+    """Resolves `auto` to the dtype of the base on this machine."""
     if dtype == "auto":
         dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
     elif dtype not in ("bfloat16", "float32"):
@@ -112,7 +112,7 @@ def base_dtype(dtype: str) -> np.dtype:
 def _read(
     file: TensorFile, spec: TensorSpec, dtype: np.dtype
 ) -> tuple[np.ndarray, str]:
-    """Reads, hashes, checks, casts and transposes in one pass over cached blocks."""
+    """Reads, hashes, checks, casts and transposes a tensor block by block."""
     buffer = np.empty(spec.shape, dtype)
     num_rows = _BLOCK_ROWS if len(spec.hf_shape) == 2 else spec.hf_shape[0]
     digest, peaks, start = xxhash.xxh3_128(), [], 0

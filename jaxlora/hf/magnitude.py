@@ -1,4 +1,4 @@
-"""NaN, infinity and overflow in weights, found by one cheap reduction."""
+"""Finds NaN, infinity and overflow in weights by one cheap reduction."""
 
 from collections.abc import Iterable
 
@@ -9,11 +9,11 @@ from jaxlora.errors import JaxloraError
 
 
 def largest(array: np.ndarray) -> np.ndarray:
-    """The element of the largest magnitude, where infinity tops all and NaN infinity.
+    """The element of largest magnitude; NaN exceeds infinity, infinity all numbers.
 
-    The bits of floats, read as integers, have the order of their magnitudes: as signed
-    ones those of the positive floats, as unsigned ones those of the negative. Integers
-    are compared many times as fast as floats are classified, bfloat16 above all.
+    The bits of floats, read as integers, are ordered like the floats' magnitudes:
+    signed integers for positive floats, unsigned ones for negative floats. Comparing
+    integers is many times faster than classifying floats, especially bfloat16.
     """
     signed, unsigned = (np.dtype(f"{k}{array.dtype.itemsize}") for k in "iu")
     sign = 2 ** (8 * unsigned.itemsize - 1)
@@ -28,16 +28,16 @@ def check_finite(
     kind: type[JaxloraError],
     dtype: np.dtype | None = None,
 ) -> None:
-    """Refuses a tensor that holds NaN or infinity, or whose cast would.
+    """Refuses a tensor that holds NaN or infinity, or would hold them after a cast.
 
     Args:
-        peaks: The tensor itself, or what `largest` says of its parts.
-        where: Its file and name, for the error.
-        kind: What to raise.
-        dtype: What the tensor will be cast to; None: nothing.
+        peaks: The tensor itself, or the results of `largest` for its parts.
+        where: File and name of the tensor, for the error.
+        kind: Class of the error.
+        dtype: Dtype that the tensor will be cast to; None: it is not cast.
 
     Raises:
-        JaxloraError: Of `kind`.
+        JaxloraError: A value is not finite; the error is of class `kind`.
     """
     peak = largest(peaks if isinstance(peaks, np.ndarray) else np.array([*peaks]))
     with np.errstate(over="ignore", invalid="ignore"):

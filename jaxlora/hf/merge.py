@@ -1,4 +1,4 @@
-"""A base with an adapter added in: a plain Hugging Face checkpoint."""
+"""Merges an adapter into its base, as a plain Hugging Face checkpoint."""
 
 import pathlib
 from collections.abc import Iterator
@@ -30,16 +30,16 @@ def merge_adapter(
     dtype: str | None = None,
     revision: str | None = None,
 ) -> pathlib.Path:
-    """Writes `W + scaling * (A B)` of every adapted linear, and the rest as it is.
+    """Writes `W + scaling * (A B)` for every adapted linear; other weights are copied.
 
-    Computes in float32 and rounds once. Tensors stream through: the host never holds
+    It computes in float32 and rounds once. Tensors are streamed: the host never holds
     more than one shard.
 
     Args:
         base_folder: Hugging Face checkpoint of the base: a folder, or a hub id.
         adapter_folder: PEFT folder.
         out_folder: Folder to make.
-        dtype: Of the merged weights; None: each tensor's own.
+        dtype: Dtype of the merged weights; None: each tensor keeps its own.
         revision: Branch, tag or commit of the base on the hub.
 
     Raises:

@@ -1,4 +1,4 @@
-"""An adapter as a PEFT folder, at its real ranks."""
+"""Writes an adapter as a PEFT folder, at its real ranks, without padding."""
 
 import collections
 import json
@@ -37,28 +37,28 @@ def export_peft(
 ) -> pathlib.Path:
     """Writes adapter_config.json and adapter_model.safetensors, in float32.
 
-    peft and vLLM load the folder. An export that is there already stays whole until the
-    new one is complete.
+    peft and vLLM can load the folder. An earlier export stays complete until the new
+    one replaces it.
 
     Args:
-        adapter: What to write.
-        folder: Where to.
-        base_model: Folder or hub id of the base, for whoever loads the adapter.
-        linear_names: Names of the base model's linears; tell whether a suffix such as
-            `q_proj` says exactly which modules are adapted.
+        adapter: The adapter.
+        folder: Folder to write.
+        base_model: Folder or hub id of the base, from which peft loads it.
+        linear_names: Names of the base model's linears. They show whether a suffix such
+            as `q_proj` selects exactly the adapted modules.
         revision: Commit (or branch or tag) of a base on the hub, as in
-            `BaseModel.revision`; peft loads the base at it.
-        overwrite: Replace a folder that holds other files than an export's.
-        record: Written as jaxlora.json beside them, with the files' checksums.
+            `BaseModel.revision`; peft loads this revision of the base.
+        overwrite: Whether to replace a folder that holds files other than an export's.
+        record: Record to write as jaxlora.json, with the checksums of the files.
 
     Raises:
         AdapterError: The folder holds files that this program did not write.
-        StorageError: There is a file or a symbolic link, or the disk is full.
+        StorageError: `folder` is a file or a symbolic link, or cannot be written.
     """
     check_replaceable(folder, overwrite=overwrite)
     tensors = {}
     for name, weights in adapter.modules.items():
-        # PEFT keeps A as r K and B as N r.
+        # PEFT stores A as r K and B as N r.
         tensors[f"{PREFIX}{name}.lora_A.weight"] = np.ascontiguousarray(
             weights.a.T, np.float32
         )
@@ -126,12 +126,12 @@ def _most_common(values: Mapping[str, float]):
 
 
 def _whole(value: float) -> float | int:
-    """vLLM and older pefts want a whole alpha to be an integer."""
+    """Returns a whole number as an int, as vLLM and older versions of peft require."""
     return int(value) if float(value).is_integer() else value
 
 
 def _pattern(values: Mapping[str, float], common: float) -> dict[str, float]:
-    """What differs from the common value, by escaped full name: PEFT reads a regex."""
+    """Values that differ from the common one, by full name as a regular expression."""
     return {
         re.escape(name): _whole(value)
         for name, value in values.items()
@@ -140,7 +140,7 @@ def _pattern(values: Mapping[str, float], common: float) -> dict[str, float]:
 
 
 def _target_modules(modules: list[str], linear_names: Sequence[str]) -> list[str]:
-    """Suffixes where they say exactly these modules, full names otherwise."""
+    """Suffixes if they select exactly these modules, full names otherwise."""
 
     def by_suffix(names: Sequence[str]) -> dict[str, set[str]]:
         out = collections.defaultdict(set)

@@ -1,4 +1,4 @@
-"""A PEFT LoRA folder as an adapter."""
+"""Reads a PEFT LoRA folder as an adapter."""
 
 import os
 import pathlib
@@ -17,7 +17,7 @@ from jaxlora.json_file import read_json_file, shown
 from jaxlora.patterns import Patterns
 from jaxlora.targets import pattern_value
 
-# Read below, or checked against the weights themselves.
+# Settings that are read below, or checked against the weights.
 _READ = {
     "alpha_pattern",
     "init_lora_weights",
@@ -28,7 +28,7 @@ _READ = {
     "rank_pattern",
     "use_rslora",
 }
-# The weights in the file say which modules are adapted; the rest changes nothing.
+# Settings without effect here: the weights determine which modules are adapted.
 _HARMLESS = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -55,13 +55,13 @@ def import_peft(
     """Reads an ordinary PEFT LoRA folder.
 
     Args:
-        folder: Holds adapter_config.json and adapter_model.safetensors.
+        folder: Folder with adapter_config.json and adapter_model.safetensors.
         linear_shapes: (K, N) of each of the base model's linears, by module name.
 
     Raises:
-        AdapterError: The folder is incomplete or damaged, holds something other than
-            plain LoRA on linears, does not fit the base model, has a weight that is
-            NaN or infinite, or a pattern that takes too long to match.
+        AdapterError: The folder is incomplete or damaged, is not plain LoRA on linears,
+            does not fit the base model, has a weight that is NaN or infinite, or has a
+            pattern that takes too long to match.
     """
     folder = pathlib.Path(folder)
     try:
@@ -148,7 +148,7 @@ def _read_config(folder: pathlib.Path, patterns: Patterns) -> dict[str, Any]:
 def _check_numbers(
     path: pathlib.Path, config: dict, key: str, pattern: str, patterns: Patterns
 ) -> None:
-    """The common value and those of a pattern's modules are above 0."""
+    """Checks that the common value and those of the pattern are above 0."""
     special = config.get(pattern) or {}
     if not isinstance(special, dict):
         raise AdapterError(f"{path} has {pattern}={shown(special)}; wanted an object.")
@@ -157,7 +157,7 @@ def _check_numbers(
     is_rank = key == "r"
     for name, value in {key: config.get(key), **special}.items():
         is_number = isinstance(value, int if is_rank else int | float)
-        # Whole numbers in JSON may be beyond floats.
+        # Whole numbers in JSON may be too large for a float.
         wanted = is_number and 0 < value <= sys.float_info.max
         if not wanted or isinstance(value, bool):
             whole = " whole" if is_rank else ""
@@ -171,7 +171,7 @@ def _is_number(value: object) -> bool:
 
 
 def _read_pairs(folder: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
-    """A (r K) and B (N r) of each module, as PEFT stores them."""
+    """Reads A (r K) and B (N r) of each module, as PEFT stores them."""
     path = folder / WEIGHTS_FILE
     has_pickle = os.path.lexists(folder / "adapter_model.bin")
     if has_pickle and not os.path.lexists(path):
@@ -186,7 +186,7 @@ def _read_pairs(folder: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
         check_finite(array, f"{path}: {name}", AdapterError, np.dtype(np.float32))
     pairs: dict[str, dict[str, np.ndarray]] = {}
     for key, array in arrays.items():
-        # Older pefts keep the adapter's name in the key.
+        # Older versions of peft keep the adapter's name in the key.
         parts = key.removeprefix(PREFIX).replace(".default.", ".").split(".")
         if parts[-1] != "weight" or parts[-2:-1] not in (["lora_A"], ["lora_B"]):
             raise AdapterError(

@@ -23,17 +23,17 @@ _DTYPES = {
 class TensorFile:
     """One safetensors file.
 
-    `safetensors` checks the file, above all its size against its header. The tensors
-    are read, not mapped: a file that shrinks or a disk that fails while they are in use
-    then raises, where a mapping kills the process.
+    `safetensors` checks the file, in particular its size against its header. The
+    tensors are read, not memory-mapped: if the file shrinks or the disk fails, a read
+    raises an error, whereas a mapping would kill the process.
     """
 
     def __init__(self, path: pathlib.Path):
         """Opens and checks a file.
 
         Raises:
-            ModelError: The file is missing, unreadable, truncated or no safetensors
-                file.
+            ModelError: The file is missing, unreadable, truncated or not in the
+                safetensors format.
         """
         self.path = path
         try:
@@ -60,14 +60,14 @@ class TensorFile:
         return list(self._header)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
+        """Returns the shape of a tensor."""
         return tuple(self._header[name]["shape"])
 
     def dtype(self, name: str) -> np.dtype:
-        """Dtype of a tensor.
+        """Returns the dtype of a tensor.
 
         Raises:
-            ModelError: It is no float that can be trained on.
+            ModelError: It is not a supported float dtype.
         """
         dtype = self._header[name]["dtype"]
         if dtype not in _DTYPES:
@@ -78,16 +78,16 @@ class TensorFile:
         return _DTYPES[dtype]
 
     def array(self, name: str) -> np.ndarray:
-        """A whole tensor.
+        """Reads a whole tensor.
 
         Raises:
-            ModelError: Its dtype is no float that can be trained on, or it cannot be
-                read.
+            ModelError: The dtype is not a supported float dtype, or the tensor cannot
+                be read.
         """
         dtype, shape = self.dtype(name), self.shape(name)
         try:
             array = np.empty(shape, dtype)
-        except ValueError as error:  # no elements, in dimensions beyond NumPy
+        except ValueError as error:  # an empty tensor beyond NumPy's limits
             raise ModelError(
                 f"{self.path}: {name} has shape {shape}: {error}"
             ) from None
@@ -96,14 +96,14 @@ class TensorFile:
         return array
 
     def blocks(self, name: str, num_rows: int) -> Iterator[np.ndarray]:
-        """A tensor in blocks of rows; each is overwritten by the next.
+        """Yields a tensor in blocks of rows; each block is overwritten by the next.
 
         Args:
-            name: The tensor.
+            name: Name of the tensor.
             num_rows: Rows of a block; the last may have fewer.
 
         Raises:
-            ModelError: As `array`.
+            ModelError: For the same reasons as in `array`.
         """
         shape = self.shape(name) or (1,)
         if math.prod(shape) == 0:
@@ -138,7 +138,7 @@ class TensorFile:
             rest = rest[count:]
 
     def description(self, name: str) -> str:
-        """A tensor's dtype and shape, for fingerprints."""
+        """Describes a tensor's dtype and shape, for fingerprints."""
         entry = self._header[name]
         return f"{entry['dtype']}{entry['shape']}"
 

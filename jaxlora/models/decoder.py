@@ -32,10 +32,10 @@ from jaxlora.modules.norm import RmsNorm
 from jaxlora.modules.rope import rope_frequencies, rope_table
 from pallas_kernels import Implementation
 
-# What of a layer is computed again in the backward pass instead of kept.
+# The part of each layer that the backward pass recomputes instead of keeping it.
 Remat = Literal["none", "mlp", "layer"]
 
-# Keys the dropout masks: never reorder, or resumed runs draw other masks.
+# The order keys the dropout masks. If it changed, resumed runs would draw other masks.
 _PROJECTIONS = (
     "self_attn.q_proj",
     "self_attn.k_proj",
@@ -52,15 +52,15 @@ class DecoderOptions:
     """How a decoder runs; none of it changes what it computes beyond rounding.
 
     Attributes:
-        dtype: Of weights and activations.
-        remat: What of each layer the backward pass computes again instead of keeping
-            it: nothing, the MLP with its norm, or all.
-        implementation: Which LoRA kernels run.
-        attention: What runs attention.
-        max_segment_tokens: At least as long as the longest packed sample.
-        mean_segment_tokens: What the samples of the job with the shortest have in the
-            mean, or less. For attention through cuDNN, which has room for one and a
-            half times as many in a microbatch.
+        dtype: Dtype of weights and activations.
+        remat: Part of each layer that the backward pass recomputes instead of keeping
+            it: nothing, the MLP with its norm, or the whole layer.
+        implementation: Implementation of the LoRA kernels.
+        attention: Implementation of attention.
+        max_segment_tokens: Upper bound on the length of packed samples.
+        mean_segment_tokens: Mean length of the samples of the job with the shortest
+            samples, or less. cuDNN attention has room for one and a half times the
+            number of samples that this gives for a microbatch.
     """
 
     dtype: jnp.dtype
@@ -72,7 +72,7 @@ class DecoderOptions:
 
     @property
     def lengths(self) -> SegmentLengths:
-        """Of the packed samples."""
+        """Lengths of the packed samples."""
         return SegmentLengths(self.max_segment_tokens, self.mean_segment_tokens)
 
 
@@ -99,13 +99,13 @@ class DecoderLayer(nnx.Module):
     def attend(
         self, h: Float[Array, "T D"], rows: PackedRows, routing: Routing
     ) -> Float[Array, "T D"]:
-        """The layer's first half."""
+        """Applies the first half of the layer, attention."""
         return h + self.self_attn(self.input_layernorm(h), rows, routing)
 
     def feed_forward(
         self, h: Float[Array, "T D"], routing: Routing
     ) -> Float[Array, "T D"]:
-        """Its second half."""
+        """Applies the second half of the layer, the MLP."""
         return h + self.mlp(self.post_attention_layernorm(h), routing)
 
     def __call__(
@@ -182,7 +182,7 @@ class Decoder(nnx.Module):
             token_ids: Packed tokens.
             positions: Each token's position in its own sample.
             segment_ids: Which sample each row belongs to; negative: padding.
-            routing: Whose rows they are.
+            routing: Slot of each row, and the keys of dropout masks.
         """
         h = self.embed_tokens.embedding[...][token_ids]
         rope = rope_table(positions, rope_frequencies(self.config))
@@ -210,11 +210,11 @@ class Decoder(nnx.Module):
                 return layer(h, rows, routing)
             case "mlp":
                 h = layer.attend(h, rows, routing)
-                return _computed_again(
+                return _rematerialized(
                     lambda x, h: x.feed_forward(h, routing), layer, h
                 )
             case "layer":
-                return _computed_again(lambda x, h: x(h, rows, routing), layer, h)
+                return _rematerialized(lambda x, h: x(h, rows, routing), layer, h)
 
     def head_kernel(self) -> Float[Array, "D V"]:
         """The output projection; the transposed embedding where they are tied."""
@@ -222,14 +222,14 @@ class Decoder(nnx.Module):
         return head.T if transposed else head
 
     def stored_head(self) -> tuple[Array, bool]:
-        """The output projection as it lies, which none need copy; whether as V D."""
+        """The output projection in its stored layout, without a copy; whether V D."""
         if self.lm_head is None:
             return self.embed_tokens.embedding[...], True
         return self.lm_head.kernel[...], False
 
 
-def _computed_again(run: Callable, layer: DecoderLayer, h):
-    """`run(layer, h)`, of which the backward pass is left no more than h."""
+def _rematerialized(run: Callable, layer: DecoderLayer, h):
+    """Runs `run(layer, h)`, keeps only h, and recomputes the rest in backward."""
     graph, state = nnx.split(layer)
 
     def pure(state, h):
@@ -259,7 +259,8 @@ def _linear(layer, options, slots, adapted, name, k, n, use_bias) -> MultiLoraLi
 class SlotSettings:
     """Settings of the slots in every adapted linear, in the order of `adapted`.
 
-    One array a setting: hundreds of small ones would cost each step host time.
+    There is one array per setting, because hundreds of small arrays would cost host
+    time in each step.
 
     Attributes:
         scaling: `lora_alpha / rank`.
@@ -275,8 +276,8 @@ class SlotSettings:
 class DecoderSpec:
     """A decoder's structure without its arrays: binds arrays to modules.
 
-    Base weights and adapters travel as flat dicts from dotted path to array, so that a
-    step is a plain function of them. Specs of equal structure are equal.
+    Base weights and adapters are passed as flat dicts from dotted path to array, so a
+    step is a plain function of them. Specs of equal structure compare equal.
 
     Attributes:
         config: The model's mathematics.
@@ -311,10 +312,10 @@ class DecoderSpec:
 
         Args:
             *arrays: Base weights and adapters; together they name each once.
-            settings: Of the slots, if there are any.
+            settings: Settings of the slots, if there are any.
 
         Raises:
-            ValueError: A variable has no array, or an array no variable.
+            ValueError: A variable has no array, or an array has no variable.
         """
         given: dict[str, Array] = {}
         for group in (*arrays, self._by_path(settings)):

@@ -57,15 +57,16 @@ class SlotShape:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Routing:
-    """Whose tokens the rows are, and what their dropout masks are keyed by.
+    """Slot of each row of tokens, and the keys of the dropout masks.
 
     Attributes:
         block_adapter: Slot of each token block; -1 for padding, whose rows are zero.
         token_index: The token's index in its job's global batch; None: no dropout.
         seed: Each slot's job seed; None: no dropout.
         step: Each slot's optimiser step; None: no dropout.
-        words: What masks are made of, by (layer, projection); see `with_shared_inputs`.
-        settings: What the fused kernels read of the slots, likewise.
+        words: Random words of the masks, by (layer, projection); see
+            `with_shared_inputs`.
+        settings: Slot settings for the fused kernels, by (layer, projection).
     """
 
     block_adapter: Int[Array, " NB"]
@@ -195,7 +196,7 @@ class MultiLoraLinear(nnx.Module):
         """Applies the layer to token rows, each token block with its own adapter.
 
         Raises:
-            ValueError: The routing says of dropout masks only in part what they need.
+            ValueError: The routing has only some of the keys of the dropout masks.
         """
         (y,) = apply_together([self], x, routing)
         return y
@@ -230,10 +231,10 @@ class MultiLoraLinear(nnx.Module):
 
 
 def with_shared_inputs(linears: Iterable[MultiLoraLinear], routing: Routing) -> Routing:
-    """Routing with what the fused kernels of all these linears can share.
+    """Adds to the routing the inputs that the fused kernels of all linears can share.
 
-    Each linear computes its own otherwise, in small XLA kernels of which a decoder has
-    hundreds, and which take XLA longer to compile than all else.
+    Otherwise each linear would compute its own in small XLA kernels. A decoder would
+    have hundreds of these, which take XLA longer to compile than everything else.
     """
     fused = [
         linear
@@ -265,7 +266,7 @@ def _mask_words(
     routing: Routing,
     token_index: Int[Array, " T"],
 ) -> dict[tuple[int, int], MaskWords]:
-    """The words of the linears' dropout masks, by (layer, projection)."""
+    """Computes the words of the dropout masks, by (layer, projection)."""
     places: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for linear in linears:
         places[linear.kernel.shape[0]].append(linear._place)
@@ -281,7 +282,7 @@ def _mask_words(
 def apply_together(
     linears: Sequence[MultiLoraLinear], x: Float[Array, "T K"], routing: Routing
 ) -> list[Float[Array, "T _"]]:
-    """The outputs of linears that share x, as q, k and v do: x is read once for all.
+    """Applies linears that share x, such as q, k and v, and reads x only once.
 
     Raises:
         ValueError: Linears with slots differ in `implementation`.

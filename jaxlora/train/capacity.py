@@ -1,7 +1,7 @@
-"""How many tokens a microbatch holds: what is asked for, or what the memory allows.
+"""Chooses the capacity of microbatches: the number asked for, or by device memory.
 
-`microbatch_tokens: auto` becomes a number here, before a run starts; and a run that the
-device cannot hold is refused here, with what would make it fit.
+This module replaces `microbatch_tokens: auto` by a number before a run starts. It
+refuses a run that the device cannot hold, and names changes that would make it fit.
 """
 
 import dataclasses
@@ -23,20 +23,20 @@ from jaxlora.train.run_folder import read_run_record
 
 logger = logging.getLogger(__name__)
 
-_MOST_TOKENS = 32768  # more make no step faster
+_MOST_TOKENS = 32768  # a larger capacity is no faster
 _LARGEST_UNIT = 1024
-_ENOUGH = 0.85  # share of the memory; a choice that needs less is made again
+_ENOUGH = 0.85  # a choice that needs less than this share of the memory is made again
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """What an automatic capacity may be.
+    """Bounds of an automatic capacity.
 
     Attributes:
-        smallest: Holds the longest sample that the jobs may have.
-        largest: Holds one step of every job that runs at once, in the mean: no
-            microbatch can hold two steps of a job. And any sample that there is.
-        unit: It is a multiple of this.
+        smallest: Capacity for the longest sample that the jobs may have.
+        largest: Capacity for one mean step of every job that runs at once, and for any
+            sample. More is of no use, as a microbatch never holds two steps of a job.
+        unit: The capacity is a multiple of this.
     """
 
     smallest: int
@@ -49,12 +49,12 @@ class Bounds:
         train: Sequence[TokenizedData],
         held_out: Sequence[TokenizedData] = (),
     ) -> "Bounds":
-        """The bounds of a run.
+        """Computes the bounds of a run.
 
         Args:
             config: The run.
-            train: Training samples of each of its jobs.
-            held_out: Held-out samples of those that have any.
+            train: Training samples of each job.
+            held_out: Held-out samples of the jobs that have any.
         """
         block = config.block_tokens
         num_slots = config.max_concurrent_jobs or len(config.jobs)
@@ -77,12 +77,12 @@ class Bounds:
     def choose(
         self, footprint: Footprint, num_bytes: int, below: int | None = None
     ) -> int | None:
-        """The largest capacity that needs no more than so many bytes; None: none.
+        """Returns the largest capacity that fits into `num_bytes`; None if none does.
 
         Args:
-            footprint: What a capacity needs.
-            num_bytes: What there is.
-            below: The capacity is smaller than this.
+            footprint: Memory as a function of the capacity.
+            num_bytes: Available memory.
+            below: Exclusive upper bound on the capacity.
         """
         fitting = footprint.fitting_tokens(num_bytes) // self.unit * self.unit
         most = self.largest if below is None else below - self.unit
@@ -94,11 +94,11 @@ def _up(num_tokens: float, unit: int) -> int:
 
 
 def as_begun(config: RunConfig, folder: pathlib.Path) -> RunConfig:
-    """A run that has begun in this folder keeps the number that it had for `auto`.
+    """Replaces `auto` by the number that a run in this folder began with, if any.
 
     Raises:
-        CheckpointError: The run's blocks are no longer those that it began with, or
-            the file that says what it began with is damaged.
+        CheckpointError: `block_tokens` differs from what the run began with, or the
+            run's record is damaged.
     """
     record = read_run_record(folder)
     if config.microbatch_tokens != "auto" or record is None:
@@ -115,35 +115,35 @@ def as_begun(config: RunConfig, folder: pathlib.Path) -> RunConfig:
 
 
 def provisional(config: RunConfig, bounds: Bounds) -> RunConfig:
-    """The run with a number for `auto`, for what depends on none that may be chosen."""
+    """Replaces `auto` by some number, for results that do not depend on the choice."""
     if config.microbatch_tokens != "auto":
         return config
     return with_capacity(config, bounds.largest)
 
 
 def with_capacity(config: RunConfig, num_tokens: int) -> RunConfig:
-    """The run with another capacity."""
+    """Returns the run with another capacity."""
     return config.model_copy(update={"microbatch_tokens": num_tokens})
 
 
 class Capacity:
-    """The capacity of one run's microbatches, from what is asked for to what fits.
+    """Settles the capacity of a run's microbatches: asked for, chosen, then verified.
 
     Attributes:
         config: The run, with a number for `microbatch_tokens`.
     """
 
     def __init__(self, config: RunConfig, spec: DecoderSpec, bounds: Bounds):
-        """Makes a number of `auto`, before the training step is compiled.
+        """Replaces `auto` by a number, before the training step is compiled.
 
         Args:
             config: The run.
-            spec: Its decoder.
-            bounds: What an automatic capacity may be.
+            spec: Decoder of the run.
+            bounds: Bounds of an automatic capacity.
 
         Raises:
             ConfigError: The weights and adapters alone do not fit; or the capacity is
-                left to a device that does not say what memory it has.
+                `auto` and the device does not report its memory.
         """
         self.config = config
         self._spec, self._bounds = spec, bounds
@@ -177,13 +177,14 @@ class Capacity:
         )
 
     def _choose(self, found: Footprint, available: DeviceMemory, how: str) -> None:
-        """Takes the largest capacity that fits, or the largest that is known to."""
+        """Chooses the largest capacity that fits, or one that was measured to fit."""
         number = self._bounds.choose(found, available.num_bytes, self._too_large)
         smallest = self._bounds.smallest
         number = max(number or 0, self._fitting or 0)
         if not number and self._too_large == smallest:
             raise self._refusal(found, available)
-        # Without a measurement that forbids it, the smallest is worth a try.
+        # An estimate may be too high, so the smallest capacity is tried anyway, unless
+        # a measurement has shown that it does not fit.
         number = number or smallest
         self.config = with_capacity(self.config, number)
         logger.info(
@@ -201,16 +202,16 @@ class Capacity:
         )
 
     def settle(self, program: jax.stages.Compiled) -> bool:
-        """Judges the compiled training step; False: `config` has changed, try again.
+        """Checks whether the compiled training step fits; False: compile it again.
 
-        A step that does not fit makes way for smaller ones; one that leaves much room,
-        once, for a larger one.
+        If it does not fit, `config` gets a smaller capacity. If much memory remains
+        free, `config` gets a larger one, but only once.
 
         Args:
-            program: Compiled for the capacity of `config`.
+            program: Training step, compiled for the capacity of `config`.
 
         Raises:
-            ConfigError: The run does not fit, and its capacity is not to be changed.
+            ConfigError: The run does not fit, and its capacity cannot be reduced.
         """
         tokens = self.config.limits.capacity
         resident = memory.resident(self._spec)
@@ -267,7 +268,7 @@ class Capacity:
         )
 
     def _cures(self, found: Footprint, tokens: int, limit: int) -> Iterator[str]:
-        """Changes that make the run fit, each alone."""
+        """Yields changes, each of which alone would make the run fit."""
         slots = self._spec.slots
         assert slots is not None
         if tokens:
@@ -291,12 +292,12 @@ class Capacity:
                 yield f"{key}: {best}{also}"
 
     def _remat_cures(self, found: Footprint, tokens: int, limit: int) -> Iterator[str]:
-        """The least remat that makes the run fit, beyond what it has."""
+        """Yields the weakest remat, stronger than the run's, that makes the run fit."""
         choices = typing.get_args(Remat)
         stronger = choices[choices.index(self.config.remat) + 1 :]
         if not stronger:
             return
-        # How wrong the estimate is with the remat that there is.
+        # The error of the estimate with the run's own remat.
         factor = found.step(tokens) / self._estimate().step(tokens)
         for more in stronger:
             needed = self._with_remat(more, factor).total(tokens)
@@ -305,7 +306,7 @@ class Capacity:
                 return
 
     def _with_remat(self, remat: Remat, factor: float) -> Footprint:
-        """What is estimated with remat, times a factor."""
+        """Estimates the footprint with another remat, corrected by a factor."""
         options = dataclasses.replace(self._spec.options, remat=remat)
         slots, adapted = self._spec.slots, frozenset(self._spec.adapted)
         spec = DecoderSpec(self._spec.config, options, slots, adapted)

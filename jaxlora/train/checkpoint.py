@@ -44,38 +44,38 @@ class _Handler(ocp.CheckpointHandler):
         sync_files(folder)
 
     def restore(self, directory: os.PathLike, args: Any = None) -> None:
-        """Nothing: `read_newest` reads checkpoints."""
+        """Not supported: `read_newest` reads checkpoints."""
         raise NotImplementedError
 
 
 @ocp.args.register_with_handler(_Handler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class _Files(ocp.args.CheckpointArgs):
-    """What a checkpoint holds."""
+    """Contents of a checkpoint's two files."""
 
     arrays: dict[str, np.ndarray]
     meta: str
 
 
 class Checkpoints:
-    """A folder of checkpoints, the newest few of them kept.
+    """A folder of checkpoints, of which the newest few are kept.
 
-    A checkpoint is written in the background and appears under its name only when it is
-    complete, so that a kill at any instant leaves whole ones.
+    A checkpoint is written in the background and gets its name only when it is
+    complete, so a kill at any time leaves only complete checkpoints.
     """
 
     def __init__(self, folder: pathlib.Path, *, keep: int | None = None):
-        """Opens a folder to write to; removes what a kill left half written.
+        """Opens a folder for writing and removes incomplete checkpoints.
 
         Args:
-            folder: Holds checkpoints and nothing else; only one process writes to it.
+            folder: Folder that holds only checkpoints; one process writes to it.
             keep: Number of checkpoints to keep; None: all.
 
         Raises:
             CheckpointError: The folder cannot be used.
         """
         self._folder = folder.absolute()
-        # Orbax logs what it also raises, with the traces of its threads.
+        # Orbax also logs the errors that it raises, with the traces of its threads.
         logging.getLogger("absl").addFilter(_is_not_raised_as_well)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[bool] | None = None
@@ -90,7 +90,7 @@ class Checkpoints:
         self._latest = newest_checkpoint(self._folder)
 
     def latest(self) -> int | None:
-        """Rounds behind the newest checkpoint, also if it is still being written."""
+        """Rounds done at the newest checkpoint, which may still be being written."""
         return self._latest
 
     def save(self, number: int, state: AdapterState, run: SavedRun) -> None:
@@ -99,10 +99,10 @@ class Checkpoints:
         Args:
             number: Rounds done.
             state: All slots, between global batches.
-            run: What goes with them.
+            run: State of the run to save with the tables.
 
         Raises:
-            CheckpointError: This one, or the one before, could not be written.
+            CheckpointError: This checkpoint, or the one before, could not be written.
         """
         self._wait()
         if self._latest is not None and number <= self._latest:
@@ -123,7 +123,7 @@ class Checkpoints:
         self._latest = number
 
     def _wait(self) -> None:
-        """Waits until the checkpoint under way is on the disk."""
+        """Waits until the pending checkpoint is on the disk."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -134,20 +134,21 @@ class Checkpoints:
     def restore(
         self, state: AdapterState, identity: RunIdentity
     ) -> tuple[int, SavedRun, AdapterState]:
-        """Reads the newest checkpoint to go on from: its number, run and tables.
+        """Reads the newest checkpoint, to resume from it: its number, run and tables.
 
         Args:
-            state: Tables of the shapes to read into; what is pending stays.
-            identity: This run's.
+            state: Current tables, which give the shapes and devices; `pending` is kept.
+            identity: Identity of this run.
 
         Raises:
-            CheckpointError: There is none, it is damaged, or it is of another run.
+            CheckpointError: There is no checkpoint, it is damaged, or it is of another
+                run.
         """
         found = read_newest(self._folder, KINDS)
         path = self._folder / str(found.number)
         check_same_run(identity, found.run.identity, path, "the checkpoint")
         self._check_slots(found, _layout(state))
-        # As in a run that begins: on the same device, and committed to it. Else JAX
+        # As in a new run, the tables are committed to their device. Otherwise JAX
         # would compile every function of the run again.
         tables = {
             kind: {
@@ -159,7 +160,7 @@ class Checkpoints:
         return found.number, found.run, AdapterState(**tables, pending=state.pending)
 
     def _check_slots(self, found: ReadCheckpoint, now: dict[str, list[int]]) -> None:
-        """Tables of other linears may be as large, all in all."""
+        """Checks that tables are of the same linears, as equal sizes do not show it."""
         if found.layout == now:
             return
         tables = [
@@ -173,7 +174,7 @@ class Checkpoints:
         )
 
     def close(self) -> None:
-        """Finishes writing and lets go of the folder.
+        """Finishes writing and closes the folder.
 
         Raises:
             CheckpointError: The last checkpoint could not be written.
@@ -187,7 +188,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Turns what goes wrong while writing, perhaps earlier, into our error."""
+        """Raises errors of this or an earlier background write as `CheckpointError`."""
         try:
             yield
         except (
@@ -209,16 +210,16 @@ def _is_not_raised_as_well(record: logging.LogRecord) -> bool:
 def check_same_run(
     now: RunIdentity, then: RunIdentity, path: pathlib.Path, where: str
 ) -> None:
-    """Refuses to go on with another run than the one that was saved.
+    """Refuses to resume a run other than the one that was saved.
 
     Args:
-        now: Identity of the run that is to go on.
-        then: The identity that was saved.
-        path: The file or folder where it was.
-        where: The same in a word or two.
+        now: Identity of the run to resume.
+        then: Identity that was saved.
+        path: File or folder that holds the saved identity.
+        where: Describes that file or folder in a word or two.
 
     Raises:
-        CheckpointError: They differ; says in what.
+        CheckpointError: The identities differ; the text says how.
     """
     differences = now.differences(then, where)
     if differences:
@@ -231,10 +232,10 @@ def check_same_run(
 
 @jax.jit
 def _flat(state: AdapterState) -> dict[str, jax.Array]:
-    """All tables of a kind in one array: new buffers, and few transfers.
+    """Concatenates all tables of a kind in one new array, for few transfers.
 
-    The step donates the tables while the background write still reads; and many small
-    copies from a GPU would hold up the next round.
+    New buffers are needed because the step donates the tables while the background
+    write still reads. Many small copies from a GPU would delay the next round.
     """
     kinds = {"params": state.params, "mu": state.mu, "nu": state.nu}
     return {

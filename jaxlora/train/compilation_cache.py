@@ -1,4 +1,4 @@
-"""Compiled programs on the disk: later runs of the same shapes need not compile."""
+"""Keeps compiled programs on the disk, so later runs of the same shapes reuse them."""
 
 import logging
 import os
@@ -11,10 +11,10 @@ logger = logging.getLogger(__name__)
 
 
 def keep_compiled_programs() -> None:
-    """Turns JAX's compilation cache on, unless its settings say where, or not at all.
+    """Enables JAX's persistent compilation cache, unless JAX's settings configure it.
 
     `jax_compilation_cache_dir` (JAX_COMPILATION_CACHE_DIR) names another folder;
-    `jax_enable_compilation_cache` (JAX_ENABLE_COMPILATION_CACHE=0) keeps nothing.
+    `jax_enable_compilation_cache` (JAX_ENABLE_COMPILATION_CACHE=0) disables the cache.
     """
     chosen = jax.config.jax_compilation_cache_dir is not None
     if chosen or not jax.config.jax_enable_compilation_cache:
@@ -46,7 +46,7 @@ def keep_compiled_programs() -> None:
 
 
 def in_words(warning: str) -> str:
-    """A warning, with what to do about it if it is of JAX's compilation cache."""
+    """Adds advice to the text of a warning if JAX's compilation cache raised it."""
     if "persistent compilation cache entry" not in warning:
         return warning
     return (

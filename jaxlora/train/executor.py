@@ -21,12 +21,12 @@ from scheduler import Limits, Microbatch, Schedule, greedy
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
-    """What one optimiser step of one job did.
+    """Result of one optimiser step of one job.
 
     Attributes:
         loss: Mean over the global batch's target tokens, in nats, before the step.
         grad_norm: Norm of the adapter's gradient, before clipping.
-        learning_rate: Rate of the step.
+        learning_rate: Learning rate of the step.
         num_tokens: Tokens of the global batch, prompts included.
         num_target_tokens: Tokens whose loss counts.
         is_finite: Whether loss, hidden states and gradient are all finite; if not, the
@@ -43,13 +43,13 @@ class StepOutcome:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WindowTally:
-    """What a window came to.
+    """Totals of a window.
 
     Attributes:
         num_microbatches: Microbatches that ran.
         num_tokens: Tokens in them, without padding.
-        left_out: Samples of jobs that ended in the window before they had run, by job
-            name.
+        left_out: By job name, the number of samples that did not run because their job
+            ended in the window.
     """
 
     num_microbatches: int
@@ -57,18 +57,18 @@ class WindowTally:
     left_out: dict[str, int]
 
 
-# What steps did, by job name; told once the device is busy with the next microbatch.
+# Receives results of steps by job name, once the device has the next microbatch.
 OnSteps = Callable[[dict[str, StepOutcome]], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Stepped:
-    """Optimiser steps that the device has been given, not yet read.
+    """Optimiser steps that are queued on the device and whose results are not yet read.
 
     Attributes:
         batches: The jobs that step, and their global batches.
-        losses: Of each microbatch of a job's batch, by slot.
-        result: Of the step.
+        losses: Losses by slot, of each microbatch of a job's batch.
+        result: Result of the step.
     """
 
     batches: dict[JobRun, JobBatch]
@@ -77,7 +77,7 @@ class _Stepped:
 
 
 class Executor:
-    """Runs schedules on one device, which never waits for what the host does with them.
+    """Runs schedules on one device, and queues work so that the device never idles.
 
     Attributes:
         table: The slots that are trained.
@@ -106,19 +106,19 @@ class Executor:
     def train(
         self, runs: Sequence[JobRun], schedule: Schedule, on_steps: OnSteps
     ) -> WindowTally:
-        """Runs a window, with each job's optimiser step as soon as its batch is whole.
+        """Runs a window; each job steps as soon as its global batch is complete.
 
-        What a step did is read once the device has the next microbatch to work on, and
-        before any further step: a job that ends there has taken no step since, and what
-        that microbatch adds to its gradients goes with its slot.
+        The result of a step is read after the next microbatch is queued and before any
+        further step. So a job that ends has taken no further step. The gradients that
+        this microbatch adds for the job are discarded with its slot.
 
         Args:
-            runs: The jobs in it.
-            schedule: Whole global batches, from each job's next one on.
-            on_steps: Called for the steps that follow a microbatch, in order; must
-                count them (`JobRun.note_step`) or take the job's slot away. What is
-                left of a job without a slot does not run, the one microbatch that is
-                with the device excepted.
+            runs: The jobs in the window.
+            schedule: Complete global batches, starting with each job's next one.
+            on_steps: Called for the steps after each microbatch, in order. It must
+                count them (`JobRun.note_step`) or release the job's slot. The remaining
+                samples of a job without a slot are skipped, except in the microbatch
+                that is already queued.
         """
         microbatches = self._uncrowded(schedule.microbatches)
         feed = _Feed(runs, microbatches, self._limits)
@@ -142,18 +142,18 @@ class Executor:
         return feed.tally()
 
     def _uncrowded(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """Splits what holds more short samples than attention has room for."""
+        """Splits microbatches with more short samples than attention has room for."""
         if self._crowd is None:
             return list(microbatches)
         short, most = self._crowd.tokens, self._crowd.segments
         return [part for m in microbatches for part in uncrowded(m, short, most)]
 
     def wait(self) -> None:
-        """Waits until the device has done all that it was given."""
+        """Waits until the device has finished all queued work."""
         jax.block_until_ready(self.table.state.pending.is_finite)
 
     def _accumulate(self, packed: PackedBatch, keys: SlotKeys | None) -> JobLosses:
-        """Gives the device a microbatch."""
+        """Queues the forward and backward pass of a microbatch."""
         table = self.table
         state = table.state
         pending, out = self._steps.accumulate(
@@ -165,13 +165,13 @@ class Executor:
     def _step(
         self, whole: dict[JobRun, JobBatch], losses: dict[int, list[jax.Array]]
     ) -> _Stepped:
-        """Gives the device the steps of the jobs whose batch is whole."""
+        """Queues the optimiser steps of the jobs whose global batch is complete."""
         assert all(batch.step == run.progress.step for run, batch in whole.items())
         self.table.state, result = self._steps.step(
             self.table.state, self._hyper(list(whole))
         )
         mine = {run.slot: losses.pop(run.slot) for run in whole}
-        # Meant, and nothing waits for it: no guard against transfers need object.
+        # This transfer is intended and does not block, so the transfer guard is off.
         with jax.transfer_guard_device_to_host("allow"):
             for array in jax.tree.leaves((mine, result)):
                 array.copy_to_host_async()
@@ -180,7 +180,7 @@ class Executor:
     def evaluate(self, runs: Sequence[JobRun]) -> dict[str, float]:
         """Mean loss over each job's held-out target tokens, in nats; by job name.
 
-        Only reads the adapters: gradients of batches under way stay as they are.
+        The adapters are only read, and pending gradients are kept.
         """
         batches = {run.slot: run.eval_batch() for run in runs}
         samples = [s for batch in batches.values() for s in batch.to_schedule()]
@@ -204,21 +204,21 @@ class Executor:
         }
 
     def _by_slot(self, values: Mapping[int, float], dtype) -> Any:
-        """A row a slot; NumPy's, which the call that takes them uploads fastest."""
+        """Puts values into a NumPy array by slot; a jitted call uploads it fastest."""
         out = np.zeros(self._num_slots, dtype)
         for slot, value in values.items():
             out[slot] = value
         return out
 
     def _keys(self, seeds: Any, microbatch: Microbatch) -> SlotKeys | None:
-        """By the steps that the samples feed: the host may not have counted so far."""
+        """Dropout keys, by the samples' steps, which the host may not have reached."""
         if not self._use_dropout:
             return None
         steps = {s.job: s.batch for s in microbatch}
         return SlotKeys(seed=seeds, step=self._by_slot(steps, np.int32))
 
     def _hyper(self, stepping: Sequence[JobRun]) -> Hyper:
-        """Rows of the slots that step now; the others' are not looked at."""
+        """Settings of the step; only the rows of slots that step now are used."""
 
         def row(value: Callable[[JobRun], float], dtype=np.float32) -> Any:
             return self._by_slot({run.slot: value(run) for run in stepping}, dtype)
@@ -237,7 +237,7 @@ class Executor:
 
 
 class _Feed:
-    """A window's microbatches on the device, the next one ahead of its turn."""
+    """Packs and uploads a window's microbatches, each one ahead of its turn."""
 
     def __init__(
         self,
@@ -254,7 +254,7 @@ class _Feed:
         self._left_out: Counter[str] = Counter()
 
     def _kept(self, number: int) -> Microbatch:
-        """What a microbatch still holds: samples of jobs that have not ended."""
+        """Returns a microbatch without the samples of jobs that have ended."""
         return tuple(
             s
             for s in self._microbatches[number]
@@ -268,10 +268,10 @@ class _Feed:
             self._ready = number, kept, self._pack(number, kept)
 
     def take(self, number: int) -> tuple[Microbatch, PackedBatch | None]:
-        """What is left of a microbatch, and its arrays; None when nothing is left.
+        """Returns the rest of a microbatch and its arrays; None if nothing is left.
 
-        What was prepared is dropped if a job in it has ended since: it would leave
-        gradients in the slot that the job has left.
+        If a job in it has ended since `prepare`, the arrays are packed again, because
+        they would leave gradients in the slot that the job has released.
         """
         kept, ready = self._kept(number), self._ready
         if ready is not None and ready[:2] == (number, kept):
@@ -296,14 +296,14 @@ class _Feed:
             if (slot, step) not in self._batches:
                 self._batches[slot, step] = self._runs[slot].batch(step)
             batches[slot] = self._batches[slot, step]
-        # Those who left leave their room empty: nobody else's rows move.
+        # Rows of jobs that have ended become padding, so no other rows move.
         whole = self._microbatches[number]
         return pack_microbatch(whole, batches, self._limits)
 
     def count_off(self, microbatch: Microbatch) -> dict[JobRun, JobBatch]:
-        """The jobs whose batch is whole with this microbatch, and that batch.
+        """Returns the jobs whose global batch this microbatch completes, and the batch.
 
-        Jobs that have ended since it was taken are not among them.
+        Jobs that have ended since the microbatch was taken are left out.
         """
         out = {}
         for s in microbatch:
@@ -322,7 +322,7 @@ class _Feed:
 
 
 def _read(stepped: _Stepped) -> dict[str, StepOutcome]:
-    """What steps did, by job name; waits for the device to have done them."""
+    """Reads the results of steps, by job name; waits for the device to finish them."""
     losses, result = jax.device_get((stepped.losses, stepped.result))
     return {
         run.job.name: StepOutcome(
@@ -338,5 +338,5 @@ def _read(stepped: _Stepped) -> dict[str, StepOutcome]:
 
 
 def _total(losses: Sequence[np.ndarray]) -> np.ndarray:
-    """Loss of each slot over several microbatches, in float64."""
+    """Sums the losses of each slot over several microbatches in float64."""
     return np.sum([np.asarray(loss, np.float64) for loss in losses], axis=0)

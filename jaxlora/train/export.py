@@ -1,6 +1,6 @@
-"""PEFT folders of a run's jobs, without the base model.
+"""Exports a run's jobs as PEFT folders, without loading the base model.
 
-The run may be going on: nothing in its folder is changed.
+The run may be active: nothing in its folder is changed.
 """
 
 import dataclasses
@@ -40,11 +40,11 @@ from jaxlora.train.slots import adapter_from_rows
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """What an export wrote.
+    """Result of an export.
 
     Attributes:
-        folders: PEFT folders that were written, one a job.
-        left_out: Jobs of which there is nothing to write, and why.
+        folders: PEFT folders that were written, one per job.
+        left_out: Jobs that were not written, and the reasons.
     """
 
     folders: tuple[pathlib.Path, ...]
@@ -53,12 +53,12 @@ class Exported:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
-    """A run's folder as it was read, at one moment.
+    """A consistent snapshot of a run's folder.
 
     Attributes:
-        folder: Its `output_dir`.
-        jobs: Names of its jobs.
-        checkpoint: The newest one, if there is one.
+        folder: The run's `output_dir`.
+        jobs: Names of the run's jobs.
+        checkpoint: The newest checkpoint, if there is one.
     """
 
     folder: pathlib.Path
@@ -75,18 +75,20 @@ def export_checkpoint(
 ) -> Exported:
     """Writes the adapter of each of a run's jobs, finished or not.
 
-    A job that has ended, and one with `keep_best`, leaves as the run itself exported
-    it; one that is training, as it was at the newest checkpoint.
+    A job that has ended, and one with `keep_best`, is written as the run itself
+    exported it. A job that is training is written with its weights at the newest
+    checkpoint.
 
     Args:
-        run_dir: `output_dir` of the run, which may be going on.
-        out: Folder for one PEFT folder a job.
-        jobs: Only these; None: all of which there is something to write.
-        overwrite: Replace folders in `out` that hold other files than exports.
+        run_dir: `output_dir` of the run, which may be active.
+        out: Folder that gets one PEFT folder per job.
+        jobs: Names of the jobs to write; None: all that can be written.
+        overwrite: Whether to replace folders in `out` that hold files other than an
+            export's.
 
     Raises:
-        JaxloraError: The run cannot be read, one of `jobs` has nothing to write, or
-            `out` cannot be used. Nothing has been written then.
+        JaxloraError: The run cannot be read, one of `jobs` cannot be written, or `out`
+            cannot be used. Then nothing has been written.
     """
     run = _read_run(run_dir)
     wanted = tuple(dict.fromkeys(jobs or run.jobs))
@@ -121,7 +123,7 @@ def _read_run(folder: pathlib.Path) -> _Run:
 
 
 def _source(run: _Run, name: str) -> Export | Adapter | str:
-    """What to export of a job, or why there is nothing."""
+    """Returns the export or adapter of a job, or the reason why there is none."""
     folder = run.folder / ADAPTERS / name
     own = _own_export(folder)
     if own is not None and own.record.job != name:
@@ -141,7 +143,7 @@ def _source(run: _Run, name: str) -> Export | Adapter | str:
 
 
 def _own_export(folder: pathlib.Path) -> Export | None:
-    """What the run itself exported, also while it is replacing it."""
+    """Reads the run's own export, even while the run replaces it."""
     while True:
         place = standing_folder(folder)
         found = read_export(place) if place.is_dir() else None
@@ -167,7 +169,7 @@ def _from_tables(run: _Run, saved: SavedAdapter, progress: JobProgress) -> Adapt
 
 
 def _like(saved: SavedAdapter, rows: Mapping[str, np.ndarray]) -> Adapter:
-    """An empty adapter of a saved job's modules and ranks."""
+    """Makes an empty adapter with the modules and ranks of a saved job."""
     modules = {}
     for name, (rank, lora_alpha) in saved.modules.items():
         path = linear_path(name)
@@ -186,8 +188,8 @@ def check_out(
     """Refuses a place for exports before anything is written.
 
     Raises:
-        CheckpointError: It is a file, or the run's own folder.
-        JaxloraError: Something is there that must not be replaced.
+        CheckpointError: `out` is a file, or lies in the run's own folder.
+        JaxloraError: A folder in `out` must not be replaced.
     """
     run, place = run_dir.resolve(), out.resolve()
     if os.path.lexists(out) and not out.is_dir():

@@ -1,4 +1,4 @@
-"""A job under way: its data, its place in them, and how it is doing."""
+"""A job of a run: its data, its position in them, and its progress."""
 
 import dataclasses
 import functools
@@ -20,11 +20,11 @@ Status = Literal["waiting", "running", "finished", "stopped", "stopped early", "
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class JobProgress:
-    """What a checkpoint keeps of a job, beside its weights.
+    """State of a job that a checkpoint keeps, besides the weights.
 
     Attributes:
-        status: Where the job is in its life.
-        reason: Why it ended, in words.
+        status: Whether the job waits, runs or has ended, and how it ended.
+        reason: Text that says why the job ended.
         slot: Its slot while it runs.
         step: Optimiser steps done; the position in the data follows from it.
         num_tokens: Tokens trained on, prompts included.
@@ -35,8 +35,8 @@ class JobProgress:
         last_eval_step: Optimiser steps behind `last_eval`.
         best_eval: Lowest evaluation loss.
         best_step: Optimiser steps behind `best_eval`.
-        evals_without_gain: Evaluations since the last that early stopping counts as
-            better.
+        evals_without_gain: Evaluations since the last improvement, as counted by early
+            stopping.
     """
 
     status: Status = "waiting"
@@ -55,7 +55,7 @@ class JobProgress:
 
     @property
     def is_over(self) -> bool:
-        """Whether the job has ended, in whatever way."""
+        """Whether the job has ended, for any reason."""
         return self.status not in ("waiting", "running")
 
 
@@ -81,11 +81,11 @@ class JobRun:
 
     Attributes:
         job: What the user asked for.
-        start: The adapter that it starts from.
-        train_data: Its training samples.
-        eval_data: Its held-out samples, if any.
-        order: Which samples make up each global batch.
-        progress: How far it is.
+        start: Adapter that the job starts from.
+        train_data: Training samples.
+        eval_data: Held-out samples, if any.
+        order: Order of the samples, which defines the global batches.
+        progress: Progress of the job.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class JobRun:
 
     @functools.cached_property
     def fingerprints(self) -> dict[str, str | None]:
-        """Tell apart what the settings only name: data, and a start from a folder."""
+        """Hashes of inputs that the settings only name: data and initial adapter."""
         held_out = self.eval_data
         from_folder = self.job.init_from is not None
         return {
@@ -119,12 +119,12 @@ class JobRun:
 
     @property
     def has_slot(self) -> bool:
-        """Whether its weights are in a slot."""
+        """Whether the job's weights are in a slot."""
         return self.progress.slot is not None
 
     @property
     def largest_rank(self) -> int:
-        """Largest rank of any of its modules."""
+        """Largest rank of the job's modules."""
         return max(weights.rank for weights in self.start.modules.values())
 
     @property
@@ -133,7 +133,7 @@ class JobRun:
         return self.order.num_steps
 
     def update(self, **changes) -> None:
-        """Changes some of `progress`."""
+        """Changes some fields of `progress`."""
         self.progress = dataclasses.replace(self.progress, **changes)
 
     def lengths(self, step: int) -> list[int]:
@@ -204,7 +204,7 @@ class JobRun:
 
 
 def _of_data(data: TokenizedData) -> str:
-    """Of every token, and whether it is a target."""
+    """Hashes every token, and whether it is a target."""
     digest = hashlib.sha256()
     for sample in data.samples:
         digest.update(len(sample.token_ids).to_bytes(8, "little"))

@@ -1,4 +1,4 @@
-"""What a training step needs of the device's memory, and what the device has."""
+"""Memory that a training step needs on its device, and memory that the device has."""
 
 import dataclasses
 import functools
@@ -28,22 +28,23 @@ from scheduler import Limits
 
 logger = logging.getLogger(__name__)
 
-RESERVE = 0.05  # share of the memory that is left to the allocator and to others
+RESERVE = 0.05  # share of the memory that stays free for the allocator and others
 _COPIES = 4  # of an adapter: weights, two moments and gradients
-_CHECKPOINT_COPIES = 3  # that a checkpoint adds while it is taken
-_HEAD_ROWS, _LOGIT_BYTES = 1024, 6  # of logits at a time: float32, and in bfloat16
+_CHECKPOINT_COPIES = 3  # more copies while a checkpoint is taken
+_HEAD_ROWS = 1024  # rows of logits that the loss computes at a time
+_LOGIT_BYTES = 6  # a logit is held in float32 and in bfloat16
 _HEAD_BYTES = 768 * 2**20  # at most
-_MLP_KEEPS = 3  # times its features: gate, up and their product
+_MLP_KEEPS = 3  # arrays of the MLP's width that are kept: gate, up and their product
 _BATCHES = 2  # on the device: one runs, the next waits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceMemory:
-    """What a run may use.
+    """Device memory that a run may use.
 
     Attributes:
-        num_bytes: How much, the reserve and what others hold taken off.
-        of: Of what, in words.
+        num_bytes: Size, without the reserve and without memory in use by others.
+        of: Describes how the size was determined.
     """
 
     num_bytes: int
@@ -51,14 +52,14 @@ class DeviceMemory:
 
 
 def device_memory(own_bytes: int) -> DeviceMemory | None:
-    """The memory of the default device that is there for a run; None: it does not say.
+    """Returns the default device's memory for a run; None if it is not reported.
 
-    On a GPU that is what JAX's allocator may take, less what other arrays of this
-    process hold, and not every allocator counts; on a CPU, which counts nothing, the
-    machine's memory.
+    On a GPU this is the limit of JAX's allocator, less the other arrays of this
+    process; not every allocator reports these. On a CPU, which reports nothing, it is
+    the machine's memory.
 
     Args:
-        own_bytes: What the run holds there already.
+        own_bytes: Memory that the run holds on the device already.
     """
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
@@ -79,7 +80,7 @@ def device_memory(own_bytes: int) -> DeviceMemory | None:
 
 
 def in_words(num_bytes: float) -> str:
-    """For people."""
+    """Formats a number of bytes with a unit."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if num_bytes >= 0.1 * size:
             return f"{num_bytes / size:.2f} {unit}"
@@ -88,14 +89,14 @@ def in_words(num_bytes: float) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
-    """What a run needs on its device, as a function of its microbatches' tokens.
+    """Memory of a run on its device, as a function of the tokens of a microbatch.
 
     Attributes:
         base: Bytes of the frozen weights.
         slots: Bytes of the adapters, their moments and their gradients.
-        fixed: Bytes of the training step that no token adds to.
-        per_token: Bytes that each token of a microbatch adds.
-        passing: Bytes that each token adds besides, when those of `fixed` are gone.
+        fixed: Bytes of the training step that do not depend on the tokens.
+        per_token: Bytes per token of a microbatch.
+        passing: Transient bytes per token, needed when those of `fixed` are free again.
     """
 
     base: int
@@ -105,16 +106,16 @@ class Footprint:
     passing: float = 0.0
 
     def step(self, num_tokens: int) -> float:
-        """Bytes of a training step with microbatches of so many tokens."""
+        """Bytes of a training step with microbatches of `num_tokens` tokens."""
         return num_tokens * self.per_token + max(self.fixed, num_tokens * self.passing)
 
     def total(self, num_tokens: int) -> int:
-        """Bytes with microbatches of so many tokens."""
+        """Bytes of the whole run with microbatches of `num_tokens` tokens."""
         most = max(self.step(num_tokens), self._checkpoint())
         return self.base + self.slots + math.ceil(most)
 
     def fitting_tokens(self, num_bytes: int) -> int:
-        """Tokens of the largest microbatches that fit; none if it is not positive."""
+        """Tokens of the largest microbatches that fit; below 1 if none fit."""
         free = num_bytes - self.base - self.slots
         if free < self._checkpoint():
             return 0
@@ -126,7 +127,7 @@ class Footprint:
 
 
 def resident(spec: DecoderSpec) -> Footprint:
-    """What stays on the device; of the training step, nothing."""
+    """The footprint of weights and slots alone, without a training step."""
     return Footprint(
         base=_num_bytes(spec.base_shapes()),
         slots=_COPIES * _num_bytes(spec.adapter_shapes()),
@@ -143,11 +144,12 @@ def _num_bytes(shapes) -> int:
 
 
 def estimated(spec: DecoderSpec, block_tokens: int, *, use_dropout: bool) -> Footprint:
-    """What a run will need, from what the backward pass of its training step keeps.
+    """Estimates a run's footprint from the arrays that its backward pass keeps.
 
-    That is counted on the first two layers, traced with two numbers of tokens. What
-    comes and goes inside a layer is added: by formula, or by what the compiler says of
-    attention's gradient alone, whose scratch may be more than all else in a layer.
+    These are counted for the first two layers, traced with two numbers of tokens.
+    Transient memory inside a layer is added by a formula. For attention it is measured
+    by compiling attention's gradient alone, because its scratch memory may be larger
+    than all other arrays in a layer.
 
     Args:
         spec: The decoder.
@@ -156,10 +158,10 @@ def estimated(spec: DecoderSpec, block_tokens: int, *, use_dropout: bool) -> Foo
     """
     t = block_tokens * max(1, 4096 // block_tokens)
     while t < 2 * spec.options.max_segment_tokens:
-        t *= 2  # what a band of keys takes grows until it is as long as a sample
+        t *= 2  # the memory of a band of keys grows up to the length of a sample
 
     def kept(num_layers: int, *, remat: Remat) -> float:
-        """Bytes a token; what is kept of no token is weights, there anyway."""
+        """Bytes kept per token, without the weights, which do not depend on tokens."""
         part = _first_layers(spec, num_layers, remat=remat)
         small, large = (
             _kept_bytes(part, n, block_tokens, use_dropout=use_dropout)
@@ -172,11 +174,11 @@ def estimated(spec: DecoderSpec, block_tokens: int, *, use_dropout: bool) -> Foo
     layer = kept(2, remat=options.remat) - one if config.num_layers > 1 else 0.0
     per_token = one + (config.num_layers - 1) * layer
     if options.remat != "none":
-        # One layer at a time keeps what all keep without.
+        # With remat, one layer at a time keeps what each layer keeps without remat.
         per_token += kept(1, remat="none") - one
     if options.implementation == "xla" and use_dropout:
         per_token += _mask_bytes(spec)
-    # The MLP's gradient is done when attention's begins, and what it needed is gone.
+    # The MLP's arrays are free again when attention's gradient begins.
     attention = _attention_bytes(spec, t) - _MLP_KEEPS * _mlp_bytes(spec)
     return dataclasses.replace(
         resident(spec),
@@ -200,7 +202,7 @@ def _first_layers(spec: DecoderSpec, num_layers: int, *, remat: Remat) -> Decode
 def _kept_bytes(
     spec: DecoderSpec, num_tokens: int, block_tokens: int, *, use_dropout: bool
 ) -> int:
-    """Of what the forward pass keeps for the backward pass, weights included."""
+    """Bytes that the forward pass keeps for the backward pass, weights included."""
     limits = Limits(capacity=num_tokens, block_tokens=block_tokens)
 
     def backward(base, params, settings, batch, keys):
@@ -223,25 +225,26 @@ def _kept_bytes(
 
 
 def _head_bytes(spec: DecoderSpec) -> int:
-    """The logits of as many rows as the loss takes at a time, whatever T is."""
+    """Bytes of the logits that the loss computes at a time, independent of T."""
     return min(_HEAD_BYTES, _HEAD_ROWS * spec.config.vocab_size * _LOGIT_BYTES)
 
 
 def _passing_bytes(spec: DecoderSpec) -> int:
-    """A token's gradients inside a layer: of the MLP's width, and of the model's."""
+    """Bytes per token of gradients inside a layer, of the MLP's and model's width."""
     itemsize = jnp.dtype(spec.options.dtype).itemsize
     return _mlp_bytes(spec) + 3 * spec.config.hidden_size * itemsize
 
 
 def _mlp_bytes(spec: DecoderSpec) -> int:
-    """A token's features inside an MLP."""
+    """Bytes per token of the features inside an MLP."""
     return spec.config.intermediate_size * jnp.dtype(spec.options.dtype).itemsize
 
 
 def _attention_bytes(spec: DecoderSpec, num_tokens: int) -> float:
-    """What attention's backward pass takes a token while it runs, by the compiler.
+    """Bytes per token of attention's backward pass, as reported by the compiler.
 
-    Zero if the compiler does not say. cuDNN's scratch is known to no one else.
+    The result is 0 if the compiler does not report it. Only the compiler knows the
+    scratch memory of cuDNN.
     """
     config, options = spec.config, spec.options
 
@@ -276,7 +279,7 @@ def _attention_bytes(spec: DecoderSpec, num_tokens: int) -> float:
 
 
 def _mask_bytes(spec: DecoderSpec) -> int:
-    """A token's dropout masks, which XLA makes once and keeps."""
+    """Bytes per token of the dropout masks, which XLA makes once and keeps."""
     shapes = spec.base_shapes()
     return sum(shapes[f"{path}.kernel"].shape[0] for path in spec.adapted)
 
@@ -293,11 +296,11 @@ def compiled_step(
     *,
     use_dropout: bool,
 ) -> jax.stages.Compiled:
-    """The training step, compiled as the run will call it, which compiles it no more.
+    """Compiles the training step as the run will call it; the run reuses the program.
 
     Args:
         spec: The decoder.
-        steps: Whose training step.
+        steps: Compiled functions of the decoder.
         base: Frozen weights.
         table: The slots.
         limits: Capacity and block size.
@@ -318,12 +321,12 @@ def compiled_step(
 def measured(
     spec: DecoderSpec, program: jax.stages.Compiled, limits: Limits
 ) -> Footprint | None:
-    """What a run needs, by what the compiler says of its training step, if it does.
+    """Returns the footprint that the compiler reports; None if it reports none.
 
     Args:
         spec: The decoder.
-        program: The training step.
-        limits: What it was compiled for.
+        program: The compiled training step.
+        limits: Limits of the microbatches that it was compiled for.
     """
     found = program.memory_analysis()
     if found is None:
@@ -336,7 +339,7 @@ def measured(
     return dataclasses.replace(resident(spec), fixed=fixed, per_token=per_token)
 
 
-# ---- shapes of what a step takes -----------------------------------------------------
+# ---- shapes of a step's inputs -------------------------------------------------------
 
 
 def _batch_shapes(limits: Limits) -> PackedBatch:

@@ -15,11 +15,11 @@ Tables = dict[str, Float[Array, "G L P Q"]]  # stacks, by name: see models/stack
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pending:
-    """What the slots' global batches under way have gathered.
+    """Gradients of each slot's incomplete global batch.
 
     Attributes:
-        gradients: Sum of their gradients.
-        is_finite: Whether their losses and hidden states are finite so far.
+        gradients: Sum of the gradients so far.
+        is_finite: Whether the losses and hidden states are finite so far.
     """
 
     gradients: Tables
@@ -36,7 +36,7 @@ class AdapterState:
         params: A and B of every adapted linear.
         mu: First moments.
         nu: Second moments.
-        pending: Of the global batches under way.
+        pending: Gradients of the incomplete global batches.
     """
 
     params: Tables
@@ -49,13 +49,13 @@ class AdapterState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hyper:
-    """Settings of one optimiser step, a row a slot.
+    """Settings of one optimiser step, one row per slot.
 
     Attributes:
-        steps_now: Which slots' global batches are complete; the others stay as they
-            are, to the bit.
-        count: Optimiser steps that the slot has behind it.
-        learning_rate: Rate of this step.
+        steps_now: Whether each slot's global batch is complete; other slots stay
+            bitwise unchanged.
+        count: Optimiser steps that the slot has done.
+        learning_rate: Learning rate of this step.
         b_ratio: Rate of B over rate of A (LoRA+).
         weight_decay: Decoupled decay.
         b1: Decay of the first moment.
@@ -79,7 +79,7 @@ class Hyper:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What an optimiser step did; only the rows of the slots that stepped count.
+    """Result of an optimiser step; only the rows of slots that stepped are meaningful.
 
     Attributes:
         norm: Norm of the gradient, before clipping.
@@ -96,12 +96,12 @@ def zero_state(
     num_slots: int,
     sharding: jax.sharding.Sharding | None = None,
 ) -> AdapterState:
-    """Empty slots.
+    """Makes empty slots.
 
     Args:
-        shapes: Of the tables, by name.
-        num_slots: G.
-        sharding: Where all arrays are put; None: JAX's default device.
+        shapes: Shapes of the tables, by name.
+        num_slots: Number of slots G.
+        sharding: Sharding of all arrays; None: JAX's default device.
     """
 
     def zeros() -> Tables:
@@ -118,7 +118,7 @@ def zero_state(
 
 
 def _adapter_step(state: AdapterState, hyper: Hyper):
-    """AdamW for one adapter, as if there were no other."""
+    """Applies AdamW to one adapter; `optimizer_step` maps this over the slots."""
     pending = state.pending
     norm = optax.tree.norm(pending.gradients)
     clip = jnp.where(norm > hyper.max_norm, hyper.max_norm / norm, 1.0)
@@ -137,7 +137,7 @@ def _adapter_step(state: AdapterState, hyper: Hyper):
     ratio = {p: hyper.b_ratio if p.endswith("lora_b") else 1.0 for p in state.params}
     updates = jax.tree.map(jnp.multiply, updates, ratio)
     params = jax.tree.map(jnp.add, state.params, updates)
-    # Weights that are not finite would outlive the batch that made them.
+    # Otherwise weights that are not finite would outlast the batch that caused them.
     is_finite = pending.is_finite & jnp.isfinite(norm)
     taken = hyper.steps_now & is_finite
     stepped = AdapterState(
@@ -160,14 +160,14 @@ def _adapter_step(state: AdapterState, hyper: Hyper):
 def optimizer_step(
     state: AdapterState, hyper: Hyper
 ) -> tuple[AdapterState, StepResult]:
-    """Steps the slots whose global batch is complete.
+    """Applies an optimiser step to the slots whose global batch is complete.
 
-    A slot whose batch is not finite keeps its weights and moments: the device decides,
-    so that it need not wait for the host to have read the losses.
+    A slot whose batch is not finite keeps its weights and moments. The device decides
+    this, so that it does not wait until the host has read the losses.
 
     Args:
         state: All slots.
-        hyper: Their settings; `steps_now` says which step.
+        hyper: Settings of the slots; `steps_now` selects the slots that step.
 
     References:
         AdamW, arXiv 1711.05101; LoRA+, arXiv 2402.12354.

@@ -1,4 +1,4 @@
-"""The capacity of a run that is planned: chosen as for a run, without weights."""
+"""Chooses the capacity of a planned run as the trainer would, but without weights."""
 
 import pathlib
 from collections.abc import Sequence
@@ -23,20 +23,21 @@ def planned_capacity(
     train: Sequence[TokenizedData],
     held_out: Sequence[TokenizedData],
 ) -> RunConfig:
-    """The run with a number for `microbatch_tokens: auto`.
+    """Replaces `microbatch_tokens: auto` by a number.
 
-    That of a run that has begun, else what would be chosen for one that starts on this
-    machine; when it starts, what the compiler says may still change it.
+    If the run has begun, this is the number that it began with. Otherwise it is the
+    number that would be chosen on this machine. The training step, once compiled, may
+    still change it when the run starts.
 
     Args:
         config: The run.
-        model_folder: Holds the model's config.json.
+        model_folder: Folder with the model's config.json.
         train: Training samples of each job.
-        held_out: Held-out samples of those that have any.
+        held_out: Held-out samples of the jobs that have any.
 
     Raises:
-        JaxloraError: This machine could not hold the run, or does not say what it has;
-            or `block_tokens` is not what the run began with.
+        JaxloraError: This machine cannot hold the run, or does not report its memory;
+            or `block_tokens` differs from what the run began with.
     """
     config = as_begun(config, pathlib.Path(config.output_dir))
     if config.microbatch_tokens != "auto":
@@ -54,7 +55,7 @@ def planned_capacity(
 
 
 def _ranks(job: LoraJob, model: ModelConfig) -> dict[str, int]:
-    """Rank of each module that a job adapts."""
+    """Returns the rank of each module that a job adapts."""
     names = linear_names(model)
     if job.init_from is None:
         modules = resolve_targets(job, names)

@@ -1,4 +1,4 @@
-"""From what the user asked for to what can run: data, targets and slot tables."""
+"""Prepares a run from its settings: data, targets and the decoder with its slots."""
 
 import dataclasses
 import logging
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxlora.adapter import Adapter
 from jaxlora.config import LoraJob, RunConfig
@@ -39,7 +40,7 @@ def linear_shapes(model: BaseModel) -> dict[str, tuple[int, ...]]:
 
 
 def open_job(job: LoraJob, model: BaseModel, tokenizer: Tokenizer) -> JobRun:
-    """Reads a job's data and settles what it adapts; logs both.
+    """Reads a job's data and selects the modules to adapt; logs both.
 
     Raises:
         JaxloraError: The data, the targets or the adapter to start from cannot be used.
@@ -67,7 +68,7 @@ def open_job(job: LoraJob, model: BaseModel, tokenizer: Tokenizer) -> JobRun:
 def read_data(
     job: LoraJob, tokenizer: Tokenizer
 ) -> tuple[TokenizedData, TokenizedData | None]:
-    """A job's training samples and its held-out ones, if any; logs both.
+    """Reads a job's training samples and its held-out ones, if any; logs both.
 
     Raises:
         JaxloraError: The data cannot be used.
@@ -83,17 +84,16 @@ def read_data(
 def warn_of_positions(
     name: str, train: TokenizedData, held_out: TokenizedData | None, positions: int
 ) -> None:
-    """Warns, once, of samples that are longer than what the model was made for.
+    """Warns, once, of samples that are longer than the model's position limit.
 
     Args:
-        name: The job's.
-        train: Its training samples.
-        held_out: Its held-out samples, if any.
+        name: Name of the job.
+        train: Training samples of the job.
+        held_out: Held-out samples of the job, if any.
         positions: The model's `max_position_embeddings`.
     """
-    datasets = filter(None, (train, held_out))
-    lengths = [len(s.token_ids) for data in datasets for s in data.samples]
-    num_beyond = sum(length > positions for length in lengths)
+    lengths = _lengths(train, held_out)
+    num_beyond = np.count_nonzero(lengths > positions)
     if num_beyond:
         logger.warning(
             "%s: %d of %d samples are longer than the %d positions that the model was "
@@ -103,13 +103,17 @@ def warn_of_positions(
             num_beyond,
             len(lengths),
             positions,
-            max(lengths),
+            lengths.max(),
             positions,
         )
 
 
+def _lengths(train: TokenizedData, held_out: TokenizedData | None) -> np.ndarray:
+    return np.concatenate([d.lengths for d in (train, held_out) if d is not None])
+
+
 def _check_asked(job: LoraJob, start: Adapter, model: BaseModel) -> None:
-    """A job may repeat what the adapter it starts from is, but not contradict it."""
+    """Checks that a job's settings do not contradict the adapter it starts from."""
     stated = job.model_fields_set
     asked = resolve_targets(job, linear_names(model.config))
     differences = []
@@ -136,7 +140,7 @@ def _check_asked(job: LoraJob, start: Adapter, model: BaseModel) -> None:
 def decoder_spec(
     config: RunConfig, model: BaseModel, runs: list[JobRun]
 ) -> DecoderSpec:
-    """The decoder with the slot tables that the run needs; says which kernels run."""
+    """Makes the decoder with the slot tables of the run; logs which kernels run."""
     ranks = [{n: w.rank for n, w in run.start.modules.items()} for run in runs]
     train = [run.train_data for run in runs]
     return spec_of(config, model.config, model.dtype, ranks, train)
@@ -149,13 +153,13 @@ def spec_of(
     ranks: Sequence[Mapping[str, int]],
     train: Sequence[TokenizedData],
 ) -> DecoderSpec:
-    """The same of a model without weights.
+    """Makes the decoder as `decoder_spec` does, but for a model without weights.
 
     Args:
-        config: The run, with a number for its `microbatch_tokens`.
-        model: The model's mathematics.
-        dtype: Of its weights.
-        ranks: Rank of each module that a job adapts, for each job.
+        config: The run, with a number for `microbatch_tokens`.
+        model: Architecture of the model.
+        dtype: Dtype of the weights.
+        ranks: For each job, the rank of each module that it adapts.
         train: Training samples of each job.
     """
     adapted = {linear_path(name) for modules in ranks for name in modules}
@@ -191,7 +195,7 @@ def _mean_tokens(data: TokenizedData) -> int:
 
 
 def _implementation(config: RunConfig, spec: DecoderSpec) -> Implementation:
-    """The kernels that a run asks for or, if it leaves the choice, can have."""
+    """Returns the kernels that the run asks for, or the best supported for `auto`."""
     reason = without_mosaic(spec, config.block_tokens)
     if config.implementation == "mosaic" and reason is not None:
         raise ConfigError(
@@ -210,10 +214,10 @@ def _implementation(config: RunConfig, spec: DecoderSpec) -> Implementation:
 def chosen_attention(
     asked: Literal["auto", "cudnn", "xla"], dtype: Any, head_dim: int
 ) -> AttentionImplementation:
-    """The attention that is asked for or, if the choice is left, can be had; says so.
+    """Returns the attention asked for, or the best supported for `auto`; logs it.
 
     Raises:
-        ConfigError: cuDNN is asked for, and cannot run such a model here.
+        ConfigError: cuDNN is asked for, but cannot run such a model here.
     """
     reason = cudnn_unsupported(dtype=dtype, head_dim=head_dim)
     if asked == "cudnn" and reason is not None:
@@ -253,8 +257,7 @@ def check_fits(run: JobRun, spec: DecoderSpec, *, use_dropout: bool) -> None:
 
     Raises:
         ConfigError: A rank is above the slots', a module has no slots, the job drops
-            features and the slots do not, or a sample is longer than a microbatch
-            takes.
+            features and the slots do not, or a sample does not fit into a microbatch.
     """
     assert spec.slots is not None
     name = run.job.name
@@ -282,19 +285,18 @@ def check_fits(run: JobRun, spec: DecoderSpec, *, use_dropout: bool) -> None:
 def check_lengths(
     name: str, train: TokenizedData, held_out: TokenizedData | None, room: int
 ) -> None:
-    """Refuses a job with a sample that is longer than the run takes.
+    """Refuses a job with a sample that is too long for the run.
 
     Args:
-        name: The job's.
-        train: Its training samples.
-        held_out: Its held-out samples, if any.
-        room: Tokens of the longest sample that the run takes.
+        name: Name of the job.
+        train: Training samples of the job.
+        held_out: Held-out samples of the job, if any.
+        room: Most tokens of a sample that the run supports.
 
     Raises:
         ConfigError: A sample is longer.
     """
-    datasets = filter(None, (train, held_out))
-    longest = max(int(data.lengths.max()) for data in datasets)
+    longest = _lengths(train, held_out).max()
     if longest > room:
         raise ConfigError(
             f"job {name!r} has a sample of {longest} tokens, and this run takes "

@@ -1,4 +1,4 @@
-"""A run on the terminal: a bar a job, tokens a second, time left."""
+"""Shows a run on the terminal: a progress bar per job, speed and time left."""
 
 import logging
 import time
@@ -14,10 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 class Progress:
-    """Bars on a terminal, log lines anywhere else."""
+    """Shows progress bars on a terminal, and log lines otherwise."""
 
     def __init__(self, runs: Sequence[JobRun]):
-        """Watches jobs; `runs` may grow while the run goes on."""
+        """Shows the progress of `runs`, which may grow during the run."""
         self._runs = runs
         self._on_terminal = console.stderr.is_terminal
         self._bars = rich.progress.Progress(
@@ -32,7 +32,7 @@ class Progress:
         )
         self._tasks: dict[str, rich.progress.TaskID] = {}
         self._began = time.perf_counter()
-        self._done_before = 0  # steps of the process that was interrupted
+        self._done_before = 0  # steps before this process resumed the run
         self._speed = ""
 
     def __enter__(self) -> "Progress":
@@ -45,10 +45,10 @@ class Progress:
         self._bars.stop()
 
     def update(self, tokens_per_second: float | None = None) -> None:
-        """Moves the bars to where the jobs are.
+        """Updates the bars.
 
         Args:
-            tokens_per_second: Of the latest window; None: as before.
+            tokens_per_second: Speed in the latest window; None: unchanged.
         """
         if tokens_per_second is not None:
             self._speed = f"  {tokens_per_second:,.0f} tok/s"
@@ -73,12 +73,12 @@ class Progress:
         outcomes: Mapping[str, StepOutcome],
         tokens_per_second: float,
     ) -> None:
-        """One line for the log, where no bars are shown.
+        """Logs one line, if no bars are shown.
 
         Args:
             number: Rounds done.
             outcomes: The latest step of each job, by job name.
-            tokens_per_second: Of the latest window.
+            tokens_per_second: Speed in the latest window.
         """
         if self._on_terminal:
             return
@@ -92,7 +92,7 @@ class Progress:
         )
 
     def _time_left(self) -> str:
-        """By the share of optimiser steps done; all jobs' steps count alike."""
+        """Estimates the time left from the share of all jobs' optimiser steps done."""
         done = self._num_done()
         total = sum(
             run.progress.step if run.progress.slot is None else run.num_steps

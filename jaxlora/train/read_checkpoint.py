@@ -1,4 +1,4 @@
-"""Checkpoints read and checked. Nothing is changed, so the run may be going on."""
+"""Reads and checks checkpoints without changing them, so the run may be active."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ from jaxlora.errors import CheckpointError
 from jaxlora.train.saved_run import SavedCheckpoint, SavedRun, read_sealed
 
 FORMAT = 4
-# A checkpoint is checkpoints/<rounds>/run/, and in it these files.
+# A checkpoint is the folder checkpoints/<rounds>/run/ with these files.
 ITEM, META_FILE, TABLES_FILE = "run", "meta.json", "tables.safetensors"
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,15}")
 Kind = Literal["params", "mu", "nu"]
@@ -24,13 +24,13 @@ KINDS: tuple[Kind, ...] = ("params", "mu", "nu")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReadCheckpoint:
-    """A checkpoint whose checksums were right.
+    """A checkpoint that was read, with correct checksums.
 
     Attributes:
-        number: Rounds behind it.
-        run: What goes with its tables.
+        number: Rounds done.
+        run: State of the run that was saved with the tables.
         layout: Shape of each table, by path.
-        tables: The tables on the host, by path, of each kind that was asked for.
+        tables: Tables on the host, by path, for each kind that was asked for.
     """
 
     number: int
@@ -40,14 +40,14 @@ class ReadCheckpoint:
 
 
 def newest_checkpoint(folder: pathlib.Path) -> int | None:
-    """Rounds behind the newest complete checkpoint in a folder, if there is one."""
+    """Rounds done at the newest complete checkpoint in a folder, if there is one."""
     return max(_numbers(folder), default=None)
 
 
 def _numbers(folder: pathlib.Path) -> list[int]:
     if not folder.is_dir():
         return []
-    # One that is not complete has a longer name.
+    # Incomplete checkpoints have longer names.
     names = [path.name for path in folder.iterdir() if path.is_dir()]
     return [int(name) for name in names if _NUMBER.fullmatch(name)]
 
@@ -55,15 +55,16 @@ def _numbers(folder: pathlib.Path) -> list[int]:
 def read_newest(folder: pathlib.Path, kinds: Sequence[Kind] = ()) -> ReadCheckpoint:
     """Reads the newest checkpoint.
 
-    A run that is going on removes old checkpoints; one that vanishes while it is read
-    makes way for the newer one.
+    An active run removes old checkpoints. If a checkpoint disappears while it is read,
+    the newer one is read instead.
 
     Args:
-        folder: The run's `checkpoints`.
-        kinds: Which tables to read.
+        folder: The `checkpoints` folder of the run.
+        kinds: Kinds of tables to read.
 
     Raises:
-        CheckpointError: There is none, or it is damaged; says how to go on.
+        CheckpointError: There is no checkpoint, or it is damaged; the text says how to
+            go on.
     """
     number = newest_checkpoint(folder)
     if number is None:
@@ -98,7 +99,7 @@ def _read(folder: pathlib.Path, number: int, kinds: Sequence[Kind]) -> ReadCheck
 
 
 def _arrays(path: pathlib.Path, kinds: Sequence[Kind], cure: str) -> dict:
-    """Some of the arrays in a file."""
+    """Reads the arrays of some kinds from a file."""
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
             return {kind: file.get_tensor(kind) for kind in kinds}
@@ -127,7 +128,7 @@ def checksum(array: np.ndarray) -> str:
 
 
 def split(flat: np.ndarray, layout: dict[str, list[int]]) -> dict[str, np.ndarray]:
-    """The tables in an array, by path; views."""
+    """Splits an array into its tables, by path; they are views."""
     tables, start = {}, 0
     for path, shape in layout.items():
         end = start + math.prod(shape)

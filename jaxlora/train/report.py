@@ -1,4 +1,4 @@
-"""What a run leaves for people: a table, a plot, a summary file."""
+"""The report of a run: a table, a plot and a summary file."""
 
 import dataclasses
 import io
@@ -17,15 +17,15 @@ from jaxlora.train.run_log import METRICS_FILE, read_events
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class JobResult:
-    """How one job ended.
+    """Result of one job.
 
     Attributes:
-        name: The job's name.
-        rank: Its rank.
-        num_modules: Modules that it adapts.
-        num_steps: Optimiser steps that it was to take.
-        progress: Losses, steps, status.
-        folder: Its PEFT folder; None where there is none.
+        name: Name of the job.
+        rank: LoRA rank of the job.
+        num_modules: Number of modules that it adapts.
+        num_steps: Optimiser steps that were planned.
+        progress: Losses, steps and status.
+        folder: PEFT folder of the job; None if there is none.
     """
 
     name: str
@@ -38,14 +38,14 @@ class JobResult:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult:
-    """How a run ended.
+    """Result of a run.
 
     Attributes:
-        jobs: Each job, in the order in which they were given.
-        output_dir: The run's folder.
-        interrupted: Whether a signal ended it early; `resume` continues it.
-        num_compilations: Programs compiled; none of those that an earlier run of this
-            process had compiled.
+        jobs: Results of the jobs, in the order in which they were given.
+        output_dir: Folder of the run.
+        interrupted: Whether a signal ended the run early; `resume` continues it.
+        num_compilations: Programs compiled in this run, without those that an earlier
+            run of this process had compiled.
     """
 
     jobs: tuple[JobResult, ...]
@@ -55,7 +55,7 @@ class RunResult:
 
 
 def job_result(run: JobRun, folder: pathlib.Path) -> JobResult:
-    """Sums up one job."""
+    """Makes the result of one job."""
     return JobResult(
         name=run.job.name,
         rank=run.largest_rank,
@@ -67,7 +67,7 @@ def job_result(run: JobRun, folder: pathlib.Path) -> JobResult:
 
 
 def _is_exported(run: JobRun) -> bool:
-    """Whether this run has written the job's adapter; a folder may be an older one."""
+    """Whether this run has written the job's adapter, rather than an older run."""
     progress = run.progress
     if run.job.keep_best:
         return progress.best_step is not None
@@ -76,12 +76,12 @@ def _is_exported(run: JobRun) -> bool:
 
 
 def _change(first: float | None, last: float | None, *, is_same: bool) -> str:
-    """First and last loss; a dash for one that there is not.
+    """Formats the first and last loss, with a dash for a missing one.
 
     Args:
-        first: First loss; None where there is none.
-        last: Latest loss.
-        is_same: Whether both are the same measurement, so that there is no later one.
+        first: First loss; None if there is none.
+        last: Latest loss; None if there is none.
+        is_same: Whether both are the same measurement, so there is no later one.
     """
     if first is None or last is None:
         return "-"
@@ -89,7 +89,7 @@ def _change(first: float | None, last: float | None, *, is_same: bool) -> str:
 
 
 def summary_table(result: RunResult) -> Table:
-    """One row a job: its shape, and its losses before and after."""
+    """Makes a table with one row per job: its shape, and its first and last losses."""
     table = Table(
         title=f"{len(result.jobs)} adapters, trained together on one base",
         title_justify="left",
@@ -154,7 +154,7 @@ def plot_losses(metrics: pathlib.Path, picture: pathlib.Path) -> None:
         metrics: A run's metrics.jsonl.
         picture: PNG file to write.
     """
-    # Drawn on the object API: no pyplot, no display, no global state.
+    # matplotlib's object API needs no display and has no global state, unlike pyplot.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

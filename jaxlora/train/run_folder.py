@@ -1,4 +1,4 @@
-"""What is in a run's folder: which run it is, and what may be written into it."""
+"""Reads and checks a run's folder: which run it holds, and what may be written."""
 
 import dataclasses
 import json
@@ -19,15 +19,15 @@ RUN_FILE = "run.json"
 ADAPTERS = "adapters"
 CHECKPOINTS = "checkpoints"
 _VERSION = 1
-# Earlier versions wrote this one instead of run.json.
+# Earlier versions wrote this file instead of run.json.
 _TRACES = (METRICS_FILE, "started.txt")
 
 
 def read_run_record(folder: pathlib.Path) -> RunRecord | None:
-    """Which run has begun in a folder; None if none has.
+    """Reads the record of the run that has begun in a folder; None if none has.
 
     Raises:
-        CheckpointError: The file that says it is damaged.
+        CheckpointError: The record is damaged.
     """
     path = folder / RUN_FILE
     if not os.path.lexists(path):
@@ -37,7 +37,7 @@ def read_run_record(folder: pathlib.Path) -> RunRecord | None:
 
 
 def write_run_record(folder: pathlib.Path, record: RunRecord) -> None:
-    """Says which run has begun in a folder."""
+    """Writes the record of the run that has begun in a folder."""
     values = sealed({"format": _VERSION, **dataclasses.asdict(record)})
     write_text(folder / RUN_FILE, json.dumps(values, indent=1) + "\n")
 
@@ -46,7 +46,8 @@ def check_folder(folder: pathlib.Path, *, resume: bool) -> None:
     """Refuses to start where a run has begun, and to resume where none has.
 
     Raises:
-        CheckpointError: The folder is not fit for what is asked.
+        CheckpointError: A run has begun in the folder and `resume` is false, or none
+            has begun and `resume` is true.
     """
     has_begun = os.path.lexists(folder / RUN_FILE)
     has_traces = any((folder / name).exists() for name in _TRACES) or any(
@@ -73,7 +74,7 @@ def check_folder(folder: pathlib.Path, *, resume: bool) -> None:
 
 
 def clean_up(folder: pathlib.Path, jobs: Iterable[str]) -> None:
-    """Removes what a killed run left half written; nobody else may be writing."""
+    """Removes incomplete files of a killed run; no other process may be writing."""
     for place in (folder, folder / ADAPTERS):
         remove_leftovers(place, alone=True)
     for job in jobs:
@@ -81,15 +82,15 @@ def clean_up(folder: pathlib.Path, jobs: Iterable[str]) -> None:
 
 
 def make_way(folder: pathlib.Path, step: int) -> bool:
-    """Whether an adapter may be written; moves away what is not a run's own.
+    """Prepares an adapter's folder for an export; moves other files out of the way.
 
     Args:
-        folder: The adapter's, with an older export perhaps.
-        step: Optimiser steps behind what is to be written.
+        folder: Folder of the adapter, which may hold an older export.
+        step: Optimiser steps done by the weights to export.
 
     Returns:
-        False where an export of more steps is: this run wrote it before it was killed,
-        and goes on from an older checkpoint.
+        Whether to write the export. It is not written over an export of more steps,
+        which the run wrote before it was killed and resumed from an older checkpoint.
     """
     if not os.path.lexists(folder):
         return True
@@ -99,7 +100,7 @@ def make_way(folder: pathlib.Path, step: int) -> bool:
     try:
         found = read_export(folder)
     except AdapterError:
-        return True  # damaged
+        return True  # the export there is damaged
     if found is None or found.record.step <= step:
         return True
     logger.warning(
@@ -112,7 +113,7 @@ def make_way(folder: pathlib.Path, step: int) -> bool:
 
 
 def _set_aside(path: pathlib.Path) -> None:
-    """Renames what is in the way to a name that no job can have."""
+    """Renames a file or folder to a name that no job can have."""
     number = 1
     while os.path.lexists(aside := path.with_name(f"{path.name}~{number}")):
         number += 1

@@ -1,14 +1,15 @@
-"""One process at a time writes to a run's folder.
+"""A lock that lets only one process at a time write to a run's folder.
 
 The process holds the kernel's lock (flock) on `run.lock` and on the folder itself. The
-kernel releases both when the process ends, however it ends, so on one host a lock is
-never stale, whatever `run.lock` says. The lock on the folder also holds when somebody
-removes `run.lock`.
+kernel releases both when the process ends, for whatever reason. So on one host a lock
+is never stale, whatever `run.lock` says. The lock on the folder persists even if
+`run.lock` is removed.
 
-Some shared file systems keep such locks to one host, or have none. So `run.lock` also
-says who the owner is, and the owner touches it every few seconds. A start that finds
-an owner that the kernel cannot vouch for watches the file: if nobody touches it for
-`_PATIENCE_SECONDS`, the owner is gone. No clocks are compared.
+On some shared file systems such locks are local to a host or do not exist. Therefore
+`run.lock` also names the owner, and the owner touches it every few seconds. If the
+kernel's lock does not show whether that owner is alive, a new process watches the file:
+if it is not touched for `_PATIENCE_SECONDS`, the owner is gone. Clocks are not
+compared.
 """
 
 import contextlib
@@ -36,21 +37,21 @@ LOCK_FILE = "run.lock"
 _TOUCH_SECONDS = 5.0
 _PATIENCE_SECONDS = 30.0
 _MOST_BYTES = 4096
-# Another start may hold the lock for an instant, to ask whether the run is live.
+# Another process may hold the lock for a moment, to test whether the run is active.
 _ATTEMPTS, _PAUSE_SECONDS = 5, 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Owner:
-    """Who holds a run's folder, as it says itself.
+    """The process that holds a run's folder, as described in `run.lock`.
 
     Attributes:
-        host: Name of its machine.
-        boot: Identifies the machine's kernel since it was started.
-        pid: Process id there.
-        user: Who started it.
-        command: Its command line.
-        since: When it took the folder.
+        host: Name of the machine.
+        boot: Id of the machine's current boot.
+        pid: Process id on that machine.
+        user: Name of the user who started the process.
+        command: Command line.
+        since: Time at which the process took the folder.
     """
 
     host: str
@@ -62,7 +63,7 @@ class Owner:
 
     @staticmethod
     def this_process() -> "Owner":
-        """This process."""
+        """Describes this process."""
         return Owner(
             host=socket.gethostname(),
             boot=_boot(),
@@ -83,10 +84,10 @@ class RunLock:
     """Keeps other processes, and other trainers of this one, out of a run's folder."""
 
     def __init__(self, folder: pathlib.Path):
-        """Locks nothing yet.
+        """Makes the object, without taking the lock.
 
         Args:
-            folder: The run's; made if need be.
+            folder: Folder of the run; it is made if necessary.
         """
         self._folder, self._path = folder, folder / LOCK_FILE
         self._file = self._directory = -1  # open files, whose locks are held
@@ -99,7 +100,7 @@ class RunLock:
         """Takes the lock.
 
         Raises:
-            CheckpointError: Another run is in the folder; says who.
+            CheckpointError: Another run is using the folder; the text names it.
             StorageError: The folder cannot be written.
         """
         with explaining(self._path):
@@ -120,7 +121,7 @@ class RunLock:
             raise _in_use(self._folder)
 
     def _take_file(self) -> None:
-        """Locks run.lock, once whoever it names is gone, and writes this process in."""
+        """Locks run.lock, once the owner named in it is gone, and becomes the owner."""
         handle, is_certain = self._lock_file()
         self._file = handle
         owner = read_owner(self._path)
@@ -136,7 +137,7 @@ class RunLock:
         sync_folder(self._folder)
 
     def _lock_file(self) -> tuple[int, bool]:
-        """The open lock file, and whether the kernel's lock on it could be had."""
+        """Opens the lock file; also returns whether the kernel's lock was obtained."""
         for _ in range(_ATTEMPTS):
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
             handle = os.open(self._path, flags, 0o666)
@@ -154,10 +155,10 @@ class RunLock:
                 os.utime(self._path)
 
     def check(self) -> None:
-        """Makes sure that the folder is still this run's, before something is written.
+        """Checks that this run still holds the folder, before something is written.
 
         Raises:
-            CheckpointError: Somebody removed run.lock, and another run has the folder.
+            CheckpointError: run.lock was removed, and another run holds the folder.
         """
         if _is_same(self._file, self._path):
             if os.pread(self._file, _MOST_BYTES, 0) == self._text:
@@ -172,8 +173,8 @@ class RunLock:
     def __exit__(self, *_) -> None:
         self._ended.set()
         self._toucher.join()
-        # A folder that can no longer be written is no reason to fail here: whoever
-        # stays named in the file is known to be dead.
+        # If the folder can no longer be written, this process stays named in run.lock,
+        # which does no harm: the next start finds that this process has ended.
         with contextlib.suppress(OSError):
             if _is_same(self._file, self._path):
                 self._path.unlink()
@@ -191,10 +192,10 @@ class RunLock:
 def check_not_in_use(folder: pathlib.Path) -> None:
     """Refuses a folder that another run is writing to; changes nothing.
 
-    A start that fails for this reason should do so before it loads a model.
+    This is called early, so that a start that must fail does not load a model first.
 
     Raises:
-        CheckpointError: Another run is in the folder; says who.
+        CheckpointError: Another run is using the folder; the text names it.
     """
     if is_in_use(folder):
         raise _in_use(folder)
@@ -218,7 +219,7 @@ def is_in_use(folder: pathlib.Path) -> bool:
 
 
 def read_owner(path: pathlib.Path) -> Owner | None:
-    """What a lock file says; None if it says nothing that can be read."""
+    """Reads the owner from a lock file; None if the file is missing or damaged."""
     try:
         with path.open("rb") as file:
             values = json.loads(file.read(_MOST_BYTES))
@@ -245,7 +246,7 @@ def _lock(handle: int) -> bool | None:
     except BlockingIOError:
         return False
     except OSError as error:
-        # NFS locks no folders, and some file systems nothing.
+        # NFS does not support locks on folders, and some file systems have no locks.
         missing = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
         if error.errno not in (*missing, errno.EINVAL):
             raise
@@ -261,9 +262,9 @@ def _is_same(handle: int, path: pathlib.Path) -> bool:
 
 
 def _is_touched(path: pathlib.Path) -> bool:
-    """Watches whether the owner of a lock file is alive, on whatever host."""
+    """Waits to see whether the owner of a lock file, on any host, is alive."""
     if not path.stat().st_size:
-        return False  # nobody has written it yet
+        return False  # no owner has been written yet
     logger.warning(
         "%s names %s; watching for %g s whether it is alive",
         path,
@@ -280,13 +281,13 @@ def _is_touched(path: pathlib.Path) -> bool:
 
 
 def _touched_at(path: pathlib.Path) -> int:
-    """When a file was touched last; opened, as network file systems then look anew."""
+    """Returns a file's mtime; opening it makes network file systems refresh it."""
     with path.open("rb") as file:
         return os.fstat(file.fileno()).st_mtime_ns
 
 
 def _printable(text: str) -> str:
-    """A text without line ends and what else a terminal would act on."""
+    """Replaces line ends and other control characters by spaces."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 
@@ -301,5 +302,5 @@ def _boot() -> str:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a container may know no name
+    except (KeyError, OSError):  # a container may not know the user's name
         return f"user {os.getuid()}"

@@ -1,4 +1,4 @@
-"""What happens in a run, as JSON lines and for TensorBoard."""
+"""Logs the events of a run as JSON lines and for TensorBoard."""
 
 import json
 import math
@@ -23,22 +23,22 @@ _FLUSH_SECONDS = 30.0
 
 
 class RunLog:
-    """Writes events; reads them back for the plot.
+    """Writes events as JSON lines and to TensorBoard.
 
-    Every event has its round, so that a resumed run can drop what came after its
-    checkpoint and is about to happen again.
+    Every event has its round, so that a resumed run can drop the events after its
+    checkpoint, which will happen again.
     """
 
     def __init__(self, folder: pathlib.Path, *, keep_rounds: int | None):
         """Opens the log of a run.
 
         Args:
-            folder: Where metrics.jsonl and tensorboard/ go.
-            keep_rounds: Rounds behind the checkpoint that the run goes on from; what
-                was written after it is dropped. None: the run starts.
+            folder: Folder for metrics.jsonl and tensorboard/.
+            keep_rounds: Rounds done at the checkpoint that the run resumes from; later
+                events are dropped. None: the run is new.
 
         Raises:
-            CheckpointError: The events so far cannot be read.
+            CheckpointError: The earlier events cannot be read.
             StorageError: The log cannot be written.
         """
         self._path = folder / METRICS_FILE
@@ -53,12 +53,13 @@ class RunLog:
         """Writes one event.
 
         Args:
-            kind: What happened: window, step, eval or job.
-            round_number: The round that it belongs to.
-            **values: Numbers and words; `job` and `step` say whose and when.
+            kind: Kind of the event: window, step, eval or job.
+            round_number: Round that the event belongs to.
+            **values: Numbers and texts, such as `job` and `step`.
 
         Raises:
-            StorageError: The disk is full, for example; no part of it is written.
+            StorageError: The file cannot be written, for example because the disk is
+                full. No part of the event is written.
         """
         record = {
             "event": kind,
@@ -78,14 +79,14 @@ class RunLog:
             size = os.fstat(self._file).st_size
             try:
                 rest = memoryview(line)
-                while rest:  # a disk that is almost full takes a part
+                while rest:  # a disk that is almost full may take only a part
                     rest = rest[os.write(self._file, rest) :]
             except OSError:
                 os.ftruncate(self._file, size)
                 raise
 
     def close(self) -> None:
-        """Closes both.
+        """Closes both logs.
 
         Raises:
             StorageError: The last values for TensorBoard cannot be written.
@@ -95,13 +96,13 @@ class RunLog:
 
 
 class _Board:
-    """Writes for TensorBoard in this thread, so that errors are raised here.
+    """Writes TensorBoard files in the calling thread, so that errors are raised.
 
-    tensorboardX's own writer has a thread, which prints its errors and goes on.
+    The writer of tensorboardX uses a thread, which only prints its errors.
     """
 
     def __init__(self, folder: pathlib.Path, *, first_step: int):
-        # Two runs of one second must not share a file.
+        # Two runs that start in the same second must not share a file.
         name = f"{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         self._path = folder / f"events.out.tfevents.{name}.{time.time_ns()}"
         with explaining(self._path):
@@ -132,7 +133,7 @@ class _Board:
 
 
 def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The events of a metrics.jsonl; a last line cut short by a kill is left out.
+    """Reads the events of a metrics.jsonl, without a last line that a kill cut short.
 
     Raises:
         CheckpointError: A line is damaged.
@@ -158,7 +159,7 @@ def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _event(line: bytes) -> dict[str, Any]:
-    """Parses an event, and checks what is read of it later."""
+    """Parses an event, and checks the values that are used later."""
     event = json.loads(line, parse_constant=_no_number)
     if not isinstance(event, dict):
         raise ValueError(f"it is a {type(event).__name__}, not an object")

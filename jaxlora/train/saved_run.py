@@ -1,13 +1,12 @@
-"""What a run keeps of itself on the disk, and how it is checked when it is read.
+"""The state that a run saves on the disk, and its validation when it is read.
 
-A file in a run's folder is untrusted: it may be damaged, or come from somebody else.
-So every name, number and shape that is read is checked as if a user had typed it.
+A file in a run's folder is untrusted: it may be damaged or come from another source.
+So every name, number and shape that is read is validated like the user's input.
 """
 
 import dataclasses
 import datetime
 import json
-import math
 import pathlib
 import re
 import unicodedata
@@ -56,13 +55,13 @@ Size = Annotated[int, Field(gt=0, lt=2**40)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunIdentity:
-    """What must be equal for a checkpoint to continue a run; JSON values only.
+    """Properties that must be equal for a checkpoint to continue a run; JSON values.
 
     Attributes:
         base: Fingerprint of the base model.
-        settings: Settings that the numbers depend on, by name.
+        settings: Settings that affect the numerical results, by name.
         jobs: Each job's settings, and a fingerprint of its data, by job name. Their
-            order counts: slots and microbatches are filled in it.
+            order matters, because slots and microbatches are filled in this order.
     """
 
     __pydantic_config__ = _STRICT
@@ -74,11 +73,11 @@ class RunIdentity:
     def differences(
         self, other: "RunIdentity", where: str = "the checkpoint"
     ) -> list[str]:
-        """How another identity differs from this run's; as sentences.
+        """Describes, in sentences, how a saved identity differs from this run's.
 
         Args:
-            other: The identity that was saved.
-            where: In what.
+            other: Identity that was saved.
+            where: Describes the file that it was saved in.
         """
         out = []
         if self.base != other.base:
@@ -119,9 +118,9 @@ class SavedAdapter:
     """The shape of a job's adapter, and which of its weights are exported.
 
     Attributes:
-        modules: (rank, lora_alpha) of each adapted linear, by its name.
+        modules: (rank, lora_alpha) of each adapted linear, by name.
         use_rslora: Whether the scaling divides by the root of the rank.
-        dropout: Dropout rate that it is trained with.
+        dropout: Dropout rate in training.
         keep_best: Whether the weights of the best evaluation are exported.
     """
 
@@ -135,16 +134,16 @@ class SavedAdapter:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SavedRun:
-    """What a checkpoint keeps beside the tables.
+    """State of a run that a checkpoint keeps besides the tables.
 
     Attributes:
-        identity: The run's.
+        identity: Identity of the run.
         progress: Each job's progress, by name.
         adapters: The shape of each job's adapter, by name.
         base_model: Folder or hub id of the base.
         linear_names: Names of the base's linears.
-        stopping: Jobs that were asked to stop, and why.
-        base_revision: Commit of a base from the hub; None: a folder.
+        stopping: Jobs that were asked to stop, and the reasons.
+        base_revision: Commit of a base from the hub; None for a folder.
     """
 
     __pydantic_config__ = _STRICT
@@ -163,9 +162,9 @@ class SavedCheckpoint:
     """The metadata of a checkpoint.
 
     Attributes:
-        run: What goes with the tables.
-        layout: Shape of each table in the arrays, by its path, in their order.
-        checksums: XXH3 of each array's bytes, by its kind.
+        run: State of the run besides the tables.
+        layout: Shape of each table in the arrays, by path, in order.
+        checksums: XXH3 of each array's bytes, by kind.
     """
 
     __pydantic_config__ = _STRICT
@@ -175,7 +174,7 @@ class SavedCheckpoint:
     checksums: dict[Literal["params", "mu", "nu"], str]
 
     def __post_init__(self):
-        """Checks what goes together; see `read_sealed`."""
+        """Checks that the fields are consistent; see `read_sealed`."""
         names = sorted(self.run.identity.jobs)
         for kind in ("progress", "adapters"):
             if sorted(getattr(self.run, kind)) != names:
@@ -208,7 +207,7 @@ class SavedCheckpoint:
                 )
 
     def _ranks(self) -> dict[str, int]:
-        """Rank that the tables hold, by linear; checks that A and B go together."""
+        """Returns the rank of each linear's tables; checks that A and B match."""
         ranks = {}
         for path, (_, num_layers, _, rank) in self.layout.items():
             match = _STACK.fullmatch(path)
@@ -225,19 +224,14 @@ class SavedCheckpoint:
                     ranks[f"model.layers.{layer}.{module}"] = rank
         return ranks
 
-    @property
-    def num_values(self) -> int:
-        """Numbers in each of the arrays."""
-        return sum(math.prod(shape) for shape in self.layout.values())
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
-    """What a run's folder says of the run from its start on: `run.json`.
+    """The contents of `run.json`, which identifies the run from its start on.
 
     Attributes:
-        started: When it began, in ISO format: chat templates may print the date.
-        identity: What it was when it began, and the jobs that were added since.
+        started: Start time in ISO format, because chat templates may print the date.
+        identity: Identity at the start, with the jobs that were added since.
     """
 
     __pydantic_config__ = _STRICT
@@ -247,18 +241,18 @@ class RunRecord:
 
     @property
     def microbatch_tokens(self) -> int:
-        """The capacity that the run has, also if `auto` was asked for."""
+        """Capacity of the run as a number, even if the setting was `auto`."""
         return self.identity.settings["microbatch_tokens"]
 
     def __post_init__(self):
-        """Checks the one setting that is used before it is compared."""
+        """Checks the only setting that is used before the identities are compared."""
         tokens = self.identity.settings.get("microbatch_tokens")
         if type(tokens) is not int or not 0 < tokens < 2**31:
             raise ValueError(f"microbatch_tokens is {tokens!r}, no number of tokens.")
 
 
 def sealed(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON values, with a checksum by which damage is seen."""
+    """Adds a checksum to JSON values, by which damage is detected."""
     return {**values, "checksum": _checksum(values)}
 
 
@@ -268,17 +262,17 @@ def _checksum(values: dict[str, Any]) -> str:
 
 
 def read_sealed[T](path: pathlib.Path, kind: type[T], *, version: int, cure: str) -> T:
-    """Reads a file that holds sealed values of a format.
+    """Reads a file of sealed values.
 
     Args:
-        path: A JSON object: `format`, the fields of `kind`, and `checksum`.
+        path: File with a JSON object: `format`, the fields of `kind`, and `checksum`.
         kind: A dataclass of this module.
-        version: The format that is read.
-        cure: What to do about a file that cannot be used; a sentence.
+        version: Version of the format that is supported.
+        cure: Sentence that says what to do if the file cannot be used.
 
     Raises:
-        CheckpointError: The file is missing, damaged, of another format, or says
-            something that breaks a rule.
+        CheckpointError: The file is missing, damaged or of another format, or a value
+            breaks a rule.
     """
     try:
         values = json.loads(path.read_bytes())

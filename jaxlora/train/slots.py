@@ -29,8 +29,8 @@ def fresh_adapter(
     name, so that neither other jobs nor other targets change it.
 
     Args:
-        job: Whose adapter.
-        modules: The modules that it adapts.
+        job: The job that the adapter is for.
+        modules: The modules that the job adapts.
         shapes: (K, N) of each linear, by module name.
     """
     weights = {}
@@ -49,11 +49,11 @@ def fresh_adapter(
 
 
 def adapter_from_rows(rows: Mapping[str, np.ndarray], like: Adapter) -> Adapter:
-    """An adapter from one slot's rows of the tables.
+    """Makes an adapter from one slot's rows of the tables.
 
     Args:
         rows: A and B of each adapted linear at the slots' rank, by path.
-        like: Says which modules to take, and their real ranks.
+        like: Adapter whose modules and ranks are taken.
     """
     modules = {}
     for name, old in like.modules.items():
@@ -85,9 +85,9 @@ class SlotTable:
         Args:
             spec: The decoder.
             steps: Its compiled functions.
-            sharding: Where the base model is; None: JAX's default device. The state is
-                committed to it from the start: JAX compiles a function again for each
-                mix of arrays that are committed to a device and arrays that are not.
+            sharding: Sharding of the base model; None: JAX's default device. The state
+                is committed to it from the start, because JAX compiles a function again
+                for each combination of committed and uncommitted arrays.
         """
         self._spec, self._steps = spec, steps
         assert spec.slots is not None
@@ -104,7 +104,7 @@ class SlotTable:
         self._upload_settings()
 
     def _upload_settings(self) -> None:
-        # Copies, as an upload may still read, or share, what the next change writes.
+        # The arrays are copied, as a pending upload may read or share their memory.
         copies = jax.tree.map(np.copy, self._host_settings)
         self.settings: SlotSettings = jax.device_put(copies)
 
@@ -113,7 +113,7 @@ class SlotTable:
             values[:, slot] = 0
 
     def load(self, slot: int, adapter: Adapter) -> None:
-        """Puts an adapter into a slot, with an optimiser that has seen nothing."""
+        """Puts an adapter into a slot, with empty optimiser state."""
         rows = self._empty_rows()
         tables = by_path(rows, axis=0)  # views
         for name, weights in adapter.modules.items():
@@ -153,5 +153,5 @@ class SlotTable:
 
 @jax.jit
 def _rows(tables: Tables, slot) -> dict[str, jax.Array]:
-    """One slot's rows: in one call, as many small ones take their time."""
+    """Reads one slot's rows in a single call, because many small ones are slow."""
     return {path: table[slot] for path, table in tables.items()}

@@ -32,7 +32,7 @@ Base = dict[str, Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotKeys:
-    """What the slots' dropout masks are keyed by.
+    """Keys of the slots' dropout masks.
 
     Attributes:
         seed: Each slot's job seed.
@@ -47,7 +47,7 @@ class SlotKeys:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobLosses:
-    """What a microbatch says of each slot.
+    """Losses of a microbatch, by slot.
 
     Attributes:
         loss: Sum of weight * nll over the slot's target tokens.
@@ -92,9 +92,9 @@ def job_losses(
 
 
 def compiled(jitted: Any, what: str, *args: Any) -> jax.stages.Compiled:
-    """Compiles a function for such arguments, and logs how long that takes.
+    """Compiles a function for arguments of these shapes, and logs how long it takes.
 
-    Later calls with such arguments, and later calls of this, reuse the program.
+    Later calls with arguments of the same shapes reuse the program.
 
     Args:
         jitted: A jitted function.
@@ -113,8 +113,8 @@ def compiled(jitted: Any, what: str, *args: Any) -> jax.stages.Compiled:
 def no_garbage_collection() -> Iterator[None]:
     """Pauses Python's collector of reference cycles.
 
-    Tracing and lowering make millions of objects that live on. The collector goes
-    through all of them again and again, and takes half of the time.
+    Tracing and lowering make millions of long-lived objects. The collector would scan
+    them repeatedly, which would take half of the time.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -126,14 +126,14 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def training_options(attention: AttentionImplementation) -> dict[str, str | bool]:
-    """What a program with the decoder's gradient is compiled with.
+    """Compiler options for a program with the decoder's gradient.
 
-    XLA computes things again, of itself, where it thinks that a program will not fit:
-    the step's time would depend on the memory there is, and what it needs would follow
-    from nothing. `remat` says what is computed again.
+    They disable XLA's own rematerialization, which depends on the available memory and
+    would make the time and memory of a step unpredictable. The setting `remat` decides
+    what is recomputed.
 
     Args:
-        attention: The implementation in it.
+        attention: Implementation of attention in the program.
     """
     no_remat = {"xla_disable_hlo_passes": "rematerialization"}
     return {**no_remat, **compiler_options(attention)}
@@ -143,8 +143,8 @@ class CompiledSteps:
     """The jitted functions of a decoder; each compiles once for each batch shape.
 
     Attributes:
-        accumulate: Adds a microbatch's gradients to what is pending. It takes and
-            returns no more of the state than that, as each array costs host time.
+        accumulate: Adds a microbatch's gradients to the pending ones. It takes and
+            returns only the pending part of the state, as each array costs host time.
         evaluate: Losses of a microbatch, without dropout.
         step: Optimiser step of the slots whose global batch is complete.
         write_slot: Puts an adapter into a slot with empty optimiser state.
@@ -156,7 +156,7 @@ class CompiledSteps:
         def accumulate(base, params, pending: Pending, settings, batch, keys):
             def total(tables):
                 out = losses(base, tables, settings, batch, keys)
-                # The slots' losses share no parameter: the sum's gradient is each own.
+                # Slots share no parameters, so this gives each slot its own gradient.
                 return out.loss.sum(), out
 
             gradients, out = jax.grad(total, has_aux=True)(by_path(params, axis=1))
@@ -190,7 +190,7 @@ class CompiledSteps:
             accumulate, donate_argnums=2, compiler_options=options
         )
         self.evaluate = jax.jit(evaluate)
-        # A function of its own: jit shares what it compiled for one function.
+        # `partial` makes a new function, because jit caches programs by function.
         self.step = jax.jit(functools.partial(optimizer_step), donate_argnums=0)
         self.write_slot = jax.jit(write_slot, donate_argnums=0)
 

@@ -54,21 +54,21 @@ class Trainer:
         config: The run.
         model: The frozen base.
         runs: The jobs, in the order in which they were given.
-        output_dir: Where everything goes.
+        output_dir: Folder of the run.
     """
 
     def __init__(self, config: RunConfig, model: BaseModel | None = None):
         """Loads the base model and every job's data; trains nothing yet.
 
-        What it will compile is kept in ~/.cache/jaxlora/xla, unless JAX's own settings
-        of its compilation cache say otherwise.
+        Compiled programs are kept in ~/.cache/jaxlora/xla, unless JAX's settings of the
+        compilation cache say otherwise.
 
         Args:
             config: The run.
-            model: The base model, where it is loaded already.
+            model: The base model, if it is loaded already.
 
         Raises:
-            JaxloraError: Something that the user gave cannot be used.
+            JaxloraError: A setting, the model or a job's data cannot be used.
         """
         keep_compiled_programs()
         self.output_dir = pathlib.Path(config.output_dir)
@@ -99,7 +99,7 @@ class Trainer:
         self._recorded: RunRecord | None = None
 
     def _start_time(self) -> datetime.datetime:
-        """When the run began, first of all: chat templates may print the date."""
+        """Time at which the run first began, because chat templates may print it."""
         record = read_run_record(self.output_dir)
         if record is None:
             return datetime.datetime.now()
@@ -118,7 +118,7 @@ class Trainer:
         prepare.check_fits(run, self._spec, use_dropout=self.config.uses_dropout)
 
     def _settle_capacity(self) -> None:
-        """Compiles the training step, anew for as long as its capacity changes."""
+        """Compiles the training step, again each time that the capacity changes."""
         settled = False
         while not settled:
             program = compiled_step(
@@ -135,7 +135,7 @@ class Trainer:
     # ---- jobs come and go ----------------------------------------------------------
 
     def add_job(self, job: LoraJob) -> None:
-        """Lets a job join the run, at the next window with a free slot.
+        """Adds a job to the run; it starts at the next window with a free slot.
 
         Raises:
             JaxloraError: The name is taken, or the job does not fit the slots.
@@ -148,9 +148,9 @@ class Trainer:
         self.runs.append(run)
 
     def stop_job(self, name: str, reason: str = "stopped by request") -> None:
-        """Ends a job after the batch under way: evaluates and exports it.
+        """Stops a job after its current global batch; it is evaluated and exported.
 
-        One that waits for a slot ends without, before the next window.
+        A job that waits for a slot ends before the next window, without an export.
 
         Raises:
             ConfigError: There is no such job.
@@ -172,7 +172,8 @@ class Trainer:
     ) -> RunResult:
         """Trains until every job has ended, or until it is interrupted.
 
-        Ctrl-C (or SIGTERM) ends the window under way, writes a checkpoint and returns.
+        On Ctrl-C (or SIGTERM), it finishes the current window, writes a checkpoint and
+        returns.
 
         Args:
             resume: Continue from the newest checkpoint in `output_dir`.
@@ -184,7 +185,7 @@ class Trainer:
             StorageError: A file cannot be written: the disk is full, for example.
             ConfigError: The device's memory cannot hold the run.
         """
-        # Until the report is written, nobody else writes into the folder.
+        # Until the report is written, no other process may write to the folder.
         with RunLock(self.output_dir) as self._lock:
             check_folder(self.output_dir, resume=resume)
             if self._has_begun:
@@ -204,7 +205,7 @@ class Trainer:
 
     def _run(self, resume: bool, on_window: Callable[["Trainer"], None] | None) -> bool:
         """Runs one window after another; returns whether a signal ended it early."""
-        # A signal is heeded between windows, and never breaks off a checkpoint.
+        # Signals take effect only between windows, and never interrupt a checkpoint.
         with StopRequest() as stop, contextlib.ExitStack() as opened:
             checkpoints = self._open_checkpoints(resume, opened)
             log = RunLog(self.output_dir, keep_rounds=checkpoints.latest())
@@ -228,7 +229,7 @@ class Trainer:
     def _call(
         self, on_window: Callable[["Trainer"], None], checkpoints: Checkpoints
     ) -> None:
-        """Calls the user's function; where it fails, no window so far is lost."""
+        """Calls the user's function; if it fails, all windows so far are saved."""
         try:
             on_window(self)
         except BaseException:
@@ -313,14 +314,14 @@ class Trainer:
         opened.callback(checkpoints.close)
         if not is_anew:
             self._restore(checkpoints)
-        # Last: a resume that is refused leaves the folder as it was.
+        # This comes last, so that a refused resume leaves the folder unchanged.
         clean_up(self.output_dir, [run.job.name for run in self.runs])
         self._recorded = record
         self._record()
         return checkpoints
 
     def _record(self) -> None:
-        """Says in the folder which run this is, anew when jobs were added."""
+        """Writes the run's record, again when jobs were added."""
         started = self._started.isoformat()
         record = RunRecord(started=started, identity=self._identity())
         if record != self._recorded:
@@ -328,9 +329,9 @@ class Trainer:
             self._recorded = record
 
     def _reset(self) -> None:
-        """Forgets what an earlier call of `train` did, but not which jobs are to stop.
+        """Discards the state of an earlier call of `train`, except requests to stop.
 
-        It may have ended anywhere, with half a batch's gradients pending.
+        That call may have ended at any point, with gradients pending.
         """
         self._table = self._empty_slots()
         self._round = 0
@@ -349,7 +350,7 @@ class Trainer:
         logger.info("resumed after round %d", self._round)
 
     def _save_latest(self, checkpoints: Checkpoints) -> None:
-        """Writes a checkpoint of the rounds done, unless there is one."""
+        """Writes a checkpoint of the current round, unless it exists."""
         if checkpoints.latest() != self._round:
             self._save(checkpoints)
 

@@ -1,8 +1,8 @@
-"""The windows of a run: who starts, what each step means for its job, who ends.
+"""Runs a run's windows: starts jobs, handles their steps, and ends them.
 
-A window is the next few optimiser steps of every running job, packed together. A job
-that ends in the middle of one leaves its slot as soon as the host knows, and what is
-left of it then does not run; its slot is filled when the next window starts.
+A window is the next few optimiser steps of every running job, packed together. If a job
+ends within a window, it releases its slot as soon as the host knows, and its remaining
+samples do not run. The slot is filled when the next window starts.
 """
 
 import contextlib
@@ -52,18 +52,19 @@ class Windows:
         log: RunLog,
         progress: Progress,
     ):
-        """Starts nothing yet.
+        """Makes the object; `start` starts the first jobs.
 
         Args:
             config: The run.
-            runs: Its jobs; more may be added between windows.
+            runs: Jobs of the run; more may be added between windows.
             executor: Runs the windows.
-            num_slots: Slots of its table.
+            num_slots: Number of slots of the executor's table.
             first_round: Rounds done before.
-            stopping: Jobs that are to end after their batch, and why; may change.
+            stopping: Jobs to end after their current batch, and the reasons; it may
+                change.
             export: Writes a job's adapter.
-            log: Gets the events.
-            progress: Is told of steps.
+            log: Log for the events.
+            progress: Display of the progress.
         """
         self._config, self._runs = config, runs
         self._executor, self._num_slots = executor, num_slots
@@ -71,9 +72,9 @@ class Windows:
         self._log, self._progress = log, progress
         self._plans = PlanAhead(lambda s: pack_window(s, config.limits, config.packer))
         self.round = first_round
-        self._steps_now: dict[str, int] = {}  # of each job in the window under way
+        self._steps_now: dict[str, int] = {}  # of each job in the current window
         self._latest: dict[str, StepOutcome] = {}
-        self._aside_seconds = 0.0  # of the window, not spent on training
+        self._aside_seconds = 0.0  # time in the window that is not spent on training
 
     def __enter__(self) -> "Windows":
         return self
@@ -81,7 +82,7 @@ class Windows:
     def __exit__(self, *_) -> None:
         self._plans.close()
 
-    # ---- who runs ------------------------------------------------------------------
+    # ---- starting jobs -------------------------------------------------------------
 
     def _running(self) -> list[JobRun]:
         return [run for run in self._runs if run.progress.status == "running"]
@@ -106,7 +107,7 @@ class Windows:
         return window_samples(places, self._config.window_steps, lengths)
 
     def start(self) -> bool:
-        """Fills the slots and evaluates the newcomers; False when no job is left."""
+        """Fills the slots and evaluates jobs that start; False if no job is left."""
         self._steps_now.clear()
         ended = self._end_jobs(self._runs)  # stopped since the last window
         started = []
@@ -122,13 +123,13 @@ class Windows:
         self._evaluate([run for run in started if run.wants_eval()])
         ended += self._end_jobs(started)
         if ended and not self._running():
-            self.round += 1  # of the events above, as no window follows
+            self.round += 1  # the round of the events above, as no window follows
         return bool(self._places())
 
     # ---- a window ------------------------------------------------------------------
 
     def run_next(self) -> None:
-        """Runs a window; nothing if all newcomers ended at their first evaluation."""
+        """Runs a window; does nothing if all jobs ended at their first evaluation."""
         running = self._running()
         if not running:
             return
@@ -157,7 +158,7 @@ class Windows:
             self._plans.prepare(self._samples(filled))
 
     def _after_steps(self, outcomes: Mapping[str, StepOutcome]) -> None:
-        """What follows from optimiser steps, before any further one."""
+        """Handles the results of optimiser steps, before any further step is queued."""
         stepped = [run for run in self._runs if run.job.name in outcomes]
         for run in stepped:
             self._note(run, outcomes[run.job.name])
@@ -170,8 +171,8 @@ class Windows:
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        """Leaves the time of what runs inside out of the window's."""
-        self._executor.wait()  # the microbatch under way is training
+        """Excludes the time of the block from the window's training time."""
+        self._executor.wait()  # the pending microbatch counts as training
         began = time.perf_counter()
         yield
         self._aside_seconds += time.perf_counter() - began
@@ -245,23 +246,23 @@ class Windows:
                 is_best=is_best,
             )
 
-    # ---- who ends ------------------------------------------------------------------
+    # ---- ending jobs ---------------------------------------------------------------
 
     def _end_jobs(self, runs: Sequence[JobRun]) -> int:
-        """Evaluates and exports those that end here, and frees their slots.
+        """Evaluates and exports the jobs that end here, and frees their slots.
 
         Args:
             runs: Jobs that are between two batches, or wait.
 
         Returns:
-            How many ended.
+            The number of jobs that ended.
         """
         was_over = {run for run in runs if run.progress.is_over and not run.has_slot}
         for run in runs:
             if not run.progress.is_over:
                 self._decide(run)
         ending = [r for r in runs if r.progress.is_over and r not in was_over]
-        # A request to stop comes at any step, also where no evaluation is due.
+        # A request to stop may come at any step, even when no evaluation is due.
         self._evaluate(
             [r for r in ending if r.progress.status == "stopped" and r.lacks_eval()]
         )

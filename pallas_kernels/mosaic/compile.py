@@ -1,4 +1,4 @@
-"""Compiles a program and, at the same time, the Mosaic kernels in it."""
+"""Compiles a program and its Mosaic kernels in parallel."""
 
 import dataclasses
 import os
@@ -25,9 +25,10 @@ class _Kernel:
     """A kernel as XLA calls it.
 
     Attributes:
-        attributes: What Mosaic's runtime compiles it from, by name.
-        operands: Shapes of its operands.
-        results: Shapes of its results.
+        attributes: Attributes of the custom call, from which Mosaic's runtime compiles
+            the kernel, by name.
+        operands: Shapes of the operands.
+        results: Shapes of the results.
     """
 
     attributes: dict[str, Any]
@@ -35,22 +36,22 @@ class _Kernel:
     results: list[jax.ShapeDtypeStruct]
 
     def compile(self) -> None:
-        """Compiles a program that is nothing but a call of the kernel."""
+        """Compiles a program that only calls the kernel."""
         call = jax.ffi.ffi_call(_TARGET, self.results)
         run = jax.jit(lambda *arrays: call(*arrays, **self.attributes))
         run.lower(*self.operands).compile()
 
 
 def compile_program(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """`lowered.compile()`, with its Mosaic kernels compiled side by side meanwhile.
+    """Does `lowered.compile()`, and compiles the Mosaic kernels in parallel meanwhile.
 
     XLA compiles the kernels of a program one after the other in one thread, for one to
-    five seconds each. Mosaic's runtime keeps compiled kernels for the whole process, by
-    a hash of their code. So each kernel is compiled here as a program of its own in a
-    thread of its own, while XLA works on the rest, and is found when XLA gets to it.
+    five seconds each. Mosaic's runtime caches compiled kernels for the whole process by
+    a hash of their code. So this function compiles each kernel as a separate program in
+    a separate thread while XLA works on the rest. XLA then finds it in the cache.
 
     Args:
-        lowered: The program. It may have no Mosaic kernels.
+        lowered: The program. It need not have Mosaic kernels.
     """
     kernels = _kernels(lowered)
     if not kernels:
@@ -61,12 +62,12 @@ def compile_program(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
             pool.submit(kernel.compile)
         return lowered.compile()
     finally:
-        # A program that was found on the disk needs none of them.
+        # A program from the persistent cache does not need its kernels compiled.
         pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _kernels(lowered: jax.stages.Lowered) -> list[_Kernel]:
-    """The different kernels of a program, those with the most code first."""
+    """Finds the distinct kernels of a program, those with the most code first."""
     module: Any = lowered.compiler_ir("stablehlo")
     kernels = {}
     for call in _calls_in(module.operation):

@@ -45,13 +45,13 @@ class Expand:
         layer: Which of the L layers, 1.
         s: T R, of each projection.
         b: G R N, or G N R when `transposed`, of each projection.
-        y: The result, T N; zero in the rows of nobody.
+        y: The result, T N; zero in padding rows.
         slot: Slot of each block of 64 rows, -1 for padding.
         settings: `KernelSettings` of each projection, its rows of the slots alone.
         bias: N, or None.
         masks: Dropout of s B, of each projection; empty: none.
-        transposed: Whether w and b are stored so.
-        band: Tiles of rows that are visited together, for the sake of the L2 cache.
+        transposed: Whether w and b are stored transposed.
+        band: Tiles of rows that are visited together, for locality in the L2 cache.
     """
 
     ring: Ring
@@ -243,7 +243,7 @@ class Expand:
         return lax.fori_loop(0, len(self.masks), add, (y, step))[0]
 
     def _store(self, y, i, slot, row, column, wg):
-        """Sends the tile's i-th 64 columns on their way."""
+        """Starts the copy of the tile's i-th 64 columns to device memory."""
         columns, buffers = pl.ds(column, STEP), self.ring.out.shape[1]
         if self.bias is not None:
             bias = load_line(self.bias.at[columns], OF_COLUMN)

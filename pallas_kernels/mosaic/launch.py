@@ -17,12 +17,12 @@ from pallas_kernels.mosaic.mask import Mask
 from pallas_kernels.mosaic.ring import COMPUTE, Ring, RingShape
 from pallas_kernels.settings import KernelSettings
 
-# Registers of a thread of the loading warpgroup and of the computing ones. A block
-# starts with an equal share for each, in eights, and waits for ever for more than that.
+# Registers per thread of the loading warpgroup and of the computing ones. A block
+# starts with equal shares, in multiples of 8. Requests beyond their sum block forever.
 _LOADER, _COMPUTER = 40, 232
 _AT_START = 65536 // (128 * (COMPUTE + 1)) // 8 * 8
-# Every layout in the kernels is given, so that none need be inferred, which takes twice
-# as long as the rest of lowering; the kernels are as fast either way.
+# All layouts in the kernels are given explicitly. Inferring them would take twice as
+# long as the rest of lowering, and would not make the kernels faster.
 _SEMANTICS = plgpu.LoweringSemantics.Lane
 assert _LOADER + COMPUTE * _COMPUTER <= (COMPUTE + 1) * _AT_START
 
@@ -37,17 +37,17 @@ class Role(Protocol):
         ...
 
     def about(self, item) -> tuple:
-        """What to read of device memory before an item starts: a tuple of scalars.
+        """Prefetches scalars from device memory before an item starts; a tuple.
 
-        It is read while the item before is worked on, as such a read takes as long as
-        several steps of the ring.
+        They are read while the previous item is computed, because such a read takes as
+        long as several steps of the ring.
         """
         ...
 
     def load(self, index, item, about, step):
         """Fills the stages of an item; returns the next step of the ring.
 
-        The item is the multiprocessor's own of that index.
+        The index counts the items of this multiprocessor.
         """
         ...
 
@@ -64,18 +64,17 @@ class Role(Protocol):
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """Items of one kind; all but the operands is what a kernel is compiled from.
+    """Items of one kind. A kernel is compiled from all fields but the operands.
 
     Attributes:
         role: The kind, made of the ring, references of operands and results by name,
             and `settings`.
         operands: Trees of arrays in device memory, by name.
         out_types: (name, tree of shapes and dtypes) of each result.
-        items: How many.
-        beside: How many of them, the first ones, go to the multiprocessors that are
-            kept apart.
-        ring: Of the shared memory.
-        settings: (name, value) of what is known when the kernel is compiled.
+        items: Number of items.
+        beside: Number of items, the first ones, that run on the side multiprocessors.
+        ring: Shape of the ring in shared memory.
+        settings: (name, value) of the compile-time settings.
     """
 
     role: Callable[..., Role]
@@ -101,7 +100,7 @@ class _Deal:
 
 
 def _deal(work: Work, sm, num_sms: int, apart: int) -> _Deal:
-    """Items in turn; those beside among the last `apart` multiprocessors."""
+    """Deals items round-robin; side items among the last `apart` multiprocessors."""
     main = num_sms - apart
     is_apart = sm >= main
     begin = jnp.where(is_apart, 0, work.beside)
@@ -113,7 +112,7 @@ def _deal(work: Work, sm, num_sms: int, apart: int) -> _Deal:
 
 
 def _each_item(work: Work, role: Role, deal: _Deal, do):
-    """`do(index, item, about, step)` for each item; the steps that were taken."""
+    """Calls `do(index, item, about, step)` for each item; returns the steps taken."""
 
     def read(item):
         return role.about(jnp.minimum(item, work.items - 1))
@@ -143,11 +142,11 @@ def launch(
     with their number.
 
     Args:
-        works: What to do. A multiprocessor goes on to the next as soon as it is done
-            with its own items; nothing may need what another one of them makes.
-        dtype: Of the rings' tiles.
-        num_sms: Multiprocessors to use.
-        apart: How many of them do only items that go beside.
+        works: The works. A multiprocessor goes on to the next work as soon as its own
+            items are done, so no work may depend on the results of another.
+        dtype: Dtype of the rings' tiles.
+        num_sms: Number of multiprocessors to use.
+        apart: Number of side multiprocessors, which run only the works' side items.
         interpret: Parameters of Pallas' GPU interpreter, or None.
 
     Returns:
@@ -244,9 +243,9 @@ def _launch(
 
 
 def _here(operands: dict[str, Any]) -> dict[str, Any]:
-    """Masks and settings without those of other projections.
+    """Selects this projection's masks and settings.
 
-    Their places are read once per kernel, not once per item.
+    Their indices are read once per kernel instead of once per item.
     """
     is_shared = lambda x: isinstance(x, Mask | KernelSettings)
     one = lambda x: x.here() if is_shared(x) else x
@@ -254,7 +253,7 @@ def _here(operands: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_vmap(kernel: Callable) -> Callable:
-    """The kernel, which says under vmap what to do instead."""
+    """Makes the kernel raise an error under vmap that says what to do instead."""
 
     @jax.custom_batching.custom_vmap
     def run(*arrays):

@@ -32,8 +32,8 @@ from pallas_kernels.mosaic.tuning import Gradient, band_for, beside, splits_for
 from pallas_kernels.projection import Projection
 from pallas_kernels.settings import RANK_STEP, KernelSettings, kernel_settings
 
-MAX_RANK = 4 * STEP  # a tile holds the stages of all of its ranks
-_FEWEST_STAGES = 3  # fewer would starve
+MAX_RANK = 4 * STEP  # a tile holds the stages of all its ranks
+_FEWEST_STAGES = 3  # with fewer stages, the computing warpgroups would wait for data
 _MOST_BESIDE = 3  # the compiler takes minutes for more kinds of work in a kernel
 assert RANK_STEP == STEP
 
@@ -59,7 +59,7 @@ def unsupported(
 
 
 def _padded_rank(rank: int) -> int:
-    """16, 32 or a multiple of 64: what tiles can be made of."""
+    """Rounds a rank up to a size of tiles: 16, 32 or a multiple of 64."""
     return next((r for r in (16, 32) if rank <= r), -(-rank // STEP) * STEP)
 
 
@@ -109,14 +109,14 @@ def shrink(x, a, settings, blocks: Blocks, masks) -> list:
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """What one projection adds to a wide product.
+    """The operands of one projection's term in a wide product.
 
     Attributes:
         x: T K.
         w: L K N, or L N K when the product is `transposed`.
         s: T R.
         b: G R N, or G N R when the product is `transposed`.
-        settings: Of the slots.
+        settings: Settings of the slots.
     """
 
     x: Array
@@ -138,7 +138,7 @@ def expand_work(
 ) -> Work:
     """y = sum of x W + mask * (s B), + bias; see `Expand`.
 
-    `band`: None: the table's.
+    If `band` is None, it is taken from the tuning table.
     """
     x, w = [term.x for term in terms], terms[0].w
     t, n = x[0].shape[0], w.shape[1] if transposed else w.shape[2]
@@ -180,7 +180,7 @@ def outer_work(
 ) -> tuple[Work, Parts]:
     """wide' narrow of each slot and projection, and its parts; see `Outer`.
 
-    `splits`: None: the table's.
+    If `splits` is None, it is taken from the tuning table.
     """
     k, r = wide.shape[1], narrow[0].shape[1]
     splits = splits or splits_for(_device_kind(), k, num_sms())
@@ -205,13 +205,13 @@ def outer_work(
 
 
 def expand(*args, **kwargs) -> Array:
-    """The result of `expand_work`, launched alone."""
+    """Launches `expand_work` alone and returns its result."""
     work = expand_work(*args, **kwargs)
     return _run([work], dict(work.out_types)["y"].dtype)[0]["y"]
 
 
 def outer(*args, **kwargs) -> list[Array]:
-    """The results of `outer_work`, launched alone."""
+    """Launches `outer_work` alone and returns its results."""
     work, parts = outer_work(*args, **kwargs)
     return _gradients(work, parts, _run([work], work.operands["wide"].dtype)[0])
 
@@ -224,7 +224,7 @@ def _gradients(work: Work, parts: Parts, made: dict[str, Any]) -> list[Array]:
 def _expand_beside(
     wide: Work, outers: list[tuple[Work, Parts]]
 ) -> tuple[Array, list[list[Array]]]:
-    """Launches a wide product and gradients, of which some fill what it leaves idle."""
+    """Launches a wide product with gradients, some on SMs that it leaves idle."""
     outers, alone = outers[:_MOST_BESIDE], outers[_MOST_BESIDE:]
     y, num_blocks = dict(wide.out_types)["y"], wide.operands["slot"].shape[0]
     k = sum(x.shape[1] for x in wide.operands["x"])
@@ -259,10 +259,10 @@ class _Prepared:
     """Operands of the kernels, by projection.
 
     Attributes:
-        a, b: In the dtype of x, ranks padded to what tiles can be made of.
-        settings: Of the slots.
-        masks: Of the dropout; empty: none.
-        blocks: Whose the rows are.
+        a, b: LoRA matrices in the dtype of x, with ranks padded to a size of tiles.
+        settings: Settings of the slots.
+        masks: Dropout masks; empty: none.
+        blocks: Slots of the blocks of rows.
     """
 
     a: list
@@ -309,7 +309,7 @@ def forward(
 ) -> tuple[list[Array], list[Array]]:
     """Returns y [T N] of each, and s = scaling * dropout(x) A [T R] for the backward.
 
-    Of s, only what a block's own adapter fills is ever written or read.
+    Only the ranks of a block's own adapter are ever written or read in s.
     """
     p = _prepared(x, projections, block_adapter)
     a = [_swapped(a) for a in p.a]

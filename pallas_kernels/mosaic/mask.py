@@ -1,4 +1,4 @@
-"""The mask of `dropout.keep_mask`, made again inside a kernel from its words."""
+"""Recomputes the mask of `dropout.keep_mask` inside a kernel from its random words."""
 
 import dataclasses
 import typing
@@ -21,12 +21,12 @@ OF_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """What names a mask: arrays outside of a kernel, references inside.
+    """The inputs of a mask: arrays outside of a kernel, references inside.
 
     Attributes:
         token: The tokens' multipliers and offsets, by block of 64 rows, P NB 2 64.
         word: Words of the features, by slot, P G K.
-        place: Which of the P masks it is, 1; None: token and word are its own.
+        place: Index of this mask among the P, 1; None: token and word hold only it.
     """
 
     token: Any
@@ -34,14 +34,14 @@ class Mask:
     place: Any
 
     def here(self) -> "Mask":
-        """Itself, without the others. Inside a kernel: it reads `place`."""
+        """Selects this mask from the P. Only for use in a kernel: it reads `place`."""
         place = self.place[0]
         token, word = self.token.at[place], self.word.at[place]
         return Mask(token, word, None)
 
 
 def mask_of(dropout: Dropout, blocks: Blocks, num_features: int) -> Mask:
-    """The mask of a projection with so many input features."""
+    """Makes the mask of a projection with `num_features` input features."""
     words = dropout.words
     if words is None:
         own = dropout.given_key()[None], blocks.slot, dropout.token_index
@@ -50,12 +50,12 @@ def mask_of(dropout: Dropout, blocks: Blocks, num_features: int) -> Mask:
 
 
 def load_line(ref, layout):
-    """64 words, laid out along the rows (`OF_ROW`) or columns of a tile."""
+    """Loads 64 words, laid out along the rows (`OF_ROW`) or columns of a tile."""
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
 def load_tokens(ref, layout) -> tuple:
-    """(multipliers, offsets) of 64 tokens."""
+    """Loads (multipliers, offsets) of 64 tokens."""
     return load_line(ref.at[0], layout), load_line(ref.at[1], layout)
 
 

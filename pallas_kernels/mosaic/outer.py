@@ -43,10 +43,10 @@ class Outer:
         out: The gradients by part, P K R (P R K when `transposed`), float32; see
             `add_parts`.
         order: Blocks of 64 rows sorted by slot.
-        parts: Of the rows.
+        parts: Parts of the rows.
         settings: `KernelSettings` of each projection, its rows of the slots alone.
         masks: Dropout of wide, of each projection; empty: none.
-        splits: How many share the parts of one tile.
+        splits: Number of items that share the parts of one tile.
         transposed: Whether out is P R K.
     """
 
@@ -160,7 +160,7 @@ class Outer:
             accs = [plgpu.ACC((STEP, STEP), jnp.float32)] * len(self.narrow)
             totals, step = pl.run_scoped(accumulate, *accs)
             for total, out, one in zip(totals, self.out, self.settings, strict=True):
-                # Of a projection that the slot does not adapt, narrow was not written.
+                # If the slot does not adapt a projection, narrow was not written there.
                 mine = lax.broadcast(chunk < one.chunks[slot], total.shape)
                 total = jnp.where(mine, total, zeros_like(total))
                 self._store(total, out, (place, chunk, column), wg)

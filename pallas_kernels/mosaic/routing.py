@@ -13,8 +13,8 @@ class Blocks:
     """Token rows in blocks of 64.
 
     Attributes:
-        slot: Slot of each block, -1 for nobody.
-        order: Blocks sorted by slot, nobody's last.
+        slot: Slot of each block, -1 for padding.
+        order: Blocks sorted by slot, padding last.
         starts: Where each slot's blocks start in `order`, G + 1.
     """
 
