@@ -47,7 +47,7 @@ class Expand:
         b: G R N, or G N R when `transposed`, of each projection.
         y: The result, T N; zero in padding rows.
         slot: Slot of each block of 64 rows, -1 for padding.
-        settings: `KernelSettings` of each projection, its rows of the slots alone.
+        settings: `KernelSettings` of each projection, with only its own rows.
         bias: N, or None.
         masks: Dropout of s B, of each projection; empty: none.
         transposed: Whether w and b are stored transposed.

@@ -135,7 +135,7 @@ def launch(
     apart: int = 0,
     interpret: Any = None,
 ) -> list[dict[str, Any]]:
-    """Runs a kernel that does each work's items, one work after the other.
+    """Runs a kernel that processes each work's items, one work after the other.
 
     It is traced and compiled once for all calls with works of like shapes. An array
     that several operands share is one operand of the kernel: XLA's compile time grows

@@ -44,7 +44,7 @@ class Outer:
             `add_parts`.
         order: Blocks of 64 rows sorted by slot.
         parts: Parts of the rows.
-        settings: `KernelSettings` of each projection, its rows of the slots alone.
+        settings: `KernelSettings` of each projection, with only its own rows.
         masks: Dropout of wide, of each projection; empty: none.
         splits: Number of items that share the parts of one tile.
         transposed: Whether out is P R K.

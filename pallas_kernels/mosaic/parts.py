@@ -19,7 +19,7 @@ class PartItems:
     """The parts of all slots as the kernel reads them, one slot's after the other's.
 
     Attributes:
-        slot: Whose each part is, P.
+        slot: Slot of each part, P.
         begin: Where its blocks start in `Blocks.order`, P.
         count: How many blocks it has, P.
         total: How many parts there are, 1; entries behind them are unused.
@@ -80,7 +80,7 @@ def add_parts(
     is_part = index < parts.number
     place = jnp.where(is_part, parts.first + index, 0)
     total = sums.at[place].get(mode="promise_in_bounds")
-    # Select: what nobody wrote may be anything.
+    # Select, because rows that were never written may hold anything.
     total = jnp.where(is_part.reshape(room, -1, *(1,) * (sums.ndim - 1)), total, 0)
     while total.shape[0] > 1:
         pairs = total.reshape(-1, 2, *total.shape[1:])

@@ -33,7 +33,7 @@ class Shrink:
         a: G R K, of each projection.
         s: The results, T R.
         slot: Slot of each block of 64 rows, -1 for padding.
-        settings: `KernelSettings` of each projection, its rows of the slots alone.
+        settings: `KernelSettings` of each projection, with only its own rows.
         masks: Dropout of x, of each projection; empty: none.
     """
 
