@@ -10,7 +10,6 @@ import os
 import pathlib
 from collections.abc import Sequence
 
-import huggingface_hub
 import rich.box
 from rich.console import Console
 from rich.table import Table
@@ -22,7 +21,7 @@ from jaxlora.data.tokenize import TokenizedData
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import ConfigError
 from jaxlora.hf.checkpoint import planned_config
-from jaxlora.hf.files import TOKENIZER_FILES, model_folder
+from jaxlora.hf.files import tokenizer_folder
 from jaxlora.train import prepare
 from jaxlora.train.job_run import batch_lengths, job_order
 from jaxlora.train.lineup import (
@@ -133,7 +132,7 @@ def plan_run(
     Raises:
         JaxloraError: The tokenizer or a job's data cannot be used.
     """
-    folder = _tokenizer_folder(config)
+    folder = tokenizer_folder(config.model, config.revision)
     jobs = _read_jobs(config, folder, steps)
     config = planned_capacity(
         config,
@@ -177,22 +176,6 @@ def _read_jobs(
             )
         )
     return tuple(out)
-
-
-def _tokenizer_folder(config: RunConfig) -> pathlib.Path:
-    """Returns the model's folder; only the tokenizer of a hub's model is fetched."""
-    if os.path.exists(config.model) or config.model.count("/") > 1:
-        return pathlib.Path(model_folder(config.model, config.revision))
-    try:
-        folder = huggingface_hub.snapshot_download(
-            config.model,
-            revision=config.revision,
-            allow_patterns=["config.json", *TOKENIZER_FILES],
-        )
-    except Exception:
-        # `model_folder` finds files that were fetched before, and explains errors.
-        return pathlib.Path(model_folder(config.model, config.revision))
-    return pathlib.Path(folder)
 
 
 # ---- which samples are packed together -----------------------------------------------

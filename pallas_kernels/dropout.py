@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer, UInt
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MaskWords:
-    """What the masks of P projections with as many features are made of.
+    """The random words from which the masks of P projections of one width are made.
 
     Attributes:
         token: Multipliers and offsets of the tokens, in blocks of 64.

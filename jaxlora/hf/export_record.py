@@ -49,7 +49,7 @@ _CONFIG_KEYS = {
 
 
 class ExportRecord(Strict):
-    """What a run records about an adapter that it exports.
+    """The record that a run keeps of an adapter that it exports.
 
     Attributes:
         job: The job's name.

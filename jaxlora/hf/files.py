@@ -155,6 +155,30 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     return value
 
 
+def tokenizer_folder(source: str, revision: str | None = None) -> pathlib.Path:
+    """The folder of a model's config and tokenizer; no weights are fetched.
+
+    Args:
+        source: A folder, or a hub id.
+        revision: Branch, tag or commit on the hub.
+
+    Raises:
+        ModelError: There is no such model, or it cannot be fetched.
+    """
+    if os.path.exists(source) or source.count("/") > 1:
+        return pathlib.Path(model_folder(source, revision))
+    try:
+        folder = huggingface_hub.snapshot_download(
+            source,
+            revision=revision,
+            allow_patterns=["config.json", *TOKENIZER_FILES],
+        )
+    except Exception:
+        # `model_folder` finds files that were fetched before, and explains errors.
+        return pathlib.Path(model_folder(source, revision))
+    return pathlib.Path(folder)
+
+
 def safetensor_files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     """Returns the file of each tensor, by Hugging Face's name of the tensor.
 

@@ -170,7 +170,7 @@ def expand_work(
 def _read(
     settings: Sequence[KernelSettings], *names: str, masks: Sequence[Mask]
 ) -> tuple[KernelSettings, ...]:
-    """What a kernel reads of the settings: these rows and, with masks, thresholds."""
+    """The settings with only the rows that a kernel reads, and thresholds for masks."""
     names += ("threshold",) if masks else ()
     return tuple(one.only(*names) for one in settings)
 
@@ -345,7 +345,7 @@ def backward(
     w = [q.w for q in projections]
     terms = [Term(*one) for one in zip(dy, w, ds, right, p.settings, strict=True)]
     dx, gradients = [], []
-    # Of as many projections at once as a tile can hold the stages of.
+    # A launch takes as many projections as a tile can hold the stages of.
     together = MAX_RANK // max(ds[0].shape[1], STEP)
     for first in range(0, len(projections), together):
         i = slice(first, first + together)

@@ -45,7 +45,7 @@ def _stages_that_fit(stage_bytes: int, leaving_bytes: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class RingShape:
-    """What a kernel's shared memory holds.
+    """The contents of a kernel's shared memory.
 
     Attributes:
         stages: How many.
