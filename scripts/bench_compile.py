@@ -16,21 +16,10 @@ import tempfile
 import time
 
 from scripts.bench_models import config_json
+from tests import tiny
 
 # The smallest model that the fused kernels support.
-_WIDE = {
-    "model_type": "llama",
-    "vocab_size": 288,
-    "hidden_size": 256,
-    "intermediate_size": 320,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-}
+_WIDE = tiny.CONFIG | {"hidden_size": 256, "intermediate_size": 320}
 _LENGTHS = {"wide-2": (1024, 96, 40)}  # tokens of a microbatch, longest, mean
 _USUAL_LENGTHS = (8192, 2048, 480)
 

@@ -1,4 +1,4 @@
-"""What the kernels need to know of the batch, worked out once for all layers."""
+"""Token blocks as the kernels read them, worked out once for all layers."""
 
 import dataclasses
 

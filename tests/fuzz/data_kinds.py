@@ -197,7 +197,7 @@ def read_regex(folder: pathlib.Path) -> None:
         {"rank_pattern": {expression: 4}},
     ):
         try:
-            # Of pydantic, as in a run file: a JaxloraError says it in `load_run`.
+            # Pydantic raises as for a run file, where `load_run` makes it ours.
             valid = LoraJob.model_validate({**job, **asked})
             resolve_targets(valid, names)
         except (JaxloraError, pydantic.ValidationError) as error:

@@ -1,4 +1,4 @@
-"""What a kind of input is to the test."""
+"""Describes one kind of input to the fuzz test."""
 
 import dataclasses
 import io

@@ -1,4 +1,4 @@
-"""What lies in folders of models and adapters, and GGUF files."""
+"""Kinds of files in folders of models and adapters, and GGUF files."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""What lies in the folder of a run."""
+"""Kinds of files in the folder of a run."""
 
 import contextlib
 import json

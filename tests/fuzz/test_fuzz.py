@@ -124,7 +124,7 @@ class Case:
 
 
 def _unclear(text: str, folder: pathlib.Path) -> str | None:
-    """What is wrong with the text of an error."""
+    """Says why the text of an error is no help; None if it is."""
     names = {path.name for path in folder.rglob("*") if path.is_file()}
     if not any(name in text for name in names) and str(folder) not in text:
         return f"names no file: {text:.300}"

@@ -200,7 +200,7 @@ MERGING = """\
 {{- '<|im_start|>assistant\\n' if add_generation_prompt }}
 """
 
-# What ends a turn is printed as a separator; answers in the past lose their thoughts.
+# A turn's end is printed as a separator; answers in the past lose their thoughts.
 SEPARATED = """\
 {%- for message in messages %}
     {{- '<|end|>' if not loop.first }}

@@ -23,7 +23,7 @@ LLAMA3 = {
 LLAMA3_READ = Llama3RopeScaling(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
 )
-# What transformers writes into every file, and what does not touch the mathematics.
+# Fields that transformers writes into every file, and others without effect here.
 NOISE = {
     "architectures": ["ForCausalLM"],
     "bos_token_id": 1,
