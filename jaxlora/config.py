@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import pydantic
 from pydantic import Field
 
+from jaxlora.scheduler import Limits, PackerName
 from jaxlora.strict import (
     Bool,
     Fraction,
@@ -17,7 +18,6 @@ from jaxlora.strict import (
     PositiveInt,
     Strict,
 )
-from scheduler import Limits, PackerName
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 

@@ -22,18 +22,7 @@ from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import ConfigError
 from jaxlora.hf.checkpoint import planned_config
 from jaxlora.hf.files import tokenizer_folder
-from jaxlora.train import prepare
-from jaxlora.train.job_run import batch_lengths, job_order
-from jaxlora.train.lineup import (
-    Place,
-    after_window,
-    fill_slots,
-    fixed_shape_cost,
-    pack_window,
-    window_samples,
-)
-from jaxlora.train.planned_capacity import planned_capacity
-from scheduler import (
+from jaxlora.scheduler import (
     Limits,
     Microbatch,
     Pipeline,
@@ -45,7 +34,18 @@ from scheduler import (
     picture,
     plan,
 )
-from scheduler.spacing import with_no_ops
+from jaxlora.scheduler.spacing import with_no_ops
+from jaxlora.train import prepare
+from jaxlora.train.job_run import batch_lengths, job_order
+from jaxlora.train.lineup import (
+    Place,
+    after_window,
+    fill_slots,
+    fixed_shape_cost,
+    pack_window,
+    window_samples,
+)
+from jaxlora.train.planned_capacity import planned_capacity
 
 logger = logging.getLogger(__name__)
 

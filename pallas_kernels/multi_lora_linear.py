@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import xla
-from pallas_kernels.dropout import TILE_TOKENS, Dropout, MaskWords
-from pallas_kernels.mosaic import layer as mosaic
-from pallas_kernels.projection import Projection
+from jaxlora.pallas_kernels import xla
+from jaxlora.pallas_kernels.dropout import TILE_TOKENS, Dropout, MaskWords
+from jaxlora.pallas_kernels.mosaic import layer as mosaic
+from jaxlora.pallas_kernels.projection import Projection
 
 Implementation = Literal["xla", "mosaic"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)

@@ -6,8 +6,8 @@ import typing
 import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dropout import Dropout
-from pallas_kernels.settings import KernelSettings
+from jaxlora.pallas_kernels.dropout import Dropout
+from jaxlora.pallas_kernels.settings import KernelSettings
 
 
 @typing.no_type_check  # JAX rebuilds it around things that are no arrays

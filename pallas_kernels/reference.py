@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dropout import Dropout, inverse_keep, keep_mask
+from jaxlora.pallas_kernels.dropout import Dropout, inverse_keep, keep_mask
 
 
 def multi_lora_linear_reference(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt
 
-from pallas_kernels.dropout import inverse_keep, threshold
+from jaxlora.pallas_kernels.dropout import inverse_keep, threshold
 
 RANK_STEP = 64  # ranks of one step of the kernels' LoRA products
 _ROWS = ("factor", "chunks", "threshold")

@@ -9,8 +9,8 @@ import functools
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.dropout import Dropout, inverse_keep, keep_mask
-from pallas_kernels.projection import Projection
+from jaxlora.pallas_kernels.dropout import Dropout, inverse_keep, keep_mask
+from jaxlora.pallas_kernels.projection import Projection
 
 
 def _einsum(spec: str, *operands: Array) -> Array:

@@ -1,13 +1,13 @@
 """Which samples run together, and when. Pure Python: no JAX, no GPU."""
 
-from scheduler import greedy, joint
-from scheduler.bounds import Bound, lower_bound
-from scheduler.check import violations
-from scheduler.cost import AffineCost, CostModel, StageCost
-from scheduler.named import PackerName, named
-from scheduler.plan import Plan, plan
-from scheduler.simulate import Simulation, lock_step_time, simulate, window_sum
-from scheduler.types import (
+from jaxlora.scheduler import greedy, joint
+from jaxlora.scheduler.bounds import Bound, lower_bound
+from jaxlora.scheduler.check import violations
+from jaxlora.scheduler.cost import AffineCost, CostModel, StageCost
+from jaxlora.scheduler.named import PackerName, named
+from jaxlora.scheduler.plan import Plan, plan
+from jaxlora.scheduler.simulate import Simulation, lock_step_time, simulate, window_sum
+from jaxlora.scheduler.types import (
     Limits,
     Microbatch,
     Pipeline,

@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Iterable
 
-from scheduler.cost import AffineCost, CostModel
-from scheduler.simulate import check_stages
-from scheduler.types import Limits, Pipeline, Sample, batches_by_job
+from jaxlora.scheduler.cost import AffineCost, CostModel
+from jaxlora.scheduler.simulate import check_stages
+from jaxlora.scheduler.types import Limits, Pipeline, Sample, batches_by_job
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

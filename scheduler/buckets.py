@@ -3,11 +3,11 @@
 import dataclasses
 from collections.abc import Sequence
 
-from scheduler import joint
-from scheduler.cost import CostModel
-from scheduler.plan import Packer
-from scheduler.simulate import window_sum
-from scheduler.types import Limits, Pipeline, Sample, check_fits
+from jaxlora.scheduler import joint
+from jaxlora.scheduler.cost import CostModel
+from jaxlora.scheduler.plan import Packer
+from jaxlora.scheduler.simulate import window_sum
+from jaxlora.scheduler.types import Limits, Pipeline, Sample, check_fits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import scipy.optimize
 
-from scheduler.cost import AffineCost
+from jaxlora.scheduler.cost import AffineCost
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

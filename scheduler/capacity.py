@@ -4,10 +4,10 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
-from scheduler import calibrate, joint
-from scheduler.cost import CostModel
-from scheduler.plan import Packer, plan
-from scheduler.types import Limits, Pipeline, Sample, check_fits
+from jaxlora.scheduler import calibrate, joint
+from jaxlora.scheduler.cost import CostModel
+from jaxlora.scheduler.plan import Packer, plan
+from jaxlora.scheduler.types import Limits, Pipeline, Sample, check_fits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable
 
-from scheduler.types import Limits, Microbatch, Sample, Schedule, padded_tokens
+from jaxlora.scheduler.types import Limits, Microbatch, Sample, Schedule, padded_tokens
 
 
 def violations(

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from scheduler.types import Limits, Microbatch, Schedule, padded_tokens
+from jaxlora.scheduler.types import Limits, Microbatch, Schedule, padded_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,9 +4,9 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 
-from scheduler.cost import CostModel
-from scheduler.subset_sum import best_subsets
-from scheduler.types import Limits, Sample, check_fits
+from jaxlora.scheduler.cost import CostModel
+from jaxlora.scheduler.subset_sum import best_subsets
+from jaxlora.scheduler.types import Limits, Sample, check_fits
 
 SUBSETS_TRIED = 6
 

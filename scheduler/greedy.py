@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from scheduler.types import Limits, Sample, Schedule, check_fits
+from jaxlora.scheduler.types import Limits, Sample, Schedule, check_fits
 
 
 def pack(samples: Sequence[Sample], limits: Limits) -> Schedule:

@@ -2,9 +2,9 @@
 
 import heapq
 
-from scheduler.cost import CostModel
-from scheduler.frontier import Item
-from scheduler.types import Limits, Pipeline
+from jaxlora.scheduler.cost import CostModel
+from jaxlora.scheduler.frontier import Item
+from jaxlora.scheduler.types import Limits, Pipeline
 
 # Slots to either side that a slot trades with, and trades weighed for each pair.
 REACH = 6

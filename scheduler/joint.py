@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
-from scheduler.cost import CostModel
-from scheduler.planner import DEFAULT, FEWEST, Effort, JobBatches, Planner
-from scheduler.types import (
+from jaxlora.scheduler.cost import CostModel
+from jaxlora.scheduler.planner import DEFAULT, FEWEST, Effort, JobBatches, Planner
+from jaxlora.scheduler.types import (
     Limits,
     Microbatch,
     Pipeline,

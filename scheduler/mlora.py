@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from scheduler.types import (
+from jaxlora.scheduler.types import (
     Limits,
     Microbatch,
     Pipeline,

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from scheduler import greedy, joint, lorafusion
-from scheduler.cost import CostModel
-from scheduler.plan import Packer
-from scheduler.simulate import window_sum
-from scheduler.spacing import with_no_ops
-from scheduler.types import (
+from jaxlora.scheduler import greedy, joint, lorafusion
+from jaxlora.scheduler.cost import CostModel
+from jaxlora.scheduler.plan import Packer
+from jaxlora.scheduler.simulate import window_sum
+from jaxlora.scheduler.spacing import with_no_ops
+from jaxlora.scheduler.types import (
     Limits,
     Microbatch,
     Pipeline,

@@ -2,8 +2,8 @@
 
 import os
 
-from scheduler.simulate import Simulation
-from scheduler.types import Schedule, padded_tokens, tokens_by_job
+from jaxlora.scheduler.simulate import Simulation
+from jaxlora.scheduler.types import Schedule, padded_tokens, tokens_by_job
 
 HEADER = ("microbatch", "start", "end", "tokens", "fill", "jobs")
 

@@ -3,12 +3,12 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from scheduler import joint
-from scheduler.bounds import Bound, lower_bound
-from scheduler.check import require_legal
-from scheduler.cost import CostModel
-from scheduler.simulate import Simulation, simulate
-from scheduler.types import Limits, Pipeline, Sample, Schedule
+from jaxlora.scheduler import joint
+from jaxlora.scheduler.bounds import Bound, lower_bound
+from jaxlora.scheduler.check import require_legal
+from jaxlora.scheduler.cost import CostModel
+from jaxlora.scheduler.simulate import Simulation, simulate
+from jaxlora.scheduler.types import Limits, Pipeline, Sample, Schedule
 
 Packer = Callable[[Sequence[Sample], Limits, Pipeline, CostModel], Schedule]
 

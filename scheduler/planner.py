@@ -5,11 +5,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from scheduler.cost import CostModel
-from scheduler.frontier import Item, Progress, Source, Work, fill_slot
-from scheduler.improve import Search
-from scheduler.simulate import check_stages, dearest
-from scheduler.types import Limits, Microbatch, Pipeline, Sample
+from jaxlora.scheduler.cost import CostModel
+from jaxlora.scheduler.frontier import Item, Progress, Source, Work, fill_slot
+from jaxlora.scheduler.improve import Search
+from jaxlora.scheduler.simulate import check_stages, dearest
+from jaxlora.scheduler.types import Limits, Microbatch, Pipeline, Sample
 
 # Windows from one try of other targets to the next while the best one stays the same.
 RETRIED_EVERY = 4

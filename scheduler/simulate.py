@@ -5,8 +5,8 @@ import itertools
 
 import numpy as np
 
-from scheduler.cost import CostModel
-from scheduler.types import Pipeline, Schedule
+from jaxlora.scheduler.cost import CostModel
+from jaxlora.scheduler.types import Pipeline, Schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from scheduler.types import Microbatch, Sample
+from jaxlora.scheduler.types import Microbatch, Sample
 
 
 class Spacing:

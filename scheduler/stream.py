@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from scheduler.check import require_legal
-from scheduler.types import Sample, Schedule
+from jaxlora.scheduler.check import require_legal
+from jaxlora.scheduler.types import Sample, Schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import Dropout, Projection, dropout_keys, multi_lora_linears
+from jaxlora.pallas_kernels import Dropout, Projection, dropout_keys, multi_lora_linears
 
 BLOCK = 128  # token rows of a block
 

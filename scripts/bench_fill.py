@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxlora.scheduler import Limits, PackerName, Pipeline, Sample, lower_bound
 from jaxlora.train.lineup import fixed_shape_cost, pack_window
-from scheduler import Limits, PackerName, Pipeline, Sample, lower_bound
 from scripts.bench_report import about, write_csv
 from scripts.scheduler_tables import dicts_table
 from tests.scheduler.lengths import in_batches

@@ -23,10 +23,10 @@ import numpy as np
 from jaxlora.data.pack import JobBatch, PackedBatch, pack_microbatch
 from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
+from jaxlora.pallas_kernels import IMPLEMENTATIONS
+from jaxlora.scheduler import Limits
 from jaxlora.train.lineup import pack_window
 from jaxlora.train.prepare import chosen_attention
-from pallas_kernels import IMPLEMENTATIONS
-from scheduler import Limits
 from scripts.bench_models import MODELS, config_json, random_base
 from scripts.bench_report import Timing, about, write_csv
 from scripts.bench_tokens import Lengths, job_batch

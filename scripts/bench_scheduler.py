@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from scheduler import (
+from jaxlora.scheduler import (
     AffineCost,
     CostModel,
     Limits,

@@ -103,7 +103,7 @@ ROWS = {
 
 def microbatches(case: Case, vocab_size: int):
     """The microbatches of a step; the same for every row with so many jobs."""
-    from scheduler import Limits
+    from jaxlora.scheduler import Limits
     from scripts.bench_tokens import Lengths, full_microbatch
 
     limits = Limits(capacity=case.capacity, block_tokens=case.block_tokens)
@@ -139,8 +139,8 @@ def _measure_jaxlora(
 
     from jaxlora.hf.config import model_config
     from jaxlora.models.decoder import DecoderOptions
+    from jaxlora.scheduler import Limits
     from jaxlora.train.prepare import chosen_attention
-    from scheduler import Limits
     from scripts import bench_training
     from scripts.bench_models import config_json, random_base
 

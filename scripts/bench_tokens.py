@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxlora.data.pack import JobBatch, PackedBatch, pack_microbatch
 from jaxlora.data.tokenize import TokenizedSample
-from scheduler import Limits
+from jaxlora.scheduler import Limits
 
 TARGET_SHARE = 0.3  # of a sample's tokens, its last, which are trained on
 

@@ -16,6 +16,8 @@ from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.decoder import DecoderOptions, DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.pallas_kernels import compile_program
+from jaxlora.scheduler import Limits
 from jaxlora.targets import resolve_targets
 from jaxlora.train.optimizer import Hyper
 from jaxlora.train.prepare import without_mosaic
@@ -27,8 +29,6 @@ from jaxlora.train.step import (
     no_garbage_collection,
     training_options,
 )
-from pallas_kernels import compile_program
-from scheduler import Limits
 
 GIB = 2**30
 WARM_UPS = 3

@@ -15,9 +15,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.mosaic.layer import Term, expand, outer
-from pallas_kernels.mosaic.routing import Blocks, blocks_of
-from pallas_kernels.settings import KernelSettings, kernel_settings
+from jaxlora.pallas_kernels.mosaic.layer import Term, expand, outer
+from jaxlora.pallas_kernels.mosaic.routing import Blocks, blocks_of
+from jaxlora.pallas_kernels.settings import KernelSettings, kernel_settings
 from scripts.bench_report import device_times
 
 RANK, SLOTS = 16, 4

@@ -1,4 +1,4 @@
-"""The tests, and how annotations are checked while they run: see pyproject.toml."""
+"""The tests, and how annotations are checked while they run: see conftest.py."""
 
 from beartype import BeartypeConf, beartype
 

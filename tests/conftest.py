@@ -1,6 +1,8 @@
 """Settings of every test."""
 
 import os
+import pathlib
+import pkgutil
 import tempfile
 
 # Pallas' GPU interpreter runs a kernel's threads at once, and each blocks a thread of
@@ -8,6 +10,7 @@ import tempfile
 os.environ.setdefault("NPROC", "32")
 
 import jax
+import jaxtyping
 
 # Runs of the same shapes compile once in a session, in subprocesses too; and no test
 # writes into the user's cache.
@@ -23,3 +26,11 @@ jax.config.update("jax_cpu_enable_async_dispatch", False)
 # On a GPU, float32 products would otherwise run in tf32.
 jax.config.update("jax_default_matmul_precision", "highest")
 os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
+
+# Shapes and types in signatures are checked, but for the scheduler's: it has no arrays,
+# and its inner loops would run five times as long.
+_PACKAGE = pathlib.Path(__file__).parents[1] / "jaxlora"
+_MODULES = [module.name for module in pkgutil.iter_modules([str(_PACKAGE)])]
+jaxtyping.install_import_hook(
+    [f"jaxlora.{name}" for name in _MODULES if name != "scheduler"], "tests.check"
+)

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxlora.data.samples import TokenizedSample
-from scheduler import Limits, Microbatch, Sample
+from jaxlora.scheduler import Limits, Microbatch, Sample
 
 
 @typing.no_type_check  # JAX rebuilds it around things that are no arrays

@@ -49,7 +49,7 @@ class BaseModel:
     revision: str | None = None
 
 
-def load_base(
+def load_model(
     source: str | pathlib.Path,
     *,
     dtype: Literal["auto", "bfloat16", "float32"] = "auto",

@@ -30,7 +30,7 @@ from jaxlora.modules.multi_lora_linear import (
 )
 from jaxlora.modules.norm import RmsNorm
 from jaxlora.modules.rope import rope_frequencies, rope_table
-from pallas_kernels import Implementation
+from jaxlora.pallas_kernels import Implementation
 
 # The part of each layer that the backward pass recomputes instead of keeping it.
 Remat = Literal["none", "mlp", "layer"]

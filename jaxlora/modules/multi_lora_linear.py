@@ -12,7 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import (
+from jaxlora.pallas_kernels import (
     Dropout,
     Implementation,
     KernelSettings,

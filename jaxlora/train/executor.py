@@ -12,11 +12,11 @@ import numpy as np
 from jaxlora.data.pack import JobBatch, PackedBatch, pack_microbatch, uncrowded
 from jaxlora.models.decoder import DecoderSpec
 from jaxlora.modules.cudnn_attention import crowd
+from jaxlora.scheduler import Limits, Microbatch, Schedule, greedy
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.optimizer import Hyper, StepResult
 from jaxlora.train.slots import SlotTable
 from jaxlora.train.step import Base, CompiledSteps, JobLosses, SlotKeys, compiled
-from scheduler import Limits, Microbatch, Schedule, greedy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,9 +6,17 @@ The trainer, its planning ahead and `jaxlora plan` all go by these.
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from scheduler import AffineCost, CostModel, Limits, PackerName, Sample, Schedule, named
-from scheduler.admission import Candidate, admit
-from scheduler.types import Pipeline
+from jaxlora.scheduler import (
+    AffineCost,
+    CostModel,
+    Limits,
+    PackerName,
+    Sample,
+    Schedule,
+    named,
+)
+from jaxlora.scheduler.admission import Candidate, admit
+from jaxlora.scheduler.types import Pipeline
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

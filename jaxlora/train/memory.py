@@ -15,6 +15,7 @@ from jaxlora.data.pack import PackedBatch
 from jaxlora.models.decoder import DecoderSpec, Remat, SlotSettings
 from jaxlora.models.stacks import by_path
 from jaxlora.modules.attention import packed_attention
+from jaxlora.scheduler import Limits
 from jaxlora.train.slots import SlotTable
 from jaxlora.train.step import (
     Base,
@@ -24,7 +25,6 @@ from jaxlora.train.step import (
     job_losses,
     training_options,
 )
-from scheduler import Limits
 
 logger = logging.getLogger(__name__)
 

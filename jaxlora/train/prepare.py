@@ -21,10 +21,10 @@ from jaxlora.models.decoder import DecoderOptions, DecoderSpec
 from jaxlora.modules.attention import AttentionImplementation
 from jaxlora.modules.cudnn_attention import cudnn_unsupported
 from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.pallas_kernels import Implementation, mosaic_unsupported
 from jaxlora.targets import resolve_targets
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.slots import fresh_adapter
-from pallas_kernels import Implementation, mosaic_unsupported
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from jaxlora.models.stacks import added, by_path
 from jaxlora.modules.attention import AttentionImplementation, compiler_options
 from jaxlora.modules.loss import target_nll
 from jaxlora.modules.multi_lora_linear import Routing
+from jaxlora.pallas_kernels import compile_program
 from jaxlora.train.optimizer import AdapterState, Pending, Tables, optimizer_step
-from pallas_kernels import compile_program
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import ConfigError
 from jaxlora.hf.export_record import ExportRecord
-from jaxlora.hf.load import BaseModel, load_base
+from jaxlora.hf.load import BaseModel, load_model
 from jaxlora.hf.names import linear_names
 from jaxlora.hf.peft_export import export_peft
 from jaxlora.train import prepare
@@ -74,7 +74,7 @@ class Trainer:
         self.output_dir = pathlib.Path(config.output_dir)
         check_not_in_use(self.output_dir)
         config = as_begun(config, self.output_dir)
-        self.model = model or load_base(
+        self.model = model or load_model(
             config.model, dtype=config.dtype, revision=config.revision
         )
         self._started = self._start_time()

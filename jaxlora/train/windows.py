@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from jaxlora.config import RunConfig
+from jaxlora.scheduler import Sample
+from jaxlora.scheduler.stream import PlanAhead, Planned
 from jaxlora.train.executor import Executor, StepOutcome, WindowTally
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.lineup import (
@@ -24,8 +26,6 @@ from jaxlora.train.lineup import (
 )
 from jaxlora.train.progress import Progress
 from jaxlora.train.run_log import RunLog
-from scheduler import Sample
-from scheduler.stream import PlanAhead, Planned
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic.mask import (
+from jaxlora.pallas_kernels.mosaic.mask import (
     OF_COLUMN,
     OF_ROW,
     Mask,
@@ -17,7 +17,7 @@ from pallas_kernels.mosaic.mask import (
     load_line,
     load_tokens,
 )
-from pallas_kernels.mosaic.ring import (
+from jaxlora.pallas_kernels.mosaic.ring import (
     COLUMNS,
     COMPUTE,
     ROWS,

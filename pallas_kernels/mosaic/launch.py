@@ -13,9 +13,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.mosaic.mask import Mask
-from pallas_kernels.mosaic.ring import COMPUTE, Ring, RingShape
-from pallas_kernels.settings import KernelSettings
+from jaxlora.pallas_kernels.mosaic.mask import Mask
+from jaxlora.pallas_kernels.mosaic.ring import COMPUTE, Ring, RingShape
+from jaxlora.pallas_kernels.settings import KernelSettings
 
 # Registers per thread of the loading warpgroup and of the computing ones. A block
 # starts with equal shares, in multiples of 8. Requests beyond their sum block forever.

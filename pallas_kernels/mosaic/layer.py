@@ -19,18 +19,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.mosaic.device import interpret_params, num_sms, unsupported_device
-from pallas_kernels.mosaic.expand import TILE_ROWS, Expand
-from pallas_kernels.mosaic.launch import Work, launch
-from pallas_kernels.mosaic.mask import Mask, mask_of
-from pallas_kernels.mosaic.outer import TILE_COLUMNS, Outer
-from pallas_kernels.mosaic.parts import Parts, add_parts, parts_of
-from pallas_kernels.mosaic.ring import COLUMNS, ROWS, STEP, RingShape
-from pallas_kernels.mosaic.routing import Blocks, blocks_of
-from pallas_kernels.mosaic.shrink import Shrink
-from pallas_kernels.mosaic.tuning import Gradient, band_for, beside, splits_for
-from pallas_kernels.projection import Projection
-from pallas_kernels.settings import RANK_STEP, KernelSettings, kernel_settings
+from jaxlora.pallas_kernels.mosaic.device import (
+    interpret_params,
+    num_sms,
+    unsupported_device,
+)
+from jaxlora.pallas_kernels.mosaic.expand import TILE_ROWS, Expand
+from jaxlora.pallas_kernels.mosaic.launch import Work, launch
+from jaxlora.pallas_kernels.mosaic.mask import Mask, mask_of
+from jaxlora.pallas_kernels.mosaic.outer import TILE_COLUMNS, Outer
+from jaxlora.pallas_kernels.mosaic.parts import Parts, add_parts, parts_of
+from jaxlora.pallas_kernels.mosaic.ring import COLUMNS, ROWS, STEP, RingShape
+from jaxlora.pallas_kernels.mosaic.routing import Blocks, blocks_of
+from jaxlora.pallas_kernels.mosaic.shrink import Shrink
+from jaxlora.pallas_kernels.mosaic.tuning import Gradient, band_for, beside, splits_for
+from jaxlora.pallas_kernels.projection import Projection
+from jaxlora.pallas_kernels.settings import RANK_STEP, KernelSettings, kernel_settings
 
 MAX_RANK = 4 * STEP  # a tile holds the stages of all its ranks
 _FEWEST_STAGES = 3  # with fewer stages, the computing warpgroups would wait for data

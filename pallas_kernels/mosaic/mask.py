@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.dropout import Dropout, mask_words
-from pallas_kernels.mosaic.ring import zeros_like
-from pallas_kernels.mosaic.routing import Blocks
+from jaxlora.pallas_kernels.dropout import Dropout, mask_words
+from jaxlora.pallas_kernels.mosaic.ring import zeros_like
+from jaxlora.pallas_kernels.mosaic.routing import Blocks
 
 OF_ROW = plgpu.Layout.WGMMA.reduce(1)
 OF_COLUMN = plgpu.Layout.WGMMA.reduce(0)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.mosaic.routing import Blocks
+from jaxlora.pallas_kernels.mosaic.routing import Blocks
 
 _PART_BLOCKS = 8  # a part of fewer blocks costs more to add up than it saves
 

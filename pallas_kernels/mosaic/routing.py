@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from pallas_kernels.mosaic.ring import ROWS
+from jaxlora.pallas_kernels.mosaic.ring import ROWS
 
 
 @dataclasses.dataclass(frozen=True)

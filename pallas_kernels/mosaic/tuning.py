@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from importlib import resources
 
-from pallas_kernels.mosaic.outer import TILE_COLUMNS
+from jaxlora.pallas_kernels.mosaic.outer import TILE_COLUMNS
 
 MAX_SPLITS = 16
 _TABLE = "tuning.json"
@@ -36,7 +36,7 @@ class Beside:
 
 @functools.cache
 def _table() -> dict[str, dict[str, dict[str, int]]]:
-    text = resources.files("pallas_kernels.mosaic").joinpath(_TABLE).read_text()
+    text = resources.files("jaxlora.pallas_kernels.mosaic").joinpath(_TABLE).read_text()
     return json.loads(text)
 
 

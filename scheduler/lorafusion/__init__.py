@@ -4,8 +4,13 @@ References:
     LoRAFusion, https://arxiv.org/abs/2510.00206, section 5.2 and Algorithm 1.
 """
 
-from scheduler.lorafusion.algorithm import Packing, Report, pack, pack_with_report
-from scheduler.lorafusion.group import Statistics, head_tail, statistics
+from jaxlora.scheduler.lorafusion.algorithm import (
+    Packing,
+    Report,
+    pack,
+    pack_with_report,
+)
+from jaxlora.scheduler.lorafusion.group import Statistics, head_tail, statistics
 
 __all__ = [
     "Packing",

@@ -9,17 +9,17 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from itertools import chain
 
-from scheduler.lorafusion.batch import (
+from jaxlora.scheduler.lorafusion.batch import (
     Outcome,
     PackedBatch,
     Settings,
     greedy_for,
     pack_batch,
 )
-from scheduler.lorafusion.group import head_tail, statistics
-from scheduler.lorafusion.merge import merge
-from scheduler.lorafusion.verify_and_fix import verify_and_fix
-from scheduler.types import (
+from jaxlora.scheduler.lorafusion.group import head_tail, statistics
+from jaxlora.scheduler.lorafusion.merge import merge
+from jaxlora.scheduler.lorafusion.verify_and_fix import verify_and_fix
+from jaxlora.scheduler.types import (
     Limits,
     Pipeline,
     Sample,

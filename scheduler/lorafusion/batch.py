@@ -5,8 +5,14 @@ import enum
 import math
 from collections.abc import Sequence
 
-from scheduler import greedy
-from scheduler.types import Limits, Microbatch, Sample, padded_tokens, tokens_by_job
+from jaxlora.scheduler import greedy
+from jaxlora.scheduler.types import (
+    Limits,
+    Microbatch,
+    Sample,
+    padded_tokens,
+    tokens_by_job,
+)
 
 
 class Outcome(enum.Enum):
@@ -79,7 +85,7 @@ def greedy_for(samples: Sequence[Sample], limits: Limits, reason: str) -> Packed
 def _two_stages(
     samples: Sequence[Sample], baseline: tuple[Microbatch, ...], settings: Settings
 ) -> PackedBatch:
-    from scheduler.lorafusion import milp  # PuLP takes a second to import
+    from jaxlora.scheduler.lorafusion import milp  # PuLP takes a second to import
 
     limits, best, proved = settings.limits, baseline, True
     ordered = sorted(samples, key=lambda s: (s.job, s.batch, s.index))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from scheduler.types import Limits, Pipeline, Sample
+from jaxlora.scheduler.types import Limits, Pipeline, Sample
 
 # A job is counted on for the microbatches that samples shorter than its mean by so many
 # standard deviations would fill, as in LoRAFusion's code; the paper gives no figure.

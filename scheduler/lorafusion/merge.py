@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from itertools import chain, islice
 
-from scheduler.spacing import Spacing
-from scheduler.types import Limits, Microbatch, Pipeline, Sample, padded_tokens
+from jaxlora.scheduler.spacing import Spacing
+from jaxlora.scheduler.types import Limits, Microbatch, Pipeline, Sample, padded_tokens
 
 Batch = Sequence[Microbatch]  # one global batch of a group, its emptiest last
 

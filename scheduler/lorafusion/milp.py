@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pulp
 
-from scheduler.lorafusion import solver
-from scheduler.types import Limits, Microbatch, Sample, tokens_by_job
+from jaxlora.scheduler.lorafusion import solver
+from jaxlora.scheduler.types import Limits, Microbatch, Sample, tokens_by_job
 
 Bins = list[list[Sample]]
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
-from scheduler.check import require_legal
-from scheduler.spacing import with_no_ops
-from scheduler.types import Limits, Microbatch, Pipeline, Sample, Schedule
+from jaxlora.scheduler.check import require_legal
+from jaxlora.scheduler.spacing import with_no_ops
+from jaxlora.scheduler.types import Limits, Microbatch, Pipeline, Sample, Schedule
 
 
 def verify_and_fix(

@@ -28,4 +28,4 @@ def test_the_version_is_imported_first():
     """Else a checkout without its dependencies would tell of those, one by one."""
     lines = (PACKAGE / "__init__.py").read_text(encoding="utf-8").splitlines()
     imports = [line for line in lines if line.startswith(("import ", "from "))]
-    assert imports[0] == "from jaxlora._version import __version__"
+    assert imports[0] == "from jaxlora._version import __version__ as __version__"

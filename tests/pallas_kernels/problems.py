@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import Dropout, dropout_keys, multi_lora_linear
+from jaxlora.pallas_kernels import Dropout, dropout_keys, multi_lora_linear
 
 
 def problem(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import (
+from jaxlora.pallas_kernels import (
     Dropout,
     Projection,
     dropout_keys,
@@ -25,9 +25,9 @@ from pallas_kernels import (
     multi_lora_linear_reference,
     multi_lora_linears,
 )
-from pallas_kernels.mosaic.device import interpreted, unsupported_device
-from pallas_kernels.mosaic.layer import outer
-from pallas_kernels.mosaic.routing import blocks_of
+from jaxlora.pallas_kernels.mosaic.device import interpreted, unsupported_device
+from jaxlora.pallas_kernels.mosaic.layer import outer
+from jaxlora.pallas_kernels.mosaic.routing import blocks_of
 from tests.oracle import assert_as_accurate_as, relative_error
 from tests.pallas_kernels import interpreter
 from tests.pallas_kernels.problems import both_ways, problem, run, weight_of

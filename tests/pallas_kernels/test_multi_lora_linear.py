@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import (
+from jaxlora.pallas_kernels import (
     Dropout,
     dropout_keys,
     multi_lora_linear,
     multi_lora_linear_reference,
 )
-from pallas_kernels.dropout import keep_mask
+from jaxlora.pallas_kernels.dropout import keep_mask
 from tests.oracle import assert_as_accurate_as, relative_error
 
 K, N, R, G, BLOCK = 24, 40, 8, 4, 16

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.mosaic.parts import add_parts, parts_of
-from pallas_kernels.mosaic.routing import blocks_of
+from jaxlora.pallas_kernels.mosaic.parts import add_parts, parts_of
+from jaxlora.pallas_kernels.mosaic.routing import blocks_of
 
 NUM_SLOTS = 5
 owners = st.lists(st.integers(-1, NUM_SLOTS - 1), min_size=1, max_size=150)

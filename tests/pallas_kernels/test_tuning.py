@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels.mosaic.tuning import (
+from jaxlora.pallas_kernels.mosaic.tuning import (
     MAX_SPLITS,
     Beside,
     Gradient,

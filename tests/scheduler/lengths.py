@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from scheduler import Sample
+from jaxlora.scheduler import Sample
 
 TOKENS_PER_WORD = 1.17
 SHORTEST, LONGEST = 32, 4096

@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 import numpy as np
 
-from scheduler import AffineCost, CostModel, Limits, Pipeline, Sample
+from jaxlora.scheduler import AffineCost, CostModel, Limits, Pipeline, Sample
 
 LIMITS = Limits(capacity=512, block_tokens=32)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.admission import Candidate, admit, preempt
+from jaxlora.scheduler.admission import Candidate, admit, preempt
 
 
 def admitted(waiting, *args, **kwargs):

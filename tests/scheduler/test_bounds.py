@@ -7,7 +7,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from scheduler import (
+from jaxlora.scheduler import (
     AffineCost,
     CostModel,
     Limits,

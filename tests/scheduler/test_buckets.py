@@ -6,9 +6,9 @@ import itertools
 import numpy as np
 import pytest
 
-from scheduler import AffineCost, CostModel, Limits, Pipeline, Sample, joint
-from scheduler.buckets import choose
-from scheduler.simulate import window_sum
+from jaxlora.scheduler import AffineCost, CostModel, Limits, Pipeline, Sample, joint
+from jaxlora.scheduler.buckets import choose
+from jaxlora.scheduler.simulate import window_sum
 
 LIMITS = Limits(capacity=4096, block_tokens=64)
 PIPELINE = Pipeline.one_f_one_b(4)

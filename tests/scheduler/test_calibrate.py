@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from scheduler import AffineCost
-from scheduler.calibrate import MemoryPoint, TimePoint, fit_memory, fit_time
+from jaxlora.scheduler import AffineCost
+from jaxlora.scheduler.calibrate import MemoryPoint, TimePoint, fit_memory, fit_time
 
 SHAPES = [(n * length, n * length**2) for n in (1, 2, 8) for length in (64, 512, 4096)]
 

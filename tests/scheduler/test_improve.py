@@ -4,7 +4,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from scheduler import (
+from jaxlora.scheduler import (
     AffineCost,
     CostModel,
     Limits,
@@ -15,8 +15,8 @@ from scheduler import (
     violations,
     window_sum,
 )
-from scheduler.frontier import Work
-from scheduler.improve import Search
+from jaxlora.scheduler.frontier import Work
+from jaxlora.scheduler.improve import Search
 from tests.scheduler.strategies import LIMITS, costs, job_mixes
 
 PER_TOKEN = AffineCost(base=0, per_token=1, per_square=0)

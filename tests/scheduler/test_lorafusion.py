@@ -13,10 +13,10 @@ import hypothesis.strategies as st
 import pulp
 import pytest
 
-from scheduler import Limits, lorafusion, padded_tokens, violations
-from scheduler.lorafusion import algorithm, batch, milp, solver
-from scheduler.lorafusion.verify_and_fix import verify_and_fix, with_no_ops
-from scheduler.types import Pipeline
+from jaxlora.scheduler import Limits, lorafusion, padded_tokens, violations
+from jaxlora.scheduler.lorafusion import algorithm, batch, milp, solver
+from jaxlora.scheduler.lorafusion.verify_and_fix import verify_and_fix, with_no_ops
+from jaxlora.scheduler.types import Pipeline
 from tests.scheduler.lengths import jobs
 from tests.scheduler.strategies import LIMITS, mixes, sample
 
@@ -207,8 +207,9 @@ def test_a_solver_that_fails_is_replaced_by_name(
 
 
 def test_a_missing_pulp_is_a_named_failure_too(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "scheduler.lorafusion.milp", None)
-    monkeypatch.delattr("scheduler.lorafusion.milp")
+    module = "jaxlora.scheduler.lorafusion.milp"
+    monkeypatch.setitem(__import__("sys").modules, module, None)
+    monkeypatch.delattr(module)
     limits = Limits(capacity=6144, block_tokens=64)
     packed = batch.pack_batch(hard(), settings(limits=limits))
     assert packed.outcome is batch.Outcome.FAILED
@@ -270,7 +271,7 @@ def test_the_number_of_processes_changes_nothing():
 
 
 def test_reports_every_batch(caplog):
-    caplog.set_level(logging.INFO, "scheduler.lorafusion.algorithm")
+    caplog.set_level(logging.INFO, "jaxlora.scheduler.lorafusion.algorithm")
     samples = jobs(["cnn", "mix"], num_samples=12, batch_size=6)
     limits = Limits(capacity=6144, block_tokens=64)
     report = lorafusion.pack_with_report(samples, limits, FOUR).report

@@ -5,9 +5,9 @@ import dataclasses
 import hypothesis
 import hypothesis.strategies as st
 
-from scheduler import Limits, lorafusion
-from scheduler.lorafusion.merge import merge
-from scheduler.types import Pipeline
+from jaxlora.scheduler import Limits, lorafusion
+from jaxlora.scheduler.lorafusion.merge import merge
+from jaxlora.scheduler.types import Pipeline
 from tests.scheduler.strategies import LIMITS, mixes, sample
 
 FOUR = Pipeline.one_f_one_b(4)

@@ -4,8 +4,8 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from scheduler import Sample, mlora, violations
-from scheduler.types import Pipeline
+from jaxlora.scheduler import Sample, mlora, violations
+from jaxlora.scheduler.types import Pipeline
 from tests.scheduler.strategies import LIMITS, job_mixes
 
 

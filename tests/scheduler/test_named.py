@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from scheduler import (
+from jaxlora.scheduler import (
     AffineCost,
     CostModel,
     Limits,

@@ -6,7 +6,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from scheduler import (
+from jaxlora.scheduler import (
     Limits,
     Pipeline,
     Sample,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler import (
+from jaxlora.scheduler import (
     AffineCost,
     CostModel,
     Limits,
@@ -12,8 +12,8 @@ from scheduler import (
     joint,
     plan,
 )
-from scheduler.capacity import Step, profile, propose
-from scheduler.picture import HEADER, draw, table
+from jaxlora.scheduler.capacity import Step, profile, propose
+from jaxlora.scheduler.picture import HEADER, draw, table
 from tests.scheduler.lengths import jobs
 
 LIMITS = Limits(capacity=6144, block_tokens=64)

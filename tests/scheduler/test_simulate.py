@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from scheduler import (
+from jaxlora.scheduler import (
     AffineCost,
     CostModel,
     Limits,

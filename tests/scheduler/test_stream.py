@@ -4,8 +4,16 @@ import threading
 
 import pytest
 
-from scheduler import AffineCost, CostModel, Limits, Pipeline, Sample, Schedule, named
-from scheduler.stream import PlanAhead
+from jaxlora.scheduler import (
+    AffineCost,
+    CostModel,
+    Limits,
+    Pipeline,
+    Sample,
+    Schedule,
+    named,
+)
+from jaxlora.scheduler.stream import PlanAhead
 
 LIMITS = Limits(capacity=64, block_tokens=8)
 

@@ -1,6 +1,6 @@
 import pytest
 
-from scheduler import Limits
+from jaxlora.scheduler import Limits
 from scripts import bench_fill
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions, DecoderSpec
-from scheduler import Limits
+from jaxlora.scheduler import Limits
 from scripts import bench_joint, bench_models, bench_step, bench_step_rows
 from scripts.bench_models import SCORES, config_json, random_base
 from scripts.bench_step_parts import (

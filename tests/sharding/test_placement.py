@@ -8,7 +8,7 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec
 
-from sharding import fsdp_spec, make_mesh
+from jaxlora.sharding import fsdp_spec, make_mesh
 from tests import tiny
 
 
@@ -39,7 +39,7 @@ EIGHT = """
 import sys
 import numpy as np
 from jaxlora import load_model
-from sharding import fsdp_placement, make_mesh
+from jaxlora.sharding import fsdp_placement, make_mesh
 whole = load_model(sys.argv[1], dtype="float32")
 parts = load_model(
     sys.argv[1], dtype="float32", place=fsdp_placement(make_mesh(data=2, fsdp=4))

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxlora.data.pack import uncrowded
-from scheduler import Sample
+from jaxlora.scheduler import Sample
 
 lengths_of = st.lists(st.integers(1, 40), max_size=60)
 

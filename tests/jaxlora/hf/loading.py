@@ -4,4 +4,4 @@ import functools
 
 from jaxlora.hf import load
 
-load_base = functools.partial(load.load_base, dtype="float32")
+load_model = functools.partial(load.load_model, dtype="float32")

@@ -13,7 +13,7 @@ from jaxlora.hf.checkpoint import open_checkpoint, planned_config
 from jaxlora.hf.convert import convert
 from jaxlora.hf.merge import merge_adapter
 from tests import tiny
-from tests.jaxlora.hf.loading import load_base
+from tests.jaxlora.hf.loading import load_model
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -36,13 +36,13 @@ def read(folder, name):
 def test_an_own_head_is_used_with_a_warning(own_head, caplog):
     folder, head = own_head
     with caplog.at_level(logging.WARNING):
-        base = load_base(folder)
+        base = load_model(folder)
     (record,) = caplog.records
     assert "lm_head.weight that differs from the embedding: it is us" in record.message
     assert not base.config.tie_embeddings
     np.testing.assert_array_equal(np.asarray(base.params["lm_head.kernel"]), head.T)
     caplog.clear()
-    tied = load_base(tiny.write_model(folder.parent / "tied"))
+    tied = load_model(tiny.write_model(folder.parent / "tied"))
     assert not caplog.records
     assert tied.fingerprint != base.fingerprint
     assert "lm_head.kernel" not in tied.params
@@ -53,7 +53,7 @@ def test_a_head_that_equals_the_embedding_stays_tied(rewrite, stored, caplog):
     weights = tiny.random_weights()
     weights[EMBEDDING] = weights[EMBEDDING].astype(BF16).astype(np.float32)
     folder = rewrite({**weights, HEAD: weights[EMBEDDING].astype(stored)})
-    base = load_base(folder)
+    base = load_model(folder)
     assert base.config.tie_embeddings and "lm_head.kernel" not in base.params
     assert planned_config(folder) == base.config
     assert not caplog.records
@@ -86,7 +86,7 @@ def test_an_own_head_is_merged_and_converted(
         config = json.loads((out / "config.json").read_text())
         assert config["tie_word_embeddings"] is False
         np.testing.assert_array_equal(
-            np.asarray(load_base(out).params["lm_head.kernel"]), head.T
+            np.asarray(load_model(out).params["lm_head.kernel"]), head.T
         )
     assert not caplog.records
 
@@ -95,7 +95,7 @@ def test_a_head_of_another_shape(rewrite):
     weights = tiny.random_weights()
     folder = rewrite({**weights, HEAD: weights[EMBEDDING][:200]})
     with pytest.raises(ModelError, match=r"lm_head\.weight has shape \[200, 32\]"):
-        load_base(folder)
+        load_model(folder)
 
 
 @pytest.mark.parametrize("num_layers", [3, 1000])
@@ -103,7 +103,7 @@ def test_layers_are_bounded_by_the_weights(rewrite, num_layers):
     folder = rewrite(num_hidden_layers=num_layers)
     match = rf"num_hidden_layers={num_layers}, and the weights hold 2 layers"
     with pytest.raises(ModelError, match=match):
-        load_base(folder)
+        load_model(folder)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -114,7 +114,7 @@ def test_weights_that_are_not_finite(rewrite, tmp_path, value, stored):
     folder = rewrite(weights)
     match = rf"model\.safetensors: {NORM} holds (NaN|infinity), so nothing can be"
     with pytest.raises(ModelError, match=match):
-        load_base(folder)
+        load_model(folder)
     with pytest.raises(ModelError, match=match):
         convert(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -127,7 +127,7 @@ def test_weights_beyond_the_dtype_they_are_loaded_in(rewrite):
     with pytest.raises(
         ModelError, match=rf"{NORM} .* 1e\+300, which overflows float32"
     ):
-        load_base(rewrite(weights))
+        load_model(rewrite(weights))
 
 
 def test_a_merge_that_overflows(folder, tmp_path, make_adapter, export):
@@ -152,14 +152,14 @@ def test_an_adapter_that_is_not_finite(folder, tmp_path, make_adapter, export):
 def test_the_fingerprint_is_of_every_byte(folder, rewrite):
     weights = tiny.random_weights(config={**tiny.CONFIG, "vocab_size": 1000})
     rewrite(weights, vocab_size=1000)
-    first = load_base(folder).fingerprint
+    first = load_model(folder).fingerprint
     path = folder / "model.safetensors"
     content = bytearray(path.read_bytes())
     rng = np.random.default_rng(0)
     for position in rng.integers(len(content) // 2, len(content), 5):
         content[position - position % 4] ^= 1  # the last bit of a float
         path.write_bytes(content)
-        assert load_base(folder).fingerprint != first
+        assert load_model(folder).fingerprint != first
         content[position - position % 4] ^= 1
     path.write_bytes(content)
-    assert load_base(folder).fingerprint == first
+    assert load_model(folder).fingerprint == first

@@ -10,7 +10,7 @@ from jaxlora.errors import ModelError
 from jaxlora.hf.convert import convert
 from jaxlora.hf.tensor_file import TensorFile
 from tests import tiny
-from tests.jaxlora.hf.loading import load_base
+from tests.jaxlora.hf.loading import load_model
 from tests.jaxlora.hf.test_load import assert_params_equal
 
 
@@ -21,9 +21,9 @@ def test_dtype(folder, tmp_path, dtype):
     file = TensorFile(out / "model.safetensors")
     assert {file.array(name).dtype for name in file.names()} == {kind}
     weights = {k: v.astype(kind) for k, v in tiny.random_weights().items()}
-    base = load_base(out, dtype=dtype)
+    base = load_model(out, dtype=dtype)
     assert_params_equal(base, weights)
-    assert base.config == load_base(folder).config
+    assert base.config == load_model(folder).config
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == dtype
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (out / name).read_bytes() == (folder / name).read_bytes()
@@ -40,7 +40,7 @@ def test_shards_become_one_file(folder, shard, tmp_path):
     shard()
     out = convert(folder, tmp_path / "out", dtype="float32")
     assert [p.name for p in out.glob("*.safetensors*")] == ["model.safetensors"]
-    assert_params_equal(load_base(out), tiny.random_weights())
+    assert_params_equal(load_model(out), tiny.random_weights())
 
 
 def test_an_incomplete_checkpoint_is_refused(rewrite, tmp_path):
@@ -55,7 +55,7 @@ def test_an_incomplete_checkpoint_is_refused(rewrite, tmp_path):
 def test_a_full_folder_is_refused(folder):
     with pytest.raises(FileExistsError, match="exists already"):
         convert(folder, folder)
-    assert_params_equal(load_base(folder), tiny.random_weights())
+    assert_params_equal(load_model(folder), tiny.random_weights())
 
 
 def test_an_unknown_dtype(folder, tmp_path):

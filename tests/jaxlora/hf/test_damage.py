@@ -13,7 +13,7 @@ from jaxlora.hf.convert import convert
 from jaxlora.hf.merge import merge_adapter
 from jaxlora.hf.peft_import import import_peft
 from jaxlora.hf.tensor_file import TensorFile
-from tests.jaxlora.hf.loading import load_base
+from tests.jaxlora.hf.loading import load_model
 
 
 def replace(path, kind):
@@ -40,7 +40,7 @@ def test_something_else_in_the_place_of_a_shard(folder, shard, kind):
     shard()
     replace(folder / "b.safetensors", kind)
     with pytest.raises(ModelError, match=r"b\.safetensors"):
-        load_base(folder)
+        load_model(folder)
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
@@ -67,7 +67,7 @@ def test_weights_that_the_system_refuses(
     monkeypatch.setattr("jaxlora.hf.tensor_file.io.FileIO", Broken)
     match = rf"safetensors cannot be read: {error.strerror}\. Check its permissions"
     with pytest.raises(ModelError, match=match):
-        load_base(folder)
+        load_model(folder)
     with pytest.raises(AdapterError, match=f"adapter_model.{match}"):
         merge_adapter(folder, adapter, tmp_path / "out")
 
@@ -78,7 +78,7 @@ def test_a_file_that_may_not_be_opened(folder, monkeypatch):
 
     monkeypatch.setattr(safetensors, "safe_open", refuse)
     with pytest.raises(ModelError, match=r"cannot be read: Permission denied\. Check"):
-        load_base(folder)
+        load_model(folder)
 
 
 def test_a_file_that_shrinks_while_it_is_read(folder):
@@ -118,11 +118,11 @@ def test_json_that_python_cannot_take(
         import_peft(adapter, linear_shapes)
     index.write_text(text)
     with pytest.raises(ModelError, match=r"index\.json cannot be read as JSON"):
-        load_base(folder)
+        load_model(folder)
     index.write_text(whole)
     (folder / "config.json").write_text(text)
     with pytest.raises(ModelError, match=r"config\.json cannot be read as JSON"):
-        load_base(folder)
+        load_model(folder)
 
 
 @pytest.mark.parametrize("name", [["a.safetensors"], {"a": 1}, None, 1.5])
@@ -132,4 +132,4 @@ def test_an_index_that_names_no_text(folder, shard, name):
     content["weight_map"]["model.norm.weight"] = name
     index.write_text(json.dumps(content))
     with pytest.raises(ModelError, match="which is no plain file name"):
-        load_base(folder)
+        load_model(folder)

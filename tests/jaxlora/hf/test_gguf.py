@@ -12,7 +12,7 @@ from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import ModelError
 from jaxlora.hf.convert import convert
 from tests import tiny
-from tests.jaxlora.hf.loading import load_base
+from tests.jaxlora.hf.loading import load_model
 from tests.jaxlora.hf.test_load import assert_params_equal
 
 NAMES = {
@@ -109,9 +109,9 @@ def write(tmp_path):
 
 def test_weights_and_config(write, tmp_path):
     out = convert(write(), tmp_path / "out", dtype="float32")
-    base = load_base(out)
+    base = load_model(out)
     assert_params_equal(base, tiny.random_weights())
-    plain = load_base(tiny.write_model(tmp_path / "plain"))
+    plain = load_model(tiny.write_model(tmp_path / "plain"))
     assert base.config == plain.config
     written = json.loads((out / "config.json").read_text())
     for key in ("rms_norm_eps", "tie_word_embeddings", "torch_dtype", "eos_token_id"):
@@ -124,14 +124,14 @@ def test_bfloat16_is_the_default(write, tmp_path):
         name: array.astype(ml_dtypes.bfloat16)
         for name, array in tiny.random_weights().items()
     }
-    assert_params_equal(load_base(out, dtype="bfloat16"), weights)
+    assert_params_equal(load_model(out, dtype="bfloat16"), weights)
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
 def test_an_untied_head(write, tmp_path):
     head = np.random.default_rng(1).normal(size=(288, 32)).astype(np.float32)
     weights = {**tiny.random_weights(), "lm_head.weight": head}
-    base = load_base(convert(write(weights), tmp_path / "out", dtype="float32"))
+    base = load_model(convert(write(weights), tmp_path / "out", dtype="float32"))
     assert not base.config.tie_embeddings
     np.testing.assert_array_equal(np.asarray(base.params["lm_head.kernel"]), head.T)
 
@@ -139,7 +139,7 @@ def test_an_untied_head(write, tmp_path):
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "BF16", "F16"])
 def test_quantised_weights_are_expanded(write, tmp_path, kind):
     kind = gguf.GGMLQuantizationType[kind]
-    base = load_base(convert(write(quantise=kind), tmp_path / "out", dtype="float32"))
+    base = load_model(convert(write(quantise=kind), tmp_path / "out", dtype="float32"))
     expected = {}
     for name, array in tiny.random_weights().items():
         if array.ndim == 2 and array.shape[1] % 32 == 0:

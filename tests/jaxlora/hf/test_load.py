@@ -20,7 +20,7 @@ from jaxlora.hf import load
 from jaxlora.hf.names import tensor_specs
 from jaxlora.hf.save import save_checkpoint
 from tests import tiny
-from tests.jaxlora.hf.loading import load_base
+from tests.jaxlora.hf.loading import load_model
 
 Q = "model.layers.1.self_attn.q_proj"
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -37,7 +37,7 @@ def assert_params_equal(base, weights):
 
 
 def test_params_are_the_weights_with_linears_transposed(folder):
-    base = load_base(folder)
+    base = load_model(folder)
     weights = tiny.random_weights()
     assert_params_equal(base, weights)
     assert base.params["layers.0.mlp.up_proj.kernel"].shape == (32, 48)
@@ -51,7 +51,7 @@ def test_params_are_the_weights_with_linears_transposed(folder):
 
 def test_blocks_of_a_transpose_meet_without_a_seam(folder, monkeypatch):
     monkeypatch.setattr(load, "_BLOCK_ROWS", 7)
-    assert_params_equal(load_base(folder), tiny.random_weights())
+    assert_params_equal(load_model(folder), tiny.random_weights())
 
 
 @pytest.mark.parametrize("stored", [np.float16, BF16, np.float64])
@@ -59,22 +59,22 @@ def test_other_dtypes_are_cast(rewrite, stored):
     weights = {k: v.astype(stored) for k, v in tiny.random_weights().items()}
     folder = rewrite(weights)
     as_float = {k: v.astype(np.float32) for k, v in weights.items()}
-    assert_params_equal(load_base(folder), as_float)
-    base = load_base(folder, dtype="bfloat16")
+    assert_params_equal(load_model(folder), as_float)
+    base = load_model(folder, dtype="bfloat16")
     assert base.dtype == BF16
     assert_params_equal(base, {k: v.astype(BF16) for k, v in as_float.items()})
 
 
 def test_shards_are_read_through_the_index(shard, folder):
     shard()
-    assert_params_equal(load_base(folder), tiny.random_weights())
+    assert_params_equal(load_model(folder), tiny.random_weights())
 
 
 def test_untied_head(rewrite):
     weights = tiny.random_weights()
     head = np.random.default_rng(1).normal(size=(288, 32)).astype(np.float32)
     folder = rewrite({**weights, "lm_head.weight": head}, tie_word_embeddings=False)
-    base = load_base(folder)
+    base = load_model(folder)
     np.testing.assert_array_equal(np.asarray(base.params["lm_head.kernel"]), head.T)
 
 
@@ -84,7 +84,7 @@ def test_a_stored_tied_head_and_rotary_frequencies_are_ignored(rewrite):
         "lm_head.weight": weights["model.embed_tokens.weight"],
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
     }
-    base = load_base(rewrite({**weights, **extra}))
+    base = load_model(rewrite({**weights, **extra}))
     assert_params_equal(base, weights)
 
 
@@ -96,7 +96,7 @@ def test_biases_are_loaded(rewrite):
             weights[f"model.layers.{layer}.self_attn.{name}_proj.bias"] = rng.normal(
                 size=size
             ).astype(np.float32)
-    base = load_base(rewrite(weights, model_type="qwen2"))
+    base = load_model(rewrite(weights, model_type="qwen2"))
     assert_params_equal(base, weights)
     assert base.params["layers.1.self_attn.k_proj.bias"].shape == (16,)
 
@@ -110,7 +110,7 @@ def test_place_says_where_each_array_goes(folder):
         asked[path] = shape
         return sharding
 
-    base = load_base(folder, place=place)
+    base = load_model(folder, place=place)
     assert asked == {path: array.shape for path, array in base.params.items()}
     assert asked["layers.0.mlp.down_proj.kernel"] == (48, 32)
     assert all(array.sharding == sharding for array in base.params.values())
@@ -118,51 +118,51 @@ def test_place_says_where_each_array_goes(folder):
 
 
 def test_fingerprint_tells_bases_apart(folder, rewrite, tmp_path):
-    first = load_base(folder).fingerprint
-    assert load_base(folder, dtype="bfloat16").fingerprint == first
+    first = load_model(folder).fingerprint
+    assert load_model(folder, dtype="bfloat16").fingerprint == first
     copy = tiny.write_model(tmp_path / "elsewhere")
-    assert load_base(copy).fingerprint == first
-    assert load_base(rewrite(transformers_version="5.0.0")).fingerprint == first
-    assert load_base(rewrite(rope_theta=5e5)).fingerprint != first
+    assert load_model(copy).fingerprint == first
+    assert load_model(rewrite(transformers_version="5.0.0")).fingerprint == first
+    assert load_model(rewrite(rope_theta=5e5)).fingerprint != first
     weights = tiny.random_weights()
     weights["model.norm.weight"][3] += 1
-    assert load_base(rewrite(weights, rope_theta=1e4)).fingerprint != first
-    assert load_base(rewrite(tiny.random_weights())).fingerprint == first
+    assert load_model(rewrite(weights, rope_theta=1e4)).fingerprint != first
+    assert load_model(rewrite(tiny.random_weights())).fingerprint == first
 
 
 def test_fingerprint_does_not_depend_on_shards(folder, shard):
-    first = load_base(folder).fingerprint
+    first = load_model(folder).fingerprint
     shard()
-    assert load_base(folder).fingerprint == first
+    assert load_model(folder).fingerprint == first
 
 
 def test_missing_tensor(rewrite):
     weights = tiny.random_weights()
     del weights[f"{Q}.weight"]
     with pytest.raises(ModelError, match=rf"lacks {Q}.weight \[32, 32\]"):
-        load_base(rewrite(weights))
+        load_model(rewrite(weights))
 
 
 def test_missing_head(rewrite):
     with pytest.raises(ModelError, match=r"lacks lm_head.weight \[288, 32\]"):
-        load_base(rewrite(tie_word_embeddings=False))
+        load_model(rewrite(tie_word_embeddings=False))
 
 
 def test_extra_tensor(rewrite):
     extra = {f"{Q}.bias": np.zeros(32, np.float32)}
     with pytest.raises(ModelError, match=rf"holds {Q}.bias, which a model of its"):
-        load_base(rewrite({**tiny.random_weights(), **extra}))
+        load_model(rewrite({**tiny.random_weights(), **extra}))
 
 
 def test_wrong_shape(rewrite):
     with pytest.raises(ModelError, match=r"has shape \[48, 32\]; .* \[64, 32\]"):
-        load_base(rewrite(intermediate_size=64))
+        load_model(rewrite(intermediate_size=64))
 
 
 def test_quantised_dtype(rewrite):
     weights = {**tiny.random_weights(), f"{Q}.weight": np.zeros((32, 32), np.int8)}
     with pytest.raises(ModelError, match=rf"{Q}.weight has dtype I8; wanted one of"):
-        load_base(rewrite(weights))
+        load_model(rewrite(weights))
 
 
 @pytest.mark.parametrize("size", [0, 5, 200, -1])
@@ -170,7 +170,7 @@ def test_truncated_file(folder, size):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(ModelError, match=r"damaged or incomplete: .* Fetch or copy"):
-        load_base(folder)
+        load_model(folder)
 
 
 def test_truncated_shard(folder, shard):
@@ -178,59 +178,59 @@ def test_truncated_shard(folder, shard):
     path = folder / "b.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(ModelError, match=r"b\.safetensors is damaged or incomplete"):
-        load_base(folder)
+        load_model(folder)
 
 
 def test_index_names_a_missing_file(folder, shard):
     shard(**{f"{Q}.weight": "c.safetensors"})
     with pytest.raises(ModelError, match=r"names c\.safetensors, which is missing"):
-        load_base(folder)
+        load_model(folder)
 
 
 @pytest.mark.parametrize("name", ["../b.safetensors", "/etc/passwd", "sub/b", 7])
 def test_index_names_a_file_elsewhere(folder, shard, name):
     shard(**{f"{Q}.weight": name})
     with pytest.raises(ModelError, match=f"names {name!r}, which is no plain file"):
-        load_base(folder)
+        load_model(folder)
 
 
 def test_index_puts_a_tensor_into_another_file(folder, shard):
     shard(**{f"{Q}.weight": "a.safetensors"})
     with pytest.raises(ModelError, match=rf"a.safetensors lacks {Q}.weight, which the"):
-        load_base(folder)
+        load_model(folder)
 
 
 @pytest.mark.parametrize("text", ["{}", '{"weight_map": []}', "[]", "{"])
 def test_damaged_index(folder, shard, text):
     shard().write_text(text)
     with pytest.raises(ModelError, match=r"index\.json (has no weight_map|holds|can)"):
-        load_base(folder)
+        load_model(folder)
 
 
 def test_pickled_weights_are_refused(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     match = r"only pickled weights \(pytorch_model\.bin\)\. .*run any code"
     with pytest.raises(ModelError, match=match):
-        load_base(folder)
+        load_model(folder)
 
 
 def test_folder_without_weights(folder):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"holds neither model.safetensors nor model"):
-        load_base(folder)
+        load_model(folder)
 
 
 def test_folder_without_config(folder):
     (folder / "config.json").unlink()
     with pytest.raises(ModelError, match=r"has no config.json, so it is no Hugging"):
-        load_base(folder)
+        load_model(folder)
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "\xff"])
 def test_damaged_config(folder, text):
     (folder / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ModelError, match=r"config\.json (cannot be read|holds a list)"):
-        load_base(folder)
+        load_model(folder)
 
 
 @pytest.fixture
@@ -251,7 +251,7 @@ def no_network(monkeypatch, tmp_path):
 
 def test_unknown_hub_id_offline(no_network):
     with pytest.raises(ModelError, match="nobody/nothing is no folder here, and has"):
-        load_base("nobody/nothing")
+        load_model("nobody/nothing")
     assert not no_network
 
 
@@ -260,7 +260,7 @@ def test_fetched_hub_id_offline(no_network, tmp_path):
     tiny.write_model(repo / "snapshots" / "abc")
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text("abc")
-    base = load_base("nobody/tiny")
+    base = load_model("nobody/tiny")
     assert base.source == "nobody/tiny"
     assert_params_equal(base, tiny.random_weights())
     assert not no_network
@@ -269,20 +269,20 @@ def test_fetched_hub_id_offline(no_network, tmp_path):
 @pytest.mark.parametrize("source", ["/no/such/folder", "./model", "a/b/c"])
 def test_missing_folder_is_not_looked_up(no_network, source):
     with pytest.raises(ModelError, match="there is no such folder"):
-        load_base(source)
+        load_model(source)
     assert not no_network
 
 
 def test_a_file_is_not_looked_up(no_network, folder, monkeypatch):
     monkeypatch.chdir(folder)
     with pytest.raises(ModelError, match=r"model\.safetensors is a file; a checkpoint"):
-        load_base("model.safetensors")
+        load_model("model.safetensors")
     assert not no_network
 
 
 def test_names_that_are_no_hub_ids(no_network):
     with pytest.raises(ModelError, match="cannot be fetched from the hub"):
-        load_base("what is this?")
+        load_model("what is this?")
     assert not no_network
 
 
@@ -290,7 +290,7 @@ def test_names_that_are_no_hub_ids(no_network):
 # the mapped file are the kernel's to drop and are not counted.
 PEAK = """
 import json, pathlib, sys, threading
-from jaxlora.hf.load import load_base
+from jaxlora.hf.load import load_model
 
 def anonymous():
     for line in pathlib.Path("/proc/self/status").read_text().splitlines():
@@ -301,12 +301,12 @@ def watch():
     while not stop.wait(0.001):
         peak[0] = max(peak[0], anonymous())
 
-load_base(sys.argv[2])
+load_model(sys.argv[2])
 stop, peak = threading.Event(), [0]
 baseline = anonymous()
 thread = threading.Thread(target=watch)
 thread.start()
-base = load_base(sys.argv[1], dtype="float32")
+base = load_model(sys.argv[1], dtype="float32")
 stop.set()
 thread.join()
 held = sum(array.nbytes for array in base.params.values())
@@ -353,18 +353,18 @@ def test_host_holds_one_tensor_beyond_the_params(tmp_path, folder):
 
 def test_weights_in_one_file_and_pickled_ones_beside_it(folder):
     (folder / "pytorch_model.bin").write_bytes(b"never read")
-    assert_params_equal(load_base(folder), tiny.random_weights())
+    assert_params_equal(load_model(folder), tiny.random_weights())
 
 
 def test_metadata_of_the_file_does_not_matter(folder):
     weights = tiny.random_weights()
     path = folder / "model.safetensors"
-    first = load_base(folder).fingerprint
+    first = load_model(folder).fingerprint
     safetensors.numpy.save_file(weights, path, {"format": "pt", "made_by": "x" * 999})
-    assert load_base(folder).fingerprint == first
+    assert load_model(folder).fingerprint == first
 
 
 def test_the_default_dtype_is_the_devices(folder):
     wanted = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
-    base = load.load_base(folder)
+    base = load.load_model(folder)
     assert {array.dtype for array in base.params.values()} == {jnp.dtype(wanted)}

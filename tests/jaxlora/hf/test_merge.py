@@ -10,7 +10,7 @@ from jaxlora.errors import AdapterError, ConfigError, ModelError
 from jaxlora.hf.merge import merge_adapter
 from jaxlora.hf.tensor_file import TensorFile
 from tests import tiny
-from tests.jaxlora.hf.loading import load_base
+from tests.jaxlora.hf.loading import load_model
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -86,7 +86,7 @@ def test_the_folder_is_a_whole_checkpoint(folder, tmp_path, make_adapter, export
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         new, old = (json.loads((f / name).read_text()) for f in (out, folder))
         assert new == old
-    merged, base = load_base(out), load_base(folder)
+    merged, base = load_model(out), load_model(folder)
     assert merged.config == base.config
     assert merged.fingerprint != base.fingerprint
 

@@ -15,7 +15,7 @@ from jaxlora.hf.files import model_folder
 from jaxlora.hf.merge import merge_adapter
 from jaxlora.train.export import export_checkpoint
 from tests import tiny
-from tests.jaxlora.hf.loading import load_base
+from tests.jaxlora.hf.loading import load_model
 
 OLD, NEW = "a" * 40, "b" * 40
 NORM = "model.norm.weight"
@@ -36,7 +36,7 @@ def hub(monkeypatch, tmp_path):
 
 
 def norm(folder):
-    return np.asarray(load_base(folder).params["norm.scale"])
+    return np.asarray(load_model(folder).params["norm.scale"])
 
 
 def config_of(folder):
@@ -47,7 +47,7 @@ def config_of(folder):
     ("asked", "commit", "seed"), [(None, NEW, 1), ("v1", OLD, 0), (OLD, OLD, 0)]
 )
 def test_a_base_knows_its_commit(hub, asked, commit, seed):
-    base = load_base("nobody/tiny", revision=asked)
+    base = load_model("nobody/tiny", revision=asked)
     assert base.revision == commit
     assert base.source == "nobody/tiny"
     wanted = tiny.random_weights(seed)[NORM]
@@ -55,11 +55,11 @@ def test_a_base_knows_its_commit(hub, asked, commit, seed):
 
 
 def test_a_folder_has_no_revision(folder, hub, caplog):
-    assert load_base(folder).revision is None
-    assert load_base(hub / "snapshots" / OLD).revision is None
+    assert load_model(folder).revision is None
+    assert load_model(hub / "snapshots" / OLD).revision is None
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        assert load_base(folder, revision="v1").revision is None
+        assert load_model(folder, revision="v1").revision is None
     (record,) = caplog.records
     assert "revision 'v1' has no effect" in record.message
 

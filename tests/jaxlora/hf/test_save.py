@@ -7,7 +7,7 @@ import pytest
 
 from jaxlora.hf.save import save_checkpoint
 from tests import tiny
-from tests.jaxlora.hf.loading import load_base
+from tests.jaxlora.hf.loading import load_model
 from tests.jaxlora.hf.test_load import assert_params_equal
 
 
@@ -26,9 +26,9 @@ def test_one_file(tmp_path, folder):
     }
     assert json.loads((out / "config.json").read_text()) == tiny.CONFIG
     assert (out / "tokenizer.json").read_bytes() == extra[0].read_bytes()
-    base = load_base(out)
+    base = load_model(out)
     assert_params_equal(base, tiny.random_weights())
-    assert base.fingerprint == load_base(folder).fingerprint
+    assert base.fingerprint == load_model(folder).fingerprint
 
 
 def test_shards(tmp_path):
@@ -44,7 +44,7 @@ def test_shards(tmp_path):
         f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)
     ]
     assert {path.name for path in out.glob("*.safetensors")} == set(files)
-    assert_params_equal(load_base(out), weights)
+    assert_params_equal(load_model(out), weights)
     # A tensor larger than a shard has one to itself.
     embedding = index["weight_map"]["model.embed_tokens.weight"]
     assert list(index["weight_map"].values()).count(embedding) == 1
@@ -53,7 +53,7 @@ def test_shards(tmp_path):
 def test_views_are_written_as_they_read(tmp_path):
     weights = {n: np.asfortranarray(w) for n, w in tiny.random_weights().items()}
     out = save(tmp_path / "out", weights)
-    assert_params_equal(load_base(out), tiny.random_weights())
+    assert_params_equal(load_model(out), tiny.random_weights())
 
 
 def test_a_full_folder_is_refused(tmp_path, folder):
@@ -65,7 +65,7 @@ def test_a_full_folder_is_refused(tmp_path, folder):
 
 def test_an_empty_folder_is_filled(tmp_path):
     (tmp_path / "out").mkdir()
-    assert_params_equal(load_base(save(tmp_path / "out")), tiny.random_weights())
+    assert_params_equal(load_model(save(tmp_path / "out")), tiny.random_weights())
 
 
 @pytest.mark.parametrize("options", [{}, {"max_shard_bytes": 5_000}])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from jaxlora import LoraJob, RunConfig, Trainer
-from jaxlora.hf.load import BaseModel, load_base
+from jaxlora.hf.load import BaseModel, load_model
 from jaxlora.hf.peft_import import import_peft
 from jaxlora.train.prepare import linear_shapes
 from jaxlora.train.run_log import read_events
@@ -23,7 +23,7 @@ TARGETS = (
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> BaseModel:
     folder = tiny.write_model(tmp_path_factory.mktemp("base") / "tiny")
-    return load_base(folder, dtype="float32")
+    return load_model(folder, dtype="float32")
 
 
 @pytest.fixture(scope="session")

@@ -5,9 +5,9 @@ import pathlib
 import jax.numpy as jnp
 import pytest
 
-from jaxlora.hf.load import BaseModel, load_base
+from jaxlora.hf.load import BaseModel, load_model
 from jaxlora.modules.cudnn_attention import cudnn_unsupported
-from pallas_kernels.mosaic.device import unsupported_device
+from jaxlora.pallas_kernels.mosaic.device import unsupported_device
 from tests import tiny
 
 CONFIG = tiny.CONFIG | {"hidden_size": 256, "intermediate_size": 320}
@@ -19,4 +19,4 @@ only_where_it_runs = pytest.mark.skipif(_LACKS is not None, reason=str(_LACKS))
 
 def wide_model(folder: pathlib.Path) -> BaseModel:
     """As tiny as the kernels can take."""
-    return load_base(tiny.write_model(folder, config=CONFIG), dtype="bfloat16")
+    return load_model(tiny.write_model(folder, config=CONFIG), dtype="bfloat16")

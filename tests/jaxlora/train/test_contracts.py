@@ -10,12 +10,12 @@ import pytest
 from jaxlora import RunConfig
 from jaxlora.data.pack import pack_microbatch, uncrowded
 from jaxlora.data.tokenizer import load_tokenizer
+from jaxlora.scheduler import Limits, greedy
 from jaxlora.train import prepare
 from jaxlora.train.executor import Executor
 from jaxlora.train.optimizer import Hyper
 from jaxlora.train.slots import SlotTable
 from jaxlora.train.step import CompiledSteps, SlotKeys
-from scheduler import Limits, greedy
 from tests.jaxlora.train import fused
 from tests.oracle import relative_error
 

@@ -11,11 +11,11 @@ from jaxlora.hf.config import model_config
 from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.models.decoder import DecoderOptions, DecoderSpec, Remat
 from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.scheduler import Limits
 from jaxlora.train import memory
 from jaxlora.train.memory import Footprint
 from jaxlora.train.slots import SlotTable
 from jaxlora.train.step import CompiledSteps
-from scheduler import Limits
 from tests.jaxlora.train import fused
 from tests.tiny import CONFIG
 

@@ -12,6 +12,7 @@ import pytest
 from jaxlora import LoraJob, import_peft, load_model
 from jaxlora.config import RunConfig
 from jaxlora.data.tokenize import TokenizedData, TokenizedSample
+from jaxlora.scheduler import Limits
 from jaxlora.targets import resolve_targets
 from jaxlora.train import prepare
 from jaxlora.train.executor import Executor
@@ -19,7 +20,6 @@ from jaxlora.train.job_run import JobRun
 from jaxlora.train.lineup import pack_window
 from jaxlora.train.slots import SlotTable
 from jaxlora.train.step import CompiledSteps
-from scheduler import Limits
 from tests.oracle import relative_error
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "peft_run"

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from jaxlora import RunConfig, Trainer
+from jaxlora.scheduler.stream import PlanAhead
 from jaxlora.train import windows
 from jaxlora.train.lineup import Place, after_window, fill_slots, window_samples
 from jaxlora.train.run_log import read_events
-from scheduler.stream import PlanAhead
 from tests.jaxlora.train.conftest import folder_of
 from tests.jaxlora.train.test_contracts import assert_same_training
 

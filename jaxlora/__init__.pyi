@@ -1,0 +1,49 @@
+from ._version import __version__
+from .adapter import Adapter, LoraWeights
+from .config import DataConfig, LoraJob, RunConfig
+from .errors import JaxloraError
+from .hf.load import BaseModel, load_model
+from .hf.merge import merge_adapter
+from .hf.peft_export import export_peft
+from .hf.peft_import import import_peft
+from .models.config import ModelConfig
+from .models.decoder import Decoder, DecoderOptions, DecoderSpec
+from .modules.multi_lora_linear import (
+    BaseParam,
+    MultiLoraLinear,
+    Routing,
+    SlotShape,
+    SlotVariable,
+)
+from .run_file import load_run
+from .train.report import JobResult, RunResult, print_summary
+from .train.trainer import Trainer
+
+__all__ = [
+    "Adapter",
+    "BaseModel",
+    "BaseParam",
+    "DataConfig",
+    "Decoder",
+    "DecoderOptions",
+    "DecoderSpec",
+    "JaxloraError",
+    "JobResult",
+    "LoraJob",
+    "LoraWeights",
+    "ModelConfig",
+    "MultiLoraLinear",
+    "Routing",
+    "RunConfig",
+    "RunResult",
+    "SlotShape",
+    "SlotVariable",
+    "Trainer",
+    "__version__",
+    "export_peft",
+    "import_peft",
+    "load_model",
+    "load_run",
+    "merge_adapter",
+    "print_summary",
+]
