@@ -38,8 +38,11 @@ class _Kernel:
     def compile(self) -> None:
         """Compiles a program that only calls the kernel."""
         call = jax.ffi.ffi_call(_TARGET, self.results)
-        run = jax.jit(lambda *arrays: call(*arrays, **self.attributes))
-        run.lower(*self.operands).compile()
+
+        def mosaic_kernel(*arrays: jax.Array) -> Any:
+            return call(*arrays, **self.attributes)
+
+        jax.jit(mosaic_kernel).lower(*self.operands).compile()
 
 
 def compile_program(lowered: jax.stages.Lowered) -> jax.stages.Compiled:

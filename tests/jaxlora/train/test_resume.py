@@ -175,8 +175,9 @@ def fused_whole(fused_run):
 @fused.only_where_it_runs
 @pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGINT"])
 def test_a_fused_run_resumes_with_the_same_bits(fused_run, fused_whole, signal_name):
+    """The second checkpoint has begun by then, so the first one is complete."""
     run_file = fused_run(f"fused_{signal_name}")
-    ended = command(run_file, kill_at=9, signal_name=signal_name)
+    ended = command(run_file, kill_at=16, signal_name=signal_name)
     assert ended.returncode == (130 if signal_name == "SIGINT" else -signal.SIGKILL)
     ended = command(run_file, "--resume")
     assert ended.returncode == 0, ended.stderr
