@@ -1,5 +1,6 @@
 """What is installed owns one import name, `jaxlora`."""
 
+import os
 import pathlib
 import shutil
 import subprocess
@@ -94,8 +95,9 @@ def test_other_packages_keep_their_names(how, wheel, tmp_path):
     script.parent.mkdir()
     script.write_text(SCRIPT)
     (script.parent / "scheduler.py").write_text("OWNER = 'the script'")
+    inherited = os.environ.get("PYTHONPATH", "")
     path = str(site) if how == "wheel" else f"{site}:{ROOT}"
-    environment = {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin"}
-    loaded = run(sys.executable, script, env=environment, cwd=tmp_path)
+    environment = {"PYTHONPATH": f"{path}:{inherited}", "JAX_PLATFORMS": "cpu"}
+    loaded = run(sys.executable, script, env=os.environ | environment, cwd=tmp_path)
     expected = site if how == "wheel" else ROOT
     assert pathlib.Path(loaded.strip()) == expected / "jaxlora" / "__init__.py"
