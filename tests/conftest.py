@@ -12,12 +12,13 @@ os.environ.setdefault("NPROC", "32")
 import jax
 import jaxtyping
 
-# Runs of the same shapes compile once in a session, in subprocesses too; and no test
-# writes into the user's cache.
-_CACHE = tempfile.TemporaryDirectory(prefix="jaxlora-tests-")
-os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name
+# Runs of the same shapes compile once in a session, in subprocesses too, and no test
+# writes into the user's cache. JAXLORA_TESTS_CACHE_DIR keeps programs for later sessions.
+_TEMPORARY = tempfile.TemporaryDirectory(prefix="jaxlora-tests-")
+_CACHE = os.environ.get("JAXLORA_TESTS_CACHE_DIR", _TEMPORARY.name)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
-jax.config.update("jax_compilation_cache_dir", _CACHE.name)
+jax.config.update("jax_compilation_cache_dir", _CACHE)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 # Likewise, none of them may be queued behind another.
