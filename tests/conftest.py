@@ -13,7 +13,7 @@ import jax
 import jaxtyping
 
 # Runs of the same shapes compile once in a session, in subprocesses too, and no test
-# writes into the user's cache. JAXLORA_TESTS_CACHE_DIR keeps programs for later sessions.
+# writes into the user's cache. JAXLORA_TESTS_CACHE_DIR keeps programs for the next one.
 _TEMPORARY = tempfile.TemporaryDirectory(prefix="jaxlora-tests-")
 _CACHE = os.environ.get("JAXLORA_TESTS_CACHE_DIR", _TEMPORARY.name)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
