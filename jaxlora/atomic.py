@@ -33,7 +33,7 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 def write_bytes(path: str | os.PathLike, data: bytes) -> None:
     """Writes a file of bytes in the same way as `write_text`."""
     path = pathlib.Path(path)
-    with explaining(path):
+    with wrap_os_errors(path):
         make_folder(path.parent)
         temporary = _temporary_name(path)
         # The kernel takes the umask off these permissions, as for any new file.
@@ -86,7 +86,7 @@ def replace_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     path = pathlib.Path(path)
     check_no_file(path)
     old = _old_name(path)
-    with explaining(path):
+    with wrap_os_errors(path):
         recover_folder(path)
     with _temporary(path) as folder:
         yield folder
@@ -122,7 +122,7 @@ def recover_folder(path: pathlib.Path) -> None:
         sync_folder(path.parent)
 
 
-def standing_folder(path: pathlib.Path) -> pathlib.Path:
+def find_complete_folder(path: pathlib.Path) -> pathlib.Path:
     """Returns where the complete folder is, even if its replacement was killed."""
     old = _old_name(path)
     return old if not path.exists() and old.is_dir() else path
@@ -172,7 +172,7 @@ def _try_lock(handle: int) -> bool:
 
 @contextlib.contextmanager
 def _temporary(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    with explaining(path):
+    with wrap_os_errors(path):
         make_folder(path.parent)
         folder = _temporary_name(path)
         folder.mkdir()
@@ -234,7 +234,7 @@ def sync_folder(folder: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def explaining(path: pathlib.Path) -> Iterator[None]:
+def wrap_os_errors(path: pathlib.Path) -> Iterator[None]:
     """Raises errors of the system on writing `path` as `StorageError`."""
     try:
         yield

@@ -16,7 +16,7 @@ from jaxlora.strict import (
     Number,
     PositiveFloat,
     PositiveInt,
-    Strict,
+    StrictModel,
 )
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -36,7 +36,7 @@ def check_job_name(name: str) -> str:
     return name
 
 
-class DataConfig(Strict):
+class DataConfig(StrictModel):
     """Where a job's records are, and how a record becomes tokens.
 
     A record is a prompt with its completion, a list of chat messages, or plain text.
@@ -82,7 +82,7 @@ class DataConfig(Strict):
     bad_records: Literal["error", "drop"] = "error"
 
 
-class LoraJob(Strict):
+class LoraJob(StrictModel):
     """One adapter: what it learns from, its shape, and how it is trained.
 
     The names follow PEFT and the Hugging Face trainer where those have one.
@@ -212,7 +212,7 @@ class LoraJob(Strict):
         return self
 
 
-class RunConfig(Strict):
+class RunConfig(StrictModel):
     """One run: a base model, the jobs that share it, and how the machine is used.
 
     Attributes:

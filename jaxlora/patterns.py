@@ -50,7 +50,7 @@ class Patterns:
         Args:
             setting: Name of the setting that holds the string, for the error.
             expression: The string.
-            is_end: Whether it is for `ends` instead of `is_whole`.
+            is_end: Whether it is for `match_suffix` instead of `fullmatch`.
 
         Raises:
             ConfigError: The string is not a regular expression.
@@ -71,7 +71,7 @@ class Patterns:
                 f"expression: {error}."
             ) from None
 
-    def is_whole(self, expression: str, name: str) -> bool:
+    def fullmatch(self, expression: str, name: str) -> bool:
         """Whether an expression matches a whole name, as PEFT's `target_modules` do.
 
         Raises:
@@ -79,7 +79,7 @@ class Patterns:
         """
         return self._match(regex.Pattern.fullmatch, expression, expression, name)
 
-    def ends(self, expression: str, name: str) -> bool:
+    def match_suffix(self, expression: str, name: str) -> bool:
         """Whether an expression matches a name's end, as PEFT's `rank_pattern` does.
 
         Raises:

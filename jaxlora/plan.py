@@ -29,8 +29,8 @@ from jaxlora.scheduler import (
     Plan,
     Sample,
     Schedule,
+    get_packer,
     lower_bound,
-    named,
     picture,
     plan,
 )
@@ -228,12 +228,14 @@ def _part(config: RunConfig, span: _Span, limits: Limits, pipeline: Pipeline) ->
     if pipeline.num_stages == 1:
         schedule = pack_window(span.samples, limits, config.packer)
     else:
-        schedule = named(config.packer)(span.samples, limits, pipeline, cost)
+        schedule = get_packer(config.packer)(span.samples, limits, pipeline, cost)
     return Part(
         samples=_by_job(span.samples, span),
         schedule=_renamed(schedule, span),
         fewest=lower_bound(span.samples, limits, pipeline, cost).microbatches,
-        greedy=_renamed(named("greedy")(span.samples, limits, pipeline, cost), span),
+        greedy=_renamed(
+            get_packer("greedy")(span.samples, limits, pipeline, cost), span
+        ),
     )
 
 

@@ -7,7 +7,7 @@ import pydantic
 
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.errors import ConfigError
-from jaxlora.strict import explain, unknown_key
+from jaxlora.strict import format_errors, unknown_key
 from jaxlora.yaml_file import parse_yaml
 
 
@@ -61,4 +61,4 @@ def run_config(values: dict[str, Any], *, where: str = "run") -> RunConfig:
     try:
         return RunConfig.model_validate(values)
     except pydantic.ValidationError as error:
-        raise ConfigError(explain(error, where)) from error
+        raise ConfigError(format_errors(error, where)) from error

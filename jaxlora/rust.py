@@ -12,7 +12,7 @@ from jaxlora.json_file import cut
 
 
 @contextlib.contextmanager
-def explaining(where: str, cure: str, kind: type[JaxloraError]) -> Iterator[None]:
+def wrap_errors(where: str, cure: str, kind: type[JaxloraError]) -> Iterator[None]:
     """Raises `kind` for any error that the block raises, including panics.
 
     A panic is not an `Exception` in Python. Rust also prints it to the process's
@@ -35,10 +35,8 @@ def explaining(where: str, cure: str, kind: type[JaxloraError]) -> Iterator[None
 
 
 @contextlib.contextmanager
-def explaining_panics(
-    where: str, cure: str, kind: type[JaxloraError]
-) -> Iterator[None]:
-    """A cheaper variant of `explaining`, for frequent calls.
+def wrap_panics(where: str, cure: str, kind: type[JaxloraError]) -> Iterator[None]:
+    """A cheaper variant of `wrap_errors`, for frequent calls.
 
     Only panics and the plain `Exception` of a Rust library become `kind`, and the text
     that Rust prints for a panic is not suppressed.

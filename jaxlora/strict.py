@@ -38,7 +38,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0.0), Number]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0), Number]
 
 
-class Strict(pydantic.BaseModel):
+class StrictModel(pydantic.BaseModel):
     """A frozen configuration; the error for an unknown key names the nearest key."""
 
     model_config = pydantic.ConfigDict(
@@ -76,7 +76,7 @@ def unknown_key(key: str, known: list[str]) -> str:
     return f"unknown key {key!r:.100}. {hint}"
 
 
-def explain(error: pydantic.ValidationError, where: str) -> str:
+def format_errors(error: pydantic.ValidationError, where: str) -> str:
     """Formats one line per mistake: its path, the reason, and the value given."""
     lines = []
     for item in error.errors(include_url=False):

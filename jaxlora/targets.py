@@ -96,14 +96,14 @@ def pattern_value[V](
     """
     patterns = patterns or Patterns("a pattern")
     for key, value in pattern.items():
-        if patterns.ends(key, name):
+        if patterns.match_suffix(key, name):
             return value
     return default
 
 
 def _matches(wanted: Wanted, name: str, patterns: Patterns) -> bool:
     if isinstance(wanted, str):
-        return _is_all_linear(wanted) or patterns.is_whole(wanted, name)
+        return _is_all_linear(wanted) or patterns.fullmatch(wanted, name)
     return any(name == w or name.endswith(f".{w}") for w in wanted)
 
 
@@ -149,7 +149,7 @@ def _frozen_module(job: LoraJob, entry: str, patterns: Patterns) -> str | None:
     if isinstance(job.target_modules, str) and not _is_all_linear(entry):
         for name in _FROZEN:
             is_excluded = _matches(job.exclude_modules, name, patterns)
-            if patterns.is_whole(entry, name) and not is_excluded:
+            if patterns.fullmatch(entry, name) and not is_excluded:
                 return name
     return None
 
@@ -184,7 +184,7 @@ def _check_pattern(
 ) -> None:
     for expression in pattern:
         patterns.check(f"{key} key", expression, is_end=True)
-        if not any(patterns.ends(expression, name) for name in chosen):
+        if not any(patterns.match_suffix(expression, name) for name in chosen):
             raise ConfigError(
                 f"job {job.name!r}: {key} key {expression!r} matches none of the job's "
                 f"targets: {', '.join(_suffixes(chosen))}."

@@ -4,7 +4,7 @@ from jaxlora.scheduler import greedy, joint
 from jaxlora.scheduler.bounds import Bound, lower_bound
 from jaxlora.scheduler.check import violations
 from jaxlora.scheduler.cost import AffineCost, CostModel, StageCost
-from jaxlora.scheduler.named import PackerName, named
+from jaxlora.scheduler.packers import PackerName, get_packer
 from jaxlora.scheduler.plan import Plan, plan
 from jaxlora.scheduler.simulate import Simulation, lock_step_time, simulate, window_sum
 from jaxlora.scheduler.types import (
@@ -30,11 +30,11 @@ __all__ = [
     "Schedule",
     "Simulation",
     "StageCost",
+    "get_packer",
     "greedy",
     "joint",
     "lock_step_time",
     "lower_bound",
-    "named",
     "padded_tokens",
     "plan",
     "simulate",

@@ -1,4 +1,4 @@
-"""Which jobs run: by priority, then first come first served.
+"""Chooses which jobs run: higher priorities first, then first come, first served.
 
 References:
     mLoRA, https://arxiv.org/abs/2312.02515, section 3.4.
@@ -10,13 +10,14 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A job that waits.
+    """A job that waits for a slot, or runs and may have to give its slot up.
 
     Attributes:
-        job: Its number.
-        priority: Higher ones start first.
-        memory_bytes: What it is estimated to need, beyond what is taken whether it
-            runs or not; `calibrate.MemoryModel` estimates it. 0: it is not known.
+        job: Number of the job.
+        priority: Jobs with a higher priority start first.
+        memory_bytes: Estimated memory that the job needs while it runs, for example
+            from `calibrate.MemoryModel`. Memory that is allocated whether or not the
+            job runs does not count. 0 means that there is no estimate.
     """
 
     job: int
@@ -32,16 +33,16 @@ def admit(
 ) -> list[Candidate]:
     """Chooses the jobs that start now, in the order in which they take free slots.
 
-    A job whose estimate does not fit lets nobody past it: later ones, which are smaller
-    or of lower priority, would keep it waiting for good.
+    A job that does not fit in memory blocks the jobs behind it in the queue. If smaller
+    jobs, or jobs of lower priority, could overtake it, it might never start.
 
     Args:
-        waiting: In the order in which they came.
-        num_free: Free slots.
-        memory_left: Bytes that nobody has taken.
+        waiting: Waiting jobs, in order of arrival.
+        num_free: Number of free slots.
+        memory_left: Free memory in bytes.
 
     Raises:
-        ValueError: An estimate is negative or not a number.
+        ValueError: A memory estimate is negative or NaN.
     """
     _check(waiting)
     started: list[Candidate] = []
@@ -54,12 +55,12 @@ def admit(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
-    """Who makes room for whom between two windows.
+class Preemption:
+    """Which jobs to pause and which to start between two windows.
 
     Attributes:
-        paused: Jobs that run and give their slots up, the least important first.
-        started: Jobs that waited and start now.
+        paused: Running jobs that give up their slots, in order of ascending priority.
+        started: Waiting jobs that start now.
     """
 
     paused: tuple[Candidate, ...] = ()
@@ -72,21 +73,22 @@ def preempt(
     num_slots: int,
     *,
     memory_bytes: float = float("inf"),
-) -> Change:
-    """Lets waiting jobs of higher priority take the place of running ones.
+) -> Preemption:
+    """Replaces running jobs by waiting jobs of higher priority.
 
-    A job only ever gives way to one of strictly higher priority, the lowest first and
-    of equals the one that came last, and only as many do as are needed. What is under
-    way is finished: the caller pauses a job after its batch (`Planner.pause`).
+    A job is paused only for a job of strictly higher priority, and no more jobs are
+    paused than necessary. The job with the lowest priority is paused first; among equal
+    priorities, the one that arrived last. The caller lets a paused job finish its
+    current batch (`Planner.pause`).
 
     Args:
-        running: In the order in which they came.
-        waiting: In the order in which they came.
-        num_slots: Slots in all.
-        memory_bytes: For all jobs together.
+        running: Running jobs, in order of arrival.
+        waiting: Waiting jobs, in order of arrival.
+        num_slots: Total number of slots.
+        memory_bytes: Memory for all jobs together, in bytes.
 
     Raises:
-        ValueError: An estimate is negative or not a number.
+        ValueError: A memory estimate is negative or NaN.
     """
     _check([*running, *waiting])
     kept = list(running)
@@ -106,21 +108,22 @@ def preempt(
             leaving.append(weaker.pop(0))
             staying.remove(leaving[-1])
         if not has_room(job, staying):
-            break  # nobody gets past it
-        for spared in reversed(leaving):  # whom the others' leaving has made room for
+            break  # it blocks the jobs behind it in the queue, as in `admit`
+        # Pausing a large job may make room enough for a smaller one to stay.
+        for spared in reversed(leaving):
             if has_room(job, [*staying, spared]):
                 staying.append(spared)
         leaving = [c for c in leaving if c not in staying]
         kept = [c for c in kept if c not in leaving]
         paused += leaving
         started.append(job)
-    return Change(paused=tuple(paused), started=tuple(started))
+    return Preemption(paused=tuple(paused), started=tuple(started))
 
 
 def _check(jobs: Sequence[Candidate]) -> None:
     for job in jobs:
         if not job.memory_bytes >= 0:
             raise ValueError(
-                f"job {job.job} is estimated to need {job.memory_bytes} bytes; an "
-                "estimate is 0 or more."
+                f"job {job.job} has a memory estimate of {job.memory_bytes} bytes. An "
+                "estimate must be at least 0."
             )

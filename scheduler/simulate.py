@@ -19,8 +19,9 @@ class Simulation:
         utilisation: Share of the makespan in which a stage works, for each stage.
         peak_tokens: Most tokens of microbatches whose forward has begun and whose
             backward has not ended, for each stage.
-        stale: Batches of jobs that begin on some stage before that stage has ended
-            the backward of the job's previous batch: they would read old weights.
+        num_stale_batches: Global batches that start on some stage before that stage has
+            finished the backward of the job's previous batch. They would be trained
+            with stale weights.
         forward_start, forward_end, backward_start, backward_end: When passes run.
     """
 
@@ -28,7 +29,7 @@ class Simulation:
     bubble: float
     utilisation: tuple[float, ...]
     peak_tokens: tuple[int, ...]
-    stale: int
+    num_stale_batches: int
     forward_start: np.ndarray
     forward_end: np.ndarray
     backward_start: np.ndarray
@@ -50,7 +51,7 @@ def simulate(
     nothing: it only stands in the order.
 
     Args:
-        schedule: Any; what it breaks shows as `stale`.
+        schedule: Any; what it breaks shows as `num_stale_batches`.
         cost: Times of the passes, for as many stages as `pipeline` has.
         pipeline: The stages.
         max_in_flight: Most microbatches between forward and backward on a stage, to
@@ -84,7 +85,7 @@ def simulate(
         bubble=float(1 - work.sum() / (num_stages * makespan)) if makespan else 0.0,
         utilisation=tuple((work / makespan).tolist()) if makespan else (),
         peak_tokens=tuple(_peak_tokens(schedule, cost, n) for n in ahead),
-        stale=_stale(schedule, passes["forward_start"], backward_end),
+        num_stale_batches=_stale(schedule, passes["forward_start"], backward_end),
         **passes,
     )
 

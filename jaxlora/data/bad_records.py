@@ -44,7 +44,7 @@ class BadRecords:
                 self._data.path,
             )
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Describes the dropped records for an error: their number, and the first."""
         if not self.num:
             return ""

@@ -79,18 +79,20 @@ class JobBatch:
         return np.cumsum([0, *lengths[:-1]])
 
 
-def uncrowded(microbatch: Microbatch, short: int, most: int) -> list[Microbatch]:
+def split_by_segment_limit(
+    microbatch: Microbatch, short_tokens: int, max_short: int
+) -> list[Microbatch]:
     """Splits a microbatch, in order, into parts with a limited number of short samples.
 
     Args:
-        microbatch: Samples; those of one job are adjacent.
-        short: Length in tokens up to which a sample is short.
-        most: How many of them a part may hold, at least 1.
+        microbatch: The samples; those of one job are adjacent.
+        short_tokens: A sample is short if it has at most this many tokens.
+        max_short: Most short samples in one part, at least 1.
     """
     parts, num_short = [[]], 0
     for sample in microbatch:
-        is_short = sample.num_tokens <= short
-        if is_short and num_short == most:
+        is_short = sample.num_tokens <= short_tokens
+        if is_short and num_short == max_short:
             parts.append([])
             num_short = 0
         parts[-1].append(sample)

@@ -299,7 +299,7 @@ class _Cutter:
                 f"{self._path}: none of {num_records} records can be used by job "
                 f"{self._job.name!r}: {self._num_dropped} are longer than "
                 f"max_length={self._job.max_length}, and {self._num_without_target} "
-                f"have no token to predict within it{bad.in_words()}. Raise max_length "
+                f"have no token to predict within it{bad.describe()}. Raise max_length "
                 "or give other records."
             )
         return TokenizedData(

@@ -22,7 +22,7 @@ from jaxlora.data.tokenizer_files import (
 )
 from jaxlora.errors import ModelError
 from jaxlora.json_file import shown
-from jaxlora.rust import explaining, explaining_panics
+from jaxlora.rust import wrap_errors, wrap_panics
 
 _log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Encodes `text`, by default with the tokenizer's special tokens around it."""
-        with self._explaining():
+        with self._wrap_panics():
             ids = self._backend.encode(text, add_special_tokens=False).ids
         if add_special_tokens:
             return [*self.prefix_ids, *ids, *self.suffix_ids]
@@ -130,7 +130,7 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
         """Encodes many texts at once, without special tokens around them."""
         texts = list(texts)
-        with self._explaining():
+        with self._wrap_panics():
             encodings = self._backend.encode_batch(texts, add_special_tokens=False)
         # One array holds all texts, because making arrays for each would dominate.
         flat = itertools.chain.from_iterable
@@ -151,16 +151,14 @@ class Tokenizer:
     ) -> str:
         """Decodes token ids to text."""
         numbers = [int(i) for i in ids]
-        with self._explaining():
+        with self._wrap_panics():
             return self._backend.decode(
                 numbers, skip_special_tokens=skip_special_tokens
             )
 
-    def _explaining(self) -> contextlib.AbstractContextManager[None]:
+    def _wrap_panics(self) -> contextlib.AbstractContextManager[None]:
         cure = "The file is damaged, or lacks an unknown token: fetch it again."
-        return explaining_panics(
-            f"{self._source}: its tokenizer.json", cure, ModelError
-        )
+        return wrap_panics(f"{self._source}: its tokenizer.json", cure, ModelError)
 
     def check_fits(self, vocab_size: int) -> None:
         """Checks that a model with `vocab_size` embeddings has one for every token.
@@ -210,7 +208,7 @@ def load_tokenizer(
     folder = Path(folder)
     cure = "Fetch the file again (it may be a git-lfs pointer), or save it with "
     where = str(folder / "tokenizer.json")
-    with explaining(where, f"{cure}transformers.", ModelError):
+    with wrap_errors(where, f"{cure}transformers.", ModelError):
         return _load(folder, now)
 
 

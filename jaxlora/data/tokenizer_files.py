@@ -42,7 +42,7 @@ def load_backend(folder: Path) -> tokenizers.Tokenizer:
     Raises:
         ModelError: The file is missing or cannot be read.
         BaseException: The library may raise anything on a damaged file; see
-            `explaining`.
+            `wrap_errors`.
     """
     path = folder / "tokenizer.json"
     try:

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from jaxlora.atomic import check_no_file
 from jaxlora.errors import AdapterError
-from jaxlora.strict import Strict, explain
+from jaxlora.strict import StrictModel, format_errors
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -48,7 +48,7 @@ _CONFIG_KEYS = {
 }
 
 
-class ExportRecord(Strict):
+class ExportRecord(StrictModel):
     """The record that a run keeps of an adapter that it exports.
 
     Attributes:
@@ -88,8 +88,8 @@ def read_record(folder: pathlib.Path) -> ExportRecord | None:
         raise AdapterError(f"{path} cannot be read: {error.strerror}.") from error
     except pydantic.ValidationError as error:
         raise AdapterError(
-            f"{explain(error, str(path))}\nThe file is damaged. Remove the folder, or "
-            "move it away."
+            f"{format_errors(error, str(path))}\nThe file is damaged. Remove the "
+            "folder, or move it away."
         ) from None
 
 

@@ -11,7 +11,7 @@ from jaxlora.atomic import write_text
 from jaxlora.errors import ModelError
 from jaxlora.hf.gguf_file import GgufFile
 from jaxlora.json_file import shown
-from jaxlora.rust import explaining
+from jaxlora.rust import wrap_errors
 
 # The expression by which each kind of tokenizer splits text before merging.
 _DIGITS = {"smollm", "starcoder", "refact", "command-r"}
@@ -84,7 +84,7 @@ def write_tokenizer(file: GgufFile, folder: pathlib.Path) -> list[pathlib.Path]:
         for role in _ROLES
         if f"tokenizer.ggml.{role}_token_id" in fields
     }
-    with explaining(f"{file.path}: its tokenizer", "Fetch it again.", ModelError):
+    with wrap_errors(f"{file.path}: its tokenizer", "Fetch it again.", ModelError):
         tokenizer = _tokenizer(file)
         _put_around(tokenizer, fields, special)
         tokenizer.save(str(folder / "tokenizer.json"))

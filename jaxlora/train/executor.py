@@ -9,7 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlora.data.pack import JobBatch, PackedBatch, pack_microbatch, uncrowded
+from jaxlora.data.pack import (
+    JobBatch,
+    PackedBatch,
+    pack_microbatch,
+    split_by_segment_limit,
+)
 from jaxlora.models.decoder import DecoderSpec
 from jaxlora.modules.cudnn_attention import crowd
 from jaxlora.scheduler import Limits, Microbatch, Schedule, greedy
@@ -146,7 +151,11 @@ class Executor:
         if self._crowd is None:
             return list(microbatches)
         short, most = self._crowd.tokens, self._crowd.segments
-        return [part for m in microbatches for part in uncrowded(m, short, most)]
+        return [
+            part
+            for m in microbatches
+            for part in split_by_segment_limit(m, short, most)
+        ]
 
     def wait(self) -> None:
         """Waits until the device has finished all queued work."""

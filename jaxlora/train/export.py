@@ -12,9 +12,9 @@ import numpy as np
 
 from jaxlora.adapter import Adapter, LoraWeights
 from jaxlora.atomic import (
+    find_complete_folder,
     remove_leftovers,
     replace_folder,
-    standing_folder,
     sync_files,
 )
 from jaxlora.errors import AdapterError, CheckpointError
@@ -145,9 +145,9 @@ def _source(run: _Run, name: str) -> Export | Adapter | str:
 def _own_export(folder: pathlib.Path) -> Export | None:
     """Reads the run's own export, even while the run replaces it."""
     while True:
-        place = standing_folder(folder)
+        place = find_complete_folder(folder)
         found = read_export(place) if place.is_dir() else None
-        if found is not None or place == standing_folder(folder):
+        if found is not None or place == find_complete_folder(folder):
             return found
 
 

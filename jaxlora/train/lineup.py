@@ -13,7 +13,7 @@ from jaxlora.scheduler import (
     PackerName,
     Sample,
     Schedule,
-    named,
+    get_packer,
 )
 from jaxlora.scheduler.admission import Candidate, admit
 from jaxlora.scheduler.types import Pipeline
@@ -105,4 +105,4 @@ def pack_window(
 ) -> Schedule:
     """A window's microbatches for one device: a job's next batch may follow at once."""
     cost = fixed_shape_cost(limits.capacity)
-    return named(packer)(samples, limits, Pipeline(), cost)
+    return get_packer(packer)(samples, limits, Pipeline(), cost)

@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 
-from jaxlora.atomic import explaining, make_folder, sync_folder
+from jaxlora.atomic import make_folder, sync_folder, wrap_os_errors
 from jaxlora.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class RunLock:
             CheckpointError: Another run is using the folder; the text names it.
             StorageError: The folder cannot be written.
         """
-        with explaining(self._path):
+        with wrap_os_errors(self._path):
             self._made_folder = not self._folder.exists()
             make_folder(self._folder)
             try:
@@ -167,7 +167,7 @@ class RunLock:
         logger.warning("%s was removed while the run goes on: written anew", self._path)
         os.close(self._file)
         self._file = -1
-        with explaining(self._path):
+        with wrap_os_errors(self._path):
             self._take_file()
 
     def __exit__(self, *_) -> None:

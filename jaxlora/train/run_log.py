@@ -12,7 +12,7 @@ from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import RecordWriter
 from tensorboardX.summary import scalar
 
-from jaxlora.atomic import explaining, make_folder, write_text
+from jaxlora.atomic import make_folder, wrap_os_errors, write_text
 from jaxlora.errors import CheckpointError
 
 METRICS_FILE = "metrics.jsonl"
@@ -45,7 +45,7 @@ class RunLog:
         last = -1 if keep_rounds is None else keep_rounds
         kept = [e for e in read_events(self._path) if e["round"] <= last]
         write_text(self._path, "".join(json.dumps(e) + "\n" for e in kept))
-        with explaining(self._path):
+        with wrap_os_errors(self._path):
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
         self._board = _Board(folder / "tensorboard", first_step=last + 1)
 
@@ -75,7 +75,7 @@ class RunLog:
                 self._board.add(tag, values[key], step)
 
     def _write(self, line: bytes) -> None:
-        with explaining(self._path):
+        with wrap_os_errors(self._path):
             size = os.fstat(self._file).st_size
             try:
                 rest = memoryview(line)
@@ -105,7 +105,7 @@ class _Board:
         # Two runs that start in the same second must not share a file.
         name = f"{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         self._path = folder / f"events.out.tfevents.{name}.{time.time_ns()}"
-        with explaining(self._path):
+        with wrap_os_errors(self._path):
             make_folder(folder)
             self._writer = RecordWriter(str(self._path))
         self._flushed = time.monotonic()
@@ -118,14 +118,14 @@ class _Board:
 
     def _write(self, **fields: Any) -> None:
         event = _proto.Event(wall_time=time.time(), **fields)
-        with explaining(self._path):
+        with wrap_os_errors(self._path):
             self._writer.write(event.SerializeToString())
             if time.monotonic() - self._flushed > _FLUSH_SECONDS:
                 self._writer.flush()
                 self._flushed = time.monotonic()
 
     def close(self) -> None:
-        with explaining(self._path):
+        with wrap_os_errors(self._path):
             try:
                 self._writer.flush()
             finally:

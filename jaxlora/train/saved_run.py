@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field
 
 from jaxlora.config import check_job_name
 from jaxlora.errors import CheckpointError
-from jaxlora.strict import explain
+from jaxlora.strict import format_errors
 from jaxlora.train.job_run import JobProgress
 
 _LINEAR = re.compile(r"model\.layers\.\d{1,6}(\.[A-Za-z0-9_]{1,100}){1,6}")
@@ -296,4 +296,4 @@ def read_sealed[T](path: pathlib.Path, kind: type[T], *, version: int, cure: str
     try:
         return pydantic.TypeAdapter(kind).validate_json(json.dumps(values))
     except pydantic.ValidationError as error:
-        raise CheckpointError(f"{explain(error, str(path))}\n{cure}") from None
+        raise CheckpointError(f"{format_errors(error, str(path))}\n{cure}") from None

@@ -24,17 +24,17 @@ def test_all_names_share_one_budget(expression):
     start = time.process_time()
     with pytest.raises(ConfigError, match=r"job 'a': .* takes longer than 0\.2 s to"):
         for name in NAMES:
-            patterns.is_whole(expression, name)
+            patterns.fullmatch(expression, name)
     assert time.process_time() - start < 2
     with pytest.raises(ConfigError, match="takes longer"):
-        patterns.ends("q_proj", NAMES[0])
+        patterns.match_suffix("q_proj", NAMES[0])
 
 
 @pytest.mark.parametrize("expression", NESTED)
 def test_repetitions_inside_repetitions(expression):
     patterns = Patterns("job 'a'", seconds=10)
-    assert not any(patterns.is_whole(expression, name) for name in NAMES)
-    assert not any(patterns.ends(expression, name) for name in NAMES)
+    assert not any(patterns.fullmatch(expression, name) for name in NAMES)
+    assert not any(patterns.match_suffix(expression, name) for name in NAMES)
 
 
 PIECES = [
@@ -67,7 +67,10 @@ def test_matches_are_those_of_re():
             continue
         for name in names:
             expected = (bool(whole.fullmatch(name)), bool(end.match(name)))
-            found = patterns.is_whole(expression, name), patterns.ends(expression, name)
+            found = (
+                patterns.fullmatch(expression, name),
+                patterns.match_suffix(expression, name),
+            )
             assert found == expected, (expression, name)
         num_compared += 1
     assert num_compared > 500
@@ -99,4 +102,4 @@ def test_escaped_names_match_themselves():
     patterns = Patterns("here")
     for name in NAMES:
         patterns.check("key", re.escape(name), is_end=True)
-        assert [n for n in NAMES if patterns.ends(re.escape(name), n)] == [name]
+        assert [n for n in NAMES if patterns.match_suffix(re.escape(name), n)] == [name]

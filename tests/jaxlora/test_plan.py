@@ -82,7 +82,7 @@ def test_a_plan_is_whole(config, stages):
     assert len(steps) == sum(job.num_steps for job in planned.jobs)
     for whole in (planned.whole, planned.greedy):
         assert not violations(whole.schedule, samples, distance=stages)
-        assert whole.simulation.stale == 0
+        assert whole.simulation.num_stale_batches == 0
         assert whole.gap >= 0
     assert planned.whole.simulation.makespan <= planned.greedy.simulation.makespan
     assert 0 < planned.busy <= 1

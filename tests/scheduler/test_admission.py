@@ -31,7 +31,7 @@ def test_estimates_stay_within_memory():
 
 @pytest.mark.parametrize("estimate", [-1.0, float("nan")])
 def test_estimates_that_are_none(estimate):
-    with pytest.raises(ValueError, match="an estimate is 0 or more"):
+    with pytest.raises(ValueError, match="An estimate must be at least 0"):
         admit([Candidate(job=7, memory_bytes=estimate)], 1)
 
 
@@ -65,5 +65,5 @@ def test_preemption_stays_within_memory():
     assert preempted(running, [(2, 1, 4)], 4, memory_bytes=10) == ([1], [2])
     # Nobody leaves for a job that would still not fit, and nobody gets past it.
     assert preempted(running, [(2, 1, 11), (3, 0, 1)], 4, memory_bytes=10) == ([], [])
-    with pytest.raises(ValueError, match="an estimate is 0 or more"):
+    with pytest.raises(ValueError, match="An estimate must be at least 0"):
         preempted([(0, 0, -1)], [], 1)

@@ -36,7 +36,7 @@ def test_keeps_every_rule(samples, pipeline, data):
     assert violations(schedule, samples, distance=pipeline.distance) == []
     assert schedule == joint.pack(samples[::-1], LIMITS, pipeline, cost)
     ran = simulate(schedule, cost, pipeline)
-    assert ran.stale == 0
+    assert ran.num_stale_batches == 0
     bound = lower_bound(samples, LIMITS, pipeline, cost)
     assert bound.makespan <= ran.makespan * (1 + 1e-9)
     assert bound.microbatches <= len(schedule.microbatches)

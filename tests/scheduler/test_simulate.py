@@ -172,8 +172,8 @@ def test_weights_are_stale_one_microbatch_too_early(num_stages):
         fill = tuple((dataclasses.replace(m[0], job=9 + m[0].job),) for m in others)
         return Schedule(microbatches=((a,), *fill, (b,)), limits=UNIT)
 
-    assert run(apart(num_stages), equal(num_stages)).stale == 0
-    assert run(apart(num_stages - 1), equal(num_stages)).stale == 1
+    assert run(apart(num_stages), equal(num_stages)).num_stale_batches == 0
+    assert run(apart(num_stages - 1), equal(num_stages)).num_stale_batches == 1
 
 
 def test_weights_are_stale_after_the_last_microbatch_of_a_batch():
@@ -182,7 +182,9 @@ def test_weights_are_stale_after_the_last_microbatch_of_a_batch():
     after = Sample(job=0, batch=1, index=0, num_tokens=10)
     other = Sample(job=1, batch=0, index=0, num_tokens=10)
     slots = ((first,), (other,), (last,), (after,))
-    assert run(Schedule(microbatches=slots, limits=UNIT), equal(3)).stale == 1
+    assert (
+        run(Schedule(microbatches=slots, limits=UNIT), equal(3)).num_stale_batches == 1
+    )
 
 
 def test_window_sum_by_hand():

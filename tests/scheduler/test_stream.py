@@ -11,7 +11,7 @@ from jaxlora.scheduler import (
     Pipeline,
     Sample,
     Schedule,
-    named,
+    get_packer,
 )
 from jaxlora.scheduler.stream import PlanAhead
 
@@ -30,7 +30,7 @@ def window(first: int, count: int = 3) -> tuple[Sample, ...]:
 def pack(samples) -> Schedule:
     token = AffineCost(base=0.0, per_token=0.5, per_square=0.0)
     cost = CostModel.uniform(1, forward=token, backward=token, buckets=(64,))
-    return named("joint")(samples, LIMITS, Pipeline(), cost)
+    return get_packer("joint")(samples, LIMITS, Pipeline(), cost)
 
 
 def test_takes_what_was_planned():

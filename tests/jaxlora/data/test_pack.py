@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxlora.data.pack import uncrowded
+from jaxlora.data.pack import split_by_segment_limit
 from jaxlora.scheduler import Sample
 
 lengths_of = st.lists(st.integers(1, 40), max_size=60)
@@ -15,7 +15,7 @@ def test_parts_hold_few_short_samples_and_lose_none(lengths, short, most):
         Sample(job=i // 7, batch=0, index=i, num_tokens=n)
         for i, n in enumerate(lengths)
     )
-    parts = uncrowded(microbatch, short, most)
+    parts = split_by_segment_limit(microbatch, short, most)
     assert tuple(s for part in parts for s in part) == microbatch
     num_short = [sum(s.num_tokens <= short for s in part) for part in parts]
     assert max(num_short) <= most

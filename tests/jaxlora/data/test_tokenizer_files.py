@@ -8,7 +8,7 @@ import tokenizers
 
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import ModelError
-from jaxlora.rust import explaining
+from jaxlora.rust import wrap_errors
 
 
 def changed(folder, name, **values):
@@ -159,7 +159,7 @@ def test_a_panic_is_an_error_and_says_nothing_else(capfd):
         pytest.raises(
             ModelError, match=r"t\.json: cannot be read \(oh no\)\. Fetch it"
         ),
-        explaining("t.json", "Fetch it again.", ModelError),
+        wrap_errors("t.json", "Fetch it again.", ModelError),
     ):
         os.write(2, b"thread '<unnamed>' panicked at src/lib.rs\n")
         raise PanicException("oh no")
@@ -167,9 +167,9 @@ def test_a_panic_is_an_error_and_says_nothing_else(capfd):
 
 
 def test_what_else_is_written_is_kept(capfd):
-    with explaining("t.json", "Fetch it again.", ModelError):
+    with wrap_errors("t.json", "Fetch it again.", ModelError):
         os.write(2, b"a warning\n")
-    with pytest.raises(ModelError), explaining("t.json", "Fetch it.", ModelError):
+    with pytest.raises(ModelError), wrap_errors("t.json", "Fetch it.", ModelError):
         os.write(2, b"an error\n")
         raise ValueError("an error")
     assert capfd.readouterr().err == "a warning\nan error\n"
@@ -177,5 +177,5 @@ def test_what_else_is_written_is_kept(capfd):
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, MemoryError])
 def test_what_is_no_panic_passes(kind):
-    with pytest.raises(kind), explaining("t.json", "Fetch it.", ModelError):
+    with pytest.raises(kind), wrap_errors("t.json", "Fetch it.", ModelError):
         raise kind

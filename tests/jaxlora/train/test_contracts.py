@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxlora import RunConfig
-from jaxlora.data.pack import pack_microbatch, uncrowded
+from jaxlora.data.pack import pack_microbatch, split_by_segment_limit
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.scheduler import Limits, greedy
 from jaxlora.train import prepare
@@ -91,7 +91,9 @@ def test_microbatches_in_parts_teach_the_same(train, jobs, monkeypatch):
     whole = train(jobs[:3])
 
     def in_parts(self, microbatches):
-        return [part for m in microbatches for part in uncrowded(m, 10**6, 2)]
+        return [
+            part for m in microbatches for part in split_by_segment_limit(m, 10**6, 2)
+        ]
 
     monkeypatch.setattr(Executor, "_uncrowded", in_parts)
     names = [job.name for job in jobs[:3]]

@@ -11,8 +11,8 @@ from jaxlora.scheduler import (
     Limits,
     Pipeline,
     Sample,
+    get_packer,
     lower_bound,
-    named,
     violations,
     window_sum,
 )
@@ -49,9 +49,9 @@ JOBS = st.lists(
 @hypothesis.given(jobs=JOBS)
 def test_rules_and_determinism(name, num_stages, jobs):
     samples, pipeline = samples_of(jobs), Pipeline.one_f_one_b(num_stages)
-    schedule = named(name)(samples, LIMITS, pipeline, cost(num_stages))
+    schedule = get_packer(name)(samples, LIMITS, pipeline, cost(num_stages))
     assert violations(schedule, samples, distance=pipeline.distance) == []
-    assert schedule == named(name)(samples, LIMITS, pipeline, cost(num_stages))
+    assert schedule == get_packer(name)(samples, LIMITS, pipeline, cost(num_stages))
 
 
 @hypothesis.settings(max_examples=50, deadline=None)
@@ -59,7 +59,7 @@ def test_rules_and_determinism(name, num_stages, jobs):
 def test_joint_is_never_slower_than_by_rounds(jobs):
     samples = samples_of(jobs)
     joint, greedy = (
-        named(name)(samples, LIMITS, Pipeline(), cost(1))
+        get_packer(name)(samples, LIMITS, Pipeline(), cost(1))
         for name in ("joint", "greedy")
     )
     assert window_sum(joint, cost(1)) <= window_sum(greedy, cost(1))
@@ -76,11 +76,11 @@ def test_small_jobs_are_not_left_over(capacity):
     samples, limits = samples_of(jobs), Limits(capacity=capacity, block_tokens=64)
     token = AffineCost(base=0.0, per_token=0.5, per_square=0.0)
     one = CostModel.uniform(1, forward=token, backward=token, buckets=(capacity,))
-    schedule = named("joint")(samples, limits, Pipeline(), one)
+    schedule = get_packer("joint")(samples, limits, Pipeline(), one)
     fewest = lower_bound(samples, limits, Pipeline(), one).microbatches
     assert len(schedule.microbatches) <= fewest + 1
 
 
 def test_no_such_packer():
     with pytest.raises(ValueError, match=r"no packer 'best'; there are \['greedy'"):
-        named("best")
+        get_packer("best")

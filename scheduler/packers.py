@@ -20,7 +20,7 @@ from jaxlora.scheduler.types import (
 PackerName = Literal["joint", "greedy", "lorafusion"]
 
 
-def named(name: PackerName) -> Packer:
+def get_packer(name: PackerName) -> Packer:
     """The packer of a name.
 
     Raises:
