@@ -1,11 +1,11 @@
 from ._version import __version__
-from .adapter import Adapter, LoraWeights
+from .adapters.adapter import Adapter, LoraWeights
+from .adapters.merge import merge_adapter
+from .adapters.peft_export import export_peft
+from .adapters.peft_import import import_peft
 from .config import DataConfig, LoraJob, RunConfig
 from .errors import JaxloraError
 from .hf.load import BaseModel, load_model
-from .hf.merge import merge_adapter
-from .hf.peft_export import export_peft
-from .hf.peft_import import import_peft
 from .models.config import ModelConfig
 from .models.decoder import Decoder, DecoderOptions, DecoderSpec
 from .modules.multi_lora_linear import (

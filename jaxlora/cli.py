@@ -196,7 +196,7 @@ def _convert(arguments: argparse.Namespace) -> None:
 
 
 def _merge(arguments: argparse.Namespace) -> None:
-    from jaxlora.hf.merge import merge_adapter
+    from jaxlora.adapters.merge import merge_adapter
 
     folder = merge_adapter(
         arguments.base,

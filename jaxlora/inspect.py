@@ -9,12 +9,12 @@ import pathlib
 from rich.console import Console
 from rich.table import Table
 
+from jaxlora.adapters.peft_export import CONFIG_FILE, WEIGHTS_FILE
 from jaxlora.console import literal, show
 from jaxlora.errors import JaxloraError
 from jaxlora.hf.checkpoint import open_checkpoint
 from jaxlora.hf.files import hub_revision, model_folder, read_json
 from jaxlora.hf.names import linear_names
-from jaxlora.hf.peft_export import CONFIG_FILE, WEIGHTS_FILE
 from jaxlora.hf.tensor_file import TensorFile
 from jaxlora.run_file import load_run
 

@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 
-from jaxlora.adapter import lora_scaling
+from jaxlora.adapters.adapter import lora_scaling
 from jaxlora.config import LoraJob
 from jaxlora.errors import ConfigError
 from jaxlora.patterns import Patterns

@@ -29,13 +29,13 @@ def measure(model: str, num_layers: int | None, serial: bool) -> dict:
     import jax
     import jax.numpy as jnp
 
+    from jaxlora.adapters.optimizer import zero_state
     from jaxlora.hf.config import model_config
     from jaxlora.models.decoder import DecoderOptions, DecoderSpec
     from jaxlora.modules.multi_lora_linear import SlotShape
     from jaxlora.pallas_kernels import compile_program
     from jaxlora.scheduler import Limits
     from jaxlora.train import memory
-    from jaxlora.train.optimizer import zero_state
     from jaxlora.train.step import CompiledSteps, no_garbage_collection
 
     tokens, longest, mean = _LENGTHS.get(model, _USUAL_LENGTHS)

@@ -46,7 +46,7 @@ _FILES = (
     ("modules/", ELEMENTWISE),
     ("models/", ELEMENTWISE),
     ("pallas_kernels/", OWN),  # but for products
-    ("train/optimizer.py", OPTIMISER),
+    ("adapters/optimizer.py", OPTIMISER),
     ("train/step.py", OWN),  # sums of gradients
 )
 _PRODUCT_FILES = ("pallas_kernels/", "modules/multi_lora_linear.py")

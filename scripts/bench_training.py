@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlora.adapters.optimizer import Hyper
+from jaxlora.adapters.slots import SlotTable, fresh_adapter
 from jaxlora.config import DataConfig, LoraJob
 from jaxlora.data.pack import PackedBatch
 from jaxlora.hf.names import linear_names, linear_path
@@ -19,9 +21,7 @@ from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.pallas_kernels import compile_program
 from jaxlora.scheduler import Limits
 from jaxlora.targets import resolve_targets
-from jaxlora.train.optimizer import Hyper
 from jaxlora.train.prepare import without_mosaic
-from jaxlora.train.slots import SlotTable, fresh_adapter
 from jaxlora.train.step import (
     CompiledSteps,
     SlotKeys,

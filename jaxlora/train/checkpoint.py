@@ -17,9 +17,9 @@ import orbax.checkpoint as ocp
 import safetensors
 import safetensors.numpy
 
+from jaxlora.adapters.optimizer import AdapterState
 from jaxlora.atomic import sync_files
 from jaxlora.errors import CheckpointError
-from jaxlora.train.optimizer import AdapterState
 from jaxlora.train.read_checkpoint import (
     FORMAT,
     ITEM,

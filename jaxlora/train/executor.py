@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxlora.adapters.optimizer import Hyper, StepResult
+from jaxlora.adapters.slots import SlotTable
 from jaxlora.data.pack import (
     JobBatch,
     PackedBatch,
@@ -19,8 +21,6 @@ from jaxlora.models.decoder import DecoderSpec
 from jaxlora.modules.cudnn_attention import crowd
 from jaxlora.scheduler import Limits, Microbatch, Schedule, greedy
 from jaxlora.train.job_run import JobRun
-from jaxlora.train.optimizer import Hyper, StepResult
-from jaxlora.train.slots import SlotTable
 from jaxlora.train.step import Base, CompiledSteps, JobLosses, SlotKeys, compiled
 
 

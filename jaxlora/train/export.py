@@ -10,7 +10,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxlora.adapter import Adapter, LoraWeights
+from jaxlora.adapters.adapter import Adapter, LoraWeights
+from jaxlora.adapters.export_record import (
+    Export,
+    ExportRecord,
+    check_replaceable,
+    read_export,
+)
+from jaxlora.adapters.peft_export import export_peft
+from jaxlora.adapters.slots import adapter_from_rows
 from jaxlora.atomic import (
     find_complete_folder,
     remove_leftovers,
@@ -18,14 +26,7 @@ from jaxlora.atomic import (
     sync_files,
 )
 from jaxlora.errors import AdapterError, CheckpointError
-from jaxlora.hf.export_record import (
-    Export,
-    ExportRecord,
-    check_replaceable,
-    read_export,
-)
 from jaxlora.hf.names import linear_path
-from jaxlora.hf.peft_export import export_peft
 from jaxlora.models.stacks import by_path
 from jaxlora.train.job_run import JobProgress
 from jaxlora.train.read_checkpoint import (
@@ -35,7 +36,6 @@ from jaxlora.train.read_checkpoint import (
 )
 from jaxlora.train.run_folder import ADAPTERS, CHECKPOINTS, read_run_record
 from jaxlora.train.saved_run import SavedAdapter, SavedRun
-from jaxlora.train.slots import adapter_from_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

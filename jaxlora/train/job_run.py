@@ -8,12 +8,12 @@ from typing import Literal
 
 import numpy as np
 
-from jaxlora.adapter import Adapter
+from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.learning_rate import learning_rate
 from jaxlora.config import LoraJob
 from jaxlora.data.order import JobOrder
 from jaxlora.data.pack import JobBatch
 from jaxlora.data.tokenize import TokenizedData
-from jaxlora.train.learning_rate import learning_rate
 
 Status = Literal["waiting", "running", "finished", "stopped", "stopped early", "failed"]
 

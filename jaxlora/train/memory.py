@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jax_core
 
+from jaxlora.adapters.slots import SlotTable
 from jaxlora.data.pack import PackedBatch
 from jaxlora.models.decoder import DecoderSpec, Remat, SlotSettings
 from jaxlora.models.stacks import by_path
 from jaxlora.modules.attention import packed_attention
 from jaxlora.scheduler import Limits
-from jaxlora.train.slots import SlotTable
 from jaxlora.train.step import (
     Base,
     CompiledSteps,

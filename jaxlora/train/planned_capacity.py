@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
+from jaxlora.adapters.peft_import import import_peft
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.tokenize import TokenizedData
 from jaxlora.hf.checkpoint import planned_config
 from jaxlora.hf.load import base_dtype
 from jaxlora.hf.names import linear_names, linear_path, tensor_specs
-from jaxlora.hf.peft_import import import_peft
 from jaxlora.models.config import ModelConfig
 from jaxlora.targets import resolve_targets
 from jaxlora.train import prepare

@@ -8,14 +8,15 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlora.adapter import Adapter
+from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.peft_import import import_peft
+from jaxlora.adapters.slots import fresh_adapter
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.tokenize import TokenizedData, tokenize_job
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.errors import ConfigError
 from jaxlora.hf.load import BaseModel
 from jaxlora.hf.names import linear_names, linear_path
-from jaxlora.hf.peft_import import import_peft
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.decoder import DecoderOptions, DecoderSpec
 from jaxlora.modules.attention import AttentionImplementation
@@ -24,7 +25,6 @@ from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.pallas_kernels import Implementation, mosaic_unsupported
 from jaxlora.targets import resolve_targets
 from jaxlora.train.job_run import JobRun
-from jaxlora.train.slots import fresh_adapter
 
 logger = logging.getLogger(__name__)
 

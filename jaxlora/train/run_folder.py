@@ -7,9 +7,9 @@ import os
 import pathlib
 from collections.abc import Iterable
 
+from jaxlora.adapters.export_record import is_ours, read_export
 from jaxlora.atomic import recover_folder, remove_leftovers, write_text
 from jaxlora.errors import AdapterError, CheckpointError
-from jaxlora.hf.export_record import is_ours, read_export
 from jaxlora.train.run_log import METRICS_FILE
 from jaxlora.train.saved_run import RunRecord, read_sealed, sealed
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlora.adapters.optimizer import AdapterState, Pending, Tables, optimizer_step
 from jaxlora.data.pack import PackedBatch
 from jaxlora.models.decoder import DecoderSpec, SlotSettings
 from jaxlora.models.stacks import added, by_path
@@ -21,7 +22,6 @@ from jaxlora.modules.attention import AttentionImplementation, compiler_options
 from jaxlora.modules.loss import target_nll
 from jaxlora.modules.multi_lora_linear import Routing
 from jaxlora.pallas_kernels import compile_program
-from jaxlora.train.optimizer import AdapterState, Pending, Tables, optimizer_step
 
 logger = logging.getLogger(__name__)
 

@@ -9,13 +9,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jaxlora.adapters.export_record import ExportRecord
+from jaxlora.adapters.peft_export import export_peft
+from jaxlora.adapters.slots import SlotTable
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import ConfigError
-from jaxlora.hf.export_record import ExportRecord
 from jaxlora.hf.load import BaseModel, load_model
 from jaxlora.hf.names import linear_names
-from jaxlora.hf.peft_export import export_peft
 from jaxlora.train import prepare
 from jaxlora.train.capacity import Bounds, Capacity, as_begun, provisional
 from jaxlora.train.checkpoint import Checkpoints, check_same_run
@@ -40,7 +41,6 @@ from jaxlora.train.run_folder import (
 from jaxlora.train.run_lock import RunLock, check_not_in_use
 from jaxlora.train.run_log import RunLog
 from jaxlora.train.saved_run import RunIdentity, RunRecord, SavedAdapter, SavedRun
-from jaxlora.train.slots import SlotTable
 from jaxlora.train.step import compiled_steps
 from jaxlora.train.windows import Windows
 

@@ -10,9 +10,9 @@ import numpy as np
 import safetensors.numpy
 
 from jaxlora import import_peft, load_model
+from jaxlora.adapters.merge import merge_adapter
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.hf.convert import convert
-from jaxlora.hf.merge import merge_adapter
 from jaxlora.inspect import inspect_path
 from jaxlora.train.prepare import linear_shapes
 from tests import tiny

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxlora import export_peft, import_peft, load_model, merge_adapter
-from jaxlora.adapter import Adapter
+from jaxlora.adapters.adapter import Adapter
 from jaxlora.train.prepare import linear_shapes
 from tests.jaxlora.hf.test_peft_golden import logits
 from tests.jaxlora.models.test_logits import FAMILIES, MODELS, packed_logits

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from jaxlora.adapters.merge import merge_adapter
 from jaxlora.errors import AdapterError, ModelError
 from jaxlora.hf.checkpoint import open_checkpoint, planned_config
 from jaxlora.hf.convert import convert
-from jaxlora.hf.merge import merge_adapter
 from tests import tiny
 from tests.jaxlora.hf.loading import load_model
 

@@ -7,11 +7,11 @@ import os
 import pytest
 import safetensors
 
+from jaxlora.adapters.merge import merge_adapter
+from jaxlora.adapters.peft_import import import_peft
 from jaxlora.errors import AdapterError, ModelError
 from jaxlora.hf.checkpoint import open_checkpoint
 from jaxlora.hf.convert import convert
-from jaxlora.hf.merge import merge_adapter
-from jaxlora.hf.peft_import import import_peft
 from jaxlora.hf.tensor_file import TensorFile
 from tests.jaxlora.hf.loading import load_model
 

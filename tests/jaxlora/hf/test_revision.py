@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jaxlora import RunConfig, Trainer
+from jaxlora.adapters.merge import merge_adapter
 from jaxlora.cli import main
 from jaxlora.errors import ModelError
 from jaxlora.hf.convert import convert
 from jaxlora.hf.files import model_folder
-from jaxlora.hf.merge import merge_adapter
 from jaxlora.train.export import export_checkpoint
 from tests import tiny
 from tests.jaxlora.hf.loading import load_model

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 
 from jaxlora import LoraJob, RunConfig, Trainer
+from jaxlora.adapters.peft_import import import_peft
 from jaxlora.hf.load import BaseModel, load_model
-from jaxlora.hf.peft_import import import_peft
 from jaxlora.train.prepare import linear_shapes
 from jaxlora.train.run_log import read_events
 from tests import tiny

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlora.adapter import Adapter, LoraWeights
-from jaxlora.hf.export_record import ExportRecord
-from jaxlora.hf.peft_export import export_peft
+from jaxlora.adapters.adapter import Adapter, LoraWeights
+from jaxlora.adapters.export_record import ExportRecord
+from jaxlora.adapters.optimizer import AdapterState, zero_state
+from jaxlora.adapters.peft_export import export_peft
 from jaxlora.models.stacks import by_path
 from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.job_run import JobProgress
-from jaxlora.train.optimizer import AdapterState, zero_state
 from jaxlora.train.run_folder import write_run_record
 from jaxlora.train.saved_run import RunIdentity, RunRecord, SavedAdapter, SavedRun
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from jaxlora import RunConfig
+from jaxlora.adapters.optimizer import Hyper
+from jaxlora.adapters.slots import SlotTable
 from jaxlora.data.pack import pack_microbatch, split_by_segment_limit
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.scheduler import Limits, greedy
 from jaxlora.train import prepare
 from jaxlora.train.executor import Executor
-from jaxlora.train.optimizer import Hyper
-from jaxlora.train.slots import SlotTable
 from jaxlora.train.step import CompiledSteps, SlotKeys
 from tests.jaxlora.train import fused
 from tests.oracle import relative_error

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxlora.adapters.slots import SlotTable
 from jaxlora.hf.config import model_config
 from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.models.decoder import DecoderOptions, DecoderSpec, Remat
@@ -14,7 +15,6 @@ from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.scheduler import Limits
 from jaxlora.train import memory
 from jaxlora.train.memory import Footprint
-from jaxlora.train.slots import SlotTable
 from jaxlora.train.step import CompiledSteps
 from tests.jaxlora.train import fused
 from tests.tiny import CONFIG

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxlora import LoraJob, import_peft, load_model
+from jaxlora.adapters.slots import SlotTable
 from jaxlora.config import RunConfig
 from jaxlora.data.tokenize import TokenizedData, TokenizedSample
 from jaxlora.scheduler import Limits
@@ -18,7 +19,6 @@ from jaxlora.train import prepare
 from jaxlora.train.executor import Executor
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.lineup import pack_window
-from jaxlora.train.slots import SlotTable
 from jaxlora.train.step import CompiledSteps
 from tests.oracle import relative_error
 

@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxlora.adapters.merge import merge_adapter
 from jaxlora.errors import AdapterError, ConfigError, ModelError
-from jaxlora.hf.merge import merge_adapter
 from jaxlora.hf.tensor_file import TensorFile
 from tests import tiny
 from tests.jaxlora.hf.loading import load_model

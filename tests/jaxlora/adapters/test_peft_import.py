@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from jaxlora.adapters.peft_import import import_peft
 from jaxlora.errors import AdapterError
-from jaxlora.hf.peft_import import import_peft
 
 PREFIX = "base_model.model."
 Q = "model.layers.0.self_attn.q_proj"

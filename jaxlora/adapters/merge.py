@@ -6,13 +6,13 @@ from collections.abc import Iterator
 import ml_dtypes
 import numpy as np
 
-from jaxlora.adapter import Adapter
+from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.peft_import import import_peft
 from jaxlora.errors import ConfigError, ModelError
 from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
 from jaxlora.hf.files import model_folder, tokenizer_files
 from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.names import linear_names, linear_path
-from jaxlora.hf.peft_import import import_peft
 from jaxlora.hf.save import save_checkpoint
 
 _DTYPES = {

@@ -7,10 +7,10 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from jaxlora.adapter import Adapter, LoraWeights
+from jaxlora.adapters.adapter import Adapter, LoraWeights
+from jaxlora.adapters.peft_export import export_peft
+from jaxlora.adapters.peft_import import import_peft
 from jaxlora.errors import AdapterError
-from jaxlora.hf.peft_export import export_peft
-from jaxlora.hf.peft_import import import_peft
 from jaxlora.targets import pattern_value
 
 PREFIX = "base_model.model."

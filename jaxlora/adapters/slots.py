@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlora.adapter import Adapter, LoraWeights
+from jaxlora.adapters.adapter import Adapter, LoraWeights
+from jaxlora.adapters.optimizer import Tables, zero_state
 from jaxlora.config import LoraJob
 from jaxlora.hf.names import linear_path
 from jaxlora.models.decoder import DecoderSpec, SlotSettings
 from jaxlora.models.stacks import by_path
 from jaxlora.targets import ModuleLora
-from jaxlora.train.optimizer import Tables, zero_state
 from jaxlora.train.step import CompiledSteps
 
 

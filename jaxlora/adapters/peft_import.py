@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxlora.adapter import Adapter, LoraWeights
+from jaxlora.adapters.adapter import Adapter, LoraWeights
+from jaxlora.adapters.peft_export import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from jaxlora.errors import AdapterError, ConfigError, ModelError
 from jaxlora.hf.magnitude import check_finite
-from jaxlora.hf.peft_export import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from jaxlora.hf.tensor_file import TensorFile
 from jaxlora.json_file import read_json_file, shown
 from jaxlora.patterns import Patterns

@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import safetensors.numpy
 
-from jaxlora.adapter import Adapter
-from jaxlora.atomic import replace_folder, sync_files
-from jaxlora.hf.export_record import (
+from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.export_record import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     ExportRecord,
     check_replaceable,
     write_record,
 )
+from jaxlora.atomic import replace_folder, sync_files
 
 logger = logging.getLogger(__name__)
 

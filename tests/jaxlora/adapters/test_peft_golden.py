@@ -18,10 +18,10 @@ from jaxlora import (
     import_peft,
     load_model,
 )
+from jaxlora.adapters.slots import SlotTable
 from jaxlora.hf.names import linear_path
 from jaxlora.models.stacks import by_path
 from jaxlora.train.prepare import linear_shapes
-from jaxlora.train.slots import SlotTable
 from jaxlora.train.step import CompiledSteps
 from tests.oracle import relative_error
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxlora.adapter import Adapter, LoraWeights
+from jaxlora.adapters.adapter import Adapter, LoraWeights
+from jaxlora.adapters.peft_export import export_peft
 from jaxlora.hf.config import model_config
 from jaxlora.hf.names import linear_names, linear_path, tensor_specs
-from jaxlora.hf.peft_export import export_peft
 from tests import tiny
 
 
