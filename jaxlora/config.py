@@ -234,7 +234,8 @@ class RunConfig(StrictModel):
         remat: Part of each layer that the backward pass recomputes to save memory:
             `none`, `mlp` (with its norm), or `layer`.
         implementation: Which LoRA kernels run: `mosaic` (Hopper) or `xla` (anywhere);
-            `auto` takes `mosaic` where it can run every adapted linear.
+            `auto` takes the first back end of `pallas_kernels.BACKENDS` that can run
+            every adapted linear.
         attention: Attention implementation: `cudnn` (Hopper and newer) or `xla`
             (anywhere); `auto` takes `cudnn` where it can run the model.
         window_steps: Optimiser steps of each job that are packed together, as one
@@ -263,7 +264,7 @@ class RunConfig(StrictModel):
     block_tokens: PositiveInt = 64
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     remat: Literal["none", "mlp", "layer"] = "none"
-    implementation: Literal["auto", "xla", "mosaic"] = "auto"
+    implementation: str = "auto"
     attention: Literal["auto", "cudnn", "xla"] = "auto"
     window_steps: PositiveInt = 4
     packer: PackerName = "joint"
@@ -291,6 +292,17 @@ class RunConfig(StrictModel):
         if tokens != "auto" and not (is_number and tokens >= 1):
             raise ValueError("wanted a positive number of tokens, or auto.")
         return tokens
+
+    @pydantic.field_validator("implementation")
+    @classmethod
+    def _implementation_is_known(cls, name: str) -> str:
+        if name != "auto":
+            # Importing the table takes JAX, which most uses of a config do not need.
+            from jaxlora.pallas_kernels import BACKENDS
+
+            if name not in BACKENDS:
+                raise ValueError(f"wanted auto or one of {', '.join(BACKENDS)}.")
+        return name
 
     @pydantic.model_validator(mode="after")
     def _jobs_fit_together(self):

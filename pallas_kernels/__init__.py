@@ -1,30 +1,26 @@
 """LoRA kernels as functions of arrays, independent of models and jobs."""
 
+from jaxlora.pallas_kernels.backends import BACKENDS, Backend, get_backend
 from jaxlora.pallas_kernels.dropout import Dropout, MaskWords, dropout_keys, mask_words
 from jaxlora.pallas_kernels.mosaic.compile import compile_program
-from jaxlora.pallas_kernels.mosaic.layer import unsupported as mosaic_unsupported
-from jaxlora.pallas_kernels.multi_lora_linear import (
-    IMPLEMENTATIONS,
-    Implementation,
-    multi_lora_linear,
-    multi_lora_linears,
-)
-from jaxlora.pallas_kernels.projection import Projection
+from jaxlora.pallas_kernels.op import multi_lora_linear, multi_lora_linears
+from jaxlora.pallas_kernels.projection import LinearShape, Projection
 from jaxlora.pallas_kernels.reference import multi_lora_linear_reference
 from jaxlora.pallas_kernels.settings import KernelSettings, kernel_settings
 
 __all__ = [
-    "IMPLEMENTATIONS",
+    "BACKENDS",
+    "Backend",
     "Dropout",
-    "Implementation",
     "KernelSettings",
+    "LinearShape",
     "MaskWords",
     "Projection",
     "compile_program",
     "dropout_keys",
+    "get_backend",
     "kernel_settings",
     "mask_words",
-    "mosaic_unsupported",
     "multi_lora_linear",
     "multi_lora_linear_reference",
     "multi_lora_linears",

@@ -52,15 +52,15 @@ class Dropout:
     words: MaskWords | None = None
 
     def given_key(self) -> UInt[Array, "G 2"]:
-        """The key.
+        """Returns the key.
 
         Raises:
             ValueError: There is none.
         """
         if self.key is None:
             raise ValueError(
-                "dropout has no key: only implementation='mosaic' can do with words "
-                "made beforehand. Give the key of dropout_keys."
+                "dropout has no key, and this implementation does not take words made "
+                "beforehand. Give the key of dropout_keys."
             )
         return self.key
 

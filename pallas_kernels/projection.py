@@ -1,9 +1,10 @@
-"""A frozen linear with adapters, as an argument of the kernels."""
+"""A frozen linear with adapters as the kernels see it, and its shape."""
 
 import dataclasses
 import typing
 
 import jax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxlora.pallas_kernels.dropout import Dropout
@@ -38,3 +39,22 @@ class Projection:
     bias: Float[Array, " N"] | None = None
     dropout: Dropout | None = None
     settings: KernelSettings | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearShape:
+    """The sizes on which it depends whether a back end can run a linear.
+
+    Attributes:
+        dtype: Dtype of x and w.
+        in_features: K.
+        out_features: N.
+        rank: R, the largest rank of a slot.
+        block_tokens: Rows of a token block, T / NB.
+    """
+
+    dtype: DTypeLike
+    in_features: int
+    out_features: int
+    rank: int
+    block_tokens: int

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, UInt
 from jaxlora.pallas_kernels.dropout import inverse_keep, threshold
 
 RANK_STEP = 64  # ranks of one step of the kernels' LoRA products
-_ROWS = ("factor", "chunks", "threshold")
+ROWS = ("factor", "chunks", "threshold")
 
 
 @typing.no_type_check  # JAX rebuilds it around things that are no arrays
@@ -42,14 +42,14 @@ class KernelSettings:
 
         XLA's compile time grows with the number of a kernel's operands.
         """
-        unread = {name: None for name in _ROWS if name not in names}
+        unread = {name: None for name in ROWS if name not in names}
         return dataclasses.replace(self, **unread)
 
     def here(self) -> "KernelSettings":
         """Selects this projection's rows, G each. Only for use in a kernel."""
         refs: Any = self
         place = refs.place[0]
-        given = {name: getattr(refs, name) for name in _ROWS}
+        given = {name: getattr(refs, name) for name in ROWS}
         rows = {k: None if ref is None else ref.at[place] for k, ref in given.items()}
         return KernelSettings(**rows, place=None)
 

@@ -23,7 +23,7 @@ import numpy as np
 from jaxlora.data.pack import JobBatch, PackedBatch, pack_microbatch
 from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
-from jaxlora.pallas_kernels import IMPLEMENTATIONS
+from jaxlora.pallas_kernels import BACKENDS
 from jaxlora.scheduler import Limits
 from jaxlora.train.lineup import pack_window
 from jaxlora.train.prepare import chosen_attention
@@ -90,7 +90,7 @@ class Bench:
         setup = self._setup(1, args.microbatch_tokens)
         reason = setup.unsupported()
         if reason is not None:
-            raise SystemExit(f"mosaic cannot run this: {reason}")
+            raise SystemExit(f"{args.implementation} cannot run this: {reason}")
         self._base = random_base(setup.spec().base_shapes())
         self._compiled: dict[tuple[int, int], Training] = {}
 
@@ -224,7 +224,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--output-dir", type=Path, default=Path("bench"))
     out.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
     out.add_argument("--layers", type=int, help="instead of the model's own")
-    out.add_argument("--implementation", choices=IMPLEMENTATIONS, default="mosaic")
+    out.add_argument("--implementation", choices=BACKENDS, default="mosaic")
     out.add_argument("--jobs", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     out.add_argument("--step-tokens", type=int, nargs="+", default=[512, 2048, 8192])
     out.add_argument("--median-tokens", type=int, nargs="+", default=[128, 600])

@@ -152,7 +152,7 @@ def _measure_jaxlora(
         options=DecoderOptions(
             dtype=jnp.dtype(case.dtype),
             remat=row.remat,  # type: ignore[arg-type]
-            implementation=row.implementation,  # type: ignore[arg-type]
+            implementation=row.implementation,
             attention=chosen_attention(
                 case.attention,  # type: ignore[arg-type]
                 jnp.dtype(case.dtype),
@@ -168,7 +168,7 @@ def _measure_jaxlora(
     )
     reason = setup.unsupported()
     if reason is not None:
-        return {"skipped": f"mosaic cannot run this: {reason}"}
+        return {"skipped": f"{row.implementation} cannot run this: {reason}"}
     batches = [m.packed for m in drawn]
     base = jax.block_until_ready(random_base(setup.spec().base_shapes()))
     training = bench_training.Training(setup, base, batches[0])

@@ -18,10 +18,10 @@ from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.decoder import DecoderOptions, DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
-from jaxlora.pallas_kernels import compile_program
+from jaxlora.pallas_kernels import compile_program, get_backend
 from jaxlora.scheduler import Limits
 from jaxlora.targets import resolve_targets
-from jaxlora.train.prepare import without_mosaic
+from jaxlora.train.prepare import kernels_unsupported
 from jaxlora.train.step import (
     CompiledSteps,
     SlotKeys,
@@ -63,9 +63,10 @@ class Setup:
 
     def unsupported(self) -> str | None:
         """Returns why the LoRA kernels asked for cannot run this, or None."""
-        if self.options.implementation != "mosaic" or not self.num_jobs:
+        if not self.num_jobs:
             return None
-        return without_mosaic(self.spec(), self.limits.block_tokens)
+        backend = get_backend(self.options.implementation)
+        return kernels_unsupported(backend, self.spec(), self.limits.block_tokens)
 
 
 class Training:

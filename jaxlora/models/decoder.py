@@ -30,7 +30,6 @@ from jaxlora.modules.multi_lora_linear import (
 )
 from jaxlora.modules.norm import RmsNorm
 from jaxlora.modules.rope import rope_frequencies, rope_table
-from jaxlora.pallas_kernels import Implementation
 
 # The part of each layer that the backward pass recomputes instead of keeping it.
 Remat = Literal["none", "mlp", "layer"]
@@ -55,7 +54,7 @@ class DecoderOptions:
         dtype: Dtype of weights and activations.
         remat: Part of each layer that the backward pass recomputes instead of keeping
             it: nothing, the MLP with its norm, or the whole layer.
-        implementation: Implementation of the LoRA kernels.
+        implementation: Name of the LoRA kernels' back end.
         attention: Implementation of attention.
         max_segment_tokens: Upper bound on the length of packed samples.
         mean_segment_tokens: Mean length of the samples of the job with the shortest
@@ -65,7 +64,7 @@ class DecoderOptions:
 
     dtype: jnp.dtype
     remat: Remat = "none"
-    implementation: Implementation = "xla"
+    implementation: str = "xla"
     attention: AttentionImplementation = "xla"
     max_segment_tokens: int
     mean_segment_tokens: int = 64

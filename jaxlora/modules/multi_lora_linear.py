@@ -14,11 +14,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxlora.pallas_kernels import (
     Dropout,
-    Implementation,
     KernelSettings,
     MaskWords,
     Projection,
     dropout_keys,
+    get_backend,
     kernel_settings,
     mask_words,
     multi_lora_linears,
@@ -117,7 +117,7 @@ class MultiLoraLinear(nnx.Module):
         dtype: DTypeLike = jnp.bfloat16,
         layer: int = 0,
         projection: int = 0,
-        implementation: Implementation = "xla",
+        implementation: str = "xla",
         rngs: nnx.Rngs,
     ):
         """Makes the layer with a random kernel and empty slots.
@@ -130,7 +130,7 @@ class MultiLoraLinear(nnx.Module):
             dtype: Of kernel, bias and activations.
             layer: Keys the dropout masks, with `projection`.
             projection: Keys the dropout masks; differs between layers that share x.
-            implementation: Which LoRA kernels run.
+            implementation: Name of the kernel back end in `pallas_kernels.BACKENDS`.
             rngs: Source of the random kernel.
         """
         k, n = in_features, out_features
@@ -231,7 +231,7 @@ class MultiLoraLinear(nnx.Module):
 
 
 def with_shared_inputs(linears: Iterable[MultiLoraLinear], routing: Routing) -> Routing:
-    """Adds to the routing the inputs that the fused kernels of all linears can share.
+    """Adds to the routing the inputs that the kernels of all linears can share.
 
     Otherwise each linear would compute its own in small XLA kernels. A decoder would
     have hundreds of these, which take XLA longer to compile than everything else.
@@ -239,7 +239,8 @@ def with_shared_inputs(linears: Iterable[MultiLoraLinear], routing: Routing) -> 
     fused = [
         linear
         for linear in linears
-        if linear.slots is not None and linear.implementation == "mosaic"
+        if linear.slots is not None
+        and get_backend(linear.implementation).takes_shared_inputs
     ]
     if not fused:
         return routing

@@ -16,6 +16,7 @@ from jaxlora.data.pack import PackedBatch
 from jaxlora.models.decoder import DecoderSpec, Remat, SlotSettings
 from jaxlora.models.stacks import by_path
 from jaxlora.modules.attention import packed_attention
+from jaxlora.pallas_kernels import get_backend
 from jaxlora.scheduler import Limits
 from jaxlora.train.step import (
     Base,
@@ -176,7 +177,7 @@ def estimated(spec: DecoderSpec, block_tokens: int, *, use_dropout: bool) -> Foo
     if options.remat != "none":
         # With remat, one layer at a time keeps what each layer keeps without remat.
         per_token += kept(1, remat="none") - one
-    if options.implementation == "xla" and use_dropout:
+    if use_dropout and get_backend(options.implementation).stores_masks:
         per_token += _mask_bytes(spec)
     # The MLP's arrays are free again when attention's gradient begins.
     attention = _attention_bytes(spec, t) - _MLP_KEEPS * _mlp_bytes(spec)

@@ -22,7 +22,7 @@ from jaxlora.models.decoder import DecoderOptions, DecoderSpec
 from jaxlora.modules.attention import AttentionImplementation
 from jaxlora.modules.cudnn_attention import cudnn_unsupported
 from jaxlora.modules.multi_lora_linear import SlotShape
-from jaxlora.pallas_kernels import Implementation, mosaic_unsupported
+from jaxlora.pallas_kernels import BACKENDS, Backend, LinearShape
 from jaxlora.targets import resolve_targets
 from jaxlora.train.job_run import JobRun
 
@@ -194,21 +194,31 @@ def _mean_tokens(data: TokenizedData) -> int:
     return data.num_tokens // len(data.samples)
 
 
-def _implementation(config: RunConfig, spec: DecoderSpec) -> Implementation:
-    """Returns the kernels that the run asks for, or the best supported for `auto`."""
-    reason = without_mosaic(spec, config.block_tokens)
-    if config.implementation == "mosaic" and reason is not None:
-        raise ConfigError(
-            f"implementation: mosaic cannot run this: {reason}. Use xla or auto."
-        )
-    if config.implementation != "auto":
-        logger.info("LoRA kernels: %s, as asked", config.implementation)
-        return config.implementation
-    if reason is None:
-        logger.info("LoRA kernels: mosaic")
-        return "mosaic"
-    logger.info("LoRA kernels: xla, as mosaic cannot run this: %s", reason)
-    return "xla"
+def _implementation(config: RunConfig, spec: DecoderSpec) -> str:
+    """Returns the back end asked for, or for `auto` the first that can run the model.
+
+    Raises:
+        ConfigError: The back end asked for cannot run the model here.
+    """
+    asked, block_tokens = config.implementation, config.block_tokens
+    if asked != "auto":
+        reason = kernels_unsupported(BACKENDS[asked], spec, block_tokens)
+        if reason is not None:
+            raise ConfigError(
+                f"implementation: {asked} cannot run this: {reason}. Use auto, or "
+                "another implementation."
+            )
+        logger.info("LoRA kernels: %s, as asked", asked)
+        return asked
+    reasons = []
+    for name, backend in BACKENDS.items():
+        reason = kernels_unsupported(backend, spec, block_tokens)
+        if reason is None:
+            why = f", as {'; '.join(reasons)}" if reasons else ""
+            logger.info("LoRA kernels: %s%s", name, why)
+            return name
+        reasons.append(f"{name} cannot run this: {reason}")
+    raise ConfigError(f"implementation: auto finds no kernels: {'; '.join(reasons)}.")
 
 
 def chosen_attention(
@@ -234,20 +244,22 @@ def chosen_attention(
     return "cudnn"
 
 
-def without_mosaic(spec: DecoderSpec, block_tokens: int) -> str | None:
-    """Why the Hopper kernels cannot run some adapted linear, or None."""
+def kernels_unsupported(
+    backend: Backend, spec: DecoderSpec, block_tokens: int
+) -> str | None:
+    """Returns why a back end cannot run some adapted linear, or None if it can."""
     assert spec.slots is not None
     shapes = spec.base_shapes()
     for path in sorted(spec.adapted):
         in_features, out_features = shapes[f"{path}.kernel"].shape
-        reason = mosaic_unsupported(
+        shape = LinearShape(
             dtype=spec.options.dtype,
             in_features=in_features,
             out_features=out_features,
             rank=spec.slots.rank,
             block_tokens=block_tokens,
         )
-        if reason is not None:
+        if (reason := backend.unsupported(shape)) is not None:
             return reason
     return None
 

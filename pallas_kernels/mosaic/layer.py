@@ -33,7 +33,7 @@ from jaxlora.pallas_kernels.mosaic.ring import COLUMNS, ROWS, STEP, RingShape
 from jaxlora.pallas_kernels.mosaic.routing import Blocks, blocks_of
 from jaxlora.pallas_kernels.mosaic.shrink import Shrink
 from jaxlora.pallas_kernels.mosaic.tuning import Gradient, band_for, beside, splits_for
-from jaxlora.pallas_kernels.projection import Projection
+from jaxlora.pallas_kernels.projection import LinearShape, Projection
 from jaxlora.pallas_kernels.settings import RANK_STEP, KernelSettings, kernel_settings
 
 MAX_RANK = 4 * STEP  # a tile holds the stages of all its ranks
@@ -42,23 +42,22 @@ _MOST_BESIDE = 3  # the compiler takes minutes for more kinds of work in a kerne
 assert RANK_STEP == STEP
 
 
-def unsupported(
-    *, dtype: Any, in_features: int, out_features: int, rank: int, block_tokens: int
-) -> str | None:
-    """Why these kernels cannot run such a layer here, or None if they can."""
+def unsupported(shape: LinearShape) -> str | None:
+    """Returns why these kernels cannot run such a linear here, or None if they can."""
     if (reason := unsupported_device()) is not None:
         return reason
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-        return f"dtype {jnp.dtype(dtype).name} is neither bfloat16 nor float16"
-    if any(n % STEP or n < 2 * STEP for n in (in_features, out_features)):
+    dtype, features = jnp.dtype(shape.dtype), (shape.in_features, shape.out_features)
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {dtype.name} is neither bfloat16 nor float16"
+    if any(n % STEP or n < 2 * STEP for n in features):
         return (
-            f"the layer's {in_features} x {out_features} features are not multiples of "
+            f"the layer's {features[0]} x {features[1]} features are not multiples of "
             f"{STEP}, at least {2 * STEP}"
         )
-    if rank > MAX_RANK:
-        return f"rank {rank} is larger than {MAX_RANK}"
-    if block_tokens % ROWS:
-        return f"token blocks of {block_tokens} rows are not a multiple of {ROWS}"
+    if shape.rank > MAX_RANK:
+        return f"rank {shape.rank} is larger than {MAX_RANK}"
+    if shape.block_tokens % ROWS:
+        return f"token blocks of {shape.block_tokens} rows are not a multiple of {ROWS}"
     return None
 
 

@@ -197,6 +197,11 @@ def test_names_that_are_no_folder_names(name):
             "microbatch_tokens=1000 is not a multiple of block_tokens=64",
         ),
         ([], {"dtype": "int8"}, r"dtype: .*'auto', 'bfloat16' or 'float32'"),
+        (
+            [],
+            {"implementation": "cuda"},
+            r"implementation: wanted auto or one of mosaic, xla\. \(given: 'cuda'\)",
+        ),
         ([], {"max_concurrent_jobs": 0}, r"max_concurrent_jobs: .*greater than 0"),
     ],
 )

@@ -1,5 +1,6 @@
 """Which LoRA kernels a run takes, and that it learns the same with either."""
 
+import dataclasses
 import logging
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from jaxlora import RunConfig, Trainer
 from jaxlora.errors import ConfigError
+from jaxlora.pallas_kernels import BACKENDS
 from jaxlora.train.run_log import read_events
 from tests.jaxlora.train import fused
 
@@ -39,6 +41,28 @@ def test_auto_says_why_it_takes_xla(model, jobs, tmp_path, caplog):
 def test_mosaic_where_it_cannot_run_is_refused(model, jobs, tmp_path):
     with pytest.raises(ConfigError, match="mosaic cannot run this"):
         run(model, jobs[:1], tmp_path / "asked", implementation="mosaic")
+
+
+def test_auto_takes_the_first_that_can(model, jobs, tmp_path, caplog, monkeypatch):
+    """Also one that no other file knows, which then trains the adapters."""
+    calls, xla = [], BACKENDS["xla"]
+
+    def forward(*args, **options):
+        calls.append(options)
+        return xla.forward(*args, **options)
+
+    first = dataclasses.replace(BACKENDS["mosaic"], unsupported=lambda _: "it is small")
+    toy = dataclasses.replace(xla, name="toy", forward=forward)
+    for name, backend in {"mosaic": first, "toy": toy, "xla": xla}.items():
+        monkeypatch.delitem(BACKENDS, name, raising=False)
+        monkeypatch.setitem(BACKENDS, name, backend)
+    with caplog.at_level(logging.INFO):
+        got = run(model, jobs[:1], tmp_path / "auto")
+    message = "LoRA kernels: toy, as mosaic cannot run this: it is small"
+    assert message in caplog.text
+    assert calls
+    plain = run(model, jobs[:1], tmp_path / "asked", implementation="xla")
+    assert got == plain and all(plain.values())
 
 
 @fused.only_where_it_runs

@@ -186,7 +186,7 @@ def test_dropout_follows_the_token_not_its_row():
         ({"x": jnp.zeros((80, K + 1))}, r"shapes do not fit: x \(80, 25\)"),
         ({"b": jnp.zeros((G, R + 1, N))}, "must share G and R"),
         ({"w": jnp.zeros((K, N), jnp.bfloat16)}, "share a dtype, got float32"),
-        ({"implementation": "cuda"}, "implementation='cuda' is unknown; there is: xla"),
+        ({"implementation": "cuda"}, "'cuda' is unknown. Use one of: mosaic, xla"),
     ],
 )
 def test_says_what_is_wrong(change, message):

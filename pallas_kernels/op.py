@@ -1,22 +1,22 @@
-"""Public ops: frozen linears with one LoRA for each token block."""
+"""Public ops: frozen linears with one LoRA for each token block.
+
+They check their arguments and call the back end that `implementation` names; see
+`backends.py`.
+"""
 
 import dataclasses
 import functools
 import typing
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxlora.pallas_kernels import xla
+from jaxlora.pallas_kernels.backends import BACKENDS, Backend, get_backend
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS, Dropout, MaskWords
-from jaxlora.pallas_kernels.mosaic import layer as mosaic
-from jaxlora.pallas_kernels.projection import Projection
-
-Implementation = Literal["xla", "mosaic"]
-IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
+from jaxlora.pallas_kernels.projection import LinearShape, Projection
 
 
 @typing.no_type_check  # at run time: `_check` says it better
@@ -33,7 +33,7 @@ def multi_lora_linear(
     dropout: Dropout | None = None,
     layer: Int[Array, ""] | int | None = None,
     w_transposed: bool = False,
-    implementation: Implementation = "xla",
+    implementation: str = "xla",
 ) -> Float[Array, "T N"]:
     """`y = x W + bias + scaling[g] * dropout(x) A[g] B[g]`, g by token block.
 
@@ -53,7 +53,7 @@ def multi_lora_linear(
         dropout: Mask of the LoRA path; None drops nothing.
         layer: Which weight of the stack; None: w is no stack.
         w_transposed: Whether w is stored N K.
-        implementation: Which kernels run: "mosaic" on Hopper, "xla" anywhere.
+        implementation: Name of the kernel back end in `BACKENDS`.
 
     Raises:
         ValueError: Shapes do not fit, T is not a multiple of NB, the dtypes of x and w
@@ -84,7 +84,7 @@ def multi_lora_linears(
     *,
     layer: Int[Array, ""] | int | None = None,
     w_transposed: bool = False,
-    implementation: Implementation = "xla",
+    implementation: str = "xla",
 ) -> tuple[Float[Array, "T _"], ...]:
     """`multi_lora_linear` for linears that share x, as q, k and v do.
 
@@ -97,7 +97,7 @@ def multi_lora_linears(
         block_adapter: The slot of each token block; -1 for padding.
         layer: Which weight of the stacks; None: the weights are no stacks.
         w_transposed: Whether the weights are stored N K.
-        implementation: Which kernels run.
+        implementation: Name of the kernel back end in `BACKENDS`.
 
     Returns:
         y of each projection.
@@ -109,6 +109,21 @@ def multi_lora_linears(
     References:
         LoRAFusion, arXiv 2510.00206, section 5.1.
     """
+    backend = get_backend(implementation)
+    _check_alike(projections)
+    is_stack = layer is not None
+    made = tuple(
+        _checked(
+            backend, x, p, block_adapter, is_stack=is_stack, w_transposed=w_transposed
+        )
+        for p in projections
+    )
+    _check_mesh(backend)
+    index = jnp.asarray(layer if is_stack else 0, jnp.int32).reshape(1)
+    return tuple(_with_gradient(backend)(x, made, index, block_adapter, w_transposed))
+
+
+def _check_alike(projections: Sequence[Projection]) -> None:
     if len({p.dropout is None for p in projections}) != 1:
         raise ValueError(
             "projections must be given with dropout or without, all of them; a rate of "
@@ -119,29 +134,40 @@ def multi_lora_linears(
             "projections must have the same number of slots, got "
             f"{[p.a.shape[0] for p in projections]}."
         )
-    made = []
-    for p in projections:
-        w = p.w[None] if layer is None else p.w
-        _check(x, w, p.a, p.b, block_adapter, implementation, w_transposed)
-        if p.dropout is not None:
-            _check_words(p.dropout.words, x, p.a.shape[0])
-        rank = p.rank
-        if rank is None:
-            rank = jnp.full((p.a.shape[0],), p.a.shape[2], jnp.int32)
-        made.append(dataclasses.replace(p, w=w, rank=rank))
-    layer = jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1)
-    op = _OPS[implementation]
-    return tuple(op(x, tuple(made), layer, block_adapter, w_transposed))
 
 
-def _check(x, w, a, b, block_adapter, implementation, w_transposed) -> None:
+def _checked(
+    backend: Backend,
+    x,
+    projection: Projection,
+    block_adapter,
+    *,
+    is_stack,
+    w_transposed,
+) -> Projection:
+    """Checks a projection; returns it with w as a stack and with every slot's rank."""
+    p = projection
+    (num_slots, _, rank), w = p.a.shape, p.w if is_stack else p.w[None]
+    _check_shapes(x, w, p.a, p.b, block_adapter, w_transposed)
+    _check_supported(
+        backend,
+        LinearShape(
+            dtype=x.dtype,
+            in_features=x.shape[1],
+            out_features=p.b.shape[2],
+            rank=rank,
+            block_tokens=x.shape[0] // block_adapter.shape[0],
+        ),
+    )
+    if p.dropout is not None and p.dropout.words is not None:
+        _check_words(p.dropout.words, x, num_slots)
+    ranks = jnp.full((num_slots,), rank, jnp.int32) if p.rank is None else p.rank
+    return dataclasses.replace(p, w=w, rank=ranks)
+
+
+def _check_shapes(x, w, a, b, block_adapter, w_transposed) -> None:
     t, k = x.shape
     n, num_blocks = w.shape[1 if w_transposed else 2], block_adapter.shape[0]
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation={implementation!r} is unknown; there is: "
-            f"{', '.join(IMPLEMENTATIONS)}."
-        )
     if w.shape[2 if w_transposed else 1] != k or a.shape[1] != k or b.shape[2] != n:
         raise ValueError(
             f"shapes do not fit: x {x.shape}, w {w.shape[1:]}, a {a.shape}, "
@@ -157,20 +183,10 @@ def _check(x, w, a, b, block_adapter, implementation, w_transposed) -> None:
         )
     if x.dtype != w.dtype:
         raise ValueError(f"x and w must share a dtype, got {x.dtype} and {w.dtype}.")
-    if implementation == "mosaic":
-        _check_mosaic(
-            dtype=x.dtype,
-            in_features=k,
-            out_features=n,
-            rank=a.shape[2],
-            block_tokens=t // num_blocks,
-        )
 
 
-def _check_words(words: MaskWords | None, x, num_slots: int) -> None:
+def _check_words(words: MaskWords, x, num_slots: int) -> None:
     t, k = x.shape
-    if words is None:
-        return
     blocks, slots, features = (*words.token.shape[1:2], *words.feature.shape[1:])
     if (blocks * TILE_TOKENS, slots) != (t, num_slots) or features < k:
         raise ValueError(
@@ -180,22 +196,28 @@ def _check_words(words: MaskWords | None, x, num_slots: int) -> None:
         )
 
 
-def _check_mosaic(**layer) -> None:
-    if (reason := mosaic.unsupported(**layer)) is not None:
+def _check_supported(backend: Backend, shape: LinearShape) -> None:
+    if (reason := backend.unsupported(shape)) is not None:
+        able = [b.name for b in BACKENDS.values() if b.unsupported(shape) is None]
         raise ValueError(
-            f"implementation='mosaic' cannot run this layer: {reason}. Use 'xla'."
+            f"implementation={backend.name!r} cannot run this layer: {reason}. "
+            f"Use one of: {', '.join(able)}."
         )
+
+
+def _check_mesh(backend: Backend) -> None:
     mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty and mesh.size > 1 and not mesh.are_all_axes_manual:
+    is_automatic = not mesh.empty and mesh.size > 1 and not mesh.are_all_axes_manual
+    if is_automatic and not backend.partitionable:
         raise ValueError(
-            f"implementation='mosaic' under the mesh {mesh}: its kernels cannot be "
-            "partitioned and would run on the whole array on every device. Call it "
-            "inside jax.shard_map(check_vma=False)."
+            f"implementation={backend.name!r} under the mesh {mesh}: its kernels "
+            "cannot be partitioned and would run on the whole array on every device. "
+            "Call it inside jax.shard_map(check_vma=False)."
         )
 
 
 def _trained(projection: Projection, da: Array, db: Array) -> Projection:
-    """Gradients in the place of what they are of; all but A and B is frozen."""
+    """Puts the gradients in a projection's fields; all but A and B are frozen."""
     gradient: dict[str, Any] = dict.fromkeys(
         field.name for field in dataclasses.fields(Projection)
     )
@@ -204,22 +226,23 @@ def _trained(projection: Projection, da: Array, db: Array) -> Projection:
     return dataclasses.replace(projection, **gradient)
 
 
-def _with_gradient(kernels):
-    """The op whose forward and backward are those of a module of kernels."""
+@functools.cache
+def _with_gradient(backend: Backend):
+    """Makes the op whose forward and backward pass are those of a back end."""
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
     def op(x, projections, layer, block_adapter, w_transposed):
         return forward(x, projections, layer, block_adapter, w_transposed)[0]
 
     def forward(x, projections, layer, block_adapter, w_transposed):
-        y, s = kernels.forward(
+        y, s = backend.forward(
             x, projections, layer, block_adapter, w_transposed=w_transposed
         )
         return y, (x, projections, s, layer, block_adapter)
 
     def backward(w_transposed, residuals, dy):
         projections = residuals[1]
-        dx, da, db = kernels.backward(dy, *residuals, w_transposed=w_transposed)
+        dx, da, db = backend.backward(dy, *residuals, w_transposed=w_transposed)
         gradients = tuple(
             _trained(p, da_p, db_p)
             for p, da_p, db_p in zip(projections, da, db, strict=True)
@@ -228,6 +251,3 @@ def _with_gradient(kernels):
 
     op.defvjp(forward, backward)
     return op
-
-
-_OPS = {"xla": _with_gradient(xla), "mosaic": _with_gradient(mosaic)}

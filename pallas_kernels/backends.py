@@ -1,0 +1,121 @@
+"""The table of kernel back ends. A new back end is one entry here and one folder.
+
+Nothing outside this file and the back ends' own folders compares with a back end's
+name. Callers look an entry up and read its fields.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from jaxlora.pallas_kernels.mosaic import layer as mosaic
+from jaxlora.pallas_kernels.projection import LinearShape, Projection
+from jaxlora.pallas_kernels.xla import layer as xla
+
+
+@runtime_checkable
+class Forward(Protocol):
+    """Computes y [T, N] of each projection, and what its backward pass keeps."""
+
+    def __call__(
+        self,
+        x: Float[Array, "T K"],
+        projections: tuple[Projection, ...],
+        layer: Int[Array, " 1"],
+        block_adapter: Int[Array, " NB"],
+        *,
+        w_transposed: bool,
+    ) -> tuple[list[jax.Array], Any]:
+        """Returns the outputs and any pytree of arrays, which `Backward` gets as s."""
+        ...
+
+
+@runtime_checkable
+class Backward(Protocol):
+    """Computes the gradients of x and of every projection's A and B."""
+
+    def __call__(
+        self,
+        dy: list[jax.Array],
+        x: Float[Array, "T K"],
+        projections: tuple[Projection, ...],
+        s: Any,
+        layer: Int[Array, " 1"],
+        block_adapter: Int[Array, " NB"],
+        *,
+        w_transposed: bool,
+    ) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
+        """Returns dx [T, K] in x's dtype; da [G, K, R] and db [G, R, N] in float32."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend:
+    """One implementation of `multi_lora_linears`.
+
+    Attributes:
+        name: The value of `implementation` that selects it.
+        forward: The kernels of the forward pass. Every projection has a rank, and w is
+            a stack. The arguments are checked.
+        backward: The kernels of the backward pass.
+        unsupported: Returns why the back end cannot run a linear of a given shape on
+            the default device, as a clause without a full stop; None if it can.
+        takes_shared_inputs: Whether the kernels read `MaskWords` and `KernelSettings`,
+            which a model makes once for all its linears. If not, they take the key of
+            `Dropout`.
+        stores_masks: Whether dropout masks occupy device memory, one byte per element
+            of x.
+        partitionable: Whether XLA can partition the kernels over a mesh. If not, a
+            call on more than one device must be inside `jax.shard_map`.
+    """
+
+    name: str
+    forward: Forward
+    backward: Backward
+    unsupported: Callable[[LinearShape], str | None]
+    takes_shared_inputs: bool
+    stores_masks: bool
+    partitionable: bool
+
+
+def _table(*backends: Backend) -> dict[str, Backend]:
+    return {backend.name: backend for backend in backends}
+
+
+# In order of preference: `auto` takes the first that supports every linear.
+BACKENDS: dict[str, Backend] = _table(
+    Backend(
+        name="mosaic",
+        forward=mosaic.forward,
+        backward=mosaic.backward,
+        unsupported=mosaic.unsupported,
+        takes_shared_inputs=True,
+        stores_masks=False,
+        partitionable=False,
+    ),
+    Backend(
+        name="xla",
+        forward=xla.forward,
+        backward=xla.backward,
+        unsupported=lambda _: None,
+        takes_shared_inputs=False,
+        stores_masks=True,
+        partitionable=True,
+    ),
+)
+
+
+def get_backend(name: str) -> Backend:
+    """Returns the back end of that name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if name not in BACKENDS:
+        raise ValueError(
+            f"implementation={name!r} is unknown. Use one of: {', '.join(BACKENDS)}."
+        )
+    return BACKENDS[name]

@@ -1,0 +1,1 @@
+"""The `xla` back end: plain JAX, on any device."""
