@@ -12,11 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxlora.pallas_kernels.backends import BACKENDS, Backend, get_backend
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS, Dropout, MaskWords
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
+from jaxlora.pallas_kernels.settings import ROWS, KernelSettings
 
 
 @typing.no_type_check  # at run time: `_check` says it better
@@ -159,6 +161,8 @@ def _checked(
             block_tokens=x.shape[0] // block_adapter.shape[0],
         ),
     )
+    if p.settings is not None:
+        _check_settings(p.settings, num_slots)
     if p.dropout is not None and p.dropout.words is not None:
         _check_words(p.dropout.words, x, num_slots)
     ranks = jnp.full((num_slots,), rank, jnp.int32) if p.rank is None else p.rank
@@ -193,6 +197,16 @@ def _check_words(words: MaskWords, x, num_slots: int) -> None:
             f"dropout's words are for {blocks * TILE_TOKENS} tokens, {slots} slots and "
             f"{features} features, wanted {t}, {num_slots} and {k} or more. Make them "
             "with mask_words for this layer."
+        )
+
+
+def _check_settings(settings: KernelSettings, num_slots: int) -> None:
+    shapes = {name: np.shape(getattr(settings, name)) for name in ROWS}
+    if any(shape[1:] != (num_slots,) for shape in shapes.values()):
+        raise ValueError(
+            f"settings has rows of shapes {shapes}, wanted (P, {num_slots}), as the "
+            f"layer has {num_slots} slots. Make settings with kernel_settings for "
+            "these slots."
         )
 
 

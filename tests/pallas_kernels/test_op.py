@@ -7,9 +7,12 @@ import pytest
 
 from jaxlora.pallas_kernels import (
     Dropout,
+    Projection,
     dropout_keys,
+    kernel_settings,
     multi_lora_linear,
     multi_lora_linear_reference,
+    multi_lora_linears,
 )
 from jaxlora.pallas_kernels.dropout import keep_mask
 from tests.oracle import assert_as_accurate_as, relative_error
@@ -192,3 +195,16 @@ def test_dropout_follows_the_token_not_its_row():
 def test_says_what_is_wrong(change, message):
     with pytest.raises(ValueError, match=message):
         multi_lora_linear(**(problem() | change))
+
+
+@pytest.mark.parametrize("num_slots", [G - 1, G + 1])
+def test_settings_for_other_slots_are_refused(num_slots):
+    p = problem()
+    x, blocks = p.pop("x"), p.pop("block_adapter")
+    ones = jnp.ones((2, num_slots))
+    (settings, _) = kernel_settings(ones, ones.astype(jnp.int32), None)
+    message = rf"'factor': \(2, {num_slots}\).* wanted \(P, 4\).* kernel_settings"
+    with pytest.raises(ValueError, match=message):
+        multi_lora_linears(x, [Projection(**p, settings=settings)], blocks)
+    (settings, _) = kernel_settings(jnp.ones((2, G)), jnp.ones((2, G), jnp.int32), None)
+    multi_lora_linears(x, [Projection(**p, settings=settings)], blocks)
