@@ -134,7 +134,7 @@ class Training:
 
     def _frozen_gradient(self, base, batch: PackedBatch) -> jax.Array:
         """Forward, and backward to the first norm: the base's part of training."""
-        first = next(path for path in base if path.endswith("input_layernorm.scale"))
+        first = next(path for path in base if path.endswith("attention_norm.scale"))
         # Without adapters there is one slot, whose loss is to be that of all jobs:
         # with gradients of zero for the others, products would draw less power.
         owner = jnp.minimum(batch.block_adapter, 0)

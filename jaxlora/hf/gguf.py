@@ -15,22 +15,16 @@ from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.names import tensor_specs
 from jaxlora.hf.save import save_checkpoint
 from jaxlora.json_file import shown
+from jaxlora.models.families import FAMILIES
 
 _TOP = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+_FAMILY = FAMILIES["llama"]
+_LAYER = {linear.gguf: linear.name for linear in _FAMILY.linears} | {
+    norm.gguf: norm.hf_name for norm in _FAMILY.norms
 }
 
 
@@ -52,9 +46,10 @@ def convert_gguf(
     """
     file = open_gguf(path)
     architecture = file.fields.get("general.architecture")
-    if architecture != "llama":
+    if architecture != _FAMILY.gguf:
         raise ModelError(
-            f"{path} has architecture {shown(architecture)}; only 'llama' is converted."
+            f"{path} has architecture {shown(architecture)}; only {_FAMILY.gguf!r} is "
+            "converted. Use a checkpoint in Hugging Face's format."
         )
     check_tokenizer(file)
     names = {_hf_name(path, name): name for name in file.tensors}

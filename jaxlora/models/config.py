@@ -1,6 +1,8 @@
-"""What of a Llama-family model changes its mathematics, as one frozen value."""
+"""The mathematics of one decoder, as a frozen value."""
 
 import dataclasses
+
+from jaxlora.models.families import FAMILIES, Family
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,29 +23,63 @@ class LinearRopeScaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
-    """One decoder of the Llama family.
+class Rope:
+    """Rotary position embedding of a layer.
 
     Attributes:
-        model_type: Hugging Face's name of the family (llama, mistral, qwen2, qwen3).
+        theta: Base of the frequencies.
+        scaling: How the frequencies are stretched for long contexts, if at all.
+    """
+
+    theta: float
+    scaling: Llama3RopeScaling | LinearRopeScaling | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LayerLinear:
+    """One linear of each layer of a model.
+
+    Attributes:
+        name: Path inside a layer.
+        in_features: K.
+        out_features: N.
+        use_bias: Whether it adds a bias.
+        projection: Its number, which keys its dropout masks.
+    """
+
+    name: str
+    in_features: int
+    out_features: int
+    use_bias: bool
+    projection: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """One decoder.
+
+    Attributes:
+        model_type: Hugging Face's name of the family, a key of `FAMILIES`.
         vocab_size: V, rows of the embedding.
         hidden_size: D, model width.
         intermediate_size: F, MLP width.
         num_layers: L, decoder layers.
         num_heads: H, query heads.
         num_kv_heads: HK, key and value heads; divides H.
-        head_dim: Features of one head; need not be D / H.
+        head_dim: E, features of one head; need not be D / H.
         max_positions: Longest sequence the model was made for, in tokens.
         rms_eps: Added to the mean square in every RMS norm.
-        rope_theta: Base of the rotary frequencies.
-        rope_scaling: How the frequencies are stretched for long contexts, if at all.
+        rope: Rotary positions of all layers, or of those that `local_rope` leaves.
+        local_rope: Rotary positions of layers with a window; None: those of `rope`.
         qkv_bias: Whether the q, k and v projections add a bias.
         o_bias: Whether the attention output projection adds a bias.
         mlp_bias: Whether the MLP projections add a bias.
-        qk_norm: Whether q and k are RMS-normalised per head (Qwen3).
         tie_embeddings: Whether the head is the transposed embedding.
         layer_windows: For each layer, how many tokens back a token sees, itself
             included; None sees all of its segment.
+
+    Raises:
+        ValueError: The family is unknown, or the sizes contradict each other.
     """
 
     model_type: str
@@ -56,11 +92,59 @@ class ModelConfig:
     head_dim: int
     max_positions: int
     rms_eps: float
-    rope_theta: float
-    rope_scaling: Llama3RopeScaling | LinearRopeScaling | None = None
+    rope: Rope
+    local_rope: Rope | None = None
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
     tie_embeddings: bool = False
     layer_windows: tuple[int | None, ...]
+
+    def __post_init__(self):
+        if self.model_type not in FAMILIES:
+            raise ValueError(
+                f"model_type={self.model_type!r} is unknown; wanted one of: "
+                f"{', '.join(FAMILIES)}."
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} must be a multiple of "
+                f"num_kv_heads={self.num_kv_heads}."
+            )
+        if len(self.layer_windows) != self.num_layers:
+            raise ValueError(
+                f"layer_windows has {len(self.layer_windows)} entries; wanted one for "
+                f"each of the num_layers={self.num_layers} layers."
+            )
+
+    @property
+    def family(self) -> Family:
+        """What the model shares with the others of its family."""
+        return FAMILIES[self.model_type]
+
+    @property
+    def query_features(self) -> int:
+        """Out features of the q projection."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_features(self) -> int:
+        """Out features of the k projection, and of the v projection."""
+        return self.num_kv_heads * self.head_dim
+
+    def linears(self) -> dict[str, LayerLinear]:
+        """The linears of each layer, by their path inside it."""
+        return {
+            row.name: LayerLinear(
+                name=row.name,
+                in_features=getattr(self, row.in_features),
+                out_features=getattr(self, row.out_features),
+                use_bias=getattr(self, row.bias),
+                projection=projection,
+            )
+            for projection, row in enumerate(self.family.linears)
+        }
+
+    def norms(self) -> dict[str, int]:
+        """Size of each norm of a layer, by its path inside the layer."""
+        return {row.name: getattr(self, row.features) for row in self.family.norms}

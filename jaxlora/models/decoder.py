@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxlora.models.config import ModelConfig
+from jaxlora.models.config import LayerLinear, ModelConfig
 from jaxlora.models.stacks import stacked_shapes
 from jaxlora.modules.attention import (
     Attention,
@@ -28,22 +28,11 @@ from jaxlora.modules.multi_lora_linear import (
     SlotShape,
     with_shared_inputs,
 )
-from jaxlora.modules.norm import RmsNorm
+from jaxlora.modules.norm import RmsNorm, make_norm
 from jaxlora.modules.rope import rope_frequencies, rope_table
 
 # The part of each layer that the backward pass recomputes instead of keeping it.
 Remat = Literal["none", "mlp", "layer"]
-
-# The order keys the dropout masks. If it changed, resumed runs would draw other masks.
-_PROJECTIONS = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,25 +76,24 @@ class DecoderLayer(nnx.Module):
         dtype,
         attention: AttentionImplementation = "xla",
     ):
-        norm = functools.partial(RmsNorm, eps=config.rms_eps, dtype=dtype)
-        self.input_layernorm = norm(config.hidden_size)
+        self.attention_norm = make_norm(config, "attention_norm", dtype=dtype)
         self.self_attn = Attention(
             config, linear, layer, dtype=dtype, implementation=attention
         )
-        self.post_attention_layernorm = norm(config.hidden_size)
+        self.mlp_norm = make_norm(config, "mlp_norm", dtype=dtype)
         self.mlp = Mlp(config, linear)
 
     def attend(
         self, h: Float[Array, "T D"], rows: PackedRows, routing: Routing
     ) -> Float[Array, "T D"]:
         """Applies the first half of the layer, attention."""
-        return h + self.self_attn(self.input_layernorm(h), rows, routing)
+        return h + self.self_attn(self.attention_norm(h), rows, routing)
 
     def feed_forward(
         self, h: Float[Array, "T D"], routing: Routing
     ) -> Float[Array, "T D"]:
         """Applies the second half of the layer, the MLP."""
-        return h + self.mlp(self.post_attention_layernorm(h), routing)
+        return h + self.mlp(self.mlp_norm(h), routing)
 
     def __call__(
         self, h: Float[Array, "T D"], rows: PackedRows, routing: Routing
@@ -184,7 +172,9 @@ class Decoder(nnx.Module):
             routing: Slot of each row, and the keys of dropout masks.
         """
         h = self.embed_tokens.embedding[...][token_ids]
-        rope = rope_table(positions, rope_frequencies(self.config))
+        rope = rope_table(
+            positions, rope_frequencies(self.config.rope, self.config.head_dim)
+        )
         rows = PackedRows(rope, segment_ids, self.options.lengths)
         routing = with_shared_inputs(self._linears(), routing)
         for layer in self.layers:
@@ -237,16 +227,16 @@ def _rematerialized(run: Callable, layer: DecoderLayer, h):
     return jax.checkpoint(pure)(state, h)
 
 
-def _linear(layer, options, slots, adapted, name, k, n, use_bias) -> MultiLoraLinear:
-    has_slots = f"layers.{layer}.{name}" in adapted
+def _linear(layer, options, slots, adapted, linear: LayerLinear) -> MultiLoraLinear:
+    has_slots = f"layers.{layer}.{linear.name}" in adapted
     return MultiLoraLinear(
-        k,
-        n,
+        linear.in_features,
+        linear.out_features,
         slots=slots if has_slots else None,
-        use_bias=use_bias,
+        use_bias=linear.use_bias,
         dtype=options.dtype,
         layer=layer,
-        projection=_PROJECTIONS.index(name),
+        projection=linear.projection,
         implementation=options.implementation,
         rngs=nnx.Rngs(0),
     )

@@ -1,6 +1,5 @@
 """Causal attention over packed rows, and the attention block of the decoder."""
 
-import functools
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -11,8 +10,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxlora.models.config import ModelConfig
 from jaxlora.modules.banded_attention import banded_attention
 from jaxlora.modules.cudnn_attention import DETERMINISTIC, cudnn_attention
+from jaxlora.modules.mlp import MakeLinear
 from jaxlora.modules.multi_lora_linear import Routing, apply_together
-from jaxlora.modules.norm import RmsNorm
+from jaxlora.modules.norm import optional_norm
 from jaxlora.modules.rope import RopeTable, apply_rope
 
 AttentionImplementation = Literal["xla", "cudnn"]
@@ -134,22 +134,20 @@ class Attention(nnx.Module):
     def __init__(
         self,
         config: ModelConfig,
-        linear,
+        linear: MakeLinear,
         layer: int,
         *,
         dtype,
         implementation: AttentionImplementation = "xla",
     ):
-        heads, kv = config.num_heads, config.num_kv_heads
-        width, e = config.hidden_size, config.head_dim
-        self.q_proj = linear("self_attn.q_proj", width, heads * e, config.qkv_bias)
-        self.k_proj = linear("self_attn.k_proj", width, kv * e, config.qkv_bias)
-        self.v_proj = linear("self_attn.v_proj", width, kv * e, config.qkv_bias)
-        self.o_proj = linear("self_attn.o_proj", heads * e, width, config.o_bias)
-        norm = functools.partial(RmsNorm, e, eps=config.rms_eps, dtype=dtype)
-        self.q_norm = norm() if config.qk_norm else None
-        self.k_norm = norm() if config.qk_norm else None
-        self.head_dim = e
+        linears = config.linears()
+        self.q_proj = linear(linears["self_attn.q_proj"])
+        self.k_proj = linear(linears["self_attn.k_proj"])
+        self.v_proj = linear(linears["self_attn.v_proj"])
+        self.o_proj = linear(linears["self_attn.o_proj"])
+        self.q_norm = optional_norm(config, "self_attn.q_norm", dtype=dtype)
+        self.k_norm = optional_norm(config, "self_attn.k_norm", dtype=dtype)
+        self.head_dim = config.head_dim
         self.window = config.layer_windows[layer]
         self.implementation: AttentionImplementation = implementation
 

@@ -1,22 +1,30 @@
 """The gated MLP of the decoder."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxlora.models.config import ModelConfig
-from jaxlora.modules.multi_lora_linear import Routing, apply_together
+from jaxlora.models.config import LayerLinear, ModelConfig
+from jaxlora.modules.multi_lora_linear import (
+    MultiLoraLinear,
+    Routing,
+    apply_together,
+)
+
+MakeLinear = Callable[[LayerLinear], MultiLoraLinear]
 
 
 class Mlp(nnx.Module):
     """`down(silu(gate(x)) * up(x))`; its linears take LoRA."""
 
-    def __init__(self, config: ModelConfig, linear):
-        width, hidden = config.hidden_size, config.intermediate_size
-        self.gate_proj = linear("mlp.gate_proj", width, hidden, config.mlp_bias)
-        self.up_proj = linear("mlp.up_proj", width, hidden, config.mlp_bias)
-        self.down_proj = linear("mlp.down_proj", hidden, width, config.mlp_bias)
+    def __init__(self, config: ModelConfig, linear: MakeLinear):
+        linears = config.linears()
+        self.gate_proj = linear(linears["mlp.gate_proj"])
+        self.up_proj = linear(linears["mlp.up_proj"])
+        self.down_proj = linear(linears["mlp.down_proj"])
 
     def __call__(self, x: Float[Array, "T D"], routing: Routing) -> Float[Array, "T D"]:
         gate, up = apply_together((self.gate_proj, self.up_proj), x, routing)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxlora.models.config import ModelConfig
 from jaxlora.modules.multi_lora_linear import BaseParam
 
 
@@ -19,6 +20,18 @@ class RmsNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         return rms_norm(x, self.scale[...], self.eps)
+
+
+def make_norm(config: ModelConfig, name: str, *, dtype: jnp.dtype) -> RmsNorm:
+    """Makes a norm of a layer, given by its path inside the layer."""
+    return RmsNorm(config.norms()[name], eps=config.rms_eps, dtype=dtype)
+
+
+def optional_norm(
+    config: ModelConfig, name: str, *, dtype: jnp.dtype
+) -> RmsNorm | None:
+    """Makes a norm of a layer as `make_norm` does; None if the family has none."""
+    return make_norm(config, name, dtype=dtype) if name in config.norms() else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxlora.models.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig
+from jaxlora.models.config import LinearRopeScaling, Llama3RopeScaling, Rope
 
 # Cosine and sine of each token's angles; P = head_dim / 2.
 RopeTable = tuple[Float[Array, "T P"], Float[Array, "T P"]]
 
 
-def rope_frequencies(config: ModelConfig) -> np.ndarray:
-    """Radians a position, for each of the head_dim / 2 pairs of features; float32."""
-    exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
-    frequencies = (1.0 / config.rope_theta**exponent).astype(np.float32)
-    match config.rope_scaling:
+def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
+    """Radians per position, for each of the head_dim / 2 pairs of features; float32."""
+    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
+    frequencies = (1.0 / rope.theta**exponent).astype(np.float32)
+    match rope.scaling:
         case None:
             return frequencies
         case LinearRopeScaling(factor=factor):
@@ -27,7 +27,7 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
 
 
 def _llama3(frequencies: np.ndarray, scaling: Llama3RopeScaling) -> np.ndarray:
-    """Long waves are stretched by `factor`, short ones kept, the rest blended."""
+    """Stretches long waves by `factor`, keeps short ones, and blends those between."""
     waves = 2 * math.pi / frequencies
     longest = scaling.original_max_positions / scaling.low_freq_factor
     shortest = scaling.original_max_positions / scaling.high_freq_factor
@@ -41,7 +41,7 @@ def _llama3(frequencies: np.ndarray, scaling: Llama3RopeScaling) -> np.ndarray:
 
 
 def rope_table(positions: Int[Array, " T"], frequencies: np.ndarray) -> RopeTable:
-    """Cosine and sine of positions times frequencies."""
+    """Returns cosine and sine of positions times frequencies."""
     angles = positions.astype(jnp.float32)[:, None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
@@ -52,8 +52,8 @@ def apply_rope(
 ) -> Float[Array, "T H E"]:
     """Rotates feature i with feature i + head_dim / 2.
 
-    The backward pass rotates back and keeps the table alone, which itself gets no
-    gradient: it comes from positions.
+    The backward pass rotates back, so it keeps only the table. The table itself gets no
+    gradient, because it depends on positions alone.
     """
     return _rotate(x, cos, sin)
 

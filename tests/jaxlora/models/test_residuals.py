@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxlora.models.config import ModelConfig
+from jaxlora.models.config import LayerLinear, ModelConfig, Rope
 from jaxlora.models.decoder import DecoderLayer
 from jaxlora.modules import attention
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear, Routing, SlotShape
@@ -28,9 +28,9 @@ def stand_in_forward(q, k, v):
 stand_in.defvjp(stand_in_forward, lambda kept, dy: (dy, kept[1], kept[2]))
 
 
-def residuals(qk_norm: bool) -> list[jax.Array]:
+def residuals(model_type: str) -> list[jax.Array]:
     config = ModelConfig(
-        model_type="llama",
+        model_type=model_type,
         vocab_size=50,
         hidden_size=D,
         intermediate_size=F,
@@ -40,18 +40,19 @@ def residuals(qk_norm: bool) -> list[jax.Array]:
         head_dim=E,
         max_positions=512,
         rms_eps=1e-5,
-        rope_theta=1e4,
-        qk_norm=qk_norm,
+        rope=Rope(theta=1e4),
         layer_windows=(None,),
     )
 
-    def linear(_, k, n, use_bias):
+    def linear(row: LayerLinear) -> MultiLoraLinear:
         slots = SlotShape(num_slots=3, rank=R)
-        return MultiLoraLinear(k, n, slots=slots, use_bias=use_bias, rngs=nnx.Rngs(0))
+        return MultiLoraLinear(
+            row.in_features, row.out_features, slots=slots, rngs=nnx.Rngs(0)
+        )
 
     layer = DecoderLayer(config, 0, linear, dtype=jnp.dtype(jnp.bfloat16))
     graph, adapters, rest = nnx.split(layer, nnx.LoRAParam, ...)
-    rope = rope_table(jnp.arange(T), rope_frequencies(config))
+    rope = rope_table(jnp.arange(T), rope_frequencies(config.rope, E))
     routing = Routing(block_adapter=jnp.array([0, 1, 2]))
 
     def run(adapters, h):
@@ -67,16 +68,16 @@ def residuals(qk_norm: bool) -> list[jax.Array]:
     return [x for x in kept.values() if T in (x.shape[0], x.shape[0] * x.shape[1])]
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_a_layer_keeps_each_value_once_and_narrow(monkeypatch, qk_norm):
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_a_layer_keeps_each_value_once_and_narrow(monkeypatch, model_type):
     monkeypatch.setattr(
         attention, "packed_attention", lambda q, k, v, *_, **__: stand_in(q, k, v)
     )
-    kept = residuals(qk_norm)
+    kept = residuals(model_type)
     residual_stream = 2 * D  # what enters the layer, and what enters the MLP
     normed = 2 * D
     heads = (H + 2 * HK) * E + H * E  # q, k, v and what attention puts out
-    unnormed = (H + HK) * E if qk_norm else 0
+    unnormed = (H + HK) * E if model_type == "qwen3" else 0
     mlp = 3 * F  # gate, up and their product
     shrunk = 7 * R
     narrow = residual_stream + normed + heads + unnormed + mlp + shrunk

@@ -1,0 +1,98 @@
+"""Reads the rotary position embedding of a Hugging Face config.json."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxlora.errors import ModelError
+from jaxlora.hf.config_values import integer, number
+from jaxlora.json_file import shown
+from jaxlora.models.config import LinearRopeScaling, Llama3RopeScaling, Rope
+
+_FIELDS = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    },
+}
+
+
+def read_rope(values: Mapping[str, Any]) -> Rope:
+    """Reads the rotary positions that all layers of a model share.
+
+    Args:
+        values: A config.json in the spelling of transformers 4 or 5, without nulls.
+
+    Raises:
+        ModelError: A value is missing or unsupported, or a field is not read here.
+    """
+    rope: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        rope |= _fields(values, key)
+    return _rope(rope, number(values, "rope_theta", 10000.0))
+
+
+def _fields(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Returns the fields of an object that are not null; none if there is no object."""
+    value = values.get(key, {})
+    if not isinstance(value, Mapping):
+        raise ModelError(
+            f"config.json has {key}={shown(value)}; wanted an object or null."
+        )
+    return {k: v for k, v in value.items() if v is not None}
+
+
+def _rope(rope: dict[str, Any], default_theta: float) -> Rope:
+    theta = number(rope, "rope_theta", default_theta)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = kind if isinstance(kind, str) else shown(kind)
+    if number(rope, "partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError(
+            "config.json sets partial_rotary_factor; only 1.0 is supported."
+        )
+    for key in ("rope_theta", "rope_type", "type", "partial_rotary_factor"):
+        rope.pop(key, None)
+    if kind not in _FIELDS:
+        raise ModelError(
+            f"config.json has rope_type={shown(kind)}; supported: {', '.join(_FIELDS)}."
+        )
+    scaling = _scaling(kind, rope)
+    unread = set(rope) - _FIELDS[kind]
+    if unread:
+        raise ModelError(
+            f"config.json sets {shown(sorted(unread))} for rope_type={kind!r}, which "
+            "are not read here."
+        )
+    if theta < 1:
+        raise ModelError(f"config.json has rope_theta={theta:g}; wanted at least 1.")
+    return Rope(theta=theta, scaling=scaling)
+
+
+def _scaling(
+    kind: str, rope: Mapping[str, Any]
+) -> LinearRopeScaling | Llama3RopeScaling | None:
+    """Reads the scaling of RoPE frequencies, of one of the kinds in `_FIELDS`."""
+    if kind == "default":
+        return None
+    try:
+        if kind == "linear":
+            return LinearRopeScaling(factor=number(rope, "factor"))
+        scaling = Llama3RopeScaling(
+            factor=number(rope, "factor"),
+            low_freq_factor=number(rope, "low_freq_factor"),
+            high_freq_factor=number(rope, "high_freq_factor"),
+            original_max_positions=integer(rope, "original_max_position_embeddings"),
+        )
+    except KeyError as error:
+        raise ModelError(
+            f"config.json has rope_type={kind!r} without {error.args[0]!r}."
+        ) from None
+    if scaling.low_freq_factor >= scaling.high_freq_factor:
+        raise ModelError(
+            f"config.json has high_freq_factor={scaling.high_freq_factor:g}, which "
+            f"must be above low_freq_factor={scaling.low_freq_factor:g}."
+        )
+    return scaling

@@ -1,0 +1,223 @@
+"""The table of model families: how the decoders of one family differ from the others.
+
+A family that needs no new mathematics is one row of `FAMILIES` and a golden file of its
+logits. The mathematics that varies inside a family, such as sizes, biases and windows,
+is in `ModelConfig`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+Activation = Literal["silu", "gelu_tanh"]
+
+# Which layers have the sliding window. `from_layer`: those from `max_window_layers` on;
+# `pattern`: all but each n-th.
+WindowRule = Literal["none", "all", "from_layer", "pattern"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Linear:
+    """One linear of a decoder layer; LoRA can adapt each of them.
+
+    Attributes:
+        name: Its path inside a layer, the same here and in Hugging Face's checkpoints.
+        in_features: Attribute of `ModelConfig` that holds K.
+        out_features: Attribute of `ModelConfig` that holds N.
+        bias: Attribute of `ModelConfig` that says whether the linear adds a bias.
+        gguf: Its name inside a layer of a GGUF file.
+    """
+
+    name: str
+    in_features: str
+    out_features: str
+    bias: str
+    gguf: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Norm:
+    """One RMS norm of a decoder layer.
+
+    Attributes:
+        name: Its path inside a layer here, which says what it normalises.
+        hf_name: Its path inside a layer in Hugging Face's checkpoints.
+        features: Attribute of `ModelConfig` that holds the size of its weight.
+        gguf: Its name inside a layer of a GGUF file.
+    """
+
+    name: str
+    hf_name: str
+    features: str
+    gguf: str
+
+
+# The order keys the dropout masks: a change would give resumed runs other masks.
+_LINEARS = (
+    Linear(
+        name="self_attn.q_proj",
+        in_features="hidden_size",
+        out_features="query_features",
+        bias="qkv_bias",
+        gguf="attn_q",
+    ),
+    Linear(
+        name="self_attn.k_proj",
+        in_features="hidden_size",
+        out_features="kv_features",
+        bias="qkv_bias",
+        gguf="attn_k",
+    ),
+    Linear(
+        name="self_attn.v_proj",
+        in_features="hidden_size",
+        out_features="kv_features",
+        bias="qkv_bias",
+        gguf="attn_v",
+    ),
+    Linear(
+        name="self_attn.o_proj",
+        in_features="query_features",
+        out_features="hidden_size",
+        bias="o_bias",
+        gguf="attn_output",
+    ),
+    Linear(
+        name="mlp.gate_proj",
+        in_features="hidden_size",
+        out_features="intermediate_size",
+        bias="mlp_bias",
+        gguf="ffn_gate",
+    ),
+    Linear(
+        name="mlp.up_proj",
+        in_features="hidden_size",
+        out_features="intermediate_size",
+        bias="mlp_bias",
+        gguf="ffn_up",
+    ),
+    Linear(
+        name="mlp.down_proj",
+        in_features="intermediate_size",
+        out_features="hidden_size",
+        bias="mlp_bias",
+        gguf="ffn_down",
+    ),
+)
+
+
+def _layer_norm(name: str, hf_name: str, gguf: str) -> Norm:
+    return Norm(name=name, hf_name=hf_name, features="hidden_size", gguf=gguf)
+
+
+_LLAMA_NORMS = (
+    _layer_norm("attention_norm", "input_layernorm", "attn_norm"),
+    _layer_norm("mlp_norm", "post_attention_layernorm", "ffn_norm"),
+)
+_QK_NORMS = (
+    Norm(
+        name="self_attn.q_norm",
+        hf_name="self_attn.q_norm",
+        features="head_dim",
+        gguf="attn_q_norm",
+    ),
+    Norm(
+        name="self_attn.k_norm",
+        hf_name="self_attn.k_norm",
+        features="head_dim",
+        gguf="attn_k_norm",
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """What the models of one `model_type` have in common.
+
+    Attributes:
+        models: Names of the models, for error messages.
+        defaults: Values in transformers of the keys that a config.json may lack.
+        keys: Keys of config.json that only some families read. Other families refuse
+            them.
+        linears: Linears of a layer, in the order that keys the dropout masks.
+        norms: Norms of a layer. If there is an `attention_output_norm` or an
+            `mlp_output_norm`, it normalises that output before the residual sum.
+        norm_offset: Whether norms multiply by 1 + weight, in float32, instead of by the
+            weight.
+        activation: Activation of the gate of the MLP.
+        activation_key: Key of config.json that holds the activation.
+        scales_embedding: Whether embeddings are multiplied by sqrt(hidden_size).
+        qkv_bias: Whether q, k and v add a bias, or the key of config.json that says so.
+        o_bias: The same for the output projection of attention.
+        mlp_bias: The same for the MLP.
+        windows: Which layers have a sliding window.
+        window_pattern: For the rule `pattern`, the default of n.
+        local_rope: Whether layers with a window have RoPE frequencies of their own.
+        divides_width: Whether hidden_size must be a multiple of the number of heads
+            even if head_dim is given.
+        gguf: Name of the architecture in GGUF files that are converted; None: none are.
+    """
+
+    models: str
+    defaults: Mapping[str, Any]
+    keys: frozenset[str] = frozenset()
+    linears: tuple[Linear, ...] = _LINEARS
+    norms: tuple[Norm, ...] = _LLAMA_NORMS
+    norm_offset: bool = False
+    activation: Activation = "silu"
+    activation_key: str = "hidden_act"
+    scales_embedding: bool = False
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    windows: WindowRule
+    window_pattern: int = 1
+    local_rope: bool = False
+    divides_width: bool = False
+    gguf: str | None = None
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(
+        models="Llama 2 and 3, SmolLM2",
+        defaults={"max_position_embeddings": 2048},
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        windows="none",
+        divides_width=True,
+        gguf="llama",
+    ),
+    "mistral": Family(
+        models="Mistral",
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+        },
+        windows="all",
+    ),
+    "qwen2": Family(
+        models="Qwen2, Qwen2.5",
+        defaults={
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 32,
+            "sliding_window": 4096,
+        },
+        qkv_bias=True,
+        windows="from_layer",
+    ),
+    "qwen3": Family(
+        models="Qwen3",
+        defaults={
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 32,
+            "sliding_window": 4096,
+            "head_dim": 128,
+        },
+        norms=(*_LLAMA_NORMS, *_QK_NORMS),
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        windows="from_layer",
+    ),
+}
