@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jaxlora.data.tokenize import TokenizedSample
+from jaxlora.models.families import FAMILIES
 from scripts import bench_step_rows as rows
 from scripts.bench_models import config_json
 from scripts.bench_training import GIB, time_steps
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 IGNORED = -100  # a label that transformers' loss leaves out
-_LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+_LINEARS = [row.name.rsplit(".", 1)[-1] for row in FAMILIES["llama"].linears]
 
 
 @dataclasses.dataclass(frozen=True)
