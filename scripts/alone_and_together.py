@@ -32,7 +32,7 @@ from jaxlora import BaseModel, LoraJob, RunConfig, Trainer, load_model
 from jaxlora.data.pack import PackedBatch, pack_microbatch
 from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions, DecoderSpec
-from jaxlora.train import executor
+from jaxlora.train import feed
 from jaxlora.train.run_log import METRICS_FILE, read_events
 from scripts.bench_models import MODELS, config_json, random_base
 from scripts.bench_report import about, write_csv
@@ -159,7 +159,7 @@ def only(slot: int) -> Iterator[None]:
         )
         return jax.device_put(alone)
 
-    with mock.patch.object(executor, "pack_microbatch", pack):
+    with mock.patch.object(feed, "pack_microbatch", pack):
         yield
 
 

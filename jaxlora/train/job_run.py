@@ -140,24 +140,20 @@ class JobRun:
         """Tokens of each sample of the global batch of an optimiser step."""
         return batch_lengths(self.train_data, self.order, step)
 
-    def batch(self, step: int) -> JobBatch:
-        """The global batch of an optimiser step."""
+    def batch(self, slot: int, step: int) -> JobBatch:
+        """Returns the global batch of an optimiser step, for the job in a slot."""
         samples = tuple(self.train_data.samples[i] for i in self.order.batch(step))
         num_targets = sum(int(s.is_target.sum()) for s in samples)
-        return JobBatch(
-            slot=self.slot, step=step, samples=samples, weight=1.0 / num_targets
-        )
+        return JobBatch(slot=slot, step=step, samples=samples, weight=1.0 / num_targets)
 
-    def eval_batch(self) -> JobBatch:
-        """All held-out samples."""
+    def eval_batch(self, slot: int) -> JobBatch:
+        """Returns all held-out samples, for the job in a slot."""
         assert self.eval_data is not None, f"{self.job.name} has no eval data"
-        return JobBatch(
-            slot=self.slot, step=0, samples=self.eval_data.samples, weight=1.0
-        )
+        return JobBatch(slot=slot, step=0, samples=self.eval_data.samples, weight=1.0)
 
-    def learning_rate(self) -> float:
-        """Rate of the next optimiser step."""
-        return learning_rate(self.job, self.progress.step, self.num_steps)
+    def learning_rate(self, step: int) -> float:
+        """Returns the learning rate of an optimiser step, counted from 0."""
+        return learning_rate(self.job, step, self.num_steps)
 
     def wants_eval(self) -> bool:
         """Whether an evaluation is due after the steps done so far."""

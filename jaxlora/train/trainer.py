@@ -21,7 +21,6 @@ from jaxlora.train import prepare
 from jaxlora.train.capacity import Bounds, Capacity, as_begun, provisional
 from jaxlora.train.checkpoint import Checkpoints, check_same_run
 from jaxlora.train.compilation_cache import keep_compiled_programs
-from jaxlora.train.executor import Executor
 from jaxlora.train.interrupt import StopRequest
 from jaxlora.train.job_run import JobProgress, JobRun
 from jaxlora.train.memory import compiled_step
@@ -41,6 +40,7 @@ from jaxlora.train.run_folder import (
 from jaxlora.train.run_lock import RunLock, check_not_in_use
 from jaxlora.train.run_log import RunLog
 from jaxlora.train.saved_run import RunIdentity, RunRecord, SavedAdapter, SavedRun
+from jaxlora.train.single_device import SingleDeviceExecutor
 from jaxlora.train.step import compiled_steps
 from jaxlora.train.windows import Windows
 
@@ -241,7 +241,7 @@ class Trainer:
 
     def _windows(self, log: RunLog, progress: Progress) -> Windows:
         assert self._spec.slots is not None
-        executor = Executor(
+        executor = SingleDeviceExecutor(
             self._spec,
             self.model.params,
             self._table,

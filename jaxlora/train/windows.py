@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from jaxlora.config import RunConfig
 from jaxlora.scheduler import Sample
 from jaxlora.scheduler.stream import PlanAhead, Planned
-from jaxlora.train.executor import Executor, StepOutcome, WindowTally
+from jaxlora.train.executor import Executor, Outcomes, StepOutcome, Window
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.lineup import (
     Place,
@@ -73,7 +73,8 @@ class Windows:
         self._plans = PlanAhead(lambda s: pack_window(s, config.limits, config.packer))
         self.round = first_round
         self._steps_now: dict[str, int] = {}  # of each job in the current window
-        self._latest: dict[str, StepOutcome] = {}
+        self._latest: dict[str, StepOutcome] = {}  # of each job in the window
+        self._left_out: dict[str, int] = {}  # samples that do not run, by job
         self._aside_seconds = 0.0  # time in the window that is not spent on training
 
     def __enter__(self) -> "Windows":
@@ -115,8 +116,7 @@ class Windows:
             run = self._runs[place.job]
             if place.slot is None or run.progress.status == "running":
                 continue
-            self._executor.table.load(place.slot, run.start)
-            self._executor.table.activate(place.slot, run.start)
+            self._executor.load(place.slot, run.start)
             run.update(status="running", slot=place.slot)
             logger.info("%s starts in slot %d", run.job.name, place.slot)
             started.append(run)
@@ -136,19 +136,23 @@ class Windows:
         places = self._places()
         planned = self._plans.take(self._samples(places))
         self._plan_ahead(places)
-        self._latest, self._aside_seconds = {}, 0.0
+        self._latest, self._left_out, self._aside_seconds = {}, {}, 0.0
+        num_microbatches = num_tokens = 0
         began = time.perf_counter()
-        tally = self._executor.train(running, planned.schedule, self._after_steps)
+        runs = {run.slot: run for run in running}
+        window = Window(runs=runs, schedule=planned.schedule)
+        for outcomes in self._executor.run(window):
+            num_microbatches += outcomes.num_microbatches
+            num_tokens += outcomes.num_tokens
+            self._handle(outcomes)
         seconds = time.perf_counter() - began - self._aside_seconds
         before = self.round
         self.round += max(self._steps_now.values())
-        self._log_window(planned, tally, seconds)
-        self._progress.update(tally.num_tokens / seconds)
+        self._log_window(planned, num_microbatches, num_tokens, seconds)
+        self._progress.update(num_tokens / seconds)
         every = self._config.log_every
         if self.round // every > before // every:
-            self._progress.log_line(
-                self.round, self._latest, tally.num_tokens / seconds
-            )
+            self._progress.log_line(self.round, self._latest, num_tokens / seconds)
 
     def _plan_ahead(self, places: Sequence[Place]) -> None:
         """Starts planning the window after this one, if no job joins or ends early."""
@@ -157,16 +161,17 @@ class Windows:
             filled = fill_slots(expected, self._num_slots)
             self._plans.prepare(self._samples(filled))
 
-    def _after_steps(self, outcomes: Mapping[str, StepOutcome]) -> None:
-        """Handles the results of optimiser steps, before any further step is queued."""
-        stepped = [run for run in self._runs if run.job.name in outcomes]
+    def _handle(self, outcomes: Outcomes) -> None:
+        """Handles results of optimiser steps: evaluates jobs, and ends them if due."""
+        stepped = [r for r in self._running() if r.slot in outcomes.steps]
         for run in stepped:
-            self._note(run, outcomes[run.job.name])
+            outcome = outcomes.steps[run.slot]
+            self._note(run, outcome)
+            self._latest[run.job.name] = outcome
         self._evaluate(
             [r for r in stepped if r.progress.status == "running" and r.wants_eval()]
         )
         self._end_jobs(stepped)
-        self._latest |= outcomes
         self._progress.update()
 
     @contextlib.contextmanager
@@ -201,22 +206,24 @@ class Windows:
             **dataclasses.asdict(outcome),
         )
 
-    def _log_window(self, planned: Planned, tally: WindowTally, seconds: float) -> None:
-        rows = tally.num_microbatches * self._config.limits.capacity
+    def _log_window(
+        self, planned: Planned, num_microbatches: int, num_tokens: int, seconds: float
+    ) -> None:
+        rows = num_microbatches * self._config.limits.capacity
         self._log.event(
             "window",
             self.round,
             num_rounds=max(self._steps_now.values()),
-            num_tokens=tally.num_tokens,
+            num_tokens=num_tokens,
             seconds=round(seconds, 4),
-            tokens_per_second=round(tally.num_tokens / seconds, 1),
-            num_microbatches=tally.num_microbatches,
-            fill=round(tally.num_tokens / rows, 4),
+            tokens_per_second=round(num_tokens / seconds, 1),
+            num_microbatches=num_microbatches,
+            fill=round(num_tokens / rows, 4),
             planned_ahead=planned.ahead,
             planning_seconds=round(planned.waited_seconds, 4),
-            left_out=tally.left_out,
+            left_out=self._left_out,
         )
-        for name, count in tally.left_out.items():
+        for name, count in self._left_out.items():
             logger.info(
                 "%s: %d samples of this window did not run, as it had ended",
                 name,
@@ -227,9 +234,9 @@ class Windows:
         if not runs:
             return
         with self._aside():
-            losses = self._executor.evaluate(runs)
+            losses = self._executor.evaluate({run.slot: run for run in runs})
         for run in runs:
-            loss = losses[run.job.name]
+            loss = losses[run.slot]
             if not math.isfinite(loss):
                 run.update(status="failed", reason="the evaluation loss is not finite")
                 continue
@@ -276,7 +283,9 @@ class Windows:
             if run.progress.status != "failed" and not run.job.keep_best:
                 with self._aside():
                     self._export(run)
-            self._executor.table.clear(run.slot)
+            num_left_out = self._executor.release(run.slot)
+            if num_left_out:
+                self._left_out[run.job.name] = num_left_out
             run.update(slot=None)
         ended = run.progress
         logger.info("%s: %s. %s", run.job.name, ended.status, ended.reason)

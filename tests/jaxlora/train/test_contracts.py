@@ -14,7 +14,7 @@ from jaxlora.data.pack import pack_microbatch, split_by_segment_limit
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.scheduler import Limits, greedy
 from jaxlora.train import prepare
-from jaxlora.train.executor import Executor
+from jaxlora.train.single_device import SingleDeviceExecutor
 from jaxlora.train.step import CompiledSteps, SlotKeys
 from tests.jaxlora.train import fused
 from tests.oracle import relative_error
@@ -95,7 +95,7 @@ def test_microbatches_in_parts_teach_the_same(train, jobs, monkeypatch):
             part for m in microbatches for part in split_by_segment_limit(m, 10**6, 2)
         ]
 
-    monkeypatch.setattr(Executor, "_uncrowded", in_parts)
+    monkeypatch.setattr(SingleDeviceExecutor, "_split", in_parts)
     names = [job.name for job in jobs[:3]]
     assert_same_training(train(jobs[:3]), whole, names)
 
@@ -154,7 +154,7 @@ def bench(request, model, jobs, tmp_path_factory):
     batches, adapters = {}, {}
     for slot, run in enumerate(runs):
         run.update(status="running", slot=slot, step=2)
-        batches[slot] = run.batch(run.progress.step)
+        batches[slot] = run.batch(slot, run.progress.step)
         modules = {
             name: dataclasses.replace(
                 w, b=rng.normal(size=w.b.shape).astype(np.float32) * 0.1

@@ -14,7 +14,6 @@ from jaxlora import RunConfig, Trainer
 from jaxlora.errors import JaxloraError
 from jaxlora.train import windows
 from jaxlora.train.checkpoint import Checkpoints
-from jaxlora.train.executor import Executor
 from jaxlora.train.job_run import JobProgress
 from jaxlora.train.report import (
     JobResult,
@@ -23,6 +22,7 @@ from jaxlora.train.report import (
     write_report,
 )
 from jaxlora.train.run_log import read_events
+from jaxlora.train.single_device import SingleDeviceExecutor
 from tests.jaxlora.train.conftest import folder_of
 
 # All runs here share one set of compiled programs.
@@ -87,13 +87,13 @@ def test_a_stop_where_an_evaluation_was_due_needs_no_other(train, long):
 def test_a_stopped_job_keeps_its_best(train, long, monkeypatch, is_better):
     """Its last weights compete, also where no evaluation was due."""
     if not is_better:
-        evaluate = Executor.evaluate
+        evaluate = SingleDeviceExecutor.evaluate
 
         def worse(self, runs):
             losses = evaluate(self, runs)
-            return {r.job.name: losses[r.job.name] + r.progress.step for r in runs}
+            return {slot: losses[slot] + r.progress.step for slot, r in runs.items()}
 
-        monkeypatch.setattr(Executor, "evaluate", worse)
+        monkeypatch.setattr(SingleDeviceExecutor, "evaluate", worse)
     best = long.model_copy(update={"keep_best": True})
     outcome = train([best], on_window=stop("job0"))
     assert outcome.progress["job0"].best_step == (4 if is_better else 0)
@@ -136,16 +136,16 @@ def test_a_stop_during_the_first_evaluation(train, long, monkeypatch):
 
 
 def test_a_last_evaluation_that_is_not_finite(train, long, jobs, monkeypatch):
-    evaluate = Executor.evaluate
+    evaluate = SingleDeviceExecutor.evaluate
 
     def infinite(self, runs):
         losses = evaluate(self, runs)
         return {
-            r.job.name: math.inf if r.progress.step else losses[r.job.name]
-            for r in runs
+            slot: math.inf if r.progress.step else losses[slot]
+            for slot, r in runs.items()
         }
 
-    monkeypatch.setattr(Executor, "evaluate", infinite)
+    monkeypatch.setattr(SingleDeviceExecutor, "evaluate", infinite)
     outcome = train([long], on_window=stop("job0"))
     progress = outcome.progress["job0"]
     assert progress.status == "failed"

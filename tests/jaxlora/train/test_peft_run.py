@@ -16,9 +16,10 @@ from jaxlora.data.tokenize import TokenizedData, TokenizedSample
 from jaxlora.scheduler import Limits
 from jaxlora.targets import resolve_targets
 from jaxlora.train import prepare
-from jaxlora.train.executor import Executor
+from jaxlora.train.executor import Window
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.lineup import pack_window
+from jaxlora.train.single_device import SingleDeviceExecutor
 from jaxlora.train.step import CompiledSteps
 from tests.oracle import relative_error
 
@@ -82,29 +83,26 @@ def train_together(names):
     steps = CompiledSteps(spec)
     table = SlotTable(spec, steps)
     limits = Limits(capacity=64, block_tokens=8)
-    executor = Executor(spec, model.params, table, steps, limits, use_dropout=False)
+    executor = SingleDeviceExecutor(
+        spec, model.params, table, steps, limits, use_dropout=False
+    )
     for slot, run in enumerate(runs):
-        table.load(slot, run.start)
-        table.activate(slot, run.start)
+        executor.load(slot, run.start)
         run.update(status="running", slot=slot)
     outcomes = {run.job.name: [] for run in runs}
-
-    def on_steps(taken):
-        for run in runs:
-            if run.job.name in taken:
-                outcomes[run.job.name].append(taken[run.job.name])
-                run.note_step(0.0, 0)
-
     for first in range(0, 12, 4):
         samples = [
             s
             for run in runs
             for step in range(first, first + 4)
-            for s in run.batch(step).to_schedule()
+            for s in run.batch(run.slot, step).to_schedule()
         ]
         schedule = pack_window(samples, limits, "joint")
         assert len(schedule.microbatches) > 4
-        executor.train(runs, schedule, on_steps)
+        window = Window(runs=dict(enumerate(runs)), schedule=schedule)
+        for item in executor.run(window):
+            for slot, outcome in item.steps.items():
+                outcomes[runs[slot].job.name].append(outcome)
     return model, runs, table, outcomes
 
 

@@ -11,9 +11,9 @@ import pytest
 from jaxlora import RunConfig, Trainer
 from jaxlora.errors import CheckpointError
 from jaxlora.train.checkpoint import Checkpoints
-from jaxlora.train.executor import Executor
 from jaxlora.train.progress import Progress
 from jaxlora.train.read_checkpoint import read_newest
+from jaxlora.train.single_device import SingleDeviceExecutor
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_the_same_trainer_goes_on_after_an_error(
     whole = changed(config, output_dir=str(tmp_path / "whole"), microbatch_tokens=128)
     Trainer(whole, model).train()
     config = changed(config, microbatch_tokens=128)
-    trainer, run, left = Trainer(config, model), Executor._accumulate, [3]
+    trainer, run, left = Trainer(config, model), SingleDeviceExecutor._accumulate, [3]
 
     def fails(self, *args, **kwargs):
         if trainer._round >= at:
@@ -105,7 +105,7 @@ def test_the_same_trainer_goes_on_after_an_error(
         return run(self, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Executor, "_accumulate", fails)
+        patch.setattr(SingleDeviceExecutor, "_accumulate", fails)
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
     trainer.train(resume=True)
@@ -151,12 +151,13 @@ def test_a_run_that_has_ended_was_not_interrupted(config, model):
 
 
 def test_an_infinite_evaluation_ends_its_job(train, jobs, monkeypatch):
-    evaluate = Executor.evaluate
+    evaluate = SingleDeviceExecutor.evaluate
 
     def infinite(self, runs):
-        return evaluate(self, runs) | {jobs[0].name: math.inf}
+        infinite = {s: math.inf for s, r in runs.items() if r.job.name == jobs[0].name}
+        return evaluate(self, runs) | infinite
 
-    monkeypatch.setattr(Executor, "evaluate", infinite)
+    monkeypatch.setattr(SingleDeviceExecutor, "evaluate", infinite)
     outcome = train(jobs[:2])
     assert outcome.progress[jobs[0].name].status == "failed"
     assert outcome.progress[jobs[1].name].status == "finished"

@@ -1,0 +1,164 @@
+"""One device: the order of its work, and a job that is released within a window."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from jaxlora import RunConfig, Trainer
+from jaxlora.adapters.slots import SlotTable
+from jaxlora.data.tokenizer import load_tokenizer
+from jaxlora.train import prepare
+from jaxlora.train.executor import Window
+from jaxlora.train.lineup import pack_window
+from jaxlora.train.single_device import SingleDeviceExecutor
+from jaxlora.train.step import compiled_steps
+
+
+class Watched:
+    """A compiled function that notes when the device is given it."""
+
+    def __init__(self, jitted, letter: str, events: list[str]):
+        self._jitted, self._letter, self._events = jitted, letter, events
+
+    def __call__(self, *args):
+        self._events.append(self._letter)
+        return self._jitted(*args)
+
+    def __getattr__(self, name: str):
+        return getattr(self._jitted, name)
+
+
+@pytest.fixture
+def watched(model, jobs, tmp_path, monkeypatch):
+    """Trains three jobs that are never evaluated.
+
+    Returns what happened, a letter an event: m, a microbatch is given to the device; s,
+    an optimiser step is; r, the host waits for values; w, a window ends.
+    """
+    quiet = {"eval_fraction": 0.0, "eval_every": None, "steps": 8, "warmup_steps": 0}
+    config = RunConfig(
+        model=str(model.folder),
+        output_dir=str(tmp_path / "run"),
+        jobs=[job.model_copy(update=quiet) for job in jobs[:3]],
+        microbatch_tokens=256,
+        block_tokens=16,
+        window_steps=4,
+        checkpoint_every=None,
+    )
+    trainer, events = Trainer(config, model), []
+    steps, device_get = trainer._steps, jax.device_get
+    steps.accumulate = Watched(steps.accumulate, "m", events)
+    steps.step = Watched(steps.step, "s", events)
+
+    def read(tree):
+        events.append("r")
+        return device_get(tree)
+
+    def on_window(trainer):
+        events.append("w")
+
+    run_window = SingleDeviceExecutor.run
+
+    def guarded(*args):
+        # On a GPU, this refuses any other way of waiting for values.
+        with jax.transfer_guard_device_to_host("disallow"):
+            yield from run_window(*args)
+
+    monkeypatch.setattr(jax, "device_get", read)
+    monkeypatch.setattr(SingleDeviceExecutor, "run", guarded)
+    trainer.train(on_window=on_window)
+    return "".join(events)
+
+
+def test_the_device_never_waits_for_the_host(watched):
+    """No job ends in the first window: the host only reads losses and norms."""
+    window, _ = watched.split("w", 1)
+    # Each step is read right after the microbatch that follows it; the last at the end.
+    assert re.fullmatch("m+s(mrm*s)*r", window), window
+    assert window.count("s") == window.count("r") > 4
+
+
+def test_jobs_that_step_together_share_a_call(watched):
+    window, _ = watched.split("w", 1)
+    assert "ss" not in window and window.count("s") <= window.count("m")
+
+
+# ---- driven by hand ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def by_hand(model, jobs):
+    """Runs one window of three jobs; may release a slot after its first step.
+
+    Returns the slots of each item, the outcomes by slot, the number of samples that did
+    not run, and the slots' tables at the end.
+    """
+    # All learn from the start.
+    some = [job.model_copy(update={"warmup_steps": 0}) for job in jobs[:3]]
+    config = RunConfig(
+        model=str(model.folder), jobs=some, microbatch_tokens=256, block_tokens=16
+    )
+    tokenizer = load_tokenizer(model.folder)
+    runs = {i: prepare.open_job(j, model, tokenizer) for i, j in enumerate(some)}
+    spec = prepare.decoder_spec(config, model, list(runs.values()))
+    steps = compiled_steps(spec)
+    samples = [
+        sample
+        for slot, run in runs.items()
+        for step in range(3)
+        for sample in run.batch(slot, step).to_schedule()
+    ]
+    schedule = pack_window(samples, config.limits, "joint")
+
+    def run(release: int | None = None):
+        table = SlotTable(spec, steps)
+        executor = SingleDeviceExecutor(
+            spec, model.params, table, steps, config.limits, use_dropout=True
+        )
+        for slot, job in runs.items():
+            executor.load(slot, job.start)
+        items, outcomes, left_out = [], {slot: [] for slot in runs}, None
+        for item in executor.run(Window(runs=runs, schedule=schedule)):
+            items.append(sorted(item.steps))
+            for slot, outcome in item.steps.items():
+                outcomes[slot].append(outcome)
+            if release in item.steps:
+                left_out = executor.release(release)
+        return items, outcomes, left_out, jax.device_get(table.state)
+
+    return run, schedule
+
+
+def test_every_step_is_reported_once(by_hand):
+    run, _ = by_hand
+    items, outcomes, _, state = run()
+    assert all(items)
+    assert {slot: len(mine) for slot, mine in outcomes.items()} == {0: 3, 1: 3, 2: 3}
+    assert not any(gradients.any() for gradients in state.pending.gradients.values())
+
+
+@pytest.mark.parametrize("slot", [0, 1, 2])
+def test_a_released_slot_takes_no_further_step(by_hand, slot):
+    """It ends up empty; the others take the same steps, to the bit."""
+    run, schedule = by_hand
+    _, whole, _, before = run()
+    items, outcomes, left_out, state = run(release=slot)
+    assert outcomes == whole | {slot: whole[slot][:1]}
+    assert sum(slot in item for item in items) == 1
+    # The step and one more microbatch were queued when it was released.
+    batches = [
+        [s.batch for s in microbatch if s.job == slot]
+        for microbatch in schedule.microbatches
+    ]
+    stepped_after = max(i for i, mine in enumerate(batches) if 0 in mine)
+    assert left_out == sum(map(len, batches[stepped_after + 2 :])) > 0
+    others = [s for s in range(3) if s != slot]
+    for kind in ("params", "mu", "nu"):
+        for path, table in getattr(state, kind).items():
+            assert not table[slot].any(), path
+            np.testing.assert_array_equal(
+                table[others], getattr(before, kind)[path][others]
+            )
+    assert not any(gradients.any() for gradients in state.pending.gradients.values())
