@@ -1,4 +1,4 @@
-"""Which samples run together, and when. Pure Python: no JAX, no GPU."""
+"""Packs samples of many jobs into microbatches. This package does not import JAX."""
 
 from jaxlora.scheduler import greedy, joint
 from jaxlora.scheduler.bounds import Bound, lower_bound
@@ -6,7 +6,7 @@ from jaxlora.scheduler.check import violations
 from jaxlora.scheduler.cost import AffineCost, CostModel, StageCost
 from jaxlora.scheduler.packers import PackerName, get_packer
 from jaxlora.scheduler.plan import Plan, plan
-from jaxlora.scheduler.simulate import Simulation, lock_step_time, simulate, window_sum
+from jaxlora.scheduler.simulate import Simulation, simulate, window_sum
 from jaxlora.scheduler.types import (
     Limits,
     Microbatch,
@@ -33,7 +33,6 @@ __all__ = [
     "get_packer",
     "greedy",
     "joint",
-    "lock_step_time",
     "lower_bound",
     "padded_tokens",
     "plan",

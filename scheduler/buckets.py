@@ -1,4 +1,4 @@
-"""Chooses the compiled shapes of a run: few, and what they cost in padding is small."""
+"""Chooses a small set of compiled shapes (buckets) for a run."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ from jaxlora.scheduler.types import Limits, Pipeline, Sample, check_fits
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Buckets:
-    """A choice of compiled shapes.
+    """The chosen buckets.
 
     Attributes:
-        sizes: Tokens of each, ascending; the last is the capacity.
-        time: Simulated time of the samples in them, by the cost's window sum.
-        time_of_one: The same with the capacity as the only shape.
+        sizes: Tokens of each bucket, in ascending order; the last is the capacity.
+        time: Estimated time of the samples with these buckets (`simulate.window_sum`).
+        single_bucket_time: Estimated time with the capacity as the only bucket.
     """
 
     sizes: tuple[int, ...]
     time: float
-    time_of_one: float
+    single_bucket_time: float
 
 
 def choose(
@@ -32,48 +32,51 @@ def choose(
     cost: CostModel,
     *,
     candidates: Sequence[int],
-    most: int = 3,
-    least_gain: float = 0.01,
+    max_buckets: int = 3,
+    min_gain: float = 0.01,
     packer: Packer = joint.pack,
 ) -> Buckets:
-    """Adds the shape that saves most time, again and again, to that of the capacity.
+    """Chooses buckets greedily: it keeps adding the one that saves the most time.
 
-    Every set of shapes is packed anew, as a packer fills the shapes that there are.
+    The capacity is always a bucket. The samples are packed again for every set of
+    buckets that is tried, because packers fill microbatches up to the bucket sizes.
 
     Args:
-        samples: What is to run, or a part of it that stands for the rest.
+        samples: The samples to run, or a representative part of them.
         limits: Capacity and block size.
-        pipeline: The executor.
-        cost: What a pass over so many tokens costs; its own buckets do not matter.
-        candidates: Shapes to choose from, in tokens; those over the capacity are not.
-        most: How many shapes there may be: each takes its time to compile.
-        least_gain: Share of the time that a further shape must save.
+        pipeline: The pipeline.
+        cost: Costs of microbatches. Its own buckets are ignored.
+        candidates: Bucket sizes to choose from, in tokens. Sizes above the capacity are
+            ignored.
+        max_buckets: Maximum number of buckets. Each one has to be compiled.
+        min_gain: Minimum fraction of the time that another bucket must save.
         packer: Makes the schedules.
 
     Raises:
-        ValueError: `most` is not positive, a candidate is not a multiple of the block
-            size, or a sample is over the capacity.
+        ValueError: `max_buckets` is not positive, a candidate is not a multiple of the
+            block size, or a sample is longer than the capacity.
     """
-    wrong = [c for c in candidates if c < 1 or c % limits.block_tokens]
-    if most < 1 or wrong:
+    invalid = [c for c in candidates if c < 1 or c % limits.block_tokens]
+    if max_buckets < 1 or invalid:
         raise ValueError(
-            f"most must be positive and candidates multiples of {limits.block_tokens} "
-            f"tokens, got {most} and {wrong or list(candidates)}."
+            f"max_buckets={max_buckets} must be positive, and the candidates "
+            f"{invalid or list(candidates)} must be multiples of "
+            f"{limits.block_tokens} tokens."
         )
     check_fits(samples, limits)
 
-    def time_in(sizes: tuple[int, ...]) -> float:
-        in_shapes = dataclasses.replace(cost, buckets=sizes)
-        return window_sum(packer(samples, limits, pipeline, in_shapes), in_shapes)
+    def time_with(sizes: tuple[int, ...]) -> float:
+        bucketed = dataclasses.replace(cost, buckets=sizes)
+        return window_sum(packer(samples, limits, pipeline, bucketed), bucketed)
 
     sizes = (limits.capacity,)
-    time = of_one = time_in(sizes)
-    left = sorted({c for c in candidates if c < limits.capacity})
-    while left and len(sizes) < most:
-        tried = {c: time_in(tuple(sorted((*sizes, c)))) for c in left}
-        best = min(left, key=lambda c: (tried[c], c))
-        if tried[best] > (1 - least_gain) * time:
+    time = single_bucket_time = time_with(sizes)
+    remaining = sorted({c for c in candidates if c < limits.capacity})
+    while remaining and len(sizes) < max_buckets:
+        times = {c: time_with(tuple(sorted((*sizes, c)))) for c in remaining}
+        best = min(remaining, key=lambda c: (times[c], c))
+        if times[best] > (1 - min_gain) * time:
             break
-        sizes, time = tuple(sorted((*sizes, best))), tried[best]
-        left.remove(best)
-    return Buckets(sizes=sizes, time=time, time_of_one=of_one)
+        sizes, time = tuple(sorted((*sizes, best))), times[best]
+        remaining.remove(best)
+    return Buckets(sizes=sizes, time=time, single_bucket_time=single_bucket_time)

@@ -1,4 +1,4 @@
-"""Costs and memory from measured steps: least squares without negative coefficients."""
+"""Fits time and memory models to measured steps by nonnegative least squares."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from jaxlora.scheduler.cost import AffineCost
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TimePoint:
-    """A measured pass over samples of so many tokens together.
+    """A measured forward or backward pass.
 
     Attributes:
-        tokens: Tokens of the pass, padding included.
+        tokens: Tokens of the pass, including padding.
         squares: Sum of squared sample lengths.
-        seconds: What it took.
+        seconds: Measured time.
     """
 
     tokens: int
@@ -26,7 +26,12 @@ class TimePoint:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TimeFit:
-    """`mape`: mean absolute error of `cost` at its points, as a share of the time."""
+    """A fitted time model.
+
+    Attributes:
+        cost: The model; its times are in seconds.
+        mape: Mean absolute percentage error at the measured points, as a fraction.
+    """
 
     cost: AffineCost
     mape: float
@@ -34,7 +39,13 @@ class TimeFit:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPoint:
-    """The measured peak memory of a step of `batch_size` sequences of one length."""
+    """The measured peak memory of a step with sequences of equal length.
+
+    Attributes:
+        batch_size: Number of sequences.
+        length: Tokens of each sequence.
+        num_bytes: Peak memory in bytes.
+    """
 
     batch_size: int
     length: int
@@ -43,10 +54,12 @@ class MemoryPoint:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryModel:
-    """mLoRA's equation 5: b0 + b1 B L + b2 B L^2, for B sequences of L tokens.
+    """Memory in bytes of a step with B sequences of L tokens: b0 + b1 B L + b2 B L^2.
+
+    This is equation 5 of mLoRA.
 
     Attributes:
-        base: b0, which the frozen model is in: it counts once, whatever runs on it.
+        base: b0, which includes the frozen model. It counts once for all jobs.
         per_token: b1.
         per_square: b2.
 
@@ -59,26 +72,30 @@ class MemoryModel:
     per_square: float
 
     def __call__(self, batch_size: int, length: int) -> float:
-        return self.of(batch_size * length, batch_size * length**2)
-
-    def of(self, tokens: float, squares: float) -> float:
-        """The same for sequences of different lengths."""
+        """Estimates the memory of a step with `batch_size` sequences of `length`."""
+        tokens, squares = batch_size * length, batch_size * length**2
         return self.base + self.per_token * tokens + self.per_square * squares
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryFit:
-    """`mape`: mean absolute error of `model` at its points, as a share of the bytes."""
+    """A fitted memory model.
+
+    Attributes:
+        model: The model.
+        mape: Mean absolute percentage error at the measured points, as a fraction.
+    """
 
     model: MemoryModel
     mape: float
 
 
 def fit_time(points: Sequence[TimePoint]) -> TimeFit:
-    """Fits base + per_token * tokens + per_square * squares to measured times.
+    """Fits `base + per_token * tokens + per_square * squares` to measured times.
 
     Raises:
-        ValueError: The points do not tell the three coefficients apart.
+        ValueError: The points do not determine the three coefficients, or a time is not
+            positive and finite.
     """
     rows = [(1.0, p.tokens, p.squares) for p in points]
     (base, per_token, per_square), mape = _fit(rows, [p.seconds for p in points])
@@ -90,7 +107,8 @@ def fit_memory(points: Sequence[MemoryPoint]) -> MemoryFit:
     """Fits mLoRA's memory model to measured peaks.
 
     Raises:
-        ValueError: The points do not tell the three coefficients apart.
+        ValueError: The points do not determine the three coefficients, or a peak is not
+            positive and finite.
     """
     rows = [(1.0, p.batch_size * p.length, p.batch_size * p.length**2) for p in points]
     (base, per_token, per_square), mape = _fit(rows, [p.num_bytes for p in points])
@@ -106,17 +124,17 @@ def _fit(
         raise ValueError(
             f"measurements must be positive and finite, got {list(measured)}."
         )
-    # The columns differ by orders of magnitude.
+    # The columns are normalized, because they differ by orders of magnitude.
     scale = np.abs(x).max(axis=0)
     scale[scale == 0] = 1.0
     rank = int(np.linalg.matrix_rank(x / scale))
     if rank < x.shape[1]:
         raise ValueError(
-            f"{len(y)} points of {rank} independent shapes do not fit "
-            f"{x.shape[1]} coefficients. Measure several numbers of tokens, and one "
-            "of them with samples of several lengths."
+            f"{len(y)} points with {rank} independent shapes cannot determine "
+            f"{x.shape[1]} coefficients. Measure several numbers of tokens, and at "
+            "least one of them with samples of several lengths."
         )
-    # Errors count in shares of the time, as in the reported one.
+    # Dividing by the measured value minimizes relative errors, like the reported one.
     solution, _ = scipy.optimize.nnls(x / scale / y[:, None], np.ones_like(y))
     coefficients = solution / scale
     mape = float(np.mean(np.abs(x @ coefficients - y) / y))

@@ -1,4 +1,7 @@
-"""Proposes a capacity and a number of stages: profile, then plan and simulate each."""
+"""Proposes a capacity and a number of pipeline stages.
+
+It profiles a few steps, then plans and simulates every candidate.
+"""
 
 import dataclasses
 import itertools
@@ -12,7 +15,7 @@ from jaxlora.scheduler.types import Limits, Pipeline, Sample, check_fits
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """A measured step of the whole model on one device."""
+    """A measured training step of the whole model on one device."""
 
     forward_seconds: float
     backward_seconds: float
@@ -21,14 +24,19 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """What the measured steps say of steps that were not measured."""
+    """Time and memory models that are fitted to measured steps."""
 
     forward: calibrate.TimeFit
     backward: calibrate.TimeFit
     memory: calibrate.MemoryFit
 
     def cost(self, num_stages: int, *, last_stage: float = 1.0) -> CostModel:
-        """The model cut into equal stages, but for a dearer last one."""
+        """Returns the costs of the model split into stages.
+
+        Args:
+            num_stages: Number of stages, which are equal except for the last one.
+            last_stage: Time of the last stage relative to the others.
+        """
         return CostModel.uniform(
             num_stages,
             forward=self.forward.cost * (1 / num_stages),
@@ -39,15 +47,15 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """One capacity on one number of stages.
+    """The simulated result of one candidate.
 
     Attributes:
         capacity: Tokens of a microbatch.
-        num_stages: Pipeline stages, a device each.
-        makespan: Simulated seconds of all samples.
-        bubble: Share of the devices' time in which they wait.
-        peak_bytes: Estimated memory of the fullest device.
-        fits: Whether that is within the limit.
+        num_stages: Number of pipeline stages, each on its own device.
+        makespan: Simulated time of all samples in seconds.
+        bubble: Fraction of the time of all devices in which they are idle.
+        peak_bytes: Estimated memory of the device that needs the most.
+        fits: Whether `peak_bytes` is within the limit.
     """
 
     capacity: int
@@ -59,7 +67,11 @@ class Trial:
 
     @property
     def device_seconds(self) -> float:
-        """What is made small: devices beyond the stages run further copies."""
+        """Device time of the run, which is minimized.
+
+        Makespans would not be comparable, because devices that a candidate does not use
+        can run more copies of the pipeline.
+        """
         return self.makespan * self.num_stages
 
 
@@ -72,13 +84,13 @@ def profile(
     """Measures steps of fixed-length samples and fits time and memory to them.
 
     Args:
-        run: Given a number of samples and their length, runs one step and says what
-            it took: a real step, a simulator, or a table.
-        capacities: Tokens of a step; as many samples of each length as fit.
+        run: Runs one step with the given number of samples and their length, and
+            returns the measurement. It may also be a simulator or a table.
+        capacities: Tokens of a step. Each step has as many samples of a length as fit.
         lengths: Sample lengths.
 
     Raises:
-        ValueError: Too few different shapes.
+        ValueError: There are too few different shapes to fit the models.
     """
     forward, backward, memory = [], [], []
     for tokens, length in itertools.product(capacities, lengths):
@@ -113,26 +125,30 @@ def propose(
     executor: Callable[[int], Pipeline] = Pipeline.one_f_one_b,
     packer: Packer = joint.pack,
 ) -> list[Trial]:
-    """Plans and simulates every capacity on every number of stages, best first.
+    """Plans and simulates every capacity with every number of stages.
 
-    Capacities under the longest sample are left out. What does not fit in memory stands
-    last: LoRAFusion's Figure 8 with all candidates in place of a search.
+    Capacities below the longest sample are left out. This is Figure 8 of LoRAFusion
+    (https://arxiv.org/abs/2510.00206), with all candidates instead of a search.
 
     Args:
-        samples: What is to run, or a part of it that stands for the rest.
-        measured: Costs and memory.
-        capacities: Candidates, in tokens.
-        num_stages: Candidates.
+        samples: The samples to run, or a representative part of them.
+        measured: Time and memory models.
+        capacities: Candidate capacities, in tokens.
+        num_stages: Candidate numbers of stages.
         block_tokens: Block size of the limits.
-        memory_bytes: Of a device.
-        last_stage: Time of the last stage over that of another one.
-        executor: Makes the pipeline of a number of stages.
+        memory_bytes: Memory of a device in bytes.
+        last_stage: Time of the last stage relative to the others.
+        executor: Makes the pipeline for a number of stages.
         packer: Makes the schedules.
+
+    Returns:
+        The candidates in order of device time; those that do not fit in memory come
+        last.
 
     Raises:
         ValueError: No candidate holds the longest sample and fits in memory.
     """
-    usable = [c for c in capacities if _holds(samples, c, block_tokens)]
+    usable = [c for c in capacities if _all_fit(samples, c, block_tokens)]
     trials = []
     for capacity, stages in itertools.product(usable, num_stages):
         limits = Limits(capacity=capacity, block_tokens=block_tokens)
@@ -150,13 +166,13 @@ def propose(
             )
         )
     if not any(t.fits for t in trials):
-        least = min((t.peak_bytes for t in trials), default=None)
+        smallest = min((t.peak_bytes for t in trials), default=None)
         longest = max((s.num_tokens for s in samples), default=0)
         raise ValueError(
-            f"no capacity of {list(capacities)} on {list(num_stages)} stages holds the "
-            f"longest sample, {longest} tokens, and fits in {memory_bytes:.3g} bytes "
-            f"(the least need is {least}). Add smaller capacities, more stages, or "
-            "shorten samples."
+            f"none of the capacities {list(capacities)} on {list(num_stages)} stages "
+            f"holds the longest sample, {longest} tokens, and fits in "
+            f"{memory_bytes:.3g} bytes (the smallest estimate is {smallest}). Add "
+            "smaller capacities or more stages, or shorten the samples."
         )
     return sorted(
         trials,
@@ -164,7 +180,7 @@ def propose(
     )
 
 
-def _holds(samples: Sequence[Sample], capacity: int, block_tokens: int) -> bool:
+def _all_fit(samples: Sequence[Sample], capacity: int, block_tokens: int) -> bool:
     try:
         check_fits(samples, Limits(capacity=capacity, block_tokens=block_tokens))
     except ValueError:
@@ -175,10 +191,13 @@ def _holds(samples: Sequence[Sample], capacity: int, block_tokens: int) -> bool:
 def _peak_bytes(
     measured: Profile, peak_tokens: tuple[int, ...], samples: Sequence[Sample]
 ) -> float:
-    """Of the fullest device: its share of the model, and what it has in flight."""
+    """Estimates the memory of the device that needs the most.
+
+    It holds its part of the model and the activations of its microbatches in flight.
+    """
     memory = measured.memory.model
-    # Squares in flight, as for tokens of mean samples.
+    # The squared lengths in flight are estimated from the mean over all samples.
     tokens = sum(s.num_tokens for s in samples)
     squares = sum(s.num_tokens**2 for s in samples)
-    a_token = memory.per_token + memory.per_square * squares / max(1, tokens)
-    return (memory.base + a_token * max(peak_tokens, default=0)) / len(peak_tokens)
+    per_token = memory.per_token + memory.per_square * squares / max(1, tokens)
+    return (memory.base + per_token * max(peak_tokens, default=0)) / len(peak_tokens)

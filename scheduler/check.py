@@ -1,4 +1,4 @@
-"""The rules of a schedule, as sentences; apart from everything that makes one."""
+"""Checks the rules of a schedule, independently of the code that makes schedules."""
 
 import itertools
 from collections import Counter
@@ -10,38 +10,49 @@ from jaxlora.scheduler.types import Limits, Microbatch, Sample, Schedule, padded
 def violations(
     schedule: Schedule, samples: Iterable[Sample], *, distance: int = 1
 ) -> list[str]:
-    """What is wrong with a schedule of `samples`; empty when nothing is.
+    """Lists every violation of the rules; the list is empty for a legal schedule.
 
-    The rules: each sample appears once; a microbatch stays within its capacity; a job
-    has one global batch in a microbatch; its batches come in order, and the first
-    microbatch of one is at least `distance` after the last of the one before; a job's
-    samples stand side by side. A microbatch may be empty, a no-op, where `distance`
-    is over 1.
+    The rules are:
+
+    - Each sample appears exactly once.
+    - A microbatch stays within its capacity.
+    - A microbatch holds samples of at most one global batch of each job, and samples of
+      the same job are adjacent.
+    - The batches of a job run in order. The first microbatch of a batch comes at least
+      `distance` after the last microbatch of the previous batch.
+    - A microbatch may be empty, a no-op, only if `distance` is greater than 1.
+
+    Raises:
+        ValueError: `distance` is less than 1.
     """
     if distance < 1:
-        raise ValueError(f"distance is {distance}, must be at least 1.")
-    out = _samples_once(schedule, samples)
-    reached: dict[int, int] = {}
+        raise ValueError(f"distance={distance} must be at least 1.")
+    out = _check_samples(schedule, samples)
+    last_batch: dict[int, int] = {}
     for i, microbatch in enumerate(schedule.microbatches):
         if not microbatch and distance == 1:
             out.append(f"microbatch {i} is empty.")
-        out += _one_microbatch(i, microbatch, schedule.limits)
-        out += _order(i, microbatch, reached)
-    return out + _apart(schedule, distance)
+        out += _check_microbatch(i, microbatch, schedule.limits)
+        out += _check_order(i, microbatch, last_batch)
+    return out + _check_distance(schedule, distance)
 
 
 def require_legal(
     schedule: Schedule, samples: Iterable[Sample], *, distance: int = 1
 ) -> None:
-    """Raises RuntimeError if a packer broke a rule: its mistake, not its input's."""
+    """Checks a packer's schedule.
+
+    Raises:
+        RuntimeError: The schedule violates a rule, so the packer has a bug.
+    """
     wrong = violations(schedule, samples, distance=distance)
     if wrong:
         raise RuntimeError(
-            f"the packer's schedule breaks {len(wrong)} rules; the first: {wrong[0]}"
+            f"the packer's schedule violates {len(wrong)} rules; the first: {wrong[0]}"
         )
 
 
-def _samples_once(schedule: Schedule, samples: Iterable[Sample]) -> list[str]:
+def _check_samples(schedule: Schedule, samples: Iterable[Sample]) -> list[str]:
     wanted = Counter(samples)
     found = Counter(s for m in schedule.microbatches for s in m)
     out = [f"{s} is scheduled {n} times, not once." for s, n in found.items() if n > 1]
@@ -52,7 +63,7 @@ def _samples_once(schedule: Schedule, samples: Iterable[Sample]) -> list[str]:
     return out
 
 
-def _one_microbatch(i: int, microbatch: Microbatch, limits: Limits) -> list[str]:
+def _check_microbatch(i: int, microbatch: Microbatch, limits: Limits) -> list[str]:
     out = []
     padded = padded_tokens(microbatch, limits)
     if padded > limits.capacity:
@@ -66,12 +77,14 @@ def _one_microbatch(i: int, microbatch: Microbatch, limits: Limits) -> list[str]
         if k == 0 or s.job != microbatch[k - 1].job
     ]
     if len(runs) != len(set(runs)):
-        out.append(f"microbatch {i} does not keep a job's samples side by side.")
+        out.append(f"microbatch {i} does not keep the samples of a job adjacent.")
     return out
 
 
-def _order(i: int, microbatch: Microbatch, reached: dict[int, int]) -> list[str]:
-    """Also moves `reached`, the last batch seen of each job."""
+def _check_order(
+    i: int, microbatch: Microbatch, last_batch: dict[int, int]
+) -> list[str]:
+    """Checks the order of batches and updates `last_batch`, the latest of each job."""
     out = []
     batches_of: dict[int, set[int]] = {}
     for sample in microbatch:
@@ -80,16 +93,16 @@ def _order(i: int, microbatch: Microbatch, reached: dict[int, int]) -> list[str]
         first, last = min(batches), max(batches)
         if first != last:
             out.append(f"microbatch {i} mixes batches {sorted(batches)} of job {job}.")
-        if first < reached.get(job, first):
+        if first < last_batch.get(job, first):
             out.append(
                 f"microbatch {i} holds batch {first} of job {job} after its batch "
-                f"{reached[job]}."
+                f"{last_batch[job]}."
             )
-        reached[job] = last
+        last_batch[job] = last
     return out
 
 
-def _apart(schedule: Schedule, distance: int) -> list[str]:
+def _check_distance(schedule: Schedule, distance: int) -> list[str]:
     first: dict[tuple[int, int], int] = {}
     last: dict[tuple[int, int], int] = {}
     for i, microbatch in enumerate(schedule.microbatches):
@@ -105,6 +118,7 @@ def _apart(schedule: Schedule, distance: int) -> list[str]:
         if end < start < end + distance:
             out.append(
                 f"batch {next_batch} of job {job} starts in microbatch {start}, "
-                f"{start - end} after batch {batch} ended, not {distance}."
+                f"{start - end} after the end of batch {batch}, but the distance must "
+                f"be at least {distance}."
             )
     return out

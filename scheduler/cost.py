@@ -1,4 +1,4 @@
-"""What a microbatch costs on each stage of a pipeline."""
+"""Cost model: the time of a microbatch on each stage of a pipeline."""
 
 import dataclasses
 
@@ -9,9 +9,10 @@ from jaxlora.scheduler.types import Limits, Microbatch, Schedule, padded_tokens
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AffineCost:
-    """Time of a pass: base + per_token * tokens + per_square * sum of squared lengths.
+    """Time of a pass: base + per_token * tokens + per_square * squares.
 
-    In whatever unit its coefficients were measured.
+    `squares` is the sum of the squared sample lengths. The time has the unit of the
+    coefficients.
     """
 
     base: float
@@ -21,12 +22,12 @@ class AffineCost:
     def __post_init__(self):
         if min(self.base, self.per_token, self.per_square) < 0:
             raise ValueError(
-                f"{self} has a negative coefficient: a pass cannot take less time for "
-                "more tokens. scheduler.calibrate fits coefficients that are not."
+                f"{self} has a negative coefficient, but a pass cannot take less time "
+                "for more tokens. scheduler.calibrate fits nonnegative coefficients."
             )
 
     def __call__(self, tokens, squares):
-        """Time for `tokens` and `squares`: numbers, or arrays of one shape."""
+        """Returns the time; both arguments are numbers or arrays of the same shape."""
         return self.base + self.per_token * tokens + self.per_square * squares
 
     def __mul__(self, factor: float) -> "AffineCost":
@@ -46,7 +47,7 @@ class AffineCost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StageCost:
-    """What a pipeline stage takes for a microbatch."""
+    """Time that one pipeline stage takes for a microbatch."""
 
     forward: AffineCost
     backward: AffineCost
@@ -54,14 +55,15 @@ class StageCost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
-    """Costs of microbatches on every stage; a no-op costs nothing.
+    """Time of microbatches on every stage. A no-op takes no time.
 
     Attributes:
-        stages: One entry a stage.
-        buckets: Compiled shapes in tokens, ascending: a microbatch costs the smallest
-            that holds it. Empty: it costs its own padded tokens.
-        communication: Time from the end of one stage's pass to the start of its
-            neighbour's.
+        stages: Costs of each stage.
+        buckets: Compiled shapes in tokens, in ascending order. A microbatch is padded
+            to the smallest bucket that holds it. Without buckets, it is padded only to
+            whole blocks.
+        communication: Time from the end of a pass on one stage to its start on the
+            neighboring stage.
     """
 
     stages: tuple[StageCost, ...]
@@ -72,9 +74,9 @@ class CostModel:
         if not self.stages:
             raise ValueError("a cost model needs at least one stage, got none.")
         if list(self.buckets) != sorted(set(self.buckets)):
-            raise ValueError(f"buckets must ascend, got {self.buckets}: sort them.")
+            raise ValueError(f"buckets must ascend, got {self.buckets}. Sort them.")
         if self.communication < 0:
-            raise ValueError(f"communication is {self.communication}, must be >= 0.")
+            raise ValueError(f"communication={self.communication} must be at least 0.")
 
     @classmethod
     def uniform(
@@ -87,9 +89,10 @@ class CostModel:
         buckets: tuple[int, ...] = (),
         communication: float = 0.0,
     ) -> "CostModel":
-        """Equal stages, but for the last, which takes `last_stage` times as long.
+        """Makes a model of equal stages, except for the last one.
 
-        The last one also has the head and the loss.
+        The last stage takes `last_stage` times as long, because it also computes the
+        output head and the loss.
         """
         stage = StageCost(forward=forward, backward=backward)
         last = StageCost(forward=forward * last_stage, backward=backward * last_stage)
@@ -101,50 +104,47 @@ class CostModel:
         return len(self.stages)
 
     def size(self, microbatch: Microbatch, limits: Limits) -> tuple[int, int]:
-        """(tokens, sum of squared sample lengths) that a microbatch is charged for.
+        """Returns the tokens of a microbatch, padded to its bucket, and its squares.
 
         Raises:
-            ValueError: It fits no bucket.
+            ValueError: The microbatch fits in no bucket.
         """
-        tokens = self.charged(padded_tokens(microbatch, limits))
+        tokens = self.bucket_tokens(padded_tokens(microbatch, limits))
         return tokens, sum(s.num_tokens**2 for s in microbatch)
 
-    def forward(self, microbatch: Microbatch, limits: Limits) -> tuple[float, ...]:
-        """Time of its forward pass on each stage."""
-        size = self.size(microbatch, limits)
-        return tuple(s.forward(*size) if microbatch else 0.0 for s in self.stages)
+    def schedule_times(self, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
+        """Times of all forward and all backward passes of a schedule.
 
-    def backward(self, microbatch: Microbatch, limits: Limits) -> tuple[float, ...]:
-        """Time of its backward pass on each stage."""
-        size = self.size(microbatch, limits)
-        return tuple(s.backward(*size) if microbatch else 0.0 for s in self.stages)
-
-    def tables(self, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-        """Times of all forward and of all backward passes, stage by microbatch."""
+        Returns:
+            Two arrays [stages, microbatches].
+        """
         sizes = [self.size(m, schedule.limits) for m in schedule.microbatches]
         tokens, squares = np.array(sizes, float).reshape(-1, 2).T
-        real = np.array([bool(m) for m in schedule.microbatches], float)
-        return self.times(tokens, squares, real)
+        is_real = np.array([bool(m) for m in schedule.microbatches], float)
+        return self.times(tokens, squares, is_real)
 
     def times(
-        self, tokens: np.ndarray, squares: np.ndarray, real: np.ndarray
+        self, tokens: np.ndarray, squares: np.ndarray, is_real: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Times of forward and of backward passes, stage by microbatch.
+        """Times of forward and backward passes.
 
         Args:
-            tokens: What each microbatch is charged for.
-            squares: Its sum of squared sample lengths.
-            real: 0 for a no-op, else 1.
+            tokens: Tokens of each microbatch, padded to its bucket.
+            squares: Sum of squared sample lengths of each microbatch.
+            is_real: 0 for a no-op, else 1.
+
+        Returns:
+            Two arrays [stages, microbatches].
         """
-        forward = [s.forward(tokens, squares) * real for s in self.stages]
-        backward = [s.backward(tokens, squares) * real for s in self.stages]
+        forward = [s.forward(tokens, squares) * is_real for s in self.stages]
+        backward = [s.backward(tokens, squares) * is_real for s in self.stages]
         return np.stack(forward), np.stack(backward)
 
-    def charged(self, tokens: int) -> int:
-        """Tokens that a microbatch of `tokens` padded tokens is charged for.
+    def bucket_tokens(self, tokens: int) -> int:
+        """Rounds the padded tokens of a microbatch up to its bucket.
 
         Raises:
-            ValueError: It fits no bucket.
+            ValueError: The microbatch fits in no bucket.
         """
         if not self.buckets or not tokens:
             return tokens
@@ -152,6 +152,6 @@ class CostModel:
             if bucket >= tokens:
                 return bucket
         raise ValueError(
-            f"a microbatch of {tokens} tokens fits none of the buckets "
+            f"a microbatch of {tokens} tokens fits in none of the buckets "
             f"{self.buckets}. Add a bucket of the schedule's capacity."
         )

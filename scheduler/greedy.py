@@ -1,4 +1,4 @@
-"""First-fit decreasing: the baseline packer."""
+"""Packs by first-fit decreasing, the baseline packer."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,11 @@ from jaxlora.scheduler.types import Limits, Sample, Schedule, check_fits
 
 
 def pack(samples: Sequence[Sample], limits: Limits) -> Schedule:
-    """Packs one global batch of each job into few microbatches.
+    """Packs one global batch of each job by first-fit decreasing.
 
-    The longest sample first, each into the first microbatch with room for it, counting
-    that a job's part of a microbatch is padded to whole blocks.
+    The samples are placed in order of descending length, each in the first microbatch
+    that has room for it. The tokens of a job in a microbatch are padded to whole
+    blocks.
 
     Args:
         samples: At most one global batch of each job.
@@ -20,23 +21,23 @@ def pack(samples: Sequence[Sample], limits: Limits) -> Schedule:
     """
     _check(samples, limits)
     bins: list[list[Sample]] = []
-    used: list[int] = []  # padded tokens of each microbatch
-    of_job: list[dict[int, int]] = []  # real tokens of each job in each microbatch
+    padded_tokens: list[int] = []  # of each microbatch
+    job_tokens: list[dict[int, int]] = []  # unpadded, of each job in each microbatch
     order = sorted(samples, key=lambda s: (-s.num_tokens, s.job, s.index))
     for sample in order:
-        for i, tokens in enumerate(of_job):
-            had = tokens.get(sample.job, 0)
-            more = limits.padded(had + sample.num_tokens) - limits.padded(had)
-            if used[i] + more <= limits.capacity:
+        for i, tokens in enumerate(job_tokens):
+            before = tokens.get(sample.job, 0)
+            added = limits.padded(before + sample.num_tokens) - limits.padded(before)
+            if padded_tokens[i] + added <= limits.capacity:
                 break
         else:
-            i, had, more = len(bins), 0, limits.padded(sample.num_tokens)
+            i, before, added = len(bins), 0, limits.padded(sample.num_tokens)
             bins.append([])
-            used.append(0)
-            of_job.append({})
+            padded_tokens.append(0)
+            job_tokens.append({})
         bins[i].append(sample)
-        used[i] += more
-        of_job[i][sample.job] = had + sample.num_tokens
+        padded_tokens[i] += added
+        job_tokens[i][sample.job] = before + sample.num_tokens
     microbatches = (sorted(b, key=lambda s: (s.job, s.index)) for b in bins)
     return Schedule(microbatches=tuple(map(tuple, microbatches)), limits=limits)
 
@@ -48,5 +49,5 @@ def _check(samples: Sequence[Sample], limits: Limits) -> None:
         if batch_of.setdefault(sample.job, sample.batch) != sample.batch:
             raise ValueError(
                 f"job {sample.job} has samples of batches {batch_of[sample.job]} and "
-                f"{sample.batch}: give one global batch of each job at a time."
+                f"{sample.batch}. Pack one global batch of each job at a time."
             )

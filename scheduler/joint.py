@@ -1,9 +1,9 @@
-"""The default packer: all jobs and several global batches at once, by cost."""
+"""The default packer, which plans all jobs and several global batches together."""
 
 from collections.abc import Iterator, Sequence
 
 from jaxlora.scheduler.cost import CostModel
-from jaxlora.scheduler.planner import DEFAULT, FEWEST, Effort, JobBatches, Planner
+from jaxlora.scheduler.planner import DEFAULT_EFFORT, Effort, JobBatches, Planner
 from jaxlora.scheduler.types import (
     Limits,
     Microbatch,
@@ -15,8 +15,7 @@ from jaxlora.scheduler.types import (
 )
 
 __all__ = [
-    "DEFAULT",
-    "FEWEST",
+    "DEFAULT_EFFORT",
     "Effort",
     "JobBatches",
     "Planner",
@@ -31,20 +30,21 @@ def pack(
     limits: Limits,
     pipeline: Pipeline,
     cost: CostModel,
-    effort: Effort = DEFAULT,
+    effort: Effort = DEFAULT_EFFORT,
 ) -> Schedule:
     """Packs any number of global batches of any number of jobs.
 
     Args:
-        samples: In any order; batches of a job may differ in size, and jobs in their
-            number of batches.
+        samples: The samples, in any order. The batches of a job may differ in size, and
+            jobs may differ in their number of batches.
         limits: Capacity and block size.
-        pipeline: Says how far apart batches of a job must be.
-        cost: What is to be made small.
-        effort: How hard to try.
+        pipeline: Provides the distance between the batches of a job.
+        cost: Costs of microbatches, which the packer minimizes.
+        effort: How hard to plan.
 
     Raises:
-        ValueError: A sample is longer than the capacity.
+        ValueError: A sample is longer than the capacity, or the cost model and the
+            pipeline differ in the number of stages.
     """
     check_fits(samples, limits)
     windows = stream(job_batches(samples), limits, pipeline, cost, effort)
@@ -53,7 +53,7 @@ def pack(
 
 
 def job_batches(samples: Sequence[Sample]) -> list[JobBatches]:
-    """What `stream` takes, of samples that are all here; by ascending job."""
+    """Converts samples to the input of `stream`, in ascending order of jobs."""
     return [
         JobBatches(
             batches=batches,
@@ -69,20 +69,20 @@ def stream(
     limits: Limits,
     pipeline: Pipeline,
     cost: CostModel,
-    effort: Effort = DEFAULT,
+    effort: Effort = DEFAULT_EFFORT,
 ) -> Iterator[list[Microbatch]]:
-    """The microbatches of `pack`, window by window, reading batches as it goes.
+    """Yields the microbatches of `pack` window by window, and reads batches as needed.
 
     Args:
-        jobs: What to run; those that need it most come first, then in this order.
-        limits: As for `pack`, like the rest.
-        pipeline: The executor.
-        cost: What is to be made small.
-        effort: How hard to try.
+        jobs: The batches of each job.
+        limits: Capacity and block size.
+        pipeline: Provides the distance between the batches of a job.
+        cost: Costs of microbatches, which the packer minimizes.
+        effort: How hard to plan.
 
     Raises:
-        ValueError: A batch that was read is empty, or has a sample over the
-            capacity.
+        ValueError: A batch that was read is invalid, for example because a sample is
+            longer than the capacity.
     """
     planner = Planner(limits, pipeline, cost, effort)
     for job in jobs:

@@ -1,4 +1,4 @@
-"""mLoRA's order: one job a microbatch, so many samples each, jobs taking turns."""
+"""Packs in mLoRA's order: one job per microbatch, with jobs taking turns."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -22,25 +22,26 @@ def pack(
     *,
     samples_per_microbatch: int = 4,
 ) -> Schedule:
-    """LoRAPP: jobs take turns, each with a whole global batch in several microbatches.
+    """Packs in the order of LoRAPP: each turn runs one global batch of one job.
 
-    A turn runs as in Figure 4e of the paper: a global batch is cut into microbatches of
-    a fixed number of samples, in the order of the data, whatever their lengths. The job
-    that has waited longest is next, after no-ops if it must still wait for its
-    optimiser step. A microbatch that would be over the capacity is cut short.
+    As in Figure 4e of the paper, a global batch is split into microbatches of a fixed
+    number of samples, in the order of the data and regardless of their lengths. A
+    microbatch gets fewer samples if it would exceed the capacity. The job that has
+    waited longest has the next turn, after no-ops if it still has to wait for its
+    optimizer step.
 
-    BatchLoRA, which joins jobs in one microbatch when there are more than stages, is
-    left out: all of its gain is in the kernels.
+    BatchLoRA, which joins several jobs in one microbatch if there are more jobs than
+    stages, is not implemented, because its gain comes only from the kernels.
 
     Args:
         samples: All global batches of all jobs.
         limits: Capacity and block size.
-        pipeline: Says how far apart a job's batches must be.
-        samples_per_microbatch: At most so many samples share a microbatch.
+        pipeline: Provides the distance between the batches of a job.
+        samples_per_microbatch: Maximum number of samples in a microbatch.
 
     Raises:
-        ValueError: A sample is over the capacity, or the number of samples is not
-            positive.
+        ValueError: A sample is longer than the capacity, or `samples_per_microbatch`
+            is not positive.
 
     References:
         mLoRA, https://arxiv.org/abs/2312.02515, section 3.2.
@@ -52,36 +53,37 @@ def pack(
     check_fits(samples, limits)
     out: list[Microbatch] = []
     turns = deque(sorted(_batches(samples).items()))
-    ready = dict.fromkeys(
-        (job for job, _ in turns), 0
-    )  # where its next batch may start
+    # First position at which the next batch of each job may start.
+    ready = dict.fromkeys((job for job, _ in turns), 0)
     while turns:
-        job, waiting = turns.popleft()
+        job, batches = turns.popleft()
         out += [()] * (ready[job] - len(out))
-        out += _cut(waiting.popleft(), limits, samples_per_microbatch)
+        out += _split(batches.popleft(), limits, samples_per_microbatch)
         ready[job] = len(out) - 1 + pipeline.distance
-        if waiting:
-            turns.append((job, waiting))
+        if batches:
+            turns.append((job, batches))
     return Schedule(microbatches=tuple(out), limits=limits)
 
 
 def _batches(samples: Sequence[Sample]) -> dict[int, deque[list[Sample]]]:
-    """Global batches of each job, in order."""
+    """Returns the global batches of each job, in ascending order."""
     return {
         job: deque(sorted(batch, key=lambda s: s.index) for batch in batches)
         for job, batches in batches_by_job(samples).items()
     }
 
 
-def _cut(
+def _split(
     batch: Sequence[Sample], limits: Limits, samples_per_microbatch: int
 ) -> Iterator[Microbatch]:
-    held: Microbatch = ()
+    microbatch: Microbatch = ()
     for sample in batch:
-        longer = (*held, sample)
-        full = len(held) == samples_per_microbatch
-        if held and (full or padded_tokens(longer, limits) > limits.capacity):
-            yield held
-            longer = (sample,)
-        held = longer
-    yield held
+        extended = (*microbatch, sample)
+        is_full = len(microbatch) == samples_per_microbatch
+        if microbatch and (
+            is_full or padded_tokens(extended, limits) > limits.capacity
+        ):
+            yield microbatch
+            extended = (sample,)
+        microbatch = extended
+    yield microbatch

@@ -1,4 +1,4 @@
-"""Packers by name, all called alike: samples, limits, pipeline and cost."""
+"""The registry of packers, which all have the same signature."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -21,28 +21,29 @@ PackerName = Literal["joint", "greedy", "lorafusion"]
 
 
 def get_packer(name: PackerName) -> Packer:
-    """The packer of a name.
+    """Returns the packer with the given name.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no packer with this name.
     """
     if name not in _PACKERS:
-        raise ValueError(f"there is no packer {name!r}; there are {sorted(_PACKERS)}.")
+        raise ValueError(f"unknown packer {name!r}. Choose one of {sorted(_PACKERS)}.")
     return _PACKERS[name]
 
 
 def by_rounds(
     samples: Sequence[Sample], limits: Limits, pipeline: Pipeline, cost: CostModel
 ) -> Schedule:
-    """First-fit decreasing, a round at a time: the next global batch of every job.
+    """Packs one round at a time by first-fit decreasing.
 
-    No microbatch has samples of two rounds. No-ops keep the distance.
+    A round is the next global batch of every job. A microbatch never holds samples of
+    two rounds. No-ops keep the batches of a job apart.
     """
     jobs = batches_by_job(samples).values()
     microbatches: list[Microbatch] = []
     for k in range(max(map(len, jobs), default=0)):
-        together = [s for batches in jobs if k < len(batches) for s in batches[k]]
-        microbatches += greedy.pack(together, limits).microbatches
+        batch = [s for batches in jobs if k < len(batches) for s in batches[k]]
+        microbatches += greedy.pack(batch, limits).microbatches
     spaced = tuple(with_no_ops(microbatches, pipeline.distance))
     return Schedule(microbatches=spaced, limits=limits)
 
@@ -50,7 +51,10 @@ def by_rounds(
 def _joint(
     samples: Sequence[Sample], limits: Limits, pipeline: Pipeline, cost: CostModel
 ) -> Schedule:
-    """Joint packing; or by rounds, which now and then wins where jobs are few."""
+    """Packs jointly and by rounds, and returns the schedule with the shorter time.
+
+    Packing by rounds is occasionally better if there are few jobs.
+    """
     candidates = (
         joint.pack(samples, limits, pipeline, cost),
         by_rounds(samples, limits, pipeline, cost),

@@ -1,31 +1,9 @@
-"""What a schedule looks like: a Gantt picture of stages and time, and a table."""
+"""Draws a simulated schedule as a Gantt chart."""
 
 import os
 
 from jaxlora.scheduler.simulate import Simulation
-from jaxlora.scheduler.types import Schedule, padded_tokens, tokens_by_job
-
-HEADER = ("microbatch", "start", "end", "tokens", "fill", "jobs")
-
-
-def table(schedule: Schedule, simulation: Simulation) -> list[tuple[str, ...]]:
-    """Rows of text, one a microbatch, in the order of `HEADER`.
-
-    A job is written as `job.batch x samples`. Start is that of the forward on stage 0,
-    and end that of the backward there.
-    """
-    rows: list[tuple[str, ...]] = []
-    for i, microbatch in enumerate(schedule.microbatches):
-        tokens = padded_tokens(microbatch, schedule.limits)
-        counts: dict[tuple[int, int], int] = {}
-        for s in microbatch:
-            counts[s.job, s.batch] = counts.get((s.job, s.batch), 0) + 1
-        jobs = ", ".join(f"{j}.{b} x {n}" for (j, b), n in counts.items())
-        times = simulation.forward_start[0, i], simulation.backward_end[0, i]
-        fill = f"{tokens / schedule.limits.capacity:.0%}"
-        start, end = (f"{t:.6g}" for t in times)
-        rows.append((str(i), start, end, str(tokens), fill, jobs or "no-op"))
-    return rows
+from jaxlora.scheduler.types import Schedule, tokens_by_job
 
 
 def draw(
@@ -35,16 +13,17 @@ def draw(
     *,
     until: float | None = None,
 ) -> None:
-    """Writes a Gantt picture; the file's suffix says which kind (png, svg, pdf).
+    """Writes a Gantt chart of the stages over time.
 
-    A row a stage. A pass is a bar, cut into its jobs by their tokens: pale forward,
-    full backward. What stays grey is bubble.
+    Each stage has one row, and each pass is a bar: pale for a forward pass, saturated
+    for a backward pass. A bar is split into jobs in proportion to their tokens. Grey
+    areas are bubbles.
 
     Args:
-        schedule: What ran.
-        simulation: Its run.
-        path: Where to.
-        until: Draw the run to this time; by default all of it.
+        schedule: The schedule.
+        simulation: Its simulation.
+        path: Image file to write. Its suffix selects the format (png, svg, pdf).
+        until: Time at which the chart ends; None draws the whole run.
     """
     from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
@@ -57,7 +36,7 @@ def draw(
     figure = Figure(figsize=(14, 1.2 + 0.7 * num_stages), layout="constrained")
     axes = figure.subplots()
     bars, faces = _bars(schedule, simulation, end, colours)
-    # A thin edge keeps apart the passes of one job that touch.
+    # A thin edge separates adjacent passes of the same job.
     axes.add_collection(
         PolyCollection(bars, facecolors=faces, edgecolors="white", linewidths=0.3)
     )
@@ -69,7 +48,7 @@ def draw(
     axes.set_title(
         f"{simulation.bubble:.1%} bubble, makespan {simulation.makespan:.4g}"
     )
-    # More jobs than colours would only say that colours repeat.
+    # With more jobs than colors, the legend would be ambiguous.
     if 0 < len(jobs) <= 10:
         handles = [Patch(color=colours[j], label=f"job {j}") for j in jobs]
         handles.append(Patch(color="0.85", label="bubble"))
@@ -80,7 +59,7 @@ def draw(
 def _bars(
     schedule: Schedule, simulation: Simulation, end: float, colours: dict[int, str]
 ) -> tuple[list[list[tuple[float, float]]], list[tuple[str, float]]]:
-    """Corners and (colour, opacity) of all bars that begin before `end`."""
+    """Returns the corners and (color, opacity) of all bars that start before `end`."""
     bars, faces = [], []
     passes = (
         (simulation.forward_start, simulation.forward_end, 0.45),

@@ -1,4 +1,4 @@
-"""A schedule with everything that is known of it before it runs."""
+"""Makes, checks, simulates and bounds a schedule."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ Packer = Callable[[Sequence[Sample], Limits, Pipeline, CostModel], Schedule]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """A checked schedule, its simulated run, and how good a run could be at best."""
+    """A legal schedule, its simulation, and a lower bound for its samples."""
 
     schedule: Schedule
     simulation: Simulation
@@ -23,7 +23,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """The simulated run is at most so much, relatively, over the shortest one."""
+        """Fraction by which the simulated makespan exceeds the lower bound."""
         return self.bound.gap(self.simulation.makespan)
 
 
@@ -35,11 +35,19 @@ def plan(
     *,
     packer: Packer = joint.pack,
 ) -> Plan:
-    """Packs, checks, simulates and bounds.
+    """Packs samples and reports how good the schedule is.
+
+    Args:
+        samples: Any number of global batches of any number of jobs.
+        limits: Capacity and block size.
+        pipeline: The pipeline.
+        cost: Times of the passes, for the number of stages that `pipeline` has.
+        packer: Makes the schedule.
 
     Raises:
-        ValueError: A sample is longer than the capacity, or costs and pipeline differ.
-        RuntimeError: The packer broke a rule.
+        ValueError: A sample is longer than the capacity, or the cost model and the
+            pipeline differ in the number of stages.
+        RuntimeError: The packer's schedule violates a rule.
     """
     schedule = packer(samples, limits, pipeline, cost)
     require_legal(schedule, samples, distance=pipeline.distance)

@@ -1,4 +1,4 @@
-"""Plans one window of microbatches after another, under several targets of work."""
+"""Plans microbatches window by window; jobs may join and leave between windows."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -6,60 +6,71 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from jaxlora.scheduler.cost import CostModel
-from jaxlora.scheduler.frontier import Item, Progress, Source, Work, fill_slot
-from jaxlora.scheduler.improve import Search
-from jaxlora.scheduler.simulate import check_stages, dearest
+from jaxlora.scheduler.fill import (
+    BatchSource,
+    Item,
+    JobProgress,
+    WorkModel,
+    fill_slot,
+)
+from jaxlora.scheduler.local_search import LocalSearch
+from jaxlora.scheduler.simulate import check_stages, slowest_per_tick
 from jaxlora.scheduler.types import Limits, Microbatch, Pipeline, Sample
 
-# Windows from one try of other targets to the next while the best one stays the same.
-RETRIED_EVERY = 4
+# While the best target stays the same, other targets are tried again after this many
+# windows.
+_RETRY_INTERVAL = 4
 
-SHARES = (1.06, 1.03, 1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+_FILL_TARGETS = (
+    1.06, 1.03, 1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Effort:
-    """How hard to plan, in counts instead of time: one input has one plan.
+    """How hard to plan.
+
+    The limits are counts, not times, so the same input always gets the same plan.
 
     Attributes:
-        committed: Full microbatches' worth of work that one window adds to the plan.
-        looked_ahead: How many more it is judged by.
-        shares: Work that microbatches may be filled to, in shares of the capacity.
-            Squared lengths count as more work, so that one full of tokens can be over
-            1. With buckets, they take this place.
-        trades_a_slot: Exchanges of samples between neighbours that local search may
-            try, for each slot.
+        committed: Work that a window adds to the plan, in full microbatches.
+        lookahead: Additional work that is planned to judge the window, in full
+            microbatches.
+        fill_targets: Work to which microbatches are filled, as fractions of the
+            capacity. Squared lengths count as additional work, so the work of a full
+            microbatch may exceed 1. With buckets, the bucket sizes are used instead.
+        trades_per_slot: Number of trades per slot that local search may try.
     """
 
     committed: int = 24
-    looked_ahead: int = 32
-    shares: tuple[float, ...] = SHARES
-    trades_a_slot: int = 12
+    lookahead: int = 32
+    fill_targets: tuple[float, ...] = _FILL_TARGETS
+    trades_per_slot: int = 12
 
     def __post_init__(self):
-        if self.committed < 1 or self.looked_ahead < 0:
+        if self.committed < 1 or self.lookahead < 0:
             raise ValueError(
-                f"committed must be positive and looked_ahead not negative, got "
-                f"{self.committed} and {self.looked_ahead}."
+                f"committed={self.committed} must be positive and "
+                f"lookahead={self.lookahead} must not be negative."
             )
-        if not self.shares or min(self.shares) <= 0:
-            raise ValueError(f"shares must be positive, got {self.shares}.")
+        if not self.fill_targets or min(self.fill_targets) <= 0:
+            raise ValueError(
+                f"fill_targets={self.fill_targets} must be positive, and at least one "
+                "is needed."
+            )
 
 
-DEFAULT = Effort()
-# As few microbatches as can be: full of tokens, whatever else they cost. Takes longer
-# to run, the more so the fewer jobs there are.
-FEWEST = Effort(shares=(1.12,), trades_a_slot=0)
+DEFAULT_EFFORT = Effort()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class JobBatches:
-    """A job's global batches, read while planning goes on.
+    """The global batches of a job, which are read as planning proceeds.
 
     Attributes:
-        batches: Its global batches in order, each the samples of one.
-        num_batches: How many there are.
-        batch_tokens: Mean tokens of a batch; an estimate does.
+        batches: Samples of each global batch, in order.
+        num_batches: Number of batches.
+        batch_tokens: Mean number of tokens in a batch, which may be an estimate.
     """
 
     batches: Iterable[Sequence[Sample]]
@@ -67,28 +78,43 @@ class JobBatches:
     batch_tokens: float
 
 
-# A filled slot: (items, charged tokens, sum of squared lengths).
+# A filled slot: (items, tokens padded to the bucket, sum of squared lengths).
 Slot = tuple[Sequence[Item], int, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _State:
-    """Between two slots."""
+    """The state of planning between two slots.
 
-    jobs: list[Progress]
+    Attributes:
+        jobs: Progress of each job.
+        slot: Number of the next slot.
+        before: The last slots, which still share the pipeline with the next one.
+    """
+
+    jobs: list[JobProgress]
     slot: int
-    before: list[Slot]  # the last slots, which still share the pipeline with the next
+    before: list[Slot]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Window:
-    """A plan of the next slots."""
+    """A plan for the next slots.
+
+    Attributes:
+        slots: The slots, including those that are only planned as lookahead.
+        num_committed: Number of slots that become part of the plan.
+        after: State after the committed slots.
+        work: Total work after each slot.
+        time: Total time after each slot. If no work is left, the last entry includes
+            the time in which the pipeline drains.
+    """
 
     slots: list[Slot]
     num_committed: int
     after: _State
-    work: np.ndarray  # done until after each slot
-    time: np.ndarray  # taken until after each slot, and at the end until all is done
+    work: np.ndarray
+    time: np.ndarray
 
     @property
     def committed(self) -> list[Slot]:
@@ -96,18 +122,13 @@ class _Window:
 
 
 class Planner:
-    """Plans window by window; jobs may come and go in between.
+    """Plans window by window; jobs may join, pause and resume between windows.
 
-    A window is filled slot by slot to a target of work; of several targets, that one is
-    taken under which the window's work is done first, by the sum over time of the
-    dearest of S consecutive microbatches. Local search evens the window's first slots
-    out, which are committed; the rest is planned again with what follows it.
-
-    Args:
-        limits: Capacity and block size.
-        pipeline: Says how far apart batches of a job must be.
-        cost: What is to be made small.
-        effort: How hard to try.
+    A window is planned with several fill targets. For each one, its slots are filled
+    one by one to that amount of work. The plan that finishes the window's work first
+    wins, where time is the sum over all ticks of the slowest microbatch in the pipeline
+    (`simulate.window_sum`). Local search then balances the first slots, which are
+    committed. The other slots are planned again as part of the next window.
     """
 
     def __init__(
@@ -115,99 +136,116 @@ class Planner:
         limits: Limits,
         pipeline: Pipeline,
         cost: CostModel,
-        effort: Effort = DEFAULT,
+        effort: Effort = DEFAULT_EFFORT,
     ):
+        """Starts without jobs.
+
+        Args:
+            limits: Capacity and block size.
+            pipeline: Provides the distance between the batches of a job.
+            cost: Costs of microbatches, which the planner minimizes.
+            effort: How hard to plan.
+
+        Raises:
+            ValueError: The cost model and the pipeline differ in the number of stages.
+        """
         check_stages(cost, pipeline)
         self.limits = limits
         self.pipeline = pipeline
         self.cost = cost
         self.effort = effort
-        self._work = Work.of(cost)
-        self._targets = _targets(limits, cost, effort.shares)
+        self._work = WorkModel.from_cost(cost)
+        self._targets = _work_targets(limits, cost, effort.fill_targets)
         self._state = _State(jobs=[], slot=0, before=[((), 0, 0)])
-        self._best: int | None = None  # number of the last window's target
-        self._unchanged = 0  # windows since it was another one
+        # Index of the last window's target, and for how many windows it was the same.
+        self._best: int | None = None
+        self._num_unchanged = 0
         self._num_jobs = 0
 
     def add(self, job: JobBatches) -> None:
-        """From the next window on, plans a job too.
+        """Adds a job, which is planned from the next window on.
 
         Raises:
-            ValueError: The job is planned already, or its first batch cannot be.
+            ValueError: The job was added before, or its first batch is invalid.
         """
         slots = job.batch_tokens / self.limits.capacity + self.pipeline.distance - 1
-        slots = max(1.0, slots)  # two batches never share one
-        source = Source(job.batches, self._work, self.limits)
-        new = Progress(source, num_batches=job.num_batches, slots_a_batch=slots)
+        slots = max(1.0, slots)  # two batches of a job never share a slot
+        source = BatchSource(job.batches, self._work, self.limits)
+        new = JobProgress(source, num_batches=job.num_batches, slots_per_batch=slots)
         if source.job is None:
             return  # it has no batches
         if any(x.source.job == source.job for x in self._state.jobs):
-            raise ValueError(f"job {source.job} is planned already: add each job once.")
+            raise ValueError(f"job {source.job} was already added. Add each job once.")
         self._state.jobs.append(new)
 
     def pause(self, job: int) -> None:
-        """Ends a job's part after the batch that is under way, until it is resumed.
+        """Pauses a job after its current batch.
 
-        What is already planned stays: a started batch is always completed.
-        """
-        self._progress(job).paused = True
-
-    def resume(self, job: int) -> None:
-        """Goes on with a paused job where it stopped."""
-        self._progress(job).paused = False
-
-    @property
-    def num_batches_held(self) -> int:
-        """Batches in memory: read, and not yet planned to their end."""
-        return sum(x.source.num_held for x in self._state.jobs)
-
-    def next_window(self) -> list[Microbatch]:
-        """The next microbatches; none when no job has anything to run.
+        A batch that has started is always completed.
 
         Raises:
-            ValueError: A batch that was read is empty, or has a sample over the
-                capacity.
+            ValueError: The job was not added.
         """
-        if not any(x.runs for x in self._state.jobs):
+        self._progress(job).is_paused = True
+
+    def resume(self, job: int) -> None:
+        """Resumes a paused job at its next batch.
+
+        Raises:
+            ValueError: The job was not added.
+        """
+        self._progress(job).is_paused = False
+
+    def next_window(self) -> list[Microbatch]:
+        """Plans the next microbatches; the list is empty if no job has samples to run.
+
+        Raises:
+            ValueError: A batch that was read is invalid, for example because a sample
+                is longer than the capacity.
+        """
+        if not any(x.can_run for x in self._state.jobs):
             return []
-        plan = self._window(self._state)
+        plan = self._plan_window(self._state)
         self._state = plan.after
         for x in self._state.jobs:
             x.source.forget_before(x.number)
         return [_microbatch(s[0]) for s in plan.committed]
 
-    def _progress(self, job: int) -> Progress:
+    def _progress(self, job: int) -> JobProgress:
         for x in self._state.jobs:
             if x.source.job == job:
                 return x
         known = [x.source.job for x in self._state.jobs]
-        raise ValueError(f"job {job} was never added; the jobs are {known}.")
+        raise ValueError(f"job {job} was not added. The jobs are {known}.")
 
-    def _window(self, state: _State) -> _Window:
-        """The best of plans with several targets."""
-        tried = self._tried(sum(x.runs for x in state.jobs))
-        ahead = self.effort.looked_ahead if len(tried) > 1 else 0
-        plans = {i: self._fill(state, self._targets[i], ahead) for i in tried}
-        best = _soonest(plans)
-        if len(tried) > 3:  # a coarse grid
+    def _plan_window(self, state: _State) -> _Window:
+        """Returns the best of the plans with different targets."""
+        candidates = self._candidates(sum(x.can_run for x in state.jobs))
+        lookahead = self.effort.lookahead if len(candidates) > 1 else 0
+        plans = {i: self._fill(state, self._targets[i], lookahead) for i in candidates}
+        best = _fastest(plans)
+        if (
+            len(candidates) > 3
+        ):  # a coarse grid, which is refined around its best target
             for i in self._around(best):
                 if i not in plans:
-                    plans[i] = self._fill(state, self._targets[i], ahead)
-            best = _soonest(plans)
-        self._unchanged = self._unchanged + 1 if best == self._best else 0
+                    plans[i] = self._fill(state, self._targets[i], lookahead)
+            best = _fastest(plans)
+        self._num_unchanged = self._num_unchanged + 1 if best == self._best else 0
         self._best = best
         return self._improve(state, plans[best])
 
-    def _tried(self, num_jobs: int) -> Sequence[int]:
-        """Numbers of the targets that a window tries first.
+    def _candidates(self, num_jobs: int) -> Sequence[int]:
+        """Returns the indices of the targets that a window tries first.
 
-        The best one changes slowly as long as the jobs are the same: every other one at
-        first, then the neighbours of the best, then only now and then.
+        The best target changes slowly while the number of jobs stays the same. So the
+        first window tries every other target. Later ones try the neighbors of the best
+        target, and once it is stable, only at intervals.
         """
         if self._best is None or num_jobs != self._num_jobs:
             self._num_jobs = num_jobs
             return range(len(self._targets))[::2]
-        if self._unchanged % RETRIED_EVERY:
+        if self._num_unchanged % _RETRY_INTERVAL:
             return [self._best]
         return self._around(self._best)
 
@@ -215,62 +253,59 @@ class Planner:
         return range(len(self._targets))[max(0, best - 1) : best + 2]
 
     def _improve(self, state: _State, plan: _Window) -> _Window:
-        """The same with better committed slots, and the next window told of them."""
-        if not self.effort.trades_a_slot:
+        """Improves the committed slots of a plan by local search."""
+        if not self.effort.trades_per_slot:
             return plan
-        num, near = plan.num_committed, self.pipeline.num_stages - 1
-        search = Search(
+        num, num_after = plan.num_committed, self.pipeline.num_stages - 1
+        search = LocalSearch(
             [list(s[0]) for s in plan.committed],
             {x.job: x.ready - state.slot for x in state.jobs if x.items},
             self.limits,
             self.pipeline,
             self.cost,
             before=[list(s[0]) for s in state.before],
-            after=[list(s[0]) for s in plan.slots[num : num + near]],
+            after=[list(s[0]) for s in plan.slots[num : num + num_after]],
         )
-        slots = [self._slot(s) for s in search.run(self.effort.trades_a_slot * num)]
+        found = search.run(self.effort.trades_per_slot * num)
+        slots = [self._slot(items) for items in found]
         for x in plan.after.jobs:
             last = search.last_before(x.job, x.batch) if x.items else None
             if last is not None:
                 x.ready = state.slot + last + self.pipeline.distance
-        return dataclasses.replace(
-            plan,
-            slots=slots + plan.slots[num:],
-            after=dataclasses.replace(
-                plan.after, before=self._before(state.before + slots)
-            ),
+        after = dataclasses.replace(
+            plan.after, before=self._in_pipeline(state.before + slots)
         )
+        return dataclasses.replace(plan, slots=slots + plan.slots[num:], after=after)
 
-    def _before(self, slots: list[Slot]) -> list[Slot]:
+    def _in_pipeline(self, slots: list[Slot]) -> list[Slot]:
         return slots[-self.pipeline.num_stages :]
 
-    def _fill(self, state: _State, target: int, ahead: int) -> _Window:
+    def _fill(self, state: _State, target: int, lookahead: int) -> _Window:
         limits, distance = self.limits, self.pipeline.distance
         jobs = [x.copy() for x in state.jobs]
-        keep = self.effort.committed * limits.capacity
-        stop = keep + ahead * limits.capacity
+        committed = self.effort.committed * limits.capacity
+        stop = committed + lookahead * limits.capacity
         slots: list[Slot] = []
         work, done = [], 0
         after = None
-        while done < stop and any(x.runs for x in jobs):
-            if after is None and done >= keep:
+        while done < stop and any(x.can_run for x in jobs):
+            if after is None and done >= committed:
                 after = len(slots), [x.copy() for x in jobs]
             items = fill_slot(jobs, state.slot + len(slots), target, limits, distance)
             slots.append(self._slot(items))
             done += sum(i[0] for i in items)
             work.append(done)
-        if after is None or not any(x.runs for x in jobs):
+        is_done = not any(x.can_run for x in jobs)
+        if after is None or is_done:
             after = len(slots), jobs
         num, jobs_after = after
-        time = self._time(state.before, slots, ended=not any(x.runs for x in jobs))
+        before = self._in_pipeline(state.before + slots[:num])
         return _Window(
             slots=slots,
             num_committed=num,
-            after=_State(
-                jobs_after, state.slot + num, self._before(state.before + slots[:num])
-            ),
+            after=_State(jobs_after, state.slot + num, before),
             work=np.array(work),
-            time=time,
+            time=self._times(state.before, slots, is_done),
         )
 
     def _slot(self, items: list[Item]) -> Slot:
@@ -278,34 +313,39 @@ class Planner:
         for _, n, sample in items:
             tokens[sample.job] = tokens.get(sample.job, 0) + n
         padded = sum(map(self.limits.padded, tokens.values()))
-        return items, self.cost.charged(padded), sum(n * n for _, n, _ in items)
+        bucket_tokens = self.cost.bucket_tokens(padded)
+        return items, bucket_tokens, sum(n * n for _, n, _ in items)
 
-    def _time(self, before: list[Slot], slots: list[Slot], ended: bool) -> np.ndarray:
-        every = before + slots
-        tokens = np.array([s[1] for s in every], float)
-        squares = np.array([s[2] for s in every], float)
-        real = np.array([bool(s[0]) for s in every], float)
-        forward, backward = self.cost.times(tokens, squares, real)
-        each = dearest(forward + backward)
-        time = each[len(before) : len(every)].cumsum()
-        if ended:
-            time[-1] += each[len(every) :].sum()
+    def _times(
+        self, before: list[Slot], slots: list[Slot], is_done: bool
+    ) -> np.ndarray:
+        """Returns the total time after each slot; see `_Window.time`."""
+        in_order = before + slots
+        tokens = np.array([s[1] for s in in_order], float)
+        squares = np.array([s[2] for s in in_order], float)
+        is_real = np.array([bool(s[0]) for s in in_order], float)
+        forward, backward = self.cost.times(tokens, squares, is_real)
+        ticks = slowest_per_tick(forward + backward)
+        time = ticks[len(before) : len(in_order)].cumsum()
+        if is_done:
+            time[-1] += ticks[len(in_order) :].sum()
         return time
 
 
-def _soonest(plans: dict[int, _Window]) -> int:
-    """Number of the plan that has done first what all of them do."""
+def _fastest(plans: dict[int, _Window]) -> int:
+    """Returns the index of the plan that is the first to finish their common work."""
     common = min(p.work[-1] for p in plans.values())
     return min(plans, key=lambda i: np.interp(common, plans[i].work, plans[i].time))
 
 
-def _targets(
-    limits: Limits, cost: CostModel, shares: tuple[float, ...]
+def _work_targets(
+    limits: Limits, cost: CostModel, fill_targets: tuple[float, ...]
 ) -> tuple[int, ...]:
+    """Returns the work to which microbatches are filled, in descending order."""
     if cost.buckets:
         fitting = [b for b in cost.buckets if b <= limits.capacity]
         return tuple(reversed(fitting)) or (limits.capacity,)
-    targets = {max(limits.block_tokens, int(s * limits.capacity)) for s in shares}
+    targets = {max(limits.block_tokens, int(f * limits.capacity)) for f in fill_targets}
     return tuple(sorted(targets, reverse=True))
 
 

@@ -1,4 +1,4 @@
-"""What a schedule takes on a pipeline: an event simulation of 1F1B."""
+"""Simulates a schedule on a pipeline that runs in 1F1B order."""
 
 import dataclasses
 import itertools
@@ -11,23 +11,27 @@ from jaxlora.scheduler.types import Pipeline, Schedule
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Simulation:
-    """The run of a schedule; arrays are stage by microbatch, times as in the costs.
+    """Result of simulating a schedule.
+
+    Times have the unit of the cost model. The arrays have the shape
+    [stages, microbatches].
 
     Attributes:
         makespan: End of the last pass.
-        bubble: Share of the stages' time in which nothing runs.
-        utilisation: Share of the makespan in which a stage works, for each stage.
-        peak_tokens: Most tokens of microbatches whose forward has begun and whose
-            backward has not ended, for each stage.
+        bubble: Fraction of the time of all stages in which nothing runs.
+        utilization: Fraction of the makespan in which each stage computes.
+        peak_tokens: For each stage, the most tokens of microbatches whose forward pass
+            has started and whose backward pass has not ended.
         num_stale_batches: Global batches that start on some stage before that stage has
             finished the backward of the job's previous batch. They would be trained
             with stale weights.
-        forward_start, forward_end, backward_start, backward_end: When passes run.
+        forward_start, forward_end: Start and end of each forward pass.
+        backward_start, backward_end: Start and end of each backward pass.
     """
 
     makespan: float
     bubble: float
-    utilisation: tuple[float, ...]
+    utilization: tuple[float, ...]
     peak_tokens: tuple[int, ...]
     num_stale_batches: int
     forward_start: np.ndarray
@@ -40,36 +44,34 @@ def simulate(
     schedule: Schedule,
     cost: CostModel,
     pipeline: Pipeline,
-    *,
-    max_in_flight: int | None = None,
 ) -> Simulation:
-    """Runs a schedule in 1F1B order, as Megatron-LM's pipeline does.
+    """Simulates a schedule in the 1F1B order of Megatron-LM.
 
-    Stage s starts with S - 1 - s forwards, then alternates one forward and one
-    backward. A pass waits for the stage's previous one, and for the neighbour's pass
-    of the same microbatch, plus communication. A no-op takes no time and sends
-    nothing: it only stands in the order.
+    Stage s starts with S - 1 - s forward passes, and then alternates between one
+    forward and one backward pass. A pass waits for the previous pass of its stage, and
+    for the pass of the same microbatch on the neighboring stage plus the communication
+    time. A no-op has a place in the order, but takes no time and waits for no other
+    stage.
 
     Args:
-        schedule: Any; what it breaks shows as `num_stale_batches`.
-        cost: Times of the passes, for as many stages as `pipeline` has.
-        pipeline: The stages.
-        max_in_flight: Most microbatches between forward and backward on a stage, to
-            save memory; 1F1B itself has S - s of them on stage s.
+        schedule: The schedule. It need not be legal: `num_stale_batches` counts the
+            batches that start too early.
+        cost: Times of the passes, for the number of stages that `pipeline` has.
+        pipeline: The pipeline.
 
     Raises:
-        ValueError: Costs and pipeline differ in stages, or max_in_flight is under 1.
+        ValueError: The cost model and the pipeline differ in the number of stages.
+
+    References:
+        Megatron-LM, https://arxiv.org/abs/2104.04473, section 2.2.
     """
     check_stages(cost, pipeline)
-    if max_in_flight is not None and max_in_flight < 1:
-        raise ValueError(f"max_in_flight is {max_in_flight}, must be at least 1.")
     num_stages = pipeline.num_stages
-    window = max_in_flight or num_stages
-    ahead = [min(num_stages - s, window) - 1 for s in range(num_stages)]
-    forward, backward = cost.tables(schedule)
-    real = [bool(m) for m in schedule.microbatches]
-    forward_end, backward_end = pass_ends(
-        forward.tolist(), backward.tolist(), real, ahead, cost.communication
+    warm_up = [num_stages - s - 1 for s in range(num_stages)]
+    forward, backward = cost.schedule_times(schedule)
+    is_real = [bool(m) for m in schedule.microbatches]
+    forward_end, backward_end = _pass_ends(
+        forward.tolist(), backward.tolist(), is_real, cost.communication
     )
     forward_end, backward_end = np.array(forward_end), np.array(backward_end)
     makespan = float(backward_end.max(initial=0.0))
@@ -83,132 +85,120 @@ def simulate(
     return Simulation(
         makespan=makespan,
         bubble=float(1 - work.sum() / (num_stages * makespan)) if makespan else 0.0,
-        utilisation=tuple((work / makespan).tolist()) if makespan else (),
-        peak_tokens=tuple(_peak_tokens(schedule, cost, n) for n in ahead),
-        num_stale_batches=_stale(schedule, passes["forward_start"], backward_end),
+        utilization=tuple((work / makespan).tolist()) if makespan else (),
+        peak_tokens=tuple(_peak_tokens(schedule, cost, n) for n in warm_up),
+        num_stale_batches=_num_stale_batches(
+            schedule, passes["forward_start"], backward_end
+        ),
         **passes,
     )
 
 
-def pass_ends(
+def _pass_ends(
     forward: list[list[float]],
     backward: list[list[float]],
-    real: list[bool],
-    ahead: list[int],
+    is_real: list[bool],
     communication: float = 0.0,
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Ends of forward and of backward passes, stage by microbatch.
+    """Computes when the forward and backward passes end, by stage and microbatch.
 
     Args:
-        forward: Times of forward passes, stage by microbatch; `backward` likewise.
-        backward: Times of backward passes.
-        real: Whether a microbatch is none of the no-ops.
-        ahead: Forwards that a stage starts with before it alternates.
-        communication: Time between neighbours.
+        forward: Times of forward passes, by stage and microbatch.
+        backward: Times of backward passes, by stage and microbatch.
+        is_real: Whether each microbatch is not a no-op.
+        communication: Time of a transfer between neighboring stages.
     """
-    num_stages, num = len(forward), len(real)
+    num_stages, num = len(forward), len(is_real)
     clock = [0.0] * num_stages
+    warm_up = [num_stages - s - 1 for s in range(num_stages)]
     forward_end = [[0.0] * num for _ in range(num_stages)]
     backward_end = [[0.0] * num for _ in range(num_stages)]
     last = num_stages - 1
 
     def run_forward(s: int, m: int) -> None:
         start = clock[s]
-        if s and real[m]:
+        if s and is_real[m]:
             start = max(start, forward_end[s - 1][m] + communication)
         clock[s] = forward_end[s][m] = start + forward[s][m]
 
     def run_backward(s: int, m: int) -> None:
         start = clock[s]
-        if s < last and real[m]:
+        if s < last and is_real[m]:
             start = max(start, backward_end[s + 1][m] + communication)
         clock[s] = backward_end[s][m] = start + backward[s][m]
 
-    # An order of all passes in which each stands after those that it waits for; a
-    # stage is never further ahead than the one before it.
+    # This order visits each pass after all passes that it waits for, because a stage is
+    # never ahead of the stage before it.
     for s in range(num_stages):
-        for m in range(min(ahead[s], num)):
+        for m in range(min(warm_up[s], num)):
             run_forward(s, m)
     for i in range(num):
         for s in range(num_stages):
-            if i + ahead[s] < num:
-                run_forward(s, i + ahead[s])
+            if i + warm_up[s] < num:
+                run_forward(s, i + warm_up[s])
         for s in reversed(range(num_stages)):
             run_backward(s, i)
     return forward_end, backward_end
 
 
 def window_sum(schedule: Schedule, cost: CostModel) -> float:
-    """Sum over time of the dearest of the S microbatches that are in the pipeline.
+    """Sums, over all ticks, the time of the slowest microbatch in the pipeline.
 
-    Time t has microbatch t - s on stage s, forward and backward. Orders schedules
-    nearly as the simulated makespan does, and a local change of a schedule changes it
-    only locally.
+    At tick t, stage s runs the forward and backward pass of microbatch t - s. This is
+    an estimate of the makespan: it ranks schedules almost as the simulation does, and a
+    local change of a schedule only changes a few of its terms.
     """
-    forward, backward = cost.tables(schedule)
-    return float(dearest(forward + backward).sum())
+    forward, backward = cost.schedule_times(schedule)
+    return float(slowest_per_tick(forward + backward).sum())
 
 
-def lock_step_time(schedule: Schedule, cost: CostModel) -> float:
-    """What a schedule takes where all stages tick together, as in one SPMD program.
+def slowest_per_tick(times: np.ndarray) -> np.ndarray:
+    """Returns the time of the slowest stage at each tick, as in `window_sum`.
 
-    In a tick, stage s runs one forward and one backward, of the microbatch that has
-    come to it from above and from below; the dearest stage decides how long it takes.
-    That is the executor of `Pipeline.fused_tick`.
+    Args:
+        times: Time of the forward and backward pass together [stages, microbatches].
     """
-    forward, backward = cost.tables(schedule)
-    num_stages, num = forward.shape
-    if not num:
-        return 0.0
-    at = np.zeros((num_stages, num + 2 * (num_stages - 1)))
+    num_stages, num = times.shape
+    ticks = np.zeros((num_stages, num + num_stages - 1))
     for s in range(num_stages):
-        at[s, s : s + num] = forward[s]
-        up = 2 * (num_stages - 1) - s
-        at[s, up : up + num] += backward[s]
-    ticks = at.max(axis=0)
-    return float(ticks.sum() + cost.communication * (len(ticks) - 1))
-
-
-def dearest(both: np.ndarray) -> np.ndarray:
-    """Time of the dearest pass pair at each moment, from times stage by microbatch."""
-    num_stages, num = both.shape
-    at = np.zeros((num_stages, num + num_stages - 1))
-    for s in range(num_stages):
-        at[s, s : s + num] = both[s]
-    return at.max(axis=0)
+        ticks[s, s : s + num] = times[s]
+    return ticks.max(axis=0)
 
 
 def check_stages(cost: CostModel, pipeline: Pipeline) -> None:
-    """Raises ValueError unless both have the same number of stages."""
+    """Checks that the cost model is for the stages of the pipeline.
+
+    Raises:
+        ValueError: The numbers of stages differ.
+    """
     if cost.num_stages != pipeline.num_stages:
         raise ValueError(
             f"the cost model has {cost.num_stages} stages and the pipeline "
-            f"{pipeline.num_stages}: give one StageCost a stage."
+            f"{pipeline.num_stages}. Give one StageCost for each stage."
         )
 
 
-def _peak_tokens(schedule: Schedule, cost: CostModel, ahead: int) -> int:
-    # The passes of a stage follow one another, so the order alone decides.
+def _peak_tokens(schedule: Schedule, cost: CostModel, warm_up: int) -> int:
+    # The passes of a stage run one after the other, so only their order matters.
     tokens = [cost.size(m, schedule.limits)[0] for m in schedule.microbatches]
-    held = peak = sum(tokens[:ahead])
+    in_flight = peak = sum(tokens[:warm_up])
     for i, done in enumerate(tokens):
-        held += tokens[i + ahead] if i + ahead < len(tokens) else 0
-        peak = max(peak, held)
-        held -= done
+        in_flight += tokens[i + warm_up] if i + warm_up < len(tokens) else 0
+        peak = max(peak, in_flight)
+        in_flight -= done
     return peak
 
 
-def _stale(schedule: Schedule, start: np.ndarray, end: np.ndarray) -> int:
-    microbatches_of: dict[tuple[int, int], list[int]] = {}
+def _num_stale_batches(schedule: Schedule, start: np.ndarray, end: np.ndarray) -> int:
+    positions: dict[tuple[int, int], list[int]] = {}
     for i, microbatch in enumerate(schedule.microbatches):
         for key in {(s.job, s.batch) for s in microbatch}:
-            microbatches_of.setdefault(key, []).append(i)
-    keys = sorted(microbatches_of)
-    stale = 0
-    for before, after in itertools.pairwise(keys):
-        if before[0] == after[0]:
-            stepped = end[:, microbatches_of[before]].max(axis=1)
-            begun = start[:, microbatches_of[after]].min(axis=1)
-            # Ends and starts are sums of the same times in different orders.
-            stale += bool((begun < stepped - 1e-9 * abs(stepped)).any())
-    return stale
+            positions.setdefault(key, []).append(i)
+    num_stale = 0
+    for previous, following in itertools.pairwise(sorted(positions)):
+        if previous[0] == following[0]:
+            stepped = end[:, positions[previous]].max(axis=1)
+            started = start[:, positions[following]].min(axis=1)
+            # Both are sums of the same times, but in different orders.
+            num_stale += bool((started < stepped - 1e-9 * abs(stepped)).any())
+    return num_stale

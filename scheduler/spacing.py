@@ -1,40 +1,41 @@
-"""Keeps a job's global batches the distance D apart."""
+"""Inserts no-ops so that consecutive batches of a job are the distance D apart."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from jaxlora.scheduler.types import Microbatch, Sample
 
 
 class Spacing:
-    """Positions of microbatches, with the no-ops that the distance asks for.
+    """Assigns positions to microbatches, with no-ops where the distance requires them.
 
-    A microbatch is placed at the first position that is far enough from the batches
-    before it. As positions only grow, no order can do with fewer no-ops.
+    Each microbatch gets the first position that is far enough from the previous batches
+    of its jobs. This needs the fewest no-ops that the given order allows.
 
-    Args:
-        distance: D of the pipeline.
+    Attributes:
+        distance: Distance D of the pipeline.
+        position: Position of the last microbatch; -1 before the first.
     """
 
     def __init__(self, distance: int):
+        """Starts without microbatches."""
         self.distance = distance
-        self.position = -1  # of the microbatch placed last
-        self._reached: dict[
-            int, tuple[int, int]
-        ] = {}  # job: (batch, its last position)
+        self.position = -1
+        # The last batch of each job, and the position of its last microbatch.
+        self._last: dict[int, tuple[int, int]] = {}
 
     def copy(self) -> "Spacing":
-        """Independent of this one."""
+        """Returns an independent copy."""
         out = Spacing(self.distance)
-        out.position, out._reached = self.position, dict(self._reached)
+        out.position, out._last = self.position, dict(self._last)
         return out
 
     def earliest(self, sample: Sample) -> int:
-        """First position that a sample may have."""
-        batch, last = self._reached.get(sample.job, (sample.batch, -1))
+        """Returns the first position that a sample may have."""
+        batch, last = self._last.get(sample.job, (sample.batch, -1))
         return 0 if batch == sample.batch else last + self.distance
 
     def place(self, microbatch: Iterable[Sample]) -> int:
-        """Places a microbatch after all others; returns how many no-ops precede it."""
+        """Appends a microbatch and returns the number of no-ops before it."""
         samples = tuple(microbatch)
         following = self.position + 1
         self.position = max([following, *(self.earliest(s) for s in samples)])
@@ -42,13 +43,15 @@ class Spacing:
         return self.position - following
 
     def join(self, samples: Iterable[Sample]) -> None:
-        """Adds samples to the microbatch that was placed last."""
+        """Adds samples to the last microbatch."""
         for sample in samples:
-            self._reached[sample.job] = (sample.batch, self.position)
+            self._last[sample.job] = (sample.batch, self.position)
 
 
-def with_no_ops(microbatches: Iterable[Microbatch], distance: int):
-    """The microbatches, and an empty one wherever one must wait."""
+def with_no_ops(
+    microbatches: Iterable[Microbatch], distance: int
+) -> Iterator[Microbatch]:
+    """Yields the microbatches, with no-ops where the distance requires them."""
     spacing = Spacing(distance)
     for microbatch in microbatches:
         for _ in range(spacing.place(microbatch)):

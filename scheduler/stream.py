@@ -1,4 +1,4 @@
-"""The next window's schedule, made in the background while this one runs."""
+"""Plans the next window in the background while the current one runs."""
 
 import dataclasses
 import time
@@ -11,12 +11,12 @@ from jaxlora.scheduler.types import Sample, Schedule
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """A schedule, and how it came about.
+    """The schedule of a window.
 
     Attributes:
-        schedule: It keeps all rules.
+        schedule: A legal schedule.
         ahead: Whether it was planned ahead, in the background.
-        waited_seconds: What taking it took.
+        waited_seconds: Time that the caller waited for it.
     """
 
     schedule: Schedule
@@ -25,24 +25,26 @@ class Planned:
 
 
 class PlanAhead:
-    """Plans windows before they are needed; what comes out never depends on when.
+    """Plans windows in the background, before they are needed.
 
-    A window is planned ahead for the samples that it is expected to have. If it then
-    has others, because a job has joined or ended, it is planned anew. Either way its
-    schedule is `pack` of its samples and of nothing else.
+    A window is planned for the samples that it is expected to have. If it turns out to
+    have other samples, because a job has joined or ended, it is planned again. In both
+    cases the schedule depends only on the samples of the window, never on timing.
 
-    The planner is a thread, not a process: a window takes milliseconds, while samples
-    would have to be sent to a process and microbatches back, and a script that trains
-    would have to guard its entry, as spawned processes import it.
-
-    Args:
-        pack: Makes the schedule of a window; deterministic.
-        distance: The pipeline's, for the check.
+    The planner is a thread, not a process. Planning a window takes milliseconds, less
+    than sending samples to a process and microbatches back. Spawned processes would
+    also import the user's training script, which would need a main guard.
     """
 
     def __init__(
         self, pack: Callable[[Sequence[Sample]], Schedule], *, distance: int = 1
     ):
+        """Starts without a plan.
+
+        Args:
+            pack: Makes the schedule of a window; must be deterministic.
+            distance: Distance of the pipeline, used to check schedules.
+        """
         self._pack, self._distance = pack, distance
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="plan-ahead")
         self._expected: tuple[Sample, ...] = ()
@@ -61,13 +63,13 @@ class PlanAhead:
         self._future = self._worker.submit(self._plan, self._expected)
 
     def take(self, samples: Sequence[Sample]) -> Planned:
-        """The schedule of exactly these samples.
+        """Returns the schedule of exactly these samples.
 
         Raises:
-            ValueError: A sample is over the capacity.
-            RuntimeError: The packer broke a rule.
+            ValueError: A sample is longer than the capacity.
+            RuntimeError: The packer's schedule violates a rule.
         """
-        began = time.perf_counter()
+        start = time.perf_counter()
         samples = tuple(samples)
         future = self._future if samples == self._expected else None
         if future is None:
@@ -77,11 +79,11 @@ class PlanAhead:
         return Planned(
             schedule=schedule,
             ahead=future is not None,
-            waited_seconds=time.perf_counter() - began,
+            waited_seconds=time.perf_counter() - start,
         )
 
     def close(self) -> None:
-        """Ends the thread, without waiting for what it plans."""
+        """Ends the thread without waiting for a plan in progress."""
         self._drop()
         self._worker.shutdown(wait=False, cancel_futures=True)
 

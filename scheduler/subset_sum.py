@@ -1,18 +1,18 @@
-"""Exact subset sum, by bit sets: bit w of an integer says that w can be reached."""
+"""Solves subset sum exactly with bit sets: bit w of an integer is 1 if sum w exists."""
 
 from collections.abc import Iterator, Sequence
 
 
 def best_subsets(weights: Sequence[int], room: int) -> Iterator[list[int]]:
-    """Indices of items that weigh as much as possible but at most `room`.
+    """Yields subsets of items whose total weight is at most `room`, the heaviest first.
 
-    First the heaviest sum, then the next ones; one subset a sum, and no empty one.
-    Prefers early items, so sort them with the heaviest first: small ones are worth more
-    later.
+    It yields one nonempty subset, as indices, for each total weight. Among equal totals
+    it prefers early items. Callers sort the items by descending weight, because small
+    items are easier to place later.
 
     Args:
-        weights: Positive weights.
-        room: Most that a subset may weigh.
+        weights: Positive weights of the items.
+        room: Maximum total weight of a subset.
     """
     if room <= 0:
         return
@@ -20,7 +20,7 @@ def best_subsets(weights: Sequence[int], room: int) -> Iterator[list[int]]:
     reach = [1]
     for weight in weights:
         reach.append((reach[-1] | reach[-1] << weight) & mask)
-        if reach[-1] >> room:  # full: no item can better that
+        if reach[-1] >> room:  # a subset fills the room, so no item can improve it
             break
     sums = reach[-1]
     while True:
@@ -36,7 +36,7 @@ def _backtrack(weights: Sequence[int], reach: list[int], total: int) -> list[int
     for i in range(len(reach) - 2, -1, -1):
         if not total:
             break
-        if not reach[i] >> total & 1:  # not reached without item i
+        if not reach[i] >> total & 1:  # the total is impossible without item i
             chosen.append(i)
             total -= weights[i]
     return chosen

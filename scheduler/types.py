@@ -1,4 +1,4 @@
-"""What is scheduled: samples of known length, in microbatches of a fixed capacity."""
+"""Types of the scheduler: samples, limits, pipelines and schedules."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One training sample, as far as scheduling cares.
+    """One training sample. The scheduler only needs its length.
 
     Attributes:
-        job: Which job it belongs to.
-        batch: Number of the job's global batch: its optimiser step.
-        index: Position in that global batch.
-        num_tokens: Its length.
+        job: Number of the job that the sample belongs to.
+        batch: Number of the job's global batch, which is also its optimizer step.
+        index: Position of the sample in the global batch.
+        num_tokens: Length of the sample in tokens.
     """
 
     job: int
@@ -23,11 +23,12 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a microbatch may hold.
+    """Size limits of a microbatch.
 
     Attributes:
-        capacity: Most tokens of a microbatch, padding included (C).
-        block_tokens: Each job's tokens are padded to whole blocks of so many (P).
+        capacity: Maximum number of tokens in a microbatch, including padding (C).
+        block_tokens: Tokens per block (P). The tokens of each job in a microbatch are
+            padded to a whole number of blocks.
     """
 
     capacity: int
@@ -46,19 +47,20 @@ class Limits:
             )
 
     def padded(self, num_tokens: int) -> int:
-        """`num_tokens` of one job, padded to whole blocks."""
+        """Rounds the tokens of one job up to a whole number of blocks."""
         return -(-num_tokens // self.block_tokens) * self.block_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Pipeline:
-    """The executor that a schedule is for.
+    """The pipeline that a schedule is made for.
 
     Attributes:
-        num_stages: Pipeline stages (S); 1 without a pipeline.
-        distance: Fewest microbatches from the last one of a job's batch to the first
-            one of its next batch (D), so that every stage has taken the optimiser step
-            in between. 1: the very next microbatch may follow.
+        num_stages: Number of pipeline stages (S); 1 without a pipeline.
+        distance: Minimum distance D, in microbatches, from the last microbatch of a
+            global batch to the first microbatch of the same job's next batch. It gives
+            every stage time for the optimizer step between the two batches. With a
+            distance of 1, the next batch may start in the next microbatch.
     """
 
     num_stages: int = 1
@@ -73,17 +75,14 @@ class Pipeline:
 
     @classmethod
     def one_f_one_b(cls, num_stages: int) -> "Pipeline":
-        """One forward, one backward: stage 0 steps when microbatch k + S - 1 enters.
+        """Returns the pipeline of a 1F1B schedule, whose distance is S.
 
-        LoRAFusion (section 5.2) lets the next batch enter there; that forward would
-        start before the step, so the distance is S.
+        If microbatch k is the last one of a batch, stage 0 takes the optimizer step
+        after the forward pass of microbatch k + S - 1. LoRAFusion (section 5.2) lets
+        the next batch enter at that microbatch, but its forward pass would then read
+        the old weights.
         """
         return cls(num_stages=num_stages, distance=num_stages)
-
-    @classmethod
-    def fused_tick(cls, num_stages: int) -> "Pipeline":
-        """All stages in step, each tick one forward and one backward."""
-        return cls(num_stages=num_stages, distance=2 * num_stages - 1)
 
 
 Microbatch = tuple[Sample, ...]
@@ -94,9 +93,10 @@ class Schedule:
     """Microbatches in the order in which they run.
 
     Attributes:
-        microbatches: Each a tuple of samples, a job's samples side by side; an empty
-            one is a no-op, which only keeps batches apart.
-        limits: The limits they keep.
+        microbatches: The samples of each microbatch; samples of the same job are
+            adjacent. An empty microbatch is a no-op, which keeps two batches of a job
+            apart.
+        limits: Size limits of the microbatches.
     """
 
     microbatches: tuple[Microbatch, ...]
@@ -104,13 +104,13 @@ class Schedule:
 
     @property
     def fill(self) -> float:
-        """Share of the microbatches' capacity that real tokens take."""
+        """Fraction of the total capacity that holds real tokens, not padding."""
         real = sum(s.num_tokens for m in self.microbatches for s in m)
         return real / max(1, len(self.microbatches) * self.limits.capacity)
 
 
 def tokens_by_job(samples: Iterable[Sample]) -> dict[int, int]:
-    """Tokens of each job, without padding."""
+    """Counts the tokens of each job, without padding."""
     out: dict[int, int] = {}
     for sample in samples:
         out[sample.job] = out.get(sample.job, 0) + sample.num_tokens
@@ -118,16 +118,23 @@ def tokens_by_job(samples: Iterable[Sample]) -> dict[int, int]:
 
 
 def padded_tokens(microbatch: Iterable[Sample], limits: Limits) -> int:
-    """Tokens that a microbatch takes, each job's part padded to whole blocks."""
+    """Counts the tokens of a microbatch, with each job padded to whole blocks."""
     return sum(limits.padded(n) for n in tokens_by_job(microbatch).values())
 
 
 def batches_by_job(samples: Iterable[Sample]) -> dict[int, list[list[Sample]]]:
-    """Global batches of each job in order; jobs and samples as they come."""
+    """Groups samples by job and global batch.
+
+    The batches of a job are in ascending order. Jobs, and the samples of a batch, stay
+    in the order in which they are given.
+    """
     jobs: dict[int, dict[int, list[Sample]]] = {}
     for sample in samples:
         jobs.setdefault(sample.job, {}).setdefault(sample.batch, []).append(sample)
-    return {job: [of[number] for number in sorted(of)] for job, of in jobs.items()}
+    return {
+        job: [batches[number] for number in sorted(batches)]
+        for job, batches in jobs.items()
+    }
 
 
 def check_fits(samples: Iterable[Sample], limits: Limits) -> None:
@@ -137,5 +144,5 @@ def check_fits(samples: Iterable[Sample], limits: Limits) -> None:
             raise ValueError(
                 f"a sample of job {sample.job} has {sample.num_tokens} tokens, over "
                 f"the capacity of {limits.capacity} tokens of a microbatch. Raise the "
-                "capacity, or shorten the sample."
+                "capacity or shorten the sample."
             )

@@ -145,7 +145,7 @@ class Case:
             seconds = time.perf_counter() - start
             yield self._run(schedule, "joint", name, seconds, "")
         start = time.perf_counter()
-        effort = joint.Effort(shares=(1.0,))
+        effort = joint.Effort(fill_targets=(1.0,))
         schedule = joint.pack(self.samples, limits, STAGES, COSTS["even"], effort)
         seconds = time.perf_counter() - start
         yield self._run(schedule, "joint, full", "even", seconds, "")

@@ -1,4 +1,4 @@
-"""Meshes, and where parameters go on them. Knows no model and no job."""
+"""Device meshes, and the placement of parameters on them."""
 
 from jaxlora.sharding.mesh import AXES, make_mesh
 from jaxlora.sharding.rules import fsdp_placement, fsdp_spec

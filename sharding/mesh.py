@@ -11,20 +11,20 @@ AXES = ("data", "fsdp")
 def make_mesh(
     *, data: int = 1, fsdp: int = 1, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
-    """A mesh with the axes `data` (copies of the base) and `fsdp` (parts of it).
+    """Makes a mesh with the axes `data` and `fsdp`.
 
     Args:
-        data: Copies.
-        fsdp: Parts of each copy.
-        devices: What to arrange; None: all of this process.
+        data: Number of copies of the base model.
+        fsdp: Number of shards of each copy.
+        devices: Devices of the mesh; None uses all devices of `jax.devices()`.
 
     Raises:
-        ValueError: The sizes do not multiply to the number of devices.
+        ValueError: The product of the sizes is not the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
     if data * fsdp != len(devices):
         raise ValueError(
             f"data={data} times fsdp={fsdp} must be the number of devices, "
-            f"{len(devices)}."
+            f"{len(devices)}. Change the sizes of the mesh."
         )
     return jax.sharding.Mesh(np.array(devices).reshape(data, fsdp), AXES)

@@ -1,4 +1,4 @@
-"""Where each parameter goes."""
+"""Placement rules for parameters."""
 
 from collections.abc import Callable
 
@@ -7,13 +7,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 def fsdp_spec(shape: tuple[int, ...], size: int) -> PartitionSpec:
-    """Splits the longest dimension that `size` divides; the first of equals.
+    """Shards the longest dimension that is divisible by `size`.
 
-    A parameter with no such dimension is kept whole on every device.
+    If several dimensions are equally long, the first one is sharded. A parameter
+    without a divisible dimension is replicated.
 
     Args:
-        shape: Of the parameter.
-        size: Devices on the `fsdp` axis.
+        shape: Shape of the parameter.
+        size: Number of devices on the `fsdp` axis.
     """
     fits = [dim for dim, length in enumerate(shape) if length % size == 0]
     if size == 1 or not fits:
@@ -26,7 +27,7 @@ def fsdp_spec(shape: tuple[int, ...], size: int) -> PartitionSpec:
 def fsdp_placement(
     mesh: jax.sharding.Mesh,
 ) -> Callable[[str, tuple[int, ...]], NamedSharding]:
-    """A function from a parameter's path and shape to its place on a mesh."""
+    """Returns a function from a parameter's path and shape to its sharding."""
 
     def place(path: str, shape: tuple[int, ...]) -> NamedSharding:
         return NamedSharding(mesh, fsdp_spec(shape, mesh.shape["fsdp"]))

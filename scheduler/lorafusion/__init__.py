@@ -1,4 +1,4 @@
-"""LoRAFusion's multi-LoRA scheduler, as its paper describes it, to choose by name.
+"""LoRAFusion's multi-LoRA scheduler, implemented from its paper.
 
 References:
     LoRAFusion, https://arxiv.org/abs/2510.00206, section 5.2 and Algorithm 1.

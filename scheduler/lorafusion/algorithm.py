@@ -1,4 +1,4 @@
-"""LoRAFusion's scheduler from end to end: group, pack, merge, verify and fix."""
+"""LoRAFusion's complete algorithm: group, pack, merge, verify and fix."""
 
 import dataclasses
 import logging
@@ -33,15 +33,16 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What the solver did for the global batches of all groups.
+    """Results of the solver for the global batches of all groups.
 
     Attributes:
-        optimal: Batches that it packed, and proved that none packs them better.
-        feasible: Batches that it packed better than greedily, cut by the time limit.
-        greedy: Batches packed by first-fit decreasing: it had nothing better in time,
-            or there is nothing better, or it was not asked.
-        failures: Why it failed, for each batch for which it did; these were packed by
-            first-fit decreasing, too, and are not counted in `greedy`.
+        optimal: Number of batches whose packing the solver proved to be optimal.
+        feasible: Number of batches for which the solver reached its time limit, with a
+            better packing than first-fit decreasing.
+        greedy: Number of batches packed by first-fit decreasing, because the solver was
+            not used, or found nothing better.
+        failures: Reasons of the solver's failures. The batches for which it failed were
+            packed by first-fit decreasing and do not count as `greedy`.
     """
 
     optimal: int
@@ -52,7 +53,7 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """A schedule and how it came about."""
+    """A schedule, with the solver's results and the groups of jobs."""
 
     schedule: Schedule
     report: Report
@@ -70,24 +71,25 @@ def pack(
     use_milp: bool = True,
     use_merge: bool = True,
 ) -> Schedule:
-    """LoRAFusion's schedule; `pack_with_report` also says how it came about.
+    """Packs samples with LoRAFusion's algorithm.
 
     Args:
         samples: All global batches of all jobs.
         limits: Capacity and block size.
-        pipeline: Says how far apart a job's batches must be.
-        time_limit: Seconds of each of the two programs of a batch. Where it cuts one
-            short, the result depends on the machine; else only on the arguments.
-        num_workers: Processes that pack batches at the same time. More than one are
-            spawned, so that a script that asks for them must guard its entry with
+        pipeline: Provides the distance between the batches of a job.
+        time_limit: Time limit of each of the two programs of a batch, in seconds. If a
+            program reaches it, the result depends on the speed of the machine.
+            Otherwise it depends only on the arguments.
+        num_workers: Number of processes that pack batches in parallel. If it is more
+            than one, processes are spawned, so the calling script needs the guard
             `if __name__ == "__main__"`.
-        seed: Of the solver.
-        use_milp: False: first-fit decreasing only.
-        use_merge: False: no sample leaves its batch's own microbatches.
+        seed: Seed of the solver.
+        use_milp: Whether to use the solver, and not only first-fit decreasing.
+        use_merge: Whether samples may move to the last microbatch of the batch before.
 
     Raises:
-        ValueError: A sample is over the capacity or given twice, or an option is out of
-            range. Raised before anything runs.
+        ValueError: A sample is longer than the capacity or given twice, or an option is
+            out of range.
 
     References:
         LoRAFusion, https://arxiv.org/abs/2510.00206, section 5.2 and Algorithm 1.
@@ -115,7 +117,7 @@ def pack_with_report(
     use_milp: bool = True,
     use_merge: bool = True,
 ) -> Packing:
-    """As `pack`, with a report on the solver and the groups."""
+    """Packs like `pack`, and also returns the solver's results and the groups."""
     _check(samples, limits, time_limit, num_workers)
     groups = head_tail(statistics(samples), limits, pipeline)
     settings = Settings(
@@ -135,9 +137,9 @@ def pack_with_report(
 def in_order(
     samples: Sequence[Sample], groups: Sequence[Sequence[int]]
 ) -> list[list[Sample]]:
-    """Global batches of groups: the first of each group, then the second of each.
+    """Returns the first global batch of each group, then the second of each, and so on.
 
-    A job that has no batches left is no longer in its group's.
+    The batch of a group consists of one batch of each of its jobs that has one left.
     """
     rows = batches_by_job(samples)
     out = []
@@ -164,7 +166,7 @@ def _pack_all(
             for packed in pool.map(work, batches):
                 done.append(packed)
     except BrokenProcessPool as error:
-        _log.warning("a process that packs batches died: %s", error)
+        _log.warning("a worker process that packs batches died: %s", error)
         reason = f"{type(error).__name__}: {error}"
         missing = batches[len(done) :]
         done += [greedy_for(b, settings.limits, reason) for b in missing]
@@ -183,7 +185,7 @@ def _check(
         raise ValueError(f"num_workers must be at least 1, got {num_workers}.")
     check_fits(samples, limits)
     if len(set(samples)) != len(samples):
-        raise ValueError("a sample is given twice. Give each sample once.")
+        raise ValueError("a sample is given twice. Pass each sample once.")
 
 
 def _report(packed: Sequence[PackedBatch]) -> Report:

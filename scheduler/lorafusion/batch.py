@@ -1,4 +1,4 @@
-"""Packs one global batch of a group: greedy, then the two-stage program."""
+"""Packs one global batch of a group, by first-fit decreasing and by two programs."""
 
 import dataclasses
 import enum
@@ -16,21 +16,21 @@ from jaxlora.scheduler.types import (
 
 
 class Outcome(enum.Enum):
-    """Where the microbatches of a batch come from."""
+    """How a batch was packed."""
 
-    OPTIMAL = "optimal"  # the solver, which proved both stages
-    FEASIBLE = "feasible"  # the solver, cut by its time limit
-    GREEDY = "greedy"  # first-fit decreasing: the solver had nothing better in time
-    FAILED = "failed"  # first-fit decreasing: the solver failed
+    OPTIMAL = "optimal"  # by the solver, with a proof for both stages
+    FEASIBLE = "feasible"  # by the solver, which reached its time limit
+    GREEDY = "greedy"  # by first-fit decreasing; the solver found nothing better
+    FAILED = "failed"  # by first-fit decreasing, because the solver failed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PackedBatch:
-    """Microbatches of one global batch of a group, the emptiest last.
+    """The microbatches of one global batch of a group.
 
     Attributes:
-        microbatches: In order of falling padded tokens.
-        outcome: Where they come from.
+        microbatches: The microbatches, in descending order of padded tokens.
+        outcome: How the batch was packed.
         reason: Why the solver failed; empty if it did not.
     """
 
@@ -41,13 +41,13 @@ class PackedBatch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """How batches are packed; travels to worker processes.
+    """Options for packing batches, which are sent to worker processes.
 
     Attributes:
         limits: Capacity and block size.
-        time_limit: Seconds of each of the two stages of a batch.
-        seed: Of the solver.
-        use_milp: False: first-fit decreasing only.
+        time_limit: Time limit of each of the two stages of a batch, in seconds.
+        seed: Seed of the solver.
+        use_milp: Whether to use the solver, and not only first-fit decreasing.
     """
 
     limits: Limits
@@ -57,7 +57,7 @@ class Settings:
 
 
 def pack_batch(samples: Sequence[Sample], settings: Settings) -> PackedBatch:
-    """Algorithm 1 of LoRAFusion, lines 2 to 10.
+    """Packs a batch by Algorithm 1 of LoRAFusion, lines 2 to 10.
 
     Args:
         samples: At most one global batch of each job.
@@ -74,7 +74,7 @@ def pack_batch(samples: Sequence[Sample], settings: Settings) -> PackedBatch:
 
 
 def greedy_for(samples: Sequence[Sample], limits: Limits, reason: str) -> PackedBatch:
-    """First-fit decreasing, named as the fallback that it is."""
+    """Packs a batch by first-fit decreasing and reports that the solver failed."""
     return PackedBatch(
         microbatches=_ordered(greedy.pack(samples, limits).microbatches, limits),
         outcome=Outcome.FAILED,
@@ -113,7 +113,7 @@ def _two_stages(
 def _better(
     held: tuple[Microbatch, ...], bins: list[list[Sample]] | None, limits: Limits
 ) -> tuple[Microbatch, ...]:
-    """`bins` where they are fewer, or as few with an emptier smallest one."""
+    """Returns `bins` if they are fewer, or equally many with a smaller last bin."""
     if not bins:
         return held
     found = _ordered([tuple(b) for b in bins], limits)
@@ -124,7 +124,7 @@ def _better(
 def _ordered(
     microbatches: Sequence[Microbatch], limits: Limits
 ) -> tuple[Microbatch, ...]:
-    """The fullest first, a job's samples side by side."""
+    """Sorts microbatches by descending size, with the samples of a job adjacent."""
     sides = [tuple(sorted(m, key=lambda s: (s.job, s.index))) for m in microbatches]
     key = lambda m: (-padded_tokens(m, limits), m[0].job, m[0].index)
     return tuple(sorted(sides, key=key))
@@ -145,14 +145,14 @@ def _blocks(samples: Sequence[Sample], limits: Limits) -> int:
 
 
 def _fewest(samples: Sequence[Sample], limits: Limits) -> int:
-    """Microbatches that no packing can do without."""
+    """Lower bound on the number of microbatches."""
     capacity = limits.capacity // limits.block_tokens
     alone = sum(2 * s.num_tokens > limits.capacity for s in samples)
     return max(math.ceil(_blocks(samples, limits) / capacity), alone)
 
 
 def _least(samples: Sequence[Sample], limits: Limits, num_bins: int) -> int:
-    """Blocks that the smallest of `num_bins` microbatches surely takes."""
+    """Lower bound on the blocks of the smallest of `num_bins` microbatches."""
     capacity = limits.capacity // limits.block_tokens
     shortest = min(limits.padded(s.num_tokens) for s in samples) // limits.block_tokens
     return max(shortest, _blocks(samples, limits) - (num_bins - 1) * capacity)

@@ -1,4 +1,4 @@
-"""Which jobs share microbatches: LoRAFusion's head-tail pairs."""
+"""Groups the jobs that share microbatches into LoRAFusion's head-tail pairs."""
 
 import dataclasses
 import math
@@ -8,20 +8,22 @@ import numpy as np
 
 from jaxlora.scheduler.types import Limits, Pipeline, Sample
 
-# A job is counted on for the microbatches that samples shorter than its mean by so many
-# standard deviations would fill, as in LoRAFusion's code; the paper gives no figure.
+# The estimate of the microbatches that a job fills assumes samples that are shorter
+# than the mean by this many standard deviations. The value is that of LoRAFusion's
+# code; the paper gives none.
 MARGIN = 0.25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Statistics:
-    """Sequence lengths of a job.
+    """Statistics of the sequence lengths of a job.
 
     Attributes:
-        job: Which job.
-        mean: Mean tokens of a sample.
-        std: Their standard deviation, of the sample as it is (n - 1); 0 for one.
-        batch_size: Mean number of samples of a global batch.
+        job: Number of the job.
+        mean: Mean number of tokens in a sample.
+        std: Sample standard deviation (n - 1) of the number of tokens; 0 for one
+            sample.
+        batch_size: Mean number of samples in a global batch.
     """
 
     job: int
@@ -30,13 +32,13 @@ class Statistics:
     batch_size: float
 
     def microbatches(self, limits: Limits) -> int:
-        """Cautious estimate of how many microbatches a global batch fills."""
+        """Conservative estimate of the microbatches that a global batch fills."""
         tokens = self.batch_size * max(0.0, self.mean - MARGIN * self.std)
         return max(1, math.ceil(tokens / limits.capacity))
 
 
 def statistics(samples: Iterable[Sample]) -> tuple[Statistics, ...]:
-    """Statistics of each job, by ascending job."""
+    """Returns the statistics of each job, in ascending order of jobs."""
     lengths: dict[int, list[int]] = {}
     batches: dict[int, set[int]] = {}
     for sample in samples:
@@ -56,11 +58,11 @@ def statistics(samples: Iterable[Sample]) -> tuple[Statistics, ...]:
 def head_tail(
     jobs: Sequence[Statistics], limits: Limits, pipeline: Pipeline
 ) -> tuple[tuple[int, ...], ...]:
-    """Groups of one or two jobs, in the order in which they take turns.
+    """Makes groups of one or two jobs, in the order in which they take turns.
 
-    The longest sequences are paired with the shortest. A pair is made only if all other
-    jobs fill the D - 1 microbatches that must lie between two of its batches; else
-    the one that fills more of them stays alone.
+    The job with the longest sequences is paired with the job with the shortest. A pair
+    is made only if the other jobs fill the D - 1 microbatches between two of its
+    batches. Otherwise the job of the two that fills more microbatches stays alone.
 
     References:
         LoRAFusion, https://arxiv.org/abs/2510.00206, section 5.2.

@@ -1,4 +1,4 @@
-"""Fills the last microbatch of a batch with samples of the batch after it."""
+"""Fills the last microbatch of a batch with samples of the next batch."""
 
 from collections.abc import Sequence
 from itertools import chain, islice
@@ -6,23 +6,24 @@ from itertools import chain, islice
 from jaxlora.scheduler.spacing import Spacing
 from jaxlora.scheduler.types import Limits, Microbatch, Pipeline, Sample, padded_tokens
 
-Batch = Sequence[Microbatch]  # one global batch of a group, its emptiest last
+# One global batch of a group, in descending order of padded tokens.
+Batch = Sequence[Microbatch]
 
 
 def merge(
     batches: Sequence[Batch], limits: Limits, pipeline: Pipeline
 ) -> tuple[Microbatch, ...]:
-    """Algorithm 1 of LoRAFusion, lines 12 to 14: one pass from left to right.
+    """Merges by Algorithm 1 of LoRAFusion, lines 12 to 14, in one pass.
 
-    Moves the longest samples that fit, from the emptiest microbatch of the next batch
-    first; one that is emptied is dropped. A sample stays where it is if moving it would
-    mix two global batches of its job or bring them closer than the distance D, and a
-    microbatch stays if dropping it would call for a no-op further on.
+    It moves the longest samples that fit, starting with the smallest microbatch of the
+    next batch, and drops microbatches that become empty. A sample does not move if that
+    would mix two global batches of its job, or bring them closer than the distance D. A
+    microbatch is not dropped if that would require a no-op later.
 
     Args:
-        batches: Of all groups, in the order in which they run.
+        batches: Batches of all groups, in the order in which they run.
         limits: Capacity and block size.
-        pipeline: Says how far apart a job's batches must be.
+        pipeline: Provides the distance between the batches of a job.
     """
     out: list[list[Sample]] = []
     spacing = Spacing(pipeline.distance)
@@ -53,7 +54,7 @@ def _that_fit(
     limits: Limits,
     spacing: Spacing,
 ) -> list[Sample]:
-    """Samples that may join `held`, the microbatch placed last; the longest first."""
+    """Returns the samples that may join `held`, the last microbatch; longest first."""
     taken: list[Sample] = []
     for sample in sorted(candidates, key=lambda s: (-s.num_tokens, s.job, s.index)):
         if spacing.earliest(sample) > spacing.position:
@@ -66,7 +67,7 @@ def _that_fit(
 def _may_drop(
     rest: Sequence[Sequence[Sample]], later: Sequence[Microbatch], spacing: Spacing
 ) -> bool:
-    """Whether the last of `rest` can join the microbatch before without a new no-op."""
+    """Whether merging the last microbatch of `rest` requires no additional no-op."""
     dropped, kept = spacing.copy(), spacing.copy()
     dropped.join(rest[-1])
     for microbatch in rest[:-1]:
@@ -76,6 +77,6 @@ def _may_drop(
     for microbatch in later:
         dropped.place(microbatch)
         kept.place(microbatch)
-        if dropped.position == kept.position:  # a no-op took the place
+        if dropped.position == kept.position:  # a no-op took its place
             return False
     return True

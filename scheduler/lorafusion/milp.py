@@ -13,11 +13,11 @@ Bins = list[list[Sample]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Solution:
-    """Bins that a program found.
+    """Solution of a program.
 
     Attributes:
-        bins: None if it found none in time.
-        proved: Nothing better exists.
+        bins: The bins; None if no solution was found in time.
+        proved: Whether the solution is proved to be optimal.
     """
 
     bins: Bins | None
@@ -32,7 +32,7 @@ class _Model:
 
     @property
     def blocks(self) -> list[pulp.LpAffineExpression]:
-        """Of each bin, over all jobs."""
+        """Blocks of each bin, summed over all jobs."""
         return [pulp.lpSum(of_job.values()) for of_job in self.padded]
 
     def solve(
@@ -78,14 +78,14 @@ def fewest_bins(
     time_limit: float,
     seed: int,
 ) -> Solution:
-    """Stage 1, equation (3): packs into as few bins as possible.
+    """Stage 1, equation (3): minimizes the number of bins.
 
     Args:
         samples: One global batch of each job.
         limits: Capacity and block size.
-        start: A packing of them, to be bettered.
-        time_limit: Seconds.
-        seed: Of the solver.
+        start: A packing of the samples, from which the solver starts.
+        time_limit: Time limit in seconds.
+        seed: Seed of the solver.
     """
     num_bins = len(start)
     model = _assignment(samples, limits, num_bins, "fewest_bins")
@@ -110,18 +110,19 @@ def emptiest_bin(
     time_limit: float,
     seed: int,
 ) -> Solution:
-    """Stage 2, equation (4): the smallest of B* bins as empty as possible.
+    """Stage 2, equation (4): minimizes the smallest of B* bins.
 
-    Bins can be renamed, so that the least size of the last one is the least size of
-    any; no variable is needed to say which is smallest.
+    The bins are interchangeable, so this minimizes the last bin. No variable is needed
+    to select the smallest one.
 
     Args:
         samples: One global batch of each job.
         limits: Capacity and block size.
-        start: A packing of them into B* microbatches, the emptiest last.
-        at_least: Blocks that the smallest bin surely takes; lets the solver stop there.
-        time_limit: Seconds.
-        seed: Of the solver.
+        start: A packing of the samples into B* microbatches, the smallest last.
+        at_least: Lower bound on the blocks of the smallest bin, at which the solver can
+            stop.
+        time_limit: Time limit in seconds.
+        seed: Seed of the solver.
     """
     model = _assignment(samples, limits, len(start), "emptiest_bin")
     problem, capacity = model.problem, limits.capacity // limits.block_tokens
@@ -137,7 +138,7 @@ def emptiest_bin(
 def _assignment(
     samples: Sequence[Sample], limits: Limits, num_bins: int, name: str
 ) -> _Model:
-    """Each sample in one bin; a job's tokens of a bin padded to whole blocks."""
+    """Makes a program that puts each sample in one bin and pads jobs to blocks."""
     problem = pulp.LpProblem(name, pulp.LpMinimize)
     jobs = sorted({s.job for s in samples})
     chosen = [

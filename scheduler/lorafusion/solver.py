@@ -1,11 +1,11 @@
-"""HiGHS through PuLP: the one place that runs a solver and reads its verdict."""
+"""Runs the HiGHS solver through PuLP and interprets its result."""
 
 import dataclasses
 import math
 
 import pulp
 
-_TOLERANCE = 1e-6  # of an objective that is a whole number
+_TOLERANCE = 1e-6  # of objectives, which are integers
 
 
 class SolverError(RuntimeError):
@@ -14,12 +14,12 @@ class SolverError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What came of a minimisation whose objective is a whole number.
+    """Result of a minimization with an integer objective.
 
     Attributes:
-        objective: Of the best solution found; None if none was.
-        proved: Nothing better exists. Never so for a solution that a limit cut short,
-            unless its objective is the bound.
+        objective: Objective of the best solution; None if no solution was found.
+        proved: Whether the solution is proved to be optimal. If the solver reached a
+            limit, this is only so if the objective equals the lower bound.
     """
 
     objective: int | None
@@ -27,16 +27,21 @@ class Answer:
 
 
 def solve(problem: pulp.LpProblem, *, time_limit: float, seed: int) -> Answer:
-    """Runs HiGHS on one thread; variables hold the start before, the solution after.
+    """Runs HiGHS on one thread.
+
+    Args:
+        problem: The program. Its variables hold the start, and afterwards the solution.
+        time_limit: Time limit in seconds.
+        seed: Seed of the solver.
 
     Raises:
-        SolverError: HiGHS is not installed, or stopped for another reason than a proof
-            or the time limit.
+        SolverError: HiGHS is not installed, or stopped for a reason other than a proof
+            or a limit.
     """
     stats = _run(problem, time_limit, seed)
     if stats.status in (pulp.LpSolveStatus.NotSolved, pulp.LpSolveStatus.Undefined):
-        # HiGHS keeps the number of threads of the first model of a process, and refuses
-        # one that asks for another until its pool is closed.
+        # HiGHS keeps the number of threads of the first model in a process. It refuses
+        # models with another number until its thread pool is closed.
         _close_threads()
         stats = _run(problem, time_limit, seed)
     status = pulp.LpSolveStatus

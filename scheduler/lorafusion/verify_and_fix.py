@@ -1,4 +1,4 @@
-"""The last step: no-ops where batches are too close, and a check of every rule."""
+"""Adds no-ops where batches are too close, and checks every rule."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,13 +13,13 @@ def verify_and_fix(
     limits: Limits,
     pipeline: Pipeline,
 ) -> Schedule:
-    """Algorithm 1 of LoRAFusion, line 15.
+    """Completes a schedule by Algorithm 1 of LoRAFusion, line 15.
 
-    Adds the fewest no-ops that this order of microbatches can do with, each right
-    before the microbatch that is too early.
+    It adds the fewest no-ops that this order of microbatches allows, each right before
+    the microbatch that would be too early.
 
     Raises:
-        RuntimeError: The schedule breaks a rule all the same.
+        RuntimeError: The schedule still violates a rule.
     """
     schedule = Schedule(
         microbatches=tuple(with_no_ops(microbatches, pipeline.distance)), limits=limits

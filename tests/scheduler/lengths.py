@@ -1,9 +1,9 @@
-"""Synthetic sequence lengths of the data sets that LoRAFusion measures with.
+"""Synthetic sequence lengths of the data sets that LoRAFusion is evaluated on.
 
-Log-normal, clipped to [32, 4096] tokens as in LoRAFusion's artifact, at 1.17 tokens a
-word. Mean numbers of words of document and summary are the published ones of XSum
-(431 + 23), CNN/DailyMail (781 + 56) and WikiSum (1334 + 101); the widths (sigma) and
-the tokens a word are assumptions.
+The lengths are log-normal and clipped to [32, 4096] tokens, as in LoRAFusion's
+artifact. The mean numbers of words in a document and its summary are the published ones
+of XSum (431 + 23), CNN/DailyMail (781 + 56) and WikiSum (1334 + 101). The widths
+(sigma) and the 1.17 tokens per word are assumptions.
 """
 
 from collections.abc import Sequence
@@ -24,13 +24,13 @@ SHAPES = ("uniform", "lognormal", "heavy")
 
 
 def lengths(name: str, count: int, rng: np.random.Generator) -> np.ndarray:
-    """`count` lengths in tokens.
+    """Draws lengths in tokens.
 
     Args:
-        name: A data set; `mix` is a third of each; `uniform`, `lognormal` and `heavy`
-            (Pareto) have mix's mean, about, and other tails.
-        count: How many.
-        rng: Where they come from.
+        name: A data set, or `mix` for a third of each. `uniform`, `lognormal` and
+            `heavy` (Pareto) have about the mean of `mix`, with different tails.
+        count: Number of lengths.
+        rng: The random generator.
     """
     if name == "mix":
         parts = [lengths(n, -(-count // 3), rng) for n in WORDS_AND_SIGMA]
@@ -55,13 +55,13 @@ def jobs(
     batch_size: int | Sequence[int],
     seed: int = 0,
 ) -> list[Sample]:
-    """Samples of one job a name; the last global batch may be smaller.
+    """Makes the samples of one job per name; the last global batch may be smaller.
 
     Args:
-        names: Where each job's lengths come from.
-        num_samples: Of each job.
+        names: Source of each job's lengths, as for `lengths`.
+        num_samples: Number of samples of each job.
         batch_size: Global batch size of each job.
-        seed: Together with a job's number, makes its lengths.
+        seed: Seeds the lengths, together with the number of the job.
     """
     counts = [num_samples] * len(names) if isinstance(num_samples, int) else num_samples
     sizes = [batch_size] * len(names) if isinstance(batch_size, int) else batch_size
@@ -73,7 +73,7 @@ def jobs(
 
 
 def in_batches(job: int, drawn: np.ndarray, size: int) -> list[Sample]:
-    """Samples of one job with these lengths, in global batches of `size`."""
+    """Makes the samples of one job from their lengths, in global batches of `size`."""
     return [
         Sample(job=job, batch=i // size, index=i % size, num_tokens=int(n))
         for i, n in enumerate(drawn)

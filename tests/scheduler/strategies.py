@@ -9,7 +9,7 @@ LIMITS = Limits(capacity=512, block_tokens=32)
 
 
 def sample(job, batch, index, tokens) -> Sample:
-    """In short."""
+    """Makes a sample from positional arguments."""
     return Sample(job=job, batch=batch, index=index, num_tokens=tokens)
 
 
@@ -28,7 +28,7 @@ def mixes(draw, max_jobs=6, max_samples=8):
 
 @st.composite
 def job_mixes(draw, max_jobs=5, max_batches=5, max_batch=8):
-    """Jobs of several batches: ragged, of different numbers, short and long samples."""
+    """Jobs with different numbers of batches of different sizes and sample lengths."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     shape = draw(st.sampled_from(["uniform", "lognormal", "heavy"]))
     out = []
@@ -52,14 +52,17 @@ def _lengths(shape: str, size: int, rng: np.random.Generator) -> list[int]:
 
 
 def pipelines():
-    """1 to 16 stages, of either executor."""
-    executors = st.sampled_from([Pipeline.one_f_one_b, Pipeline.fused_tick])
-    return st.builds(lambda make, s: make(s), executors, st.integers(1, 16))
+    """Pipelines of 1 to 16 stages, with the distance of 1F1B or a longer one."""
+    return st.builds(
+        lambda s, is_long: Pipeline(num_stages=s, distance=2 * s - 1 if is_long else s),
+        st.integers(1, 16),
+        st.booleans(),
+    )
 
 
 @st.composite
 def costs(draw, num_stages):
-    """Affine costs; the last stage may be dearer."""
+    """Affine costs; the last stage may be slower."""
     affine = st.builds(
         AffineCost,
         base=st.sampled_from([0.0, 30.0, 300.0]),

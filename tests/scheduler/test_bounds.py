@@ -1,4 +1,4 @@
-"""Bounds are below every legal schedule, and reached where that is possible."""
+"""Tests that no legal schedule is below the bounds, and that some reach them."""
 
 import dataclasses
 import itertools
@@ -25,7 +25,7 @@ PER_TOKEN = AffineCost(base=10, per_token=1, per_square=0)
 
 
 def batches(*lengths, job=0):
-    """Batches of one job, each a tuple of lengths."""
+    """Makes the batches of one job from tuples of lengths."""
     return [
         Sample(job=job, batch=b, index=i, num_tokens=n)
         for b, batch in enumerate(lengths)
@@ -34,7 +34,7 @@ def batches(*lengths, job=0):
 
 
 def every_schedule(samples, num_slots):
-    """All placements of samples in slots; few enough only for a handful."""
+    """Yields all placements of a handful of samples in slots."""
     for places in itertools.product(range(num_slots), repeat=len(samples)):
         slots = [[] for _ in range(num_slots)]
         for sample, place in zip(samples, places, strict=True):
@@ -74,8 +74,8 @@ def test_is_below_every_legal_schedule(buckets, data):
     assert bound.microbatches <= fewest
 
 
-def test_work_bound_by_hand():
-    """Five full microbatches on the last stage, and the smallest one's way there."""
+def test_work_bound():
+    """The last stage runs five full microbatches after the shortest one arrives."""
     samples = [s for job in range(5) for s in batches((60, 4), job=job)]
     cost = CostModel.uniform(3, forward=PER_TOKEN, backward=PER_TOKEN, communication=3)
     bound = lower_bound(samples, LIMITS, Pipeline.one_f_one_b(3), cost)
@@ -83,8 +83,8 @@ def test_work_bound_by_hand():
     assert bound.microbatches == 5
 
 
-def test_a_fixed_shape_costs_its_padding():
-    """A job of four batches takes four microbatches, however short they are."""
+def test_a_microbatch_costs_its_bucket():
+    """A job of four short batches takes four full buckets."""
     samples = batches((33,), (33, 33)) + batches((40,), (1,), (1,), (1,), job=1)
     cost = CostModel.uniform(1, forward=PER_TOKEN, backward=PER_TOKEN, buckets=(64,))
     bound = lower_bound(samples, LIMITS, Pipeline(), cost)
@@ -100,12 +100,12 @@ def test_chain_bound_is_reached_by_single_samples():
     assert bound.chain == 4 * 2 * (30 + 50 + 30 + 64)
     apart = tuple(m for s in samples for m in ((s,), (), (), ()))[:-3]
     schedule = Schedule(microbatches=apart, limits=LIMITS)
-    # Padding to whole blocks: 64, 32 and 64 tokens.
+    # The samples are padded to 64, 32 and 64 tokens.
     assert simulate(schedule, cost, pipeline).makespan == 4 * 2 * (30 + 64 + 32 + 64)
     assert bound.microbatches == 9
 
 
-def test_no_chain_without_waiting():
+def test_no_chain_bound_without_a_distance():
     samples = batches((50,), (30,))
     cost = CostModel.uniform(4, forward=PER_TOKEN, backward=PER_TOKEN)
     pipeline = Pipeline(num_stages=4, distance=1)

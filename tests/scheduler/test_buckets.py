@@ -1,4 +1,4 @@
-"""The choice of compiled shapes."""
+"""Tests the choice of buckets."""
 
 import dataclasses
 import itertools
@@ -18,7 +18,7 @@ CANDIDATES = (512, 1024, 2048, 3072)
 
 
 def samples(num_jobs=1, num_batches=6, each=6, seed=0):
-    """Small batches: a pipeline of one job runs many microbatches that are not full."""
+    """Small batches, so that a pipeline with one job has many partial microbatches."""
     rng = np.random.default_rng(seed)
     return [
         Sample(job=j, batch=b, index=i, num_tokens=int(rng.integers(40, 700)))
@@ -28,52 +28,52 @@ def samples(num_jobs=1, num_batches=6, each=6, seed=0):
     ]
 
 
-def test_as_good_as_any_pair():
-    """Against all pairs with the capacity; the time is that of the plan in them."""
-    asked = samples()
+def test_two_buckets_are_the_best_pair():
+    """No other pair with the capacity takes less time."""
+    given = samples()
 
-    def time_in(sizes):
+    def time_with(sizes):
         cost = dataclasses.replace(COST, buckets=sizes)
-        return window_sum(joint.pack(asked, LIMITS, PIPELINE, cost), cost)
+        return window_sum(joint.pack(given, LIMITS, PIPELINE, cost), cost)
 
-    chosen = choose(asked, LIMITS, PIPELINE, COST, candidates=CANDIDATES, most=2)
-    assert chosen.time_of_one == time_in((4096,))
-    assert chosen.time == min(time_in((c, 4096)) for c in CANDIDATES)
-    assert chosen.time == time_in(chosen.sizes)
-    assert chosen.time < 0.8 * chosen.time_of_one
+    chosen = choose(given, LIMITS, PIPELINE, COST, candidates=CANDIDATES, max_buckets=2)
+    assert chosen.single_bucket_time == time_with((4096,))
+    assert chosen.time == min(time_with((c, 4096)) for c in CANDIDATES)
+    assert chosen.time == time_with(chosen.sizes)
+    assert chosen.time < 0.8 * chosen.single_bucket_time
 
 
-def test_never_more_shapes_than_asked_for_or_than_help():
-    asked = samples()
+def test_adds_no_bucket_that_is_not_allowed_or_does_not_help():
+    given = samples()
     one, two, many = (
-        choose(asked, LIMITS, PIPELINE, COST, candidates=CANDIDATES, most=most)
-        for most in (1, 2, 9)
+        choose(given, LIMITS, PIPELINE, COST, candidates=CANDIDATES, max_buckets=n)
+        for n in (1, 2, 9)
     )
-    assert one.sizes == (4096,) and one.time == one.time_of_one
+    assert one.sizes == (4096,) and one.time == one.single_bucket_time
     assert len(two.sizes) == 2 and set(two.sizes) <= set(many.sizes)
     assert many.time <= two.time
-    proud = choose(
-        asked, LIMITS, PIPELINE, COST, candidates=CANDIDATES, least_gain=0.99
+    demanding = choose(
+        given, LIMITS, PIPELINE, COST, candidates=CANDIDATES, min_gain=0.99
     )
-    assert proud.sizes == (4096,)
-    # Larger than the capacity: no microbatch would ever be.
-    larger = choose(asked, LIMITS, PIPELINE, COST, candidates=(8192,))
+    assert demanding.sizes == (4096,)
+    # No microbatch is larger than the capacity.
+    larger = choose(given, LIMITS, PIPELINE, COST, candidates=(8192,))
     assert larger.sizes == (4096,)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"candidates": (100,)}, "multiples of 64 tokens, got 3 and \\[100\\]"),
-        ({"candidates": (512,), "most": 0}, "must be positive"),
+        ({"candidates": (100,)}, r"candidates \[100\] must be multiples of 64 tokens"),
+        ({"candidates": (512,), "max_buckets": 0}, "max_buckets=0 must be positive"),
     ],
 )
-def test_bad_input(options, message):
+def test_options_are_checked(options, message):
     with pytest.raises(ValueError, match=message):
         choose(samples(), LIMITS, PIPELINE, COST, **options)
 
 
-def test_a_sample_over_the_capacity_is_refused():
+def test_refuses_a_sample_over_the_capacity():
     long = [Sample(job=0, batch=0, index=0, num_tokens=5000)]
     with pytest.raises(ValueError, match="over the capacity of 4096 tokens"):
         choose(long, LIMITS, PIPELINE, COST, candidates=CANDIDATES)

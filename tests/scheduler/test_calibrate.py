@@ -1,4 +1,4 @@
-"""Fits find what made the points, and say how far off they are."""
+"""Tests that fits recover known models and report their errors."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def points(true, noise=0.0):
     ]
 
 
-def test_finds_the_cost_that_made_the_points():
+def test_recovers_the_cost():
     true = AffineCost(base=1e-3, per_token=2e-6, per_square=3e-11)
     fit = fit_time(points(true))
     assert fit.cost.base == pytest.approx(true.base)
@@ -26,13 +26,13 @@ def test_finds_the_cost_that_made_the_points():
     assert fit.mape < 1e-9
 
 
-def test_reports_its_mean_error():
+def test_reports_the_mean_error():
     fit = fit_time(points(AffineCost(base=1e-3, per_token=2e-6, per_square=3e-11), 0.1))
     assert 0.02 < fit.mape < 0.15
 
 
 def test_no_coefficient_is_negative():
-    """Time that falls with squares would fit best with a negative coefficient."""
+    """Without constraints, the best fit would have a negative coefficient."""
     falling = [
         TimePoint(tokens=t, squares=q, seconds=1 + 1e-3 * t - 1e-8 * q)
         for t, q in SHAPES
@@ -59,14 +59,14 @@ def test_memory_counts_the_base_once():
 @pytest.mark.parametrize(
     "few", [[(100, 10000)] * 5, [(100, 10000), (200, 20000), (400, 40000)]]
 )
-def test_refuses_points_that_do_not_tell(few):
-    """One length only: tokens and squares grow together."""
+def test_refuses_points_that_do_not_determine_the_model(few):
+    """With a single length, tokens and squares are proportional."""
     same = [TimePoint(tokens=t, squares=q, seconds=1.0) for t, q in few]
     with pytest.raises(ValueError, match="Measure several numbers of tokens"):
         fit_time(same)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
-def test_refuses_measurements_that_are_none(seconds):
+def test_refuses_invalid_measurements(seconds):
     with pytest.raises(ValueError, match="must be positive and finite"):
         fit_time([TimePoint(tokens=1, squares=1, seconds=seconds)])

@@ -1,4 +1,4 @@
-"""LoRAFusion's algorithm keeps every rule, and its code's known failures stay away."""
+"""Tests LoRAFusion's algorithm, including inputs on which LoRAFusion's code fails."""
 
 import dataclasses
 import logging
@@ -18,17 +18,16 @@ from jaxlora.scheduler.lorafusion import algorithm, batch, milp, solver
 from jaxlora.scheduler.lorafusion.verify_and_fix import verify_and_fix, with_no_ops
 from jaxlora.scheduler.types import Pipeline
 from tests.scheduler.lengths import jobs
-from tests.scheduler.strategies import LIMITS, mixes, sample
+from tests.scheduler.strategies import LIMITS, mixes, pipelines, sample
 
 FOUR = Pipeline.one_f_one_b(4)
 GREEDY = {"use_milp": False}
 
 
 @hypothesis.settings(max_examples=60, deadline=None)
-@hypothesis.given(mixes(), st.integers(1, 16), st.booleans(), st.booleans())
-def test_keeps_every_rule(samples, num_stages, fused, use_merge):
-    make = Pipeline.fused_tick if fused else Pipeline.one_f_one_b
-    pipeline, options = make(num_stages), {"use_merge": use_merge, **GREEDY}
+@hypothesis.given(mixes(), pipelines(), st.booleans())
+def test_keeps_every_rule(samples, pipeline, use_merge):
+    options = {"use_merge": use_merge, **GREEDY}
     schedule = lorafusion.pack(samples, LIMITS, pipeline, **options)
     assert violations(schedule, samples, distance=pipeline.distance) == []
     again = lorafusion.pack(samples[::-1], LIMITS, pipeline, **options)
@@ -50,7 +49,7 @@ def test_the_solver_keeps_every_rule(samples, num_stages):
 
 
 def of_lengths(*lengths):
-    """One job for each mean length, eight samples a batch."""
+    """Makes one job per length, with eight samples in a batch."""
     return [sample(j, 0, i, n) for j, n in enumerate(lengths) for i in range(8)]
 
 
@@ -63,7 +62,7 @@ def test_the_longest_job_is_paired_with_the_shortest():
     assert groups(samples, FOUR) == ((2, 1), (0, 3))
 
 
-def test_jobs_stay_alone_where_a_pair_would_have_to_wait_for_itself():
+def test_jobs_stay_alone_if_a_pair_would_wait_for_itself():
     assert groups(of_lengths(300, 200), FOUR) == ((0,), (1,))
     assert groups(of_lengths(300, 200), Pipeline()) == ((0, 1),)
 
@@ -86,7 +85,7 @@ def test_statistics():
         ((10, 10, 10, 9, 6, 4), [20, 19, 10], [20, 20, 9]),
     ],
 )
-def test_fewest_bins_then_the_emptiest_smallest_one(lengths, greedy, found):
+def test_minimizes_the_bins_and_then_the_smallest_bin(lengths, greedy, found):
     limits = Limits(capacity=20, block_tokens=1)
     samples = [sample(0, 0, i, n) for i, n in enumerate(lengths)]
     for use_milp, expected in ((False, greedy), (True, found)):
@@ -100,7 +99,7 @@ def settings(**changes):
     return batch.Settings(**{**defaults, **changes})
 
 
-def test_a_packing_that_nothing_can_beat_needs_no_solver(monkeypatch):
+def test_a_packing_that_reaches_the_bounds_needs_no_solver(monkeypatch):
     monkeypatch.setattr(batch, "_two_stages", None)
     packed = batch.pack_batch([sample(0, 0, 0, 7)], settings())
     assert packed.outcome is batch.Outcome.GREEDY
@@ -117,7 +116,8 @@ def test_a_packing_is_optimal_only_if_both_stages_are_proved(monkeypatch, cut):
     assert packed.outcome is batch.Outcome.FEASIBLE
 
 
-def test_the_smallest_bin_has_a_sample_and_what_others_cannot_hold():
+def test_lower_bound_of_the_smallest_bin():
+    """It holds at least one sample, and what does not fit in the other bins."""
     limits = Limits(capacity=20, block_tokens=2)
     samples = [sample(0, 0, i, n) for i, n in enumerate((10, 10, 5))]
     assert batch._least(samples, limits, 2) == 3
@@ -125,7 +125,7 @@ def test_the_smallest_bin_has_a_sample_and_what_others_cannot_hold():
 
 
 def stopped(status, objective, bound):
-    """A solver's verdict."""
+    """Makes the statistics of a solver run."""
     return types.SimpleNamespace(
         status=status,
         has_solution=objective is not None,
@@ -140,13 +140,13 @@ def stopped(status, objective, bound):
         ("Optimal", 3.0, 3.0, True),
         ("TimeLimit", 3.0, 1.2, False),
         ("TimeLimit", 3.0, None, False),
-        ("TimeLimit", 3.0, 2.4, True),  # whole numbers: nothing lies in between
+        ("TimeLimit", 3.0, 2.4, True),  # there is no integer in between
         ("TimeLimit", None, 2.0, False),
         ("GapLimit", 5.0, 3.0, False),
-        ("Optimal", 3.0, 1.0, False),  # as PuLP 3 called a solution cut by time
+        ("Optimal", 3.0, 1.0, False),  # as PuLP 3 reported solutions at the time limit
     ],
 )
-def test_only_the_bound_makes_a_solution_optimal(
+def test_a_solution_is_proved_only_by_the_bound(
     monkeypatch, status, objective, bound, proved
 ):
     stats = stopped(getattr(pulp.LpSolveStatus, status), objective, bound)
@@ -157,11 +157,11 @@ def test_only_the_bound_makes_a_solution_optimal(
 
 
 def hard(seed=1):
-    """A batch that takes the solver seconds."""
+    """Makes a batch that takes the solver several seconds."""
     return jobs(["mix", "mix"], num_samples=24, batch_size=24, seed=seed)
 
 
-def test_the_time_limit_holds_and_is_told():
+def test_the_time_limit_holds_and_is_reported():
     limits = Limits(capacity=6144, block_tokens=64)
     start = time.perf_counter()
     packed = batch.pack_batch(hard(), settings(limits=limits, time_limit=0.3))
@@ -169,7 +169,7 @@ def test_the_time_limit_holds_and_is_told():
     assert packed.outcome in (batch.Outcome.FEASIBLE, batch.Outcome.GREEDY)
 
 
-def test_a_solver_without_time_leaves_the_greedy_packing():
+def test_without_time_for_the_solver_the_packing_is_greedy():
     limits = Limits(capacity=6144, block_tokens=64)
     packed = batch.pack_batch(hard(), settings(limits=limits, time_limit=1e-9))
     greedy = batch.pack_batch(hard(), settings(limits=limits, use_milp=False))
@@ -193,7 +193,7 @@ def no_solver(*_, **__):
         ),
     ],
 )
-def test_a_solver_that_fails_is_replaced_by_name(
+def test_a_solver_failure_is_reported(
     monkeypatch, caplog, target, name, broken, reason
 ):
     monkeypatch.setattr(target, name, broken)
@@ -206,7 +206,7 @@ def test_a_solver_that_fails_is_replaced_by_name(
     assert "were packed greedily; the first: SolverError" in caplog.text
 
 
-def test_a_missing_pulp_is_a_named_failure_too(monkeypatch):
+def test_a_missing_pulp_is_reported(monkeypatch):
     module = "jaxlora.scheduler.lorafusion.milp"
     monkeypatch.setitem(__import__("sys").modules, module, None)
     monkeypatch.delattr(module)
@@ -216,7 +216,7 @@ def test_a_missing_pulp_is_a_named_failure_too(monkeypatch):
     assert "Error: " in packed.reason
 
 
-def test_an_answer_that_loses_a_sample_is_refused(monkeypatch):
+def test_refuses_a_solution_without_a_sample(monkeypatch):
     def forget(problem, **_):
         for variable in problem.variables():
             variable.setInitialValue(0)
@@ -228,7 +228,7 @@ def test_an_answer_that_loses_a_sample_is_refused(monkeypatch):
         milp.fewest_bins([one], LIMITS, [(one,)], time_limit=1, seed=0)
 
 
-def test_a_process_that_dies_is_a_named_failure(monkeypatch, caplog):
+def test_a_dead_worker_process_is_reported(monkeypatch, caplog):
     class Dead:
         def __init__(self, *_, **__):
             raise BrokenProcessPool("a process was killed")
@@ -242,8 +242,8 @@ def test_a_process_that_dies_is_a_named_failure(monkeypatch, caplog):
     assert "died" in caplog.text
 
 
-def test_threads_of_another_model_do_not_stop_the_solver():
-    """HiGHS keeps to the threads of the first model of a process."""
+def test_solves_after_a_model_with_more_threads():
+    """HiGHS keeps the number of threads of the first model in a process."""
     highspy.Highs.resetGlobalScheduler(True)
     other = highspy.Highs()
     other.setOptionValue("output_flag", False)
@@ -258,7 +258,7 @@ def test_threads_of_another_model_do_not_stop_the_solver():
     assert answer == solver.Answer(objective=3, proved=True)
 
 
-def test_the_number_of_processes_changes_nothing():
+def test_the_result_does_not_depend_on_the_number_of_processes():
     samples = jobs(["xsum", "wikisum"], num_samples=24, batch_size=6)
     limits = Limits(capacity=6144, block_tokens=64)
     alone, spread = (
@@ -280,12 +280,12 @@ def test_reports_every_batch(caplog):
     assert f"4 batches: {report.optimal} packed optimally" in caplog.text
 
 
-# Where LoRAFusion's code fails
+# Inputs on which LoRAFusion's code fails
 
 
 @pytest.mark.parametrize(("num_stages", "no_ops"), [(1, 0), (4, 9), (8, 21), (16, 45)])
 def test_one_job_gets_enough_no_ops(num_stages, no_ops):
-    """Its repair adds 6 of them and leaves violations."""
+    """LoRAFusion's repair adds 6 no-ops and leaves violations."""
     samples = [sample(0, b, 0, 400) for b in range(4)]
     pipeline = Pipeline.one_f_one_b(num_stages)
     schedule = lorafusion.pack(samples, LIMITS, pipeline)
@@ -293,14 +293,14 @@ def test_one_job_gets_enough_no_ops(num_stages, no_ops):
     assert sum(not m for m in schedule.microbatches) == no_ops
 
 
-def test_no_ops_stand_right_before_what_must_wait():
+def test_no_ops_come_right_before_the_batch_that_waits():
     a0, b0, a1 = sample(0, 0, 0, 9), sample(1, 0, 0, 9), sample(0, 1, 0, 9)
     order = [(a0,), (b0,), (a1,)]
     assert list(with_no_ops(order, 4)) == [(a0,), (b0,), (), (), (a1,)]
 
 
 def test_ragged_last_batches_and_jobs_of_different_lengths():
-    """It refuses the first, and leaves out the longer job's last batches."""
+    """LoRAFusion refuses ragged batches, and drops the last batches of longer jobs."""
     samples = jobs(["mix"] * 3, num_samples=[19, 40, 5], batch_size=[8, 6, 8])
     limits = Limits(capacity=6144, block_tokens=64)
     schedule = lorafusion.pack(samples, limits, FOUR, **GREEDY)
@@ -308,7 +308,7 @@ def test_ragged_last_batches_and_jobs_of_different_lengths():
 
 
 def test_a_sample_over_the_capacity_is_refused_before_anything_runs(monkeypatch):
-    """It puts such a sample into a microbatch that is over the capacity."""
+    """LoRAFusion makes a microbatch that exceeds the capacity."""
     monkeypatch.setattr(algorithm, "pack_batch", None)
     with pytest.raises(ValueError, match="job 2 has 513 tokens, over the capacity of"):
         lorafusion.pack([sample(2, 0, 0, 513)], LIMITS, FOUR)
@@ -316,7 +316,7 @@ def test_a_sample_over_the_capacity_is_refused_before_anything_runs(monkeypatch)
 
 def test_a_schedule_that_breaks_a_rule_is_never_returned():
     one = sample(0, 0, 0, 9)
-    with pytest.raises(RuntimeError, match=r"breaks 1 rules; the first: .* 2 times"):
+    with pytest.raises(RuntimeError, match=r"violates 1 rules; the first: .* 2 times"):
         verify_and_fix([(one,), (one,)], [one], LIMITS, FOUR)
 
 

@@ -1,4 +1,4 @@
-"""mLoRA's order: one job a microbatch, jobs taking turns."""
+"""Tests mLoRA's order: one job per microbatch, with jobs taking turns."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -25,7 +25,7 @@ def short(job, batch, count):
     return [Sample(job=job, batch=batch, index=i, num_tokens=9) for i in range(count)]
 
 
-def test_jobs_take_turns_a_whole_batch_each():
+def test_jobs_take_turns_with_complete_batches():
     samples = [s for j in (0, 1) for b in (0, 1) for s in short(j, b, 4)]
     schedule = mlora.pack(
         samples, LIMITS, Pipeline.one_f_one_b(2), samples_per_microbatch=2
@@ -34,13 +34,13 @@ def test_jobs_take_turns_a_whole_batch_each():
     assert order == [(j, b) for b in (0, 1) for j in (0, 1) for _ in range(2)]
 
 
-def test_waits_for_the_optimiser_step():
+def test_waits_for_the_optimizer_step():
     samples = short(0, 0, 1) + short(0, 1, 1) + short(1, 0, 1)
     schedule = mlora.pack(samples, LIMITS, Pipeline.one_f_one_b(4))
     assert [len(m) for m in schedule.microbatches] == [1, 1, 0, 0, 1]
 
 
-def test_cuts_short_what_is_over_the_capacity():
+def test_splits_before_the_capacity_is_exceeded():
     samples = [Sample(job=0, batch=0, index=i, num_tokens=200) for i in range(4)]
     schedule = mlora.pack(samples, LIMITS, Pipeline())
     assert [len(m) for m in schedule.microbatches] == [2, 2]

@@ -1,4 +1,4 @@
-"""Packers by name, on windows of whole global batches."""
+"""Tests every registered packer on windows of complete global batches."""
 
 import hypothesis
 import numpy as np
@@ -47,7 +47,7 @@ JOBS = st.lists(
 @pytest.mark.parametrize("num_stages", [1, 3])
 @hypothesis.settings(max_examples=25, deadline=None)
 @hypothesis.given(jobs=JOBS)
-def test_rules_and_determinism(name, num_stages, jobs):
+def test_schedules_are_legal_and_deterministic(name, num_stages, jobs):
     samples, pipeline = samples_of(jobs), Pipeline.one_f_one_b(num_stages)
     schedule = get_packer(name)(samples, LIMITS, pipeline, cost(num_stages))
     assert violations(schedule, samples, distance=pipeline.distance) == []
@@ -66,8 +66,8 @@ def test_joint_is_never_slower_than_by_rounds(jobs):
 
 
 @pytest.mark.parametrize("capacity", [4096, 8192])
-def test_small_jobs_are_not_left_over(capacity):
-    """One job has half of the tokens, yet the others take as many microbatches."""
+def test_small_jobs_share_the_microbatches_of_a_large_one(capacity):
+    """One job has half of the tokens. The small jobs must not run alone at the end."""
     rng = np.random.default_rng(0)
     jobs = [
         [np.clip(rng.lognormal(5.5, 0.8, size), 16, 2048).astype(int) for _ in range(4)]
@@ -81,6 +81,6 @@ def test_small_jobs_are_not_left_over(capacity):
     assert len(schedule.microbatches) <= fewest + 1
 
 
-def test_no_such_packer():
-    with pytest.raises(ValueError, match=r"no packer 'best'; there are \['greedy'"):
+def test_unknown_packer():
+    with pytest.raises(ValueError, match=r"unknown packer 'best'. Choose one of \['gr"):
         get_packer("best")

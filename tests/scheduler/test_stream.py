@@ -1,4 +1,4 @@
-"""Windows planned in the background."""
+"""Tests planning windows in the background."""
 
 import threading
 
@@ -33,32 +33,32 @@ def pack(samples) -> Schedule:
     return get_packer("joint")(samples, LIMITS, Pipeline(), cost)
 
 
-def test_takes_what_was_planned():
+def test_takes_the_prepared_plan():
     threads = []
 
-    def noting(samples):
+    def recording(samples):
         threads.append(threading.current_thread())
         return pack(samples)
 
-    with PlanAhead(noting) as plans:
+    with PlanAhead(recording) as plans:
         first = plans.take(window(0))
         assert not first.ahead and first.schedule == pack(window(0))
         plans.prepare(window(3))
         second = plans.take(list(window(3)))
         assert second.ahead and second.schedule == pack(window(3))
-        assert not plans.take(window(3)).ahead  # a plan is taken once
+        assert not plans.take(window(3)).ahead  # a plan can only be taken once
     here = threading.current_thread()
     assert [thread is here for thread in threads] == [True, False, True]
 
 
-def test_another_window_is_planned_anew():
+def test_an_unexpected_window_is_planned_again():
     with PlanAhead(pack) as plans:
         plans.prepare(window(3))
         taken = plans.take(window(3)[:-1])
         assert not taken.ahead and taken.schedule == pack(window(3)[:-1])
 
 
-def test_it_waits_for_a_plan_that_is_late():
+def test_waits_for_a_late_plan():
     go = threading.Event()
 
     def slow(samples):
@@ -74,7 +74,7 @@ def test_it_waits_for_a_plan_that_is_late():
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_errors_come_out_where_the_plan_is_taken(ahead):
+def test_errors_are_raised_when_the_plan_is_taken(ahead):
     def lossy(samples):
         whole = pack(samples)
         return Schedule(microbatches=whole.microbatches[1:], limits=LIMITS)
@@ -89,11 +89,11 @@ def test_errors_come_out_where_the_plan_is_taken(ahead):
                 plans.prepare(samples)
             with pytest.raises(error, match=words):
                 plans.take(samples)
-            # The next window is none the worse for it.
+            # The next window can still be planned.
             assert packer is lossy or plans.take(window(0)).schedule
 
 
-def test_closes_while_a_plan_is_under_way():
+def test_closes_while_a_plan_is_in_progress():
     go = threading.Event()
     plans = PlanAhead(lambda samples: go.wait(10))
     plans.prepare(window(0))

@@ -1,4 +1,4 @@
-"""Subsets are the heaviest that fit."""
+"""Tests that the subsets are the heaviest that fit."""
 
 import itertools
 

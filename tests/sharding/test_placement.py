@@ -1,4 +1,4 @@
-"""A base in parts on eight devices: the same weights, an eighth on each."""
+"""Tests the placement of parameters, including loading on eight devices."""
 
 import os
 import subprocess
@@ -24,11 +24,11 @@ from tests import tiny
         ((), 8, PartitionSpec()),
     ],
 )
-def test_splits_the_longest_dimension_that_fits(shape, size, wanted):
+def test_shards_the_longest_divisible_dimension(shape, size, wanted):
     assert fsdp_spec(shape, size) == wanted
 
 
-def test_a_mesh_takes_all_devices():
+def test_a_mesh_must_use_all_devices():
     with pytest.raises(ValueError, match="data=3 times fsdp=5 must be the number of"):
         make_mesh(data=3, fsdp=5)
     mesh = make_mesh(fsdp=len(jax.devices()))

@@ -1,4 +1,4 @@
-"""Local search keeps the rules, never costs more, and knows what it saves."""
+"""Tests that local search keeps schedules legal and lowers their cost."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -15,21 +15,21 @@ from jaxlora.scheduler import (
     violations,
     window_sum,
 )
-from jaxlora.scheduler.frontier import Work
-from jaxlora.scheduler.improve import Search
+from jaxlora.scheduler.fill import WorkModel
+from jaxlora.scheduler.local_search import LocalSearch
 from tests.scheduler.strategies import LIMITS, costs, job_mixes
 
 PER_TOKEN = AffineCost(base=0, per_token=1, per_square=0)
-ONE_BATCH = {"committed": 10**6, "looked_ahead": 0, "trades_a_slot": 0}
+ONE_BATCH = {"committed": 10**6, "lookahead": 0, "trades_per_slot": 0}
 
 
 def search(microbatches, pipeline, cost, *, limits=LIMITS, earliest=None, num=None):
-    """A search in the first `num` microbatches; the others are fixed."""
-    work = Work.of(cost)
+    """Makes a search in the first `num` microbatches; the others are fixed."""
+    work = WorkModel.from_cost(cost)
     slots = [[work.item(s) for s in m] for m in microbatches]
     jobs = {s.job for m in microbatches for s in m}
     earliest = {job: 0 for job in jobs} | (earliest or {})
-    return Search(
+    return LocalSearch(
         slots[:num], earliest, limits, pipeline, cost, before=[],
         after=slots[num:] if num else [],
     )  # fmt: skip
@@ -48,19 +48,21 @@ def schedule(slots, limits=LIMITS):
 def test_never_costs_more_and_keeps_every_rule(samples, num_stages, data):
     pipeline = Pipeline.one_f_one_b(num_stages)
     cost = data.draw(costs(num_stages))
-    effort = joint.Effort(shares=(data.draw(st.sampled_from([0.6, 1.0])),), **ONE_BATCH)
+    effort = joint.Effort(
+        fill_targets=(data.draw(st.sampled_from([0.6, 1.0])),), **ONE_BATCH
+    )
     plain = joint.pack(samples, LIMITS, pipeline, cost, effort)
     found = search(plain.microbatches, pipeline, cost)
     better = schedule(found.run(max_trades=400))
     assert violations(better, samples, distance=num_stages) == []
     assert window_sum(better, cost) <= window_sum(plain, cost) * (1 + 1e-9)
-    # What it thinks that the schedule costs is what it costs.
+    # The costs that are updated during the search equal those computed from scratch.
     assert found.costs == search(better.microbatches, pipeline, cost).costs
-    assert found.dearest == search(better.microbatches, pipeline, cost).dearest
+    assert found.slowest == search(better.microbatches, pipeline, cost).slowest
 
 
 def microbatches(*slots):
-    """Slots of (job, batch, tokens)."""
+    """Makes microbatches from (job, batch, tokens)."""
     index = iter(range(10**6))
     return [
         tuple(
@@ -71,7 +73,7 @@ def microbatches(*slots):
 
 
 def trade(slots, num_stages=2, capacity=512, **kwargs):
-    """Tokens in each slot after a search."""
+    """Returns the tokens in each slot after a search."""
     cost = CostModel.uniform(num_stages, forward=PER_TOKEN, backward=PER_TOKEN)
     limits = Limits(capacity=capacity, block_tokens=1)
     found = search(
@@ -81,7 +83,7 @@ def trade(slots, num_stages=2, capacity=512, **kwargs):
     return [sum(i[1] for i in slot) for slot in found.run(max_trades=1000)]
 
 
-def test_gives_from_the_dearest_to_the_cheapest():
+def test_moves_samples_from_slow_to_fast_slots():
     assert trade([[(0, 0, 50), (0, 0, 50)], [(1, 0, 40), (1, 0, 10)]]) == [90, 60]
     assert trade([[(0, 0, 60), (1, 0, 40)], [(2, 0, 20)]]) == [60, 60]
 
@@ -94,7 +96,7 @@ def test_does_nothing_without_trades():
 
 
 def test_moves_nothing_past_the_next_batch():
-    """Job 0 must end in slot 0: its next batch starts in slot 2, on two stages."""
+    """Job 0 must end in slot 0, because its next batch starts in slot 2."""
     slots = [[(0, 0, 60), (0, 0, 40)], [(1, 0, 10)], [(0, 1, 50)]]
     assert trade(slots) == [100, 10, 50]
 
@@ -119,7 +121,7 @@ def test_moves_nothing_over_the_capacity():
         microbatches([(0, 0, 60), (1, 0, 40)], [(2, 0, 20), (2, 0, 50)]),
         Pipeline.one_f_one_b(2), cost, limits=limits,
     )  # fmt: skip
-    # Any part of another job would be a third block.
+    # Samples of another job would need a third block.
     assert [len(s) for s in found.run(max_trades=100)] == [2, 2]
 
 
@@ -127,7 +129,7 @@ def test_leaves_no_slot_empty():
     assert trade([[(0, 0, 100)], [(1, 0, 10)]]) == [100, 10]
 
 
-def test_knows_where_a_job_was_last():
+def test_finds_the_last_slot_of_a_job():
     cost = CostModel.uniform(2, forward=PER_TOKEN, backward=PER_TOKEN)
     slots = microbatches([(0, 3, 9)], [(1, 0, 9), (0, 3, 9)], [], [(0, 5, 9)])
     found = search(slots, Pipeline.one_f_one_b(2), cost)
@@ -138,7 +140,7 @@ def test_knows_where_a_job_was_last():
 
 
 @pytest.mark.parametrize("last_stage", [0.5, 1.0, 2.0])
-def test_counts_a_dearer_or_cheaper_last_stage(last_stage):
+def test_counts_a_slower_or_faster_last_stage(last_stage):
     cost = CostModel.uniform(
         3, forward=PER_TOKEN, backward=PER_TOKEN, last_stage=last_stage
     )
@@ -146,6 +148,6 @@ def test_counts_a_dearer_or_cheaper_last_stage(last_stage):
     limits = Limits(capacity=512, block_tokens=1)
     found = search(slots, Pipeline.one_f_one_b(3), cost, limits=limits)
     whole = Schedule(microbatches=tuple(slots), limits=limits)
-    # It counts in shares of a full microbatch's time on the fastest stage.
+    # Costs are fractions of a full microbatch's time on the fastest stage.
     unit = 2 * 512 * min(1.0, last_stage)
-    assert sum(found.dearest) * unit == pytest.approx(window_sum(whole, cost))
+    assert sum(found.slowest) * unit == pytest.approx(window_sum(whole, cost))
