@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxlora.adapters.optimizer import Hyper
 from jaxlora.adapters.slots import SlotTable, fresh_adapter
+from jaxlora.adapters.tensors import rate_ratios
 from jaxlora.config import DataConfig, LoraJob
 from jaxlora.data.pack import PackedBatch
 from jaxlora.hf.names import linear_names, linear_path
@@ -88,7 +89,7 @@ class Training:
         self.setup, self._base, self._spec = setup, dict(base), setup.spec()
         self.programs: dict[str, jax.stages.Compiled] = {}
         self._steps = CompiledSteps(self._spec)
-        self._table = SlotTable(self._spec, self._steps)
+        self._table = SlotTable(self._spec, self._steps.write_slot)
         # These are the options with which the training step is compiled.
         options = training_options(setup.options.attention)
         self._frozen = jax.jit(self._frozen_gradient, compiler_options=options)
@@ -118,8 +119,8 @@ class Training:
     def _start_adapters(self) -> None:
         setup = self.setup
         names = linear_names(setup.model)
-        kernels = self._spec.base_shapes()
-        shapes = {n: kernels[f"{linear_path(n)}.kernel"].shape for n in names}
+        shapes = self._spec.base_shapes()
+        kernels = {n: shapes[f"{linear_path(n)}.kernel"] for n in names}
         for slot in range(setup.num_jobs):
             job = LoraJob(
                 name=f"job{slot}",
@@ -128,7 +129,7 @@ class Training:
                 dropout=setup.dropout,
                 seed=slot,
             )
-            start = fresh_adapter(job, resolve_targets(job, names), shapes)
+            start = fresh_adapter(job, resolve_targets(job, names), kernels)
             self._table.load(slot, start)
             self._table.activate(slot, start)
 
@@ -194,7 +195,7 @@ def _hyper(num_jobs: int) -> Hyper:
         steps_now=row(True, np.bool_),
         count=row(0, np.int32),
         learning_rate=row(1e-5),
-        b_ratio=row(1.0),
+        rate_ratio=rate_ratios(lambda ratio: row(1.0)),
         weight_decay=row(0.0),
         b1=row(0.9),
         b2=row(0.999),

@@ -5,28 +5,56 @@ import math
 
 import numpy as np
 
+from jaxlora.adapters.tensors import LORA_A, LORA_B, tensor_path, trained_tensors
+from jaxlora.hf.names import linear_path
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LoraWeights:
-    """The LoRA of one linear: its update is `scaling * A B`.
+    """The LoRA of one linear, which adds `scaling * A B` to its weight.
 
     Attributes:
-        a: Shrink matrix A, K r, float32.
-        b: Expand matrix B, r N, float32.
-        rank: r.
-        lora_alpha: What the scaling is made of; see `Adapter.scaling`.
+        tensors: The trained tensors, float32, by their names in
+            `jaxlora.adapters.tensors`: `lora_a` is A, K r; `lora_b` is B, r N.
+        rank: Rank r.
+        lora_alpha: Numerator of the scaling; see `Adapter.scaling`.
+
+    Raises:
+        ValueError: A tensor is missing or unknown, or the shapes do not match.
     """
 
-    a: np.ndarray
-    b: np.ndarray
+    tensors: dict[str, np.ndarray]
     rank: int
     lora_alpha: float
 
     def __post_init__(self):
-        if self.a.shape[1] != self.rank or self.b.shape[0] != self.rank:
+        wanted = {tensor.name: tensor for tensor in trained_tensors()}
+        if self.tensors.keys() != wanted.keys():
             raise ValueError(
-                f"A {self.a.shape} and B {self.b.shape} must have rank {self.rank}."
+                f"an adapter of a linear has the tensors {', '.join(wanted)}, got "
+                f"{', '.join(self.tensors)}."
             )
+        shapes = {name: array.shape for name, array in self.tensors.items()}
+        sizes: dict[str, int] = {"R": self.rank}
+        for name, tensor in wanted.items():
+            dimensions = tensor.dimensions
+            if len(shapes[name]) != len(dimensions) or any(
+                sizes.setdefault(letter, size) != size
+                for letter, size in zip(dimensions, shapes[name], strict=True)
+            ):
+                raise ValueError(
+                    f"the shapes {shapes} do not match each other and rank {self.rank}."
+                )
+
+    @property
+    def a(self) -> np.ndarray:
+        """Shrink matrix A, K r."""
+        return self.tensors[LORA_A.name]
+
+    @property
+    def b(self) -> np.ndarray:
+        """Expand matrix B, r N."""
+        return self.tensors[LORA_B.name]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +65,7 @@ class Adapter:
         modules: The weights of each adapted linear, by Hugging Face's module name
             (`model.layers.0.self_attn.q_proj`).
         use_rslora: Whether the scaling divides by the root of the rank.
-        dropout: Dropout rate that it is trained with.
+        dropout: Dropout rate in training.
     """
 
     modules: dict[str, LoraWeights]
@@ -45,8 +73,16 @@ class Adapter:
     dropout: float = 0.0
 
     def scaling(self, weights: LoraWeights) -> float:
-        """What A B is multiplied by in one of the adapter's linears."""
+        """Factor of A B in one of the adapter's linears."""
         return lora_scaling(weights.lora_alpha, weights.rank, self.use_rslora)
+
+    def by_path(self) -> dict[str, np.ndarray]:
+        """All trained tensors by path, such as `layers.0.mlp.up_proj.lora_a`."""
+        return {
+            tensor_path(linear_path(name), tensor): weights.tensors[tensor.name]
+            for name, weights in self.modules.items()
+            for tensor in trained_tensors()
+        }
 
 
 def lora_scaling(lora_alpha: float, rank: int, use_rslora: bool) -> float:

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-Tables = dict[str, Float[Array, "G L P Q"]]  # stacks, by name: see models/stacks.py
+from jaxlora.adapters.tensors import tensor_of
+
+Tables = dict[str, Float[Array, "G L ..."]]  # stacks, by name: see models/stacks.py
 
 
 @typing.no_type_check  # JAX rebuilds it around things that are no arrays
@@ -33,7 +35,7 @@ class AdapterState:
     """Adapters and their optimiser state, float32, stacked by slot.
 
     Attributes:
-        params: A and B of every adapted linear.
+        params: Trained tensors of every adapted linear.
         mu: First moments.
         nu: Second moments.
         pending: Gradients of the incomplete global batches.
@@ -56,7 +58,8 @@ class Hyper:
             bitwise unchanged.
         count: Optimiser steps that the slot has done.
         learning_rate: Learning rate of this step.
-        b_ratio: Rate of B over rate of A (LoRA+).
+        rate_ratio: Factors of the learning rates of trained tensors, by name, for those
+            that have one; see `jaxlora.adapters.tensors`.
         weight_decay: Decoupled decay.
         b1: Decay of the first moment.
         b2: Decay of the second moment.
@@ -67,7 +70,7 @@ class Hyper:
     steps_now: Bool[Array, "*G"]
     count: Int[Array, "*G"]
     learning_rate: Float[Array, "*G"]
-    b_ratio: Float[Array, "*G"]
+    rate_ratio: dict[str, Float[Array, "*G"]]
     weight_decay: Float[Array, "*G"]
     b1: Float[Array, "*G"]
     b2: Float[Array, "*G"]
@@ -134,7 +137,8 @@ def _adapter_step(state: AdapterState, hyper: Hyper):
         adamw.init(state.params), count=hyper.count, mu=state.mu, nu=state.nu
     )
     updates, after = adamw.update(gradients, before, state.params)
-    ratio = {p: hyper.b_ratio if p.endswith("lora_b") else 1.0 for p in state.params}
+    factors = hyper.rate_ratio
+    ratio = {path: factors.get(tensor_of(path).name, 1.0) for path in state.params}
     updates = jax.tree.map(jnp.multiply, updates, ratio)
     params = jax.tree.map(jnp.add, state.params, updates)
     # Otherwise weights that are not finite would outlast the batch that caused them.

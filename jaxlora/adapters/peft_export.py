@@ -18,6 +18,7 @@ from jaxlora.adapters.export_record import (
     check_replaceable,
     write_record,
 )
+from jaxlora.adapters.tensors import trained_tensors
 from jaxlora.atomic import replace_folder, sync_files
 
 logger = logging.getLogger(__name__)
@@ -58,13 +59,10 @@ def export_peft(
     check_replaceable(folder, overwrite=overwrite)
     tensors = {}
     for name, weights in adapter.modules.items():
-        # PEFT stores A as r K and B as N r.
-        tensors[f"{PREFIX}{name}.lora_A.weight"] = np.ascontiguousarray(
-            weights.a.T, np.float32
-        )
-        tensors[f"{PREFIX}{name}.lora_B.weight"] = np.ascontiguousarray(
-            weights.b.T, np.float32
-        )
+        for tensor in trained_tensors():
+            tensors[f"{PREFIX}{name}.{tensor.peft_name}"] = np.ascontiguousarray(
+                weights.tensors[tensor.name].T, np.float32
+            )
     scalings = {adapter.scaling(weights) for weights in adapter.modules.values()}
     if len(scalings) > 1:
         logger.warning(

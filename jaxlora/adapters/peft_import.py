@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.peft_export import CONFIG_FILE, PREFIX, WEIGHTS_FILE
+from jaxlora.adapters.tensors import trained_tensors
 from jaxlora.errors import AdapterError, ConfigError, ModelError
 from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.tensor_file import TensorFile
@@ -75,10 +76,10 @@ def _import(
 ) -> Adapter:
     patterns = Patterns(str(folder / CONFIG_FILE))
     config = _read_config(folder, patterns)
-    pairs = _read_pairs(folder)
+    found = _read_tensors(folder)
     dropout = float(config.get("lora_dropout") or 0.0)
     modules = {}
-    for name, pair in pairs.items():
+    for name, tensors in found.items():
         if name not in linear_shapes:
             raise AdapterError(
                 f"{folder} adapts {name}, which the base model does not have. Is it an "
@@ -89,8 +90,11 @@ def _import(
         )
         rank = pattern_value(ranks, name, config["r"], patterns)
         lora_alpha = pattern_value(alphas, name, config["lora_alpha"], patterns)
-        a, b = _checked(folder, name, pair, rank, linear_shapes[name])
-        modules[name] = LoraWeights(a=a, b=b, rank=rank, lora_alpha=float(lora_alpha))
+        modules[name] = LoraWeights(
+            tensors=_checked(folder, name, tensors, rank, linear_shapes[name]),
+            rank=rank,
+            lora_alpha=float(lora_alpha),
+        )
     ordered = {name: modules[name] for name in linear_shapes if name in modules}
     use_rslora = bool(config.get("use_rslora"))
     return Adapter(modules=ordered, use_rslora=use_rslora, dropout=dropout)
@@ -170,8 +174,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _read_pairs(folder: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
-    """Reads A (r K) and B (N r) of each module, as PEFT stores them."""
+def _read_tensors(folder: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
+    """Reads the trained tensors of each module, as PEFT stores and names them."""
     path = folder / WEIGHTS_FILE
     has_pickle = os.path.lexists(folder / "adapter_model.bin")
     if has_pickle and not os.path.lexists(path):
@@ -184,34 +188,53 @@ def _read_pairs(folder: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
     arrays = {name: file.array(name) for name in file.names()}
     for name, array in arrays.items():
         check_finite(array, f"{path}: {name}", AdapterError, np.dtype(np.float32))
-    pairs: dict[str, dict[str, np.ndarray]] = {}
+    modules: dict[str, dict[str, np.ndarray]] = {}
     for key, array in arrays.items():
-        # Older versions of peft keep the adapter's name in the key.
-        parts = key.removeprefix(PREFIX).replace(".default.", ".").split(".")
-        if parts[-1] != "weight" or parts[-2:-1] not in (["lora_A"], ["lora_B"]):
-            raise AdapterError(
-                f"{path} holds {key}, which is no LoRA weight of a linear; only "
-                "lora_A.weight and lora_B.weight are supported."
-            )
-        pair = pairs.setdefault(".".join(parts[:-2]), {})
-        if parts[-2] in pair:
+        module, peft_name = _split_key(path, key)
+        tensors = modules.setdefault(module, {})
+        if peft_name in tensors:
             raise AdapterError(f"{path} holds {key} under two spellings of its name.")
-        pair[parts[-2]] = array
-    if not pairs:
+        tensors[peft_name] = array
+    if not modules:
         raise AdapterError(f"{path} holds no weights.")
-    return pairs
+    return modules
 
 
-def _checked(folder, name, pair, rank, shape) -> tuple[np.ndarray, np.ndarray]:
-    for part in ("lora_A", "lora_B"):
-        if part not in pair:
-            raise AdapterError(f"{folder} lacks {name}.{part}.weight.")
-    k, n = shape
-    for part, wanted in (("lora_A", (rank, k)), ("lora_B", (n, rank))):
-        if pair[part].shape != wanted:
+def _split_key(path: pathlib.Path, key: str) -> tuple[str, str]:
+    """Splits a key of the file into a module's name and PEFT's name of a tensor."""
+    # Older versions of peft keep the adapter's name in the key.
+    name = key.removeprefix(PREFIX).replace(".default.", ".")
+    peft_names = [tensor.peft_name for tensor in trained_tensors()]
+    for peft_name in peft_names:
+        if name.endswith(f".{peft_name}"):
+            return name.removesuffix(f".{peft_name}"), peft_name
+    *others, last = peft_names
+    raise AdapterError(
+        f"{path} holds {key}, which is no LoRA weight of a linear; only "
+        f"{', '.join(others)} and {last} are supported."
+    )
+
+
+def _checked(
+    folder: pathlib.Path,
+    name: str,
+    tensors: Mapping[str, np.ndarray],
+    rank: int,
+    linear_shape: tuple[int, ...],
+) -> dict[str, np.ndarray]:
+    """Returns a module's tensors in our layout, float32, by our names."""
+    for tensor in trained_tensors():
+        if tensor.peft_name not in tensors:
+            raise AdapterError(f"{folder} lacks {name}.{tensor.peft_name}.")
+    checked = {}
+    for tensor in trained_tensors():
+        array = tensors[tensor.peft_name]
+        k, n = linear_shape
+        wanted = tensor.shape(k, n, rank)[::-1]  # PEFT stores the transpose
+        if array.shape != wanted:
             raise AdapterError(
-                f"{folder}: {name}.{part}.weight has shape {list(pair[part].shape)}; "
+                f"{folder}: {name}.{tensor.peft_name} has shape {list(array.shape)}; "
                 f"the base model and rank {rank} call for {list(wanted)}."
             )
-    a, b = (pair[part].astype(np.float32).T for part in ("lora_A", "lora_B"))
-    return np.ascontiguousarray(a), np.ascontiguousarray(b)
+        checked[tensor.name] = np.ascontiguousarray(array.astype(np.float32).T)
+    return checked

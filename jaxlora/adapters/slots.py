@@ -2,28 +2,32 @@
 
 import dataclasses
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
-from jaxlora.adapters.optimizer import Tables, zero_state
+from jaxlora.adapters.optimizer import AdapterState, Tables, zero_state
+from jaxlora.adapters.tensors import tensor_paths, trained_tensors, unpadded
 from jaxlora.config import LoraJob
 from jaxlora.hf.names import linear_path
 from jaxlora.models.decoder import DecoderSpec, SlotSettings
 from jaxlora.models.stacks import by_path
 from jaxlora.targets import ModuleLora
-from jaxlora.train.step import CompiledSteps
+
+# Puts an adapter's rows into a slot of the state, with empty optimiser state.
+WriteSlot = Callable[[AdapterState, np.int32, dict[str, np.ndarray]], AdapterState]
 
 
 def fresh_adapter(
     job: LoraJob,
     modules: Mapping[str, ModuleLora],
-    shapes: Mapping[str, tuple[int, ...]],
+    kernels: Mapping[str, Any],
 ) -> Adapter:
-    """PEFT's start: A uniform in +-1/sqrt(K) (kaiming, a = sqrt 5), B zero.
+    """Makes the adapter that a new job starts from, with PEFT's initial values.
 
     Each module draws from its own stream, keyed by the job's seed and the module's
     name, so that neither other jobs nor other targets change it.
@@ -31,17 +35,17 @@ def fresh_adapter(
     Args:
         job: The job that the adapter is for.
         modules: The modules that the job adapts.
-        shapes: (K, N) of each linear, by module name.
+        kernels: Frozen weight of each linear, K N, by module name.
     """
     weights = {}
     for name, module in modules.items():
-        k, n = shapes[name]
         stream = np.random.Philox(key=[job.seed, zlib.crc32(name.encode())])
-        bound = k**-0.5
-        a = np.random.Generator(stream).uniform(-bound, bound, (k, module.rank))
+        rng = np.random.Generator(stream)
         weights[name] = LoraWeights(
-            a=a.astype(np.float32),
-            b=np.zeros((module.rank, n), np.float32),
+            tensors={
+                t.name: t.start(rng, kernels[name], module.rank).astype(np.float32)
+                for t in trained_tensors()
+            },
             rank=module.rank,
             lora_alpha=module.lora_alpha,
         )
@@ -52,17 +56,16 @@ def adapter_from_rows(rows: Mapping[str, np.ndarray], like: Adapter) -> Adapter:
     """Makes an adapter from one slot's rows of the tables.
 
     Args:
-        rows: A and B of each adapted linear at the slots' rank, by path.
+        rows: Trained tensors of each adapted linear at the slots' rank, by path.
         like: Adapter whose modules and ranks are taken.
     """
     modules = {}
     for name, old in like.modules.items():
-        path = linear_path(name)
-        modules[name] = dataclasses.replace(
-            old,
-            a=np.array(rows[f"{path}.lora_a"][:, : old.rank]),
-            b=np.array(rows[f"{path}.lora_b"][: old.rank]),
-        )
+        tensors = {
+            tensor.name: np.array(rows[path][unpadded(old.tensors[tensor.name].shape)])
+            for tensor, path in tensor_paths(linear_path(name))
+        }
+        modules[name] = dataclasses.replace(old, tensors=tensors)
     return dataclasses.replace(like, modules=modules)
 
 
@@ -77,19 +80,19 @@ class SlotTable:
     def __init__(
         self,
         spec: DecoderSpec,
-        steps: CompiledSteps,
+        write_slot: WriteSlot,
         sharding: jax.sharding.Sharding | None = None,
     ):
         """Makes empty slots.
 
         Args:
             spec: The decoder.
-            steps: Its compiled functions.
+            write_slot: Its compiled function that writes a slot.
             sharding: Sharding of the base model; None: JAX's default device. The state
                 is committed to it from the start, because JAX compiles a function again
                 for each combination of committed and uncommitted arrays.
         """
-        self._spec, self._steps = spec, steps
+        self._spec, self._write_slot = spec, write_slot
         assert spec.slots is not None
         num_slots = spec.slots.num_slots
         where = jnp.zeros(()).sharding if sharding is None else sharding
@@ -116,10 +119,8 @@ class SlotTable:
         """Puts an adapter into a slot, with empty optimiser state."""
         rows = self._empty_rows()
         tables = by_path(rows, axis=0)  # views
-        for name, weights in adapter.modules.items():
-            path = linear_path(name)
-            tables[f"{path}.lora_a"][:, : weights.rank] = weights.a
-            tables[f"{path}.lora_b"][: weights.rank] = weights.b
+        for path, tensor in adapter.by_path().items():
+            tables[path][unpadded(tensor.shape)] = tensor
         self._write(slot, rows)
 
     def activate(self, slot: int, adapter: Adapter) -> None:
@@ -148,7 +149,7 @@ class SlotTable:
         return {path: np.zeros(s.shape[1:], s.dtype) for path, s in shapes.items()}
 
     def _write(self, slot: int, rows: dict[str, np.ndarray]) -> None:
-        self.state = self._steps.write_slot(self.state, np.int32(slot), rows)
+        self.state = self._write_slot(self.state, np.int32(slot), rows)
 
 
 @jax.jit

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxlora.adapters.tensors import common_rank, trained_tensors, unpadded
 from jaxlora.pallas_kernels import (
     Dropout,
     KernelSettings,
@@ -107,6 +108,9 @@ class MultiLoraLinear(nnx.Module):
         rank: Rank of each slot's adapter here, G; 0 where it does not adapt.
     """
 
+    lora_a: nnx.LoRAParam
+    lora_b: nnx.LoRAParam
+
     def __init__(
         self,
         in_features: int,
@@ -142,9 +146,10 @@ class MultiLoraLinear(nnx.Module):
         self.slots = slots
         if slots is None:
             return
-        g, r = slots.num_slots, slots.rank
-        self.lora_a = nnx.LoRAParam(jnp.zeros((g, k, r), jnp.float32))
-        self.lora_b = nnx.LoRAParam(jnp.zeros((g, r, n), jnp.float32))
+        g = slots.num_slots
+        for tensor in trained_tensors():
+            shape = g, *tensor.shape(k, n, slots.rank)
+            setattr(self, tensor.name, nnx.LoRAParam(jnp.zeros(shape, jnp.float32)))
         self.scaling = SlotVariable(jnp.zeros((g,), jnp.float32))
         self.dropout = SlotVariable(jnp.zeros((g,), jnp.float32))
         self.rank = SlotVariable(jnp.zeros((g,), jnp.int32))
@@ -152,9 +157,7 @@ class MultiLoraLinear(nnx.Module):
     def load_slot(
         self,
         slot: int,
-        a: Float[Array | np.ndarray, "K _"],
-        b: Float[Array | np.ndarray, "_ N"],
-        *,
+        *tensors: Float[Array | np.ndarray, "..."],
         scaling: float,
         dropout: float = 0.0,
     ) -> None:
@@ -162,30 +165,32 @@ class MultiLoraLinear(nnx.Module):
 
         Args:
             slot: Which slot, from 0.
-            a: Shrink matrix, K r, at the adapter's own rank r.
-            b: Expand matrix, r N.
+            *tensors: The trained tensors at the adapter's own rank r, in the order of
+                `jaxlora.adapters.tensors`: A, K r; then B, r N.
             scaling: `lora_alpha / r`, or `lora_alpha / sqrt(r)` for rsLoRA.
             dropout: Dropout rate of the LoRA path.
 
         Raises:
-            ValueError: The layer has no slots, or the slot or the rank is too large.
+            ValueError: The layer has no slots, a tensor is missing, or the slot or the
+                rank is too large.
         """
         if self.slots is None:
             raise ValueError("this layer has no slots: make it with slots=SlotShape().")
         num_slots, largest = self.slots.num_slots, self.slots.rank
-        rank = a.shape[1]
         if not 0 <= slot < num_slots:
             raise ValueError(f"slot {slot} is not one of the {num_slots} slots.")
-        if rank > largest or b.shape[0] != rank:
+        rank = common_rank(tensors)
+        if rank is None or rank > largest:
+            shapes = " and ".join(str(array.shape) for array in tensors)
             raise ValueError(
-                f"a {a.shape} and b {b.shape} must share a rank of at most {largest}."
+                f"tensors of shapes {shapes} must share a rank of at most {largest}."
             )
-        pad = largest - rank
-        a = jnp.pad(jnp.asarray(a, jnp.float32), ((0, 0), (0, pad)))
-        b = jnp.pad(jnp.asarray(b, jnp.float32), ((0, pad), (0, 0)))
+        for tensor, value in zip(trained_tensors(), tensors, strict=True):
+            variable = getattr(self, tensor.name)
+            rows = jnp.zeros(variable.shape[1:], jnp.float32)
+            rows = rows.at[unpadded(value.shape)].set(value)
+            variable[...] = variable[...].at[slot].set(rows)
         for variable, value in (
-            (self.lora_a, a),
-            (self.lora_b, b),
             (self.scaling, scaling),
             (self.dropout, dropout),
             (self.rank, rank),

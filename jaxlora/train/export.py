@@ -19,6 +19,7 @@ from jaxlora.adapters.export_record import (
 )
 from jaxlora.adapters.peft_export import export_peft
 from jaxlora.adapters.slots import adapter_from_rows
+from jaxlora.adapters.tensors import tensor_paths
 from jaxlora.atomic import (
     find_complete_folder,
     remove_leftovers,
@@ -172,13 +173,11 @@ def _like(saved: SavedAdapter, rows: Mapping[str, np.ndarray]) -> Adapter:
     """Makes an empty adapter with the modules and ranks of a saved job."""
     modules = {}
     for name, (rank, lora_alpha) in saved.modules.items():
-        path = linear_path(name)
-        modules[name] = LoraWeights(
-            a=rows[f"{path}.lora_a"][:, :rank],
-            b=rows[f"{path}.lora_b"][:rank],
-            rank=rank,
-            lora_alpha=lora_alpha,
-        )
+        tensors = {
+            tensor.name: tensor.at_rank(rows[path], rank)
+            for tensor, path in tensor_paths(linear_path(name))
+        }
+        modules[name] = LoraWeights(tensors=tensors, rank=rank, lora_alpha=lora_alpha)
     return Adapter(modules=modules, use_rslora=saved.use_rslora, dropout=saved.dropout)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.learning_rate import learning_rate
+from jaxlora.adapters.tensors import trained_tensors
 from jaxlora.config import LoraJob
 from jaxlora.data.order import JobOrder
 from jaxlora.data.pack import JobBatch
@@ -213,6 +214,6 @@ def _of_adapter(adapter: Adapter) -> str:
     digest = hashlib.sha256()
     for name, weights in sorted(adapter.modules.items()):
         digest.update(name.encode())
-        digest.update(np.asarray(weights.a).tobytes())
-        digest.update(np.asarray(weights.b).tobytes())
+        for tensor in trained_tensors():
+            digest.update(np.asarray(weights.tensors[tensor.name]).tobytes())
     return digest.hexdigest()

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -33,8 +34,12 @@ _SCALING_FIELDS = {"lora_alpha", "alpha_pattern", "use_rslora"}
 
 def linear_shapes(model: BaseModel) -> dict[str, tuple[int, ...]]:
     """(K, N) of every linear that can take LoRA, by module name."""
+    return {name: kernel.shape for name, kernel in _kernels(model).items()}
+
+
+def _kernels(model: BaseModel) -> dict[str, jax.Array]:
     return {
-        name: model.params[f"{linear_path(name)}.kernel"].shape
+        name: model.params[f"{linear_path(name)}.kernel"]
         for name in linear_names(model.config)
     }
 
@@ -47,7 +52,7 @@ def open_job(job: LoraJob, model: BaseModel, tokenizer: Tokenizer) -> JobRun:
     """
     if job.init_from is None:
         modules = resolve_targets(job, linear_names(model.config))
-        start = fresh_adapter(job, modules, linear_shapes(model))
+        start = fresh_adapter(job, modules, _kernels(model))
     else:
         start = import_peft(job.init_from, linear_shapes(model))
         start = dataclasses.replace(start, dropout=job.dropout)

@@ -16,13 +16,14 @@ import pydantic
 import xxhash
 from pydantic import AfterValidator, Field
 
+from jaxlora.adapters.tensors import tensor_of
 from jaxlora.config import check_job_name
 from jaxlora.errors import CheckpointError
 from jaxlora.strict import format_errors
 from jaxlora.train.job_run import JobProgress
 
 _LINEAR = re.compile(r"model\.layers\.\d{1,6}(\.[A-Za-z0-9_]{1,100}){1,6}")
-_STACK = re.compile(r"layers\.(\d{1,6}(?:,\d{1,6})*)\.([A-Za-z0-9_.]+)\.lora_([ab])")
+_STACK = re.compile(r"layers\.(\d{1,6}(?:,\d{1,6})*)\.([A-Za-z0-9_.]+)\.([a-z_]+)")
 _STRICT = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -170,7 +171,7 @@ class SavedCheckpoint:
     __pydantic_config__ = _STRICT
 
     run: SavedRun
-    layout: dict[str, Annotated[list[Size], Field(min_length=4, max_length=4)]]
+    layout: dict[str, Annotated[list[Size], Field(min_length=3, max_length=4)]]
     checksums: dict[Literal["params", "mu", "nu"], str]
 
     def __post_init__(self):
@@ -207,21 +208,23 @@ class SavedCheckpoint:
                 )
 
     def _ranks(self) -> dict[str, int]:
-        """Returns the rank of each linear's tables; checks that A and B match."""
+        """Returns the rank of each linear's tables; checks that its tables match."""
         ranks = {}
-        for path, (_, num_layers, _, rank) in self.layout.items():
+        for path, (_, num_layers, *sizes) in self.layout.items():
             match = _STACK.fullmatch(path)
             if match is None:
                 raise ValueError(f"{path!r} is no name of a table.")
-            layers, module, part = match.groups()
+            layers, module, _ = match.groups()
             if len(set(layers.split(","))) != num_layers:
                 raise ValueError(f"{path!r} has {num_layers} layers.")
-            if part == "a":
-                shape_b = self.layout.get(path[:-1] + "b")
-                if shape_b is None or shape_b[1:3] != [num_layers, rank]:
-                    raise ValueError(f"{path!r} has no B that goes with it.")
+            dimensions = tensor_of(path).dimensions
+            if len(dimensions) != len(sizes):
+                raise ValueError(f"{path!r} has {len(sizes)} dimensions a layer.")
+            for letter, size in zip(dimensions, sizes, strict=True):
                 for layer in layers.split(","):
-                    ranks[f"model.layers.{layer}.{module}"] = rank
+                    linear = f"model.layers.{layer}.{module}"
+                    if letter == "R" and ranks.setdefault(linear, size) != size:
+                        raise ValueError(f"the tables of {linear} differ in rank.")
         return ranks
 
 

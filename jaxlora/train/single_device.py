@@ -12,6 +12,7 @@ import numpy as np
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.optimizer import Hyper, StepResult
 from jaxlora.adapters.slots import SlotTable
+from jaxlora.adapters.tensors import rate_ratios
 from jaxlora.data.pack import (
     JobBatch,
     PackedBatch,
@@ -230,7 +231,7 @@ class SingleDeviceExecutor:
             steps_now=row(lambda run, step: True, np.bool_),
             count=row(lambda run, step: step, np.int32),
             learning_rate=row(lambda run, step: run.learning_rate(step)),
-            b_ratio=row(lambda run, step: run.job.lora_plus_ratio),
+            rate_ratio=rate_ratios(lambda ratio: row(lambda run, step: ratio(run.job))),
             weight_decay=row(lambda run, step: run.job.weight_decay),
             b1=row(lambda run, step: run.job.adam_b1),
             b2=row(lambda run, step: run.job.adam_b2),

@@ -112,7 +112,7 @@ class Trainer:
         base = next(iter(self.model.params.values())).sharding
         if isinstance(base, jax.sharding.NamedSharding):
             base = jax.sharding.NamedSharding(base.mesh, jax.sharding.PartitionSpec())
-        return SlotTable(self._spec, self._steps, base)
+        return SlotTable(self._spec, self._steps.write_slot, base)
 
     def _check_fits(self, run: JobRun) -> None:
         prepare.check_fits(run, self._spec, use_dropout=self.config.uses_dropout)

@@ -8,6 +8,7 @@ import safetensors.numpy
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.peft_export import export_peft
+from jaxlora.adapters.tensors import trained_tensors
 from jaxlora.hf.config import model_config
 from jaxlora.hf.names import linear_names, linear_path, tensor_specs
 from tests import tiny
@@ -75,10 +76,11 @@ def make_adapter(linear_shapes):
                 continue
             r = rank(name) if callable(rank) else rank
             alpha = lora_alpha(name) if callable(lora_alpha) else lora_alpha
-            a, b = rng.normal(size=(k, r)), rng.normal(size=(r, n))
-            modules[name] = LoraWeights(
-                a=a.astype(np.float32), b=b.astype(np.float32), rank=r, lora_alpha=alpha
-            )
+            tensors = {
+                tensor.name: rng.normal(size=tensor.shape(k, n, r)).astype(np.float32)
+                for tensor in trained_tensors()
+            }
+            modules[name] = LoraWeights(tensors=tensors, rank=r, lora_alpha=alpha)
         return Adapter(modules=modules, **options)
 
     return make

@@ -10,6 +10,7 @@ import safetensors.numpy
 from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.peft_export import export_peft
 from jaxlora.adapters.peft_import import import_peft
+from jaxlora.adapters.tensors import trained_tensors
 from jaxlora.errors import AdapterError
 from jaxlora.targets import pattern_value
 
@@ -214,8 +215,10 @@ def test_what_vllm_does_not_read_is_told(tmp_path, caplog):
     for alphas, told in (({2: 2.0, 4: 4.0}, False), ({2: 4.0, 4: 4.0}, True)):
         modules = {
             name: LoraWeights(
-                a=np.ones((8, rank), np.float32),
-                b=np.ones((rank, 8), np.float32),
+                tensors={
+                    tensor.name: np.ones(tensor.shape(8, 8, rank), np.float32)
+                    for tensor in trained_tensors()
+                },
                 rank=rank,
                 lora_alpha=alphas[rank],
             )

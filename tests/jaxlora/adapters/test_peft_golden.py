@@ -43,7 +43,7 @@ def logits(model, adapter, tokens, *, slot: int) -> np.ndarray:
         SlotShape(num_slots=3, rank=11),
         frozenset(linear_path(name) for name in adapter.modules),
     )
-    table = SlotTable(spec, CompiledSteps(spec))
+    table = SlotTable(spec, CompiledSteps(spec).write_slot)
     table.load(slot, adapter)
     table.activate(slot, adapter)
     rows = jnp.arange(len(tokens))

@@ -91,8 +91,10 @@ def write_export(folder: pathlib.Path, job: str, step: int) -> pathlib.Path:
     """An adapter as a run exports it; its numbers tell its step."""
     modules = {
         name: LoraWeights(
-            a=np.full((K, 2), step, np.float32),
-            b=np.ones((2, N), np.float32),
+            tensors={
+                "lora_a": np.full((K, 2), step, np.float32),
+                "lora_b": np.ones((2, N), np.float32),
+            },
             rank=2,
             lora_alpha=4.0,
         )

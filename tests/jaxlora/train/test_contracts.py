@@ -10,6 +10,7 @@ import pytest
 from jaxlora import RunConfig
 from jaxlora.adapters.optimizer import Hyper
 from jaxlora.adapters.slots import SlotTable
+from jaxlora.adapters.tensors import rate_ratios
 from jaxlora.data.pack import pack_microbatch, split_by_segment_limit
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.scheduler import Limits, greedy
@@ -157,7 +158,9 @@ def bench(request, model, jobs, tmp_path_factory):
         batches[slot] = run.batch(slot, run.progress.step)
         modules = {
             name: dataclasses.replace(
-                w, b=rng.normal(size=w.b.shape).astype(np.float32) * 0.1
+                w,
+                tensors=w.tensors
+                | {"lora_b": rng.normal(size=w.b.shape).astype(np.float32) * 0.1},
             )
             for name, w in run.start.modules.items()
         }
@@ -168,7 +171,7 @@ def bench(request, model, jobs, tmp_path_factory):
     packed = pack_microbatch(microbatch, batches, limits)
 
     def table() -> SlotTable:
-        new = SlotTable(spec, steps)
+        new = SlotTable(spec, steps.write_slot)
         for slot in range(len(runs)):
             new.load(slot, adapters[slot])
             new.activate(slot, adapters[slot])
@@ -201,7 +204,7 @@ def all_alike(*, steps_now, count) -> Hyper:
         steps_now=jnp.array(steps_now),
         count=jnp.full(3, count),
         learning_rate=half / 50,
-        b_ratio=half,
+        rate_ratio=rate_ratios(lambda ratio: half),
         weight_decay=half,
         b1=half,
         b2=half,

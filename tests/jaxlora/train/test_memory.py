@@ -35,7 +35,7 @@ def thought_and_needed(spec: DecoderSpec, num_tokens: int) -> tuple[float, float
     limits = Limits(capacity=num_tokens, block_tokens=64)
     base = {k: jnp.zeros(s.shape, s.dtype) for k, s in spec.base_shapes().items()}
     steps = CompiledSteps(spec)
-    table = SlotTable(spec, steps)
+    table = SlotTable(spec, steps.write_slot)
     program = memory.compiled_step(spec, steps, base, table, limits, use_dropout=True)
     needed = memory.measured(spec, program, limits)
     assert needed is not None

@@ -81,7 +81,7 @@ def train_together(names):
     )
     spec = prepare.decoder_spec(config, model, runs)
     steps = CompiledSteps(spec)
-    table = SlotTable(spec, steps)
+    table = SlotTable(spec, steps.write_slot)
     limits = Limits(capacity=64, block_tokens=8)
     executor = SingleDeviceExecutor(
         spec, model.params, table, steps, limits, use_dropout=False

@@ -113,7 +113,7 @@ def by_hand(model, jobs):
     schedule = pack_window(samples, config.limits, "joint")
 
     def run(release: int | None = None):
-        table = SlotTable(spec, steps)
+        table = SlotTable(spec, steps.write_slot)
         executor = SingleDeviceExecutor(
             spec, model.params, table, steps, config.limits, use_dropout=True
         )

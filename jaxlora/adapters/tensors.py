@@ -1,0 +1,142 @@
+"""The table of the tensors that an adapter trains in each linear that it adapts.
+
+Slots, optimiser, checkpoints, fingerprints, PEFT export and import, and the Flax module
+loop over this table, so a new trained tensor is one more entry. Only mathematics names
+single tensors: `MultiLoraLinear` in training, and `merge_adapter`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxlora.config import LoraJob
+
+# Letters of docs/conventions.md: input features, output features and rank.
+Dimension = Literal["K", "N", "R"]
+
+# Makes the initial value from a random generator, the frozen weight (K N) and the rank.
+Start = Callable[[np.random.Generator, Any, int], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedTensor:
+    """One of the tensors that an adapter trains in each linear, in float32.
+
+    Attributes:
+        name: Its name in paths, and the name of its variable in `MultiLoraLinear`.
+        peft_name: Its name in a PEFT folder, after the name of the linear. PEFT stores
+            the transpose of our array.
+        dimensions: Its dimensions; a slot pads those of rank with zeros.
+        start: Makes its initial value at the adapter's own rank.
+        rate_ratio: Its learning rate in a job, divided by the job's; None: always 1.
+    """
+
+    name: str
+    peft_name: str
+    dimensions: tuple[Dimension, ...]
+    start: Start
+    rate_ratio: Callable[[LoraJob], float] | None = None
+
+    def shape(self, in_features: int, out_features: int, rank: int) -> tuple[int, ...]:
+        """Shape of the tensor in a linear with a weight K N, at a rank R."""
+        sizes = {"K": in_features, "N": out_features, "R": rank}
+        return tuple(sizes[letter] for letter in self.dimensions)
+
+    def at_rank(self, padded: np.ndarray, rank: int) -> np.ndarray:
+        """A view of a tensor of a larger rank, at a rank r."""
+        return padded[tuple(slice(rank if d == "R" else None) for d in self.dimensions)]
+
+
+def _kaiming_uniform(rng: np.random.Generator, kernel: Any, rank: int) -> np.ndarray:
+    """Draws from +-1/sqrt(K), which is PEFT's kaiming_uniform(a = sqrt 5)."""
+    in_features = kernel.shape[0]
+    bound = in_features**-0.5
+    return rng.uniform(-bound, bound, (in_features, rank))
+
+
+def _zeros(rng: np.random.Generator, kernel: Any, rank: int) -> np.ndarray:
+    return np.zeros((rank, kernel.shape[1]))
+
+
+LORA_A = TrainedTensor(
+    name="lora_a",
+    peft_name="lora_A.weight",
+    dimensions=("K", "R"),
+    start=_kaiming_uniform,
+)
+LORA_B = TrainedTensor(
+    name="lora_b",
+    peft_name="lora_B.weight",
+    dimensions=("R", "N"),
+    start=_zeros,
+    rate_ratio=lambda job: job.lora_plus_ratio,  # LoRA+, arXiv 2402.12354
+)
+
+# The initial values are drawn in this order, so new entries go to the end.
+TENSORS: tuple[TrainedTensor, ...] = (LORA_A, LORA_B)
+
+
+def trained_tensors() -> tuple[TrainedTensor, ...]:
+    """The tensors that an adapter trains in each linear, in the order of the table."""
+    return TENSORS
+
+
+def rate_ratios[T](
+    by_slot: Callable[[Callable[[LoraJob], float]], T],
+) -> dict[str, T]:
+    """Collects the ratios of the tensors that have a learning rate of their own.
+
+    Args:
+        by_slot: Makes an array by slot of a function of the slot's job.
+    """
+    return {t.name: by_slot(t.rate_ratio) for t in trained_tensors() if t.rate_ratio}
+
+
+def tensor_path(linear: str, tensor: TrainedTensor) -> str:
+    """Path of a linear's tensor, such as `layers.0.mlp.up_proj.lora_a`.
+
+    Args:
+        linear: Path of the linear.
+        tensor: One of its trained tensors.
+    """
+    return f"{linear}.{tensor.name}"
+
+
+def tensor_paths(linear: str) -> Iterator[tuple[TrainedTensor, str]]:
+    """Each trained tensor of a linear, with its path."""
+    return ((tensor, tensor_path(linear, tensor)) for tensor in trained_tensors())
+
+
+def tensor_of(path: str) -> TrainedTensor:
+    """The trained tensor that a path, or the name of a stack of tables, ends in.
+
+    Raises:
+        ValueError: The path ends in none of the table's names.
+    """
+    name = path.rpartition(".")[2]
+    for tensor in trained_tensors():
+        if tensor.name == name:
+            return tensor
+    raise ValueError(f"{path!r} is no name of a trained tensor.")
+
+
+def common_rank(tensors: Sequence[Any]) -> int | None:
+    """Rank of the tensors of one linear; None if their ranks differ.
+
+    Args:
+        tensors: All trained tensors, in the order of the table.
+    """
+    ranks = {
+        size
+        for tensor, array in zip(trained_tensors(), tensors, strict=True)
+        for letter, size in zip(tensor.dimensions, array.shape, strict=True)
+        if letter == "R"
+    }
+    return ranks.pop() if len(ranks) == 1 else None
+
+
+def unpadded(shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """Index of a tensor of this shape in the zero-padded table of a slot."""
+    return tuple(slice(size) for size in shape)

@@ -1,0 +1,129 @@
+"""A third trained tensor is one entry of the table: everything else carries it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jaxlora import LoraJob
+from jaxlora.adapters import tensors
+from jaxlora.adapters.optimizer import Hyper, optimizer_step
+from jaxlora.adapters.peft_export import export_peft
+from jaxlora.adapters.peft_import import import_peft
+from jaxlora.adapters.slots import SlotTable, fresh_adapter
+from jaxlora.adapters.tensors import TrainedTensor
+from jaxlora.errors import AdapterError
+from jaxlora.hf.config import model_config
+from jaxlora.models.decoder import DecoderOptions, DecoderSpec
+from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.targets import resolve_targets
+from jaxlora.train.step import CompiledSteps
+from tests import tiny
+
+# As DoRA's magnitude vector would be: a vector per linear, which starts from the norms
+# of the frozen weight's columns and has a learning rate of its own.
+MAGNITUDE = TrainedTensor(
+    name="lora_magnitude_vector",
+    peft_name="lora_magnitude_vector",
+    dimensions=("N",),
+    start=lambda rng, kernel, rank: np.linalg.norm(np.asarray(kernel), axis=0),
+    rate_ratio=lambda job: 3.0,
+)
+JOB = LoraJob.model_validate(
+    {
+        "name": "job",
+        "data": {"path": "none"},
+        "rank": 2,
+        "target_modules": ["q_proj"],
+        "lora_plus_ratio": 2.0,
+    }
+)
+
+
+@pytest.fixture
+def spec(monkeypatch):
+    """A decoder made while the table has a third entry."""
+    monkeypatch.setattr(tensors, "TENSORS", (*tensors.TENSORS, MAGNITUDE))
+    return DecoderSpec(
+        model_config(tiny.CONFIG),
+        DecoderOptions(dtype=jnp.dtype(jnp.float32), max_segment_tokens=16),
+        SlotShape(num_slots=2, rank=3),
+        frozenset(f"layers.{i}.self_attn.q_proj" for i in range(2)),
+    )
+
+
+@pytest.fixture
+def start(spec, linear_shapes):
+    rng = np.random.default_rng(0)
+    kernels = {name: rng.normal(size=shape) for name, shape in linear_shapes.items()}
+    adapter = fresh_adapter(JOB, resolve_targets(JOB, list(kernels)), kernels)
+    for name, weights in adapter.modules.items():
+        norms = np.linalg.norm(kernels[name], axis=0)
+        np.testing.assert_allclose(weights.tensors[MAGNITUDE.name], norms, rtol=1e-6)
+    return adapter
+
+
+def stepped(spec, adapter) -> SlotTable:
+    """Slots of which the second holds the adapter, after a step with gradients of 1."""
+    table = SlotTable(spec, CompiledSteps(spec).write_slot)
+    table.load(1, adapter)
+    table.activate(1, adapter)
+
+    def row(value, dtype=np.float32):
+        return np.array([0, value], dtype)
+
+    hyper = Hyper(
+        steps_now=row(True, np.bool_),
+        count=row(0, np.int32),
+        learning_rate=row(0.01),
+        rate_ratio=tensors.rate_ratios(lambda ratio: row(ratio(JOB))),
+        weight_decay=row(0),
+        b1=row(0.9),
+        b2=row(0.999),
+        eps=row(1e-8),
+        max_norm=row(np.inf),
+    )
+    ones = jax.tree.map(jnp.ones_like, table.state.pending.gradients)
+    pending = dataclasses.replace(table.state.pending, gradients=ones)
+    state = dataclasses.replace(table.state, pending=pending)
+    table.state, _ = jax.jit(optimizer_step)(state, hyper)
+    return table
+
+
+def test_slots_and_the_optimiser_carry_a_third_tensor(spec, start):
+    after = stepped(spec, start).read(1, start)
+    for name, weights in after.modules.items():
+        for tensor, ratio in ((tensors.LORA_A, 1), (tensors.LORA_B, 2), (MAGNITUDE, 3)):
+            moved = weights.tensors[tensor.name]
+            moved = moved - start.modules[name].tensors[tensor.name]
+            np.testing.assert_allclose(moved, -0.01 * ratio, rtol=1e-3)
+
+
+def test_export_and_import_carry_a_third_tensor(spec, start, tmp_path, linear_shapes):
+    folder = export_peft(
+        start, tmp_path / "a", base_model="b", linear_names=list(linear_shapes)
+    )
+    path = folder / "adapter_model.safetensors"
+    stored = safetensors.numpy.load_file(path)
+    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector"
+    assert stored[key].shape == (linear_shapes["model.layers.0.self_attn.q_proj"][1],)
+    back = import_peft(folder, linear_shapes).by_path()
+    assert back.keys() == start.by_path().keys()
+    for name, tensor in start.by_path().items():
+        np.testing.assert_array_equal(back[name], tensor)
+    safetensors.numpy.save_file({k: t for k, t in stored.items() if k != key}, path)
+    with pytest.raises(AdapterError, match=r"q_proj\.lora_magnitude_vector"):
+        import_peft(folder, linear_shapes)
+
+
+def test_an_unknown_tensor_is_refused(linear_shapes, spec, start, tmp_path):
+    folder = export_peft(
+        start, tmp_path / "a", base_model="b", linear_names=list(linear_shapes)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensors, "TENSORS", tensors.TENSORS[:2])
+        with pytest.raises(AdapterError, match=r"only lora_A\.weight and lora_B\.we"):
+            import_peft(folder, linear_shapes)
