@@ -7,7 +7,8 @@ from .config import DataConfig, LoraJob, RunConfig
 from .errors import JaxloraError
 from .hf.load import BaseModel, load_model
 from .models.config import ModelConfig
-from .models.decoder import Decoder, DecoderOptions, DecoderSpec
+from .models.decoder import Decoder, DecoderOptions
+from .models.spec import DecoderSpec
 from .modules.multi_lora_linear import (
     BaseParam,
     MultiLoraLinear,

@@ -31,7 +31,8 @@ from rich.table import Table
 from jaxlora import BaseModel, LoraJob, RunConfig, Trainer, load_model
 from jaxlora.data.pack import PackedBatch, pack_microbatch
 from jaxlora.hf.config import model_config
-from jaxlora.models.decoder import DecoderOptions, DecoderSpec
+from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.spec import DecoderSpec
 from jaxlora.train import feed
 from jaxlora.train.run_log import METRICS_FILE, read_events
 from scripts.bench_models import MODELS, config_json, random_base
@@ -88,7 +89,7 @@ def make_model(model: str, dtype: Dtype, folder: Path) -> BaseModel:
     config = model_config(config_json(model))
     tiny.write_tokenizer(folder)
     options = DecoderOptions(dtype=jnp.dtype(dtype), max_segment_tokens=1)
-    shapes = DecoderSpec(config, options).base_shapes()
+    shapes = DecoderSpec(config=config, options=options).base_shapes()
     return BaseModel(
         config=config,
         params=random_base(shapes),

@@ -31,7 +31,9 @@ def measure(model: str, num_layers: int | None, serial: bool) -> dict:
 
     from jaxlora.adapters.optimizer import zero_state
     from jaxlora.hf.config import model_config
-    from jaxlora.models.decoder import DecoderOptions, DecoderSpec
+    from jaxlora.hf.names import linear_names, linear_path
+    from jaxlora.models.decoder import DecoderOptions
+    from jaxlora.models.spec import DecoderSpec
     from jaxlora.modules.multi_lora_linear import SlotShape
     from jaxlora.pallas_kernels import compile_program
     from jaxlora.scheduler import Limits
@@ -48,14 +50,9 @@ def measure(model: str, num_layers: int | None, serial: bool) -> dict:
         mean_segment_tokens=mean,
     )
     config = model_config(fields)
-    whole = DecoderSpec(config, options)
-    linears = frozenset(
-        path.removesuffix(".kernel")
-        for path in whole.base_shapes()
-        if path.startswith("layers.") and path.endswith("_proj.kernel")
-    )
     slots = SlotShape(num_slots=4, rank=16)
-    spec = DecoderSpec(config, options, slots, linears)
+    linears = tuple(sorted(map(linear_path, linear_names(config))))
+    spec = DecoderSpec(config=config, options=options, slots=slots, adapted=linears)
     state = jax.eval_shape(lambda: zero_state(spec.adapter_shapes(), slots.num_slots))
     limits = Limits(capacity=tokens, block_tokens=64)
     jax.block_until_ready(jnp.zeros(1))  # starts the backend

@@ -17,7 +17,9 @@ from jaxlora.config import DataConfig, LoraJob
 from jaxlora.data.pack import PackedBatch
 from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.models.config import ModelConfig
-from jaxlora.models.decoder import DecoderOptions, DecoderSpec
+from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.forward import SlotKeys, job_losses
+from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.pallas_kernels import compile_program, get_backend
 from jaxlora.scheduler import Limits
@@ -25,8 +27,6 @@ from jaxlora.targets import resolve_targets
 from jaxlora.train.prepare import kernels_unsupported
 from jaxlora.train.step import (
     CompiledSteps,
-    SlotKeys,
-    job_losses,
     no_garbage_collection,
     training_options,
 )
@@ -59,8 +59,12 @@ class Setup:
         """The decoder's structure."""
         slots = SlotShape(num_slots=max(1, self.num_jobs), rank=self.rank)
         paths = linear_names(self.model) if self.num_jobs else ()
-        adapted = frozenset(map(linear_path, paths))
-        return DecoderSpec(self.model, self.options, slots, adapted)
+        return DecoderSpec(
+            config=self.model,
+            options=self.options,
+            slots=slots,
+            adapted=tuple(sorted(map(linear_path, paths))),
+        )
 
     def unsupported(self) -> str | None:
         """Returns why the LoRA kernels asked for cannot run this, or None."""

@@ -14,8 +14,8 @@ from jaxlora.adapters.optimizer import AdapterState, Tables, zero_state
 from jaxlora.adapters.tensors import tensor_paths, trained_tensors, unpadded
 from jaxlora.config import LoraJob
 from jaxlora.hf.names import linear_path
-from jaxlora.models.decoder import DecoderSpec, SlotSettings
-from jaxlora.models.stacks import by_path
+from jaxlora.models.spec import DecoderSpec, SlotSettings
+from jaxlora.models.stacks import to_paths
 from jaxlora.targets import ModuleLora
 
 # Puts an adapter's rows into a slot of the state, with empty optimiser state.
@@ -118,7 +118,7 @@ class SlotTable:
     def load(self, slot: int, adapter: Adapter) -> None:
         """Puts an adapter into a slot, with empty optimiser state."""
         rows = self._empty_rows()
-        tables = by_path(rows, axis=0)  # views
+        tables = to_paths(self._spec.stacks, rows, axis=0)  # views
         for path, tensor in adapter.by_path().items():
             tables[path][unpadded(tensor.shape)] = tensor
         self._write(slot, rows)
@@ -142,7 +142,8 @@ class SlotTable:
     def read(self, slot: int, like: Adapter) -> Adapter:
         """The adapter in a slot, at the ranks of `like`, which it started from."""
         rows = _rows(self.state.params, np.int32(slot))
-        return adapter_from_rows(by_path(jax.device_get(rows), axis=0), like)
+        tables = to_paths(self._spec.stacks, jax.device_get(rows), axis=0)
+        return adapter_from_rows(tables, like)
 
     def _empty_rows(self) -> dict[str, np.ndarray]:
         shapes = self._spec.adapter_shapes()

@@ -1,19 +1,16 @@
-"""One decoder for the Llama family: a list of layers that can be cut into stages."""
+"""One decoder for the Llama family, whole or one pipeline stage of it."""
 
 import dataclasses
 import functools
-import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxlora.models.config import LayerLinear, ModelConfig
-from jaxlora.models.stacks import stacked_shapes
 from jaxlora.modules.attention import (
     Attention,
     AttentionImplementation,
@@ -116,19 +113,29 @@ class Head(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A Llama-family decoder over packed rows, with slots for adapters.
+    """A Llama-family decoder over packed rows, or one pipeline stage of it.
+
+    A forward pass is `embed`, `run_layers`, and `norm` with the head. A stage has only
+    its own layers, under their numbers in the whole model.
 
     Attributes:
         config: The model's mathematics.
         options: How it runs.
+        slots: Shape of the slot tables; None: there are none.
+        embed_tokens: The embedding: on the first stage, and on the last if tied.
+        layers: The layers of this stage, by number.
+        norm: The final norm; None except on the last stage.
+        lm_head: The head; None except on the last stage, or if it is tied.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         options: DecoderOptions,
-        slots: SlotShape | None = None,
-        adapted: frozenset[str] = frozenset(),
+        slots: SlotShape | None,
+        adapted: frozenset[str],
+        *,
+        layers: range,
     ):
         """Makes the modules; weights are placeholders until `DecoderSpec.bind`.
 
@@ -137,24 +144,60 @@ class Decoder(nnx.Module):
             options: How it runs.
             slots: Shape of the slot tables of every adapted linear.
             adapted: Paths of the linears that get slots (`layers.0.self_attn.q_proj`).
+            layers: Numbers of the layers to make.
         """
-        self.config, self.options = config, options
-        dtype = options.dtype
-        self.embed_tokens = Embedding(
-            config.vocab_size, config.hidden_size, dtype=dtype
-        )
-        layers = []
-        for i in range(config.num_layers):
-            linear = functools.partial(_linear, i, options, slots, adapted)
-            layers.append(
-                DecoderLayer(
-                    config, i, linear, dtype=dtype, attention=options.attention
+        self.config, self.options, self.slots = config, options, slots
+        dtype, width = options.dtype, config.hidden_size
+        is_first, is_last = layers.start == 0, layers.stop == config.num_layers
+        is_tied = config.tie_embeddings
+        embedding = functools.partial(Embedding, config.vocab_size, width, dtype=dtype)
+        self.embed_tokens = embedding() if is_first or (is_last and is_tied) else None
+        self.layers = nnx.Dict(
+            {
+                str(i): DecoderLayer(
+                    config,
+                    i,
+                    functools.partial(_linear, i, options, slots, adapted),
+                    dtype=dtype,
+                    attention=options.attention,
                 )
-            )
-        self.layers = nnx.List(layers)
-        self.norm = RmsNorm(config.hidden_size, eps=config.rms_eps, dtype=dtype)
-        head = functools.partial(Head, config.hidden_size, config.vocab_size)
-        self.lm_head = None if config.tie_embeddings else head(dtype=dtype)
+                for i in layers
+            }
+        )
+        self._numbers = layers
+        norm = functools.partial(RmsNorm, width, eps=config.rms_eps, dtype=dtype)
+        self.norm = norm() if is_last else None
+        head = functools.partial(Head, width, config.vocab_size, dtype=dtype)
+        self.lm_head = head() if is_last and not is_tied else None
+
+    def embed(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+        """Hidden states before the first layer; only on the first stage."""
+        assert self.embed_tokens is not None
+        return self.embed_tokens.embedding[...][token_ids]
+
+    def run_layers(
+        self,
+        h: Float[Array, "T D"],
+        positions: Int[Array, " T"],
+        segment_ids: Int[Array, " T"],
+        routing: Routing,
+    ) -> Float[Array, "T D"]:
+        """Hidden states after the last layer of this stage.
+
+        Args:
+            h: Hidden states before the first layer of this stage.
+            positions: Each token's position in its own sample.
+            segment_ids: Which sample each row belongs to; negative: padding.
+            routing: Slot of each row, and the keys of dropout masks.
+        """
+        rope = rope_table(
+            positions, rope_frequencies(self.config.rope, self.config.head_dim)
+        )
+        rows = PackedRows(rope, segment_ids, self.options.lengths)
+        routing = with_shared_inputs(self._linears(), routing)
+        for i in self._numbers:
+            h = self._apply(self.layers[str(i)], h, rows, routing)
+        return h
 
     def __call__(
         self,
@@ -163,7 +206,7 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, " T"],
         routing: Routing,
     ) -> Float[Array, "T D"]:
-        """Hidden states after the last norm; `head_kernel` turns them into logits.
+        """Hidden states after the final norm; `head_kernel` turns them into logits.
 
         Args:
             token_ids: Packed tokens.
@@ -171,14 +214,12 @@ class Decoder(nnx.Module):
             segment_ids: Which sample each row belongs to; negative: padding.
             routing: Slot of each row, and the keys of dropout masks.
         """
-        h = self.embed_tokens.embedding[...][token_ids]
-        rope = rope_table(
-            positions, rope_frequencies(self.config.rope, self.config.head_dim)
-        )
-        rows = PackedRows(rope, segment_ids, self.options.lengths)
-        routing = with_shared_inputs(self._linears(), routing)
-        for layer in self.layers:
-            h = self._apply(layer, h, rows, routing)
+        h = self.run_layers(self.embed(token_ids), positions, segment_ids, routing)
+        return self.final_norm(h)
+
+    def final_norm(self, h: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Normalized hidden states, as the head takes them; only on the last stage."""
+        assert self.norm is not None
         return self.norm(h)
 
     def _linears(self) -> list[MultiLoraLinear]:
@@ -213,6 +254,7 @@ class Decoder(nnx.Module):
     def stored_head(self) -> tuple[Array, bool]:
         """The output projection in its stored layout, without a copy; whether V D."""
         if self.lm_head is None:
+            assert self.embed_tokens is not None
             return self.embed_tokens.embedding[...], True
         return self.lm_head.kernel[...], False
 
@@ -240,115 +282,3 @@ def _linear(layer, options, slots, adapted, linear: LayerLinear) -> MultiLoraLin
         implementation=options.implementation,
         rngs=nnx.Rngs(0),
     )
-
-
-@typing.no_type_check  # JAX rebuilds it around things that are no arrays
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotSettings:
-    """Settings of the slots in every adapted linear, in the order of `adapted`.
-
-    There is one array per setting, because hundreds of small arrays would cost host
-    time in each step.
-
-    Attributes:
-        scaling: `lora_alpha / rank`.
-        dropout: Dropout rate.
-        rank: Rank of the slot's adapter there; 0 where it does not adapt.
-    """
-
-    scaling: Float[Array | np.ndarray, "M G"]
-    dropout: Float[Array | np.ndarray, "M G"]
-    rank: Int[Array | np.ndarray, "M G"]
-
-
-class DecoderSpec:
-    """A decoder's structure without its arrays: binds arrays to modules.
-
-    Base weights and adapters are passed as flat dicts from dotted path to array, so a
-    step is a plain function of them. Specs of equal structure compare equal.
-
-    Attributes:
-        config: The model's mathematics.
-        options: How it runs.
-        slots: Shape of the slot tables; None: there are none.
-        adapted: Paths of the linears that have slots, in order.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        options: DecoderOptions,
-        slots: SlotShape | None = None,
-        adapted: frozenset[str] = frozenset(),
-    ):
-        self.config, self.options, self.slots = config, options, slots
-        self.adapted = tuple(sorted(adapted))
-        self._key = config, options, slots, self.adapted
-        make = functools.partial(Decoder, config, options, slots, adapted)
-        self._graph, self._state = nnx.split(nnx.eval_shape(make))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DecoderSpec) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def bind(
-        self, *arrays: Mapping[str, Array], settings: SlotSettings | None = None
-    ) -> Decoder:
-        """The decoder with these variables.
-
-        Args:
-            *arrays: Base weights and adapters; together they name each once.
-            settings: Settings of the slots, if there are any.
-
-        Raises:
-            ValueError: A variable has no array, or an array has no variable.
-        """
-        given: dict[str, Array] = {}
-        for group in (*arrays, self._by_path(settings)):
-            given |= group
-        variables = {
-            ".".join(str(part) for part in path): (path, variable)
-            for path, variable in nnx.to_flat_state(self._state)
-        }
-        if given.keys() != variables.keys():
-            raise ValueError(
-                "the arrays are not those of this decoder: missing "
-                f"{sorted(variables.keys() - given.keys())}, unknown "
-                f"{sorted(given.keys() - variables.keys())}."
-            )
-        flat = {
-            path: variable.replace(given[name])
-            for name, (path, variable) in variables.items()
-        }
-        return nnx.merge(self._graph, nnx.from_flat_state(flat))
-
-    def _by_path(self, settings: SlotSettings | None) -> dict[str, Array]:
-        """The variable of each setting of each adapted linear."""
-        if settings is None:
-            return {}
-        return {
-            f"{path}.{field.name}": getattr(settings, field.name)[i]
-            for i, path in enumerate(self.adapted)
-            for field in dataclasses.fields(settings)
-        }
-
-    def shapes(self, kind: type[nnx.Variable]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Path -> shape and dtype of every variable of one kind."""
-        return {
-            ".".join(str(part) for part in path): jax.ShapeDtypeStruct(
-                variable.shape, variable.dtype
-            )
-            for path, variable in nnx.to_flat_state(self._state)
-            if isinstance(variable, kind)
-        }
-
-    def base_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Path -> shape of the frozen weights."""
-        return self.shapes(BaseParam)
-
-    def adapter_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Name -> shape of the stacks of slot tables A and B."""
-        return stacked_shapes(self.shapes(nnx.LoRAParam))

@@ -1,72 +1,107 @@
-"""Tables of like linears of all layers, in one array each.
+"""Stacks: the adapter tables of like linears in all layers, in one array each.
 
-Each array that a program takes or returns costs the host time at every call, and an
-optimiser over hundreds of them is hundreds of kernels.
+Each array that a program takes or returns costs host time at every call, and an
+optimizer over hundreds of arrays launches hundreds of kernels. So the device holds
+stacks, `[G, L, P, Q]`.
+
+The canonical form is one table `[G, P, Q]` per dotted path, such as
+`layers.0.mlp.up_proj.lora_a`. It does not depend on pipeline stages or on how layers
+are stacked. Checkpoints and exports use it.
 """
 
-import re
-from collections import defaultdict
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-_LAYERS = re.compile(r"layers\.([\d,]+)\.(.+)")  # which, and of what
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Stack:
+    """Tables that share one array.
 
-def _paths(name: str) -> list[str]:
-    """Paths of a stack's tables, in their order."""
-    match = _LAYERS.fullmatch(name)
-    assert match is not None, name
-    return [f"layers.{layer}.{match[2]}" for layer in match[1].split(",")]
+    Attributes:
+        name: Key of the array (`mlp.up_proj.lora_a`).
+        paths: Dotted path of each table, in the order of the array's layers.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+
+    def __post_init__(self):
+        if not self.paths:
+            raise ValueError(f"stack {self.name!r} has no tables: leave it out.")
 
 
 def stacked_shapes(
-    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    stacks: Sequence[Stack], shapes: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of the stacks, by name: G P Q of each layer make G L P Q.
-
-    A stack's name says which layers it holds: `layers.0,1,3.mlp.up_proj.lora_a`.
+    """Shape of each stack's array: tables of G P Q make G L P Q.
 
     Args:
-        shapes: Of the tables, by path (`layers.0.mlp.up_proj.lora_a`).
+        stacks: Which tables share an array.
+        shapes: Shape of each table, by path.
     """
-    layers: dict[str, list[int]] = defaultdict(list)
-    for path in shapes:
-        _, layer, rest = path.split(".", 2)
-        layers[rest].append(int(layer))
-    stacks = {}
-    for rest, some in layers.items():
-        name = f"layers.{','.join(map(str, sorted(some)))}.{rest}"
-        table = shapes[_paths(name)[0]]
+    arrays = {}
+    for stack in stacks:
+        table = shapes[stack.paths[0]]
         g, *sizes = table.shape
-        stacks[name] = jax.ShapeDtypeStruct((g, len(some), *sizes), table.dtype)
-    return stacks
+        shape = (g, len(stack.paths), *sizes)
+        arrays[stack.name] = jax.ShapeDtypeStruct(shape, table.dtype)
+    return arrays
 
 
-def by_path(stacks: Mapping[str, Any], *, axis: int) -> dict[str, Any]:
-    """The tables in stacks, by path; of NumPy arrays, views.
+def to_paths(
+    stacks: Sequence[Stack], arrays: Mapping[str, Any], *, axis: int
+) -> dict[str, Any]:
+    """Splits stacks into their tables, by path; views if the arrays are NumPy's.
 
     Args:
-        stacks: By name.
-        axis: That of the layers: 1, or 0 in the rows of one slot.
+        stacks: Which tables share an array.
+        arrays: The array of each stack, by name.
+        axis: Axis of the layers: 1, or 0 in the rows of one slot.
     """
     before = (slice(None),) * axis
     return {
-        path: stack[*before, i]
-        for name, stack in stacks.items()
-        for i, path in enumerate(_paths(name))
+        path: arrays[stack.name][*before, i]
+        for stack in stacks
+        for i, path in enumerate(stack.paths)
+    }
+
+
+def from_paths(
+    stacks: Sequence[Stack], tables: Mapping[str, np.ndarray], *, axis: int
+) -> dict[str, np.ndarray]:
+    """Stacks tables on the host; the inverse of `to_paths`.
+
+    Args:
+        stacks: Which tables share an array.
+        tables: Tables by path; those of no stack are left out.
+        axis: Axis of the layers: 1, or 0 in the rows of one slot.
+    """
+    return {
+        stack.name: np.stack([tables[path] for path in stack.paths], axis=axis)
+        for stack in stacks
     }
 
 
 def added(
-    stacks: Mapping[str, jax.Array], tables: Mapping[str, jax.Array]
+    stacks: Sequence[Stack],
+    arrays: Mapping[str, jax.Array],
+    tables: Mapping[str, jax.Array],
 ) -> dict[str, jax.Array]:
-    """The stacks, with a table added to each of their layers."""
+    """Adds a table to each layer of the stacks.
+
+    Args:
+        stacks: Which tables share an array.
+        arrays: The array of each stack, by name.
+        tables: What to add, by path.
+    """
     sums = {}
-    for name, stack in stacks.items():
-        # In one sum: XLA copies all of the stack for a sum into one of its layers.
-        more = jnp.stack([tables[path] for path in _paths(name)], axis=1)
-        sums[name] = stack + more
+    for stack in stacks:
+        # One sum, because XLA copies the whole stack for a sum into one of its layers.
+        more = jnp.stack([tables[path] for path in stack.paths], axis=1)
+        sums[stack.name] = arrays[stack.name] + more
     return sums

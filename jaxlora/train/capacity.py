@@ -16,7 +16,8 @@ import jax
 from jaxlora.config import RunConfig
 from jaxlora.data.tokenize import TokenizedData
 from jaxlora.errors import CheckpointError, ConfigError
-from jaxlora.models.decoder import DecoderSpec, Remat
+from jaxlora.models.decoder import Remat
+from jaxlora.models.spec import DecoderSpec
 from jaxlora.train import memory
 from jaxlora.train.memory import DeviceMemory, Footprint, in_words
 from jaxlora.train.run_folder import read_run_record
@@ -308,9 +309,7 @@ class Capacity:
     def _with_remat(self, remat: Remat, factor: float) -> Footprint:
         """Estimates the footprint with another remat, corrected by a factor."""
         options = dataclasses.replace(self._spec.options, remat=remat)
-        slots, adapted = self._spec.slots, frozenset(self._spec.adapted)
-        spec = DecoderSpec(self._spec.config, options, slots, adapted)
-        found = self._estimate(spec)
+        found = self._estimate(dataclasses.replace(self._spec, options=options))
         return dataclasses.replace(
             found, per_token=factor * found.per_token, passing=factor * found.passing
         )

@@ -4,9 +4,10 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -20,6 +21,7 @@ import safetensors.numpy
 from jaxlora.adapters.optimizer import AdapterState
 from jaxlora.atomic import sync_files
 from jaxlora.errors import CheckpointError
+from jaxlora.models.stacks import Stack, from_paths, to_paths
 from jaxlora.train.read_checkpoint import (
     FORMAT,
     ITEM,
@@ -30,6 +32,7 @@ from jaxlora.train.read_checkpoint import (
     checksum,
     newest_checkpoint,
     read_newest,
+    split,
 )
 from jaxlora.train.saved_run import RunIdentity, SavedCheckpoint, SavedRun, sealed
 
@@ -64,17 +67,25 @@ class Checkpoints:
     complete, so a kill at any time leaves only complete checkpoints.
     """
 
-    def __init__(self, folder: pathlib.Path, *, keep: int | None = None):
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        stacks: Sequence[Stack],
+        *,
+        keep: int | None = None,
+    ):
         """Opens a folder for writing and removes incomplete checkpoints.
 
         Args:
             folder: Folder that holds only checkpoints; one process writes to it.
+            stacks: How the run's tables are stacked. Checkpoints hold them by path, so
+                they do not depend on it.
             keep: Number of checkpoints to keep; None: all.
 
         Raises:
             CheckpointError: The folder cannot be used.
         """
-        self._folder = folder.absolute()
+        self._folder, self._stacks = folder.absolute(), tuple(stacks)
         # Orbax also logs the errors that it raises, with the traces of its threads.
         logging.getLogger("absl").addFilter(_is_not_raised_as_well)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -111,10 +122,15 @@ class Checkpoints:
                 f"{number} cannot follow: it is of another run. Choose another "
                 "output_dir."
             )
-        arrays = jax.device_get(_flat(state))
+        layout = self._layout(state)
+        stacked, sizes = jax.device_get(_flat(state)), _stack_sizes(state)
+        arrays: dict[str, np.ndarray] = {
+            kind: _joined(self._to_paths(split(stacked[kind], sizes)), layout)
+            for kind in KINDS
+        }
         saved = SavedCheckpoint(
             run=run,
-            layout=_layout(state),
+            layout=layout,
             checksums={kind: checksum(arrays[kind]) for kind in KINDS},
         )
         meta = json.dumps(sealed({"format": FORMAT, **dataclasses.asdict(saved)}))
@@ -147,13 +163,13 @@ class Checkpoints:
         found = read_newest(self._folder, KINDS)
         path = self._folder / str(found.number)
         check_same_run(identity, found.run.identity, path, "the checkpoint")
-        self._check_slots(found, _layout(state))
+        self._check_slots(found, self._layout(state))
         # As in a new run, the tables are committed to their device. Otherwise JAX
         # would compile every function of the run again.
         tables = {
             kind: {
-                path: jax.device_put(table, state.params[path].sharding)
-                for path, table in tables.items()
+                name: jax.device_put(array, state.params[name].sharding)
+                for name, array in from_paths(self._stacks, tables, axis=1).items()
             }
             for kind, tables in found.tables.items()
         }
@@ -164,7 +180,7 @@ class Checkpoints:
         if found.layout == now:
             return
         tables = [
-            ", ".join(sorted(set(one) - set(other))) or "none"
+            _listed(sorted(set(one) - set(other)))
             for one, other in ((found.layout, now), (now, found.layout))
         ]
         raise CheckpointError(
@@ -172,6 +188,14 @@ class Checkpoints:
             f"Tables that only it has: {tables[0]}; that only this run has: "
             f"{tables[1]}. Give the slot_targets that the run began with."
         )
+
+    def _to_paths(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        return to_paths(self._stacks, arrays, axis=1)
+
+    def _layout(self, state: AdapterState) -> dict[str, list[int]]:
+        """Shape of each table, by path, in the order in which they are saved."""
+        shapes = jax.eval_shape(self._to_paths, state.params)
+        return {path: list(shapes[path].shape) for path in sorted(shapes)}
 
     def close(self) -> None:
         """Finishes writing and closes the folder.
@@ -203,6 +227,12 @@ class Checkpoints:
             ) from error
 
 
+def _listed(paths: list[str]) -> str:
+    shown, hidden = paths[:4], len(paths) - 4
+    more = [f"and {hidden} more"] if hidden > 0 else []
+    return ", ".join([*shown, *more]) or "none"
+
+
 def _is_not_raised_as_well(record: logging.LogRecord) -> bool:
     return not (record.exc_info and "orbax" in record.pathname)
 
@@ -232,18 +262,26 @@ def check_same_run(
 
 @jax.jit
 def _flat(state: AdapterState) -> dict[str, jax.Array]:
-    """Concatenates all tables of a kind in one new array, for few transfers.
+    """Concatenates all stacks of a kind in one new array, for few transfers.
 
     New buffers are needed because the step donates the tables while the background
     write still reads. Many small copies from a GPU would delay the next round.
     """
     kinds = {"params": state.params, "mu": state.mu, "nu": state.nu}
     return {
-        kind: jnp.concatenate([tables[path].ravel() for path in _layout(state)])
-        for kind, tables in kinds.items()
+        kind: jnp.concatenate([stacks[name].ravel() for name in _stack_sizes(state)])
+        for kind, stacks in kinds.items()
     }
 
 
-def _layout(state: AdapterState) -> dict[str, list[int]]:
-    """Shapes of the tables in `_flat`'s arrays, in their order."""
-    return {path: list(state.params[path].shape) for path in sorted(state.params)}
+def _stack_sizes(state: AdapterState) -> dict[str, list[int]]:
+    """Shapes of the stacks in `_flat`'s arrays, in their order."""
+    return {name: list(state.params[name].shape) for name in sorted(state.params)}
+
+
+def _joined(tables: dict[str, np.ndarray], layout: dict[str, list[int]]) -> np.ndarray:
+    """Copies tables into one new array, in the order of `layout`."""
+    joined = np.empty(sum(map(math.prod, layout.values())), np.float32)
+    for path, place in split(joined, layout).items():
+        place[...] = tables[path]
+    return joined

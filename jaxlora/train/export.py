@@ -28,7 +28,6 @@ from jaxlora.atomic import (
 )
 from jaxlora.errors import AdapterError, CheckpointError
 from jaxlora.hf.names import linear_path
-from jaxlora.models.stacks import by_path
 from jaxlora.train.job_run import JobProgress
 from jaxlora.train.read_checkpoint import (
     ReadCheckpoint,
@@ -165,7 +164,7 @@ def _nothing(progress: JobProgress, folder: pathlib.Path) -> str:
 def _from_tables(run: _Run, saved: SavedAdapter, progress: JobProgress) -> Adapter:
     assert run.checkpoint is not None
     tables = run.checkpoint.tables["params"]
-    rows = by_path({n: table[progress.slot] for n, table in tables.items()}, axis=0)
+    rows = {path: table[progress.slot] for path, table in tables.items()}
     return adapter_from_rows(rows, _like(saved, rows))
 
 

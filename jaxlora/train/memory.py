@@ -13,19 +13,14 @@ from jax.extend import core as jax_core
 
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.data.pack import PackedBatch
-from jaxlora.models.decoder import DecoderSpec, Remat, SlotSettings
-from jaxlora.models.stacks import by_path
+from jaxlora.models.decoder import Remat
+from jaxlora.models.forward import Base, SlotKeys, job_losses
+from jaxlora.models.spec import DecoderSpec, SlotSettings
+from jaxlora.models.stacks import to_paths
 from jaxlora.modules.attention import packed_attention
 from jaxlora.pallas_kernels import get_backend
 from jaxlora.scheduler import Limits
-from jaxlora.train.step import (
-    Base,
-    CompiledSteps,
-    SlotKeys,
-    compiled,
-    job_losses,
-    training_options,
-)
+from jaxlora.train.step import CompiledSteps, compiled, training_options
 
 logger = logging.getLogger(__name__)
 
@@ -195,9 +190,9 @@ def _first_layers(spec: DecoderSpec, num_layers: int, *, remat: Remat) -> Decode
         num_layers=num_layers,
         layer_windows=spec.config.layer_windows[:num_layers],
     )
-    adapted = {p for p in spec.adapted if int(p.split(".")[1]) < num_layers}
     options = dataclasses.replace(spec.options, remat=remat)
-    return DecoderSpec(config, options, spec.slots, frozenset(adapted))
+    adapted = spec.stage(0, num_layers).adapted
+    return dataclasses.replace(spec, config=config, options=options, adapted=adapted)
 
 
 def _kept_bytes(
@@ -208,7 +203,7 @@ def _kept_bytes(
 
     def backward(base, params, settings, batch, keys):
         def total(params):
-            tables = by_path(params, axis=1)
+            tables = to_paths(spec.stacks, params, axis=1)
             return job_losses(spec, base, tables, settings, batch, keys).loss.sum()
 
         return jax.vjp(total, params)[1]

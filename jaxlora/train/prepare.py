@@ -19,7 +19,8 @@ from jaxlora.errors import ConfigError
 from jaxlora.hf.load import BaseModel
 from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.models.config import ModelConfig
-from jaxlora.models.decoder import DecoderOptions, DecoderSpec
+from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.attention import AttentionImplementation
 from jaxlora.modules.cudnn_attention import cudnn_unsupported
 from jaxlora.modules.multi_lora_linear import SlotShape
@@ -189,10 +190,12 @@ def spec_of(
         num_slots=config.max_concurrent_jobs or len(ranks),
         rank=config.slot_rank or max(max(modules.values()) for modules in ranks),
     )
-    spec = DecoderSpec(model, options, shape, frozenset(adapted))
+    spec = DecoderSpec(
+        config=model, options=options, slots=shape, adapted=tuple(sorted(adapted))
+    )
     chosen = _implementation(config, spec)
     options = dataclasses.replace(options, implementation=chosen)
-    return DecoderSpec(model, options, shape, frozenset(adapted))
+    return dataclasses.replace(spec, options=options)
 
 
 def _mean_tokens(data: TokenizedData) -> int:
@@ -255,7 +258,7 @@ def kernels_unsupported(
     """Returns why a back end cannot run some adapted linear, or None if it can."""
     assert spec.slots is not None
     shapes = spec.base_shapes()
-    for path in sorted(spec.adapted):
+    for path in spec.adapted:
         in_features, out_features = shapes[f"{path}.kernel"].shape
         shape = LinearShape(
             dtype=spec.options.dtype,

@@ -14,7 +14,7 @@ import xxhash
 from jaxlora.errors import CheckpointError
 from jaxlora.train.saved_run import SavedCheckpoint, SavedRun, read_sealed
 
-FORMAT = 4
+FORMAT = 5
 # A checkpoint is the folder checkpoints/<rounds>/run/ with these files.
 ITEM, META_FILE, TABLES_FILE = "run", "meta.json", "tables.safetensors"
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,15}")

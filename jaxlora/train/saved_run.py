@@ -23,7 +23,7 @@ from jaxlora.strict import format_errors
 from jaxlora.train.job_run import JobProgress
 
 _LINEAR = re.compile(r"model\.layers\.\d{1,6}(\.[A-Za-z0-9_]{1,100}){1,6}")
-_STACK = re.compile(r"layers\.(\d{1,6}(?:,\d{1,6})*)\.([A-Za-z0-9_.]+)\.([a-z_]+)")
+_TABLE = re.compile(r"(layers\.\d{1,6}\.[A-Za-z0-9_.]+)\.[a-z_]+")
 _STRICT = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -171,7 +171,7 @@ class SavedCheckpoint:
     __pydantic_config__ = _STRICT
 
     run: SavedRun
-    layout: dict[str, Annotated[list[Size], Field(min_length=3, max_length=4)]]
+    layout: dict[str, Annotated[list[Size], Field(min_length=2, max_length=3)]]
     checksums: dict[Literal["params", "mu", "nu"], str]
 
     def __post_init__(self):
@@ -210,21 +210,17 @@ class SavedCheckpoint:
     def _ranks(self) -> dict[str, int]:
         """Returns the rank of each linear's tables; checks that its tables match."""
         ranks = {}
-        for path, (_, num_layers, *sizes) in self.layout.items():
-            match = _STACK.fullmatch(path)
+        for path, (_, *sizes) in self.layout.items():
+            match = _TABLE.fullmatch(path)
             if match is None:
                 raise ValueError(f"{path!r} is no name of a table.")
-            layers, module, _ = match.groups()
-            if len(set(layers.split(","))) != num_layers:
-                raise ValueError(f"{path!r} has {num_layers} layers.")
+            linear = f"model.{match[1]}"
             dimensions = tensor_of(path).dimensions
             if len(dimensions) != len(sizes):
-                raise ValueError(f"{path!r} has {len(sizes)} dimensions a layer.")
+                raise ValueError(f"{path!r} has {len(sizes)} dimensions a slot.")
             for letter, size in zip(dimensions, sizes, strict=True):
-                for layer in layers.split(","):
-                    linear = f"model.layers.{layer}.{module}"
-                    if letter == "R" and ranks.setdefault(linear, size) != size:
-                        raise ValueError(f"the tables of {linear} differ in rank.")
+                if letter == "R" and ranks.setdefault(linear, size) != size:
+                    raise ValueError(f"the tables of {linear} differ in rank.")
         return ranks
 
 

@@ -19,13 +19,14 @@ from jaxlora.data.pack import (
     pack_microbatch,
     split_by_segment_limit,
 )
-from jaxlora.models.decoder import DecoderSpec
+from jaxlora.models.forward import Base, JobLosses, SlotKeys
+from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.cudnn_attention import crowd
 from jaxlora.scheduler import Limits, Microbatch, greedy
 from jaxlora.train.executor import Outcomes, StepOutcome, Window
 from jaxlora.train.feed import Feed
 from jaxlora.train.job_run import JobRun
-from jaxlora.train.step import Base, CompiledSteps, JobLosses, SlotKeys, compiled
+from jaxlora.train.step import CompiledSteps, compiled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

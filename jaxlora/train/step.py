@@ -1,94 +1,25 @@
 """The compiled functions of training: pure, of fixed shapes, for all slots at once."""
 
 import contextlib
-import dataclasses
 import functools
 import gc
 import logging
 import time
-import typing
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array
 
 from jaxlora.adapters.optimizer import AdapterState, Pending, Tables, optimizer_step
-from jaxlora.data.pack import PackedBatch
-from jaxlora.models.decoder import DecoderSpec, SlotSettings
-from jaxlora.models.stacks import added, by_path
+from jaxlora.models.forward import job_losses
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.stacks import added, to_paths
 from jaxlora.modules.attention import AttentionImplementation, compiler_options
-from jaxlora.modules.loss import target_nll
-from jaxlora.modules.multi_lora_linear import Routing
 from jaxlora.pallas_kernels import compile_program
 
 logger = logging.getLogger(__name__)
-
-Base = dict[str, Array]
-
-
-@typing.no_type_check  # JAX rebuilds it around things that are no arrays
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotKeys:
-    """Keys of the slots' dropout masks.
-
-    Attributes:
-        seed: Each slot's job seed.
-        step: Each slot's optimiser step.
-    """
-
-    seed: Int[Array, " G"]
-    step: Int[Array, " G"]
-
-
-@typing.no_type_check  # JAX rebuilds it around things that are no arrays
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class JobLosses:
-    """Losses of a microbatch, by slot.
-
-    Attributes:
-        loss: Sum of weight * nll over the slot's target tokens.
-        is_finite: Whether all of the slot's hidden states are finite.
-    """
-
-    loss: Float[Array, " G"]
-    is_finite: Bool[Array, " G"]
-
-
-def job_losses(
-    spec: DecoderSpec,
-    base: Base,
-    adapters: dict[str, Array],
-    settings: SlotSettings,
-    batch: PackedBatch,
-    keys: SlotKeys | None,
-) -> JobLosses:
-    """Runs a microbatch forward; dropout only where `keys` are given."""
-    decoder = spec.bind(base, adapters, settings=settings)
-    routing = Routing(
-        block_adapter=batch.block_adapter,
-        token_index=None if keys is None else batch.token_index,
-        seed=None if keys is None else keys.seed,
-        step=None if keys is None else keys.step,
-    )
-    hidden = decoder(batch.token_ids, batch.positions, batch.segment_ids, routing)
-    is_target = batch.loss_weight > 0
-    head, transposed = decoder.stored_head()
-    nll = target_nll(hidden, head, batch.labels, is_target, head_transposed=transposed)
-    loss_T = jnp.where(is_target, nll * batch.loss_weight, 0.0)
-    num_blocks = batch.block_adapter.shape[0]
-    finite_T = jnp.isfinite(hidden).all(axis=-1) | (batch.segment_ids < 0)
-    assert spec.slots is not None
-    mine = batch.block_adapter == jnp.arange(spec.slots.num_slots)[:, None]
-    loss_B = loss_T.reshape(num_blocks, -1).sum(axis=1)
-    finite_B = finite_T.reshape(num_blocks, -1).all(axis=1)
-    return JobLosses(
-        loss=jnp.where(mine, loss_B, 0.0).sum(axis=1),
-        is_finite=(finite_B | ~mine).all(axis=1),
-    )
 
 
 def compiled(jitted: Any, what: str, *args: Any) -> jax.stages.Compiled:
@@ -152,6 +83,7 @@ class CompiledSteps:
 
     def __init__(self, spec: DecoderSpec):
         losses = functools.partial(job_losses, spec)
+        by_path = functools.partial(to_paths, spec.stacks, axis=1)
 
         def accumulate(base, params, pending: Pending, settings, batch, keys):
             def total(tables):
@@ -159,17 +91,16 @@ class CompiledSteps:
                 # Slots share no parameters, so this gives each slot its own gradient.
                 return out.loss.sum(), out
 
-            gradients, out = jax.grad(total, has_aux=True)(by_path(params, axis=1))
+            gradients, out = jax.grad(total, has_aux=True)(by_path(params))
             is_finite = out.is_finite & jnp.isfinite(out.loss)
             pending = Pending(
-                gradients=added(pending.gradients, gradients),
+                gradients=added(spec.stacks, pending.gradients, gradients),
                 is_finite=pending.is_finite & is_finite,
             )
             return pending, out
 
         def evaluate(base, params, settings, batch):
-            tables = by_path(params, axis=1)
-            return losses(base, tables, settings, batch, None)
+            return losses(base, by_path(params), settings, batch, None)
 
         def write_slot(state: AdapterState, slot, rows: dict[str, Array]):
             def emptied(tables: Tables) -> Tables:

@@ -310,7 +310,8 @@ class Trainer:
             path = self.output_dir / RUN_FILE
             check_same_run(self._identity(), record.identity, path, RUN_FILE)
             logger.warning("there is no complete checkpoint: training from the start")
-        checkpoints = Checkpoints(folder, keep=self.config.keep_checkpoints)
+        keep = self.config.keep_checkpoints
+        checkpoints = Checkpoints(folder, self._spec.stacks, keep=keep)
         opened.callback(checkpoints.close)
         if not is_anew:
             self._restore(checkpoints)

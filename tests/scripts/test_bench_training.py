@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from jaxlora.hf.config import model_config
-from jaxlora.models.decoder import DecoderOptions, DecoderSpec
+from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import Limits
 from scripts import bench_joint, bench_models, bench_step, bench_step_rows
 from scripts.bench_models import SCORES, config_json, random_base
@@ -108,7 +109,7 @@ def test_the_base_alone_has_gradients_from_every_job():
 def test_scores_of_attention_have_the_deviation_that_is_asked_for():
     model = model_config(config_json("tiny"))
     options = DecoderOptions(dtype=jnp.dtype("float32"), max_segment_tokens=8)
-    base = random_base(DecoderSpec(model, options).base_shapes())
+    base = random_base(DecoderSpec(config=model, options=options).base_shapes())
     x = jax.random.normal(jax.random.key(0), (256, model.hidden_size))  # as of a norm
     e = model.head_dim
     q, k = (x @ base[f"layers.0.self_attn.{name}_proj.kernel"][:, :e] for name in "qk")

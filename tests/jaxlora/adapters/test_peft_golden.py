@@ -20,7 +20,7 @@ from jaxlora import (
 )
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.hf.names import linear_path
-from jaxlora.models.stacks import by_path
+from jaxlora.models.stacks import to_paths
 from jaxlora.train.prepare import linear_shapes
 from jaxlora.train.step import CompiledSteps
 from tests.oracle import relative_error
@@ -38,10 +38,10 @@ def model():
 def logits(model, adapter, tokens, *, slot: int) -> np.ndarray:
     """Logits of base and adapter, from one of three slots of a larger rank."""
     spec = DecoderSpec(
-        model.config,
-        DecoderOptions(dtype=model.dtype, max_segment_tokens=len(tokens)),
-        SlotShape(num_slots=3, rank=11),
-        frozenset(linear_path(name) for name in adapter.modules),
+        config=model.config,
+        options=DecoderOptions(dtype=model.dtype, max_segment_tokens=len(tokens)),
+        slots=SlotShape(num_slots=3, rank=11),
+        adapted=tuple(sorted(map(linear_path, adapter.modules))),
     )
     table = SlotTable(spec, CompiledSteps(spec).write_slot)
     table.load(slot, adapter)
@@ -50,7 +50,8 @@ def logits(model, adapter, tokens, *, slot: int) -> np.ndarray:
 
     @jax.jit
     def run(base, params, settings):
-        decoder = spec.bind(base, by_path(params, axis=1), settings=settings)
+        tables = to_paths(spec.stacks, params, axis=1)
+        decoder = spec.bind(base, tables, settings=settings)
         routing = Routing(block_adapter=jnp.array([slot]))
         hidden = decoder(jnp.array(tokens), rows, jnp.zeros_like(rows), routing)
         return hidden @ decoder.head_kernel()

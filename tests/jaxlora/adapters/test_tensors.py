@@ -17,7 +17,8 @@ from jaxlora.adapters.slots import SlotTable, fresh_adapter
 from jaxlora.adapters.tensors import TrainedTensor
 from jaxlora.errors import AdapterError
 from jaxlora.hf.config import model_config
-from jaxlora.models.decoder import DecoderOptions, DecoderSpec
+from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.targets import resolve_targets
 from jaxlora.train.step import CompiledSteps
@@ -48,10 +49,10 @@ def spec(monkeypatch):
     """A decoder made while the table has a third entry."""
     monkeypatch.setattr(tensors, "TENSORS", (*tensors.TENSORS, MAGNITUDE))
     return DecoderSpec(
-        model_config(tiny.CONFIG),
-        DecoderOptions(dtype=jnp.dtype(jnp.float32), max_segment_tokens=16),
-        SlotShape(num_slots=2, rank=3),
-        frozenset(f"layers.{i}.self_attn.q_proj" for i in range(2)),
+        config=model_config(tiny.CONFIG),
+        options=DecoderOptions(dtype=jnp.dtype(jnp.float32), max_segment_tokens=16),
+        slots=SlotShape(num_slots=2, rank=3),
+        adapted=tuple(f"layers.{i}.self_attn.q_proj" for i in range(2)),
     )
 
 

@@ -17,7 +17,8 @@ FAMILIES = sorted(path.name for path in MODELS.iterdir())
 def packed_logits(model, samples, *, total):
     """Logits of samples packed in one row of `total` tokens."""
     spec = DecoderSpec(
-        model.config, DecoderOptions(dtype=model.dtype, max_segment_tokens=128)
+        config=model.config,
+        options=DecoderOptions(dtype=model.dtype, max_segment_tokens=128),
     )
     token_ids = np.zeros(total, np.int32)
     positions = np.zeros(total, np.int32)

@@ -3,14 +3,17 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from jaxlora.models.stacks import added, by_path, stacked_shapes
+from jaxlora.models.stacks import Stack, added, from_paths, stacked_shapes, to_paths
 
-SHAPES = {
-    "layers.0.mlp.up_proj.lora_a": (3, 8, 2),
-    "layers.10.mlp.up_proj.lora_a": (3, 8, 2),
-    "layers.2.mlp.up_proj.lora_a": (3, 8, 2),
-    "layers.2.self_attn.q_proj.lora_a": (3, 4, 2),
+UP = "layers.{}.mlp.up_proj.lora_a"
+STACKS = (
+    Stack(name="mlp.up_proj.lora_a", paths=(UP.format(0), UP.format(2), UP.format(10))),
+    Stack(name="self_attn.q_proj.lora_a", paths=("layers.2.self_attn.q_proj.lora_a",)),
+)
+SHAPES = {path: (3, 8, 2) for path in STACKS[0].paths} | {
+    path: (3, 4, 2) for path in STACKS[1].paths
 }
 
 
@@ -18,25 +21,40 @@ def random(rng, shapes):
     return {name: rng.normal(size=shape) for name, shape in shapes.items()}
 
 
-def test_layers_lie_in_their_order_and_are_found_again():
+def test_tables_are_found_by_path():
     structs = {p: jax.ShapeDtypeStruct(s, np.float32) for p, s in SHAPES.items()}
-    shapes = {name: s.shape for name, s in stacked_shapes(structs).items()}
+    shapes = {name: s.shape for name, s in stacked_shapes(STACKS, structs).items()}
     assert shapes == {
-        "layers.0,2,10.mlp.up_proj.lora_a": (3, 3, 8, 2),
-        "layers.2.self_attn.q_proj.lora_a": (3, 1, 4, 2),
+        "mlp.up_proj.lora_a": (3, 3, 8, 2),
+        "self_attn.q_proj.lora_a": (3, 1, 4, 2),
     }
     rng = np.random.default_rng(0)
-    stacks, tables = random(rng, shapes), random(rng, SHAPES)
-    before = by_path(stacks, axis=1)
+    arrays, tables = random(rng, shapes), random(rng, SHAPES)
+    before = to_paths(STACKS, arrays, axis=1)
     assert {path: table.shape for path, table in before.items()} == SHAPES
-    up = stacks["layers.0,2,10.mlp.up_proj.lora_a"]
-    np.testing.assert_array_equal(before["layers.10.mlp.up_proj.lora_a"], up[:, 2])
-    after = by_path(added(*jax.tree.map(jnp.asarray, (stacks, tables))), axis=1)
-    for path, table in after.items():
+    up = arrays["mlp.up_proj.lora_a"]
+    np.testing.assert_array_equal(before[UP.format(10)], up[:, 2])
+    sums = added(STACKS, *jax.tree.map(jnp.asarray, (arrays, tables)))
+    for path, table in to_paths(STACKS, sums, axis=1).items():
         np.testing.assert_allclose(table, before[path] + tables[path], rtol=1e-5)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_stacking_by_path_gives_the_arrays_back(axis):
+    rng = np.random.default_rng(0)
+    names = {stack.name: (3, 3, 8, 2)[1 - axis :] for stack in STACKS[:1]}
+    arrays = random(rng, names)
+    tables = to_paths(STACKS[:1], arrays, axis=axis)
+    again = from_paths(STACKS[:1], tables | {"other": np.zeros(1)}, axis=axis)
+    jax.tree.map(np.testing.assert_array_equal, again, arrays)
+
+
 def test_tables_of_a_slots_rows_are_views():
-    rows = {"layers.1,3.mlp.up_proj.lora_b": np.zeros((2, 4, 5))}
-    by_path(rows, axis=0)["layers.3.mlp.up_proj.lora_b"][:2] = 1
-    assert rows["layers.1,3.mlp.up_proj.lora_b"].sum() == 2 * 5
+    rows = {"mlp.up_proj.lora_a": np.zeros((3, 8, 2))}
+    to_paths(STACKS[:1], rows, axis=0)[UP.format(2)][:, :1] = 1
+    assert rows["mlp.up_proj.lora_a"].sum() == 8
+
+
+def test_an_empty_stack_is_refused():
+    with pytest.raises(ValueError, match="stack 'x' has no tables"):
+        Stack(name="x", paths=())

@@ -11,7 +11,7 @@ from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.export_record import ExportRecord
 from jaxlora.adapters.optimizer import AdapterState, zero_state
 from jaxlora.adapters.peft_export import export_peft
-from jaxlora.models.stacks import by_path
+from jaxlora.models.stacks import Stack, to_paths
 from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.job_run import JobProgress
 from jaxlora.train.run_folder import write_run_record
@@ -19,7 +19,14 @@ from jaxlora.train.saved_run import RunIdentity, RunRecord, SavedAdapter, SavedR
 
 K, N, SLOTS, RANK = 6, 5, 4, 3
 LINEARS = [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
-STACK = "layers.0,1.self_attn.q_proj"
+LINEAR = "self_attn.q_proj"
+STACKS = [
+    Stack(
+        name=f"{LINEAR}.{part}",
+        paths=tuple(f"layers.{i}.{LINEAR}.{part}" for i in range(2)),
+    )
+    for part in ("lora_a", "lora_b")
+]
 JOBS = {
     "done": JobProgress(status="finished", reason="all steps are done", step=9),
     "now": JobProgress(status="running", slot=1, step=4),
@@ -59,8 +66,8 @@ def saved_run(jobs=JOBS) -> SavedRun:
 
 def state(seed: int = 0) -> AdapterState:
     shapes = {
-        f"{STACK}.lora_a": jax.ShapeDtypeStruct((SLOTS, 2, K, RANK), jnp.float32),
-        f"{STACK}.lora_b": jax.ShapeDtypeStruct((SLOTS, 2, RANK, N), jnp.float32),
+        f"{LINEAR}.lora_a": jax.ShapeDtypeStruct((SLOTS, 2, K, RANK), jnp.float32),
+        f"{LINEAR}.lora_b": jax.ShapeDtypeStruct((SLOTS, 2, RANK, N), jnp.float32),
     }
     rng = np.random.default_rng(seed)
 
@@ -78,7 +85,8 @@ def state(seed: int = 0) -> AdapterState:
 
 def slot_weights(state: AdapterState, slot: int) -> dict[str, np.ndarray]:
     """A and B of a slot at rank 2, as PEFT names and turns them."""
-    rows = by_path({n: np.asarray(t[slot]) for n, t in state.params.items()}, axis=0)
+    arrays = {n: np.asarray(t[slot]) for n, t in state.params.items()}
+    rows = to_paths(STACKS, arrays, axis=0)
     out = {}
     for name in LINEARS:
         path, peft = name.removeprefix("model."), f"base_model.model.{name}"
@@ -112,7 +120,7 @@ def write_export(folder: pathlib.Path, job: str, step: int) -> pathlib.Path:
 
 def write_checkpoints(folder: pathlib.Path, numbers=(4,), jobs=JOBS) -> None:
     """Checkpoints of seeds that are their numbers."""
-    with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
+    with contextlib.closing(Checkpoints(folder / "checkpoints", STACKS)) as checkpoints:
         for number in numbers:
             checkpoints.save(number, state(number), saved_run(jobs))
 

@@ -12,7 +12,8 @@ import pytest
 
 from jaxlora import RunConfig, Trainer
 from jaxlora.errors import CheckpointError, ConfigError
-from jaxlora.models.decoder import DecoderOptions, DecoderSpec
+from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.plan import plan_run
 from jaxlora.train import memory
@@ -56,9 +57,13 @@ def config(model, jobs, tmp_path):
 
 @pytest.fixture(scope="module")
 def spec(model) -> DecoderSpec:
-    adapted = frozenset({"layers.0.mlp.up_proj"})
     options = DecoderOptions(dtype=jnp.dtype("float32"), max_segment_tokens=64)
-    return DecoderSpec(model.config, options, SlotShape(num_slots=2, rank=4), adapted)
+    return DecoderSpec(
+        config=model.config,
+        options=options,
+        slots=SlotShape(num_slots=2, rank=4),
+        adapted=("layers.0.mlp.up_proj",),
+    )
 
 
 def needed(trainer: Trainer) -> int:
@@ -206,7 +211,7 @@ def test_what_is_measured_is_not_compiled_again(config, model, caplog):
 def test_remat_needs_less(spec):
     def needed(remat):
         options = dataclasses.replace(spec.options, remat=remat)
-        again = DecoderSpec(spec.config, options, spec.slots, frozenset(spec.adapted))
+        again = dataclasses.replace(spec, options=options)
         return memory.estimated(again, 16, use_dropout=False).per_token
 
     assert needed("layer") < needed("mlp") < needed("none")

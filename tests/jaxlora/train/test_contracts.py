@@ -13,10 +13,11 @@ from jaxlora.adapters.slots import SlotTable
 from jaxlora.adapters.tensors import rate_ratios
 from jaxlora.data.pack import pack_microbatch, split_by_segment_limit
 from jaxlora.data.tokenizer import load_tokenizer
+from jaxlora.models.forward import SlotKeys
 from jaxlora.scheduler import Limits, greedy
 from jaxlora.train import prepare
 from jaxlora.train.single_device import SingleDeviceExecutor
-from jaxlora.train.step import CompiledSteps, SlotKeys
+from jaxlora.train.step import CompiledSteps
 from tests.jaxlora.train import fused
 from tests.oracle import relative_error
 

@@ -22,7 +22,7 @@ from jaxlora.train.checkpoint import Checkpoints
 from tests.jaxlora.train import made_run
 folder = pathlib.Path(sys.argv[1])
 made_run.write_checkpoints(folder, (1,))
-checkpoints = Checkpoints(folder / "checkpoints")
+checkpoints = Checkpoints(folder / "checkpoints", made_run.STACKS)
 limit = int(sys.argv[2]), resource.RLIM_INFINITY
 resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 checkpoints.save(2, made_run.state(2), made_run.saved_run())
@@ -42,7 +42,7 @@ def test_a_checkpoint(tmp_path, num_bytes):
     assert "File too large" in ended.stdout and "mend the cause" in ended.stdout
     assert ended.stderr == ""
     folder = tmp_path / "checkpoints"
-    checkpoints = Checkpoints(folder)  # starts again, with room
+    checkpoints = Checkpoints(folder, made_run.STACKS)  # starts again, with room
     number, *_ = checkpoints.restore(made_run.state(), made_run.identity())
     checkpoints.save(2, made_run.state(2), made_run.saved_run())
     checkpoints.close()

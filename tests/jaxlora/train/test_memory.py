@@ -10,7 +10,8 @@ import pytest
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.hf.config import model_config
 from jaxlora.hf.names import linear_names, linear_path
-from jaxlora.models.decoder import DecoderOptions, DecoderSpec, Remat
+from jaxlora.models.decoder import DecoderOptions, Remat
+from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.scheduler import Limits
 from jaxlora.train import memory
@@ -25,9 +26,12 @@ FOOTPRINT = Footprint(base=1000, slots=400, fixed=600, per_token=10.0, passing=2
 def decoder(config_json: dict, **options: Any) -> DecoderSpec:
     """All linears adapted, two slots."""
     config = model_config(config_json)
-    adapted = frozenset(linear_path(name) for name in linear_names(config))
-    slots = SlotShape(num_slots=2, rank=8)
-    return DecoderSpec(config, DecoderOptions(**options), slots, adapted)
+    return DecoderSpec(
+        config=config,
+        options=DecoderOptions(**options),
+        slots=SlotShape(num_slots=2, rank=8),
+        adapted=tuple(sorted(map(linear_path, linear_names(config)))),
+    )
 
 
 def thought_and_needed(spec: DecoderSpec, num_tokens: int) -> tuple[float, float]:

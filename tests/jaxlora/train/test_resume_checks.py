@@ -57,9 +57,7 @@ def test_slots_of_other_linears_are_refused(config, model):
     config = changed(config, jobs=(job,), slot_targets=["q_proj"])
     Trainer(config, model).train(on_window=interrupt_at(1))
     other = changed(config, slot_targets=["o_proj"])
-    with pytest.raises(
-        CheckpointError, match=r"only it has: layers\.0,1\.self_attn\.q"
-    ):
+    with pytest.raises(CheckpointError, match=r"only it has: layers\.0\.self_attn\.q"):
         Trainer(other, model).train(resume=True)
     assert not Trainer(config, model).train(resume=True).interrupted
 
@@ -81,7 +79,7 @@ def test_an_older_checkpoint_cannot_follow(config, model):
     trainer.train(on_window=interrupt_at(2))
     folder = trainer.output_dir / "checkpoints"
     found = read_newest(folder)
-    with contextlib.closing(Checkpoints(folder)) as saved:
+    with contextlib.closing(Checkpoints(folder, trainer._spec.stacks)) as saved:
         with pytest.raises(CheckpointError, match="checkpoint 2, so that checkpoint 1"):
             saved.save(1, trainer._table.state, found.run)
         assert saved.latest() == found.number == 2

@@ -31,7 +31,7 @@ def run(original, tmp_path):
 
 def is_refused(run: pathlib.Path, message: str) -> None:
     """By a resume and by an export, without a word from a thread."""
-    checkpoints = Checkpoints(run / "checkpoints")
+    checkpoints = Checkpoints(run / "checkpoints", made_run.STACKS)
     try:
         with pytest.raises(CheckpointError, match=message):
             checkpoints.restore(made_run.state(), made_run.identity())
@@ -43,7 +43,7 @@ def is_refused(run: pathlib.Path, message: str) -> None:
 
 
 def test_a_checkpoint_comes_back_to_the_bit(run):
-    checkpoints = Checkpoints(run / "checkpoints")
+    checkpoints = Checkpoints(run / "checkpoints", made_run.STACKS)
     number, saved, state = checkpoints.restore(made_run.state(), made_run.identity())
     checkpoints.close()
     wanted = made_run.state(6)
@@ -117,10 +117,10 @@ def test_the_only_checkpoint_is_damaged(run):
         (b'{"a": "\xff"}', "is damaged: 'utf-8' codec"),
         (b"[" * 100_000, "is damaged: maximum recursion"),
         (b'{"format": ' + b"9" * 5000 + b"}", "is damaged: Exceeds the limit"),
-        (b'{"format": 3, "layout": {}}', "has format 3, and this version .* format 4"),
+        (b'{"format": 4, "layout": {}}', "has format 4, and this version .* format 5"),
         (b"{}", "has format None"),
-        (b'{"format": 4}', "its checksum does not match its contents"),
-        (b'{"format": 4, "a": NaN, "checksum": ""}', "Out of range float values"),
+        (b'{"format": 5}', "its checksum does not match its contents"),
+        (b'{"format": 5, "a": NaN, "checksum": ""}', "Out of range float values"),
     ],
 )
 def test_metadata_that_is_none(run, text, message):
@@ -149,7 +149,7 @@ def set_in(*path_and_value):
     return change
 
 
-STACK_A = f"{made_run.STACK}.lora_a"
+TABLE_A = f"layers.0.{made_run.LINEAR}.lora_a"
 PROGRESS = ("run", "progress", "now")
 ADAPTER = ("run", "adapters", "now")
 LINEAR = made_run.LINEARS[0]
@@ -183,13 +183,12 @@ LINEAR = made_run.LINEARS[0]
         (set_in(*PROGRESS, "status", "paused"), "status: Input should be"),
         (set_in(*PROGRESS, "unknown", 1), "unknown: Unexpected"),
         (set_in("layout", {}), "layout has no tables"),
-        (set_in("layout", STACK_A, [4, 2, 6]), "has 1 dimensions"),
-        (set_in("layout", STACK_A, [4, 2, 6, -3]), "greater than 0"),
-        (set_in("layout", STACK_A, [5, 2, 6, 3]), "different numbers of slots"),
-        (set_in("layout", STACK_A, [4, 3, 6, 3]), "has 3 layers"),
-        (set_in("layout", STACK_A, [4, 2, 6, 2]), "differ in rank"),
-        (set_in("layout", STACK_A, [4, 2, 7, 3]), "checksum of params does not match"),
-        (lambda m: rename(m["layout"], STACK_A, "a/../b"), "is no name of a table"),
+        (set_in("layout", TABLE_A, [4, 6]), "has 1 dimensions"),
+        (set_in("layout", TABLE_A, [4, 6, -3]), "greater than 0"),
+        (set_in("layout", TABLE_A, [5, 6, 3]), "different numbers of slots"),
+        (set_in("layout", TABLE_A, [4, 6, 2]), "differ in rank"),
+        (set_in("layout", TABLE_A, [4, 7, 3]), "checksum of params does not match"),
+        (lambda m: rename(m["layout"], TABLE_A, "a/../b"), "is no name of a table"),
         (set_in("checksums", {}), "checksum of params does not match"),
         (set_in("run", {}), "run.identity: Field required"),
         (lambda m: m.pop("layout"), "layout: Field required"),
@@ -226,7 +225,7 @@ def test_metadata_of_orbax_is_not_needed(run, text):
     path.unlink()
     if text is not None:
         path.write_text(text)
-    checkpoints = Checkpoints(run / "checkpoints", keep=1)
+    checkpoints = Checkpoints(run / "checkpoints", made_run.STACKS, keep=1)
     number, *_ = checkpoints.restore(made_run.state(), made_run.identity())
     checkpoints.save(8, made_run.state(8), made_run.saved_run())
     checkpoints.close()

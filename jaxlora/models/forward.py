@@ -1,0 +1,140 @@
+"""The forward pass over a microbatch, in the parts that pipeline stages run.
+
+The whole decoder and a stage of it run the same functions: `embed` on the first stage,
+`run_layers` on all, `losses` on the last. Between stages only hidden states are passed.
+"""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxlora.data.pack import PackedBatch
+from jaxlora.models.decoder import Decoder
+from jaxlora.models.spec import DecoderSpec, SlotSettings
+from jaxlora.modules.loss import target_nll
+from jaxlora.modules.multi_lora_linear import Routing
+
+Base = dict[str, Array]
+
+
+@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotKeys:
+    """Keys of the slots' dropout masks.
+
+    Attributes:
+        seed: Each slot's job seed.
+        step: Each slot's optimiser step.
+    """
+
+    seed: Int[Array, " G"]
+    step: Int[Array, " G"]
+
+
+@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobLosses:
+    """Losses of a microbatch, by slot.
+
+    Attributes:
+        loss: Sum of weight * nll over the slot's target tokens.
+        is_finite: Whether all of the slot's hidden states are finite.
+    """
+
+    loss: Float[Array, " G"]
+    is_finite: Bool[Array, " G"]
+
+
+def embed(decoder: Decoder, batch: PackedBatch) -> Float[Array, "T D"]:
+    """Hidden states of a microbatch before the first layer."""
+    return decoder.embed(batch.token_ids)
+
+
+def run_layers(
+    decoder: Decoder,
+    batch: PackedBatch,
+    keys: SlotKeys | None,
+    h: Float[Array, "T D"],
+) -> Float[Array, "T D"]:
+    """Runs the decoder's layers over a microbatch; dropout only if `keys` are given."""
+    routing = Routing(
+        block_adapter=batch.block_adapter,
+        token_index=None if keys is None else batch.token_index,
+        seed=None if keys is None else keys.seed,
+        step=None if keys is None else keys.step,
+    )
+    return decoder.run_layers(h, batch.positions, batch.segment_ids, routing)
+
+
+def losses(decoder: Decoder, batch: PackedBatch, h: Float[Array, "T D"]) -> JobLosses:
+    """Losses of a microbatch from its hidden states after the last layer.
+
+    A value that is not finite in an earlier layer stays so in the row's residual
+    stream, so that these hidden states tell it for all layers and stages.
+    """
+    hidden = decoder.final_norm(h)
+    is_target = batch.loss_weight > 0
+    head, transposed = decoder.stored_head()
+    nll = target_nll(hidden, head, batch.labels, is_target, head_transposed=transposed)
+    loss_T = jnp.where(is_target, nll * batch.loss_weight, 0.0)
+    num_blocks = batch.block_adapter.shape[0]
+    finite_T = jnp.isfinite(hidden).all(axis=-1) | (batch.segment_ids < 0)
+    assert decoder.slots is not None
+    mine = batch.block_adapter == jnp.arange(decoder.slots.num_slots)[:, None]
+    loss_B = loss_T.reshape(num_blocks, -1).sum(axis=1)
+    finite_B = finite_T.reshape(num_blocks, -1).all(axis=1)
+    return JobLosses(
+        loss=jnp.where(mine, loss_B, 0.0).sum(axis=1),
+        is_finite=(finite_B | ~mine).all(axis=1),
+    )
+
+
+def run_stage(
+    spec: DecoderSpec,
+    base: Base,
+    adapters: dict[str, Array],
+    settings: SlotSettings,
+    batch: PackedBatch,
+    keys: SlotKeys | None,
+    h: Float[Array, "T D"] | None = None,
+) -> Float[Array, "T D"] | JobLosses:
+    """Runs one stage forward over a microbatch.
+
+    Args:
+        spec: The stage, or the whole decoder.
+        base: Frozen weights of the stage, by path.
+        adapters: Slot tables A and B of the stage, by path.
+        settings: Settings of the slots in the stage's adapted linears.
+        batch: The microbatch; each stage gets all of it.
+        keys: Keys of the dropout masks; None: no dropout.
+        h: Hidden states from the stage before; None on the first stage.
+
+    Returns:
+        Hidden states for the next stage; losses on the last stage.
+    """
+    decoder = spec.bind(base, adapters, settings=settings)
+    if spec.has_embedding:
+        assert h is None
+        h = embed(decoder, batch)
+    assert h is not None
+    h = run_layers(decoder, batch, keys, h)
+    return losses(decoder, batch, h) if spec.has_head else h
+
+
+def job_losses(
+    spec: DecoderSpec,
+    base: Base,
+    adapters: dict[str, Array],
+    settings: SlotSettings,
+    batch: PackedBatch,
+    keys: SlotKeys | None,
+) -> JobLosses:
+    """Runs a whole decoder over a microbatch; arguments are those of `run_stage`."""
+    out = run_stage(spec, base, adapters, settings, batch, keys)
+    assert isinstance(out, JobLosses)
+    return out

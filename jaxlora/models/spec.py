@@ -1,0 +1,223 @@
+"""The structure of a decoder, or of one pipeline stage of it, without its arrays."""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxlora.adapters.tensors import tensor_path, trained_tensors
+from jaxlora.models.config import ModelConfig
+from jaxlora.models.decoder import Decoder, DecoderOptions
+from jaxlora.models.stacks import Stack, stacked_shapes
+from jaxlora.modules.multi_lora_linear import BaseParam, SlotShape
+
+
+@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotSettings:
+    """Settings of the slots in every adapted linear, in the order of `adapted`.
+
+    There is one array per setting, because hundreds of small arrays would cost host
+    time in each step.
+
+    Attributes:
+        scaling: `lora_alpha / rank`.
+        dropout: Dropout rate.
+        rank: Rank of the slot's adapter there; 0 where it does not adapt.
+    """
+
+    scaling: Float[Array | np.ndarray, "M G"]
+    dropout: Float[Array | np.ndarray, "M G"]
+    rank: Int[Array | np.ndarray, "M G"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderSpec:
+    """The structure of a decoder, or of one of its stages: binds arrays to modules.
+
+    Base weights and adapters are passed as flat dicts from dotted path to array, so a
+    step is a plain function of them. Specs of equal structure compare equal.
+
+    Attributes:
+        config: The mathematics of the whole model.
+        options: How it runs.
+        slots: Shape of the slot tables; None: there are none.
+        adapted: Paths of the linears that have slots, sorted. This is the order of the
+            rows of `SlotSettings`.
+        layers: Layers of this stage, by their numbers in the whole model; None: all.
+            Made by `stage`.
+    """
+
+    config: ModelConfig
+    options: DecoderOptions
+    slots: SlotShape | None = None
+    adapted: tuple[str, ...] = ()
+    layers: range | None = None
+
+    def __post_init__(self):
+        unknown = set(self.adapted) - set(self._linear_paths())
+        if unknown:
+            raise ValueError(f"no linears of this decoder: {sorted(unknown)}.")
+        if list(self.adapted) != sorted(set(self.adapted)):
+            raise ValueError(
+                f"adapted={self.adapted} must be sorted, each path once: give "
+                "tuple(sorted(set(paths)))."
+            )
+
+    # ---- stages ----------------------------------------------------------------------
+
+    @property
+    def layer_numbers(self) -> range:
+        """Numbers of the layers here, in the whole model."""
+        return range(self.config.num_layers) if self.layers is None else self.layers
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether the first layer is here, so that `embed` runs here."""
+        return self.layer_numbers.start == 0
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the last layer is here, so that the loss is computed here."""
+        return self.layer_numbers.stop == self.config.num_layers
+
+    def stage(self, start: int, stop: int) -> "DecoderSpec":
+        """The part of this decoder that runs on one pipeline stage.
+
+        It has the layers from `start` to `stop - 1`. Their numbers stay those of the
+        whole model, because these key dropout masks, checkpoints and exports. The first
+        stage also has the embedding; the last one has the final norm and the head.
+
+        With tied embeddings, the last stage holds its own copy of the embedding as its
+        head. The embedding is frozen, so the copies never differ and no gradient has to
+        be exchanged between the stages.
+
+        Args:
+            start: First layer.
+            stop: Layer after the last.
+
+        Raises:
+            ValueError: There are no such layers here, or none between the two.
+        """
+        here = self.layer_numbers
+        if not here.start <= start < stop <= here.stop:
+            raise ValueError(
+                f"stage({start}, {stop}) must have at least one of the layers "
+                f"{here.start} to {here.stop - 1}."
+            )
+        layers = range(start, stop)
+        if layers == range(self.config.num_layers):
+            return self
+        part = dataclasses.replace(self, adapted=(), layers=layers)
+        paths = set(part._linear_paths())
+        adapted = tuple(path for path in self.adapted if path in paths)
+        return dataclasses.replace(part, adapted=adapted)
+
+    def _linear_paths(self) -> list[str]:
+        """Paths of all linears, layer by layer."""
+        names = self.config.linears()
+        return [f"layers.{i}.{name}" for i in self.layer_numbers for name in names]
+
+    # ---- binding ---------------------------------------------------------------------
+
+    @functools.cached_property
+    def _split(self) -> tuple[Any, Any]:
+        """Modules without arrays, and the shapes of their variables."""
+        return nnx.split(
+            nnx.eval_shape(
+                lambda: Decoder(
+                    self.config,
+                    self.options,
+                    self.slots,
+                    frozenset(self.adapted),
+                    layers=self.layer_numbers,
+                )
+            )
+        )
+
+    def bind(
+        self, *arrays: Mapping[str, Array], settings: SlotSettings | None = None
+    ) -> Decoder:
+        """The decoder with these variables.
+
+        Args:
+            *arrays: Base weights and adapters; together they name each once.
+            settings: Settings of the slots, if there are any.
+
+        Raises:
+            ValueError: A variable has no array, or an array has no variable.
+        """
+        graph, state = self._split
+        given: dict[str, Array] = {}
+        for group in (*arrays, self._by_path(settings)):
+            given |= group
+        variables = _by_dotted_path(state)
+        if given.keys() != variables.keys():
+            raise ValueError(
+                "the arrays are not those of this decoder: missing "
+                f"{sorted(variables.keys() - given.keys())}, unknown "
+                f"{sorted(given.keys() - variables.keys())}."
+            )
+        flat = {
+            path: variable.replace(given[name])
+            for name, (path, variable) in variables.items()
+        }
+        return nnx.merge(graph, nnx.from_flat_state(flat))
+
+    def _by_path(self, settings: SlotSettings | None) -> dict[str, Array]:
+        """The variable of each setting of each adapted linear."""
+        if settings is None:
+            return {}
+        return {
+            f"{path}.{field.name}": getattr(settings, field.name)[i]
+            for i, path in enumerate(self.adapted)
+            for field in dataclasses.fields(settings)
+        }
+
+    # ---- shapes ----------------------------------------------------------------------
+
+    def shapes(self, kind: type[nnx.Variable]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Path -> shape and dtype of every variable of one kind."""
+        _, state = self._split
+        return {
+            name: jax.ShapeDtypeStruct(variable.shape, variable.dtype)
+            for name, (_, variable) in _by_dotted_path(state).items()
+            if isinstance(variable, kind)
+        }
+
+    def base_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Path -> shape of the frozen weights."""
+        return self.shapes(BaseParam)
+
+    @functools.cached_property
+    def stacks(self) -> tuple[Stack, ...]:
+        """Which adapter tables share an array: those of one kind in all layers here."""
+        tables = self.shapes(nnx.LoRAParam)
+        stacks = []
+        for name in self.config.linears():
+            linears = [f"layers.{i}.{name}" for i in self.layer_numbers]
+            for tensor in trained_tensors():
+                paths = (tensor_path(linear, tensor) for linear in linears)
+                paths = tuple(path for path in paths if path in tables)
+                if paths:
+                    stacks.append(Stack(name=tensor_path(name, tensor), paths=paths))
+        return tuple(stacks)
+
+    def adapter_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Name -> shape of the stacks of slot tables A and B."""
+        return stacked_shapes(self.stacks, self.shapes(nnx.LoRAParam))
+
+
+def _by_dotted_path(state: Any) -> dict[str, tuple[tuple, Any]]:
+    """Path and variable of every variable, by dotted path."""
+    return {
+        ".".join(str(part) for part in path): (path, variable)
+        for path, variable in nnx.to_flat_state(state)
+    }
