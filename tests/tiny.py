@@ -5,14 +5,18 @@ import pathlib
 
 import numpy as np
 import safetensors.numpy
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
 
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' "
-    "+ message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+from jaxlora.bench.byte_data import CHATML, SPECIAL, write_records, write_tokenizer
+
+__all__ = [
+    "CHATML",
+    "CONFIG",
+    "SPECIAL",
+    "random_weights",
+    "write_model",
+    "write_records",
+    "write_tokenizer",
+]
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -32,26 +36,6 @@ CONFIG = {
     "pad_token_id": 0,
     "torch_dtype": "float32",
 }
-SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
-
-
-def write_tokenizer(folder: pathlib.Path) -> None:
-    """Every byte is a token; three special tokens come first."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate((*SPECIAL, *alphabet))}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([tokenizers.AddedToken(t) for t in SPECIAL])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<|im_start|>",
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|pad|>",
-        "chat_template": CHATML,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def random_weights(seed: int = 0, config: dict = CONFIG) -> dict[str, np.ndarray]:
@@ -93,16 +77,3 @@ def write_model(
     )
     write_tokenizer(folder)
     return folder
-
-
-def write_records(path: pathlib.Path, count: int, seed: int, longest: int = 60) -> str:
-    """JSONL of ragged prompts, each with a completion that repeats it in part."""
-    rng = np.random.default_rng(seed)
-    letters = np.array(list("abcdefgh "))
-    with path.open("w") as file:
-        for _ in range(count):
-            prompt = "".join(rng.choice(letters, rng.integers(3, longest)))
-            completion = prompt[: rng.integers(2, len(prompt) + 1)].upper()
-            record = {"prompt": prompt, "completion": completion}
-            file.write(json.dumps(record) + "\n")
-    return str(path)

@@ -5,6 +5,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
+from jaxlora.bench.scheduler.lengths import jobs
 from jaxlora.scheduler import (
     AffineCost,
     CostModel,
@@ -19,7 +20,6 @@ from jaxlora.scheduler import (
     simulate,
     violations,
 )
-from tests.scheduler.lengths import jobs
 from tests.scheduler.strategies import LIMITS, costs, job_mixes, pipelines
 
 FORWARD = AffineCost(base=256, per_token=1, per_square=2e-5)

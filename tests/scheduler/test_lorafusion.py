@@ -13,11 +13,11 @@ import hypothesis.strategies as st
 import pulp
 import pytest
 
+from jaxlora.bench.scheduler.lengths import jobs
 from jaxlora.scheduler import Limits, lorafusion, padded_tokens, violations
 from jaxlora.scheduler.lorafusion import algorithm, batch, milp, solver
 from jaxlora.scheduler.lorafusion.verify_and_fix import verify_and_fix, with_no_ops
 from jaxlora.scheduler.types import Pipeline
-from tests.scheduler.lengths import jobs
 from tests.scheduler.strategies import LIMITS, mixes, pipelines, sample
 
 FOUR = Pipeline.one_f_one_b(4)

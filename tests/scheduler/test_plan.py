@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxlora.bench.scheduler.lengths import jobs
 from jaxlora.scheduler import (
     AffineCost,
     CostModel,
@@ -14,7 +15,6 @@ from jaxlora.scheduler import (
 )
 from jaxlora.scheduler.capacity import Step, profile, propose
 from jaxlora.scheduler.picture import draw
-from tests.scheduler.lengths import jobs
 
 LIMITS = Limits(capacity=6144, block_tokens=64)
 PIPELINE = Pipeline.one_f_one_b(4)

@@ -1,0 +1,1 @@
+"""Benchmarks: `jaxlora bench SUBJECT`."""

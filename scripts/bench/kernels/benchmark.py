@@ -1,0 +1,228 @@
+"""Times LoRA linears on a Hopper GPU, as ratios to the frozen layer through cuBLAS.
+
+All times are device times: the sum of a call's kernels as CUPTI counts them, or CUDA
+events for torch. The frozen layer is `y = x W` and `dx = dy W'`; everything else also
+returns the gradients of A and B. All methods of a case run in one process.
+
+A few calls end before the device reaches its power limit. `--sustained` also calls each
+method back to back for some seconds, and reports wall time at the clock that is left.
+
+Prints a table of ratios. With --output-dir, writes kernels.csv and kernels.png. The
+package torch is optional.
+
+    jaxlora bench kernels --output-dir bench
+"""
+
+import argparse
+import importlib.util
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from matplotlib.figure import Figure
+
+from jaxlora.bench.kernels import peers
+from jaxlora.bench.kernels.methods import METHODS, call, operands
+from jaxlora.bench.options import add_output_dir, make_parser
+from jaxlora.bench.report import (
+    Timing,
+    about,
+    device_times,
+    markdown,
+    require_gpu,
+    write_csv,
+)
+from jaxlora.bench.shapes import KERNEL_CASES, KernelCase
+
+Columns = dict[str, Any]
+Timed = tuple[str, str, Timing]  # method, pass, timing
+
+FROZEN = "frozen"  # the method in the denominator of ratios
+ROUNDS = 3  # each method's calls are spread over the run because clocks drift with heat
+_AT_ONCE = 20  # calls that are queued before the host waits
+
+
+def time_jax(
+    case: KernelCase, repeats: int, methods: Sequence[str], seconds: float
+) -> Iterator[Timed]:
+    """Times JAX methods; the name of the pass says whether a time is sustained."""
+    groups, routing = operands(case)
+    runs: dict[tuple[str, str], Callable] = {
+        (name, what): jax.jit(call(name, routing, with_gradient=what == "both"))
+        for name in methods
+        for what in ("forward", "both")
+    }
+    repeats_a_round = -(-repeats // ROUNDS)
+    cool = lambda run: device_times(run, groups, repeats=repeats_a_round)
+    for (name, what), found in _in_rounds(runs, cool).items():
+        yield name, what, Timing.of(found)
+    if not seconds:
+        return
+    busy = lambda run: [sustained(run, groups, seconds / ROUNDS)]
+    for (name, what), found in _in_rounds(runs, busy).items():
+        yield name, f"{what}, sustained", Timing.of(found)
+
+
+def _in_rounds[Key](
+    runs: dict[Key, Callable], measure: Callable[[Callable], list[float]]
+) -> dict[Key, list[float]]:
+    times: dict[Key, list[float]] = {key: [] for key in runs}
+    for _ in range(ROUNDS):
+        for key, run in runs.items():
+            times[key] += measure(run)
+    return times
+
+
+def sustained(run: Callable, groups: list, seconds: float) -> float:
+    """Returns the microseconds of a call, from `seconds` of calls back to back."""
+    began, calls = time.perf_counter(), 0
+    while (passed := time.perf_counter() - began) < seconds:
+        jax.block_until_ready([run(groups) for _ in range(_AT_ONCE)][-1])
+        calls += _AT_ONCE
+    return 1e6 * passed / calls
+
+
+def time_torch(case: KernelCase, repeats: int) -> Iterator[Timed]:
+    """Times torch methods by CUDA events."""
+    import torch
+
+    for name, what, run in peers.calls(case):
+        times = []
+        for i in range(repeats + 3):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            torch.cuda.synchronize()
+            if i >= 3:
+                times.append(1000 * start.elapsed_time(end))
+        yield name, what, Timing.of(times)
+
+
+def ratios(timings: Iterable[Timed]) -> list[float | None]:
+    """Divides medians by the frozen layer's in the same pass; None without one."""
+    timings = list(timings)
+    base = {what: t.median for method, what, t in timings if method == FROZEN}
+    return [
+        round(t.median / base[what], 3) if what in base else None
+        for _, what, t in timings
+    ]
+
+
+def ratios_table(rows: Sequence[Columns]) -> str:
+    """Formats ratios of forward and backward, with a line for each case.
+
+    The column of the frozen layer holds its microseconds.
+    """
+    both = [row for row in rows if row["pass"].startswith("both")]
+    name = lambda row: row["method"] + row["pass"].removeprefix("both")
+    columns = list(dict.fromkeys(map(name, both)))
+    shown: dict[tuple[str, str], object] = {}
+    for row in both:
+        is_frozen, ratio = row["method"] == FROZEN, row["ratio"]
+        cell = f"{row['median_us']} us" if is_frozen or ratio is None else ratio
+        shown[row["case"], name(row)] = cell
+    cases = dict.fromkeys(row["case"] for row in both)
+    lines = [[case, *(shown.get((case, c), "") for c in columns)] for case in cases]
+    return markdown(["time over the frozen layer", *columns], lines)
+
+
+def plot(rows: list[Columns], path: Path) -> None:
+    """Draws ratios of forward and backward as bars, by case and method.
+
+    Rows without a ratio have no bar. Without any ratio, no file is written.
+    """
+    both = [row for row in rows if row["pass"] == "both" and row["ratio"] is not None]
+    if not both:
+        return
+    cases = list(dict.fromkeys(row["case"] for row in both))
+    methods = list(dict.fromkeys(row["method"] for row in both))
+    height = 0.8 / len(methods)
+    figure = Figure(figsize=(9, 0.8 * len(cases) + 1.5), layout="tight")
+    axes = figure.subplots()
+    for i, method in enumerate(methods):
+        found = {row["case"]: row["ratio"] for row in both if row["method"] == method}
+        at = [j + i * height for j, case in enumerate(cases) if case in found]
+        axes.barh(at, [found[c] for c in cases if c in found], height, label=method)
+    axes.set_yticks(np.arange(len(cases)) + 0.4, cases)
+    axes.set_xlabel("time / frozen layer, forward + backward")
+    axes.set_xlim(0, 3)
+    axes.axvline(1, color="black", linewidth=0.5)
+    axes.invert_yaxis()
+    axes.legend(fontsize=7, ncols=3, loc="lower center", bbox_to_anchor=(0.4, 1))
+    figure.savefig(path, dpi=150)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Makes the parser of the options."""
+    out = make_parser("kernels", __doc__)
+    add_output_dir(out)
+    out.add_argument("--repeats", type=int, default=20)
+    out.add_argument(
+        "--sustained", type=float, default=0.0, help="seconds", metavar="SECONDS"
+    )
+    out.add_argument("--no-torch", action="store_true")
+    listed = "; ".join(f"{i}: {case.name}" for i, case in enumerate(KERNEL_CASES))
+    out.add_argument(
+        "--cases",
+        type=int,
+        nargs="*",
+        choices=range(len(KERNEL_CASES)),
+        default=range(len(KERNEL_CASES)),
+        help=f"indices, by default all ({listed})",
+        metavar="I",
+    )
+    out.add_argument(
+        "--methods",
+        nargs="*",
+        choices=METHODS,
+        default=list(METHODS),
+        help=f"there are no ratios without {FROZEN!r}",
+    )
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the benchmark with the given options."""
+    args = parser().parse_args(argv)
+    require_gpu("kernels")
+    with_torch = not args.no_torch and importlib.util.find_spec("torch") is not None
+    if not args.no_torch and not with_torch:
+        print("torch's methods are left out: torch is not installed")
+    end = about(jax.devices()[0].device_kind)
+    rows: list[Columns] = []
+    for case in (KERNEL_CASES[i] for i in args.cases):
+        timings = list(time_jax(case, args.repeats, args.methods, args.sustained))
+        if with_torch:
+            timings += time_torch(case, args.repeats)
+        for timed, ratio in zip(timings, ratios(timings), strict=True):
+            rows.append(_row(case, timed, ratio) | end)
+            _print(rows[-1])
+    print(ratios_table(rows))
+    if args.output_dir:
+        write_csv(args.output_dir / "kernels.csv", rows)
+        plot(rows, args.output_dir / "kernels.png")
+
+
+def _row(case: KernelCase, timed: Timed, ratio: float | None) -> Columns:
+    method, what, timing = timed
+    return {
+        "case": case.name,
+        "method": method,
+        "pass": what,
+        "median_us": round(timing.median, 1),
+        "p10_us": round(timing.p10, 1),
+        "p90_us": round(timing.p90, 1),
+        "ratio": ratio,
+    }
+
+
+def _print(row: Columns) -> None:
+    print(
+        f"{row['case']:42} {row['method']:30} {row['pass']:18} {row['median_us']:9} us "
+        f"{'' if row['ratio'] is None else row['ratio']:6}",
+        flush=True,
+    )

@@ -1,0 +1,195 @@
+"""Random operands and JAX methods for the kernel benchmarks."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxlora.bench.shapes import KernelCase
+from jaxlora.pallas_kernels import Dropout, Projection, dropout_keys, multi_lora_linears
+
+BLOCK = 128  # token rows of a block
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Linears that share an input, as a pytree.
+
+    Attributes:
+        x: The input, T K.
+        matrices: w (K N), a (G K R) and b (G R N) of each linear.
+        dy: The gradient of each linear's output, T N.
+    """
+
+    x: jax.Array
+    matrices: list[tuple[jax.Array, jax.Array, jax.Array]]
+    dy: list[jax.Array]
+
+
+jax.tree_util.register_dataclass(Group)
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """Inputs that all linears of a case share.
+
+    Attributes:
+        scaling: Scaling of each adapter, float32 G.
+        rank: Rank of each adapter, int32 G.
+        block_adapter: Adapter of each token block, int32 NB.
+        rate: Dropout rate of all adapters; 0 means no dropout.
+        token_index: Each token's index in its adapter's batch, int32 T.
+    """
+
+    scaling: jax.Array
+    rank: jax.Array
+    block_adapter: jax.Array
+    rate: float
+    token_index: jax.Array
+
+    def dropout(self, projection: int) -> Dropout | None:
+        """Makes the dropout of one projection."""
+        if self.rate == 0:
+            return None
+        g = self.rank.shape[0]
+        seed, step = jnp.arange(g), jnp.zeros(g, jnp.int32)
+        key = dropout_keys(seed, step, layer=0, projection=projection)
+        return Dropout(key, jnp.full(g, self.rate), self.token_index)
+
+
+def operands(case: KernelCase) -> tuple[list[Group], Routing]:
+    """Makes a case's random operands in bfloat16, and its routing."""
+    g, t = len(case.ranks), case.tokens
+    keys = iter(jax.random.split(jax.random.key(0), 64))
+    bf16 = jnp.bfloat16
+    is_used = jnp.arange(max(case.ranks)) < jnp.array(case.ranks)[:, None]
+
+    def matrices(k, n):
+        r = max(case.ranks)
+        w = jax.random.normal(next(keys), (k, n)) * k**-0.5
+        a = jax.random.normal(next(keys), (g, k, r)) * is_used[:, None] * k**-0.5
+        b = jax.random.normal(next(keys), (g, r, n)) * is_used[:, :, None]
+        return w.astype(bf16), a.astype(bf16), b.astype(bf16)
+
+    groups = [
+        Group(
+            x=jax.random.normal(next(keys), (t, k), bf16),
+            matrices=[matrices(k, n) for n in widths],
+            dy=[jax.random.normal(next(keys), (t, n), bf16) for n in widths],
+        )
+        for k, widths in case.groups
+    ]
+    blocks = jnp.repeat(jnp.arange(g), t // BLOCK // g).astype(jnp.int32)
+    routing = Routing(
+        scaling=jnp.full(g, 2.0),
+        rank=jnp.array(case.ranks, jnp.int32),
+        block_adapter=blocks,
+        rate=case.rate,
+        token_index=jnp.arange(t, dtype=jnp.int32) % (t // g),
+    )
+    return groups, routing
+
+
+def frozen(x, matrices, routing):
+    """Runs the frozen layers alone."""
+    del routing
+    return [x @ w for w, _, _ in matrices]
+
+
+def ours(implementation, x, matrices, routing):
+    """Runs `multi_lora_linears` with one of its implementations."""
+    projections = [
+        Projection(
+            w=w,
+            a=a,
+            b=b,
+            scaling=routing.scaling,
+            rank=routing.rank,
+            dropout=routing.dropout(i),
+        )
+        for i, (w, a, b) in enumerate(matrices)
+    ]
+    return multi_lora_linears(
+        x, projections, routing.block_adapter, implementation=implementation
+    )
+
+
+def ragged(x, matrices, routing):
+    """Runs `lax.ragged_dot` twice, as in SkyRL tx, without dropout."""
+    out = []
+    for w, a, b in matrices:
+        sizes = jnp.bincount(routing.block_adapter, length=a.shape[0]) * BLOCK
+        s = jax.lax.ragged_dot(x, a, sizes) * routing.scaling[0].astype(x.dtype)
+        out.append(x @ w + jax.lax.ragged_dot(s, b, sizes))
+    return out
+
+
+def static_slices(x, matrices, routing):
+    """Runs a static slice of the rows for each adapter, without dropout."""
+    out = []
+    for w, a, b in matrices:
+        rows = jnp.split(x, a.shape[0])
+        delta = [
+            part @ a[i] @ b[i] * routing.scaling[i].astype(x.dtype)
+            for i, part in enumerate(rows)
+        ]
+        out.append(x @ w + jnp.concatenate(delta))
+    return out
+
+
+def one_by_one(x, matrices, routing):
+    """Runs separate layers for each adapter, as separate jobs would."""
+    rows, num_slots = x.shape[0], matrices[0][1].shape[0]
+    out = []
+    for i in range(num_slots):
+        one = slice(i, i + 1)
+        here = slice(i * rows // num_slots, (i + 1) * rows // num_slots)
+        alone = Routing(
+            scaling=routing.scaling[one],
+            rank=routing.rank[one],
+            block_adapter=jnp.zeros(rows // num_slots // BLOCK, jnp.int32),
+            rate=routing.rate,
+            token_index=routing.token_index[here],
+        )
+        own = [(w, a[one], b[one]) for w, a, b in matrices]
+        out.append(ours("xla", x[here], own, alone))
+    return [jnp.concatenate(parts) for parts in zip(*out, strict=True)]
+
+
+METHODS: dict[str, Callable] = {
+    "frozen": frozen,
+    "jaxlora mosaic": functools.partial(ours, "mosaic"),
+    "jaxlora xla": functools.partial(ours, "xla"),
+    "ragged_dot, no dropout": ragged,
+    "static slices, no dropout": static_slices,
+    "a layer for each adapter": one_by_one,
+}
+
+
+def passes(method, groups, routing, *, with_gradient: bool):
+    """Computes outputs of every group, and optionally gradients of x, A and B."""
+    out = []
+    for group in groups:
+        weights = [w for w, _, _ in group.matrices]
+        adapters = [(a, b) for _, a, b in group.matrices]
+
+        def forward(x, adapters, weights=weights):
+            matrices = [(w, *ab) for w, ab in zip(weights, adapters, strict=True)]
+            return tuple(method(x, matrices, routing))
+
+        if not with_gradient:
+            out.append(forward(group.x, adapters))
+            continue
+        y, vjp = jax.vjp(forward, group.x, adapters)
+        gradients = vjp(tuple(group.dy))
+        out.append((y, gradients[0] if method is frozen else gradients))
+    return out
+
+
+def call(method: str, routing: Routing, *, with_gradient: bool) -> Callable:
+    """Returns a function that applies a method, by name, to a case's groups."""
+    return functools.partial(
+        passes, METHODS[method], routing=routing, with_gradient=with_gradient
+    )

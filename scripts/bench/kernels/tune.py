@@ -1,0 +1,146 @@
+"""Measures tile choices of the fused kernels and writes their tuning table.
+
+The shapes are those of a layer that `jaxlora bench kernels` times. All timings, also of
+slower choices, go to a CSV file beside the table. Needs a Hopper GPU.
+
+    jaxlora bench tune --table pallas_kernels/mosaic/tuning.json
+"""
+
+import argparse
+import csv
+import json
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxlora.bench.options import make_parser
+from jaxlora.bench.report import device_times, require_gpu
+from jaxlora.bench.shapes import LARGE, products
+from jaxlora.pallas_kernels.mosaic.layer import Term, expand, outer
+from jaxlora.pallas_kernels.mosaic.routing import Blocks, blocks_of
+from jaxlora.pallas_kernels.settings import KernelSettings, kernel_settings
+
+RANK, SLOTS = 16, 4
+SHAPES = products(LARGE)  # (K, N)
+BANDS = (2, 4, 8, 16, 32)
+SPLITS = (1, 2, 4, 8, 16)
+KERNELS = ("expand", "outer")
+FIELDS = ("device", "key", "choice", "value", "median_us")
+
+
+def device_time(f: Callable, *args: jax.Array, repeats: int) -> float:
+    """Returns the median device time of a call, in microseconds."""
+    return statistics.median(device_times(jax.jit(f), *args, repeats=repeats))
+
+
+def routing(t: int) -> tuple[Blocks, list[KernelSettings]]:
+    """Makes the routing of `t` rows of equal adapters, and the adapters' settings."""
+    slots = jnp.repeat(jnp.arange(SLOTS, dtype=jnp.int32), t // 64 // SLOTS)
+    scaling, rank = jnp.ones((1, SLOTS)), jnp.full((1, SLOTS), RANK, jnp.int32)
+    return blocks_of(slots, SLOTS, t), kernel_settings(scaling, rank, None)
+
+
+def random(*shapes: tuple[int, ...]) -> list[jax.Array]:
+    """Makes random arrays in bfloat16."""
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [
+        jax.random.normal(key, shape, jnp.bfloat16)
+        for key, shape in zip(keys, shapes, strict=True)
+    ]
+
+
+def tune_expand(t: int, repeats: int) -> Iterator[dict]:
+    """Times the widths of bands in `expand`; `t` is the number of token rows."""
+    (blocks, settings), layer = routing(t), jnp.zeros(1, jnp.int32)
+    for k, n in SHAPES:
+        arrays = random((t, k), (1, k, n), (t, RANK), (SLOTS, RANK, n))
+        for band in BANDS:
+
+            def product(x, w, s, b, band=band):
+                term = Term(x, w, s, b, settings[0])
+                return expand([term], layer, blocks, transposed=False, band=band)
+
+            time = device_time(product, *arrays, repeats=repeats)
+            key = f"expand {t} {k} {n}"
+            yield {"key": key, "choice": "band", "value": band, "median_us": time}
+
+
+def tune_outer(t: int, repeats: int) -> Iterator[dict]:
+    """Times the numbers of parts of sums in `outer`, for `t` token rows."""
+    blocks, settings = routing(t)
+    for features in sorted({n for shape in SHAPES for n in shape}):
+        arrays = random((t, features), (t, RANK))
+        for splits in SPLITS:
+
+            def gradient(wide, narrow, splits=splits):
+                operands = (wide, [narrow], settings, blocks, [])
+                return outer(*operands, transposed=False, splits=splits)
+
+            time = device_time(gradient, *arrays, repeats=repeats)
+            key = f"outer {features}"
+            yield {"key": key, "choice": "splits", "value": splits, "median_us": time}
+
+
+def tune(tokens: list[int], kernels: list[str], repeats: int) -> Iterator[dict]:
+    """Times all choices of the given kernels."""
+    for t in tokens if "expand" in kernels else ():
+        yield from tune_expand(t, repeats)
+    if "outer" in kernels:  # one choice for all T, because sums must not depend on T
+        yield from tune_outer(max(tokens), repeats)
+
+
+def write(table_path: Path, device: str, rows: list[dict]) -> None:
+    """Writes the best choices into the table, and all timings into its CSV file.
+
+    Earlier results for other kernels, sizes and devices are kept.
+
+    Args:
+        table_path: The table, a JSON file.
+        device: Name of the device.
+        rows: Timings with the keys of `FIELDS` except for the device.
+    """
+    table = json.loads(table_path.read_text()) if table_path.exists() else {}
+    csv_path, measured = table_path.with_suffix(".csv"), {row["key"] for row in rows}
+    kept = []
+    if csv_path.exists():
+        with csv_path.open(newline="") as file:
+            kept = [
+                row
+                for row in csv.DictReader(file)
+                if row["device"] != device or row["key"] not in measured
+            ]
+    for key in sorted(measured):
+        times = (row for row in rows if row["key"] == key)
+        best = min(times, key=lambda row: row["median_us"])
+        table.setdefault(device, {})[key] = {best["choice"]: best["value"]}
+    table_path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    with csv_path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
+        writer.writerows(kept)
+        writer.writerows({"device": device, **row} for row in rows)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Makes the parser of the options."""
+    out = make_parser("tune", __doc__)
+    out.add_argument("--table", type=Path, required=True, help="JSON file to update")
+    out.add_argument("--repeats", type=int, default=10)
+    out.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384])
+    out.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures with the given options."""
+    args = parser().parse_args(argv)
+    require_gpu("tune")
+    rows = []
+    for row in tune(args.tokens, args.kernels, args.repeats):
+        row["median_us"] = round(row["median_us"], 1)
+        rows.append(row)
+        print(*row.values(), flush=True)
+    write(args.table, jax.devices()[0].device_kind, rows)

@@ -1,0 +1,225 @@
+"""Rows of transformers with peft: one adapter, on the same tokens.
+
+The adapter is bfloat16 like the base, which is the fastest setting that peft has.
+"""
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxlora.bench.report import needs_gpu
+from jaxlora.bench.shapes import config_json
+from jaxlora.bench.step.cases import Case, Row, microbatches, result
+from jaxlora.bench.training import GIB, time_steps
+from jaxlora.data.tokenize import TokenizedSample
+from jaxlora.models.families import FAMILIES
+
+if TYPE_CHECKING:
+    import torch
+
+IGNORED = -100  # labels with this value are left out of transformers' loss
+_LINEARS = [row.name.rsplit(".", 1)[-1] for row in FAMILIES["llama"].linears]
+_GROUP = 4  # samples that are padded to the same length
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Samples that go through the model at once.
+
+    Attributes:
+        inputs: Keyword arguments of the model, without labels.
+        labels: Token ids of targets, `IGNORED` elsewhere.
+        num_targets: Number of target tokens.
+    """
+
+    inputs: dict[str, Any]
+    labels: "torch.Tensor"
+    num_targets: int
+
+
+def missing(row: Row) -> str | None:
+    """Returns which packages the row lacks here, or None."""
+    needs = ["torch", "transformers", "peft"]
+    if row.layout == "flash":
+        needs.append("flash_attn")
+    lacking = [name for name in needs if importlib.util.find_spec(name) is None]
+    return f"{', '.join(lacking)} not installed" if lacking else None
+
+
+def measure(case: Case, row: Row) -> dict[str, Any]:
+    """Returns the row's columns, or only `skipped`: why it cannot run."""
+    reason = missing(row)
+    if reason is not None:
+        return {"skipped": reason}
+    import torch
+
+    cuda = torch.cuda.is_available()
+    if row.layout == "flash" and not cuda:
+        return {"skipped": "flash attention needs a GPU"}
+    reason = needs_gpu(case.model, cuda)
+    if reason is not None:
+        return {"skipped": reason}
+    device = "cuda" if cuda else "cpu"
+    torch.manual_seed(0)
+    model = _model(case, row, device)
+    drawn = microbatches(case, model.config.vocab_size)
+    dtype = getattr(torch, case.dtype)
+    batches = [_parts(m.samples, row.layout, dtype, device) for m in drawn]
+    step = _step(model, [part for batch in batches for part in batch])
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    times = time_steps(lambda: _queued(step, cuda), case.repeats)
+    name = torch.cuda.get_device_name() if cuda else device
+    found = result(times, sum(m.num_tokens for m in drawn), name)
+    peak = round(torch.cuda.max_memory_allocated() / GIB, 2) if cuda else None
+    return found | {"peak_gib": peak, "program_gib": None}
+
+
+def _queued(step: Callable[[], None], cuda: bool) -> Callable[[], object]:
+    """Starts a step, and returns a function that waits for its end."""
+    import torch
+
+    step()
+    if not cuda:
+        return lambda: None
+    event = torch.cuda.Event()
+    event.record()
+    return event.synchronize
+
+
+def _model(case: Case, row: Row, device: str):
+    import torch
+    import transformers
+
+    fields = config_json(case.model, case.num_layers)
+    kind = fields.pop("model_type")
+    config = transformers.AutoConfig.for_model(kind, **fields)
+    attention = "flash_attention_2" if row.layout == "flash" else "sdpa"
+    dtype = getattr(torch, case.dtype)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention
+        )
+    model.config.use_cache = False
+    if row.has_adapters:
+        # peft makes adapters in float32, whatever the dtype of the base.
+        model = _with_adapter(model, case).to(dtype)
+    else:
+        model.requires_grad_(False)
+    if row.remat != "none":
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
+    return model.train()
+
+
+def _with_adapter(model, case: Case):
+    import peft
+
+    lora = peft.LoraConfig(
+        r=case.rank,
+        lora_alpha=32,
+        lora_dropout=case.dropout,
+        target_modules=_LINEARS,
+        task_type="CAUSAL_LM",
+    )
+    return peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
+
+
+def _parts(
+    samples: Sequence[TokenizedSample], layout: str, dtype: "torch.dtype", device: str
+) -> list[Part]:
+    if layout == "padded":
+        return _padded(samples, device)
+    return [_packed(samples, dtype if layout == "packed" else None, device)]
+
+
+def _num_targets(samples: Sequence[TokenizedSample]) -> int:
+    return sum(int(s.is_target.sum()) for s in samples)
+
+
+def _labels(sample: TokenizedSample) -> "torch.Tensor":
+    import torch
+
+    labels = torch.tensor(sample.token_ids, dtype=torch.long)
+    labels[~torch.tensor(sample.is_target)] = IGNORED
+    return labels
+
+
+def _packed(
+    samples: Sequence[TokenizedSample], mask_dtype: "torch.dtype | None", device: str
+) -> Part:
+    """Puts all samples into one row, in which each attends only to itself.
+
+    Args:
+        samples: The samples.
+        mask_dtype: Dtype of the block mask, or None to pass positions alone.
+        device: Where the tensors go.
+    """
+    import torch
+
+    ids = [torch.tensor(s.token_ids, dtype=torch.long) for s in samples]
+    positions = [torch.arange(len(s.token_ids)) for s in samples]
+    inputs = {
+        "input_ids": torch.cat(ids)[None].to(device),
+        "position_ids": torch.cat(positions)[None].to(device),
+    }
+    if mask_dtype is not None:
+        owner = torch.cat([torch.full_like(x, i) for i, x in enumerate(ids)])
+        owner = owner.to(device)
+        is_visible = (owner[:, None] == owner).tril()
+        mask = torch.zeros(is_visible.shape, dtype=mask_dtype, device=device)
+        mask.masked_fill_(~is_visible, torch.finfo(mask_dtype).min)
+        inputs["attention_mask"] = mask[None, None]
+    labels = torch.cat([_labels(s) for s in samples])[None].to(device)
+    return Part(inputs, labels, _num_targets(samples))
+
+
+def _padded(samples: Sequence[TokenizedSample], device: str) -> list[Part]:
+    """Sorts samples by length and pads each group to its longest."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    samples = sorted(samples, key=lambda s: len(s.token_ids))
+    out = []
+    for i in range(0, len(samples), _GROUP):
+        group = samples[i : i + _GROUP]
+        ids = [torch.tensor(s.token_ids, dtype=torch.long) for s in group]
+        is_real = pad_sequence([torch.ones_like(x) for x in ids], batch_first=True)
+        labels = pad_sequence(
+            [_labels(s) for s in group], batch_first=True, padding_value=IGNORED
+        )
+        inputs = {
+            "input_ids": pad_sequence(ids, batch_first=True).to(device),
+            "attention_mask": is_real.to(device),
+        }
+        out.append(Part(inputs, labels.to(device), _num_targets(group)))
+    return out
+
+
+def _step(model, parts: Sequence[Part]) -> Callable[[], None]:
+    """Returns a function that runs one step of the model's trained parameters."""
+    import torch
+
+    total = sum(part.num_targets for part in parts)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    fused = next(model.parameters()).device.type == "cuda"
+    adamw = torch.optim.AdamW(trained, lr=1e-5, fused=fused) if trained else None
+
+    def step() -> None:
+        for part in parts:
+            inputs = dict(part.inputs)
+            if adamw is None:
+                # The base alone runs backward down to its embedded inputs.
+                embedded = model.get_input_embeddings()(inputs.pop("input_ids"))
+                inputs["inputs_embeds"] = embedded.detach().requires_grad_()
+            out = model(**inputs, labels=part.labels, use_cache=False)
+            (out.loss * (part.num_targets / total)).backward()
+        if adamw is not None:
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            adamw.step()
+            adamw.zero_grad(set_to_none=True)
+
+    return step

@@ -1,0 +1,45 @@
+"""The subjects of `jaxlora bench`, and the modules that measure them."""
+
+import dataclasses
+import importlib
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A benchmark.
+
+    Attributes:
+        module: Module with the functions `parser()` and `main(argv)`.
+        summary: What it measures, in a few words.
+    """
+
+    module: str
+    summary: str
+
+
+SUBJECTS = {
+    "kernels": Subject("kernels.benchmark", "LoRA linears against the frozen layer"),
+    "step": Subject("step.benchmark", "training steps against peft and the base alone"),
+    "joint": Subject("joint", "joint training against one job after the other"),
+    "scheduler": Subject("scheduler.benchmark", "packers on a simulated pipeline"),
+    "fill": Subject("scheduler.fill", "how full microbatches are"),
+    "compile": Subject("compile", "tracing, lowering and compiling a step"),
+    "ops": Subject("ops", "operations around the linears of a step"),
+    "traffic": Subject("kernels.traffic", "device memory traffic of LoRA linears"),
+    "tune": Subject("kernels.tune", "tile choices, for the kernels' tuning table"),
+    "data": Subject("data", "reading and tokenizing records"),
+    "templates": Subject("templates", "rendering templates in a child process"),
+    "convergence": Subject("convergence", "losses with and without fused kernels"),
+    "together": Subject("together", "differences of jobs alone and together"),
+}
+
+
+def run(name: str, argv: Sequence[str]) -> None:
+    """Imports a subject's module and runs it.
+
+    Args:
+        name: One of `SUBJECTS`.
+        argv: The options; those of a subject are printed by `--help`.
+    """
+    importlib.import_module(f"jaxlora.bench.{SUBJECTS[name].module}").main(argv)

@@ -1,0 +1,1 @@
+"""Profiles of compiled programs: kernels, their origins and their memory traffic."""

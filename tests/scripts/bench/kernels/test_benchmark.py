@@ -1,0 +1,65 @@
+import jax
+import pytest
+from jax.experimental.mosaic.gpu import profiler
+
+from jaxlora.bench import ops
+from jaxlora.bench.kernels import benchmark
+from jaxlora.bench.report import Timing, device_times
+
+
+class Cupti:
+    """Returns a list of milliseconds, but a number for one iteration, as JAX's does."""
+
+    def __init__(self, finalize):
+        assert not finalize
+
+    def measure(self, run, iterations):
+        times = 0.5 if iterations == 1 else [0.5] * iterations
+        return lambda *args: (run(*args), times)
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_device_times_are_one_for_each_call(repeats, monkeypatch):
+    monkeypatch.setattr(profiler, "Cupti", Cupti)
+    assert device_times(lambda x: x, 1, repeats=repeats) == [500.0] * repeats
+    found = ops.timed(lambda x: x, (jax.numpy.ones(1),), repeats)
+    assert found["device_us"] == 500.0
+
+
+def timed(method, what, median):
+    return method, what, Timing(median, median, median)
+
+
+def test_ratios_are_over_the_frozen_layer_wherever_it_is():
+    slow, quick = timed("other", "both", 30.0), timed("other", "forward", 3.0)
+    frozen = timed("frozen", "both", 20.0)
+    assert benchmark.ratios([slow, quick, frozen]) == [1.5, None, 1.0]
+    assert benchmark.ratios([slow, quick]) == [None, None]
+
+
+def row(method, what, ratio):
+    names = {"case": "c", "method": method, "pass": what}
+    return {**names, "median_us": 20.0, "ratio": ratio}
+
+
+def test_the_table_has_a_column_for_each_method():
+    rows = [
+        row("frozen", "both", 1.0),
+        row("other", "forward", 1.2),
+        row("other", "both", 1.5),
+        row("other", "both, sustained", 1.4),
+        row("more", "both", None),
+    ]
+    table = benchmark.ratios_table(rows).splitlines()
+    assert table[0] == (
+        "| time over the frozen layer | frozen | other | other, sustained | more |"
+    )
+    assert table[2:] == ["| c | 20.0 us | 1.5 | 1.4 | 20.0 us |"]
+
+
+def test_a_plot_leaves_out_rows_without_a_ratio(tmp_path):
+    benchmark.plot([row("other", "both", None)], tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+    rows = [row("frozen", "both", 1.0), row("other", "both", None)]
+    benchmark.plot(rows, tmp_path / "one.png")
+    assert (tmp_path / "one.png").exists()

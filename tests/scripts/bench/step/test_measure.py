@@ -1,0 +1,69 @@
+"""Rows of the step benchmark, measured in this process."""
+
+import dataclasses
+import fcntl
+import importlib.util
+import signal
+
+import pytest
+
+from jaxlora.bench import weights
+from jaxlora.bench.step import measure
+from jaxlora.bench.step.cases import FROZEN, PEER, Case
+from tests.scripts.bench.tables import broken_base
+
+TINY = Case(
+    model="tiny",
+    row=FROZEN,
+    num_layers=1,
+    num_jobs=2,
+    capacity=128,
+    block_tokens=32,
+    median_tokens=20,
+    longest_tokens=40,
+    dtype="float32",
+    repeats=2,
+)
+
+
+def test_the_base_alone():
+    found = measure.measure(TINY)
+    assert found["tokens"] == 128
+    assert found["p10_ms"] <= found["step_ms"] <= found["p90_ms"]
+
+
+@pytest.mark.parametrize("row", [FROZEN, "jaxlora xla"])
+def test_gradients_that_are_not_finite_are_not_timed(row, monkeypatch):
+    monkeypatch.setattr(weights, "random_base", broken_base)
+    found = measure.measure(dataclasses.replace(TINY, row=row))
+    assert found == {"skipped": "the gradients are not finite"}
+
+
+def test_the_time_limit_does_not_count_waiting_for_the_device(tmp_path, monkeypatch):
+    waits = []
+
+    def flock(file, how):
+        assert how == fcntl.LOCK_EX
+        waits.append(signal.getitimer(signal.ITIMER_REAL)[0])
+
+    monkeypatch.setattr(measure.fcntl, "flock", flock)
+    signal.setitimer(signal.ITIMER_REAL, 1000)
+    try:
+        with (tmp_path / "turn").open("w") as file:
+            measure.take_turn(file)
+        left, _ = signal.getitimer(signal.ITIMER_REAL)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    assert waits == [0]  # the timer is stopped
+    assert 900 < left <= 1000
+
+
+@pytest.mark.live
+@pytest.mark.filterwarnings("default")  # torch and its libraries emit many warnings
+@pytest.mark.parametrize("row", [PEER, "peft, padded", "torch, adapters off"])
+def test_peers(row):
+    found = measure.measure(dataclasses.replace(TINY, row=row))
+    if importlib.util.find_spec("peft") is None:
+        assert "not installed" in found["skipped"]
+    else:
+        assert found["tokens"] == 128 and found["step_ms"] > 0
