@@ -1,16 +1,18 @@
 """The slots: a fixed set of tables that jobs join and leave without recompiling."""
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
-from jaxlora.adapters.optimizer import AdapterState, Tables, zero_state
+from jaxlora.adapters.optimizer import AdapterState, Pending, Tables, zero_state
 from jaxlora.adapters.tensors import tensor_paths, trained_tensors, unpadded
 from jaxlora.config import LoraJob
 from jaxlora.hf.names import linear_path
@@ -18,8 +20,16 @@ from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.models.stacks import to_paths
 from jaxlora.targets import ModuleLora
 
-# Puts an adapter's rows into a slot of the state, with empty optimiser state.
-WriteSlot = Callable[[AdapterState, np.int32, dict[str, np.ndarray]], AdapterState]
+# The parts of a slot's state that outlast a global batch: weights and both moments.
+Kind = Literal["params", "mu", "nu"]
+KINDS: tuple[Kind, ...] = ("params", "mu", "nu")
+
+Rows = dict[str, Float[Array, "L ..."]]  # of one slot, by name of the stack
+
+# The compiled `write_slot`.
+WriteSlot = Callable[
+    [AdapterState, np.int32, dict[Kind, dict[str, np.ndarray]]], AdapterState
+]
 
 
 def fresh_adapter(
@@ -69,6 +79,45 @@ def adapter_from_rows(rows: Mapping[str, np.ndarray], like: Adapter) -> Adapter:
     return dataclasses.replace(like, modules=modules)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ParkedSlot:
+    """The state of a slot between two global batches, as a value on the host.
+
+    Together with the job's progress, it is all that the job needs to continue with the
+    same bits, in any slot of any run whose rank is large enough. It does not depend on
+    how the device stacks or splits its tables.
+
+    Attributes:
+        params: Trained tensors at the adapter's own rank, float32, by dotted path
+            (`layers.0.mlp.up_proj.lora_a`).
+        mu: First moments of the optimiser, by path.
+        nu: Second moments of the optimiser, by path.
+
+    Raises:
+        ValueError: Weights and moments differ in paths or shapes.
+    """
+
+    params: dict[str, np.ndarray]
+    mu: dict[str, np.ndarray]
+    nu: dict[str, np.ndarray]
+
+    def __post_init__(self):
+        shapes = [
+            {path: array.shape for path, array in self.of(kind).items()}
+            for kind in KINDS
+        ]
+        if shapes.count(shapes[0]) < len(shapes):
+            raise ValueError("params, mu and nu must have the same paths and shapes.")
+
+    def of(self, kind: Kind) -> dict[str, np.ndarray]:
+        """Returns the tensors of one kind, by path."""
+        return getattr(self, kind)
+
+    def adapter(self, like: Adapter) -> Adapter:
+        """Returns the weights as an adapter with the modules and ranks of `like`."""
+        return adapter_from_rows(self.params, like)
+
+
 class SlotTable:
     """The adapters on the device, by slot.
 
@@ -87,7 +136,7 @@ class SlotTable:
 
         Args:
             spec: The decoder.
-            write_slot: Its compiled function that writes a slot.
+            write_slot: The compiled function `write_slot` of the decoder.
             sharding: Sharding of the base model; None: JAX's default device. The state
                 is committed to it from the start, because JAX compiles a function again
                 for each combination of committed and uncommitted arrays.
@@ -105,27 +154,36 @@ class SlotTable:
             rank=np.zeros(shape, np.int32),
         )
         self._upload_settings()
-
-    def _upload_settings(self) -> None:
-        # The arrays are copied, as a pending upload may read or share their memory.
-        copies = jax.tree.map(np.copy, self._host_settings)
-        self.settings: SlotSettings = jax.device_put(copies)
-
-    def _forget_settings(self, slot: int) -> None:
-        for values in jax.tree.leaves(self._host_settings):
-            values[:, slot] = 0
+        # Shapes of each slot's tensors without their padding, by path.
+        self._shapes: dict[int, dict[str, tuple[int, ...]]] = {}
 
     def load(self, slot: int, adapter: Adapter) -> None:
         """Puts an adapter into a slot, with empty optimiser state."""
-        rows = self._empty_rows()
-        tables = to_paths(self._spec.stacks, rows, axis=0)  # views
-        for path, tensor in adapter.by_path().items():
-            tables[path][unpadded(tensor.shape)] = tensor
-        self._write(slot, rows)
+        params = adapter.by_path()
+        self._write(slot, {"params": params})
+        self.activate(slot, adapter)
+
+    def restore(self, slot: int, parked: ParkedSlot, like: Adapter) -> None:
+        """Puts a parked state into a slot, which need not be the one that it left.
+
+        Args:
+            slot: An empty slot.
+            parked: The state.
+            like: An adapter with the ranks, scalings and dropout of the parked one.
+
+        Raises:
+            ValueError: The state has other modules or ranks than `like`.
+        """
+        shapes = {path: array.shape for path, array in like.by_path().items()}
+        if {path: array.shape for path, array in parked.params.items()} != shapes:
+            raise ValueError("the parked state is of an adapter of another shape.")
+        self._write(slot, {kind: parked.of(kind) for kind in KINDS})
+        self.activate(slot, like)
 
     def activate(self, slot: int, adapter: Adapter) -> None:
         """Sets a slot's scaling and dropout; its weights stay."""
-        self._forget_settings(slot)
+        self._shapes[slot] = {p: array.shape for p, array in adapter.by_path().items()}
+        self._clear_settings(slot)
         for name, weights in adapter.modules.items():
             place = self._places[linear_path(name)], slot
             self._host_settings.scaling[place] = adapter.scaling(weights)
@@ -135,25 +193,119 @@ class SlotTable:
 
     def clear(self, slot: int) -> None:
         """Empties a slot: weights, optimiser state and settings."""
-        self._write(slot, self._empty_rows())
-        self._forget_settings(slot)
+        self._write(slot, {})
+        self._shapes.pop(slot, None)
+        self._clear_settings(slot)
         self._upload_settings()
 
     def read(self, slot: int, like: Adapter) -> Adapter:
-        """The adapter in a slot, at the ranks of `like`, which it started from."""
-        rows = _rows(self.state.params, np.int32(slot))
-        tables = to_paths(self._spec.stacks, jax.device_get(rows), axis=0)
-        return adapter_from_rows(tables, like)
+        """Returns the adapter in a slot, with the modules and ranks of `like`."""
+        (rows,) = self._rows(slot, "params")
+        return adapter_from_rows(rows, like)
 
-    def _empty_rows(self) -> dict[str, np.ndarray]:
+    def copy(self, slot: int) -> ParkedSlot:
+        """Returns the state of a slot, between two global batches; the slot keeps it.
+
+        Raises:
+            ValueError: The slot is empty.
+        """
+        if slot not in self._shapes:
+            raise ValueError(f"slot {slot} is empty.")
+        shapes = self._shapes[slot]
+        params, mu, nu = (
+            {path: np.array(rows[path][unpadded(s)]) for path, s in shapes.items()}
+            for rows in self._rows(slot, *KINDS)
+        )
+        return ParkedSlot(params=params, mu=mu, nu=nu)
+
+    def park(self, slot: int) -> ParkedSlot:
+        """Takes the state out of a slot, between two global batches.
+
+        Raises:
+            ValueError: The slot is empty.
+        """
+        parked = self.copy(slot)
+        self.clear(slot)
+        return parked
+
+    def _rows(self, slot: int, *kinds: Kind) -> list[dict[str, np.ndarray]]:
+        """Reads the tensors of a slot, by path, with their padding."""
+        tables = [getattr(self.state, kind) for kind in kinds]
+        flat_kinds = jax.device_get(_flat_rows(tables, np.int32(slot)))
+        shapes = self._stack_shapes()
+        ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
+        return [
+            to_paths(
+                self._spec.stacks,
+                {
+                    name: part.reshape(shape)
+                    for (name, shape), part in zip(
+                        shapes.items(), np.split(flat, ends[:-1]), strict=True
+                    )
+                },
+                axis=0,
+            )
+            for flat in flat_kinds
+        ]
+
+    def _stack_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of a slot's rows in each stack, by name, in the order of the names."""
         shapes = self._spec.adapter_shapes()
-        return {path: np.zeros(s.shape[1:], s.dtype) for path, s in shapes.items()}
+        return {name: shapes[name].shape[1:] for name in sorted(shapes)}
 
-    def _write(self, slot: int, rows: dict[str, np.ndarray]) -> None:
+    def _write(
+        self, slot: int, tensors: Mapping[Kind, Mapping[str, np.ndarray]]
+    ) -> None:
+        """Writes tensors by path, without padding; what is not given becomes zero."""
+        rows: dict[Kind, dict[str, np.ndarray]] = {}
+        for kind in KINDS:
+            shapes = self._stack_shapes()
+            rows[kind] = {n: np.zeros(s, np.float32) for n, s in shapes.items()}
+            tables = to_paths(self._spec.stacks, rows[kind], axis=0)  # views
+            for path, tensor in tensors.get(kind, {}).items():
+                tables[path][unpadded(tensor.shape)] = tensor
         self.state = self._write_slot(self.state, np.int32(slot), rows)
+
+    def _clear_settings(self, slot: int) -> None:
+        for values in jax.tree.leaves(self._host_settings):
+            values[:, slot] = 0
+
+    def _upload_settings(self) -> None:
+        # The arrays are copied, as a pending upload may read or share their memory.
+        copies = jax.tree.map(np.copy, self._host_settings)
+        self.settings: SlotSettings = jax.device_put(copies)
+
+
+def write_slot(
+    state: AdapterState, slot: Int[Array, ""], rows: dict[Kind, Rows]
+) -> AdapterState:
+    """Replaces the state of a slot, and discards its pending gradients.
+
+    Args:
+        state: All slots.
+        slot: Number of the slot, int32.
+        rows: Weights and moments of the slot, for each stack.
+    """
+
+    def written(tables: Tables, rows: Rows) -> Tables:
+        return {name: t.at[slot].set(rows[name]) for name, t in tables.items()}
+
+    gradients = {n: t.at[slot].set(0.0) for n, t in state.pending.gradients.items()}
+    return AdapterState(
+        params=written(state.params, rows["params"]),
+        mu=written(state.mu, rows["mu"]),
+        nu=written(state.nu, rows["nu"]),
+        pending=Pending(
+            gradients=gradients,
+            is_finite=state.pending.is_finite.at[slot].set(True),
+        ),
+    )
 
 
 @jax.jit
-def _rows(tables: Tables, slot) -> dict[str, jax.Array]:
-    """Reads one slot's rows in a single call, because many small ones are slow."""
-    return {path: table[slot] for path, table in tables.items()}
+def _flat_rows(kinds: list[Tables], slot: Int[Array, ""]) -> list[jax.Array]:
+    """Concatenates a slot's rows of each kind, as many small transfers are slow."""
+    return [
+        jnp.concatenate([tables[name][slot].ravel() for name in sorted(tables)])
+        for tables in kinds
+    ]

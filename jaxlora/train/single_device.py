@@ -92,7 +92,6 @@ class SingleDeviceExecutor:
     def load(self, slot: int, adapter: Adapter) -> None:
         """Puts an adapter into an empty slot, with empty optimiser state."""
         self.table.load(slot, adapter)
-        self.table.activate(slot, adapter)
 
     def read(self, slot: int, like: Adapter) -> Adapter:
         """Returns the adapter in a slot, at the ranks of `like`."""

@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
-from jaxlora.adapters.optimizer import AdapterState, Pending, Tables, optimizer_step
+from jaxlora.adapters.optimizer import Pending, optimizer_step
+from jaxlora.adapters.slots import write_slot
 from jaxlora.models.forward import job_losses
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import added, to_paths
@@ -78,7 +78,7 @@ class CompiledSteps:
             returns only the pending part of the state, as each array costs host time.
         evaluate: Losses of a microbatch, without dropout.
         step: Optimiser step of the slots whose global batch is complete.
-        write_slot: Puts an adapter into a slot with empty optimiser state.
+        write_slot: Replaces the state of a slot; see `jaxlora.adapters.slots`.
     """
 
     def __init__(self, spec: DecoderSpec):
@@ -102,20 +102,6 @@ class CompiledSteps:
         def evaluate(base, params, settings, batch):
             return losses(base, by_path(params), settings, batch, None)
 
-        def write_slot(state: AdapterState, slot, rows: dict[str, Array]):
-            def emptied(tables: Tables) -> Tables:
-                return {path: t.at[slot].set(0.0) for path, t in tables.items()}
-
-            return AdapterState(
-                params={p: t.at[slot].set(rows[p]) for p, t in state.params.items()},
-                mu=emptied(state.mu),
-                nu=emptied(state.nu),
-                pending=Pending(
-                    gradients=emptied(state.pending.gradients),
-                    is_finite=state.pending.is_finite.at[slot].set(True),
-                ),
-            )
-
         options = training_options(spec.options.attention)
         self.accumulate = jax.jit(
             accumulate, donate_argnums=2, compiler_options=options
@@ -123,7 +109,7 @@ class CompiledSteps:
         self.evaluate = jax.jit(evaluate)
         # `partial` makes a new function, because jit caches programs by function.
         self.step = jax.jit(functools.partial(optimizer_step), donate_argnums=0)
-        self.write_slot = jax.jit(write_slot, donate_argnums=0)
+        self.write_slot = jax.jit(functools.partial(write_slot), donate_argnums=0)
 
     def num_compilations(self) -> int:
         """Programs compiled so far."""

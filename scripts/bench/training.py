@@ -135,7 +135,6 @@ class Training:
             )
             start = fresh_adapter(job, resolve_targets(job, names), kernels)
             self._table.load(slot, start)
-            self._table.activate(slot, start)
 
     def _frozen_gradient(self, base, batch: PackedBatch) -> jax.Array:
         """Forward, and backward to the first norm: the base's part of training."""

@@ -45,7 +45,6 @@ def logits(model, adapter, tokens, *, slot: int) -> np.ndarray:
     )
     table = SlotTable(spec, CompiledSteps(spec).write_slot)
     table.load(slot, adapter)
-    table.activate(slot, adapter)
     rows = jnp.arange(len(tokens))
 
     @jax.jit

@@ -71,7 +71,6 @@ def stepped(spec, adapter) -> SlotTable:
     """Slots of which the second holds the adapter, after a step with gradients of 1."""
     table = SlotTable(spec, CompiledSteps(spec).write_slot)
     table.load(1, adapter)
-    table.activate(1, adapter)
 
     def row(value, dtype=np.float32):
         return np.array([0, value], dtype)

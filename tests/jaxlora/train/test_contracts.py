@@ -175,7 +175,6 @@ def bench(request, model, jobs, tmp_path_factory):
         new = SlotTable(spec, steps.write_slot)
         for slot in range(len(runs)):
             new.load(slot, adapters[slot])
-            new.activate(slot, adapters[slot])
         return new
 
     return model, steps, table, packed
