@@ -107,8 +107,8 @@ def _work_bound(
     tokens = max(padded, num_microbatches * smallest)
     for stage in cost.stages:
         step = stage.forward + stage.backward
-        work = step(tokens, squares) + (num_microbatches - 1) * step.base
-        bound = max(bound, travel + work)
+        fixed = (num_microbatches - 1) * step.base
+        bound = max(bound, travel + step(tokens, squares) + fixed)
         # The stages before this one delay its first pass and follow its last one.
         travel += step(max(shortest, smallest), shortest**2) + 2 * cost.communication
     return bound

@@ -17,7 +17,7 @@ Span = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chat:
-    """A rendered conversation, and the spans of characters to be learned."""
+    """A rendered conversation, and the spans of its target characters."""
 
     text: str
     target_spans: tuple[Span, ...]
@@ -26,8 +26,8 @@ class Chat:
 class ModelChat:
     """The chat template of a tokenizer.
 
-    It is parsed when it is first used, as not every run has chats. It runs in a child
-    process, in a sandbox with limits (`jaxlora/data/template.py`).
+    It is parsed when it is first used, because not every run has chats. It runs in a
+    sandbox in a child process with limits (`jaxlora/data/template.py`).
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ModelChat:
         return frozenset(names)
 
     def mentions(self, key: str) -> bool:
-        """Whether the template names a key of messages, as a whole word.
+        """Whether the template mentions a key of messages, as a complete word.
 
         Raises:
             ModelError: There is no template.
@@ -110,14 +110,15 @@ class ModelChat:
         conversations: Sequence[Conversation],
         loss_on: Literal["completion", "all"],
     ) -> list[Chat | DataError]:
-        """Renders conversations, each with the spans of text to learn.
+        """Renders conversations, each with the spans of its target characters.
 
         Args:
             conversations: The conversations.
-            loss_on: Learn the assistant's answers, or all; never messages of weight 0.
+            loss_on: Whether to train on the assistant's answers or on everything.
+                Messages with the weight 0 are never trained on.
 
         Returns:
-            For each conversation a chat, or the error why it cannot be rendered.
+            For each conversation, a chat or the error that occurred.
 
         Raises:
             ModelError: There is no template, or it does not parse.
@@ -146,7 +147,7 @@ class ModelChat:
         if failure.kind == "syntax":
             return ModelError(
                 f"{self._source}: the chat template does not parse ({failure.why}). "
-                "Mend it, or put another in chat_template.jinja."
+                "Fix it, or put another one in chat_template.jinja."
             )
         what = f"the chat template of {self._source}"
         if failure.kind == "unclear":
@@ -156,17 +157,17 @@ class ModelChat:
             )
         if failure.kind == "limit":
             return DataError(
-                f"{what} exceeds a limit: {failure.why}. Shorten the messages, or let "
-                "the template do less."
+                f"{what} exceeds a limit: {failure.why}. Shorten the messages or "
+                "simplify the template."
             )
         return DataError(
-            f"{what} failed ({failure.why}). Bring the messages into the form "
-            "that it asks for, or mend the template."
+            f"{what} failed ({failure.why}). Give the messages in the form that it "
+            "expects, or fix the template."
         )
 
     @functools.cached_property
     def _tasks(self) -> tuple[Task, Task]:
-        """The templates for conversations without and with tools, in this order."""
+        """Tasks for conversations without tools and with tools."""
         common = {"tools": None, "documents": None, **self._special_tokens}
         sources = self._choose_template("default"), self._choose_template("tool_use")
         without, with_tools = (Task(source, self._now, common) for source in sources)

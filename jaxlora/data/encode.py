@@ -1,4 +1,4 @@
-"""Rendered records as token ids, with the tokens to be learned marked."""
+"""Encodes rendered records as token ids, and marks the target tokens."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -8,10 +8,10 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 from jaxlora.config import DataConfig
-from jaxlora.data.border import MOST_ANCHOR_TOKENS, BorderedText, BorderEncoder
+from jaxlora.data.boundary import MOST_ANCHOR_TOKENS, BoundaryEncoder, BoundaryText
 from jaxlora.data.chat import Span
-from jaxlora.data.render import Pair, Plain, Rendered
-from jaxlora.data.starts import StartEncoder
+from jaxlora.data.prefix import PrefixEncoder
+from jaxlora.data.render import PlainText, PromptCompletion, Rendered
 from jaxlora.data.tokenizer import Encoded, Tokenizer
 from jaxlora.errors import DataError
 
@@ -24,8 +24,8 @@ class MarkedTokens(NamedTuple):
 
     Attributes:
         token_ids: The tokens.
-        is_target: Whether a token is to be predicted. Nothing predicts the first, so
-            it never is.
+        is_target: Whether each token is a target of the loss. The first token is never
+            one, because there is no token before it to predict it.
     """
 
     token_ids: Int32[np.ndarray, " T"]
@@ -33,12 +33,12 @@ class MarkedTokens(NamedTuple):
 
 
 class Encoder:
-    """Turns rendered records into marked tokens, many at once.
+    """Encodes rendered records, many at once, and marks their target tokens.
 
-    A prompt has the tokens that it has by itself. The completion's tokens continue
+    A prompt has the same tokens as on its own. The tokens of the completion continue
     them, without the space that a tokenizer may put before the first word of a text
-    (`jaxlora/data/border.py`). The same holds for each answer in a chat. At the end of
-    a span of characters to learn, a token belongs to the side on which it begins.
+    (`jaxlora/data/boundary.py`). The same is true of each answer in a chat. A token at
+    the end of a span of target characters is a target if it begins within the span.
     """
 
     def __init__(
@@ -47,37 +47,38 @@ class Encoder:
         """Makes an encoder.
 
         Args:
-            data: Settings; `loss_on` and `append_eos` are used.
+            data: Provides the settings `loss_on` and `append_eos`.
             tokenizer: The base model's tokenizer.
-            max_length: Largest number of tokens that matter. A longer record may be
-                encoded in part, but to at least one token more than this.
+            max_length: Maximum number of tokens that are used. A longer record may be
+                encoded only in part, but with at least one more token than this.
         """
         self._data = data
         self._tokenizer = tokenizer
         self._head = np.array(tokenizer.prefix_ids, np.int32)
-        self._starts = StartEncoder(tokenizer, max_length + MOST_ANCHOR_TOKENS)
-        self._borders = BorderEncoder(self._starts.encode_batch)
+        self._prefixes = PrefixEncoder(tokenizer, max_length + MOST_ANCHOR_TOKENS)
+        self._boundaries = BoundaryEncoder(self._prefixes.encode_batch)
 
     def is_whole(self, record: Rendered | DataError) -> bool:
-        """Whether a record is certain to be encoded completely, not only in part."""
+        """Whether a record is known to be encoded completely, not only in part."""
         if isinstance(record, DataError):
             return True
-        if isinstance(record, Pair):
+        if isinstance(record, PromptCompletion):
             num_chars = len(record.prompt) + len(record.completion)
         else:
             num_chars = len(record.text)
-        return num_chars <= self._starts.whole_chars
+        return num_chars <= self._prefixes.whole_chars
 
     def __call__(
         self, records: Sequence[Rendered | DataError]
     ) -> list[MarkedTokens | DataError]:
-        """Encodes each record; the result is an error for one that cannot be used.
+        """Encodes each record; the result for an invalid record is its error.
 
         Raises:
-            DataError: `append_eos` is set, and the tokenizer has no such token.
+            DataError: `append_eos` is set, and the tokenizer has no end-of-sequence
+                token.
         """
         good = [r for r in records if not isinstance(r, DataError)]
-        encodings = iter(self._borders.encode(list(map(_bordered, good))))
+        encodings = iter(self._boundaries.encode(list(map(_with_boundaries, good))))
         results: list[MarkedTokens | DataError] = []
         for record in records:
             if isinstance(record, DataError):
@@ -89,16 +90,16 @@ class Encoder:
         return results
 
     def _mark(self, record: Rendered, encoded: Encoded) -> MarkedTokens:
-        if isinstance(record, Pair):
+        if isinstance(record, PromptCompletion):
             ids, is_target = self._pair(record, encoded)
-        elif isinstance(record, Plain):
+        elif isinstance(record, PlainText):
             ids, is_target = self._plain(encoded.ids)
         else:
             ids, is_target = encoded.ids, _within(encoded, record.target_spans)
         is_target[:1] = False
         return MarkedTokens(ids, is_target)
 
-    def _pair(self, pair: Pair, encoded: Encoded) -> tuple[_Ids, _Flags]:
+    def _pair(self, pair: PromptCompletion, encoded: Encoded) -> tuple[_Ids, _Flags]:
         # The tokenizer's suffix ids are left out, because the text does not end here.
         head = self._head
         if self._data.loss_on == "all":
@@ -119,7 +120,7 @@ class Encoder:
         return ids, np.ones(len(ids), bool)
 
     def _ended(self, ids: _Ids) -> _Ids:
-        """Appends the end-of-sequence token if it is wanted and not there yet."""
+        """Appends the end-of-sequence token if it is configured and missing."""
         if not self._data.append_eos:
             return ids
         eos = self._tokenizer.eos_id
@@ -134,13 +135,13 @@ class Encoder:
         return np.concatenate([ids, np.array([eos], np.int32)])
 
 
-def _bordered(record: Rendered) -> BorderedText:
-    if isinstance(record, Pair):
+def _with_boundaries(record: Rendered) -> BoundaryText:
+    if isinstance(record, PromptCompletion):
         text = record.prompt + record.completion
-        return BorderedText(text, (len(record.prompt),), is_cut=True)
-    if isinstance(record, Plain):
-        return BorderedText(record.text, ())
-    return BorderedText(record.text, tuple(start for start, _ in record.target_spans))
+        return BoundaryText(text, (len(record.prompt),), is_cut=True)
+    if isinstance(record, PlainText):
+        return BoundaryText(record.text, ())
+    return BoundaryText(record.text, tuple(start for start, _ in record.target_spans))
 
 
 def _within(encoded: Encoded, spans: Iterable[Span]) -> _Flags:

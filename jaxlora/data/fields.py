@@ -14,7 +14,7 @@ from jaxlora.errors import DataError
 _log = logging.getLogger(__name__)
 
 # Fields that change the meaning of a record in common formats.
-_MEANT_FIELDS = frozenset(
+_SIGNIFICANT_FIELDS = frozenset(
     (
         "tools",
         "functions",
@@ -33,7 +33,7 @@ _MEANT_FIELDS = frozenset(
 
 
 def is_template(source: str) -> bool:
-    """Whether `source` is a template over fields, rather than a field's name."""
+    """Whether `source` is a template over fields, not the name of a field."""
     return "{{" in source
 
 
@@ -45,14 +45,14 @@ class Field:
 
     @functools.cached_property
     def names(self) -> frozenset[str]:
-        """The fields that it reads; none if a template does not parse."""
+        """Names of the fields that it reads; empty if a template does not parse."""
         if not is_template(self.source):
             return frozenset([self.source])
         (answer,) = run_task(Task(self.source), [Payload("names")])
         return frozenset([] if isinstance(answer, Failure) else answer["names"])
 
     def read(self, records: Sequence[Record]) -> list[str | DataError]:
-        """The text of each record."""
+        """Returns the text of each record, or its error."""
         if not is_template(self.source):
             return [self._read_field(record) for record in records]
         payloads = [
@@ -73,7 +73,7 @@ class Field:
         if answer.kind == "limit":
             return DataError(
                 f"the template {self.source!r} exceeds a limit: {answer.why}. Shorten "
-                "the record, or let the template do less."
+                "the record or simplify the template."
             )
         where = "does not parse" if answer.kind == "syntax" else "failed"
         return DataError(
@@ -101,29 +101,29 @@ def _names(record: Record) -> str:
 
 
 class UnusedFields:
-    """Logs, once each, fields that the user probably meant but that are not used."""
+    """Warns once about each unused field that probably should have an effect."""
 
     def __init__(self, path: str):
         self._path = path
         self._named: set[str] = set()
 
-    def look(self, records: Iterable[Record], used: Sequence[Field]) -> None:
-        """Looks for unused fields in records.
+    def check_fields(self, records: Iterable[Record], used: Sequence[Field]) -> None:
+        """Warns about unused fields of records.
 
         Args:
             records: The records.
             used: The fields that are used.
         """
-        candidates = _MEANT_FIELDS.difference(*(field.names for field in used))
+        candidates = _SIGNIFICANT_FIELDS.difference(*(field.names for field in used))
         for record in records:
             for name in candidates & record.keys():
                 if record[name] not in (None, "", [], {}):
                     self._name(name, f"the field {name!r}")
 
-    def look_at_messages(
+    def check_messages(
         self, conversations: Iterable[Conversation], keys: Sequence[str]
     ) -> None:
-        """Looks for keys in messages that the template does not use.
+        """Warns about keys of messages that the template does not use.
 
         Args:
             conversations: The messages.
@@ -140,8 +140,8 @@ class UnusedFields:
             return
         self._named.add(name)
         _log.warning(
-            "%s: %s is not used: neither the chat template nor the fields that are "
-            "read ask for it.",
+            "%s: %s is not used, because neither the chat template nor the configured "
+            "fields refer to it.",
             self._path,
             what,
         )

@@ -1,4 +1,4 @@
-"""The records of one file, read a few at a time."""
+"""Readers of data files, which read a few records at a time."""
 
 import csv
 import json
@@ -14,10 +14,10 @@ from jaxlora.errors import DataError
 
 Record = dict[str, Any]
 
-# Later code walks through records by recursion, so their depth is limited.
+# The depth of records is limited, because later code walks through them recursively.
 _DEEPEST = 100
 _BLOCK_CHARS = 2**20
-# Most characters after its own position that a JSON error may depend on.
+# A JSON error may depend on at most this many characters after its position.
 _LONGEST_LITERAL = 16
 _PARQUET_ROWS = 128
 
@@ -46,7 +46,7 @@ def _parse_line(line: bytes, where: str) -> Record | None:
     if not isinstance(record, dict):
         raise DataError(
             f"{where}: holds {_json_kind(record)}, not an object. Write one "
-            '{"field": value, ...} a line.'
+            '{"field": value, ...} per line.'
         )
     _check_depth(record, text.count("{") + text.count("["), where)
     return record
@@ -62,11 +62,11 @@ def _bad_json(error: Exception, where: str, cure: str) -> DataError:
         return DataError(f"{where}: is not valid JSON ({error}). {cure}")
     if isinstance(error, RecursionError):
         return DataError(f"{where}: is not valid JSON (nested too deep). {cure}")
-    # The only other error is that an integer has more digits than int() reads.
+    # The only other error is an integer with more digits than int() reads.
     limit = sys.get_int_max_str_digits()
     return DataError(
-        f"{where}: holds a whole number of more than {limit} digits. Write it as text, "
-        "in quotes."
+        f"{where}: holds an integer with more than {limit} digits. Write it as a "
+        "string, in quotes."
     )
 
 
@@ -75,15 +75,18 @@ def _json_kind(value: Any) -> str:
     return names.get(type(value), "null" if value is None else "a number")
 
 
-def _check_depth(record: Record, most: int, where: str) -> None:
-    """Refuses a record with too many levels.
+def _check_depth(record: Record, bound: int, where: str) -> None:
+    """Checks that a record is not nested too deeply.
 
     Args:
-        record: From JSON.
-        most: An upper bound on its levels, so that most records need no search.
-        where: Names the record in the error.
+        record: A parsed JSON object.
+        bound: An upper bound on its depth, with which most records need no search.
+        where: Describes the record in the error.
+
+    Raises:
+        DataError: The record is nested too deeply.
     """
-    if most <= _DEEPEST:
+    if bound <= _DEEPEST:
         return
     level, depth = list(record.values()), 1
     while level:
@@ -111,7 +114,7 @@ def _read_json_list(text: "_JsonText", path: Path) -> Iterator[Record]:
         text.check_end()
         raise DataError(
             f"{path}: holds {_json_kind(value)}, not a list of objects. Wrap the "
-            "records in [...], or write one a line in a .jsonl file."
+            "records in [...], or write one per line in a .jsonl file."
         )
     text.take("[")
     number, more = 0, text.peek() != "]"
@@ -132,7 +135,7 @@ def _read_json_list(text: "_JsonText", path: Path) -> Iterator[Record]:
 
 
 class _JsonText:
-    """A JSON file that is parsed piece by piece, with only one piece in memory."""
+    """A JSON file that is parsed value by value, with only one value in memory."""
 
     def __init__(self, file: IO[str], path: Path):
         self._file, self._path = file, path
@@ -141,7 +144,7 @@ class _JsonText:
         self._decoder = json.JSONDecoder()
 
     def peek(self) -> str:
-        """Returns the next character that is not white space; "" at the end."""
+        """Returns the next character that is not whitespace; "" at the end."""
         while True:
             rest = self._text[self._at : self._at + 1]
             if rest and rest not in " \t\n\r":
@@ -150,17 +153,17 @@ class _JsonText:
                 return ""
             self._at += bool(rest)
 
-    def take(self, wanted: str) -> None:
+    def take(self, expected: str) -> None:
         """Skips a character that must come next."""
-        if self.peek() != wanted:
-            reason = f"wanted {wanted!r} in line {self._line(self._at)}"
+        if self.peek() != expected:
+            reason = f"expected {expected!r} in line {self._line(self._at)}"
             raise self._error(reason, str(self._path))
         self._at += 1
 
     def check_end(self) -> None:
-        """Checks that only white space follows."""
+        """Checks that only whitespace follows."""
         if self.peek():
-            reason = f"more follows in line {self._line(self._at)}"
+            reason = f"extra data in line {self._line(self._at)}"
             raise self._error(reason, str(self._path))
 
     def take_value(self, where: str) -> Any:
@@ -174,7 +177,7 @@ class _JsonText:
                 if not self._may_be_cut(error) or not self._read_more():
                     raise self._error(reason, where) from error
             except (ValueError, RecursionError) as error:
-                raise _bad_json(error, where, "Mend the record.") from error
+                raise _bad_json(error, where, "Fix the record.") from error
             else:
                 if isinstance(value, dict):
                     text = self._text[self._at : end]
@@ -188,7 +191,7 @@ class _JsonText:
         return is_near_end or error.msg.startswith("Unterminated string")
 
     def _read_more(self) -> bool:
-        # Each read doubles the buffer, so that a long value is not parsed too often.
+        # Each read doubles the buffer, so a long value is parsed only a few times.
         more = self._file.read(max(_BLOCK_CHARS, len(self._text) - self._at))
         self._lines_before += self._text.count("\n", 0, self._at)
         self._text, self._at = self._text[self._at :] + more, 0
@@ -198,7 +201,7 @@ class _JsonText:
         return 1 + self._lines_before + self._text.count("\n", 0, position)
 
     def _error(self, reason: str, where: str) -> DataError:
-        cure = "If the file has one object a line, rename it to .jsonl."
+        cure = "If the file has one object per line, rename it to .jsonl."
         return DataError(f"{where}: is not valid JSON ({reason}). {cure}")
 
 
@@ -223,7 +226,7 @@ def arrow_rows(table: pa.RecordBatch | pa.Table, where: str) -> list[Record]:
 
     Args:
         table: The table.
-        where: Names the table in errors.
+        where: Describes the table in errors.
 
     Raises:
         DataError: Two columns have the same name, or a value has no Python equivalent.

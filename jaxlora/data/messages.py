@@ -1,4 +1,4 @@
-"""Checks a record's messages and tools and brings them into the form for templates."""
+"""Checks a record's messages and tools, and converts them for chat templates."""
 
 import dataclasses
 import json
@@ -103,7 +103,7 @@ def check_text(text: Any, what: str) -> str:
         what: Describes the value in errors.
 
     Raises:
-        DataError: The value is no such string.
+        DataError: The value is not a string, or cannot be encoded.
     """
     if not isinstance(text, str):
         raise DataError(
@@ -115,7 +115,7 @@ def check_text(text: Any, what: str) -> str:
     except UnicodeEncodeError as error:
         raise DataError(
             f"{what} holds half of a surrogate pair at character {error.start}, which "
-            "is no text. Remove it."
+            "UTF-8 cannot encode. Remove it."
         ) from error
     return text
 
@@ -157,8 +157,8 @@ def _from_speaker(message: Message) -> Message:
 def _is_trained(weight: Any, where: str) -> bool:
     if not isinstance(weight, int | float) or weight not in (0, 1):
         raise DataError(
-            f"{where} is {weight!r:.80}. Write 1 to train on the message, or 0 not to; "
-            "nothing between is supported."
+            f"{where} is {weight!r:.80}. Write 1 to train on the message or 0 not to. "
+            "Other weights are not supported."
         )
     return bool(weight)
 

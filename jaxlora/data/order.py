@@ -1,4 +1,4 @@
-"""Which samples make up each global batch of a job, as a function of the step alone."""
+"""Computes the samples of a job's global batch from the number of its step."""
 
 import dataclasses
 import math
@@ -15,16 +15,17 @@ class JobOrder:
     """The order in which one job sees its samples.
 
     An epoch is a permutation of all samples, cut into global batches; its last batch
-    may be smaller and is kept. Nothing is remembered between batches, so the job's
-    position in its data is its step.
+    may be smaller and is kept. There is no state between batches, so the step of the
+    job is its whole position in the data.
 
     Attributes:
-        num_samples: Samples of the job.
-        batch_size: Samples in a global batch.
-        seed: The job's seed.
-        shuffle: Permute the samples anew in each epoch; else keep their order.
-        epochs: Passes over the data; used when `steps` is None.
-        steps: Optimiser steps.
+        num_samples: Number of samples of the job.
+        batch_size: Number of samples in a global batch.
+        seed: Seed of the job.
+        shuffle: Whether each epoch has another permutation of the samples. Otherwise
+            they keep their order.
+        epochs: Number of passes over the data; used if `steps` is None.
+        steps: Number of optimizer steps.
     """
 
     num_samples: int
@@ -46,18 +47,18 @@ class JobOrder:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Global batches that it takes to see each sample once."""
+        """Number of global batches in an epoch."""
         return math.ceil(self.num_samples / self.batch_size)
 
     @property
     def num_steps(self) -> int:
-        """Optimiser steps of the whole job."""
+        """Number of optimizer steps of the job."""
         if self.steps is not None:
             return self.steps
         return max(1, math.ceil(self.epochs * self.batches_per_epoch - _ROUNDING))
 
     def batch(self, step: int) -> Int[np.ndarray, " B"]:
-        """Indices of the samples of global batch `step`, counted from 0."""
+        """Returns the indices of the samples of global batch `step`, from 0."""
         if not 0 <= step < self.num_steps:
             raise ValueError(f"{step=} must be in [0, {self.num_steps}).")
         epoch, batch = divmod(step, self.batches_per_epoch)

@@ -13,20 +13,21 @@ from jaxlora.data.samples import TokenizedSample
 from jaxlora.scheduler import Limits, Microbatch, Sample
 
 
-@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@typing.no_type_check  # JAX also instantiates it with objects that are not arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """Token rows of several jobs, each job's in whole token blocks.
+    """Token rows of several jobs. The rows of a job fill a whole number of blocks.
 
     Attributes:
-        token_ids: Tokens; 0 in padding.
-        positions: Position of each token in its own sample.
-        segment_ids: Which sample of the row a token belongs to; -1 in padding.
-        labels: The token that each row should predict: the next of its sample.
-        loss_weight: Weight of each row's loss; 0 where nothing is predicted.
-        token_index: The token's index in its job's global batch.
-        block_adapter: Slot of each token block; -1 for padding.
+        token_ids: Token ids; 0 in padding rows.
+        positions: Position of each token in its sample.
+        segment_ids: Index of the sample that each row belongs to; -1 in padding rows.
+        labels: The token that each row should predict, which is the next one of its
+            sample.
+        loss_weight: Weight of each row's loss; 0 for rows without a target.
+        token_index: Index of each token in the global batch of its job.
+        block_adapter: Slot of each token block; -1 for padding blocks.
     """
 
     token_ids: Int[Array, " T"]
@@ -43,11 +44,11 @@ class JobBatch:
     """One global batch of one job.
 
     Attributes:
-        slot: The job's slot.
-        step: The job's optimiser step that it feeds.
-        samples: Its samples, in the job's own order.
-        weight: Weight of each target token's loss: 1 / target tokens of the batch to
-            train, 1 to sum.
+        slot: Slot of the job.
+        step: Number of the job's optimizer step that uses this batch.
+        samples: Samples of the batch, in the order of the job.
+        weight: Weight of each target token's loss: the reciprocal of the number of
+            target tokens for training, 1 for a sum.
     """
 
     slot: int
@@ -57,16 +58,16 @@ class JobBatch:
 
     @property
     def num_target_tokens(self) -> int:
-        """Tokens of the batch whose loss counts."""
+        """Number of tokens that are trained on or evaluated."""
         return sum(int(s.is_target.sum()) for s in self.samples)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the batch."""
+        """Number of tokens in the batch."""
         return sum(len(s.token_ids) for s in self.samples)
 
     def to_schedule(self) -> list[Sample]:
-        """The batch as the scheduler sees it; jobs are named by slot."""
+        """Converts the batch to scheduler samples, with the slot as the job number."""
         return [
             Sample(job=self.slot, batch=self.step, index=i, num_tokens=len(s.token_ids))
             for i, s in enumerate(self.samples)
@@ -74,7 +75,7 @@ class JobBatch:
 
     @functools.cached_property
     def starts(self) -> np.ndarray:
-        """Index of each sample's first token in the global batch."""
+        """Index in the global batch of each sample's first token."""
         lengths = [len(s.token_ids) for s in self.samples]
         return np.cumsum([0, *lengths[:-1]])
 
@@ -106,54 +107,55 @@ def pack_microbatch(
     """Packs a microbatch into `limits.capacity` rows and starts their upload.
 
     Args:
-        microbatch: Samples; those of one job are adjacent.
-        batches: Global batch of each slot in the microbatch. The rows of a slot that is
-            missing here become padding.
+        microbatch: The samples; those of one job are adjacent.
+        batches: Global batch of each slot in the microbatch. If a slot is missing, its
+            rows become padding.
         limits: Capacity and block size.
     """
-    c, block = limits.capacity, limits.block_tokens
-    held: list[tuple[int, int, JobBatch, TokenizedSample]] = []
-    at = 0
+    num_rows, block = limits.capacity, limits.block_tokens
+    # Each sample with its number, its first row and its global batch.
+    packed: list[tuple[int, int, JobBatch, TokenizedSample]] = []
+    row = 0
     for number, sample in enumerate(microbatch):
         if number and sample.job != microbatch[number - 1].job:
-            at = limits.padded(at)
+            row = limits.padded(row)
         batch = batches.get(sample.job)
         if batch is not None:
-            held.append((number, at, batch, batch.samples[sample.index]))
-        at += sample.num_tokens
-    lengths = np.array([len(tokens.token_ids) for *_, tokens in held])
+            packed.append((number, row, batch, batch.samples[sample.index]))
+        row += sample.num_tokens
+    lengths = np.array([len(tokens.token_ids) for *_, tokens in packed])
 
     def by_token(values, dtype=np.int32) -> np.ndarray:
         return np.repeat(np.array(list(values), dtype), lengths)
 
     ends = np.cumsum(lengths)
     positions = np.arange(ends[-1], dtype=np.int32) - by_token(ends - lengths)
-    t = by_token(first for _, first, _, _ in held) + positions
+    rows = by_token(first for _, first, _, _ in packed) + positions
 
-    def rows(values: np.ndarray, empty: int = 0) -> np.ndarray:
-        out = np.full(c, empty, values.dtype)
-        out[t] = values
+    def to_rows(values: np.ndarray, padding: int = 0) -> np.ndarray:
+        out = np.full(num_rows, padding, values.dtype)
+        out[rows] = values
         return out
 
-    def of_next(values: np.ndarray) -> np.ndarray:
-        """Shifts values to the next token of the sample; 0 for the sample's last."""
+    def next_in_sample(values: np.ndarray) -> np.ndarray:
+        """Returns the value of each token's successor; 0 for the last of a sample."""
         out = np.roll(values, -1)
         out[ends - 1] = 0
         return out
 
-    token_ids = np.concatenate([tokens.token_ids for *_, tokens in held])
-    is_target = np.concatenate([tokens.is_target for *_, tokens in held])
-    weight = by_token((batch.weight for _, _, batch, _ in held), np.float32)
-    starts = (batch.starts[microbatch[n].index] for n, _, batch, _ in held)
-    block_adapter = np.full(c // block, -1, np.int32)
-    block_adapter[t // block] = by_token(batch.slot for _, _, batch, _ in held)
+    token_ids = np.concatenate([tokens.token_ids for *_, tokens in packed])
+    is_target = np.concatenate([tokens.is_target for *_, tokens in packed])
+    weight = by_token((batch.weight for _, _, batch, _ in packed), np.float32)
+    starts = (batch.starts[microbatch[n].index] for n, _, batch, _ in packed)
+    block_adapter = np.full(num_rows // block, -1, np.int32)
+    block_adapter[rows // block] = by_token(batch.slot for _, _, batch, _ in packed)
     arrays = {
-        "token_ids": rows(token_ids),
-        "positions": rows(positions),
-        "segment_ids": rows(by_token(number for number, *_ in held), empty=-1),
-        "labels": rows(of_next(token_ids)),
-        "loss_weight": rows(of_next(is_target) * weight),
-        "token_index": rows(by_token(starts) + positions),
+        "token_ids": to_rows(token_ids),
+        "positions": to_rows(positions),
+        "segment_ids": to_rows(by_token(number for number, *_ in packed), padding=-1),
+        "labels": to_rows(next_in_sample(token_ids)),
+        "loss_weight": to_rows(next_in_sample(is_target) * weight),
+        "token_index": to_rows(by_token(starts) + positions),
         "block_adapter": block_adapter,
     }
     return PackedBatch(**jax.device_put(arrays))

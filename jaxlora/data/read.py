@@ -1,4 +1,4 @@
-"""A job's records, from a file, a saved dataset or the Hugging Face hub."""
+"""Reads a job's records from a file, a saved dataset or the Hugging Face hub."""
 
 import contextlib
 import dataclasses
@@ -18,12 +18,12 @@ _DATASET_ROWS = 128
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Records:
-    """Records that can be read more than once and are never all in memory.
+    """Records that can be read several times and are never all in memory.
 
     Attributes:
-        path: Path or dataset id, as the user gave it.
-        read: Starts reading at the first record.
-        limit: Number of records to read; None: all.
+        path: Path or dataset id, as given by the user.
+        read: Returns an iterator that starts at the first record.
+        limit: Maximum number of records to read; None reads all.
     """
 
     path: str
@@ -91,8 +91,8 @@ def _os_errors(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"{path}: cannot be read: {error.strerror or error}. Check that the path "
-            "is right, that you may read it, and that the disk is well."
+            f"{path}: cannot be read: {error.strerror or error}. Check the path, its "
+            "permissions, and the disk."
         ) from error
 
 
@@ -192,7 +192,7 @@ def _open_hub(data: DataConfig) -> Callable[[], Iterator[Record]]:
         if any(os.environ.get(k) for k in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")):
             hint = " Offline mode is on (HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set)."
         raise DataError(
-            f"{data.path}: is no file or folder here, and could not be loaded as a "
+            f"{data.path}: is not a local file or folder, and could not be loaded as a "
             f"dataset from the hub (revision={data.revision!r}, "
             f"subset={data.subset!r}, split={data.split!r}; "
             f"{type(error).__name__}: {error}).{hint} Correct data.path, "

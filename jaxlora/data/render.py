@@ -1,4 +1,4 @@
-"""Renders records as text, and marks which characters are to be learned."""
+"""Renders records as text, and marks the target characters."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ _FIELDS: dict[Kind, tuple[str, ...]] = {
     "text": ("text",),
 }
 # Keys that change the meaning of a message, if the chat template reads them.
-_MEANT_KEYS = (
+_SIGNIFICANT_KEYS = (
     "tool_calls",
     "function_call",
     "reasoning_content",
@@ -42,26 +42,26 @@ _MEANT_KEYS = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Pair:
-    """A prompt, and the completion to be learned."""
+class PromptCompletion:
+    """A prompt, and the completion that is trained on."""
 
     prompt: str
     completion: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plain:
-    """Text to be learned as a whole."""
+class PlainText:
+    """A text that is trained on completely."""
 
     text: str
 
 
-Rendered = Pair | Chat | Plain
+Rendered = PromptCompletion | Chat | PlainText
 Renderer = Callable[[Sequence[Record]], "list[Rendered | DataError]"]
 
 
 def make_renderer(
-    data: DataConfig, first: Record, tokenizer: Tokenizer, *, names_unused: bool = True
+    data: DataConfig, first: Record, tokenizer: Tokenizer, *, warn_unused: bool = True
 ) -> Renderer:
     """Chooses how records become text.
 
@@ -69,7 +69,7 @@ def make_renderer(
         data: The user's settings for the records.
         first: The first record; its fields decide the kind if `data.kind` is `auto`.
         tokenizer: Holds the chat template.
-        names_unused: Whether to log, once each, fields that the user probably meant but
+        warn_unused: Whether to log, once each, fields that the user probably meant but
             that are not used.
 
     Returns:
@@ -91,12 +91,12 @@ def make_renderer(
             f"system={data.system!r} is used only with data.chat. Set data.chat to "
             "true, or remove data.system."
         )
-    unused = UnusedFields(data.path) if names_unused else None
+    unused = UnusedFields(data.path) if warn_unused else None
     if kind == "text":
         return _TextRenderer(data, unused)
     if kind == "messages" or data.chat:
         return _ChatRenderer(data, kind, tokenizer, unused)
-    return _PairRenderer(data, unused)
+    return _PromptCompletionRenderer(data, unused)
 
 
 def has_kind(data: DataConfig, record: Record) -> bool:
@@ -131,7 +131,7 @@ def choose_kind(data: DataConfig, first: Record) -> Kind:
             "Set data.kind to the one that is meant."
         )
     raise DataError(
-        f"records have the fields {found}; wanted are {data.prompt!r} and "
+        f"records have the fields {found}; expected {data.prompt!r} and "
         f"{data.completion!r}, or {data.messages!r}, or {data.text!r}. Name the fields "
         "in data.prompt and data.completion, data.messages or data.text."
     )
@@ -154,19 +154,19 @@ class _TextRenderer:
 
     def __call__(self, records: Sequence[Record]) -> list[Rendered | DataError]:
         if self._unused is not None:
-            self._unused.look(records, [self._text])
+            self._unused.check_fields(records, [self._text])
         texts = self._text.read(records)
-        return [t if isinstance(t, DataError) else Plain(t) for t in texts]
+        return [t if isinstance(t, DataError) else PlainText(t) for t in texts]
 
 
-class _PairRenderer:
+class _PromptCompletionRenderer:
     def __init__(self, data: DataConfig, unused: UnusedFields | None):
         self._prompt, self._completion = Field(data.prompt), Field(data.completion)
         self._unused = unused
 
     def __call__(self, records: Sequence[Record]) -> list[Rendered | DataError]:
         if self._unused is not None:
-            self._unused.look(records, self.fields)
+            self._unused.check_fields(records, self.fields)
         return list(self.pairs(records))
 
     @property
@@ -174,7 +174,7 @@ class _PairRenderer:
         """The fields that the renderer reads."""
         return [self._prompt, self._completion]
 
-    def pairs(self, records: Sequence[Record]) -> list[Pair | DataError]:
+    def pairs(self, records: Sequence[Record]) -> list[PromptCompletion | DataError]:
         """The prompt and completion of each record."""
         prompts = self._prompt.read(records)
         completions = self._completion.read(records)
@@ -190,7 +190,7 @@ class _PairRenderer:
                 f"completion {self._completion.source!r} is empty, so there is nothing "
                 "to learn. Remove the record."
             )
-        return Pair(prompt, completion)
+        return PromptCompletion(prompt, completion)
 
 
 class _ChatRenderer:
@@ -206,12 +206,12 @@ class _ChatRenderer:
         self._data = data
         self._chat = tokenizer.chat
         is_wrapped = kind == "prompt_completion"
-        self._pairs = _PairRenderer(data, None) if is_wrapped else None
+        self._pairs = _PromptCompletionRenderer(data, None) if is_wrapped else None
         self._is_columnar = Path(data.path).suffix not in (".jsonl", ".json")
         self._has_tools = "tools" in self._chat.variables
         self._fields = [Field("tools")] if self._has_tools else []
         self._fields += self._pairs.fields if self._pairs else [Field(data.messages)]
-        self._unused_keys = [k for k in _MEANT_KEYS if not self._chat.mentions(k)]
+        self._unused_keys = [k for k in _SIGNIFICANT_KEYS if not self._chat.mentions(k)]
         self._unused = unused
 
     def __call__(self, records: Sequence[Record]) -> list[Rendered | DataError]:
@@ -222,8 +222,8 @@ class _ChatRenderer:
         read = list(map(self._with_tools, read, records))
         good = [c for c in read if not isinstance(c, DataError)]
         if self._unused is not None:
-            self._unused.look(records, self._fields)
-            self._unused.look_at_messages(good, self._unused_keys)
+            self._unused.check_fields(records, self._fields)
+            self._unused.check_messages(good, self._unused_keys)
         chats = iter(self._chat.render_all(good, self._data.loss_on))
         return [c if isinstance(c, DataError) else _checked(next(chats)) for c in read]
 
@@ -246,7 +246,7 @@ class _ChatRenderer:
                     )
         return conversation
 
-    def _wrap(self, pair: Pair | DataError) -> Conversation | DataError:
+    def _wrap(self, pair: PromptCompletion | DataError) -> Conversation | DataError:
         if isinstance(pair, DataError):
             return pair
         system = self._data.system

@@ -28,8 +28,8 @@ class TokenizedSample:
 
     Attributes:
         token_ids: The sample's tokens.
-        is_target: Whether each token is to be predicted and counts in the loss. Nothing
-            predicts the first token, so it is never a target.
+        is_target: Whether each token is a target of the loss. The first token is never
+            one, because there is no token before it to predict it.
     """
 
     token_ids: Int32[np.ndarray, " T"]
@@ -76,7 +76,7 @@ class Samples(Sequence[TokenizedSample]):
         return _sample(self.tokens[self.offsets[index] : self.offsets[index + 1]])
 
     def __iter__(self) -> Iterator[TokenizedSample]:
-        # Samples are converted many at once, as the overhead per call exceeds the work.
+        # Samples are converted in groups, because the overhead per call is high.
         for number in range(0, len(self), _READ_SAMPLES):
             offsets = self.offsets[number : number + _READ_SAMPLES + 1]
             whole = _sample(self.tokens[offsets[0] : offsets[-1]])
@@ -153,7 +153,7 @@ class SampleWriter:
         self._parts.clear()
 
     def finish(self) -> Samples:
-        """The samples, of which there must be at least one."""
+        """Returns the samples, of which there must be at least one."""
         self._store()
         offsets = np.array(self._offsets, np.int64)
         if self._file is None:

@@ -41,16 +41,17 @@ class TokenizedData:
     """One job's samples for training or for evaluation.
 
     Attributes:
-        source: The path of the records.
+        source: Path of the records.
         samples: The samples, in the order of the records. `tokenize_job` returns
-            `Samples`, which hold millions in little memory.
+            `Samples`, which hold millions of samples in little memory.
         max_length: Longest allowed sample, in tokens.
-        num_records: Records read; each became a sample or was left out.
-        num_truncated: Samples that were cut to `max_length`.
-        num_dropped: Records left out because they were longer than `max_length`.
-        num_without_target: Records left out because they have no target token within
-            `max_length`.
-        num_bad: Records left out because they cannot be used (`data.bad_records`).
+        num_records: Number of records, each of which became a sample or was dropped.
+        num_truncated: Samples that were truncated to `max_length`.
+        num_dropped: Records that were dropped because they exceed `max_length`.
+        num_without_target: Records that were dropped because they have no target token
+            within `max_length`.
+        num_bad: Records that were dropped because they are invalid
+            (`data.bad_records`).
     """
 
     source: str
@@ -82,7 +83,7 @@ class TokenizedData:
         return sum(int(s.is_target.sum()) for s in self.samples)
 
     def summary(self) -> str:
-        """Describes in one line the size of the data and what was cut or left out."""
+        """Describes the size of the data and the dropped records in one line."""
         line = (
             f"{self.source}: {len(self.samples)} samples, {self.num_tokens} tokens, "
             f"{self.num_target_tokens} of them to predict"
@@ -118,18 +119,18 @@ def tokenize_job(
         DataError: A record cannot be used (the error names it), or none is left.
         ModelError: The records are chats, and the tokenizer has no chat template.
     """
-    data, side = _read_side(job, which)
+    data, split = _read_split(job, which)
     encode = Encoder(data, tokenizer, job.max_length)
     try:
         # Held-out records of the same file have the same fields as those to train on.
         is_same_file = which == "eval" and data is job.data
         render = make_renderer(
-            data, _typical(data, side), tokenizer, names_unused=not is_same_file
+            data, _representative(data, split), tokenizer, warn_unused=not is_same_file
         )
     except DataError as error:
         raise DataError(f"{data.path}: {error}") from error
-    cut, bad = _Cutter(job, data.path), BadRecords(data)
-    for chunk in _chunks(side):
+    cut, bad = _LengthLimiter(job, data.path), BadRecords(data)
+    for chunk in _chunks(split):
         numbers, records = zip(*chunk, strict=True)
         rendered = render(records)
         wholes = map(encode.is_whole, rendered)
@@ -143,18 +144,18 @@ def tokenize_job(
     return cut.finish(bad)
 
 
-def _typical(data: DataConfig, side: "_Side") -> Record:
-    """Returns the record that determines the kind: the first that is not bad."""
-    _, first = next(iter(side))
+def _representative(data: DataConfig, split: "_Split") -> Record:
+    """Returns the record that determines the kind: the first valid one."""
+    _, first = next(iter(split))
     if data.bad_records == "error":
         return first
-    return next((record for _, record in side if has_kind(data, record)), first)
+    return next((record for _, record in split if has_kind(data, record)), first)
 
 
 def _chunks(
     numbered: Iterable[tuple[int, Record]],
 ) -> Iterator[list[tuple[int, Record]]]:
-    """Groups records into chunks that are rendered at once and hold little text."""
+    """Groups records into chunks that are rendered together and hold little text."""
     chunk: list[tuple[int, Record]] = []
     num_chars = 0
     for item in numbered:
@@ -176,46 +177,46 @@ def _num_chars(value: Any) -> int:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Side:
+class _Split:
     """The training records or the held-out ones; they can be read more than once.
 
     Attributes:
         records: All records of the data.
-        wanted: Whether each record is on this side; None: all are.
+        is_included: Whether each record is in this split; None: all of them are.
     """
 
     records: Records
-    wanted: _Flags | None = None
+    is_included: _Flags | None = None
 
     def __iter__(self) -> Iterator[tuple[int, Record]]:
-        """The records of this side, each with its number, from 1."""
-        if self.wanted is None:
+        """Yields the records of this split with their numbers, which start at 1."""
+        if self.is_included is None:
             yield from enumerate(self.records, start=1)
             return
-        number = 0
+        number, num_records = 0, len(self.is_included)
         for number, record in enumerate(self.records, start=1):
-            if number <= len(self.wanted) and self.wanted[number - 1]:
+            if number <= num_records and self.is_included[number - 1]:
                 yield number, record
-        if number != len(self.wanted):
+        if number != num_records:
             raise DataError(
-                f"{self.records.path}: held {len(self.wanted)} records, and {number} "
-                "when it was read again. Do not change the data while they are read."
+                f"{self.records.path}: held {num_records} records, and {number} when "
+                "it was read again. Do not change the data while they are read."
             )
 
 
-def _read_side(job: LoraJob, which: str) -> tuple[DataConfig, _Side]:
-    """Returns the records of one side, and the settings that they are read with."""
+def _read_split(job: LoraJob, which: str) -> tuple[DataConfig, _Split]:
+    """Returns the records of one split, and the settings for reading them."""
     if which == "eval" and job.eval_data is not None:
-        return job.eval_data, _Side(open_records(job.eval_data))
+        return job.eval_data, _Split(open_records(job.eval_data))
     if which == "eval" and job.eval_fraction == 0:
         raise DataError(
             f"job {job.name!r} has no held-out records. Set eval_data or eval_fraction."
         )
     records = open_records(job.data)
     if job.eval_fraction == 0:
-        return job.data, _Side(records)
+        return job.data, _Split(records)
     is_held_out = _choose_held_out(job, sum(1 for _ in records))
-    return job.data, _Side(records, is_held_out == (which == "eval"))
+    return job.data, _Split(records, is_held_out == (which == "eval"))
 
 
 def _choose_held_out(job: LoraJob, num_records: int) -> _Flags:
@@ -234,8 +235,8 @@ def _choose_held_out(job: LoraJob, num_records: int) -> _Flags:
     return is_held_out
 
 
-class _Cutter:
-    """Applies `too_long` to samples, and counts and logs how many were affected."""
+class _LengthLimiter:
+    """Applies `too_long` to samples, and counts the affected ones."""
 
     def __init__(self, job: LoraJob, path: str):
         self._job = job
@@ -243,15 +244,18 @@ class _Cutter:
         self._samples = SampleWriter(path)
         self._num_records = 0
         self._num_truncated = self._num_dropped = self._num_without_target = 0
-        self._told_at, self._num_told = time.monotonic(), 0
+        self._logged_at, self._num_logged = time.monotonic(), 0
 
     def add(self, number: int, sample: TokenizedSample, *, is_whole: bool) -> None:
-        """Takes the sample of record `number`, cuts it, or leaves it out.
+        """Adds the sample of a record, truncates it, or drops it.
 
         Args:
             number: Number of the record, from 1.
-            sample: All tokens of the record, or more than `max_length` of them.
-            is_whole: Whether the sample is certain to have all tokens.
+            sample: All tokens of the record, or at least `max_length` + 1 of them.
+            is_whole: Whether the sample is known to have all tokens.
+
+        Raises:
+            DataError: The sample is too long, and `too_long` is `error`.
         """
         self._num_records += 1
         limit = self._job.max_length
@@ -267,7 +271,7 @@ class _Cutter:
             self._num_dropped += 1
             return
         if length > limit:
-            # The arrays are copied, so that the long ones are freed.
+            # The arrays are copied so that the long ones can be freed.
             sample = TokenizedSample(
                 sample.token_ids[:limit].copy(), sample.is_target[:limit].copy()
             )
@@ -279,11 +283,11 @@ class _Cutter:
 
     def log_progress(self) -> None:
         """Logs the progress at intervals."""
-        since = self._num_records - self._num_told
+        since = self._num_records - self._num_logged
         now = time.monotonic()
-        if since < _LOG_RECORDS and now - self._told_at < _LOG_SECONDS:
+        if since < _LOG_RECORDS and now - self._logged_at < _LOG_SECONDS:
             return
-        self._told_at, self._num_told = now, self._num_records
+        self._logged_at, self._num_logged = now, self._num_records
         logger.info(
             "%s: %s records read so far, %s tokens",
             self._path,
@@ -292,7 +296,11 @@ class _Cutter:
         )
 
     def finish(self, bad: BadRecords) -> TokenizedData:
-        """The samples that are left."""
+        """Returns the samples that were not dropped.
+
+        Raises:
+            DataError: All records were dropped.
+        """
         num_records = self._num_records + bad.num
         if not len(self._samples):
             raise DataError(

@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer folder, read without transformers."""
+"""Loads the tokenizer of a Hugging Face model without transformers."""
 
 import contextlib
 import datetime
@@ -42,13 +42,13 @@ class Encoded(NamedTuple):
 
 
 class Tokenizer:
-    """Text to token ids and back, and a model's chat template.
+    """A tokenizer, with the model's chat template.
 
-    Only the post-processor of tokenizer.json decides which special tokens go around a
-    text, as in transformers 5: `add_bos_token` and `add_eos_token` of
-    tokenizer_config.json have no effect (a contradiction is logged as a warning).
-    Special tokens that are spelled out in a text are encoded as such, as in
-    transformers.
+    As in transformers 5, only the post-processor of tokenizer.json decides which
+    special tokens go around a text. `add_bos_token` and `add_eos_token` of
+    tokenizer_config.json have no effect, and a contradiction is logged as a warning.
+    As in transformers, special tokens that are spelled out in a text are encoded as
+    special tokens.
 
     Attributes:
         bos_token, eos_token, pad_token: Their texts, or None.
@@ -96,8 +96,8 @@ class Tokenizer:
         if not 0 < self.vocab_size <= 2**31:
             raise ModelError(
                 f"{source}: the largest token id of tokenizer.json is "
-                f"{self.vocab_size - 1}; wanted one that 32 bits hold, and at least "
-                "one token. Fetch the file again."
+                f"{self.vocab_size - 1}; expected a 32-bit integer, and at least one "
+                "token. Fetch the file again."
             )
         backend.no_truncation()
         backend.no_padding()
@@ -132,7 +132,7 @@ class Tokenizer:
         texts = list(texts)
         with self._wrap_panics():
             encodings = self._backend.encode_batch(texts, add_special_tokens=False)
-        # One array holds all texts, because making arrays for each would dominate.
+        # One array holds all texts, because an array for each text would be slow.
         flat = itertools.chain.from_iterable
         ids = np.fromiter(flat(e.ids for e in encodings), np.int32)
         places = np.fromiter(flat(flat(e.offsets for e in encodings)), np.int32)

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face tokenizer, each value checked before it is used."""
+"""Reads the files of a Hugging Face tokenizer, and checks their values."""
 
 import re
 from pathlib import Path
@@ -96,7 +96,7 @@ def _text(config: dict[str, Any], key: str, folder: Path) -> str | None:
         return text
     raise ModelError(
         f"{folder}: {key} is {shown(token)} in tokenizer_config.json or "
-        "special_tokens_map.json; wanted a text, an object with its content, or null."
+        "special_tokens_map.json; expected a string, an object with content, or null."
     )
 
 
@@ -107,8 +107,8 @@ def _eos_of_model(folder: Path, backend) -> dict[str, str]:
         is_id = isinstance(first, int) and not isinstance(first, bool)
         if first is not None and not (is_id and 0 <= first < 2**31):
             raise ModelError(
-                f"{folder / name}: eos_token_id is {shown(ids)}; wanted the id of a "
-                "token, or a list of ids."
+                f"{folder / name}: eos_token_id is {shown(ids)}; expected the id of a "
+                "token or a list of ids."
             )
         text = None if first is None else backend.id_to_token(first)
         if text is not None:
@@ -146,6 +146,6 @@ def load_template(folder: Path, config: dict[str, Any]) -> Any:
     if template is not None and not all(isinstance(text, str) for text in texts):
         raise ModelError(
             f"{folder / 'tokenizer_config.json'}: chat_template is {shown(given)}; "
-            "wanted a text, or a list of objects with a name and a template."
+            "expected a string, or a list of objects with a name and a template."
         )
     return template

@@ -1,4 +1,4 @@
-"""Run files, data, templates over records, and regular expressions."""
+"""Kinds of inputs: run files, data, templates over records, regular expressions."""
 
 import json
 import pathlib
@@ -148,7 +148,7 @@ _COLUMNS = (
 
 
 def damage_parquet(content: bytes, rng: random.Random) -> Damage:
-    """Columns of other types, or other bytes."""
+    """Changes the types of columns, or bytes."""
     if rng.random() < 0.6:
         return damage_bytes(content, rng)
     table = pyarrow.parquet.read_table(pa.BufferReader(content))
@@ -186,7 +186,7 @@ def damage_regex_file(content: bytes, rng: random.Random) -> Damage:
 
 
 def read_regex(folder: pathlib.Path) -> None:
-    """As targets, as exclusions and as a pattern's key."""
+    """Uses the expressions as targets, as exclusions and as the key of a pattern."""
     expression = (folder / "regex").read_bytes().decode("utf-8", "surrogatepass")
     names = linear_names(model_config(tiny.CONFIG))
     job = {"name": "regex", "data": {"path": "a"}}

@@ -1,4 +1,4 @@
-"""The tiny model as a GGUF file."""
+"""Writes the tiny model as a GGUF file."""
 
 import pathlib
 

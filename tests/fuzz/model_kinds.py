@@ -1,4 +1,4 @@
-"""Kinds of files in folders of models and adapters, and GGUF files."""
+"""Kinds of inputs: files in folders of models and adapters, and GGUF files."""
 
 import json
 import pathlib
@@ -66,7 +66,7 @@ def make_model(folder: pathlib.Path) -> None:
 
 
 def make_shards(folder: pathlib.Path) -> None:
-    """Two files and an index."""
+    """Writes a checkpoint of two files and an index."""
     model = tiny.write_model(folder / "model")
     weights = {
         name: array.astype(ml_dtypes.bfloat16)
@@ -82,7 +82,7 @@ def make_shards(folder: pathlib.Path) -> None:
 
 
 def read_models(folder: pathlib.Path) -> None:
-    """All of them: only one is damaged, and reading one takes little time."""
+    """Reads all of them, as only one is damaged and each takes little time."""
     for model in sorted(path for path in folder.iterdir() if path.is_dir()):
         inspect_path(str(model), quiet())
         load_model(model, dtype="float32")
@@ -126,7 +126,7 @@ def read_adapter(folder: pathlib.Path) -> None:
 
 
 def damage_json_or_weights(content: bytes, rng: random.Random) -> Damage:
-    """By what the file holds."""
+    """Chooses the damage by the contents of the file."""
     function = damage_json if content[:1] == b"{" else damage_safetensors
     return function(content, rng)
 

@@ -1,4 +1,4 @@
-"""Damage done to files: to their bytes, and to a value within what they say."""
+"""Functions that damage the bytes of a file, or a value in its contents."""
 
 import copy
 import json
@@ -134,7 +134,7 @@ def swap(content: bytes, rng: random.Random) -> bytes:
 
 
 def replace(content: bytes, rng: random.Random) -> bytes:
-    """The whole of it, by something else."""
+    """Replaces the complete contents."""
     text = content.decode("latin-1")
     return rng.choice(
         (
@@ -172,7 +172,7 @@ _BYTES: tuple[Callable[[bytes, random.Random], bytes], ...] = (
 
 
 def _place(content: bytes, rng: random.Random) -> int:
-    """Somewhere in it; as often as not near its start or end, where headers are."""
+    """Chooses a position; half of them are near the start or end, as headers are."""
     if not content:
         return 0
     near = min(len(content), 200)
@@ -240,7 +240,7 @@ def _places(value: Any, path: tuple) -> Any:
 
 
 def to_json(value: Any) -> bytes:
-    """JSON text, also of values that json.dumps cannot write."""
+    """Writes JSON text, also of values that json.dumps cannot write."""
     text = json.dumps(value)
     for key, odd in _TEXTS.items():
         text = text.replace(json.dumps(key), odd)
@@ -270,7 +270,7 @@ def damage_lines(content: bytes, rng: random.Random) -> Damage:
 
 
 def damage_safetensors(content: bytes, rng: random.Random) -> Damage:
-    """Changes a value of the header, whose length is told again; or bytes."""
+    """Changes a value of the header and updates its length, or changes bytes."""
     if rng.random() < 0.5:
         return damage_bytes(content, rng)
     size = int.from_bytes(content[:8], "little")

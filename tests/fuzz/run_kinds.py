@@ -1,4 +1,4 @@
-"""Kinds of files in the folder of a run."""
+"""Kinds of inputs: files in the folder of a run."""
 
 import contextlib
 import json
@@ -42,7 +42,7 @@ def run_config(folder: pathlib.Path) -> RunConfig:
 
 @contextlib.contextmanager
 def without_computing(**windows_methods) -> Iterator[None]:
-    """Nothing is compiled, no step is taken, and no picture is drawn."""
+    """Replaces compilation, training steps and plots by stubs."""
     with contextlib.ExitStack() as patches:
         for name, function in windows_methods.items():
             patch = mock.patch.object(windows.Windows, name, function)
@@ -67,7 +67,7 @@ def train(folder: pathlib.Path, **options) -> None:
 
 
 def make_run(folder: pathlib.Path) -> None:
-    """A run that was interrupted: one job trains, and one waits."""
+    """Writes the folder of an interrupted run with a training and a waiting job."""
     make_model(folder)
     make_records("a.jsonl", PAIRS)(folder)
 
@@ -108,7 +108,7 @@ def read_metrics(folder: pathlib.Path) -> None:
 
 
 def damage_any(content: bytes, rng: random.Random) -> Damage:
-    """A value, where the file is JSON or lines of it, or bytes."""
+    """Changes a value if the file is JSON or JSON lines, or bytes otherwise."""
     for damage in (damage_json, damage_lines):
         try:
             return damage(content, rng)

@@ -1,11 +1,11 @@
-"""Damaged inputs end in the library's own errors, soon, and in words that help.
+"""Tests that damaged inputs quickly raise the library's own errors, with clear texts.
 
-Each case damages one file in a way that its seed decides. To see one kind again:
+Each case damages one file in a way that depends on the seed. To run one kind:
 
     pytest tests/fuzz -k parquet
 
-`FUZZ_CASES=1000` tries so many cases of each kind, `FUZZ_SEED=7` others, and
-`FUZZ_SHOWN=99` shows more of the faults.
+`FUZZ_CASES=1000` sets the number of cases of each kind, `FUZZ_SEED=7` the seed, and
+`FUZZ_SHOWN=99` the number of faults in the report.
 """
 
 import contextlib
@@ -26,15 +26,15 @@ from jaxlora import JaxloraError
 from tests.fuzz import data_kinds, model_kinds, run_kinds
 from tests.fuzz.kind import Kind
 
-_SECONDS = 20.0  # for one case, which takes some milliseconds
-_MOST_BYTES = 2**30  # more memory than before a kind's first case
+_SECONDS = 20.0  # limit of one case, which usually takes a few milliseconds
+_MOST_BYTES = 2**30  # limit of the memory that the cases of one kind may add
 _KINDS = data_kinds.KINDS | model_kinds.KINDS | run_kinds.KINDS
 _SEED = int(os.environ.get("FUZZ_SEED", "0"))
 _SHOWN = int(os.environ.get("FUZZ_SHOWN", "8"))
 
 
 class TooSlow(BaseException):
-    """No Exception, so that nothing under test takes it for its own."""
+    """It is not an Exception, so the code under test does not catch it."""
 
 
 @pytest.mark.parametrize("name", _KINDS)
@@ -44,7 +44,7 @@ def test_damaged_inputs(name, tmp_path):
     folder.mkdir()
     kind.make(folder)
     shutil.copytree(folder, whole)
-    kind.read(folder)  # what is whole can be read
+    kind.read(folder)  # undamaged files can be read
     num_cases = int(os.environ.get("FUZZ_CASES", kind.num_cases))
     faults = []
     with bounded_memory() as grown:
@@ -69,7 +69,7 @@ class Case:
         self._rng = random.Random(zlib.crc32(f"{name} {number} {_SEED}".encode()))
 
     def run(self, whole: pathlib.Path, folder: pathlib.Path) -> list[str]:
-        """Damages a file of the folder, reads it, and mends it; returns faults."""
+        """Damages a file of the folder, reads it, and restores it; returns faults."""
         if self._kind.changes_folder:
             shutil.rmtree(folder)
             shutil.copytree(whole, folder)
@@ -96,7 +96,7 @@ class Case:
         return what
 
     def _damage_entry(self, path: pathlib.Path) -> str:
-        """Not what the file holds, but what it is."""
+        """Replaces the file by another kind of directory entry."""
         what = self._rng.choice(self._kind.entries)
         path.unlink()
         match what:

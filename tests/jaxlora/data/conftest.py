@@ -1,4 +1,4 @@
-"""A small byte-level tokenizer, as a model's folder."""
+"""Fixtures: a small byte-level tokenizer in a model folder."""
 
 import datetime
 import json
@@ -20,7 +20,7 @@ NOW = datetime.datetime(2024, 7, 26)
 
 @pytest.fixture(scope="session")
 def backend_json() -> str:
-    """tokenizer.json of a byte-level BPE without a post-processor."""
+    """Returns the tokenizer.json of a byte-level BPE without a post-processor."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -81,7 +81,7 @@ def make_tokenizer(make_folder):
 
 @pytest.fixture
 def tight_limits(monkeypatch):
-    """Lets templates take little time and memory; gives the process."""
+    """Limits templates to little time and memory; returns the process."""
     limits = TemplateLimits(seconds=0.3, bytes=2**28, characters=10**6)
     process = TemplateProcess(limits)
     monkeypatch.setattr(template, "_shared", lambda: process)

@@ -1,4 +1,4 @@
-"""Chat templates of three styles, as models have them."""
+"""Chat templates of real models, in three styles."""
 
 SMOLLM2 = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' "

@@ -46,7 +46,7 @@ def test_epochs_and_seeds_differ():
     assert epoch(1) != epoch(0, seed=1)
 
 
-def test_permutation_is_the_same_for_good():
+def test_permutation_never_changes():
     assert permutation(8, seed=3, stream=5).tolist() == [0, 6, 2, 1, 3, 4, 7, 5]
 
 

@@ -1,4 +1,4 @@
-"""Microbatches in parts, where attention has room for few short samples."""
+"""Tests splitting microbatches, for attention with room for few short samples."""
 
 from hypothesis import given
 from hypothesis import strategies as st

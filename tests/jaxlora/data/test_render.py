@@ -34,9 +34,9 @@ def test_kind(fields, options, kind):
     assert choose_kind(DataConfig(path="x", **options), first) == kind
 
 
-def test_kind_that_cannot_be_told(run):
+def test_ambiguous_kind(run):
     match = (
-        r"records\.jsonl: records have the fields q, a; wanted are 'prompt' and "
+        r"records\.jsonl: records have the fields q, a; expected 'prompt' and "
         "'completion', or 'messages', or 'text'"
     )
     with pytest.raises(DataError, match=match):
@@ -53,7 +53,7 @@ def test_kind_that_cannot_be_told(run):
         (PAIR, {"system": "x"}, "system='x' is used only with data.chat"),
     ],
 )
-def test_options_that_contradict(run, record, options, match):
+def test_contradictory_options(run, record, options, match):
     with pytest.raises(DataError, match=match):
         run([record], data=options)
 
@@ -211,7 +211,7 @@ def test_tools_go_to_the_template(run, make_tokenizer, tools, caplog):
     assert not caplog.records
 
 
-def test_tools_choose_the_template_that_is_for_them(run, make_folder):
+def test_tools_select_their_template(run, make_folder):
     named = [
         {"name": "default", "template": templates.CHATML},
         {"name": "tool_use", "template": "TOOLS:" + templates.QWEN3},
@@ -282,7 +282,7 @@ def test_nulls_of_json_stay(run, make_tokenizer):
 @pytest.mark.parametrize(
     ("weight", "match"),
     [
-        (0.5, r"messages\[1\]\.weight is 0\.5\. Write 1 .* nothing between"),
+        (0.5, r"messages\[1\]\.weight is 0\.5\. Write 1 .* Other weights"),
         (-1, r"weight is -1"),
         ("0", r"weight is '0'"),
         ([], r"weight is \[\]"),
@@ -315,7 +315,7 @@ def test_weight_0_of_speakers_and_of_empty_answers(run, make_tokenizer):
     assert learned == "Hello!<|im_end|>"
 
 
-def test_a_record_without_weight_is_not_learned(run):
+def test_a_record_of_weight_0_is_not_trained_on(run):
     records = [talk(TALK[0], dict(TALK[1], weight=0)), talk(*TALK)]
     result = run(records)
     assert (len(result.samples), result.num_without_target) == (1, 1)
@@ -365,7 +365,7 @@ def test_calls_that_the_template_does_not_print(run, make_tokenizer):
         ),
     ],
 )
-def test_fields_that_look_meant_are_named_once(run, record, named, caplog):
+def test_unused_fields_are_reported_once(run, record, named, caplog):
     run([record] * 3, eval_fraction=0.3)
     run([record] * 3, which="eval", eval_fraction=0.3)
     (said,) = [entry.getMessage() for entry in caplog.records]
@@ -381,6 +381,6 @@ def test_fields_that_look_meant_are_named_once(run, record, named, caplog):
         (talk(*TALK) | {"id": 3, "label": 1}, {}),
     ],
 )
-def test_fields_that_are_used_or_empty_are_not_named(run, record, options, caplog):
+def test_used_or_empty_fields_are_not_reported(run, record, options, caplog):
     run([record], data=options)
     assert not caplog.records

@@ -1,4 +1,4 @@
-"""Samples in flat arrays, in memory or in a file without a name."""
+"""Tests samples in flat arrays, in memory and in a file without a name."""
 
 import errno
 import gc
@@ -87,7 +87,7 @@ def test_the_file_has_no_name_and_goes_with_the_samples(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("step", ["open", "write", "map"])
-def test_a_full_disk_is_an_error_in_words(monkeypatch, step):
+def test_a_full_disk_is_reported(monkeypatch, step):
     def fail(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -1,4 +1,4 @@
-"""The process that renders templates: its limits, its end, and who may start it."""
+"""Tests the process that renders templates: its limits, its life and its protocol."""
 
 import datetime
 import os
@@ -73,7 +73,7 @@ def test_limits(tight_limits, template, why):
     assert text_of(tight_limits, "{{ a }}!", a="still here") == "still here!"
 
 
-def test_memory_is_watched_where_the_system_does_not_limit_it(monkeypatch):
+def test_memory_is_limited_without_the_system(monkeypatch):
     process = TemplateProcess(TemplateLimits(seconds=60, bytes=2**33))
     assert text_of(process, "{{ 1 }}") == "1"
     monkeypatch.setattr(template, "_SYSTEM_LIMITS_MEMORY", False)  # As on macOS.
@@ -95,7 +95,7 @@ def test_a_bad_record_among_good_ones_costs_only_itself(tight_limits):
     assert all(a == {"text": "x"} for i, a in enumerate(answers) if i not in (3, 400))
 
 
-def test_a_template_that_never_ends_is_not_tried_for_ever(tight_limits):
+def test_a_template_that_never_ends_is_given_up(tight_limits):
     template = "{% for i in 'a' * 10**8 %}{% endfor %}"
     answers = tight_limits.run(Task(template), [Payload("text")] * 1000)
     assert answers[:3] == [Failure("limit", TIME)] * 3
@@ -126,7 +126,7 @@ def test_a_process_that_was_idle_is_started_again(monkeypatch, tight_limits):
     assert texts == ["0!", "1!", "2!"]
 
 
-def test_an_interrupt_does_not_confuse_what_comes_next(monkeypatch, tight_limits):
+def test_works_after_an_interrupt(monkeypatch, tight_limits):
     assert text_of(tight_limits, "{{ a }}!", a="x") == "x!"
     child = tight_limits._child
 
@@ -160,7 +160,7 @@ def test_values_arrive_as_they_are(value):
     assert answer == {"text": str([value])}
 
 
-def test_values_that_are_not_plain_fail_by_themselves():
+def test_values_that_are_not_plain_fail_alone():
     payloads = [Payload("text", {"a": a}) for a in (1, psutil.Process, lambda: 1, 2)]
     one, strange, function, two = run_task(HELLO, payloads)
     assert (one, two) == ({"text": "1!"}, {"text": "2!"})
@@ -168,7 +168,7 @@ def test_values_that_are_not_plain_fail_by_themselves():
     assert "a value cannot be sent to a template" in function.why
 
 
-def test_large_records_go_alone():
+def test_large_records_are_sent_alone():
     values = ["a" * 10, "b" * 3 * 2**20, "c" * 10]
     answers = run_task(HELLO, [Payload("text", {"a": value}) for value in values])
     assert [answer["text"] for answer in answers] == [f"{value}!" for value in values]
@@ -271,7 +271,7 @@ def test_ctrl_c_in_a_terminal_does_not_reach_the_process(tight_limits):
     assert os.getsid(tight_limits.pid) == tight_limits.pid != os.getsid(0)
 
 
-def test_a_fork_starts_its_own(tight_limits):
+def test_a_fork_starts_its_own_process(tight_limits):
     assert text_of(tight_limits, "{{ 1 }}") == "1"
     first = tight_limits.pid
     tight_limits._child.owner = -1  # As it is seen in a fork.

@@ -273,7 +273,7 @@ def test_a_long_text_is_cut_dropped_or_refused(run, record):
         run(records, max_length=12, too_long="error")
 
 
-def test_a_long_chat_is_marked_as_the_whole_is(run, make_tokenizer):
+def test_a_truncated_chat_has_the_targets_of_the_complete_one(run, make_tokenizer):
     talk = TALK + [{"role": m["role"], "content": LONG} for m in TALK[-2:]] + TALK
     tokenizer = make_tokenizer(templates.CHATML)
     (whole,) = run([{"messages": talk}], tokenizer, max_length=2_000_000).samples
@@ -296,7 +296,7 @@ def test_progress_is_logged(run, monkeypatch, caplog):
     ]
 
 
-def test_progress_is_logged_now_and_then(run, monkeypatch, caplog):
+def test_progress_is_logged_at_intervals(run, monkeypatch, caplog):
     monkeypatch.setattr(tokenize, "_LOG_SECONDS", 0.0)
     monkeypatch.setattr(tokenize, "_CHUNK_CHARS", 2)
     with caplog.at_level("INFO", logger="jaxlora"):
@@ -359,7 +359,7 @@ def test_nothing_left_to_train_on(run):
         run(NUMBERED[:1], eval_fraction=0.5)
 
 
-def test_records_that_change_meanwhile(run, monkeypatch):
+def test_records_that_change_during_reading(run, monkeypatch):
     rows = iter([NUMBERED, NUMBERED, NUMBERED[:-1]])
     records = Records(path="a.jsonl", read=lambda: iter(next(rows)), limit=None)
     monkeypatch.setattr(tokenize, "open_records", lambda _: records)

@@ -100,7 +100,7 @@ def test_special_tokens_map(make_folder):
         ),
     ],
 )
-def test_eos_of_the_model_is_the_last_resort(make_folder, files, eos_id):
+def test_falls_back_to_the_eos_of_the_model(make_folder, files, eos_id):
     folder = make_folder(config={"bos_token": None}, **files)
     tokenizer = load_tokenizer(folder)
     assert tokenizer.eos_id == eos_id
@@ -250,7 +250,7 @@ def test_renders_as_transformers(make_tokenizer, template, messages, extras, exp
     assert tokenizer.render_chat(messages, **extras) == expected
 
 
-def test_template_in_the_config_is_overruled_by_the_file(make_folder):
+def test_template_file_overrides_the_config(make_folder):
     def render(**files):
         return load_tokenizer(make_folder(**files)).render_chat(TALK)
 
@@ -316,13 +316,13 @@ def test_chat_template_without_end(make_tokenizer):
         tokenizer.render_chat(TALK)
 
 
-def test_time_is_counted_for_each_rendering_anew(make_tokenizer, tight_limits):
+def test_the_time_limit_is_per_rendering(make_tokenizer, tight_limits):
     tokenizer = make_tokenizer("{% for i in range(99999) %}{% endfor %}x")
     for _ in range(50):
         assert tokenizer.render_chat(TALK) == "x"
 
 
-def test_templates_may_use_what_is_usual(make_tokenizer):
+def test_templates_may_use_common_features(make_tokenizer):
     template = (
         "{% set ns = namespace(n=0) %}{% for m in messages if m.role == 'user' %}"
         "{% set ns.n = ns.n + 1 %}{{ loop.index }}/{{ loop.length }}{{ '-' * 2 }}"

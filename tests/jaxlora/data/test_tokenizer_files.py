@@ -1,4 +1,4 @@
-"""Tokenizer files that are damaged, or hold values of a wrong kind."""
+"""Tests tokenizer files that are damaged or hold values of the wrong type."""
 
 import json
 import os
@@ -19,9 +19,11 @@ def changed(folder, name, **values):
 
 @pytest.mark.parametrize("key", ["bos_token", "eos_token", "pad_token", "unk_token"])
 @pytest.mark.parametrize("value", [1, 1.5, False, [], ["<s>"], {"content": 5}, {}])
-def test_special_tokens_of_a_wrong_kind(make_folder, key, value):
+def test_special_tokens_of_the_wrong_type(make_folder, key, value):
     folder = changed(make_folder(), "tokenizer_config.json", **{key: value})
-    match = rf"{key} is .* in tokenizer_config\.json or .*; wanted a text, an object"
+    match = (
+        rf"{key} is .* in tokenizer_config\.json or .*; expected a string, an object"
+    )
     with pytest.raises(ModelError, match=match):
         load_tokenizer(folder)
 
@@ -38,15 +40,15 @@ def test_half_of_a_character(make_folder):
     "value",
     [1, True, ["text"], [{"template": "t"}], [{"name": "default"}], {"default": 1}],
 )
-def test_chat_templates_of_a_wrong_kind(make_folder, value):
+def test_chat_templates_of_the_wrong_type(make_folder, value):
     folder = changed(make_folder(), "tokenizer_config.json", chat_template=value)
-    match = r"tokenizer_config\.json: chat_template is .*; wanted a text, or a list"
+    match = r"tokenizer_config\.json: chat_template is .*; expected a string, or a list"
     with pytest.raises(ModelError, match=match):
         load_tokenizer(folder)
 
 
 @pytest.mark.parametrize("value", ["1", True, [True], -1, 2**40, 1.0, [[1]]])
-def test_ids_of_a_wrong_kind(make_folder, value):
+def test_ids_of_the_wrong_type(make_folder, value):
     text = json.dumps({"eos_token_id": value})
     folder = make_folder(config={}, generation_config__json=text)
     with pytest.raises(ModelError, match=r"generation_config\.json: eos_token_id is"):
@@ -104,7 +106,7 @@ def test_a_damaged_tokenizer(make_folder, kind, capfd):
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_json_that_python_cannot_take(make_folder, name):
+def test_json_that_python_cannot_parse(make_folder, name):
     folder = make_folder()
     for text in ("[" * 100_000, '{"version": ' + "1" * 5000 + "}"):
         (folder / name).write_text(text)
@@ -122,7 +124,7 @@ def test_json_that_python_cannot_take(make_folder, name):
     ],
 )
 @pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
-def test_something_else_in_the_place_of_a_file(make_folder, name, kind):
+def test_a_file_of_another_kind(make_folder, name, kind):
     folder = make_folder()
     path = folder / name
     path.unlink(missing_ok=True)
@@ -151,10 +153,10 @@ def test_a_panic_while_a_text_is_encoded(make_folder, backend_json):
 
 
 class PanicException(BaseException):
-    """As pyo3 names what a panic in Rust becomes."""
+    """Has the name that pyo3 gives to a panic in Rust."""
 
 
-def test_a_panic_is_an_error_and_says_nothing_else(capfd):
+def test_a_panic_is_an_error_without_other_output(capfd):
     with (
         pytest.raises(
             ModelError, match=r"t\.json: cannot be read \(oh no\)\. Fetch it"
@@ -166,7 +168,7 @@ def test_a_panic_is_an_error_and_says_nothing_else(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_what_else_is_written_is_kept(capfd):
+def test_other_output_is_kept(capfd):
     with wrap_errors("t.json", "Fetch it again.", ModelError):
         os.write(2, b"a warning\n")
     with pytest.raises(ModelError), wrap_errors("t.json", "Fetch it.", ModelError):
@@ -176,6 +178,6 @@ def test_what_else_is_written_is_kept(capfd):
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, MemoryError])
-def test_what_is_no_panic_passes(kind):
+def test_other_exceptions_pass(kind):
     with pytest.raises(kind), wrap_errors("t.json", "Fetch it.", ModelError):
         raise kind

@@ -1,4 +1,4 @@
-"""Which characters of a conversation are learned, for chat templates of many models."""
+"""Tests which characters of a conversation are trained on, for many templates."""
 
 import datetime
 
@@ -119,7 +119,7 @@ def test_answers(template, messages, expected):
     assert answers(getattr(templates, template), messages) == expected
 
 
-def test_marks_leave_no_trace():
+def test_marks_are_removed():
     chat = render(templates.QWEN3, CALLS)
     plain = ModelChat(
         templates.QWEN3, {}, source="model", now=datetime.datetime(2024, 7, 26)

@@ -1,4 +1,4 @@
-"""Where a prompt ends and a completion begins, for tokenizers of every kind."""
+"""Tests the tokens around a boundary with tokenizers of several kinds."""
 
 import functools
 
@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from jaxlora.config import DataConfig
-from jaxlora.data.border import BorderedText, BorderEncoder
+from jaxlora.data.boundary import BoundaryEncoder, BoundaryText
 from jaxlora.data.chat import Chat
 from jaxlora.data.encode import Encoder
-from jaxlora.data.render import Pair, Plain
+from jaxlora.data.render import PlainText, PromptCompletion
 from jaxlora.data.tokenizer import Tokenizer
 
 CORPUS = [
@@ -47,7 +47,9 @@ def trained(model: str) -> tuple[tokenizers.Tokenizer, trainers.Trainer]:
 
 @functools.cache
 def make_backend(model: str, start: str) -> str:
-    """tokenizer.json of a small tokenizer; `start` is what it does to a text's start.
+    """Makes the tokenizer.json of a small tokenizer.
+
+    `start` says how it changes the start of a text.
 
     `legacy` is what Llama 2's tokenizer.json does: a normalizer that prepends a space.
     """
@@ -95,7 +97,7 @@ def encode(tokenizer, record, **options):
 
 
 def learned(tokenizer, record, **options) -> tuple[str, str]:
-    """The text before the first target, and that of the targets."""
+    """Returns the text before the first target, and the text of the targets."""
     ids, is_target = encode(tokenizer, record, **options)
     first = int(np.argmax(is_target))
     assert is_target[first:].all()
@@ -120,7 +122,7 @@ def learned(tokenizer, record, **options) -> tuple[str, str]:
 )
 def test_completion_has_no_space_of_its_own(model, start, prompt, completion):
     tokenizer = make_tokenizer(model, start)
-    before, after = learned(tokenizer, Pair(prompt, completion))
+    before, after = learned(tokenizer, PromptCompletion(prompt, completion))
     whole = tokenizer.decode([*tokenizer.encode(prompt + completion), 2])
     assert before + after == whole
     # After a special token, some put a space before the next word: so in inference.
@@ -136,7 +138,9 @@ def test_prompt_is_encoded_as_in_inference(model, start, data):
     pieces = st.lists(st.sampled_from([*"ab :\nuel1é", "</s>"]), max_size=8)
     texts = pieces.map("".join)
     prompt, completion = data.draw(texts), data.draw(texts.filter(bool))
-    ids, is_target = encode(tokenizer, Pair(prompt, completion), append_eos=False)
+    ids, is_target = encode(
+        tokenizer, PromptCompletion(prompt, completion), append_eos=False
+    )
     alone = tokenizer.encode(prompt)
     if prompt:
         assert ids[: len(alone)].tolist() == alone
@@ -153,9 +157,11 @@ def test_prompt_is_encoded_as_in_inference(model, start, data):
     prompt=st.text(st.sampled_from("ab :\nuel1é"), max_size=8),
     completion=st.text(st.sampled_from("ab :\nuel1é"), min_size=1, max_size=8),
 )
-def test_plain_tokenizers_encode_both_apart(model, start, prompt, completion):
+def test_plain_tokenizers_encode_both_parts_separately(
+    model, start, prompt, completion
+):
     tokenizer = make_tokenizer(model, start)
-    ids, is_target = encode(tokenizer, Pair(prompt, completion))
+    ids, is_target = encode(tokenizer, PromptCompletion(prompt, completion))
     apart = [tokenizer.encode(text) for text in (prompt, completion)]
     assert ids.tolist() == [*apart[0], *apart[1], 2]
     expected = [False] * len(apart[0]) + [True] * (len(apart[1]) + 1)
@@ -166,7 +172,9 @@ def test_plain_tokenizers_encode_both_apart(model, start, prompt, completion):
 @pytest.mark.parametrize(("model", "start"), SPACED)
 def test_loss_on_all_has_the_same_tokens(model, start, loss_on):
     tokenizer = make_tokenizer(model, start)
-    ids, is_target = encode(tokenizer, Pair("Answer:\n", "blue"), loss_on=loss_on)
+    ids, is_target = encode(
+        tokenizer, PromptCompletion("Answer:\n", "blue"), loss_on=loss_on
+    )
     joint = [*tokenizer.encode("Answer:\nblue"), 2]
     assert ids.tolist() == joint
     num = len(tokenizer.encode("Answer:\n")) if loss_on == "completion" else 1
@@ -177,17 +185,17 @@ def test_loss_on_all_has_the_same_tokens(model, start, loss_on):
 @pytest.mark.parametrize("start", ["always", "first", "legacy", "never"])
 def test_characters_of_several_tokens(start, prompt, completion):
     tokenizer = make_tokenizer("bpe", start)
-    before, after = learned(tokenizer, Pair(prompt, completion))
+    before, after = learned(tokenizer, PromptCompletion(prompt, completion))
     assert (before.strip(" "), after) == (prompt.strip(" "), f"{completion}</s>")
 
 
 @pytest.mark.parametrize(("model", "start"), SPACED)
 def test_empty_prompt_begins_as_a_text(model, start):
     tokenizer = make_tokenizer(model, start)
-    ids, is_target = encode(tokenizer, Pair("", "blue"))
+    ids, is_target = encode(tokenizer, PromptCompletion("", "blue"))
     assert ids.tolist() == [*tokenizer.encode("blue"), 2]
     assert is_target.tolist() == [False] + [True] * (len(ids) - 1)
-    assert encode(tokenizer, Plain("blue"))[0].tolist() == ids.tolist()
+    assert encode(tokenizer, PlainText("blue"))[0].tolist() == ids.tolist()
 
 
 @pytest.mark.parametrize(("model", "start"), SPACED + PLAIN)
@@ -225,13 +233,13 @@ def test_a_token_that_the_prompt_lacks_belongs_to_the_answer():
     backend = tokenizers.Tokenizer.from_str(make_backend("bpe", "always"))
     backend.normalizer = normalizers.Strip(left=False, right=True)
     tokenizer = Tokenizer(backend, {"eos_token": "</s>"})
-    ids, is_target = encode(tokenizer, Pair("Answer: ", "blue"))
+    ids, is_target = encode(tokenizer, PromptCompletion("Answer: ", "blue"))
     assert ids.tolist() == [*tokenizer.encode("Answer: blue"), 2]
     assert tokenizer.decode(ids[is_target]) == " blue</s>"
 
 
-def test_borders_are_counted_in_characters():
+def test_boundaries_are_counted_in_characters():
     tokenizer = make_tokenizer("byte-level", "plain")
-    encoder = BorderEncoder(tokenizer.encode_batch)
-    (encoded,) = encoder.encode([BorderedText("é🙂é", (1, 2))])
+    encoder = BoundaryEncoder(tokenizer.encode_batch)
+    (encoded,) = encoder.encode([BoundaryText("é🙂é", (1, 2))])
     assert encoded.ids.tolist() == tokenizer.encode("é🙂é")

@@ -1,4 +1,4 @@
-"""A long text's first tokens are those of the whole text, for any tokenizer."""
+"""Tests that a prefix of a long text has the first tokens of the complete text."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
-from jaxlora.data.starts import StartEncoder
+from jaxlora.data.prefix import PrefixEncoder
 from jaxlora.data.tokenizer import Tokenizer
 
 LETTERS = {c: i for i, c in enumerate("ab=▁ \nσΣé")}
@@ -24,7 +24,7 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def one_word_bpe() -> tokenizers.Tokenizer:
-    """As of Llama 2: spaces are marks, and the whole text is one word."""
+    """As in Llama 2, spaces are marks, and the complete text is one word."""
     merges = [("▁", "▁"), ("▁▁", "▁▁"), ("b", "a"), ("a", "b"), ("ba", "ba")]
     tokens = ["<unk>", *LETTERS, *("".join(pair) for pair in merges)]
     vocab = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
@@ -38,7 +38,7 @@ def one_word_bpe() -> tokenizers.Tokenizer:
 
 
 def unigram(splits: bool) -> tokenizers.Tokenizer:
-    """Runs of a letter are cut from their end, so the first token shows the length."""
+    """Runs of a letter are split from the end, so the first token shows the length."""
     scores = {"<unk>": -20.0, "aaa": -1.0, "abab": -3.0, "ab": -2.0, "▁a": -1.5}
     scores |= dict.fromkeys(LETTERS, -10.0)
     backend = tokenizers.Tokenizer(models.Unigram(list(scores.items()), unk_id=0))
@@ -58,7 +58,7 @@ def word_piece() -> tokenizers.Tokenizer:
 
 
 def greedy_spaces() -> tokenizers.Tokenizer:
-    """Added tokens take spaces to themselves; runs of spaces and of = are shrunk."""
+    """Added tokens strip spaces around them; runs of spaces and of = are shortened."""
     backend = one_word_bpe()
     backend.normalizer = normalizers.Sequence(
         [
@@ -97,7 +97,7 @@ texts = st.lists(runs, min_size=1, max_size=6).map("".join)
 def check(backend, text, num_tokens):
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(backend.to_str()), {})
     (whole,) = tokenizer.encode_batch([text])
-    encoder = StartEncoder(tokenizer, num_tokens, whole_chars=1)
+    encoder = PrefixEncoder(tokenizer, num_tokens, whole_chars=1)
     (start,) = encoder.encode_batch([text])
     num = len(start.ids)
     assert num == len(whole.ids) or num > num_tokens
@@ -146,7 +146,7 @@ def test_short_and_long_texts_keep_their_order():
     tokenizer = Tokenizer(byte_level(), {})
     given = ["a", "ab " * 3000, "", "b" * 50, "=" * 5000, "ab"]
     wanted = tokenizer.encode_batch(given)
-    got = StartEncoder(tokenizer, 3, whole_chars=100).encode_batch(given)
+    got = PrefixEncoder(tokenizer, 3, whole_chars=100).encode_batch(given)
     for start, whole in zip(got, wanted, strict=True):
         np.testing.assert_array_equal(start.ids, whole.ids[: len(start.ids)])
     assert [len(start.ids) for start in got] == [1, 4, 0, 50, 4, 1]

@@ -1,17 +1,17 @@
-"""Tokenization of texts with borders, where the model takes over from a prompt.
+"""Encodes texts with boundaries, at which the model takes over from a prompt.
 
-At inference the text before a border is encoded by itself, and the model continues from
-its tokens. Training must show the same tokens before the border, followed by tokens
-that continue them. A text may have several borders. The rule for each is:
+At inference, the text before a boundary is encoded on its own, and the model continues
+from its tokens. Training must show the same tokens before the boundary, followed by
+tokens that continue them. A text may have several boundaries. The rule for each is:
 
-- If the whole text is encoded at once and a token begins at the border, the ids of the
-  whole text are used.
-- If a token crosses the border, and the tokens before it are those of the prompt by
-  itself, the model has to produce that token, so it counts as after the border. (Some
-  normalizers drop the space at the end of a prompt.)
-- Otherwise the text is cut at the border. The prompt is encoded by itself. The rest is
-  encoded as the continuation of another text, without the space that a tokenizer may
-  put before the first word of a text.
+- If no token of the complete text crosses the boundary, the ids of the complete text
+  are used.
+- If a token crosses the boundary, and the tokens before it are those of the prompt on
+  its own, the model has to produce that token, so it counts as after the boundary.
+  (Some normalizers drop the space at the end of a prompt.)
+- Otherwise the text is split at the boundary. The prompt is encoded on its own. The
+  rest is encoded as the continuation of another text, without the space that a
+  tokenizer may put before the first word of a text.
 """
 
 import dataclasses
@@ -33,24 +33,24 @@ _PROBES = ("a", " a", "A", "1", "\n", "(", "é", "中")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class BorderedText:
+class BoundaryText:
     """A text, and the positions at which the model takes over.
 
     Attributes:
-        text: The whole text.
-        borders: Index of the first character of each part that the model writes, in
+        text: The complete text.
+        boundaries: Index of the first character of each part that the model writes, in
             ascending order.
         is_cut: Encode the parts separately wherever the tokenizer allows it, not only
-            where a token crosses a border.
+            where a token crosses a boundary.
     """
 
     text: str
-    borders: tuple[int, ...]
+    boundaries: tuple[int, ...]
     is_cut: bool = False
 
 
-class BorderEncoder:
-    """Encodes texts with borders by the rule in the module's docstring."""
+class BoundaryEncoder:
+    """Encodes texts with boundaries by the rule in the module's docstring."""
 
     def __init__(self, encode_batch: Callable[[Sequence[str]], list[Encoded]]):
         """Tests how the tokenizer treats the start of a text.
@@ -61,15 +61,15 @@ class BorderEncoder:
         self._encode_batch = encode_batch
         self._marks_start = self._does_mark_start()
 
-    def encode(self, texts: Sequence[BorderedText]) -> list[Encoded | DataError]:
+    def encode(self, texts: Sequence[BoundaryText]) -> list[Encoded | DataError]:
         """Token ids and spans of each text, without special tokens around it.
 
-        A token that counts as after a border although it begins before it has a span
-        that begins at the border.
+        A token that counts as after a boundary although it begins before it has a span
+        that begins at the boundary.
         """
         apart = [text.is_cut and not self._marks_start for text in texts]
         parts = [
-            list(_cut(text.text, text.borders)) if is_apart else [(0, text.text)]
+            list(_cut(text.text, text.boundaries)) if is_apart else [(0, text.text)]
             for text, is_apart in zip(texts, apart, strict=True)
         ]
         flat = [part for _, part in itertools.chain.from_iterable(parts)]
@@ -80,20 +80,20 @@ class BorderEncoder:
             results.append(joined if is_apart else self._settle(text, joined))
         return results
 
-    def _settle(self, text: BorderedText, encoded: Encoded) -> Encoded | DataError:
-        """Applies the rule to the tokens of `encoded` that cross a border."""
+    def _settle(self, text: BoundaryText, encoded: Encoded) -> Encoded | DataError:
+        """Applies the rule to the tokens of `encoded` that cross a boundary."""
         cuts, spans = [], encoded.spans
-        for border in text.borders:
-            if _is_border(encoded, border):
+        for boundary in text.boundaries:
+            if _is_boundary(encoded, boundary):
                 continue
-            (prompt,) = self._encode_batch([text.text[:border]])
+            (prompt,) = self._encode_batch([text.text[:boundary]])
             num_prompt = len(prompt.ids)
             if np.array_equal(encoded.ids[:num_prompt], prompt.ids):
                 spans = spans.copy()
                 after = spans[num_prompt:]
-                after[:] = np.maximum(after, border)
+                after[:] = np.maximum(after, boundary)
             else:
-                cuts.append(border)
+                cuts.append(boundary)
         if not cuts:
             return Encoded(encoded.ids, spans)
         (_, first), *others = _cut(text.text, cuts)
@@ -115,7 +115,7 @@ class BorderEncoder:
             return self._encode_batch([text])[0]
         for anchor in _ANCHORS:
             (whole,) = self._encode_batch([anchor + text])
-            if _is_border(whole, len(anchor)):
+            if _is_boundary(whole, len(anchor)):
                 is_after = whole.spans[:, 0] >= len(anchor)
                 return Encoded(whole.ids[is_after], whole.spans[is_after] - len(anchor))
         return None
@@ -124,7 +124,7 @@ class BorderEncoder:
         """Whether the same characters are other tokens at the start of a text."""
         for anchor, probe in itertools.product(_ANCHORS, _PROBES):
             whole, alone = self._encode_batch([anchor + probe, probe])
-            if not _is_border(whole, len(anchor)):
+            if not _is_boundary(whole, len(anchor)):
                 continue
             after = whole.ids[whole.spans[:, 0] >= len(anchor)]
             if not np.array_equal(after, alone.ids):
@@ -132,15 +132,15 @@ class BorderEncoder:
         return False
 
 
-def _is_border(encoded: Encoded, border: int) -> bool:
-    """Whether no token crosses the border."""
+def _is_boundary(encoded: Encoded, boundary: int) -> bool:
+    """Whether no token crosses the boundary."""
     first, last = encoded.spans[:, 0], encoded.spans[:, 1]
-    return not bool(((first < border) & (border < last)).any())
+    return not bool(((first < boundary) & (boundary < last)).any())
 
 
-def _cut(text: str, borders: Sequence[int]) -> list[tuple[int, str]]:
-    """Returns the parts of `text` between borders, each with its start index."""
-    places = [0, *borders, len(text)]
+def _cut(text: str, boundaries: Sequence[int]) -> list[tuple[int, str]]:
+    """Returns the parts of `text` between boundaries, each with its start index."""
+    places = [0, *boundaries, len(text)]
     return [(start, text[start:end]) for start, end in itertools.pairwise(places)]
 
 

@@ -1,4 +1,4 @@
-"""Encodes texts; of a long text, only as many first tokens as are needed."""
+"""Encodes texts, and long texts only as far as the first needed tokens."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -7,29 +7,29 @@ import numpy as np
 
 from jaxlora.data.tokenizer import Encoded, Tokenizer
 
-# Texts of at most this many characters are encoded whole. Meanwhile the library takes
-# about 200 bytes per character.
+# Texts of at most this many characters are encoded completely, which takes about 200
+# bytes of memory per character.
 _WHOLE_CHARS = 2**17
 _MOST_WHOLE_CHARS = 2**20
-# Characters that are encoded in one call, in one text or in many.
+# Maximum number of characters in one call of the tokenizer, unless a text is longer.
 _BATCH_CHARS = 2**18
 _CHARS_PER_TOKEN = 8  # a first guess, doubled until there are enough tokens
 _MARGIN_CHARS = 64
 
 
-class StartEncoder:
-    """Encodes the starts of texts: as many tokens as are asked for, or all.
+class PrefixEncoder:
+    """Encodes a prefix of each text that has at least the requested number of tokens.
 
-    The tokens are the same as those of the whole text. A token may depend on the
-    characters after it, so a long text is cut at several places and each cut is
-    encoded: a token is final if it is the same for all cuts. This suffices for BPE and
-    unigram models: within one token of any position there is a cut at which the whole
-    text and the cut text are encoded alike. A margin after the last token covers the
-    steps before the model: an added token that is divided by the cut, and spaces that
-    an added token strips.
+    The tokens are the same as those of the complete text. A token may depend on the
+    characters after it, so a long text is cut at several places, and each of the
+    resulting prefixes is encoded. A token is final if all of these encodings agree on
+    it. This is sufficient for BPE and unigram models, because within one token of any
+    position there is a cut that does not change the encoding. A margin after the last
+    token covers the steps before the model: an added token that is divided by the cut,
+    and spaces that an added token strips.
 
     Attributes:
-        whole_chars: Texts of at most this many characters are encoded whole.
+        whole_chars: Texts of at most this many characters are encoded completely.
     """
 
     def __init__(
@@ -39,9 +39,9 @@ class StartEncoder:
 
         Args:
             tokenizer: The tokenizer.
-            num_tokens: Number of first tokens that matter; one more is returned.
-            whole_chars: Texts of at most this many characters are encoded whole; None:
-                a default that takes little memory.
+            num_tokens: Number of first tokens that are needed; one more is returned.
+            whole_chars: Texts of at most this many characters are encoded completely.
+                None selects a default that takes little memory.
         """
         self._tokenizer = tokenizer
         self._num_tokens = num_tokens + 1
@@ -52,9 +52,9 @@ class StartEncoder:
         self.whole_chars = whole_chars
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
-        """Encodes texts: whole, or at least `num_tokens` + 1 tokens of each.
+        """Encodes each text completely, or at least its first `num_tokens` + 1 tokens.
 
-        No special tokens are put around them.
+        No special tokens are added.
         """
         out: list[Encoded] = []
         for is_long, group in itertools.groupby(texts, self._is_long):
@@ -95,7 +95,7 @@ class StartEncoder:
 
 
 def _behind_spaces(text: str, at: int) -> int:
-    """Returns the index after the first character from `at` on that is no space."""
+    """Returns the index after the first character from `at` on that is not a space."""
     return len(text) - len(text[at:].lstrip()) + 1
 
 
