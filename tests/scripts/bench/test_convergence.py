@@ -26,7 +26,8 @@ def test_the_run_is_the_demos_with_more_steps(tmp_path, monkeypatch):
 def write_events(command, check):
     """Stands in for `jaxlora train`: writes the metrics of a run of 20 steps."""
     run = yaml.safe_load(pathlib.Path(command[-1]).read_text())
-    is_fused = run["implementation"] == "mosaic"
+    fused = convergence.WAYS["fused"]["implementation"]
+    is_fused = run["implementation"] == fused
     steps = [
         {
             "event": "step",
