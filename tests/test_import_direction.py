@@ -1,19 +1,10 @@
-"""Each package imports only the packages below it."""
-
-import ast
-import pathlib
+"""Each package imports only the packages below it, and no imports form a cycle."""
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
-# jaxlora holds a link to each of these folders.
-LINKED = {
-    "bench": "scripts/bench",
-    "pallas_kernels": "pallas_kernels",
-    "profile": "scripts/profile",
-    "scheduler": "scheduler",
-    "sharding": "sharding",
-}
+from scripts import arrows
+
+MODULES = arrows.find_modules()
 LEAVES = {"pallas_kernels", "sharding", "scheduler"}
 MAY_IMPORT = {
     "pallas_kernels": set(),
@@ -24,26 +15,13 @@ MAY_IMPORT = {
     "bench": LEAVES | {"jaxlora", "profile"},
     "scripts": LEAVES | {"jaxlora", "profile", "bench"},
 }
-ALSO = {"jaxlora/cli.py": {"bench"}}  # the command line starts benchmarks
+ALSO = {"jaxlora.cli": {"bench"}}  # the command line starts benchmarks
 LIBRARIES_NEVER_IN = {"scheduler": {"jax", "jaxlib", "flax"}}
-
-
-def files_of(package: str) -> list[pathlib.Path]:
-    folder = ROOT / LINKED.get(package, package)
-    if package == "scripts":
-        return sorted(folder.glob("*.py"))
-    return sorted(folder.rglob("*.py"))  # does not follow links
-
-
-def imported(path: pathlib.Path) -> set[str]:
-    """Returns dotted names of imports, with each `from` import's names appended."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-    return names
+# jaxlora holds a link to each of these folders, by the name in front.
+LINKED = {path.name: path.resolve() for path in arrows.links()}
+OUTSIDE = tuple(
+    ".".join(path.relative_to(arrows.ROOT).parts) for path in LINKED.values()
+)
 
 
 def package_of(name: str) -> str:
@@ -53,20 +31,31 @@ def package_of(name: str) -> str:
     return second if first == "jaxlora" and second in LINKED else first
 
 
+def test_every_link_has_a_rule():
+    assert LINKED.keys() <= MAY_IMPORT.keys()
+
+
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_import_direction(package):
-    files = files_of(package)
-    assert files
-    for path in files:
-        names = imported(path)
-        here = str(path.relative_to(ROOT))
-        outside = {
-            n for n in names if n.startswith(("scripts.bench", "scripts.profile"))
-        }
-        outside |= {n for n in names if n.partition(".")[0] in LINKED}
-        assert not outside, f"{here}: import {outside} by its name in jaxlora"
-        packages = {package_of(name) for name in names}
-        allowed = MAY_IMPORT[package] | {package} | ALSO.get(here, set())
+    modules = [module for module in MODULES if package_of(module) == package]
+    assert modules
+    for module in modules:
+        packages = {package_of(n) for n in arrows.imported_names(MODULES[module])}
+        allowed = MAY_IMPORT[package] | {package} | ALSO.get(module, set())
         bad = packages & {*MAY_IMPORT, "tests"} - allowed
         bad |= packages & LIBRARIES_NEVER_IN.get(package, set())
-        assert not bad, f"{here} must not import {sorted(bad)}"
+        assert not bad, f"{module} must not import {sorted(bad)}"
+
+
+def test_linked_folders_are_imported_as_parts_of_jaxlora():
+    """A module that is imported by two names exists twice."""
+    for module, path in MODULES.items():
+        for name in arrows.imported_names(path):
+            is_outside = any(f"{name}.".startswith(f"{o}.") for o in OUTSIDE)
+            assert not is_outside, f"{module}: import {name} by its name in jaxlora"
+
+
+def test_no_modules_import_each_other_in_a_cycle():
+    """Imports inside functions count: they would only hide a cycle."""
+    cycle = arrows.find_cycle(arrows.module_graph(MODULES))
+    assert not cycle, " imports ".join(reversed(cycle))
