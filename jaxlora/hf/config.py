@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlora.errors import ModelError
-from jaxlora.hf.config_rope import read_rope
+from jaxlora.hf.config_rope import read_ropes
 from jaxlora.hf.config_values import flag, integer, number
 from jaxlora.hf.config_windows import read_windows
 from jaxlora.json_file import shown
@@ -51,6 +51,7 @@ _HARMLESS = {
     "_attn_implementation_autoset",
     "architectures",
     "bos_token_id",
+    "cache_implementation",
     "chunk_size_feed_forward",
     "do_sample",
     "dtype",
@@ -117,6 +118,13 @@ def _model_type(config: Mapping[str, Any]) -> str:
             "mixture-of-experts models are not supported. Supported: "
             f"{', '.join(FAMILIES)}."
         )
+    if model_type == "gemma3":
+        raise ModelError(
+            "config.json has model_type='gemma3': the text model is one part of the "
+            "checkpoint, its tensors have other names (language_model.) and its "
+            "settings lie in text_config. Only gemma3_text is supported: save the text "
+            "model alone, as a Gemma3ForCausalLM."
+        )
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ModelError(
             f"config.json has model_type={shown(model_type)}. Supported: "
@@ -127,7 +135,7 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 
 def _check_unread(config: Mapping[str, Any], family: Family) -> None:
-    known = _READ | _HARMLESS | family.keys
+    known = _READ | _HARMLESS | family.keys | {family.activation_key}
     for key, value in config.items():
         if key not in known and value not in (None, False, [], {}):
             raise ModelError(
@@ -178,6 +186,7 @@ def _build(model_type: str, family: Family, values: dict[str, Any]) -> ModelConf
     def has_bias(source: bool | str) -> bool:
         return flag(values, source) if isinstance(source, str) else source
 
+    rope, local_rope = read_ropes(values, local=family.local_rope)
     return ModelConfig(
         model_type=model_type,
         vocab_size=integer(values, "vocab_size"),
@@ -189,13 +198,30 @@ def _build(model_type: str, family: Family, values: dict[str, Any]) -> ModelConf
         head_dim=values["head_dim"],
         max_positions=integer(values, "max_position_embeddings"),
         rms_eps=number(values, "rms_norm_eps", 1e-6),
-        rope=read_rope(values),
+        rope=rope,
+        local_rope=local_rope,
+        score_scale=_score_scale(family, values),
+        score_softcap=_softcap(family, values, "attn_logit_softcapping"),
+        logit_softcap=_softcap(family, values, "final_logit_softcapping"),
         qkv_bias=has_bias(family.qkv_bias),
         o_bias=has_bias(family.o_bias),
         mlp_bias=has_bias(family.mlp_bias),
         tie_embeddings=flag(values, "tie_word_embeddings"),
         layer_windows=read_windows(model_type, values),
     )
+
+
+def _score_scale(family: Family, values: Mapping[str, Any]) -> float | None:
+    key = "query_pre_attn_scalar"
+    if key not in family.keys:
+        return None
+    if key not in values:
+        raise ModelError(f"config.json has {key}=null; wanted a number above 0.")
+    return number(values, key) ** -0.5
+
+
+def _softcap(family: Family, values: Mapping[str, Any], key: str) -> float | None:
+    return number(values, key) if key in family.keys and key in values else None
 
 
 def _check_heads(values: Mapping[str, Any]) -> None:

@@ -18,21 +18,47 @@ _FIELDS = {
         "original_max_position_embeddings",
     },
 }
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def read_rope(values: Mapping[str, Any]) -> Rope:
-    """Reads the rotary positions that all layers of a model share.
+def read_ropes(values: Mapping[str, Any], *, local: bool) -> tuple[Rope, Rope | None]:
+    """Reads the rotary positions of a model's layers.
 
     Args:
         values: A config.json in the spelling of transformers 4 or 5, without nulls.
+        local: Whether layers with a window have rotary positions of their own.
+
+    Returns:
+        The rotary positions, and those of layers with a window if they differ.
 
     Raises:
         ModelError: A value is missing or unsupported, or a field is not read here.
     """
-    rope: dict[str, Any] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        rope |= _fields(values, key)
-    return _rope(rope, number(values, "rope_theta", 10000.0))
+    if local:
+        return _by_layer_type(values)
+    rope = _fields(values, "rope_scaling") | _fields(values, "rope_parameters")
+    return _rope(rope, number(values, "rope_theta", 10000.0)), None
+
+
+def _by_layer_type(values: Mapping[str, Any]) -> tuple[Rope, Rope]:
+    """Reads the rotary positions of Gemma 3, which differ by the type of the layer.
+
+    Version 4 of transformers scales the layers without a window by `rope_scaling`;
+    version 5 has an object for each type of layer in `rope_parameters`.
+    """
+    given = _fields(values, "rope_parameters")
+    unread = set(given) - {_FULL, _SLIDING}
+    if unread:
+        raise ModelError(
+            f"config.json sets {shown(sorted(unread))} in rope_parameters; wanted an "
+            f"object for {_FULL} and one for {_SLIDING}."
+        )
+    rope = _fields(given, _FULL) | _fields(values, "rope_scaling")
+    local = _fields(given, _SLIDING)
+    return (
+        _rope(rope, number(values, "rope_theta", 1e6)),
+        _rope(local, number(values, "rope_local_base_freq", 10000.0)),
+    )
 
 
 def _fields(values: Mapping[str, Any], key: str) -> dict[str, Any]:

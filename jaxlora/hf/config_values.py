@@ -17,6 +17,7 @@ _MOST = {
     "num_key_value_heads": 2**12,
     "head_dim": 2**12,
     "rope_theta": 1e15,
+    "rope_local_base_freq": 1e15,
     "factor": 1e6,
     "rms_norm_eps": 1.0,
 }

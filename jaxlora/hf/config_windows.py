@@ -23,11 +23,18 @@ def read_windows(family: str, values: Mapping[str, Any]) -> Windows:
     """
     num_layers = integer(values, "num_hidden_layers")
     window = _window(family, values)
-    first = _first_layer(family, values)
-    windows = tuple(window if i >= first else None for i in range(num_layers))
-    if "layer_types" not in values:
-        return windows
-    return _typed_windows(family, values["layer_types"], window, windows)
+    windows = tuple(
+        window if _has_window(family, values, layer) else None
+        for layer in range(num_layers)
+    )
+    if "layer_types" in values:
+        return _typed_windows(family, values["layer_types"], window, windows)
+    if FAMILIES[family].windows == "pattern" and window is None:
+        raise ModelError(
+            f"config.json has sliding_window=null, and some layers of a {family} model "
+            "have a window. Set it, or list layer_types that are all full_attention."
+        )
+    return windows
 
 
 def _window(family: str, values: Mapping[str, Any]) -> int | None:
@@ -47,16 +54,27 @@ def _window(family: str, values: Mapping[str, Any]) -> int | None:
     return window
 
 
-def _first_layer(family: str, values: Mapping[str, Any]) -> int:
-    """Reads the number of the first layer that has a window."""
-    if FAMILIES[family].windows != "from_layer":
-        return 0
-    first = values.get("max_window_layers", 28)
-    if isinstance(first, bool) or not isinstance(first, int):
-        raise ModelError(
-            f"config.json has max_window_layers={shown(first)}; wanted a whole number."
-        )
-    return first
+def _has_window(family: str, values: Mapping[str, Any], layer: int) -> bool:
+    """Whether a layer has a window if the model has one and no `layer_types`."""
+    row = FAMILIES[family]
+    match row.windows:
+        case "none":
+            return False
+        case "all":
+            return True
+        case "from_layer":
+            first = values.get("max_window_layers", 28)
+            if isinstance(first, bool) or not isinstance(first, int):
+                raise ModelError(
+                    f"config.json has max_window_layers={shown(first)}; wanted a whole "
+                    "number."
+                )
+            return layer >= first
+        case "pattern":
+            period = row.window_pattern
+            if "sliding_window_pattern" in row.keys & values.keys():
+                period = integer(values, "sliding_window_pattern")
+            return (layer + 1) % period != 0
 
 
 def _typed_windows(

@@ -71,6 +71,9 @@ class ModelConfig:
         rms_eps: Added to the mean square in every RMS norm.
         rope: Rotary positions of all layers, or of those that `local_rope` leaves.
         local_rope: Rotary positions of layers with a window; None: those of `rope`.
+        score_scale: Factor of attention's scores; None: `head_dim ** -0.5`.
+        score_softcap: Bound of attention's scores; None: there is none.
+        logit_softcap: Bound of the logits; None: there is none.
         qkv_bias: Whether the q, k and v projections add a bias.
         o_bias: Whether the attention output projection adds a bias.
         mlp_bias: Whether the MLP projections add a bias.
@@ -94,6 +97,9 @@ class ModelConfig:
     rms_eps: float
     rope: Rope
     local_rope: Rope | None = None
+    score_scale: float | None = None
+    score_softcap: float | None = None
+    logit_softcap: float | None = None
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False

@@ -1,4 +1,4 @@
-"""One decoder for the Llama family, whole or one pipeline stage of it."""
+"""One decoder for all families, whole or one pipeline stage of it."""
 
 import dataclasses
 import functools
@@ -15,8 +15,9 @@ from jaxlora.modules.attention import (
     Attention,
     AttentionImplementation,
     PackedRows,
-    SegmentLengths,
+    packed_rows,
 )
+from jaxlora.modules.length_classes import SegmentLengths
 from jaxlora.modules.mlp import Mlp
 from jaxlora.modules.multi_lora_linear import (
     BaseParam,
@@ -25,8 +26,7 @@ from jaxlora.modules.multi_lora_linear import (
     SlotShape,
     with_shared_inputs,
 )
-from jaxlora.modules.norm import RmsNorm, make_norm
-from jaxlora.modules.rope import rope_frequencies, rope_table
+from jaxlora.modules.norm import layer_norm, make_final_norm, optional_layer_norm
 
 # The part of each layer that the backward pass recomputes instead of keeping it.
 Remat = Literal["none", "mlp", "layer"]
@@ -62,7 +62,10 @@ class DecoderOptions:
 
 
 class DecoderLayer(nnx.Module):
-    """`h += attention(norm(h)); h += mlp(norm(h))`."""
+    """`h += attention(norm(h)); h += mlp(norm(h))`.
+
+    Some families normalise the outputs of attention and MLP before they are added.
+    """
 
     def __init__(
         self,
@@ -73,29 +76,39 @@ class DecoderLayer(nnx.Module):
         dtype,
         attention: AttentionImplementation = "xla",
     ):
-        self.attention_norm = make_norm(config, "attention_norm", dtype=dtype)
+        norm = functools.partial(layer_norm, config, dtype=dtype)
+        output_norm = functools.partial(optional_layer_norm, config, dtype=dtype)
+        self.attention_norm = norm("attention_norm")
         self.self_attn = Attention(
             config, linear, layer, dtype=dtype, implementation=attention
         )
-        self.mlp_norm = make_norm(config, "mlp_norm", dtype=dtype)
+        self.attention_output_norm = output_norm("attention_output_norm")
+        self.mlp_norm = norm("mlp_norm")
         self.mlp = Mlp(config, linear)
+        self.mlp_output_norm = output_norm("mlp_output_norm")
 
     def attend(
         self, h: Float[Array, "T D"], rows: PackedRows, routing: Routing
     ) -> Float[Array, "T D"]:
         """Applies the first half of the layer, attention."""
-        return h + self.self_attn(self.attention_norm(h), rows, routing)
+        y = self.self_attn(self.attention_norm(h), rows, routing)
+        return h + (self.attention_output_norm or _identity)(y)
 
     def feed_forward(
         self, h: Float[Array, "T D"], routing: Routing
     ) -> Float[Array, "T D"]:
         """Applies the second half of the layer, the MLP."""
-        return h + self.mlp(self.mlp_norm(h), routing)
+        y = self.mlp(self.mlp_norm(h), routing)
+        return h + (self.mlp_output_norm or _identity)(y)
 
     def __call__(
         self, h: Float[Array, "T D"], rows: PackedRows, routing: Routing
     ) -> Float[Array, "T D"]:
         return self.feed_forward(self.attend(h, rows, routing), routing)
+
+
+def _identity(x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    return x
 
 
 class Embedding(nnx.Module):
@@ -113,7 +126,7 @@ class Head(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A Llama-family decoder over packed rows, or one pipeline stage of it.
+    """A decoder over packed rows, or one pipeline stage of it.
 
     A forward pass is `embed`, `run_layers`, and `norm` with the head. A stage has only
     its own layers, under their numbers in the whole model.
@@ -165,15 +178,18 @@ class Decoder(nnx.Module):
             }
         )
         self._numbers = layers
-        norm = functools.partial(RmsNorm, width, eps=config.rms_eps, dtype=dtype)
-        self.norm = norm() if is_last else None
+        self.norm = make_final_norm(config, dtype=dtype) if is_last else None
         head = functools.partial(Head, width, config.vocab_size, dtype=dtype)
         self.lm_head = head() if is_last and not is_tied else None
 
     def embed(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Hidden states before the first layer; only on the first stage."""
         assert self.embed_tokens is not None
-        return self.embed_tokens.embedding[...][token_ids]
+        h = self.embed_tokens.embedding[...][token_ids]
+        if self.config.family.scales_embedding:
+            # The factor is rounded to the dtype, as in transformers.
+            h *= jnp.asarray(self.config.hidden_size**0.5, h.dtype)
+        return h
 
     def run_layers(
         self,
@@ -190,10 +206,7 @@ class Decoder(nnx.Module):
             segment_ids: Which sample each row belongs to; negative: padding.
             routing: Slot of each row, and the keys of dropout masks.
         """
-        rope = rope_table(
-            positions, rope_frequencies(self.config.rope, self.config.head_dim)
-        )
-        rows = PackedRows(rope, segment_ids, self.options.lengths)
+        rows = packed_rows(self.config, positions, segment_ids, self.options.lengths)
         routing = with_shared_inputs(self._linears(), routing)
         for i in self._numbers:
             h = self._apply(self.layers[str(i)], h, rows, routing)

@@ -128,6 +128,14 @@ _QK_NORMS = (
         gguf="attn_k_norm",
     ),
 )
+_GEMMA_NORMS = (
+    _layer_norm("attention_norm", "input_layernorm", "attn_norm"),
+    _layer_norm(
+        "attention_output_norm", "post_attention_layernorm", "post_attention_norm"
+    ),
+    _layer_norm("mlp_norm", "pre_feedforward_layernorm", "ffn_norm"),
+    _layer_norm("mlp_output_norm", "post_feedforward_layernorm", "post_ffw_norm"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,5 +227,67 @@ FAMILIES: Mapping[str, Family] = {
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         windows="from_layer",
+    ),
+    "gemma2": Family(
+        models="Gemma 2",
+        defaults={
+            "max_position_embeddings": 8192,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "sliding_window": 4096,
+            "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": True,
+        },
+        keys=frozenset(
+            {
+                "query_pre_attn_scalar",
+                "attn_logit_softcapping",
+                "final_logit_softcapping",
+            }
+        ),
+        norms=_GEMMA_NORMS,
+        norm_offset=True,
+        activation="gelu_tanh",
+        activation_key="hidden_activation",
+        scales_embedding=True,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        windows="pattern",
+        window_pattern=2,
+        divides_width=True,
+    ),
+    # Its attention ignores attn_logit_softcapping in transformers, so it is refused.
+    "gemma3_text": Family(
+        models="Gemma 3 text models",
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "sliding_window": 4096,
+            "query_pre_attn_scalar": 256,
+            "tie_word_embeddings": True,
+        },
+        keys=frozenset(
+            {
+                "query_pre_attn_scalar",
+                "final_logit_softcapping",
+                "rope_local_base_freq",
+                "sliding_window_pattern",
+                "_sliding_window_pattern",
+            }
+        ),
+        norms=(*_GEMMA_NORMS, *_QK_NORMS),
+        norm_offset=True,
+        activation="gelu_tanh",
+        activation_key="hidden_activation",
+        scales_embedding=True,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        windows="pattern",
+        window_pattern=6,
+        local_rope=True,
+        divides_width=True,
     ),
 }

@@ -80,7 +80,14 @@ def losses(decoder: Decoder, batch: PackedBatch, h: Float[Array, "T D"]) -> JobL
     hidden = decoder.final_norm(h)
     is_target = batch.loss_weight > 0
     head, transposed = decoder.stored_head()
-    nll = target_nll(hidden, head, batch.labels, is_target, head_transposed=transposed)
+    nll = target_nll(
+        hidden,
+        head,
+        batch.labels,
+        is_target,
+        head_transposed=transposed,
+        logit_softcap=decoder.config.logit_softcap,
+    )
     loss_T = jnp.where(is_target, nll * batch.loss_weight, 0.0)
     num_blocks = batch.block_adapter.shape[0]
     finite_T = jnp.isfinite(hidden).all(axis=-1) | (batch.segment_ids < 0)

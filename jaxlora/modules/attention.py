@@ -7,60 +7,85 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlora.models.config import ModelConfig
+from jaxlora.models.config import ModelConfig, Rope
 from jaxlora.modules.banded_attention import banded_attention
 from jaxlora.modules.cudnn_attention import DETERMINISTIC, cudnn_attention
+from jaxlora.modules.length_classes import SegmentLengths
 from jaxlora.modules.mlp import MakeLinear
 from jaxlora.modules.multi_lora_linear import Routing, apply_together
-from jaxlora.modules.norm import optional_norm
-from jaxlora.modules.rope import RopeTable, apply_rope
+from jaxlora.modules.norm import optional_layer_norm
+from jaxlora.modules.rope import (
+    RopeTable,
+    apply_rope,
+    rope_frequencies,
+    rope_table,
+)
+from jaxlora.modules.scoring import PLAIN, Scoring, layer_scoring
 
 AttentionImplementation = Literal["xla", "cudnn"]
 
-# Two values below it have a product that, summed over head_dim, is finite in float32.
-# Beyond, a masked pair of rows could give an infinity, and 0 * infinity is NaN.
+# The product of two smaller values, summed over head_dim, is finite in float32. Larger
+# values could give infinity for a masked pair of rows, and 0 * infinity is NaN.
 _LIMIT = 2.0**56
 
 
-class SegmentLengths(NamedTuple):
-    """What is known of packed samples when a program is compiled.
-
-    Attributes:
-        longest: Tokens; none is longer.
-        mean: Tokens, of the samples or of the job whose samples are shortest; or fewer.
-    """
-
-    longest: int
-    mean: int
-
-
 class PackedRows(NamedTuple):
-    """What attention knows of the rows of a microbatch, the same in all layers.
+    """Attention inputs that all layers share.
 
     Attributes:
-        rope: Of their positions.
-        segment_ids: Which sample each belongs to; negative: padding.
-        lengths: Of the samples.
+        rope: Rotary table of the rows' positions.
+        local_rope: Rotary table of layers with a window; None: they use `rope`.
+        segment_ids: Segment of each row; negative for padding.
+        lengths: Lengths of the segments.
     """
 
     rope: RopeTable
+    local_rope: RopeTable | None
     segment_ids: Int[Array, " T"]
     lengths: SegmentLengths
 
+    def rope_of(self, scoring: Scoring) -> RopeTable:
+        """Returns the rotary table of the layers that make their scores so."""
+        if scoring.window is None or self.local_rope is None:
+            return self.rope
+        return self.local_rope
+
+
+def packed_rows(
+    config: ModelConfig,
+    positions: Int[Array, " T"],
+    segment_ids: Int[Array, " T"],
+    lengths: SegmentLengths,
+) -> PackedRows:
+    """Makes the attention inputs that all layers share.
+
+    Args:
+        config: The model.
+        positions: Position of each row in its own segment.
+        segment_ids: Segment of each row; negative for padding.
+        lengths: Lengths of the segments.
+    """
+
+    def table(rope: Rope) -> RopeTable:
+        return rope_table(positions, rope_frequencies(rope, config.head_dim))
+
+    local = None if config.local_rope is None else table(config.local_rope)
+    return PackedRows(table(config.rope), local, segment_ids, lengths)
+
 
 def compiler_options(implementation: AttentionImplementation) -> dict[str, bool]:
-    """What a program with attention's gradient is compiled with, for the same bits."""
+    """Returns compiler options that make attention's gradient deterministic."""
     return dict(DETERMINISTIC) if implementation == "cudnn" else {}
 
 
 def _is_sound(x: Float[Array, "*B"]) -> Bool[Array, "*B"]:
-    """Where x is neither NaN nor so large that its sample must have diverged."""
+    """Tells where x is neither NaN nor so large that its sample must have diverged."""
     return jnp.abs(x.astype(jnp.float32)) < _LIMIT
 
 
 @jax.custom_vjp
 def _sound(x: Float[Array, "*B"]) -> Float[Array, "*B"]:
-    """Zero where x is not sound, so that 0 * x is 0; its gradient passes as it is."""
+    """Replaces what is not sound by zero, so that 0 * x is 0; keeps the gradient."""
     return jnp.where(_is_sound(x), x, 0)
 
 
@@ -69,7 +94,7 @@ _sound.defvjp(lambda x: (_sound(x), None), lambda _, dx: (dx,))
 
 @jax.custom_vjp
 def _sound_gradient(x: Float[Array, "*B"]) -> Float[Array, "*B"]:
-    """x itself; its gradient is zero where it is not sound."""
+    """Returns x, and replaces what is not sound in its gradient by zero."""
     return x
 
 
@@ -82,30 +107,28 @@ def packed_attention(
     v: Float[Array, "T HK E"],
     segment_ids: Int[Array, " T"],
     *,
-    max_segment_tokens: int,
-    mean_segment_tokens: int = 64,
-    window: int | None = None,
+    lengths: SegmentLengths,
+    scoring: Scoring = PLAIN,
     implementation: AttentionImplementation = "xla",
 ) -> Float[Array, "T H E"]:
     """Causal attention in which a row sees the earlier rows of its own segment only.
 
-    A number that is not finite, or 2**56 or more in magnitude (its adapter diverged),
-    touches no other segment, forward or backward. In q, k or v it makes its own row's
-    output NaN; for the other rows of its segment it counts as zero, and so it does in
-    the gradient of the output.
+    A number that is not finite, or 2**56 or more in magnitude, means that its adapter
+    diverged. It affects no other segment, forward or backward. In q, k or v it makes
+    the output of its own row NaN. For the other rows of its segment, and in the
+    gradient of the output, it counts as zero.
 
     Args:
         q: Queries; H is a multiple of HK (grouped-query attention).
         k: Keys.
         v: Values.
-        segment_ids: Equal for the rows of one sample, which are contiguous; negative
-            rows are padding and get zeros.
-        max_segment_tokens: At least as long as the longest segment.
-        mean_segment_tokens: What the segments have in the mean, or less; cudnn has room
-            for one and a half times as many short ones as that makes, see `crowd`.
-        window: How many rows back a row sees, itself included; None: all.
-        implementation: `xla` runs anywhere; `cudnn` where `cudnn_unsupported` names no
-            reason against it, in programs compiled with `compiler_options`.
+        segment_ids: Segment of each row; the rows of a segment are contiguous. Padding
+            rows are negative and get zeros.
+        lengths: Lengths of the segments. `cudnn` has room for one and a half times as
+            many short segments as the mean gives, see `crowd`.
+        scoring: How the scores are made.
+        implementation: `xla` runs anywhere. `cudnn` runs where `cudnn_unsupported`
+            names no reason against it, in programs compiled with `compiler_options`.
 
     Raises:
         ValueError: There is no such implementation.
@@ -120,10 +143,9 @@ def packed_attention(
     own &= _is_sound(v).all((1, 2))
     q, k, v = _sound(q), _sound(k), _sound(v)
     if implementation == "cudnn":
-        lengths = max_segment_tokens, mean_segment_tokens
-        out = cudnn_attention(q, k, v, own, segment_ids, *lengths, window)
+        out = cudnn_attention(q, k, v, own, segment_ids, lengths, scoring)
     else:
-        out = banded_attention(q, k, v, segment_ids, max_segment_tokens, window)
+        out = banded_attention(q, k, v, segment_ids, lengths.longest, scoring)
         out = jnp.where(own[:, None, None], out, jnp.nan)
     return _sound_gradient(out)
 
@@ -145,10 +167,10 @@ class Attention(nnx.Module):
         self.k_proj = linear(linears["self_attn.k_proj"])
         self.v_proj = linear(linears["self_attn.v_proj"])
         self.o_proj = linear(linears["self_attn.o_proj"])
-        self.q_norm = optional_norm(config, "self_attn.q_norm", dtype=dtype)
-        self.k_norm = optional_norm(config, "self_attn.k_norm", dtype=dtype)
+        self.q_norm = optional_layer_norm(config, "self_attn.q_norm", dtype=dtype)
+        self.k_norm = optional_layer_norm(config, "self_attn.k_norm", dtype=dtype)
         self.head_dim = config.head_dim
-        self.window = config.layer_windows[layer]
+        self.scoring = layer_scoring(config, layer)
         self.implementation: AttentionImplementation = implementation
 
     def __call__(
@@ -161,15 +183,15 @@ class Attention(nnx.Module):
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, *rows.rope), apply_rope(k, *rows.rope)
+        rope = rows.rope_of(self.scoring)
+        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         out = packed_attention(
             q,
             k,
             v,
             rows.segment_ids,
-            max_segment_tokens=rows.lengths.longest,
-            mean_segment_tokens=rows.lengths.mean,
-            window=self.window,
+            lengths=rows.lengths,
+            scoring=self.scoring,
             implementation=self.implementation,
         )
         return self.o_proj(out.reshape(x.shape[0], -1), routing)

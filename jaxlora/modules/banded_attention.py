@@ -1,10 +1,13 @@
 """Causal attention over packed rows in plain JAX, for any device."""
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from jaxlora.modules.scoring import Scoring, softcap
 
 _MAX_BLOCK_Q = 128
 _MAX_SCORE_BYTES = 512 * 2**20
@@ -16,31 +19,31 @@ def banded_attention(
     v: Float[Array, "T HK E"],
     segment_ids: Int[Array, " T"],
     max_segment_tokens: int,
-    window: int | None,
+    scoring: Scoring,
 ) -> Float[Array, "T H E"]:
     """Attention as `packed_attention` defines it, for rows that are all sound.
 
     A block of queries is compared with a band of keys as wide as the longest segment,
-    not with all T. Blocks run together as long as their scores fit in 512 MiB, one
-    group after the other where they do not; no scores are kept for the gradient.
+    not with all T rows. Blocks run together as long as their scores fit in 512 MiB, and
+    in groups one after the other if they do not. No scores are kept for the gradient.
 
     Args:
         q: Queries; H is a multiple of HK.
         k: Keys.
         v: Values.
-        segment_ids: Which segment a row belongs to; negative rows get zeros.
-        max_segment_tokens: At least as long as the longest segment.
-        window: How many rows back a row sees, itself included; None: all.
+        segment_ids: Segment of each row; padding rows are negative and get zeros.
+        max_segment_tokens: Upper bound on the length of a segment.
+        scoring: How the scores are made.
     """
     t, num_heads, _ = q.shape
     block = math.gcd(t, _MAX_BLOCK_Q)
-    reach = min(max_segment_tokens, window or max_segment_tokens, t)
+    reach = min(max_segment_tokens, scoring.window or max_segment_tokens, t)
     band = min(t, block + -(-(reach - 1) // block) * block)
     num_blocks = t // block
     group = _group(num_blocks, block * band * num_heads * 4)
 
     def before(x, fill=0):
-        """x after as many rows as the first block's band reaches back."""
+        """Pads x in front by as many rows as the first block's band reaches back."""
         pad = [(band - block, 0)] + [(0, 0)] * (x.ndim - 1)
         return jnp.pad(x, pad, constant_values=fill)
 
@@ -52,14 +55,14 @@ def banded_attention(
     own = (rows.reshape(-1, group, block), segment_ids.reshape(-1, group, block))
 
     def attend(first, q, own):
-        """The blocks of one group, whose first row is `first`."""
+        """Runs the blocks of one group, whose first row is `first`."""
         width = (group - 1) * block + band
         part = [jax.lax.dynamic_slice_in_dim(x, first, width) for x in behind]
         k, v, *theirs = (
             jnp.stack([x[i * block : i * block + band] for i in range(group)])
             for x in part
         )
-        return _attend(q, k, v, _mask(own, theirs, window))
+        return _attend(q, k, v, _mask(own, theirs, scoring.window), scoring)
 
     if group == num_blocks:
         out = attend(0, blocks[0], (own[0][0], own[1][0]))
@@ -71,7 +74,7 @@ def banded_attention(
 
 
 def _group(num_blocks: int, block_bytes: int) -> int:
-    """How many blocks run together: a divisor of their number."""
+    """Returns how many blocks run together, a divisor of their number."""
     fit = max(1, _MAX_SCORE_BYTES // block_bytes)
     return max(n for n in range(1, min(num_blocks, fit) + 1) if num_blocks % n == 0)
 
@@ -84,16 +87,17 @@ def _mask(queries, keys, window):
     return mask if window is None else mask & (back < window)
 
 
-@jax.checkpoint
-def _attend(q, k, v, mask):
-    """Softmax attention by block; the probabilities are made again for the gradient."""
-    scale = q.shape[-1] ** -0.5
+@functools.partial(jax.checkpoint, static_argnums=4)
+def _attend(q, k, v, mask, scoring: Scoring):
+    """Softmax attention by block; the gradient recomputes the probabilities."""
+    scale = scoring.scale_of(q.shape[-1])
     scores = jnp.einsum("iqgre,ikge->igrqk", q, k, preferred_element_type=jnp.float32)
     mask = mask[:, None, None]
-    scores = jnp.where(mask, scores * scale, -jnp.inf)
+    scores = jnp.where(mask, softcap(scores * scale, scoring.softcap), -jnp.inf)
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
     weights = jnp.exp(scores - jnp.where(top > -jnp.inf, top, 0))
     total = weights.sum(-1, keepdims=True)
-    # They are zero elsewhere; selected, so that their gradient is, too.
+    # The weights are zero where the mask is false. The selection makes their gradient
+    # zero there, too.
     weights = jnp.where(mask, weights / jnp.where(total > 0, total, 1), 0)
     return jnp.einsum("igrqk,ikge->iqgre", weights.astype(v.dtype), v)

@@ -1,12 +1,15 @@
 """Cross entropy of the tokens that are trained on, and no others."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-# Enough rows that a product with the head is bound by arithmetic, not by reading it.
+from jaxlora.modules.scoring import softcap
+
+# With this many rows, a product with the head is bound by arithmetic, not by memory.
 _MAX_CHUNK = 1024
 _CHUNK_MULTIPLE = 128
 _MAX_LOGITS_BYTES = 512 * 2**20
@@ -19,12 +22,13 @@ def target_nll(
     is_target: Bool[Array, " T"],
     *,
     head_transposed: bool = False,
+    logit_softcap: float | None = None,
 ) -> Float[Array, " T"]:
     """Negative log likelihood of each target row's label, in nats; 0 elsewhere.
 
-    Only target rows go through the head, in as many chunks as they fill. Where a
-    gradient is wanted, it is made from the same logits as the loss and kept for a
-    unit cotangent, in hidden's dtype; of T x V nothing is kept. The head is frozen:
+    Only target rows go through the head, in as many chunks as they fill. If a gradient
+    is wanted, it is computed from the same logits as the loss, and kept in hidden's
+    dtype for a cotangent of 1. Nothing of size T x V is kept. The head is frozen, so
     its gradient is zero.
 
     Args:
@@ -32,36 +36,48 @@ def target_nll(
         head: Output projection.
         labels: The token that each row should predict.
         is_target: Which rows are trained on.
-        head_transposed: Whether head is stored V D, as a tied embedding is; it is
-            used as it lies.
+        head_transposed: Whether head is stored V D, as a tied embedding is. It is used
+            without a copy.
+        logit_softcap: Bound of the logits, see `softcap`; None: there is none.
     """
-    return _target_nll(hidden, head, labels, is_target, head_transposed)
+    options = _Head(head_transposed, logit_softcap)
+    return _target_nll(hidden, head, labels, is_target, options)
+
+
+class _Head(NamedTuple):
+    """How the head makes logits: see `target_nll`."""
+
+    transposed: bool
+    softcap: float | None
+
+    def num_logits(self, head: Array) -> int:
+        return head.shape[0 if self.transposed else 1]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _target_nll(hidden, head, labels, is_target, head_transposed):
+def _target_nll(hidden, head, labels, is_target, options):
     def compute(hidden, labels):
-        return (_nll(hidden, head, labels, head_transposed)[0],)
+        return (_nll(hidden, head, labels, options)[0],)
 
-    chunk = _chunk_rows(head.shape[not head_transposed], len(labels))
+    chunk = _chunk_rows(options.num_logits(head), len(labels))
     (nll,), place = _over_targets(compute, is_target, hidden, labels, chunk=chunk)
     return jnp.where(is_target, nll[place], 0.0)
 
 
-def _forward(hidden, head, labels, is_target, head_transposed):
+def _forward(hidden, head, labels, is_target, options):
     def compute(hidden, labels):
-        return _nll_and_gradient(hidden, head, labels, head_transposed)
+        return _nll_and_gradient(hidden, head, labels, options)
 
-    chunk = _chunk_rows(head.shape[not head_transposed], len(labels))
+    chunk = _chunk_rows(options.num_logits(head), len(labels))
     out, place = _over_targets(compute, is_target, hidden, labels, chunk=chunk)
     nll, gradient = out
     return jnp.where(is_target, nll[place], 0.0), (gradient, place, is_target)
 
 
-def _backward(head_transposed, residuals, dnll):
+def _backward(options, residuals, dnll):
     gradient, place, is_target = residuals
     dhidden = (gradient[place] * dnll[:, None]).astype(gradient.dtype)
-    # Select, not multiply: a row that is no target may hold anything.
+    # Select, do not multiply: a row that is no target may hold anything.
     return jnp.where(is_target[:, None], dhidden, 0), None, None, None
 
 
@@ -75,14 +91,17 @@ def _chunk_rows(vocab_size: int, num_rows: int) -> int:
 
 
 def _over_targets(compute, is_target, *rows, chunk: int):
-    """`compute` of the target rows, gathered to the front, and each row's place there.
+    """Runs `compute` on the target rows, gathered to the front.
 
-    All chunks have one shape, so that what becomes of a row does not depend on how
-    many others are targets; the last is filled up with row 0. Chunks without any target
+    All chunks have one shape, so the result for a row does not depend on how many other
+    rows are targets. The last chunk is filled up with row 0. Chunks without a target
     are skipped.
+
+    Returns:
+        The results of `compute` for the gathered rows, and each row's place in them.
     """
     t = len(is_target)
-    # Behind a barrier, or XLA counts again for every value that is gathered by it.
+    # Without the barrier XLA would count again for every value that is gathered.
     place = jax.lax.optimization_barrier(jnp.cumsum(is_target) - 1)
     num_chunks = -(-t // chunk)
     source = jnp.zeros(num_chunks * chunk, jnp.int32)
@@ -91,15 +110,15 @@ def _over_targets(compute, is_target, *rows, chunk: int):
     )
     num_targets = is_target.sum()
 
-    def of_rows(taken):
+    def compute_rows(taken):
         return compute(*(x[taken] for x in rows))
 
     def zeros(taken):
-        like = jax.eval_shape(of_rows, taken)
+        like = jax.eval_shape(compute_rows, taken)
         return tuple(jnp.zeros(x.shape, x.dtype) for x in like)
 
     def step(first, taken):
-        outs = jax.lax.cond(first < num_targets, of_rows, zeros, taken)
+        outs = jax.lax.cond(first < num_targets, compute_rows, zeros, taken)
         return first + chunk, outs
 
     _, outs = jax.lax.scan(step, 0, source.reshape(num_chunks, chunk))
@@ -108,22 +127,29 @@ def _over_targets(compute, is_target, *rows, chunk: int):
 
 
 def _product(x, head, axis: int):
-    """Contracts x's features with an axis of the head as it lies; no copy of it."""
+    """Contracts the features of x with an axis of the head, without a copy of it."""
     dims = (((1,), (axis,)), ((), ()))
     return jax.lax.dot_general(x, head, dims, preferred_element_type=jnp.float32)
 
 
-def _nll(hidden, head, labels, head_transposed):
-    logits = _product(hidden, head, 1 if head_transposed else 0)
+def _nll(hidden, head, labels, options: _Head):
+    logits = _product(hidden, head, 1 if options.transposed else 0)
+    logits = softcap(logits, options.softcap)
     log_total = jax.nn.logsumexp(logits, axis=-1)
     picked = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
     return log_total - picked, logits, log_total
 
 
-def _nll_and_gradient(hidden, head, labels, head_transposed):
-    """Each row's loss and `(softmax - one hot) head^T`."""
-    nll, logits, log_total = _nll(hidden, head, labels, head_transposed)
+def _nll_and_gradient(hidden, head, labels, options: _Head):
+    """Each row's loss and `dlogits head^T`, with `dlogits = softmax - one hot`.
+
+    A soft cap multiplies dlogits by its slope, `1 - (logits / cap)^2`.
+    """
+    nll, logits, log_total = _nll(hidden, head, labels, options)
     hit = jnp.arange(logits.shape[1]) == labels[:, None]
     dlogits = jnp.exp(logits - log_total[:, None]) - hit
-    gradient = _product(dlogits.astype(head.dtype), head, 0 if head_transposed else 1)
+    if options.softcap is not None:
+        dlogits *= 1 - (logits / options.softcap) ** 2
+    axis = 0 if options.transposed else 1
+    gradient = _product(dlogits.astype(head.dtype), head, axis)
     return nll, gradient.astype(hidden.dtype)

@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxlora.models.config import LayerLinear, ModelConfig
+from jaxlora.models.families import Activation
 from jaxlora.modules.multi_lora_linear import (
     MultiLoraLinear,
     Routing,
@@ -18,17 +19,19 @@ MakeLinear = Callable[[LayerLinear], MultiLoraLinear]
 
 
 class Mlp(nnx.Module):
-    """`down(silu(gate(x)) * up(x))`; its linears take LoRA."""
+    """`down(activation(gate(x)) * up(x))`; its linears take LoRA."""
 
     def __init__(self, config: ModelConfig, linear: MakeLinear):
         linears = config.linears()
         self.gate_proj = linear(linears["mlp.gate_proj"])
         self.up_proj = linear(linears["mlp.up_proj"])
         self.down_proj = linear(linears["mlp.down_proj"])
+        self.activation: Activation = config.family.activation
 
     def __call__(self, x: Float[Array, "T D"], routing: Routing) -> Float[Array, "T D"]:
         gate, up = apply_together((self.gate_proj, self.up_proj), x, routing)
-        return self.down_proj(swiglu(gate, up), routing)
+        gated = swiglu if self.activation == "silu" else geglu
+        return self.down_proj(gated(gate, up), routing)
 
 
 @jax.custom_vjp
@@ -41,11 +44,11 @@ def swiglu(gate: Float[Array, "T F"], up: Float[Array, "T F"]) -> Float[Array, "
     return (jax.nn.silu(wide) * up.astype(jnp.float32)).astype(gate.dtype)
 
 
-def _forward(gate, up):
+def _swiglu_forward(gate, up):
     return swiglu(gate, up), (gate, up)
 
 
-def _backward(residuals, dy):
+def _swiglu_backward(residuals, dy):
     gate, up = residuals
     wide, dy = gate.astype(jnp.float32), dy.astype(jnp.float32)
     sigmoid = jax.nn.sigmoid(wide)
@@ -55,4 +58,34 @@ def _backward(residuals, dy):
     return dgate.astype(gate.dtype), dup.astype(up.dtype)
 
 
-swiglu.defvjp(_forward, _backward)
+swiglu.defvjp(_swiglu_forward, _swiglu_backward)
+
+
+@jax.custom_vjp
+def geglu(gate: Float[Array, "T F"], up: Float[Array, "T F"]) -> Float[Array, "T F"]:
+    """`gelu(gate) * up` (arXiv 2002.05202), in float32, rounded once.
+
+    The gelu is the tanh approximation (arXiv 1606.08415, section 2). The backward pass
+    keeps gate and up and no more.
+    """
+    wide = gate.astype(jnp.float32)
+    return (_gelu_tanh(wide) * up.astype(jnp.float32)).astype(gate.dtype)
+
+
+def _gelu_tanh(x):
+    return jax.nn.gelu(x, approximate=True)
+
+
+def _geglu_forward(gate, up):
+    return geglu(gate, up), (gate, up)
+
+
+def _geglu_backward(residuals, dy):
+    gate, up = residuals
+    activated, vjp = jax.vjp(_gelu_tanh, gate.astype(jnp.float32))
+    dy = dy.astype(jnp.float32)
+    (dgate,) = vjp(dy * up.astype(jnp.float32))
+    return dgate.astype(gate.dtype), (dy * activated).astype(up.dtype)
+
+
+geglu.defvjp(_geglu_forward, _geglu_backward)

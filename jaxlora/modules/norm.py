@@ -12,41 +12,72 @@ from jaxlora.modules.multi_lora_linear import BaseParam
 
 
 class RmsNorm(nnx.Module):
-    """`x / sqrt(mean(x^2) + eps) * scale`, in float32 (arXiv 1910.07467)."""
+    """`x / sqrt(mean(x^2) + eps) * scale` (arXiv 1910.07467).
 
-    def __init__(self, features: int, *, eps: float, dtype: jnp.dtype):
-        self.scale = BaseParam(jnp.ones((features,), dtype))
-        self.eps = eps
+    With `offset`, as in Gemma, the factor is `1 + scale`, so a scale of 0 changes
+    nothing.
+    """
+
+    def __init__(
+        self, features: int, *, eps: float, offset: bool = False, dtype: jnp.dtype
+    ):
+        fill = jnp.zeros if offset else jnp.ones
+        self.scale = BaseParam(fill((features,), dtype))
+        self.eps, self.offset = eps, offset
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        return rms_norm(x, self.scale[...], self.eps)
+        return rms_norm(x, self.scale[...], self.eps, self.offset)
 
 
-def make_norm(config: ModelConfig, name: str, *, dtype: jnp.dtype) -> RmsNorm:
+def make_final_norm(config: ModelConfig, *, dtype: jnp.dtype) -> RmsNorm:
+    """Makes the norm after the last layer."""
+    return _norm(config, config.hidden_size, dtype)
+
+
+def layer_norm(config: ModelConfig, name: str, *, dtype: jnp.dtype) -> RmsNorm:
     """Makes a norm of a layer, given by its path inside the layer."""
-    return RmsNorm(config.norms()[name], eps=config.rms_eps, dtype=dtype)
+    return _norm(config, config.norms()[name], dtype)
 
 
-def optional_norm(
+def optional_layer_norm(
     config: ModelConfig, name: str, *, dtype: jnp.dtype
 ) -> RmsNorm | None:
-    """Makes a norm of a layer as `make_norm` does; None if the family has none."""
-    return make_norm(config, name, dtype=dtype) if name in config.norms() else None
+    """Makes a norm of a layer as `layer_norm` does; None if the family has none."""
+    return layer_norm(config, name, dtype=dtype) if name in config.norms() else None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _norm(config: ModelConfig, features: int, dtype: jnp.dtype) -> RmsNorm:
+    offset = config.family.norm_offset
+    return RmsNorm(features, eps=config.rms_eps, offset=offset, dtype=dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def rms_norm(
-    x: Float[Array, "*B D"], scale: Float[Array, " D"], eps: float
+    x: Float[Array, "*B D"],
+    scale: Float[Array, " D"],
+    eps: float,
+    offset: bool = False,
 ) -> Float[Array, "*B D"]:
-    """`x / sqrt(mean(x^2) + eps) * scale`; the backward pass keeps x and no more.
+    """Normalises rows in float32; the backward pass keeps x and no more.
+
+    Without `offset` the normalised row is rounded to the dtype of x before it is
+    multiplied by the scale, and with it after, as in transformers.
 
     Args:
         x: Rows to normalise.
-        scale: Factor of each feature.
+        scale: Factor of each feature, or the factor less 1.
         eps: Added to the mean square.
+        offset: Whether the factor is `1 + scale`.
     """
     normed = x.astype(jnp.float32) * _inverse_rms(x, eps)
+    if offset:
+        return (normed * _factor(scale, offset)).astype(x.dtype)
     return scale * normed.astype(x.dtype)
+
+
+def _factor(scale, offset):
+    wide = scale.astype(jnp.float32)
+    return 1 + wide if offset else wide
 
 
 def _inverse_rms(x, eps):
@@ -54,16 +85,16 @@ def _inverse_rms(x, eps):
     return jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
 
 
-def _forward(x, scale, eps):
-    return rms_norm(x, scale, eps), (x, scale)
+def _forward(x, scale, eps, offset):
+    return rms_norm(x, scale, eps, offset), (x, scale)
 
 
-def _backward(eps, residuals, dy):
+def _backward(eps, offset, residuals, dy):
     x, scale = residuals
     wide, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
     inverse = _inverse_rms(x, eps)
-    dnormed = dy * scale.astype(jnp.float32)
-    # A sum that needs no other first: XLA makes both in one pass over x.
+    dnormed = dy * _factor(scale, offset)
+    # This sum does not depend on another one, so XLA needs a single pass over x.
     along = inverse * inverse * jnp.mean(dnormed * wide, axis=-1, keepdims=True)
     dx = inverse * (dnormed - along * wide)
     dscale = jnp.sum(dy * (wide * inverse), axis=tuple(range(x.ndim - 1)))

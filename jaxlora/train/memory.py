@@ -18,6 +18,7 @@ from jaxlora.models.forward import Base, SlotKeys, job_losses
 from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.attention import packed_attention
+from jaxlora.modules.scoring import layer_scoring
 from jaxlora.pallas_kernels import get_backend
 from jaxlora.scheduler import Limits
 from jaxlora.train.step import CompiledSteps, compiled, training_options
@@ -255,15 +256,14 @@ def _attention_bytes(spec: DecoderSpec, num_tokens: int) -> float:
         compiler_options=training_options(options.attention),
     )
     most = 0
-    for window in set(config.layer_windows):
+    for scoring in {layer_scoring(config, i) for i in range(config.num_layers)}:
 
-        def forward(q, k, v, segment_ids, window=window):
+        def forward(q, k, v, segment_ids, scoring=scoring):
             attention = functools.partial(
                 packed_attention,
                 segment_ids=segment_ids,
-                max_segment_tokens=options.max_segment_tokens,
-                mean_segment_tokens=options.mean_segment_tokens,
-                window=window,
+                lengths=options.lengths,
+                scoring=scoring,
                 implementation=options.attention,
             )
             return jax.vjp(attention, q, k, v)[1]

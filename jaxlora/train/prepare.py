@@ -182,7 +182,7 @@ def spec_of(
     options = DecoderOptions(
         dtype=dtype,
         remat=config.remat,
-        attention=chosen_attention(config.attention, dtype, model.head_dim),
+        attention=chosen_attention(config.attention, dtype, model),
         max_segment_tokens=longest,
         mean_segment_tokens=min(map(_mean_tokens, train)),
     )
@@ -230,14 +230,16 @@ def _implementation(config: RunConfig, spec: DecoderSpec) -> str:
 
 
 def chosen_attention(
-    asked: Literal["auto", "cudnn", "xla"], dtype: Any, head_dim: int
+    asked: Literal["auto", "cudnn", "xla"], dtype: Any, model: ModelConfig
 ) -> AttentionImplementation:
     """Returns the attention asked for, or the best supported for `auto`; logs it.
 
     Raises:
         ConfigError: cuDNN is asked for, but cannot run such a model here.
     """
-    reason = cudnn_unsupported(dtype=dtype, head_dim=head_dim)
+    reason = cudnn_unsupported(
+        dtype=dtype, head_dim=model.head_dim, softcap=model.score_softcap
+    )
     if asked == "cudnn" and reason is not None:
         raise ConfigError(
             f"attention: cudnn cannot run this: {reason}. Use xla or auto."

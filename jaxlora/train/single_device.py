@@ -21,7 +21,7 @@ from jaxlora.data.pack import (
 )
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.modules.cudnn_attention import crowd
+from jaxlora.modules.length_classes import crowd
 from jaxlora.scheduler import Limits, Microbatch, greedy
 from jaxlora.train.executor import Outcomes, StepOutcome, Window
 from jaxlora.train.feed import Feed

@@ -117,7 +117,7 @@ class Bench:
         options = DecoderOptions(
             dtype=dtype,
             implementation=args.implementation,
-            attention=chosen_attention(args.attention, dtype, self._model.head_dim),
+            attention=chosen_attention(args.attention, dtype, self._model),
             max_segment_tokens=min(args.longest_tokens, capacity),
             mean_segment_tokens=min(args.median_tokens) // 2,
         )

@@ -38,6 +38,7 @@ from jaxlora.modules.attention import (
     packed_attention,
 )
 from jaxlora.modules.cudnn_attention import cudnn_unsupported
+from jaxlora.modules.length_classes import SegmentLengths
 from jaxlora.modules.loss import target_nll
 from jaxlora.modules.mlp import swiglu
 from jaxlora.modules.norm import rms_norm
@@ -108,8 +109,7 @@ def attentions() -> Iterator[Part]:
         attend = functools.partial(
             packed_attention,
             segment_ids=jnp.asarray(segment_ids),
-            max_segment_tokens=LONGEST,
-            mean_segment_tokens=T // len(lengths),
+            lengths=SegmentLengths(LONGEST, T // len(lengths)),
             implementation=name,
         )
         options = compiler_options(name)

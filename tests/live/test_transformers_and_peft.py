@@ -15,7 +15,7 @@ from jaxlora import export_peft, import_peft, load_model, merge_adapter
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.train.prepare import linear_shapes
 from tests.jaxlora.hf.test_peft_golden import logits
-from tests.jaxlora.models.test_logits import FAMILIES, MODELS, packed_logits
+from tests.jaxlora.models.test_logits import CASES, MODELS, packed_logits
 from tests.jaxlora.train import test_peft_run
 from tests.oracle import relative_error
 
@@ -54,13 +54,13 @@ def torch_logits(torch, model, tokens):
     return out.logits[0].float().numpy()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits(torch, transformers, family):
+@pytest.mark.parametrize("case", CASES)
+def test_logits(torch, transformers, case):
     """On tokens that no golden file holds."""
-    rng = np.random.default_rng(len(family))
+    rng = np.random.default_rng(len(case))
     samples = [rng.integers(0, 64, n).astype(np.int32) for n in (90, 33)]
-    model = load_model(MODELS / family, dtype="float32")
-    theirs = causal_lm(torch, transformers, MODELS / family)
+    model = load_model(MODELS / case, dtype="float32")
+    theirs = causal_lm(torch, transformers, MODELS / case)
     for sample, ours in zip(
         samples, packed_logits(model, samples, total=256), strict=True
     ):

@@ -92,7 +92,7 @@ def _setup(
         attention=chosen_attention(
             case.attention,  # type: ignore[arg-type]
             dtype,
-            model.head_dim,
+            model,
         ),
         max_segment_tokens=min(case.longest_tokens, case.capacity),
         mean_segment_tokens=min(m.num_tokens // len(m.samples) for m in drawn),

@@ -1,5 +1,6 @@
-"""Logits of each family equal those that transformers computed; see tests/golden."""
+"""Logits and gradients equal those that transformers computed; see tests/golden."""
 
+import json
 import pathlib
 
 import jax
@@ -8,18 +9,22 @@ import numpy as np
 import pytest
 
 from jaxlora import DecoderOptions, DecoderSpec, Routing, load_model
+from jaxlora.models.families import FAMILIES
+from jaxlora.modules.loss import target_nll
+from jaxlora.modules.scoring import softcap
 from tests.oracle import relative_error
 
 MODELS = pathlib.Path(__file__).parents[2] / "golden" / "models"
-FAMILIES = sorted(path.name for path in MODELS.iterdir())
+CASES = sorted(path.name for path in MODELS.iterdir())
+NO_ADAPTER = Routing(block_adapter=jnp.full(1, -1))
 
 
-def packed_logits(model, samples, *, total):
-    """Logits of samples packed in one row of `total` tokens."""
-    spec = DecoderSpec(
-        config=model.config,
-        options=DecoderOptions(dtype=model.dtype, max_segment_tokens=128),
-    )
+def load_config(folder: pathlib.Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+def pack(samples, *, total):
+    """Returns token_ids, positions and segment_ids of samples in one packed row."""
     token_ids = np.zeros(total, np.int32)
     positions = np.zeros(total, np.int32)
     segments = np.full(total, -1, np.int32)
@@ -29,30 +34,69 @@ def packed_logits(model, samples, *, total):
         token_ids[rows], positions[rows] = sample, np.arange(len(sample))
         segments[rows] = i
         at += len(sample)
+    return tuple(map(jnp.array, (token_ids, positions, segments)))
 
-    @jax.jit
-    def run(params):
-        decoder = spec.bind(params)
-        nobody = Routing(block_adapter=jnp.full(1, -1))
-        rows = map(jnp.array, (token_ids, positions, segments))
-        hidden = decoder(*rows, nobody)
-        return hidden @ decoder.head_kernel()
 
-    logits = np.asarray(run(model.params))
+def spec_of(model):
+    options = DecoderOptions(dtype=model.dtype, max_segment_tokens=128)
+    return DecoderSpec(config=model.config, options=options)
+
+
+def packed_logits(model, samples, *, total):
+    """Logits of samples packed in one row of `total` tokens."""
+    return logits_and_gradient(model, samples, total)[0]
+
+
+def logits_and_gradient(model, samples, total):
+    """Logits, and the first sample's gradient of the loss by the first norm."""
+    spec, (token_ids, *rest) = spec_of(model), pack(samples, total=total)
+    name = "layers.0.attention_norm.scale"
+    is_target = jnp.arange(total) < len(samples[0]) - 1
+    softcap_of_logits = model.config.logit_softcap
+
+    def loss(scale, params):
+        decoder = spec.bind({**params, name: scale})
+        hidden = decoder(token_ids, *rest, NO_ADAPTER)
+        head, transposed = decoder.stored_head()
+        nll = target_nll(
+            hidden,
+            head,
+            jnp.roll(token_ids, -1),
+            is_target,
+            head_transposed=transposed,
+            logit_softcap=softcap_of_logits,
+        )
+        logits = (hidden @ decoder.head_kernel()).astype(jnp.float32)
+        return nll.sum(), softcap(logits, softcap_of_logits)
+
+    run = jax.jit(jax.grad(loss, has_aux=True))
+    gradient, logits = run(model.params[name], model.params)
     ends = np.cumsum([len(sample) for sample in samples])
-    return np.split(logits[: ends[-1]], ends[:-1])
+    return np.split(np.asarray(logits)[: ends[-1]], ends[:-1]), np.asarray(gradient)
 
 
-def test_every_family_is_there():
-    assert {"llama2", "llama3", "smollm2", "mistral", "qwen2", "qwen3"} <= set(FAMILIES)
+def test_there_is_a_case_for_every_family():
+    cases = {load_config(MODELS / name)["model_type"] for name in CASES}
+    assert cases == set(FAMILIES)
+    assert {"llama2", "llama3", "smollm2", "gemma3_v4", "gemma3_v5"} <= set(CASES)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_those_of_transformers(family):
-    """Each sequence was computed alone there; here they share a row."""
-    model = load_model(MODELS / family, dtype="float32")
-    golden = np.load(MODELS / family / "logits.npz")
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients_equal_those_of_transformers(case):
+    """There each sequence was computed alone; here they share a row."""
+    model = load_model(MODELS / case, dtype="float32")
+    golden = np.load(MODELS / case / "logits.npz")
     samples = [golden["tokens_0"], golden["tokens_1"]]
-    actual = packed_logits(model, samples, total=256)
+    actual, gradient = logits_and_gradient(model, samples, 256)
     for i, logits in enumerate(actual):
         assert relative_error(logits, golden[f"logits_{i}"]) < 1e-5
+    assert relative_error(gradient, golden["gradient_0"]) < 2e-5
+
+
+@pytest.mark.parametrize("case", ["llama3", "gemma2", "gemma3_v4", "gemma3_v5"])
+def test_bfloat16_is_as_accurate_as_in_transformers(case):
+    model = load_model(MODELS / case, dtype="bfloat16")
+    golden = np.load(MODELS / case / "logits.npz")
+    (logits,) = packed_logits(model, [golden["tokens_1"]], total=128)
+    error = np.max(np.abs(logits - golden["logits_1"]))
+    assert error < 2 * golden["bfloat16_error_1"]

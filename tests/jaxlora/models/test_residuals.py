@@ -9,7 +9,6 @@ from jaxlora.models.config import LayerLinear, ModelConfig, Rope
 from jaxlora.models.decoder import DecoderLayer
 from jaxlora.modules import attention
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear, Routing, SlotShape
-from jaxlora.modules.rope import rope_frequencies, rope_table
 
 # No two sizes alike, so that a shape tells what it is.
 T, D, F, H, HK, E, R = 96, 40, 112, 4, 2, 14, 6
@@ -52,13 +51,13 @@ def residuals(model_type: str) -> list[jax.Array]:
 
     layer = DecoderLayer(config, 0, linear, dtype=jnp.dtype(jnp.bfloat16))
     graph, adapters, rest = nnx.split(layer, nnx.LoRAParam, ...)
-    rope = rope_table(jnp.arange(T), rope_frequencies(config.rope, E))
+    lengths = attention.SegmentLengths(T, T)
+    ids = jnp.zeros(T, jnp.int32)
+    rows = attention.packed_rows(config, jnp.arange(T), ids, lengths)
     routing = Routing(block_adapter=jnp.array([0, 1, 2]))
 
     def run(adapters, h):
         layer = nnx.merge(graph, adapters, rest)
-        lengths = attention.SegmentLengths(T, T)
-        rows = attention.PackedRows(rope, jnp.zeros(T, jnp.int32), lengths)
         return layer(h, rows, routing)
 
     _, vjp = jax.vjp(run, adapters, jnp.ones((T, D), jnp.bfloat16))

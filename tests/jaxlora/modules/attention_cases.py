@@ -1,4 +1,4 @@
-"""Packed rows for attention's tests, and what becomes of them by definition."""
+"""Packed rows for the tests of attention, and attention by its definition."""
 
 import functools
 
@@ -7,18 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlora.modules.attention import compiler_options, packed_attention
+from jaxlora.modules.length_classes import SegmentLengths
+from jaxlora.modules.scoring import PLAIN
 
 MEAN = 8  # tokens of a sample: cuDNN gets room for many short ones
-# What a row of a diverged sample may hold: finite too, but so large that products are
-# not; and the tensors in which it may at once.
+# Values in a row of a diverged sample, of which some are finite but too large for a
+# product, and the tensors that hold them at once.
 BAD = [np.nan, np.inf, 1e20, -1e30, 3e38]
-LARGEST = 7e16  # of what does not count as diverged
+LARGEST = 7e16  # magnitude that does not count as diverged
 WHERE = ["q", "k", "v", "dout", "q k", "q k v", "q k v dout"]
 PIECES = [(50, 0), (7, 0), (90, 6), (16, 0), (64, 20), (30, 0), (3, 0)]
 
 
 def layout(pieces, rows):
-    """segment_ids, and (start, end) of each segment that fits in."""
+    """Returns segment_ids, and (start, end) of each segment that fits."""
     ids, spans, at = np.full(rows, -1, np.int32), [], 0
     for tokens, padding in pieces:
         if at + tokens > rows:
@@ -29,43 +31,45 @@ def layout(pieces, rows):
     return jnp.array(ids), spans
 
 
-def dense(q, k, v, segment_ids, window=None):
+def dense(q, k, v, segment_ids, scoring=PLAIN):
     """The definition, of T x T and in float32."""
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
     back = jnp.arange(len(q))[:, None] - jnp.arange(len(q))
     seen = (segment_ids[:, None] == segment_ids) & (back >= 0)
-    seen &= back < (window or len(q))
-    scores = jnp.einsum("qhe,khe->hqk", q, k) / jnp.sqrt(q.shape[-1])
+    seen &= back < (scoring.window or len(q))
+    scale = scoring.scale or 1 / jnp.sqrt(q.shape[-1])
+    scores = jnp.einsum("qhe,khe->hqk", q, k) * scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * jnp.tanh(scores / scoring.softcap)
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
     out = jnp.einsum("hqk,khe->qhe", weights, v)
     return jnp.where((segment_ids >= 0)[:, None, None], out, 0)
 
 
 def problem(rows, heads, kv_heads, e, dtype, seed=0):
-    """q, k, v and the gradient of the output."""
+    """Returns q, k, v and the gradient of the output."""
     keys = jax.random.split(jax.random.key(seed), 4)
     shapes = ((rows, n, e) for n in (heads, kv_heads, kv_heads, heads))
     return [jax.random.normal(*z, dtype) for z in zip(keys, shapes, strict=True)]
 
 
 def both_ways(attend, q, k, v, dout):
-    """(out, dq, dk, dv)."""
+    """Returns (out, dq, dk, dv)."""
     out, vjp = jax.vjp(attend, q, k, v)
     return out, *vjp(dout.astype(out.dtype))
 
 
 @functools.cache
-def compiled(implementation, longest, window):
-    """(q, k, v, dout, ids) -> (out, dq, dk, dv), compiled as a training step is."""
+def compiled(implementation, longest, scoring=PLAIN):
+    """Returns (q, k, v, dout, ids) -> (out, dq, dk, dv), compiled as in training."""
 
     def run(q, k, v, dout, ids):
         attend = functools.partial(
             packed_attention,
             segment_ids=ids,
-            max_segment_tokens=longest,
-            mean_segment_tokens=MEAN,
-            window=window,
+            lengths=SegmentLengths(longest, MEAN),
+            scoring=scoring,
             implementation=implementation,
         )
         return both_ways(attend, q, k, v, dout)
@@ -74,26 +78,29 @@ def compiled(implementation, longest, window):
 
 
 @functools.cache
-def compiled_dense(window):
-    """The same by definition."""
+def compiled_dense(scoring=PLAIN):
+    """Returns the same function by definition."""
 
     def run(q, k, v, dout, ids):
-        attend = functools.partial(dense, segment_ids=ids, window=window)
+        attend = functools.partial(dense, segment_ids=ids, scoring=scoring)
         return both_ways(attend, q, k, v, dout)
 
     return jax.jit(run)
 
 
 def check_isolation(numbers, ids, spans, run, where, value):
-    """A row of segment 2 changes that segment only; (out, dq, dk, dv) with the change.
+    """Checks that a bad row of segment 2 changes no other segment.
 
     Args:
         numbers: q, k, v and dout.
-        ids: Which segment a row belongs to.
+        ids: Segment of each row.
         spans: (start, end) of each segment.
-        run: Of numbers and ids: (out, dq, dk, dv).
+        run: Computes (out, dq, dk, dv) from numbers and ids.
         where: Which of the numbers change in `sick_row`; one of `WHERE`.
-        value: What they hold there.
+        value: Their value there.
+
+    Returns:
+        (out, dq, dk, dv) with the bad row.
     """
     row, (start, end) = sick_row(spans), spans[2]
     others = np.ones(len(ids), bool)
@@ -111,7 +118,7 @@ def check_isolation(numbers, ids, spans, run, where, value):
 
 
 def check_bad_row(numbers, ids, spans, run, where, bad):
-    """As `check_isolation`; and what is bad in a sample is not hidden from it."""
+    """Checks isolation, and that the bad row's own output is NaN."""
     got = check_isolation(numbers, ids, spans, run, where, bad)
     if where != "dout":
         out = np.asarray(got[0], np.float32)
@@ -119,5 +126,5 @@ def check_bad_row(numbers, ids, spans, run, where, bad):
 
 
 def sick_row(spans):
-    """A row of segment 2 that lies where a tile of segment 0 would reach."""
+    """Returns a row of segment 2 that a tile of segment 0 would reach."""
     return spans[2][0] + 20

@@ -10,6 +10,8 @@ import pytest
 
 from jaxlora.modules import banded_attention
 from jaxlora.modules.attention import packed_attention
+from jaxlora.modules.length_classes import SegmentLengths
+from jaxlora.modules.scoring import Scoring
 from tests.jaxlora.modules.attention_cases import (
     BAD,
     LARGEST,
@@ -18,11 +20,12 @@ from tests.jaxlora.modules.attention_cases import (
     check_bad_row,
     check_isolation,
     compiled,
+    compiled_dense,
     layout,
     problem,
     sick_row,
 )
-from tests.oracle import relative_error
+from tests.oracle import assert_as_accurate_as, relative_error
 
 H, HK, E = 4, 2, 8
 LENGTHS = (37, 1, 90, 16, 64)  # then padding
@@ -57,7 +60,12 @@ def alone(q, k, v, window):
 def test_each_sample_as_if_alone(window, longest):
     q, k, v = inputs()
     actual = packed_attention(
-        q, k, v, segments(), max_segment_tokens=longest, window=window
+        q,
+        k,
+        v,
+        segments(),
+        lengths=SegmentLengths(longest),
+        scoring=Scoring(window=window),
     )
     starts = np.cumsum((0, *LENGTHS))
     for start, end in itertools.pairwise(starts):
@@ -65,6 +73,42 @@ def test_each_sample_as_if_alone(window, longest):
         wanted = alone(q[rows], k[rows], v[rows], window)
         assert relative_error(actual[rows], wanted) < 2e-6
     assert not np.asarray(actual[starts[-1] :]).any()
+
+
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("softcap", [1e-2, 0.5, 20.0])
+def test_scale_and_soft_cap_are_those_of_the_definition(softcap, window):
+    """Caps far below the scores, of their size, and far above."""
+    scoring = Scoring(window=window, scale=0.6, softcap=softcap)
+    numbers, ids = problem(T, H, HK, E, jnp.float32), segments()
+    got = compiled("xla", 90, scoring)(*numbers, ids)
+    wanted = compiled_dense(scoring)(*numbers, ids)
+    for actual, exact in zip(got, wanted, strict=True):
+        assert relative_error(actual, exact) < 1e-5
+    uncapped = compiled_dense(Scoring(window=window, scale=0.6))(*numbers, ids)
+    assert relative_error(uncapped[1], wanted[1]) > 1e-3, "the cap makes no difference"
+
+
+def test_a_soft_cap_is_as_accurate_in_bfloat16_as_plain_jax():
+    scoring = Scoring(softcap=2.0)
+    numbers, ids = problem(T, H, HK, E, jnp.bfloat16), segments()
+    got = compiled("xla", 90, scoring)(*numbers, ids)
+    wide = [x.astype(jnp.float32) for x in numbers]
+    exact = compiled_dense(scoring)(*wide, ids)
+    plain = compiled_dense(scoring)(*numbers, ids)
+    for actual, baseline, wanted in zip(got, plain, exact, strict=True):
+        baseline = baseline.astype(jnp.bfloat16)
+        assert_as_accurate_as(
+            actual=actual, baseline=baseline, exact=wanted, factor=4.0
+        )
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_diverged_sample_touches_no_other_under_a_soft_cap(bad):
+    ids, spans = layout(PIECES, T)
+    numbers = problem(T, H, HK, E, jnp.float32)
+    run = compiled("xla", 90, Scoring(softcap=2.0))
+    check_bad_row(numbers, ids, spans, run, "q k v dout", bad)
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -77,7 +121,9 @@ def test_blocks_in_turn_are_blocks_together(window, score_bytes, monkeypatch):
     dy = jax.random.normal(jax.random.key(5), q.shape)
 
     def run(q, k, v):
-        return packed_attention(q, k, v, ids, max_segment_tokens=90, window=window)
+        return packed_attention(
+            q, k, v, ids, lengths=SegmentLengths(90), scoring=Scoring(window=window)
+        )
 
     together, vjp_together = jax.vjp(run, q, k, v)
     wanted = together, *vjp_together(dy)
@@ -95,7 +141,7 @@ def test_long_segments_keep_no_square_of_scores():
     ids = jax.ShapeDtypeStruct((t,), jnp.int32)
 
     def loss(q, k, v, ids):
-        out = packed_attention(q, k, v, ids, max_segment_tokens=t)
+        out = packed_attention(q, k, v, ids, lengths=SegmentLengths(t))
         return out.astype(jnp.float32).sum()
 
     gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
@@ -107,8 +153,8 @@ def test_a_band_shorter_than_a_sample_would_be_wrong():
     """The negative control of `max_segment_tokens`."""
     q, k, v = (jnp.concatenate([z, z]) for z in inputs())
     ids = jnp.zeros(2 * T, jnp.int32)
-    short = packed_attention(q, k, v, ids, max_segment_tokens=2)
-    full = packed_attention(q, k, v, ids, max_segment_tokens=2 * T)
+    short = packed_attention(q, k, v, ids, lengths=SegmentLengths(2))
+    full = packed_attention(q, k, v, ids, lengths=SegmentLengths(2 * T))
     assert relative_error(short, full) > 1e-2
 
 
@@ -118,7 +164,7 @@ def test_a_band_shorter_than_a_sample_would_be_wrong():
 def test_a_diverged_sample_touches_no_other(where, bad, dtype):
     ids, spans = layout(PIECES, T)
     numbers = problem(T, H, HK, E, dtype)
-    check_bad_row(numbers, ids, spans, compiled("xla", 90, None), where, bad)
+    check_bad_row(numbers, ids, spans, compiled("xla", 90), where, bad)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +175,7 @@ def test_a_diverged_sample_touches_no_other(where, bad, dtype):
 def test_the_largest_values_touch_no_other(where, dtype, largest):
     ids, spans = layout(PIECES, T)
     numbers = problem(T, H, HK, E, dtype)
-    run = compiled("xla", 90, None)
+    run = compiled("xla", 90)
     got = check_isolation(numbers, ids, spans, run, where, largest)
     assert np.isfinite(np.asarray(got[0], np.float32)).all()
 
@@ -141,7 +187,7 @@ def test_a_gradient_that_overflows_is_not_hidden():
     q, *others = problem(T, H, HK, E, jnp.float32)
     q = q.at[row].set(0)  # so that the row sees others, too
     k, v, dout = (x.at[row].set(LARGEST) for x in others)
-    _, dq, _, _ = compiled("xla", 90, None)(q, k, v, dout, ids)
+    _, dq, _, _ = compiled("xla", 90)(q, k, v, dout, ids)
     assert not np.isfinite(dq[row]).any()
 
 
@@ -151,5 +197,5 @@ def test_an_unknown_implementation_is_refused(monkeypatch):
     message = "implementation='cuddn' is unknown; there is: xla, cudnn"
     with pytest.raises(ValueError, match=message):
         packed_attention(
-            q, k, v, segments(), max_segment_tokens=90, implementation="cuddn"
+            q, k, v, segments(), lengths=SegmentLengths(90), implementation="cuddn"
         )

@@ -3,6 +3,7 @@
 `cudnn_stand_in` answers.
 """
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -18,15 +19,21 @@ from hypothesis import strategies as st
 from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
 
 from jaxlora.errors import ConfigError
+from jaxlora.hf.config import model_config
 from jaxlora.modules import cudnn_attention
 from jaxlora.modules.attention import packed_attention
-from jaxlora.modules.cudnn_attention import (
+from jaxlora.modules.cudnn_attention import cudnn_unsupported
+from jaxlora.modules.cudnn_call import class_backward, class_forward
+from jaxlora.modules.length_classes import (
+    LengthClass,
+    SegmentLengths,
     crowd,
-    cudnn_unsupported,
     length_classes,
     members_of,
 )
+from jaxlora.modules.scoring import Scoring
 from jaxlora.train import prepare
+from tests import tiny
 from tests.jaxlora.modules import cudnn_stand_in
 from tests.jaxlora.modules.attention_cases import (
     BAD,
@@ -90,7 +97,7 @@ def test_each_segment_is_in_the_class_of_its_length(pieces):
     ids, spans = layout(pieces, rows)
     classes = length_classes(rows, 90, MEAN)
     wide = tuple(  # one more class, and all that there may be in the shortest
-        cudnn_attention.LengthClass(above=a, tokens=b, segments=640)
+        LengthClass(above=a, tokens=b, segments=640)
         for a, b in ((0, 20), (20, classes[-1].tokens))
     )
     got = jax.jit(members_of, static_argnums=1)(ids, wide)
@@ -120,8 +127,9 @@ def test_cudnn_is_called_as_jax_calls_it(window, monkeypatch):
 
     def ours(q, k, v, dout):
         mine = members_of(ids, (c,))[0]
-        out, lse = cudnn_attention._forward(q, k, v, c, mine, window)
-        return cudnn_attention._backward(q, k, v, out, lse, dout, c, mine, window)
+        scoring = Scoring(window=window)
+        out, lse = class_forward(q, k, v, c, mine, scoring)
+        return class_backward((q, k, v, out, lse), dout, c, mine, scoring)
 
     def theirs(q, k, v, dout):
         q, k, v, dout = (x.reshape(count, c.tokens, -1, e) for x in (q, k, v, dout))
@@ -189,14 +197,14 @@ def _custom_calls(f, *args):
 def stand_in(monkeypatch):
     monkeypatch.setattr(jax.ffi, "ffi_call", cudnn_stand_in.ffi_call)
     # Several classes in few rows.
-    monkeypatch.setattr(cudnn_attention, "_SHORTEST_CLASS", 6)
+    monkeypatch.setattr("jaxlora.modules.length_classes.SHORTEST_CLASS", 6)
 
 
 ROWS, LONGEST = 384, 90
 
 
-@pytest.mark.parametrize("window", [None, 20])
-def test_any_row_is_attended_as_defined(window, stand_in):
+@pytest.mark.parametrize("scoring", [Scoring(), Scoring(window=20, scale=0.7)])
+def test_any_row_is_attended_as_defined(scoring, stand_in):
     classes = length_classes(ROWS, LONGEST, MEAN)
     assert [c.tokens for c in classes] == [24, 48, 96]
     numbers = problem(ROWS, 4, 2, 8, jnp.float32)
@@ -205,8 +213,8 @@ def test_any_row_is_attended_as_defined(window, stand_in):
     @given(pieces=rows_of)
     def check(pieces):
         ids, _ = layout(pieces, ROWS)
-        got = compiled("cudnn", LONGEST, window)(*numbers, ids)
-        wanted = compiled_dense(window)(*numbers, ids)
+        got = compiled("cudnn", LONGEST, scoring)(*numbers, ids)
+        wanted = compiled_dense(scoring)(*numbers, ids)
         for actual, exact in zip(got, wanted, strict=True):
             np.testing.assert_allclose(actual, exact, rtol=0, atol=1e-5)
             np.testing.assert_array_equal(np.asarray(actual)[ids < 0], 0)
@@ -223,14 +231,13 @@ def test_segments_without_room_are_nan(stand_in, monkeypatch):
     attend = functools.partial(
         packed_attention,
         segment_ids=ids,
-        max_segment_tokens=LONGEST,
-        mean_segment_tokens=mean,
+        lengths=SegmentLengths(LONGEST, mean),
         implementation="cudnn",
     )
     lost = np.zeros(ROWS, bool)
     for start, end in spans[most:-1]:
         lost[start:end] = True
-    wanted = compiled_dense(None)(*numbers, ids)
+    wanted = compiled_dense()(*numbers, ids)
     for actual, exact in zip(both_ways(attend, *numbers), wanted, strict=True):
         np.testing.assert_allclose(actual[~lost], exact[~lost], rtol=0, atol=1e-5)
     assert np.isnan(attend(*numbers[:3])[lost]).all()
@@ -241,14 +248,14 @@ def test_segments_without_room_are_nan(stand_in, monkeypatch):
 def test_a_diverged_sample_touches_no_other(where, bad, stand_in):
     ids, spans = layout(PIECES, ROWS)
     numbers = problem(ROWS, 4, 2, 8, jnp.float32)
-    check_bad_row(numbers, ids, spans, compiled("cudnn", LONGEST, None), where, bad)
+    check_bad_row(numbers, ids, spans, compiled("cudnn", LONGEST), where, bad)
 
 
 @pytest.mark.parametrize("where", WHERE)
 def test_the_largest_values_touch_no_other(where, stand_in):
     ids, spans = layout(PIECES, ROWS)
     numbers = problem(ROWS, 4, 2, 8, jnp.float32)
-    run = compiled("cudnn", LONGEST, None)
+    run = compiled("cudnn", LONGEST)
     got = check_isolation(numbers, ids, spans, run, where, LARGEST)
     assert np.isfinite(got[0]).all()
 
@@ -257,7 +264,7 @@ def test_too_many_elements_are_refused():
     q = jax.ShapeDtypeStruct((2**18, 64, 128), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((2**18,), jnp.int32)
     attend = functools.partial(
-        packed_attention, max_segment_tokens=1024, implementation="cudnn"
+        packed_attention, lengths=SegmentLengths(1024), implementation="cudnn"
     )
     with pytest.raises(ValueError, match="offsets are 32 bits wide"):
         jax.eval_shape(attend, q, q, q, ids)
@@ -301,6 +308,8 @@ def test_where_cudnn_can_run(capability, version, dtype, head_dim, reason, monke
     got = cudnn_unsupported(dtype=dtype, head_dim=head_dim)
     if reason is None:
         assert got is None
+        capped = cudnn_unsupported(dtype=dtype, head_dim=head_dim, softcap=50.0)
+        assert capped == "the model caps attention scores at 50, which cuDNN cannot do"
     else:
         assert re.search(reason, got)
 
@@ -311,8 +320,9 @@ def test_without_a_gpu_it_cannot_run():
     assert reason == "the device is a cpu, not an NVIDIA GPU"
 
 
-def choose(attention):
-    return prepare.chosen_attention(attention, jnp.bfloat16, 128)
+def choose(attention, **changes):
+    config = dataclasses.replace(model_config(tiny.CONFIG), **changes)
+    return prepare.chosen_attention(attention, jnp.bfloat16, config)
 
 
 def test_auto_takes_cudnn_where_it_can_run(monkeypatch, caplog):
@@ -332,3 +342,14 @@ def test_elsewhere_auto_says_why_not(monkeypatch, caplog):
     assert "attention: xla, as cudnn cannot run this: it is a toaster" in caplog.text
     with pytest.raises(ConfigError, match=r"toaster\. Use xla or auto"):
         choose("cudnn")
+
+
+def test_a_soft_cap_takes_xla_and_says_why(monkeypatch, caplog):
+    monkeypatch.setattr(
+        prepare, "cudnn_unsupported", lambda *, softcap, **_: f"cap {softcap}"
+    )
+    with caplog.at_level(logging.INFO):
+        assert choose("auto", score_softcap=50.0) == "xla"
+    assert "attention: xla, as cudnn cannot run this: cap 50.0" in caplog.text
+    with pytest.raises(ConfigError, match=r"cap 50\.0\. Use xla or auto"):
+        choose("cudnn", score_softcap=50.0)

@@ -9,10 +9,13 @@ import pytest
 
 from jaxlora.modules.attention import compiler_options, packed_attention
 from jaxlora.modules.cudnn_attention import cudnn_unsupported
+from jaxlora.modules.length_classes import SegmentLengths
+from jaxlora.modules.scoring import Scoring
 from tests.jaxlora.modules.attention_cases import (
     BAD,
     MEAN,
     PIECES,
+    PLAIN,
     WHERE,
     both_ways,
     check_bad_row,
@@ -31,9 +34,9 @@ RAGGED = [(513, 0), (1, 0), (37, 2), (600, 0), (128, 0), (129, 63), (256, 0), (3
 SHORT = [(1 + i % 7, i % 3 == 0) for i in range(60)]
 
 
-def gpu_run(ids, implementation="cudnn", *, longest=600, window=None):
+def gpu_run(ids, implementation="cudnn", *, longest=600, scoring=PLAIN):
     """(out, dq, dk, dv) of q, k, v, dout."""
-    run = compiled(implementation, longest, window)
+    run = compiled(implementation, longest, scoring)
     return lambda *numbers: run(*numbers, ids)
 
 
@@ -45,18 +48,23 @@ def assert_same_bits(actual, wanted):
 
 
 @pytest.mark.parametrize("pieces", [RAGGED, SHORT], ids=["ragged", "crowd"])
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("scoring", [PLAIN, Scoring(window=100, scale=0.05)])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "e", "dtype"),
-    [(8, 2, 128, jnp.bfloat16), (4, 4, 64, jnp.bfloat16), (6, 2, 64, jnp.float16)],
+    [
+        (8, 2, 128, jnp.bfloat16),
+        (4, 4, 64, jnp.bfloat16),
+        (6, 2, 64, jnp.float16),
+        (8, 4, 256, jnp.bfloat16),
+    ],
 )
-def test_matches_the_definition(pieces, window, heads, kv_heads, e, dtype):
+def test_matches_the_definition(pieces, scoring, heads, kv_heads, e, dtype):
     ids, _ = layout(pieces, ROWS)
     numbers = problem(ROWS, heads, kv_heads, e, dtype)
-    got = gpu_run(ids, window=window)(*numbers)
-    plain = gpu_run(ids, "xla", window=window)(*numbers)
+    got = gpu_run(ids, scoring=scoring)(*numbers)
+    plain = gpu_run(ids, "xla", scoring=scoring)(*numbers)
     full = [x.astype(jnp.float32) for x in numbers]
-    exact = compiled_dense(window)(*full, ids)
+    exact = compiled_dense(scoring)(*full, ids)
     is_padding = np.asarray(ids) < 0
     for actual, baseline, wanted in zip(got, plain, exact, strict=True):
         assert_as_accurate_as(actual=actual, baseline=baseline, exact=wanted)
@@ -81,8 +89,7 @@ def test_several_layers_in_one_program_give_the_bits_of_one_layer_each():
     attend = functools.partial(
         packed_attention,
         segment_ids=ids,
-        max_segment_tokens=600,
-        mean_segment_tokens=MEAN,
+        lengths=SegmentLengths(600, MEAN),
         implementation="cudnn",
     )
 

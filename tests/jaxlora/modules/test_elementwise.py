@@ -1,10 +1,10 @@
-"""RMS norm, SwiGLU and rope against their definitions, with hand-written gradients."""
+"""Norms, gated activations and rope, with gradients, against their definitions."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxlora.modules.mlp import swiglu
+from jaxlora.modules.mlp import geglu, swiglu
 from jaxlora.modules.norm import rms_norm
 from jaxlora.modules.rope import apply_rope
 from tests.oracle import assert_as_accurate_as
@@ -16,6 +16,12 @@ def plain_norm(x, scale):
     wide = x.astype(jnp.float32)
     normed = wide / jnp.sqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-5)
     return scale * normed.astype(x.dtype)
+
+
+def plain_offset_norm(x, scale):
+    wide = x.astype(jnp.float32)
+    normed = wide / jnp.sqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-5)
+    return (normed * (1 + scale.astype(jnp.float32))).astype(x.dtype)
 
 
 def plain_rope(x, cos, sin):
@@ -32,6 +38,16 @@ def table():
 OPS = {
     "norm": (lambda *a: rms_norm(*a, 1e-5), plain_norm, [(T, E), (E,)]),
     "norm_of_heads": (lambda *a: rms_norm(*a, 1e-5), plain_norm, [(T, H, E), (E,)]),
+    "offset_norm": (
+        lambda *a: rms_norm(*a, 1e-5, True),
+        plain_offset_norm,
+        [(T, E), (E,)],
+    ),
+    "geglu": (
+        geglu,
+        lambda g, u: jax.nn.gelu(g, approximate=True) * u,
+        [(T, E), (T, E)],
+    ),
     "swiglu": (swiglu, lambda g, u: jax.nn.silu(g) * u, [(T, E), (T, E)]),
     "rope": (
         lambda x: apply_rope(x, *table()),

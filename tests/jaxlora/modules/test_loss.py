@@ -48,6 +48,37 @@ def test_matches_the_definition(t, share, op):
     np.testing.assert_array_equal(op(*rows), nll)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("cap", [0.5, 5.0, 100.0])
+def test_a_soft_cap_matches_the_definition(cap, transposed):
+    """Caps far below the logits, of their size, and far above."""
+    hidden, head, *rows = problem(512, 0.3)
+
+    def capped(hidden, head, labels, is_target):
+        logits = cap * jnp.tanh(hidden @ head / cap)
+        logp = jax.nn.log_softmax(logits)
+        nll = -jnp.take_along_axis(logp, labels[:, None], axis=1)[:, 0]
+        return jnp.where(is_target, nll, 0.0)
+
+    def ours(hidden, head, labels, is_target):
+        return target_nll(
+            hidden,
+            head.T if transposed else head,
+            labels,
+            is_target,
+            head_transposed=transposed,
+            logit_softcap=cap,
+        )
+
+    nll, dh = with_gradient(ours, hidden, head, *rows)
+    nll_wanted, dh_wanted = with_gradient(capped, hidden, head, *rows)
+    assert relative_error(nll, nll_wanted) < 1e-6
+    assert relative_error(dh, dh_wanted) < 1e-5
+    np.testing.assert_array_equal(ours(hidden, head, *rows), nll)
+    plain, dh_plain = with_gradient(definition, hidden, head, *rows)
+    assert relative_error(plain, nll) > 1e-3 and relative_error(dh_plain, dh) > 1e-3
+
+
 @pytest.mark.parametrize("share", [0.02, 0.3, 1.0])
 def test_bfloat16_is_as_accurate_as_plain_jax(share):
     hidden, head, *rows = problem(256, share, jnp.bfloat16)

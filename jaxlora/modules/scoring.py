@@ -1,0 +1,47 @@
+"""How a layer's attention makes scores of queries and keys, and the soft cap."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxlora.models.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Scoring:
+    """How attention makes scores of queries and keys.
+
+    Attributes:
+        window: How many rows back a row sees, itself included; None: all.
+        scale: Factor of the products of queries and keys; None: `head_dim ** -0.5`.
+        softcap: Bound of the scaled scores, see `softcap`; None: there is none.
+    """
+
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+
+    def scale_of(self, head_dim: int) -> float:
+        """Returns the factor of the products for heads of this size."""
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+
+PLAIN = Scoring()  # a row sees all earlier rows of its segment
+
+
+def layer_scoring(config: ModelConfig, layer: int) -> Scoring:
+    """Returns how a layer of a model makes its scores."""
+    return Scoring(
+        window=config.layer_windows[layer],
+        scale=config.score_scale,
+        softcap=config.score_softcap,
+    )
+
+
+def softcap(x: Float[Array, "*B"], cap: float | None) -> Float[Array, "*B"]:
+    """`cap * tanh(x / cap)`, which lies between -cap and cap; x if there is no cap.
+
+    Gemma 2 (arXiv 2408.00118, section 2) caps attention's scores and the logits so.
+    """
+    return x if cap is None else cap * jnp.tanh(x / cap)
