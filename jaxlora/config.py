@@ -42,8 +42,8 @@ class DataConfig(StrictModel):
     A record is a prompt with its completion, a list of chat messages, or plain text.
 
     Attributes:
-        path: A .jsonl, .json, .parquet or .csv file, a folder written by
-            `datasets.save_to_disk`, or a dataset id on the Hugging Face hub.
+        path: A .jsonl, .json, .parquet, .csv, .arrow or .feather file, a folder written
+            by `datasets.save_to_disk`, or a dataset id on the Hugging Face hub.
         split: Split of a Hugging Face dataset.
         subset: Configuration name of a dataset on the hub.
         revision: Branch, tag or commit of a dataset on the hub.

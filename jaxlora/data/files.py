@@ -1,5 +1,6 @@
 """Readers of data files, which read a few records at a time."""
 
+import contextlib
 import csv
 import json
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pyarrow as pa
+import pyarrow.ipc
 import pyarrow.parquet
 
 from jaxlora.errors import DataError
@@ -19,7 +21,8 @@ _DEEPEST = 100
 _BLOCK_CHARS = 2**20
 # A JSON error may depend on at most this many characters after its position.
 _LONGEST_LITERAL = 16
-_PARQUET_ROWS = 128
+_ARROW_ROWS = 128
+_ARROW_MAGIC = b"ARROW1"
 
 
 def _read_jsonl(path: Path) -> Iterator[Record]:
@@ -206,10 +209,35 @@ class _JsonText:
 
 
 def _read_parquet(path: Path) -> Iterator[Record]:
+    with _damage(path, "Parquet"), pyarrow.parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=_ARROW_ROWS):
+            yield from arrow_rows(batch, str(path))
+
+
+def _read_arrow(path: Path) -> Iterator[Record]:
+    with _damage(path, "Arrow IPC"), pa.OSFile(str(path)) as file:
+        for batch in _record_batches(file):
+            for start in range(0, batch.num_rows, _ARROW_ROWS):
+                yield from arrow_rows(batch.slice(start, _ARROW_ROWS), str(path))
+
+
+def _record_batches(file: pa.NativeFile) -> Iterator[pa.RecordBatch]:
+    """The batches of an Arrow file, which Feather is too, or of an Arrow stream."""
+    is_stream = file.read(len(_ARROW_MAGIC)) != _ARROW_MAGIC
+    file.seek(0)
+    if is_stream:
+        yield from pa.ipc.open_stream(file)
+        return
+    reader = pa.ipc.open_file(file)
+    for number in range(reader.num_record_batches):
+        yield reader.get_batch(number)
+
+
+@contextlib.contextmanager
+def _damage(path: Path, form: str) -> Iterator[None]:
+    """Turns pyarrow's errors into ours."""
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
-                yield from arrow_rows(batch, str(path))
+        yield
     except DataError:
         raise
     # pyarrow may raise any error on a damaged file, even OSError and MemoryError.
@@ -217,7 +245,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
         if isinstance(error, OSError) and error.errno:
             raise  # an error of the disk, not of the file's contents
         raise DataError(
-            f"{path}: cannot be read as Parquet ({error}). Write the file again."
+            f"{path}: cannot be read as {form} ({error}). Write the file again."
         ) from error
 
 
@@ -288,4 +316,6 @@ READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
     ".json": _read_json,
     ".parquet": _read_parquet,
     ".csv": _read_csv,
+    ".arrow": _read_arrow,
+    ".feather": _read_arrow,
 }

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 
 import pyarrow as pa
+import pyarrow.feather
 import pyarrow.parquet
 import pydantic
 import yaml
@@ -104,6 +105,9 @@ def make_records(name: str, records: list[dict]) -> Callable[[pathlib.Path], Non
         elif path.suffix == ".csv":
             rows = [f'"say {i}","number ""{i}""",{i}\n' for i in range(4)]
             path.write_text("prompt,completion,n\n" + "".join(rows))
+        elif path.suffix == ".arrow":
+            table = pa.Table.from_pylist(records)
+            pyarrow.feather.write_feather(table, path, compression="uncompressed")
         else:
             pyarrow.parquet.write_table(pa.Table.from_pylist(records), path)
 
@@ -234,6 +238,7 @@ KINDS = {
     "json": _data("a.json", PAIRS, damage_json, 150),
     "csv": _data("a.csv", PAIRS, damage_bytes, 150),
     "parquet": _data("a.parquet", PAIRS, damage_parquet, 150),
+    "arrow": _data("a.arrow", PAIRS, damage_bytes, 150),
     "record_template": Kind(
         make=make_template,
         targets=("template",),

@@ -1,5 +1,6 @@
 import csv
 import errno
+import functools
 import json
 import os
 import pathlib
@@ -9,6 +10,7 @@ import tracemalloc
 
 import datasets
 import pyarrow as pa
+import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
@@ -24,6 +26,20 @@ RECORDS = [
 ]
 
 
+def write_stream(table, path):
+    with pa.ipc.new_stream(path, table.schema) as out:
+        out.write_table(table)
+
+
+WRITERS = {
+    ".parquet": pyarrow.parquet.write_table,
+    ".feather": functools.partial(
+        pyarrow.feather.write_feather, compression="uncompressed"
+    ),
+    ".arrow": write_stream,
+}
+
+
 def read(path, **options):
     return read_records(DataConfig(path=str(path), **options))
 
@@ -33,7 +49,7 @@ def write(path, content):
     return path
 
 
-@pytest.fixture(params=[".jsonl", ".json", ".parquet", ".csv"])
+@pytest.fixture(params=files.READERS)
 def file(request, tmp_path):
     path = tmp_path / f"data{request.param}"
     if request.param == ".jsonl":
@@ -41,8 +57,8 @@ def file(request, tmp_path):
         write(path, "\ufeff" + "\r\n".join(lines) + "\n\n")
     elif request.param == ".json":
         write(path, json.dumps(RECORDS))
-    elif request.param == ".parquet":
-        pyarrow.parquet.write_table(pa.Table.from_pylist(RECORDS), path)
+    elif request.param in WRITERS:
+        WRITERS[request.param](pa.Table.from_pylist(RECORDS), path)
     else:
         with path.open("w", encoding="utf-8-sig", newline="") as out:
             writer = csv.DictWriter(out, ["prompt", "completion"])
@@ -150,6 +166,10 @@ def test_csv_rows_may_be_long(tmp_path):
         ("a.json", '[{"a": 1}, 2]', "record 2 is a number, not an object"),
         ("a.json", b"\xff", "byte 0xff is not UTF-8"),
         ("a.parquet", "PAR1", "cannot be read as Parquet"),
+        ("a.arrow", "", "cannot be read as Arrow IPC"),
+        ("a.arrow", '{"a": 1}', "cannot be read as Arrow IPC"),
+        ("a.feather", "ARROW1", "cannot be read as Arrow IPC"),
+        ("a.feather", "FEA1" + "x" * 50, "cannot be read as Arrow IPC"),
         ("a.csv", "", "holds no records"),
         ("a.csv", "a,b\n", "holds no records"),
         ("a.csv", "a,b\n1\n", "cannot be read as CSV"),
@@ -337,20 +357,22 @@ def test_duplicate_parquet_columns(tmp_path):
         read(path)
 
 
-def test_damaged_parquet(tmp_path):
-    path = tmp_path / "a.parquet"
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_damaged_arrow_tables(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
     records = [{"text": f"{i} " * 50, "n": i} for i in range(500)]
-    pyarrow.parquet.write_table(pa.Table.from_pylist(records), path)
+    WRITERS[suffix](pa.Table.from_pylist(records), path)
+    assert read(path) == records
     whole = path.read_bytes()
-    damaged = 0
+    changed = 0
     for at in range(4, len(whole) - 1, len(whole) // 60):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
         try:
-            read(path)
+            changed += read(path) != records
         except DataError as error:
             assert str(error).startswith(str(path))
-            damaged += 1
-    assert damaged > 20
+            changed += 1
+    assert changed > 20
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "/tmp/" + "y" * 5000, "~nobody-here/a"])
@@ -396,9 +418,14 @@ def test_damaged_files_of_a_saved_dataset(saved, name, content):
         assert "save_to_disk" in str(error) or "Fetch or save it again" in str(error)
 
 
-def test_offsets_that_lead_out_of_a_saved_dataset(saved):
-    """Arrow would follow them, and Python end by a signal."""
-    (path,) = (saved / "one").glob("*.arrow")
+@pytest.mark.parametrize("name", ["one", "a.arrow", "a.feather"])
+def test_offsets_that_lead_out_of_the_table(saved, name):
+    """Arrow would follow them, and a signal would end Python."""
+    path = saved / name
+    if path.suffix:
+        WRITERS[path.suffix](pa.Table.from_pylist(RECORDS), path)
+    else:
+        (path,) = path.glob("*.arrow")
     lengths = [len(record["prompt"].encode()) for record in RECORDS]
     offsets = struct.pack("<4i", 0, *(sum(lengths[: i + 1]) for i in range(3)))
     content = path.read_bytes()
@@ -406,4 +433,4 @@ def test_offsets_that_lead_out_of_a_saved_dataset(saved):
     wrong = struct.pack("<4i", 0, 2**30, 2**30 + 9, 2**31 - 1)
     path.write_bytes(content.replace(offsets, wrong))
     with pytest.raises(DataError, match=r"column 'prompt' .* is damaged or"):
-        read(saved / "one")
+        read(saved / name)
