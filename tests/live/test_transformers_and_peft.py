@@ -1,4 +1,4 @@
-"""Against transformers and peft in this process, on this device; needs torch.
+"""Compares with transformers and peft in this process; needs torch.
 
 The golden files hold the same comparisons for machines without torch.
 """
@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 from jaxlora import export_peft, import_peft, load_model, merge_adapter
-from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.train.prepare import linear_shapes
-from tests.jaxlora.hf.test_peft_golden import logits
+from tests.jaxlora.adapters.test_peft_golden import logits
 from tests.jaxlora.models.test_logits import CASES, MODELS, packed_logits
 from tests.jaxlora.train import test_peft_run
 from tests.oracle import relative_error
 
 pytestmark = [
     pytest.mark.live,
-    pytest.mark.filterwarnings("default"),  # torch and its friends warn of much
+    pytest.mark.filterwarnings("default"),  # torch and transformers give many warnings
 ]
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 BASE = GOLDEN / "peft_run" / "base"
@@ -56,7 +56,7 @@ def torch_logits(torch, model, tokens):
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits(torch, transformers, case):
-    """On tokens that no golden file holds."""
+    """Uses tokens that no golden file holds."""
     rng = np.random.default_rng(len(case))
     samples = [rng.integers(0, 64, n).astype(np.int32) for n in (90, 33)]
     model = load_model(MODELS / case, dtype="float32")
@@ -67,24 +67,44 @@ def test_logits(torch, transformers, case):
         assert relative_error(ours, torch_logits(torch, theirs, sample)) < 1e-5
 
 
+# One model for each structure of layers.
+BASES = [BASE, MODELS / "gemma2", MODELS / "gemma3_v5"]
+
+
+@pytest.fixture(params=BASES, ids=lambda folder: folder.name)
+def model(request):
+    return load_model(request.param, dtype="float32")
+
+
 @pytest.fixture
-def adapter() -> Adapter:
-    """Ranks, alphas and scalings of all sorts, with a random B."""
-    shapes = linear_shapes(load_model(BASE, dtype="float32"))
-    source = import_peft(GOLDEN / "peft_folders" / "patterns", shapes)
+def adapter(model) -> Adapter:
+    """An adapter with ranks, alphas and scalings of all sorts, and a random B."""
     rng = np.random.default_rng(0)
-    for weights in source.modules.values():
-        weights.b[...] = rng.normal(size=weights.b.shape) * 0.2
-    return source
+    if model.folder == BASE:
+        source = import_peft(GOLDEN / "peft_folders" / "patterns", linear_shapes(model))
+        for weights in source.modules.values():
+            weights.b[...] = rng.normal(size=weights.b.shape) * 0.2
+        return source
+    modules = {}
+    for i, (name, (k, n)) in enumerate(linear_shapes(model).items()):
+        rank = 1 + i % 3
+        shapes = {"lora_a": (k, rank), "lora_b": (rank, n)}
+        tensors = {
+            key: (0.2 * rng.normal(size=shape)).astype(np.float32)
+            for key, shape in shapes.items()
+        }
+        modules[name] = LoraWeights(tensors=tensors, rank=rank, lora_alpha=2.0 + i % 5)
+    return Adapter(modules=modules)
 
 
-def test_exported_adapters_load_in_peft(torch, transformers, peft, adapter, tmp_path):
-    model = load_model(BASE, dtype="float32")
+def test_exported_adapters_load_in_peft(
+    torch, transformers, peft, model, adapter, tmp_path
+):
     names = list(linear_shapes(model))
     folder = export_peft(adapter, tmp_path / "a", base_model="b", linear_names=names)
-    base = causal_lm(torch, transformers, BASE)
+    base = causal_lm(torch, transformers, model.folder)
     theirs = peft.PeftModel.from_pretrained(base, folder).eval()
-    tokens = np.random.default_rng(1).integers(0, 97, 31)
+    tokens = np.random.default_rng(1).integers(0, model.config.vocab_size, 31)
     wanted = torch_logits(torch, theirs, tokens)
     ours = logits(model, adapter, tokens, slot=2)
     assert relative_error(ours, wanted) < 1e-5
@@ -98,19 +118,18 @@ def test_exported_adapters_load_in_peft(torch, transformers, peft, adapter, tmp_
 
 
 def test_merged_checkpoints_load_in_transformers(
-    torch, transformers, adapter, tmp_path
+    torch, transformers, model, adapter, tmp_path
 ):
-    model = load_model(BASE, dtype="float32")
     names = list(linear_shapes(model))
     export_peft(adapter, tmp_path / "a", base_model="b", linear_names=names)
-    merged = merge_adapter(BASE, tmp_path / "a", tmp_path / "merged")
-    tokens = np.random.default_rng(1).integers(0, 97, 31)
+    merged = merge_adapter(model.folder, tmp_path / "a", tmp_path / "merged")
+    tokens = np.random.default_rng(1).integers(0, model.config.vocab_size, 31)
     theirs = torch_logits(torch, causal_lm(torch, transformers, merged), tokens)
     assert relative_error(logits(model, adapter, tokens, slot=0), theirs) < 1e-5
 
 
 def test_a_training_run(torch, transformers, peft, tmp_path, monkeypatch):
-    """The golden run made anew, and reproduced."""
+    """Makes the golden run anew, and reproduces it."""
     monkeypatch.syspath_prepend(str(GOLDEN))
     make = importlib.import_module("make_peft_run")
     monkeypatch.setattr(make, "OUT", tmp_path)

@@ -21,6 +21,7 @@ from jaxlora import (
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.hf.names import linear_path
 from jaxlora.models.stacks import to_paths
+from jaxlora.modules.scoring import softcap
 from jaxlora.train.prepare import linear_shapes
 from jaxlora.train.step import CompiledSteps
 from tests.oracle import relative_error
@@ -53,7 +54,7 @@ def logits(model, adapter, tokens, *, slot: int) -> np.ndarray:
         decoder = spec.bind(base, tables, settings=settings)
         routing = Routing(block_adapter=jnp.array([slot]))
         hidden = decoder(jnp.array(tokens), rows, jnp.zeros_like(rows), routing)
-        return hidden @ decoder.head_kernel()
+        return softcap(hidden @ decoder.head_kernel(), model.config.logit_softcap)
 
     return np.asarray(run(model.params, table.state.params, table.settings))
 
