@@ -58,9 +58,9 @@ def _set_up_logging(verbose: bool) -> None:
 
 def _log_warning(message: Warning | str, *_: object, **__: object) -> None:
     """Logs a warning on one line, without the place in the code that raised it."""
-    from jaxlora.train.compilation_cache import in_words
+    from jaxlora.train.compilation_cache import add_advice
 
-    logging.getLogger("jaxlora").warning("%s", in_words(str(message)))
+    logging.getLogger("jaxlora").warning("%s", add_advice(str(message)))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -130,7 +130,7 @@ class LoraJob(StrictModel):
             improvement, in nats per token.
         keep_best: Export the weights of the best evaluation, not the last.
         priority: Waiting jobs of higher priority get a slot first; equal ones in the
-            order in which they are given.
+            order in which they are given. See also `RunConfig.preempt`.
     """
 
     name: str
@@ -241,6 +241,9 @@ class RunConfig(StrictModel):
         window_steps: Optimiser steps of each job that are packed together, as one
             window. Longer windows fill microbatches better. Jobs start, checkpoints
             are written and an interrupt takes effect only between windows.
+        preempt: Whether a waiting job takes the slot of a running job of strictly lower
+            priority, between two windows. The paused job keeps its whole state and
+            continues when a slot is free, so no work is lost.
         packer: Packing algorithm for a window: `joint` packs all its steps together;
             `greedy` packs one step of every job at a time; `lorafusion` is LoRAFusion's
             algorithm.
@@ -267,6 +270,7 @@ class RunConfig(StrictModel):
     implementation: str = "auto"
     attention: Literal["auto", "cudnn", "xla"] = "auto"
     window_steps: PositiveInt = 4
+    preempt: Bool = True
     packer: PackerName = "joint"
     checkpoint_every: PositiveInt | None = 50
     keep_checkpoints: PositiveInt = 2

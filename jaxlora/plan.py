@@ -37,12 +37,12 @@ from jaxlora.scheduler import (
 from jaxlora.scheduler.spacing import with_no_ops
 from jaxlora.train import prepare
 from jaxlora.train.job_run import batch_lengths, job_order
-from jaxlora.train.lineup import (
-    Place,
-    after_window,
-    fill_slots,
+from jaxlora.train.next_window import (
+    JobPosition,
+    assign_slots,
     fixed_shape_cost,
     pack_window,
+    positions_after,
     window_samples,
 )
 from jaxlora.train.planned_capacity import planned_capacity
@@ -143,7 +143,7 @@ def plan_run(
     limits = config.limits
     positions = planned_config(folder).max_positions
     for job in jobs:
-        prepare.warn_of_positions(job.job.name, job.data, job.held_out, positions)
+        prepare.warn_about_positions(job.job.name, job.data, job.held_out, positions)
         prepare.check_lengths(job.job.name, job.data, job.held_out, limits.capacity)
     pipeline = Pipeline.one_f_one_b(stages)
     spans = _windows(config, jobs) if stages == 1 else _spans(config, jobs)
@@ -193,21 +193,23 @@ class _Span:
 def _windows(config: RunConfig, jobs: Sequence[JobData]) -> list[_Span]:
     """The windows of a run in which no job ends early."""
     num_slots = config.max_concurrent_jobs or len(jobs)
-    places = [
-        Place(job=i, priority=j.job.priority, slot=None, step=0, num_steps=j.num_steps)
+    positions = [
+        JobPosition(
+            job=i, priority=j.job.priority, slot=None, step=0, num_steps=j.num_steps
+        )
         for i, j in enumerate(jobs)
     ]
     out = []
-    while places:
-        waiting = {p.job for p in places if p.slot is None}
-        places = fill_slots(places, num_slots)
-        running = {p.slot: p.job for p in places if p.slot is not None}
+    while positions:
+        waiting = {p.job for p in positions if p.slot is None}
+        positions = assign_slots(positions, num_slots, preempts=config.preempt)
+        running = {p.slot: p.job for p in positions if p.slot is not None}
         samples = window_samples(
-            places, config.window_steps, lambda job, step: jobs[job].lengths(step)
+            positions, config.window_steps, lambda job, step: jobs[job].lengths(step)
         )
         starts = bool(waiting & set(running.values()))
         out.append(_Span(samples=samples, job_of_slot=running, starts=starts))
-        places = after_window(places, config.window_steps)
+        positions = positions_after(positions, config.window_steps)
     return out
 
 

@@ -1,4 +1,4 @@
-"""Keeps compiled programs on the disk, so later runs of the same shapes reuse them."""
+"""Keeps compiled programs on disk, so later runs of the same shapes reuse them."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ def keep_compiled_programs() -> None:
     try:
         home = pathlib.Path(cache) if cache else pathlib.Path.home() / ".cache"
     except RuntimeError:
-        logger.info("compiled programs are not kept, as there is no home folder")
+        logger.info("compiled programs are not kept: there is no home folder")
         return
     folder = home / "jaxlora" / "xla"
     try:
@@ -33,8 +33,8 @@ def keep_compiled_programs() -> None:
         next(folder.iterdir(), None)
     except OSError as error:
         logger.warning(
-            "compiled programs are not kept, as %s cannot be used: %s. Every start "
-            "compiles again; JAX_COMPILATION_CACHE_DIR names another folder.",
+            "compiled programs are not kept: %s cannot be used: %s. Every start "
+            "compiles them again. Set JAX_COMPILATION_CACHE_DIR to another folder.",
             folder,
             error.strerror,
         )
@@ -45,11 +45,11 @@ def keep_compiled_programs() -> None:
     logger.info("compiled programs are kept in %s", folder)
 
 
-def in_words(warning: str) -> str:
+def add_advice(warning: str) -> str:
     """Adds advice to the text of a warning if JAX's compilation cache raised it."""
     if "persistent compilation cache entry" not in warning:
         return warning
     return (
-        f"{warning}. The program is compiled instead. If this comes again, remove "
+        f"{warning}. The program is compiled instead. If this happens again, remove "
         f"{jax.config.jax_compilation_cache_dir}."
     )

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
 from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.slots import ParkedSlot
 from jaxlora.scheduler import Schedule
 from jaxlora.train.job_run import JobRun
 
@@ -82,6 +83,23 @@ class Executor(Protocol):
 
     def load(self, slot: int, adapter: Adapter) -> None:
         """Puts an adapter into an empty slot, with empty optimiser state."""
+        ...
+
+    def park(self, slot: int) -> ParkedSlot:
+        """Takes the whole state out of a slot, which is empty then.
+
+        This is possible only between windows, when no gradient is pending.
+        """
+        ...
+
+    def restore(self, slot: int, parked: ParkedSlot, like: Adapter) -> None:
+        """Puts a parked state into an empty slot, which may be another one than before.
+
+        Args:
+            slot: The slot.
+            parked: State that `park` returned, possibly in another process.
+            like: Adapter that the job started from, which gives scaling and dropout.
+        """
         ...
 
     def read(self, slot: int, like: Adapter) -> Adapter:

@@ -1,4 +1,4 @@
-"""Ctrl-C as a wish: finish the window, write a checkpoint, leave."""
+"""Graceful shutdown: finish the window, write a checkpoint, return."""
 
 import logging
 import signal
@@ -10,13 +10,13 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """While it is open, the first SIGINT or SIGTERM only sets `requested`.
+    """Context manager in which the first SIGINT or SIGTERM only sets `requested`.
 
-    The second one acts as it did before. Outside the main thread, where Python cannot
-    catch signals, it does nothing.
+    A second signal is handled as it was before. Outside the main thread, where Python
+    cannot install signal handlers, the context manager does nothing.
 
     Attributes:
-        requested: Whether a signal came.
+        requested: Whether a signal has arrived.
     """
 
     def __init__(self):
@@ -32,8 +32,8 @@ class StopRequest:
         self.requested = True
         self._restore()
         logger.warning(
-            "%s: finishing the window, then writing a checkpoint. Once more to leave "
-            "at once.",
+            "%s: finishing the window, then writing a checkpoint. Send it again to "
+            "quit immediately.",
             signal.Signals(number).name,
         )
 

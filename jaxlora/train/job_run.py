@@ -10,13 +10,16 @@ import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.learning_rate import learning_rate
+from jaxlora.adapters.slots import ParkedSlot
 from jaxlora.adapters.tensors import trained_tensors
 from jaxlora.config import LoraJob
 from jaxlora.data.order import JobOrder
 from jaxlora.data.pack import JobBatch
 from jaxlora.data.tokenize import TokenizedData
 
-Status = Literal["waiting", "running", "finished", "stopped", "stopped early", "failed"]
+Status = Literal[
+    "waiting", "running", "paused", "finished", "stopped", "stopped early", "failed"
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,8 +27,8 @@ class JobProgress:
     """State of a job that a checkpoint keeps, besides the weights.
 
     Attributes:
-        status: Whether the job waits, runs or has ended, and how it ended.
-        reason: Text that says why the job ended.
+        status: Whether the job waits, runs, is paused or has ended, and how it ended.
+        reason: Text that says why the job is paused or has ended.
         slot: Its slot while it runs.
         step: Optimiser steps done; the position in the data follows from it.
         num_tokens: Tokens trained on, prompts included.
@@ -57,7 +60,7 @@ class JobProgress:
     @property
     def is_over(self) -> bool:
         """Whether the job has ended, for any reason."""
-        return self.status not in ("waiting", "running")
+        return self.status not in ("waiting", "running", "paused")
 
 
 def job_order(job: LoraJob, data: TokenizedData) -> JobOrder:
@@ -87,6 +90,7 @@ class JobRun:
         eval_data: Held-out samples, if any.
         order: Order of the samples, which defines the global batches.
         progress: Progress of the job.
+        parked: State of the slot that the job left, while it is paused.
     """
 
     def __init__(
@@ -100,6 +104,7 @@ class JobRun:
         self.train_data, self.eval_data = train_data, eval_data
         self.order = job_order(job, train_data)
         self.progress = JobProgress()
+        self.parked: ParkedSlot | None = None
 
     @functools.cached_property
     def fingerprints(self) -> dict[str, str | None]:

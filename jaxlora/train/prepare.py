@@ -34,7 +34,7 @@ _SCALING_FIELDS = {"lora_alpha", "alpha_pattern", "use_rslora"}
 
 
 def linear_shapes(model: BaseModel) -> dict[str, tuple[int, ...]]:
-    """(K, N) of every linear that can take LoRA, by module name."""
+    """Returns the shape (K, N) of every linear that can take LoRA, by module name."""
     return {name: kernel.shape for name, kernel in _kernels(model).items()}
 
 
@@ -57,9 +57,9 @@ def open_job(job: LoraJob, model: BaseModel, tokenizer: Tokenizer) -> JobRun:
     else:
         start = import_peft(job.init_from, linear_shapes(model))
         start = dataclasses.replace(start, dropout=job.dropout)
-        _check_asked(job, start, model)
+        _check_stated_settings(job, start, model)
     train, held_out = read_data(job, tokenizer)
-    warn_of_positions(job.name, train, held_out, model.config.max_positions)
+    warn_about_positions(job.name, train, held_out, model.config.max_positions)
     ranks = sorted({weights.rank for weights in start.modules.values()})
     logger.info(
         "%s: rank %s on %d modules: %s",
@@ -87,7 +87,7 @@ def read_data(
     return train, held_out
 
 
-def warn_of_positions(
+def warn_about_positions(
     name: str, train: TokenizedData, held_out: TokenizedData | None, positions: int
 ) -> None:
     """Warns, once, of samples that are longer than the model's position limit.
@@ -102,8 +102,8 @@ def warn_of_positions(
     num_beyond = np.count_nonzero(lengths > positions)
     if num_beyond:
         logger.warning(
-            "%s: %d of %d samples are longer than the %d positions that the model was "
-            "made for (max_position_embeddings); the longest has %d tokens. Set "
+            "%s: %d of %d samples are longer than the %d positions that the model "
+            "supports (max_position_embeddings); the longest has %d tokens. Set "
             "max_length to %d, or expect worse results on them.",
             name,
             num_beyond,
@@ -118,7 +118,7 @@ def _lengths(train: TokenizedData, held_out: TokenizedData | None) -> np.ndarray
     return np.concatenate([d.lengths for d in (train, held_out) if d is not None])
 
 
-def _check_asked(job: LoraJob, start: Adapter, model: BaseModel) -> None:
+def _check_stated_settings(job: LoraJob, start: Adapter, model: BaseModel) -> None:
     """Checks that a job's settings do not contradict the adapter it starts from."""
     stated = job.model_fields_set
     asked = resolve_targets(job, linear_names(model.config))
@@ -137,9 +137,9 @@ def _check_asked(job: LoraJob, start: Adapter, model: BaseModel) -> None:
             differences.append(f"has scaling {scaling:g} on {name}")
     if differences:
         raise ConfigError(
-            f"job {job.name!r} asks for another shape than {job.init_from}, which it "
-            f"starts from: that {differences[0]}. Leave rank, lora_alpha and targets "
-            "out: the folder says them."
+            f"job {job.name!r} starts from {job.init_from}, and its settings differ "
+            f"from that adapter, which {differences[0]}. Leave out rank, lora_alpha "
+            "and targets: they are taken from the folder."
         )
 
 
@@ -170,12 +170,12 @@ def spec_of(
     """
     adapted = {linear_path(name) for modules in ranks for name in modules}
     if config.slot_targets is not None:
-        probe = LoraJob(
+        slots = LoraJob(
             name="slot_targets",
             data=config.jobs[0].data,
             target_modules=config.slot_targets,
         )
-        more = resolve_targets(probe, linear_names(model))
+        more = resolve_targets(slots, linear_names(model))
         adapted |= {linear_path(name) for name in more}
     longest = max(job.max_length for job in config.jobs)
     longest = min(longest, config.limits.capacity)
@@ -216,7 +216,7 @@ def _implementation(config: RunConfig, spec: DecoderSpec) -> str:
                 f"implementation: {asked} cannot run this: {reason}. Use auto, or "
                 "another implementation."
             )
-        logger.info("LoRA kernels: %s, as asked", asked)
+        logger.info("LoRA kernels: %s, as requested", asked)
         return asked
     reasons = []
     for name, backend in BACKENDS.items():
@@ -230,27 +230,27 @@ def _implementation(config: RunConfig, spec: DecoderSpec) -> str:
 
 
 def chosen_attention(
-    asked: Literal["auto", "cudnn", "xla"], dtype: Any, model: ModelConfig
+    requested: Literal["auto", "cudnn", "xla"], dtype: Any, model: ModelConfig
 ) -> AttentionImplementation:
-    """Returns the attention asked for, or the best supported for `auto`; logs it.
+    """Returns the requested attention, or the best supported for `auto`; logs it.
 
     Raises:
-        ConfigError: cuDNN is asked for, but cannot run such a model here.
+        ConfigError: cuDNN is requested, but cannot run the model here.
     """
     reason = cudnn_unsupported(
         dtype=dtype, head_dim=model.head_dim, softcap=model.score_softcap
     )
-    if asked == "cudnn" and reason is not None:
+    if requested == "cudnn" and reason is not None:
         raise ConfigError(
             f"attention: cudnn cannot run this: {reason}. Use xla or auto."
         )
-    if asked == "xla":
-        logger.info("attention: xla, as asked")
+    if requested == "xla":
+        logger.info("attention: xla, as requested")
         return "xla"
     if reason is not None:
         logger.info("attention: xla, as cudnn cannot run this: %s", reason)
         return "xla"
-    logger.info("attention: cudnn%s", ", as asked" if asked == "cudnn" else "")
+    logger.info("attention: cudnn%s", ", as requested" if requested == "cudnn" else "")
     return "cudnn"
 
 
@@ -275,7 +275,7 @@ def kernels_unsupported(
 
 
 def check_fits(run: JobRun, spec: DecoderSpec, *, use_dropout: bool) -> None:
-    """Refuses a job that the slots or a microbatch cannot hold.
+    """Checks that the slots and a microbatch can hold a job.
 
     Raises:
         ConfigError: A rank is above the slots', a module has no slots, the job drops
@@ -286,7 +286,7 @@ def check_fits(run: JobRun, spec: DecoderSpec, *, use_dropout: bool) -> None:
     if run.job.dropout > 0 and not use_dropout:
         raise ConfigError(
             f"job {name!r} has dropout {run.job.dropout}, and the slots of this run "
-            "were made without. Set slot_dropout: true when the run starts."
+            "were made without dropout. Set slot_dropout: true when the run starts."
         )
     if run.largest_rank > spec.slots.rank:
         raise ConfigError(
@@ -297,32 +297,32 @@ def check_fits(run: JobRun, spec: DecoderSpec, *, use_dropout: bool) -> None:
     for module in run.start.modules:
         if linear_path(module) not in spec.adapted:
             raise ConfigError(
-                f"job {name!r} adapts {module}, which has no slots in this run. Name "
-                "the module in slot_targets when the run starts."
+                f"job {name!r} adapts {module}, which has no slots in this run. Add "
+                "the module to slot_targets when the run starts."
             )
-    room = spec.options.max_segment_tokens
-    check_lengths(name, run.train_data, run.eval_data, room)
+    limit = spec.options.max_segment_tokens
+    check_lengths(name, run.train_data, run.eval_data, limit)
 
 
 def check_lengths(
-    name: str, train: TokenizedData, held_out: TokenizedData | None, room: int
+    name: str, train: TokenizedData, held_out: TokenizedData | None, limit: int
 ) -> None:
-    """Refuses a job with a sample that is too long for the run.
+    """Checks that no sample of a job is too long for the run.
 
     Args:
         name: Name of the job.
         train: Training samples of the job.
         held_out: Held-out samples of the job, if any.
-        room: Most tokens of a sample that the run supports.
+        limit: Largest number of tokens of a sample that the run supports.
 
     Raises:
         ConfigError: A sample is longer.
     """
     longest = _lengths(train, held_out).max()
-    if longest > room:
+    if longest > limit:
         raise ConfigError(
-            f"job {name!r} has a sample of {longest} tokens, and this run takes "
-            f"samples of at most {room}. Raise microbatch_tokens (and, for a job that "
+            f"job {name!r} has a sample of {longest} tokens, and this run supports "
+            f"samples of at most {limit}. Raise microbatch_tokens (and, for a job that "
             "joins later, the max_length of the jobs it starts with), or lower the "
             "job's max_length."
         )

@@ -95,10 +95,9 @@ class Progress:
         """Estimates the time left from the share of all jobs' optimiser steps done."""
         done = self._num_done()
         total = sum(
-            run.progress.step if run.progress.slot is None else run.num_steps
+            run.progress.step if run.progress.is_over else run.num_steps
             for run in self._runs
-            if run.progress.status != "waiting"
-        ) + sum(r.num_steps for r in self._runs if r.progress.status == "waiting")
+        )
         here = done - self._done_before
         if not here:
             return "?"

@@ -1,6 +1,7 @@
 """Reads and checks a run's folder: which run it holds, and what may be written."""
 
 import dataclasses
+import datetime
 import json
 import logging
 import os
@@ -40,6 +41,20 @@ def write_run_record(folder: pathlib.Path, record: RunRecord) -> None:
     """Writes the record of the run that has begun in a folder."""
     values = sealed({"format": _VERSION, **dataclasses.asdict(record)})
     write_text(folder / RUN_FILE, json.dumps(values, indent=1) + "\n")
+
+
+def start_time(folder: pathlib.Path) -> datetime.datetime:
+    """Returns when the run in a folder began; the current time if none has.
+
+    Chat templates may print the date, so a resumed run uses that of its start.
+
+    Raises:
+        CheckpointError: The record is damaged.
+    """
+    record = read_run_record(folder)
+    if record is None:
+        return datetime.datetime.now()
+    return datetime.datetime.fromisoformat(record.started)
 
 
 def check_folder(folder: pathlib.Path, *, resume: bool) -> None:

@@ -8,7 +8,7 @@ is never stale, whatever `run.lock` says. The lock on the folder persists even i
 On some shared file systems such locks are local to a host or do not exist. Therefore
 `run.lock` also names the owner, and the owner touches it every few seconds. If the
 kernel's lock does not show whether that owner is alive, a new process watches the file:
-if it is not touched for `_PATIENCE_SECONDS`, the owner is gone. Clocks are not
+if it is not touched for `_TIMEOUT_SECONDS`, the owner has ended. Clocks are not
 compared.
 """
 
@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
 _TOUCH_SECONDS = 5.0
-_PATIENCE_SECONDS = 30.0
-_MOST_BYTES = 4096
+_TIMEOUT_SECONDS = 30.0
+_MAX_BYTES = 4096
 # Another process may hold the lock for a moment, to test whether the run is active.
-_ATTEMPTS, _PAUSE_SECONDS = 5, 0.1
+_ATTEMPTS, _RETRY_SECONDS = 5, 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,14 +87,14 @@ class RunLock:
         """Makes the object, without taking the lock.
 
         Args:
-            folder: Folder of the run; it is made if necessary.
+            folder: Folder of the run; it is created if it does not exist.
         """
         self._folder, self._path = folder, folder / LOCK_FILE
         self._file = self._directory = -1  # open files, whose locks are held
         self._text = b""
-        self._made_folder = False
+        self._created_folder = False
         self._ended = threading.Event()
-        self._toucher = threading.Thread(target=self._touch, daemon=True)
+        self._heartbeat = threading.Thread(target=self._touch, daemon=True)
 
     def __enter__(self) -> "RunLock":
         """Takes the lock.
@@ -104,24 +104,24 @@ class RunLock:
             StorageError: The folder cannot be written.
         """
         with wrap_os_errors(self._path):
-            self._made_folder = not self._folder.exists()
+            self._created_folder = not self._folder.exists()
             make_folder(self._folder)
             try:
-                self._take_directory()
-                self._take_file()
+                self._lock_folder()
+                self._become_owner()
             except BaseException:
                 self._close()
                 raise
-        self._toucher.start()
+        self._heartbeat.start()
         return self
 
-    def _take_directory(self) -> None:
+    def _lock_folder(self) -> None:
         self._directory = os.open(self._folder, os.O_RDONLY)
         if _lock(self._directory) is False:
             raise _in_use(self._folder)
 
-    def _take_file(self) -> None:
-        """Locks run.lock, once the owner named in it is gone, and becomes the owner."""
+    def _become_owner(self) -> None:
+        """Locks run.lock once the owner named in it has ended, and names this process."""
         handle, is_certain = self._lock_file()
         self._file = handle
         owner = read_owner(self._path)
@@ -129,7 +129,9 @@ class RunLock:
         if not is_dead and _is_touched(self._path):
             raise _in_use(self._folder)
         if owner is not None:
-            logger.warning("%s: taking over from %s, which is gone", self._path, owner)
+            logger.warning(
+                "%s: taking over from %s, which has ended", self._path, owner
+            )
         self._text = json.dumps(dataclasses.asdict(Owner.this_process())).encode()
         os.ftruncate(handle, 0)
         os.pwrite(handle, self._text, 0)
@@ -146,7 +148,7 @@ class RunLock:
             if is_locked is not False and _is_same(handle, self._path):
                 return handle, is_locked is True
             os.close(handle)
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(_RETRY_SECONDS)
         raise _in_use(self._folder)
 
     def _touch(self) -> None:
@@ -161,24 +163,26 @@ class RunLock:
             CheckpointError: run.lock was removed, and another run holds the folder.
         """
         if _is_same(self._file, self._path):
-            if os.pread(self._file, _MOST_BYTES, 0) == self._text:
+            if os.pread(self._file, _MAX_BYTES, 0) == self._text:
                 return
             raise _in_use(self._folder)
-        logger.warning("%s was removed while the run goes on: written anew", self._path)
+        logger.warning(
+            "%s was removed while the run is active; writing it again", self._path
+        )
         os.close(self._file)
         self._file = -1
         with wrap_os_errors(self._path):
-            self._take_file()
+            self._become_owner()
 
     def __exit__(self, *_) -> None:
         self._ended.set()
-        self._toucher.join()
-        # If the folder can no longer be written, this process stays named in run.lock,
-        # which does no harm: the next start finds that this process has ended.
+        self._heartbeat.join()
+        # If the folder can no longer be written, run.lock still names this process. That
+        # does no harm: the next start finds that this process has ended.
         with contextlib.suppress(OSError):
             if _is_same(self._file, self._path):
                 self._path.unlink()
-            if self._made_folder and not any(self._folder.iterdir()):
+            if self._created_folder and not any(self._folder.iterdir()):
                 self._folder.rmdir()
         self._close()
 
@@ -222,7 +226,7 @@ def read_owner(path: pathlib.Path) -> Owner | None:
     """Reads the owner from a lock file; None if the file is missing or damaged."""
     try:
         with path.open("rb") as file:
-            values = json.loads(file.read(_MOST_BYTES))
+            values = json.loads(file.read(_MAX_BYTES))
         owner = Owner(**values)
     except (OSError, ValueError, TypeError, RecursionError):
         return None
@@ -232,7 +236,7 @@ def read_owner(path: pathlib.Path) -> Owner | None:
 
 def _in_use(folder: pathlib.Path) -> CheckpointError:
     owner = read_owner(folder / LOCK_FILE)
-    who = owner or "another process, whose run.lock was removed or is damaged"
+    who = owner or "another process; its run.lock was removed or is damaged"
     return CheckpointError(
         f"{folder} is in use by {who}. Two runs cannot share a folder: wait until that "
         "one has ended, stop it, or choose another output_dir."
@@ -240,7 +244,7 @@ def _in_use(folder: pathlib.Path) -> CheckpointError:
 
 
 def _lock(handle: int) -> bool | None:
-    """Takes the kernel's lock; False: another holds it, None: there are no locks."""
+    """Takes the kernel's lock; False if another holds it, None if locks do not work."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -262,19 +266,19 @@ def _is_same(handle: int, path: pathlib.Path) -> bool:
 
 
 def _is_touched(path: pathlib.Path) -> bool:
-    """Waits to see whether the owner of a lock file, on any host, is alive."""
+    """Watches whether the owner of a lock file, on any host, keeps touching it."""
     if not path.stat().st_size:
-        return False  # no owner has been written yet
+        return False  # no owner is named yet
     logger.warning(
-        "%s names %s; watching for %g s whether it is alive",
+        "%s names %s; waiting up to %g s to see whether it is alive",
         path,
-        read_owner(path) or "a process that cannot be read",
-        _PATIENCE_SECONDS,
+        read_owner(path) or "an owner that cannot be read",
+        _TIMEOUT_SECONDS,
     )
     first = _touched_at(path)
-    end = time.monotonic() + _PATIENCE_SECONDS
+    end = time.monotonic() + _TIMEOUT_SECONDS
     while time.monotonic() < end:
-        time.sleep(_PATIENCE_SECONDS / 30)
+        time.sleep(_TIMEOUT_SECONDS / 30)
         if _touched_at(path) != first:
             return True
     return False

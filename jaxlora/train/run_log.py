@@ -17,8 +17,8 @@ from jaxlora.errors import CheckpointError
 
 METRICS_FILE = "metrics.jsonl"
 _proto: Any = event_pb2  # its classes are made when it is imported
-_PLOTTED = ("loss", "eval_loss", "grad_norm", "learning_rate")
-_LOSSES = {"step": ("loss",), "eval": ("eval_loss",)}
+_PLOTTED_KEYS = ("loss", "eval_loss", "grad_norm", "learning_rate")
+_LOSS_KEYS = {"step": ("loss",), "eval": ("eval_loss",)}
 _FLUSH_SECONDS = 30.0
 
 
@@ -53,7 +53,7 @@ class RunLog:
         """Writes one event.
 
         Args:
-            kind: Kind of the event: window, step, eval or job.
+            kind: Kind of the event: window, step, eval, paused, resumed or job.
             round_number: Round that the event belongs to.
             **values: Numbers and texts, such as `job` and `step`.
 
@@ -69,7 +69,7 @@ class RunLog:
         }
         self._write(json.dumps(record, allow_nan=False).encode() + b"\n")
         job, step = values.get("job"), values.get("step", round_number)
-        for key in _PLOTTED if job else ("tokens_per_second",):
+        for key in _PLOTTED_KEYS if job else ("tokens_per_second",):
             if key in values:
                 tag = f"{key}/{job}" if job else key
                 self._board.add(tag, values[key], step)
@@ -79,7 +79,7 @@ class RunLog:
             size = os.fstat(self._file).st_size
             try:
                 rest = memoryview(line)
-                while rest:  # a disk that is almost full may take only a part
+                while rest:  # an almost full disk may accept only a part
                     rest = rest[os.write(self._file, rest) :]
             except OSError:
                 os.ftruncate(self._file, size)
@@ -152,30 +152,30 @@ def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
             if number == len(lines):
                 break  # empty, or cut short
             raise CheckpointError(
-                f"{path}, line {number} is no event of a run: {error}. Remove the "
-                "line, or move the file away; a run can be resumed without it."
+                f"{path}, line {number} is not an event of a run: {error}. Remove "
+                "the line, or move the file away; a run can be resumed without it."
             ) from None
     return events
 
 
 def _event(line: bytes) -> dict[str, Any]:
     """Parses an event, and checks the values that are used later."""
-    event = json.loads(line, parse_constant=_no_number)
+    event = json.loads(line, parse_constant=_reject_constant)
     if not isinstance(event, dict):
         raise ValueError(f"it is a {type(event).__name__}, not an object")
     names = ["event"] + (["job"] if "job" in event else [])
     counts = ["round"] + (["step"] if "job" in event else [])
     for key in names:
         if not isinstance(event.get(key), str):
-            raise ValueError(f"{key} is missing or no text")
+            raise ValueError(f"{key} is missing or not a string")
     for key in counts:
         if type(event.get(key)) is not int or not 0 <= event[key] < 2**53:
-            raise ValueError(f"{key} is missing or no count")
-    for key in _LOSSES.get(event["event"], ()):
+            raise ValueError(f"{key} is missing or not a count")
+    for key in _LOSS_KEYS.get(event["event"], ()):
         if type(event.get(key)) not in (int, float) or not math.isfinite(event[key]):
-            raise ValueError(f"{key} is missing or no number")
+            raise ValueError(f"{key} is missing or not a number")
     return event
 
 
-def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+def _reject_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number")

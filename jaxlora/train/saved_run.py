@@ -10,6 +10,7 @@ import json
 import pathlib
 import re
 import unicodedata
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -134,6 +135,30 @@ class SavedAdapter:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SavedRequests:
+    """Requests of the user that are in force.
+
+    Attributes:
+        stopping: Jobs to stop, and the reasons.
+        pausing: Jobs to keep out of the slots until they are resumed, and the reasons.
+    """
+
+    __pydantic_config__ = _STRICT
+
+    stopping: dict[JobName, str] = dataclasses.field(default_factory=dict)
+    pausing: dict[JobName, str] = dataclasses.field(default_factory=dict)
+
+    def check_names(self, names: Collection[str]) -> None:
+        """Checks that all requests are for jobs of these names.
+
+        Raises:
+            ValueError: There is another job.
+        """
+        if not {*self.stopping, *self.pausing} <= set(names):
+            raise ValueError("requests has other jobs than identity.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SavedRun:
     """State of a run that a checkpoint keeps besides the tables.
 
@@ -143,7 +168,7 @@ class SavedRun:
         adapters: The shape of each job's adapter, by name.
         base_model: Folder or hub id of the base.
         linear_names: Names of the base's linears.
-        stopping: Jobs that were asked to stop, and the reasons.
+        requests: Requests to stop and to pause jobs.
         base_revision: Commit of a base from the hub; None for a folder.
     """
 
@@ -154,7 +179,7 @@ class SavedRun:
     adapters: dict[JobName, SavedAdapter]
     base_model: OneLine
     linear_names: list[LinearName]
-    stopping: dict[JobName, str]
+    requests: SavedRequests
     base_revision: OneLine | None = None
 
 
@@ -180,8 +205,7 @@ class SavedCheckpoint:
         for kind in ("progress", "adapters"):
             if sorted(getattr(self.run, kind)) != names:
                 raise ValueError(f"{kind} has other jobs than identity.")
-        if not set(self.run.stopping) <= set(names):
-            raise ValueError("stopping has other jobs than identity.")
+        self.run.requests.check_names(names)
         self._check_slots()
         ranks = self._ranks()
         for name, adapter in self.run.adapters.items():
@@ -231,12 +255,15 @@ class RunRecord:
     Attributes:
         started: Start time in ISO format, because chat templates may print the date.
         identity: Identity at the start, with the jobs that were added since.
+        requests: Requests to stop and to pause jobs. Here they also outlive a kill
+            before the next checkpoint.
     """
 
     __pydantic_config__ = _STRICT
 
     started: Annotated[str, AfterValidator(_iso_time)]
     identity: RunIdentity
+    requests: SavedRequests = dataclasses.field(default_factory=SavedRequests)
 
     @property
     def microbatch_tokens(self) -> int:
@@ -244,10 +271,11 @@ class RunRecord:
         return self.identity.settings["microbatch_tokens"]
 
     def __post_init__(self):
-        """Checks the only setting that is used before the identities are compared."""
+        """Checks what is used before the identities are compared."""
         tokens = self.identity.settings.get("microbatch_tokens")
         if type(tokens) is not int or not 0 < tokens < 2**31:
             raise ValueError(f"microbatch_tokens is {tokens!r}, no number of tokens.")
+        self.requests.check_names(self.identity.jobs)
 
 
 def sealed(values: dict[str, Any]) -> dict[str, Any]:

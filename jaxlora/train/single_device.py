@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.optimizer import Hyper, StepResult
-from jaxlora.adapters.slots import SlotTable
+from jaxlora.adapters.slots import ParkedSlot, SlotTable
 from jaxlora.adapters.tensors import rate_ratios
 from jaxlora.data.pack import (
     JobBatch,
@@ -92,6 +92,14 @@ class SingleDeviceExecutor:
     def load(self, slot: int, adapter: Adapter) -> None:
         """Puts an adapter into an empty slot, with empty optimiser state."""
         self.table.load(slot, adapter)
+
+    def park(self, slot: int) -> ParkedSlot:
+        """Takes the whole state out of a slot, between two windows."""
+        return self.table.park(slot)
+
+    def restore(self, slot: int, parked: ParkedSlot, like: Adapter) -> None:
+        """Puts a parked state into an empty slot."""
+        self.table.restore(slot, parked, like)
 
     def read(self, slot: int, like: Adapter) -> Adapter:
         """Returns the adapter in a slot, at the ranks of `like`."""

@@ -1,13 +1,13 @@
 """The trainer: many jobs on one base, from first window to exported adapters."""
 
 import contextlib
-import datetime
 import logging
 import pathlib
+import threading
+from collections import deque
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 
 from jaxlora.adapters.export_record import ExportRecord
 from jaxlora.adapters.peft_export import export_peft
@@ -19,27 +19,34 @@ from jaxlora.hf.load import BaseModel, load_model
 from jaxlora.hf.names import linear_names
 from jaxlora.train import prepare
 from jaxlora.train.capacity import Bounds, Capacity, as_begun, provisional
-from jaxlora.train.checkpoint import Checkpoints, check_same_run
+from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.compilation_cache import keep_compiled_programs
+from jaxlora.train.describe_run import check_resumes, run_identity, saved_adapter
 from jaxlora.train.interrupt import StopRequest
 from jaxlora.train.job_run import JobProgress, JobRun
 from jaxlora.train.memory import compiled_step
 from jaxlora.train.progress import Progress
 from jaxlora.train.read_checkpoint import newest_checkpoint
 from jaxlora.train.report import RunResult, job_result, write_report
+from jaxlora.train.requests import Requests
 from jaxlora.train.run_folder import (
     ADAPTERS,
     CHECKPOINTS,
-    RUN_FILE,
     check_folder,
     clean_up,
     make_way,
     read_run_record,
+    start_time,
     write_run_record,
 )
 from jaxlora.train.run_lock import RunLock, check_not_in_use
 from jaxlora.train.run_log import RunLog
-from jaxlora.train.saved_run import RunIdentity, RunRecord, SavedAdapter, SavedRun
+from jaxlora.train.saved_run import (
+    RunIdentity,
+    RunRecord,
+    SavedRequests,
+    SavedRun,
+)
 from jaxlora.train.single_device import SingleDeviceExecutor
 from jaxlora.train.step import compiled_steps
 from jaxlora.train.windows import Windows
@@ -77,7 +84,7 @@ class Trainer:
         self.model = model or load_model(
             config.model, dtype=config.dtype, revision=config.revision
         )
-        self._started = self._start_time()
+        self._started = start_time(self.output_dir)
         self._tokenizer = load_tokenizer(self.model.folder, now=self._started)
         self._tokenizer.check_fits(self.model.config.vocab_size)
         self.runs = [self._open(job) for job in config.jobs]
@@ -93,17 +100,13 @@ class Trainer:
         self._steps = compiled_steps(self._spec)
         self._table = self._empty_slots()
         self._round = 0
-        self._stopping: dict[str, str] = {}
+        self._requests = Requests()
+        self._adding = threading.Lock()
+        self._names = [run.job.name for run in self.runs]  # also of jobs in _added
+        self._added: deque[JobRun] = deque()  # jobs that join before the next window
         self._has_begun = False
         self._lock = RunLock(self.output_dir)
         self._recorded: RunRecord | None = None
-
-    def _start_time(self) -> datetime.datetime:
-        """Time at which the run first began, because chat templates may print it."""
-        record = read_run_record(self.output_dir)
-        if record is None:
-            return datetime.datetime.now()
-        return datetime.datetime.fromisoformat(record.started)
 
     def _open(self, job: LoraJob) -> JobRun:
         return prepare.open_job(job, self.model, self._tokenizer)
@@ -132,35 +135,67 @@ class Trainer:
             settled = self._capacity.settle(program)
             self.config = self._capacity.config
 
-    # ---- jobs come and go ----------------------------------------------------------
+    # ---- jobs come and go: any thread may call these -------------------------------
 
     def add_job(self, job: LoraJob) -> None:
-        """Adds a job to the run; it starts at the next window with a free slot.
+        """Adds a job to the run; it joins before the next window.
+
+        It starts when a slot is free, or at once if its priority is higher than that of
+        a running job (`RunConfig.preempt`).
 
         Raises:
             JaxloraError: The name is taken, or the job does not fit the slots.
         """
-        names = {run.job.name.lower() for run in self.runs}
-        if job.name.lower() in names:
-            raise ConfigError(f"a job named {job.name!r} is in this run already.")
-        run = self._open(job)
-        self._check_fits(run)
-        self.runs.append(run)
+        with self._adding:
+            if job.name.lower() in {name.lower() for name in self._names}:
+                raise ConfigError(f"a job named {job.name!r} is in this run already.")
+            run = self._open(job)
+            self._check_fits(run)
+            self._names.append(job.name)
+            self._added.append(run)
 
     def stop_job(self, name: str, reason: str = "stopped by request") -> None:
         """Stops a job after its current global batch; it is evaluated and exported.
 
-        A job that waits for a slot ends before the next window, without an export.
+        A job that waits for a slot, or is paused, ends before the next window.
 
         Raises:
             ConfigError: There is no such job.
         """
-        named = [run.job.name for run in self.runs]
-        if name not in named:
+        self._check_name(name)
+        self._requests.stop(name, reason)
+
+    def pause_job(self, name: str, reason: str = "paused by request") -> None:
+        """Takes a job out of its slot after the current window, with all its state.
+
+        It does not run again before `resume_job`, also if the run is resumed in another
+        process. If only paused jobs are left, the run ends.
+
+        Raises:
+            ConfigError: There is no such job.
+        """
+        self._check_name(name)
+        self._requests.pause(name, reason)
+
+    def resume_job(self, name: str) -> None:
+        """Lets a job that `pause_job` has paused continue when a slot is free.
+
+        Raises:
+            ConfigError: There is no such job.
+        """
+        self._check_name(name)
+        self._requests.resume(name)
+
+    def _check_name(self, name: str) -> None:
+        if name not in self._names:
             raise ConfigError(
-                f"there is no job {name!r}; there are: {', '.join(named)}."
+                f"there is no job {name!r}; there are: {', '.join(self._names)}."
             )
-        self._stopping[name] = reason
+
+    def _take_added(self) -> None:
+        """Moves the jobs that were added into the run, in the thread that trains."""
+        while self._added:
+            self.runs.append(self._added.popleft())
 
     # ---- the run -------------------------------------------------------------------
 
@@ -177,7 +212,8 @@ class Trainer:
 
         Args:
             resume: Continue from the newest checkpoint in `output_dir`.
-            on_window: Called after each window; may call `add_job` and `stop_job`.
+            on_window: Called after each window. It may add, stop, pause and resume
+                jobs; so may other threads at any time.
 
         Raises:
             CheckpointError: `output_dir` holds another run or nothing to resume, is in
@@ -191,6 +227,10 @@ class Trainer:
             if self._has_begun:
                 self._reset()
             self._has_begun = True
+            self._take_added()
+            if resume:
+                # A refusal comes before anything is compiled.
+                check_resumes(self.output_dir, self._identity())
             compiled_before = self._steps.num_compilations()
             self._settle_capacity()
             interrupted = self._run(resume, on_window)
@@ -218,6 +258,7 @@ class Trainer:
                     self._round = windows.round
                     if on_window is not None:
                         self._call(on_window, checkpoints)
+                    self._record()
                     every = self.config.checkpoint_every
                     if every and self._round // every > before // every:
                         self._save(checkpoints)
@@ -237,7 +278,6 @@ class Trainer:
             self._record()
             self._save_latest(checkpoints)
             raise
-        self._record()
 
     def _windows(self, log: RunLog, progress: Progress) -> Windows:
         assert self._spec.slots is not None
@@ -255,7 +295,7 @@ class Trainer:
             executor,
             num_slots=self._spec.slots.num_slots,
             first_round=self._round,
-            stopping=self._stopping,
+            requests=self._requests,
             export=self._export,
             log=log,
             progress=progress,
@@ -269,7 +309,10 @@ class Trainer:
         step = run.progress.step
         if not make_way(self._folder(run), step):
             return
-        adapter = self._table.read(run.slot, run.start)
+        if run.parked is not None:
+            adapter = run.parked.adapter(run.start)
+        else:
+            adapter = self._table.read(run.slot, run.start)
         export_peft(
             adapter,
             self._folder(run),
@@ -282,23 +325,7 @@ class Trainer:
     # ---- checkpoints ---------------------------------------------------------------
 
     def _identity(self) -> RunIdentity:
-        assert self._spec.slots is not None
-        return RunIdentity(
-            base=self.model.fingerprint,
-            settings={
-                "dtype": jnp.dtype(self.model.dtype).name,
-                "microbatch_tokens": self.config.microbatch_tokens,
-                "block_tokens": self.config.block_tokens,
-                "window_steps": self.config.window_steps,
-                "packer": self.config.packer,
-                "max_concurrent_jobs": self._spec.slots.num_slots,
-                "slot_rank": self._spec.slots.rank,
-            },
-            jobs={
-                run.job.name: run.job.model_dump(mode="json") | run.fingerprints
-                for run in self.runs
-            },
-        )
+        return run_identity(self.config, self.model, self._spec, self.runs)
 
     def _open_checkpoints(
         self, resume: bool, opened: contextlib.ExitStack
@@ -306,13 +333,13 @@ class Trainer:
         folder = self.output_dir / CHECKPOINTS
         record = read_run_record(self.output_dir) if resume else None
         is_anew = newest_checkpoint(folder) is None
-        if record is not None and is_anew:
-            path = self.output_dir / RUN_FILE
-            check_same_run(self._identity(), record.identity, path, RUN_FILE)
+        if resume and is_anew:
             logger.warning("there is no complete checkpoint: training from the start")
         keep = self.config.keep_checkpoints
         checkpoints = Checkpoints(folder, self._spec.stacks, keep=keep)
         opened.callback(checkpoints.close)
+        if record is not None:
+            self._requests.restore(record.requests)
         if not is_anew:
             self._restore(checkpoints)
         # This comes last, so that a refused resume leaves the folder unchanged.
@@ -322,12 +349,20 @@ class Trainer:
         return checkpoints
 
     def _record(self) -> None:
-        """Writes the run's record, again when jobs were added."""
-        started = self._started.isoformat()
-        record = RunRecord(started=started, identity=self._identity())
+        """Takes up jobs that were added, and writes the run's record if it changed."""
+        self._take_added()
+        record = RunRecord(
+            started=self._started.isoformat(),
+            identity=self._identity(),
+            requests=self._saved_requests(),
+        )
         if record != self._recorded:
             write_run_record(self.output_dir, record)
             self._recorded = record
+
+    def _saved_requests(self) -> SavedRequests:
+        """Returns the requests for jobs that have joined the run."""
+        return self._requests.saved([run.job.name for run in self.runs])
 
     def _reset(self) -> None:
         """Discards the state of an earlier call of `train`, except requests to stop.
@@ -343,7 +378,7 @@ class Trainer:
         self._round, saved, self._table.state = checkpoints.restore(
             self._table.state, self._identity()
         )
-        self._stopping = saved.stopping | self._stopping
+        self._requests.restore(saved.requests)
         for run in self.runs:
             run.progress = saved.progress[run.job.name]
             if run.progress.status == "running":
@@ -360,22 +395,10 @@ class Trainer:
         saved = SavedRun(
             identity=self._identity(),
             progress={run.job.name: run.progress for run in self.runs},
-            adapters={run.job.name: _saved_adapter(run) for run in self.runs},
+            adapters={run.job.name: saved_adapter(run) for run in self.runs},
             base_model=self.model.source,
             base_revision=self.model.revision,
             linear_names=list(linear_names(self.model.config)),
-            stopping=dict(self._stopping),
+            requests=self._saved_requests(),
         )
         checkpoints.save(self._round, self._table.state, saved)
-
-
-def _saved_adapter(run: JobRun) -> SavedAdapter:
-    return SavedAdapter(
-        modules={
-            name: (weights.rank, weights.lora_alpha)
-            for name, weights in run.start.modules.items()
-        },
-        use_rslora=run.start.use_rslora,
-        dropout=run.start.dropout,
-        keep_best=run.job.keep_best,
-    )

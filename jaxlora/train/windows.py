@@ -1,8 +1,8 @@
-"""Runs a run's windows: starts jobs, handles their steps, and ends them.
+"""Runs the windows of a run: starts, pauses and ends jobs, and handles their steps.
 
 A window is the next few optimiser steps of every running job, packed together. If a job
-ends within a window, it releases its slot as soon as the host knows, and its remaining
-samples do not run. The slot is filled when the next window starts.
+ends within a window, its slot is released as soon as the host knows, and its remaining
+samples do not run. Jobs start, pause and continue only between windows.
 """
 
 import contextlib
@@ -10,21 +10,22 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxlora.config import RunConfig
 from jaxlora.scheduler import Sample
 from jaxlora.scheduler.stream import PlanAhead, Planned
 from jaxlora.train.executor import Executor, Outcomes, StepOutcome, Window
 from jaxlora.train.job_run import JobRun
-from jaxlora.train.lineup import (
-    Place,
-    after_window,
-    fill_slots,
+from jaxlora.train.next_window import (
+    JobPosition,
+    assign_slots,
     pack_window,
+    positions_after,
     window_samples,
 )
 from jaxlora.train.progress import Progress
+from jaxlora.train.requests import Requests
 from jaxlora.train.run_log import RunLog
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class Windows:
         *,
         num_slots: int,
         first_round: int,
-        stopping: Mapping[str, str],
+        requests: Requests,
         export: Callable[[JobRun], None],
         log: RunLog,
         progress: Progress,
@@ -60,15 +61,14 @@ class Windows:
             executor: Runs the windows.
             num_slots: Number of slots of the executor's table.
             first_round: Rounds done before.
-            stopping: Jobs to end after their current batch, and the reasons; it may
-                change.
+            requests: Requests to stop and to pause jobs; more may come at any time.
             export: Writes a job's adapter.
             log: Log for the events.
             progress: Display of the progress.
         """
         self._config, self._runs = config, runs
         self._executor, self._num_slots = executor, num_slots
-        self._stopping, self._export = stopping, export
+        self._requests, self._export = requests, export
         self._log, self._progress = log, progress
         self._plans = PlanAhead(lambda s: pack_window(s, config.limits, config.packer))
         self.round = first_round
@@ -88,9 +88,10 @@ class Windows:
     def _running(self) -> list[JobRun]:
         return [run for run in self._runs if run.progress.status == "running"]
 
-    def _places(self) -> list[Place]:
+    def _positions(self) -> list[JobPosition]:
+        """Returns the positions of running jobs, and of those that may start."""
         return [
-            Place(
+            JobPosition(
                 job=number,
                 priority=run.job.priority,
                 slot=run.progress.slot,
@@ -98,33 +99,84 @@ class Windows:
                 num_steps=run.num_steps,
             )
             for number, run in enumerate(self._runs)
-            if not run.progress.is_over
+            if run.has_slot or not (run.progress.is_over or self._is_held(run))
         ]
 
-    def _samples(self, places: Sequence[Place]) -> tuple[Sample, ...]:
+    def _is_held(self, run: JobRun) -> bool:
+        return self._requests.pause_reason(run.job.name) is not None
+
+    def _assign_slots(self, positions: Sequence[JobPosition]) -> list[JobPosition]:
+        return assign_slots(positions, self._num_slots, preempts=self._config.preempt)
+
+    def _samples(self, positions: Sequence[JobPosition]) -> tuple[Sample, ...]:
         def lengths(job: int, step: int) -> list[int]:
             return self._runs[job].lengths(step)
 
-        return window_samples(places, self._config.window_steps, lengths)
+        return window_samples(positions, self._config.window_steps, lengths)
 
     def start(self) -> bool:
-        """Fills the slots and evaluates jobs that start; False if no job is left."""
+        """Ends, pauses and starts jobs before a window; False if none is left to run.
+
+        Jobs that start for the first time are evaluated.
+        """
         self._steps_now.clear()
-        ended = self._end_jobs(self._runs)  # stopped since the last window
+        num_left = self._end_jobs(self._runs)  # stopped since the last window
+        num_left += self._pause_jobs()
         started = []
-        for place in fill_slots(self._places(), self._num_slots):
-            run = self._runs[place.job]
-            if place.slot is None or run.progress.status == "running":
-                continue
-            self._executor.load(place.slot, run.start)
-            run.update(status="running", slot=place.slot)
-            logger.info("%s starts in slot %d", run.job.name, place.slot)
-            started.append(run)
+        for position in self._assign_slots(self._positions()):
+            run = self._runs[position.job]
+            if position.slot is not None and not run.has_slot:
+                if run.parked is None:
+                    started.append(run)
+                self._start(run, position.slot)
         self._evaluate([run for run in started if run.wants_eval()])
-        ended += self._end_jobs(started)
-        if ended and not self._running():
+        num_left += self._end_jobs(started)
+        if num_left and not self._running():
             self.round += 1  # the round of the events above, as no window follows
-        return bool(self._places())
+        return bool(self._positions())
+
+    def _pause_jobs(self) -> int:
+        """Pauses jobs by request or for higher priorities; returns how many."""
+        paused = []
+        for run in self._running():
+            if (reason := self._requests.pause_reason(run.job.name)) is not None:
+                self._pause(run, reason)
+                paused.append(run)
+        for position in self._assign_slots(self._positions()):
+            run = self._runs[position.job]
+            if position.slot is None and run.has_slot:
+                self._pause(run, "a job of higher priority has its slot")
+                paused.append(run)
+        return len(paused)
+
+    def _pause(self, run: JobRun, reason: str) -> None:
+        """Parks the whole state of a running job, and frees its slot."""
+        run.parked = self._executor.park(run.slot)
+        run.update(status="paused", reason=reason, slot=None)
+        logger.info("%s: paused. %s", run.job.name, reason)
+        self._log_event("paused", run, reason=reason)
+
+    def _start(self, run: JobRun, slot: int) -> None:
+        """Loads a job into a free slot: its first adapter, or its parked state."""
+        parked, run.parked = run.parked, None
+        run.update(status="running", reason="", slot=slot)
+        if parked is None:
+            self._executor.load(slot, run.start)
+            logger.info("%s starts in slot %d", run.job.name, slot)
+            return
+        self._executor.restore(slot, parked, run.start)
+        logger.info("%s continues in slot %d", run.job.name, slot)
+        self._log_event("resumed", run, slot=slot)
+
+    def _log_event(self, kind: str, run: JobRun, **values) -> None:
+        """Logs an event of a job at the step that it has reached."""
+        self._log.event(
+            kind,
+            self._round_of(run),
+            job=run.job.name,
+            step=run.progress.step,
+            **values,
+        )
 
     # ---- a window ------------------------------------------------------------------
 
@@ -133,9 +185,9 @@ class Windows:
         running = self._running()
         if not running:
             return
-        places = self._places()
-        planned = self._plans.take(self._samples(places))
-        self._plan_ahead(places)
+        positions = self._positions()
+        planned = self._plans.take(self._samples(positions))
+        self._plan_ahead(positions)
         self._latest, self._left_out, self._aside_seconds = {}, {}, 0.0
         num_microbatches = num_tokens = 0
         began = time.perf_counter()
@@ -154,12 +206,11 @@ class Windows:
         if self.round // every > before // every:
             self._progress.log_line(self.round, self._latest, num_tokens / seconds)
 
-    def _plan_ahead(self, places: Sequence[Place]) -> None:
-        """Starts planning the window after this one, if no job joins or ends early."""
-        expected = after_window(places, self._config.window_steps)
+    def _plan_ahead(self, positions: Sequence[JobPosition]) -> None:
+        """Starts planning the window that follows if no job joins or ends early."""
+        expected = positions_after(positions, self._config.window_steps)
         if expected:
-            filled = fill_slots(expected, self._num_slots)
-            self._plans.prepare(self._samples(filled))
+            self._plans.prepare(self._samples(self._assign_slots(expected)))
 
     def _handle(self, outcomes: Outcomes) -> None:
         """Handles results of optimiser steps: evaluates jobs, and ends them if due."""
@@ -198,13 +249,7 @@ class Windows:
             )
             return
         run.note_step(outcome.loss, outcome.num_tokens)
-        self._log.event(
-            "step",
-            self._round_of(run),
-            job=name,
-            step=run.progress.step,
-            **dataclasses.asdict(outcome),
-        )
+        self._log_event("step", run, **dataclasses.asdict(outcome))
 
     def _log_window(
         self, planned: Planned, num_microbatches: int, num_tokens: int, seconds: float
@@ -244,14 +289,7 @@ class Windows:
             if is_best and run.job.keep_best:
                 with self._aside():
                     self._export(run)
-            self._log.event(
-                "eval",
-                self._round_of(run),
-                job=run.job.name,
-                step=run.progress.step,
-                eval_loss=loss,
-                is_best=is_best,
-            )
+            self._log_event("eval", run, eval_loss=loss, is_best=is_best)
 
     # ---- ending jobs ---------------------------------------------------------------
 
@@ -278,25 +316,20 @@ class Windows:
         return len(ending)
 
     def _end(self, run: JobRun) -> None:
-        """Exports the adapter of a job that is over, frees its slot, and says why."""
+        """Exports the adapter of a job that is over, and releases its slot."""
+        has_weights = run.has_slot or run.parked is not None
+        if has_weights and run.progress.status != "failed" and not run.job.keep_best:
+            with self._aside():
+                self._export(run)
+        run.parked = None
         if run.has_slot:
-            if run.progress.status != "failed" and not run.job.keep_best:
-                with self._aside():
-                    self._export(run)
             num_left_out = self._executor.release(run.slot)
             if num_left_out:
                 self._left_out[run.job.name] = num_left_out
             run.update(slot=None)
         ended = run.progress
         logger.info("%s: %s. %s", run.job.name, ended.status, ended.reason)
-        self._log.event(
-            "job",
-            self._round_of(run),
-            job=run.job.name,
-            step=ended.step,
-            status=ended.status,
-            reason=ended.reason,
-        )
+        self._log_event("job", run, status=ended.status, reason=ended.reason)
 
     def _decide(self, run: JobRun) -> None:
         """Marks a job that is between two batches, or waits, as over if it ends."""
@@ -307,5 +340,5 @@ class Windows:
                 status="stopped early",
                 reason=f"no better evaluation for {run.job.early_stopping} evaluations",
             )
-        elif run.job.name in self._stopping:
-            run.update(status="stopped", reason=self._stopping[run.job.name])
+        elif (reason := self._requests.stop_reason(run.job.name)) is not None:
+            run.update(status="stopped", reason=reason)

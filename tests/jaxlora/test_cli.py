@@ -149,7 +149,7 @@ def test_plan_mistakes(folder, capsys, tmp_path):
     path = tmp_path / "small.yaml"
     path.write_text(yaml.safe_dump(run))
     assert main(["plan", str(path)]) == 1
-    assert "takes samples of at most 32. Raise microbatch" in capsys.readouterr().err
+    assert "supports samples of at most 32. Raise microbatch" in capsys.readouterr().err
     whole = str(folder / "run.yaml")
     assert main(["plan", whole, "--picture", str(tmp_path / "plan.doc")]) == 1
     assert "plan.doc: a picture ends in one of .png" in capsys.readouterr().err

@@ -51,7 +51,7 @@ def test_a_plan_warns_of_samples_beyond_the_models_positions(config, tmp_path, c
     assert len(warnings) == 2
     for name, warning in zip(("job0", "job1"), warnings, strict=True):
         assert warning.startswith(f"{name}: ")
-        assert "longer than the 40 positions that the model was made for" in warning
+        assert "longer than the 40 positions that the model supports" in warning
 
 
 def test_the_trainer_runs_what_was_planned(config):

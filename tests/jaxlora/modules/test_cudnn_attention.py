@@ -331,8 +331,8 @@ def test_auto_takes_cudnn_where_it_can_run(monkeypatch, caplog):
         assert choose("auto") == choose("cudnn") == "cudnn"
         assert choose("xla") == "xla"
     assert "attention: cudnn\n" in caplog.text
-    assert "attention: cudnn, as asked" in caplog.text
-    assert "attention: xla, as asked" in caplog.text
+    assert "attention: cudnn, as requested" in caplog.text
+    assert "attention: xla, as requested" in caplog.text
 
 
 def test_elsewhere_auto_says_why_not(monkeypatch, caplog):

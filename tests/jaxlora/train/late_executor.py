@@ -5,6 +5,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 
 from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.slots import ParkedSlot
 from jaxlora.train.executor import Outcomes, StepOutcome, Window
 from jaxlora.train.job_run import JobRun
 
@@ -36,6 +37,14 @@ class LateExecutor:
     def load(self, slot: int, adapter: Adapter) -> None:
         assert self._window is None and slot not in self.steps
         self.steps[slot] = 0
+
+    def park(self, slot: int) -> ParkedSlot:
+        assert self._window is None
+        return self.steps.pop(slot)  # type: ignore[return-value]
+
+    def restore(self, slot: int, parked: ParkedSlot, like: Adapter) -> None:
+        assert self._window is None and slot not in self.steps
+        self.steps[slot] = parked  # type: ignore[assignment]
 
     def read(self, slot: int, like: Adapter) -> Adapter:
         assert slot in self.steps

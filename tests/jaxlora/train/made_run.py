@@ -15,7 +15,13 @@ from jaxlora.models.stacks import Stack, to_paths
 from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.job_run import JobProgress
 from jaxlora.train.run_folder import write_run_record
-from jaxlora.train.saved_run import RunIdentity, RunRecord, SavedAdapter, SavedRun
+from jaxlora.train.saved_run import (
+    RunIdentity,
+    RunRecord,
+    SavedAdapter,
+    SavedRequests,
+    SavedRun,
+)
 
 K, N, SLOTS, RANK = 6, 5, 4, 3
 LINEARS = [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
@@ -60,7 +66,7 @@ def saved_run(jobs=JOBS) -> SavedRun:
         adapters={name: adapter_shape(name) for name in jobs},
         base_model="nobody/tiny",
         linear_names=list(LINEARS),
-        stopping={},
+        requests=SavedRequests(),
     )
 
 

@@ -108,7 +108,7 @@ def test_a_stop_within_a_window(train, long, jobs, monkeypatch):
     def note_and_stop(self, run, outcome):
         note(self, run, outcome)
         if run.progress.step == 2:
-            self._stopping["job0"] = "enough"
+            self._requests.stop("job0", "enough")
 
     monkeypatch.setattr(windows.Windows, "_note", note_and_stop)
     outcome = train([long, jobs[2]])
@@ -125,7 +125,7 @@ def test_a_stop_during_the_first_evaluation(train, long, monkeypatch):
 
     def evaluate_and_stop(self, runs):
         evaluate(self, runs)
-        self._stopping["job0"] = "never mind"
+        self._requests.stop("job0", "never mind")
 
     monkeypatch.setattr(windows.Windows, "_evaluate", evaluate_and_stop)
     outcome = train([long])

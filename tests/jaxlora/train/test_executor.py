@@ -1,6 +1,7 @@
 """Windows keep their promises with any executor that keeps the contract."""
 
 import contextlib
+import itertools
 import math
 
 import numpy as np
@@ -11,6 +12,7 @@ from jaxlora.adapters.adapter import Adapter
 from jaxlora.data.tokenize import TokenizedData, TokenizedSample
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.progress import Progress
+from jaxlora.train.requests import Requests
 from jaxlora.train.run_log import RunLog, read_events
 from jaxlora.train.windows import Windows
 from tests.jaxlora.train.late_executor import LateExecutor
@@ -61,7 +63,7 @@ def eval_loss(name: str, step: int) -> float:
 def drive(tmp_path):
     """Runs windows to their end; returns jobs, executor, exported steps and events."""
 
-    def run(in_flight: int):
+    def run(in_flight: int, after_window=lambda number, requests: None):
         runs = make_runs()
         executor = LateExecutor(in_flight, loss, eval_loss)
         config = RunConfig(
@@ -73,12 +75,12 @@ def drive(tmp_path):
         )
         folder = tmp_path / str(in_flight)
         folder.mkdir()
-        log, exported, stopping = RunLog(folder, keep_rounds=None), {}, {}
+        log, exported, requests = RunLog(folder, keep_rounds=None), {}, Requests()
 
         def export(run: JobRun) -> None:
             exported[run.job.name] = executor.steps[run.slot]
             if run.job.name == "stalls":
-                stopping["asked"] = "enough"  # in the middle of a window
+                requests.stop("asked", "enough")  # in the middle of a window
 
         with contextlib.closing(log), Progress(runs) as progress:
             windows = Windows(
@@ -87,14 +89,17 @@ def drive(tmp_path):
                 executor,
                 num_slots=4,
                 first_round=0,
-                stopping=stopping,
+                requests=requests,
                 export=export,
                 log=log,
                 progress=progress,
             )
             with windows:
-                while windows.start():
+                for number in itertools.count(1):
+                    if not windows.start():
+                        break
                     windows.run_next()
+                    after_window(number, requests)
         return runs, executor, exported, read_events(folder / "metrics.jsonl")
 
     return run
@@ -142,3 +147,23 @@ def test_a_longer_pipeline_runs_more_for_nothing(drive):
         _, executor, _, _ = drive(in_flight)
         counts.append(executor.ran["wild"])
     assert 2 * 3 <= counts[0] < counts[1]
+
+
+def test_a_paused_job_continues_where_it_was(drive):
+    """It leaves its slot for a window, and takes no step and no evaluation twice."""
+
+    def after_window(number, requests):
+        if number == 1:
+            requests.pause("calm", "later")
+        if number == 2:
+            requests.resume("calm")
+
+    runs, executor, exported, events = drive(2, after_window)
+    mine = [(e["event"], e["step"]) for e in events if e.get("job") == "calm"]
+    changes = [change for change in mine if change[0] in ("paused", "resumed", "job")]
+    assert changes == [("paused", 6), ("resumed", 6), ("job", 12)]
+    assert mine.index(("resumed", 6)) == mine.index(("paused", 6)) + 1
+    assert [step for kind, step in mine if kind == "step"] == list(range(1, 13))
+    assert [step for kind, step in mine if kind == "eval"] == [0, 3, 6, 9, 12]
+    assert exported["calm"] == 12 and not executor.steps
+    assert all(run.parked is None for run in runs)

@@ -18,7 +18,7 @@ from jaxlora.targets import resolve_targets
 from jaxlora.train import prepare
 from jaxlora.train.executor import Window
 from jaxlora.train.job_run import JobRun
-from jaxlora.train.lineup import pack_window
+from jaxlora.train.next_window import pack_window
 from jaxlora.train.single_device import SingleDeviceExecutor
 from jaxlora.train.step import CompiledSteps
 from tests.oracle import relative_error

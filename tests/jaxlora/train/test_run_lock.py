@@ -54,8 +54,8 @@ def held(tmp_path):
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(run_lock, "_PATIENCE_SECONDS", 0.3)
-    monkeypatch.setattr(run_lock, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(run_lock, "_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(run_lock, "_RETRY_SECONDS", 0.01)
 
 
 def refused(folder: pathlib.Path) -> str:

@@ -162,7 +162,7 @@ LINEAR = made_run.LINEARS[0]
         (lambda m: rename_job(m, "a" * 200), "must be a plain folder name"),
         (lambda m: rename_job(m, "/etc"), "must be a plain folder name"),
         (lambda m: m["run"]["progress"].pop("now"), "progress has other jobs"),
-        (set_in("run", "stopping", "other", "why"), "stopping has other jobs"),
+        (set_in("run", "requests", "stopping", "b", "why"), "requests has other jobs"),
         (set_in("run", "base_model", "a\nb"), "base_model: wanted one line"),
         (set_in("run", "base_model", ""), "base_model: wanted one line"),
         (set_in("run", "linear_names", ["../x"]), "'../x' is no name of a linear"),

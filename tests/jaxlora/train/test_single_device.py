@@ -11,7 +11,7 @@ from jaxlora.adapters.slots import SlotTable
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.train import prepare
 from jaxlora.train.executor import Window
-from jaxlora.train.lineup import pack_window
+from jaxlora.train.next_window import pack_window
 from jaxlora.train.single_device import SingleDeviceExecutor
 from jaxlora.train.step import compiled_steps
 

@@ -126,12 +126,15 @@ def test_starts_from_an_adapter(train, jobs, model):
     outcome = train([again.model_copy(update={"learning_rate": 0.0})])
     assert outcome.bytes["again"] == first.bytes["job0"]
     for stated, message in (
-        ({"rank": 2}, "that has rank 4 on model"),
-        ({"lora_alpha": 1.0}, "that has scaling 1 on model"),
-        ({"target_modules": ["q_proj"]}, "that adapts model.layers.0.self_attn.v_proj"),
+        ({"rank": 2}, "which has rank 4 on model"),
+        ({"lora_alpha": 1.0}, "which has scaling 1 on model"),
+        (
+            {"target_modules": ["q_proj"]},
+            "which adapts model.layers.0.self_attn.v_proj",
+        ),
         (
             {"target_modules": ["q_proj", "v_proj", "up_proj"]},
-            "that does not adapt model.layers.0.mlp.up_proj",
+            "which does not adapt model.layers.0.mlp.up_proj",
         ),
     ):
         wrong = LoraJob(name="x", data=jobs[0].data, init_from=str(folder), **stated)
@@ -147,7 +150,7 @@ def test_starts_from_an_adapter(train, jobs, model):
         ({"slot_rank": 4}, "job 'job1' has rank 8, above the slots' rank 4. Lower it"),
         (
             {"microbatch_tokens": 32},
-            "takes samples of at most 32. Raise microbatch",
+            "supports samples of at most 32. Raise microbatch",
         ),
     ],
 )
@@ -166,7 +169,9 @@ def test_a_job_that_cannot_join(config, model, jobs):
     with pytest.raises(ConfigError, match=r"down_proj, which has no slots in this run"):
         trainer.add_job(other)
     plain = Trainer(config(jobs[1], output_dir="unused"), model)
-    with pytest.raises(ConfigError, match=r"dropout 0\.1, and the slots .* without"):
+    with pytest.raises(
+        ConfigError, match=r"dropout 0\.1, and the slots .* without dropout"
+    ):
         plain.add_job(jobs[0])
     with pytest.raises(ConfigError, match="there is no job 'x'; there are: job0"):
         trainer.stop_job("x")
@@ -248,9 +253,9 @@ def test_samples_beyond_the_models_positions_are_counted(model, jobs, caplog):
     count = sum(length > positions for length in lengths)
     assert warnings == [
         f"job0: {count} of {len(lengths)} samples are longer than the {positions} "
-        "positions that the model was made for (max_position_embeddings); the longest "
-        f"has {lengths[-1]} tokens. Set max_length to {positions}, or expect worse "
-        "results on them."
+        "positions that the model supports (max_position_embeddings); the longest has "
+        f"{lengths[-1]} tokens. Set max_length to {positions}, or expect worse results "
+        "on them."
     ]
 
 

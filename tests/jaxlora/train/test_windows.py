@@ -8,7 +8,12 @@ import pytest
 from jaxlora import RunConfig, Trainer
 from jaxlora.scheduler.stream import PlanAhead
 from jaxlora.train import windows
-from jaxlora.train.lineup import Place, after_window, fill_slots, window_samples
+from jaxlora.train.next_window import (
+    JobPosition,
+    assign_slots,
+    positions_after,
+    window_samples,
+)
 from jaxlora.train.run_log import read_events
 from tests.jaxlora.train.conftest import folder_of
 from tests.jaxlora.train.test_contracts import assert_same_training
@@ -102,7 +107,7 @@ def test_a_stop_in_a_window_waits_for_the_batch(train, jobs, monkeypatch):
 
     def note_and_stop(self, run, outcome):
         note(self, run, outcome)
-        self._stopping["job1"] = "no longer needed"
+        self._requests.stop("job1", "no longer needed")
 
     monkeypatch.setattr(windows.Windows, "_note", note_and_stop)
     outcome = train(jobs[:2], on_window=trainers.append)
@@ -215,18 +220,49 @@ def test_higher_priorities_start_first(train, jobs):
     assert order == ["job1", "job3", "job0", "job2"]
 
 
-def place(job, *, slot=None, step=0, num_steps=5, priority=0) -> Place:
-    return Place(job=job, priority=priority, slot=slot, step=step, num_steps=num_steps)
+def position(job, *, slot=None, step=0, num_steps=5, priority=0) -> JobPosition:
+    return JobPosition(
+        job=job, priority=priority, slot=slot, step=step, num_steps=num_steps
+    )
 
 
-def test_the_lineup_of_the_next_windows():
-    places = [place(0, slot=1, step=3), place(1), place(2, priority=1), place(3)]
-    filled = fill_slots(places, 3)
+def test_the_jobs_of_the_next_windows():
+    positions = [
+        position(0, slot=1, step=3),
+        position(1),
+        position(2, priority=1),
+        position(3),
+    ]
+    filled = assign_slots(positions, 3, preempts=False)
     assert [p.slot for p in filled] == [1, 2, 0, None]
-    after = after_window(filled, 2)
+    after = positions_after(filled, 2)
     assert [(p.job, p.step) for p in after] == [(1, 2), (2, 2), (3, 0)]
-    assert [p.slot for p in fill_slots(after, 3)] == [2, 0, 1]
+    assert [p.slot for p in assign_slots(after, 3, preempts=False)] == [2, 0, 1]
     samples = window_samples(filled, 4, lambda job, step: [10 * job + step] * 2)
     assert len(samples) == 2 * (2 + 4 + 4)  # job 0 has two steps left
     assert samples[0].job == 1 and samples[0].batch == 3
     assert {s.num_tokens for s in samples if s.job == 0} == {20, 21, 22, 23}
+
+
+def test_higher_priorities_take_slots():
+    """The lowest priority gives way, of equals the last; only to a higher one."""
+    positions = [
+        position(0, slot=1, step=3),
+        position(1, slot=0, step=3),
+        position(2, slot=2, priority=2),
+        position(3, priority=2),
+        position(4),
+    ]
+
+    def slots(positions, **settings):
+        return [p.slot for p in assign_slots(positions, 3, **settings)]
+
+    assert slots(positions, preempts=False) == [1, 0, 2, None, None]
+    assert slots(positions, preempts=True) == [1, None, 2, 0, None]
+    # Where no job is paused, both settings choose the same jobs and slots.
+    waiting = [position(i, priority=i % 3) for i in range(7)]
+    assert slots(waiting, preempts=True) == slots(waiting, preempts=False)
+    # A paused job continues before those of its priority that came after it.
+    later = positions_after(assign_slots(positions, 3, preempts=True), 5)
+    assert [p.job for p in later] == [1, 4]
+    assert [p.slot for p in assign_slots(later[:1], 3, preempts=True)] == [0]

@@ -1,0 +1,71 @@
+"""Describes a run for its files, and compares it with a run that is resumed."""
+
+import pathlib
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from jaxlora.config import RunConfig
+from jaxlora.hf.load import BaseModel
+from jaxlora.models.decoder import DecoderSpec
+from jaxlora.train.checkpoint import check_same_run
+from jaxlora.train.job_run import JobRun
+from jaxlora.train.read_checkpoint import newest_checkpoint, read_newest
+from jaxlora.train.run_folder import CHECKPOINTS, RUN_FILE, read_run_record
+from jaxlora.train.saved_run import RunIdentity, SavedAdapter
+
+
+def run_identity(
+    config: RunConfig, model: BaseModel, spec: DecoderSpec, runs: Sequence[JobRun]
+) -> RunIdentity:
+    """Returns the properties that must not change when a run is resumed."""
+    assert spec.slots is not None
+    return RunIdentity(
+        base=model.fingerprint,
+        settings={
+            "dtype": jnp.dtype(model.dtype).name,
+            "microbatch_tokens": config.microbatch_tokens,
+            "block_tokens": config.block_tokens,
+            "window_steps": config.window_steps,
+            "packer": config.packer,
+            "preempt": config.preempt,
+            "max_concurrent_jobs": spec.slots.num_slots,
+            "slot_rank": spec.slots.rank,
+        },
+        jobs={
+            run.job.name: run.job.model_dump(mode="json") | run.fingerprints
+            for run in runs
+        },
+    )
+
+
+def saved_adapter(run: JobRun) -> SavedAdapter:
+    """Returns the shape of a job's adapter."""
+    return SavedAdapter(
+        modules={
+            name: (weights.rank, weights.lora_alpha)
+            for name, weights in run.start.modules.items()
+        },
+        use_rslora=run.start.use_rslora,
+        dropout=run.start.dropout,
+        keep_best=run.job.keep_best,
+    )
+
+
+def check_resumes(folder: pathlib.Path, identity: RunIdentity) -> None:
+    """Refuses to resume a run other than the one in a folder; reads no tables.
+
+    Args:
+        folder: Folder of a run that has begun.
+        identity: Identity of the run to resume.
+
+    Raises:
+        CheckpointError: The identities differ, or a file is damaged.
+    """
+    checkpoints = folder / CHECKPOINTS
+    if newest_checkpoint(checkpoints) is not None:
+        found = read_newest(checkpoints)
+        path = checkpoints / str(found.number)
+        check_same_run(identity, found.run.identity, path, "the checkpoint")
+    elif (record := read_run_record(folder)) is not None:
+        check_same_run(identity, record.identity, folder / RUN_FILE, RUN_FILE)

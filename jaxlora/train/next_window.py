@@ -1,0 +1,136 @@
+"""The jobs, samples and microbatches of the next window, as pure functions.
+
+They depend only on the position of each job. The trainer, its planning ahead and
+`jaxlora plan` all use them, so a plan foretells the windows of a run.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from jaxlora.scheduler import (
+    AffineCost,
+    CostModel,
+    Limits,
+    PackerName,
+    Sample,
+    Schedule,
+    get_packer,
+)
+from jaxlora.scheduler.admission import Candidate, admit, preempt
+from jaxlora.scheduler.types import Pipeline
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JobPosition:
+    """The position of a job that has not ended, between two windows.
+
+    Attributes:
+        job: Number of the job, in order of arrival.
+        priority: Priority of the job.
+        slot: Slot of the job; None while it waits or is paused.
+        step: Optimiser steps done.
+        num_steps: Optimiser steps in all.
+    """
+
+    job: int
+    priority: int
+    slot: int | None
+    step: int
+    num_steps: int
+
+    def steps(self, window_steps: int) -> range:
+        """Returns the optimiser steps of the job in the next window."""
+        if self.slot is None:
+            return range(0)
+        return range(self.step, min(self.step + window_steps, self.num_steps))
+
+
+def assign_slots(
+    positions: Sequence[JobPosition], num_slots: int, *, preempts: bool
+) -> list[JobPosition]:
+    """Chooses the jobs of the next window.
+
+    Waiting jobs take the free slots by priority, then by order of arrival; the lowest
+    slot comes first.
+
+    Args:
+        positions: Positions of the jobs that may run, in order of arrival.
+        num_slots: Number of slots.
+        preempts: Whether a waiting job may also take the slot of a running job of
+            strictly lower priority.
+
+    Returns:
+        The positions with the slots of the next window; a job that is paused has none.
+    """
+    # There is no estimate of memory, because slots and microbatches take theirs when
+    # the run starts.
+    running = [_candidate(p) for p in positions if p.slot is not None]
+    waiting = [_candidate(p) for p in positions if p.slot is None]
+    paused: set[int] = set()
+    if preempts:
+        change = preempt(running, waiting, num_slots)
+        paused, started = {c.job for c in change.paused}, change.started
+    else:
+        started = tuple(admit(waiting, num_slots - len(running)))
+    slots = {p.job: p.slot for p in positions if p.job not in paused}
+    taken = set(slots.values())
+    free = [slot for slot in range(num_slots) if slot not in taken]
+    slots |= {c.job: slot for c, slot in zip(started, free, strict=False)}
+    return [dataclasses.replace(p, slot=slots.get(p.job)) for p in positions]
+
+
+def _candidate(position: JobPosition) -> Candidate:
+    return Candidate(job=position.job, priority=position.priority)
+
+
+def positions_after(
+    positions: Sequence[JobPosition], window_steps: int
+) -> list[JobPosition]:
+    """Returns the positions after a window in which no job ends early or joins."""
+    moved = [
+        dataclasses.replace(p, step=p.step + len(p.steps(window_steps)))
+        for p in positions
+    ]
+    return [position for position in moved if position.step < position.num_steps]
+
+
+def window_samples(
+    positions: Sequence[JobPosition],
+    window_steps: int,
+    lengths: Callable[[int, int], Sequence[int]],
+) -> tuple[Sample, ...]:
+    """Returns the samples of the next window; they name their job by its slot.
+
+    Args:
+        positions: Positions of the jobs, with the slots of the window.
+        window_steps: Largest number of optimiser steps of a job in a window.
+        lengths: Given the number of a job and a step, returns the tokens of each sample
+            of that global batch.
+    """
+    return tuple(
+        Sample(job=position.slot, batch=step, index=i, num_tokens=num_tokens)
+        for position in positions
+        if position.slot is not None
+        for step in position.steps(window_steps)
+        for i, num_tokens in enumerate(lengths(position.job, step))
+    )
+
+
+def fixed_shape_cost(capacity: int, num_stages: int = 1) -> CostModel:
+    """Returns the cost of microbatches that all run in one shape, padding included.
+
+    The unit is the time that one device needs for the forward and backward pass of one
+    token through the whole model.
+    """
+    half = AffineCost(base=0.0, per_token=0.5 / num_stages, per_square=0.0)
+    return CostModel.uniform(
+        num_stages, forward=half, backward=half, buckets=(capacity,)
+    )
+
+
+def pack_window(
+    samples: Sequence[Sample], limits: Limits, packer: PackerName
+) -> Schedule:
+    """Packs a window for one device, where a job's batches may follow each other."""
+    cost = fixed_shape_cost(limits.capacity)
+    return get_packer(packer)(samples, limits, Pipeline(), cost)

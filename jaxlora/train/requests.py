@@ -1,0 +1,50 @@
+"""Requests to stop, pause and resume jobs while a run trains."""
+
+from collections.abc import Iterable
+
+from jaxlora.train.saved_run import SavedRequests
+
+
+class Requests:
+    """The latest request for each job.
+
+    Any thread may make requests, as each one is a single write to a dict. The thread
+    that trains reads them between global batches.
+    """
+
+    def __init__(self):
+        self._stopping: dict[str, str] = {}
+        self._pausing: dict[str, str | None] = {}  # None: resumed
+
+    def stop(self, name: str, reason: str) -> None:
+        """Asks for a job to end after its current global batch."""
+        self._stopping[name] = reason
+
+    def pause(self, name: str, reason: str) -> None:
+        """Asks for a job to leave its slot after the current window."""
+        self._pausing[name] = reason
+
+    def resume(self, name: str) -> None:
+        """Allows a paused job to continue."""
+        self._pausing[name] = None
+
+    def stop_reason(self, name: str) -> str | None:
+        """Returns why a job was asked to stop; None if it was not."""
+        return self._stopping.get(name)
+
+    def pause_reason(self, name: str) -> str | None:
+        """Returns why a job was asked to pause; None if it may run."""
+        return self._pausing.get(name)
+
+    def saved(self, names: Iterable[str]) -> SavedRequests:
+        """Returns the requests that are in force for jobs of these names."""
+        stopping, pausing = dict(self._stopping), dict(self._pausing)
+        return SavedRequests(
+            stopping={n: why for n in names if (why := stopping.get(n)) is not None},
+            pausing={n: why for n in names if (why := pausing.get(n)) is not None},
+        )
+
+    def restore(self, saved: SavedRequests) -> None:
+        """Adds saved requests; those made since then take precedence."""
+        self._stopping = {**saved.stopping, **self._stopping}
+        self._pausing = {**saved.pausing, **self._pausing}

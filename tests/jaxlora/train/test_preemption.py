@@ -1,0 +1,254 @@
+"""Jobs that are paused keep their whole state, and end as if they had never been."""
+
+import os
+import pathlib
+import signal
+
+import pytest
+
+from jaxlora import RunConfig, Trainer
+from jaxlora.errors import CheckpointError, ConfigError
+from jaxlora.train.run_log import read_events
+from jaxlora.train.windows import Windows
+
+
+@pytest.fixture
+def low(jobs):
+    """A job of eight steps, in windows of two."""
+    return jobs[0].model_copy(update={"name": "low", "steps": 8})
+
+
+@pytest.fixture
+def high(jobs):
+    return jobs[3].model_copy(update={"name": "high", "steps": 3, "priority": 1})
+
+
+@pytest.fixture
+def config(model, low, tmp_path):
+    """A run of one slot; settings may be changed."""
+
+    def make(name="run", jobs=(low,), **settings) -> RunConfig:
+        return RunConfig(
+            model=str(model.folder),
+            output_dir=str(tmp_path / name),
+            jobs=jobs,
+            max_concurrent_jobs=1,
+            slot_rank=8,
+            slot_targets="all-linear",
+            slot_dropout=True,
+            microbatch_tokens=512,
+            block_tokens=16,
+            window_steps=2,
+            **settings,
+        )
+
+    return make
+
+
+def adapters(config: RunConfig) -> dict[str, bytes]:
+    folder = pathlib.Path(config.output_dir) / "adapters"
+    return {
+        path.parent.name: path.read_bytes()
+        for path in folder.glob("*/adapter_model.safetensors")
+    }
+
+
+def changes(config: RunConfig) -> list[tuple]:
+    """What happened to the jobs: kind of event, job, step."""
+    events = read_events(pathlib.Path(config.output_dir) / "metrics.jsonl")
+    kinds = "paused", "resumed", "job"
+    return [(e["event"], e["job"], e["step"]) for e in events if e["event"] in kinds]
+
+
+def losses(config: RunConfig) -> list[float]:
+    events = read_events(pathlib.Path(config.output_dir) / "metrics.jsonl")
+    return [e["loss"] for e in events if e["event"] == "step" and e["job"] == "low"]
+
+
+def at_round(number, call):
+    """For `on_window`: calls a function with the trainer after a round."""
+
+    def on_window(trainer):
+        if trainer._round == number:
+            call(trainer)
+
+    return on_window
+
+
+@pytest.fixture
+def alone(config, model):
+    """The low job's run when nothing comes between."""
+    Trainer(config("alone"), model).train()
+    return config("alone")
+
+
+def test_a_higher_priority_takes_the_slot(config, model, high, alone):
+    """The paused job ends in the same bits, as both ran in windows of their own."""
+    with_high = config()
+    add = at_round(2, lambda trainer: trainer.add_job(high))
+    result = Trainer(with_high, model).train(on_window=add)
+    assert changes(with_high) == [
+        ("paused", "low", 2),
+        ("job", "high", 3),
+        ("resumed", "low", 2),
+        ("job", "low", 8),
+    ]
+    assert adapters(with_high)["low"] == adapters(alone)["low"]
+    assert losses(with_high) == losses(alone)
+    assert {job.progress.status for job in result.jobs} == {"finished"}
+    assert result.num_compilations == 0  # the run before has compiled the programs
+
+
+def test_without_preemption_it_waits(config, model, high):
+    waits = config(preempt=False)
+    add = at_round(2, lambda trainer: trainer.add_job(high))
+    Trainer(waits, model).train(on_window=add)
+    assert changes(waits) == [("job", "low", 8), ("job", "high", 3)]
+
+
+def test_equal_priorities_wait(config, model, high):
+    waits = config()
+    equal = high.model_copy(update={"priority": 0})
+    add = at_round(2, lambda trainer: trainer.add_job(equal))
+    Trainer(waits, model).train(on_window=add)
+    assert changes(waits) == [("job", "low", 8), ("job", "high", 3)]
+
+
+class Killed(BaseException):
+    """Ends a run as a kill would: nothing is written any more."""
+
+
+def killed_at(number: int, monkeypatch) -> None:
+    """Makes the next run end when it starts the window after a round."""
+    start = Windows.run_next
+
+    def run_next(self):
+        if self.round >= number:
+            raise Killed
+        start(self)
+
+    monkeypatch.setattr(Windows, "run_next", run_next)
+
+
+def test_a_kill_while_a_job_is_paused(config, model, low, high, alone, monkeypatch):
+    """The checkpoint holds the paused job; it continues in another process."""
+    killed = config(jobs=(low,), checkpoint_every=1)
+    add = at_round(2, lambda trainer: trainer.add_job(high))
+    with monkeypatch.context() as patch:
+        killed_at(4, patch)  # two of high's steps are done
+        with pytest.raises(Killed):
+            Trainer(killed, model).train(on_window=add)
+    assert changes(killed) == [("paused", "low", 2)]
+    both = config(jobs=(low, high), checkpoint_every=1)
+    Trainer(both, model).train(resume=True)
+    assert changes(both)[1:] == [
+        ("job", "high", 3),
+        ("resumed", "low", 2),
+        ("job", "low", 8),
+    ]
+    assert adapters(both)["low"] == adapters(alone)["low"]
+    assert losses(both) == losses(alone)
+
+
+def test_pausing_by_request(config, model, alone):
+    """Only a paused job is left, so the run ends; a later process lets it continue."""
+    paused = config()
+    first = Trainer(paused, model)
+    result = first.train(on_window=at_round(4, lambda t: t.pause_job("low", "lunch")))
+    (job,) = result.jobs
+    assert (job.progress.status, job.progress.reason) == ("paused", "lunch")
+    assert not result.interrupted and not adapters(paused)
+    still = Trainer(paused, model).train(resume=True)
+    assert still.jobs[0].progress == job.progress
+    last = Trainer(paused, model)
+    last.resume_job("low")
+    assert last.train(resume=True).jobs[0].progress.status == "finished"
+    assert changes(paused) == [("paused", "low", 4), ("resumed", "low", 4)] + changes(
+        alone
+    )
+    assert adapters(paused) == adapters(alone)
+    assert losses(paused) == losses(alone)
+
+
+def test_a_paused_job_gives_its_slot_to_a_waiting_one(config, model, low, high):
+    """Then it continues, as soon as it may and a slot is free."""
+    waiting = high.model_copy(update={"priority": -1})
+    both = config(jobs=(low, waiting))
+
+    def on_window(trainer):
+        if trainer._round == 2:
+            trainer.pause_job("low")
+        if trainer._round == 4:
+            trainer.resume_job("low")
+
+    Trainer(both, model).train(on_window=on_window)
+    assert [(kind, name) for kind, name, _ in changes(both)] == [
+        ("paused", "low"),
+        ("paused", "high"),  # of lower priority
+        ("resumed", "low"),
+        ("job", "low"),
+        ("resumed", "high"),
+        ("job", "high"),
+    ]
+
+
+def test_a_paused_job_that_is_stopped_is_exported(config, model, low, alone):
+    """Its weights are those that it was paused with."""
+    stopped = config()
+    first = Trainer(stopped, model)
+    first.train(on_window=at_round(2, lambda trainer: trainer.pause_job("low")))
+    second = Trainer(stopped, model)
+    second.stop_job("low")
+    assert second.train(resume=True).jobs[0].progress.status == "stopped"
+    short = config("short")
+    Trainer(short, model).train(on_window=at_round(2, lambda t: t.stop_job("low")))
+    assert adapters(stopped) == adapters(short) != {}
+
+
+def test_requests_outlive_a_kill(config, model, monkeypatch):
+    """They are in run.json before the next checkpoint is written."""
+    killed = config(checkpoint_every=4)
+    with monkeypatch.context() as patch:
+        killed_at(6, patch)
+        with pytest.raises(Killed):
+            stop = at_round(6, lambda trainer: trainer.stop_job("low", "enough"))
+            Trainer(killed, model).train(on_window=stop)
+    (job,) = Trainer(killed, model).train(resume=True).jobs
+    assert (job.progress.status, job.progress.reason) == ("stopped", "enough")
+    assert job.progress.step == 4  # where the checkpoint was
+
+
+def test_jobs_may_be_added_at_any_time(config, model, high, monkeypatch):
+    """As by another thread, in the middle of a window: it joins after the window."""
+    run, trainer = config(), None
+    handle = Windows._handle
+
+    def handle_and_add(self, outcomes):
+        before = len(trainer.runs)
+        if before == 1 and not trainer._added:
+            trainer.add_job(high)
+            with pytest.raises(ConfigError, match="a job named 'high' is in this run"):
+                trainer.add_job(high)
+        handle(self, outcomes)
+        assert len(trainer.runs) == before
+
+    monkeypatch.setattr(Windows, "_handle", handle_and_add)
+    trainer = Trainer(run, model)
+    result = trainer.train()
+    assert [job.name for job in result.jobs] == ["low", "high"]
+    assert {job.progress.status for job in result.jobs} == {"finished"}
+
+
+def test_a_refused_resume_compiles_nothing(config, model, low, monkeypatch):
+    def end_the_run(trainer):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    Trainer(config(), model).train(on_window=end_the_run)
+    other = low.model_copy(update={"seed": 5})
+
+    def compiles(self):
+        raise AssertionError("the training step was compiled")
+
+    monkeypatch.setattr(Trainer, "_settle_capacity", compiles)
+    with pytest.raises(CheckpointError, match="seed is 100 in the checkpoint and 5"):
+        Trainer(config(jobs=(other,)), model).train(resume=True)
