@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxlora.config import RunConfig
 from jaxlora.hf.load import BaseModel
-from jaxlora.models.decoder import DecoderSpec
+from jaxlora.models.spec import DecoderSpec
 from jaxlora.train.checkpoint import check_same_run
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.read_checkpoint import newest_checkpoint, read_newest

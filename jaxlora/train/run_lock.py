@@ -121,7 +121,7 @@ class RunLock:
             raise _in_use(self._folder)
 
     def _become_owner(self) -> None:
-        """Locks run.lock once the owner named in it has ended, and names this process."""
+        """Locks run.lock once its owner has ended, and names this process in it."""
         handle, is_certain = self._lock_file()
         self._file = handle
         owner = read_owner(self._path)
@@ -177,8 +177,8 @@ class RunLock:
     def __exit__(self, *_) -> None:
         self._ended.set()
         self._heartbeat.join()
-        # If the folder can no longer be written, run.lock still names this process. That
-        # does no harm: the next start finds that this process has ended.
+        # If the folder can no longer be written, run.lock still names this process.
+        # That does no harm: the next start finds that this process has ended.
         with contextlib.suppress(OSError):
             if _is_same(self._file, self._path):
                 self._path.unlink()

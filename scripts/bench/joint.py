@@ -35,7 +35,7 @@ from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.pallas_kernels import BACKENDS
 from jaxlora.scheduler import Limits
-from jaxlora.train.lineup import pack_window
+from jaxlora.train.next_window import pack_window
 from jaxlora.train.prepare import chosen_attention
 
 Columns = dict[str, Any]

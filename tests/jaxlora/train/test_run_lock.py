@@ -72,7 +72,7 @@ def test_a_second_process_is_told_who_is_there(held):
     with pytest.raises(CheckpointError, match=f"process {holder.pid} of"):
         check_not_in_use(folder)
     (folder / "run.lock").unlink()  # by somebody who thinks that it is stale
-    assert "another process, whose run.lock was removed" in refused(folder)
+    assert "another process; its run.lock was removed" in refused(folder)
     assert not (folder / "run.lock").exists()
 
 
@@ -158,11 +158,11 @@ def test_the_owner_touches_the_file(tmp_path, monkeypatch):
         assert touched.wait(60)
 
 
-def test_a_lock_that_was_removed_is_written_anew(tmp_path, caplog):
+def test_a_removed_lock_is_written_again(tmp_path, caplog):
     with RunLock(tmp_path) as lock:
         (tmp_path / "run.lock").unlink()
         lock.check()
-        assert "run.lock was removed while the run goes on" in caplog.text
+        assert "run.lock was removed while the run is active" in caplog.text
         assert is_in_use(tmp_path)
         (tmp_path / "run.lock").unlink()
         with (tmp_path / "run.lock").open("w") as other:  # where folders have no locks

@@ -10,9 +10,9 @@ import pytest
 import safetensors.numpy
 
 from jaxlora import LoraJob, RunConfig, Trainer
+from jaxlora.adapters import peft_export
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import CheckpointError, ConfigError
-from jaxlora.hf import peft_export
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.prepare import open_job
 from jaxlora.train.run_log import read_events
