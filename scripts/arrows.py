@@ -9,6 +9,7 @@ functions.
 
 import argparse
 import ast
+import functools
 import graphlib
 import pathlib
 from collections.abc import Collection, Mapping
@@ -43,7 +44,8 @@ def links() -> list[pathlib.Path]:
     return [path for path in (ROOT / "jaxlora").iterdir() if path.is_symlink()]
 
 
-def imported_names(path: pathlib.Path) -> set[str]:
+@functools.cache
+def imported_names(path: pathlib.Path) -> frozenset[str]:
     """Returns the dotted names of a file's imports, each with its module in front."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -52,7 +54,7 @@ def imported_names(path: pathlib.Path) -> set[str]:
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-    return names
+    return frozenset(names)
 
 
 def module_graph(files: Mapping[str, pathlib.Path]) -> Graph:
@@ -61,8 +63,8 @@ def module_graph(files: Mapping[str, pathlib.Path]) -> Graph:
     for module, path in files.items():
         # The last part of a name is a module or a member of one.
         names = imported_names(path)
-        names = {n if n in files else n.rpartition(".")[0] for n in names}
-        out[module] = (names & files.keys()) - {module}
+        found = {n if n in files else n.rpartition(".")[0] for n in names}
+        out[module] = (found & files.keys()) - {module}
     return out
 
 

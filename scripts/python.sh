@@ -1,4 +1,5 @@
-# Sourced: makes .venv with a Python of at least 3.12, and installs jaxlora into it.
+# Other scripts source this file. It makes .venv with Python 3.12 or newer, and installs
+# jaxlora into it.
 # usage: set_up EXTRAS
 
 find_python() {

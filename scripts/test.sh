@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv, checks style and types, and passes the tests.
+# Sets up .venv, checks style and types, and runs the tests.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/python.sh

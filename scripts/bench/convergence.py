@@ -12,7 +12,6 @@ demo:
 """
 
 import argparse
-import json
 import re
 import subprocess
 import sys
@@ -27,8 +26,9 @@ from matplotlib.figure import Figure
 
 from jaxlora.bench.options import make_parser
 from jaxlora.bench.report import about, markdown, write_csv
+from jaxlora.errors import JaxloraError
 from jaxlora.run_file import load_run
-from jaxlora.train.run_log import METRICS_FILE
+from jaxlora.train.run_log import METRICS_FILE, read_events
 from jaxlora.yaml_file import parse_yaml
 
 WAYS = {
@@ -40,15 +40,19 @@ Losses = dict[str, dict[int, float]]  # loss by job, then by step
 
 
 def train(run: Mapping[str, Any], way: str, folder: Path) -> Losses:
-    """Trains a run one way; returns training losses in nats per target token."""
+    """Trains a run one way; returns training losses in nats per target token.
+
+    Raises:
+        JaxloraError: The run failed, for example because there is no Hopper GPU.
+    """
     mine = {**run, **WAYS[way], "output_dir": str(folder / way)}
     path = folder / f"{way}.yaml"
     path.write_text(yaml.safe_dump(mine, sort_keys=False))
     command = [sys.executable, "-m", "jaxlora", "train", str(path)]
-    subprocess.run(command, check=True)
+    if subprocess.run(command, check=False).returncode:
+        raise JaxloraError(f"{path}: `jaxlora train` failed; it says why above.")
     found: Losses = {}
-    for line in (folder / way / METRICS_FILE).read_text().splitlines():
-        event = json.loads(line)
+    for event in read_events(folder / way / METRICS_FILE):
         if event["event"] == "step":
             found.setdefault(event["job"], {})[event["step"]] = event["loss"]
     return found

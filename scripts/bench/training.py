@@ -56,7 +56,7 @@ class Setup:
     dropout: float = 0.1
 
     def spec(self) -> DecoderSpec:
-        """The decoder's structure."""
+        """Returns the decoder's structure."""
         slots = SlotShape(num_slots=max(1, self.num_jobs), rank=self.rank)
         paths = linear_names(self.model) if self.num_jobs else ()
         return DecoderSpec(
@@ -75,7 +75,7 @@ class Setup:
 
 
 class Training:
-    """A run's programs and state, as the trainer holds them.
+    """A run's programs and state, like those in the trainer.
 
     Attributes:
         programs: Compiled programs, by name.
@@ -137,10 +137,10 @@ class Training:
             self._table.load(slot, start)
 
     def _frozen_gradient(self, base, batch: PackedBatch) -> jax.Array:
-        """Forward, and backward to the first norm: the base's part of training."""
+        """Runs forward, and backward down to the first norm."""
         first = next(path for path in base if path.endswith("attention_norm.scale"))
-        # Without adapters there is one slot, whose loss is to be that of all jobs:
-        # with gradients of zero for the others, products would draw less power.
+        # Without adapters there is one slot, which gets the loss of all jobs. If the
+        # other jobs had gradients of zero, products would draw less power.
         owner = jnp.minimum(batch.block_adapter, 0)
         batch = dataclasses.replace(batch, block_adapter=owner)
 
@@ -152,7 +152,7 @@ class Training:
         return jax.grad(loss)(base[first])
 
     def run(self, batches: Sequence[PackedBatch]) -> bool:
-        """One optimiser step of every job; waits for its end.
+        """Takes one optimiser step of every job, and waits for its end.
 
         Returns:
             Whether the gradients are finite. Otherwise times are meaningless.
@@ -178,7 +178,7 @@ class Training:
         return functools.partial(jax.block_until_ready, result)
 
     def program_bytes(self) -> int:
-        """Bytes of the largest program and its arguments, by XLA's analysis."""
+        """Returns the bytes of the largest program with its arguments, as XLA says."""
         found = []
         for program in self.programs.values():
             m = program.memory_analysis()
@@ -189,7 +189,7 @@ class Training:
 
 
 def _hyper(num_jobs: int) -> Hyper:
-    """Ordinary settings, for all slots to step."""
+    """Makes usual settings, with which all slots take a step."""
 
     def row(value: float, dtype: type = np.float32) -> Any:
         return np.full(num_jobs, value, dtype)
@@ -210,9 +210,9 @@ def _hyper(num_jobs: int) -> Hyper:
 def time_steps(
     start: Callable[[], Callable[[], object]], repeats: int, warm_ups: int = WARM_UPS
 ) -> list[float]:
-    """Milliseconds from the end of each step to the end of the next.
+    """Measures milliseconds from the end of each step to the end of the next.
 
-    As in training, the device has the next step before the host waits for one.
+    As in training, the next step is queued before the host waits for one.
 
     Args:
         start: Queues a step; returns a function that waits for its end.
@@ -233,6 +233,6 @@ def time_steps(
 
 
 def peak_bytes() -> int | None:
-    """Peak device memory of this process; None if the device does not report it."""
+    """Returns the peak device memory of this process, or None where it is unknown."""
     stats = jax.local_devices()[0].memory_stats()
     return None if stats is None else stats["peak_bytes_in_use"]

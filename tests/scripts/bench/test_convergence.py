@@ -2,10 +2,13 @@
 
 import json
 import pathlib
+import subprocess
 
+import pytest
 import yaml
 
 from jaxlora.bench import convergence
+from jaxlora.errors import JaxloraError
 from jaxlora.run_file import run_config
 from scripts import demo
 
@@ -31,6 +34,7 @@ def write_events(command, check):
     steps = [
         {
             "event": "step",
+            "round": i,
             "job": "a",
             "step": i,
             "loss": 10 - i + 0.5 * (is_fused and i == 3),
@@ -40,17 +44,31 @@ def write_events(command, check):
     folder = pathlib.Path(run["output_dir"])
     folder.mkdir()
     lines = map(json.dumps, [{"event": "window", "round": 1}, *steps])
-    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return subprocess.CompletedProcess(command, 0)
 
 
-def test_losses_are_read_compared_and_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(convergence.subprocess, "run", write_events)
-    monkeypatch.setattr(convergence, "about", lambda device: {"device": device})
+@pytest.fixture
+def options(tmp_path):
+    """A run file with one job, and a folder for the results."""
     job = {"name": "a", "data": {"path": "x.jsonl"}}
     run = {"model": "m", "output_dir": "o", "jobs": [job]}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
-    out = tmp_path / "out"
-    convergence.main([str(tmp_path / "run.yaml"), "--output-dir", str(out)])
+    return [str(tmp_path / "run.yaml"), "--output-dir", str(tmp_path / "out")]
+
+
+def test_losses_are_read_compared_and_written(options, monkeypatch, capsys):
+    monkeypatch.setattr(convergence.subprocess, "run", write_events)
+    monkeypatch.setattr(convergence, "about", lambda device: {"device": device})
+    convergence.main(options)
+    out = pathlib.Path(options[-1])
     line = capsys.readouterr().out.splitlines()[-1]
     assert line == "| a | 20 | 0.0250 | 0.5000 | -9.5000 | -9.5000 |"
     assert (out / "convergence.csv").exists() and (out / "convergence.png").exists()
+
+
+def test_a_run_that_fails_ends_the_comparison(options, monkeypatch):
+    failed = lambda command, check: subprocess.CompletedProcess(command, 1)
+    monkeypatch.setattr(convergence.subprocess, "run", failed)
+    with pytest.raises(JaxloraError, match=r"fused.yaml: `jaxlora train` failed"):
+        convergence.main(options)
