@@ -1,8 +1,8 @@
-"""Counter-based dropout masks: a pure function of who the element is.
+"""Counter-based dropout masks: a pure function of each element's identity.
 
-An element's bits come from hashing its counter, as in Salmon et al., "Parallel Random
-Numbers: As Easy as 1, 2, 3" (SC 2011). So a mask does not depend on packing, on
-neighbours or on layout, and the backward pass makes it again instead of keeping it.
+An element's bits are a hash of its counter, as in Salmon et al., "Parallel Random
+Numbers: As Easy as 1, 2, 3" (SC 2011). So a mask does not depend on packing, on other
+adapters or on layout, and the backward pass recomputes it instead of keeping it.
 """
 
 import dataclasses
@@ -14,36 +14,37 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer, UInt
 
 
-@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@typing.no_type_check  # JAX also builds it from leaves that are not arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MaskWords:
-    """The random words from which the masks of P projections of one width are made.
+    """The random words of the dropout masks of P projections with the same K.
 
     Attributes:
         token: Multipliers and offsets of the tokens, in blocks of 64.
-        feature: A word for each feature, by slot.
-        place: Which of the P projections is meant.
+        feature: Words of the features, by slot.
+        index: Index of this projection among the P.
     """
 
     token: UInt[Array, "P NB 2 64"]
     feature: UInt[Array, "P G K"]
-    place: Int[Array, " 1"]
+    index: Int[Array, " 1"]
 
 
-@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@typing.no_type_check  # JAX also builds it from leaves that are not arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Dropout:
-    """The dropout of one projection, for every adapter of the pack.
+    """The dropout of one projection, for all slots.
 
     Attributes:
-        key: Two words a slot that name (job seed, optimiser step, layer,
-            projection); see `dropout_keys`. None where there are `words`.
+        key: Two words per slot that identify (job seed, optimiser step, layer,
+            projection); see `dropout_keys`. None if there are `words`.
         rate: Probability of dropping a feature, by slot.
         token_index: The token's own index in its job's global batch.
-        words: What follows from key and token_index, made for many projections at once
-            by `mask_words`, for the fused kernels; None: they make it themselves.
+        words: The words that fused kernels compute from key and token_index, computed
+            for many projections at once by `mask_words`; None: the kernels compute
+            their own.
     """
 
     key: UInt[Array, "G 2"] | None
@@ -65,12 +66,12 @@ class Dropout:
         return self.key
 
 
-# Words lie as tiles of the fused kernels read them.
+# Words are stored in the tiles in which the fused kernels read them.
 TILE_TOKENS, TILE_FEATURES = 64, 256
 
 
 def _mix(h: UInt[Array, "*B"]) -> UInt[Array, "*B"]:
-    """The `lowbias32` finaliser: a bijection of 32-bit words with low bias.
+    """Applies the `lowbias32` finaliser, a bijection of 32-bit words with low bias.
 
     References:
         Wellons, "Prospecting for Hash Functions", nullprogram.com/blog/2018/07/31.
@@ -88,36 +89,36 @@ def dropout_keys(
     layer: int | Int[np.ndarray, "P 1"],
     projection: int | Int[np.ndarray, "P 1"],
 ) -> UInt[Array, "*#P G 2"]:
-    """Two words a slot that differ with seed, step, layer and projection."""
-    place = jnp.asarray(layer * 64 + projection + 1, jnp.uint32)
+    """Returns two words per slot that differ with seed, step, layer and projection."""
+    linear = jnp.asarray(layer * 64 + projection + 1, jnp.uint32)
     words = []
     for salt in (0x9E3779B9, 0x85EBCA6B):
         h = _mix(seed.astype(jnp.uint32) ^ jnp.uint32(salt))
         h = _mix(h + step.astype(jnp.uint32) * jnp.uint32(0xC2B2AE35))
-        words.append(_mix(h ^ (place * jnp.uint32(0x27D4EB2F))))
+        words.append(_mix(h ^ (linear * jnp.uint32(0x27D4EB2F))))
     return jnp.stack(words, axis=-1)
 
 
 def threshold(rate: Float[Array, "*B"]) -> UInt[Array, "*B"]:
-    """The word below which a feature is dropped: `rate * 2**32`."""
+    """Returns the word below which a feature is dropped, `rate * 2**32`."""
     return jnp.round(rate * jnp.float32(1 << 32)).astype(jnp.uint32)
 
 
 def inverse_keep(rate: Float[Array, "*B"]) -> Float[Array, "*B"]:
-    """1 / (probability of keeping)."""
+    """Returns `1 / (1 - rate)`."""
     return 1 / (1 - rate)
 
 
 def token_words(
     key: UInt[Array, "*#B"], token_index: Integer[Array, "*#B"]
 ) -> tuple[UInt[Array, "*#B"], UInt[Array, "*#B"]]:
-    """An odd multiplier and an offset for each token."""
+    """Returns an odd multiplier and an offset for each token."""
     h = _mix(token_index.astype(jnp.uint32) * jnp.uint32(0x9E3779B1) + key)
     return h | jnp.uint32(1), _mix(h ^ jnp.uint32(0x68E31DA4))
 
 
 def feature_words(key: UInt[Array, "*B"], num_features: int) -> UInt[Array, "*B K"]:
-    """A word for each feature."""
+    """Returns a word for each feature."""
     feature = jnp.arange(num_features, dtype=jnp.uint32) * jnp.uint32(0x85EBCA77)
     return _mix(feature + key[..., None])
 
@@ -128,22 +129,22 @@ def mask_words(
     token_index: Int[Array, " T"],
     num_features: int,
 ) -> list[MaskWords]:
-    """The words of P projections, for each of them.
+    """Computes the words of P projections; returns one object for each.
 
     Args:
         key: The words of `dropout_keys`.
         block_adapter: Slot of each token block; -1 for padding.
         token_index: The token's index in its job's global batch; T is a multiple of 64.
-        num_features: K; there are words for whole tiles.
+        num_features: K, rounded up to whole tiles.
     """
     num_features = -(-num_features // TILE_FEATURES) * TILE_FEATURES
     index = token_index.reshape(-1, TILE_TOKENS)
     slot = jnp.repeat(block_adapter, index.shape[0] // block_adapter.shape[0])
-    of_block = key[:, jnp.maximum(slot, 0), 0]
-    token = jnp.stack(token_words(of_block[..., None], index), axis=2)
+    block_key = key[:, jnp.maximum(slot, 0), 0]
+    token = jnp.stack(token_words(block_key[..., None], index), axis=2)
     feature = feature_words(key[..., 1], num_features)
-    places = np.arange(key.shape[0], dtype=np.int32)[:, None]
-    return [MaskWords(token, feature, jnp.asarray(place)) for place in places]
+    indices = np.arange(key.shape[0], dtype=np.int32)[:, None]
+    return [MaskWords(token, feature, jnp.asarray(index)) for index in indices]
 
 
 def keep_mask(
@@ -152,10 +153,10 @@ def keep_mask(
     token_index: Int[Array, "NB BT"],
     num_features: int,
 ) -> Bool[Array, "NB BT K"]:
-    """Which features of each token survive, True with probability 1 - rate.
+    """Returns which features of each token are kept, with probability 1 - rate.
 
-    `multiplier[token] * word[feature] + offset[token]`, modulo 2**32, is compared with
-    the rate: one multiply-add a decision, as the kernels need it.
+    A feature is kept if `multiplier[token] * word[feature] + offset[token]`, modulo
+    2**32, is at least `threshold(rate)`. Kernels need one multiply-add per element.
 
     Args:
         key: The words of each token block's adapter.

@@ -21,7 +21,7 @@ from jaxlora.pallas_kernels.projection import LinearShape, Projection
 from jaxlora.pallas_kernels.settings import ROWS, KernelSettings
 
 
-@typing.no_type_check  # at run time: `_check` says it better
+@typing.no_type_check  # `_check_shapes` has better messages
 def multi_lora_linear(
     x: Float[Array, "T K"],
     w: Float[Array, "K N"] | Float[Array, "L K N"],
@@ -48,18 +48,19 @@ def multi_lora_linear(
         a: Shrink matrices of the slots; ranks below R are zero-padded.
         b: Expand matrices of the slots; ranks below R are zero-padded.
         scaling: `lora_alpha / rank` of each slot; 0 switches a slot off.
-        block_adapter: The slot of each token block; -1 belongs to nobody: its rows of
-            y and of x's gradient are zero, and nothing of it is read.
-        rank: Rank of each slot; None: R. Spares the kernels the padding.
+        block_adapter: The slot of each token block; -1 for padding, whose rows of y
+            and of x's gradient are zero, and whose rows of x are not read.
+        rank: Rank of each slot; None: R. Kernels skip chunks of padding.
         bias: Frozen bias.
         dropout: Mask of the LoRA path; None drops nothing.
-        layer: Which weight of the stack; None: w is no stack.
+        layer: Index of the weight in the stack; None: w is not a stack.
         w_transposed: Whether w is stored N K.
         implementation: Name of the kernel back end in `BACKENDS`.
 
     Raises:
-        ValueError: Shapes do not fit, T is not a multiple of NB, the dtypes of x and w
-            differ, or the implementation is unknown or cannot run such a layer here.
+        ValueError: The shapes do not match, T is not a multiple of NB, the dtypes of x
+            and w differ, or the implementation is unknown or cannot run such a layer on
+            this device.
 
     References:
         LoRAFusion, arXiv 2510.00206, section 5.1.
@@ -78,7 +79,7 @@ def multi_lora_linear(
     return y
 
 
-@typing.no_type_check  # at run time: `_check` says it better
+@typing.no_type_check  # `_check_shapes` has better messages
 def multi_lora_linears(
     x: Float[Array, "T K"],
     projections: Sequence[Projection],
@@ -90,14 +91,15 @@ def multi_lora_linears(
 ) -> tuple[Float[Array, "T _"], ...]:
     """`multi_lora_linear` for linears that share x, as q, k and v do.
 
-    The kernels read x once for all of them and sum its gradient in one accumulator, in
-    several, each rounded, where the slots' ranks are too large for a tile to hold all.
+    Fused kernels read x once for all of them, and sum its gradient in one accumulator.
+    If the slots' ranks are too large for one launch, several rounded gradients are
+    added.
 
     Args:
         x: Token rows; the T / NB rows of a token block share one adapter.
-        projections: The linears; all of them drop, or none does.
+        projections: The linears; either all of them have dropout, or none has.
         block_adapter: The slot of each token block; -1 for padding.
-        layer: Which weight of the stacks; None: the weights are no stacks.
+        layer: Index of the weights in their stacks; None: they are not stacks.
         w_transposed: Whether the weights are stored N K.
         implementation: Name of the kernel back end in `BACKENDS`.
 
@@ -105,8 +107,8 @@ def multi_lora_linears(
         y of each projection.
 
     Raises:
-        ValueError: As `multi_lora_linear`; or only some of the projections drop, or
-            they differ in the number of slots.
+        ValueError: As for `multi_lora_linear`; or only some of the projections have
+            dropout, or they differ in the number of slots.
 
     References:
         LoRAFusion, arXiv 2510.00206, section 5.1.
@@ -128,8 +130,8 @@ def multi_lora_linears(
 def _check_alike(projections: Sequence[Projection]) -> None:
     if len({p.dropout is None for p in projections}) != 1:
         raise ValueError(
-            "projections must be given with dropout or without, all of them; a rate of "
-            "0 drops nothing."
+            "either all projections must have dropout or none. Give those without a "
+            "dropout of rate 0."
         )
     if len({p.a.shape[0] for p in projections}) != 1:
         raise ValueError(
@@ -174,7 +176,7 @@ def _check_shapes(x, w, a, b, block_adapter, w_transposed) -> None:
     n, num_blocks = w.shape[1 if w_transposed else 2], block_adapter.shape[0]
     if w.shape[2 if w_transposed else 1] != k or a.shape[1] != k or b.shape[2] != n:
         raise ValueError(
-            f"shapes do not fit: x {x.shape}, w {w.shape[1:]}, a {a.shape}, "
+            f"shapes do not match: x {x.shape}, w {w.shape[1:]}, a {a.shape}, "
             f"b {b.shape}; wanted T K, {'N K' if w_transposed else 'K N'}, G K R, "
             "G R N."
         )

@@ -11,24 +11,24 @@ from jaxlora.pallas_kernels.dropout import Dropout
 from jaxlora.pallas_kernels.settings import KernelSettings
 
 
-@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@typing.no_type_check  # JAX also builds it from leaves that are not arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Projection:
     """A frozen linear with a LoRA for each slot.
 
     Attributes:
-        w: Frozen base weight, in x's dtype; or a stack of L of them. N K if stored
+        w: Frozen base weight, in x's dtype, or a stack of L of them; [N, K] if stored
             transposed.
         a: Shrink matrices of the slots; ranks below R are zero-padded.
         b: Expand matrices of the slots; ranks below R are zero-padded.
         scaling: `lora_alpha / rank` of each slot; 0 switches a slot off.
-        rank: Rank of each slot; None: R. Spares the kernels the padding.
+        rank: Rank of each slot; None: R. Kernels skip chunks of padding.
         bias: Frozen bias.
         dropout: Mask of the LoRA path; None drops nothing.
-        settings: The same as scaling, rank and the dropout's rate, computed for many
-            projections at once by `kernel_settings`, for the fused kernels; None: they
-            compute their own.
+        settings: What fused kernels compute from scaling, rank and dropout rate,
+            computed for many projections at once by `kernel_settings`; None: the
+            kernels compute their own.
     """
 
     w: Float[Array, "K N"] | Float[Array, "L K N"]

@@ -1,4 +1,4 @@
-"""The definition of the multi-adapter LoRA linear: float32, slow, one look."""
+"""The definition of the multi-adapter LoRA linear: float32, slow and simple."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -16,7 +16,7 @@ def multi_lora_linear_reference(
     bias: Float[Array, " N"] | None = None,
     dropout: Dropout | None = None,
 ) -> Float[Array, "T N"]:
-    """Oracle for `multi_lora_linear`: each token block through its own adapter."""
+    """Computes `multi_lora_linear` one token block at a time; an oracle for tests."""
     x, w, a, b = (z.astype(jnp.float32) for z in (x, w, a, b))
     block_t = x.shape[0] // block_adapter.shape[0]
     base = x @ w + (0 if bias is None else bias.astype(jnp.float32))

@@ -46,7 +46,7 @@ class _Kernel:
 
 
 def compile_program(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Does `lowered.compile()`, and compiles the Mosaic kernels in parallel meanwhile.
+    """Calls `lowered.compile()`, and compiles the Mosaic kernels in parallel meanwhile.
 
     XLA compiles the kernels of a program one after the other in one thread, for one to
     five seconds each. Mosaic's runtime caches compiled kernels for the whole process by
@@ -54,7 +54,7 @@ def compile_program(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     a separate thread while XLA works on the rest. XLA then finds it in the cache.
 
     Args:
-        lowered: The program. It need not have Mosaic kernels.
+        lowered: The program, with or without Mosaic kernels.
     """
     kernels = _kernels(lowered)
     if not kernels:

@@ -1,4 +1,4 @@
-"""Where the kernels run: the multiprocessors of a GPU, or Pallas' interpreter."""
+"""The device that runs the kernels: a Hopper GPU, or Pallas' interpreter in tests."""
 
 import contextlib
 import contextvars
@@ -10,13 +10,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 _INTERPRET: contextvars.ContextVar[plgpu.InterpretGPUParams | None] = (
     contextvars.ContextVar("interpret", default=None)
 )
-# Each simulated block takes three threads, which a small CPU has to serve.
+# The interpreter runs three threads for each simulated block, so a CPU with few cores
+# can take only a few blocks.
 _INTERPRETED_SMS = 2
 
 
 @contextlib.contextmanager
 def interpreted(params: plgpu.InterpretGPUParams) -> Iterator[None]:
-    """Kernels traced inside run in Pallas' interpreter, on any device. For tests."""
+    """Runs kernels that are traced inside in Pallas' interpreter, on any device.
+
+    This is for tests.
+    """
     token = _INTERPRET.set(params)
     try:
         yield
@@ -25,12 +29,19 @@ def interpreted(params: plgpu.InterpretGPUParams) -> Iterator[None]:
 
 
 def interpret_params() -> plgpu.InterpretGPUParams | None:
-    """The interpreter's parameters, or None on a GPU."""
+    """Returns the interpreter's parameters, or None outside `interpreted`."""
     return _INTERPRET.get()
 
 
+def device_kind() -> str:
+    """Returns the device's name, the key of the tuning table."""
+    if interpret_params() is not None:
+        return "interpreter"
+    return jax.devices()[0].device_kind
+
+
 def num_sms() -> int:
-    """Multiprocessors of the device that is compiled for."""
+    """Returns the number of multiprocessors of the device that is compiled for."""
     if interpret_params() is not None:
         return _INTERPRETED_SMS
     target = jax.sharding.get_abstract_mesh().abstract_device
@@ -40,7 +51,7 @@ def num_sms() -> int:
 
 
 def unsupported_device() -> str | None:
-    """Why the kernels cannot run on the default device, or None if they can."""
+    """Returns why the kernels cannot run on the default device, or None if they can."""
     if interpret_params() is not None:
         return None
     if jax.default_backend() != "gpu":

@@ -1,8 +1,17 @@
-"""y = x W + bias + mask * (s B): the frozen product and the adapters' in one pass."""
+"""The expand kernel: `y = x W + bias + mask * (s B)`, the frozen product and LoRA's.
+
+Grid: one program per multiprocessor, and each takes items in turn. An item is a tile of
+128 x 256 of y. Tiles are visited in bands of rows, so that W stays in the L2 cache.
+Pipeline: a ring of four stages, each with 128 x 64 of x and 64 x 256 of W. One
+warpgroup loads; two compute 64 rows each, which share one adapter, as a token block is
+a multiple of 64 rows. The LoRA term is one more step for each 64 ranks, with s and B in
+the place of x and W, into the same accumulator. With a mask, which applies to the LoRA
+term alone, the term is added while the tile is stored, 64 columns at a time.
+See docs/kernels.md.
+"""
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -10,179 +19,184 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxlora.pallas_kernels.mosaic.mask import (
-    OF_COLUMN,
-    OF_ROW,
+    PER_COLUMN,
+    PER_ROW,
     Mask,
-    dropped,
-    load_line,
-    load_tokens,
+    apply_mask,
+    load_token_words,
+    load_words,
 )
 from jaxlora.pallas_kernels.mosaic.ring import (
     COLUMNS,
-    COMPUTE,
+    COMPUTE_WGS,
     ROWS,
     STEP,
+    Ref,
     Ring,
     zeros_like,
 )
 
-TILE_ROWS = COMPUTE * ROWS
+TILE_ROWS = COMPUTE_WGS * ROWS
 
 
 @dataclasses.dataclass(frozen=True)
 class Expand:
-    """Items are tiles of y, 128 x 256, of which each warpgroup computes 64 rows.
+    """Computes tiles of y, the sum over P projections of `x W + mask * (s B)`.
 
-    Those have one adapter, as a token block is a multiple of 64 rows. The steps over K
-    come first, then a step for each 64 ranks of the tile's adapters. Without a mask
-    all land in one accumulator; with one, s B is masked on its way out. Terms of
-    several projections (their gradients of a shared x) are summed in the accumulator.
+    More than one projection occurs in the backward pass, where several linears'
+    gradients of a shared x are summed. The reduction over each K comes first, then the
+    rank steps of the tile's adapters.
 
     Attributes:
         ring: Shared memory.
-        x: T K, of each projection.
-        w: L K N, or L N K when `transposed`, of each projection.
-        layer: Which of the L layers, 1.
-        s: T R, of each projection.
-        b: G R N, or G N R when `transposed`, of each projection.
-        y: The result, T N; zero in padding rows.
-        slot: Slot of each block of 64 rows, -1 for padding.
+        x_gmem: x of each projection, [T, K].
+        w_gmem: W of each projection, [L, K, N]; [L, N, K] if `transposed`.
+        layer_gmem: Index of the layer in w_gmem, [1].
+        s_gmem: s of each projection, [T, R].
+        b_gmem: B of each projection, [G, R, N]; [G, N, R] if `transposed`.
+        y_gmem: The result, [T, N]; zero in padding rows.
+        slot_gmem: Slot of each block of 64 rows, [NB]; -1 for padding.
         settings: `KernelSettings` of each projection, with only its own rows.
-        bias: N, or None.
-        masks: Dropout of s B, of each projection; empty: none.
-        transposed: Whether w and b are stored transposed.
-        band: Tiles of rows that are visited together, for locality in the L2 cache.
+        bias_gmem: [N], or None.
+        masks: Dropout masks of s B for each projection; empty without dropout.
+        transposed: Whether W and B are stored transposed.
+        band: Number of tile rows that are visited together.
     """
 
     ring: Ring
-    x: tuple
-    w: tuple
-    layer: Any
-    s: tuple
-    b: tuple
-    y: Any
-    slot: Any
+    x_gmem: tuple[Ref, ...]
+    w_gmem: tuple[Ref, ...]
+    layer_gmem: Ref
+    s_gmem: tuple[Ref, ...]
+    b_gmem: tuple[Ref, ...]
+    y_gmem: Ref
+    slot_gmem: Ref
     settings: tuple
-    bias: Any
+    bias_gmem: Ref
     masks: tuple[Mask, ...]
     transposed: bool
     band: int
 
-    def _item(self, item):
-        t, n = self.y.shape
+    def _block_and_column(self, item):
+        t, n = self.y_gmem.shape
         tiles = (pl.cdiv(t, TILE_ROWS), pl.cdiv(n, COLUMNS))
         m, n = plgpu.planar_snake(item, tiles, 0, self.band)
-        return m * COMPUTE, n * COLUMNS
+        return m * COMPUTE_WGS, n * COLUMNS
 
     def _slot(self, block):
-        inside = block < self.slot.shape[0]
-        slot = self.slot[jnp.where(inside, block, 0)]
+        inside = block < self.slot_gmem.shape[0]
+        slot = self.slot_gmem[jnp.where(inside, block, 0)]
         return jnp.where(inside, slot, -1)
 
-    def about(self, item):
-        """(slots of the two blocks of rows, chunks of their ranks by projection)."""
-        block, _ = self._item(item)
+    def prefetch(self, item):
+        """Reads a tile's (slots of both blocks of rows, their chunks by projection)."""
+        block, _ = self._block_and_column(item)
         slots = self._slot(block), self._slot(block + 1)
         return slots, tuple(
-            tuple(self._ranks(settings.chunks, slot) for slot in slots)
+            tuple(self._num_chunks(settings.num_chunks, slot) for slot in slots)
             for settings in self.settings
         )
 
-    def _ranks(self, chunks, slot):
-        return jnp.where(slot < 0, 0, chunks[jnp.maximum(slot, 0)])
+    def _num_chunks(self, num_chunks, slot):
+        return jnp.where(slot < 0, 0, num_chunks[jnp.maximum(slot, 0)])
 
-    def _k_steps(self, p, slots):
-        steps = jnp.int32(pl.cdiv(self.x[p].shape[1], STEP))
-        return jnp.where((slots[0] >= 0) | (slots[1] >= 0), steps, 0)
+    def _num_k_steps(self, p, slots):
+        num_steps = jnp.int32(pl.cdiv(self.x_gmem[p].shape[1], STEP))
+        return jnp.where((slots[0] >= 0) | (slots[1] >= 0), num_steps, 0)
 
-    def _span(self, slots, ranks, wg):
-        """(rank steps to skip, own ones of each projection, those to skip after).
+    def _rank_steps(self, slots, num_chunks, wg):
+        """Returns a warpgroup's rank steps: (before, own by projection, after).
 
-        The first warpgroup's come first; those of one slot serve both.
+        The first warpgroup's steps come first, then the second's. If both have the
+        same slot, its steps serve both. A warpgroup skips the steps before and after
+        its own.
         """
-        totals = [sum(of_slots) for of_slots in zip(*ranks, strict=True)]
+        totals = [sum(of_block) for of_block in zip(*num_chunks, strict=True)]
         before = jnp.where((wg == 0) | (slots[0] == slots[1]), 0, totals[0])
-        own = [jnp.where(wg == 0, first, second) for first, second in ranks]
+        own = [jnp.where(wg == 0, first, second) for first, second in num_chunks]
         second = jnp.where(slots[0] == slots[1], 0, totals[1])
         return before, own, totals[0] + second - before - sum(own)
 
-    def load(self, index, item, about, step):
+    def load(self, index, item, prefetched, step):
         """Fills the stages of one tile; returns the next step of the ring."""
-        block, column = self._item(item)
-        slots, ranks = about
+        block, column = self._block_and_column(item)
+        slots, num_chunks = prefetched
         rows, columns = pl.ds(block * ROWS, TILE_ROWS), pl.ds(column, COLUMNS)
 
-        def fill(i, step, *, left, right, which):
+        def fill(i, step, *, left_gmem, right_gmem, which):
             stage = self.ring.acquire(step)
             ks = pl.ds(i * STEP, STEP)
             at = (which, columns, ks) if self.transposed else (which, ks, columns)
-            full = self.ring.full.at[stage]
-            plgpu.copy_gmem_to_smem(left.at[rows, ks], self.ring.x.at[stage], full)
-            plgpu.copy_gmem_to_smem(right.at[at], self.ring.w.at[stage], full)
+            full = self.ring.stage_full.at[stage]
+            x_smem, w_smem = self.ring.x_smem.at[stage], self.ring.w_smem.at[stage]
+            plgpu.copy_gmem_to_smem(left_gmem.at[rows, ks], x_smem, full)
+            plgpu.copy_gmem_to_smem(right_gmem.at[at], w_smem, full)
             return step + 1
 
-        for p, (x, w) in enumerate(zip(self.x, self.w, strict=True)):
-            one = functools.partial(fill, left=x, right=w, which=self.layer[0])
-            step = lax.fori_loop(0, self._k_steps(p, slots), one, step)
+        for p, (x, w) in enumerate(zip(self.x_gmem, self.w_gmem, strict=True)):
+            layer = self.layer_gmem[0]
+            one = functools.partial(fill, left_gmem=x, right_gmem=w, which=layer)
+            step = lax.fori_loop(0, self._num_k_steps(p, slots), one, step)
         if self.masks:
-            pl.when(index > 0)(lambda: plgpu.barrier_wait(self.ring.heard))
-            self._tell(slots, block, column)
+            pl.when(index > 0)(lambda: plgpu.barrier_wait(self.ring.words_empty))
+            self._load_words(slots, block, column)
         for i, slot in enumerate(slots):
             shared = (i == 1) & (slots[0] == slots[1])
-            for s, b, counts in zip(self.s, self.b, ranks, strict=True):
-                one = functools.partial(fill, left=s, right=b, which=slot)
+            for s, b, counts in zip(self.s_gmem, self.b_gmem, num_chunks, strict=True):
+                one = functools.partial(fill, left_gmem=s, right_gmem=b, which=slot)
                 step = lax.fori_loop(0, jnp.where(shared, 0, counts[i]), one, step)
         return step
 
-    def _tell(self, slots, block, column):
+    def _load_words(self, slots, block, column):
         """Fills the words of the tile's masks."""
-        features, tokens = self.ring.words
+        features_smem, tokens_smem = self.ring.tile_words_smem
+        full = self.ring.words_full
         for p, mask in enumerate(self.masks):
-            for w, slot in enumerate(slots):
+            for wg, slot in enumerate(slots):
                 columns = pl.ds(column, COLUMNS)
-                word = mask.word.at[jnp.maximum(slot, 0), columns]
-                plgpu.copy_gmem_to_smem(word, features.at[p, w], self.ring.told)
+                features = mask.features.at[jnp.maximum(slot, 0), columns]
+                plgpu.copy_gmem_to_smem(features, features_smem.at[p, wg], full)
                 # A tile's second half may lie outside.
-                inside = jnp.minimum(block + w, self.slot.shape[0] - 1)
-                token = mask.token.at[inside]
-                plgpu.copy_gmem_to_smem(token, tokens.at[p, w], self.ring.told)
+                inside = jnp.minimum(block + wg, self.slot_gmem.shape[0] - 1)
+                tokens = mask.tokens.at[inside]
+                plgpu.copy_gmem_to_smem(tokens, tokens_smem.at[p, wg], full)
 
-    def _skip(self, count, step):
+    def _skip(self, num_steps, step):
         def one(_, step):
             self.ring.wait(step)
             self.ring.release(step)
             return step + 1
 
-        return lax.fori_loop(0, count, one, step)
+        return lax.fori_loop(0, num_steps, one, step)
 
-    def compute(self, item, about, step, wg):
+    def compute(self, item, prefetched, step, wg):
         """Computes one tile; returns the next step of the ring."""
-        block, column = self._item(item)
-        slots, ranks = about
+        block, column = self._block_and_column(item)
+        slots, num_chunks = prefetched
         slot, row = jnp.where(wg == 0, slots[0], slots[1]), (block + wg) * ROWS
-        before, own, behind = self._span(slots, ranks, wg)
+        before, own, after = self._rank_steps(slots, num_chunks, wg)
 
         def accumulate(acc):
             def multiply(step):
                 stage = self.ring.wait(step)
-                w = self.ring.w.at[stage]
-                w = w.transpose((1, 0)) if self.transposed else w
-                plgpu.wgmma(acc, self.ring.x_part(stage, wg), w)
+                w_smem = self.ring.w_smem.at[stage]
+                w_smem = w_smem.transpose((1, 0)) if self.transposed else w_smem
+                plgpu.wgmma(acc, self.ring.x_half(stage, wg), w_smem)
 
-            after = step
-            for p in range(len(self.x)):
-                after = self.ring.each_step(self._k_steps(p, slots), after, multiply)
-            after = self._skip(before, after)
+            end = step
+            for p in range(len(self.x_gmem)):
+                end = self.ring.each_step(self._num_k_steps(p, slots), end, multiply)
+            end = self._skip(before, end)
             if not self.masks:
-                after = self.ring.each_step(sum(own), after, multiply)
-            return acc[...], after
+                end = self.ring.each_step(sum(own), end, multiply)
+            return acc[...], end
 
         y, step = pl.run_scoped(accumulate, plgpu.ACC((ROWS, COLUMNS), jnp.float32))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if self.masks:
-            plgpu.barrier_wait(self.ring.told)
-            here = jnp.maximum(slot, 0)
-            thresholds = [settings.threshold[here] for settings in self.settings]
+            plgpu.barrier_wait(self.ring.words_full)
+            safe_slot = jnp.maximum(slot, 0)
+            thresholds = [settings.threshold[safe_slot] for settings in self.settings]
 
             @pl.loop(0, sum(own))
             def _(i):
@@ -191,7 +205,7 @@ class Expand:
         for i in range(COLUMNS // STEP):
             start = column + i * STEP
 
-            @pl.when((start < self.y.shape[1]) & (row < self.y.shape[0]))
+            @pl.when((start < self.y_gmem.shape[1]) & (row < self.y_gmem.shape[0]))
             def _(i=i, start=start):
                 part = y[:, i * STEP : (i + 1) * STEP]
                 if self.masks:
@@ -199,65 +213,66 @@ class Expand:
                 self._store(part, i, slot, row, start, wg)
 
         if self.masks:
-            plgpu.barrier_arrive(self.ring.heard)
+            plgpu.barrier_arrive(self.ring.words_empty)
 
             @pl.loop(0, sum(own))
             def _(i):
                 self.ring.release(step + i)
 
             step = step + sum(own)
-        return self._skip(behind, step)
+        return self._skip(after, step)
 
-    def _w_columns(self, stage, i):
-        """The i-th 64 columns of a stage's w, as a right-hand side."""
+    def _w_columns(self, stage, i) -> Ref:
+        """Returns the i-th 64 columns of a stage's W, as a right-hand side."""
         part = pl.ds(i * STEP, STEP)
         if self.transposed:
-            return self.ring.w.at[stage, part].transpose((1, 0))
-        return self.ring.w.at[stage, :, part]
+            return self.ring.w_smem.at[stage, part].transpose((1, 0))
+        return self.ring.w_smem.at[stage, :, part]
 
     def _add_masked(self, y, i, step, own, thresholds, wg):
-        """y, the tile's i-th 64 columns, + mask * (s B) of each projection.
+        """Adds mask * (s B) of each projection to y, the tile's i-th 64 columns.
 
-        The stages of all rank steps are held meanwhile.
+        The stages of all rank steps stay filled until the whole tile is stored.
         """
-        features, tokens = self.ring.words
+        features_smem, tokens_smem = self.ring.tile_words_smem
 
         def add(p, carry):
-            y, begin = carry
-            count, threshold = _pick(own, p), _pick(thresholds, p)
+            y, first = carry
+            num_steps, threshold = _pick(own, p), _pick(thresholds, p)
 
             def accumulate(acc):
                 def multiply(j, _):
-                    stage = self.ring.slot(begin + j)
-                    b = self._w_columns(stage, i)
-                    plgpu.wgmma(acc, self.ring.x_part(stage, wg), b)
+                    stage = self.ring.stage(first + j)
+                    b_smem = self._w_columns(stage, i)
+                    plgpu.wgmma(acc, self.ring.x_half(stage, wg), b_smem)
 
-                lax.fori_loop(0, count, multiply, None)
+                lax.fori_loop(0, num_steps, multiply, None)
                 return acc[...]
 
             term = pl.run_scoped(accumulate, plgpu.ACC((ROWS, STEP), jnp.float32))
-            word = features.at[p, wg, pl.ds(i * STEP, STEP)]
-            words = load_tokens(tokens.at[p, wg], OF_ROW), load_line(word, OF_COLUMN)
-            return y + dropped(term, *words, threshold), begin + count
+            words_smem = features_smem.at[p, wg, pl.ds(i * STEP, STEP)]
+            tokens = load_token_words(tokens_smem.at[p, wg], PER_ROW)
+            features = load_words(words_smem, PER_COLUMN)
+            return y + apply_mask(term, tokens, features, threshold), first + num_steps
 
         return lax.fori_loop(0, len(self.masks), add, (y, step))[0]
 
     def _store(self, y, i, slot, row, column, wg):
         """Starts the copy of the tile's i-th 64 columns to device memory."""
-        columns, buffers = pl.ds(column, STEP), self.ring.out.shape[1]
-        if self.bias is not None:
-            bias = load_line(self.bias.at[columns], OF_COLUMN)
+        columns, num_buffers = pl.ds(column, STEP), self.ring.out_smem.shape[1]
+        if self.bias_gmem is not None:
+            bias = load_words(self.bias_gmem.at[columns], PER_COLUMN)
             y = y + lax.broadcast_in_dim(bias.astype(jnp.float32), y.shape, (1,))
         y = jnp.where(lax.broadcast(slot < 0, y.shape), zeros_like(y), y)
-        plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
-        out = self.ring.out.at[wg, i % buffers]
-        out[...] = y.astype(self.y.dtype)
+        plgpu.wait_smem_to_gmem(num_buffers - 1, wait_read_only=True)
+        out_smem = self.ring.out_smem.at[wg, i % num_buffers]
+        out_smem[...] = y.astype(self.y_gmem.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out, self.y.at[pl.ds(row, ROWS), columns])
+        plgpu.copy_smem_to_gmem(out_smem, self.y_gmem.at[pl.ds(row, ROWS), columns])
 
 
 def _pick(values, index):
-    """values[index] of a list of scalars, the index known when the kernel runs."""
+    """Returns values[index] of a list of scalars, for an index known at run time."""
     out = values[0]
     for i, value in enumerate(values[1:], 1):
         out = jnp.where(index == i, value, out)

@@ -1,4 +1,9 @@
-"""Launches persistent kernels: one block a multiprocessor, each with many items."""
+"""Launches a persistent kernel that processes the items of several works.
+
+Grid: one program per multiprocessor ("sm"), of three warpgroups ("wg"): two compute,
+the last one loads. Each program takes items in turn, first of one work, then of the
+next. See docs/kernels.md.
+"""
 
 import dataclasses
 import functools
@@ -14,76 +19,87 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jaxlora.pallas_kernels.mosaic.mask import Mask
-from jaxlora.pallas_kernels.mosaic.ring import COMPUTE, Ring, RingShape
+from jaxlora.pallas_kernels.mosaic.ring import COMPUTE_WGS, Ring, RingShape
 from jaxlora.pallas_kernels.settings import KernelSettings
 
 # Registers per thread of the loading warpgroup and of the computing ones. A block
 # starts with equal shares, in multiples of 8. Requests beyond their sum block forever.
-_LOADER, _COMPUTER = 40, 232
-_AT_START = 65536 // (128 * (COMPUTE + 1)) // 8 * 8
+_LOADER_REGISTERS, _COMPUTE_REGISTERS = 40, 232
+_INITIAL_REGISTERS = 65536 // (128 * (COMPUTE_WGS + 1)) // 8 * 8
 # All layouts in the kernels are given explicitly. Inferring them would take twice as
 # long as the rest of lowering, and would not make the kernels faster.
 _SEMANTICS = plgpu.LoweringSemantics.Lane
-assert _LOADER + COMPUTE * _COMPUTER <= (COMPUTE + 1) * _AT_START
+assert (
+    _LOADER_REGISTERS + COMPUTE_WGS * _COMPUTE_REGISTERS
+    <= (COMPUTE_WGS + 1) * _INITIAL_REGISTERS
+)
 
 
 @runtime_checkable
 class Role(Protocol):
-    """A kind of work: how an item is loaded and how it is computed."""
+    """The code of a kind of work: how an item is loaded and how it is computed."""
 
     @property
     def ring(self) -> Ring:
         """Shared memory."""
         ...
 
-    def about(self, item) -> tuple:
-        """Prefetches scalars from device memory before an item starts; a tuple.
+    def prefetch(self, item) -> tuple:
+        """Reads the scalars in device memory that an item needs before it starts.
 
-        They are read while the previous item is computed, because such a read takes as
-        long as several steps of the ring.
+        The previous item is still being computed meanwhile: such a read takes as long
+        as several steps of the ring.
         """
         ...
 
-    def load(self, index, item, about, step):
+    def load(self, index, item, prefetched, step):
         """Fills the stages of an item; returns the next step of the ring.
 
         The index counts the items of this multiprocessor.
         """
         ...
 
-    def compute(self, item, about, step, wg):
+    def compute(self, item, prefetched, step, wg):
         """Computes an item in one warpgroup; returns the next step of the ring."""
         ...
 
 
-@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@typing.no_type_check  # JAX also builds it from leaves that are not arrays
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["operands"],
-    meta_fields=["role", "out_types", "items", "beside", "ring", "settings"],
+    meta_fields=[
+        "role",
+        "out_types",
+        "num_items",
+        "num_side_items",
+        "ring",
+        "static_args",
+    ],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
     """Items of one kind. A kernel is compiled from all fields but the operands.
 
     Attributes:
-        role: The kind, made of the ring, references of operands and results by name,
-            and `settings`.
+        role: Makes the role from the ring, the references to operands and results, and
+            `static_args`, by name.
         operands: Trees of arrays in device memory, by name.
         out_types: (name, tree of shapes and dtypes) of each result.
-        items: Number of items.
-        beside: Number of items, the first ones, that run on the side multiprocessors.
+        num_items: Number of items.
+        num_side_items: Number of items, the first ones, that run on the side
+            multiprocessors.
         ring: Shape of the ring in shared memory.
-        settings: (name, value) of the compile-time settings.
+        static_args: (name, value) of the compile-time arguments.
     """
 
     role: Callable[..., Role]
     operands: dict[str, Any]
     out_types: tuple[tuple[str, Any], ...]
-    items: int
-    beside: int = 0
+    num_items: int
+    num_side_items: int = 0
     ring: RingShape
-    settings: tuple[tuple[str, Any], ...] = ()
+    static_args: tuple[tuple[str, Any], ...] = ()
 
     @property
     def name(self) -> str:
@@ -91,40 +107,40 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Deal:
-    """The items of one multiprocessor: `count` of them, from `first` on."""
+class _ItemRange:
+    """The items of one multiprocessor: `count` items from `first`, `stride` apart."""
 
     first: Any
     stride: Any
     count: Any
 
 
-def _deal(work: Work, sm, num_sms: int, apart: int) -> _Deal:
-    """Deals items round-robin; side items among the last `apart` multiprocessors."""
-    main = num_sms - apart
-    is_apart = sm >= main
-    begin = jnp.where(is_apart, 0, work.beside)
-    end = jnp.where(is_apart, work.beside, work.items)
-    stride = jnp.where(is_apart, max(apart, 1), main)
-    first = begin + jnp.where(is_apart, sm - main, sm)
+def _assign_items(work: Work, sm, num_sms: int, num_side_sms: int) -> _ItemRange:
+    """Assigns items in turn; the last `num_side_sms` programs take the side items."""
+    num_main_sms = num_sms - num_side_sms
+    is_side = sm >= num_main_sms
+    begin = jnp.where(is_side, 0, work.num_side_items)
+    end = jnp.where(is_side, work.num_side_items, work.num_items)
+    stride = jnp.where(is_side, max(num_side_sms, 1), num_main_sms)
+    first = begin + jnp.where(is_side, sm - num_main_sms, sm)
     count = lax.div(jnp.maximum(end - first, 0) + stride - 1, stride)
-    return _Deal(first, stride, count)
+    return _ItemRange(first, stride, count)
 
 
-def _each_item(work: Work, role: Role, deal: _Deal, do):
-    """Calls `do(index, item, about, step)` for each item; returns the steps taken."""
+def _each_item(work: Work, role: Role, items: _ItemRange, do):
+    """Calls `do(index, item, prefetched, step)` of each item; returns the next step."""
 
-    def read(item):
-        return role.about(jnp.minimum(item, work.items - 1))
+    def prefetch(item):
+        return role.prefetch(jnp.minimum(item, work.num_items - 1))
 
     def one(i, carry):
-        step, about = carry
-        item = deal.first + i * deal.stride
-        following = read(item + deal.stride)
-        return do(i, item, about, step), following
+        step, prefetched = carry
+        item = items.first + i * items.stride
+        following = prefetch(item + items.stride)
+        return do(i, item, prefetched, step), following
 
-    start = jnp.int32(0), read(deal.first)
-    return lax.fori_loop(0, deal.count, one, start)[0]
+    start = jnp.int32(0), prefetch(items.first)
+    return lax.fori_loop(0, items.count, one, start)[0]
 
 
 def launch(
@@ -132,7 +148,7 @@ def launch(
     *,
     dtype: DTypeLike,
     num_sms: int,
-    apart: int = 0,
+    num_side_sms: int = 0,
     interpret: Any = None,
 ) -> list[dict[str, Any]]:
     """Runs a kernel that processes each work's items, one work after the other.
@@ -146,109 +162,121 @@ def launch(
             items are done, so no work may depend on the results of another.
         dtype: Dtype of the rings' tiles.
         num_sms: Number of multiprocessors to use.
-        apart: Number of side multiprocessors, which run only the works' side items.
+        num_side_sms: Number of side multiprocessors, which run only side items.
         interpret: Parameters of Pallas' GPU interpreter, or None.
 
     Returns:
         The results of each work, by name.
     """
     arrays, tree = jax.tree.flatten(list(works))
-    shared = {id(array): array for array in arrays}
-    place = {key: i for i, key in enumerate(shared)}
+    distinct = {id(array): array for array in arrays}
+    index = {key: i for i, key in enumerate(distinct)}
     return _launch(
-        list(shared.values()),
+        list(distinct.values()),
         tree=tree,
-        places=tuple(place[id(array)] for array in arrays),
+        operand_indices=tuple(index[id(array)] for array in arrays),
         dtype=dtype,
         num_sms=num_sms,
-        apart=apart,
+        num_side_sms=num_side_sms,
         interpret=interpret,
     )
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("tree", "places", "dtype", "num_sms", "apart", "interpret"),
+    static_argnames=(
+        "tree",
+        "operand_indices",
+        "dtype",
+        "num_sms",
+        "num_side_sms",
+        "interpret",
+    ),
 )
 def _launch(
-    ins: list[jax.Array],
+    inputs: list[jax.Array],
     *,
     tree: Any,
-    places: tuple[int, ...],
+    operand_indices: tuple[int, ...],
     dtype: DTypeLike,
     num_sms: int,
-    apart: int,
+    num_side_sms: int,
     interpret: Any,
 ) -> list[dict[str, Any]]:
-    """The kernel of `tree`'s works, whose i-th operand is the places[i]-th array."""
-    works: list[Work] = jax.tree.unflatten(tree, [ins[i] for i in places])
+    """Runs the works of `tree`; operand i is the input `operand_indices[i]`."""
+    works: list[Work] = jax.tree.unflatten(tree, [inputs[i] for i in operand_indices])
     in_tree = jax.tree.structure([work.operands for work in works])
     types, out_tree = jax.tree.flatten([dict(work.out_types) for work in works])
 
     def body(*refs):
-        outs = jax.tree.unflatten(out_tree, refs[len(ins) : len(ins) + len(types)])
-        stages, barriers, done = refs[len(ins) + len(types) :]
-        operands = jax.tree.unflatten(in_tree, [refs[i] for i in places])
+        num_in, num_out = len(inputs), len(types)
+        outs = jax.tree.unflatten(out_tree, refs[num_in : num_in + num_out])
+        operands = jax.tree.unflatten(in_tree, [refs[i] for i in operand_indices])
+        tiles, barriers, work_done = refs[num_in + num_out :]
         wg, sm = lax.axis_index("wg"), lax.axis_index("sm")
         todo = []
         for i, work in enumerate(works):
-            ring = Ring(work.ring, *stages[i], *barriers[i])
-            named = _here(operands[i]) | outs[i] | dict(work.settings)
-            deal = _deal(work, sm, num_sms, apart)
-            todo.append((work, work.role(ring=ring, **named), deal))
-
-        @pl.when(wg == COMPUTE)
-        def _():
-            plgpu.set_max_registers(_LOADER, action="decrease")
-            for i, (work, role, deal) in enumerate(todo):
-                if i:
-                    plgpu.barrier_wait(done.at[i - 1])
-                steps = _each_item(work, role, deal, role.load)
-                role.ring.drain(steps, deal.count)
-
-        @pl.when(wg < COMPUTE)
-        def _():
-            plgpu.set_max_registers(_COMPUTER, action="increase")
-            for i, (work, role, deal) in enumerate(todo):
-
-                def compute(index, item, about, step, role=role):
-                    del index
-                    return role.compute(item, about, step, wg)
-
-                _each_item(work, role, deal, compute)
-                plgpu.wait_smem_to_gmem(0)
-                if i + 1 < len(todo):  # the rings share their memory
-                    plgpu.barrier_arrive(done.at[i])
-                    plgpu.barrier_wait(done.at[i])
+            ring = Ring(work.ring, *tiles[i], *barriers[i])
+            named = _select(operands[i]) | outs[i] | dict(work.static_args)
+            items = _assign_items(work, sm, num_sms, num_side_sms)
+            todo.append((work, work.role(ring=ring, **named), items))
+        pl.when(wg == COMPUTE_WGS)(lambda: _load_all(todo, work_done))
+        pl.when(wg < COMPUTE_WGS)(lambda: _compute_all(todo, work_done, wg))
 
     tiles = [work.ring.tiles(dtype) for work in works]
+    num_pauses = max(len(works) - 1, 1)
     kernel = plgpu.kernel(
         body,
         out_type=types,
         scratch_types=[
             tiles if len(tiles) == 1 else plgpu.RefUnion(*tiles),
             [work.ring.barriers() for work in works],
-            plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=max(len(works) - 1, 1)),
+            plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=num_pauses),
         ],
         grid=(num_sms,),
         grid_names=("sm",),
-        num_threads=COMPUTE + 1,
+        num_threads=COMPUTE_WGS + 1,
         thread_name="wg",
         kernel_name="_".join(["lora", *dict.fromkeys(work.name for work in works)]),
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(lowering_semantics=_SEMANTICS),
     )
+    return jax.tree.unflatten(out_tree, _without_vmap(kernel)(*inputs))
 
-    return jax.tree.unflatten(out_tree, _without_vmap(kernel)(*ins))
+
+def _load_all(todo: list[tuple[Work, Role, _ItemRange]], work_done) -> None:
+    """Loads the items of each work, in the loading warpgroup."""
+    plgpu.set_max_registers(_LOADER_REGISTERS, action="decrease")
+    for i, (work, role, items) in enumerate(todo):
+        if i:
+            plgpu.barrier_wait(work_done.at[i - 1])
+        num_steps = _each_item(work, role, items, role.load)
+        role.ring.drain(num_steps, items.count)
 
 
-def _here(operands: dict[str, Any]) -> dict[str, Any]:
+def _compute_all(todo: list[tuple[Work, Role, _ItemRange]], work_done, wg) -> None:
+    """Computes the items of each work, in one computing warpgroup."""
+    plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+    for i, (work, role, items) in enumerate(todo):
+
+        def compute(index, item, prefetched, step, role=role):
+            del index
+            return role.compute(item, prefetched, step, wg)
+
+        _each_item(work, role, items, compute)
+        plgpu.wait_smem_to_gmem(0)
+        if i + 1 < len(todo):  # the rings share their memory
+            plgpu.barrier_arrive(work_done.at[i])
+            plgpu.barrier_wait(work_done.at[i])
+
+
+def _select(operands: dict[str, Any]) -> dict[str, Any]:
     """Selects this projection's masks and settings.
 
     Their indices are read once per kernel instead of once per item.
     """
     is_shared = lambda x: isinstance(x, Mask | KernelSettings)
-    one = lambda x: x.here() if is_shared(x) else x
+    one = lambda x: x.select() if is_shared(x) else x
     return jax.tree.map(one, operands, is_leaf=is_shared)
 
 

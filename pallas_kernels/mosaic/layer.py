@@ -1,9 +1,9 @@
-"""Forward and backward of multi-adapter LoRA linears that share x, kernel by kernel.
+"""Forward and backward pass of the `mosaic` back end, as sequences of kernels.
 
-Forward: shrink (s = factor dropout(x) A), expand (y = x W + s B).
-Backward: shrink (ds = factor dy B'), then in one launch expand (dx = dy W' +
-mask (ds A')) and the outer products dA = dropout(x)' ds and dB = s' dy. The kernels
-that read x, or sum dx, do so for all projections at once.
+Forward: shrink (s = factor dropout(x) A), then expand (y = x W + s B).
+Backward: shrink (ds = factor dy B^T), then in one launch expand (dx = dy W^T +
+mask (ds A^T)) and outer (dA = dropout(x)^T ds and dB = s^T dy). The kernels that read
+x, or sum dx, do so for all projections at once. See docs/kernels.md.
 
 References:
     LoRAFusion, arXiv 2510.00206, section 5.1, Figures 9 to 11.
@@ -11,34 +11,27 @@ References:
 
 import dataclasses
 import functools
-import math
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxlora.pallas_kernels.mosaic.device import (
-    interpret_params,
-    num_sms,
-    unsupported_device,
+from jaxlora.pallas_kernels.mosaic.device import unsupported_device
+from jaxlora.pallas_kernels.mosaic.mask import Mask, make_mask
+from jaxlora.pallas_kernels.mosaic.products import (
+    Term,
+    expand,
+    expand_with_outers,
+    expand_work,
+    outer_work,
+    shrink,
 )
-from jaxlora.pallas_kernels.mosaic.expand import TILE_ROWS, Expand
-from jaxlora.pallas_kernels.mosaic.launch import Work, launch
-from jaxlora.pallas_kernels.mosaic.mask import Mask, mask_of
-from jaxlora.pallas_kernels.mosaic.outer import TILE_COLUMNS, Outer
-from jaxlora.pallas_kernels.mosaic.parts import Parts, add_parts, parts_of
-from jaxlora.pallas_kernels.mosaic.ring import COLUMNS, ROWS, STEP, RingShape
-from jaxlora.pallas_kernels.mosaic.routing import Blocks, blocks_of
-from jaxlora.pallas_kernels.mosaic.shrink import Shrink
-from jaxlora.pallas_kernels.mosaic.tuning import Gradient, band_for, beside, splits_for
+from jaxlora.pallas_kernels.mosaic.ring import ROWS, STEP
+from jaxlora.pallas_kernels.mosaic.routing import Blocks, make_blocks
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
 from jaxlora.pallas_kernels.settings import RANK_STEP, KernelSettings, kernel_settings
 
-MAX_RANK = 4 * STEP  # a tile holds the stages of all its ranks
-_FEWEST_STAGES = 3  # with fewer stages, the computing warpgroups would wait for data
-_MOST_BESIDE = 3  # the compiler takes minutes for more kinds of work in a kernel
+MAX_RANK = 4 * STEP  # expand keeps the stages of all ranks of a tile filled
 assert RANK_STEP == STEP
 
 
@@ -62,7 +55,7 @@ def unsupported(shape: LinearShape) -> str | None:
 
 
 def _padded_rank(rank: int) -> int:
-    """Rounds a rank up to a size of tiles: 16, 32 or a multiple of 64."""
+    """Rounds a rank up to a supported tile size: 16, 32 or a multiple of 64."""
     return next((r for r in (16, 32) if rank <= r), -(-rank // STEP) * STEP)
 
 
@@ -72,232 +65,47 @@ def _pad_rank(x: Array, axis: int, rank: int) -> Array:
     return jnp.pad(x, pad)
 
 
-def _run(works: list[Work], dtype, apart: int = 0) -> list[dict[str, Any]]:
-    return launch(
-        works,
-        dtype=jnp.dtype(dtype),
-        num_sms=num_sms(),
-        apart=apart,
-        interpret=interpret_params(),
-    )
-
-
-def shrink(x, a, settings, blocks: Blocks, masks) -> list:
-    """s = factor * dropout(x) A of each projection, A stored G R K; see `Shrink`."""
-    r, masked = a[0].shape[1], bool(masks)
-    width = min(r, STEP)
-    ring = RingShape.shrink(len(a), width, masked=masked)
-    if ring.stages < _FEWEST_STAGES:  # one projection always fits
-        parts = [
-            shrink(x, a[p], settings[p], blocks, masks[p])
-            for p in (slice(0, 1), slice(1, None))
-        ]
-        return parts[0] + parts[1]
-    out = [jax.ShapeDtypeStruct((x.shape[0], r), x.dtype)] * len(a)
-    work = Work(
-        role=Shrink,
-        operands={
-            "x": x,
-            "a": tuple(a),
-            "slot": blocks.slot,
-            "settings": _read(settings, "factor", "chunks", masks=masks),
-            "masks": tuple(masks),
-        },
-        out_types=(("s", tuple(out)),),
-        items=blocks.slot.shape[0] * math.ceil(r / STEP),
-        ring=ring,
-    )
-    return list(_run([work], x.dtype)[0]["s"])
-
-
 @dataclasses.dataclass(frozen=True)
-class Term:
-    """The operands of one projection's term in a wide product.
+class _Operands:
+    """What both passes compute from their arguments before the first kernel.
 
     Attributes:
-        x: T K.
-        w: L K N, or L N K when the product is `transposed`.
-        s: T R.
-        b: G R N, or G N R when the product is `transposed`.
-        settings: Settings of the slots.
+        a: A of each projection in x's dtype, [G, K, R], with R a tile size.
+        b: B of each projection in x's dtype, [G, R, N], with R a tile size.
+        settings: Settings of each projection.
+        masks: Dropout mask of each projection; empty without dropout.
+        blocks: Slots of the rows.
     """
 
-    x: Array
-    w: Array
-    s: Array
-    b: Array
-    settings: KernelSettings
-
-
-def expand_work(
-    terms: Sequence[Term],
-    layer: Int[Array, " 1"],
-    blocks: Blocks,
-    bias: Array | None = None,
-    masks: Sequence[Mask] = (),
-    *,
-    transposed: bool,
-    band: int | None = None,
-) -> Work:
-    """y = sum of x W + mask * (s B), + bias; see `Expand`.
-
-    If `band` is None, it is taken from the tuning table.
-    """
-    x, w = [term.x for term in terms], terms[0].w
-    t, n = x[0].shape[0], w.shape[1] if transposed else w.shape[2]
-    k = sum(part.shape[1] for part in x)
-    by_field = {
-        field.name: tuple(getattr(term, field.name) for term in terms)
-        for field in dataclasses.fields(Term)
-    }
-    return Work(
-        role=Expand,
-        operands={
-            **by_field,
-            "settings": _read(by_field["settings"], "chunks", masks=masks),
-            "layer": layer,
-            "slot": blocks.slot,
-            "bias": bias,
-            "masks": tuple(masks),
-        },
-        out_types=(("y", jax.ShapeDtypeStruct((t, n), x[0].dtype)),),
-        items=math.ceil(t / TILE_ROWS) * math.ceil(n / COLUMNS),
-        ring=RingShape.wide(transposed=transposed, masks=len(masks)),
-        settings=(
-            ("transposed", transposed),
-            ("band", band or band_for(_device_kind(), t, k, n)),
-        ),
-    )
-
-
-def _read(
-    settings: Sequence[KernelSettings], *names: str, masks: Sequence[Mask]
-) -> tuple[KernelSettings, ...]:
-    """The settings with only the rows that a kernel reads, and thresholds for masks."""
-    names += ("threshold",) if masks else ()
-    return tuple(one.only(*names) for one in settings)
-
-
-def outer_work(
-    wide, narrow, settings, blocks: Blocks, masks, *, transposed, splits=None
-) -> tuple[Work, Parts]:
-    """wide' narrow of each slot and projection, and its parts; see `Outer`.
-
-    If `splits` is None, it is taken from the tuning table.
-    """
-    k, r = wide.shape[1], narrow[0].shape[1]
-    splits = splits or splits_for(_device_kind(), k, num_sms())
-    parts = parts_of(blocks, splits)
-    shape = (parts.items.slot.shape[0], *((r, k) if transposed else (k, r)))
-    work = Work(
-        role=Outer,
-        operands={
-            "wide": wide,
-            "narrow": tuple(narrow),
-            "order": blocks.order,
-            "parts": parts.items,
-            "settings": _read(settings, "chunks", masks=masks),
-            "masks": tuple(masks),
-        },
-        out_types=(("out", (jax.ShapeDtypeStruct(shape, jnp.float32),) * len(narrow)),),
-        items=math.ceil(k / TILE_COLUMNS) * splits * math.ceil(r / STEP),
-        ring=RingShape.outer(len(narrow), masked=bool(masks)),
-        settings=(("splits", splits), ("transposed", transposed)),
-    )
-    return work, parts
-
-
-def expand(*args, **kwargs) -> Array:
-    """Launches `expand_work` alone and returns its result."""
-    work = expand_work(*args, **kwargs)
-    return _run([work], dict(work.out_types)["y"].dtype)[0]["y"]
-
-
-def outer(*args, **kwargs) -> list[Array]:
-    """Launches `outer_work` alone and returns its results."""
-    work, parts = outer_work(*args, **kwargs)
-    return _gradients(work, parts, _run([work], work.operands["wide"].dtype)[0])
-
-
-def _gradients(work: Work, parts: Parts, made: dict[str, Any]) -> list[Array]:
-    splits = dict(work.settings)["splits"]
-    return [add_parts(sums, parts, splits) for sums in made["out"]]
-
-
-def _expand_beside(
-    wide: Work, outers: list[tuple[Work, Parts]]
-) -> tuple[Array, list[list[Array]]]:
-    """Launches a wide product with gradients, some on SMs that it leaves idle."""
-    outers, alone = outers[:_MOST_BESIDE], outers[_MOST_BESIDE:]
-    y, num_blocks = dict(wide.out_types)["y"], wide.operands["slot"].shape[0]
-    k = sum(x.shape[1] for x in wide.operands["x"])
-    gradients = [
-        Gradient(
-            items=work.items,
-            steps=num_blocks / dict(work.settings)["splits"],
-            masks=len(work.operands["masks"]),
-        )
-        for work, _ in outers
-    ]
-    plan = beside(wide.items, math.ceil(k / STEP), gradients, num_sms())
-    works = [wide]
-    for (work, _), items in zip(outers, plan.items, strict=True):
-        works.append(dataclasses.replace(work, beside=items))
-    made = _run(works, y.dtype, plan.apart)
-    made += [_run([work], y.dtype)[0] for work, _ in alone]
-    each = zip((*outers, *alone), made[1:], strict=True)
-    return made[0]["y"], [_gradients(*outer, sums) for outer, sums in each]
-
-
-def _device_kind() -> str:
-    return (
-        "interpreter"
-        if interpret_params() is not None
-        else jax.devices()[0].device_kind
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Prepared:
-    """Operands of the kernels, by projection.
-
-    Attributes:
-        a, b: LoRA matrices in the dtype of x, with ranks padded to a size of tiles.
-        settings: Settings of the slots.
-        masks: Dropout masks; empty: none.
-        blocks: Slots of the blocks of rows.
-    """
-
-    a: list
-    b: list
-    settings: list
-    masks: list
+    a: list[Array]
+    b: list[Array]
+    settings: list[KernelSettings]
+    masks: list[Mask]
     blocks: Blocks
 
 
-def _prepared(x, projections, block_adapter) -> _Prepared:
-    largest = max(q.a.shape[2] for q in projections)
+def _prepare(x, projections: tuple[Projection, ...], block_adapter) -> _Operands:
+    largest = max(p.a.shape[2] for p in projections)
     rank = _padded_rank(largest)
-    blocks = blocks_of(block_adapter, projections[0].a.shape[0], x.shape[0])
-    return _Prepared(
-        a=[_pad_rank(q.a.astype(x.dtype), 2, rank) for q in projections],
-        b=[_pad_rank(q.b.astype(x.dtype), 1, rank) for q in projections],
-        settings=[q.settings or _own_settings(q) for q in projections],
+    blocks = make_blocks(block_adapter, projections[0].a.shape[0], x.shape[0])
+    return _Operands(
+        a=[_pad_rank(p.a.astype(x.dtype), 2, rank) for p in projections],
+        b=[_pad_rank(p.b.astype(x.dtype), 1, rank) for p in projections],
+        settings=[p.settings or _own_settings(p) for p in projections],
         masks=[
-            mask_of(q.dropout, blocks, x.shape[1]) for q in projections if q.dropout
+            make_mask(p.dropout, blocks, x.shape[1]) for p in projections if p.dropout
         ],
         blocks=blocks,
     )
 
 
-def _own_settings(projection: Projection) -> KernelSettings:
-    q = projection
-    assert q.rank is not None
-    rate = None if q.dropout is None else q.dropout.rate[None]
-    return kernel_settings(q.scaling[None], q.rank[None], rate)[0]
+def _own_settings(p: Projection) -> KernelSettings:
+    assert p.rank is not None
+    rate = None if p.dropout is None else p.dropout.rate[None]
+    return kernel_settings(p.scaling[None], p.rank[None], rate)[0]
 
 
-def _swapped(x: Array) -> Array:
+def _swap_last_axes(x: Array) -> Array:
     return x.transpose(0, 2, 1)
 
 
@@ -310,18 +118,19 @@ def forward(
     *,
     w_transposed: bool = False,
 ) -> tuple[list[Array], list[Array]]:
-    """Returns y [T N] of each, and s = scaling * dropout(x) A [T R] for the backward.
+    """Computes y [T, N] and s = scaling * dropout(x) A [T, R] of each projection.
 
-    Only the ranks of a block's own adapter are ever written or read in s.
+    The backward pass reads s again. In each block of rows, only the ranks of the
+    block's own adapter are ever written or read.
     """
-    p = _prepared(x, projections, block_adapter)
-    a = [_swapped(a) for a in p.a]
-    s = shrink(x, a, p.settings, p.blocks, p.masks)
+    given = _prepare(x, projections, block_adapter)
+    a = [_swap_last_axes(a) for a in given.a]
+    s = shrink(x, a, given.settings, given.blocks, given.masks)
     y = []
-    for i, q in enumerate(projections):
-        b = _swapped(p.b[i]) if w_transposed else p.b[i]
-        term = Term(x, q.w, s[i], b, p.settings[i])
-        y.append(expand([term], layer, p.blocks, q.bias, transposed=w_transposed))
+    for i, p in enumerate(projections):
+        b = _swap_last_axes(given.b[i]) if w_transposed else given.b[i]
+        term = Term(x, p.w, s[i], b, given.settings[i])
+        y.append(expand([term], layer, given.blocks, p.bias, transposed=w_transposed))
     return y, s
 
 
@@ -336,34 +145,34 @@ def backward(
     *,
     w_transposed: bool = False,
 ) -> tuple[Float[Array, "T K"], list[Array], list[Array]]:
-    """Returns dx in x's dtype; da [G K R] and db [G R N] of each in float32."""
-    p = _prepared(x, projections, block_adapter)
+    """Computes dx [T, K] in x's dtype; da [G, K, R] and db [G, R, N] in float32."""
+    given = _prepare(x, projections, block_adapter)
+    settings, blocks, masks = given.settings, given.blocks, given.masks
     ds, outers = [], []
     for i, dy_i in enumerate(dy):
-        one = [p.settings[i]], p.blocks, []
-        ds += shrink(dy_i, [p.b[i]], *one)
-        outers.append(outer_work(dy_i, [s[i]], *one, transposed=True))
-    outers.append(outer_work(x, ds, p.settings, p.blocks, p.masks, transposed=False))
-    right = [_swapped(a) for a in p.a] if w_transposed else p.a
-    w = [q.w for q in projections]
-    terms = [Term(*one) for one in zip(dy, w, ds, right, p.settings, strict=True)]
+        unmasked = [settings[i]], blocks, []
+        ds += shrink(dy_i, [given.b[i]], *unmasked)
+        outers.append(outer_work(dy_i, [s[i]], *unmasked, transposed=True))
+    outers.append(outer_work(x, ds, settings, blocks, masks, transposed=False))
+    a = [_swap_last_axes(a) for a in given.a] if w_transposed else given.a
+    w = [p.w for p in projections]
+    terms = [Term(*one) for one in zip(dy, w, ds, a, settings, strict=True)]
     dx, gradients = [], []
-    # A launch takes as many projections as a tile can hold the stages of.
-    together = MAX_RANK // max(ds[0].shape[1], STEP)
-    for first in range(0, len(projections), together):
-        i = slice(first, first + together)
+    # One launch takes as many projections as fit into the stages of their ranks.
+    group = MAX_RANK // max(ds[0].shape[1], STEP)
+    for first in range(0, len(projections), group):
+        i = slice(first, first + group)
         work = expand_work(
-            terms[i], layer, p.blocks, masks=p.masks[i], transposed=not w_transposed
+            terms[i], layer, blocks, masks=masks[i], transposed=not w_transposed
         )
-        part, made = _expand_beside(work, outers)
+        part, computed = expand_with_outers(work, outers)
         dx.append(part)
-        gradients += made
+        gradients += computed
         outers = []
     *db, da = gradients
-    dx = functools.reduce(jnp.add, dx)
-    ranks = [q.a.shape[2] for q in projections]
+    ranks = [p.a.shape[2] for p in projections]
     return (
-        dx,
+        functools.reduce(jnp.add, dx),
         [g[:, :, :r] for g, r in zip(da, ranks, strict=True)],
         [g[:, :r] for (g,), r in zip(db, ranks, strict=True)],
     )

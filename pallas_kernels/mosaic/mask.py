@@ -1,8 +1,11 @@
-"""Recomputes the mask of `dropout.keep_mask` inside a kernel from its random words."""
+"""Recomputes the dropout mask of `dropout.keep_mask` in a kernel from its words.
+
+An element is kept where `multiplier[token] * word[feature] + offset[token]`, modulo
+2**32, is at least a threshold. See docs/kernels.md.
+"""
 
 import dataclasses
 import typing
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,64 +13,66 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxlora.pallas_kernels.dropout import Dropout, mask_words
-from jaxlora.pallas_kernels.mosaic.ring import zeros_like
+from jaxlora.pallas_kernels.mosaic.ring import Ref, zeros_like
 from jaxlora.pallas_kernels.mosaic.routing import Blocks
 
-OF_ROW = plgpu.Layout.WGMMA.reduce(1)
-OF_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+# Layouts of a vector with one value for each row, or column, of a tile.
+PER_ROW = plgpu.Layout.WGMMA.reduce(1)
+PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
-@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@typing.no_type_check  # JAX also builds it from leaves that are not arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """The inputs of a mask: arrays outside of a kernel, references inside.
+    """Mask words of P projections: arrays outside a kernel, references inside.
 
     Attributes:
-        token: The tokens' multipliers and offsets, by block of 64 rows, P NB 2 64.
-        word: Words of the features, by slot, P G K.
-        place: Index of this mask among the P, 1; None: token and word hold only it.
+        tokens: Multipliers and offsets of the tokens, [P, NB, 2, 64], by block of 64
+            rows, uint32.
+        features: Words of the features, [P, G, K], by slot, uint32.
+        index: Index of this projection among the P, [1], int32; None after `select`,
+            when tokens and features are of this projection alone.
     """
 
-    token: Any
-    word: Any
-    place: Any
+    tokens: Ref
+    features: Ref
+    index: Ref
 
-    def here(self) -> "Mask":
-        """Selects this mask from the P. Only for use in a kernel: it reads `place`."""
-        place = self.place[0]
-        token, word = self.token.at[place], self.word.at[place]
-        return Mask(token, word, None)
+    def select(self) -> "Mask":
+        """Returns this projection's words. Only for use in a kernel."""
+        index = self.index[0]
+        return Mask(self.tokens.at[index], self.features.at[index], None)
 
 
-def mask_of(dropout: Dropout, blocks: Blocks, num_features: int) -> Mask:
+def make_mask(dropout: Dropout, blocks: Blocks, num_features: int) -> Mask:
     """Makes the mask of a projection with `num_features` input features."""
     words = dropout.words
     if words is None:
         own = dropout.given_key()[None], blocks.slot, dropout.token_index
         (words,) = mask_words(*own, num_features)
-    return Mask(words.token, words.feature, words.place)
+    return Mask(words.token, words.feature, words.index)
 
 
-def load_line(ref, layout):
-    """Loads 64 words, laid out along the rows (`OF_ROW`) or columns of a tile."""
-    return plgpu.load(ref, layout=layout, optimized=False)
+def load_words(words: Ref, layout):
+    """Loads 64 words, one for each row or column of a tile; see `PER_ROW`."""
+    return plgpu.load(words, layout=layout, optimized=False)
 
 
-def load_tokens(ref, layout) -> tuple:
-    """Loads (multipliers, offsets) of 64 tokens."""
-    return load_line(ref.at[0], layout), load_line(ref.at[1], layout)
+def load_token_words(words: Ref, layout) -> tuple:
+    """Loads (multipliers, offsets) of 64 tokens from [2, 64]."""
+    return load_words(words.at[0], layout), load_words(words.at[1], layout)
 
 
-def dropped(x, tokens, features, threshold, *, token_axis: int = 0):
-    """x [64 tokens, 64 features] where the mask keeps it, else zero.
+def apply_mask(x, tokens, features, threshold, *, token_axis: int = 0):
+    """Returns x where the mask keeps it and zero elsewhere.
 
     Args:
-        x: The values.
-        tokens: (multipliers, offsets) of the tokens.
-        features: Words of the features.
-        threshold: Drop below this.
-        token_axis: 1: x is [64 features, 64 tokens].
+        x: Values in registers, [64 tokens, 64 features].
+        tokens: (multipliers, offsets) of the tokens, 64 each.
+        features: Words of the features, 64.
+        threshold: An element is dropped if its random word is below.
+        token_axis: 1 if x is [64 features, 64 tokens].
     """
     multiplier, offset = (
         lax.broadcast_in_dim(z, x.shape, (token_axis,)) for z in tokens

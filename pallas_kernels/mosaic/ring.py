@@ -1,8 +1,10 @@
-"""The ring in shared memory through which a kernel's operands stream.
+"""A ring of stages in shared memory, through which a kernel's operands stream.
 
-One warpgroup loads, two compute, each on 64 rows or columns of its own. Shared memory
-is the scarce thing: a wide product takes four stages of 48 KiB, and a skinny one, which
-waits for device memory, as many stages as fit.
+One warpgroup loads the stages and two compute. A stage is filled by asynchronous
+copies, which report to its `stage_full` barrier. When both computing warpgroups have
+read it, they report to its `stage_empty` barrier, and it is filled again. Shared memory
+is scarce: the wide product takes four stages of 48 KiB, and the skinny products, which
+wait for device memory, take as many stages as fit. See docs/kernels.md.
 """
 
 import dataclasses
@@ -16,31 +18,35 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-ROWS = 64  # token rows of one warpgroup: what one wgmma takes
-STEP = 64  # reduction step: 128 bytes of bf16, the widest swizzled row
+ROWS = 64  # token rows of one warpgroup: the M of one wgmma
+STEP = 64  # reduction step: 128 bytes of bf16, the widest swizzle
 COLUMNS = 256  # columns of a tile of the wide product
-COMPUTE = 2  # warpgroups that compute
+COMPUTE_WGS = 2  # warpgroups that compute
 _SHARED_BYTES = 227 * 1024
 
+# A reference to device memory (`*_gmem`), shared memory (`*_smem`) or barriers, or a
+# view of one. Pallas has no common type for these.
+Ref = Any
 
-def _tiles(columns: int, dtype) -> tuple:
-    """How a tile lies in shared memory: swizzled by as much as its rows allow."""
+
+def _transforms(num_columns: int, dtype) -> tuple:
+    """Returns a tile's layout in shared memory, with the widest swizzle that fits."""
     itemsize = jnp.dtype(dtype).itemsize
-    swizzle = math.gcd(columns * itemsize, 128)
+    swizzle = math.gcd(num_columns * itemsize, 128)
     tiling = plgpu.TilingTransform((8, swizzle // itemsize))
     return tiling, plgpu.SwizzleTransform(swizzle)
 
 
-def _smem(shape: tuple[int, ...], dtype):
-    return plgpu.SMEM(shape, dtype, transforms=_tiles(shape[-1], dtype))
+def _tiled_smem(shape: tuple[int, ...], dtype):
+    return plgpu.SMEM(shape, dtype, transforms=_transforms(shape[-1], dtype))
 
 
-def _bytes_of(words: tuple[int, ...]) -> int:
-    return 4 * math.prod(words)
+def _word_bytes(shape: tuple[int, ...]) -> int:
+    return 4 * math.prod(shape)
 
 
-def _stages_that_fit(stage_bytes: int, leaving_bytes: int) -> int:
-    return (_SHARED_BYTES - leaving_bytes - 2048) // stage_bytes
+def _max_stages(stage_bytes: int, output_bytes: int) -> int:
+    return (_SHARED_BYTES - output_bytes - 2048) // stage_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,233 +54,254 @@ class RingShape:
     """The contents of a kernel's shared memory.
 
     Attributes:
-        stages: How many.
-        x_tile: Shape of a stage's first operand, of which each warpgroup has a half.
-        w_tile: Shape of its second operand.
-        lines: Shape of the words that come with a stage, for masks.
-        copies: What fills a stage, in copies: their number costs the loader most.
-        out_tile: Shape of the tiles that leave, with how many are on their way.
-        sum_tile: Shape of tiles of float32, in the same place.
-        words: Masks whose words, of a whole tile, come beside the stages.
+        num_stages: Number of stages.
+        x_tile: Shape of a stage's first operand. Each warpgroup reads one half.
+        w_tile: Shape of a stage's second operand.
+        stage_words: Shape of the mask words that come with a stage; None: none do.
+        num_copies: Copies that fill a stage. The loader's time goes by their number.
+        out_tile: Shape of the output tiles; the wide product's starts with the number
+            of warpgroups and the number of copies in flight. None: there are none.
+        sum_tile: Shape of float32 tiles, which share their bytes with the output tiles.
+        num_tile_masks: Masks whose words come once for each output tile.
     """
 
-    stages: int
+    num_stages: int
     x_tile: tuple[int, ...]
     w_tile: tuple[int, ...]
-    lines: tuple[int, ...] | None
-    copies: int
+    stage_words: tuple[int, ...] | None
+    num_copies: int
     out_tile: tuple[int, ...] | None = None
     sum_tile: tuple[int, ...] | None = None
-    words: int = 0
+    num_tile_masks: int = 0
 
     @staticmethod
-    def wide(*, transposed: bool, masks: int) -> "RingShape":
-        """For a product with W, whose tile is 64 x 256, or 256 x 64 when transposed.
+    def wide(*, transposed: bool, num_masks: int) -> "RingShape":
+        """Returns the shape for a product with W in tiles of 64 x 256.
 
-        The words of masks take the place of the second of the tiles that leave.
+        The tiles are 256 x 64 if W is stored transposed. The words of masks take the
+        bytes of the second output tile.
         """
         w_tile = (COLUMNS, STEP) if transposed else (STEP, COLUMNS)
         return RingShape(
-            stages=4,
-            x_tile=(COMPUTE * ROWS, STEP),
+            num_stages=4,
+            x_tile=(COMPUTE_WGS * ROWS, STEP),
             w_tile=w_tile,
-            lines=None,
-            copies=2,
-            out_tile=(COMPUTE, 1 if masks else 2, ROWS, STEP),
-            words=masks,
+            stage_words=None,
+            num_copies=2,
+            out_tile=(COMPUTE_WGS, 1 if num_masks else 2, ROWS, STEP),
+            num_tile_masks=num_masks,
         )
 
     @staticmethod
-    def shrink(parts: int, width: int, *, masked: bool) -> "RingShape":
-        """For x A of several parts: each warpgroup reduces over its own features."""
-        lines = (parts, COMPUTE * STEP)
-        stage = 2 * COMPUTE * (ROWS + parts * width) * STEP
+    def shrink(num_projections: int, width: int, *, masked: bool) -> "RingShape":
+        """Returns the shape for x A of projections that share x.
+
+        Each warpgroup reduces over its own features. `width` is the number of ranks of
+        a tile.
+        """
+        words = (num_projections, COMPUTE_WGS * STEP)
+        stage = 2 * COMPUTE_WGS * (ROWS + num_projections * width) * STEP
         return RingShape(
-            stages=_stages_that_fit(stage + _bytes_of(lines), 4 * ROWS * STEP),
-            x_tile=(ROWS, COMPUTE * STEP),
-            w_tile=(parts, width, COMPUTE * STEP),
-            lines=lines if masked else None,
-            copies=1 + parts * (1 + masked),
+            num_stages=_max_stages(stage + _word_bytes(words), 4 * ROWS * STEP),
+            x_tile=(ROWS, COMPUTE_WGS * STEP),
+            w_tile=(num_projections, width, COMPUTE_WGS * STEP),
+            stage_words=words if masked else None,
+            num_copies=1 + num_projections * (1 + masked),
             out_tile=(ROWS, width),
             sum_tile=(ROWS, width),
         )
 
     @staticmethod
-    def outer(parts: int, *, masked: bool) -> "RingShape":
-        """For wide^T narrow of several parts: each warpgroup has its own features."""
-        lines = (parts, 2, ROWS)
-        stage = 2 * (COMPUTE + parts) * ROWS * STEP
+    def outer(num_projections: int, *, masked: bool) -> "RingShape":
+        """Returns the shape for wide^T narrow of projections that share wide.
+
+        Each warpgroup has its own features of wide.
+        """
+        words = (num_projections, 2, ROWS)
+        stage = 2 * (COMPUTE_WGS + num_projections) * ROWS * STEP
         return RingShape(
-            stages=_stages_that_fit(
-                stage + _bytes_of(lines), 4 * COMPUTE * ROWS * STEP
+            num_stages=_max_stages(
+                stage + _word_bytes(words), 4 * COMPUTE_WGS * ROWS * STEP
             ),
-            x_tile=(ROWS, COMPUTE * STEP),
-            w_tile=(parts, ROWS, STEP),
-            lines=lines if masked else None,
-            copies=1 + parts * (1 + masked),
-            sum_tile=(COMPUTE, ROWS, STEP),
+            x_tile=(ROWS, COMPUTE_WGS * STEP),
+            w_tile=(num_projections, ROWS, STEP),
+            stage_words=words if masked else None,
+            num_copies=1 + num_projections * (1 + masked),
+            sum_tile=(COMPUTE_WGS, ROWS, STEP),
         )
 
     def tiles(self, dtype) -> list:
-        """Scratch types of the stages and of what leaves, in `Ring`'s order."""
+        """Returns the scratch types of stages, words and outputs, in `Ring`'s order."""
         out = sums = None
         if self.out_tile is not None:
-            out = _smem(self.out_tile, dtype)
+            out = _tiled_smem(self.out_tile, dtype)
         if self.sum_tile is not None:
-            sums = _smem(self.sum_tile, jnp.float32)
+            sums = _tiled_smem(self.sum_tile, jnp.float32)
         both = out is not None and sums is not None
         return [
-            _smem((self.stages, *self.x_tile), dtype),
-            _smem((self.stages, *self.w_tile), dtype),
+            _tiled_smem((self.num_stages, *self.x_tile), dtype),
+            _tiled_smem((self.num_stages, *self.w_tile), dtype),
             None
-            if self.lines is None
-            else plgpu.SMEM((self.stages, *self.lines), jnp.uint32),
+            if self.stage_words is None
+            else plgpu.SMEM((self.num_stages, *self.stage_words), jnp.uint32),
             plgpu.RefUnion(out, sums) if both else (out, sums),
-            [
-                plgpu.SMEM((self.words, COMPUTE, COLUMNS), jnp.uint32),
-                plgpu.SMEM((self.words, COMPUTE, 2, ROWS), jnp.uint32),
-            ]
-            if self.words
-            else None,
+            self._tile_words() if self.num_tile_masks else None,
+        ]
+
+    def _tile_words(self) -> list:
+        masks = self.num_tile_masks, COMPUTE_WGS
+        return [
+            plgpu.SMEM((*masks, COLUMNS), jnp.uint32),
+            plgpu.SMEM((*masks, 2, ROWS), jnp.uint32),
         ]
 
     def barriers(self) -> list:
-        """Scratch types of the barriers, in `Ring`'s order."""
+        """Returns the scratch types of the barriers, in `Ring`'s order."""
+        stages = self.num_stages
+        num_word_copies = max(2 * COMPUTE_WGS * self.num_tile_masks, 1)
         return [
-            plgpu.Barrier(num_arrivals=self.copies, num_barriers=self.stages),
-            plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=self.stages),
+            plgpu.Barrier(num_arrivals=self.num_copies, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=stages),
             plgpu.Barrier(),
             plgpu.Barrier(),
-            plgpu.Barrier(num_arrivals=max(2 * COMPUTE * self.words, 1)),
-            plgpu.Barrier(num_arrivals=COMPUTE),
+            plgpu.Barrier(num_arrivals=num_word_copies),
+            plgpu.Barrier(num_arrivals=COMPUTE_WGS),
         ]
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """References of one kernel's shared memory.
+    """References to one kernel's shared memory and barriers.
 
     Attributes:
-        shape: What it holds.
-        x, w: The stages.
-        lines: Lines of 64 words beside each stage, for dropout masks.
-        leaving: (`out`, `sum`).
-        words: (words of a tile's features, of its tokens), by mask and warpgroup.
-        full: Stage filled.
-        empty: Stage free again.
-        free, summed: Hand-over of `sum`.
-        told, heard: Words of a tile's masks are there, or no longer read.
+        shape: Its contents.
+        x_smem: First operands, [num_stages, *x_tile].
+        w_smem: Second operands, [num_stages, *w_tile].
+        stage_words_smem: Mask words, [num_stages, *stage_words], uint32, or None.
+        outputs_smem: Pair of `out_smem` and `sum_smem`, which share their bytes.
+        tile_words_smem: Words of an output tile's masks: of its features
+            [num_tile_masks, 2, 256] and of its tokens [num_tile_masks, 2, 2, 64], by
+            mask and warpgroup; uint32, or None.
+        stage_full: One barrier for each stage; its copies have landed.
+        stage_empty: One barrier for each stage; both warpgroups have read it.
+        sum_empty: Barrier; `sum_smem` may be overwritten.
+        sum_full: Barrier; `sum_smem` holds the second warpgroup's sum.
+        words_full: Barrier; the words of the output tile's masks have landed.
+        words_empty: Barrier; both warpgroups have read the words.
     """
 
     shape: RingShape
-    x: Any
-    w: Any
-    lines: Any
-    leaving: Any
-    words: Any
-    full: Any
-    empty: Any
-    free: Any
-    summed: Any
-    told: Any
-    heard: Any
+    x_smem: Ref
+    w_smem: Ref
+    stage_words_smem: Ref
+    outputs_smem: Ref
+    tile_words_smem: Ref
+    stage_full: Ref
+    stage_empty: Ref
+    sum_empty: Ref
+    sum_full: Ref
+    words_full: Ref
+    words_empty: Ref
 
     @property
-    def out(self):
-        """Staging of output tiles on their way to device memory."""
-        return self.leaving[0]
+    def out_smem(self) -> Ref:
+        """Output tiles on their way to device memory."""
+        return self.outputs_smem[0]
 
     @property
-    def sum(self):
-        """Float32 tiles in the same bytes: sums that leave or are handed over."""
-        return self.leaving[1]
+    def sum_smem(self) -> Ref:
+        """Float32 tiles: sums on their way to device memory or to a warpgroup."""
+        return self.outputs_smem[1]
 
-    def slot(self, step):
-        """The stage of a step."""
-        return lax.rem(step, jnp.int32(self.shape.stages))
+    def stage(self, step):
+        """Returns the stage that a step uses."""
+        return lax.rem(step, jnp.int32(self.shape.num_stages))
 
-    def x_part(self, slot, i):
-        """The i-th half of a stage's x, 64 x 64."""
-        part = pl.ds(i * STEP, STEP)
+    def x_half(self, stage, i) -> Ref:
+        """Returns the i-th half of a stage's x, 64 x 64."""
+        half = pl.ds(i * STEP, STEP)
         if self.shape.x_tile[0] == ROWS:
-            return self.x.at[slot, :, part]
-        return self.x.at[slot, part]
+            return self.x_smem.at[stage, :, half]
+        return self.x_smem.at[stage, half]
 
     def acquire(self, step):
-        """The stage of a step, once its last readers are done. For the loader."""
-        slot = self.slot(step)
-        pl.when(step >= self.shape.stages)(
-            lambda: plgpu.barrier_wait(self.empty.at[slot])
+        """Returns the stage of a step once it may be filled. For the loader."""
+        stage = self.stage(step)
+        pl.when(step >= self.shape.num_stages)(
+            lambda: plgpu.barrier_wait(self.stage_empty.at[stage])
         )
-        return slot
+        return stage
 
     def wait(self, step):
-        """The stage of a step, once it is filled."""
-        slot = self.slot(step)
-        plgpu.barrier_wait(self.full.at[slot])
-        return slot
+        """Returns the stage of a step once it is filled."""
+        stage = self.stage(step)
+        plgpu.barrier_wait(self.stage_full.at[stage])
+        return stage
 
     def release(self, step):
-        """This warpgroup no longer reads the stage."""
-        plgpu.barrier_arrive(self.empty.at[self.slot(step)])
+        """Reports that this warpgroup no longer reads the stage of a step."""
+        plgpu.barrier_arrive(self.stage_empty.at[self.stage(step)])
 
-    def each_step(self, count, step, multiply, ahead=1):
-        """Calls `multiply(step)` and releases each stage when it was read.
+    def each_step(self, num_steps, step, multiply, num_in_flight=1):
+        """Calls `multiply(step)` for each step and releases each stage once it is read.
 
         Args:
-            count: How many steps.
-            step: The first.
-            multiply: Starts the step's products.
-            ahead: How many products may still run when the next step starts: all of a
-                step's, so that they overlap with what the next one does before its own,
-                or 0 if their operands are in registers.
+            num_steps: Number of steps.
+            step: The first step.
+            multiply: Starts the products of a step.
+            num_in_flight: Products that may still run when the next step starts. All of
+                a step's products, so that they overlap with what the next step does
+                before its own; or 0 if their operands are in registers.
+
+        Returns:
+            The step after the last one.
         """
 
         def one(i, step):
             multiply(step)
-            plgpu.wgmma_wait(ahead)
-            if ahead:
+            plgpu.wgmma_wait(num_in_flight)
+            if num_in_flight:
                 pl.when(i > 0)(lambda: self.release(step - 1))
             else:
                 self.release(step)
             return step + 1
 
-        step = lax.fori_loop(0, count, one, step)
-        if ahead:
+        step = lax.fori_loop(0, num_steps, one, step)
+        if num_in_flight:
             plgpu.wgmma_wait(0)
-            pl.when(count > 0)(lambda: self.release(step - 1))
+            pl.when(num_steps > 0)(lambda: self.release(step - 1))
         return step
 
-    def drain(self, steps, items):
-        """Waits until everything was read: no barrier may be left behind."""
-        if self.shape.words:
-            pl.when(items > 0)(lambda: plgpu.barrier_wait(self.heard))
-        for slot in range(self.shape.stages):
-            wait = functools.partial(plgpu.barrier_wait, self.empty.at[slot])
-            pl.when(steps > slot)(wait)
+    def drain(self, num_steps, num_items):
+        """Waits until everything is read: a kernel must not end before its barriers."""
+        if self.shape.num_tile_masks:
+            pl.when(num_items > 0)(lambda: plgpu.barrier_wait(self.words_empty))
+        for stage in range(self.shape.num_stages):
+            wait = functools.partial(plgpu.barrier_wait, self.stage_empty.at[stage])
+            pl.when(num_steps > stage)(wait)
 
-    def add_up(self, acc, warpgroup, finish) -> None:
-        """Calls `finish` in the first warpgroup with the sum over both of `acc`."""
+    def sum_warpgroups(self, acc, wg, finish) -> None:
+        """Calls `finish` in the first warpgroup with both warpgroups' acc added up."""
 
-        @pl.when(warpgroup == 0)
+        @pl.when(wg == 0)
         def _():
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(self.free)
-            plgpu.barrier_wait(self.summed)
-            finish(acc + plgpu.load(self.sum, layout=plgpu.Layout.WGMMA))
+            plgpu.barrier_arrive(self.sum_empty)
+            plgpu.barrier_wait(self.sum_full)
+            finish(acc + plgpu.load(self.sum_smem, layout=plgpu.Layout.WGMMA))
 
-        @pl.when(warpgroup == 1)
+        @pl.when(wg == 1)
         def _():
-            plgpu.barrier_wait(self.free)
-            self.sum[...] = acc
-            plgpu.barrier_arrive(self.summed)
+            plgpu.barrier_wait(self.sum_empty)
+            self.sum_smem[...] = acc
+            plgpu.barrier_arrive(self.sum_full)
 
 
-def most_chunks(settings, slot):
-    """The chunks of ranks that a slot fills in any projection."""
-    return functools.reduce(jnp.maximum, [one.chunks[slot] for one in settings])
+def max_chunks(settings, slot):
+    """Returns the largest number of rank chunks that a slot has in any projection."""
+    return functools.reduce(jnp.maximum, [one.num_chunks[slot] for one in settings])
 
 
 def zeros_like(x: jax.Array) -> jax.Array:
-    """Zeros in a layout that fits x."""
+    """Returns zeros in a layout that fits x."""
     return jnp.zeros(x.shape, x.dtype)

@@ -1,4 +1,4 @@
-"""Token blocks as the kernels read them, worked out once for all layers."""
+"""The slots of token rows in blocks of 64, as the kernels read them."""
 
 import dataclasses
 
@@ -10,12 +10,12 @@ from jaxlora.pallas_kernels.mosaic.ring import ROWS
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Token rows in blocks of 64.
+    """Blocks of 64 token rows, each with one slot.
 
     Attributes:
-        slot: Slot of each block, -1 for padding.
-        order: Blocks sorted by slot, padding last.
-        starts: Where each slot's blocks start in `order`, G + 1.
+        slot: Slot of each block; -1 for padding.
+        order: Blocks sorted by slot, with padding last.
+        starts: Index in `order` of each slot's first block, and of the padding's.
     """
 
     slot: Int[Array, " NB"]
@@ -23,21 +23,27 @@ class Blocks:
     starts: Int[Array, " G1"]
 
 
-def blocks_of(
+def make_blocks(
     block_adapter: Int[Array, " NB"], num_slots: int, num_rows: int
 ) -> Blocks:
-    """Splits the token blocks into blocks of 64 rows and sorts them by slot.
+    """Splits token blocks into blocks of 64 rows and sorts them by slot.
 
-    The order comes from counting, not from a sort: a few comparisons of NB x NB.
+    The order is found by counting NB x NB comparisons. XLA compiles these into one
+    small kernel, whereas a sort takes several.
+
+    Args:
+        block_adapter: Slot of each token block; -1 for padding.
+        num_slots: G.
+        num_rows: T, a multiple of 64 NB.
     """
     slot = jnp.repeat(block_adapter, num_rows // ROWS // block_adapter.shape[0])
     key = jnp.where(slot < 0, num_slots, slot)
     index = jnp.arange(slot.shape[0], dtype=jnp.int32)
-    before = (key[None] < key[:, None]) | (
+    is_before = (key[None] < key[:, None]) | (
         (key[None] == key[:, None]) & (index[None] < index[:, None])
     )
-    place = before.sum(axis=1, dtype=jnp.int32)
-    order = jnp.where(place[None] == index[:, None], index[None], 0).sum(
+    rank = is_before.sum(axis=1, dtype=jnp.int32)
+    order = jnp.where(rank[None] == index[:, None], index[None], 0).sum(
         axis=1, dtype=jnp.int32
     )
     bound = jnp.arange(num_slots + 1, dtype=jnp.int32)

@@ -1,7 +1,14 @@
-"""s = factor * dropout(x) A for several A at once: one read of x for all of them."""
+"""The shrink kernel: `s = factor * dropout(x) A` for projections that share x.
+
+Grid: one program per multiprocessor, and each takes items in turn. An item is a block
+of 64 rows and a chunk of at most 64 ranks.
+Pipeline: a ring of stages, each with 64 x 128 of x, the same 128 features of every A,
+and the words of those features' masks. One warpgroup loads; two compute, each on 64 of
+the 128 features, and add up at the end. x is read once for all projections.
+See docs/kernels.md.
+"""
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -9,118 +16,128 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxlora.pallas_kernels.mosaic.mask import (
-    OF_COLUMN,
-    OF_ROW,
+    PER_COLUMN,
+    PER_ROW,
     Mask,
-    dropped,
-    load_line,
-    load_tokens,
+    apply_mask,
+    load_token_words,
+    load_words,
 )
-from jaxlora.pallas_kernels.mosaic.ring import COMPUTE, ROWS, STEP, Ring, most_chunks
+from jaxlora.pallas_kernels.mosaic.ring import (
+    COMPUTE_WGS,
+    ROWS,
+    STEP,
+    Ref,
+    Ring,
+    max_chunks,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Shrink:
-    """Items are (block of 64 rows, chunk of 64 ranks), the block running fastest.
+    """Computes items of s; consecutive items have consecutive blocks of rows.
 
-    Only the block's own adapter is read. The warpgroups take alternate steps of the
-    reduction and add up at the end. Each of the P projections that share x has its own
+    An item reads only its own block's adapter. Each of the P projections has its own
     A, mask and result.
 
     Attributes:
         ring: Shared memory.
-        x: T K.
-        a: G R K, of each projection.
-        s: The results, T R.
-        slot: Slot of each block of 64 rows, -1 for padding.
+        x_gmem: [T, K].
+        a_gmem: A of each projection, [G, R, K].
+        s_gmem: The result of each projection, [T, R].
+        slot_gmem: Slot of each block of 64 rows, [NB]; -1 for padding.
         settings: `KernelSettings` of each projection, with only its own rows.
-        masks: Dropout of x, of each projection; empty: none.
+        masks: Dropout masks of x for each projection; empty without dropout.
     """
 
     ring: Ring
-    x: Any
-    a: tuple
-    s: tuple
-    slot: Any
+    x_gmem: Ref
+    a_gmem: tuple[Ref, ...]
+    s_gmem: tuple[Ref, ...]
+    slot_gmem: Ref
     settings: tuple
     masks: tuple[Mask, ...]
 
-    def _place(self, item):
-        num_blocks = self.slot.shape[0]
+    def _block_and_chunk(self, item):
+        num_blocks = self.slot_gmem.shape[0]
         return lax.rem(item, num_blocks), lax.div(item, num_blocks)
 
-    def about(self, item):
-        """(slot, steps of the reduction)."""
-        block, chunk = self._place(item)
-        slot = self.slot[block]
-        here = jnp.maximum(slot, 0)
-        steps = pl.cdiv(self.x.shape[1], COMPUTE * STEP)
-        live = (slot >= 0) & (chunk < most_chunks(self.settings, here))
-        return here, jnp.where(live, jnp.int32(steps), 0)
+    def prefetch(self, item):
+        """Reads (slot, number of reduction steps) of an item."""
+        block, chunk = self._block_and_chunk(item)
+        slot = self.slot_gmem[block]
+        safe_slot = jnp.maximum(slot, 0)
+        num_steps = pl.cdiv(self.x_gmem.shape[1], COMPUTE_WGS * STEP)
+        live = (slot >= 0) & (chunk < max_chunks(self.settings, safe_slot))
+        return safe_slot, jnp.where(live, jnp.int32(num_steps), 0)
 
-    def load(self, index, item, about, step):
+    def load(self, index, item, prefetched, step):
         """Fills the stages of one item; returns the next step of the ring."""
         del index
-        (block, chunk), (slot, steps) = self._place(item), about
+        (block, chunk), (slot, num_steps) = self._block_and_chunk(item), prefetched
         rows, width = pl.ds(block * ROWS, ROWS), self.ring.shape.w_tile[1]
         ranks = pl.ds(chunk * width, width)
 
-        def one(i, step):
+        def fill(i, step):
             stage = self.ring.acquire(step)
             ks, full = (
-                pl.ds(i * COMPUTE * STEP, COMPUTE * STEP),
-                self.ring.full.at[stage],
+                pl.ds(i * COMPUTE_WGS * STEP, COMPUTE_WGS * STEP),
+                self.ring.stage_full.at[stage],
             )
-            plgpu.copy_gmem_to_smem(self.x.at[rows, ks], self.ring.x.at[stage], full)
-            for p, a in enumerate(self.a):
-                part = self.ring.w.at[stage, p]
-                plgpu.copy_gmem_to_smem(a.at[slot, ranks, ks], part, full)
+            x_smem = self.ring.x_smem.at[stage]
+            plgpu.copy_gmem_to_smem(self.x_gmem.at[rows, ks], x_smem, full)
+            for p, a_gmem in enumerate(self.a_gmem):
+                a_smem = self.ring.w_smem.at[stage, p]
+                plgpu.copy_gmem_to_smem(a_gmem.at[slot, ranks, ks], a_smem, full)
             for p, mask in enumerate(self.masks):
-                line = self.ring.lines.at[stage, p]
-                plgpu.copy_gmem_to_smem(mask.word.at[slot, ks], line, full)
+                words_smem = self.ring.stage_words_smem.at[stage, p]
+                plgpu.copy_gmem_to_smem(mask.features.at[slot, ks], words_smem, full)
             return step + 1
 
-        return lax.fori_loop(0, steps, one, step)
+        return lax.fori_loop(0, num_steps, fill, step)
 
-    def compute(self, item, about, step, wg):
+    def compute(self, item, prefetched, step, wg):
         """Computes one item; returns the next step of the ring."""
-        (block, chunk), (slot, steps) = self._place(item), about
+        (block, chunk), (slot, num_steps) = self._block_and_chunk(item), prefetched
         rows, width = pl.ds(block * ROWS, ROWS), self.ring.shape.w_tile[1]
-        tokens = [load_tokens(mask.token.at[block], OF_ROW) for mask in self.masks]
+        tokens = [
+            load_token_words(mask.tokens.at[block], PER_ROW) for mask in self.masks
+        ]
 
         def accumulate(*accs):
             def multiply(step):
                 stage = self.ring.wait(step)
                 for p, acc in enumerate(accs):
                     x = self._x(stage, wg, p, tokens, slot)
-                    a = self.ring.w.at[stage, p, :, pl.ds(wg * STEP, STEP)]
-                    plgpu.wgmma(acc, x, a.transpose((1, 0)))
+                    a_smem = self.ring.w_smem.at[stage, p, :, pl.ds(wg * STEP, STEP)]
+                    plgpu.wgmma(acc, x, a_smem.transpose((1, 0)))
 
-            after = self.ring.each_step(
-                steps, step, multiply, ahead=0 if self.masks else len(accs)
-            )
+            num_in_flight = 0 if self.masks else len(accs)
+            after = self.ring.each_step(num_steps, step, multiply, num_in_flight)
             return [acc[...] for acc in accs], after
 
-        accs = [plgpu.ACC((ROWS, width), jnp.float32)] * len(self.a)
+        accs = [plgpu.ACC((ROWS, width), jnp.float32)] * len(self.a_gmem)
         sums, step = pl.run_scoped(accumulate, *accs)
-        for s, out, settings in zip(sums, self.s, self.settings, strict=True):
+        for s, s_gmem, settings in zip(sums, self.s_gmem, self.settings, strict=True):
 
-            def store(s, to=out, factor=settings.factor):
-                out = self.ring.out
-                out[...] = (s * factor[slot]).astype(to.dtype)
+            def store(s, s_gmem=s_gmem, factor=settings.factor):
+                out_smem = self.ring.out_smem
+                out_smem[...] = (s * factor[slot]).astype(s_gmem.dtype)
                 plgpu.commit_smem()
                 ranks = pl.ds(chunk * width, width)
-                plgpu.copy_smem_to_gmem(out, to.at[rows, ranks])
+                plgpu.copy_smem_to_gmem(out_smem, s_gmem.at[rows, ranks])
 
-            pl.when(steps > 0)(lambda s=s, store=store: self.ring.add_up(s, wg, store))
+            pl.when(num_steps > 0)(
+                lambda s=s, store=store: self.ring.sum_warpgroups(s, wg, store)
+            )
         return step
 
     def _x(self, stage, wg, p, tokens, slot):
-        """The stage's x as one projection sees it; in registers if it is masked."""
-        x = self.ring.x_part(stage, wg)
+        """Returns dropout(x) of projection p: in registers if masked, else in smem."""
+        x_smem = self.ring.x_half(stage, wg)
         if not self.masks:
-            return x
-        line = self.ring.lines.at[stage, p, pl.ds(wg * STEP, STEP)]
-        word = load_line(line, OF_COLUMN)
-        value = plgpu.load(x, layout=plgpu.Layout.WGMMA)
-        return dropped(value, tokens[p], word, self.settings[p].threshold[slot])
+            return x_smem
+        words_smem = self.ring.stage_words_smem.at[stage, p, pl.ds(wg * STEP, STEP)]
+        features = load_words(words_smem, PER_COLUMN)
+        x = plgpu.load(x_smem, layout=plgpu.Layout.WGMMA)
+        return apply_mask(x, tokens[p], features, self.settings[p].threshold[slot])

@@ -1,4 +1,4 @@
-"""Tile choices: a table of measured ones, and a rule for everything else."""
+"""Tile choices: a table of measured ones, and rules for all other sizes and devices."""
 
 import dataclasses
 import functools
@@ -11,27 +11,13 @@ from importlib import resources
 from jaxlora.pallas_kernels.mosaic.outer import TILE_COLUMNS
 
 MAX_SPLITS = 16
+_MAX_SIDE_SMS = 8
 _TABLE = "tuning.json"
 
-
-# Microseconds of a step of 64, as measured on an H200: of a wide product, of a gradient
-# beside one and what a mask adds to it, and of a gradient on all multiprocessors.
-_WIDE_STEP, _BESIDE_STEP, _BESIDE_MASK, _OUTER_STEP = 0.67, 0.36, 0.19, 0.7
-_MOST_APART = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Beside:
-    """How gradients share a launch with a wide product.
-
-    Attributes:
-        apart: Multiprocessors that do gradients only.
-        items: How many items of each gradient they do; the others do the rest when
-            they are done with the product.
-    """
-
-    apart: int
-    items: tuple[int, ...]
+# Microseconds of a step of 64, measured on an H200: of an expand tile; of an outer item
+# on a side multiprocessor, and what each mask adds to it; and of an outer item when all
+# multiprocessors run one.
+_EXPAND_STEP_US, _SIDE_STEP_US, _SIDE_MASK_US, _OUTER_STEP_US = 0.67, 0.36, 0.19, 0.7
 
 
 @functools.cache
@@ -41,87 +27,110 @@ def _table() -> dict[str, dict[str, dict[str, int]]]:
 
 
 def band_for(device: str, t: int, k: int, n: int) -> int:
-    """Tiles of rows visited together by the product of T x K with K x N."""
+    """Returns how many tile rows expand visits together for T x K times K x N."""
     measured = _table().get(device, {}).get(f"expand {t} {k} {n}")
     return measured["band"] if measured else 8
 
 
-def splits_for(device: str, features: int, num_sms: int) -> int:
-    """Parts of an adapter's rows, for gradients of `features` x rank.
+def splits_for(device: str, num_features: int, num_sms: int) -> int:
+    """Returns the most parts of a slot's rows, for gradients of features x rank.
 
-    Depends on nothing of the batch or the other adapters: the order of a sum must not.
+    It depends neither on the batch nor on the other adapters, because the order of a
+    sum must not.
     """
-    measured = _table().get(device, {}).get(f"outer {features}")
+    measured = _table().get(device, {}).get(f"outer {num_features}")
     if measured:
         return measured["splits"]
-    tiles = math.ceil(features / TILE_COLUMNS)
+    num_tiles = math.ceil(num_features / TILE_COLUMNS)
     enough = 0.9 * num_sms  # as many items as keep the multiprocessors busy
     powers = (2**i for i in range(MAX_SPLITS.bit_length()))
-    return next((s for s in powers if tiles * s >= enough), MAX_SPLITS)
+    return next((s for s in powers if num_tiles * s >= enough), MAX_SPLITS)
 
 
 @dataclasses.dataclass(frozen=True)
-class Gradient:
-    """What a gradient costs.
+class OuterCost:
+    """The size of an outer product that shares a launch with expand.
 
     Attributes:
-        items: How many.
-        steps: Steps of 64 rows of an item, about.
-        masks: Masks that a step makes.
+        num_items: Number of items.
+        steps_per_item: Mean number of steps of 64 rows of an item.
+        num_masks: Number of masks that a step computes.
     """
 
-    items: int
-    steps: float
-    masks: int
+    num_items: int
+    steps_per_item: float
+    num_masks: int
 
 
-def beside(
-    wide_items: int, wide_steps: int, gradients: Sequence[Gradient], num_sms: int
-) -> Beside:
-    """The sharing that should end first.
+@dataclasses.dataclass(frozen=True)
+class SidePlan:
+    """How outer products share a launch with expand.
 
-    A product's tiles come in rounds, one a multiprocessor, and often as many rounds
-    are enough with a few multiprocessors less.
+    Attributes:
+        num_side_sms: Number of multiprocessors that run outer products only.
+        num_side_items: Number of items of each outer product that they run. The other
+            multiprocessors run the rest after expand.
+    """
+
+    num_side_sms: int
+    num_side_items: tuple[int, ...]
+
+
+def plan_side_items(
+    num_tiles: int, steps_per_tile: int, outers: Sequence[OuterCost], num_sms: int
+) -> SidePlan:
+    """Returns the plan with the least estimated time.
+
+    The tiles of expand come in rounds of one per multiprocessor. Often the number of
+    rounds stays the same with a few multiprocessors less.
 
     Args:
-        wide_items: Tiles of the product.
-        wide_steps: Steps of 64 of each.
-        gradients: What to do beside it, the first first.
-        num_sms: Multiprocessors.
+        num_tiles: Number of tiles of expand.
+        steps_per_tile: Number of steps of 64 of each tile.
+        outers: The outer products, in the order in which they run.
+        num_sms: Number of multiprocessors.
     """
-
+    tile_us = steps_per_tile * _EXPAND_STEP_US
     options = [
-        _shared(wide_items, wide_steps * _WIDE_STEP, gradients, num_sms, apart, whole)
-        for apart in range(min(_MOST_APART, num_sms - 1) + 1)
-        for whole in itertools.product((False, True), repeat=len(gradients))
+        _timed_plan(num_tiles, tile_us, outers, num_sms, num_side_sms, take_all)
+        for num_side_sms in range(min(_MAX_SIDE_SMS, num_sms - 1) + 1)
+        for take_all in itertools.product((False, True), repeat=len(outers))
     ]
     return min(options, key=lambda option: option[0])[1]
 
 
-def _shared(
-    tiles: int,
-    tile_time: float,
-    gradients: Sequence[Gradient],
+def _timed_plan(
+    num_tiles: int,
+    tile_us: float,
+    outers: Sequence[OuterCost],
     num_sms: int,
-    apart: int,
-    whole: tuple[bool, ...],
-) -> tuple[float, Beside]:
-    """When a sharing ends, and it: of each gradient beside all items, or what fits."""
-    main = num_sms - apart
-    time = math.ceil(tiles / main) * tile_time
-    busy, rest, taken = 0.0, 0.0, []
-    for one, all_items in zip(gradients, whole, strict=True):
-        each = one.steps * (_BESIDE_STEP + _BESIDE_MASK * one.masks)
-        fitting = apart * int(max(time - busy, 0) / each)
-        items = one.items if all_items and apart else min(one.items, fitting)
-        busy += math.ceil(items / max(apart, 1)) * each
-        rest += one.steps * _rounds_time(one.items - items, main)
-        taken.append(items)
-    return max(time + rest, busy), Beside(apart, tuple(taken))
+    num_side_sms: int,
+    take_all: tuple[bool, ...],
+) -> tuple[float, SidePlan]:
+    """Returns a plan and its estimated time in microseconds.
+
+    The side multiprocessors run all items of an outer product where `take_all` says so,
+    and otherwise as many as fit into the time of expand.
+    """
+    num_main_sms = num_sms - num_side_sms
+    expand_us = math.ceil(num_tiles / num_main_sms) * tile_us
+    side_us, rest_us, taken = 0.0, 0.0, []
+    for outer, takes_all in zip(outers, take_all, strict=True):
+        item_us = outer.steps_per_item * (
+            _SIDE_STEP_US + _SIDE_MASK_US * outer.num_masks
+        )
+        fitting = num_side_sms * int(max(expand_us - side_us, 0) / item_us)
+        all_items = takes_all and num_side_sms
+        num_items = outer.num_items if all_items else min(outer.num_items, fitting)
+        side_us += math.ceil(num_items / max(num_side_sms, 1)) * item_us
+        num_left = outer.num_items - num_items
+        rest_us += outer.steps_per_item * _rounds_us(num_left, num_main_sms)
+        taken.append(num_items)
+    return max(expand_us + rest_us, side_us), SidePlan(num_side_sms, tuple(taken))
 
 
-def _rounds_time(items: int, main: int) -> float:
-    """Time for a step of each item, all multiprocessors sharing the device's memory."""
-    rounds, last = divmod(items, main)
-    busy_last = max(_BESIDE_STEP, _OUTER_STEP * last / main) if last else 0.0
-    return rounds * _OUTER_STEP + busy_last
+def _rounds_us(num_items: int, num_sms: int) -> float:
+    """Returns the time of one step of each item, with device memory shared by all."""
+    rounds, last = divmod(num_items, num_sms)
+    last_us = max(_SIDE_STEP_US, _OUTER_STEP_US * last / num_sms) if last else 0.0
+    return rounds * _OUTER_STEP_US + last_us

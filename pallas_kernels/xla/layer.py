@@ -1,7 +1,8 @@
-"""The multi-adapter LoRA linear in plain XLA: right on every device, fast on none.
+"""The multi-adapter LoRA linear in plain JAX, for any device.
 
-Each token block gathers its own adapter, so nothing of one adapter, not even a NaN,
-meets the rows of another.
+Each token block gathers its own adapter. So no value of one adapter, not even a NaN,
+reaches the rows of another. The masks and the float32 terms are stored in device
+memory, which makes this slower than fused kernels.
 """
 
 import functools
@@ -38,7 +39,7 @@ def forward(
     *,
     w_transposed: bool = False,
 ) -> tuple[list[Array], list[Array]]:
-    """Returns y [T N] and s = scaling * dropout(x) A [NB BT R] of each projection."""
+    """Computes y [T, N] and s = scaling dropout(x) A [NB, BT, R] of each projection."""
     spec = "tk,nk->tn" if w_transposed else "tk,kn->tn"
     parts = [_forward(x, p, p.w[layer[0]], spec, block_adapter) for p in projections]
     return [y for y, _ in parts], [s for _, s in parts]
@@ -63,7 +64,8 @@ def _forward(
     y = _einsum(spec, x, w).reshape(delta.shape) + delta
     if projection.bias is not None:
         y = y + projection.bias.astype(jnp.float32)
-    # A padding block was computed with slot 0, which may hold anything: select it away.
+    # Padding blocks were computed with slot 0, which may hold anything. A product with
+    # zero would keep its NaN, so select.
     y = jnp.where(block_adapter[:, None, None] >= 0, y, 0)
     return y.reshape(x.shape[0], -1).astype(x.dtype), s
 
@@ -71,7 +73,7 @@ def _forward(
 def _sum_by_adapter(
     blocks: Float[Array, "NB P Q"], block_adapter: Int[Array, " NB"], num_slots: int
 ) -> Float[Array, "G P Q"]:
-    """Sums each adapter's blocks, in block order; without atomics, without 0 * NaN."""
+    """Sums each adapter's blocks in block order, by selection, as 0 * NaN is NaN."""
     mine = block_adapter == jnp.arange(num_slots)[:, None]
     return jnp.where(mine[:, :, None, None], blocks, 0).sum(axis=1)
 
@@ -86,7 +88,7 @@ def backward(
     *,
     w_transposed: bool = False,
 ) -> tuple[Float[Array, "T K"], list[Array], list[Array]]:
-    """Returns dx in x's dtype; da [G K R] and db [G R N] of each in float32."""
+    """Computes dx [T, K] in x's dtype; da [G, K, R] and db [G, R, N] in float32."""
     spec = "tn,nk->tk" if w_transposed else "tn,kn->tk"
     parts = [
         _backward(dy_p, x, p, p.w[layer[0]], s_p, spec, block_adapter)

@@ -26,8 +26,8 @@ from jaxlora.pallas_kernels import (
     multi_lora_linears,
 )
 from jaxlora.pallas_kernels.mosaic.device import interpreted, unsupported_device
-from jaxlora.pallas_kernels.mosaic.layer import outer
-from jaxlora.pallas_kernels.mosaic.routing import blocks_of
+from jaxlora.pallas_kernels.mosaic.products import outer
+from jaxlora.pallas_kernels.mosaic.routing import make_blocks
 from tests.oracle import assert_as_accurate_as, relative_error
 from tests.pallas_kernels import interpreter
 from tests.pallas_kernels.problems import both_ways, problem, run, weight_of
@@ -264,7 +264,9 @@ def test_a_gradient_in_parts_depends_on_its_own_rows_alone(transposed):
     )
 
     def gradient(kept):
-        blocks = blocks_of(jnp.asarray(owner[kept], jnp.int32), 4, 64 * int(kept.sum()))
+        blocks = make_blocks(
+            jnp.asarray(owner[kept], jnp.int32), 4, 64 * int(kept.sum())
+        )
         x, s = (z[np.repeat(kept, 64)] for z in (wide, narrow))
         settings = kernel_settings(jnp.ones((1, 4)), jnp.full((1, 4), 16), None)
         return outer(x, [s], settings, blocks, [], transposed=transposed, splits=4)[0]
@@ -370,7 +372,7 @@ def test_what_is_not_supported_is_said(change, message):
 
 def test_blocks_are_sorted_by_slot_in_their_own_order():
     blocks = jnp.array([2, -1, 0, 2, 1, -1], jnp.int32)
-    found = blocks_of(blocks, 4, 6 * 128)
+    found = make_blocks(blocks, 4, 6 * 128)
     key = np.repeat(np.where(np.asarray(blocks) < 0, 4, blocks), 2)
     np.testing.assert_array_equal(found.order, np.argsort(key, kind="stable"))
     np.testing.assert_array_equal(found.starts, [0, 2, 4, 8, 8])

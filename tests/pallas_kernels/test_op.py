@@ -186,7 +186,7 @@ def test_dropout_follows_the_token_not_its_row():
     ("change", "message"),
     [
         ({"x": jnp.zeros((81, K))}, "81 rows, not a multiple of the NB=5"),
-        ({"x": jnp.zeros((80, K + 1))}, r"shapes do not fit: x \(80, 25\)"),
+        ({"x": jnp.zeros((80, K + 1))}, r"shapes do not match: x \(80, 25\)"),
         ({"b": jnp.zeros((G, R + 1, N))}, "must share G and R"),
         ({"w": jnp.zeros((K, N), jnp.bfloat16)}, "share a dtype, got float32"),
         ({"implementation": "cuda"}, "'cuda' is unknown. Use one of: mosaic, xla"),

@@ -1,4 +1,4 @@
-"""Sums over each adapter's own rows, in parts."""
+"""Each slot's rows are split into parts that depend on no other slot."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,32 +6,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxlora.pallas_kernels.mosaic.parts import add_parts, parts_of
-from jaxlora.pallas_kernels.mosaic.routing import blocks_of
+from jaxlora.pallas_kernels.mosaic.parts import make_parts, sum_parts
+from jaxlora.pallas_kernels.mosaic.routing import make_blocks
 
 NUM_SLOTS = 5
-owners = st.lists(st.integers(-1, NUM_SLOTS - 1), min_size=1, max_size=150)
+slots = st.lists(st.integers(-1, NUM_SLOTS - 1), min_size=1, max_size=150)
 
 
-def parts(owner, most):
-    """Of blocks of 64 rows, and the blocks."""
-    blocks = blocks_of(jnp.array(owner, jnp.int32), NUM_SLOTS, 64 * len(owner))
-    return parts_of(blocks, most), blocks
+def parts_and_blocks(slot_of_block, max_parts):
+    """Splits blocks of 64 rows; returns the parts and the blocks."""
+    slot = jnp.array(slot_of_block, jnp.int32)
+    blocks = make_blocks(slot, NUM_SLOTS, 64 * len(slot_of_block))
+    return make_parts(blocks, max_parts), blocks
 
 
 @settings(max_examples=60, deadline=None)
-@given(owner=owners, most=st.sampled_from([1, 2, 4, 16]))
-def test_each_block_is_in_one_part_of_its_slot(owner, most):
-    found, blocks = parts(owner, most)
-    seen = []
-    for i in range(int(found.items.total[0])):
-        first, slot = int(found.items.begin[i]), int(found.items.slot[i])
-        mine = blocks.order[first : first + int(found.items.count[i])].tolist()
-        assert mine and all(owner[block] == slot for block in mine)
-        assert found.first[slot] <= i < found.first[slot] + found.number[slot]
+@given(slot_of_block=slots, max_parts=st.sampled_from([1, 2, 4, 16]))
+def test_each_block_is_in_one_part_of_its_slot(slot_of_block, max_parts):
+    parts, blocks = parts_and_blocks(slot_of_block, max_parts)
+    table, seen = parts.table, []
+    for i in range(int(table.num_parts[0])):
+        first, slot = int(table.first_block[i]), int(table.slot[i])
+        mine = blocks.order[first : first + int(table.num_blocks[i])].tolist()
+        assert mine and all(slot_of_block[block] == slot for block in mine)
+        first_part = int(parts.first_part[slot])
+        assert first_part <= i < first_part + int(parts.num_parts[slot])
         seen += mine
-    assert sorted(seen) == [i for i, slot in enumerate(owner) if slot >= 0]
-    assert max(found.number.tolist()) <= most
+    assert sorted(seen) == [i for i, slot in enumerate(slot_of_block) if slot >= 0]
+    assert max(parts.num_parts.tolist()) <= max_parts
 
 
 @settings(max_examples=40, deadline=None)
@@ -41,21 +43,22 @@ def test_each_block_is_in_one_part_of_its_slot(owner, most):
     after=st.lists(st.integers(1, 4), max_size=80),
 )
 def test_the_parts_of_a_slot_depend_on_its_own_rows_alone(own, before, after):
-    def counts(owner):
-        found, _ = parts(owner, 4)
-        mine = np.asarray(found.items.slot)[: int(found.items.total[0])] == 0
-        return np.asarray(found.items.count)[: len(mine)][mine].tolist()
+    def sizes(slot_of_block):
+        table = parts_and_blocks(slot_of_block, 4)[0].table
+        mine = np.asarray(table.slot)[: int(table.num_parts[0])] == 0
+        return np.asarray(table.num_blocks)[: len(mine)][mine].tolist()
 
-    assert counts([*before, *[0] * own, *after]) == counts([0] * own)
+    assert sizes([*before, *[0] * own, *after]) == sizes([0] * own)
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 16])
-def test_what_nobody_wrote_is_not_added(most):
-    found, _ = parts([0] * 41 + [3] * 3, most)
-    mine = min(most, 5)
-    sums = np.full((found.items.slot.shape[0], 2), np.nan, np.float32)
-    sums[: mine + 1] = np.random.default_rng(0).integers(1, 99, (mine + 1, 2))
-    got = add_parts(jnp.array(sums), found, most)
+@pytest.mark.parametrize("max_parts", [1, 2, 3, 16])
+def test_parts_that_were_never_written_are_not_added(max_parts):
+    parts, _ = parts_and_blocks([0] * 41 + [3] * 3, max_parts)
+    num_parts = min(max_parts, 5)
+    sums = np.full((parts.table.slot.shape[0], 2), np.nan, np.float32)
+    written = (num_parts + 1, 2)
+    sums[: num_parts + 1] = np.random.default_rng(0).integers(1, 99, written)
+    got = sum_parts(jnp.array(sums), parts, max_parts)
     wanted = np.zeros((NUM_SLOTS, 2))
-    wanted[0], wanted[3] = sums[:mine].sum(axis=0), sums[mine]
+    wanted[0], wanted[3] = sums[:num_parts].sum(axis=0), sums[num_parts]
     np.testing.assert_array_equal(got, wanted)

@@ -1,4 +1,4 @@
-"""How work is shared out: legal for any sizes, and sensible for common ones."""
+"""Tile choices are valid for any sizes, and as expected for common ones."""
 
 import math
 
@@ -7,52 +7,53 @@ from hypothesis import strategies as st
 
 from jaxlora.pallas_kernels.mosaic.tuning import (
     MAX_SPLITS,
-    Beside,
-    Gradient,
+    OuterCost,
+    SidePlan,
     band_for,
-    beside,
+    plan_side_items,
     splits_for,
 )
 
-gradients = st.lists(
+outers = st.lists(
     st.builds(
-        Gradient,
-        items=st.integers(1, 2000),
-        steps=st.floats(0.1, 256),
-        masks=st.integers(0, 4),
+        OuterCost,
+        num_items=st.integers(1, 2000),
+        steps_per_item=st.floats(0.1, 256),
+        num_masks=st.integers(0, 4),
     ),
     max_size=3,
 )
 
 
-@given(st.integers(1, 4000), st.integers(2, 256), gradients, st.integers(2, 132))
-def test_any_work_is_shared_out(tiles, steps, gradients, num_sms):
-    plan = beside(tiles, steps, gradients, num_sms)
-    assert 0 <= plan.apart < num_sms
-    assert len(plan.items) == len(gradients)
-    for one, items in zip(gradients, plan.items, strict=True):
-        assert 0 <= items <= one.items
-        assert plan.apart or not items
+@given(st.integers(1, 4000), st.integers(2, 256), outers, st.integers(2, 132))
+def test_a_plan_exists_for_any_work(num_tiles, steps_per_tile, outers, num_sms):
+    plan = plan_side_items(num_tiles, steps_per_tile, outers, num_sms)
+    assert 0 <= plan.num_side_sms < num_sms
+    assert len(plan.num_side_items) == len(outers)
+    for outer, num_items in zip(outers, plan.num_side_items, strict=True):
+        assert 0 <= num_items <= outer.num_items
+        assert plan.num_side_sms or not num_items
 
 
-def test_multiprocessors_that_a_product_leaves_idle_do_gradients():
+def test_multiprocessors_that_expand_leaves_idle_run_outer_products():
     # 1024 tiles take 8 rounds on 128 multiprocessors as on 132.
-    plan = beside(1024, 64, [Gradient(items=96, steps=32.0, masks=0)], 132)
-    assert plan == Beside(apart=4, items=(96,))
+    outer = OuterCost(num_items=96, steps_per_item=32.0, num_masks=0)
+    plan = plan_side_items(1024, 64, [outer], 132)
+    assert plan == SidePlan(num_side_sms=4, num_side_items=(96,))
 
 
-def test_none_is_kept_apart_where_that_costs_a_round():
-    small = [Gradient(items=8, steps=1.0, masks=0)]
-    assert beside(132, 64, small, 132).apart == 0
+def test_no_side_multiprocessors_if_they_would_cost_a_round():
+    small = [OuterCost(num_items=8, steps_per_item=1.0, num_masks=0)]
+    assert plan_side_items(132, 64, small, 132).num_side_sms == 0
 
 
 @given(st.integers(128, 32768), st.integers(1, 132))
-def test_gradients_keep_the_multiprocessors_busy(features, num_sms):
-    splits = splits_for("unknown device", features, num_sms)
-    items = math.ceil(features / 128) * splits
+def test_gradients_keep_the_multiprocessors_busy(num_features, num_sms):
+    splits = splits_for("unknown device", num_features, num_sms)
+    num_items = math.ceil(num_features / 128) * splits
     assert 1 <= splits <= MAX_SPLITS
-    assert items >= 0.9 * num_sms or splits == MAX_SPLITS
+    assert num_items >= 0.9 * num_sms or splits == MAX_SPLITS
 
 
-def test_an_unknown_device_is_no_error():
+def test_an_unknown_device_has_a_choice():
     assert band_for("unknown device", 8192, 4096, 4096) > 0

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jaxlora.bench.options import make_parser
 from jaxlora.bench.report import device_times, require_gpu
 from jaxlora.bench.shapes import LARGE, products
-from jaxlora.pallas_kernels.mosaic.layer import Term, expand, outer
-from jaxlora.pallas_kernels.mosaic.routing import Blocks, blocks_of
+from jaxlora.pallas_kernels.mosaic.products import Term, expand, outer
+from jaxlora.pallas_kernels.mosaic.routing import Blocks, make_blocks
 from jaxlora.pallas_kernels.settings import KernelSettings, kernel_settings
 
 RANK, SLOTS = 16, 4
@@ -40,7 +40,7 @@ def routing(t: int) -> tuple[Blocks, list[KernelSettings]]:
     """Makes the routing of `t` rows of equal adapters, and the adapters' settings."""
     slots = jnp.repeat(jnp.arange(SLOTS, dtype=jnp.int32), t // 64 // SLOTS)
     scaling, rank = jnp.ones((1, SLOTS)), jnp.full((1, SLOTS), RANK, jnp.int32)
-    return blocks_of(slots, SLOTS, t), kernel_settings(scaling, rank, None)
+    return make_blocks(slots, SLOTS, t), kernel_settings(scaling, rank, None)
 
 
 def random(*shapes: tuple[int, ...]) -> list[jax.Array]:

@@ -1,0 +1,246 @@
+"""The three products as functions of arrays: `shrink`, `expand` and `outer`.
+
+Each builds a `Work`, which `launch` runs. `expand_with_outers` runs an expand and the
+outer products that do not depend on it in one launch. See docs/kernels.md.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxlora.pallas_kernels.mosaic import device
+from jaxlora.pallas_kernels.mosaic.expand import TILE_ROWS, Expand
+from jaxlora.pallas_kernels.mosaic.launch import Work, launch
+from jaxlora.pallas_kernels.mosaic.mask import Mask
+from jaxlora.pallas_kernels.mosaic.outer import TILE_COLUMNS, Outer
+from jaxlora.pallas_kernels.mosaic.parts import Parts, make_parts, sum_parts
+from jaxlora.pallas_kernels.mosaic.ring import COLUMNS, STEP, RingShape
+from jaxlora.pallas_kernels.mosaic.routing import Blocks
+from jaxlora.pallas_kernels.mosaic.shrink import Shrink
+from jaxlora.pallas_kernels.mosaic.tuning import (
+    OuterCost,
+    band_for,
+    plan_side_items,
+    splits_for,
+)
+from jaxlora.pallas_kernels.settings import KernelSettings
+
+_MIN_STAGES = 3  # with fewer stages, the computing warpgroups would wait for data
+_MAX_OUTERS = 3  # the compiler takes minutes for more works in a kernel
+
+
+def _run(works: list[Work], dtype, num_side_sms: int = 0) -> list[dict[str, Any]]:
+    return launch(
+        works,
+        dtype=jnp.dtype(dtype),
+        num_sms=device.num_sms(),
+        num_side_sms=num_side_sms,
+        interpret=device.interpret_params(),
+    )
+
+
+def _rows_read(
+    settings: Sequence[KernelSettings], *names: str, masks: Sequence[Mask]
+) -> tuple[KernelSettings, ...]:
+    """Returns the settings with only the rows that a kernel reads.
+
+    With masks, the kernel also reads the thresholds.
+    """
+    names += ("threshold",) if masks else ()
+    return tuple(one.only(*names) for one in settings)
+
+
+def shrink(x, a, settings, blocks: Blocks, masks) -> list[Array]:
+    """Computes `s = factor * dropout(x) A` of each projection; see `Shrink`.
+
+    Args:
+        x: [T, K].
+        a: A of each projection, [G, R, K].
+        settings: Settings of each projection.
+        blocks: Slots of the rows.
+        masks: Mask of each projection; empty without dropout.
+
+    Returns:
+        s of each projection, [T, R].
+    """
+    r, masked = a[0].shape[1], bool(masks)
+    width = min(r, STEP)
+    ring = RingShape.shrink(len(a), width, masked=masked)
+    if ring.num_stages < _MIN_STAGES:  # one projection always fits
+        first, rest = (
+            shrink(x, a[p], settings[p], blocks, masks[p])
+            for p in (slice(0, 1), slice(1, None))
+        )
+        return first + rest
+    out = [jax.ShapeDtypeStruct((x.shape[0], r), x.dtype)] * len(a)
+    work = Work(
+        role=Shrink,
+        operands={
+            "x_gmem": x,
+            "a_gmem": tuple(a),
+            "slot_gmem": blocks.slot,
+            "settings": _rows_read(settings, "factor", "num_chunks", masks=masks),
+            "masks": tuple(masks),
+        },
+        out_types=(("s_gmem", tuple(out)),),
+        num_items=blocks.slot.shape[0] * math.ceil(r / STEP),
+        ring=ring,
+    )
+    return list(_run([work], x.dtype)[0]["s_gmem"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """The operands of one projection's term in an expand product.
+
+    Attributes:
+        x: [T, K].
+        w: [L, K, N]; [L, N, K] if the product is `transposed`.
+        s: [T, R].
+        b: [G, R, N]; [G, N, R] if the product is `transposed`.
+        settings: Settings of the slots.
+    """
+
+    x: Array
+    w: Array
+    s: Array
+    b: Array
+    settings: KernelSettings
+
+
+def expand_work(
+    terms: Sequence[Term],
+    layer: Int[Array, " 1"],
+    blocks: Blocks,
+    bias: Array | None = None,
+    masks: Sequence[Mask] = (),
+    *,
+    transposed: bool,
+    band: int | None = None,
+) -> Work:
+    """Makes the work that computes the sum of `x W + mask * (s B)`, + bias.
+
+    Args:
+        terms: The terms of the sum.
+        layer: Index of the layer in every W.
+        blocks: Slots of the rows.
+        bias: [N].
+        masks: Mask of each term; empty without dropout.
+        transposed: Whether W and B are stored transposed.
+        band: Tile rows visited together; None: the tuning table's choice.
+    """
+    x, w = [term.x for term in terms], terms[0].w
+    t, n = x[0].shape[0], w.shape[1] if transposed else w.shape[2]
+    k = sum(part.shape[1] for part in x)
+    settings = [term.settings for term in terms]
+    return Work(
+        role=Expand,
+        operands={
+            "x_gmem": tuple(x),
+            "w_gmem": tuple(term.w for term in terms),
+            "s_gmem": tuple(term.s for term in terms),
+            "b_gmem": tuple(term.b for term in terms),
+            "settings": _rows_read(settings, "num_chunks", masks=masks),
+            "layer_gmem": layer,
+            "slot_gmem": blocks.slot,
+            "bias_gmem": bias,
+            "masks": tuple(masks),
+        },
+        out_types=(("y_gmem", jax.ShapeDtypeStruct((t, n), x[0].dtype)),),
+        num_items=math.ceil(t / TILE_ROWS) * math.ceil(n / COLUMNS),
+        ring=RingShape.wide(transposed=transposed, num_masks=len(masks)),
+        static_args=(
+            ("transposed", transposed),
+            ("band", band or band_for(device.device_kind(), t, k, n)),
+        ),
+    )
+
+
+def expand(*args, **kwargs) -> Array:
+    """Runs `expand_work` alone and returns y, [T, N]."""
+    work = expand_work(*args, **kwargs)
+    return _run([work], dict(work.out_types)["y_gmem"].dtype)[0]["y_gmem"]
+
+
+def outer_work(
+    wide, narrow, settings, blocks: Blocks, masks, *, transposed, splits=None
+) -> tuple[Work, Parts]:
+    """Makes the work that computes `wide^T narrow` over parts of each slot's rows.
+
+    Args:
+        wide: [T, K].
+        narrow: The other factor of each projection, [T, R].
+        settings: Settings of each projection.
+        blocks: Slots of the rows.
+        masks: Mask of wide for each projection; empty without dropout.
+        transposed: Whether to compute `narrow^T wide` instead.
+        splits: The most parts of a slot's rows; None: the tuning table's choice.
+    """
+    k, r = wide.shape[1], narrow[0].shape[1]
+    splits = splits or splits_for(device.device_kind(), k, device.num_sms())
+    parts = make_parts(blocks, splits)
+    shape = (parts.table.slot.shape[0], *((r, k) if transposed else (k, r)))
+    out = (jax.ShapeDtypeStruct(shape, jnp.float32),) * len(narrow)
+    work = Work(
+        role=Outer,
+        operands={
+            "wide_gmem": wide,
+            "narrow_gmem": tuple(narrow),
+            "order_gmem": blocks.order,
+            "parts": parts.table,
+            "settings": _rows_read(settings, "num_chunks", masks=masks),
+            "masks": tuple(masks),
+        },
+        out_types=(("out_gmem", out),),
+        num_items=math.ceil(k / TILE_COLUMNS) * splits * math.ceil(r / STEP),
+        ring=RingShape.outer(len(narrow), masked=bool(masks)),
+        static_args=(("splits", splits), ("transposed", transposed)),
+    )
+    return work, parts
+
+
+def outer(*args, **kwargs) -> list[Array]:
+    """Runs `outer_work` alone; returns each projection's gradient, [G, K, R]."""
+    work, parts = outer_work(*args, **kwargs)
+    results = _run([work], work.operands["wide_gmem"].dtype)[0]
+    return _gradients(work, parts, results)
+
+
+def _gradients(work: Work, parts: Parts, results: dict[str, Any]) -> list[Array]:
+    splits = dict(work.static_args)["splits"]
+    return [sum_parts(sums, parts, splits) for sums in results["out_gmem"]]
+
+
+def expand_with_outers(
+    expand: Work, outers: list[tuple[Work, Parts]]
+) -> tuple[Array, list[list[Array]]]:
+    """Runs an expand and outer products in one launch; returns y and the gradients.
+
+    Some of the outer products' items run on multiprocessors that expand leaves idle.
+    """
+    outers, alone = outers[:_MAX_OUTERS], outers[_MAX_OUTERS:]
+    y = dict(expand.out_types)["y_gmem"]
+    num_blocks = expand.operands["slot_gmem"].shape[0]
+    k = sum(x.shape[1] for x in expand.operands["x_gmem"])
+    costs = [
+        OuterCost(
+            num_items=work.num_items,
+            steps_per_item=num_blocks / dict(work.static_args)["splits"],
+            num_masks=len(work.operands["masks"]),
+        )
+        for work, _ in outers
+    ]
+    steps_per_tile = math.ceil(k / STEP)
+    plan = plan_side_items(expand.num_items, steps_per_tile, costs, device.num_sms())
+    works = [expand]
+    for (work, _), num_items in zip(outers, plan.num_side_items, strict=True):
+        works.append(dataclasses.replace(work, num_side_items=num_items))
+    results = _run(works, y.dtype, plan.num_side_sms)
+    results += [_run([work], y.dtype)[0] for work, _ in alone]
+    each = zip((*outers, *alone), results[1:], strict=True)
+    return results[0]["y_gmem"], [_gradients(*outer, sums) for outer, sums in each]
