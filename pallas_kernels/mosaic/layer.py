@@ -67,7 +67,7 @@ def _pad_rank(x: Array, axis: int, rank: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Operands:
-    """What both passes compute from their arguments before the first kernel.
+    """The inputs of the kernels that both passes compute from their arguments.
 
     Attributes:
         a: A of each projection in x's dtype, [G, K, R], with R a tile size.

@@ -64,7 +64,7 @@ class OuterCost:
 
 @dataclasses.dataclass(frozen=True)
 class SidePlan:
-    """How outer products share a launch with expand.
+    """A plan for outer products that share a launch with expand.
 
     Attributes:
         num_side_sms: Number of multiprocessors that run outer products only.

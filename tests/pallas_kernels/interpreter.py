@@ -1,9 +1,9 @@
-"""What Pallas' GPU interpreter does not model as the hardware and our kernels have it.
+"""Adjusts Pallas' GPU interpreter where it differs from the hardware.
 
-`wgmma` with its left operand in registers is missing. And its race detector asks for a
-proxy fence between a thread's load of shared memory and a bulk copy that overwrites it,
-also across a barrier: a load has returned its value before the thread arrives there.
-Stores need the fence here as there.
+It has no `wgmma` with the left operand in registers. Its race detector wants a proxy
+fence between a thread's load of shared memory and a bulk copy that overwrites it, even
+with a barrier between them. The hardware needs no fence there, because a load returns
+its value before the thread arrives at the barrier. Stores do need the fence.
 """
 
 import functools
@@ -21,7 +21,7 @@ def adjust(monkeypatch) -> list[_Races]:
     """Adjusts the interpreter until the test ends.
 
     Returns:
-        What the race detector says, of each kernel that will run.
+        A list to which each kernel that runs adds the state of its race detector.
     """
     found = []
 
@@ -37,7 +37,7 @@ def adjust(monkeypatch) -> list[_Races]:
 
 
 def _after_loads(post_read):
-    """The check of a copy's write, without loads that happened before the copy."""
+    """Makes the check of a copy's write ignore loads that happened before the copy."""
 
     @functools.wraps(post_read)
     def run(self, tma_thread_id, shared_memory):
@@ -56,12 +56,12 @@ def _after_loads(post_read):
 
 
 def _with_registers(wgmma):
-    """`gpu_callbacks.wgmma` that also takes values for the left operand."""
+    """Makes `wgmma` also take values for its left operand."""
 
     @functools.wraps(wgmma)
     def run(*, a_allocation_key_as_array, **others):
         a = np.asarray(a_allocation_key_as_array)
-        if a.ndim == 1:  # the name of a buffer
+        if a.ndim == 1:  # this is the key of a buffer
             return wgmma(a_allocation_key_as_array=a, **others)
         return _multiply(a, **others)
 

@@ -1,4 +1,4 @@
-"""Random problems for the kernels' tests, and what the kernels make of them."""
+"""Random problems for the kernels' tests, and functions that run them."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def problem(
     dtype=jnp.bfloat16,
     seed=0,
 ):
-    """Arguments of the op: slots of mixed ranks and rates, in ragged blocks."""
+    """Makes arguments of the op with slots of mixed ranks and rates; and the ranks."""
     keys = iter(jax.random.split(jax.random.key(seed), 8))
     t, g, r = block * len(blocks), len(ranks), max(ranks)
     live = jnp.arange(r) < jnp.array(ranks)[:, None]  # G R
@@ -41,7 +41,7 @@ def problem(
 
 
 def run(p, rank, **options):
-    """(y, gradients of x, a, b) through the kernels."""
+    """Returns (y, gradients of x, a and b) as the fused kernels compute them."""
     return both_ways(
         lambda **q: multi_lora_linear(
             **q, rank=rank, implementation="mosaic", **options
@@ -51,11 +51,12 @@ def run(p, rank, **options):
 
 
 def weight_of(p):
-    """What the gradient of y is."""
+    """Returns the gradient of y."""
     return jax.random.normal(jax.random.key(9), (p["x"].shape[0], p["b"].shape[2]))
 
 
 def both_ways(op, p):
+    """Runs an op forward and backward; returns (y, gradients of x, a and b)."""
     weight = weight_of(p)
 
     def forward(x, a, b):

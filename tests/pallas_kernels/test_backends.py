@@ -120,7 +120,7 @@ def module(implementation: str) -> MultiLoraLinear:
 
 
 def test_a_new_back_end_is_one_entry(toy):
-    """The Flax module runs forward and backward with kernels that it never heard of."""
+    """The Flax module runs forward and backward with kernels from the table alone."""
     x = jax.random.normal(jax.random.key(0), (64, 24))
     routing = Routing(block_adapter=jnp.array([1, -1, 0, 1]))
 

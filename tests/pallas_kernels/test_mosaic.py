@@ -1,7 +1,7 @@
-"""The Hopper kernels against the definition: interpreted on a CPU, compiled on a GPU.
+"""The Hopper kernels, interpreted on a CPU or compiled on a GPU, match the definition.
 
-The interpreter follows the kernels' threads, barriers and copies, and a detector says
-whether two of them raced.
+The interpreter follows the kernels' threads, barriers and copies, and its detector
+finds races between them.
 """
 
 import functools
@@ -48,7 +48,7 @@ def _interpreter(monkeypatch):
 
 
 def check(p, rank, **options):
-    """By the rule of tests/oracle.py, against the definition in float32."""
+    """Compares with the float32 definition by the rule of tests/oracle.py."""
     exact = both_ways(multi_lora_linear_reference, p)
     low = p | {name: p[name].astype(p["x"].dtype) for name in "xwab"}
     plain = both_ways(
@@ -73,7 +73,14 @@ def check(p, rank, **options):
         {"blocks": (-1, -1, 0), "k": 128, "ranks": (256,), "rates": (0.5,)},
         {"blocks": (0,) * 9, "k": 1536, "n": 128, "ranks": (8,), "rates": (0.3,)},
     ],
-    ids=["mixed", "fp16 plain", "two chunks", "narrow", "rank 256", "rings turn round"],
+    ids=[
+        "mixed",
+        "fp16 plain",
+        "two chunks",
+        "narrow",
+        "rank 256",
+        "ring wraps around",
+    ],
 )
 def test_matches_the_definition(case):
     check(*problem(**case))
@@ -108,11 +115,11 @@ def test_storage_of_the_base_changes_no_bit(w_transposed):
         np.testing.assert_array_equal(got, want)
 
 
-def _shared(widths, ranks, **options):
-    """Problems of linears that share x, blocks and token indices."""
+def _problems_sharing_x(widths, ranks, **options):
+    """Yields problems of linears that share x, blocks and token indices."""
     x, drop = None, None
-    for i, (n, of_slots) in enumerate(zip(widths, ranks, strict=True)):
-        p, rank = problem(n=n, ranks=of_slots, seed=i, **options)
+    for i, (n, slot_ranks) in enumerate(zip(widths, ranks, strict=True)):
+        p, rank = problem(n=n, ranks=slot_ranks, seed=i, **options)
         x, drop = p["x"] if x is None else x, drop or p["dropout"]
         if drop is not None:
             drop = Dropout(drop.key + jnp.uint32(i), drop.rate, drop.token_index)
@@ -130,8 +137,8 @@ def _shared(widths, ranks, **options):
     ids=["three", "two chunks of ranks", "plain"],
 )
 def test_linears_that_share_x_equal_linears_alone(widths, ranks, rates):
-    """The same bits, but for dx, which is rounded once instead of once for each."""
-    problems = list(_shared(widths, ranks, rates=rates, blocks=(1, -1, 0)))
+    """All bits but dx's are the same; dx is rounded once instead of once per linear."""
+    problems = list(_problems_sharing_x(widths, ranks, rates=rates, blocks=(1, -1, 0)))
     x, blocks = problems[0][0]["x"], problems[0][0]["block_adapter"]
     weights = [weight_of(p).astype(x.dtype) for p, _ in problems]
 
@@ -173,8 +180,8 @@ def test_zero_b_is_the_base_layer_to_the_bit():
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_neighbours_change_no_bit():
-    """Renamed slots, other neighbours, and a diverged one: the same bits."""
+def test_other_slots_change_no_bit():
+    """Slots are renamed, and one of the others diverges."""
     p, rank = problem((2, 0, -1, 2, 1))
     wanted = run(p, rank)
     order = np.array([3, 1, 0, 2])  # new slot i holds old slot order[i]
@@ -184,7 +191,7 @@ def test_neighbours_change_no_bit():
     q["block_adapter"] = jnp.where(blocks >= 0, place[jnp.maximum(blocks, 0)], -1)
     drop = p["dropout"]
     q["dropout"] = Dropout(drop.key[order], drop.rate[order], drop.token_index)
-    # Old slot 0 diverges, and its rows with it.
+    # Old slot 0 and its rows diverge.
     theirs = np.repeat(np.asarray(blocks) == 0, 64)[:, None]
     q["a"] = q["a"].at[place[0]].set(jnp.nan)
     q["x"] = jnp.where(theirs, jnp.inf, p["x"])
@@ -198,18 +205,18 @@ def test_neighbours_change_no_bit():
     assert not np.asarray(da)[place[3]].any(), "an absent slot has a gradient"
 
 
-def with_words(p, place):
-    """The same dropout by words that were made for three projections at once."""
+def with_words(p, index):
+    """Gives a problem the same dropout as words of three projections."""
     seed, step = jnp.arange(4), jnp.arange(4, dtype=jnp.int32) + 3
     places = np.array([[[0], [1], [5]], [[3], [2], [0]]], np.int32)
     drop, keys = p["dropout"], dropout_keys(seed, step, *places)
     np.testing.assert_array_equal(keys[1], drop.key)
-    about = p["block_adapter"], drop.token_index, p["x"].shape[1]
-    words = mask_words(keys, *about)[place]
+    shared = p["block_adapter"], drop.token_index, p["x"].shape[1]
+    words = mask_words(keys, *shared)[index]
     return p | {"dropout": Dropout(None, drop.rate, drop.token_index, words)}
 
 
-def test_words_made_beforehand_change_no_bit():
+def test_words_computed_beforehand_change_no_bit():
     p, rank = problem((1, 0, -1, 2), block=128)
     wanted = run(p, rank)
     for got, want in zip(run(with_words(p, 1), rank), wanted, strict=True):
@@ -255,7 +262,7 @@ def test_alone_equals_together_to_the_bit():
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_gradient_in_parts_depends_on_its_own_rows_alone(transposed):
-    """Slots of two parts, one and none."""
+    """The slots have two parts, one and none."""
     owner = np.random.default_rng(0).permutation([0] * 17 + [1] * 3 + [3] * 10 + [-1])
     keys = jax.random.split(jax.random.key(0))
     wide, narrow = (
@@ -327,7 +334,7 @@ def test_works_under_remat_and_scan_over_a_stack():
     ("num_slots", "num_blocks", "block"), [(256, 300, 64), (5, 512, 128)]
 )
 def test_many_adapters_and_many_rows(num_slots, num_blocks, block):
-    """256 adapters; and 65,536 rows."""
+    """One case has 256 adapters, and one has 65,536 rows."""
     rng = np.random.default_rng(0)
     p, rank = problem(
         tuple(rng.integers(-1, num_slots, num_blocks).tolist()),
@@ -365,7 +372,7 @@ def test_vmap_is_refused():
         ({"block": 32}, "32 rows are not a multiple of 64"),
     ],
 )
-def test_what_is_not_supported_is_said(change, message):
+def test_unsupported_layers_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         run(*problem(**change))
 

@@ -1,4 +1,4 @@
-"""`multi_lora_linear` against its definition, and what no neighbour may change."""
+"""`multi_lora_linear` agrees with its definition, and no slot changes another."""
 
 import jax
 import jax.numpy as jnp
@@ -121,7 +121,7 @@ def test_renaming_adapters_changes_no_bit():
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("slot", range(G))
 def test_a_diverged_adapter_touches_no_other_row(slot, bad):
-    """Not even the padding, which computes with slot 0 and throws it away."""
+    """This includes padding rows, which compute with slot 0 and discard the result."""
     p = problem()
 
     def run(a, b, x):
@@ -153,7 +153,7 @@ def test_dropout_rate(rate):
     kept = mask_of(rate=rate)
     deviation = np.sqrt(rate * (1 - rate) / kept.size)
     assert abs(kept.mean() - (1 - rate)) <= 4 * deviation
-    for axis in (0, 1):  # no token and no feature is special
+    for axis in (0, 1):  # each token and each feature has the rate, too
         line = np.sqrt(rate * (1 - rate) / kept.shape[axis])
         assert np.abs(kept.mean(axis) - (1 - rate)).max() <= 5.5 * line
 
@@ -167,7 +167,7 @@ def test_dropout_streams_are_independent(change):
 
 
 @pytest.mark.parametrize("shift", [(1, 0), (0, 1), (0, 2), (1, 1), (16, 0)])
-def test_dropout_neighbours_are_independent(shift):
+def test_masks_of_adjacent_elements_are_independent(shift):
     kept = mask_of()
     rows, columns = shift
     one = kept[rows:, columns:]
@@ -192,7 +192,7 @@ def test_dropout_follows_the_token_not_its_row():
         ({"implementation": "cuda"}, "'cuda' is unknown. Use one of: mosaic, xla"),
     ],
 )
-def test_says_what_is_wrong(change, message):
+def test_invalid_arguments_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         multi_lora_linear(**(problem() | change))
 
