@@ -99,8 +99,22 @@ TOY = Backend(
 
 
 @pytest.fixture
-def toy(monkeypatch):
-    monkeypatch.setitem(BACKENDS, "toy", TOY)
+def toy(monkeypatch) -> list[str]:
+    """Adds `TOY` to the table; returns a list of the passes of it that are called."""
+    calls = []
+
+    def counted(kernels):
+        def run(*args, **options):
+            calls.append(kernels.__name__)
+            return kernels(*args, **options)
+
+        return run
+
+    entry = dataclasses.replace(
+        TOY, forward=counted(forward), backward=counted(backward)
+    )
+    monkeypatch.setitem(BACKENDS, "toy", entry)
+    return calls
 
 
 def module(implementation: str) -> MultiLoraLinear:
@@ -135,6 +149,7 @@ def test_a_new_back_end_is_one_entry(toy):
     leaves = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
     errors = [relative_error(mine, theirs) for mine, theirs in leaves]
     assert len(errors) == 3 and max(errors) < 1e-5
+    assert {"forward", "backward"} == set(toy)
 
 
 def call(implementation, k=24):
