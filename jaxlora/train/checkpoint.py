@@ -1,40 +1,38 @@
-"""Checkpoints of a run: adapters, optimiser state and progress; never the base."""
+"""Writes checkpoints of a run: its jobs and their progress; never the base."""
 
 import contextlib
 import dataclasses
 import json
 import logging
-import math
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import safetensors
 import safetensors.numpy
 
-from jaxlora.adapters.optimizer import AdapterState
+from jaxlora.adapters.slots import KINDS, Kind, ParkedSlot
 from jaxlora.atomic import sync_files
 from jaxlora.errors import CheckpointError
-from jaxlora.models.stacks import Stack, from_paths, to_paths
 from jaxlora.train.read_checkpoint import (
     FORMAT,
     ITEM,
-    KINDS,
     META_FILE,
-    TABLES_FILE,
+    TENSORS_FILE,
     ReadCheckpoint,
+    array_name,
     checksum,
     newest_checkpoint,
     read_newest,
-    split,
 )
-from jaxlora.train.saved_run import RunIdentity, SavedCheckpoint, SavedRun, sealed
+from jaxlora.train.run_identity import RunIdentity, check_same_run
+from jaxlora.train.saved_run import SavedCheckpoint, SavedRun, SavedTensors, sealed
+
+logger = logging.getLogger(__name__)
 
 
 class _Handler(ocp.CheckpointHandler):
@@ -42,7 +40,7 @@ class _Handler(ocp.CheckpointHandler):
 
     def save(self, directory: os.PathLike, args: "_Files") -> None:
         folder = pathlib.Path(directory)
-        safetensors.numpy.save_file(args.arrays, folder / TABLES_FILE)
+        safetensors.numpy.save_file(args.arrays, folder / TENSORS_FILE)
         (folder / META_FILE).write_text(args.meta + "\n", encoding="utf-8")
         sync_files(folder)
 
@@ -70,7 +68,6 @@ class Checkpoints:
     def __init__(
         self,
         folder: pathlib.Path,
-        stacks: Sequence[Stack],
         *,
         keep: int | None = None,
     ):
@@ -78,14 +75,12 @@ class Checkpoints:
 
         Args:
             folder: Folder that holds only checkpoints; one process writes to it.
-            stacks: How the run's tables are stacked. Checkpoints hold them by path, so
-                they do not depend on it.
             keep: Number of checkpoints to keep; None: all.
 
         Raises:
             CheckpointError: The folder cannot be used.
         """
-        self._folder, self._stacks = folder.absolute(), tuple(stacks)
+        self._folder = folder.absolute()
         # Orbax also logs the errors that it raises, with the traces of its threads.
         logging.getLogger("absl").addFilter(_is_not_raised_as_well)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -104,13 +99,16 @@ class Checkpoints:
         """Rounds done at the newest checkpoint, which may still be being written."""
         return self._latest
 
-    def save(self, number: int, state: AdapterState, run: SavedRun) -> None:
+    def save(
+        self, number: int, parked: Mapping[str, ParkedSlot], run: SavedRun
+    ) -> None:
         """Starts writing a checkpoint; returns before it is on the disk.
 
         Args:
             number: Rounds done.
-            state: All slots, between global batches.
-            run: State of the run to save with the tables.
+            parked: By job name, the state of each job that has begun and not ended,
+                between two global batches. The arrays must not change afterwards.
+            run: State of the run to save with them.
 
         Raises:
             CheckpointError: This checkpoint, or the one before, could not be written.
@@ -122,21 +120,26 @@ class Checkpoints:
                 f"{number} cannot follow: it is of another run. Choose another "
                 "output_dir."
             )
-        layout = self._layout(state)
-        stacked, sizes = jax.device_get(_flat(state)), _stack_sizes(state)
-        arrays: dict[str, np.ndarray] = {
-            kind: _joined(self._to_paths(split(stacked[kind], sizes)), layout)
+        self._pending = self._writer.submit(self._write, number, dict(parked), run)
+        self._latest = number
+
+    def _write(self, number: int, parked: dict[str, ParkedSlot], run: SavedRun) -> bool:
+        arrays = {
+            array_name(job, kind): _flat(state, kind)
+            for job, state in parked.items()
             for kind in KINDS
         }
-        saved = SavedCheckpoint(
-            run=run,
-            layout=layout,
-            checksums={kind: checksum(arrays[kind]) for kind in KINDS},
-        )
+        tensors = {
+            job: SavedTensors(
+                shapes={path: list(a.shape) for path, a in state.params.items()},
+                checksums={k: checksum(arrays[array_name(job, k)]) for k in KINDS},
+            )
+            for job, state in parked.items()
+        }
+        saved = SavedCheckpoint(run=run, tensors=tensors)
         meta = json.dumps(sealed({"format": FORMAT, **dataclasses.asdict(saved)}))
         items = ocp.args.Composite(**{ITEM: _Files(arrays, meta)})
-        self._pending = self._writer.submit(self._manager.save, number, args=items)
-        self._latest = number
+        return self._manager.save(number, args=items)
 
     def _wait(self) -> None:
         """Waits until the pending checkpoint is on the disk."""
@@ -147,13 +150,10 @@ class Checkpoints:
             if not pending.result():
                 raise RuntimeError("orbax declined to write it")
 
-    def restore(
-        self, state: AdapterState, identity: RunIdentity
-    ) -> tuple[int, SavedRun, AdapterState]:
-        """Reads the newest checkpoint, to resume from it: its number, run and tables.
+    def restore(self, identity: RunIdentity) -> ReadCheckpoint:
+        """Reads the newest checkpoint, to resume from it; logs what has changed.
 
         Args:
-            state: Current tables, which give the shapes and devices; `pending` is kept.
             identity: Identity of this run.
 
         Raises:
@@ -161,41 +161,12 @@ class Checkpoints:
                 run.
         """
         found = read_newest(self._folder, KINDS)
+        then = found.run.identity
         path = self._folder / str(found.number)
-        check_same_run(identity, found.run.identity, path, "the checkpoint")
-        self._check_slots(found, self._layout(state))
-        # As in a new run, the tables are committed to their device. Otherwise JAX
-        # would compile every function of the run again.
-        tables = {
-            kind: {
-                name: jax.device_put(array, state.params[name].sharding)
-                for name, array in from_paths(self._stacks, tables, axis=1).items()
-            }
-            for kind, tables in found.tables.items()
-        }
-        return found.number, found.run, AdapterState(**tables, pending=state.pending)
-
-    def _check_slots(self, found: ReadCheckpoint, now: dict[str, list[int]]) -> None:
-        """Checks that tables are of the same linears, as equal sizes do not show it."""
-        if found.layout == now:
-            return
-        tables = [
-            _listed(sorted(set(one) - set(other)))
-            for one, other in ((found.layout, now), (now, found.layout))
-        ]
-        raise CheckpointError(
-            f"checkpoint {found.number} in {self._folder} has slots for other linears. "
-            f"Tables that only it has: {tables[0]}; that only this run has: "
-            f"{tables[1]}. Give the slot_targets that the run began with."
-        )
-
-    def _to_paths(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        return to_paths(self._stacks, arrays, axis=1)
-
-    def _layout(self, state: AdapterState) -> dict[str, list[int]]:
-        """Shape of each table, by path, in the order in which they are saved."""
-        shapes = jax.eval_shape(self._to_paths, state.params)
-        return {path: list(shapes[path].shape) for path in sorted(shapes)}
+        check_same_run(identity, then, path, "the checkpoint")
+        for change in identity.changes(then):
+            logger.warning("changed since the checkpoint: %s", change)
+        return found
 
     def close(self) -> None:
         """Finishes writing and closes the folder.
@@ -227,61 +198,10 @@ class Checkpoints:
             ) from error
 
 
-def _listed(paths: list[str]) -> str:
-    shown, hidden = paths[:4], len(paths) - 4
-    more = [f"and {hidden} more"] if hidden > 0 else []
-    return ", ".join([*shown, *more]) or "none"
-
-
 def _is_not_raised_as_well(record: logging.LogRecord) -> bool:
     return not (record.exc_info and "orbax" in record.pathname)
 
 
-def check_same_run(
-    now: RunIdentity, then: RunIdentity, path: pathlib.Path, where: str
-) -> None:
-    """Refuses to resume a run other than the one that was saved.
-
-    Args:
-        now: Identity of the run to resume.
-        then: Identity that was saved.
-        path: File or folder that holds the saved identity.
-        where: Describes that file or folder in a word or two.
-
-    Raises:
-        CheckpointError: The identities differ; the text says how.
-    """
-    differences = now.differences(then, where)
-    if differences:
-        raise CheckpointError(
-            f"{path} is of another run:\n- "
-            + "\n- ".join(differences)
-            + "\nRestore these settings, or train into another output_dir."
-        )
-
-
-@jax.jit
-def _flat(state: AdapterState) -> dict[str, jax.Array]:
-    """Concatenates all stacks of a kind in one new array, for few transfers.
-
-    New buffers are needed because the step donates the tables while the background
-    write still reads. Many small copies from a GPU would delay the next round.
-    """
-    kinds = {"params": state.params, "mu": state.mu, "nu": state.nu}
-    return {
-        kind: jnp.concatenate([stacks[name].ravel() for name in _stack_sizes(state)])
-        for kind, stacks in kinds.items()
-    }
-
-
-def _stack_sizes(state: AdapterState) -> dict[str, list[int]]:
-    """Shapes of the stacks in `_flat`'s arrays, in their order."""
-    return {name: list(state.params[name].shape) for name in sorted(state.params)}
-
-
-def _joined(tables: dict[str, np.ndarray], layout: dict[str, list[int]]) -> np.ndarray:
-    """Copies tables into one new array, in the order of `layout`."""
-    joined = np.empty(sum(map(math.prod, layout.values())), np.float32)
-    for path, place in split(joined, layout).items():
-        place[...] = tables[path]
-    return joined
+def _flat(state: ParkedSlot, kind: Kind) -> np.ndarray:
+    """Concatenates the tensors of one kind in one array, in the order of `params`."""
+    return np.concatenate([state.of(kind)[path].ravel() for path in state.params])

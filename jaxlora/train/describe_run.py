@@ -8,17 +8,17 @@ import jax.numpy as jnp
 from jaxlora.config import RunConfig
 from jaxlora.hf.load import BaseModel
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.train.checkpoint import check_same_run
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.read_checkpoint import newest_checkpoint, read_newest
 from jaxlora.train.run_folder import CHECKPOINTS, RUN_FILE, read_run_record
-from jaxlora.train.saved_run import RunIdentity, SavedAdapter
+from jaxlora.train.run_identity import RunIdentity, check_same_run
+from jaxlora.train.saved_run import SavedAdapter
 
 
 def run_identity(
     config: RunConfig, model: BaseModel, spec: DecoderSpec, runs: Sequence[JobRun]
 ) -> RunIdentity:
-    """Returns the properties that must not change when a run is resumed."""
+    """Returns the properties that are compared when a run is resumed."""
     assert spec.slots is not None
     return RunIdentity(
         base=model.fingerprint,

@@ -6,11 +6,9 @@ The run may be active: nothing in its folder is changed.
 import dataclasses
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-import numpy as np
-
-from jaxlora.adapters.adapter import Adapter, LoraWeights
+from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.export_record import (
     Export,
     ExportRecord,
@@ -18,8 +16,6 @@ from jaxlora.adapters.export_record import (
     read_export,
 )
 from jaxlora.adapters.peft_export import export_peft
-from jaxlora.adapters.slots import adapter_from_rows
-from jaxlora.adapters.tensors import tensor_paths
 from jaxlora.atomic import (
     find_complete_folder,
     remove_leftovers,
@@ -27,7 +23,6 @@ from jaxlora.atomic import (
     sync_files,
 )
 from jaxlora.errors import AdapterError, CheckpointError
-from jaxlora.hf.names import linear_path
 from jaxlora.train.job_run import JobProgress
 from jaxlora.train.read_checkpoint import (
     ReadCheckpoint,
@@ -35,7 +30,7 @@ from jaxlora.train.read_checkpoint import (
     read_newest,
 )
 from jaxlora.train.run_folder import ADAPTERS, CHECKPOINTS, read_run_record
-from jaxlora.train.saved_run import SavedAdapter, SavedRun
+from jaxlora.train.saved_run import SavedRun
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,15 +126,15 @@ def _source(run: _Run, name: str) -> Export | Adapter | str:
             f"{folder} holds the adapter of job {own.record.job!r}. Put back the "
             "folder that was there."
         )
-    saved = None if run.checkpoint is None else run.checkpoint.run
-    if saved is None or name not in saved.progress:
+    if run.checkpoint is None or name not in run.checkpoint.run.progress:
         return own or "it has not been in a checkpoint yet"
-    progress, adapter = saved.progress[name], saved.adapters[name]
-    if progress.status != "running":
+    saved = run.checkpoint.run
+    progress, keep_best = saved.progress[name], saved.adapters[name].keep_best
+    if name not in run.checkpoint.tensors:
         return own or _nothing(progress, folder)
-    if own is not None and (adapter.keep_best or own.record.step >= progress.step):
+    if own is not None and (keep_best or own.record.step >= progress.step):
         return own
-    return _from_tables(run, adapter, progress)
+    return run.checkpoint.adapter(name)
 
 
 def _own_export(folder: pathlib.Path) -> Export | None:
@@ -159,25 +154,6 @@ def _nothing(progress: JobProgress, folder: pathlib.Path) -> str:
     if not progress.step:
         return f"it ended before its first step: {progress.reason}"
     return f"it has ended ({progress.reason}), and {folder} has been removed"
-
-
-def _from_tables(run: _Run, saved: SavedAdapter, progress: JobProgress) -> Adapter:
-    assert run.checkpoint is not None
-    tables = run.checkpoint.tables["params"]
-    rows = {path: table[progress.slot] for path, table in tables.items()}
-    return adapter_from_rows(rows, _like(saved, rows))
-
-
-def _like(saved: SavedAdapter, rows: Mapping[str, np.ndarray]) -> Adapter:
-    """Makes an empty adapter with the modules and ranks of a saved job."""
-    modules = {}
-    for name, (rank, lora_alpha) in saved.modules.items():
-        tensors = {
-            tensor.name: tensor.at_rank(rows[path], rank)
-            for tensor, path in tensor_paths(linear_path(name))
-        }
-        modules[name] = LoraWeights(tensors=tensors, rank=rank, lora_alpha=lora_alpha)
-    return Adapter(modules=modules, use_rslora=saved.use_rslora, dropout=saved.dropout)
 
 
 def check_out(

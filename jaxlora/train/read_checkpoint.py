@@ -4,22 +4,27 @@ import dataclasses
 import math
 import pathlib
 import re
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import safetensors
 import xxhash
 
+from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.slots import Kind, ParkedSlot
 from jaxlora.errors import CheckpointError
-from jaxlora.train.saved_run import SavedCheckpoint, SavedRun, read_sealed
+from jaxlora.json_file import check_regular_file
+from jaxlora.train.saved_run import (
+    SavedCheckpoint,
+    SavedRun,
+    SavedTensors,
+    read_sealed,
+)
 
-FORMAT = 5
+FORMAT = 6
 # A checkpoint is the folder checkpoints/<rounds>/run/ with these files.
-ITEM, META_FILE, TABLES_FILE = "run", "meta.json", "tables.safetensors"
+ITEM, META_FILE, TENSORS_FILE = "run", "meta.json", "tensors.safetensors"
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,15}")
-Kind = Literal["params", "mu", "nu"]
-KINDS: tuple[Kind, ...] = ("params", "mu", "nu")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,15 +33,22 @@ class ReadCheckpoint:
 
     Attributes:
         number: Rounds done.
-        run: State of the run that was saved with the tables.
-        layout: Shape of each table, by path.
-        tables: Tables on the host, by path, for each kind that was asked for.
+        run: State of the run besides the tensors of its jobs.
+        tensors: For each job that has begun and not ended, and each kind that was asked
+            for, its tensors on the host, by path.
     """
 
     number: int
     run: SavedRun
-    layout: dict[str, list[int]]
-    tables: dict[Kind, dict[str, np.ndarray]]
+    tensors: dict[str, dict[Kind, dict[str, np.ndarray]]]
+
+    def adapter(self, job: str) -> Adapter:
+        """Returns the adapter of a job; its weights must have been read."""
+        return self.run.adapters[job].adapter(self.tensors[job]["params"])
+
+    def parked(self, job: str) -> ParkedSlot:
+        """Returns the state of a job's slot; all kinds must have been read."""
+        return ParkedSlot(**self.tensors[job])
 
 
 def newest_checkpoint(folder: pathlib.Path) -> int | None:
@@ -60,7 +72,7 @@ def read_newest(folder: pathlib.Path, kinds: Sequence[Kind] = ()) -> ReadCheckpo
 
     Args:
         folder: The `checkpoints` folder of the run.
-        kinds: Kinds of tables to read.
+        kinds: Kinds of tensors to read.
 
     Raises:
         CheckpointError: There is no checkpoint, or it is damaged; the text says how to
@@ -82,29 +94,53 @@ def read_newest(folder: pathlib.Path, kinds: Sequence[Kind] = ()) -> ReadCheckpo
 def _read(folder: pathlib.Path, number: int, kinds: Sequence[Kind]) -> ReadCheckpoint:
     place, cure = folder / str(number) / ITEM, _cure(folder, number)
     saved = read_sealed(place / META_FILE, SavedCheckpoint, version=FORMAT, cure=cure)
-    tables = place / TABLES_FILE
-    arrays = _arrays(tables, kinds, cure) if kinds else {}
-    for kind, array in arrays.items():
-        size = sum(math.prod(shape) for shape in saved.layout.values())
-        if array.shape != (size,) or checksum(array) != saved.checksums.get(kind):
-            raise CheckpointError(
-                f"{tables} is damaged: the checksum of {kind} does not match. {cure}"
-            )
-    return ReadCheckpoint(
-        number=number,
-        run=saved.run,
-        layout=saved.layout,
-        tables={kind: split(array, saved.layout) for kind, array in arrays.items()},
-    )
+    tensors = {}
+    if kinds:
+        tensors = _read_tensors(place / TENSORS_FILE, saved.tensors, kinds, cure)
+    return ReadCheckpoint(number=number, run=saved.run, tensors=tensors)
 
 
-def _arrays(path: pathlib.Path, kinds: Sequence[Kind], cure: str) -> dict:
-    """Reads the arrays of some kinds from a file."""
+def _read_tensors(
+    path: pathlib.Path,
+    jobs: Mapping[str, SavedTensors],
+    kinds: Sequence[Kind],
+    cure: str,
+) -> dict[str, dict[Kind, dict[str, np.ndarray]]]:
+    """Reads the tensors of all jobs, and compares them with their checksums."""
+    out: dict[str, dict[Kind, dict[str, np.ndarray]]] = {}
     try:
+        check_regular_file(path)
         with safetensors.safe_open(path, framework="numpy") as file:
-            return {kind: file.get_tensor(kind) for kind in kinds}
+            for job, saved in jobs.items():
+                out[job] = {
+                    kind: _split(file.get_tensor(array_name(job, kind)), saved, kind)
+                    for kind in kinds
+                }
     except (OSError, safetensors.SafetensorError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {error}. {cure}") from error
+    return out
+
+
+def array_name(job: str, kind: Kind) -> str:
+    """Name of the array that holds a job's tensors of one kind."""
+    return f"{job}/{kind}"
+
+
+def _split(array: np.ndarray, saved: SavedTensors, kind: Kind) -> dict[str, np.ndarray]:
+    """Splits an array into its tensors, by path; they are views.
+
+    Raises:
+        ValueError: The array is not the one that was saved.
+    """
+    size = sum(math.prod(shape) for shape in saved.shapes.values())
+    if array.shape != (size,) or checksum(array) != saved.checksums.get(kind):
+        raise ValueError(f"the checksum of {kind} does not match")
+    tensors, start = {}, 0
+    for path, shape in saved.shapes.items():
+        end = start + math.prod(shape)
+        tensors[path] = array[start:end].reshape(shape)
+        start = end
+    return tensors
 
 
 def _cure(folder: pathlib.Path, number: int) -> str:
@@ -125,13 +161,3 @@ def checksum(array: np.ndarray) -> str:
     digest = xxhash.xxh3_128(array.dtype.str.encode())
     digest.update(np.ascontiguousarray(array).view(np.uint8))
     return digest.hexdigest()
-
-
-def split(flat: np.ndarray, layout: dict[str, list[int]]) -> dict[str, np.ndarray]:
-    """Splits an array into its tables, by path; they are views."""
-    tables, start = {}, 0
-    for path, shape in layout.items():
-        end = start + math.prod(shape)
-        tables[path] = flat[start:end].reshape(shape)
-        start = end
-    return tables

@@ -14,6 +14,7 @@ from tensorboardX.summary import scalar
 
 from jaxlora.atomic import make_folder, wrap_os_errors, write_text
 from jaxlora.errors import CheckpointError
+from jaxlora.json_file import check_regular_file
 
 METRICS_FILE = "metrics.jsonl"
 _proto: Any = event_pb2  # its classes are made when it is imported
@@ -139,11 +140,14 @@ def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
         CheckpointError: A line is damaged.
     """
     try:
+        check_regular_file(path)
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror or error}."
+        ) from error
     events = []
     for number, line in enumerate(lines, 1):
         try:

@@ -1,118 +1,33 @@
-"""The state that a run saves on the disk, and its validation when it is read.
-
-A file in a run's folder is untrusted: it may be damaged or come from another source.
-So every name, number and shape that is read is validated like the user's input.
-"""
+"""The state that a run saves on the disk, and its validation when it is read."""
 
 import dataclasses
-import datetime
 import json
 import pathlib
-import re
-import unicodedata
 from collections.abc import Collection
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
+import numpy as np
 import pydantic
 import xxhash
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from jaxlora.adapters.tensors import tensor_of
-from jaxlora.config import check_job_name
+from jaxlora.adapters.adapter import Adapter, LoraWeights
+from jaxlora.adapters.slots import Kind
+from jaxlora.adapters.tensors import tensor_paths
 from jaxlora.errors import CheckpointError
+from jaxlora.hf.names import linear_path
+from jaxlora.json_file import check_regular_file
 from jaxlora.strict import format_errors
 from jaxlora.train.job_run import JobProgress
-
-_LINEAR = re.compile(r"model\.layers\.\d{1,6}(\.[A-Za-z0-9_]{1,100}){1,6}")
-_TABLE = re.compile(r"(layers\.\d{1,6}\.[A-Za-z0-9_.]+)\.[a-z_]+")
-_STRICT = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-def _job_name(name: str) -> str:
-    return check_job_name(name)
-
-
-def _linear_name(name: str) -> str:
-    if not _LINEAR.fullmatch(name):
-        raise ValueError(f"{name!r} is no name of a linear.")
-    return name
-
-
-def _one_line(text: str) -> str:
-    if not text or any(unicodedata.category(c) in ("Cc", "Cs") for c in text):
-        raise ValueError("wanted one line of text.")
-    return text
-
-
-def _iso_time(text: str) -> str:
-    datetime.datetime.fromisoformat(text)
-    return text
-
-
-JobName = Annotated[str, AfterValidator(_job_name)]
-LinearName = Annotated[str, AfterValidator(_linear_name)]
-OneLine = Annotated[str, Field(max_length=4096), AfterValidator(_one_line)]
-Size = Annotated[int, Field(gt=0, lt=2**40)]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RunIdentity:
-    """Properties that must be equal for a checkpoint to continue a run; JSON values.
-
-    Attributes:
-        base: Fingerprint of the base model.
-        settings: Settings that affect the numerical results, by name.
-        jobs: Each job's settings, and a fingerprint of its data, by job name. Their
-            order matters, because slots and microbatches are filled in this order.
-    """
-
-    __pydantic_config__ = _STRICT
-
-    base: str
-    settings: dict[str, Any]
-    jobs: dict[JobName, dict[str, Any]]
-
-    def differences(
-        self, other: "RunIdentity", where: str = "the checkpoint"
-    ) -> list[str]:
-        """Describes, in sentences, how a saved identity differs from this run's.
-
-        Args:
-            other: Identity that was saved.
-            where: Describes the file that it was saved in.
-        """
-        out = []
-        if self.base != other.base:
-            out.append(
-                f"the base model is another one (fingerprint {other.base[:12]} in "
-                f"{where}, {self.base[:12]} now)"
-            )
-        out += _different("", where, other.settings, self.settings)
-        for name in dict.fromkeys([*other.jobs, *self.jobs]):
-            if name not in self.jobs:
-                out.append(f"job {name!r} is in {where} but not in this run")
-            elif name not in other.jobs:
-                out.append(f"job {name!r} is in this run but not in {where}")
-            else:
-                then, now = other.jobs[name], self.jobs[name]
-                out += _different(f"job {name!r}: ", where, then, now)
-        before, after = list(other.jobs), list(self.jobs)
-        if before != after and set(before) == set(after):
-            out.append(
-                f"the order of the jobs is {', '.join(before)} in {where} and "
-                f"{', '.join(after)} now"
-            )
-        return out
-
-
-def _different(
-    whose: str, where: str, then: dict[str, Any], now: dict[str, Any]
-) -> list[str]:
-    return [
-        f"{whose}{key} is {then.get(key)!r} in {where} and {now.get(key)!r} now"
-        for key in dict.fromkeys([*then, *now])
-        if then.get(key) != now.get(key)
-    ]
+from jaxlora.train.run_identity import RunIdentity
+from jaxlora.train.saved_fields import (
+    STRICT,
+    IsoTime,
+    JobName,
+    LinearName,
+    OneLine,
+    Size,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,12 +41,30 @@ class SavedAdapter:
         keep_best: Whether the weights of the best evaluation are exported.
     """
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
 
     modules: dict[LinearName, tuple[Size, Annotated[float, Field(gt=0)]]]
     use_rslora: bool
     dropout: Annotated[float, Field(ge=0, lt=1)]
     keep_best: bool
+
+    def adapter(self, params: dict[str, np.ndarray]) -> Adapter:
+        """Makes the adapter of these weights.
+
+        Args:
+            params: Trained tensors at the adapter's own rank, by path.
+        """
+        modules = {
+            name: LoraWeights(
+                tensors={t.name: params[p] for t, p in tensor_paths(linear_path(name))},
+                rank=rank,
+                lora_alpha=lora_alpha,
+            )
+            for name, (rank, lora_alpha) in self.modules.items()
+        }
+        return Adapter(
+            modules=modules, use_rslora=self.use_rslora, dropout=self.dropout
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +76,7 @@ class SavedRequests:
         pausing: Jobs to keep out of the slots until they are resumed, and the reasons.
     """
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
 
     stopping: dict[JobName, str] = dataclasses.field(default_factory=dict)
     pausing: dict[JobName, str] = dataclasses.field(default_factory=dict)
@@ -160,7 +93,7 @@ class SavedRequests:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SavedRun:
-    """State of a run that a checkpoint keeps besides the tables.
+    """State of a run that a checkpoint keeps besides the tensors of its jobs.
 
     Attributes:
         identity: Identity of the run.
@@ -172,7 +105,7 @@ class SavedRun:
         base_revision: Commit of a base from the hub; None for a folder.
     """
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
 
     identity: RunIdentity
     progress: dict[JobName, JobProgress]
@@ -184,20 +117,61 @@ class SavedRun:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SavedTensors:
+    """How a checkpoint stores the weights and moments of a job that has begun.
+
+    Attributes:
+        shapes: Shape of each tensor at the job's own rank, by dotted path, in the order
+            in which the arrays hold them.
+        checksums: XXH3 of the array of each kind.
+    """
+
+    __pydantic_config__ = STRICT
+
+    shapes: dict[str, Annotated[list[Size], Field(min_length=1, max_length=2)]]
+    checksums: dict[Kind, str]
+
+    def check(self, name: str, adapter: SavedAdapter) -> None:
+        """Checks that the tensors are those of an adapter.
+
+        Args:
+            name: Name of the job.
+            adapter: The shape of the job's adapter.
+
+        Raises:
+            ValueError: A tensor is missing or unknown, or the shapes do not match.
+        """
+        paths = set()
+        for module, (rank, _) in adapter.modules.items():
+            sizes: dict[str, int] = {"R": rank}
+            for tensor, path in tensor_paths(linear_path(module)):
+                paths.add(path)
+                shape = self.shapes.get(path)
+                if shape is None or len(shape) != len(tensor.dimensions):
+                    raise ValueError(f"job {name}: {path} has shape {shape}.")
+                for letter, size in zip(tensor.dimensions, shape, strict=True):
+                    if sizes.setdefault(letter, size) != size:
+                        raise ValueError(
+                            f"job {name}: {path} has shape {shape}, with {letter} = "
+                            f"{size} instead of {sizes[letter]}."
+                        )
+        if unknown := sorted(self.shapes.keys() - paths):
+            raise ValueError(f"job {name} has a tensor {unknown[0]!r} of no module.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SavedCheckpoint:
     """The metadata of a checkpoint.
 
     Attributes:
-        run: State of the run besides the tables.
-        layout: Shape of each table in the arrays, by path, in order.
-        checksums: XXH3 of each array's bytes, by kind.
+        run: State of the run besides the tensors of its jobs.
+        tensors: How the tensors of each job that has begun and not ended are stored.
     """
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
 
     run: SavedRun
-    layout: dict[str, Annotated[list[Size], Field(min_length=2, max_length=3)]]
-    checksums: dict[Literal["params", "mu", "nu"], str]
+    tensors: dict[JobName, SavedTensors]
 
     def __post_init__(self):
         """Checks that the fields are consistent; see `read_sealed`."""
@@ -206,46 +180,31 @@ class SavedCheckpoint:
             if sorted(getattr(self.run, kind)) != names:
                 raise ValueError(f"{kind} has other jobs than identity.")
         self.run.requests.check_names(names)
-        self._check_slots()
-        ranks = self._ranks()
-        for name, adapter in self.run.adapters.items():
-            for module, (rank, _) in adapter.modules.items():
-                if rank > ranks.get(module, 0):
-                    raise ValueError(
-                        f"job {name} has rank {rank} on {module}, and the tables have "
-                        f"room for {ranks.get(module, 0)}."
-                    )
+        self._check_progress()
+        for name, tensors in self.tensors.items():
+            tensors.check(name, self.run.adapters[name])
 
-    def _check_slots(self) -> None:
-        counts = {shape[0] for shape in self.layout.values()}
-        if len(counts) != 1:
-            raise ValueError("layout has no tables, or of different numbers of slots.")
+    def _check_progress(self) -> None:
         slots = [p.slot for p in self.run.progress.values() if p.slot is not None]
-        if len(set(slots)) < len(slots) or not set(slots) <= set(range(*counts)):
-            raise ValueError(f"slots {slots} are not different ones of {counts}.")
+        if len(set(slots)) < len(slots) or min(slots, default=0) < 0:
+            raise ValueError(f"slots {slots} are not different ones.")
         for name, progress in self.run.progress.items():
-            lacks_slot = progress.status == "running" and progress.slot is None
-            if not 0 <= progress.step < 2**53 or lacks_slot:
+            is_running = progress.status == "running"
+            if not 0 <= progress.step < 2**53 or is_running == (progress.slot is None):
                 raise ValueError(
                     f"job {name} is {progress.status} at step {progress.step} in slot "
                     f"{progress.slot}."
                 )
-
-    def _ranks(self) -> dict[str, int]:
-        """Returns the rank of each linear's tables; checks that its tables match."""
-        ranks = {}
-        for path, (_, *sizes) in self.layout.items():
-            match = _TABLE.fullmatch(path)
-            if match is None:
-                raise ValueError(f"{path!r} is no name of a table.")
-            linear = f"model.{match[1]}"
-            dimensions = tensor_of(path).dimensions
-            if len(dimensions) != len(sizes):
-                raise ValueError(f"{path!r} has {len(sizes)} dimensions a slot.")
-            for letter, size in zip(dimensions, sizes, strict=True):
-                if letter == "R" and ranks.setdefault(linear, size) != size:
-                    raise ValueError(f"the tables of {linear} differ in rank.")
-        return ranks
+        begun = {
+            name
+            for name, progress in self.run.progress.items()
+            if not (progress.is_over or progress.status == "waiting")
+        }
+        if begun != self.tensors.keys():
+            raise ValueError(
+                f"tensors has the jobs {sorted(self.tensors)}, and those that have "
+                f"begun and not ended are {sorted(begun)}."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,9 +218,9 @@ class RunRecord:
             before the next checkpoint.
     """
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
 
-    started: Annotated[str, AfterValidator(_iso_time)]
+    started: IsoTime
     identity: RunIdentity
     requests: SavedRequests = dataclasses.field(default_factory=SavedRequests)
 
@@ -302,6 +261,7 @@ def read_sealed[T](path: pathlib.Path, kind: type[T], *, version: int, cure: str
             breaks a rule.
     """
     try:
+        check_regular_file(path)
         values = json.loads(path.read_bytes())
         if not isinstance(values, dict):
             raise ValueError(f"it holds a {type(values).__name__}, not an object")
@@ -310,7 +270,7 @@ def read_sealed[T](path: pathlib.Path, kind: type[T], *, version: int, cure: str
             raise ValueError("its checksum does not match its contents")
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read: {error.strerror}. {cure}"
+            f"{path} cannot be read: {error.strerror or error}. {cure}"
         ) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}. {cure}") from None

@@ -21,9 +21,14 @@ from jaxlora.train import prepare
 from jaxlora.train.capacity import Bounds, Capacity, as_begun, provisional
 from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.compilation_cache import keep_compiled_programs
-from jaxlora.train.describe_run import check_resumes, run_identity, saved_adapter
+from jaxlora.train.describe_run import (
+    check_resumes,
+    run_identity,
+    saved_adapter,
+)
 from jaxlora.train.interrupt import StopRequest
 from jaxlora.train.job_run import JobProgress, JobRun
+from jaxlora.train.job_states import job_states, restore_jobs
 from jaxlora.train.memory import compiled_step
 from jaxlora.train.progress import Progress
 from jaxlora.train.read_checkpoint import newest_checkpoint
@@ -39,10 +44,10 @@ from jaxlora.train.run_folder import (
     start_time,
     write_run_record,
 )
+from jaxlora.train.run_identity import RunIdentity
 from jaxlora.train.run_lock import RunLock, check_not_in_use
 from jaxlora.train.run_log import RunLog
 from jaxlora.train.saved_run import (
-    RunIdentity,
     RunRecord,
     SavedRequests,
     SavedRun,
@@ -336,7 +341,7 @@ class Trainer:
         if resume and is_anew:
             logger.warning("there is no complete checkpoint: training from the start")
         keep = self.config.keep_checkpoints
-        checkpoints = Checkpoints(folder, self._spec.stacks, keep=keep)
+        checkpoints = Checkpoints(folder, keep=keep)
         opened.callback(checkpoints.close)
         if record is not None:
             self._requests.restore(record.requests)
@@ -372,17 +377,14 @@ class Trainer:
         self._table = self._empty_slots()
         self._round = 0
         for run in self.runs:
-            run.progress = JobProgress()
+            run.progress, run.parked = JobProgress(), None
 
     def _restore(self, checkpoints: Checkpoints) -> None:
-        self._round, saved, self._table.state = checkpoints.restore(
-            self._table.state, self._identity()
-        )
-        self._requests.restore(saved.requests)
-        for run in self.runs:
-            run.progress = saved.progress[run.job.name]
-            if run.progress.status == "running":
-                self._table.activate(run.slot, run.start)
+        found = checkpoints.restore(self._identity())
+        self._round = found.number
+        self._requests.restore(found.run.requests)
+        assert self._spec.slots is not None
+        restore_jobs(self.runs, found, self._table, self._spec.slots.num_slots)
         logger.info("resumed after round %d", self._round)
 
     def _save_latest(self, checkpoints: Checkpoints) -> None:
@@ -401,4 +403,5 @@ class Trainer:
             linear_names=list(linear_names(self.model.config)),
             requests=self._saved_requests(),
         )
-        checkpoints.save(self._round, self._table.state, saved)
+        states = job_states(self.runs, self._table)
+        checkpoints.save(self._round, states, saved)

@@ -1,5 +1,6 @@
 """A third trained tensor is one entry of the table: everything else carries it."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -13,7 +14,7 @@ from jaxlora.adapters import tensors
 from jaxlora.adapters.optimizer import Hyper, optimizer_step
 from jaxlora.adapters.peft_export import export_peft
 from jaxlora.adapters.peft_import import import_peft
-from jaxlora.adapters.slots import SlotTable, fresh_adapter
+from jaxlora.adapters.slots import KINDS, SlotTable, fresh_adapter
 from jaxlora.adapters.tensors import TrainedTensor
 from jaxlora.errors import AdapterError
 from jaxlora.hf.config import model_config
@@ -21,6 +22,10 @@ from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.targets import resolve_targets
+from jaxlora.train.checkpoint import Checkpoints
+from jaxlora.train.job_run import JobProgress
+from jaxlora.train.run_identity import RunIdentity
+from jaxlora.train.saved_run import SavedAdapter, SavedRequests, SavedRun
 from jaxlora.train.step import CompiledSteps
 from tests import tiny
 
@@ -100,6 +105,36 @@ def test_slots_and_the_optimiser_carry_a_third_tensor(spec, start):
             moved = weights.tensors[tensor.name]
             moved = moved - start.modules[name].tensors[tensor.name]
             np.testing.assert_allclose(moved, -0.01 * ratio, rtol=1e-3)
+
+
+def test_a_checkpoint_carries_a_third_tensor(spec, start, tmp_path):
+    table = stepped(spec, start)
+    saved = SavedAdapter(
+        modules={n: (w.rank, w.lora_alpha) for n, w in start.modules.items()},
+        use_rslora=False,
+        dropout=0.0,
+        keep_best=False,
+    )
+    identity = RunIdentity(base="b", settings={}, jobs={"job": {}})
+    run = SavedRun(
+        identity=identity,
+        progress={"job": JobProgress(status="running", slot=1, step=1)},
+        adapters={"job": saved},
+        base_model="b",
+        linear_names=list(start.modules),
+        requests=SavedRequests(),
+    )
+    with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
+        checkpoints.save(1, {"job": table.copy(1)}, run)
+    with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
+        found = checkpoints.restore(identity)
+    table.restore(0, found.parked("job"), found.adapter("job"))
+    for kind in KINDS:
+        before, after = table.copy(1).of(kind), table.copy(0).of(kind)
+        assert any(path.endswith(MAGNITUDE.name) for path in before)
+        for path, tensor in before.items():
+            assert tensor.any()
+            np.testing.assert_array_equal(after[path], tensor)
 
 
 def test_export_and_import_carry_a_third_tensor(spec, start, tmp_path, linear_shapes):

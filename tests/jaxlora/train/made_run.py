@@ -3,36 +3,21 @@
 import contextlib
 import pathlib
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.export_record import ExportRecord
-from jaxlora.adapters.optimizer import AdapterState, zero_state
 from jaxlora.adapters.peft_export import export_peft
-from jaxlora.models.stacks import Stack, to_paths
+from jaxlora.adapters.slots import ParkedSlot
+from jaxlora.adapters.tensors import tensor_paths
 from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.job_run import JobProgress
 from jaxlora.train.run_folder import write_run_record
-from jaxlora.train.saved_run import (
-    RunIdentity,
-    RunRecord,
-    SavedAdapter,
-    SavedRequests,
-    SavedRun,
-)
+from jaxlora.train.run_identity import RunIdentity
+from jaxlora.train.saved_run import RunRecord, SavedAdapter, SavedRequests, SavedRun
 
-K, N, SLOTS, RANK = 6, 5, 4, 3
+K, N, RANK = 6, 5, 2
 LINEARS = [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
-LINEAR = "self_attn.q_proj"
-STACKS = [
-    Stack(
-        name=f"{LINEAR}.{part}",
-        paths=tuple(f"layers.{i}.{LINEAR}.{part}" for i in range(2)),
-    )
-    for part in ("lora_a", "lora_b")
-]
 JOBS = {
     "done": JobProgress(status="finished", reason="all steps are done", step=9),
     "now": JobProgress(status="running", slot=1, step=4),
@@ -45,14 +30,14 @@ JOBS = {
 def identity(jobs=JOBS) -> RunIdentity:
     return RunIdentity(
         base="f" * 64,
-        settings={"microbatch_tokens": 64, "slot_rank": RANK},
+        settings={"microbatch_tokens": 64, "dtype": "float32"},
         jobs={name: {"seed": i} for i, name in enumerate(jobs)},
     )
 
 
 def adapter_shape(name: str) -> SavedAdapter:
     return SavedAdapter(
-        modules=dict.fromkeys(LINEARS, (2, 4.0)),
+        modules=dict.fromkeys(LINEARS, (RANK, 4.0)),
         use_rslora=False,
         dropout=0.0,
         keep_best=name == "best",
@@ -70,34 +55,32 @@ def saved_run(jobs=JOBS) -> SavedRun:
     )
 
 
-def state(seed: int = 0) -> AdapterState:
-    shapes = {
-        f"{LINEAR}.lora_a": jax.ShapeDtypeStruct((SLOTS, 2, K, RANK), jnp.float32),
-        f"{LINEAR}.lora_b": jax.ShapeDtypeStruct((SLOTS, 2, RANK, N), jnp.float32),
-    }
+def parked(seed: int = 0) -> ParkedSlot:
+    """The random state of a job; `JOBS` has two that have begun and not ended."""
     rng = np.random.default_rng(seed)
 
-    def tables():
+    def tensors():
         return {
-            path: jnp.asarray(rng.normal(size=s.shape).astype(np.float32))
-            for path, s in shapes.items()
+            path: rng.normal(size=tensor.shape(K, N, RANK)).astype(np.float32)
+            for name in LINEARS
+            for tensor, path in tensor_paths(name.removeprefix("model."))
         }
 
-    empty = zero_state(shapes, SLOTS)
-    return AdapterState(
-        params=tables(), mu=tables(), nu=tables(), pending=empty.pending
-    )
+    return ParkedSlot(params=tensors(), mu=tensors(), nu=tensors())
 
 
-def slot_weights(state: AdapterState, slot: int) -> dict[str, np.ndarray]:
-    """A and B of a slot at rank 2, as PEFT names and turns them."""
-    arrays = {n: np.asarray(t[slot]) for n, t in state.params.items()}
-    rows = to_paths(STACKS, arrays, axis=0)
+def states(number: int = 0) -> dict[str, ParkedSlot]:
+    """The states of the jobs at a checkpoint, by name."""
+    return {"now": parked(number), "best": parked(number + 100)}
+
+
+def weights(state: ParkedSlot) -> dict[str, np.ndarray]:
+    """A and B as PEFT names and turns them."""
     out = {}
     for name in LINEARS:
         path, peft = name.removeprefix("model."), f"base_model.model.{name}"
-        out[f"{peft}.lora_A.weight"] = rows[f"{path}.lora_a"][:, :2].T
-        out[f"{peft}.lora_B.weight"] = rows[f"{path}.lora_b"][:2].T
+        out[f"{peft}.lora_A.weight"] = state.params[f"{path}.lora_a"].T
+        out[f"{peft}.lora_B.weight"] = state.params[f"{path}.lora_b"].T
     return out
 
 
@@ -126,9 +109,9 @@ def write_export(folder: pathlib.Path, job: str, step: int) -> pathlib.Path:
 
 def write_checkpoints(folder: pathlib.Path, numbers=(4,), jobs=JOBS) -> None:
     """Checkpoints of seeds that are their numbers."""
-    with contextlib.closing(Checkpoints(folder / "checkpoints", STACKS)) as checkpoints:
+    with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
         for number in numbers:
-            checkpoints.save(number, state(number), saved_run(jobs))
+            checkpoints.save(number, states(number), saved_run(jobs))
 
 
 def write_run(folder: pathlib.Path, numbers=(4,), jobs=JOBS) -> pathlib.Path:

@@ -20,7 +20,8 @@ from jaxlora.train import memory
 from jaxlora.train.capacity import Bounds, Capacity, as_begun
 from jaxlora.train.memory import DeviceMemory, Footprint
 from jaxlora.train.run_folder import write_run_record
-from jaxlora.train.saved_run import RunIdentity, RunRecord
+from jaxlora.train.run_identity import RunIdentity
+from jaxlora.train.saved_run import RunRecord
 from jaxlora.train.step import compiled_steps
 
 

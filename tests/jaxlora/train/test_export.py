@@ -61,7 +61,7 @@ def test_every_job_that_has_weights_is_written(run, tmp_path):
     }
     assert first_value(out / "done") == 9
     assert first_value(out / "best") == 2  # its best evaluation, not the newest
-    wanted = made_run.slot_weights(made_run.state(4), 1)
+    wanted = made_run.weights(made_run.parked(4))
     for name, array in weights(out / "now").items():
         np.testing.assert_array_equal(array, wanted[name])
     assert contents(run) == before
@@ -271,7 +271,7 @@ def test_a_full_disk_leaves_the_export_before(run, tmp_path, monkeypatch):
 
 def test_a_checkpoint_that_vanishes_makes_way_for_the_newer(run, tmp_path, monkeypatch):
     """The run goes on, and keeps one checkpoint."""
-    read = read_checkpoint._arrays
+    read = read_checkpoint._read_tensors
 
     def replaced(*args):
         if newest_checkpoint(run / "checkpoints") == 4:
@@ -282,10 +282,10 @@ def test_a_checkpoint_that_vanishes_makes_way_for_the_newer(run, tmp_path, monke
             shutil.rmtree(run / "checkpoints" / "4")
         return read(*args)
 
-    monkeypatch.setattr(read_checkpoint, "_arrays", replaced)
+    monkeypatch.setattr(read_checkpoint, "_read_tensors", replaced)
     export_checkpoint(run, tmp_path / "out", ["now"])
     record = json.loads((tmp_path / "out" / "now" / "jaxlora.json").read_text())
     assert record["step"] == 5
-    wanted = made_run.slot_weights(made_run.state(5), 1)
+    wanted = made_run.weights(made_run.parked(5))
     for name, array in weights(tmp_path / "out" / "now").items():
         np.testing.assert_array_equal(array, wanted[name])

@@ -22,10 +22,10 @@ from jaxlora.train.checkpoint import Checkpoints
 from tests.jaxlora.train import made_run
 folder = pathlib.Path(sys.argv[1])
 made_run.write_checkpoints(folder, (1,))
-checkpoints = Checkpoints(folder / "checkpoints", made_run.STACKS)
+checkpoints = Checkpoints(folder / "checkpoints")
 limit = int(sys.argv[2]), resource.RLIM_INFINITY
 resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-checkpoints.save(2, made_run.state(2), made_run.saved_run())
+checkpoints.save(2, made_run.states(2), made_run.saved_run())
 try:
     checkpoints.close()
 except CheckpointError as error:
@@ -35,16 +35,16 @@ except CheckpointError as error:
 
 @pytest.mark.parametrize("num_bytes", [0, 2000])
 def test_a_checkpoint(tmp_path, num_bytes):
-    """The metadata of orbax; the tables."""
+    """The metadata of orbax; the tensors."""
     command = [sys.executable, "-c", FULL, str(tmp_path), str(num_bytes)]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "could not be written to" in ended.stdout
     assert "File too large" in ended.stdout and "mend the cause" in ended.stdout
     assert ended.stderr == ""
     folder = tmp_path / "checkpoints"
-    checkpoints = Checkpoints(folder, made_run.STACKS)  # starts again, with room
-    number, *_ = checkpoints.restore(made_run.state(), made_run.identity())
-    checkpoints.save(2, made_run.state(2), made_run.saved_run())
+    checkpoints = Checkpoints(folder)  # starts again, with room
+    number = checkpoints.restore(made_run.identity()).number
+    checkpoints.save(2, made_run.states(2), made_run.saved_run())
     checkpoints.close()
     assert (number, checkpoints.latest()) == (1, 2)
     assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]

@@ -8,12 +8,14 @@ import signal
 
 import pytest
 
-from jaxlora import RunConfig, Trainer
+from jaxlora import RunConfig, Trainer, import_peft
 from jaxlora.errors import CheckpointError
 from jaxlora.train.checkpoint import Checkpoints
+from jaxlora.train.prepare import linear_shapes
 from jaxlora.train.progress import Progress
 from jaxlora.train.read_checkpoint import read_newest
 from jaxlora.train.single_device import SingleDeviceExecutor
+from tests.oracle import relative_error
 
 
 @pytest.fixture
@@ -51,15 +53,47 @@ def adapters(config: RunConfig) -> dict[str, bytes]:
     }
 
 
-def test_slots_of_other_linears_are_refused(config, model):
-    """o_proj and q_proj have tables of one size, all in all."""
-    job = config.jobs[0].model_copy(update={"target_modules": ("k_proj",)})
-    config = changed(config, jobs=(job,), slot_targets=["q_proj"])
+def test_other_slots_and_a_job_added_on_resume(config, model, jobs, tmp_path):
+    """The jobs go into one slot in turn, of another rank and on other linears.
+
+    The job whose slot is gone is paused, with its whole state, until the slot is free.
+    """
+    whole = changed(config, output_dir=str(tmp_path / "whole"))
+    Trainer(whole, model).train()
     Trainer(config, model).train(on_window=interrupt_at(1))
-    other = changed(config, slot_targets=["o_proj"])
-    with pytest.raises(CheckpointError, match=r"only it has: layers\.0\.self_attn\.q"):
-        Trainer(other, model).train(resume=True)
-    assert not Trainer(config, model).train(resume=True).interrupted
+    new = jobs[2].model_copy(update={"steps": 1})
+    other = changed(
+        config,
+        jobs=(new, *config.jobs),
+        slot_targets=["k_proj"],
+        slot_rank=12,
+        max_concurrent_jobs=1,
+    )
+    assert not Trainer(other, model).train(resume=True).interrupted
+    assert new.name in adapters(other)
+    shapes = linear_shapes(model)
+    for job in config.jobs:
+        wanted, found = (
+            import_peft(pathlib.Path(c.output_dir) / "adapters" / job.name, shapes)
+            for c in (whole, other)
+        )
+        for path, tensor in wanted.by_path().items():
+            assert relative_error(found.by_path()[path], tensor) < 2e-4
+
+
+def test_more_steps_on_resume(config, model, tmp_path):
+    """At a constant rate, the job ends as one that had these steps from the start."""
+    job = config.jobs[0].model_copy(update={"lr_schedule": "constant", "steps": 3})
+    longer = job.model_copy(update={"steps": 6})
+    config = changed(config, jobs=(job,), window_steps=1)
+    whole = changed(config, jobs=(longer,), output_dir=str(tmp_path / "whole"))
+    Trainer(whole, model).train()
+    Trainer(config, model).train(on_window=interrupt_at(2))
+    Trainer(changed(config, jobs=(longer,)), model).train(resume=True)
+    assert adapters(config) == adapters(whole)
+    longest = longer.model_copy(update={"steps": 7})
+    with pytest.raises(CheckpointError, match="has finished its 6 steps, and 7 are"):
+        Trainer(changed(config, jobs=(longest,)), model).train(resume=True)
 
 
 def test_a_refused_resume_leaves_the_folder(config, model):
@@ -67,8 +101,9 @@ def test_a_refused_resume_leaves_the_folder(config, model):
     Trainer(config, model).train(on_window=interrupt_at(1))
     folder = pathlib.Path(config.output_dir)
     before = (folder / "run.json").read_text()
-    with pytest.raises(CheckpointError, match="microbatch_tokens is"):
-        Trainer(changed(config, microbatch_tokens=4096), model).train(resume=True)
+    other = config.jobs[0].model_copy(update={"batch_size": 1})
+    with pytest.raises(CheckpointError, match="batch_size is"):
+        Trainer(changed(config, jobs=(other,)), model).train(resume=True)
     assert (folder / "run.json").read_text() == before
     assert not Trainer(config, model).train(resume=True).interrupted
 
@@ -79,9 +114,9 @@ def test_an_older_checkpoint_cannot_follow(config, model):
     trainer.train(on_window=interrupt_at(2))
     folder = trainer.output_dir / "checkpoints"
     found = read_newest(folder)
-    with contextlib.closing(Checkpoints(folder, trainer._spec.stacks)) as saved:
+    with contextlib.closing(Checkpoints(folder)) as saved:
         with pytest.raises(CheckpointError, match="checkpoint 2, so that checkpoint 1"):
-            saved.save(1, trainer._table.state, found.run)
+            saved.save(1, {}, found.run)
         assert saved.latest() == found.number == 2
 
 

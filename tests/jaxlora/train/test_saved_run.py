@@ -2,17 +2,20 @@
 
 import copy
 import json
+import os
 import pathlib
 import shutil
 import traceback
 
+import jax
 import numpy as np
 import pytest
 
+from jaxlora.adapters.slots import KINDS
 from jaxlora.errors import CheckpointError
 from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.export import export_checkpoint
-from jaxlora.train.read_checkpoint import KINDS, read_newest
+from jaxlora.train.read_checkpoint import read_newest
 from jaxlora.train.run_folder import read_run_record
 from jaxlora.train.saved_run import sealed
 from tests.jaxlora.train import made_run
@@ -31,10 +34,10 @@ def run(original, tmp_path):
 
 def is_refused(run: pathlib.Path, message: str) -> None:
     """By a resume and by an export, without a word from a thread."""
-    checkpoints = Checkpoints(run / "checkpoints", made_run.STACKS)
+    checkpoints = Checkpoints(run / "checkpoints")
     try:
         with pytest.raises(CheckpointError, match=message):
-            checkpoints.restore(made_run.state(), made_run.identity())
+            checkpoints.restore(made_run.identity())
     finally:
         checkpoints.close()
     with pytest.raises(CheckpointError, match=message):
@@ -43,18 +46,20 @@ def is_refused(run: pathlib.Path, message: str) -> None:
 
 
 def test_a_checkpoint_comes_back_to_the_bit(run):
-    checkpoints = Checkpoints(run / "checkpoints", made_run.STACKS)
-    number, saved, state = checkpoints.restore(made_run.state(), made_run.identity())
+    checkpoints = Checkpoints(run / "checkpoints")
+    found = checkpoints.restore(made_run.identity())
     checkpoints.close()
-    wanted = made_run.state(6)
-    assert number == 6 and saved == made_run.saved_run()
-    for kind in KINDS:
-        for path, table in getattr(wanted, kind).items():
-            np.testing.assert_array_equal(getattr(state, kind)[path], table)
+    assert found.number == 6 and found.run == made_run.saved_run()
+    wanted = made_run.states(6)
+    assert found.tensors.keys() == wanted.keys()
+    for job, state in wanted.items():
+        for kind in KINDS:
+            for path, tensor in state.of(kind).items():
+                np.testing.assert_array_equal(found.parked(job).of(kind)[path], tensor)
 
 
 def test_no_changed_byte_is_restored(run, capfd, tmp_path):
-    """Any byte of any file: the same tables come back, or an error does."""
+    """Any byte of any file: the same tensors come back, or an error does."""
     place = run / "checkpoints" / "6"
     wanted = read_newest(run / "checkpoints", KINDS)
     refused = 0
@@ -71,19 +76,21 @@ def test_no_changed_byte_is_restored(run, capfd, tmp_path):
                 assert str(place) in str(error)
                 assert "go on from checkpoint 4, remove" in str(error)
             else:
-                assert (found.run, found.layout) == (wanted.run, wanted.layout)
-                for kind in KINDS:
-                    for name, table in wanted.tables[kind].items():
-                        np.testing.assert_array_equal(found.tables[kind][name], table)
+                assert found.run == wanted.run
+                jax.tree.map(
+                    np.testing.assert_array_equal, found.tensors, wanted.tensors
+                )
         path.write_bytes(data)
     assert refused >= 8  # every change of the two files that are read
     assert "Traceback" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("how", ["removed", "emptied", "cut", "a folder", "no file"])
+@pytest.mark.parametrize(
+    "how", ["removed", "emptied", "cut", "a folder", "no file", "a pipe"]
+)
 def test_damaged_files(run, how):
     place = run / "checkpoints" / "6"
-    for name in ("tables.safetensors", "meta.json"):
+    for name in ("tensors.safetensors", "meta.json"):
         path = place / "run" / name
         data = path.read_bytes()
         path.unlink()
@@ -95,6 +102,8 @@ def test_damaged_files(run, how):
             path.mkdir()
         elif how == "no file":
             path.symlink_to(path)
+        elif how == "a pipe":  # of which nothing would ever be read
+            os.mkfifo(path)
         is_refused(run, rf"{path} .*To go on from checkpoint 4, remove {place} and")
         path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
         path.write_bytes(data)
@@ -117,10 +126,10 @@ def test_the_only_checkpoint_is_damaged(run):
         (b'{"a": "\xff"}', "is damaged: 'utf-8' codec"),
         (b"[" * 100_000, "is damaged: maximum recursion"),
         (b'{"format": ' + b"9" * 5000 + b"}", "is damaged: Exceeds the limit"),
-        (b'{"format": 4, "layout": {}}', "has format 4, and this version .* format 5"),
+        (b'{"format": 5, "layout": {}}', "has format 5, and this version .* format 6"),
         (b"{}", "has format None"),
-        (b'{"format": 5}', "its checksum does not match its contents"),
-        (b'{"format": 5, "a": NaN, "checksum": ""}', "Out of range float values"),
+        (b'{"format": 6}', "its checksum does not match its contents"),
+        (b'{"format": 6, "a": NaN, "checksum": ""}', "Out of range float values"),
     ],
 )
 def test_metadata_that_is_none(run, text, message):
@@ -134,8 +143,8 @@ def rename(mapping: dict, old: str, new: str) -> None:
 
 
 def rename_job(meta: dict, new: str) -> None:
-    for jobs in ("progress", "adapters"):
-        rename(meta["run"][jobs], "now", new)
+    for jobs in (meta["run"]["progress"], meta["run"]["adapters"], meta["tensors"]):
+        rename(jobs, "now", new)
     rename(meta["run"]["identity"]["jobs"], "now", new)
 
 
@@ -149,7 +158,8 @@ def set_in(*path_and_value):
     return change
 
 
-TABLE_A = f"layers.0.{made_run.LINEAR}.lora_a"
+PATH_A = "layers.0.self_attn.q_proj.lora_a"
+TENSORS = ("tensors", "now")
 PROGRESS = ("run", "progress", "now")
 ADAPTER = ("run", "adapters", "now")
 LINEAR = made_run.LINEARS[0]
@@ -167,14 +177,13 @@ LINEAR = made_run.LINEARS[0]
         (set_in("run", "base_model", ""), "base_model: wanted one line"),
         (set_in("run", "linear_names", ["../x"]), "'../x' is no name of a linear"),
         (set_in(*ADAPTER, "modules", {"model.x": [2, 4.0]}), "'model.x' is no name of"),
-        (set_in(*ADAPTER, "modules", LINEAR, [4, 4.0]), "rank 4 on .* room for 3"),
+        (set_in(*ADAPTER, "modules", LINEAR, [4, 4.0]), "R = 2 instead of 4"),
         (set_in(*ADAPTER, "modules", LINEAR, [0, 4.0]), "greater than 0"),
         (set_in(*ADAPTER, "modules", LINEAR, [2, -1]), "greater than 0"),
         (set_in(*ADAPTER, "modules", LINEAR, ["2", 1]), "valid integer"),
         (set_in(*ADAPTER, "dropout", 1.0), "less than 1"),
         (set_in(*ADAPTER, "keep_best", 1), "valid boolean"),
         (set_in(*ADAPTER, "other", 1), "other: Unexpected"),
-        (set_in(*PROGRESS, "slot", 4), r"slots \[4, 3\] are not different ones"),
         (set_in(*PROGRESS, "slot", -1), r"slots \[-1, 3\] are not different ones"),
         (set_in(*PROGRESS, "slot", 3), r"slots \[3, 3\] are not different ones"),
         (set_in(*PROGRESS, "slot", None), "is running at step 4 in slot None"),
@@ -182,16 +191,19 @@ LINEAR = made_run.LINEARS[0]
         (set_in(*PROGRESS, "step", 10**30), "running at step 1000"),
         (set_in(*PROGRESS, "status", "asleep"), "status: Input should be"),
         (set_in(*PROGRESS, "unknown", 1), "unknown: Unexpected"),
-        (set_in("layout", {}), "layout has no tables"),
-        (set_in("layout", TABLE_A, [4, 6]), "has 1 dimensions"),
-        (set_in("layout", TABLE_A, [4, 6, -3]), "greater than 0"),
-        (set_in("layout", TABLE_A, [5, 6, 3]), "different numbers of slots"),
-        (set_in("layout", TABLE_A, [4, 6, 2]), "differ in rank"),
-        (set_in("layout", TABLE_A, [4, 7, 3]), "checksum of params does not match"),
-        (lambda m: rename(m["layout"], TABLE_A, "a/../b"), "is no name of a table"),
-        (set_in("checksums", {}), "checksum of params does not match"),
+        (set_in(*TENSORS, "shapes", {}), "lora_a has shape None"),
+        (set_in(*TENSORS, "shapes", PATH_A, [6]), r"has shape \[6\]"),
+        (set_in(*TENSORS, "shapes", PATH_A, [6, -3]), "greater than 0"),
+        (set_in(*TENSORS, "shapes", PATH_A, [6, 3]), "R = 3 instead of 2"),
+        (set_in(*TENSORS, "shapes", PATH_A, [6, 2, 1]), "at most 2 items"),
+        (set_in(*TENSORS, "shapes", PATH_A, [7, 2]), "checksum of params does not ma"),
+        (set_in(*TENSORS, "shapes", "a/../b", [6, 2]), "'a/../b' of no module"),
+        (set_in(*TENSORS, "checksums", {}), "checksum of params does not match"),
+        (set_in("tensors", {}), "tensors has the jobs"),
+        (set_in(*PROGRESS, "status", "waiting"), "is waiting at step 4 in slot 1"),
+        (set_in("run", "progress", "later", "slot", 2), "is waiting at step 0 in slot"),
         (set_in("run", {}), "run.identity: Field required"),
-        (lambda m: m.pop("layout"), "layout: Field required"),
+        (lambda m: m.pop("tensors"), "tensors: Field required"),
     ],
 )
 def test_made_up_metadata(run, change, message):
@@ -206,9 +218,9 @@ def test_made_up_metadata(run, change, message):
     is_refused(run, f"(?s){run / 'checkpoints' / '6'}.*{message}.*go on from check")
 
 
-def test_the_tables_of_another_checkpoint(run):
+def test_the_tensors_of_another_checkpoint(run):
     folder = run / "checkpoints"
-    name = "run/tables.safetensors"
+    name = "run/tensors.safetensors"
     shutil.copy(folder / "4" / name, folder / "6" / name)
     is_refused(run, f"6/{name} is damaged: the checksum of params does not match")
 
@@ -225,26 +237,12 @@ def test_metadata_of_orbax_is_not_needed(run, text):
     path.unlink()
     if text is not None:
         path.write_text(text)
-    checkpoints = Checkpoints(run / "checkpoints", made_run.STACKS, keep=1)
-    number, *_ = checkpoints.restore(made_run.state(), made_run.identity())
-    checkpoints.save(8, made_run.state(8), made_run.saved_run())
+    checkpoints = Checkpoints(run / "checkpoints", keep=1)
+    number = checkpoints.restore(made_run.identity()).number
+    checkpoints.save(8, made_run.states(8), made_run.saved_run())
     checkpoints.close()
     assert number == 6
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["8"]
-
-
-def test_jobs_in_another_order():
-    now = made_run.identity()
-    other = made_run.identity(["now", "done", "best", "nan", "later"])
-    other = type(now)(
-        base=now.base,
-        settings=now.settings,
-        jobs={name: now.jobs[name] for name in other.jobs},
-    )
-    assert now.differences(other, "run.json") == [
-        "the order of the jobs is now, done, best, nan, later in run.json and "
-        "done, now, best, nan, later now"
-    ]
 
 
 # ---- run.json ----------------------------------------------------------------------

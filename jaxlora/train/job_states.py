@@ -1,0 +1,71 @@
+"""Collects the states of a run's jobs for a checkpoint, and restores them from one."""
+
+from collections.abc import Sequence
+
+from jaxlora.adapters.slots import ParkedSlot, SlotTable
+from jaxlora.errors import CheckpointError
+from jaxlora.train.job_run import JobRun
+from jaxlora.train.read_checkpoint import ReadCheckpoint
+
+
+def job_states(runs: Sequence[JobRun], table: SlotTable) -> dict[str, ParkedSlot]:
+    """Returns the states of the jobs that have begun and not ended, by name.
+
+    Args:
+        runs: All jobs of the run, between two windows.
+        table: The slots of the run.
+    """
+    states = {}
+    for run in runs:
+        if run.has_slot:
+            states[run.job.name] = table.copy(run.slot)
+        elif run.parked is not None:
+            states[run.job.name] = run.parked
+    return states
+
+
+def restore_jobs(
+    runs: Sequence[JobRun], found: ReadCheckpoint, table: SlotTable, num_slots: int
+) -> None:
+    """Restores progress and states of the jobs in a checkpoint.
+
+    A running job takes its slot again. If this run has no such slot, the job is paused
+    and continues in the next free slot. Jobs that are not in the checkpoint stay as
+    they are.
+
+    Args:
+        runs: All jobs of the run.
+        found: The checkpoint.
+        table: The slots of the run, all empty.
+        num_slots: Number of slots.
+
+    Raises:
+        CheckpointError: A job that has finished has more steps now.
+    """
+    for run in runs:
+        name = run.job.name
+        if name not in found.run.progress:
+            continue
+        run.progress = found.run.progress[name]
+        _check_not_extended(run)
+        if name not in found.tensors:
+            continue
+        slot, parked = run.progress.slot, found.parked(name)
+        if slot is not None and slot < num_slots:
+            table.restore(slot, parked, run.start)
+            continue
+        run.parked = parked
+        if slot is not None:
+            reason = f"this run has no slot {slot}"
+            run.update(status="paused", reason=reason, slot=None)
+
+
+def _check_not_extended(run: JobRun) -> None:
+    progress = run.progress
+    if progress.status == "finished" and run.num_steps > progress.step:
+        raise CheckpointError(
+            f"job {run.job.name!r} has finished its {progress.step} steps, and "
+            f"{run.num_steps} are wanted now. Its optimiser state was dropped when it "
+            "finished, so it cannot go on: set steps back, and add another job with "
+            "init_from on its adapter."
+        )

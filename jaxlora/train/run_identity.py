@@ -1,0 +1,175 @@
+"""The identity of a run, and what may change when it is resumed."""
+
+import dataclasses
+import logging
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from jaxlora.errors import CheckpointError
+from jaxlora.train.saved_fields import STRICT, JobName
+
+logger = logging.getLogger(__name__)
+
+_SHAPE = "the saved weights and moments have the shape that it gives"
+_SCALING = "the saved weights were trained with this scaling"
+_POSITION = "the position in the data follows from it"
+_MOMENTS = "the saved moments were made with it"
+
+# Settings of a job that must not change on resume, and the reasons. Data is compared by
+# its fingerprint, so that files may be moved.
+FIXED_IN_JOB: dict[str, str] = {
+    "data_fingerprint": _POSITION,
+    "batch_size": _POSITION,
+    "shuffle": _POSITION,
+    "seed": _POSITION,
+    "rank": _SHAPE,
+    "rank_pattern": _SHAPE,
+    "target_modules": _SHAPE,
+    "exclude_modules": _SHAPE,
+    "lora_alpha": _SCALING,
+    "alpha_pattern": _SCALING,
+    "use_rslora": _SCALING,
+    "init_from": "the job has started from it",
+    "init_from_fingerprint": "the job has started from it",
+    "dropout": "an exported adapter states one dropout for all of its steps",
+    "adam_b1": _MOMENTS,
+    "adam_b2": _MOMENTS,
+    "adam_eps": _MOMENTS,
+    "keep_best": "the best weights so far were exported, or not, by the old setting",
+    "eval_data_fingerprint": "the best loss so far was measured on it",
+}
+# Settings of a job that may change: they take effect from the next optimiser step on.
+FREE_IN_JOB = frozenset(
+    {
+        "epochs",
+        "steps",
+        "learning_rate",
+        "lr_schedule",
+        "warmup_steps",
+        "warmup_ratio",
+        "lora_plus_ratio",
+        "weight_decay",
+        "max_grad_norm",
+        "priority",
+        "eval_every",
+        "early_stopping",
+        "early_stopping_delta",
+        # Compared by the fingerprints of the data.
+        "name",
+        "data",
+        "eval_data",
+        "eval_fraction",
+        "eval_seed",
+        "max_length",
+        "too_long",
+    }
+)
+# Settings of a run that must not change. The others only change how samples share
+# microbatches, and so results by no more than rounding.
+FIXED_IN_RUN = {"dtype": "the saved weights were trained on a base of this dtype"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunIdentity:
+    """Properties of a run that are compared when it is resumed; JSON values.
+
+    Attributes:
+        base: Fingerprint of the base model.
+        settings: Settings that affect the numerical results, by name.
+        jobs: Each job's settings, and a fingerprint of its data, by job name, in the
+            order in which slots and microbatches are filled.
+    """
+
+    __pydantic_config__ = STRICT
+
+    base: str
+    settings: dict[str, Any]
+    jobs: dict[JobName, dict[str, Any]]
+
+    def differences(
+        self, saved: "RunIdentity", where: str = "the checkpoint"
+    ) -> list[str]:
+        """Describes the differences that forbid to continue a saved run.
+
+        Args:
+            saved: Identity that was saved.
+            where: Describes the file that it was saved in.
+        """
+        out = []
+        if self.base != saved.base:
+            out.append(
+                f"the base model is another one (fingerprint {saved.base[:12]} in "
+                f"{where}, {self.base[:12]} now)"
+            )
+        out += _refused("", where, saved.settings, self.settings, FIXED_IN_RUN)
+        for name, then in saved.jobs.items():
+            now = self.jobs.get(name)
+            if now is None:
+                out.append(
+                    f"job {name!r} is in {where} but not in this run: keep it, and "
+                    "stop it with stop_job"
+                )
+            else:
+                out += _refused(f"job {name!r}: ", where, then, now, FIXED_IN_JOB)
+        return out
+
+    def changes(self, saved: "RunIdentity") -> list[str]:
+        """Describes the differences that are allowed, for the log."""
+        out = _changed("", saved.settings, self.settings)
+        for name, now in self.jobs.items():
+            then = saved.jobs.get(name)
+            if then is None:
+                out.append(f"job {name!r} was added")
+            else:
+                out += _changed(f"job {name!r}: ", then, now)
+        kept = [name for name in self.jobs if name in saved.jobs]
+        if kept != [name for name in saved.jobs if name in self.jobs]:
+            out.append(f"the order of the jobs is now {', '.join(kept)}")
+        return out
+
+
+def _refused(
+    whose: str,
+    where: str,
+    then: Mapping[str, Any],
+    now: Mapping[str, Any],
+    fixed: Mapping[str, str],
+) -> list[str]:
+    return [
+        f"{whose}{key} is {then.get(key)!r} in {where} and {now.get(key)!r} now, but "
+        f"must not change, as {reason}"
+        for key, reason in fixed.items()
+        if then.get(key) != now.get(key)
+    ]
+
+
+def _changed(whose: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{whose}{key} was {then.get(key)!r} and is {now.get(key)!r}"
+        for key in dict.fromkeys([*then, *now])
+        if then.get(key) != now.get(key)
+    ]
+
+
+def check_same_run(
+    now: RunIdentity, then: RunIdentity, path: pathlib.Path, where: str
+) -> None:
+    """Refuses to resume a run with changes that it cannot continue with.
+
+    Args:
+        now: Identity of the run to resume.
+        then: Identity that was saved.
+        path: File or folder that holds the saved identity.
+        where: Describes that file or folder in a word or two.
+
+    Raises:
+        CheckpointError: The identities differ too much; the text says how.
+    """
+    differences = now.differences(then, where)
+    if differences:
+        raise CheckpointError(
+            f"{path} is of another run:\n- "
+            + "\n- ".join(differences)
+            + "\nRestore these settings, or train into another output_dir."
+        )

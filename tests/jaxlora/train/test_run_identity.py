@@ -1,0 +1,71 @@
+"""What may change when a run is resumed, setting by setting."""
+
+import dataclasses
+
+import pytest
+
+from jaxlora import LoraJob
+from jaxlora.train.run_identity import FIXED_IN_JOB, FREE_IN_JOB, RunIdentity
+
+JOB = LoraJob.model_validate({"name": "a", "data": {"path": "a.jsonl"}, "steps": 4})
+PRINTS = {"data_fingerprint": "d", "eval_data_fingerprint": "e"}
+THEN = RunIdentity(
+    base="f" * 64,
+    settings={"dtype": "float32", "window_steps": 4},
+    jobs={
+        name: JOB.model_dump(mode="json") | PRINTS | {"init_from_fingerprint": None}
+        for name in ("a", "b")
+    },
+)
+
+
+def changed_job(key: str) -> RunIdentity:
+    jobs = THEN.jobs | {"a": THEN.jobs["a"] | {key: "another"}}
+    return dataclasses.replace(THEN, jobs=jobs)
+
+
+def test_every_setting_of_a_job_has_a_verdict():
+    assert THEN.jobs["a"].keys() == FIXED_IN_JOB.keys() | FREE_IN_JOB
+    assert not FIXED_IN_JOB.keys() & FREE_IN_JOB
+
+
+@pytest.mark.parametrize("key", sorted(FIXED_IN_JOB))
+def test_what_must_not_change(key):
+    (why,) = changed_job(key).differences(THEN)
+    then = THEN.jobs["a"][key]
+    assert why == (
+        f"job 'a': {key} is {then!r} in the checkpoint and 'another' now, but must not "
+        f"change, as {FIXED_IN_JOB[key]}"
+    )
+
+
+@pytest.mark.parametrize("key", sorted(FREE_IN_JOB))
+def test_what_may_change(key):
+    now = changed_job(key)
+    assert not now.differences(THEN)
+    (said,) = now.changes(THEN)
+    assert said == f"job 'a': {key} was {THEN.jobs['a'][key]!r} and is 'another'"
+
+
+def test_jobs_may_be_added_but_not_left_out():
+    more = dataclasses.replace(THEN, jobs=THEN.jobs | {"c": THEN.jobs["a"]})
+    assert not more.differences(THEN)
+    assert more.changes(THEN) == ["job 'c' was added"]
+    (why,) = THEN.differences(more, "run.json")
+    assert why.startswith("job 'c' is in run.json but not in this run")
+
+
+def test_jobs_in_another_order():
+    other = dataclasses.replace(THEN, jobs=dict(reversed(THEN.jobs.items())))
+    assert not other.differences(THEN)
+    assert other.changes(THEN) == ["the order of the jobs is now b, a"]
+
+
+def test_the_base_and_its_dtype_must_stay():
+    base = dataclasses.replace(THEN, base="0" * 64)
+    assert base.differences(THEN)[0].startswith("the base model is another one")
+    settings = THEN.settings | {"dtype": "bfloat16", "window_steps": 2}
+    other = dataclasses.replace(THEN, settings=settings)
+    (why,) = other.differences(THEN)
+    assert why.startswith("dtype is 'float32' in the checkpoint and 'bfloat16' now")
+    assert "window_steps was 4 and is 2" in other.changes(THEN)
