@@ -9,5 +9,5 @@ except importlib.metadata.PackageNotFoundError:
     raise ImportError(
         "jaxlora is not installed, only its source is here: run `pip install -e .` in "
         f"{pathlib.Path(__file__).parents[1]}.",
-        name="jaxlora",  # so that `python -m jaxlora` prints the sentence alone
+        name="jaxlora",  # `python -m jaxlora` then prints the message alone
     ) from None

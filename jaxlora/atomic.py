@@ -1,4 +1,4 @@
-"""Atomic writes: a file or folder is on the disk completely, or not at all."""
+"""Atomic writes: a file or folder is on disk completely or not at all."""
 
 import contextlib
 import errno
@@ -17,12 +17,12 @@ from jaxlora.errors import StorageError
 # Names of temporary files and folders end with this suffix, and no other names do.
 _SUFFIX = ".jaxlora-tmp"
 _LEFTOVER = re.compile(rf"\..+\.[0-9a-f]{{8}}{re.escape(_SUFFIX)}")
-# Directories cannot be synced on some file systems, which then need no syncing.
+# Some file systems cannot sync folders, but then do not need it either.
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
-    """Writes a text file so that a reader sees the old or the new text, never a part.
+    """Writes a text file so that readers see either the old or the new text.
 
     Raises:
         StorageError: The file cannot be written; the old file is unchanged.
@@ -36,7 +36,7 @@ def write_bytes(path: str | os.PathLike, data: bytes) -> None:
     with wrap_os_errors(path):
         make_folder(path.parent)
         temporary = _temporary_name(path)
-        # The kernel takes the umask off these permissions, as for any new file.
+        # The kernel removes the umask from these permissions, as for any new file.
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             with os.fdopen(handle, "wb") as file:
@@ -97,7 +97,9 @@ def replace_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
 
 
 def check_no_file(path: pathlib.Path) -> None:
-    """Refuses a file, which would be lost, and a link, which would be followed.
+    """Checks that a folder can be written to a path.
+
+    A file there would be lost, and a symbolic link would be followed.
 
     Raises:
         StorageError: There is a file or a symbolic link at `path`.
@@ -105,8 +107,8 @@ def check_no_file(path: pathlib.Path) -> None:
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         kind = "a symbolic link" if path.is_symlink() else "a file"
         raise StorageError(
-            f"{path} is {kind}, and a folder is to be written there. Move it away, or "
-            "choose another place."
+            f"{path} is {kind}, so a folder cannot be written there. Move it away, or "
+            "choose another path."
         )
 
 
@@ -123,7 +125,7 @@ def recover_folder(path: pathlib.Path) -> None:
 
 
 def find_complete_folder(path: pathlib.Path) -> pathlib.Path:
-    """Returns where the complete folder is, even if its replacement was killed."""
+    """Returns the path of the complete folder, even if its replacement was killed."""
     old = _old_name(path)
     return old if not path.exists() and old.is_dir() else path
 
@@ -133,9 +135,9 @@ def remove_leftovers(folder: pathlib.Path, *, alone: bool = False) -> None:
 
     Args:
         folder: The folder; it need not exist. Its subfolders are not searched.
-        alone: Whether the caller knows that no other process writes in this folder.
-            Otherwise temporary files of a live process are kept, and so are all
-            temporary files on a file system without locks.
+        alone: Whether no other process writes to this folder. Otherwise the temporary
+            files of live processes are kept, and on a file system without locks all
+            temporary files.
     """
     if not folder.is_dir():
         return
@@ -235,7 +237,7 @@ def sync_folder(folder: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def wrap_os_errors(path: pathlib.Path) -> Iterator[None]:
-    """Raises errors of the system on writing `path` as `StorageError`."""
+    """Converts the system's errors on writing `path` to `StorageError`."""
     try:
         yield
     except (StorageError, FileExistsError):
@@ -245,13 +247,13 @@ def wrap_os_errors(path: pathlib.Path) -> Iterator[None]:
         if number is None or _is_elsewhere(error, path):
             raise
         raise StorageError(
-            f"{path} cannot be written: {os.strerror(number)}. What was there before "
-            "is whole. Free space or mend the permissions, then start it again."
+            f"{path} cannot be written: {os.strerror(number)}. Its previous contents "
+            "are unchanged. Free space or fix the permissions, then try again."
         ) from error
 
 
 def _is_elsewhere(error: Exception, path: pathlib.Path) -> bool:
-    """Whether an error is about another file, such as the source of a copy."""
+    """Whether an error concerns another file, such as the source of a copy."""
     file = getattr(error, "filename", None)
     if not isinstance(file, str | bytes):
         return False

@@ -18,8 +18,12 @@ from jaxlora.errors import JaxloraError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status: 0, 1 for an error, 130 for Ctrl-C."""
-    # A file name that the terminal cannot show must not end the command with an error.
+    """Runs the command.
+
+    Returns:
+        The exit status: 0, 1 after an error, or 130 after Ctrl-C.
+    """
+    # A file name that the terminal cannot show must not raise an error.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     arguments = _parser().parse_args(argv)
@@ -30,14 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jaxlora: error: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"jaxlora: error: {_os_words(error)}", file=sys.stderr)
+        print(f"jaxlora: error: {_describe(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("jaxlora: interrupted.", file=sys.stderr)
         return 130
 
 
-def _os_words(error: OSError) -> str:
+def _describe(error: OSError) -> str:
     where = f"{error.filename}: " if error.filename else ""
     return f"{where}{error.strerror or error}"
 
@@ -57,7 +61,7 @@ def _set_up_logging(verbose: bool) -> None:
 
 
 def _log_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """Logs a warning on one line, without the place in the code that raised it."""
+    """Logs a warning on one line, without its location in the code."""
     from jaxlora.train.compilation_cache import add_advice
 
     logging.getLogger("jaxlora").warning("%s", add_advice(str(message)))
@@ -69,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train many LoRA adapters at once on one frozen language model.",
     )
     parser.add_argument("--version", action="version", version=__version__)
-    parser.add_argument("-v", "--verbose", action="store_true", help="say more")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log more")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable, text: str) -> argparse.ArgumentParser:
@@ -79,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
     train = command("train", _train, "Train the jobs of a run file together.")
     train.add_argument("run_file", help="YAML; see docs/run_file.md")
-    train.add_argument("--output-dir", help="instead of the run file's")
+    train.add_argument("--output-dir", help="replaces output_dir of the run file")
     train.add_argument(
         "--resume", action="store_true", help="continue from the newest checkpoint"
     )
@@ -87,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     plan = command(
         "plan",
         _plan,
-        "Say how a run's samples will be packed: microbatches, fill, simulated time. "
+        "Show how a run's samples will be packed: microbatches, fill, simulated time. "
         "Reads the tokenizer and the jobs' data; needs no weights and no GPU.",
     )
     plan.add_argument("run_file", help="YAML; see docs/run_file.md")
@@ -102,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     convert = command(
         "convert",
         _convert,
-        "Turn a GGUF file, or a checkpoint in another dtype, into a Hugging Face "
+        "Convert a GGUF file, or a checkpoint in another dtype, to a Hugging Face "
         "folder of safetensors.",
     )
     convert.add_argument("source", help="GGUF file, checkpoint folder or hub id")
@@ -111,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_revision(convert)
 
     merge = command(
-        "merge", _merge, "Add an adapter into its base: a plain Hugging Face folder."
+        "merge", _merge, "Merge an adapter into its base as a Hugging Face folder."
     )
     merge.add_argument("base", help="checkpoint folder or hub id")
     merge.add_argument("adapter", help="PEFT folder")
@@ -122,12 +126,11 @@ def _parser() -> argparse.ArgumentParser:
     export = command(
         "export",
         _export,
-        "Write a PEFT folder for each job of a run, finished or not: as the run "
-        "exported it, or as it was at the newest checkpoint. Ends with 1 if there is "
-        "a job of which there is nothing to write.",
+        "Write a PEFT folder for each job of a run: as the run exported it, or as of "
+        "the newest checkpoint. The exit status is 1 if a job has nothing to write.",
     )
     export.add_argument("run_dir", help="output_dir of a run")
-    export.add_argument("out", help="folder for one PEFT folder a job")
+    export.add_argument("out", help="folder for one PEFT folder per job")
     export.add_argument("--job", action="append", help="only this job; repeatable")
     export.add_argument(
         "--overwrite",
@@ -140,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect = command(
         "inspect",
         _inspect,
-        "Say what a model folder, a PEFT folder, a run or a run file holds.",
+        "Describe a model folder, a PEFT folder, a run or a run file.",
     )
     inspect.add_argument("path", help="folder, run file or hub id")
     _add_revision(inspect)
@@ -169,7 +172,7 @@ def _add_revision(parser: argparse.ArgumentParser) -> None:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 

@@ -294,7 +294,7 @@ class RunConfig(StrictModel):
     def _tokens_or_auto(cls, tokens: object) -> object:
         is_number = isinstance(tokens, int | float) and not isinstance(tokens, bool)
         if tokens != "auto" and not (is_number and tokens >= 1):
-            raise ValueError("wanted a positive number of tokens, or auto.")
+            raise ValueError("expected a positive number of tokens, or auto.")
         return tokens
 
     @pydantic.field_validator("implementation")
@@ -305,7 +305,7 @@ class RunConfig(StrictModel):
             from jaxlora.pallas_kernels import BACKENDS
 
             if name not in BACKENDS:
-                raise ValueError(f"wanted auto or one of {', '.join(BACKENDS)}.")
+                raise ValueError(f"expected auto or one of {', '.join(BACKENDS)}.")
         return name
 
     @pydantic.model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Printing to terminals without markup, and with characters that they can encode."""
+"""Prints to terminals without markup, using only characters that they can encode."""
 
 from collections.abc import Iterator
 
@@ -9,21 +9,21 @@ from rich.text import Text
 # Substitutes for characters that a terminal cannot encode.
 _PLAINER = str.maketrans({"→": "->", "…": "~", "·": "-"})
 
-# Log lines and progress bars share one console, so that neither overwrites the other.
+# Log lines and progress bars share a console, so they do not overwrite each other.
 stderr = Console(stderr=True, markup=False, emoji=False, highlight=False)
 
 
 def literal(value: object) -> Text:
-    """Returns a text that rich prints literally, without markup or emoji codes."""
+    """Returns a text that rich prints literally, ignoring markup and emoji codes."""
     return Text(str(value))
 
 
 def show(console: Console, shown: RenderableType, **options) -> None:
-    """Prints a table or a text, with substitutes for what the terminal cannot encode.
+    """Prints a table or a text, with substitutes for characters without an encoding.
 
     Args:
-        console: Where to print.
-        shown: A text is printed as it is, without markup.
+        console: Console to print to.
+        shown: The table or text. Markup in a text has no effect.
         **options: Options of `Console.print`.
     """
     if isinstance(shown, str):

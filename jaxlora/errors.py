@@ -1,8 +1,8 @@
-"""Errors that the user can correct. Each is a ValueError whose text is a sentence."""
+"""Errors that the user can correct."""
 
 
 class JaxloraError(ValueError):
-    """The user's input is wrong; the text says what is wrong and how to correct it."""
+    """The user's input is invalid; the message says why and how to correct it."""
 
     def __str__(self) -> str:
         # A damaged file may hold a lone surrogate, which no terminal can print.
@@ -10,15 +10,15 @@ class JaxloraError(ValueError):
 
 
 class ConfigError(JaxloraError):
-    """A run file, job or option cannot be used as given."""
+    """A run file, job or option is invalid."""
 
 
 class ModelError(JaxloraError):
-    """A model folder is missing something, is damaged, or is of an unknown kind."""
+    """A model folder is incomplete, damaged, or of an unsupported kind."""
 
 
 class DataError(JaxloraError):
-    """A data file or a record in it cannot be used."""
+    """A data file, or a record in it, is invalid."""
 
 
 class AdapterError(JaxloraError):
@@ -30,4 +30,4 @@ class CheckpointError(JaxloraError):
 
 
 class StorageError(JaxloraError, OSError):
-    """A file or folder cannot be written; what was there before is unchanged."""
+    """A file or folder cannot be written; its previous contents are unchanged."""

@@ -1,4 +1,4 @@
-"""Prints what a path holds: a model, an adapter, a run, or a run file."""
+"""Describes the contents of a path: a model, an adapter, a run, or a run file."""
 
 import collections
 import dataclasses
@@ -20,15 +20,15 @@ from jaxlora.run_file import load_run
 
 
 def inspect_path(path: str, console: Console, *, revision: str | None = None) -> None:
-    """Prints what a path holds.
+    """Prints a description of the contents of a path.
 
     Args:
         path: Model folder or hub id, PEFT folder, `output_dir` of a run, or run file.
-        console: Where to print.
+        console: Console to print to.
         revision: Branch, tag or commit of a hub id.
 
     Raises:
-        JaxloraError: The path holds none of these, or what it holds is damaged.
+        JaxloraError: The path holds none of these, or its contents are damaged.
     """
     place = pathlib.Path(path)
     try:
@@ -58,7 +58,7 @@ def _inspect(
 
 
 def _rows(console: Console, title: str, rows: dict[str, object]) -> None:
-    # This is no table title, because rich wraps a title at the table's width.
+    # The title is printed separately, because rich would wrap it at the table's width.
     show(console, title, soft_wrap=True)
     table = Table(show_header=False)
     for key, value in rows.items():

@@ -7,8 +7,8 @@ import reprlib
 import stat
 from typing import Any
 
-# Deepest nesting: far more than in any real file, and far less than what exhausts the
-# stack when the value is printed or written again.
+# Maximum nesting depth. It is far more than in any real file, and far less than the
+# depth that exhausts the stack when the value is printed or written.
 _MAX_DEPTH = 100
 
 _repr = reprlib.Repr(maxdict=6, maxlist=8, maxtuple=8, maxset=8, maxlevel=3)
@@ -62,14 +62,14 @@ def read_json_file(path: pathlib.Path) -> Any:
 def check_regular_file(path: pathlib.Path) -> None:
     """Raises OSError if a path is missing or is not a regular file but, say, a pipe."""
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError("it is no regular file")
+        raise OSError("it is not a regular file")
 
 
 def shown(value: object) -> str:
     """Returns the `repr` of a value from a file, shortened if it is long."""
     try:
         return _repr.repr(value)
-    except ValueError:  # Python prints no numbers of thousands of digits
+    except ValueError:  # Python refuses to print integers with thousands of digits
         return f"a number of {type(value).__name__} too long to print"
 
 

@@ -1,8 +1,8 @@
 """Matches regular expressions of run files and adapter folders, with a time limit.
 
-The expressions have the meaning of Python's `re`, as in PEFT. But `re` has no time-out,
+As in PEFT, the expressions have the meaning of Python's `re`. But `re` has no timeout,
 and an expression such as `((a)+)+!` takes time exponential in the length of a name. So
-`re` decides which expressions are valid, and `regex`, which has a time-out, matches
+`re` decides which expressions are valid, and `regex`, which has a timeout, matches
 them.
 """
 
@@ -16,10 +16,10 @@ import regex
 
 from jaxlora.errors import ConfigError
 
-# Time budget; ordinary expressions take microseconds for all names of a model.
+# Time budget. Ordinary expressions take microseconds for all names of a model.
 _SECONDS = 1.0
-# `regex` expands repetitions when it compiles, so a{1000} nested four times would use
-# up the memory.
+# `regex` expands repetitions when it compiles an expression, so a{1000} nested four
+# times would exhaust the memory.
 _MAX_SIZE = 100_000
 _TOKEN = re.compile(
     r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?P<least>\d+)(?:,\d*)?\}|.", re.DOTALL
@@ -31,14 +31,14 @@ _OTHER_MEANING = re.compile(r"\[:|\{(?!\d*,?\d*\})")
 class Patterns:
     """Matches the expressions of one source within a common time budget.
 
-    The budget counts processor time, so that nothing is refused on a busy machine.
+    The budget is in processor time, so a busy machine causes no errors.
     """
 
     def __init__(self, where: str, seconds: float = _SECONDS):
         """Starts with the full budget.
 
         Args:
-            where: Names the source of the expressions in errors.
+            where: Describes the source of the expressions in errors.
             seconds: Time budget.
         """
         self._where = where
@@ -67,12 +67,12 @@ class Patterns:
             RecursionError,
         ) as error:
             raise ConfigError(
-                f"{self._where}: {setting} {_cut(expression)} is no regular "
+                f"{self._where}: {setting} {_cut(expression)} is not a valid regular "
                 f"expression: {error}."
             ) from None
 
     def fullmatch(self, expression: str, name: str) -> bool:
-        """Whether an expression matches a whole name, as PEFT's `target_modules` do.
+        """Whether an expression matches a complete name, as in PEFT's `target_modules`.
 
         Raises:
             ConfigError: The budget is spent.
@@ -80,7 +80,7 @@ class Patterns:
         return self._match(regex.Pattern.fullmatch, expression, expression, name)
 
     def match_suffix(self, expression: str, name: str) -> bool:
-        """Whether an expression matches a name's end, as PEFT's `rank_pattern` does.
+        """Whether an expression matches the end of a name, as in PEFT's `rank_pattern`.
 
         Raises:
             ConfigError: The budget is spent.
@@ -97,9 +97,9 @@ class Patterns:
             self._left = 0.0
             raise ConfigError(
                 f"{self._where}: {_cut(given)} takes longer than {self._total:g} s "
-                "to match the modules' names. Repetitions inside repetitions, "
-                "such as (a+)+, are the usual cause: write it without, or list the "
-                "modules."
+                "to match the names of modules. The usual cause is a repetition inside "
+                "a repetition, such as (a+)+. Write the expression without it, or list "
+                "the modules."
             ) from None
         finally:
             self._left -= time.thread_time() - start
@@ -115,11 +115,11 @@ def _compiled(expression: str) -> regex.Pattern:
     if _written_out(expression) > _MAX_SIZE:
         raise re.error(f"written out, it has more than {_MAX_SIZE} parts")
     with warnings.catch_warnings():
-        # A warning says that later versions of Python may read a set differently.
+        # The warning is that later versions of Python may interpret a set differently.
         warnings.simplefilter("ignore", FutureWarning)
         re.compile(expression)
         if found := _OTHER_MEANING.search(expression):
-            raise re.error(f"{found[0]!r} has no place in the name of a module")
+            raise re.error(f"{found[0]!r} cannot match the name of a module")
         return regex.compile(expression, regex.VERSION0)
 
 

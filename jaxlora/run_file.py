@@ -12,23 +12,23 @@ from jaxlora.yaml_file import parse_yaml
 
 
 def load_run(path: str | pathlib.Path) -> RunConfig:
-    """Reads a run file: the keys of `RunConfig`, and `defaults` for all jobs.
+    """Reads a run file, which has the keys of `RunConfig` and `defaults` for all jobs.
 
-    A job takes each setting from itself, else from `defaults`, else `LoraJob`'s own
-    default. Paths in the file are relative to the working directory.
+    A setting that a job lacks is taken from `defaults`, and then from the defaults of
+    `LoraJob`. Paths in the file are relative to the working directory.
 
     Args:
         path: A YAML file.
 
     Raises:
         ConfigError: The file is missing or is not YAML, a key is unknown, or a value
-            breaks a rule; the text names the key and the value.
+            is invalid. The message names the key and the value.
     """
     path = pathlib.Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such run file.") from None
+        raise ConfigError(f"{path}: this run file does not exist.") from None
     # A ValueError is a byte that is not UTF-8, or a NUL in the path.
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error

@@ -1,4 +1,4 @@
-"""Raises the panics of Rust libraries on damaged files as this library's errors."""
+"""Converts the panics of Rust libraries on damaged files to this library's errors."""
 
 import contextlib
 import os
@@ -15,8 +15,8 @@ from jaxlora.json_file import cut
 def wrap_errors(where: str, cure: str, kind: type[JaxloraError]) -> Iterator[None]:
     """Raises `kind` for any error that the block raises, including panics.
 
-    A panic is not an `Exception` in Python. Rust also prints it to the process's
-    standard error, which is suppressed here.
+    A panic is not an `Exception` in Python. Rust also prints it to standard error,
+    which is suppressed here.
 
     Args:
         where: The file that the block reads, for the error.

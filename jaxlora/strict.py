@@ -1,6 +1,6 @@
-"""The base class of configurations: frozen, and strict about keys and types.
+"""The base class of configurations, which is frozen and strict about keys and types.
 
-Neither true nor "8" is accepted as a number, and only true and false as a truth value.
+A number cannot be given as true or as "8", and a boolean must be true or false.
 """
 
 import difflib
@@ -10,19 +10,19 @@ import numpy as np
 import pydantic
 from pydantic import BeforeValidator, Field
 
-# Upper bound on all counts, which must not overflow the 64 bits of an array's element.
+# Upper bound of all counts, which must not overflow 64-bit integers.
 _LARGEST_INT = 2**53
 
 
 def _check_number(value: Any) -> Any:
     if isinstance(value, bool | np.bool_ | str | bytes):
-        raise ValueError("wanted a number, without quotes, such as 8 or 2e-4")
+        raise ValueError("expected a number, without quotes, such as 8 or 2e-4")
     return value
 
 
 def _check_bool(value: Any) -> Any:
     if not isinstance(value, bool):
-        raise ValueError("wanted true or false")
+        raise ValueError("expected true or false")
     return value
 
 
@@ -39,7 +39,7 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0), Number]
 
 
 class StrictModel(pydantic.BaseModel):
-    """A frozen configuration; the error for an unknown key names the nearest key."""
+    """A frozen configuration. The error for an unknown key suggests the closest key."""
 
     model_config = pydantic.ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
@@ -56,7 +56,7 @@ class StrictModel(pydantic.BaseModel):
             if isinstance(value, str) and not _is_text(value):
                 raise ValueError(
                     f"{key} is {value!r:.80}, which holds a NUL or half of a surrogate "
-                    "pair and so is no text. Remove that character."
+                    "pair. Remove that character."
                 )
         return values
 
@@ -70,14 +70,14 @@ def _is_text(value: str) -> bool:
 
 
 def unknown_key(key: str, known: list[str]) -> str:
-    """Says that `key` is unknown, and which known key was probably meant."""
+    """Returns an error message for an unknown key, which suggests the closest key."""
     near = difflib.get_close_matches(key, known, n=1)
     hint = f"Did you mean {near[0]!r}?" if near else f"Known keys: {', '.join(known)}."
     return f"unknown key {key!r:.100}. {hint}"
 
 
 def format_errors(error: pydantic.ValidationError, where: str) -> str:
-    """Formats one line per mistake: its path, the reason, and the value given."""
+    """Formats one line per error: the key, the reason, and the given value."""
     lines = []
     for item in error.errors(include_url=False):
         parts = map(str, item["loc"])

@@ -31,18 +31,19 @@ class ModuleLora:
 def resolve_targets(job: LoraJob, linear_names: Sequence[str]) -> dict[str, ModuleLora]:
     """Selects the linears that a job adapts, in the model's order.
 
-    As in PEFT: a list matches whole names or suffixes after a dot, a string is a
-    regular expression for the whole name or `all-linear`; `exclude_modules` has the
-    last word; the first pattern that matches a name's end sets its rank or alpha.
+    The rules are those of PEFT. A list matches complete names, or suffixes after a dot.
+    A string is `all-linear` or a regular expression for the complete name. Linears that
+    match `exclude_modules` are removed. The first pattern that matches the end of a
+    name sets its rank or alpha.
 
     Args:
         job: The job's settings.
         linear_names: Names of the model's linears.
 
     Raises:
-        ConfigError: A target, an exclusion or a pattern matches nothing, is no regular
-            expression, takes too long to match, or names an embedding or the head,
-            which stay frozen.
+        ConfigError: A target, an exclusion or a pattern matches nothing, is not a
+            valid regular expression, takes too long to match, or names an embedding or
+            the head, which stay frozen.
     """
     patterns = Patterns(f"job {job.name!r}")
     for key in ("target_modules", "exclude_modules"):
@@ -53,13 +54,13 @@ def resolve_targets(job: LoraJob, linear_names: Sequence[str]) -> dict[str, Modu
     if job.exclude_modules:
         _check_exclusions(job, linear_names)
         excluded = [n for n in chosen if _matches(job.exclude_modules, n, patterns)]
-        # `exclude_modules: [lm_head]` is a habit from peft; the head is never adapted.
+        # PEFT users often exclude lm_head, which is never adapted here.
         is_habit = any(_matches(job.exclude_modules, n, patterns) for n in _FROZEN)
         if len(excluded) == len(chosen) or not (excluded or is_habit):
             what = "everything" if excluded else "nothing"
             raise ConfigError(
                 f"job {job.name!r}: exclude_modules={job.exclude_modules!r} excludes "
-                f"{what} of the {len(chosen)} targets."
+                f"{what} of the {len(chosen)} targets. Correct or remove it."
             )
         chosen = [n for n in chosen if n not in set(excluded)]
     for key in ("rank_pattern", "alpha_pattern"):

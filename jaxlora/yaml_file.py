@@ -1,4 +1,6 @@
-"""Parses YAML by the core schema of YAML 1.2: `on` and `1:30` are texts, 2e-4 a number.
+"""Parses YAML by the core schema of YAML 1.2.
+
+In this schema, `on` and `1:30` are strings, and `2e-4` is a number.
 
 In addition to the core schema, `<<` merges mappings, as in YAML 1.1.
 """
@@ -43,11 +45,11 @@ def parse_yaml(text: str, where: str) -> Any:
 
     Args:
         text: The document.
-        where: Names the document in errors.
+        where: Describes the document in errors.
 
     Raises:
-        ConfigError: The text is not YAML, a key is duplicate or not a text, or the
-            document is too deep or too large; the error names the line.
+        ConfigError: The text is not YAML, a key is a duplicate or not a string, or the
+            document is nested too deeply or too large. The message names the line.
     """
     try:
         root = yaml.compose(text, Loader=_Composer)
@@ -70,7 +72,7 @@ def _explain(error: yaml.MarkedYAMLError, where: str) -> str:
     place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
     problem = ", ".join(filter(None, (error.context, error.problem)))
     cures = {
-        "'\\t'": "Indent by spaces, not by tabs.",
+        "'\\t'": "Indent with spaces, not tabs.",
         "but found another document": "Keep one document: remove the line ---.",
     }
     cure = next(
@@ -90,7 +92,7 @@ class _Constructor:
     def value(self, node: yaml.Node) -> Any:
         """Returns the value of a node; an alias has the value of its anchor."""
         if node in self._sizes and node not in self._values:
-            raise self._error(node, "an alias stands for what it is a part of")
+            raise self._error(node, "an alias refers to a value that contains it")
         if node not in self._values:
             self._sizes[node] = 1
             self._values[node] = self._construct(node)
@@ -103,11 +105,11 @@ class _Constructor:
         if isinstance(node, yaml.MappingNode) and kind == "map":
             return self._mapping(node)
         if not isinstance(node, yaml.ScalarNode) or kind not in ("str", *_PLAIN):
-            raise self._error(node, f"the tag {kind!r} is not known here. Remove it")
+            raise self._error(node, f"the tag {kind!r} is not supported. Remove it")
         if kind == "str":
             return node.value
         if not _PLAIN[kind].fullmatch(node.value):
-            raise self._error(node, f"{node.value!r:.80} is no {kind}")
+            raise self._error(node, f"{node.value!r:.80} is not of type {kind}")
         return self._scalar(node, kind)
 
     def _scalar(self, node: yaml.ScalarNode, kind: str) -> Any:
@@ -126,11 +128,11 @@ class _Constructor:
             raise self._error(node, reason) from None
 
     def _part(self, whole: yaml.Node, part: yaml.Node) -> Any:
-        """Returns the value of a part, and adds its size to that of the whole."""
+        """Returns the value of a part, and adds its size to that of its parent."""
         value = self.value(part)
         self._sizes[whole] += self._sizes[part]
         if self._sizes[whole] > _MOST_VALUES:
-            reason = f"aliases make more than {_MOST_VALUES:,} values of it"
+            reason = f"aliases expand it to more than {_MOST_VALUES:,} values"
             raise self._error(whole, reason)
         return value
 
@@ -142,7 +144,7 @@ class _Constructor:
             is_merge = key_node.tag == _MERGE
             key = "<<" if is_merge else self.value(key_node)
             if not isinstance(key, str):
-                reason = f"the key {key!r:.80} is no text. Put it in quotes"
+                reason = f"the key {key!r:.80} is not a string. Put it in quotes"
                 raise self._error(key_node, reason)
             line = key_node.start_mark.line + 1
             if key in lines:
@@ -157,7 +159,7 @@ class _Constructor:
         return merged | own
 
     def _merged(self, node: yaml.Node, value: Any) -> dict[str, Any]:
-        """Merges the mappings of a `<<`; for a duplicate key the first one counts."""
+        """Merges the mappings of a `<<`; of duplicate keys, the first one counts."""
         sources = value if isinstance(value, list) else [value]
         merged: dict[str, Any] = {}
         for source in sources:

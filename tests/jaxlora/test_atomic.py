@@ -218,7 +218,7 @@ def test_only_folders_are_replaced(tmp_path, kind):
         path.symlink_to(fill(tmp_path / "mine") if kind == "link" else "nowhere")
     before = sorted(p.name for p in tmp_path.iterdir())
     for _ in range(2):
-        with pytest.raises(StorageError, match=r"out is a (file|symbolic link), and"):
+        with pytest.raises(StorageError, match=r"out is a (file|symbolic link), so"):
             replace(path)
     with pytest.raises(FileExistsError, match="out exists already"), new_folder(path):
         pytest.fail("the block must not run")
@@ -240,7 +240,7 @@ def test_leftovers_of_the_living_stay(tmp_path):
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
 def test_a_disk_that_takes_no_more(tmp_path, number):
     path = fill(tmp_path / "out")
-    match = f"cannot be written: {os.strerror(number)}.* is whole. Free space"
+    match = f"cannot be written: {os.strerror(number)}.* are unchanged. Free space"
     for maker in (replace_folder, lambda path: new_folder(path.with_name("new"))):
         for error in (
             OSError(number, os.strerror(number)),

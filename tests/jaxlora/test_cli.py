@@ -91,7 +91,7 @@ def test_mistakes_are_one_line_and_exit_1(folder, capsys, tmp_path):
     path.write_text(yaml.safe_dump(run))
     for arguments, message in [
         (["train", str(path)], "unknown key 'rnk'. Did you mean 'rank'?"),
-        (["train", "nowhere.yaml"], "nowhere.yaml: there is no such run file."),
+        (["train", "nowhere.yaml"], "nowhere.yaml: this run file does not exist."),
         (["train", str(folder / "run.yaml")], "already holds a run"),
         (["inspect", str(folder / "first.jsonl")], "is neither a run file (.yaml) nor"),
         (["merge", str(folder / "model"), str(tmp_path), "x"], "is no PEFT folder"),
@@ -155,7 +155,7 @@ def test_plan_mistakes(folder, capsys, tmp_path):
     assert "plan.doc: a picture ends in one of .png" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["plan", whole, "--stages", "0"])
-    assert "'0' is no positive number" in capsys.readouterr().err
+    assert "'0' is not a positive integer" in capsys.readouterr().err
 
 
 def test_merge_and_convert(folder, capsys, tmp_path):

@@ -200,7 +200,7 @@ def test_names_that_are_no_folder_names(name):
         (
             [],
             {"implementation": "cuda"},
-            r"implementation: wanted auto or one of mosaic, xla\. \(given: 'cuda'\)",
+            r"implementation: expected auto or one of mosaic, xla\. \(given: 'cuda'\)",
         ),
         ([], {"max_concurrent_jobs": 0}, r"max_concurrent_jobs: .*greater than 0"),
     ],
@@ -244,7 +244,7 @@ def test_run_files_that_are_refused(write, text, match):
 
 
 def test_missing_run_file(tmp_path):
-    with pytest.raises(ConfigError, match=r"no\.yaml: there is no such run file"):
+    with pytest.raises(ConfigError, match=r"no\.yaml: this run file does not exist"):
         load_run(tmp_path / "no.yaml")
     with pytest.raises(ConfigError, match="cannot be read as YAML"):
         load_run(tmp_path)
@@ -272,7 +272,7 @@ def test_numbers_of_a_job_are_numbers(key, value):
 @pytest.mark.parametrize("value", [True, "8", "on"])
 @pytest.mark.parametrize("key", RUN_NUMBERS)
 def test_numbers_of_a_run_are_numbers(key, value):
-    with pytest.raises(ConfigError, match=rf"run: {key}: wanted a .*number"):
+    with pytest.raises(ConfigError, match=rf"run: {key}: expected a .*number"):
         run(**{key: value})
 
 
@@ -280,16 +280,16 @@ def test_numbers_from_python():
     made = LoraJob(name="a", data=DATA, rank=np.int64(8), learning_rate=1, steps=1e3)
     assert (made.rank, made.learning_rate, made.steps) == (8, 1.0, 1000)
     for value in (True, "8"):
-        with pytest.raises(pydantic.ValidationError, match="wanted a number"):
+        with pytest.raises(pydantic.ValidationError, match="expected a number"):
             LoraJob(name="a", data=DATA, rank=value)
 
 
 @pytest.mark.parametrize("value", ["yes", "on", "true", 1, 0, None])
 @pytest.mark.parametrize("key", ["use_rslora", "shuffle", "keep_best"])
 def test_true_and_false_are_nothing_else(key, value):
-    with pytest.raises(ConfigError, match=rf"{key}: wanted true or false \(given"):
+    with pytest.raises(ConfigError, match=rf"{key}: expected true or false \(given"):
         run(job(**{key: value}))
-    with pytest.raises(ConfigError, match=r"data\.chat: wanted true or false"):
+    with pytest.raises(ConfigError, match=r"data\.chat: expected true or false"):
         run(job(data={**DATA, "chat": "yes"}))
 
 
@@ -316,14 +316,14 @@ def test_a_run_file_that_no_disk_can_hold(name):
 @pytest.mark.parametrize(
     ("line", "match"),
     [
-        ("learning_rate: on", r"learning_rate: wanted a number.* \(given: 'on'\)"),
-        ("rank: yes", r"rank: wanted a number.* \(given: 'yes'\)"),
-        ("learning_rate: 1:30", r"learning_rate: wanted a number.*'1:30'"),
-        ("max_length: 1_000", r"max_length: wanted a number.*'1_000'"),
-        ("rank: '8'", r"rank: wanted a number, without quotes"),
-        ("shuffle: no", r"shuffle: wanted true or false \(given: 'no'\)"),
+        ("learning_rate: on", r"learning_rate: expected a number.* \(given: 'on'\)"),
+        ("rank: yes", r"rank: expected a number.* \(given: 'yes'\)"),
+        ("learning_rate: 1:30", r"learning_rate: expected a number.*'1:30'"),
+        ("max_length: 1_000", r"max_length: expected a number.*'1_000'"),
+        ("rank: '8'", r"rank: expected a number, without quotes"),
+        ("shuffle: no", r"shuffle: expected true or false \(given: 'no'\)"),
         ("rank: 8\n    rank: 9", r"run\.yaml, line 6.*'rank' is also in line 5"),
-        ("8: 8", r"run\.yaml, line 5.*the key 8 is no text"),
+        ("8: 8", r"run\.yaml, line 5.*the key 8 is not a string"),
     ],
 )
 def test_settings_of_a_run_file(write, line, match):

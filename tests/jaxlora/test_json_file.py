@@ -65,5 +65,5 @@ def test_pipes_and_folders_are_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "folder.json").mkdir()
     for name in ("pipe.json", "folder.json"):
-        with pytest.raises(OSError, match="no regular file"):
+        with pytest.raises(OSError, match="not a regular file"):
             read_json_file(tmp_path / name)

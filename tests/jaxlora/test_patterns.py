@@ -63,7 +63,7 @@ def test_matches_are_those_of_re():
             patterns.check("key", expression)
             patterns.check("key", expression, is_end=True)
         except ConfigError as error:
-            assert "has no place in the name of a module" in str(error)
+            assert "cannot match the name of a module" in str(error)
             continue
         for name in names:
             expected = (bool(whole.fullmatch(name)), bool(end.match(name)))
@@ -92,9 +92,13 @@ def test_matches_are_those_of_re():
     ],
 )
 def test_what_is_no_expression(expression):
-    with pytest.raises(ConfigError, match=r"job 'a': key .* is no regular expression"):
+    with pytest.raises(
+        ConfigError, match=r"job 'a': key .* is not a valid regular expression"
+    ):
         Patterns("job 'a'").check("key", expression)
-    with pytest.raises(ConfigError, match=r"job 'a': key .* is no regular expression"):
+    with pytest.raises(
+        ConfigError, match=r"job 'a': key .* is not a valid regular expression"
+    ):
         Patterns("job 'a'").check("key", expression, is_end=True)
 
 

@@ -139,7 +139,10 @@ def test_the_first_pattern_that_ends_the_name_counts(pattern, value):
             r"target_modules='q_proj' matches no linear of the model\. A string is a "
             r"regular expression for the whole name, .* suffixes go in a list",
         ),
-        ({"target_modules": "(q_proj"}, r"target_modules '\(q_proj' is no regular"),
+        (
+            {"target_modules": "(q_proj"},
+            r"target_modules '\(q_proj' is not a valid regular",
+        ),
         (
             {"target_modules": ["q_proj", "lm_head"]},
             "names 'lm_head', which matches lm",
@@ -157,13 +160,19 @@ def test_the_first_pattern_that_ends_the_name_counts(pattern, value):
         ),
         ({"exclude_modules": ["k_proj"]}, "excludes nothing of the 24 targets"),
         ({"exclude_modules": ".*"}, "excludes everything of the 24 targets"),
-        ({"exclude_modules": "*"}, r"exclude_modules '\*' is no regular expression"),
+        (
+            {"exclude_modules": "*"},
+            r"exclude_modules '\*' is not a valid regular expression",
+        ),
         (
             {"rank_pattern": {"k_proj": 4}},
             "rank_pattern key 'k_proj' matches none of the job's targets: q_proj, v_p",
         ),
         ({"alpha_pattern": {"k_proj": 4}}, "alpha_pattern key 'k_proj' matches none"),
-        ({"rank_pattern": {"[": 4}}, r"rank_pattern key '\[' is no regular expression"),
+        (
+            {"rank_pattern": {"[": 4}},
+            r"rank_pattern key '\[' is not a valid regular expression",
+        ),
         (
             {"target_modules": "(.|[a-z]|[^!])*[!?]"},
             r"job 'a': '\(\.\|\[a-z\]\|.*takes longer than 1 s to match",
@@ -171,7 +180,10 @@ def test_the_first_pattern_that_ends_the_name_counts(pattern, value):
         ({"exclude_modules": "(.|[a-z]|[^!])*[!?]"}, "takes longer than 1 s "),
         ({"rank_pattern": {"(.|.)*!?\\d": 4}}, "takes longer than 1 s to match"),
         ({"target_modules": "(([a-z_.0-9])+)+!"}, "matches no linear of the model"),
-        ({"rank_pattern": {"(?i)Q_PROJ": 4}}, r"'\(\?i\)Q_PROJ' is no regular expre"),
+        (
+            {"rank_pattern": {"(?i)Q_PROJ": 4}},
+            r"'\(\?i\)Q_PROJ' is not a valid regular expre",
+        ),
     ],
 )
 def test_refused(options, match):

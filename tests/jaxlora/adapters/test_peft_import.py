@@ -134,7 +134,7 @@ def test_settings_without_effect(peft_folder, make_adapter, linear_shapes, confi
         ({"init_lora_weights": 7}, "init_lora_weights=7, which also changes"),
         (
             {"rank_pattern": {"(.|.)*!?\\d": 4}},
-            r"adapter_config\.json: .* takes longer than 1 s to match the mod",
+            r"adapter_config\.json: .* takes longer than 1 s to match the nam",
         ),
         ({"r": 0}, "r=0; wanted a whole number above 0"),
         ({"r": "8"}, "r='8'; wanted a whole number above 0"),
@@ -147,7 +147,10 @@ def test_settings_without_effect(peft_folder, make_adapter, linear_shapes, confi
         ({"lora_dropout": "0.1"}, "lora_dropout='0.1'; wanted a number from 0"),
         ({"lora_alpha": -1}, "lora_alpha=-1; wanted a number above 0"),
         ({"rank_pattern": {"q_proj": 0}}, "q_proj=0; wanted a whole number above 0"),
-        ({"rank_pattern": {"(": 4}}, r"rank_pattern key '\(' is no regular expr"),
+        (
+            {"rank_pattern": {"(": 4}},
+            r"rank_pattern key '\(' is not a valid regular expr",
+        ),
         ({"alpha_pattern": [1]}, r"alpha_pattern=\[1\]; wanted an object"),
         ({"r": 8}, r"lora_A\.weight has shape \[4, 32\]; .* rank 8 call for \[8, 32\]"),
     ],
