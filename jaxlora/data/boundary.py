@@ -40,17 +40,19 @@ class BoundaryText:
         text: The complete text.
         boundaries: Index of the first character of each part that the model writes, in
             ascending order.
-        is_cut: Encode the parts separately wherever the tokenizer allows it, not only
-            where a token crosses a boundary.
     """
 
     text: str
     boundaries: tuple[int, ...]
-    is_cut: bool = False
 
 
 class BoundaryEncoder:
-    """Encodes texts with boundaries by the rule in the module's docstring."""
+    """Encodes texts with boundaries by the rule in the module's docstring.
+
+    Attributes:
+        marks_start: Whether the tokenizer encodes the start of a text differently.
+            Otherwise a prompt and its completion can be encoded separately.
+    """
 
     def __init__(self, encode_batch: Callable[[Sequence[str]], list[Encoded]]):
         """Tests how the tokenizer treats the start of a text.
@@ -59,7 +61,7 @@ class BoundaryEncoder:
             encode_batch: `Tokenizer.encode_batch`, or a function with its meaning.
         """
         self._encode_batch = encode_batch
-        self._marks_start = self._does_mark_start()
+        self.marks_start = self._does_mark_start()
 
     def encode(self, texts: Sequence[BoundaryText]) -> list[Encoded | DataError]:
         """Token ids and spans of each text, without special tokens around it.
@@ -67,18 +69,8 @@ class BoundaryEncoder:
         A token that counts as after a boundary although it begins before it has a span
         that begins at the boundary.
         """
-        apart = [text.is_cut and not self._marks_start for text in texts]
-        parts = [
-            list(_cut(text.text, text.boundaries)) if is_apart else [(0, text.text)]
-            for text, is_apart in zip(texts, apart, strict=True)
-        ]
-        flat = [part for _, part in itertools.chain.from_iterable(parts)]
-        encoded = iter(self._encode_batch(flat))
-        results: list[Encoded | DataError] = []
-        for text, is_apart, pieces in zip(texts, apart, parts, strict=True):
-            joined = _join([(at, next(encoded)) for at, _ in pieces])
-            results.append(joined if is_apart else self._settle(text, joined))
-        return results
+        encoded = self._encode_batch([text.text for text in texts])
+        return list(map(self._settle, texts, encoded))
 
     def _settle(self, text: BoundaryText, encoded: Encoded) -> Encoded | DataError:
         """Applies the rule to the tokens of `encoded` that cross a boundary."""
@@ -111,7 +103,7 @@ class BoundaryEncoder:
 
     def _continue(self, text: str) -> Encoded | None:
         """Tokens of `text` as the continuation of another; None if there are none."""
-        if not self._marks_start:
+        if not self.marks_start:
             return self._encode_batch([text])[0]
         for anchor in _ANCHORS:
             (whole,) = self._encode_batch([anchor + text])

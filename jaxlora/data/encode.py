@@ -10,6 +10,7 @@ from jaxtyping import Bool, Int32
 from jaxlora.config import DataConfig
 from jaxlora.data.boundary import MOST_ANCHOR_TOKENS, BoundaryEncoder, BoundaryText
 from jaxlora.data.chat import Span
+from jaxlora.data.pairs import join_pairs
 from jaxlora.data.prefix import PrefixEncoder
 from jaxlora.data.render import PlainText, PromptCompletion, Rendered
 from jaxlora.data.tokenizer import Encoded, Tokenizer
@@ -57,6 +58,7 @@ class Encoder:
         self._head = np.array(tokenizer.prefix_ids, np.int32)
         self._prefixes = PrefixEncoder(tokenizer, max_length + MOST_ANCHOR_TOKENS)
         self._boundaries = BoundaryEncoder(self._prefixes.encode_batch)
+        self._marks_start = self._boundaries.marks_start
 
     def is_whole(self, record: Rendered | DataError) -> bool:
         """Whether a record is known to be encoded completely, not only in part."""
@@ -77,17 +79,35 @@ class Encoder:
             DataError: `append_eos` is set, and the tokenizer has no end-of-sequence
                 token.
         """
-        good = [r for r in records if not isinstance(r, DataError)]
-        encodings = iter(self._boundaries.encode(list(map(_with_boundaries, good))))
-        results: list[MarkedTokens | DataError] = []
-        for record in records:
+        results: list[MarkedTokens | DataError] = [DataError("")] * len(records)
+        separate: dict[int, PromptCompletion] = {}
+        joined: dict[int, Rendered] = {}
+        for i, record in enumerate(records):
             if isinstance(record, DataError):
-                results.append(record)
-                continue
-            encoded = next(encodings)
+                results[i] = record
+            elif isinstance(record, PromptCompletion) and not self._marks_start:
+                separate[i] = record
+            else:
+                joined[i] = record
+        for i, tokens in zip(separate, self._separate(separate.values()), strict=True):
+            results[i] = tokens
+        texts = list(map(_with_boundaries, joined.values()))
+        encodings = self._boundaries.encode(texts) if texts else []
+        for (i, record), encoded in zip(joined.items(), encodings, strict=True):
             is_bad = isinstance(encoded, DataError)
-            results.append(encoded if is_bad else self._mark(record, encoded))
+            results[i] = encoded if is_bad else self._mark(record, encoded)
         return results
+
+    def _separate(self, records: Iterable[PromptCompletion]) -> list[MarkedTokens]:
+        """Encodes prompts and completions separately, which needs no spans."""
+        texts = [text for r in records for text in (r.prompt, r.completion)]
+        joined = join_pairs(
+            self._prefixes.encode_ids(texts),
+            self._head,
+            self._eos_id() if texts and self._data.append_eos else None,
+            learns_all=self._data.loss_on == "all",
+        )
+        return [MarkedTokens(*sample) for sample in joined]
 
     def _mark(self, record: Rendered, encoded: Encoded) -> MarkedTokens:
         if isinstance(record, PromptCompletion):
@@ -123,22 +143,25 @@ class Encoder:
         """Appends the end-of-sequence token if it is configured and missing."""
         if not self._data.append_eos:
             return ids
-        eos = self._tokenizer.eos_id
-        if eos is None:
+        eos = self._eos_id()
+        if len(ids) and ids[-1] == eos:
+            return ids
+        return np.concatenate([ids, np.array([eos], np.int32)])
+
+    def _eos_id(self) -> int:
+        if self._tokenizer.eos_id is None:
             raise DataError(
                 f"{self._data.path}: append_eos=true, but the tokenizer has no "
                 "end-of-sequence token. Set eos_token in tokenizer_config.json, or "
                 "data.append_eos to false."
             )
-        if len(ids) and ids[-1] == eos:
-            return ids
-        return np.concatenate([ids, np.array([eos], np.int32)])
+        return self._tokenizer.eos_id
 
 
 def _with_boundaries(record: Rendered) -> BoundaryText:
     if isinstance(record, PromptCompletion):
         text = record.prompt + record.completion
-        return BoundaryText(text, (len(record.prompt),), is_cut=True)
+        return BoundaryText(text, (len(record.prompt),))
     if isinstance(record, PlainText):
         return BoundaryText(record.text, ())
     return BoundaryText(record.text, tuple(start for start, _ in record.target_spans))

@@ -127,6 +127,19 @@ class Tokenizer:
             return [*self.prefix_ids, *ids, *self.suffix_ids]
         return ids
 
+    def encode_ids(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " T"]]:
+        """Encodes many texts to ids; faster than `encode_batch`, which also has spans.
+
+        The ids are the same. No special tokens are added.
+        """
+        texts = list(texts)
+        with self._wrap_panics():
+            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        parts = [encoding.ids for encoding in encodings]
+        flat = np.fromiter(itertools.chain.from_iterable(parts), np.int32)
+        ends = itertools.accumulate(map(len, parts), initial=0)
+        return [flat[start:end] for start, end in itertools.pairwise(ends)]
+
     def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
         """Encodes many texts at once, without special tokens around them."""
         texts = list(texts)

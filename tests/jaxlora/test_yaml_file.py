@@ -67,7 +67,10 @@ LAUGHS = "a0: &a0 [x]\n" + "".join(
         ("? [a]\n: 1", r"the key \['a'\] is not a string"),
         ("a: 1\n---\nb: 2", "line 2, .*another document. Keep one document"),
         ("a: 1\n\tb: 2", "line 2, column 1: .*Indent with spaces, not tabs"),
-        ("a: &a [*a]", "line 1, column 4: .*an alias refers to a value that contains it"),
+        (
+            "a: &a [*a]",
+            "line 1, column 4: .*an alias refers to a value that",
+        ),
         ("a: *b", "undefined alias 'b'"),
         (LAUGHS, "line 7, .*aliases expand it to more than 1,000,000 values"),
         ("a: " + "9" * 5000, "a number has more than 4300 digits"),
@@ -75,7 +78,10 @@ LAUGHS = "a0: &a0 [x]\n" + "".join(
         ("a:\n" + "\n".join(" " * i + "- " for i in range(2000)), "nested too deep"),
         ("a: !!int x", "'x' is not of type int"),
         ("a: !!timestamp x", "the tag 'timestamp' is not supported"),
-        ("a: !!python/name:os.system", "the tag 'python/name:os.system' is not supported"),
+        (
+            "a: !!python/name:os.system",
+            "the tag 'python/name:os.system' is not",
+        ),
         ("a: !!map x", "the tag 'map' is not supported"),
         ("a: !x 1", "the tag '!x' is not supported"),
         ("a: \0", "special characters are not allowed"),

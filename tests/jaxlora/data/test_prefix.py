@@ -145,8 +145,10 @@ def test_a_cut_within_an_added_token():
 def test_short_and_long_texts_keep_their_order():
     tokenizer = Tokenizer(byte_level(), {})
     given = ["a", "ab " * 3000, "", "b" * 50, "=" * 5000, "ab"]
-    wanted = tokenizer.encode_batch(given)
-    got = PrefixEncoder(tokenizer, 3, whole_chars=100).encode_batch(given)
-    for start, whole in zip(got, wanted, strict=True):
-        np.testing.assert_array_equal(start.ids, whole.ids[: len(start.ids)])
-    assert [len(start.ids) for start in got] == [1, 4, 0, 50, 4, 1]
+    encoder = PrefixEncoder(tokenizer, 3, whole_chars=100)
+    found, expected = encoder.encode_batch(given), tokenizer.encode_batch(given)
+    for prefix, whole in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(prefix.ids, whole.ids[: len(prefix.ids)])
+    assert [len(prefix.ids) for prefix in found] == [1, 4, 0, 50, 4, 1]
+    for ids, prefix in zip(encoder.encode_ids(given), found, strict=True):
+        np.testing.assert_array_equal(ids, prefix.ids)

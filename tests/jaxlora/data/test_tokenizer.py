@@ -58,7 +58,9 @@ def test_spans_are_characters_and_tile_the_text(make_tokenizer):
     text = "🙂 Hello  </s> \n é  "
     (encoded,) = tokenizer.encode_batch([text])
     assert encoded.ids.tolist() == tokenizer.encode(text, add_special_tokens=False)
-    assert encoded.ids.dtype == np.int32
+    (ids,) = tokenizer.encode_ids([text])
+    assert ids.tolist() == encoded.ids.tolist()
+    assert ids.dtype == encoded.ids.dtype == np.int32
     covered = set()
     for start, end in encoded.spans:
         assert start < end

@@ -150,6 +150,8 @@ def test_a_panic_while_a_text_is_encoded(make_folder, backend_json):
         tokenizer.encode("Hello")
     with pytest.raises(ModelError, match=match):
         tokenizer.encode_batch(["Hello", "there"])
+    with pytest.raises(ModelError, match=match):
+        tokenizer.encode_ids(["Hello", "there"])
 
 
 class PanicException(BaseException):
