@@ -130,6 +130,48 @@ def killed_at(number: int, monkeypatch) -> None:
     monkeypatch.setattr(Windows, "start", start_or_end)
 
 
+def test_a_kill_while_a_job_is_paused(config, model, low, high, alone, monkeypatch):
+    """The checkpoint holds the paused job; it continues in another process."""
+    killed = config(jobs=(low,), checkpoint_every=1)
+    add = at_round(2, lambda trainer: trainer.add_job(high))
+    with monkeypatch.context() as patch:
+        killed_at(4, patch)  # two of high's steps are done
+        with pytest.raises(Killed):
+            Trainer(killed, model).train(on_window=add)
+    assert changes(killed) == [("paused", "low", 2)]
+    both = config(jobs=(low, high), checkpoint_every=1)
+    Trainer(both, model).train(resume=True)
+    assert changes(both)[1:] == [
+        ("job", "high", 3),
+        ("resumed", "low", 2),
+        ("job", "low", 8),
+    ]
+    assert adapters(both)["low"] == adapters(alone)["low"]
+    assert losses(both) == losses(alone)
+
+
+def test_pausing_by_request(config, model, alone):
+    """Only a paused job is left, so the run ends; a later process lets it continue."""
+    paused = config()
+    first = Trainer(paused, model)
+    result = first.train(on_window=at_round(4, lambda t: t.pause_job("low", "lunch")))
+    (job,) = result.jobs
+    assert (job.progress.status, job.progress.reason) == ("paused", "lunch")
+    assert not result.interrupted and not adapters(paused)
+    still = Trainer(paused, model).train(resume=True)
+    assert still.jobs[0].progress == job.progress
+    last = Trainer(paused, model)
+    last.resume_job("low")
+    assert last.train(resume=True).jobs[0].progress.status == "finished"
+    assert changes(paused) == [
+        ("paused", "low", 4),
+        ("resumed", "low", 4),
+        ("job", "low", 8),
+    ]
+    assert adapters(paused) == adapters(alone)
+    assert losses(paused) == losses(alone)
+
+
 def test_a_paused_job_gives_its_slot_to_a_waiting_one(config, model, low, high):
     """Then it continues, as soon as it may and a slot is free."""
     waiting = high.model_copy(update={"priority": -1})
@@ -150,6 +192,19 @@ def test_a_paused_job_gives_its_slot_to_a_waiting_one(config, model, low, high):
         ("resumed", "high"),
         ("job", "high"),
     ]
+
+
+def test_a_paused_job_that_is_stopped_is_exported(config, model, low, alone):
+    """Its weights are those that it was paused with."""
+    stopped = config()
+    first = Trainer(stopped, model)
+    first.train(on_window=at_round(2, lambda trainer: trainer.pause_job("low")))
+    second = Trainer(stopped, model)
+    second.stop_job("low")
+    assert second.train(resume=True).jobs[0].progress.status == "stopped"
+    short = config("short")
+    Trainer(short, model).train(on_window=at_round(2, lambda t: t.stop_job("low")))
+    assert adapters(stopped) == adapters(short) != {}
 
 
 def test_requests_outlive_a_kill(config, model, monkeypatch):
