@@ -29,7 +29,7 @@ class Checkpoint:
     """A Hugging Face checkpoint on this disk.
 
     Attributes:
-        folder: Where its files are.
+        folder: Folder of the files.
         config_json: Contents of config.json. `tie_word_embeddings` is false where the
             weights have a head of their own.
         config: The model that config.json and the weights together define.
@@ -42,7 +42,7 @@ class Checkpoint:
     files: dict[str, TensorFile]
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        """The tensors that the config calls for."""
+        """Returns the tensors that the config calls for."""
         return tensor_specs(self.config)
 
     def check(self) -> None:
@@ -137,7 +137,7 @@ def _check_num_layers(
 
 
 def has_own_head(config: ModelConfig, files: dict[str, TensorFile]) -> bool:
-    """Whether the weights hold a head that differs from the embedding."""
+    """Tells whether the weights hold a head that differs from the embedding."""
     if not config.tie_embeddings or not {_HEAD, _EMBEDDING} <= files.keys():
         return False
     head, embedding = files[_HEAD], files[_EMBEDDING]

@@ -1,4 +1,4 @@
-"""Values of a config.json, each with its type and its bounds."""
+"""Reads values of a config.json, and checks their types and bounds."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -55,7 +55,7 @@ def _window(family: str, values: Mapping[str, Any]) -> int | None:
 
 
 def _has_window(family: str, values: Mapping[str, Any], layer: int) -> bool:
-    """Whether a layer has a window if the model has one and no `layer_types`."""
+    """Tells whether a layer has a window if `layer_types` does not say so."""
     row = FAMILIES[family]
     match row.windows:
         case "none":

@@ -156,7 +156,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def tokenizer_folder(source: str, revision: str | None = None) -> pathlib.Path:
-    """The folder of a model's config and tokenizer; no weights are fetched.
+    """Returns the folder of a model's config and tokenizer; fetches no weights.
 
     Args:
         source: A folder, or a hub id.
@@ -209,7 +209,7 @@ def safetensor_files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
 
 
 def tokenizer_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The other files that a copy of a checkpoint needs, besides config and weights.
+    """Returns the files that a copy of a checkpoint needs besides config and weights.
 
     Raises:
         ModelError: A file cannot be read.

@@ -13,7 +13,7 @@ from jaxlora.hf.gguf_file import GgufFile
 from jaxlora.json_file import shown
 from jaxlora.rust import wrap_errors
 
-# The expression by which each kind of tokenizer splits text before merging.
+# Kinds of tokenizers that split digits from each other before merging.
 _DIGITS = {"smollm", "starcoder", "refact", "command-r"}
 _CONTROL, _USER_DEFINED = 3, 4
 _ROLES = ("bos", "eos", "padding", "unknown")

@@ -56,7 +56,7 @@ def load_model(
     revision: str | None = None,
     place: Place | None = None,
 ) -> BaseModel:
-    """Loads a Hugging Face checkpoint of the Llama family.
+    """Loads a Hugging Face checkpoint of one of the families in `FAMILIES`.
 
     Each tensor goes from its file through one host buffer to its device, so the host
     never holds more than one tensor in addition to those placed there. On the way it is

@@ -9,7 +9,7 @@ from jaxlora.errors import JaxloraError
 
 
 def largest(array: np.ndarray) -> np.ndarray:
-    """The element of largest magnitude; NaN exceeds infinity, infinity all numbers.
+    """Returns the element of largest magnitude; NaN ranks above infinity.
 
     The bits of floats, read as integers, are ordered like the floats' magnitudes:
     signed integers for positive floats, unsigned ones for negative floats. Comparing

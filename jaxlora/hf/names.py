@@ -86,7 +86,7 @@ def _layer_specs(config: ModelConfig, layer: str) -> list[TensorSpec]:
 
 
 def linear_names(config: ModelConfig) -> tuple[str, ...]:
-    """Module names of the linears that LoRA may adapt, in Hugging Face's spelling."""
+    """Returns Hugging Face's module names of the linears that LoRA may adapt."""
     return tuple(
         f"model.layers.{layer}.{name}"
         for layer in range(config.num_layers)

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint folders, written shard by shard."""
+"""Writes Hugging Face checkpoint folders, shard by shard."""
 
 import json
 import pathlib

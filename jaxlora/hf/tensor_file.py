@@ -56,7 +56,7 @@ class TensorFile:
         self._header.pop("__metadata__", None)
 
     def names(self) -> list[str]:
-        """The tensors in the file."""
+        """Returns the names of the tensors in the file."""
         return list(self._header)
 
     def shape(self, name: str) -> tuple[int, ...]:

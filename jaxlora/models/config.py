@@ -1,4 +1,4 @@
-"""The mathematics of one decoder, as a frozen value."""
+"""The configuration of a decoder, as a frozen value."""
 
 import dataclasses
 
@@ -56,7 +56,7 @@ class LayerLinear:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """One decoder.
+    """The mathematics of one decoder.
 
     Attributes:
         model_type: Hugging Face's name of the family, a key of `FAMILIES`.
@@ -125,7 +125,7 @@ class ModelConfig:
 
     @property
     def family(self) -> Family:
-        """What the model shares with the others of its family."""
+        """Properties that the model shares with its family."""
         return FAMILIES[self.model_type]
 
     @property
@@ -139,7 +139,7 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     def linears(self) -> dict[str, LayerLinear]:
-        """The linears of each layer, by their path inside it."""
+        """Returns the linears of each layer, by their path inside it."""
         return {
             row.name: LayerLinear(
                 name=row.name,
@@ -152,5 +152,5 @@ class ModelConfig:
         }
 
     def norms(self) -> dict[str, int]:
-        """Size of each norm of a layer, by its path inside the layer."""
+        """Returns the size of each norm of a layer, by its path inside the layer."""
         return {row.name: getattr(self, row.features) for row in self.family.norms}

@@ -1,8 +1,7 @@
-"""The table of model families: how the decoders of one family differ from the others.
+"""The table of model families: how the decoders of each family differ.
 
-A family that needs no new mathematics is one row of `FAMILIES` and a golden file of its
-logits. The mathematics that varies inside a family, such as sizes, biases and windows,
-is in `ModelConfig`.
+A family that needs no new mathematics takes one row of `FAMILIES` and a golden file of
+its logits. Sizes, biases and windows vary within a family and are in `ModelConfig`.
 """
 
 import dataclasses
@@ -11,8 +10,8 @@ from typing import Any, Literal
 
 Activation = Literal["silu", "gelu_tanh"]
 
-# Which layers have the sliding window. `from_layer`: those from `max_window_layers` on;
-# `pattern`: all but each n-th.
+# Which layers have a sliding window. `from_layer` means those from `max_window_layers`
+# on, and `pattern` means all but every n-th.
 WindowRule = Literal["none", "all", "from_layer", "pattern"]
 
 
@@ -52,7 +51,7 @@ class Norm:
     gguf: str
 
 
-# The order keys the dropout masks: a change would give resumed runs other masks.
+# The order keys the dropout masks. If it changed, resumed runs would draw other masks.
 _LINEARS = (
     Linear(
         name="self_attn.q_proj",
@@ -140,7 +139,7 @@ _GEMMA_NORMS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """What the models of one `model_type` have in common.
+    """Properties that all models of one `model_type` share.
 
     Attributes:
         models: Names of the models, for error messages.
@@ -258,7 +257,7 @@ FAMILIES: Mapping[str, Family] = {
         window_pattern=2,
         divides_width=True,
     ),
-    # Its attention ignores attn_logit_softcapping in transformers, so it is refused.
+    # In transformers its attention ignores attn_logit_softcapping. Here it is refused.
     "gemma3_text": Family(
         models="Gemma 3 text models",
         defaults={

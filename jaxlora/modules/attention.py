@@ -45,7 +45,7 @@ class PackedRows(NamedTuple):
     lengths: SegmentLengths
 
     def rope_of(self, scoring: Scoring) -> RopeTable:
-        """Returns the rotary table of the layers that make their scores so."""
+        """Returns the rotary table of layers with these settings."""
         if scoring.window is None or self.local_rope is None:
             return self.rope
         return self.local_rope
@@ -125,8 +125,8 @@ def packed_attention(
         segment_ids: Segment of each row; the rows of a segment are contiguous. Padding
             rows are negative and get zeros.
         lengths: Lengths of the segments. `cudnn` has room for one and a half times as
-            many short segments as the mean gives, see `crowd`.
-        scoring: How the scores are made.
+            many short segments as the mean gives, see `shortest_class`.
+        scoring: Settings of the scores.
         implementation: `xla` runs anywhere. `cudnn` runs where `cudnn_unsupported`
             names no reason against it, in programs compiled with `compiler_options`.
 

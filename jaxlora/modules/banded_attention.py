@@ -33,7 +33,7 @@ def banded_attention(
         v: Values.
         segment_ids: Segment of each row; padding rows are negative and get zeros.
         max_segment_tokens: Upper bound on the length of a segment.
-        scoring: How the scores are made.
+        scoring: Settings of the scores.
     """
     t, num_heads, _ = q.shape
     block = math.gcd(t, _MAX_BLOCK_Q)

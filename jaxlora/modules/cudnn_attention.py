@@ -78,9 +78,9 @@ def cudnn_attention(
         v: Values, in q's dtype.
         is_sound: Where it is false, the row's output is NaN and takes no gradient.
         segment_ids: Segment of each row; padding rows are negative and get zeros.
-            Segments for which the shortest class has no room (see `crowd`) get NaN.
+            Segments for which `shortest_class` has no room get NaN.
         lengths: Lengths of the segments.
-        scoring: How the scores are made; it must have no soft cap.
+        scoring: Settings of the scores; a soft cap is not supported.
 
     Raises:
         ValueError: q has too many elements for cuDNN's offsets.
@@ -104,12 +104,12 @@ def _attention_forward(q, k, v, is_sound, segment_ids, classes, scoring):
     # instead of once for all layers.
     all_members = jax.lax.optimization_barrier(members_of(segment_ids, classes))
     out, lse = jnp.zeros_like(q), jnp.zeros(q.shape[:2], jnp.float32)
-    for c, mine in zip(classes, all_members, strict=True):
-        part, part_lse = class_forward(q, k, v, c, mine, scoring)
+    for c, members in zip(classes, all_members, strict=True):
+        part, part_lse = class_forward(q, k, v, c, members, scoring)
         # Select, do not add: cuDNN leaves the other rows uninitialised.
-        out = jnp.where(mine.is_mine[:, None, None], part, out)
-        lse = jnp.where(mine.is_mine[:, None], part_lse, lse)
-        is_sound &= ~mine.has_no_room
+        out = jnp.where(members.is_member[:, None, None], part, out)
+        lse = jnp.where(members.is_member[:, None], part_lse, lse)
+        is_sound &= ~members.overflows
     # The same array is returned and kept, so it takes memory once.
     out = jnp.where(is_sound[:, None, None], out, jnp.nan)
     return out, (q, k, v, is_sound, all_members, out, lse)
@@ -123,11 +123,11 @@ def _attention_backward(classes, scoring, saved, dout):
     # A tile in cuDNN holds rows of other segments, to which 0 x NaN would spread.
     dout = jnp.where(is_sound, dout, 0)
     gradients = tuple(map(jnp.zeros_like, (q, k, v)))
-    for c, mine in zip(classes, all_members, strict=True):
-        parts = class_backward((q, k, v, out, lse), dout, c, mine, scoring)
-        is_mine = mine.is_mine[:, None, None]
+    for c, members in zip(classes, all_members, strict=True):
+        parts = class_backward((q, k, v, out, lse), dout, c, members, scoring)
+        is_member = members.is_member[:, None, None]
         gradients = tuple(
-            jnp.where(is_mine, part, whole)
+            jnp.where(is_member, part, whole)
             for part, whole in zip(parts, gradients, strict=True)
         )
     return *gradients, None, None

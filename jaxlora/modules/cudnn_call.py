@@ -14,7 +14,7 @@ from jaxlora.modules.length_classes import LengthClass, Members
 from jaxlora.modules.scoring import Scoring
 
 
-def class_forward(q, k, v, c: LengthClass, mine: Members, scoring: Scoring):
+def class_forward(q, k, v, c: LengthClass, members: Members, scoring: Scoring):
     """Runs the forward pass of one class of segments.
 
     Returns:
@@ -22,7 +22,7 @@ def class_forward(q, k, v, c: LengthClass, mine: Members, scoring: Scoring):
         unspecified for rows of other classes.
     """
     q_shape = q.shape
-    q, k, v = (_cut(x, c) for x in (q, k, v))
+    q, k, v = (_as_sequences(x, c) for x in (q, k, v))
     count, _, num_heads, e = q.shape
     out, stats, _ = _call(
         "__cudnn$fmhaSoftmax",
@@ -36,15 +36,15 @@ def class_forward(q, k, v, c: LengthClass, mine: Members, scoring: Scoring):
             "bmm2_dot_dimension_numbers": ((3, 1), ((0, 1), (0, 2))),
         },
         c,
-        mine,
+        members,
         scoring,
     )
-    lse = stats.at[mine.place, :, mine.back].get(mode="clip")
+    lse = stats.at[members.index, :, members.offset].get(mode="clip")
     return out.transpose(0, 2, 1, 3).reshape(q_shape), lse
 
 
 def class_backward(
-    forward: tuple[Array, ...], dout, c: LengthClass, mine: Members, scoring: Scoring
+    forward: tuple[Array, ...], dout, c: LengthClass, members: Members, scoring: Scoring
 ):
     """Runs the backward pass of one class of segments.
 
@@ -52,20 +52,20 @@ def class_backward(
         forward: q, k, v, the output, and the logarithm of the softmax's sum.
         dout: Gradient of the output.
         c: The class.
-        mine: Its segments.
-        scoring: How the scores are made.
+        members: Segments of the class.
+        scoring: Settings of the scores.
 
     Returns:
         The gradients of q, k and v, unspecified for rows of other classes.
     """
     q, k, v, out, lse = forward
     steps = jnp.arange(c.tokens, dtype=jnp.int32)
-    stats = lse.at[mine.starts[:, None] + steps].get(mode="clip").transpose(0, 2, 1)
+    stats = lse.at[members.starts[:, None] + steps].get(mode="clip").transpose(0, 2, 1)
     # Beyond the end of a segment it is infinity, because exp(score - infinity) is 0.
-    inside = (steps < mine.lengths[:, None])[:, None]
+    inside = (steps < members.lengths[:, None])[:, None]
     stats = jnp.where(inside, stats, jnp.inf)
     shapes = [x.shape for x in (q, k, v)]
-    q, k, v, out, dout = (_cut(x, c) for x in (q, k, v, out, dout))
+    q, k, v, out, dout = (_as_sequences(x, c) for x in (q, k, v, out, dout))
     count, _, _, e = q.shape
     *gradients, _ = _call(
         "__cudnn$fmhaSoftmaxBackward",
@@ -81,7 +81,7 @@ def class_backward(
             "bmm2_grad_gemm2_dot_dimension_numbers": ((3, 3), ((0, 2), (0, 2))),
         },
         c,
-        mine,
+        members,
         scoring,
     )
     return tuple(
@@ -90,12 +90,12 @@ def class_backward(
     )
 
 
-def _cut(x, c: LengthClass):
+def _as_sequences(x, c: LengthClass):
     """Views T rows as T / tokens sequences, without a copy."""
     return x.reshape(-1, c.tokens, *x.shape[1:])
 
 
-def _call(target, operands, out_types, dots, c: LengthClass, mine: Members, scoring):
+def _call(target, operands, out_types, dots, c: LengthClass, members: Members, scoring):
     """Calls cuDNN on T / tokens sequences; a segment may start anywhere in them.
 
     Results with four dimensions have the memory layout of the operands, with the heads
@@ -124,9 +124,9 @@ def _call(target, operands, out_types, dots, c: LengthClass, mine: Members, scor
         legacy_backend_config=config,
     )
     # Offsets count elements. The last one is the end of the last sequence.
-    offsets = jnp.append(mine.starts, jnp.int32(count * c.tokens))
+    offsets = jnp.append(members.starts, jnp.int32(count * c.tokens))
     q_offsets, kv_offsets = offsets * (num_heads * e), offsets * (num_kv_heads * e)
-    return call(*operands, mine.lengths, mine.lengths, q_offsets, kv_offsets)
+    return call(*operands, members.lengths, members.lengths, q_offsets, kv_offsets)
 
 
 def _backend_config(shape, dtype, *, scale, window, segments, dots, is_backward) -> str:

@@ -102,7 +102,9 @@ def _cost(sizes: Sequence[int], times: int) -> float:
     return times + 2 * others + 2.5 * len(sizes) + scratch
 
 
-def crowd(rows: int, max_segment_tokens: int, mean_segment_tokens: int) -> LengthClass:
+def shortest_class(
+    rows: int, max_segment_tokens: int, mean_segment_tokens: int
+) -> LengthClass:
     """Returns the class of the shortest segments, the only one that can overflow."""
     return length_classes(rows, max_segment_tokens, mean_segment_tokens)[0]
 
@@ -111,19 +113,19 @@ class Members(NamedTuple):
     """The segments of one class: S of them, empty ones at the end included.
 
     Attributes:
-        is_mine: T. Whether a row belongs to a segment of the class.
-        has_no_room: T. Whether a row belongs to a segment for which the class has no
+        is_member: T. Whether a row belongs to a segment of the class.
+        overflows: T. Whether a row belongs to a segment for which the class has no
             room.
-        place: T. Number of the row's segment in the class.
-        back: T. Distance of a row from the start of its segment.
+        index: T. Number of the row's segment in the class.
+        offset: T. Distance of a row from the start of its segment.
         starts: S. First row of each segment; T for an empty one.
         lengths: S. Number of rows of each segment; 0 for an empty one.
     """
 
-    is_mine: Array
-    has_no_room: Array
-    place: Array
-    back: Array
+    is_member: Array
+    overflows: Array
+    index: Array
+    offset: Array
     starts: Array
     lengths: Array
 
@@ -144,15 +146,17 @@ def members_of(
     length = jnp.where(segment_ids >= 0, end - start, 0)
 
     def members(c: LengthClass) -> Members:
-        is_mine = (length > c.above) & (length <= c.tokens)
-        begun = jnp.cumsum(is_mine & (rows == start), dtype=jnp.int32)
+        is_member = (length > c.above) & (length <= c.tokens)
+        begun = jnp.cumsum(is_member & (rows == start), dtype=jnp.int32)
         # The rows before the n-th start are those where fewer than n have begun.
         order = jnp.arange(c.segments, dtype=jnp.int32)
         starts = (begun <= order[:, None]).sum(1, dtype=jnp.int32)
         lengths = length.at[starts].get(mode="fill", fill_value=0)
         fits = begun <= c.segments
-        place = jnp.clip(begun - 1, 0, c.segments - 1)
-        back = rows - start
-        return Members(is_mine & fits, is_mine & ~fits, place, back, starts, lengths)
+        index = jnp.clip(begun - 1, 0, c.segments - 1)
+        offset = rows - start
+        return Members(
+            is_member & fits, is_member & ~fits, index, offset, starts, lengths
+        )
 
     return tuple(map(members, classes))

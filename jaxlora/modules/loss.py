@@ -1,4 +1,4 @@
-"""Cross entropy of the tokens that are trained on, and no others."""
+"""Cross entropy of the target tokens."""
 
 import functools
 from typing import NamedTuple
@@ -141,7 +141,7 @@ def _nll(hidden, head, labels, options: _Head):
 
 
 def _nll_and_gradient(hidden, head, labels, options: _Head):
-    """Each row's loss and `dlogits head^T`, with `dlogits = softmax - one hot`.
+    """Returns each row's loss and `dlogits head^T`, where dlogits = softmax - one hot.
 
     A soft cap multiplies dlogits by its slope, `1 - (logits / cap)^2`.
     """

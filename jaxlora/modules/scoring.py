@@ -1,4 +1,4 @@
-"""How a layer's attention makes scores of queries and keys, and the soft cap."""
+"""Settings of the attention scores of a layer, and the soft cap."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from jaxlora.models.config import ModelConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Scoring:
-    """How attention makes scores of queries and keys.
+    """Settings of attention scores.
 
     Attributes:
         window: How many rows back a row sees, itself included; None: all.
@@ -31,7 +31,7 @@ PLAIN = Scoring()  # a row sees all earlier rows of its segment
 
 
 def layer_scoring(config: ModelConfig, layer: int) -> Scoring:
-    """Returns how a layer of a model makes its scores."""
+    """Returns the settings of a layer of a model."""
     return Scoring(
         window=config.layer_windows[layer],
         scale=config.score_scale,
@@ -42,6 +42,6 @@ def layer_scoring(config: ModelConfig, layer: int) -> Scoring:
 def softcap(x: Float[Array, "*B"], cap: float | None) -> Float[Array, "*B"]:
     """`cap * tanh(x / cap)`, which lies between -cap and cap; x if there is no cap.
 
-    Gemma 2 (arXiv 2408.00118, section 2) caps attention's scores and the logits so.
+    Gemma 2 (arXiv 2408.00118, section 2) caps attention scores and logits like this.
     """
     return x if cap is None else cap * jnp.tanh(x / cap)

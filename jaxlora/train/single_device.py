@@ -21,7 +21,7 @@ from jaxlora.data.pack import (
 )
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.modules.length_classes import crowd
+from jaxlora.modules.length_classes import LengthClass, shortest_class
 from jaxlora.scheduler import Limits, Microbatch, greedy
 from jaxlora.train.executor import Outcomes, StepOutcome, Window
 from jaxlora.train.feed import Feed
@@ -82,7 +82,9 @@ class SingleDeviceExecutor:
         self._use_dropout = use_dropout
         options = spec.options
         uses_cudnn = options.attention == "cudnn"
-        self._crowd = crowd(limits.capacity, *options.lengths) if uses_cudnn else None
+        self._short: LengthClass | None = None
+        if uses_cudnn:
+            self._short = shortest_class(limits.capacity, *options.lengths)
         self._can_evaluate = False
         self._feed: Feed | None = None  # of the window that runs
         self.table = table
@@ -146,9 +148,9 @@ class SingleDeviceExecutor:
 
     def _split(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """Splits microbatches with more short samples than attention has room for."""
-        if self._crowd is None:
+        if self._short is None:
             return list(microbatches)
-        short, most = self._crowd.tokens, self._crowd.segments
+        short, most = self._short.tokens, self._short.segments
         return [
             part
             for m in microbatches
@@ -178,14 +180,14 @@ class SingleDeviceExecutor:
         """Queues the optimiser steps of the jobs whose global batch is complete."""
         hyper = self._hyper({s: (window.runs[s], b.step) for s, b in complete.items()})
         self.table.state, result = self._steps.step(self.table.state, hyper)
-        mine = {slot: losses.pop(slot) for slot in complete}
+        members = {slot: losses.pop(slot) for slot in complete}
         # This transfer is intended and does not block, so the transfer guard is off.
         with jax.transfer_guard_device_to_host("allow"):
-            for array in jax.tree.leaves((mine, result)):
+            for array in jax.tree.leaves((members, result)):
                 array.copy_to_host_async()
         rates = {s: window.runs[s].learning_rate(b.step) for s, b in complete.items()}
         return _QueuedSteps(
-            batches=complete, learning_rates=rates, losses=mine, result=result
+            batches=complete, learning_rates=rates, losses=members, result=result
         )
 
     def evaluate(self, runs: Mapping[int, JobRun]) -> dict[int, float]:

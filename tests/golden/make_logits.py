@@ -45,7 +45,7 @@ LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    # Wavelengths of 6, 35, 199 and 1117 tokens: kept, blended, stretched, stretched.
+    # Wavelengths of 6, 35, 199 and 1117 tokens are kept, blended, stretched, stretched.
     "original_max_position_embeddings": 64,
 }
 V4 = {"torch_dtype": "float32", "transformers_version": "4.46.0"}
@@ -70,7 +70,7 @@ CASES = {
             **V4,
             "model_type": "llama",
             "architectures": ["LlamaForCausalLM"],
-            # So large that a wrong one shows.
+            # It is so large that a wrong value shows.
             "rms_norm_eps": 1e-2,
             "rope_scaling": None,
             "attention_bias": False,
@@ -144,7 +144,7 @@ CASES = {
             "architectures": ["Qwen2ForCausalLM"],
             "rms_norm_eps": 1e-6,
             "rope_theta": 1000000.0,
-            # Without use_sliding_window these two mean nothing.
+            # Without use_sliding_window these two have no effect.
             "sliding_window": 4,
             "max_window_layers": 1,
             "use_sliding_window": False,
@@ -248,7 +248,7 @@ LENGTHS = (83, 21)
 
 
 def write_weights(folder: pathlib.Path, seed: int) -> None:
-    """Draws every weight: unit-variance linears, and norms and biases off 1 and 0."""
+    """Draws all weights at random, norms and biases included."""
     generator = torch.Generator().manual_seed(seed)
     config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
@@ -257,7 +257,7 @@ def write_weights(folder: pathlib.Path, seed: int) -> None:
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim == 2 and "embed" not in name:
-            # A little more than unit gain, so that attention is not flat.
+            # The gain is a little above 1, so that attention is not flat.
             noise *= 1.5 * parameter.shape[1] ** -0.5
         elif name.endswith("norm.weight"):
             # Gemma multiplies by 1 + weight.
@@ -286,13 +286,13 @@ def load(folder: pathlib.Path, dtype: torch.dtype = torch.float32):
 def logits_of(
     folder: pathlib.Path, tokens: np.ndarray, dtype: torch.dtype = torch.float32
 ) -> np.ndarray:
-    """transformers' logits of one sequence, T V."""
+    """Returns transformers' logits of one sequence, T V."""
     logits = load(folder, dtype)(torch.from_numpy(tokens)[None]).logits[0]
     return logits.float().numpy()
 
 
 def gradient_of(folder: pathlib.Path, tokens: np.ndarray) -> np.ndarray:
-    """Gradient of the summed loss of one sequence by the first norm's weight, D."""
+    """Returns the gradient of a sequence's loss by the first norm's weight, D."""
     model, ids = load(folder), torch.from_numpy(tokens)
     logits = model(ids[None]).logits[0, :-1]
     torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum").backward()

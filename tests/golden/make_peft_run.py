@@ -67,7 +67,7 @@ def save_base() -> None:
 
 
 def samples(job: dict) -> list[list[dict]]:
-    """For each step, its global batch of ragged samples with masked prompts."""
+    """Returns the global batch of each step: ragged samples with masked prompts."""
     generator = torch.Generator().manual_seed(job["seed"])
 
     def number(low: int, high: int) -> int:
@@ -111,7 +111,7 @@ def adapted(job: dict):
 
 
 def save(model, folder: pathlib.Path) -> None:
-    """As peft saves it, less what differs from machine to machine."""
+    """Saves as peft does, without fields that differ between machines."""
     model.save_pretrained(folder)
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Loading in float32, as it is by default on a CPU, on every device."""
+"""Loads in float32 on every device, as is the default on a CPU."""
 
 import functools
 

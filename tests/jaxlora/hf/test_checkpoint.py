@@ -1,4 +1,4 @@
-"""Heads of their own, bounds on layers, and weights that are not finite."""
+"""Untied heads, bounds on the number of layers, and weights that are not finite."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ NORM = "model.layers.1.input_layernorm.weight"
 
 @pytest.fixture
 def own_head(rewrite):
-    """A checkpoint that says its head is tied, and has one that differs."""
+    """Makes a checkpoint whose config says tied, and whose head differs."""
     weights = tiny.random_weights()
     head = weights[EMBEDDING].copy()
     head[287, 31] += 1

@@ -1,4 +1,4 @@
-"""config.json of each family as a `ModelConfig`, and what is refused."""
+"""Reads config.json of each family as a `ModelConfig`, and refuses the rest."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Checkpoint folders in another dtype."""
+"""Converts checkpoint folders to another dtype."""
 
 import json
 

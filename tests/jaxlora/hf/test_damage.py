@@ -1,4 +1,4 @@
-"""Files that cannot be read, or are not what their names say."""
+"""Files that cannot be read, or are of another kind than their names say."""
 
 import io
 import json

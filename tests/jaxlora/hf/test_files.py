@@ -1,4 +1,4 @@
-"""Which files make a checkpoint, and what the hub is asked for."""
+"""The files of a checkpoint, and the requests to the hub."""
 
 import fnmatch
 import json
@@ -39,7 +39,7 @@ def test_folder_without_weights_says_what_is_read(tmp_path):
 
 @pytest.fixture
 def hub(monkeypatch, folder, tmp_path):
-    """A hub of one repository; returns what it holds, and raises `error` if set."""
+    """Replaces the hub by one repository; a request raises `error` if it is set."""
 
     class Hub:
         error: Exception | None = None

@@ -1,4 +1,4 @@
-"""GGUF files, written as llama.cpp writes them, as Hugging Face folders."""
+"""Converts GGUF files as llama.cpp writes them to Hugging Face folders."""
 
 import json
 
@@ -36,7 +36,7 @@ TOKENS += [f"<|unused{i}|>" for i in range(288 - len(TOKENS))]
 
 
 def to_pairs(weight, heads):
-    """Hugging Face's half-split rows as llama.cpp's interleaved pairs."""
+    """Turns Hugging Face's half-split rows into llama.cpp's interleaved pairs."""
     halves = weight.reshape(heads, 2, -1, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 

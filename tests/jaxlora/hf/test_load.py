@@ -1,4 +1,4 @@
-"""Checkpoints as params: what is read, what is refused, what memory it takes."""
+"""Loading of checkpoints: contents, refusals, and memory."""
 
 import json
 import os
@@ -235,7 +235,7 @@ def test_damaged_config(folder, text):
 
 @pytest.fixture
 def no_network(monkeypatch, tmp_path):
-    """Switches the hub off; returns what was called nevertheless."""
+    """Switches the hub off; returns a list of the calls that it got."""
     calls = []
 
     def refuse(*args, **_):
@@ -316,7 +316,7 @@ MIB = 2**20
 
 
 def write_big(folder: pathlib.Path) -> tuple[int, int]:
-    """About 300 MB of bfloat16 in four shards; (its bytes, its largest tensor's)."""
+    """Writes 300 MB in four shards; returns its bytes and its largest tensor's."""
     sizes = {"hidden_size": 1024, "intermediate_size": 8192, "vocab_size": 32000}
     config = {**tiny.CONFIG, **sizes, "num_hidden_layers": 4}
     from jaxlora.hf.config import model_config

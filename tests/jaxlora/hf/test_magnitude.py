@@ -1,4 +1,4 @@
-"""The largest magnitude of floats by their bits, and what is refused."""
+"""The largest magnitude of floats by their bits, and refusals of bad values."""
 
 import ml_dtypes
 import numpy as np

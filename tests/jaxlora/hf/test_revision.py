@@ -1,4 +1,4 @@
-"""Revisions of models from the hub: which one is read, and what exports say of it."""
+"""Revisions of models from the hub: the one that is read, and its record in exports."""
 
 import json
 import logging
@@ -23,7 +23,7 @@ NORM = "model.norm.weight"
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A cache of the hub with two commits of nobody/tiny, and no network."""
+    """Makes a cache of the hub with two commits of nobody/tiny, without a network."""
     cache = tmp_path / "hub"
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))

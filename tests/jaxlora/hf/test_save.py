@@ -1,4 +1,4 @@
-"""Checkpoints written and read back."""
+"""Writes checkpoints and reads them back."""
 
 import json
 

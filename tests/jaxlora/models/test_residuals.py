@@ -1,4 +1,4 @@
-"""What a decoder layer keeps of each token for its backward pass, and nothing else."""
+"""A decoder layer keeps only what its backward pass needs of each token."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jaxlora.models.decoder import DecoderLayer
 from jaxlora.modules import attention
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear, Routing, SlotShape
 
-# No two sizes alike, so that a shape tells what it is.
+# All sizes differ, so a shape identifies an array.
 T, D, F, H, HK, E, R = 96, 40, 112, 4, 2, 14, 6
 
 
@@ -73,9 +73,9 @@ def test_a_layer_keeps_each_value_once_and_narrow(monkeypatch, model_type):
         attention, "packed_attention", lambda q, k, v, *_, **__: stand_in(q, k, v)
     )
     kept = residuals(model_type)
-    residual_stream = 2 * D  # what enters the layer, and what enters the MLP
+    residual_stream = 2 * D  # the inputs of the layer and of the MLP
     normed = 2 * D
-    heads = (H + 2 * HK) * E + H * E  # q, k, v and what attention puts out
+    heads = (H + 2 * HK) * E + H * E  # q, k, v and the output of attention
     unnormed = (H + HK) * E if model_type == "qwen3" else 0
     mlp = 3 * F  # gate, up and their product
     shrunk = 7 * R

@@ -1,4 +1,4 @@
-"""cuDNN's attention in plain JAX: what it promises, and no more.
+"""cuDNN's attention in plain JAX, with the guarantees of cuDNN and no others.
 
 Rows and sums outside the segments of a call come back as NaN, and whatever lies behind
 a segment's end is read and multiplied by zero, as in a tile of a kernel.
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 
 def ffi_call(target, out_types, *, output_layouts, legacy_backend_config, **_):
-    """In place of `jax.ffi.ffi_call`."""
+    """Takes the place of `jax.ffi.ffi_call`."""
     config = json.loads(legacy_backend_config)["cudnn_fmha_backend_config"]
     assert config["mask_type"] == "PADDING_CAUSAL"
     assert [len(x) for x in output_layouts] == [len(x.shape) for x in out_types]
@@ -58,7 +58,7 @@ class _Attention:
         ks, vs = (self._gather(x, kv_offsets, q.shape[2]) for x in (k, v))
         scores, seen = self._scores(qs, ks, inside)
         weights = jnp.where(seen, jnp.exp(scores - sums[..., None]), 0)
-        # Infinite sums are asked for where there is no row, finite ones where there is.
+        # Sums must be finite for rows, and infinite where there is no row.
         right = jnp.where(inside[:, None], jnp.isfinite(sums), sums == jnp.inf)
         weights = jnp.where(right.all(), weights, jnp.nan)
         dweights = jnp.einsum("sqhe,skhe->shqk", dos, vs)
@@ -81,7 +81,7 @@ class _Attention:
         return (offsets // row_elements)[:-1, None] + jnp.arange(self.tokens)
 
     def _gather(self, x, offsets, num_heads=None):
-        """segments x tokens x heads x features: what lies behind each start."""
+        """Returns the rows after each start: segments x tokens x heads x features."""
         flat = x.reshape(-1, *x.shape[-2:]).astype(jnp.float32)
         rows = flat.at[self._rows(x, offsets)].get(mode="clip")
         return jnp.repeat(rows, (num_heads or x.shape[2]) // x.shape[2], axis=2)

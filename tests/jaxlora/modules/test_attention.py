@@ -1,4 +1,4 @@
-"""`packed_attention` against softmax attention of each sample alone."""
+"""Compares `packed_attention` with softmax attention of each sample alone."""
 
 import itertools
 
@@ -44,7 +44,7 @@ def segments():
 
 
 def alone(q, k, v, window):
-    """Dense attention of one sample, in float64."""
+    """Computes dense attention of one sample in float64."""
     q, k, v = (np.asarray(z, np.float64) for z in (q, k, v))
     k, v = (np.repeat(z, H // HK, axis=1) for z in (k, v))
     scores = np.einsum("qhe,khe->hqk", q, k) / np.sqrt(E)
@@ -134,7 +134,7 @@ def test_blocks_in_turn_are_blocks_together(window, score_bytes, monkeypatch):
 
 
 def test_long_segments_keep_no_square_of_scores():
-    """Where all scores at once would take 8 GiB, and the gradient as much again."""
+    """All scores at once would take 8 GiB, and their gradient as much again."""
     t, heads = 8192, 32
     q = jax.ShapeDtypeStruct((t, heads, 128), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((t, 8, 128), jnp.bfloat16)
@@ -150,7 +150,7 @@ def test_long_segments_keep_no_square_of_scores():
 
 
 def test_a_band_shorter_than_a_sample_would_be_wrong():
-    """The negative control of `max_segment_tokens`."""
+    """Negative control of `SegmentLengths.longest`."""
     q, k, v = (jnp.concatenate([z, z]) for z in inputs())
     ids = jnp.zeros(2 * T, jnp.int32)
     short = packed_attention(q, k, v, ids, lengths=SegmentLengths(2))
@@ -181,11 +181,11 @@ def test_the_largest_values_touch_no_other(where, dtype, largest):
 
 
 def test_a_gradient_that_overflows_is_not_hidden():
-    """Its own sample is told: zeros would look like a step that went well."""
+    """Zeros would look like a normal step of its own sample."""
     ids, spans = layout(PIECES, T)
     row = sick_row(spans)
     q, *others = problem(T, H, HK, E, jnp.float32)
-    q = q.at[row].set(0)  # so that the row sees others, too
+    q = q.at[row].set(0)  # so that the row attends to others, too
     k, v, dout = (x.at[row].set(LARGEST) for x in others)
     _, dq, _, _ = compiled("xla", 90)(q, k, v, dout, ids)
     assert not np.isfinite(dq[row]).any()

@@ -1,6 +1,6 @@
-"""Attention through cuDNN: what it is asked, and what is made of an answer.
+"""Attention through cuDNN: the calls it gets, and the use of its results.
 
-`cudnn_stand_in` answers.
+`cudnn_stand_in` takes the place of cuDNN.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ from jaxlora.modules.cudnn_call import class_backward, class_forward
 from jaxlora.modules.length_classes import (
     LengthClass,
     SegmentLengths,
-    crowd,
     length_classes,
     members_of,
+    shortest_class,
 )
 from jaxlora.modules.scoring import Scoring
 from jaxlora.train import prepare
@@ -55,7 +55,7 @@ rows_of = st.lists(  # (tokens, padding behind them)
 )
 
 
-# What cuDNN is asked
+# ---- the calls of cuDNN --------------------------------------------------------------
 
 
 @settings(max_examples=200, deadline=None)
@@ -76,7 +76,7 @@ def test_the_classes_hold_every_length(rows, longest, mean):
         # Only the shortest class can overflow.
         assert c.above == 0 or rows // (c.above + 1) <= c.segments
         assert c.above == 0 or c.segments * c.tokens <= 2 * rows
-    assert crowd(rows, longest, mean).segments * mean >= 1.5 * rows
+    assert shortest_class(rows, longest, mean).segments * mean >= 1.5 * rows
 
 
 def test_the_classes_of_common_sizes():
@@ -96,24 +96,24 @@ def test_each_segment_is_in_the_class_of_its_length(pieces):
     rows = 640
     ids, spans = layout(pieces, rows)
     classes = length_classes(rows, 90, MEAN)
-    wide = tuple(  # one more class, and all that there may be in the shortest
+    wide = tuple(  # one more class, and room for every segment in the shortest
         LengthClass(above=a, tokens=b, segments=640)
         for a, b in ((0, 20), (20, classes[-1].tokens))
     )
     got = jax.jit(members_of, static_argnums=1)(ids, wide)
-    for c, mine in zip(wide, got, strict=True):
+    for c, members in zip(wide, got, strict=True):
         wanted = [(a, b) for a, b in spans if c.above < b - a <= c.tokens]
-        assert not mine.has_no_room.any()
+        assert not members.overflows.any()
         starts = [a for a, _ in wanted] + [rows] * (c.segments - len(wanted))
         lengths = [b - a for a, b in wanted] + [0] * (c.segments - len(wanted))
-        np.testing.assert_array_equal(mine.starts, starts)
-        np.testing.assert_array_equal(mine.lengths, lengths)
-        is_mine = np.zeros(rows, bool)
+        np.testing.assert_array_equal(members.starts, starts)
+        np.testing.assert_array_equal(members.lengths, lengths)
+        is_member = np.zeros(rows, bool)
         for n, (a, b) in enumerate(wanted):
-            is_mine[a:b] = True
-            np.testing.assert_array_equal(mine.place[a:b], n)
-            np.testing.assert_array_equal(mine.back[a:b], np.arange(b - a))
-        np.testing.assert_array_equal(mine.is_mine, is_mine)
+            is_member[a:b] = True
+            np.testing.assert_array_equal(members.index[a:b], n)
+            np.testing.assert_array_equal(members.offset[a:b], np.arange(b - a))
+        np.testing.assert_array_equal(members.is_member, is_member)
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -126,10 +126,10 @@ def test_cudnn_is_called_as_jax_calls_it(window, monkeypatch):
     ids, _ = layout([(200, 0)], rows)
 
     def ours(q, k, v, dout):
-        mine = members_of(ids, (c,))[0]
+        members = members_of(ids, (c,))[0]
         scoring = Scoring(window=window)
-        out, lse = class_forward(q, k, v, c, mine, scoring)
-        return class_backward((q, k, v, out, lse), dout, c, mine, scoring)
+        out, lse = class_forward(q, k, v, c, members, scoring)
+        return class_backward((q, k, v, out, lse), dout, c, members, scoring)
 
     def theirs(q, k, v, dout):
         q, k, v, dout = (x.reshape(count, c.tokens, -1, e) for x in (q, k, v, dout))
@@ -164,7 +164,7 @@ def test_cudnn_is_called_as_jax_calls_it(window, monkeypatch):
 
 
 def _custom_calls(f, *args):
-    """What a program for CUDA asks of cuDNN, call by call."""
+    """Returns the calls of cuDNN in a program that is lowered for CUDA."""
     lowered = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",))
     found = []
 
@@ -190,7 +190,7 @@ def _custom_calls(f, *args):
     return found
 
 
-# What is made of its answer
+# ---- the use of its results ----------------------------------------------------------
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def test_any_row_is_attended_as_defined(scoring, stand_in):
 
 def test_segments_without_room_are_nan(stand_in, monkeypatch):
     mean = 16
-    most = crowd(ROWS, LONGEST, mean).segments
+    most = shortest_class(ROWS, LONGEST, mean).segments
     ids, spans = layout([(1, 0)] * 100 + [(2, 1)] * 50 + [(90, 0)], ROWS)
     assert len(spans) > most + 1
     numbers = problem(ROWS, 4, 2, 8, jnp.float32)
@@ -270,7 +270,7 @@ def test_too_many_elements_are_refused():
         jax.eval_shape(attend, q, q, q, ids)
 
 
-# Where it can run
+# ---- where it can run ----------------------------------------------------------------
 
 
 class _Device:

@@ -1,4 +1,4 @@
-"""`target_nll` against the definition, with its gradient."""
+"""Compares `target_nll` and its gradient with the definition."""
 
 import jax
 import jax.numpy as jnp
