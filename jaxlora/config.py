@@ -105,6 +105,9 @@ class LoraJob(StrictModel):
         rank_pattern: Rank of modules whose name matches the pattern, as in PEFT.
         alpha_pattern: lora_alpha of modules whose name matches the pattern.
         init_from: PEFT folder whose weights the adapter starts from.
+        continue_from: Output folder of another run, whose job of the same name
+            continues here with its whole state: optimiser, position in the data and
+            evaluations.
         batch_size: Samples in a global batch: one optimiser step.
         epochs: Passes over the data; may be a fraction. Used when `steps` is None.
         steps: Optimiser steps.
@@ -148,6 +151,7 @@ class LoraJob(StrictModel):
     rank_pattern: dict[str, PositiveInt] = {}
     alpha_pattern: dict[str, PositiveFloat] = {}
     init_from: str | None = None
+    continue_from: str | None = None
 
     batch_size: PositiveInt = 8
     epochs: PositiveFloat = 1.0

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 
 from jaxlora.config import RunConfig
 from jaxlora.hf.load import BaseModel
+from jaxlora.hf.names import linear_names
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.read_checkpoint import newest_checkpoint, read_newest
 from jaxlora.train.run_folder import CHECKPOINTS, RUN_FILE, read_run_record
 from jaxlora.train.run_identity import RunIdentity, check_same_run
-from jaxlora.train.saved_run import SavedAdapter
+from jaxlora.train.saved_run import SavedAdapter, SavedRequests, SavedRun
 
 
 def run_identity(
@@ -39,8 +40,32 @@ def run_identity(
     )
 
 
-def saved_adapter(run: JobRun) -> SavedAdapter:
-    """Returns the shape of a job's adapter."""
+def saved_run(
+    identity: RunIdentity,
+    runs: Sequence[JobRun],
+    model: BaseModel,
+    requests: SavedRequests,
+) -> SavedRun:
+    """Returns what a checkpoint keeps besides the tensors of the jobs.
+
+    Args:
+        identity: Identity of the run.
+        runs: The jobs.
+        model: The base model.
+        requests: Requests to stop and to pause jobs.
+    """
+    return SavedRun(
+        identity=identity,
+        progress={run.job.name: run.progress for run in runs},
+        adapters={run.job.name: _saved_adapter(run) for run in runs},
+        base_model=model.source,
+        base_revision=model.revision,
+        linear_names=list(linear_names(model.config)),
+        requests=requests,
+    )
+
+
+def _saved_adapter(run: JobRun) -> SavedAdapter:
     return SavedAdapter(
         modules={
             name: (weights.rank, weights.lora_alpha)

@@ -52,6 +52,7 @@ FREE_IN_JOB = frozenset(
         "weight_decay",
         "max_grad_norm",
         "priority",
+        "continue_from",
         "eval_every",
         "early_stopping",
         "early_stopping_delta",

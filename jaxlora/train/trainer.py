@@ -5,7 +5,7 @@ import logging
 import pathlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -21,11 +21,8 @@ from jaxlora.train import prepare
 from jaxlora.train.capacity import Bounds, Capacity, as_begun, provisional
 from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.compilation_cache import keep_compiled_programs
-from jaxlora.train.describe_run import (
-    check_resumes,
-    run_identity,
-    saved_adapter,
-)
+from jaxlora.train.continue_job import continue_job, copy_best_export
+from jaxlora.train.describe_run import check_resumes, run_identity, saved_run
 from jaxlora.train.interrupt import StopRequest
 from jaxlora.train.job_run import JobProgress, JobRun
 from jaxlora.train.job_states import job_states, restore_jobs
@@ -50,7 +47,6 @@ from jaxlora.train.run_log import RunLog
 from jaxlora.train.saved_run import (
     RunRecord,
     SavedRequests,
-    SavedRun,
 )
 from jaxlora.train.single_device import SingleDeviceExecutor
 from jaxlora.train.step import compiled_steps
@@ -156,6 +152,7 @@ class Trainer:
                 raise ConfigError(f"a job named {job.name!r} is in this run already.")
             run = self._open(job)
             self._check_fits(run)
+            self._continue([run])
             self._names.append(job.name)
             self._added.append(run)
 
@@ -329,8 +326,9 @@ class Trainer:
 
     # ---- checkpoints ---------------------------------------------------------------
 
-    def _identity(self) -> RunIdentity:
-        return run_identity(self.config, self.model, self._spec, self.runs)
+    def _identity(self, runs: Sequence[JobRun] | None = None) -> RunIdentity:
+        jobs = self.runs if runs is None else runs
+        return run_identity(self.config, self.model, self._spec, jobs)
 
     def _open_checkpoints(
         self, resume: bool, opened: contextlib.ExitStack
@@ -347,6 +345,7 @@ class Trainer:
             self._requests.restore(record.requests)
         if not is_anew:
             self._restore(checkpoints)
+        self._continue(self.runs)
         # This comes last, so that a refused resume leaves the folder unchanged.
         clean_up(self.output_dir, [run.job.name for run in self.runs])
         self._recorded = record
@@ -356,6 +355,8 @@ class Trainer:
     def _record(self) -> None:
         """Takes up jobs that were added, and writes the run's record if it changed."""
         self._take_added()
+        for run in self.runs:
+            copy_best_export(run, self._folder(run))
         record = RunRecord(
             started=self._started.isoformat(),
             identity=self._identity(),
@@ -379,6 +380,12 @@ class Trainer:
         for run in self.runs:
             run.progress, run.parked = JobProgress(), None
 
+    def _continue(self, runs: Sequence[JobRun]) -> None:
+        """Gives jobs that come from another run, and are new here, their states."""
+        for run in runs:
+            if run.job.continue_from and run.progress.status == "waiting":
+                continue_job(run, self._identity([run]))
+
     def _restore(self, checkpoints: Checkpoints) -> None:
         found = checkpoints.restore(self._identity())
         self._round = found.number
@@ -394,14 +401,7 @@ class Trainer:
 
     def _save(self, checkpoints: Checkpoints) -> None:
         self._lock.check()
-        saved = SavedRun(
-            identity=self._identity(),
-            progress={run.job.name: run.progress for run in self.runs},
-            adapters={run.job.name: saved_adapter(run) for run in self.runs},
-            base_model=self.model.source,
-            base_revision=self.model.revision,
-            linear_names=list(linear_names(self.model.config)),
-            requests=self._saved_requests(),
-        )
+        requests = self._saved_requests()
+        saved = saved_run(self._identity(), self.runs, self.model, requests)
         states = job_states(self.runs, self._table)
         checkpoints.save(self._round, states, saved)

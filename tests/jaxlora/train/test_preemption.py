@@ -6,10 +6,12 @@ import signal
 
 import pytest
 
-from jaxlora import RunConfig, Trainer
+from jaxlora import RunConfig, Trainer, import_peft
 from jaxlora.errors import CheckpointError, ConfigError
+from jaxlora.train.prepare import linear_shapes
 from jaxlora.train.run_log import read_events
 from jaxlora.train.windows import Windows
+from tests.oracle import relative_error
 
 
 @pytest.fixture
@@ -254,3 +256,37 @@ def test_a_refused_resume_compiles_nothing(config, model, low, monkeypatch):
     monkeypatch.setattr(Trainer, "_settle_capacity", compiles)
     with pytest.raises(CheckpointError, match="seed is 100 in the checkpoint and 5"):
         Trainer(config(jobs=(other,)), model).train(resume=True)
+
+
+def test_a_job_continues_in_another_run(config, model, low, jobs, alone):
+    """Among other neighbours: the same updates, and no step is done twice."""
+    left = config("left")
+
+    def leave(trainer):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    Trainer(left, model).train(on_window=at_round(4, leave))
+    changed = low.model_copy(update={"seed": 5, "continue_from": left.output_dir})
+    with pytest.raises(CheckpointError, match="job 'low': seed is 100 in the check"):
+        Trainer(config("changed", jobs=(changed,)), model).train()
+    here = low.model_copy(update={"continue_from": left.output_dir})
+    there = config("there", jobs=(jobs[1], here)).model_copy(
+        update={"max_concurrent_jobs": 2}
+    )
+    result = Trainer(there, model).train()
+    assert {job.progress.status for job in result.jobs} == {"finished"}
+    assert changes(there)[0] == ("resumed", "low", 4)
+    assert losses(left) + losses(there) == pytest.approx(losses(alone), rel=1e-5)
+    shapes = linear_shapes(model)
+    ours, wanted = (
+        import_peft(pathlib.Path(c.output_dir) / "adapters" / "low", shapes).by_path()
+        for c in (there, alone)
+    )
+    for path, tensor in wanted.items():
+        assert relative_error(ours[path], tensor) < 2e-4
+
+
+def test_a_job_that_has_ended_elsewhere_cannot_continue(config, model, low, alone):
+    here = low.model_copy(update={"continue_from": alone.output_dir})
+    with pytest.raises(CheckpointError, match="has the states of no jobs"):
+        Trainer(config(jobs=(here,)), model).train()

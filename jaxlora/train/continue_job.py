@@ -1,0 +1,75 @@
+"""Continues a job of another run, with its whole state."""
+
+import dataclasses
+import os
+import pathlib
+
+from jaxlora.adapters.export_record import read_export
+from jaxlora.adapters.slots import KINDS
+from jaxlora.atomic import find_complete_folder, replace_folder, sync_files
+from jaxlora.errors import CheckpointError
+from jaxlora.train.job_run import JobRun
+from jaxlora.train.read_checkpoint import read_newest
+from jaxlora.train.run_folder import ADAPTERS, CHECKPOINTS
+from jaxlora.train.run_identity import RunIdentity, check_same_run
+
+
+def continue_job(run: JobRun, identity: RunIdentity) -> None:
+    """Gives a job the progress and state that it has in another run's checkpoint.
+
+    The job is paused then, and continues as soon as it gets a slot. The other run is
+    only read, so it may be active or be resumed; the job then continues there too.
+
+    Args:
+        run: A job with `continue_from` that has not begun in this run.
+        identity: Identity of this run.
+
+    Raises:
+        CheckpointError: The other run has no such job with a state, its checkpoint is
+            damaged, or the job or the base differ too much to continue.
+    """
+    assert run.job.continue_from is not None
+    name, folder = run.job.name, pathlib.Path(run.job.continue_from)
+    found = read_newest(folder / CHECKPOINTS, KINDS)
+    if name not in found.tensors:
+        raise CheckpointError(
+            f"job {name!r} cannot continue from {folder}: the newest checkpoint there "
+            f"has the states of {', '.join(found.tensors) or 'no jobs'}. A job has one "
+            "between its first step and its end."
+        )
+    then, path = found.run.identity, folder / CHECKPOINTS / str(found.number)
+    then = dataclasses.replace(then, jobs={name: then.jobs[name]})
+    check_same_run(identity, then, path, "the checkpoint")
+    run.parked = found.parked(name)
+    run.progress = dataclasses.replace(
+        found.run.progress[name],
+        status="paused",
+        reason=f"it continues from {folder}",
+        slot=None,
+    )
+
+
+def copy_best_export(run: JobRun, folder: pathlib.Path) -> None:
+    """Copies the best weights that a job with `keep_best` exported in another run.
+
+    Otherwise they would be lost if no later evaluation is better.
+
+    Args:
+        run: The job.
+        folder: Folder of its adapter in this run; it is left as it is if it exists.
+
+    Raises:
+        AdapterError: The export in the other run is damaged.
+        StorageError: The folder cannot be written.
+    """
+    if run.job.continue_from is None or not run.job.keep_best:
+        return
+    source = pathlib.Path(run.job.continue_from) / ADAPTERS / run.job.name
+    found = (
+        None if os.path.lexists(folder) else read_export(find_complete_folder(source))
+    )
+    if found is not None:
+        with replace_folder(folder) as temporary:
+            for name, data in found.files.items():
+                (temporary / name).write_bytes(data)
+            sync_files(temporary)
