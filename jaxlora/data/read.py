@@ -76,15 +76,6 @@ def open_records(data: DataConfig) -> Records:
     return Records(path=data.path, read=read, limit=data.limit)
 
 
-def read_records(data: DataConfig) -> list[Record]:
-    """All records of `data` at once; see `open_records`, which reads a few at a time.
-
-    Raises:
-        DataError: The data is missing, damaged, empty or of an unknown form.
-    """
-    return list(open_records(data))
-
-
 @contextlib.contextmanager
 def _os_errors(path: str) -> Iterator[None]:
     try:

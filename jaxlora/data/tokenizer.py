@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tokenizers
@@ -187,18 +187,6 @@ class Tokenizer:
                 f"{vocab_size} embeddings. Use the model's own tokenizer, or remove "
                 "the added tokens from tokenizer.json."
             )
-
-    def render_chat(
-        self,
-        messages: Sequence[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = False,
-        **extras: Any,
-    ) -> str:
-        """Renders a conversation with the chat template; see `ModelChat.render`."""
-        return self.chat.render(
-            messages, add_generation_prompt=add_generation_prompt, **extras
-        )
 
 
 def load_tokenizer(

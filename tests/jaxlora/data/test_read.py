@@ -16,7 +16,7 @@ import pytest
 
 from jaxlora.config import DataConfig
 from jaxlora.data import files
-from jaxlora.data.read import open_records, read_records
+from jaxlora.data.read import open_records
 from jaxlora.errors import DataError
 
 RECORDS = [
@@ -41,7 +41,7 @@ WRITERS = {
 
 
 def read(path, **options):
-    return read_records(DataConfig(path=str(path), **options))
+    return list(open_records(DataConfig(path=str(path), **options)))
 
 
 def write(path, content):

@@ -206,7 +206,7 @@ def text_of(run, tokenizer, record, **options):
 def test_tools_go_to_the_template(run, make_tokenizer, tools, caplog):
     tokenizer = make_tokenizer(templates.QWEN3)
     text = text_of(run, tokenizer, talk(*TALK) | {"tools": tools})
-    assert text == tokenizer.render_chat(TALK, tools=TOOLS)
+    assert text == tokenizer.chat.render(TALK, tools=TOOLS)
     assert json.dumps(TOOLS[0]) in text
     assert not caplog.records
 
@@ -227,7 +227,7 @@ def test_tools_select_their_template(run, make_folder):
 def test_no_tools(run, make_tokenizer, tools):
     tokenizer = make_tokenizer(templates.LLAMA3)
     text = text_of(run, tokenizer, talk(*TALK) | {"tools": tools})
-    assert text == tokenizer.render_chat(TALK)
+    assert text == tokenizer.chat.render(TALK)
 
 
 def test_tools_of_a_wrapped_pair(run, make_tokenizer):
@@ -268,7 +268,7 @@ def test_nulls_of_columnar_files_are_absent_in_tools_and_calls(
     job = LoraJob(name="job", data=DataConfig(path=str(path)))
     (sample,) = tokenize_job(job, tokenizer).samples
     text = tokenizer.decode(sample.token_ids)
-    assert text == tokenizer.render_chat(messages, tools=tools)
+    assert text == tokenizer.chat.render(messages, tools=tools)
     assert "null" not in text
 
 

@@ -110,7 +110,7 @@ def test_answers_with_their_ends_are_targets(run, make_tokenizer, name):
     shown = show(tokenizer, sample)
     assert [text for target, text in shown if target] == answers
     # No second <s>: the template writes its own.
-    assert "".join(text for _, text in shown) == tokenizer.render_chat(TALK)
+    assert "".join(text for _, text in shown) == tokenizer.chat.render(TALK)
 
 
 def test_loss_on_all_of_a_chat(run, make_tokenizer):
@@ -119,7 +119,7 @@ def test_loss_on_all_of_a_chat(run, make_tokenizer):
         [{"messages": TALK[:1]}], tokenizer, data={"loss_on": "all"}
     ).samples
     assert not sample.is_target[0] and sample.is_target[1:].all()
-    assert tokenizer.decode(sample.token_ids) == tokenizer.render_chat(TALK[:1])
+    assert tokenizer.decode(sample.token_ids) == tokenizer.chat.render(TALK[:1])
 
 
 def test_from_and_value(run, make_tokenizer):

@@ -249,12 +249,12 @@ CALL = {"function": {"name": "f", "arguments": {"x": "<é>"}}}
 )
 def test_renders_as_transformers(make_tokenizer, template, messages, extras, expected):
     tokenizer = make_tokenizer(template)
-    assert tokenizer.render_chat(messages, **extras) == expected
+    assert tokenizer.chat.render(messages, **extras) == expected
 
 
 def test_template_file_overrides_the_config(make_folder):
     def render(**files):
-        return load_tokenizer(make_folder(**files)).render_chat(TALK)
+        return load_tokenizer(make_folder(**files)).chat.render(TALK)
 
     assert render().startswith("<|im_start|>system")
     assert render(chat_template__jinja="file") == "file"
@@ -266,27 +266,27 @@ def test_named_templates(make_folder):
         {"name": "default", "template": "d"},
     ]
     folder = make_folder(config={"chat_template": named})
-    assert load_tokenizer(folder).render_chat(TALK) == "d"
-    assert load_tokenizer(folder).render_chat(TALK, tools=[{"name": "f"}]) == "t"
+    assert load_tokenizer(folder).chat.render(TALK) == "d"
+    assert load_tokenizer(folder).chat.render(TALK, tools=[{"name": "f"}]) == "t"
     folder = make_folder(config={"chat_template": named[:1]})
     with pytest.raises(ModelError, match="chat templates named tool_use, but no 'def"):
-        load_tokenizer(folder).render_chat(TALK)
+        load_tokenizer(folder).chat.render(TALK)
 
 
 def test_no_template(make_folder):
     tokenizer = load_tokenizer(make_folder(config={}))
     with pytest.raises(ModelError, match=r"no chat template.*Put one in chat_template"):
-        tokenizer.render_chat(TALK)
+        tokenizer.chat.render(TALK)
 
 
 def test_template_that_does_not_parse(make_tokenizer):
     with pytest.raises(ModelError, match="chat template does not parse"):
-        make_tokenizer("{% if %}").render_chat(TALK)
+        make_tokenizer("{% if %}").chat.render(TALK)
 
 
 def test_template_may_refuse(make_tokenizer):
     with pytest.raises(DataError, match="roles must alternate"):
-        make_tokenizer(templates.MISTRAL).render_chat([SYSTEM, *TALK])
+        make_tokenizer(templates.MISTRAL).chat.render([SYSTEM, *TALK])
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_template_may_refuse(make_tokenizer):
 )
 def test_templates_are_contained(make_tokenizer, template, match):
     with pytest.raises(DataError, match=match):
-        make_tokenizer(template).render_chat(TALK)
+        make_tokenizer(template).chat.render(TALK)
 
 
 @pytest.mark.usefixtures("tight_limits")
@@ -315,13 +315,13 @@ def test_chat_template_without_end(make_tokenizer):
     tokenizer = make_tokenizer(template + "{% endfor %}")
     match = r"the chat template of .*model exceeds a limit: it takes more than 0\.3 s\."
     with pytest.raises(DataError, match=match):
-        tokenizer.render_chat(TALK)
+        tokenizer.chat.render(TALK)
 
 
 def test_the_time_limit_is_per_rendering(make_tokenizer, tight_limits):
     tokenizer = make_tokenizer("{% for i in range(99999) %}{% endfor %}x")
     for _ in range(50):
-        assert tokenizer.render_chat(TALK) == "x"
+        assert tokenizer.chat.render(TALK) == "x"
 
 
 def test_templates_may_use_common_features(make_tokenizer):
@@ -331,7 +331,7 @@ def test_templates_may_use_common_features(make_tokenizer):
         "{% if loop.last %}{% break %}{% endif %}{% endfor %}{{ ns.n }}"
         "{% for k, v in {'a': 1}.items() %}{{ k ~ v }}{% endfor %}{{ unknown }}"
     )
-    assert make_tokenizer(template).render_chat(TALK) == "1/2--2/2--2a1"
+    assert make_tokenizer(template).chat.render(TALK) == "1/2--2/2--2a1"
 
 
 def test_special_tokens_in_text_are_read_as_such(make_tokenizer):

@@ -276,4 +276,4 @@ def test_resumes_on_another_day(make_run, tmp_path):
     with pytest.raises(CheckpointError, match="data_fingerprint is"):
         Trainer(config).train(resume=True)  # the date is in the data
     tokenizer = Trainer(config)._tokenizer
-    assert tokenizer.render_chat([]).startswith("03 February 2020")
+    assert tokenizer.chat.render([]).startswith("03 February 2020")
