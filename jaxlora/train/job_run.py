@@ -29,18 +29,18 @@ class JobProgress:
     Attributes:
         status: Whether the job waits, runs, is paused or has ended, and how it ended.
         reason: Text that says why the job is paused or has ended.
-        slot: Its slot while it runs.
+        slot: Slot of the job while it runs.
         step: Optimiser steps done; the position in the data follows from it.
         num_tokens: Tokens trained on, prompts included.
-        first_loss: Training loss of the first step, in nats a target token.
+        first_loss: Training loss of the first step, in nats per target token.
         last_loss: Training loss of the latest step.
         first_eval: Evaluation loss before the first step.
         last_eval: Latest evaluation loss.
-        last_eval_step: Optimiser steps behind `last_eval`.
+        last_eval_step: Optimiser steps done at `last_eval`.
         best_eval: Lowest evaluation loss.
-        best_step: Optimiser steps behind `best_eval`.
-        evals_without_gain: Evaluations since the last improvement, as counted by early
-            stopping.
+        best_step: Optimiser steps done at `best_eval`.
+        evals_without_gain: Evaluations since the last improvement that early stopping
+            counted as one.
     """
 
     status: Status = "waiting"
@@ -64,7 +64,7 @@ class JobProgress:
 
 
 def job_order(job: LoraJob, data: TokenizedData) -> JobOrder:
-    """Which samples make up each global batch of a job."""
+    """Returns the order of a job's samples, which defines its global batches."""
     return JobOrder(
         num_samples=len(data.samples),
         batch_size=job.batch_size,
@@ -76,7 +76,7 @@ def job_order(job: LoraJob, data: TokenizedData) -> JobOrder:
 
 
 def batch_lengths(data: TokenizedData, order: JobOrder, step: int) -> list[int]:
-    """Tokens of each sample of the global batch of an optimiser step."""
+    """Returns the tokens of each sample of an optimiser step's global batch."""
     return [len(data.samples[i].token_ids) for i in order.batch(step)]
 
 
@@ -84,7 +84,7 @@ class JobRun:
     """One job of a run.
 
     Attributes:
-        job: What the user asked for.
+        job: Settings of the job.
         start: Adapter that the job starts from.
         train_data: Training samples.
         eval_data: Held-out samples, if any.
@@ -108,13 +108,13 @@ class JobRun:
 
     @functools.cached_property
     def fingerprints(self) -> dict[str, str | None]:
-        """Hashes of inputs that the settings only name: data and initial adapter."""
+        """Hashes of the inputs that the settings only name: data and first adapter."""
         held_out = self.eval_data
         from_folder = self.job.init_from is not None
         return {
-            "data_fingerprint": _of_data(self.train_data),
-            "eval_data_fingerprint": None if held_out is None else _of_data(held_out),
-            "init_from_fingerprint": _of_adapter(self.start) if from_folder else None,
+            "data_fingerprint": _hash_data(self.train_data),
+            "eval_data_fingerprint": None if held_out is None else _hash_data(held_out),
+            "init_from_fingerprint": _hash_adapter(self.start) if from_folder else None,
         }
 
     @property
@@ -143,7 +143,7 @@ class JobRun:
         self.progress = dataclasses.replace(self.progress, **changes)
 
     def lengths(self, step: int) -> list[int]:
-        """Tokens of each sample of the global batch of an optimiser step."""
+        """Returns the tokens of each sample of an optimiser step's global batch."""
         return batch_lengths(self.train_data, self.order, step)
 
     def batch(self, slot: int, step: int) -> JobBatch:
@@ -169,7 +169,7 @@ class JobRun:
         return step in (0, self.num_steps) or bool(every and step % every == 0)
 
     def lacks_eval(self) -> bool:
-        """Whether the weights in its slot have not been evaluated as they are now."""
+        """Whether the current weights in the slot have not been evaluated."""
         can_evaluate = self.has_slot and self.eval_data is not None
         return can_evaluate and self.progress.last_eval_step != self.progress.step
 
@@ -205,7 +205,7 @@ class JobRun:
         return bool(patience and self.progress.evals_without_gain >= patience)
 
 
-def _of_data(data: TokenizedData) -> str:
+def _hash_data(data: TokenizedData) -> str:
     """Hashes every token, and whether it is a target."""
     digest = hashlib.sha256()
     for sample in data.samples:
@@ -215,7 +215,7 @@ def _of_data(data: TokenizedData) -> str:
     return digest.hexdigest()
 
 
-def _of_adapter(adapter: Adapter) -> str:
+def _hash_adapter(adapter: Adapter) -> str:
     digest = hashlib.sha256()
     for name, weights in sorted(adapter.modules.items()):
         digest.update(name.encode())

@@ -32,13 +32,13 @@ class Progress:
         )
         self._tasks: dict[str, rich.progress.TaskID] = {}
         self._began = time.perf_counter()
-        self._done_before = 0  # steps before this process resumed the run
+        self._num_done_before = 0  # steps before this process resumed the run
         self._speed = ""
 
     def __enter__(self) -> "Progress":
         self._bars.start()
         self._began = time.perf_counter()
-        self._done_before = self._num_done()
+        self._num_done_before = self._num_done()
         return self
 
     def __exit__(self, *_) -> None:
@@ -98,10 +98,10 @@ class Progress:
             run.progress.step if run.progress.is_over else run.num_steps
             for run in self._runs
         )
-        here = done - self._done_before
-        if not here:
+        done_here = done - self._num_done_before
+        if not done_here:
             return "?"
-        seconds = (time.perf_counter() - self._began) * (total - done) / here
+        seconds = (time.perf_counter() - self._began) * (total - done) / done_here
         return f"{seconds:.0f} s"
 
     def _num_done(self) -> int:

@@ -23,7 +23,7 @@ class JobResult:
         name: Name of the job.
         rank: LoRA rank of the job.
         num_modules: Number of modules that it adapts.
-        num_steps: Optimiser steps that were planned.
+        num_steps: Optimiser steps in all.
         progress: Losses, steps and status.
         folder: PEFT folder of the job; None if there is none.
     """
@@ -175,7 +175,7 @@ def plot_losses(metrics: pathlib.Path, picture: pathlib.Path) -> None:
                 line = "--" if kind == "eval" else "-"
                 axes.plot(steps, losses, line, color=color, label=label, marker=marker)
     axes.set_xlabel("optimiser step of the job")
-    axes.set_ylabel("loss, nats a target token")
+    axes.set_ylabel("loss, nats per target token")
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend(fontsize="small")

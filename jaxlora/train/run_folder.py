@@ -77,13 +77,13 @@ def check_folder(folder: pathlib.Path, *, resume: bool) -> None:
     if resume and not has_begun and has_traces:
         raise CheckpointError(
             f"{folder} holds a run without {RUN_FILE}: it was begun by an earlier "
-            "version of jaxlora, or the file was removed. It cannot be resumed, as "
-            "whether it is the same run is unknown. Restore the file, go on with that "
+            "version of jaxlora, or the file was removed. It cannot be resumed, "
+            "because whether it is the same run is unknown. Restore the file, use that "
             "version, or choose another output_dir."
         )
     if resume and not has_begun:
         raise CheckpointError(
-            f"{folder} holds no run to resume. Is output_dir right? Else start without "
+            f"{folder} holds no run to resume. Check output_dir, or start without "
             "resume."
         )
 
@@ -96,7 +96,7 @@ def clean_up(folder: pathlib.Path, jobs: Iterable[str]) -> None:
         recover_folder(folder / ADAPTERS / job)
 
 
-def make_way(folder: pathlib.Path, step: int) -> bool:
+def prepare_export_folder(folder: pathlib.Path, step: int) -> bool:
     """Prepares an adapter's folder for an export; moves other files out of the way.
 
     Args:
@@ -110,7 +110,7 @@ def make_way(folder: pathlib.Path, step: int) -> bool:
     if not os.path.lexists(folder):
         return True
     if folder.is_symlink() or not folder.is_dir() or not is_ours(folder):
-        _set_aside(folder)
+        _move_away(folder)
         return True
     try:
         found = read_export(folder)
@@ -119,7 +119,7 @@ def make_way(folder: pathlib.Path, step: int) -> bool:
     if found is None or found.record.step <= step:
         return True
     logger.warning(
-        "%s: the adapter of step %d is kept, as that of step %d is trained less",
+        "%s: the adapter of step %d is kept, because that of step %d is older",
         folder,
         found.record.step,
         step,
@@ -127,14 +127,14 @@ def make_way(folder: pathlib.Path, step: int) -> bool:
     return False
 
 
-def _set_aside(path: pathlib.Path) -> None:
+def _move_away(path: pathlib.Path) -> None:
     """Renames a file or folder to a name that no job can have."""
     number = 1
     while os.path.lexists(aside := path.with_name(f"{path.name}~{number}")):
         number += 1
     path.rename(aside)
     logger.warning(
-        "%s was not written by this run, or holds files that were not: moved to %s",
+        "%s was not written by this run, or holds other files: moved to %s",
         path,
         aside,
     )

@@ -36,7 +36,7 @@ from jaxlora.train.run_folder import (
     CHECKPOINTS,
     check_folder,
     clean_up,
-    make_way,
+    prepare_export_folder,
     read_run_record,
     start_time,
     write_run_record,
@@ -309,7 +309,7 @@ class Trainer:
     def _export(self, run: JobRun) -> None:
         self._lock.check()
         step = run.progress.step
-        if not make_way(self._folder(run), step):
+        if not prepare_export_folder(self._folder(run), step):
             return
         if run.parked is not None:
             adapter = run.parked.adapter(run.start)

@@ -75,7 +75,7 @@ class Windows:
         self._steps_now: dict[str, int] = {}  # of each job in the current window
         self._latest: dict[str, StepOutcome] = {}  # of each job in the window
         self._left_out: dict[str, int] = {}  # samples that do not run, by job
-        self._aside_seconds = 0.0  # time in the window that is not spent on training
+        self._untimed_seconds = 0.0  # time in the window that is not spent on training
 
     def __enter__(self) -> "Windows":
         return self
@@ -103,6 +103,7 @@ class Windows:
         ]
 
     def _is_held(self, run: JobRun) -> bool:
+        """Whether a job was asked to pause."""
         return self._requests.pause_reason(run.job.name) is not None
 
     def _assign_slots(self, positions: Sequence[JobPosition]) -> list[JobPosition]:
@@ -121,33 +122,46 @@ class Windows:
         """
         self._steps_now.clear()
         num_left = self._end_jobs(self._runs)  # stopped since the last window
-        num_left += self._pause_jobs()
-        started = []
-        for position in self._assign_slots(self._positions()):
-            run = self._runs[position.job]
-            if position.slot is not None and not run.has_slot:
-                if run.parked is None:
-                    started.append(run)
-                self._start(run, position.slot)
-        self._evaluate([run for run in started if run.wants_eval()])
-        num_left += self._end_jobs(started)
+        num_left += self._pause_by_request()
+        positions = self._assign_slots(self._positions())
+        num_left += self._pause_for_priority(positions)
+        num_left += self._start_jobs(positions)
         if num_left and not self._running():
             self.round += 1  # the round of the events above, as no window follows
         return bool(self._positions())
 
-    def _pause_jobs(self) -> int:
-        """Pauses jobs by request or for higher priorities; returns how many."""
-        paused = []
+    def _pause_by_request(self) -> int:
+        """Pauses running jobs that were asked to pause; returns how many."""
+        count = 0
         for run in self._running():
             if (reason := self._requests.pause_reason(run.job.name)) is not None:
                 self._pause(run, reason)
-                paused.append(run)
-        for position in self._assign_slots(self._positions()):
-            run = self._runs[position.job]
-            if position.slot is None and run.has_slot:
-                self._pause(run, "a job of higher priority has its slot")
-                paused.append(run)
+                count += 1
+        return count
+
+    def _pause_for_priority(self, positions: Sequence[JobPosition]) -> int:
+        """Pauses running jobs without a slot in the next window; returns how many."""
+        runs = [self._runs[p.job] for p in positions if p.slot is None]
+        paused = [run for run in runs if run.has_slot]
+        for run in paused:
+            self._pause(run, "a job of higher priority has its slot")
         return len(paused)
+
+    def _start_jobs(self, positions: Sequence[JobPosition]) -> int:
+        """Starts jobs that get a slot, and evaluates them if due; returns how many end.
+
+        A job that was paused continues, and is not evaluated again.
+        """
+        new = []
+        for position in positions:
+            run = self._runs[position.job]
+            if position.slot is None or run.has_slot:
+                continue
+            if run.parked is None:
+                new.append(run)
+            self._start(run, position.slot)
+        self._evaluate([run for run in new if run.wants_eval()])
+        return self._end_jobs(new)
 
     def _pause(self, run: JobRun, reason: str) -> None:
         """Parks the whole state of a running job, and frees its slot."""
@@ -188,7 +202,7 @@ class Windows:
         positions = self._positions()
         planned = self._plans.take(self._samples(positions))
         self._plan_ahead(positions)
-        self._latest, self._left_out, self._aside_seconds = {}, {}, 0.0
+        self._latest, self._left_out, self._untimed_seconds = {}, {}, 0.0
         num_microbatches = num_tokens = 0
         began = time.perf_counter()
         runs = {run.slot: run for run in running}
@@ -197,7 +211,7 @@ class Windows:
             num_microbatches += outcomes.num_microbatches
             num_tokens += outcomes.num_tokens
             self._handle(outcomes)
-        seconds = time.perf_counter() - began - self._aside_seconds
+        seconds = time.perf_counter() - began - self._untimed_seconds
         before = self.round
         self.round += max(self._steps_now.values())
         self._log_window(planned, num_microbatches, num_tokens, seconds)
@@ -226,15 +240,15 @@ class Windows:
         self._progress.update()
 
     @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
+    def _untimed(self) -> Iterator[None]:
         """Excludes the time of the block from the window's training time."""
         self._executor.wait()  # the pending microbatch counts as training
         began = time.perf_counter()
         yield
-        self._aside_seconds += time.perf_counter() - began
+        self._untimed_seconds += time.perf_counter() - began
 
     def _round_of(self, run: JobRun) -> int:
-        """The round of a job's latest step; before its first, that of this window."""
+        """Returns the round of a job's latest step in the window, or the next round."""
         return self.round + self._steps_now.get(run.job.name, 1)
 
     def _note(self, run: JobRun, outcome: StepOutcome) -> None:
@@ -278,7 +292,7 @@ class Windows:
     def _evaluate(self, runs: Sequence[JobRun]) -> None:
         if not runs:
             return
-        with self._aside():
+        with self._untimed():
             losses = self._executor.evaluate({run.slot: run for run in runs})
         for run in runs:
             loss = losses[run.slot]
@@ -287,7 +301,7 @@ class Windows:
                 continue
             is_best = run.note_eval(loss)
             if is_best and run.job.keep_best:
-                with self._aside():
+                with self._untimed():
                     self._export(run)
             self._log_event("eval", run, eval_loss=loss, is_best=is_best)
 
@@ -319,7 +333,7 @@ class Windows:
         """Exports the adapter of a job that is over, and releases its slot."""
         has_weights = run.has_slot or run.parked is not None
         if has_weights and run.progress.status != "failed" and not run.job.keep_best:
-            with self._aside():
+            with self._untimed():
                 self._export(run)
         run.parked = None
         if run.has_slot:
@@ -332,7 +346,7 @@ class Windows:
         self._log_event("job", run, status=ended.status, reason=ended.reason)
 
     def _decide(self, run: JobRun) -> None:
-        """Marks a job that is between two batches, or waits, as over if it ends."""
+        """Marks a job as over if it ends here; it is between two batches, or waits."""
         if run.progress.step >= run.num_steps:
             run.update(status="finished", reason="all steps are done")
         elif run.has_stalled():
