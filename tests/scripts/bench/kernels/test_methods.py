@@ -1,0 +1,37 @@
+"""The methods that the kernel benchmark compares, on a small case."""
+
+import jax
+import numpy as np
+
+from jaxlora.bench.kernels.methods import METHODS, call, operands
+from jaxlora.bench.shapes import LARGE, KernelCase, linear_groups, products
+
+CASE = KernelCase("small", 512, ((128, (128, 64)),), ranks=(8, 16), rate=0.0)
+
+
+def test_methods_without_dropout_agree():
+    groups, routing = operands(CASE)
+    outputs = {
+        name: jax.jit(call(name, routing, with_gradient=False))(groups)[0]
+        for name in METHODS
+        if name not in ("frozen", "jaxlora mosaic")
+    }
+    expected = outputs.pop("jaxlora xla")
+    assert outputs
+    for found in outputs.values():
+        for y, right in zip(found, expected, strict=True):
+            error = np.abs(np.float32(y) - np.float32(right)).max()
+            assert error < 0.05 * np.abs(np.float32(right)).max()
+
+
+def test_shapes_of_a_layer():
+    q_k_v, o, gate_up, down = linear_groups(LARGE)
+    assert q_k_v == (4096, (4096, 1024, 1024)) and o == (4096, (4096,))
+    assert gate_up == (4096, (14336, 14336)) and down == (14336, (4096,))
+    assert set(products(LARGE)) == {
+        (4096, 4096),
+        (4096, 1024),
+        (1024, 4096),
+        (4096, 14336),
+        (14336, 4096),
+    }

@@ -1,0 +1,53 @@
+"""The tuner, without the GPU that it measures: its calls are only traced."""
+
+import json
+
+import jax
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxlora.bench.kernels import tune
+from jaxlora.pallas_kernels.mosaic import tuning
+from jaxlora.pallas_kernels.mosaic.device import interpreted
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """Timings of the smallest products; the second choice is the fastest."""
+    times = iter(range(1000))
+
+    def device_time(f, *arrays, repeats):
+        jax.eval_shape(f, *arrays)
+        return float((next(times) - 1) % 2)
+
+    monkeypatch.setattr(tune, "device_time", device_time)
+    monkeypatch.setattr(tune, "SHAPES", ((128, 256),))
+    monkeypatch.setattr(tune, "BANDS", (2, 4))
+    monkeypatch.setattr(tune, "SPLITS", (1, 2))
+    with interpreted(plgpu.InterpretGPUParams()):
+        return list(tune.tune([256], list(tune.KERNELS), 1))
+
+
+def test_the_best_choices_are_written(rows, tmp_path):
+    path = tmp_path / "tuning.json"
+    path.write_text(json.dumps({"other GPU": {"outer 64": {"splits": 8}}}))
+    tune.write(path, "this GPU", rows)
+    assert json.loads(path.read_text()) == {
+        "other GPU": {"outer 64": {"splits": 8}},
+        "this GPU": {
+            "expand 256 128 256": {"band": 4},
+            "outer 128": {"splits": 2},
+            "outer 256": {"splits": 2},
+        },
+    }
+    lines = path.with_suffix(".csv").read_text().splitlines()
+    assert len(lines) == 1 + len(rows) == 7
+
+
+def test_the_kernels_read_what_the_tuner_writes(rows, tmp_path, monkeypatch):
+    path = tmp_path / "tuning.json"
+    tune.write(path, "this GPU", rows)
+    written = json.loads(path.read_text())
+    monkeypatch.setattr(tuning, "_table", lambda: written)
+    assert tuning.band_for("this GPU", 256, 128, 256) == 4
+    assert tuning.splits_for("this GPU", 256, num_sms=132) == 2
