@@ -286,13 +286,6 @@ class RunConfig(StrictModel):
         assert isinstance(self.microbatch_tokens, int), "auto is not settled yet"
         return Limits(capacity=self.microbatch_tokens, block_tokens=self.block_tokens)
 
-    @property
-    def uses_dropout(self) -> bool:
-        """Whether slots can drop features."""
-        if self.slot_dropout is not None:
-            return self.slot_dropout
-        return any(job.dropout > 0 for job in self.jobs)
-
     @pydantic.field_validator("microbatch_tokens", mode="before")
     @classmethod
     def _tokens_or_auto(cls, tokens: object) -> object:

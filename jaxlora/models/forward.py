@@ -61,13 +61,20 @@ def run_layers(
     keys: SlotKeys | None,
     h: Float[Array, "T D"],
 ) -> Float[Array, "T D"]:
-    """Runs the decoder's layers over a microbatch; dropout only if `keys` are given."""
-    routing = Routing(
-        block_adapter=batch.block_adapter,
-        token_index=None if keys is None else batch.token_index,
-        seed=None if keys is None else keys.seed,
-        step=None if keys is None else keys.step,
-    )
+    """Runs the decoder's layers over a microbatch.
+
+    Args:
+        decoder: The decoder, or one stage of it.
+        batch: The microbatch.
+        keys: Keys of the dropout masks in training; not used if the slots were made
+            without dropout. None: evaluation, where nothing is dropped.
+        h: Hidden states before the first of these layers.
+    """
+    routing = Routing(block_adapter=batch.block_adapter)
+    if keys is not None and decoder.slots is not None and decoder.slots.use_dropout:
+        routing = dataclasses.replace(
+            routing, token_index=batch.token_index, seed=keys.seed, step=keys.step
+        )
     return decoder.run_layers(h, batch.positions, batch.segment_ids, routing)
 
 
@@ -118,7 +125,7 @@ def run_stage(
         adapters: Slot tables A and B of the stage, by path.
         settings: Settings of the slots in the stage's adapted linears.
         batch: The microbatch; each stage gets all of it.
-        keys: Keys of the dropout masks; None: no dropout.
+        keys: Keys of the dropout masks in training; None: evaluation.
         h: Hidden states from the stage before; None on the first stage.
 
     Returns:

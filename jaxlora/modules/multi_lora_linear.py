@@ -39,12 +39,18 @@ class SlotShape:
     """The slot tables of a layer.
 
     Attributes:
-        num_slots: G, adapters that the tables hold.
+        num_slots: G, number of adapters that the tables hold.
         rank: R, largest rank of a slot; smaller ones are zero-padded.
+        use_dropout: Whether training can drop features. It is compiled into the
+            programs; the rate of each slot is data.
+
+    Raises:
+        ValueError: A size is not positive.
     """
 
     num_slots: int
     rank: int
+    use_dropout: bool = True
 
     def __post_init__(self):
         if self.num_slots < 1 or self.rank < 1:

@@ -171,11 +171,7 @@ class Capacity:
             self._choose(self._estimate(), available, "estimated")
 
     def _estimate(self, spec: DecoderSpec | None = None) -> Footprint:
-        return memory.estimated(
-            spec or self._spec,
-            self.config.block_tokens,
-            use_dropout=self.config.uses_dropout,
-        )
+        return memory.estimated(spec or self._spec, self.config.block_tokens)
 
     def _choose(self, found: Footprint, available: DeviceMemory, how: str) -> None:
         """Chooses the largest capacity that fits, or one that was measured to fit."""

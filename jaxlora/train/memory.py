@@ -18,6 +18,7 @@ from jaxlora.models.forward import Base, SlotKeys, job_losses
 from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.attention import packed_attention
+from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.modules.scoring import layer_scoring
 from jaxlora.pallas_kernels import get_backend
 from jaxlora.scheduler import Limits
@@ -140,7 +141,7 @@ def _num_bytes(shapes) -> int:
 # ---- estimated, before the step is compiled ------------------------------------------
 
 
-def estimated(spec: DecoderSpec, block_tokens: int, *, use_dropout: bool) -> Footprint:
+def estimated(spec: DecoderSpec, block_tokens: int) -> Footprint:
     """Estimates a run's footprint from the arrays that its backward pass keeps.
 
     These are counted for the first two layers, traced with two numbers of tokens.
@@ -151,7 +152,6 @@ def estimated(spec: DecoderSpec, block_tokens: int, *, use_dropout: bool) -> Foo
     Args:
         spec: The decoder.
         block_tokens: Tokens of a block.
-        use_dropout: Whether slots can drop features.
     """
     t = block_tokens * max(1, 4096 // block_tokens)
     while t < 2 * spec.options.max_segment_tokens:
@@ -160,10 +160,7 @@ def estimated(spec: DecoderSpec, block_tokens: int, *, use_dropout: bool) -> Foo
     def kept(num_layers: int, *, remat: Remat) -> float:
         """Bytes kept per token, without the weights, which do not depend on tokens."""
         part = _first_layers(spec, num_layers, remat=remat)
-        small, large = (
-            _kept_bytes(part, n, block_tokens, use_dropout=use_dropout)
-            for n in (t, 2 * t)
-        )
+        small, large = (_kept_bytes(part, n, block_tokens) for n in (t, 2 * t))
         return (large - small) / t
 
     config, options = spec.config, spec.options
@@ -173,7 +170,7 @@ def estimated(spec: DecoderSpec, block_tokens: int, *, use_dropout: bool) -> Foo
     if options.remat != "none":
         # With remat, one layer at a time keeps what each layer keeps without remat.
         per_token += kept(1, remat="none") - one
-    if use_dropout and get_backend(options.implementation).stores_masks:
+    if _slots(spec).use_dropout and get_backend(options.implementation).stores_masks:
         per_token += _mask_bytes(spec)
     # The MLP's arrays are free again when attention's gradient begins.
     attention = _attention_bytes(spec, t) - _MLP_KEEPS * _mlp_bytes(spec)
@@ -196,9 +193,7 @@ def _first_layers(spec: DecoderSpec, num_layers: int, *, remat: Remat) -> Decode
     return dataclasses.replace(spec, config=config, options=options, adapted=adapted)
 
 
-def _kept_bytes(
-    spec: DecoderSpec, num_tokens: int, block_tokens: int, *, use_dropout: bool
-) -> int:
+def _kept_bytes(spec: DecoderSpec, num_tokens: int, block_tokens: int) -> int:
     """Bytes that the forward pass keeps for the backward pass, weights included."""
     limits = Limits(capacity=num_tokens, block_tokens=block_tokens)
 
@@ -214,7 +209,7 @@ def _kept_bytes(
         spec.adapter_shapes(),
         _settings_shapes(spec),
         _batch_shapes(limits),
-        _key_shapes(spec) if use_dropout else None,
+        _key_shapes(spec),
     ).jaxpr
     given = set(traced.invars)
     kept = {v for v in traced.outvars if isinstance(v, jax_core.Var)} - given
@@ -289,8 +284,6 @@ def compiled_step(
     base: Base,
     table: SlotTable,
     limits: Limits,
-    *,
-    use_dropout: bool,
 ) -> jax.stages.Compiled:
     """Compiles the training step as the run will call it; the run reuses the program.
 
@@ -300,7 +293,6 @@ def compiled_step(
         base: Frozen weights.
         table: The slots.
         limits: Capacity and block size.
-        use_dropout: Whether slots can drop features.
     """
     return compiled(
         steps.accumulate,
@@ -310,7 +302,7 @@ def compiled_step(
         table.state.pending,
         table.settings,
         _batch_shapes(limits),
-        _key_shapes(spec) if use_dropout else None,
+        _key_shapes(spec),
     )
 
 
@@ -354,15 +346,18 @@ def _batch_shapes(limits: Limits) -> PackedBatch:
     )
 
 
-def _key_shapes(spec: DecoderSpec) -> SlotKeys:
+def _slots(spec: DecoderSpec) -> SlotShape:
     assert spec.slots is not None
-    each: Any = jax.ShapeDtypeStruct((spec.slots.num_slots,), jnp.int32)
+    return spec.slots
+
+
+def _key_shapes(spec: DecoderSpec) -> SlotKeys:
+    each: Any = jax.ShapeDtypeStruct((_slots(spec).num_slots,), jnp.int32)
     return SlotKeys(seed=each, step=each)
 
 
 def _settings_shapes(spec: DecoderSpec) -> SlotSettings:
-    assert spec.slots is not None
-    shape = len(spec.adapted), spec.slots.num_slots
+    shape = len(spec.adapted), _slots(spec).num_slots
     each: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
     rank: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
     return SlotSettings(scaling=each, dropout=each, rank=rank)

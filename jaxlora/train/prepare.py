@@ -189,6 +189,11 @@ def spec_of(
     shape = SlotShape(
         num_slots=config.max_concurrent_jobs or len(ranks),
         rank=config.slot_rank or max(max(modules.values()) for modules in ranks),
+        use_dropout=(
+            any(job.dropout > 0 for job in config.jobs)
+            if config.slot_dropout is None
+            else config.slot_dropout
+        ),
     )
     spec = DecoderSpec(
         config=model, options=options, slots=shape, adapted=tuple(sorted(adapted))
@@ -274,7 +279,7 @@ def kernels_unsupported(
     return None
 
 
-def check_fits(run: JobRun, spec: DecoderSpec, *, use_dropout: bool) -> None:
+def check_fits(run: JobRun, spec: DecoderSpec) -> None:
     """Checks that the slots and a microbatch can hold a job.
 
     Raises:
@@ -283,7 +288,7 @@ def check_fits(run: JobRun, spec: DecoderSpec, *, use_dropout: bool) -> None:
     """
     assert spec.slots is not None
     name = run.job.name
-    if run.job.dropout > 0 and not use_dropout:
+    if run.job.dropout > 0 and not spec.slots.use_dropout:
         raise ConfigError(
             f"job {name!r} has dropout {run.job.dropout}, and the slots of this run "
             "were made without dropout. Set slot_dropout: true when the run starts."

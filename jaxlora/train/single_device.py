@@ -63,8 +63,6 @@ class SingleDeviceExecutor:
         table: SlotTable,
         steps: CompiledSteps,
         limits: Limits,
-        *,
-        use_dropout: bool,
     ):
         """Makes the executor; nothing is queued yet.
 
@@ -74,12 +72,10 @@ class SingleDeviceExecutor:
             table: The slots to train.
             steps: Compiled functions of the decoder.
             limits: Limits of a microbatch.
-            use_dropout: Whether slots can drop features.
         """
         assert spec.slots is not None
         self._num_slots = spec.slots.num_slots
         self._base, self._steps, self._limits = base, steps, limits
-        self._use_dropout = use_dropout
         options = spec.options
         uses_cudnn = options.attention == "cudnn"
         self._short: LengthClass | None = None
@@ -161,7 +157,7 @@ class SingleDeviceExecutor:
         """Waits until the device has finished all queued work."""
         jax.block_until_ready(self.table.state.pending.is_finite)
 
-    def _accumulate(self, packed: PackedBatch, keys: SlotKeys | None) -> JobLosses:
+    def _accumulate(self, packed: PackedBatch, keys: SlotKeys) -> JobLosses:
         """Queues the forward and backward pass of a microbatch."""
         table = self.table
         state = table.state
@@ -220,10 +216,8 @@ class SingleDeviceExecutor:
             out[slot] = value
         return out
 
-    def _keys(self, seeds: Any, microbatch: Microbatch) -> SlotKeys | None:
+    def _keys(self, seeds: Any, microbatch: Microbatch) -> SlotKeys:
         """Dropout keys, by the samples' steps, which the host may not have reached."""
-        if not self._use_dropout:
-            return None
         steps = {s.job: s.batch for s in microbatch}
         return SlotKeys(seed=seeds, step=self._by_slot(steps, np.int32))
 

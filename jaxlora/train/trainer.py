@@ -119,7 +119,7 @@ class Trainer:
         return SlotTable(self._spec, self._steps.write_slot, base)
 
     def _check_fits(self, run: JobRun) -> None:
-        prepare.check_fits(run, self._spec, use_dropout=self.config.uses_dropout)
+        prepare.check_fits(run, self._spec)
 
     def _settle_capacity(self) -> None:
         """Compiles the training step, again each time that the capacity changes."""
@@ -131,7 +131,6 @@ class Trainer:
                 self.model.params,
                 self._table,
                 self.config.limits,
-                use_dropout=self.config.uses_dropout,
             )
             settled = self._capacity.settle(program)
             self.config = self._capacity.config
@@ -289,7 +288,6 @@ class Trainer:
             self._table,
             self._steps,
             self.config.limits,
-            use_dropout=self.config.uses_dropout,
         )
         return Windows(
             self.config,

@@ -222,6 +222,21 @@ def test_parts_of_stages():
     ]
 
 
+@pytest.mark.parametrize("use_dropout", [True, False])
+def test_the_slots_decide_whether_training_drops_features(use_dropout):
+    slots = SlotShape(num_slots=SLOTS, rank=4, use_dropout=use_dropout)
+    part = dataclasses.replace(spec().stage(0, 1), slots=slots)
+
+    def program(keys) -> str:
+        base, own = of_stage(part, *weights(True))
+        run = functools.partial(run_stage, part, base, own, settings(part), batch())
+        return str(jax.make_jaxpr(run)(keys))
+
+    bits = "shift_right_logical"  # masks are hashed
+    assert bits not in program(None)
+    assert (bits in program(KEYS)) == use_dropout
+
+
 @pytest.mark.parametrize("ends", [(0, 0), (2, 1), (-1, 2), (2, 4)])
 def test_stages_without_layers_are_refused(ends):
     with pytest.raises(ValueError, match=r"at least one of the layers 0 to 2"):

@@ -75,7 +75,6 @@ def needed(trainer: Trainer) -> int:
         trainer.model.params,
         trainer._table,
         trainer.config.limits,
-        use_dropout=trainer.config.uses_dropout,
     )
     found = memory.measured(trainer._spec, program, trainer.config.limits)
     assert found is not None
@@ -213,7 +212,7 @@ def test_remat_needs_less(spec):
     def needed(remat):
         options = dataclasses.replace(spec.options, remat=remat)
         again = dataclasses.replace(spec, options=options)
-        return memory.estimated(again, 16, use_dropout=False).per_token
+        return memory.estimated(again, 16).per_token
 
     assert needed("layer") < needed("mlp") < needed("none")
 

@@ -40,10 +40,10 @@ def thought_and_needed(spec: DecoderSpec, num_tokens: int) -> tuple[float, float
     base = {k: jnp.zeros(s.shape, s.dtype) for k, s in spec.base_shapes().items()}
     steps = CompiledSteps(spec)
     table = SlotTable(spec, steps.write_slot)
-    program = memory.compiled_step(spec, steps, base, table, limits, use_dropout=True)
+    program = memory.compiled_step(spec, steps, base, table, limits)
     needed = memory.measured(spec, program, limits)
     assert needed is not None
-    thought = memory.estimated(spec, 64, use_dropout=True)
+    thought = memory.estimated(spec, 64)
     return thought.step(num_tokens), needed.step(num_tokens)
 
 

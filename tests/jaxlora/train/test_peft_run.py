@@ -83,9 +83,7 @@ def train_together(names):
     steps = CompiledSteps(spec)
     table = SlotTable(spec, steps.write_slot)
     limits = Limits(capacity=64, block_tokens=8)
-    executor = SingleDeviceExecutor(
-        spec, model.params, table, steps, limits, use_dropout=False
-    )
+    executor = SingleDeviceExecutor(spec, model.params, table, steps, limits)
     for slot, run in enumerate(runs):
         executor.load(slot, run.start)
         run.update(status="running", slot=slot)

@@ -114,9 +114,7 @@ def by_hand(model, jobs):
 
     def run(release: int | None = None):
         table = SlotTable(spec, steps.write_slot)
-        executor = SingleDeviceExecutor(
-            spec, model.params, table, steps, config.limits, use_dropout=True
-        )
+        executor = SingleDeviceExecutor(spec, model.params, table, steps, config.limits)
         for slot, job in runs.items():
             executor.load(slot, job.start)
         items, outcomes, left_out = [], {slot: [] for slot in runs}, None
