@@ -192,7 +192,8 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    from jaxlora.plan import draw_plan, plan_run, print_plan
+    from jaxlora.plan import plan_run
+    from jaxlora.plan_report import draw_plan, print_plan
     from jaxlora.run_file import load_run
 
     config = load_run(arguments.run_file)

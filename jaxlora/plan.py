@@ -6,22 +6,23 @@ This needs the tokenizer and the jobs' data, but no weights and no GPU.
 import dataclasses
 import itertools
 import logging
-import os
 import pathlib
 from collections.abc import Sequence
 
-import rich.box
-from rich.console import Console
-from rich.table import Table
+import jax.numpy as jnp
 
+from jaxlora.adapters.peft_import import import_peft
 from jaxlora.config import LoraJob, RunConfig
-from jaxlora.console import literal, show
 from jaxlora.data.order import JobOrder
 from jaxlora.data.tokenize import TokenizedData
 from jaxlora.data.tokenizer import load_tokenizer
-from jaxlora.errors import ConfigError
 from jaxlora.hf.checkpoint import planned_config
 from jaxlora.hf.files import tokenizer_folder
+from jaxlora.hf.load import base_dtype
+from jaxlora.hf.names import linear_names, linear_path, tensor_specs
+from jaxlora.memory.bounds import Bounds
+from jaxlora.memory.capacity import settle
+from jaxlora.models.config import ModelConfig
 from jaxlora.scheduler import (
     Limits,
     Microbatch,
@@ -31,10 +32,10 @@ from jaxlora.scheduler import (
     Schedule,
     get_packer,
     lower_bound,
-    picture,
     plan,
 )
 from jaxlora.scheduler.spacing import with_no_ops
+from jaxlora.targets import resolve_targets
 from jaxlora.train import prepare
 from jaxlora.train.job_run import batch_lengths, job_order
 from jaxlora.train.next_window import (
@@ -45,12 +46,9 @@ from jaxlora.train.next_window import (
     positions_after,
     window_samples,
 )
-from jaxlora.train.planned_capacity import planned_capacity
+from jaxlora.train.run_folder import begun_capacity
 
 logger = logging.getLogger(__name__)
-
-_SHOWN_PARTS = 20
-_DRAWN_MICROBATCHES = 60
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -134,12 +132,7 @@ def plan_run(
     """
     folder = tokenizer_folder(config.model, config.revision)
     jobs = _read_jobs(config, folder, steps)
-    config = planned_capacity(
-        config,
-        folder,
-        [job.data for job in jobs],
-        [job.held_out for job in jobs if job.held_out is not None],
-    )
+    config = _settle(config, folder, jobs)
     limits = config.limits
     positions = planned_config(folder).max_positions
     for job in jobs:
@@ -176,6 +169,48 @@ def _read_jobs(
             )
         )
     return tuple(out)
+
+
+# ---- the capacity --------------------------------------------------------------------
+
+
+def _settle(
+    config: RunConfig, folder: pathlib.Path, jobs: Sequence[JobData]
+) -> RunConfig:
+    """Replaces `microbatch_tokens: auto` by a number.
+
+    If the run has begun, this is the number that it began with. Otherwise it is what
+    the trainer would choose on this machine before it compiles the training step.
+    """
+    begun_with = begun_capacity(config)
+    if config.microbatch_tokens != "auto":
+        return config
+    if begun_with is not None:
+        return config.replace(microbatch_tokens=begun_with)
+    train = [job.data for job in jobs]
+    held_out = [job.held_out for job in jobs if job.held_out is not None]
+    model, bounds = planned_config(folder), Bounds.of(config, train, held_out)
+    spec = prepare.spec_of(
+        config,
+        model,
+        jnp.dtype(base_dtype(config.dtype)),
+        [_ranks(job.job, model) for job in jobs],
+        train,
+        bounds.max_tokens,
+    )
+    return settle(config, spec, bounds)
+
+
+def _ranks(job: LoraJob, model: ModelConfig) -> dict[str, int]:
+    """Returns the rank of each module that a job adapts."""
+    names = linear_names(model)
+    if job.init_from is None:
+        modules = resolve_targets(job, names)
+        return {name: module.rank for name, module in modules.items()}
+    by_path = {spec.path: spec.shape for spec in tensor_specs(model)}
+    shapes = {name: by_path[f"{linear_path(name)}.kernel"] for name in names}
+    adapter = import_peft(job.init_from, shapes)
+    return {name: weights.rank for name, weights in adapter.modules.items()}
 
 
 # ---- which samples are packed together -----------------------------------------------
@@ -268,121 +303,3 @@ def _join(
         fixed_shape_cost(limits.capacity, pipeline.num_stages),
         packer=lambda *_: joined,
     )
-
-
-# ---- output --------------------------------------------------------------------------
-
-
-def print_plan(planned: RunPlan, console: Console) -> None:
-    """Prints the jobs, the windows and the totals of the run."""
-    show(console, _jobs_table(planned))
-    show(console, _parts_table(planned))
-    hidden = len(planned.parts) - _SHOWN_PARTS
-    if hidden > 0:
-        show(console, f"... and {hidden} more; the totals count all.")
-    show(console, _totals_table(planned))
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(
-        title=title, title_justify="left", box=rich.box.SIMPLE_HEAD, pad_edge=False
-    )
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left", no_wrap=True)
-    return table
-
-
-def _jobs_table(planned: RunPlan) -> Table:
-    table = _table("jobs", "job", "number", "samples", "longest", "steps", "tokens")
-    for number, job in enumerate(planned.jobs):
-        lengths = job.data.lengths
-        tokens = sum(sum(job.lengths(step)) for step in range(job.num_steps))
-        row = (number, len(lengths), lengths.max(), job.num_steps, tokens)
-        table.add_row(literal(job.job.name), *(f"{n:,}" for n in row))
-    return table
-
-
-def _parts_table(planned: RunPlan) -> Table:
-    one = planned.pipeline.num_stages == 1
-    table = _table(
-        "windows" if one else "spans between two starts of jobs",
-        "number", "jobs", "steps", "microbatches", "fewest", "greedy", "fill",
-        "padding",
-    )  # fmt: skip
-    for number, part in enumerate(planned.parts[:_SHOWN_PARTS]):
-        batches = {(s.job, s.batch) for s in part.samples}
-        jobs = {job for job, _ in batches}
-        fill = part.schedule.fill
-        table.add_row(
-            str(number),
-            _numbers(jobs),
-            str(len(batches)),
-            str(len(part.schedule.microbatches)),
-            str(part.fewest),
-            str(len(part.greedy.microbatches)),
-            f"{fill:.1%}",
-            f"{1 - fill:.1%}",
-        )
-    return table
-
-
-def _numbers(jobs: set[int]) -> str:
-    """Formats job numbers compactly: 0-3,7."""
-    ranges: list[list[int]] = []
-    for job in sorted(jobs):
-        if ranges and job == ranges[-1][1] + 1:
-            ranges[-1][1] = job
-        else:
-            ranges.append([job, job])
-    return ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in ranges)
-
-
-def _totals_table(planned: RunPlan) -> Table:
-    stages = planned.pipeline.num_stages
-    table = _table(
-        f"in all, simulated on {stages} stage{'s' if stages > 1 else ''}",
-        "", "plan", "greedy",
-    )  # fmt: skip
-    both = planned.whole, planned.greedy
-
-    def row(name: str, values) -> None:
-        table.add_row(name, *values)
-
-    row("microbatches", (f"{_num_real(p):,}" for p in both))
-    row("no-ops", (f"{len(p.schedule.microbatches) - _num_real(p):,}" for p in both))
-    fills = [planned.num_tokens / _num_tokens(p) for p in both]
-    row("fill", (f"{fill:.1%}" for fill in fills))
-    row("padding", (f"{1 - fill:.1%}" for fill in fills))
-    row(
-        "time, in tokens of one device", (f"{p.simulation.makespan:,.0f}" for p in both)
-    )
-    row("bubble", (f"{p.simulation.bubble:.1%}" for p in both))
-    row("over the lower bound, at most", (f"{p.gap:.1%}" for p in both))
-    speed = planned.greedy.simulation.makespan / planned.whole.simulation.makespan
-    row("speed against greedy", (f"{speed:.3f}x", "1x"))
-    row("devices at work on real tokens", (f"{planned.busy:.1%}", ""))
-    return table
-
-
-def _num_real(planned: Plan) -> int:
-    return sum(bool(m) for m in planned.schedule.microbatches)
-
-
-def _num_tokens(planned: Plan) -> int:
-    return _num_real(planned) * planned.schedule.limits.capacity
-
-
-def draw_plan(planned: RunPlan, path: str | os.PathLike) -> int:
-    """Writes a Gantt picture of the first microbatches; returns how many are in it.
-
-    Raises:
-        ConfigError: The suffix is no kind of picture.
-    """
-    kinds = (".png", ".svg", ".pdf")
-    if pathlib.Path(path).suffix not in kinds:
-        raise ConfigError(f"{path}: a picture ends in one of {', '.join(kinds)}.")
-    whole = planned.whole
-    drawn = min(_DRAWN_MICROBATCHES, len(whole.schedule.microbatches))
-    until = float(whole.simulation.backward_end[:, :drawn].max())
-    picture.draw(whole.schedule, whole.simulation, path, until=until)
-    return drawn

@@ -45,6 +45,17 @@ class StrictModel(pydantic.BaseModel):
         frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
     )
 
+    def replace[T: pydantic.BaseModel](self: T, **changes: Any) -> T:
+        """Returns a copy with other values, which are checked.
+
+        Settings that were left out still count as left out.
+
+        Raises:
+            pydantic.ValidationError: A value breaks a rule.
+        """
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        return type(self)(**given | changes)
+
     @pydantic.model_validator(mode="before")
     @classmethod
     def _name_nearest_key(cls, values: Any) -> Any:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxlora.data.pack import PackedBatch
 from jaxlora.models.decoder import Decoder
 from jaxlora.models.spec import DecoderSpec, SlotSettings
+from jaxlora.modules.attention import AttentionImplementation, compiler_options
 from jaxlora.modules.loss import target_nll
 from jaxlora.modules.multi_lora_linear import Routing
 
@@ -152,3 +153,17 @@ def job_losses(
     out = run_stage(spec, base, adapters, settings, batch, keys)
     assert isinstance(out, JobLosses)
     return out
+
+
+def training_options(attention: AttentionImplementation) -> dict[str, str | bool]:
+    """Compiler options for a program with the decoder's gradient.
+
+    They disable XLA's own rematerialization, which depends on the available memory and
+    would make the time and memory of a step unpredictable. The setting `remat` decides
+    what is recomputed.
+
+    Args:
+        attention: Implementation of attention in the program.
+    """
+    no_remat = {"xla_disable_hlo_passes": "rematerialization"}
+    return {**no_remat, **compiler_options(attention)}

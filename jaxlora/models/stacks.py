@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,22 +67,6 @@ def to_paths(
         path: arrays[stack.name][*before, i]
         for stack in stacks
         for i, path in enumerate(stack.paths)
-    }
-
-
-def from_paths(
-    stacks: Sequence[Stack], tables: Mapping[str, np.ndarray], *, axis: int
-) -> dict[str, np.ndarray]:
-    """Stacks tables on the host; the inverse of `to_paths`.
-
-    Args:
-        stacks: Which tables share an array.
-        tables: Tables by path; those of no stack are left out.
-        axis: Axis of the layers: 1, or 0 in the rows of one slot.
-    """
-    return {
-        stack.name: np.stack([tables[path] for path in stack.paths], axis=axis)
-        for stack in stacks
     }
 
 

@@ -144,12 +144,12 @@ def _check_stated_settings(job: LoraJob, start: Adapter, model: BaseModel) -> No
 
 
 def decoder_spec(
-    config: RunConfig, model: BaseModel, runs: list[JobRun]
+    config: RunConfig, model: BaseModel, runs: list[JobRun], max_tokens: int
 ) -> DecoderSpec:
     """Makes the decoder with the slot tables of the run; logs which kernels run."""
     ranks = [{n: w.rank for n, w in run.start.modules.items()} for run in runs]
     train = [run.train_data for run in runs]
-    return spec_of(config, model.config, model.dtype, ranks, train)
+    return spec_of(config, model.config, model.dtype, ranks, train, max_tokens)
 
 
 def spec_of(
@@ -158,15 +158,17 @@ def spec_of(
     dtype: jnp.dtype,
     ranks: Sequence[Mapping[str, int]],
     train: Sequence[TokenizedData],
+    max_tokens: int,
 ) -> DecoderSpec:
     """Makes the decoder as `decoder_spec` does, but for a model without weights.
 
     Args:
-        config: The run, with a number for `microbatch_tokens`.
+        config: The run.
         model: Architecture of the model.
         dtype: Dtype of the weights.
         ranks: For each job, the rank of each module that it adapts.
         train: Training samples of each job.
+        max_tokens: Upper bound on the capacity of microbatches.
     """
     adapted = {linear_path(name) for modules in ranks for name in modules}
     if config.slot_targets is not None:
@@ -178,12 +180,11 @@ def spec_of(
         more = resolve_targets(slots, linear_names(model))
         adapted |= {linear_path(name) for name in more}
     longest = max(job.max_length for job in config.jobs)
-    longest = min(longest, config.limits.capacity)
     options = DecoderOptions(
         dtype=dtype,
         remat=config.remat,
         attention=chosen_attention(config.attention, dtype, model),
-        max_segment_tokens=longest,
+        max_segment_tokens=min(longest, max_tokens),
         mean_segment_tokens=min(map(_mean_tokens, train)),
     )
     shape = SlotShape(

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from jaxlora.adapters.export_record import is_ours, read_export
 from jaxlora.atomic import recover_folder, remove_leftovers, write_text
+from jaxlora.config import RunConfig
 from jaxlora.errors import AdapterError, CheckpointError
 from jaxlora.train.run_log import METRICS_FILE
 from jaxlora.train.saved_run import RunRecord, read_sealed, sealed
@@ -55,6 +56,34 @@ def start_time(folder: pathlib.Path) -> datetime.datetime:
     if record is None:
         return datetime.datetime.now()
     return datetime.datetime.fromisoformat(record.started)
+
+
+def begun_capacity(config: RunConfig) -> int | None:
+    """Returns the number that `microbatch_tokens: auto` became when the run began.
+
+    Args:
+        config: The run.
+
+    Returns:
+        The number; None if it is not `auto`, or no run has begun in its `output_dir`.
+
+    Raises:
+        CheckpointError: `block_tokens` differs from what the run began with, or the
+            run's record is damaged.
+    """
+    folder = pathlib.Path(config.output_dir)
+    record = read_run_record(folder)
+    if config.microbatch_tokens != "auto" or record is None:
+        return None
+    number = record.microbatch_tokens
+    if number % config.block_tokens:
+        raise CheckpointError(
+            f"the run in {folder} began with {number} for microbatch_tokens: auto, "
+            f"which is not a multiple of block_tokens={config.block_tokens}. Give the "
+            "block_tokens that the run began with, or choose another output_dir."
+        )
+    logger.info("microbatch_tokens: auto: %d, as when the run began", number)
+    return number
 
 
 def check_folder(folder: pathlib.Path, *, resume: bool) -> None:

@@ -11,13 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlora.adapters.optimizer import Pending, optimizer_step
+from jaxlora.adapters.optimizer import AdapterState, Pending, optimizer_step
 from jaxlora.adapters.slots import write_slot
-from jaxlora.models.forward import job_losses
-from jaxlora.models.spec import DecoderSpec
+from jaxlora.memory.inputs import batch_shapes, key_shapes
+from jaxlora.models.forward import Base, job_losses, training_options
+from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.models.stacks import added, to_paths
-from jaxlora.modules.attention import AttentionImplementation, compiler_options
 from jaxlora.pallas_kernels import compile_program
+from jaxlora.scheduler import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -54,20 +55,6 @@ def no_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def training_options(attention: AttentionImplementation) -> dict[str, str | bool]:
-    """Compiler options for a program with the decoder's gradient.
-
-    They disable XLA's own rematerialization, which depends on the available memory and
-    would make the time and memory of a step unpredictable. The setting `remat` decides
-    what is recomputed.
-
-    Args:
-        attention: Implementation of attention in the program.
-    """
-    no_remat = {"xla_disable_hlo_passes": "rematerialization"}
-    return {**no_remat, **compiler_options(attention)}
 
 
 class CompiledSteps:
@@ -110,6 +97,29 @@ class CompiledSteps:
         # `partial` makes a new function, because jit caches programs by function.
         self.step = jax.jit(functools.partial(optimizer_step), donate_argnums=0)
         self.write_slot = jax.jit(functools.partial(write_slot), donate_argnums=0)
+        self._spec = spec
+
+    def compile_accumulate(
+        self, base: Base, state: AdapterState, settings: SlotSettings, limits: Limits
+    ) -> jax.stages.Compiled:
+        """Compiles `accumulate` as a run will call it; the run reuses the program.
+
+        Args:
+            base: Frozen weights.
+            state: State of the slots.
+            settings: Settings of the slots.
+            limits: Limits of the microbatches.
+        """
+        return compiled(
+            self.accumulate,
+            "the training step",
+            base,
+            state.params,
+            state.pending,
+            settings,
+            batch_shapes(limits),
+            key_shapes(self._spec),
+        )
 
     def num_compilations(self) -> int:
         """Programs compiled so far."""

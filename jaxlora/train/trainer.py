@@ -17,8 +17,10 @@ from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import ConfigError
 from jaxlora.hf.load import BaseModel, load_model
 from jaxlora.hf.names import linear_names
+from jaxlora.memory.bounds import Bounds
+from jaxlora.memory.capacity import settle
+from jaxlora.scheduler import Limits
 from jaxlora.train import prepare
-from jaxlora.train.capacity import Bounds, Capacity, as_begun, provisional
 from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.continue_job import continue_job, copy_best_export
@@ -26,7 +28,6 @@ from jaxlora.train.describe_run import check_resumes, run_identity, saved_run
 from jaxlora.train.interrupt import StopRequest
 from jaxlora.train.job_run import JobProgress, JobRun
 from jaxlora.train.job_states import job_states, restore_jobs
-from jaxlora.train.memory import compiled_step
 from jaxlora.train.progress import Progress
 from jaxlora.train.read_checkpoint import newest_checkpoint
 from jaxlora.train.report import RunResult, job_result, write_report
@@ -34,6 +35,7 @@ from jaxlora.train.requests import Requests
 from jaxlora.train.run_folder import (
     ADAPTERS,
     CHECKPOINTS,
+    begun_capacity,
     check_folder,
     clean_up,
     prepare_export_folder,
@@ -81,7 +83,7 @@ class Trainer:
         keep_compiled_programs()
         self.output_dir = pathlib.Path(config.output_dir)
         check_not_in_use(self.output_dir)
-        config = as_begun(config, self.output_dir)
+        begun_with = begun_capacity(config)
         self.model = model or load_model(
             config.model, dtype=config.dtype, revision=config.revision
         )
@@ -90,12 +92,12 @@ class Trainer:
         self._tokenizer.check_fits(self.model.config.vocab_size)
         self.runs = [self._open(job) for job in config.jobs]
         held_out = [run.eval_data for run in self.runs if run.eval_data is not None]
-        bounds = Bounds.of(config, [run.train_data for run in self.runs], held_out)
+        train = [run.train_data for run in self.runs]
+        self._bounds = Bounds.of(config, train, held_out, begun_with=begun_with)
         self._spec = prepare.decoder_spec(
-            provisional(config, bounds), self.model, self.runs
+            config, self.model, self.runs, self._bounds.max_tokens
         )
-        self._capacity = Capacity(config, self._spec, bounds)
-        self.config = self._capacity.config
+        self.config = settle(config, self._spec, self._bounds)
         for run in self.runs:
             self._check_fits(run)
         self._steps = compiled_steps(self._spec)
@@ -121,19 +123,9 @@ class Trainer:
     def _check_fits(self, run: JobRun) -> None:
         prepare.check_fits(run, self._spec)
 
-    def _settle_capacity(self) -> None:
-        """Compiles the training step, again each time that the capacity changes."""
-        settled = False
-        while not settled:
-            program = compiled_step(
-                self._spec,
-                self._steps,
-                self.model.params,
-                self._table,
-                self.config.limits,
-            )
-            settled = self._capacity.settle(program)
-            self.config = self._capacity.config
+    def _compile_step(self, limits: Limits) -> jax.stages.Compiled:
+        base, table = self.model.params, self._table
+        return self._steps.compile_accumulate(base, table.state, table.settings, limits)
 
     # ---- jobs come and go: any thread may call these -------------------------------
 
@@ -233,7 +225,9 @@ class Trainer:
                 # A refusal comes before anything is compiled.
                 check_resumes(self.output_dir, self._identity())
             compiled_before = self._steps.num_compilations()
-            self._settle_capacity()
+            self.config = settle(
+                self.config, self._spec, self._bounds, self._compile_step
+            )
             interrupted = self._run(resume, on_window)
             result = RunResult(
                 jobs=tuple(job_result(run, self._folder(run)) for run in self.runs),

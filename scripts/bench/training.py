@@ -18,7 +18,7 @@ from jaxlora.data.pack import PackedBatch
 from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.decoder import DecoderOptions
-from jaxlora.models.forward import SlotKeys, job_losses
+from jaxlora.models.forward import SlotKeys, job_losses, training_options
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.pallas_kernels import compile_program, get_backend
@@ -28,7 +28,6 @@ from jaxlora.train.prepare import kernels_unsupported
 from jaxlora.train.step import (
     CompiledSteps,
     no_garbage_collection,
-    training_options,
 )
 
 GIB = 2**30

@@ -1,6 +1,5 @@
 """A decoder cut into pipeline stages computes what the whole one computes."""
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -10,18 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlora.adapters.optimizer import AdapterState, zero_state
+from jaxlora.adapters.adapter import Adapter, LoraWeights
+from jaxlora.adapters.slots import KINDS, ParkedSlot, SlotTable, write_slot
 from jaxlora.data.pack import PackedBatch
 from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import JobLosses, SlotKeys, job_losses, run_stage
 from jaxlora.models.spec import DecoderSpec, SlotSettings
-from jaxlora.models.stacks import Stack, from_paths, to_paths
+from jaxlora.models.stacks import to_paths
 from jaxlora.modules.multi_lora_linear import SlotShape
-from jaxlora.train.checkpoint import Checkpoints
-from jaxlora.train.read_checkpoint import KINDS
 from tests import tiny
-from tests.jaxlora.train import made_run
 
 LAYERS, SLOTS, TOKENS = 3, 3, 64
 # Linears with slots differ between layers, so stacks of stages differ in their layers.
@@ -261,46 +258,68 @@ def test_adapted_linears_are_checked(adapted, message):
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_every_cut_has_the_same_canonical_form(cut):
-    everything = spec()
-    wanted = jax.tree.map(np.asarray, tables(everything))
-    found = {}
-    for part in stages(everything, cut):
-        arrays = from_paths(part.stacks, wanted, axis=1)
-        shapes = {name: shape.shape for name, shape in part.adapter_shapes().items()}
-        assert {name: array.shape for name, array in arrays.items()} == shapes
-        found |= to_paths(part.stacks, arrays, axis=1)
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+def test_every_cut_has_the_same_tables(cut):
+    def paths(part: DecoderSpec) -> list[str]:
+        return [path for stack in part.stacks for path in stack.paths]
+
+    parts = stages(spec(), cut)
+    assert sorted(p for part in parts for p in paths(part)) == sorted(paths(spec()))
 
 
-def stacked(stacks, kinds) -> AdapterState:
-    """The state of tables that are given by path, for each kind."""
-    arrays = {
-        kind: from_paths(stacks, tables, axis=1) for kind, tables in kinds.items()
+WRITE_SLOT = jax.jit(write_slot)
+
+
+def slot_tables(cut) -> list[SlotTable]:
+    return [SlotTable(part, WRITE_SLOT) for part in stages(spec(), cut)]
+
+
+def restore_slot(tables: list[SlotTable], parked: ParkedSlot) -> None:
+    """Puts a slot's state into the tables of all stages, each its share."""
+    for table in tables:
+        linears = table._spec.adapted
+        share = ParkedSlot(
+            **{
+                kind: {p: a for p, a in parked.of(kind).items() if p[:-7] in linears}
+                for kind in KINDS
+            }
+        )
+        modules = {
+            f"model.{path}": LoraWeights(
+                tensors={n: share.params[f"{path}.{n}"] for n in ("lora_a", "lora_b")},
+                rank=2,
+                lora_alpha=4.0,
+            )
+            for path in linears
+        }
+        table.restore(1, share, Adapter(modules=modules))
+
+
+def park_slot(tables: list[SlotTable]) -> ParkedSlot:
+    """The state of a slot of all stages together."""
+    parts = [table.park(1) for table in tables]
+    return ParkedSlot(
+        **{k: dict(i for p in parts for i in p.of(k).items()) for k in KINDS}
+    )
+
+
+def test_a_slot_that_leaves_one_cut_continues_in_another():
+    """Checkpoints hold this state of each job, so they load whatever the cut."""
+    shapes = {path: table.shape[1:] for path, table in tables(spec()).items()}
+    at_rank = {
+        path: (k, 2) if path.endswith("lora_a") else (2, n)
+        for path, (k, n) in shapes.items()
     }
-    arrays = jax.tree.map(jnp.asarray, arrays)
-    shapes = {
-        n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in arrays["mu"].items()
-    }
-    return AdapterState(**arrays, pending=zero_state(shapes, made_run.SLOTS).pending)
-
-
-def test_a_checkpoint_of_one_cut_loads_with_another(tmp_path):
-    """Written with one stack per layer, as stages of one layer have; read with two."""
-    one = [
-        Stack(name=path, paths=(path,))
-        for stack in made_run.STACKS
-        for path in stack.paths
-    ]
-    state = made_run.state()
-    kinds = {
-        kind: jax.tree.map(np.asarray, to_paths(made_run.STACKS, stacks, axis=1))
-        for kind, stacks in ((kind, getattr(state, kind)) for kind in KINDS)
-    }
-    with contextlib.closing(Checkpoints(tmp_path, one)) as checkpoints:
-        checkpoints.save(1, stacked(one, kinds), made_run.saved_run())
-    with contextlib.closing(Checkpoints(tmp_path, made_run.STACKS)) as checkpoints:
-        _, _, found = checkpoints.restore(made_run.state(7), made_run.identity())
-    for kind in KINDS:
-        wanted = getattr(state, kind)
-        jax.tree.map(np.testing.assert_array_equal, getattr(found, kind), wanted)
+    rng = np.random.default_rng(0)
+    parked = ParkedSlot(
+        **{
+            kind: {p: rng.normal(size=s).astype(np.float32) for p, s in at_rank.items()}
+            for kind in KINDS
+        }
+    )
+    for cut in ((0, 3), (0, 2, 3), (0, 1, 2, 3)):
+        there = slot_tables(cut)
+        restore_slot(there, parked)
+        again = park_slot(there)
+        for kind in KINDS:
+            jax.tree.map(np.testing.assert_array_equal, again.of(kind), parked.of(kind))
+        parked = again

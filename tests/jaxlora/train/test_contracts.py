@@ -150,7 +150,7 @@ def bench(request, model, jobs, tmp_path_factory):
     config = RunConfig(model=str(model.folder), jobs=jobs[:3], **settings)
     tokenizer = load_tokenizer(model.folder)
     runs = [prepare.open_job(job, model, tokenizer) for job in jobs[:3]]
-    spec = prepare.decoder_spec(config, model, runs)
+    spec = prepare.decoder_spec(config, model, runs, config.limits.capacity)
     steps = CompiledSteps(spec)
     rng = np.random.default_rng(0)
     batches, adapters = {}, {}

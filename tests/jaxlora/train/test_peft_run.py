@@ -79,7 +79,7 @@ def train_together(names):
         microbatch_tokens=64,
         block_tokens=8,
     )
-    spec = prepare.decoder_spec(config, model, runs)
+    spec = prepare.decoder_spec(config, model, runs, 64)
     steps = CompiledSteps(spec)
     table = SlotTable(spec, steps.write_slot)
     limits = Limits(capacity=64, block_tokens=8)

@@ -250,10 +250,10 @@ def test_a_refused_resume_compiles_nothing(config, model, low, monkeypatch):
     Trainer(config(), model).train(on_window=end_the_run)
     other = low.model_copy(update={"seed": 5})
 
-    def compiles(self):
+    def compiles(self, limits):
         raise AssertionError("the training step was compiled")
 
-    monkeypatch.setattr(Trainer, "_settle_capacity", compiles)
+    monkeypatch.setattr(Trainer, "_compile_step", compiles)
     with pytest.raises(CheckpointError, match="seed is 100 in the checkpoint and 5"):
         Trainer(config(jobs=(other,)), model).train(resume=True)
 

@@ -102,7 +102,9 @@ def by_hand(model, jobs):
     )
     tokenizer = load_tokenizer(model.folder)
     runs = {i: prepare.open_job(j, model, tokenizer) for i, j in enumerate(some)}
-    spec = prepare.decoder_spec(config, model, list(runs.values()))
+    spec = prepare.decoder_spec(
+        config, model, list(runs.values()), config.limits.capacity
+    )
     steps = compiled_steps(spec)
     samples = [
         sample

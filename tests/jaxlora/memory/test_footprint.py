@@ -1,4 +1,4 @@
-"""What a training step is thought to need, against what the compiler says."""
+"""The estimated memory of a training step, compared with what the compiler reports."""
 
 import dataclasses
 from typing import Any, get_args
@@ -10,17 +10,23 @@ import pytest
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.hf.config import model_config
 from jaxlora.hf.names import linear_names, linear_path
+from jaxlora.memory.estimate import estimated_footprint
+from jaxlora.memory.footprint import Footprint, measured_footprint
 from jaxlora.models.decoder import DecoderOptions, Remat
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.scheduler import Limits
-from jaxlora.train import memory
-from jaxlora.train.memory import Footprint
 from jaxlora.train.step import CompiledSteps
 from tests.jaxlora.train import fused
 from tests.tiny import CONFIG
 
-FOOTPRINT = Footprint(base=1000, slots=400, fixed=600, per_token=10.0, passing=2.0)
+FOOTPRINT = Footprint(
+    base_bytes=1000,
+    adapter_bytes=400,
+    fixed_bytes=600,
+    bytes_per_token=10.0,
+    transient_bytes_per_token=2.0,
+)
 
 
 def decoder(config_json: dict, **options: Any) -> DecoderSpec:
@@ -34,17 +40,17 @@ def decoder(config_json: dict, **options: Any) -> DecoderSpec:
     )
 
 
-def thought_and_needed(spec: DecoderSpec, num_tokens: int) -> tuple[float, float]:
-    """Bytes of a training step."""
+def estimated_and_measured(spec: DecoderSpec, num_tokens: int) -> tuple[float, float]:
+    """Bytes of a training step, as estimated and as the compiler reports."""
     limits = Limits(capacity=num_tokens, block_tokens=64)
     base = {k: jnp.zeros(s.shape, s.dtype) for k, s in spec.base_shapes().items()}
     steps = CompiledSteps(spec)
     table = SlotTable(spec, steps.write_slot)
-    program = memory.compiled_step(spec, steps, base, table, limits)
-    needed = memory.measured(spec, program, limits)
-    assert needed is not None
-    thought = memory.estimated(spec, 64)
-    return thought.step(num_tokens), needed.step(num_tokens)
+    program = steps.compile_accumulate(base, table.state, table.settings, limits)
+    measured = measured_footprint(spec, program, limits)
+    assert measured is not None
+    estimated = estimated_footprint(spec, 64)
+    return estimated.step_bytes(num_tokens), measured.step_bytes(num_tokens)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a GPU")
@@ -57,15 +63,15 @@ def test_a_step_on_a_cpu():
         max_segment_tokens=256,
         mean_segment_tokens=100,
     )
-    thought, needed = thought_and_needed(spec, 1024)
-    assert 0.7 * needed < thought < 1.4 * needed
+    estimated, measured = estimated_and_measured(spec, 1024)
+    assert 0.7 * measured < estimated < 1.4 * measured
 
 
 @fused.only_where_it_runs
 @pytest.mark.parametrize("remat", get_args(Remat))
 @pytest.mark.parametrize("longest", [1024, 4096])
 def test_a_step_on_a_gpu(remat, longest):
-    """Where cuDNN's scratch is more than all else in a layer."""
+    """Includes shapes where cuDNN needs more scratch than the rest of a layer."""
     shape = {
         "vocab_size": 32000,
         "hidden_size": 1024,
@@ -84,27 +90,29 @@ def test_a_step_on_a_gpu(remat, longest):
         max_segment_tokens=longest,
         mean_segment_tokens=400,
     )
-    thought, needed = thought_and_needed(spec, 8192)
-    assert 0.98 * needed < thought < 1.25 * needed
+    estimated, measured = estimated_and_measured(spec, 8192)
+    assert 0.98 * measured < estimated < 1.25 * measured
 
 
 def test_the_worst_moment_counts():
-    """The head's bytes and a layer's are not there at once."""
-    assert FOOTPRINT.total(100) == 1000 + 400 + 1000 + 600
-    assert FOOTPRINT.total(1000) == 1000 + 400 + 10000 + 2000
-    assert FOOTPRINT.total(0) == 1000 + 400 + 600
+    """The bytes of the head and those inside a layer are not needed at once."""
+    assert FOOTPRINT.total_bytes(100) == 1000 + 400 + 1000 + 600
+    assert FOOTPRINT.total_bytes(1000) == 1000 + 400 + 10000 + 2000
+    assert FOOTPRINT.total_bytes(0) == 1000 + 400 + 600
 
 
-@pytest.mark.parametrize("passing", [0.0, 2.0])
+@pytest.mark.parametrize("transient", [0.0, 2.0])
 @pytest.mark.parametrize("num_bytes", [2001, 3400, 5555, 99999])
-def test_the_most_that_fits(passing, num_bytes):
-    footprint = dataclasses.replace(FOOTPRINT, passing=passing)
+def test_the_most_that_fits(transient, num_bytes):
+    footprint = dataclasses.replace(FOOTPRINT, transient_bytes_per_token=transient)
     tokens = footprint.fitting_tokens(num_bytes)
-    assert footprint.total(tokens) <= num_bytes < footprint.total(tokens + 1)
+    assert (
+        footprint.total_bytes(tokens) <= num_bytes < footprint.total_bytes(tokens + 1)
+    )
 
 
 def test_a_checkpoint_must_fit():
-    large = dataclasses.replace(FOOTPRINT, slots=4000, fixed=0)
-    assert large.total(0) == large.total(200) == 1000 + 4000 + 3000
+    large = dataclasses.replace(FOOTPRINT, adapter_bytes=4000, fixed_bytes=0)
+    assert large.total_bytes(0) == large.total_bytes(200) == 1000 + 4000 + 3000
     assert large.fitting_tokens(8000) == 250
     assert large.fitting_tokens(7999) == 0

@@ -1,0 +1,58 @@
+"""Memory of the device that a run may use."""
+
+import dataclasses
+import math
+import os
+
+import jax
+
+_RESERVE = 0.05  # share of the memory that stays free for the allocator and others
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceMemory:
+    """Device memory that a run may use.
+
+    Attributes:
+        num_bytes: Size, without the reserve and without memory in use by others.
+        source: Describes how the size was determined.
+    """
+
+    num_bytes: int
+    source: str
+
+
+def device_memory(own_bytes: int) -> DeviceMemory | None:
+    """Returns the default device's memory for a run; None if it is not reported.
+
+    On a GPU this is the limit of JAX's allocator, less the other arrays of this
+    process; not every allocator reports these. On a CPU, which reports nothing, it is
+    the machine's memory.
+
+    Args:
+        own_bytes: Memory that the run holds on the device already.
+    """
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        limit = stats["bytes_limit"]
+        others = max(0, stats["bytes_in_use"] - own_bytes)
+        owner = f"the {device.device_kind} memory that JAX may use"
+    elif device.platform == "cpu":
+        limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        others, owner = 0, "the machine's memory"
+    else:
+        return None
+    reserved = math.ceil(_RESERVE * limit)
+    source = f"{format_bytes(limit)} of {owner}, less {_RESERVE:.0%} in reserve"
+    if others:
+        source += f" and {format_bytes(others)} of other arrays"
+    return DeviceMemory(num_bytes=limit - reserved - others, source=source)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Formats a number of bytes with a unit."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= 0.1 * size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes / 2**10:.1f} KiB"

@@ -1,0 +1,165 @@
+"""Estimates the memory of a run before its training step is compiled."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jax_core
+
+from jaxlora.memory.footprint import (
+    Footprint,
+    head_bytes,
+    num_bytes,
+    resident_footprint,
+)
+from jaxlora.memory.inputs import batch_shapes, key_shapes, settings_shapes
+from jaxlora.models.decoder import Remat
+from jaxlora.models.forward import job_losses, training_options
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.stacks import to_paths
+from jaxlora.modules.attention import packed_attention
+from jaxlora.modules.scoring import layer_scoring
+from jaxlora.pallas_kernels import get_backend
+from jaxlora.scheduler import Limits
+
+_TRACED_TOKENS = 4096  # at least, so that the bytes per token are exact enough
+_MLP_KEEPS = 3  # arrays of the MLP's width that are kept: gate, up and their product
+
+
+def estimated_footprint(spec: DecoderSpec, block_tokens: int) -> Footprint:
+    """Estimates a run's footprint from the arrays that its backward pass keeps.
+
+    These are counted for the first two layers, traced with two numbers of tokens.
+    Transient memory inside a layer is added by a formula. For attention it is measured
+    by compiling attention's gradient alone, because its scratch memory may be larger
+    than all other arrays in a layer.
+
+    Args:
+        spec: The decoder.
+        block_tokens: Tokens of a block.
+    """
+    # The memory of a band of keys grows up to the length of a sample.
+    tokens = block_tokens * max(1, _TRACED_TOKENS // block_tokens)
+    while tokens < 2 * spec.options.max_segment_tokens:
+        tokens *= 2
+    # The MLP's arrays are free again when attention's gradient begins.
+    attention = _attention_bytes(spec, tokens) - _MLP_KEEPS * _mlp_bytes(spec)
+    return dataclasses.replace(
+        resident_footprint(spec),
+        fixed_bytes=head_bytes(spec),
+        bytes_per_token=_kept_bytes_per_token(spec, tokens, block_tokens),
+        transient_bytes_per_token=max(_gradient_bytes(spec), attention),
+    )
+
+
+def _kept_bytes_per_token(spec: DecoderSpec, tokens: int, block_tokens: int) -> float:
+    """Bytes per token that all layers keep for the backward pass."""
+
+    def kept(num_layers: int, *, remat: Remat) -> float:
+        """Bytes kept per token, without the weights, which do not depend on tokens."""
+        part = _first_layers(spec, num_layers, remat=remat)
+        small = _kept_bytes(part, tokens, block_tokens)
+        large = _kept_bytes(part, 2 * tokens, block_tokens)
+        return (large - small) / tokens
+
+    config, options = spec.config, spec.options
+    one = kept(1, remat=options.remat)
+    layer = kept(2, remat=options.remat) - one if config.num_layers > 1 else 0.0
+    per_token = one + (config.num_layers - 1) * layer
+    if options.remat != "none":
+        # With remat, one layer at a time keeps what each layer keeps without remat.
+        per_token += kept(1, remat="none") - one
+    assert spec.slots is not None
+    if spec.slots.use_dropout and get_backend(options.implementation).stores_masks:
+        per_token += _mask_bytes(spec)
+    return per_token
+
+
+def _first_layers(spec: DecoderSpec, num_layers: int, *, remat: Remat) -> DecoderSpec:
+    config = dataclasses.replace(
+        spec.config,
+        num_layers=num_layers,
+        layer_windows=spec.config.layer_windows[:num_layers],
+    )
+    options = dataclasses.replace(spec.options, remat=remat)
+    adapted = spec.stage(0, num_layers).adapted
+    return dataclasses.replace(spec, config=config, options=options, adapted=adapted)
+
+
+def _kept_bytes(spec: DecoderSpec, num_tokens: int, block_tokens: int) -> int:
+    """Bytes that the forward pass keeps for the backward pass, weights included."""
+    limits = Limits(capacity=num_tokens, block_tokens=block_tokens)
+
+    def backward(base, params, settings, batch, keys):
+        def total(params):
+            tables = to_paths(spec.stacks, params, axis=1)
+            return job_losses(spec, base, tables, settings, batch, keys).loss.sum()
+
+        return jax.vjp(total, params)[1]
+
+    traced = jax.make_jaxpr(backward)(
+        spec.base_shapes(),
+        spec.adapter_shapes(),
+        settings_shapes(spec),
+        batch_shapes(limits),
+        key_shapes(spec),
+    ).jaxpr
+    given = set(traced.invars)
+    kept = {v for v in traced.outvars if isinstance(v, jax_core.Var)} - given
+    return num_bytes([v.aval for v in kept])
+
+
+def _gradient_bytes(spec: DecoderSpec) -> int:
+    """Bytes per token of gradients inside a layer, of the MLP's and model's width."""
+    itemsize = jnp.dtype(spec.options.dtype).itemsize
+    return _mlp_bytes(spec) + 3 * spec.config.hidden_size * itemsize
+
+
+def _mlp_bytes(spec: DecoderSpec) -> int:
+    """Bytes per token of the features inside an MLP."""
+    return spec.config.intermediate_size * jnp.dtype(spec.options.dtype).itemsize
+
+
+def _attention_bytes(spec: DecoderSpec, num_tokens: int) -> float:
+    """Bytes per token of attention's backward pass, as reported by the compiler.
+
+    The result is 0 if the compiler does not report it. Only the compiler knows the
+    scratch memory of cuDNN.
+    """
+    config, options = spec.config, spec.options
+
+    def heads(number: int) -> Any:
+        shape = num_tokens, number, config.head_dim
+        return jax.ShapeDtypeStruct(shape, options.dtype)
+
+    q, k = heads(config.num_heads), heads(config.num_kv_heads)
+    segment_ids = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
+    run = jax.jit(
+        lambda backward, dout: backward(dout),
+        compiler_options=training_options(options.attention),
+    )
+    most = 0
+    for scoring in {layer_scoring(config, i) for i in range(config.num_layers)}:
+
+        def forward(q, k, v, segment_ids, scoring=scoring):
+            attention = functools.partial(
+                packed_attention,
+                segment_ids=segment_ids,
+                lengths=options.lengths,
+                scoring=scoring,
+                implementation=options.attention,
+            )
+            return jax.vjp(attention, q, k, v)[1]
+
+        backward = jax.eval_shape(forward, q, k, k, segment_ids)
+        found = run.lower(backward, q).compile().memory_analysis()
+        most = max(most, found.temp_size_in_bytes if found else 0)
+    return most / num_tokens
+
+
+def _mask_bytes(spec: DecoderSpec) -> int:
+    """Bytes per token of the dropout masks, which XLA makes once and keeps."""
+    shapes = spec.base_shapes()
+    return sum(shapes[f"{path}.kernel"].shape[0] for path in spec.adapted)

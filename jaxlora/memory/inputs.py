@@ -1,0 +1,44 @@
+"""Shapes of a training step's inputs, to trace or compile it before there is data."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxlora.data.pack import PackedBatch
+from jaxlora.models.forward import SlotKeys
+from jaxlora.models.spec import DecoderSpec, SlotSettings
+from jaxlora.scheduler import Limits
+
+
+def batch_shapes(limits: Limits) -> PackedBatch:
+    """Shapes of a microbatch of `limits.capacity` tokens."""
+    rows: Any = jax.ShapeDtypeStruct((limits.capacity,), jnp.int32)
+    weights: Any = jax.ShapeDtypeStruct((limits.capacity,), jnp.float32)
+    num_blocks = limits.capacity // limits.block_tokens
+    blocks: Any = jax.ShapeDtypeStruct((num_blocks,), jnp.int32)
+    return PackedBatch(
+        token_ids=rows,
+        positions=rows,
+        segment_ids=rows,
+        labels=rows,
+        loss_weight=weights,
+        token_index=rows,
+        block_adapter=blocks,
+    )
+
+
+def key_shapes(spec: DecoderSpec) -> SlotKeys:
+    """Shapes of the keys of the dropout masks."""
+    assert spec.slots is not None
+    each: Any = jax.ShapeDtypeStruct((spec.slots.num_slots,), jnp.int32)
+    return SlotKeys(seed=each, step=each)
+
+
+def settings_shapes(spec: DecoderSpec) -> SlotSettings:
+    """Shapes of the settings of the slots in every adapted linear."""
+    assert spec.slots is not None
+    shape = len(spec.adapted), spec.slots.num_slots
+    each: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
+    rank: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
+    return SlotSettings(scaling=each, dropout=each, rank=rank)
