@@ -72,8 +72,8 @@ class Checkpoint:
             # A tied head may be stored as well, and is equal to the embedding.
             if name != _HEAD and not name.endswith(_HARMLESS_EXTRA):
                 raise ModelError(
-                    f"{self.folder}: the checkpoint holds {name}, which a model of its "
-                    "config.json has no place for."
+                    f"{self.folder}: the checkpoint holds {name}, which is not part of "
+                    "the model that its config.json describes."
                 )
 
 

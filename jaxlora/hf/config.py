@@ -176,9 +176,10 @@ def _build(model_type: str, family: Family, values: dict[str, Any]) -> ModelConf
     heads, width = (integer(values, k) for k in ("num_attention_heads", "hidden_size"))
     values.setdefault("num_key_value_heads", heads)
     if ("head_dim" not in values or family.divides_width) and width % heads:
+        remedy = "" if family.divides_width else ", and no head_dim"
         raise ModelError(
             f"config.json has hidden_size={width}, not a multiple of "
-            f"num_attention_heads={heads}, and no head_dim that would do without."
+            f"num_attention_heads={heads}{remedy}."
         )
     values.setdefault("head_dim", width // heads)
     _check_heads(values)

@@ -34,7 +34,7 @@ def integer(values: Mapping[str, Any], key: str) -> int:
     if value > most:
         raise ModelError(
             f"config.json has {key}={shown(value)}; wanted at most {most}, which is "
-            "beyond any model that there is. Is the file damaged?"
+            "more than any known model has. Is the file damaged?"
         )
     return value
 

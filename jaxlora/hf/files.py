@@ -80,7 +80,7 @@ def warn_of_revision(source: str | pathlib.Path, revision: str | None) -> None:
 def _local_folder(folder: pathlib.Path) -> pathlib.Path:
     if not os.path.lexists(folder / "config.json"):
         raise ModelError(
-            f"{folder} has no config.json, so it is no Hugging Face checkpoint."
+            f"{folder} has no config.json, so it is not a Hugging Face checkpoint."
         )
     return folder
 
@@ -126,9 +126,8 @@ def _fetched(source: str, revision: str | None) -> str:
         ) from error
     except hub_errors.LocalEntryNotFoundError as error:
         raise ModelError(
-            f"{source} is no folder here, and has not been fetched before (or not "
-            "whole), and the hub cannot be reached or is switched off by "
-            "HF_HUB_OFFLINE."
+            f"{source} is not a folder here, it is not complete in the cache of the "
+            "hub, and the hub cannot be reached or HF_HUB_OFFLINE is set."
         ) from error
     # Errors of the hub's client, of the network during downloads, and of the cache.
     except (hub_errors.HTTPError, OSError, ValueError, RuntimeError) as error:
@@ -139,7 +138,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     """Reads a JSON object.
 
     Raises:
-        ModelError: The file is missing or is no JSON object.
+        ModelError: The file is missing or is not a JSON object.
     """
     try:
         value = read_json_file(path)
@@ -147,7 +146,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
         raise ModelError(f"{path}: there is no such file.") from None
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"{path} cannot be read as JSON: {error}. Mend it, or fetch or copy it "
+            f"{path} cannot be read as JSON: {error}. Repair it, or fetch or copy it "
             "again."
         ) from error
     if not isinstance(value, dict):
@@ -235,7 +234,7 @@ def _indexed(folder: pathlib.Path, index: pathlib.Path) -> dict[str, pathlib.Pat
     for name in names:
         if not isinstance(name, str) or pathlib.PurePath(name).name != name:
             raise ModelError(
-                f"{index} names {shown(name)}, which is no plain file name."
+                f"{index} names {shown(name)}, which is not a plain file name."
             )
         if not os.path.lexists(folder / name):
             raise ModelError(f"{index} names {name}, which is missing from {folder}.")

@@ -73,7 +73,7 @@ def open_gguf(path: str | pathlib.Path) -> GgufFile:
     # The package may raise any error on a damaged file.
     except Exception as error:
         raise ModelError(
-            f"{path} is no readable GGUF file: {cut(error)}. Fetch or copy it again."
+            f"{path} is not a readable GGUF file: {cut(error)}. Fetch or copy it again."
         ) from error
     return GgufFile(
         path=path, fields=fields, tensors={t.name: t for t in reader.tensors}

@@ -65,7 +65,7 @@ def check_tokenizer(file: GgufFile) -> None:
                 f"wanted the id of one of its {len(tokens)} tokens."
             )
     if not isinstance(fields.get("tokenizer.chat_template"), str | None):
-        raise ModelError(f"{file.path} has a chat template that is no text.")
+        raise ModelError(f"{file.path} has a chat template that is not text.")
 
 
 def write_tokenizer(file: GgufFile, folder: pathlib.Path) -> list[pathlib.Path]:

@@ -131,5 +131,5 @@ def test_an_index_that_names_no_text(folder, shard, name):
     content = json.loads(index.read_text())
     content["weight_map"]["model.norm.weight"] = name
     index.write_text(json.dumps(content))
-    with pytest.raises(ModelError, match="which is no plain file name"):
+    with pytest.raises(ModelError, match="which is not a plain file name"):
         load_model(folder)

@@ -114,7 +114,7 @@ def test_what_the_hub_refuses(hub, kind, match):
 @pytest.mark.parametrize(
     ("error", "match"),
     [
-        (hub_errors.LocalEntryNotFoundError("no"), "has not been fetched before"),
+        (hub_errors.LocalEntryNotFoundError("no"), "is not complete in the cache"),
         (hub_errors.HTTPError("broke"), "cannot be fetched from the hub: broke"),
         (OSError("disk full"), "cannot be fetched from the hub: disk full"),
     ],

@@ -223,7 +223,7 @@ def test_not_a_gguf_file(tmp_path, content):
     path = tmp_path / "model.gguf"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ModelError, match=r"no readable GGUF file|there is no such"):
+    with pytest.raises(ModelError, match=r"not a readable GGUF file|there is no such"):
         convert(path, tmp_path / "out")
 
 
@@ -279,7 +279,7 @@ def test_counts_that_lie(write, tmp_path, position, count):
     content[position : position + 8] = count.to_bytes(8, "little")
     path.write_bytes(content)
     with pytest.raises(
-        ModelError, match=r"no readable GGUF file: it has .* bytes, and"
+        ModelError, match=r"not a readable GGUF file: it has .* bytes, and"
     ):
         convert(path, tmp_path / "out")
 
@@ -287,9 +287,21 @@ def test_counts_that_lie(write, tmp_path, position, count):
 @pytest.mark.parametrize(
     ("old", "new", "match"),
     [
-        (b"general.architecture", b"general.architectur\xff", "no readable GGUF file"),
-        (b"<|im_start|>", b"<|im_start|\xff", "no readable GGUF file: 'utf-8' codec"),
-        (b"blk.0.attn_norm", b"blk.0.attn_nor\xff", "no readable GGUF file: 'utf-8'"),
+        (
+            b"general.architecture",
+            b"general.architectur\xff",
+            "not a readable GGUF file",
+        ),
+        (
+            b"<|im_start|>",
+            b"<|im_start|\xff",
+            "not a readable GGUF file: 'utf-8' codec",
+        ),
+        (
+            b"blk.0.attn_norm",
+            b"blk.0.attn_nor\xff",
+            "not a readable GGUF file: 'utf-8'",
+        ),
         (
             b"blk.0.attn_norm",
             b"blk.x.attn_norm",
@@ -310,5 +322,5 @@ def test_truncated_file(write, tmp_path):
     whole = path.read_bytes()
     for size in (20, 500, len(whole) // 2, len(whole) - 64):
         path.write_bytes(whole[:size])
-        with pytest.raises(ModelError, match="no readable GGUF file"):
+        with pytest.raises(ModelError, match="not a readable GGUF file"):
             convert(path, tmp_path / "out")

@@ -150,7 +150,7 @@ def test_missing_head(rewrite):
 
 def test_extra_tensor(rewrite):
     extra = {f"{Q}.bias": np.zeros(32, np.float32)}
-    with pytest.raises(ModelError, match=rf"holds {Q}.bias, which a model of its"):
+    with pytest.raises(ModelError, match=rf"holds {Q}.bias, which is not part of the"):
         load_model(rewrite({**tiny.random_weights(), **extra}))
 
 
@@ -190,7 +190,7 @@ def test_index_names_a_missing_file(folder, shard):
 @pytest.mark.parametrize("name", ["../b.safetensors", "/etc/passwd", "sub/b", 7])
 def test_index_names_a_file_elsewhere(folder, shard, name):
     shard(**{f"{Q}.weight": name})
-    with pytest.raises(ModelError, match=f"names {name!r}, which is no plain file"):
+    with pytest.raises(ModelError, match=f"names {name!r}, which is not a plain file"):
         load_model(folder)
 
 
@@ -222,7 +222,7 @@ def test_folder_without_weights(folder):
 
 def test_folder_without_config(folder):
     (folder / "config.json").unlink()
-    with pytest.raises(ModelError, match=r"has no config.json, so it is no Hugging"):
+    with pytest.raises(ModelError, match=r"has no config.json, so it is not a Hugging"):
         load_model(folder)
 
 
@@ -250,7 +250,7 @@ def no_network(monkeypatch, tmp_path):
 
 
 def test_unknown_hub_id_offline(no_network):
-    with pytest.raises(ModelError, match="nobody/nothing is no folder here, and has"):
+    with pytest.raises(ModelError, match="nobody/nothing is not a folder here, it is"):
         load_model("nobody/nothing")
     assert not no_network
 

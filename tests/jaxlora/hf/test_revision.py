@@ -88,7 +88,7 @@ def test_commands(hub, tmp_path, make_adapter, export, capsys, monkeypatch):
     assert main(["inspect", "nobody/tiny", *revision]) == 0
     assert OLD in capsys.readouterr().out
     assert main(["inspect", "nobody/tiny", "--revision", "v2"]) == 1
-    assert "nobody/tiny is no folder here, and has not" in capsys.readouterr().err
+    assert "nobody/tiny is not a folder here, it is not" in capsys.readouterr().err
 
 
 class Enough(Exception):
