@@ -37,6 +37,7 @@ from jaxlora.scheduler import (
 from jaxlora.scheduler.spacing import with_no_ops
 from jaxlora.targets import resolve_targets
 from jaxlora.train import prepare
+from jaxlora.train.continue_job import continued_step
 from jaxlora.train.job_run import batch_lengths, job_order
 from jaxlora.train.next_window import (
     JobPosition,
@@ -230,10 +231,15 @@ def _windows(config: RunConfig, jobs: Sequence[JobData]) -> list[_Span]:
     num_slots = config.max_concurrent_jobs or len(jobs)
     positions = [
         JobPosition(
-            job=i, priority=j.job.priority, slot=None, step=0, num_steps=j.num_steps
+            job=i,
+            priority=j.job.priority,
+            slot=None,
+            step=continued_step(j.job),
+            num_steps=j.num_steps,
         )
         for i, j in enumerate(jobs)
     ]
+    positions = [p for p in positions if p.step < p.num_steps]
     out = []
     while positions:
         waiting = {p.job for p in positions if p.slot is None}

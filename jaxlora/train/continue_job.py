@@ -7,6 +7,7 @@ import pathlib
 from jaxlora.adapters.export_record import read_export
 from jaxlora.adapters.slots import KINDS
 from jaxlora.atomic import find_complete_folder, replace_folder, sync_files
+from jaxlora.config import LoraJob
 from jaxlora.errors import CheckpointError
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.read_checkpoint import read_newest
@@ -47,6 +48,19 @@ def continue_job(run: JobRun, identity: RunIdentity) -> None:
         reason=f"it continues from {folder}",
         slot=None,
     )
+
+
+def continued_step(job: LoraJob) -> int:
+    """Returns the optimiser steps that a job has done before it starts in a run.
+
+    Raises:
+        CheckpointError: The checkpoint that the job continues from cannot be used.
+    """
+    if job.continue_from is None:
+        return 0
+    found = read_newest(pathlib.Path(job.continue_from) / CHECKPOINTS)
+    progress = found.run.progress.get(job.name)
+    return 0 if progress is None else progress.step
 
 
 def copy_best_export(run: JobRun, folder: pathlib.Path) -> None:

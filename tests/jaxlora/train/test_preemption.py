@@ -8,6 +8,7 @@ import pytest
 
 from jaxlora import RunConfig, Trainer, import_peft
 from jaxlora.errors import CheckpointError, ConfigError
+from jaxlora.plan import plan_run
 from jaxlora.train.prepare import linear_shapes
 from jaxlora.train.run_log import read_events
 from jaxlora.train.windows import Windows
@@ -273,6 +274,8 @@ def test_a_job_continues_in_another_run(config, model, low, jobs, alone):
     there = config("there", jobs=(jobs[1], here)).model_copy(
         update={"max_concurrent_jobs": 2}
     )
+    foretold = [s for part in plan_run(there).parts for s in part.samples]
+    assert {s.batch for s in foretold if s.job == 1} == {4, 5, 6, 7}
     result = Trainer(there, model).train()
     assert {job.progress.status for job in result.jobs} == {"finished"}
     assert changes(there)[0] == ("resumed", "low", 4)
