@@ -35,7 +35,7 @@ from jaxlora.scheduler import (
     plan,
 )
 from jaxlora.scheduler.spacing import with_no_ops
-from jaxlora.targets import resolve_targets
+from jaxlora.targets import check_ranks, resolve_targets
 from jaxlora.train import prepare
 from jaxlora.train.continue_job import continued_step
 from jaxlora.train.job_run import batch_lengths, job_order
@@ -205,11 +205,12 @@ def _settle(
 def _ranks(job: LoraJob, model: ModelConfig) -> dict[str, int]:
     """Returns the rank of each module that a job adapts."""
     names = linear_names(model)
-    if job.init_from is None:
-        modules = resolve_targets(job, names)
-        return {name: module.rank for name, module in modules.items()}
     by_path = {spec.path: spec.shape for spec in tensor_specs(model)}
     shapes = {name: by_path[f"{linear_path(name)}.kernel"] for name in names}
+    if job.init_from is None:
+        modules = resolve_targets(job, names)
+        check_ranks(job, modules, shapes)
+        return {name: module.rank for name, module in modules.items()}
     adapter = import_peft(job.init_from, shapes)
     return {name: weights.rank for name, weights in adapter.modules.items()}
 

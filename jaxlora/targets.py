@@ -68,6 +68,34 @@ def resolve_targets(job: LoraJob, linear_names: Sequence[str]) -> dict[str, Modu
     return {name: _module(job, name, patterns) for name in chosen}
 
 
+def check_ranks(
+    job: LoraJob,
+    modules: Mapping[str, ModuleLora],
+    shapes: Mapping[str, Sequence[int]],
+) -> None:
+    """Refuses ranks that no adapted linear can use, before memory is taken for them.
+
+    The product A B has at most rank min(K, N). A rank above that of some linears is
+    allowed, as one rank is often given for linears of different sizes.
+
+    Args:
+        job: The job.
+        modules: The modules that the job adapts.
+        shapes: (K, N) of each linear, by module name.
+
+    Raises:
+        ConfigError: A rank is above min(K, N) of every adapted linear.
+    """
+    most = max(min(shapes[name]) for name in modules)
+    for name, module in modules.items():
+        if module.rank > most:
+            raise ConfigError(
+                f"job {job.name!r} has rank {module.rank} on {name}, and the weights "
+                f"that it adapts have at most rank {most}. Lower rank (or its entry in "
+                f"rank_pattern) to {most} or less."
+            )
+
+
 def _module(job: LoraJob, name: str, patterns: Patterns) -> ModuleLora:
     rank = pattern_value(job.rank_pattern, name, job.rank, patterns)
     lora_alpha = pattern_value(job.alpha_pattern, name, job.lora_alpha, patterns)

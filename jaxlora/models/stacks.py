@@ -80,7 +80,7 @@ def added(
     Args:
         stacks: Which tables share an array.
         arrays: The array of each stack, by name.
-        tables: What to add, by path.
+        tables: Tables to add, by path.
     """
     sums = {}
     for stack in stacks:

@@ -137,7 +137,7 @@ class MultiLoraLinear(nnx.Module):
             out_features: N.
             slots: Shape of the slot tables; None: a plain frozen linear.
             use_bias: Whether the frozen layer adds a bias.
-            dtype: Of kernel, bias and activations.
+            dtype: Dtype of kernel, bias and activations.
             layer: Keys the dropout masks, with `projection`.
             projection: Keys the dropout masks; differs between layers that share x.
             implementation: Name of the kernel back end in `pallas_kernels.BACKENDS`.

@@ -25,7 +25,7 @@ from jaxlora.modules.attention import AttentionImplementation
 from jaxlora.modules.cudnn_attention import cudnn_unsupported
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.pallas_kernels import BACKENDS, Backend, LinearShape
-from jaxlora.targets import resolve_targets
+from jaxlora.targets import check_ranks, resolve_targets
 from jaxlora.train.job_run import JobRun
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ def open_job(job: LoraJob, model: BaseModel, tokenizer: Tokenizer) -> JobRun:
     """
     if job.init_from is None:
         modules = resolve_targets(job, linear_names(model.config))
+        check_ranks(job, modules, linear_shapes(model))
         start = fresh_adapter(job, modules, _kernels(model))
     else:
         start = import_peft(job.init_from, linear_shapes(model))

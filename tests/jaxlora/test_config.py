@@ -1,4 +1,4 @@
-"""What a user may say in Python and in a run file, and what is caught."""
+"""Settings in Python and in a run file: which are accepted, and the errors."""
 
 import numpy as np
 import pydantic
@@ -210,7 +210,7 @@ def test_refused(jobs, more, match):
         run(*jobs, **more)
 
 
-def test_every_mistake_is_told_at_once():
+def test_all_mistakes_are_reported_together():
     with pytest.raises(ConfigError) as caught:
         run(job(rank=0), job(name="../b"), dtype="int8")
     lines = str(caught.value).splitlines()

@@ -165,6 +165,17 @@ def test_a_run_that_does_not_fit_says_what_would(config, model, have, settings):
         Trainer(asked, model)
 
 
+@pytest.mark.parametrize("pattern", [{}, {"up_proj": 10**9}])
+def test_a_rank_that_no_weight_has_is_refused(config, model, jobs, pattern):
+    """Before any memory is taken for it; the widest weights have 32 features."""
+    shape = {"rank": 4, "rank_pattern": pattern} if pattern else {"rank": 10**9}
+    job = jobs[0].replace(target_modules="all-linear", **shape)
+    message = "'job0' has rank 1000000000 on .*at most rank 32. Lower rank .* to 32"
+    for refuse in (lambda c: Trainer(c, model), plan_run):
+        with pytest.raises(ConfigError, match=message):
+            refuse(config(jobs=[job]))
+
+
 def test_a_step_that_does_not_fit_says_what_would(config, model, have):
     have(2**40)
     whole = Trainer(config(microbatch_tokens=512), model)
