@@ -35,7 +35,7 @@ class Forward(Protocol):
 
 @runtime_checkable
 class Backward(Protocol):
-    """Computes the gradients of x and of every projection's A and B."""
+    """Computes the gradients of x and of every projection's trained tensors."""
 
     def __call__(
         self,
@@ -47,8 +47,12 @@ class Backward(Protocol):
         block_adapter: Int[Array, " NB"],
         *,
         w_transposed: bool,
-    ) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
-        """Returns dx [T, K] in x's dtype; da [G, K, R] and db [G, R, N] in float32."""
+    ) -> tuple[jax.Array, list[dict[str, jax.Array]]]:
+        """Returns dx [T, K] in x's dtype, and the gradients of each projection.
+
+        These are `a` [G, K, R], `b` [G, R, N] and one for each of `Projection.extra`,
+        in float32.
+        """
         ...
 
 
@@ -100,7 +104,7 @@ BACKENDS: dict[str, Backend] = _table(
         name="xla",
         forward=xla.forward,
         backward=xla.backward,
-        unsupported=lambda _: None,
+        unsupported=xla.unsupported,
         takes_shared_inputs=False,
         stores_masks=True,
         partitionable=True,

@@ -161,6 +161,7 @@ def _checked(
             out_features=p.b.shape[2],
             rank=rank,
             block_tokens=x.shape[0] // block_adapter.shape[0],
+            extra=tuple(p.extra),
         ),
     )
     if p.settings is not None:
@@ -232,14 +233,18 @@ def _check_mesh(backend: Backend) -> None:
         )
 
 
-def _trained(projection: Projection, da: Array, db: Array) -> Projection:
-    """Puts the gradients in a projection's fields; all but A and B are frozen."""
-    gradient: dict[str, Any] = dict.fromkeys(
+def _trained(projection: Projection, gradients: dict[str, Array]) -> Projection:
+    """Puts the gradients in a projection's fields; the other fields are frozen."""
+    fields: dict[str, Any] = dict.fromkeys(
         field.name for field in dataclasses.fields(Projection)
     )
-    gradient["a"] = da.astype(projection.a.dtype)
-    gradient["b"] = db.astype(projection.b.dtype)
-    return dataclasses.replace(projection, **gradient)
+    for name in ("a", "b"):
+        fields[name] = gradients[name].astype(getattr(projection, name).dtype)
+    fields["extra"] = {
+        name: gradients[name].astype(table.dtype)
+        for name, table in projection.extra.items()
+    }
+    return dataclasses.replace(projection, **fields)
 
 
 @functools.cache
@@ -258,12 +263,9 @@ def _with_gradient(backend: Backend):
 
     def backward(w_transposed, residuals, dy):
         projections = residuals[1]
-        dx, da, db = backend.backward(dy, *residuals, w_transposed=w_transposed)
-        gradients = tuple(
-            _trained(p, da_p, db_p)
-            for p, da_p, db_p in zip(projections, da, db, strict=True)
-        )
-        return dx, gradients, None, None
+        dx, gradients = backend.backward(dy, *residuals, w_transposed=w_transposed)
+        trained = tuple(map(_trained, projections, gradients))
+        return dx, trained, None, None
 
     op.defvjp(forward, backward)
     return op

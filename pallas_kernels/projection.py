@@ -26,6 +26,8 @@ class Projection:
         rank: Rank of each slot; None: R. Kernels skip chunks of padding.
         bias: Frozen bias.
         dropout: Mask of the LoRA path; None drops nothing.
+        extra: Further trained tensors of the slots, by name, for back ends that know
+            them.
         settings: What fused kernels compute from scaling, rank and dropout rate,
             computed for many projections at once by `kernel_settings`; None: the
             kernels compute their own.
@@ -38,6 +40,7 @@ class Projection:
     rank: Int[Array, " G"] | None = None
     bias: Float[Array, " N"] | None = None
     dropout: Dropout | None = None
+    extra: dict[str, Float[Array, "G ..."]] = dataclasses.field(default_factory=dict)
     settings: KernelSettings | None = None
 
 
@@ -51,6 +54,7 @@ class LinearShape:
         out_features: N.
         rank: R, the largest rank of a slot.
         block_tokens: Rows of a token block, T / NB.
+        extra: Names of the tensors that are trained beside A and B.
     """
 
     dtype: DTypeLike
@@ -58,3 +62,4 @@ class LinearShape:
     out_features: int
     rank: int
     block_tokens: int
+    extra: tuple[str, ...] = ()

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from jaxlora.adapters.tensors import LORA_A, LORA_B, tensor_path, trained_tensors
+from jaxlora.adapters.tensors import LORA_A, LORA_B, tensor_paths, trained_tensors
 from jaxlora.hf.names import linear_path
 
 
@@ -15,7 +15,8 @@ class LoraWeights:
 
     Attributes:
         tensors: The trained tensors, float32, by their names in
-            `jaxlora.adapters.tensors`: `lora_a` is A, K r; `lora_b` is B, r N.
+            `jaxlora.adapters.tensors`: `lora_a` is A, K r; `lora_b` is B, r N. Those
+            that a setting gives may be absent.
         rank: Rank r.
         lora_alpha: Numerator of the scaling; see `Adapter.scaling`.
 
@@ -28,16 +29,17 @@ class LoraWeights:
     lora_alpha: float
 
     def __post_init__(self):
-        wanted = {tensor.name: tensor for tensor in trained_tensors()}
-        if self.tensors.keys() != wanted.keys():
+        known = {tensor.name: tensor for tensor in trained_tensors()}
+        wanted = {name for name, tensor in known.items() if tensor.setting is None}
+        if not wanted <= self.tensors.keys() <= known.keys():
             raise ValueError(
-                f"an adapter of a linear has the tensors {', '.join(wanted)}, got "
+                f"an adapter of a linear has the tensors {', '.join(known)}, got "
                 f"{', '.join(self.tensors)}."
             )
         shapes = {name: array.shape for name, array in self.tensors.items()}
         sizes: dict[str, int] = {"R": self.rank}
-        for name, tensor in wanted.items():
-            dimensions = tensor.dimensions
+        for name in self.tensors:
+            dimensions = known[name].dimensions
             if len(shapes[name]) != len(dimensions) or any(
                 sizes.setdefault(letter, size) != size
                 for letter, size in zip(dimensions, shapes[name], strict=True)
@@ -76,12 +78,21 @@ class Adapter:
         """Factor of A B in one of the adapter's linears."""
         return lora_scaling(weights.lora_alpha, weights.rank, self.use_rslora)
 
+    def is_set(self, setting: str) -> bool:
+        """Whether a setting of `TrainedTensor` is on, so that the tensor is there."""
+        return any(
+            tensor.setting == setting and tensor.name in weights.tensors
+            for weights in self.modules.values()
+            for tensor in trained_tensors()
+        )
+
     def by_path(self) -> dict[str, np.ndarray]:
         """All trained tensors by path, such as `layers.0.mlp.up_proj.lora_a`."""
         return {
-            tensor_path(linear_path(name), tensor): weights.tensors[tensor.name]
+            path: weights.tensors[tensor.name]
             for name, weights in self.modules.items()
-            for tensor in trained_tensors()
+            for tensor, path in tensor_paths(linear_path(name))
+            if tensor.name in weights.tensors
         }
 
 

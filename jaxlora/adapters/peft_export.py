@@ -18,7 +18,7 @@ from jaxlora.adapters.export_record import (
     check_replaceable,
     write_record,
 )
-from jaxlora.adapters.tensors import trained_tensors
+from jaxlora.adapters.tensors import tensor_settings, tensors_with
 from jaxlora.atomic import replace_folder, sync_files
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def export_peft(
     check_replaceable(folder, overwrite=overwrite)
     tensors = {}
     for name, weights in adapter.modules.items():
-        for tensor in trained_tensors():
+        for tensor in tensors_with(adapter.is_set):
             tensors[f"{PREFIX}{name}.{tensor.peft_name}"] = np.ascontiguousarray(
                 weights.tensors[tensor.name].T, np.float32
             )
@@ -116,6 +116,7 @@ def _config(
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": adapter.use_rslora,
+        **{setting: adapter.is_set(setting) for setting in tensor_settings()},
     }
 
 

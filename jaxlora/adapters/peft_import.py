@@ -3,14 +3,19 @@
 import os
 import pathlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.peft_export import CONFIG_FILE, PREFIX, WEIGHTS_FILE
-from jaxlora.adapters.tensors import trained_tensors
+from jaxlora.adapters.tensors import (
+    TrainedTensor,
+    tensor_settings,
+    tensors_with,
+    trained_tensors,
+)
 from jaxlora.errors import AdapterError, ConfigError, ModelError
 from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.tensor_file import TensorFile
@@ -76,7 +81,7 @@ def _import(
 ) -> Adapter:
     patterns = Patterns(str(folder / CONFIG_FILE))
     config = _read_config(folder, patterns)
-    found = _read_tensors(folder)
+    found, wanted = _read_tensors(folder), tensors_with(config.get)
     dropout = float(config.get("lora_dropout") or 0.0)
     modules = {}
     for name, tensors in found.items():
@@ -91,7 +96,7 @@ def _import(
         rank = pattern_value(ranks, name, config["r"], patterns)
         lora_alpha = pattern_value(alphas, name, config["lora_alpha"], patterns)
         modules[name] = LoraWeights(
-            tensors=_checked(folder, name, tensors, rank, linear_shapes[name]),
+            tensors=_checked(folder, name, tensors, wanted, rank, linear_shapes[name]),
             rank=rank,
             lora_alpha=float(lora_alpha),
         )
@@ -130,18 +135,19 @@ def _read_config(folder: pathlib.Path, patterns: Patterns) -> dict[str, Any]:
             "base's weights. Save it with peft's "
             "path_initial_model_for_weight_conversion."
         )
-    if not isinstance(config.get("use_rslora"), bool | None):
-        raise AdapterError(
-            f"{path} has use_rslora={shown(config['use_rslora'])}; wanted true or "
-            "false."
-        )
+    for key in ("use_rslora", *tensor_settings()):
+        if not isinstance(config.get(key), bool | None):
+            raise AdapterError(
+                f"{path} has {key}={shown(config[key])}; wanted true or false."
+            )
     if config.get("bias") not in (None, "none"):
         raise AdapterError(
             f"{path} sets bias={shown(config['bias'])}; only 'none' is supported: "
             "biases stay frozen."
         )
+    known = {*_READ, *_HARMLESS, *tensor_settings()}
     for key, value in config.items():
-        if key not in _READ | _HARMLESS and value not in (None, False, [], {}):
+        if key not in known and value not in (None, False, [], {}):
             raise AdapterError(
                 f"{path} sets {key}={shown(value)}, which is not supported and may "
                 "change what the adapter computes."
@@ -219,22 +225,29 @@ def _checked(
     folder: pathlib.Path,
     name: str,
     tensors: Mapping[str, np.ndarray],
+    wanted: Sequence[TrainedTensor],
     rank: int,
     linear_shape: tuple[int, ...],
 ) -> dict[str, np.ndarray]:
     """Returns a module's tensors in our layout, float32, by our names."""
-    for tensor in trained_tensors():
+    for tensor in wanted:
         if tensor.peft_name not in tensors:
             raise AdapterError(f"{folder} lacks {name}.{tensor.peft_name}.")
-    checked = {}
     for tensor in trained_tensors():
+        if tensor not in wanted and tensor.peft_name in tensors:
+            raise AdapterError(
+                f"{folder} holds {name}.{tensor.peft_name}, but its {CONFIG_FILE} does "
+                f"not set {tensor.setting}. Correct the file."
+            )
+    checked = {}
+    for tensor in wanted:
         array = tensors[tensor.peft_name]
         k, n = linear_shape
-        wanted = tensor.shape(k, n, rank)[::-1]  # PEFT stores the transpose
-        if array.shape != wanted:
+        shape = tensor.shape(k, n, rank)[::-1]  # PEFT stores the transpose
+        if array.shape != shape:
             raise AdapterError(
                 f"{folder}: {name}.{tensor.peft_name} has shape {list(array.shape)}; "
-                f"the base model and rank {rank} call for {list(wanted)}."
+                f"the base model and rank {rank} call for {list(shape)}."
             )
         checked[tensor.name] = np.ascontiguousarray(array.astype(np.float32).T)
     return checked

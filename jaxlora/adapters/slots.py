@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.optimizer import AdapterState, Pending, Tables, zero_state
-from jaxlora.adapters.tensors import tensor_paths, trained_tensors, unpadded
+from jaxlora.adapters.tensors import tensor_paths, tensors_with, unpadded
 from jaxlora.config import LoraJob
 from jaxlora.hf.names import linear_path
 from jaxlora.models.spec import DecoderSpec, SlotSettings
@@ -54,7 +54,7 @@ def fresh_adapter(
         weights[name] = LoraWeights(
             tensors={
                 t.name: t.start(rng, kernels[name], module.rank).astype(np.float32)
-                for t in trained_tensors()
+                for t in tensors_with(lambda setting: getattr(job, setting))
             },
             rank=module.rank,
             lora_alpha=module.lora_alpha,
@@ -74,6 +74,7 @@ def adapter_from_rows(rows: Mapping[str, np.ndarray], like: Adapter) -> Adapter:
         tensors = {
             tensor.name: np.array(rows[path][unpadded(old.tensors[tensor.name].shape)])
             for tensor, path in tensor_paths(linear_path(name))
+            if tensor.name in old.tensors
         }
         modules[name] = dataclasses.replace(old, tensors=tensors)
     return dataclasses.replace(like, modules=modules)

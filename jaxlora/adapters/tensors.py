@@ -31,6 +31,8 @@ class TrainedTensor:
         dimensions: Its dimensions; a slot pads those of rank with zeros.
         start: Makes its initial value at the adapter's own rank.
         rate_ratio: Its learning rate in a job, divided by the job's; None: always 1.
+        setting: The setting of `LoraJob` and of PEFT's adapter_config.json, true or
+            false, that gives it to an adapter; None: every adapter has it.
     """
 
     name: str
@@ -38,6 +40,7 @@ class TrainedTensor:
     dimensions: tuple[Dimension, ...]
     start: Start
     rate_ratio: Callable[[LoraJob], float] | None = None
+    setting: str | None = None
 
     def shape(self, in_features: int, out_features: int, rank: int) -> tuple[int, ...]:
         """Shape of the tensor in a linear with a weight K N, at a rank R."""
@@ -79,8 +82,23 @@ TENSORS: tuple[TrainedTensor, ...] = (LORA_A, LORA_B)
 
 
 def trained_tensors() -> tuple[TrainedTensor, ...]:
-    """The tensors that an adapter trains in each linear, in the order of the table."""
+    """All tensors that an adapter can train in a linear, in the order of the table."""
     return TENSORS
+
+
+def tensors_with(is_set: Callable[[str], object]) -> tuple[TrainedTensor, ...]:
+    """The tensors of an adapter, in the order of the table.
+
+    Args:
+        is_set: Returns whether a setting, such as `use_dora`, is on.
+    """
+    return tuple(t for t in trained_tensors() if t.setting is None or is_set(t.setting))
+
+
+def tensor_settings() -> tuple[str, ...]:
+    """The settings that give tensors to an adapter, in the order of the table."""
+    settings = (tensor.setting for tensor in trained_tensors())
+    return tuple(dict.fromkeys(s for s in settings if s is not None))
 
 
 def rate_ratios[T](
@@ -122,15 +140,16 @@ def tensor_of(path: str) -> TrainedTensor:
     raise ValueError(f"{path!r} is no name of a trained tensor.")
 
 
-def common_rank(tensors: Sequence[Any]) -> int | None:
+def common_rank(tensors: Sequence[TrainedTensor], arrays: Sequence[Any]) -> int | None:
     """Rank of the tensors of one linear; None if their ranks differ.
 
     Args:
-        tensors: All trained tensors, in the order of the table.
+        tensors: Entries of the table.
+        arrays: The tensor of each.
     """
     ranks = {
         size
-        for tensor, array in zip(trained_tensors(), tensors, strict=True)
+        for tensor, array in zip(tensors, arrays, strict=True)
         for letter, size in zip(tensor.dimensions, array.shape, strict=True)
         if letter == "R"
     }

@@ -12,7 +12,14 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxlora.adapters.tensors import common_rank, trained_tensors, unpadded
+from jaxlora.adapters.tensors import (
+    LORA_A,
+    LORA_B,
+    TrainedTensor,
+    common_rank,
+    tensors_with,
+    unpadded,
+)
 from jaxlora.pallas_kernels import (
     Dropout,
     KernelSettings,
@@ -43,6 +50,8 @@ class SlotShape:
         rank: R, largest rank of a slot; smaller ones are zero-padded.
         use_dropout: Whether training can drop features. It is compiled into the
             programs; the rate of each slot is data.
+        settings: The settings of jobs for which there are tables; see
+            `TrainedTensor.setting`.
 
     Raises:
         ValueError: A size is not positive.
@@ -51,6 +60,12 @@ class SlotShape:
     num_slots: int
     rank: int
     use_dropout: bool = True
+    settings: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[TrainedTensor, ...]:
+        """The trained tensors for which there are tables."""
+        return tensors_with(self.settings.__contains__)
 
     def __post_init__(self):
         if self.num_slots < 1 or self.rank < 1:
@@ -153,7 +168,7 @@ class MultiLoraLinear(nnx.Module):
         if slots is None:
             return
         g = slots.num_slots
-        for tensor in trained_tensors():
+        for tensor in slots.tensors:
             shape = g, *tensor.shape(k, n, slots.rank)
             setattr(self, tensor.name, nnx.LoRAParam(jnp.zeros(shape, jnp.float32)))
         self.scaling = SlotVariable(jnp.zeros((g,), jnp.float32))
@@ -172,7 +187,7 @@ class MultiLoraLinear(nnx.Module):
         Args:
             slot: Which slot, from 0.
             *tensors: The trained tensors at the adapter's own rank r, in the order of
-                `jaxlora.adapters.tensors`: A, K r; then B, r N.
+                `SlotShape.tensors`: A, K r; then B, r N.
             scaling: `lora_alpha / r`, or `lora_alpha / sqrt(r)` for rsLoRA.
             dropout: Dropout rate of the LoRA path.
 
@@ -185,13 +200,13 @@ class MultiLoraLinear(nnx.Module):
         num_slots, largest = self.slots.num_slots, self.slots.rank
         if not 0 <= slot < num_slots:
             raise ValueError(f"slot {slot} is not one of the {num_slots} slots.")
-        rank = common_rank(tensors)
+        rank = common_rank(self.slots.tensors, tensors)
         if rank is None or rank > largest:
             shapes = " and ".join(str(array.shape) for array in tensors)
             raise ValueError(
                 f"tensors of shapes {shapes} must share a rank of at most {largest}."
             )
-        for tensor, value in zip(trained_tensors(), tensors, strict=True):
+        for tensor, value in zip(self.slots.tensors, tensors, strict=True):
             variable = getattr(self, tensor.name)
             rows = jnp.zeros(variable.shape[1:], jnp.float32)
             rows = rows.at[unpadded(value.shape)].set(value)
@@ -217,6 +232,7 @@ class MultiLoraLinear(nnx.Module):
         return y if self.bias is None else y + self.bias[...]
 
     def _projection(self, routing: Routing) -> Projection:
+        assert self.slots is not None
         return Projection(
             w=self.kernel[...],
             a=self.lora_a[...],
@@ -225,6 +241,11 @@ class MultiLoraLinear(nnx.Module):
             rank=self.rank[...],
             bias=None if self.bias is None else self.bias[...],
             dropout=self._dropout(routing),
+            extra={
+                tensor.name: getattr(self, tensor.name)[...]
+                for tensor in self.slots.tensors
+                if tensor not in (LORA_A, LORA_B)
+            },
             settings=routing.settings.get(self._place),
         )
 

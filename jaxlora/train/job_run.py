@@ -11,7 +11,7 @@ import numpy as np
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.learning_rate import learning_rate
 from jaxlora.adapters.slots import ParkedSlot
-from jaxlora.adapters.tensors import trained_tensors
+from jaxlora.adapters.tensors import tensors_with
 from jaxlora.config import LoraJob
 from jaxlora.data.order import JobOrder
 from jaxlora.data.pack import JobBatch
@@ -219,6 +219,6 @@ def _hash_adapter(adapter: Adapter) -> str:
     digest = hashlib.sha256()
     for name, weights in sorted(adapter.modules.items()):
         digest.update(name.encode())
-        for tensor in trained_tensors():
+        for tensor in tensors_with(adapter.is_set):
             digest.update(np.asarray(weights.tensors[tensor.name]).tobytes())
     return digest.hexdigest()

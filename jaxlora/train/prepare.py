@@ -12,6 +12,7 @@ import numpy as np
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.peft_import import import_peft
 from jaxlora.adapters.slots import fresh_adapter
+from jaxlora.adapters.tensors import LORA_A, LORA_B, tensor_settings
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.tokenize import TokenizedData, tokenize_job
 from jaxlora.data.tokenizer import Tokenizer
@@ -128,6 +129,9 @@ def _check_stated_settings(job: LoraJob, start: Adapter, model: BaseModel) -> No
         for name in sorted(asked.keys() ^ start.modules.keys()):
             verb = "adapts" if name in start.modules else "does not adapt"
             differences.append(f"{verb} {name}")
+    for setting in tensor_settings():
+        if getattr(job, setting) != start.is_set(setting):
+            differences.append(f"has {setting}={str(start.is_set(setting)).lower()}")
     for name, weights in start.modules.items():
         if name not in asked:
             continue
@@ -195,6 +199,11 @@ def spec_of(
             any(job.dropout > 0 for job in config.jobs)
             if config.slot_dropout is None
             else config.slot_dropout
+        ),
+        settings=tuple(
+            setting
+            for setting in tensor_settings()
+            if any(getattr(job, setting) for job in config.jobs)
         ),
     )
     spec = DecoderSpec(
@@ -267,6 +276,7 @@ def kernels_unsupported(
     """Returns why a back end cannot run some adapted linear, or None if it can."""
     assert spec.slots is not None
     shapes = spec.base_shapes()
+    extra = tuple(t.name for t in spec.slots.tensors if t not in (LORA_A, LORA_B))
     for path in spec.adapted:
         in_features, out_features = shapes[f"{path}.kernel"].shape
         shape = LinearShape(
@@ -275,6 +285,7 @@ def kernels_unsupported(
             out_features=out_features,
             rank=spec.slots.rank,
             block_tokens=block_tokens,
+            extra=extra,
         )
         if (reason := backend.unsupported(shape)) is not None:
             return reason
@@ -301,6 +312,12 @@ def check_fits(run: JobRun, spec: DecoderSpec) -> None:
             f"{spec.slots.rank}. Lower it, or set slot_rank to at least "
             f"{run.largest_rank}."
         )
+    for setting in tensor_settings():
+        if run.start.is_set(setting) and setting not in spec.slots.settings:
+            raise ConfigError(
+                f"job {name!r} has {setting}, and the slots of this run were made "
+                f"without. Start the run with a job that has {setting}: true."
+            )
     for module in run.start.modules:
         if linear_path(module) not in spec.adapted:
             raise ConfigError(

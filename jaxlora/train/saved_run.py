@@ -56,7 +56,11 @@ class SavedAdapter:
         """
         modules = {
             name: LoraWeights(
-                tensors={t.name: params[p] for t, p in tensor_paths(linear_path(name))},
+                tensors={
+                    tensor.name: params[path]
+                    for tensor, path in tensor_paths(linear_path(name))
+                    if path in params
+                },
                 rank=rank,
                 lora_alpha=lora_alpha,
             )
@@ -147,6 +151,8 @@ class SavedTensors:
             for tensor, path in tensor_paths(linear_path(module)):
                 paths.add(path)
                 shape = self.shapes.get(path)
+                if shape is None and tensor.setting is not None:
+                    continue
                 if shape is None or len(shape) != len(tensor.dimensions):
                     raise ValueError(f"job {name}: {path} has shape {shape}.")
                 for letter, size in zip(tensor.dimensions, shape, strict=True):

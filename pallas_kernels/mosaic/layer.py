@@ -39,6 +39,8 @@ def unsupported(shape: LinearShape) -> str | None:
     """Returns why these kernels cannot run such a linear here, or None if they can."""
     if (reason := unsupported_device()) is not None:
         return reason
+    if shape.extra:
+        return f"its kernels train A and B only, not {', '.join(shape.extra)}"
     dtype, features = jnp.dtype(shape.dtype), (shape.in_features, shape.out_features)
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {dtype.name} is neither bfloat16 nor float16"
@@ -144,8 +146,8 @@ def backward(
     block_adapter: Int[Array, " NB"],
     *,
     w_transposed: bool = False,
-) -> tuple[Float[Array, "T K"], list[Array], list[Array]]:
-    """Computes dx [T, K] in x's dtype; da [G, K, R] and db [G, R, N] in float32."""
+) -> tuple[Float[Array, "T K"], list[dict[str, Array]]]:
+    """Computes dx [T, K] in x's dtype; `a` [G, K, R] and `b` [G, R, N] in float32."""
     given = _prepare(x, projections, block_adapter)
     settings, blocks, masks = given.settings, given.blocks, given.masks
     ds, outers = [], []
@@ -171,8 +173,7 @@ def backward(
         outers = []
     *db, da = gradients
     ranks = [p.a.shape[2] for p in projections]
-    return (
-        functools.reduce(jnp.add, dx),
-        [g[:, :, :r] for g, r in zip(da, ranks, strict=True)],
-        [g[:, :r] for (g,), r in zip(db, ranks, strict=True)],
-    )
+    return functools.reduce(jnp.add, dx), [
+        {"a": da_i[:, :, :r], "b": db_i[:, :r]}
+        for da_i, (db_i,), r in zip(da, db, ranks, strict=True)
+    ]

@@ -11,7 +11,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.pallas_kernels.dropout import Dropout, inverse_keep, keep_mask
-from jaxlora.pallas_kernels.projection import Projection
+from jaxlora.pallas_kernels.projection import LinearShape, Projection
+
+
+def unsupported(shape: LinearShape) -> str | None:
+    """Returns why these kernels cannot run such a linear, or None if they can."""
+    if shape.extra:
+        return f"its kernels train A and B only, not {', '.join(shape.extra)}"
+    return None
 
 
 def _einsum(spec: str, *operands: Array) -> Array:
@@ -87,15 +94,15 @@ def backward(
     block_adapter: Int[Array, " NB"],
     *,
     w_transposed: bool = False,
-) -> tuple[Float[Array, "T K"], list[Array], list[Array]]:
-    """Computes dx [T, K] in x's dtype; da [G, K, R] and db [G, R, N] in float32."""
+) -> tuple[Float[Array, "T K"], list[dict[str, Array]]]:
+    """Computes dx [T, K] in x's dtype; `a` [G, K, R] and `b` [G, R, N] in float32."""
     spec = "tn,nk->tk" if w_transposed else "tn,kn->tk"
     parts = [
         _backward(dy_p, x, p, p.w[layer[0]], s_p, spec, block_adapter)
         for dy_p, p, s_p in zip(dy, projections, s, strict=True)
     ]
-    dx = functools.reduce(jnp.add, (part[0] for part in parts))
-    return dx.astype(x.dtype), [part[1] for part in parts], [part[2] for part in parts]
+    dx = functools.reduce(jnp.add, (part for part, _ in parts))
+    return dx.astype(x.dtype), [gradients for _, gradients in parts]
 
 
 def _backward(
@@ -106,7 +113,7 @@ def _backward(
     s: Float[Array, "NB BT R"],
     spec: str,
     block_adapter: Int[Array, " NB"],
-) -> tuple[Float[Array, "T K"], Float[Array, "G K R"], Float[Array, "G R N"]]:
+) -> tuple[Float[Array, "T K"], dict[str, Array]]:
     a, b, dropout = projection.a, projection.b, projection.dropout
     num_slots, num_blocks = a.shape[0], block_adapter.shape[0]
     slot_B = jnp.maximum(block_adapter, 0)
@@ -125,4 +132,4 @@ def _backward(
         through = jnp.where(keep, through, 0)
     dx = _einsum(spec, dy, w).reshape(through.shape) + through
     dx = jnp.where(block_adapter[:, None, None] >= 0, dx, 0)
-    return dx.reshape(x.shape), da, db
+    return dx.reshape(x.shape), {"a": da, "b": db}

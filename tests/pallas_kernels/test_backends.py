@@ -84,7 +84,7 @@ def backward(dy, x, projections, s, layer, block_adapter, *, w_transposed):
         return forward(x, given, layer, block_adapter, w_transposed=w_transposed)[0]
 
     dx, gradients = jax.vjp(run, x, [(p.a, p.b) for p in projections])[1](dy)
-    return dx, *([list(part) for part in zip(*gradients, strict=True)])
+    return dx, [{"a": da, "b": db} for da, db in gradients]
 
 
 TOY = Backend(

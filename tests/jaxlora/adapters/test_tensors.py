@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -152,6 +153,47 @@ def test_export_and_import_carry_a_third_tensor(spec, start, tmp_path, linear_sh
     safetensors.numpy.save_file({k: t for k, t in stored.items() if k != key}, path)
     with pytest.raises(AdapterError, match=r"q_proj\.lora_magnitude_vector"):
         import_peft(folder, linear_shapes)
+
+
+class DoraJob(LoraJob):
+    """A job with the setting that gives it a third tensor."""
+
+    use_dora: bool = False
+
+
+def test_a_setting_gives_a_tensor(monkeypatch, tmp_path, linear_shapes):
+    tensor = dataclasses.replace(MAGNITUDE, setting="use_dora")
+    monkeypatch.setattr(tensors, "TENSORS", (*tensors.TENSORS, tensor))
+    kernels = {name: np.ones(shape) for name, shape in linear_shapes.items()}
+    spec = DecoderSpec(
+        config=model_config(tiny.CONFIG),
+        options=DecoderOptions(dtype=jnp.dtype(jnp.float32), max_segment_tokens=16),
+        slots=SlotShape(num_slots=2, rank=3, settings=("use_dora",)),
+        adapted=tuple(f"layers.{i}.self_attn.q_proj" for i in range(2)),
+    )
+    paths = {f"{path}.lora_magnitude_vector" for path in spec.adapted}
+    for is_set in (True, False):
+        job = DoraJob(**JOB.model_dump(), use_dora=is_set)
+        start = fresh_adapter(job, resolve_targets(job, list(kernels)), kernels)
+        assert paths & start.by_path().keys() == (paths if is_set else set())
+        table = stepped(spec, start)
+        kept = table.copy(1).params
+        assert paths & kept.keys() == (paths if is_set else set())
+        folder = export_peft(
+            start,
+            tmp_path / str(is_set),
+            base_model="b",
+            linear_names=list(linear_shapes),
+        )
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert config["use_dora"] is is_set
+        back = import_peft(folder, linear_shapes)
+        assert back.is_set("use_dora") is is_set
+        assert back.by_path().keys() == start.by_path().keys()
+        config["use_dora"] = not is_set
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        with pytest.raises(AdapterError, match="lora_magnitude_vector"):
+            import_peft(folder, linear_shapes)
 
 
 def test_an_unknown_tensor_is_refused(linear_shapes, spec, start, tmp_path):
