@@ -43,7 +43,16 @@ def test_mosaic_where_it_cannot_run_is_refused(model, jobs, tmp_path):
         run(model, jobs[:1], tmp_path / "asked", implementation="mosaic")
 
 
-def test_auto_takes_the_first_that_can(model, jobs, tmp_path, caplog, monkeypatch):
+@pytest.fixture
+def backends():
+    """The table of back ends; its entries and their order are restored."""
+    before = dict(BACKENDS)
+    yield BACKENDS
+    BACKENDS.clear()
+    BACKENDS.update(before)
+
+
+def test_auto_takes_the_first_that_can(model, jobs, tmp_path, caplog, backends):
     """Also one that no other file knows, which then trains the adapters."""
     calls, xla = [], BACKENDS["xla"]
 
@@ -53,9 +62,8 @@ def test_auto_takes_the_first_that_can(model, jobs, tmp_path, caplog, monkeypatc
 
     first = dataclasses.replace(BACKENDS["mosaic"], unsupported=lambda _: "it is small")
     toy = dataclasses.replace(xla, name="toy", forward=forward)
-    for name, backend in {"mosaic": first, "toy": toy, "xla": xla}.items():
-        monkeypatch.delitem(BACKENDS, name, raising=False)
-        monkeypatch.setitem(BACKENDS, name, backend)
+    backends.clear()
+    backends.update({"mosaic": first, "toy": toy, "xla": xla})
     with caplog.at_level(logging.INFO):
         got = run(model, jobs[:1], tmp_path / "auto")
     message = "LoRA kernels: toy, as mosaic cannot run this: it is small"
