@@ -11,6 +11,7 @@ from unittest import mock
 
 from jaxlora import BaseModel, LoraJob, RunConfig, Trainer, load_model
 from jaxlora.inspect import inspect_path
+from jaxlora.memory.capacity import settle
 from jaxlora.train import trainer, windows
 from jaxlora.train.export import export_checkpoint
 from jaxlora.train.report import plot_losses
@@ -47,11 +48,15 @@ def without_computing(**windows_methods) -> Iterator[None]:
         for name, function in windows_methods.items():
             patch = mock.patch.object(windows.Windows, name, function)
             patches.enter_context(patch)
-        for owner, name in (
-            (trainer.Trainer, "_settle_capacity"),
-            (trainer, "write_report"),
+
+        def settle_uncompiled(config, spec, bounds, *_) -> RunConfig:
+            return settle(config, spec, bounds)
+
+        for name, stub in (
+            ("settle", settle_uncompiled),
+            ("write_report", lambda *_: None),
         ):
-            patches.enter_context(mock.patch.object(owner, name, lambda *_: None))
+            patches.enter_context(mock.patch.object(trainer, name, stub))
         yield
 
 
