@@ -5,8 +5,8 @@ from .adapters.peft_export import export_peft
 from .adapters.peft_import import import_peft
 from .config import DataConfig, LoraJob, RunConfig
 from .errors import JaxloraError
+from .families.model_config import ModelConfig
 from .hf.load import BaseModel, load_model
-from .models.config import ModelConfig
 from .models.decoder import Decoder, DecoderOptions
 from .models.spec import DecoderSpec
 from .modules.multi_lora_linear import (

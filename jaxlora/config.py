@@ -106,14 +106,14 @@ class LoraJob(StrictModel):
         alpha_pattern: lora_alpha of modules whose name matches the pattern.
         init_from: PEFT folder whose weights the adapter starts from.
         continue_from: Output folder of another run, whose job of the same name
-            continues here with its whole state: optimiser, position in the data and
+            continues here with its whole state: optimizer, position in the data and
             evaluations.
-        batch_size: Samples in a global batch: one optimiser step.
+        batch_size: Samples in a global batch: one optimizer step.
         epochs: Passes over the data; may be a fraction. Used when `steps` is None.
-        steps: Optimiser steps.
+        steps: Optimizer steps.
         learning_rate: Peak rate.
         lr_schedule: Shape of the rate after warm-up.
-        warmup_steps: Optimiser steps of linear warm-up.
+        warmup_steps: Optimizer steps of linear warm-up.
         warmup_ratio: Warm-up as a share of all steps, when `warmup_steps` is None.
         lora_plus_ratio: Rate of B over rate of A (LoRA+, arXiv 2402.12354).
         weight_decay: Decoupled weight decay of AdamW.
@@ -126,7 +126,7 @@ class LoraJob(StrictModel):
         shuffle: Permute the records anew in each epoch, by `seed`.
         seed: Random seed for the initial A, the order of the data and the dropout
             masks.
-        eval_every: Optimiser steps between evaluations; None: start and end only.
+        eval_every: Optimizer steps between evaluations; None: start and end only.
         early_stopping: Number of evaluations without improvement after which the job
             stops; None: never.
         early_stopping_delta: Smallest decrease of the loss that counts as an
@@ -242,7 +242,7 @@ class RunConfig(StrictModel):
             every adapted linear.
         attention: Attention implementation: `cudnn` (Hopper and newer) or `xla`
             (anywhere); `auto` takes `cudnn` where it can run the model.
-        window_steps: Optimiser steps of each job that are packed together, as one
+        window_steps: Optimizer steps of each job that are packed together, as one
             window. Longer windows fill microbatches better. Jobs start, checkpoints
             are written and an interrupt takes effect only between windows.
         preempt: Whether a waiting job takes the slot of a running job of strictly lower
@@ -251,7 +251,7 @@ class RunConfig(StrictModel):
         packer: Packing algorithm for a window: `joint` packs all its steps together;
             `greedy` packs one step of every job at a time; `lorafusion` is LoRAFusion's
             algorithm.
-        checkpoint_every: Rounds (one optimiser step of every running job) between
+        checkpoint_every: Rounds (one optimizer step of every running job) between
             checkpoints, each at the end of its window; None: only at the end and when
             interrupted.
         keep_checkpoints: Number of checkpoints to keep.

@@ -12,17 +12,18 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from jaxlora.adapters.peft_import import import_peft
+from jaxlora.adapters.targets import check_ranks, resolve_targets
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.order import JobOrder
 from jaxlora.data.tokenize import TokenizedData
 from jaxlora.data.tokenizer import load_tokenizer
+from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.checkpoint import planned_config
 from jaxlora.hf.files import tokenizer_folder
 from jaxlora.hf.load import base_dtype
 from jaxlora.hf.names import linear_names, linear_path, tensor_specs
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.capacity import settle
-from jaxlora.models.config import ModelConfig
 from jaxlora.scheduler import (
     Limits,
     Microbatch,
@@ -35,7 +36,6 @@ from jaxlora.scheduler import (
     plan,
 )
 from jaxlora.scheduler.spacing import with_no_ops
-from jaxlora.targets import check_ranks, resolve_targets
 from jaxlora.train import prepare
 from jaxlora.train.continue_job import continued_step
 from jaxlora.train.job_run import batch_lengths, job_order
@@ -63,7 +63,7 @@ class JobData:
     num_steps: int
 
     def lengths(self, step: int) -> list[int]:
-        """Tokens of each sample of the global batch of an optimiser step."""
+        """Tokens of each sample of the global batch of an optimizer step."""
         return batch_lengths(self.data, self.order, step)
 
 
@@ -126,7 +126,7 @@ def plan_run(
     Args:
         config: The run.
         stages: Number of pipeline stages.
-        steps: Number of optimiser steps of each job to plan; None: all.
+        steps: Number of optimizer steps of each job to plan; None: all.
 
     Raises:
         JaxloraError: The tokenizer or a job's data cannot be used.

@@ -38,7 +38,7 @@ class Dropout:
     """The dropout of one projection, for all slots.
 
     Attributes:
-        key: Two words per slot that identify (job seed, optimiser step, layer,
+        key: Two words per slot that identify (job seed, optimizer step, layer,
             projection); see `dropout_keys`. None if there are `words`.
         rate: Probability of dropping a feature, by slot.
         token_index: The token's own index in its job's global batch.

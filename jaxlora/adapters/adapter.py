@@ -5,8 +5,13 @@ import math
 
 import numpy as np
 
-from jaxlora.adapters.tensors import LORA_A, LORA_B, tensor_paths, trained_tensors
 from jaxlora.hf.names import linear_path
+from jaxlora.modules.trained_tensors import (
+    LORA_A,
+    LORA_B,
+    tensor_paths,
+    trained_tensors,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,8 +20,8 @@ class LoraWeights:
 
     Attributes:
         tensors: The trained tensors, float32, by their names in
-            `jaxlora.adapters.tensors`: `lora_a` is A, K r; `lora_b` is B, r N. Those
-            that a setting gives may be absent.
+            `jaxlora.modules.trained_tensors`: `lora_a` is A, K r; `lora_b` is B, r N.
+            Those that a setting gives may be absent.
         rank: Rank r.
         lora_alpha: Numerator of the scaling; see `Adapter.scaling`.
 

@@ -53,7 +53,7 @@ class ExportRecord(StrictModel):
 
     Attributes:
         job: The job's name.
-        step: Optimiser steps behind the weights.
+        step: Optimizer steps behind the weights.
         checksums: XXH3 of each file in hexadecimal, by file name; set when the record
             is written.
     """

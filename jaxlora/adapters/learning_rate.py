@@ -1,4 +1,4 @@
-"""Learning rates over optimiser steps, as the Hugging Face trainer has them."""
+"""Learning rates over optimizer steps, as the Hugging Face trainer has them."""
 
 import math
 
@@ -6,7 +6,7 @@ from jaxlora.config import LoraJob
 
 
 def learning_rate(job: LoraJob, step: int, num_steps: int) -> float:
-    """Rate of optimiser step `step` (from 0) out of `num_steps`.
+    """Rate of optimizer step `step` (from 0) out of `num_steps`.
 
     Warm-up rises linearly from 0; then the rate stays, falls linearly to 0, or follows
     half a cosine to 0 at `num_steps`.

@@ -1,4 +1,4 @@
-"""One AdamW for each slot: the optimiser of one adapter, mapped over the slots."""
+"""One AdamW for each slot: the optimizer of one adapter, mapped over the slots."""
 
 import dataclasses
 import typing
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlora.adapters.tensors import tensor_of
+from jaxlora.modules.trained_tensors import tensor_of
 
 Tables = dict[str, Float[Array, "G L ..."]]  # stacks, by name: see models/stacks.py
 
@@ -32,7 +32,7 @@ class Pending:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterState:
-    """Adapters and their optimiser state, float32, stacked by slot.
+    """Adapters and their optimizer state, float32, stacked by slot.
 
     Attributes:
         params: Trained tensors of every adapted linear.
@@ -51,15 +51,15 @@ class AdapterState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hyper:
-    """Settings of one optimiser step, one row per slot.
+    """Settings of one optimizer step, one row per slot.
 
     Attributes:
         steps_now: Whether each slot's global batch is complete; other slots stay
             bitwise unchanged.
-        count: Optimiser steps that the slot has done.
+        count: Optimizer steps that the slot has done.
         learning_rate: Learning rate of this step.
         rate_ratio: Factors of the learning rates of trained tensors, by name, for those
-            that have one; see `jaxlora.adapters.tensors`.
+            that have one; see `jaxlora.modules.trained_tensors`.
         weight_decay: Decoupled decay.
         b1: Decay of the first moment.
         b2: Decay of the second moment.
@@ -82,7 +82,7 @@ class Hyper:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Result of an optimiser step; only the rows of slots that stepped are meaningful.
+    """Result of an optimizer step; only the rows of slots that stepped are meaningful.
 
     Attributes:
         norm: Norm of the gradient, before clipping.
@@ -164,7 +164,7 @@ def _adapter_step(state: AdapterState, hyper: Hyper):
 def optimizer_step(
     state: AdapterState, hyper: Hyper
 ) -> tuple[AdapterState, StepResult]:
-    """Applies an optimiser step to the slots whose global batch is complete.
+    """Applies an optimizer step to the slots whose global batch is complete.
 
     A slot whose batch is not finite keeps its weights and moments. The device decides
     this, so that it does not wait until the host has read the losses.

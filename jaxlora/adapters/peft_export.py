@@ -18,8 +18,8 @@ from jaxlora.adapters.export_record import (
     check_replaceable,
     write_record,
 )
-from jaxlora.adapters.tensors import tensor_settings, tensors_with
 from jaxlora.atomic import replace_folder, sync_files
+from jaxlora.modules.trained_tensors import tensor_settings, tensors_with
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from jaxtyping import Array, Float, Int
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.optimizer import AdapterState, Pending, Tables, zero_state
-from jaxlora.adapters.tensors import tensor_paths, tensors_with, unpadded
+from jaxlora.adapters.targets import ModuleLora
 from jaxlora.config import LoraJob
 from jaxlora.hf.names import linear_path
 from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.models.stacks import to_paths
-from jaxlora.targets import ModuleLora
+from jaxlora.modules.trained_tensors import tensor_paths, tensors_with, unpadded
 
 # The parts of a slot's state that outlast a global batch: weights and both moments.
 Kind = Literal["params", "mu", "nu"]
@@ -91,8 +91,8 @@ class ParkedSlot:
     Attributes:
         params: Trained tensors at the adapter's own rank, float32, by dotted path
             (`layers.0.mlp.up_proj.lora_a`).
-        mu: First moments of the optimiser, by path.
-        nu: Second moments of the optimiser, by path.
+        mu: First moments of the optimizer, by path.
+        nu: Second moments of the optimizer, by path.
 
     Raises:
         ValueError: Weights and moments differ in paths or shapes.
@@ -123,7 +123,7 @@ class SlotTable:
     """The adapters on the device, by slot.
 
     Attributes:
-        state: Adapters and optimiser state of all slots.
+        state: Adapters and optimizer state of all slots.
         settings: Scaling, dropout and rank of the slots in every adapted linear.
     """
 
@@ -159,7 +159,7 @@ class SlotTable:
         self._shapes: dict[int, dict[str, tuple[int, ...]]] = {}
 
     def load(self, slot: int, adapter: Adapter) -> None:
-        """Puts an adapter into a slot, with empty optimiser state."""
+        """Puts an adapter into a slot, with empty optimizer state."""
         params = adapter.by_path()
         self._write(slot, {"params": params})
         self.activate(slot, adapter)
@@ -193,7 +193,7 @@ class SlotTable:
         self._upload_settings()
 
     def clear(self, slot: int) -> None:
-        """Empties a slot: weights, optimiser state and settings."""
+        """Empties a slot: weights, optimizer state and settings."""
         self._write(slot, {})
         self._shapes.pop(slot, None)
         self._clear_settings(slot)

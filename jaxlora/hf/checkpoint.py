@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from jaxlora.errors import ModelError
+from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.config import model_config
 from jaxlora.hf.files import read_json, safetensor_files
 from jaxlora.hf.names import TensorSpec, tensor_specs
 from jaxlora.hf.tensor_file import TensorFile
-from jaxlora.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlora.errors import ModelError
+from jaxlora.families.model_config import ModelConfig
+from jaxlora.families.table import FAMILIES, Activation, Family
 from jaxlora.hf.config_rope import read_ropes
 from jaxlora.hf.config_values import flag, integer, number
 from jaxlora.hf.config_windows import read_windows
 from jaxlora.json_file import shown
-from jaxlora.models.config import ModelConfig
-from jaxlora.models.families import FAMILIES, Activation, Family
 
 _ACTIVATIONS: Mapping[Activation, str] = {
     "silu": "silu",

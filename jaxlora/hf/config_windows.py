@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlora.errors import ModelError
+from jaxlora.families.table import FAMILIES
 from jaxlora.hf.config_values import flag, integer
 from jaxlora.json_file import shown
-from jaxlora.models.families import FAMILIES
 
 Windows = tuple[int | None, ...]
 

@@ -33,7 +33,7 @@ class GgufFile:
         """Returns a tensor in float32, dequantised if necessary.
 
         Raises:
-            ModelError: The kind of quantisation is not supported.
+            ModelError: The kind of quantization is not supported.
         """
         import gguf
 

@@ -12,12 +12,12 @@ import numpy as np
 import xxhash
 
 from jaxlora.errors import ModelError
+from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.checkpoint import open_checkpoint
 from jaxlora.hf.files import hub_revision, model_folder
 from jaxlora.hf.magnitude import check_finite, largest
 from jaxlora.hf.names import TensorSpec
 from jaxlora.hf.tensor_file import TensorFile
-from jaxlora.models.config import ModelConfig
 
 Place = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxlora.models.config import LayerLinear, ModelConfig
+from jaxlora.families.model_config import LayerLinear, ModelConfig
 from jaxlora.modules.attention import (
     Attention,
     AttentionImplementation,
@@ -64,7 +64,7 @@ class DecoderOptions:
 class DecoderLayer(nnx.Module):
     """`h += attention(norm(h)); h += mlp(norm(h))`.
 
-    Some families normalise the outputs of attention and MLP before they are added.
+    Some families normalize the outputs of attention and MLP before they are added.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ class SlotKeys:
 
     Attributes:
         seed: Each slot's job seed.
-        step: Each slot's optimiser step.
+        step: Each slot's optimizer step.
     """
 
     seed: Int[Array, " G"]

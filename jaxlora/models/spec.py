@@ -11,11 +11,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxlora.adapters.tensors import tensor_path, trained_tensors
-from jaxlora.models.config import ModelConfig
+from jaxlora.families.model_config import ModelConfig
 from jaxlora.models.decoder import Decoder, DecoderOptions
 from jaxlora.models.stacks import Stack, stacked_shapes
 from jaxlora.modules.multi_lora_linear import BaseParam, SlotShape
+from jaxlora.modules.trained_tensors import tensor_path, trained_tensors
 
 
 @typing.no_type_check  # JAX rebuilds it around things that are no arrays

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxlora.models.config import LayerLinear, ModelConfig
-from jaxlora.models.families import Activation
+from jaxlora.families.model_config import LayerLinear, ModelConfig
+from jaxlora.families.table import Activation
 from jaxlora.modules.multi_lora_linear import (
     MultiLoraLinear,
     Routing,

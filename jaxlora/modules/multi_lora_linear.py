@@ -12,7 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxlora.adapters.tensors import (
+from jaxlora.modules.trained_tensors import (
     LORA_A,
     LORA_B,
     TrainedTensor,
@@ -85,7 +85,7 @@ class Routing:
         block_adapter: Slot of each token block; -1 for padding, whose rows are zero.
         token_index: The token's index in its job's global batch; None: no dropout.
         seed: Each slot's job seed; None: no dropout.
-        step: Each slot's optimiser step; None: no dropout.
+        step: Each slot's optimizer step; None: no dropout.
         words: Random words of the masks, by (layer, projection); see
             `with_shared_inputs`.
         settings: Slot settings for the fused kernels, by (layer, projection).
@@ -101,7 +101,7 @@ class Routing:
     )
 
     def seed_and_step(self) -> tuple[Int[Array, " G"], Int[Array, " G"]]:
-        """Each slot's job seed and optimiser step, for dropout.
+        """Each slot's job seed and optimizer step, for dropout.
 
         Raises:
             ValueError: One of them is missing.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxlora.models.config import ModelConfig
+from jaxlora.families.model_config import ModelConfig
 from jaxlora.modules.multi_lora_linear import BaseParam
 
 
@@ -58,13 +58,13 @@ def rms_norm(
     eps: float,
     offset: bool = False,
 ) -> Float[Array, "*B D"]:
-    """Normalises rows in float32; the backward pass keeps x and no more.
+    """Normalizes rows in float32; the backward pass keeps x and no more.
 
-    Without `offset` the normalised row is rounded to the dtype of x before it is
+    Without `offset` the normalized row is rounded to the dtype of x before it is
     multiplied by the scale, and with it after, as in transformers.
 
     Args:
-        x: Rows to normalise.
+        x: Rows to normalize.
         scale: Factor of each feature, or the factor less 1.
         eps: Added to the mean square.
         offset: Whether the factor is `1 + scale`.

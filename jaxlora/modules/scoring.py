@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxlora.models.config import ModelConfig
+from jaxlora.families.model_config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

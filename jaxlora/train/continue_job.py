@@ -51,7 +51,7 @@ def continue_job(run: JobRun, identity: RunIdentity) -> None:
 
 
 def continued_step(job: LoraJob) -> int:
-    """Returns the optimiser steps that a job has done before it starts in a run.
+    """Returns the optimizer steps that a job has done before it starts in a run.
 
     Raises:
         CheckpointError: The checkpoint that the job continues from cannot be used.

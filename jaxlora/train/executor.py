@@ -1,7 +1,7 @@
 """The interface between the windows of a run and the devices that train them.
 
 Control flows downward. `Windows` decides which jobs train and when a job ends; an
-executor queues the work on its devices and yields what the optimiser steps did. One
+executor queues the work on its devices and yields what the optimizer steps did. One
 device (`single_device.py`) and a pipeline of stages keep the same contract.
 """
 
@@ -17,7 +17,7 @@ from jaxlora.train.job_run import JobRun
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
-    """Result of one optimiser step of one job.
+    """Result of one optimizer step of one job.
 
     Attributes:
         loss: Mean over the global batch's target tokens, in nats, before the step.
@@ -42,7 +42,7 @@ class Outcomes:
     """Work done in a window since the previous item of `Executor.run`.
 
     Attributes:
-        steps: Results of optimiser steps, by slot; at most one per slot. Only the last
+        steps: Results of optimizer steps, by slot; at most one per slot. Only the last
             item of a window may be empty.
         num_microbatches: Microbatches queued.
         num_tokens: Tokens in them, without padding.
@@ -55,7 +55,7 @@ class Outcomes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """The next optimiser steps of every running job, packed together.
+    """The next optimizer steps of every running job, packed together.
 
     Attributes:
         runs: The running jobs, by slot. An executor reads their settings and data, and
@@ -82,7 +82,7 @@ class Executor(Protocol):
     """
 
     def load(self, slot: int, adapter: Adapter) -> None:
-        """Puts an adapter into an empty slot, with empty optimiser state."""
+        """Puts an adapter into an empty slot, with empty optimizer state."""
         ...
 
     def park(self, slot: int) -> ParkedSlot:
@@ -112,9 +112,9 @@ class Executor(Protocol):
         ...
 
     def run(self, window: Window) -> Iterator[Outcomes]:
-        """Runs a window, and yields the results of its optimiser steps.
+        """Runs a window, and yields the results of its optimizer steps.
 
-        A job takes an optimiser step as soon as its global batch is complete, and no
+        A job takes an optimizer step as soon as its global batch is complete, and no
         sooner. Steps that the same microbatch completes are taken in one call and
         reported in one item. At each item:
 
@@ -135,7 +135,7 @@ class Executor(Protocol):
         ...
 
     def release(self, slot: int) -> int:
-        """Empties a slot: weights, optimiser state and pending gradients.
+        """Empties a slot: weights, optimizer state and pending gradients.
 
         While a window runs, only slots of the item yielded last may be released. The
         slot takes no further step in the window. Its samples in microbatches that are

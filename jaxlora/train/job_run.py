@@ -11,11 +11,11 @@ import numpy as np
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.learning_rate import learning_rate
 from jaxlora.adapters.slots import ParkedSlot
-from jaxlora.adapters.tensors import tensors_with
 from jaxlora.config import LoraJob
 from jaxlora.data.order import JobOrder
 from jaxlora.data.pack import JobBatch
 from jaxlora.data.tokenize import TokenizedData
+from jaxlora.modules.trained_tensors import tensors_with
 
 Status = Literal[
     "waiting", "running", "paused", "finished", "stopped", "stopped early", "failed"
@@ -30,15 +30,15 @@ class JobProgress:
         status: Whether the job waits, runs, is paused or has ended, and how it ended.
         reason: Text that says why the job is paused or has ended.
         slot: Slot of the job while it runs.
-        step: Optimiser steps done; the position in the data follows from it.
+        step: Optimizer steps done; the position in the data follows from it.
         num_tokens: Tokens trained on, prompts included.
         first_loss: Training loss of the first step, in nats per target token.
         last_loss: Training loss of the latest step.
         first_eval: Evaluation loss before the first step.
         last_eval: Latest evaluation loss.
-        last_eval_step: Optimiser steps done at `last_eval`.
+        last_eval_step: Optimizer steps done at `last_eval`.
         best_eval: Lowest evaluation loss.
-        best_step: Optimiser steps done at `best_eval`.
+        best_step: Optimizer steps done at `best_eval`.
         evals_without_gain: Evaluations since the last improvement that early stopping
             counted as one.
     """
@@ -76,7 +76,7 @@ def job_order(job: LoraJob, data: TokenizedData) -> JobOrder:
 
 
 def batch_lengths(data: TokenizedData, order: JobOrder, step: int) -> list[int]:
-    """Returns the tokens of each sample of an optimiser step's global batch."""
+    """Returns the tokens of each sample of an optimizer step's global batch."""
     return [len(data.samples[i].token_ids) for i in order.batch(step)]
 
 
@@ -135,7 +135,7 @@ class JobRun:
 
     @property
     def num_steps(self) -> int:
-        """Optimiser steps in all."""
+        """Optimizer steps in all."""
         return self.order.num_steps
 
     def update(self, **changes) -> None:
@@ -143,11 +143,11 @@ class JobRun:
         self.progress = dataclasses.replace(self.progress, **changes)
 
     def lengths(self, step: int) -> list[int]:
-        """Returns the tokens of each sample of an optimiser step's global batch."""
+        """Returns the tokens of each sample of an optimizer step's global batch."""
         return batch_lengths(self.train_data, self.order, step)
 
     def batch(self, slot: int, step: int) -> JobBatch:
-        """Returns the global batch of an optimiser step, for the job in a slot."""
+        """Returns the global batch of an optimizer step, for the job in a slot."""
         samples = tuple(self.train_data.samples[i] for i in self.order.batch(step))
         num_targets = sum(int(s.is_target.sum()) for s in samples)
         return JobBatch(slot=slot, step=step, samples=samples, weight=1.0 / num_targets)
@@ -158,7 +158,7 @@ class JobRun:
         return JobBatch(slot=slot, step=0, samples=self.eval_data.samples, weight=1.0)
 
     def learning_rate(self, step: int) -> float:
-        """Returns the learning rate of an optimiser step, counted from 0."""
+        """Returns the learning rate of an optimizer step, counted from 0."""
         return learning_rate(self.job, step, self.num_steps)
 
     def wants_eval(self) -> bool:
@@ -174,7 +174,7 @@ class JobRun:
         return can_evaluate and self.progress.last_eval_step != self.progress.step
 
     def note_step(self, loss: float, num_tokens: int) -> None:
-        """Counts one optimiser step."""
+        """Counts one optimizer step."""
         first = self.progress.first_loss
         self.update(
             step=self.progress.step + 1,

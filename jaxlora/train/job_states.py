@@ -65,7 +65,7 @@ def _check_not_extended(run: JobRun) -> None:
     if progress.status == "finished" and run.num_steps > progress.step:
         raise CheckpointError(
             f"job {run.job.name!r} has finished its {progress.step} steps, and "
-            f"{run.num_steps} are wanted now. Its optimiser state was dropped when it "
+            f"{run.num_steps} are wanted now. Its optimizer state was dropped when it "
             "finished, so it cannot go on: set steps back, and add another job with "
             "init_from on its adapter."
         )

@@ -28,8 +28,8 @@ class JobPosition:
         job: Number of the job, in order of arrival.
         priority: Priority of the job.
         slot: Slot of the job; None while it waits or is paused.
-        step: Optimiser steps done.
-        num_steps: Optimiser steps in all.
+        step: Optimizer steps done.
+        num_steps: Optimizer steps in all.
     """
 
     job: int
@@ -39,7 +39,7 @@ class JobPosition:
     num_steps: int
 
     def steps(self, window_steps: int) -> range:
-        """Returns the optimiser steps of the job in the next window."""
+        """Returns the optimizer steps of the job in the next window."""
         if self.slot is None:
             return range(0)
         return range(self.step, min(self.step + window_steps, self.num_steps))
@@ -103,7 +103,7 @@ def window_samples(
 
     Args:
         positions: Positions of the jobs, with the slots of the window.
-        window_steps: Largest number of optimiser steps of a job in a window.
+        window_steps: Largest number of optimizer steps of a job in a window.
         lengths: Given the number of a job and a step, returns the tokens of each sample
             of that global batch.
     """

@@ -12,21 +12,21 @@ import numpy as np
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.peft_import import import_peft
 from jaxlora.adapters.slots import fresh_adapter
-from jaxlora.adapters.tensors import LORA_A, LORA_B, tensor_settings
+from jaxlora.adapters.targets import check_ranks, resolve_targets
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.tokenize import TokenizedData, tokenize_job
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.errors import ConfigError
+from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import BaseModel
 from jaxlora.hf.names import linear_names, linear_path
-from jaxlora.models.config import ModelConfig
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.attention import AttentionImplementation
 from jaxlora.modules.cudnn_attention import cudnn_unsupported
 from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.trained_tensors import LORA_A, LORA_B, tensor_settings
 from jaxlora.pallas_kernels import BACKENDS, Backend, LinearShape
-from jaxlora.targets import check_ranks, resolve_targets
 from jaxlora.train.job_run import JobRun
 
 logger = logging.getLogger(__name__)

@@ -92,7 +92,7 @@ class Progress:
         )
 
     def _time_left(self) -> str:
-        """Estimates the time left from the share of all jobs' optimiser steps done."""
+        """Estimates the time left from the share of all jobs' optimizer steps done."""
         done = self._num_done()
         total = sum(
             run.progress.step if run.progress.is_over else run.num_steps

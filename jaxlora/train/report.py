@@ -23,7 +23,7 @@ class JobResult:
         name: Name of the job.
         rank: LoRA rank of the job.
         num_modules: Number of modules that it adapts.
-        num_steps: Optimiser steps in all.
+        num_steps: Optimizer steps in all.
         progress: Losses, steps and status.
         folder: PEFT folder of the job; None if there is none.
     """
@@ -174,7 +174,7 @@ def plot_losses(metrics: pathlib.Path, picture: pathlib.Path) -> None:
                 steps, losses = zip(*points, strict=True)
                 line = "--" if kind == "eval" else "-"
                 axes.plot(steps, losses, line, color=color, label=label, marker=marker)
-    axes.set_xlabel("optimiser step of the job")
+    axes.set_xlabel("optimizer step of the job")
     axes.set_ylabel("loss, nats per target token")
     axes.grid(alpha=0.3)
     if axes.lines:

@@ -130,7 +130,7 @@ def prepare_export_folder(folder: pathlib.Path, step: int) -> bool:
 
     Args:
         folder: Folder of the adapter, which may hold an older export.
-        step: Optimiser steps done by the weights to export.
+        step: Optimizer steps done by the weights to export.
 
     Returns:
         Whether to write the export. It is not written over an export of more steps,

@@ -39,7 +39,7 @@ FIXED_IN_JOB: dict[str, str] = {
     "keep_best": "the best weights so far were exported, or not, by the old setting",
     "eval_data_fingerprint": "the best loss so far was measured on it",
 }
-# Settings of a job that may change: they take effect from the next optimiser step on.
+# Settings of a job that may change: they take effect from the next optimizer step on.
 FREE_IN_JOB = frozenset(
     {
         "epochs",

@@ -13,10 +13,10 @@ from pydantic import Field
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.slots import Kind
-from jaxlora.adapters.tensors import tensor_paths
 from jaxlora.errors import CheckpointError
 from jaxlora.hf.names import linear_path
 from jaxlora.json_file import check_regular_file
+from jaxlora.modules.trained_tensors import tensor_paths
 from jaxlora.strict import format_errors
 from jaxlora.train.job_run import JobProgress
 from jaxlora.train.run_identity import RunIdentity

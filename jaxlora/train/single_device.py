@@ -12,7 +12,6 @@ import numpy as np
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.optimizer import Hyper, StepResult
 from jaxlora.adapters.slots import ParkedSlot, SlotTable
-from jaxlora.adapters.tensors import rate_ratios
 from jaxlora.data.pack import (
     JobBatch,
     PackedBatch,
@@ -22,6 +21,7 @@ from jaxlora.data.pack import (
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.length_classes import LengthClass, shortest_class
+from jaxlora.modules.trained_tensors import rate_ratios
 from jaxlora.scheduler import Limits, Microbatch, greedy
 from jaxlora.train.executor import Outcomes, StepOutcome, Window
 from jaxlora.train.feed import Feed
@@ -31,7 +31,7 @@ from jaxlora.train.step import CompiledSteps, compiled
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _QueuedSteps:
-    """Optimiser steps that are queued on the device and whose results are not yet read.
+    """Optimizer steps that are queued on the device and whose results are not yet read.
 
     Attributes:
         batches: The global batches, by slot.
@@ -88,7 +88,7 @@ class SingleDeviceExecutor:
     # ---- slots ---------------------------------------------------------------------
 
     def load(self, slot: int, adapter: Adapter) -> None:
-        """Puts an adapter into an empty slot, with empty optimiser state."""
+        """Puts an adapter into an empty slot, with empty optimizer state."""
         self.table.load(slot, adapter)
 
     def park(self, slot: int) -> ParkedSlot:
@@ -115,7 +115,7 @@ class SingleDeviceExecutor:
     # ---- training ------------------------------------------------------------------
 
     def run(self, window: Window) -> Iterator[Outcomes]:
-        """Runs a window, and yields the results of its optimiser steps."""
+        """Runs a window, and yields the results of its optimizer steps."""
         microbatches = self._split(window.schedule.microbatches)
         feed = self._feed = Feed(window, microbatches, self._limits)
         seeds = {slot: run.job.seed for slot, run in window.runs.items()}
@@ -173,7 +173,7 @@ class SingleDeviceExecutor:
         complete: dict[int, JobBatch],
         losses: dict[int, list[jax.Array]],
     ) -> _QueuedSteps:
-        """Queues the optimiser steps of the jobs whose global batch is complete."""
+        """Queues the optimizer steps of the jobs whose global batch is complete."""
         hyper = self._hyper({s: (window.runs[s], b.step) for s, b in complete.items()})
         self.table.state, result = self._steps.step(self.table.state, hyper)
         members = {slot: losses.pop(slot) for slot in complete}
@@ -222,7 +222,7 @@ class SingleDeviceExecutor:
         return SlotKeys(seed=seeds, step=self._by_slot(steps, np.int32))
 
     def _hyper(self, stepping: Mapping[int, tuple[JobRun, int]]) -> Hyper:
-        """Settings of optimiser steps; rows of slots that do not step are not used.
+        """Settings of optimizer steps; rows of slots that do not step are not used.
 
         Args:
             stepping: The jobs that step, and the number of the step, by slot.

@@ -64,7 +64,7 @@ class CompiledSteps:
         accumulate: Adds a microbatch's gradients to the pending ones. It takes and
             returns only the pending part of the state, as each array costs host time.
         evaluate: Losses of a microbatch, without dropout.
-        step: Optimiser step of the slots whose global batch is complete.
+        step: Optimizer step of the slots whose global batch is complete.
         write_slot: Replaces the state of a slot; see `jaxlora.adapters.slots`.
     """
 

@@ -1,6 +1,6 @@
 """Runs the windows of a run: starts, pauses and ends jobs, and handles their steps.
 
-A window is the next few optimiser steps of every running job, packed together. If a job
+A window is the next few optimizer steps of every running job, packed together. If a job
 ends within a window, its slot is released as soon as the host knows, and its remaining
 samples do not run. Jobs start, pause and continue only between windows.
 """
@@ -35,7 +35,7 @@ class Windows:
     """Runs one window after another.
 
     Attributes:
-        round: Rounds done. A round is one optimiser step of every running job; a
+        round: Rounds done. A round is one optimizer step of every running job; a
             window of w steps is w rounds, and its k-th step of a job belongs to the
             k-th of them.
     """
@@ -227,7 +227,7 @@ class Windows:
             self._plans.prepare(self._samples(self._assign_slots(expected)))
 
     def _handle(self, outcomes: Outcomes) -> None:
-        """Handles results of optimiser steps: evaluates jobs, and ends them if due."""
+        """Handles results of optimizer steps: evaluates jobs, and ends them if due."""
         stepped = [r for r in self._running() if r.slot in outcomes.steps]
         for run in stepped:
             outcome = outcomes.steps[run.slot]

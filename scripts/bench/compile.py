@@ -72,7 +72,7 @@ def unsupported(setup: Setup) -> str | None:
 
 
 def step_arguments(setup: Setup) -> tuple[Any, ...]:
-    """Makes the arguments of the step. Weights and optimiser state are only shapes."""
+    """Makes the arguments of the step. Weights and optimizer state are only shapes."""
     spec, num_slots = setup.spec(), setup.num_jobs
     state = jax.eval_shape(lambda: zero_state(spec.adapter_shapes(), num_slots))
     settings: Any = np.zeros((len(spec.adapted), num_slots), np.float32)

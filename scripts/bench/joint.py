@@ -3,7 +3,7 @@
 Each job's step has a given number of tokens. Alone, a job has slots for itself and a
 microbatch that is as large as its step, up to the capacity. Together, the jobs' samples
 are packed into shared microbatches of up to the same capacity. Both ways use this
-library, and both times are wall time until every job has taken one optimiser step.
+library, and both times are wall time until every job has taken one optimizer step.
 
 Prints a table of speedups. With --output-dir, writes joint.csv and joint.png. Needs a
 GPU, except for the models tiny and wide-2.
@@ -47,7 +47,7 @@ class Case:
 
     Attributes:
         num_jobs: Number of jobs.
-        step_tokens: Tokens of an optimiser step of each job.
+        step_tokens: Tokens of an optimizer step of each job.
         median_tokens: Median length of a sample.
     """
 

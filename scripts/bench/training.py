@@ -12,18 +12,18 @@ import numpy as np
 
 from jaxlora.adapters.optimizer import Hyper
 from jaxlora.adapters.slots import SlotTable, fresh_adapter
-from jaxlora.adapters.tensors import rate_ratios
+from jaxlora.adapters.targets import resolve_targets
 from jaxlora.config import DataConfig, LoraJob
 from jaxlora.data.pack import PackedBatch
+from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.names import linear_names, linear_path
-from jaxlora.models.config import ModelConfig
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import SlotKeys, job_losses, training_options
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.trained_tensors import rate_ratios
 from jaxlora.pallas_kernels import compile_program, get_backend
 from jaxlora.scheduler import Limits
-from jaxlora.targets import resolve_targets
 from jaxlora.train.prepare import kernels_unsupported
 from jaxlora.train.step import (
     CompiledSteps,
@@ -151,7 +151,7 @@ class Training:
         return jax.grad(loss)(base[first])
 
     def run(self, batches: Sequence[PackedBatch]) -> bool:
-        """Takes one optimiser step of every job, and waits for its end.
+        """Takes one optimizer step of every job, and waits for its end.
 
         Returns:
             Whether the gradients are finite. Otherwise times are meaningless.

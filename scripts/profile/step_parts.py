@@ -22,7 +22,7 @@ OWN = "adapters' own"
 ATTENTION = "attention"
 HEAD = "loss head"
 ELEMENTWISE = "element-wise"
-OPTIMISER = "optimiser"
+OPTIMISER = "optimizer"
 OTHER = "other"
 GAPS = "gaps"
 PARTS = (FROZEN, CUBLAS, OWN, ATTENTION, HEAD, ELEMENTWISE, OPTIMISER, OTHER)
@@ -61,7 +61,7 @@ class Attribution:
         """Reads the text of compiled programs.
 
         Args:
-            programs: Programs by role. The role `step` is the optimiser's.
+            programs: Programs by role. The role `step` is the optimizer's.
             rank: Rank of the adapters. No dimension of a frozen product equals it.
         """
         self._rank = rank

@@ -12,6 +12,7 @@ import pydantic
 import yaml
 
 from jaxlora import JaxloraError, LoraJob, load_run
+from jaxlora.adapters.targets import resolve_targets
 from jaxlora.data.tokenize import tokenize_job
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import ConfigError
@@ -19,7 +20,6 @@ from jaxlora.hf.config import model_config
 from jaxlora.hf.names import linear_names
 from jaxlora.inspect import inspect_path
 from jaxlora.run_file import run_config
-from jaxlora.targets import resolve_targets
 from tests import tiny
 from tests.fuzz.kind import Kind, quiet
 from tests.fuzz.mutate import (

@@ -39,7 +39,7 @@ def _name(name: str) -> str:
 
 
 def write(path: pathlib.Path) -> None:
-    """Writes it, with a byte-level tokenizer; one kind of tensor is quantised."""
+    """Writes it, with a byte-level tokenizer; one kind of tensor is quantized."""
     tokens = [*tiny.SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokens.append("th")
     tokens += [f"<|unused{i}|>" for i in range(288 - len(tokens))]

@@ -1,6 +1,6 @@
 """Times whole training steps, against peft and against the base alone.
 
-A step is a few microbatches, forward and backward, and the optimiser step of every
+A step is a few microbatches, forward and backward, and the optimizer step of every
 adapter. It is timed from the end of the step before, and the device never waits for the
 host. Weights and tokens are random. All rows get the same tokens, and each runs in a
 process of its own so that it has its own peak memory.

@@ -27,8 +27,8 @@ from jaxlora.bench.shapes import config_json
 from jaxlora.bench.step import peers
 from jaxlora.bench.step.cases import ROWS, Case, Row, microbatches, result
 from jaxlora.bench.tokens import Microbatch
+from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.config import model_config
-from jaxlora.models.config import ModelConfig
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.profile import step_parts
 from jaxlora.scheduler import Limits

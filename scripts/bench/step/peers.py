@@ -13,7 +13,7 @@ from jaxlora.bench.shapes import config_json
 from jaxlora.bench.step.cases import Case, Row, microbatches, result
 from jaxlora.bench.training import GIB, time_steps
 from jaxlora.data.tokenize import TokenizedSample
-from jaxlora.models.families import FAMILIES
+from jaxlora.families.table import FAMILIES
 
 if TYPE_CHECKING:
     import torch

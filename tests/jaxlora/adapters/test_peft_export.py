@@ -10,9 +10,9 @@ import safetensors.numpy
 from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.peft_export import export_peft
 from jaxlora.adapters.peft_import import import_peft
-from jaxlora.adapters.tensors import trained_tensors
+from jaxlora.adapters.targets import pattern_value
 from jaxlora.errors import AdapterError
-from jaxlora.targets import pattern_value
+from jaxlora.modules.trained_tensors import trained_tensors
 
 PREFIX = "base_model.model."
 

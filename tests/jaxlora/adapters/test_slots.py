@@ -9,12 +9,12 @@ import pytest
 
 from jaxlora.adapters.optimizer import Hyper, optimizer_step
 from jaxlora.adapters.slots import KINDS, ParkedSlot, SlotTable
-from jaxlora.adapters.tensors import rate_ratios, unpadded
 from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.trained_tensors import rate_ratios, unpadded
 from jaxlora.train.step import CompiledSteps
 from tests import tiny
 
@@ -49,7 +49,7 @@ def tables():
 
 
 def train(table: SlotTable, slot: int, adapter, seed: int, steps: range) -> None:
-    """Optimiser steps with gradients that depend only on the seed and the step."""
+    """Optimizer steps with gradients that depend only on the seed and the step."""
     for step in steps:
         rng = np.random.default_rng([seed, step])
         pending = jax.tree.map(np.array, table.state.pending)

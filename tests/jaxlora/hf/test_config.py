@@ -3,8 +3,8 @@
 import pytest
 
 from jaxlora.errors import ModelError
+from jaxlora.families.model_config import LinearRopeScaling, Llama3RopeScaling, Rope
 from jaxlora.hf.config import model_config
-from jaxlora.models.config import LinearRopeScaling, Llama3RopeScaling, Rope
 from tests import tiny
 
 SHAPE = {

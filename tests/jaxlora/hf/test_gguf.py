@@ -54,7 +54,7 @@ def gguf_name(name):
 def write(tmp_path):
     """Writes the tiny model as a GGUF file; None leaves a field out."""
 
-    def make(weights=None, quantise=None, rename=None, **fields):
+    def make(weights=None, quantize=None, rename=None, **fields):
         path = tmp_path / "tiny.gguf"
         arch = fields.pop("architecture", "llama")
         writer = gguf.GGUFWriter(path, arch)
@@ -93,9 +93,9 @@ def write(tmp_path):
                 if part in name:
                     array = to_pairs(array, heads)
             name = (rename or {}).get(name, None) or gguf_name(name)
-            if quantise is not None and array.ndim == 2 and array.shape[1] % 32 == 0:
-                data = gguf.quants.quantize(array, quantise)
-                writer.add_tensor(name, data, raw_dtype=quantise)
+            if quantize is not None and array.ndim == 2 and array.shape[1] % 32 == 0:
+                data = gguf.quants.quantize(array, quantize)
+                writer.add_tensor(name, data, raw_dtype=quantize)
             else:
                 writer.add_tensor(name, array)
         writer.write_header_to_file()
@@ -139,7 +139,7 @@ def test_an_untied_head(write, tmp_path):
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "BF16", "F16"])
 def test_quantised_weights_are_expanded(write, tmp_path, kind):
     kind = gguf.GGMLQuantizationType[kind]
-    base = load_model(convert(write(quantise=kind), tmp_path / "out", dtype="float32"))
+    base = load_model(convert(write(quantize=kind), tmp_path / "out", dtype="float32"))
     expected = {}
     for name, array in tiny.random_weights().items():
         if array.ndim == 2 and array.shape[1] % 32 == 0:

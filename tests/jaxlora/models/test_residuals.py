@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxlora.models.config import LayerLinear, ModelConfig, Rope
+from jaxlora.families.model_config import LayerLinear, ModelConfig, Rope
 from jaxlora.models.decoder import DecoderLayer
 from jaxlora.modules import attention
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear, Routing, SlotShape

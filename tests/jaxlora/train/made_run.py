@@ -9,7 +9,7 @@ from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.export_record import ExportRecord
 from jaxlora.adapters.peft_export import export_peft
 from jaxlora.adapters.slots import ParkedSlot
-from jaxlora.adapters.tensors import tensor_paths
+from jaxlora.modules.trained_tensors import tensor_paths
 from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.job_run import JobProgress
 from jaxlora.train.run_folder import write_run_record

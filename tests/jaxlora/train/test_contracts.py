@@ -10,10 +10,10 @@ import pytest
 from jaxlora import RunConfig
 from jaxlora.adapters.optimizer import Hyper
 from jaxlora.adapters.slots import SlotTable
-from jaxlora.adapters.tensors import rate_ratios
 from jaxlora.data.pack import pack_microbatch, split_by_segment_limit
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.models.forward import SlotKeys
+from jaxlora.modules.trained_tensors import rate_ratios
 from jaxlora.scheduler import Limits, greedy
 from jaxlora.train import prepare
 from jaxlora.train.single_device import SingleDeviceExecutor
@@ -214,7 +214,7 @@ def all_alike(*, steps_now, count) -> Hyper:
 
 
 def one_step(bench, packed, spoil=lambda state: state):
-    """Gradients, losses, and weights after an optimiser step, by slot."""
+    """Gradients, losses, and weights after an optimizer step, by slot."""
     model, steps, table, _ = bench
     slots = table()
     state, out = accumulated(model, steps, spoil(slots.state), slots.settings, packed)
@@ -250,7 +250,7 @@ def test_absent_neighbours_change_no_bit(bench, slot):
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("sick", range(3))
 def test_a_diverged_neighbour_changes_no_bit(bench, sick, bad):
-    """In weights, gradients and losses; forward, backward and in the optimiser."""
+    """In weights, gradients and losses; forward, backward and in the optimizer."""
 
     def spoil(state):
         params = {k: jnp.array(v).at[sick].set(bad) for k, v in state.params.items()}

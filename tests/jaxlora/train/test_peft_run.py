@@ -11,10 +11,10 @@ import pytest
 
 from jaxlora import LoraJob, import_peft, load_model
 from jaxlora.adapters.slots import SlotTable
+from jaxlora.adapters.targets import resolve_targets
 from jaxlora.config import RunConfig
 from jaxlora.data.tokenize import TokenizedData, TokenizedSample
 from jaxlora.scheduler import Limits
-from jaxlora.targets import resolve_targets
 from jaxlora.train import prepare
 from jaxlora.train.executor import Window
 from jaxlora.train.job_run import JobRun

@@ -35,7 +35,7 @@ def watched(model, jobs, tmp_path, monkeypatch):
     """Trains three jobs that are never evaluated.
 
     Returns what happened, a letter an event: m, a microbatch is given to the device; s,
-    an optimiser step is; r, the host waits for values; w, a window ends.
+    an optimizer step is; r, the host waits for values; w, a window ends.
     """
     quiet = {"eval_fraction": 0.0, "eval_every": None, "steps": 8, "warmup_steps": 0}
     config = RunConfig(

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxlora.models.families import FAMILIES, Family
+from jaxlora.families.table import FAMILIES, Family
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

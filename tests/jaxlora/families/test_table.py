@@ -2,9 +2,9 @@
 
 import pytest
 
+from jaxlora.families.table import FAMILIES
 from jaxlora.hf.config import model_config
 from jaxlora.hf.names import linear_names, tensor_specs
-from jaxlora.models.families import FAMILIES
 
 SIZES = {
     "vocab_size": 320,

@@ -39,7 +39,7 @@ class Norm:
     """One RMS norm of a decoder layer.
 
     Attributes:
-        name: Its path inside a layer here, which says what it normalises.
+        name: Its path inside a layer here, which says what it normalizes.
         hf_name: Its path inside a layer in Hugging Face's checkpoints.
         features: Attribute of `ModelConfig` that holds the size of its weight.
         gguf: Its name inside a layer of a GGUF file.
@@ -148,7 +148,7 @@ class Family:
             them.
         linears: Linears of a layer, in the order that keys the dropout masks.
         norms: Norms of a layer. If there is an `attention_output_norm` or an
-            `mlp_output_norm`, it normalises that output before the residual sum.
+            `mlp_output_norm`, it normalizes that output before the residual sum.
         norm_offset: Whether norms multiply by 1 + weight, in float32, instead of by the
             weight.
         activation: Activation of the gate of the MLP.

@@ -1,6 +1,6 @@
 """The table of the tensors that an adapter trains in each linear that it adapts.
 
-Slots, optimiser, checkpoints, fingerprints, PEFT export and import, and the Flax module
+Slots, optimizer, checkpoints, fingerprints, PEFT export and import, and the Flax module
 loop over this table, so a new trained tensor is one more entry. Only mathematics names
 single tensors: `MultiLoraLinear` in training, and `merge_adapter`.
 """

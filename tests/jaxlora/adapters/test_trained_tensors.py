@@ -11,18 +11,18 @@ import pytest
 import safetensors.numpy
 
 from jaxlora import LoraJob
-from jaxlora.adapters import tensors
 from jaxlora.adapters.optimizer import Hyper, optimizer_step
 from jaxlora.adapters.peft_export import export_peft
 from jaxlora.adapters.peft_import import import_peft
 from jaxlora.adapters.slots import KINDS, SlotTable, fresh_adapter
-from jaxlora.adapters.tensors import TrainedTensor
+from jaxlora.adapters.targets import resolve_targets
 from jaxlora.errors import AdapterError
 from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.modules import trained_tensors as tensors
 from jaxlora.modules.multi_lora_linear import SlotShape
-from jaxlora.targets import resolve_targets
+from jaxlora.modules.trained_tensors import TrainedTensor
 from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.job_run import JobProgress
 from jaxlora.train.run_identity import RunIdentity
