@@ -108,7 +108,8 @@ def _adapter(folder: pathlib.Path, console: Console) -> None:
     for key in ("rank_pattern", "alpha_pattern"):
         if config.get(key):
             rows[key] = config[key]
-    rows |= {"modules": len(file.names()) // 2, "parameters": f"{count:,}"}
+    modules = {name.partition(".lora_")[0] for name in file.names()}
+    rows |= {"modules": len(modules), "parameters": f"{count:,}"}
     _rows(console, f"PEFT adapter {folder}", rows)
 
 

@@ -12,7 +12,7 @@ from jaxlora.adapters.peft_export import export_peft
 from jaxlora.adapters.peft_import import import_peft
 from jaxlora.adapters.targets import pattern_value
 from jaxlora.errors import AdapterError
-from jaxlora.modules.trained_tensors import trained_tensors
+from jaxlora.modules.trained_tensors import tensors_with
 
 PREFIX = "base_model.model."
 
@@ -217,7 +217,7 @@ def test_what_vllm_does_not_read_is_told(tmp_path, caplog):
             name: LoraWeights(
                 tensors={
                     tensor.name: np.ones(tensor.shape(8, 8, rank), np.float32)
-                    for tensor in trained_tensors()
+                    for tensor in tensors_with(lambda setting: False)
                 },
                 rank=rank,
                 lora_alpha=alphas[rank],

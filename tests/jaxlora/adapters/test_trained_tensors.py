@@ -30,11 +30,11 @@ from jaxlora.train.saved_run import SavedAdapter, SavedRequests, SavedRun
 from jaxlora.train.step import CompiledSteps
 from tests import tiny
 
-# As DoRA's magnitude vector would be: a vector per linear, which starts from the norms
-# of the frozen weight's columns and has a learning rate of its own.
+# Like DoRA's magnitudes: a vector per linear, which starts from the norms of the frozen
+# weight's columns. It has a learning rate of its own.
 MAGNITUDE = TrainedTensor(
-    name="lora_magnitude_vector",
-    peft_name="lora_magnitude_vector",
+    name="lora_example",
+    peft_name="lora_example",
     dimensions=("N",),
     start=lambda rng, kernel, rank: np.linalg.norm(np.asarray(kernel), axis=0),
     rate_ratio=lambda job: 3.0,
@@ -144,36 +144,36 @@ def test_export_and_import_carry_a_third_tensor(spec, start, tmp_path, linear_sh
     )
     path = folder / "adapter_model.safetensors"
     stored = safetensors.numpy.load_file(path)
-    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector"
+    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_example"
     assert stored[key].shape == (linear_shapes["model.layers.0.self_attn.q_proj"][1],)
     back = import_peft(folder, linear_shapes).by_path()
     assert back.keys() == start.by_path().keys()
     for name, tensor in start.by_path().items():
         np.testing.assert_array_equal(back[name], tensor)
     safetensors.numpy.save_file({k: t for k, t in stored.items() if k != key}, path)
-    with pytest.raises(AdapterError, match=r"q_proj\.lora_magnitude_vector"):
+    with pytest.raises(AdapterError, match=r"q_proj\.lora_example"):
         import_peft(folder, linear_shapes)
 
 
-class DoraJob(LoraJob):
+class ExampleJob(LoraJob):
     """A job with the setting that gives it a third tensor."""
 
-    use_dora: bool = False
+    use_example: bool = False
 
 
 def test_a_setting_gives_a_tensor(monkeypatch, tmp_path, linear_shapes):
-    tensor = dataclasses.replace(MAGNITUDE, setting="use_dora")
+    tensor = dataclasses.replace(MAGNITUDE, setting="use_example")
     monkeypatch.setattr(tensors, "TENSORS", (*tensors.TENSORS, tensor))
     kernels = {name: np.ones(shape) for name, shape in linear_shapes.items()}
     spec = DecoderSpec(
         config=model_config(tiny.CONFIG),
         options=DecoderOptions(dtype=jnp.dtype(jnp.float32), max_segment_tokens=16),
-        slots=SlotShape(num_slots=2, rank=3, settings=("use_dora",)),
+        slots=SlotShape(num_slots=2, rank=3, settings=("use_example",)),
         adapted=tuple(f"layers.{i}.self_attn.q_proj" for i in range(2)),
     )
-    paths = {f"{path}.lora_magnitude_vector" for path in spec.adapted}
+    paths = {f"{path}.lora_example" for path in spec.adapted}
     for is_set in (True, False):
-        job = DoraJob(**JOB.model_dump(), use_dora=is_set)
+        job = ExampleJob(**JOB.model_dump(), use_example=is_set)
         start = fresh_adapter(job, resolve_targets(job, list(kernels)), kernels)
         assert paths & start.by_path().keys() == (paths if is_set else set())
         table = stepped(spec, start)
@@ -186,13 +186,13 @@ def test_a_setting_gives_a_tensor(monkeypatch, tmp_path, linear_shapes):
             linear_names=list(linear_shapes),
         )
         config = json.loads((folder / "adapter_config.json").read_text())
-        assert config["use_dora"] is is_set
+        assert config["use_example"] is is_set
         back = import_peft(folder, linear_shapes)
-        assert back.is_set("use_dora") is is_set
+        assert back.is_set("use_example") is is_set
         assert back.by_path().keys() == start.by_path().keys()
-        config["use_dora"] = not is_set
+        config["use_example"] = not is_set
         (folder / "adapter_config.json").write_text(json.dumps(config))
-        with pytest.raises(AdapterError, match="lora_magnitude_vector"):
+        with pytest.raises(AdapterError, match="lora_example"):
             import_peft(folder, linear_shapes)
 
 
