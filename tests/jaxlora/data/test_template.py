@@ -210,7 +210,11 @@ def test_the_process_imports_nothing_heavy():
 
 SCRIPT = """
 import os
+import signal
 import sys
+
+# A shell starts background jobs with SIGINT ignored, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from jaxlora.data.template import TemplateProcess, run_task
 from jaxlora.data.template_tasks import Payload, Task
