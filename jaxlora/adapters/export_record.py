@@ -49,7 +49,7 @@ _CONFIG_KEYS = {
 
 
 class ExportRecord(StrictModel):
-    """The record that a run keeps of an adapter that it exports.
+    """The record that a run keeps of each adapter that it exports.
 
     Attributes:
         job: The job's name.

@@ -130,7 +130,7 @@ def _whole(value: float) -> float | int:
 
 
 def _pattern(values: Mapping[str, float], common: float) -> dict[str, float]:
-    """Values that differ from the common one, by full name as a regular expression."""
+    """Returns the values that differ from the common one, by full name as a pattern."""
     return {
         re.escape(name): _whole(value)
         for name, value in values.items()
@@ -139,7 +139,7 @@ def _pattern(values: Mapping[str, float], common: float) -> dict[str, float]:
 
 
 def _target_modules(modules: list[str], linear_names: Sequence[str]) -> list[str]:
-    """Suffixes if they select exactly these modules, full names otherwise."""
+    """Returns suffixes if they select exactly these modules, otherwise full names."""
 
     def by_suffix(names: Sequence[str]) -> dict[str, set[str]]:
         out = collections.defaultdict(set)

@@ -122,7 +122,7 @@ def damage_any(content: bytes, rng: random.Random) -> Damage:
     return damage_bytes(content, rng)
 
 
-# No pipes: nobody but this library writes into the folder of a run.
+# Pipes are refused as well; they have a test of their own.
 _ENTRIES = ("folder", "missing", "loop", "dangling")
 KINDS = {
     "run_folder": Kind(

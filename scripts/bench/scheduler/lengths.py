@@ -19,7 +19,6 @@ WORDS_AND_SIGMA = {
     "cnn": (781.0 + 56.0, 0.49),
     "wikisum": (1334.0 + 101.0, 0.55),
 }
-DATA_SETS = (*WORDS_AND_SIGMA, "mix")
 SHAPES = ("uniform", "lognormal", "heavy")
 
 
