@@ -1,4 +1,4 @@
-"""What is installed owns one import name, `jaxlora`."""
+"""The installed package owns one import name, `jaxlora`."""
 
 import os
 import pathlib

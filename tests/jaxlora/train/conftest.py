@@ -59,7 +59,7 @@ def jobs(tmp_path_factory) -> tuple[LoraJob, ...]:
 
 
 class Outcome:
-    """What a run left: the adapters, and the losses of every step and evaluation."""
+    """Returns a run's adapters and the losses of every step and evaluation."""
 
     def __init__(self, trainer: Trainer, result, model: BaseModel):
         self.result = result

@@ -141,7 +141,7 @@ def test_samples_run_or_are_left_out(drive, in_flight):
 
 
 def test_a_longer_pipeline_runs_more_for_nothing(drive):
-    """What is in flight when a job ends has run, and is discarded."""
+    """Microbatches in flight when a job ends have run, and are discarded."""
     counts = []
     for in_flight in (1, 5):
         _, executor, _, _ = drive(in_flight)

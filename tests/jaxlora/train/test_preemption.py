@@ -57,7 +57,7 @@ def adapters(config: RunConfig) -> dict[str, bytes]:
 
 
 def changes(config: RunConfig) -> list[tuple]:
-    """What happened to the jobs: kind of event, job, step."""
+    """Returns the kind, job and step of each event."""
     events = read_events(pathlib.Path(config.output_dir) / "metrics.jsonl")
     kinds = "paused", "resumed", "job"
     return [(e["event"], e["job"], e["step"]) for e in events if e["event"] in kinds]

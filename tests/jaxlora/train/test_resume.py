@@ -186,7 +186,7 @@ def test_a_fused_run_resumes_with_the_same_bits(fused_run, fused_whole, signal_n
 
 
 def test_exports_from_a_checkpoint(make_run, tmp_path):
-    """What was training leaves as it was; what had ended, as the run exported it."""
+    """Running jobs are exported as they are; ended ones as the run exported them."""
     run_file = make_run("exported", checkpoint_every=1, window_steps=1)
     config = load_run(run_file)
     trainer = Trainer(config)

@@ -1,4 +1,4 @@
-"""What may change when a run is resumed, setting by setting."""
+"""Each setting may or may not change when a run is resumed."""
 
 import dataclasses
 

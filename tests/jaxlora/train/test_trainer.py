@@ -1,4 +1,4 @@
-"""What the trainer does beyond the contracts: evaluation, endings, bad input."""
+"""Tests the trainer beyond the contracts: evaluation, endings, bad input."""
 
 import dataclasses
 import json

@@ -25,7 +25,7 @@ def window_events(outcome) -> list[dict]:
 
 
 def test_a_job_that_fails_in_a_window_moves_no_bit_of_another(train, jobs):
-    """What is left of it stays out; the others' rows stay where they are."""
+    """Its remaining samples do not run; the rows of other jobs do not move."""
 
     def with_rate(rate):
         wild = jobs[1].model_copy(
