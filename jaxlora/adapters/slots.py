@@ -258,9 +258,9 @@ class SlotTable:
         self, slot: int, tensors: Mapping[Kind, Mapping[str, np.ndarray]]
     ) -> None:
         """Writes tensors by path, without padding; what is not given becomes zero."""
+        shapes = self._stack_shapes()
         rows: dict[Kind, dict[str, np.ndarray]] = {}
         for kind in KINDS:
-            shapes = self._stack_shapes()
             rows[kind] = {n: np.zeros(s, np.float32) for n, s in shapes.items()}
             tables = to_paths(self._spec.stacks, rows[kind], axis=0)  # views
             for path, tensor in tensors.get(kind, {}).items():

@@ -31,6 +31,10 @@ MEMORY_OR_TIME = f"{MEMORY}|{TIME}"
 LENGTH = "it prints more than 1000000 characters"
 
 
+# Enough time that memory runs out first, however slow the processor is.
+SPACE_LIMITS = TemplateLimits(seconds=60, bytes=2**28, characters=10**6)
+
+
 @pytest.mark.parametrize(
     ("template", "why"),
     [
@@ -38,14 +42,33 @@ LENGTH = "it prints more than 1000000 characters"
         ("{{ 'a'.center(10**10) }}", MEMORY),
         ("{{ '%3000000000d' % 1 }}", MEMORY),
         ("{{ '{:3000000000}'.format(1) }}", MEMORY),
-        ("{{ 'aaaaaaaaaaaaaaaa'.replace('a', 'a' * 10**8) }}", MEMORY_OR_TIME),
         ("{{ {'a': [1]} | tojson(indent=10**10) }}", MEMORY),
-        ("{{ ([[[0] * 99999] * 99999] * 99999) | string }}", MEMORY_OR_TIME),
         (
             "{% set ns = namespace(s='aa') %}{% for i in range(64) %}"
             "{% set ns.s = ns.s + ns.s %}{% endfor %}{{ ns.s }}",
             MEMORY,
         ),
+        ("{% for a in range(99999) %}{{ 'a' * 99 }}{% endfor %}", LENGTH),
+    ],
+)
+def test_memory_and_length_are_limited(space_limits, template, why):
+    (answer,) = space_limits.run(Task(template), [Payload("text", {})])
+    assert answer == Failure("limit", why)
+    assert text_of(space_limits, "{{ a }}!", a="still here") == "still here!"
+
+
+@pytest.fixture(scope="module")
+def space_limits():
+    process = TemplateProcess(SPACE_LIMITS)
+    yield process
+    process.stop()
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ 'aaaaaaaaaaaaaaaa'.replace('a', 'a' * 10**8) }}", MEMORY_OR_TIME),
+        ("{{ ([[[0] * 99999] * 99999] * 99999) | string }}", MEMORY_OR_TIME),
         (
             "{% set ns = namespace(s=[1]) %}{% for i in range(64) %}"
             "{% set ns.s = [ns.s, ns.s] %}{% endfor %}{{ ns.s }}",
@@ -64,10 +87,9 @@ LENGTH = "it prints more than 1000000 characters"
             "{{ loop(range(9999)) }}{% endif %}{% endfor %}",
             TIME,
         ),
-        ("{% for a in range(99999) %}{{ 'a' * 99 }}{% endfor %}", LENGTH),
     ],
 )
-def test_limits(tight_limits, template, why):
+def test_time_is_limited(tight_limits, template, why):
     (answer,) = tight_limits.run(Task(template), [Payload("text", {})])
     assert answer.kind == "limit" and re.fullmatch(why, answer.why)
     assert text_of(tight_limits, "{{ a }}!", a="still here") == "still here!"
