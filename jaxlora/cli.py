@@ -84,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     train = command("train", _train, "Train the jobs of a run file together.")
     train.add_argument("run_file", help="YAML; see docs/run_file.md")
     train.add_argument("--output-dir", help="replaces output_dir of the run file")
+    _add_mesh(train)
     train.add_argument(
         "--resume", action="store_true", help="continue from the newest checkpoint"
     )
@@ -170,6 +171,13 @@ def _add_revision(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_mesh(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--mesh",
+        help="replaces mesh of the run file: sizes such as stage=2,fsdp=2, or auto",
+    )
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
@@ -181,9 +189,9 @@ def _train(arguments: argparse.Namespace) -> int:
     from jaxlora.train.report import print_summary
     from jaxlora.train.trainer import Trainer
 
-    config = load_run(arguments.run_file)
-    if arguments.output_dir:
-        config = config.model_copy(update={"output_dir": arguments.output_dir})
+    options = {"output_dir": arguments.output_dir or None, "mesh": arguments.mesh}
+    given = {key: value for key, value in options.items() if value is not None}
+    config = load_run(arguments.run_file, **given)
     result = Trainer(config).train(resume=arguments.resume)
     print_summary(result)
     if result.interrupted:

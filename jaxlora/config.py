@@ -7,6 +7,7 @@ import pydantic
 from pydantic import Field
 
 from jaxlora.scheduler import Limits, PackerName
+from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
 from jaxlora.strict import (
     Bool,
     Fraction,
@@ -229,6 +230,13 @@ class RunConfig(StrictModel):
         slot_targets: Modules that get slots, as in `target_modules`, beyond those of
             the jobs: for jobs that join later.
         slot_dropout: Whether slots can drop features; None: if any job does.
+        mesh: Devices that the run uses, as sizes of the axes `data` (replicas), `stage`
+            (pipeline stages) and `fsdp` (devices that share the base weights), such as
+            `stage=2,fsdp=2`, or as a mapping; `auto` chooses the sizes.
+        pipeline_microbatches: Microbatches that the first pipeline stage has in flight,
+            at least one for each stage; None: as many as there are stages. More hide
+            transfers between stages and uneven microbatches, but take memory, and the
+            next batch of a job starts that much later.
         microbatch_tokens: Capacity C of a microbatch, in tokens, padding included;
             `auto` takes the most that fits the device's memory and can be filled.
         block_tokens: Tokens of a block; each job's part of a microbatch fills whole
@@ -267,6 +275,8 @@ class RunConfig(StrictModel):
     slot_rank: PositiveInt | None = None
     slot_targets: str | tuple[str, ...] | None = None
     slot_dropout: Bool | None = None
+    mesh: str = ONE_DEVICE
+    pipeline_microbatches: PositiveInt | None = None
     microbatch_tokens: PositiveInt | Literal["auto"] = 4096
     block_tokens: PositiveInt = 64
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -285,6 +295,21 @@ class RunConfig(StrictModel):
         """Limits of a microbatch; `microbatch_tokens` must be a number, not `auto`."""
         assert isinstance(self.microbatch_tokens, int), "auto is not settled yet"
         return Limits(capacity=self.microbatch_tokens, block_tokens=self.block_tokens)
+
+    @property
+    def mesh_sizes(self) -> MeshSizes:
+        """Sizes of the mesh; `mesh` must not be `auto`."""
+        assert self.mesh != "auto", "auto is not settled yet"
+        return MeshSizes.parse(self.mesh)
+
+    @pydantic.field_validator("mesh", mode="before")
+    @classmethod
+    def _mesh_is_given_by_words(cls, mesh: object) -> object:
+        if isinstance(mesh, dict):
+            mesh = ",".join(f"{axis}={size}" for axis, size in mesh.items())
+        if not isinstance(mesh, str) or mesh == "auto":
+            return mesh
+        return str(MeshSizes.parse(mesh))
 
     @pydantic.field_validator("microbatch_tokens", mode="before")
     @classmethod
@@ -321,5 +346,19 @@ class RunConfig(StrictModel):
             raise ValueError(
                 f"microbatch_tokens={self.microbatch_tokens} is not a multiple of "
                 f"block_tokens={self.block_tokens}."
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _first_stage_can_fill_the_pipeline(self):
+        in_flight = self.pipeline_microbatches
+        if in_flight is None or self.mesh == "auto":
+            return self
+        if in_flight < self.mesh_sizes.stage:
+            raise ValueError(
+                f"pipeline_microbatches={in_flight} is less than the "
+                f"{self.mesh_sizes.stage} stages of mesh {self.mesh}, which could then "
+                f"never all run. Give at least {self.mesh_sizes.stage}, or leave it "
+                "out."
             )
         return self

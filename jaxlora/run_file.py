@@ -11,7 +11,7 @@ from jaxlora.strict import format_errors, unknown_key
 from jaxlora.yaml_file import parse_yaml
 
 
-def load_run(path: str | pathlib.Path) -> RunConfig:
+def load_run(path: str | pathlib.Path, **settings: Any) -> RunConfig:
     """Reads a run file, which has the keys of `RunConfig` and `defaults` for all jobs.
 
     A setting that a job lacks is taken from `defaults`, and then from the defaults of
@@ -19,6 +19,7 @@ def load_run(path: str | pathlib.Path) -> RunConfig:
 
     Args:
         path: A YAML file.
+        **settings: Settings of the run, which replace those of the file.
 
     Raises:
         ConfigError: The file is missing or is not YAML, a key is unknown, or a value
@@ -38,7 +39,7 @@ def load_run(path: str | pathlib.Path) -> RunConfig:
             f"{path}: a run file is a mapping with the keys model, output_dir and "
             f"jobs, not a {type(values).__name__}."
         )
-    return run_config(values, where=str(path))
+    return run_config({**values, **settings}, where=str(path))
 
 
 def run_config(values: dict[str, Any], *, where: str = "run") -> RunConfig:

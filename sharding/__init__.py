@@ -1,6 +1,4 @@
-"""Device meshes, and the placement of parameters on them."""
+"""Device meshes, pipeline stages, and the placement of parameters on devices.
 
-from jaxlora.sharding.mesh import AXES, make_mesh
-from jaxlora.sharding.rules import fsdp_placement, fsdp_spec
-
-__all__ = ["AXES", "fsdp_placement", "fsdp_spec", "make_mesh"]
+Its modules are imported one by one, because `mesh_sizes` and `stages` need no JAX.
+"""

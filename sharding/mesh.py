@@ -1,30 +1,41 @@
-"""Device meshes."""
+"""The device meshes of pipeline stages."""
 
+import logging
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 
-AXES = ("data", "fsdp")
+from jaxlora.sharding.mesh_sizes import MeshSizes
+
+logger = logging.getLogger(__name__)
+
+STAGE_AXES = ("data", "fsdp")
 
 
-def make_mesh(
-    *, data: int = 1, fsdp: int = 1, devices: Sequence[jax.Device] | None = None
-) -> jax.sharding.Mesh:
-    """Makes a mesh with the axes `data` and `fsdp`.
+def stage_meshes(
+    sizes: MeshSizes, devices: Sequence[jax.Device] | None = None
+) -> tuple[jax.sharding.Mesh, ...]:
+    """Makes one mesh for each pipeline stage, with the axes `data` and `fsdp`.
+
+    The devices are dealt out in their order: first along `fsdp`, then `data`, then the
+    stages. So a stage, whose devices exchange the most, has neighboring devices. If
+    there are more devices than the mesh needs, it takes the first ones.
 
     Args:
-        data: Number of copies of the base model.
-        fsdp: Number of shards of each copy.
-        devices: Devices of the mesh; None uses all devices of `jax.devices()`.
+        sizes: Sizes of the whole mesh.
+        devices: Devices to choose from; None: all of `jax.devices()`.
 
     Raises:
-        ValueError: The product of the sizes is not the number of devices.
+        ValueError: There are fewer devices than the mesh needs.
     """
     devices = jax.devices() if devices is None else list(devices)
-    if data * fsdp != len(devices):
-        raise ValueError(
-            f"data={data} times fsdp={fsdp} must be the number of devices, "
-            f"{len(devices)}. Change the sizes of the mesh."
+    sizes.check_fits(len(devices))
+    used = devices[: sizes.num_devices]
+    if len(used) < len(devices):
+        names = ", ".join(map(str, used))
+        logger.info(
+            "mesh %s: uses %d of %d devices: %s", sizes, len(used), len(devices), names
         )
-    return jax.sharding.Mesh(np.array(devices).reshape(data, fsdp), AXES)
+    grid = np.array(used).reshape(sizes.stage, sizes.data, sizes.fsdp)
+    return tuple(jax.sharding.Mesh(stage, STAGE_AXES) for stage in grid)

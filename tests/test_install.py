@@ -24,7 +24,7 @@ import importlib, pkgutil, sys
 import scheduler, sharding
 assert scheduler.OWNER == "the script" and sharding.OWNER == "another package"
 
-import jaxlora.scheduler
+import jaxlora.config, jaxlora.scheduler, jaxlora.sharding.stages
 assert not any(name.split(".")[0] == "jax" for name in sys.modules)
 for module in pkgutil.walk_packages(jaxlora.__path__, "jaxlora."):
     if not module.name.endswith("__main__"):

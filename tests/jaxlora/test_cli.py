@@ -61,7 +61,7 @@ def said(capsys, *arguments) -> str:
     ("command", "words"),
     [
         ([], ["train", "plan", "convert", "merge", "export", "inspect"]),
-        (["train"], ["run_file", "--resume", "--output-dir"]),
+        (["train"], ["run_file", "--resume", "--output-dir", "--mesh"]),
         (["plan"], ["run_file", "--stages", "--steps", "--picture"]),
         (["convert"], ["GGUF", "--dtype"]),
         (["merge"], ["base", "adapter", "out"]),

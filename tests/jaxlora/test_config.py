@@ -7,6 +7,7 @@ import pytest
 from jaxlora.config import DataConfig, LoraJob, RunConfig
 from jaxlora.errors import ConfigError
 from jaxlora.run_file import load_run, run_config
+from jaxlora.sharding.mesh_sizes import MeshSizes
 
 DATA = {"path": "a.jsonl"}
 
@@ -62,6 +63,13 @@ def test_run_file(write):
 
 def test_the_file_may_be_named_by_a_text(write):
     assert load_run(str(write(RUN_FILE))) == load_run(write(RUN_FILE))
+
+
+def test_settings_may_replace_those_of_the_file(write):
+    path = write("model: m\nmesh: fsdp=2\njobs:\n  - {name: a, data: {path: a}}\n")
+    assert load_run(path, mesh="stage=2").mesh == "stage=2"
+    with pytest.raises(ConfigError, match=r"run\.yaml: mesh: the mesh is empty"):
+        load_run(path, mesh="")
 
 
 def test_defaults_give_way_to_the_jobs_own():
@@ -203,11 +211,35 @@ def test_names_that_are_no_folder_names(name):
             r"implementation: expected auto or one of mosaic, xla\. \(given: 'cuda'\)",
         ),
         ([], {"max_concurrent_jobs": 0}, r"max_concurrent_jobs: .*greater than 0"),
+        ([], {"mesh": 4}, r"mesh: .*valid string, in quotes if need be \(given: 4\)"),
+        ([], {"mesh": "tensor=2"}, r"mesh: .*no axis 'tensor'.*\(given: 'tensor=2'\)"),
+        ([], {"mesh": {"stage": 0}}, r"mesh: .*'stage=0', but '0' is not a positive"),
+        ([], {"mesh": {}}, "mesh: the mesh is empty"),
+        (
+            [],
+            {"mesh": "stage=4", "pipeline_microbatches": 3},
+            "pipeline_microbatches=3 is less than the 4 stages of mesh stage=4",
+        ),
     ],
 )
 def test_refused(jobs, more, match):
     with pytest.raises(ConfigError, match=match):
         run(*jobs, **more)
+
+
+@pytest.mark.parametrize(
+    "mesh", ["stage=2,fsdp=2", " fsdp = 2, stage=2,data=1", {"fsdp": 2, "stage": 2}]
+)
+def test_a_mesh_is_stored_in_one_form(mesh):
+    found = run(mesh=mesh, pipeline_microbatches=2)
+    assert found.mesh == "stage=2,fsdp=2"
+    assert found.mesh_sizes == MeshSizes(stage=2, fsdp=2)
+    assert found.replace(mesh="auto").mesh == "auto"
+
+
+def test_a_run_uses_one_device_unless_it_has_a_mesh():
+    assert run().mesh == "fsdp=1"
+    assert run().mesh_sizes.num_devices == 1
 
 
 def test_all_mistakes_are_reported_together():
@@ -258,7 +290,8 @@ NUMBERS = [
 ]
 RUN_NUMBERS = [
     *("max_concurrent_jobs", "slot_rank", "microbatch_tokens", "block_tokens"),
-    *("window_steps", "checkpoint_every", "keep_checkpoints", "log_every"),
+    *("pipeline_microbatches", "window_steps", "checkpoint_every"),
+    *("keep_checkpoints", "log_every"),
 ]
 
 

@@ -4,11 +4,10 @@ import os
 import subprocess
 import sys
 
-import jax
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxlora.sharding import fsdp_spec, make_mesh
+from jaxlora.sharding.rules import fsdp_spec
 from tests import tiny
 
 
@@ -28,22 +27,16 @@ def test_shards_the_longest_divisible_dimension(shape, size, wanted):
     assert fsdp_spec(shape, size) == wanted
 
 
-def test_a_mesh_must_use_all_devices():
-    with pytest.raises(ValueError, match="data=3 times fsdp=5 must be the number of"):
-        make_mesh(data=3, fsdp=5)
-    mesh = make_mesh(fsdp=len(jax.devices()))
-    assert mesh.shape == {"data": 1, "fsdp": len(jax.devices())}
-
-
 EIGHT = """
 import sys
 import numpy as np
 from jaxlora import load_model
-from jaxlora.sharding import fsdp_placement, make_mesh
+from jaxlora.sharding.mesh import stage_meshes
+from jaxlora.sharding.mesh_sizes import MeshSizes
+from jaxlora.sharding.rules import fsdp_placement
 whole = load_model(sys.argv[1], dtype="float32")
-parts = load_model(
-    sys.argv[1], dtype="float32", place=fsdp_placement(make_mesh(data=2, fsdp=4))
-)
+[mesh] = stage_meshes(MeshSizes(data=2, fsdp=4))
+parts = load_model(sys.argv[1], dtype="float32", place=fsdp_placement(mesh))
 for path, array in whole.params.items():
     np.testing.assert_array_equal(array, parts.params[path])
 kernel = parts.params["layers.0.mlp.up_proj.kernel"]
