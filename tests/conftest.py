@@ -24,6 +24,9 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 # Likewise, none of them may be queued behind another.
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
+# Meshes are tested on simulated devices. Work without a mesh runs on the first of them.
+jax.config.update("jax_num_cpu_devices", 8)
+
 # On a GPU, float32 products would otherwise run in tf32.
 jax.config.update("jax_default_matmul_precision", "highest")
 os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
