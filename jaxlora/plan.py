@@ -25,13 +25,13 @@ from jaxlora.hf.names import linear_names, linear_path, tensor_specs
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.capacity import settle
 from jaxlora.scheduler import (
+    Lanes,
     Limits,
     Microbatch,
     Pipeline,
     Plan,
     Sample,
     Schedule,
-    get_packer,
     lower_bound,
     plan,
 )
@@ -269,17 +269,13 @@ def _spans(config: RunConfig, jobs: Sequence[JobData]) -> list[_Span]:
 
 def _part(config: RunConfig, span: _Span, limits: Limits, pipeline: Pipeline) -> Part:
     cost = fixed_shape_cost(limits.capacity, pipeline.num_stages)
-    if pipeline.num_stages == 1:
-        schedule = pack_window(span.samples, limits, config.packer)
-    else:
-        schedule = get_packer(config.packer)(span.samples, limits, pipeline, cost)
+    lanes = Lanes(pipeline=pipeline)
+    schedule = pack_window(span.samples, limits, config.packer, lanes)
     return Part(
         samples=_by_job(span.samples, span),
         schedule=_renamed(schedule, span),
         fewest=lower_bound(span.samples, limits, pipeline, cost).microbatches,
-        greedy=_renamed(
-            get_packer("greedy")(span.samples, limits, pipeline, cost), span
-        ),
+        greedy=_renamed(pack_window(span.samples, limits, "greedy", lanes), span),
     )
 
 

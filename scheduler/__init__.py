@@ -4,9 +4,11 @@ from jaxlora.scheduler import greedy, joint
 from jaxlora.scheduler.bounds import Bound, lower_bound
 from jaxlora.scheduler.check import violations
 from jaxlora.scheduler.cost import AffineCost, CostModel, StageCost
+from jaxlora.scheduler.lanes import Lanes
 from jaxlora.scheduler.packers import PackerName, get_packer
 from jaxlora.scheduler.plan import Plan, plan
 from jaxlora.scheduler.simulate import Simulation, simulate, window_sum
+from jaxlora.scheduler.ticks import pack_ticks
 from jaxlora.scheduler.types import (
     Limits,
     Microbatch,
@@ -21,6 +23,7 @@ __all__ = [
     "AffineCost",
     "Bound",
     "CostModel",
+    "Lanes",
     "Limits",
     "Microbatch",
     "PackerName",
@@ -34,6 +37,7 @@ __all__ = [
     "greedy",
     "joint",
     "lower_bound",
+    "pack_ticks",
     "padded_tokens",
     "plan",
     "simulate",

@@ -2,13 +2,18 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from jaxlora.scheduler.lanes import Lanes, Tick, ticks_of
 from jaxlora.scheduler.types import Limits, Microbatch, Sample, Schedule, padded_tokens
 
 
 def violations(
-    schedule: Schedule, samples: Iterable[Sample], *, distance: int = 1
+    schedule: Schedule,
+    samples: Iterable[Sample],
+    *,
+    distance: int = 1,
+    num_lanes: int = 1,
 ) -> list[str]:
     """Lists every violation of the rules; the list is empty for a legal schedule.
 
@@ -18,34 +23,61 @@ def violations(
     - A microbatch stays within its capacity.
     - A microbatch holds samples of at most one global batch of each job, and samples of
       the same job are adjacent.
-    - The batches of a job run in order. The first microbatch of a batch comes at least
-      `distance` after the last microbatch of the previous batch.
-    - A microbatch may be empty, a no-op, only if `distance` is greater than 1.
+    - The batches of a job run in order. The first tick of a batch comes at least
+      `distance` after the last tick of the previous batch.
+    - A tick may be empty, a no-op, only if `distance` is greater than 1.
+
+    Args:
+        schedule: The schedule.
+        samples: The samples that it should hold.
+        distance: Distance between the batches of a job, in ticks.
+        num_lanes: Number of microbatches in a tick.
 
     Raises:
-        ValueError: `distance` is less than 1.
+        ValueError: `distance` is less than 1, or the microbatches do not divide into
+            ticks.
     """
     if distance < 1:
         raise ValueError(f"distance={distance} must be at least 1.")
+    ticks = ticks_of(schedule.microbatches, num_lanes)
     out = _check_samples(schedule, samples)
-    last_batch: dict[int, int] = {}
     for i, microbatch in enumerate(schedule.microbatches):
-        if not microbatch and distance == 1:
-            out.append(f"microbatch {i} is empty.")
         out += _check_microbatch(i, microbatch, schedule.limits)
-        out += _check_order(i, microbatch, last_batch)
-    return out + _check_distance(schedule, distance)
+    last_batch: dict[int, int] = {}
+    for i, tick in enumerate(ticks):
+        if not any(tick) and distance == 1:
+            out.append(f"tick {i} is empty.")
+        out += _check_order(i, tick, last_batch)
+    return out + _check_distance(ticks, distance)
 
 
-def require_legal(
-    schedule: Schedule, samples: Iterable[Sample], *, distance: int = 1
-) -> None:
+def replica_violations(schedule: Schedule, lanes: Lanes) -> list[str]:
+    """Lists the microbatches with jobs of another replica, if jobs are dealt."""
+    if not lanes.dealt:
+        return []
+    return [
+        f"microbatch {i} of replica {replica} holds job {job} of replica "
+        f"{lanes.replica(job)}."
+        for i, microbatch in enumerate(schedule.microbatches)
+        for replica in [i % lanes.num_lanes // lanes.fsdp]
+        for job in sorted({s.job for s in microbatch})
+        if lanes.replica(job) != replica
+    ]
+
+
+def require_legal(schedule: Schedule, samples: Iterable[Sample], lanes: Lanes) -> None:
     """Checks a packer's schedule.
 
     Raises:
         RuntimeError: The schedule violates a rule, so the packer has a bug.
     """
-    wrong = violations(schedule, samples, distance=distance)
+    wrong = violations(
+        schedule,
+        samples,
+        distance=lanes.pipeline.distance,
+        num_lanes=lanes.num_lanes,
+    )
+    wrong += replica_violations(schedule, lanes)
     if wrong:
         raise RuntimeError(
             f"the packer's schedule violates {len(wrong)} rules; the first: {wrong[0]}"
@@ -81,32 +113,30 @@ def _check_microbatch(i: int, microbatch: Microbatch, limits: Limits) -> list[st
     return out
 
 
-def _check_order(
-    i: int, microbatch: Microbatch, last_batch: dict[int, int]
-) -> list[str]:
+def _check_order(i: int, tick: Tick, last_batch: dict[int, int]) -> list[str]:
     """Checks the order of batches and updates `last_batch`, the latest of each job."""
     out = []
     batches_of: dict[int, set[int]] = {}
-    for sample in microbatch:
+    for sample in itertools.chain.from_iterable(tick):
         batches_of.setdefault(sample.job, set()).add(sample.batch)
     for job, batches in batches_of.items():
         first, last = min(batches), max(batches)
         if first != last:
-            out.append(f"microbatch {i} mixes batches {sorted(batches)} of job {job}.")
+            out.append(f"tick {i} mixes batches {sorted(batches)} of job {job}.")
         if first < last_batch.get(job, first):
             out.append(
-                f"microbatch {i} holds batch {first} of job {job} after its batch "
+                f"tick {i} holds batch {first} of job {job} after its batch "
                 f"{last_batch[job]}."
             )
         last_batch[job] = last
     return out
 
 
-def _check_distance(schedule: Schedule, distance: int) -> list[str]:
+def _check_distance(ticks: Sequence[Tick], distance: int) -> list[str]:
     first: dict[tuple[int, int], int] = {}
     last: dict[tuple[int, int], int] = {}
-    for i, microbatch in enumerate(schedule.microbatches):
-        for key in {(s.job, s.batch) for s in microbatch}:
+    for i, tick in enumerate(ticks):
+        for key in {(s.job, s.batch) for microbatch in tick for s in microbatch}:
             first.setdefault(key, i)
             last[key] = i
     out = []
@@ -117,7 +147,7 @@ def _check_distance(schedule: Schedule, distance: int) -> list[str]:
         end, start = last[job, batch], first[next_job, next_batch]
         if end < start < end + distance:
             out.append(
-                f"batch {next_batch} of job {job} starts in microbatch {start}, "
+                f"batch {next_batch} of job {job} starts in tick {start}, "
                 f"{start - end} after the end of batch {batch}, but the distance must "
                 f"be at least {distance}."
             )

@@ -7,6 +7,7 @@ from jaxlora.scheduler import joint
 from jaxlora.scheduler.bounds import Bound, lower_bound
 from jaxlora.scheduler.check import require_legal
 from jaxlora.scheduler.cost import CostModel
+from jaxlora.scheduler.lanes import Lanes
 from jaxlora.scheduler.simulate import Simulation, simulate
 from jaxlora.scheduler.types import Limits, Pipeline, Sample, Schedule
 
@@ -50,7 +51,7 @@ def plan(
         RuntimeError: The packer's schedule violates a rule.
     """
     schedule = packer(samples, limits, pipeline, cost)
-    require_legal(schedule, samples, distance=pipeline.distance)
+    require_legal(schedule, samples, Lanes(pipeline=pipeline))
     return Plan(
         schedule=schedule,
         simulation=simulate(schedule, cost, pipeline),

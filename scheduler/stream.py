@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from jaxlora.scheduler.check import require_legal
+from jaxlora.scheduler.lanes import ONE_LANE, Lanes
 from jaxlora.scheduler.types import Sample, Schedule
 
 
@@ -37,15 +38,15 @@ class PlanAhead:
     """
 
     def __init__(
-        self, pack: Callable[[Sequence[Sample]], Schedule], *, distance: int = 1
+        self, pack: Callable[[Sequence[Sample]], Schedule], lanes: Lanes = ONE_LANE
     ):
         """Starts without a plan.
 
         Args:
             pack: Makes the schedule of a window; must be deterministic.
-            distance: Distance of the pipeline, used to check schedules.
+            lanes: The lanes, used to check schedules.
         """
-        self._pack, self._distance = pack, distance
+        self._pack, self._lanes = pack, lanes
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="plan-ahead")
         self._expected: tuple[Sample, ...] = ()
         self._future: Future[Schedule] | None = None
@@ -94,5 +95,5 @@ class PlanAhead:
 
     def _plan(self, samples: tuple[Sample, ...]) -> Schedule:
         schedule = self._pack(samples)
-        require_legal(schedule, samples, distance=self._distance)
+        require_legal(schedule, samples, self._lanes)
         return schedule

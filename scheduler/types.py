@@ -57,10 +57,10 @@ class Pipeline:
 
     Attributes:
         num_stages: Number of pipeline stages (S); 1 without a pipeline.
-        distance: Minimum distance D, in microbatches, from the last microbatch of a
-            global batch to the first microbatch of the same job's next batch. It gives
-            every stage time for the optimizer step between the two batches. With a
-            distance of 1, the next batch may start in the next microbatch.
+        distance: Minimum distance D, in ticks, from the last tick of a global batch to
+            the first tick of the same job's next batch. It gives every stage time for
+            the optimizer step between the two batches. With a distance of 1, the next
+            batch may start in the next tick. With one lane, a tick is a microbatch.
     """
 
     num_stages: int = 1

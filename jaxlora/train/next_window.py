@@ -10,14 +10,16 @@ from collections.abc import Callable, Sequence
 from jaxlora.scheduler import (
     AffineCost,
     CostModel,
+    Lanes,
     Limits,
     PackerName,
     Sample,
     Schedule,
-    get_packer,
+    pack_ticks,
 )
 from jaxlora.scheduler.admission import Candidate, admit, preempt
-from jaxlora.scheduler.types import Pipeline
+from jaxlora.scheduler.lanes import ONE_LANE
+from jaxlora.scheduler.replicas import choose_slots
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +32,7 @@ class JobPosition:
         slot: Slot of the job; None while it waits or is paused.
         step: Optimizer steps done.
         num_steps: Optimizer steps in all.
+        batch_tokens: Mean number of tokens of a global batch, which balances replicas.
     """
 
     job: int
@@ -37,6 +40,12 @@ class JobPosition:
     slot: int | None
     step: int
     num_steps: int
+    batch_tokens: float = 1.0
+
+    @property
+    def tokens_left(self) -> float:
+        """Number of tokens that the job still trains on, about."""
+        return (self.num_steps - self.step) * self.batch_tokens
 
     def steps(self, window_steps: int) -> range:
         """Returns the optimizer steps of the job in the next window."""
@@ -46,18 +55,24 @@ class JobPosition:
 
 
 def assign_slots(
-    positions: Sequence[JobPosition], num_slots: int, *, preempts: bool
+    positions: Sequence[JobPosition],
+    num_slots: int,
+    *,
+    preempts: bool,
+    lanes: Lanes = ONE_LANE,
 ) -> list[JobPosition]:
     """Chooses the jobs of the next window.
 
-    Waiting jobs take the free slots by priority, then by order of arrival; the lowest
-    slot comes first.
+    Waiting jobs start by priority, then by order of arrival. They take the lowest free
+    slots. If jobs are dealt to replicas, they take slots of the replicas with the least
+    work left. A running job keeps its slot.
 
     Args:
         positions: Positions of the jobs that may run, in order of arrival.
-        num_slots: Number of slots.
+        num_slots: Number of jobs that may run at the same time.
         preempts: Whether a waiting job may also take the slot of a running job of
             strictly lower priority.
+        lanes: The lanes of the run.
 
     Returns:
         The positions with the slots of the next window; a job that is paused has none.
@@ -72,10 +87,17 @@ def assign_slots(
         paused, started = {c.job for c in change.paused}, change.started
     else:
         started = tuple(admit(waiting, num_slots - len(running)))
-    slots = {p.job: p.slot for p in positions if p.job not in paused}
-    taken = set(slots.values())
-    free = [slot for slot in range(num_slots) if slot not in taken]
-    slots |= {c.job: slot for c, slot in zip(started, free, strict=False)}
+    kept = [p for p in positions if p.slot is not None and p.job not in paused]
+    slots = {p.job: p.slot for p in kept}
+    if lanes.dealt:
+        by_job = {p.job: p for p in positions}
+        new = {c.job: by_job[c.job].tokens_left for c in started}
+        left = {p.slot: p.tokens_left for p in kept if p.slot is not None}
+        slots |= choose_slots(new, left, lanes)
+    else:
+        taken = set(slots.values())
+        free = [slot for slot in range(num_slots) if slot not in taken]
+        slots |= {c.job: slot for c, slot in zip(started, free, strict=False)}
     return [dataclasses.replace(p, slot=slots.get(p.job)) for p in positions]
 
 
@@ -129,8 +151,24 @@ def fixed_shape_cost(capacity: int, num_stages: int = 1) -> CostModel:
 
 
 def pack_window(
-    samples: Sequence[Sample], limits: Limits, packer: PackerName
+    samples: Sequence[Sample],
+    limits: Limits,
+    packer: PackerName,
+    lanes: Lanes = ONE_LANE,
 ) -> Schedule:
-    """Packs a window for one device, where a job's batches may follow each other."""
-    cost = fixed_shape_cost(limits.capacity)
-    return get_packer(packer)(samples, limits, Pipeline(), cost)
+    """Packs a window into ticks of the lanes.
+
+    Args:
+        samples: Samples of the window; they name their job by its slot.
+        limits: Limits of a microbatch.
+        packer: Name of the packer.
+        lanes: The lanes of the run; by default one device.
+
+    Returns:
+        A schedule whose number of microbatches is a multiple of the number of lanes.
+
+    Raises:
+        ValueError: A sample is longer than the capacity.
+    """
+    cost = fixed_shape_cost(limits.capacity, lanes.pipeline.num_stages)
+    return pack_ticks(samples, limits, packer, lanes, cost)

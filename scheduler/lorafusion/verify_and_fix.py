@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from jaxlora.scheduler.check import require_legal
+from jaxlora.scheduler.lanes import Lanes
 from jaxlora.scheduler.spacing import with_no_ops
 from jaxlora.scheduler.types import Limits, Microbatch, Pipeline, Sample, Schedule
 
@@ -24,5 +25,5 @@ def verify_and_fix(
     schedule = Schedule(
         microbatches=tuple(with_no_ops(microbatches, pipeline.distance)), limits=limits
     )
-    require_legal(schedule, samples, distance=pipeline.distance)
+    require_legal(schedule, samples, Lanes(pipeline=pipeline))
     return schedule

@@ -94,7 +94,7 @@ def test_the_checker_requires_the_distance():
 
     assert check((a,), (other,), (), (b,), distance=3) == []
     assert check((a,), (other,), (), (b,), distance=4) == [
-        "batch 2 of job 0 starts in microbatch 3, 3 after the end of batch 0, but the "
+        "batch 2 of job 0 starts in tick 3, 3 after the end of batch 0, but the "
         "distance must be at least 4."
     ]
     assert check((a,), (b,), distance=1) == []

@@ -1,0 +1,93 @@
+"""The devices of a pipeline stage as lanes, which run microbatches side by side."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxlora.scheduler.types import Microbatch, Pipeline
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Lanes:
+    """How the devices of a run consume microbatches.
+
+    A stage has `data * fsdp` devices. Each of them is a lane: in a tick, each lane runs
+    one microbatch. Tick t of a schedule is its microbatches [t * n : (t + 1) * n] for n
+    lanes, in row-major order of (data, fsdp). An empty microbatch is padding.
+
+    Attributes:
+        data: Number of replicas.
+        fsdp: Number of lanes of each replica. They hold shards of the same base weights
+            but run different microbatches.
+        pipeline: The pipeline, whose distance is in ticks.
+        slots_per_replica: Number of adapter slots of each replica if jobs are dealt to
+            replicas: slot g lives on replica `g // slots_per_replica`, and all samples
+            of the job in it run there. None if all replicas share all jobs.
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    pipeline: Pipeline = dataclasses.field(default_factory=Pipeline)
+    slots_per_replica: int | None = None
+
+    def __post_init__(self):
+        if self.data < 1 or self.fsdp < 1:
+            raise ValueError(
+                f"data and fsdp must be positive, got {self.data} and {self.fsdp}."
+            )
+        if self.slots_per_replica is not None and self.slots_per_replica < 1:
+            raise ValueError(
+                f"slots_per_replica={self.slots_per_replica} must be positive. Use "
+                "None if all replicas share all jobs."
+            )
+
+    @property
+    def num_lanes(self) -> int:
+        """Number of microbatches in a tick."""
+        return self.data * self.fsdp
+
+    @property
+    def dealt(self) -> bool:
+        """Whether each job runs on one replica only."""
+        return self.slots_per_replica is not None
+
+    def replica(self, slot: int) -> int:
+        """Returns the replica of a slot, if jobs are dealt.
+
+        Raises:
+            ValueError: Jobs are not dealt, or there is no such slot.
+        """
+        per_replica = self.slots_per_replica
+        if per_replica is None:
+            raise ValueError("all replicas share all jobs, so a slot has no replica.")
+        if not 0 <= slot < self.data * per_replica:
+            raise ValueError(
+                f"slot {slot} does not exist: {self.data} replicas have {per_replica} "
+                "slots each."
+            )
+        return slot // per_replica
+
+    def one_replica(self) -> "Lanes":
+        """Returns the lanes of a single replica."""
+        return dataclasses.replace(self, data=1, slots_per_replica=None)
+
+
+ONE_LANE = Lanes()
+
+Tick = tuple[Microbatch, ...]
+
+
+def ticks_of(microbatches: Sequence[Microbatch], num_lanes: int) -> list[Tick]:
+    """Splits the microbatches of a schedule into ticks.
+
+    Raises:
+        ValueError: The number of microbatches is not a multiple of `num_lanes`.
+    """
+    if len(microbatches) % num_lanes:
+        raise ValueError(
+            f"{len(microbatches)} microbatches do not divide into ticks of {num_lanes} "
+            "lanes. Pad the last tick with empty microbatches."
+        )
+    return [
+        tuple(microbatches[first : first + num_lanes])
+        for first in range(0, len(microbatches), num_lanes)
+    ]

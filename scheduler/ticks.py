@@ -1,0 +1,222 @@
+"""Packs samples into ticks, in which several lanes run one microbatch each.
+
+Two batches of a job never share a tick, as the second one needs the weights after the
+first. So a tick can only be full if its jobs have enough samples in one batch each.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+from jaxlora.scheduler import joint
+from jaxlora.scheduler.cost import CostModel
+from jaxlora.scheduler.fill import BatchSource, JobProgress, WorkModel, fill_slot
+from jaxlora.scheduler.lanes import Lanes, Tick
+from jaxlora.scheduler.packers import PackerName, get_packer
+from jaxlora.scheduler.types import (
+    Limits,
+    Microbatch,
+    Pipeline,
+    Sample,
+    Schedule,
+    check_fits,
+)
+
+
+def pack_ticks(
+    samples: Sequence[Sample],
+    limits: Limits,
+    packer: PackerName,
+    lanes: Lanes,
+    cost: CostModel,
+) -> Schedule:
+    """Packs samples into ticks.
+
+    With one lane, this is the packer's own schedule. With more lanes, `joint` fills one
+    tick after the other, and the microbatches of the other packers are arranged in
+    ticks. If jobs are dealt to replicas, each replica is packed on its own.
+
+    Args:
+        samples: The samples. If jobs are dealt, they name their job by its slot.
+        limits: Limits of a microbatch.
+        packer: Name of the packer.
+        lanes: The lanes.
+        cost: Times of a microbatch on one lane.
+
+    Returns:
+        A schedule whose number of microbatches is a multiple of the number of lanes.
+
+    Raises:
+        ValueError: A sample is longer than the capacity, or the cost model and the
+            pipeline differ in the number of stages.
+    """
+    if lanes.dealt:
+        return _pack_replicas(samples, limits, packer, lanes, cost)
+    n, pipeline = lanes.num_lanes, lanes.pipeline
+    if n == 1:
+        return get_packer(packer)(samples, limits, pipeline, cost)
+    check_fits(samples, limits)
+    if packer == "joint":
+        ticks = fill_ticks(samples, limits, cost, n, pipeline.distance)
+    else:
+        # If batches of a job are this far apart, no two of them need to share a tick.
+        apart = Pipeline(num_stages=pipeline.num_stages, distance=n * pipeline.distance)
+        packed = get_packer(packer)(samples, limits, apart, cost)
+        ticks = arrange(packed.microbatches, n, pipeline.distance)
+    microbatches = itertools.chain.from_iterable(_balanced(ticks, n))
+    return Schedule(microbatches=tuple(microbatches), limits=limits)
+
+
+def _pack_replicas(
+    samples: Sequence[Sample],
+    limits: Limits,
+    packer: PackerName,
+    lanes: Lanes,
+    cost: CostModel,
+) -> Schedule:
+    """Packs the jobs of each replica on their own; ticks then run side by side."""
+    one = lanes.one_replica()
+    of_replica: list[list[Sample]] = [[] for _ in range(lanes.data)]
+    for sample in samples:
+        of_replica[lanes.replica(sample.job)].append(sample)
+    packed = [pack_ticks(s, limits, packer, one, cost).microbatches for s in of_replica]
+    num = max(map(len, packed))
+    padded = [p + ((),) * (num - len(p)) for p in packed]
+    microbatches = [
+        microbatch
+        for first in range(0, num, lanes.fsdp)
+        for p in padded
+        for microbatch in p[first : first + lanes.fsdp]
+    ]
+    return Schedule(microbatches=tuple(microbatches), limits=limits)
+
+
+def fill_ticks(
+    samples: Sequence[Sample],
+    limits: Limits,
+    cost: CostModel,
+    num_lanes: int,
+    distance: int,
+) -> list[list[Microbatch]]:
+    """Fills one tick after the other, lane by lane.
+
+    Jobs in the middle of a batch come first, then the jobs that need the most ticks.
+
+    Args:
+        samples: Any number of global batches of any number of jobs.
+        limits: Limits of a microbatch.
+        cost: Converts samples to work, which is what lanes are filled with.
+        num_lanes: Number of lanes.
+        distance: Distance between the batches of a job, in ticks.
+
+    Returns:
+        The microbatches of each tick, at most `num_lanes`. A tick without microbatches
+        keeps the distance.
+    """
+    work = WorkModel.from_cost(cost)
+    jobs = [
+        JobProgress(
+            BatchSource(job.batches, work, limits),
+            num_batches=job.num_batches,
+            slots_per_batch=ticks_per_batch(
+                job.batch_tokens, num_lanes * limits.capacity, distance
+            ),
+        )
+        for job in joint.job_batches(samples)
+    ]
+    ticks: list[list[Microbatch]] = []
+    while any(job.can_run for job in jobs):
+        lanes = [
+            fill_slot(jobs, len(ticks), limits.capacity, limits, distance)
+            for _ in range(num_lanes)
+        ]
+        ticks.append([_microbatch(i[2] for i in items) for items in lanes if items])
+    return ticks
+
+
+def ticks_per_batch(batch_tokens: float, tick_tokens: int, distance: int) -> float:
+    """Estimates the ticks from the start of a job's batch to that of its next one."""
+    return max(1.0, batch_tokens / tick_tokens) + distance - 1
+
+
+def _microbatch(samples: Iterable[Sample]) -> Microbatch:
+    return tuple(sorted(samples, key=lambda s: (s.job, s.index)))
+
+
+def arrange(
+    microbatches: Sequence[Microbatch], num_lanes: int, distance: int
+) -> list[list[Microbatch]]:
+    """Arranges microbatches in ticks by list scheduling.
+
+    A microbatch waits until all earlier batches of its jobs are `distance` ticks old.
+    Those on which the longest chain of others waits come first, then the earlier ones.
+
+    Args:
+        microbatches: The microbatches, in an order in which they could run one by one.
+            No-ops are dropped.
+        num_lanes: Number of lanes.
+        distance: Distance between the batches of a job, in ticks.
+
+    Returns:
+        The microbatches of each tick; see `fill_ticks`.
+
+    References:
+        Graham, Bounds on Multiprocessing Timing Anomalies, 1969.
+    """
+    real = [m for m in microbatches if m]
+    following = _following(real)
+    num_before = [0] * len(real)
+    chain = [1] * len(real)  # ticks from the start of a microbatch to the end
+    for i in reversed(range(len(real))):
+        for j in following[i]:
+            num_before[j] += 1
+            chain[i] = max(chain[i], distance + chain[j])
+    ready = {i: 0 for i in range(len(real)) if not num_before[i]}
+    earliest = [0] * len(real)
+    ticks: list[list[Microbatch]] = []
+    while ready:
+        tick = len(ticks)
+        runnable = sorted(
+            (i for i, first in ready.items() if first <= tick),
+            key=lambda i: (-chain[i], i),
+        )[:num_lanes]
+        for i in runnable:
+            del ready[i]
+            for j in following[i]:
+                num_before[j] -= 1
+                earliest[j] = tick + distance
+                if not num_before[j]:
+                    ready[j] = earliest[j]
+        ticks.append([real[i] for i in runnable])
+    return ticks
+
+
+def _following(microbatches: Sequence[Microbatch]) -> list[set[int]]:
+    """Returns the microbatches that hold a next batch of a job of each microbatch."""
+    holders: dict[tuple[int, int], list[int]] = {}
+    for i, microbatch in enumerate(microbatches):
+        for key in {(s.job, s.batch) for s in microbatch}:
+            holders.setdefault(key, []).append(i)
+    out: list[set[int]] = [set() for _ in microbatches]
+    for key, next_key in itertools.pairwise(sorted(holders)):
+        if key[0] == next_key[0]:
+            for i in holders[key]:
+                out[i].update(holders[next_key])
+    return out
+
+
+def _balanced(ticks: Iterable[Sequence[Microbatch]], num_lanes: int) -> Iterator[Tick]:
+    """Pads ticks, and gives the longest microbatch to the lane with the fewest tokens.
+
+    The microbatches of a tick may run on any lanes, so the lanes get about the same
+    number of tokens in total.
+    """
+    totals = [0] * num_lanes
+    for tick in ticks:
+        tokens = [sum(s.num_tokens for s in microbatch) for microbatch in tick]
+        longest_first = sorted(range(len(tick)), key=lambda i: -tokens[i])
+        out: list[Microbatch] = [()] * num_lanes
+        least_first = sorted(range(num_lanes), key=lambda lane: totals[lane])
+        for i, lane in zip(longest_first, least_first, strict=False):
+            out[lane] = tick[i]
+            totals[lane] += tokens[i]
+        yield tuple(out)
