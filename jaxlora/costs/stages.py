@@ -1,0 +1,144 @@
+"""Divides a decoder into pipeline stages by the estimated time of its parts."""
+
+import dataclasses
+import itertools
+
+from jaxlora.costs.device_speed import UNKNOWN_DEVICE, DeviceSpeed
+from jaxlora.costs.work import PassWork, embedding_work, head_work, layer_work
+from jaxlora.errors import ConfigError
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.sharding.stages import cut_layers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PassSeconds:
+    """Seconds of the forward and of the backward pass of one token.
+
+    On a device with unknown rates, time is counted in operations.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    @property
+    def both(self) -> float:
+        """Time of both passes together."""
+        return self.forward + self.backward
+
+    def __add__(self, other: "PassSeconds") -> "PassSeconds":
+        return PassSeconds(
+            forward=self.forward + other.forward,
+            backward=self.backward + other.backward,
+        )
+
+    def __mul__(self, factor: float) -> "PassSeconds":
+        return PassSeconds(
+            forward=factor * self.forward, backward=factor * self.backward
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderSeconds:
+    """Estimated time of one token in each part of a decoder, on one device.
+
+    Attributes:
+        embedding: Time in the embedding.
+        layers: Time in each layer.
+        head: Time in the final norm, the head and the loss.
+    """
+
+    embedding: PassSeconds
+    layers: tuple[PassSeconds, ...]
+    head: PassSeconds
+
+    def borders(self, num_stages: int) -> tuple[int, ...]:
+        """Returns the borders of the stages between which the slowest is fastest.
+
+        Stage s has the layers from `borders[s]` to `borders[s + 1] - 1`.
+
+        Raises:
+            ConfigError: There are more stages than layers.
+        """
+        num_layers = len(self.layers)
+        if num_stages > num_layers:
+            raise ConfigError(
+                f"mesh: stage={num_stages} needs a layer for each stage, and the model "
+                f"has {num_layers} layers. Use at most stage={num_layers}."
+            )
+        return cut_layers(
+            [layer.both for layer in self.layers],
+            num_stages,
+            first=self.embedding.both,
+            last=self.head.both,
+        )
+
+    def stages(self, borders: tuple[int, ...]) -> tuple[PassSeconds, ...]:
+        """Returns the time of one token in each stage."""
+        times = [
+            sum(self.layers[start:stop], PassSeconds())
+            for start, stop in itertools.pairwise(borders)
+        ]
+        times[0] += self.embedding
+        times[-1] += self.head
+        return tuple(times)
+
+
+def decoder_seconds(
+    spec: DecoderSpec,
+    speed: DeviceSpeed = UNKNOWN_DEVICE,
+    *,
+    mean_tokens: float | None = None,
+    head_layers: float | None = None,
+) -> DecoderSeconds:
+    """Estimates the time of each part of a decoder.
+
+    Args:
+        spec: The whole decoder.
+        speed: Rates of the device.
+        mean_tokens: Mean length of the samples; None: that of the decoder's options.
+        head_layers: Measured time of the head and the loss, as a multiple of the time
+            of a mean layer; None: by the estimate.
+    """
+    mean = spec.options.mean_segment_tokens if mean_tokens is None else mean_tokens
+
+    def seconds(work: PassWork) -> PassSeconds:
+        return PassSeconds(
+            forward=speed.compute_seconds(work.forward),
+            backward=speed.compute_seconds(work.backward),
+        )
+
+    layers = [
+        seconds(layer_work(spec, layer, mean))
+        for layer in range(spec.config.num_layers)
+    ]
+    head = seconds(head_work(spec))
+    if head_layers is not None:
+        mean_layer = sum(layer.both for layer in layers) / len(layers)
+        head *= head_layers * mean_layer / head.both
+    return DecoderSeconds(
+        embedding=seconds(embedding_work(spec)), layers=tuple(layers), head=head
+    )
+
+
+def stage_specs(
+    spec: DecoderSpec,
+    num_stages: int,
+    speed: DeviceSpeed = UNKNOWN_DEVICE,
+    *,
+    head_layers: float | None = None,
+) -> tuple[DecoderSpec, ...]:
+    """Divides a decoder into pipeline stages of about equal time.
+
+    Args:
+        spec: The whole decoder.
+        num_stages: Number of stages; one stage is the decoder itself.
+        speed: Rates of the devices.
+        head_layers: See `decoder_seconds`.
+
+    Raises:
+        ConfigError: There are more stages than layers.
+    """
+    if num_stages == 1:
+        return (spec,)
+    borders = decoder_seconds(spec, speed, head_layers=head_layers).borders(num_stages)
+    return tuple(spec.stage(*pair) for pair in itertools.pairwise(borders))

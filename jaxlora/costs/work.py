@@ -1,0 +1,121 @@
+"""Counts the operations and the memory traffic of the parts of a decoder per token.
+
+These are formulas over the sizes of the model. The base is frozen, so the backward pass
+of a linear costs as much as its forward pass: it has no gradient of the weight.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from jaxlora.families.model_config import LayerLinear, ModelConfig
+from jaxlora.models.spec import DecoderSpec
+
+_LOGIT_BYTES = 16  # traffic per logit: in float32 to the loss, in bfloat16 to the head
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """Work of one token.
+
+    Attributes:
+        flops: Floating point operations of matrix products.
+        memory_bytes: Bytes that operations other than matrix products read and write.
+    """
+
+    flops: float = 0.0
+    memory_bytes: float = 0.0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(
+            flops=self.flops + other.flops,
+            memory_bytes=self.memory_bytes + other.memory_bytes,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PassWork:
+    """Work of one token in the forward and in the backward pass."""
+
+    forward: Work
+    backward: Work
+
+
+def layer_work(spec: DecoderSpec, layer: int, mean_tokens: float) -> PassWork:
+    """Counts the work of one token in one layer.
+
+    Args:
+        spec: The decoder.
+        layer: Number of the layer.
+        mean_tokens: Mean length of the samples.
+    """
+    linears = spec.config.linears()
+    forward, backward = Work(), Work()
+    for name, linear in linears.items():
+        is_adapted = f"layers.{layer}.{name}" in spec.adapted
+        rank = spec.slots.rank if spec.slots is not None and is_adapted else 0
+        forward += _product_work(linear, rank)
+        backward += _product_work(linear, 2 * rank)
+    attention = _attention_work(spec.config, layer, mean_tokens)
+    elementwise = _elementwise_work(spec)
+    forward += attention + elementwise
+    # The backward pass computes the scores again, and then four products, not two.
+    backward += Work(flops=2.5 * attention.flops) + elementwise + elementwise
+    return PassWork(forward=forward, backward=backward + _remat_work(spec, forward))
+
+
+def embedding_work(spec: DecoderSpec) -> PassWork:
+    """Counts the work of one token in the embedding, which only copies rows."""
+    itemsize = jnp.dtype(spec.options.dtype).itemsize
+    copied = Work(memory_bytes=2 * spec.config.hidden_size * itemsize)
+    return PassWork(forward=copied, backward=Work())
+
+
+def head_work(spec: DecoderSpec, target_share: float = 1.0) -> PassWork:
+    """Counts the work of one token in the head and the loss.
+
+    The gradient is computed with the loss, in the forward pass.
+
+    Args:
+        spec: The decoder.
+        target_share: Share of the tokens that are trained on.
+    """
+    width, vocab_size = spec.config.hidden_size, spec.config.vocab_size
+    forward = Work(
+        flops=4 * target_share * width * vocab_size,
+        memory_bytes=_LOGIT_BYTES * target_share * vocab_size,
+    )
+    return PassWork(forward=forward, backward=Work())
+
+
+def _product_work(linear: LayerLinear, rank: int) -> Work:
+    """Work of a linear and of products with A and B, each of the given rank."""
+    k, n = linear.in_features, linear.out_features
+    return Work(flops=2 * k * n + 2 * rank * (k + n))
+
+
+def _attention_work(config: ModelConfig, layer: int, mean_tokens: float) -> Work:
+    """Work of the scores and of the weighted values; a token sees half its sample."""
+    window = config.layer_windows[layer]
+    keys = mean_tokens / 2 if window is None else min(mean_tokens / 2, window)
+    return Work(flops=4 * config.query_features * keys)
+
+
+def _elementwise_work(spec: DecoderSpec) -> Work:
+    """Memory traffic of norms, residual sums, rotary positions and the activation."""
+    config = spec.config
+    elements = 10 * config.hidden_size + 3 * config.intermediate_size
+    elements += 4 * (config.query_features + config.kv_features)
+    return Work(memory_bytes=elements * jnp.dtype(spec.options.dtype).itemsize)
+
+
+def _remat_work(spec: DecoderSpec, forward: Work) -> Work:
+    """Work that the backward pass of a layer does again."""
+    if spec.options.remat == "layer":
+        return forward
+    if spec.options.remat == "none":
+        return Work()
+    linears = spec.config.linears()
+    gate_up = (linears["mlp.gate_proj"], linears["mlp.up_proj"])
+    work = [_product_work(linear, 0) for linear in gate_up]
+    return sum(work, Work())

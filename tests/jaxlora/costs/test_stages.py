@@ -1,0 +1,133 @@
+"""The estimated time of the parts of a decoder, and its division into stages."""
+
+import dataclasses
+
+import pytest
+
+from jaxlora.costs.device_speed import UNKNOWN_DEVICE, find_speed
+from jaxlora.costs.stages import decoder_seconds, stage_specs
+from jaxlora.costs.work import Work, head_work, layer_work
+from jaxlora.errors import ConfigError
+from tests.llama import LLAMA_8B, LLAMA_70B, decoder
+
+H200 = find_speed("NVIDIA H200")
+TINY = dataclasses.replace(
+    LLAMA_8B,
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=4,
+    layer_windows=(None,) * 4,
+)
+
+
+def test_operations_of_a_layer():
+    """A token takes two operations per weight, without gradients of the base."""
+    spec = dataclasses.replace(decoder(LLAMA_8B), slots=None, adapted=())
+    work = layer_work(spec, 0, 400.0)
+    weights = 4096 * (4096 + 1024 + 1024 + 4096 + 3 * 14336)
+    attention = 4 * 4096 * 200
+    assert work.forward.flops == 2 * weights + attention
+    assert work.backward.flops == 2 * weights + 2.5 * attention
+
+
+def test_adapters_add_operations():
+    spec = decoder(TINY)
+    base = dataclasses.replace(spec, slots=None, adapted=())
+    some = dataclasses.replace(spec, adapted=("layers.1.mlp.down_proj",))
+    without, with_one = (layer_work(s, 1, 100.0) for s in (base, some))
+    assert with_one.forward.flops - without.forward.flops == 2 * 16 * (48 + 32)
+    assert with_one.backward.flops - without.backward.flops == 4 * 16 * (48 + 32)
+    assert layer_work(some, 0, 100.0) == layer_work(base, 0, 100.0)
+
+
+def test_a_window_bounds_the_work_of_attention():
+    config = dataclasses.replace(TINY, layer_windows=(None, 16, None, 16))
+    times = decoder_seconds(decoder(config), H200, mean_tokens=4096).layers
+    assert times[0] == times[2]
+    assert times[1] == times[3]
+    assert times[0].both > times[1].both
+    short = decoder_seconds(decoder(config), H200, mean_tokens=32).layers
+    assert short[0] == short[1]
+
+
+def test_recomputation_adds_to_the_backward_pass():
+    none, mlp, layer = (
+        layer_work(decoder(LLAMA_8B, remat=remat), 0, 400.0)
+        for remat in ("none", "mlp", "layer")
+    )
+    assert none.forward == mlp.forward == layer.forward
+    assert none.backward.flops < mlp.backward.flops < layer.backward.flops
+    assert layer.backward == none.backward + none.forward
+
+
+def test_only_target_tokens_take_time_in_the_head():
+    spec = decoder(TINY)
+    whole, half = head_work(spec), head_work(spec, target_share=0.5)
+    assert whole.backward == Work()
+    assert half.forward.flops == 0.5 * whole.forward.flops == 2 * 32 * 64
+
+
+def test_the_time_of_llama_8b_on_an_h200():
+    """51 µs per token were measured without adapters, and 54 with four."""
+    times = decoder_seconds(decoder(LLAMA_8B), H200)
+    [whole] = times.stages((0, 32))
+    assert whole.both == pytest.approx(52e-6, rel=0.02)
+
+
+@pytest.mark.parametrize("speed", [H200, UNKNOWN_DEVICE])
+def test_the_slowest_stage_is_close_to_the_mean(speed):
+    for config in (LLAMA_8B, LLAMA_70B):
+        times = decoder_seconds(decoder(config), speed)
+        stages = [t.both for t in times.stages(times.borders(4))]
+        assert max(stages) < 1.06 * sum(stages) / 4
+
+
+def test_the_last_stage_has_fewer_layers():
+    """The head of Llama-3.1-8B costs as much as two or three layers."""
+    stages = stage_specs(decoder(LLAMA_8B), 4, H200)
+    assert [len(stage.layer_numbers) for stage in stages] == [8, 9, 9, 6]
+    assert [stage.has_embedding for stage in stages] == [True, False, False, False]
+    assert [stage.has_head for stage in stages] == [False, False, False, True]
+
+
+def test_a_measured_time_of_the_head_replaces_the_estimate():
+    spec = decoder(LLAMA_8B)
+    times = decoder_seconds(spec, H200, head_layers=6.0)
+    mean = sum(t.both for t in times.layers) / 32
+    assert times.head.both == pytest.approx(6 * mean)
+    stages = stage_specs(spec, 4, H200, head_layers=6.0)
+    assert [len(stage.layer_numbers) for stage in stages] == [9, 9, 10, 4]
+
+
+def test_one_stage_is_the_decoder():
+    spec = decoder(TINY)
+    assert stage_specs(spec, 1) == (spec,)
+
+
+def test_more_stages_than_layers():
+    assert len(stage_specs(decoder(TINY), 4)) == 4
+    with pytest.raises(ConfigError, match=r"stage=5 needs .* model has 4 layers"):
+        stage_specs(decoder(TINY), 5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA H200", "NVIDIA H200"),
+        ("NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3"),
+        ("NVIDIA H100 PCIe", "unknown"),
+        ("NVIDIA L40S", "NVIDIA L40S"),
+        ("NVIDIA L40", "unknown"),
+        ("cpu", "unknown"),
+    ],
+)
+def test_devices_are_found_by_their_kind(kind, name):
+    assert find_speed(kind).name == name
+
+
+def test_only_arithmetic_takes_time_on_an_unknown_device():
+    one = UNKNOWN_DEVICE.compute_seconds(Work(flops=100.0))
+    both = UNKNOWN_DEVICE.compute_seconds(Work(flops=100.0, memory_bytes=1e9))
+    assert one == both > 0
+    assert UNKNOWN_DEVICE.transfer_seconds(1e9) == 0

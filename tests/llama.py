@@ -1,0 +1,48 @@
+"""Decoders of the sizes of Llama 3.1, without weights."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxlora.families.model_config import ModelConfig, Rope
+from jaxlora.hf.names import linear_names, linear_path
+from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.modules.multi_lora_linear import SlotShape
+
+LLAMA_8B = ModelConfig(
+    model_type="llama",
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_positions=8192,
+    rms_eps=1e-5,
+    rope=Rope(theta=5e5),
+    layer_windows=(None,) * 32,
+)
+LLAMA_70B = dataclasses.replace(
+    LLAMA_8B,
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_layers=80,
+    num_heads=64,
+    layer_windows=(None,) * 80,
+)
+
+
+def decoder(config: ModelConfig, **options: Any) -> DecoderSpec:
+    """All linears adapted at rank 16, four slots."""
+    defaults = dict(
+        dtype=jnp.dtype("bfloat16"), max_segment_tokens=1024, mean_segment_tokens=400
+    )
+    return DecoderSpec(
+        config=config,
+        options=DecoderOptions(**(defaults | options)),
+        slots=SlotShape(num_slots=4, rank=16),
+        adapted=tuple(sorted(map(linear_path, linear_names(config)))),
+    )
