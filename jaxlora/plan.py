@@ -27,15 +27,14 @@ from jaxlora.memory.capacity import settle
 from jaxlora.scheduler import (
     Lanes,
     Limits,
-    Microbatch,
     Pipeline,
     Plan,
     Sample,
     Schedule,
     lower_bound,
-    plan,
 )
-from jaxlora.scheduler.spacing import with_no_ops
+from jaxlora.scheduler.plan import evaluate
+from jaxlora.scheduler.ticks import concatenate
 from jaxlora.train import prepare
 from jaxlora.train.continue_job import continued_step
 from jaxlora.train.job_run import batch_lengths, job_order
@@ -295,14 +294,11 @@ def _join(
     limits: Limits,
     pipeline: Pipeline,
 ) -> Plan:
-    """Concatenates schedules, with no-ops where a job would start too early."""
-    real = [m for schedule in schedules for m in schedule.microbatches if m]
-    microbatches: tuple[Microbatch, ...] = tuple(with_no_ops(real, pipeline.distance))
-    joined = Schedule(microbatches=microbatches, limits=limits)
-    return plan(
+    """Evaluates schedules that run one after the other without a pause."""
+    lanes = Lanes(pipeline=pipeline)
+    return evaluate(
+        concatenate(schedules, lanes, limits),
         list(itertools.chain.from_iterable(part.samples for part in parts)),
-        limits,
-        pipeline,
+        lanes,
         fixed_shape_cost(limits.capacity, pipeline.num_stages),
-        packer=lambda *_: joined,
     )

@@ -11,6 +11,7 @@ from jaxlora.console import literal, show
 from jaxlora.errors import ConfigError
 from jaxlora.plan import RunPlan
 from jaxlora.scheduler import Plan, picture
+from jaxlora.scheduler.timeline import Timeline
 
 _SHOWN_PARTS = 20
 _DRAWN_MICROBATCHES = 60
@@ -127,5 +128,6 @@ def draw_plan(planned: RunPlan, path: str | os.PathLike) -> int:
     whole = planned.whole
     drawn = min(_DRAWN_MICROBATCHES, len(whole.schedule.microbatches))
     until = float(whole.simulation.backward_end[:, :drawn].max())
-    picture.draw(whole.schedule, whole.simulation, path, until=until)
+    timeline = Timeline.simulated(whole.simulation)
+    picture.draw(whole.schedule, {"simulated": timeline}, path, until=until)
     return drawn

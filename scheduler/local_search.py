@@ -16,16 +16,16 @@ _TOLERANCE = 2e-3
 class LocalSearch:
     """Improves the microbatches of consecutive slots by moving and swapping samples.
 
-    The objective is the sum over all ticks of the cost of the slowest microbatch in the
-    pipeline (`simulate.window_sum`). A sample moves, or two samples swap places, only
-    if that lowers the objective and keeps the schedule legal.
+    The objective is the sum over all cycles of the cost of the slowest microbatch in
+    the pipeline (`simulate.window_sum`). A sample moves, or two samples swap places,
+    only if that lowers the objective and keeps the schedule legal.
 
     Attributes:
         slots: Items of each microbatch.
         costs: Cost of each microbatch, as a fraction of a full one's time on the
-            fastest stage. Microbatch k is on stage s at tick k + s. S - 1 zeros precede
-            and follow the microbatches.
-        slowest: Cost of the slowest microbatch at each tick.
+            fastest stage. Microbatch k is on stage s in cycle k + s. S - 1 zeros
+            precede and follow the microbatches.
+        slowest: Cost of the slowest microbatch in each cycle.
     """
 
     def __init__(
@@ -117,19 +117,19 @@ class LocalSearch:
         squares = sum(n * n for _, n, _ in slot)
         return self.step(self.cost.bucket_tokens(padded), squares)
 
-    def _compute_slowest(self, tick: int) -> float:
+    def _compute_slowest(self, cycle: int) -> float:
         costs = self.costs
-        slowest = max(costs[tick - self.num_stages + 1 : tick + 1])
+        slowest = max(costs[cycle - self.num_stages + 1 : cycle + 1])
         for stage, weight in self.slow_stages:
-            slowest = max(slowest, weight * costs[tick - stage])
+            slowest = max(slowest, weight * costs[cycle - stage])
         return slowest
 
     def _max_saving(self, i: int) -> float:
         """Returns how much the objective would fall if slot i cost nothing."""
         k = self.offset + i
-        ticks = range(k, k + self.num_stages)
+        cycles = range(k, k + self.num_stages)
         cost, self.costs[k] = self.costs[k], 0.0
-        saving = sum(self.slowest[t] - self._compute_slowest(t) for t in ticks)
+        saving = sum(self.slowest[t] - self._compute_slowest(t) for t in cycles)
         self.costs[k] = cost
         return saving
 
@@ -189,8 +189,8 @@ class LocalSearch:
     def _fits(self, tokens: dict[int, int]) -> bool:
         return sum(map(self.limits.padded, tokens.values())) <= self.limits.capacity
 
-    def _ticks(self, i: int, j: int) -> set[int]:
-        """Returns the ticks at which slot i or slot j is in the pipeline."""
+    def _cycles(self, i: int, j: int) -> set[int]:
+        """Returns the cycles in which slot i or slot j is in the pipeline."""
         a, b, num = self.offset + i, self.offset + j, self.num_stages
         return {*range(a, a + num), *range(b, b + num)}
 
@@ -198,14 +198,14 @@ class LocalSearch:
         costs, a, b = self.costs, self.offset + i, self.offset + j
         old = costs[a], costs[b]
         costs[a], costs[b] = cost_i, cost_j
-        ticks = self._ticks(i, j)
-        saving = sum(self.slowest[t] - self._compute_slowest(t) for t in ticks)
+        cycles = self._cycles(i, j)
+        saving = sum(self.slowest[t] - self._compute_slowest(t) for t in cycles)
         costs[a], costs[b] = old
         return saving > 1e-9 * old[0]
 
     def _set_costs(self, i: int, j: int, cost_i: float, cost_j: float) -> None:
         self.costs[self.offset + i], self.costs[self.offset + j] = cost_i, cost_j
-        for t in self._ticks(i, j):
+        for t in self._cycles(i, j):
             self.slowest[t] = self._compute_slowest(t)
 
     def _move(self, item: Item, old: int, new: int) -> None:

@@ -51,9 +51,28 @@ def plan(
         RuntimeError: The packer's schedule violates a rule.
     """
     schedule = packer(samples, limits, pipeline, cost)
-    require_legal(schedule, samples, Lanes(pipeline=pipeline))
+    return evaluate(schedule, samples, Lanes(pipeline=pipeline), cost)
+
+
+def evaluate(
+    schedule: Schedule, samples: Sequence[Sample], lanes: Lanes, cost: CostModel
+) -> Plan:
+    """Checks and simulates a schedule.
+
+    Args:
+        schedule: The schedule.
+        samples: The samples that it holds.
+        lanes: The lanes that it is for.
+        cost: Times of the passes of a microbatch on one lane of each stage.
+
+    Raises:
+        ValueError: The cost model and the pipeline differ in the number of stages.
+        RuntimeError: The schedule violates a rule.
+    """
+    require_legal(schedule, samples, lanes)
+    pipeline, n = lanes.pipeline, lanes.num_lanes
     return Plan(
         schedule=schedule,
-        simulation=simulate(schedule, cost, pipeline),
-        bound=lower_bound(samples, limits, pipeline, cost),
+        simulation=simulate(schedule, cost, pipeline, num_lanes=n),
+        bound=lower_bound(samples, schedule.limits, pipeline, cost, num_lanes=n),
     )

@@ -14,7 +14,7 @@ from jaxlora.scheduler.fill import (
     fill_slot,
 )
 from jaxlora.scheduler.local_search import LocalSearch
-from jaxlora.scheduler.simulate import check_stages, slowest_per_tick
+from jaxlora.scheduler.simulate import check_stages, slowest_per_cycle
 from jaxlora.scheduler.types import Limits, Microbatch, Pipeline, Sample
 
 # While the best target stays the same, other targets are tried again after this many
@@ -126,9 +126,9 @@ class Planner:
 
     A window is planned with several fill targets. For each one, its slots are filled
     one by one to that amount of work. The plan that finishes the window's work first
-    wins, where time is the sum over all ticks of the slowest microbatch in the pipeline
-    (`simulate.window_sum`). Local search then balances the first slots, which are
-    committed. The other slots are planned again as part of the next window.
+    wins, where time is the sum over all cycles of the slowest microbatch in the
+    pipeline (`simulate.window_sum`). Local search then balances the first slots, which
+    are committed. The other slots are planned again as part of the next window.
     """
 
     def __init__(
@@ -325,10 +325,10 @@ class Planner:
         squares = np.array([s[2] for s in in_order], float)
         is_real = np.array([bool(s[0]) for s in in_order], float)
         forward, backward = self.cost.times(tokens, squares, is_real)
-        ticks = slowest_per_tick(forward + backward)
-        time = ticks[len(before) : len(in_order)].cumsum()
+        cycles = slowest_per_cycle(forward + backward)
+        time = cycles[len(before) : len(in_order)].cumsum()
         if is_done:
-            time[-1] += ticks[len(in_order) :].sum()
+            time[-1] += cycles[len(in_order) :].sum()
         return time
 
 

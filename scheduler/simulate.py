@@ -2,28 +2,29 @@
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
 from jaxlora.scheduler.cost import CostModel
-from jaxlora.scheduler.types import Pipeline, Schedule
+from jaxlora.scheduler.lanes import Tick, ticks_of
+from jaxlora.scheduler.types import Limits, Pipeline, Schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Simulation:
     """Result of simulating a schedule.
 
-    Times have the unit of the cost model. The arrays have the shape
-    [stages, microbatches].
+    Times have the unit of the cost model. The arrays have the shape [stages, ticks].
 
     Attributes:
         makespan: End of the last pass.
         bubble: Fraction of the time of all stages in which nothing runs.
         utilization: Fraction of the makespan in which each stage computes.
-        peak_tokens: For each stage, the most tokens of microbatches whose forward pass
-            has started and whose backward pass has not ended.
+        peak_tokens: For each stage, the most tokens on a lane of ticks whose forward
+            pass has started and whose backward pass has not ended.
         num_stale_batches: Global batches that start on some stage before that stage has
-            finished the backward of the job's previous batch. They would be trained
+            taken the optimizer step of the job's previous batch. They would be trained
             with stale weights.
         forward_start, forward_end: Start and end of each forward pass.
         backward_start, backward_end: Start and end of each backward pass.
@@ -41,56 +42,64 @@ class Simulation:
 
 
 def simulate(
-    schedule: Schedule,
-    cost: CostModel,
-    pipeline: Pipeline,
+    schedule: Schedule, cost: CostModel, pipeline: Pipeline, *, num_lanes: int = 1
 ) -> Simulation:
     """Simulates a schedule in the 1F1B order of Megatron-LM.
 
-    Stage s starts with S - 1 - s forward passes, and then alternates between one
-    forward and one backward pass. A pass waits for the previous pass of its stage, and
-    for the pass of the same microbatch on the neighboring stage plus the communication
-    time. A no-op has a place in the order, but takes no time and waits for no other
-    stage.
+    A stage starts with the forward passes of its warm-up (`Pipeline.warm_up`), and then
+    alternates between one forward and one backward pass. A pass waits for the previous
+    pass of its stage, and for the pass of the same tick on the neighboring stage plus
+    the communication time. It takes as long as the slowest lane. A no-op has a place in
+    the order, but takes no time and waits for no other stage.
+
+    After the tick that completes a batch, each stage takes an optimizer step, as
+    `Pipeline.step_delay` says. The step takes no time.
 
     Args:
         schedule: The schedule. It need not be legal: `num_stale_batches` counts the
             batches that start too early.
         cost: Times of the passes, for the number of stages that `pipeline` has.
         pipeline: The pipeline.
+        num_lanes: Number of microbatches in a tick.
 
     Raises:
-        ValueError: The cost model and the pipeline differ in the number of stages.
+        ValueError: The cost model and the pipeline differ in the number of stages, or
+            the microbatches do not divide into ticks.
 
     References:
         Megatron-LM, https://arxiv.org/abs/2104.04473, section 2.2.
     """
     check_stages(cost, pipeline)
-    num_stages = pipeline.num_stages
-    warm_up = [num_stages - s - 1 for s in range(num_stages)]
-    forward, backward = cost.schedule_times(schedule)
-    is_real = [bool(m) for m in schedule.microbatches]
-    forward_end, backward_end = _pass_ends(
-        forward.tolist(), backward.tolist(), is_real, cost.communication
+    ticks = ticks_of(schedule.microbatches, num_lanes)
+    forward, backward = (
+        passes.reshape(pipeline.num_stages, -1, num_lanes).max(axis=2)
+        for passes in cost.schedule_times(schedule)
     )
-    forward_end, backward_end = np.array(forward_end), np.array(backward_end)
+    forward_end, backward_end = map(
+        np.array,
+        _pass_ends(
+            forward.tolist(),
+            backward.tolist(),
+            [any(tick) for tick in ticks],
+            pipeline,
+            cost.communication,
+        ),
+    )
     makespan = float(backward_end.max(initial=0.0))
     work = (forward + backward).sum(axis=1)
-    passes = dict(
-        forward_start=forward_end - forward,
+    forward_start = forward_end - forward
+    return Simulation(
+        makespan=makespan,
+        bubble=float(1 - work.sum() / (len(work) * makespan)) if makespan else 0.0,
+        utilization=tuple((work / makespan).tolist()) if makespan else (),
+        peak_tokens=_peak_tokens(ticks, schedule.limits, cost, pipeline),
+        num_stale_batches=_num_stale_batches(
+            ticks, pipeline, forward_start, backward_end
+        ),
+        forward_start=forward_start,
         forward_end=forward_end,
         backward_start=backward_end - backward,
         backward_end=backward_end,
-    )
-    return Simulation(
-        makespan=makespan,
-        bubble=float(1 - work.sum() / (num_stages * makespan)) if makespan else 0.0,
-        utilization=tuple((work / makespan).tolist()) if makespan else (),
-        peak_tokens=tuple(_peak_tokens(schedule, cost, n) for n in warm_up),
-        num_stale_batches=_num_stale_batches(
-            schedule, passes["forward_start"], backward_end
-        ),
-        **passes,
     )
 
 
@@ -98,19 +107,21 @@ def _pass_ends(
     forward: list[list[float]],
     backward: list[list[float]],
     is_real: list[bool],
+    pipeline: Pipeline,
     communication: float = 0.0,
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Computes when the forward and backward passes end, by stage and microbatch.
+    """Computes when the forward and backward passes end, by stage and tick.
 
     Args:
-        forward: Times of forward passes, by stage and microbatch.
-        backward: Times of backward passes, by stage and microbatch.
-        is_real: Whether each microbatch is not a no-op.
+        forward: Times of forward passes, by stage and tick.
+        backward: Times of backward passes, by stage and tick.
+        is_real: Whether each tick is not a no-op.
+        pipeline: The pipeline.
         communication: Time of a transfer between neighboring stages.
     """
     num_stages, num = len(forward), len(is_real)
     clock = [0.0] * num_stages
-    warm_up = [num_stages - s - 1 for s in range(num_stages)]
+    warm_up = [pipeline.warm_up(s) for s in range(num_stages)]
     forward_end = [[0.0] * num for _ in range(num_stages)]
     backward_end = [[0.0] * num for _ in range(num_stages)]
     last = num_stages - 1
@@ -142,27 +153,27 @@ def _pass_ends(
 
 
 def window_sum(schedule: Schedule, cost: CostModel) -> float:
-    """Sums, over all ticks, the time of the slowest microbatch in the pipeline.
+    """Sums, over all cycles, the time of the slowest microbatch in the pipeline.
 
-    At tick t, stage s runs the forward and backward pass of microbatch t - s. This is
+    In cycle t, stage s runs the forward and backward pass of microbatch t - s. This is
     an estimate of the makespan: it ranks schedules almost as the simulation does, and a
     local change of a schedule only changes a few of its terms.
     """
     forward, backward = cost.schedule_times(schedule)
-    return float(slowest_per_tick(forward + backward).sum())
+    return float(slowest_per_cycle(forward + backward).sum())
 
 
-def slowest_per_tick(times: np.ndarray) -> np.ndarray:
-    """Returns the time of the slowest stage at each tick, as in `window_sum`.
+def slowest_per_cycle(times: np.ndarray) -> np.ndarray:
+    """Returns the time of the slowest stage in each cycle, as in `window_sum`.
 
     Args:
         times: Time of the forward and backward pass together [stages, microbatches].
     """
     num_stages, num = times.shape
-    ticks = np.zeros((num_stages, num + num_stages - 1))
+    cycles = np.zeros((num_stages, num + num_stages - 1))
     for s in range(num_stages):
-        ticks[s, s : s + num] = times[s]
-    return ticks.max(axis=0)
+        cycles[s, s : s + num] = times[s]
+    return cycles.max(axis=0)
 
 
 def check_stages(cost: CostModel, pipeline: Pipeline) -> None:
@@ -178,9 +189,17 @@ def check_stages(cost: CostModel, pipeline: Pipeline) -> None:
         )
 
 
-def _peak_tokens(schedule: Schedule, cost: CostModel, warm_up: int) -> int:
+def _peak_tokens(
+    ticks: Sequence[Tick], limits: Limits, cost: CostModel, pipeline: Pipeline
+) -> tuple[int, ...]:
     # The passes of a stage run one after the other, so only their order matters.
-    tokens = [cost.size(m, schedule.limits)[0] for m in schedule.microbatches]
+    tokens = [max(cost.size(m, limits)[0] for m in tick) for tick in ticks]
+    return tuple(
+        _most_in_flight(tokens, pipeline.warm_up(s)) for s in range(cost.num_stages)
+    )
+
+
+def _most_in_flight(tokens: Sequence[int], warm_up: int) -> int:
     in_flight = peak = sum(tokens[:warm_up])
     for i, done in enumerate(tokens):
         in_flight += tokens[i + warm_up] if i + warm_up < len(tokens) else 0
@@ -189,15 +208,20 @@ def _peak_tokens(schedule: Schedule, cost: CostModel, warm_up: int) -> int:
     return peak
 
 
-def _num_stale_batches(schedule: Schedule, start: np.ndarray, end: np.ndarray) -> int:
+def _num_stale_batches(
+    ticks: Sequence[Tick], pipeline: Pipeline, start: np.ndarray, end: np.ndarray
+) -> int:
+    """Counts stale batches from the starts of forward and ends of backward passes."""
     positions: dict[tuple[int, int], list[int]] = {}
-    for i, microbatch in enumerate(schedule.microbatches):
-        for key in {(s.job, s.batch) for s in microbatch}:
+    for i, tick in enumerate(ticks):
+        for key in {(s.job, s.batch) for microbatch in tick for s in microbatch}:
             positions.setdefault(key, []).append(i)
+    delays = np.array([pipeline.step_delay(s) for s in range(pipeline.num_stages)])
     num_stale = 0
     for previous, following in itertools.pairwise(sorted(positions)):
         if previous[0] == following[0]:
-            stepped = end[:, positions[previous]].max(axis=1)
+            step_after = np.minimum(positions[previous][-1] + delays, len(ticks) - 1)
+            stepped = end[np.arange(len(end)), step_after]
             started = start[:, positions[following]].min(axis=1)
             # Both are sums of the same times, but in different orders.
             num_stale += bool((started < stepped - 1e-9 * abs(stepped)).any())

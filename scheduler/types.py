@@ -61,10 +61,15 @@ class Pipeline:
             the first tick of the same job's next batch. It gives every stage time for
             the optimizer step between the two batches. With a distance of 1, the next
             batch may start in the next tick. With one lane, a tick is a microbatch.
+        in_flight: Largest number of ticks in flight on stage 0 (W0), whose forward pass
+            has started and whose backward pass has not ended. It is at least S; None
+            means S. More of them need memory and a distance of W0. From W0 = 2 S - 1
+            on, transfers and unequal ticks hardly delay the pipeline.
     """
 
     num_stages: int = 1
     distance: int = 1
+    in_flight: int | None = None
 
     def __post_init__(self):
         if self.num_stages < 1 or self.distance < 1:
@@ -72,17 +77,53 @@ class Pipeline:
                 f"num_stages and distance must be positive, got {self.num_stages} and "
                 f"{self.distance}."
             )
+        if self.in_flight is not None and self.in_flight < self.num_stages:
+            raise ValueError(
+                f"in_flight={self.in_flight} is less than the {self.num_stages} stages "
+                "of the pipeline. It must be at least the number of stages, or some of "
+                "them would always wait."
+            )
 
     @classmethod
-    def one_f_one_b(cls, num_stages: int) -> "Pipeline":
-        """Returns the pipeline of a 1F1B schedule, whose distance is S.
+    def one_f_one_b(cls, num_stages: int, in_flight: int | None = None) -> "Pipeline":
+        """Returns the pipeline of a 1F1B schedule, whose distance is W0, by default S.
 
-        If microbatch k is the last one of a batch, stage 0 takes the optimizer step
-        after the forward pass of microbatch k + S - 1. LoRAFusion (section 5.2) lets
-        the next batch enter at that microbatch, but its forward pass would then read
-        the old weights.
+        If tick k is the last one of a batch, stage 0 takes the optimizer step after the
+        forward pass of tick k + W0 - 1. LoRAFusion (section 5.2, with W0 = S) lets the
+        next batch enter at that tick, but its forward pass would then read the old
+        weights.
         """
-        return cls(num_stages=num_stages, distance=num_stages)
+        return cls(
+            num_stages=num_stages, distance=in_flight or num_stages, in_flight=in_flight
+        )
+
+    def warm_up(self, stage: int) -> int:
+        """Returns the number of forward passes of a stage before 1F1B order begins.
+
+        From then on, the stage alternates between a forward and a backward pass. The
+        numbers fall from W0 - 1 on stage 0 to 0 on the last stage, as evenly as
+        possible. With W0 = S they fall by one from stage to stage, which is the least.
+        A transfer between two stages is hidden if they fall by two. This would not be
+        so if all stages had the same number of further ticks in flight.
+        """
+        first = self._window - 1
+        if stage == 0:
+            return first
+        return -(-first * (self.num_stages - 1 - stage) // (self.num_stages - 1))
+
+    def step_delay(self, stage: int) -> int:
+        """Returns how many ticks later than stage 0 a stage takes an optimizer step.
+
+        If tick k completes a batch, stage s takes the step after its backward pass of
+        tick k + step_delay(s). Stage 0 has then finished tick k, so the gradient norm
+        over all stages is known, and the next forward pass of stage s is that of tick
+        k + W0, the first that may belong to the job's next batch.
+        """
+        return self._window - 1 - self.warm_up(stage)
+
+    @property
+    def _window(self) -> int:
+        return self.in_flight or self.num_stages
 
 
 Microbatch = tuple[Sample, ...]

@@ -107,6 +107,9 @@ def test_the_checker_requires_the_distance():
 def test_pipelines_are_checked():
     assert Pipeline.one_f_one_b(4) == Pipeline(num_stages=4, distance=4)
     assert Pipeline.one_f_one_b(1) == Pipeline()
+    assert Pipeline.one_f_one_b(4, 6).distance == 6
+    with pytest.raises(ValueError, match="in_flight=3 is less than the 4 stages"):
+        Pipeline.one_f_one_b(4, 3)
     with pytest.raises(ValueError, match="must be positive, got 0 and 1"):
         Pipeline(num_stages=0)
 

@@ -14,7 +14,6 @@ from jaxlora.scheduler import (
     plan,
 )
 from jaxlora.scheduler.capacity import Step, profile, propose
-from jaxlora.scheduler.picture import draw
 
 LIMITS = Limits(capacity=6144, block_tokens=64)
 PIPELINE = Pipeline.one_f_one_b(4)
@@ -42,22 +41,6 @@ def test_refuses_an_illegal_schedule():
 
     with pytest.raises(RuntimeError, match="the first: batch 1 of job 0 starts in"):
         plan(samples, LIMITS, PIPELINE, COST, packer=merged)
-
-
-def test_gantt_chart(tmp_path):
-    samples = jobs(["xsum", "cnn"], num_samples=[5, 9], batch_size=3)
-    made = plan(samples, LIMITS, PIPELINE, COST)
-    for name in ("plan.png", "plan.svg"):
-        draw(made.schedule, made.simulation, tmp_path / name)
-        assert (tmp_path / name).stat().st_size > 5000
-    draw(made.schedule, made.simulation, tmp_path / "part.svg", until=9000)
-    whole, part = (tmp_path / n for n in ("plan.svg", "part.svg"))
-    assert part.stat().st_size < whole.stat().st_size
-
-
-def test_gantt_chart_of_an_empty_schedule(tmp_path):
-    made = plan([], LIMITS, PIPELINE, COST)
-    draw(made.schedule, made.simulation, tmp_path / "nothing.png")
 
 
 def device(num_samples, length):

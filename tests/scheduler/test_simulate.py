@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import hypothesis
 import hypothesis.strategies as st
@@ -11,12 +12,14 @@ import pytest
 from jaxlora.scheduler import (
     AffineCost,
     CostModel,
+    Lanes,
     Limits,
     Pipeline,
     Sample,
     Schedule,
     StageCost,
-    joint,
+    lower_bound,
+    pack_ticks,
     simulate,
     window_sum,
 )
@@ -47,25 +50,29 @@ def run(schedule, cost):
     return simulate(schedule, cost, Pipeline.one_f_one_b(cost.num_stages))
 
 
-def defined_end(schedule, cost):
+def defined_end(schedule, cost, in_flight, num_lanes):
     """The makespan by the definition of 1F1B: a pass starts when it no longer waits."""
-    num_stages, num = cost.num_stages, len(schedule.microbatches)
+    ticks = list(itertools.batched(schedule.microbatches, num_lanes))
+    num_stages, num = cost.num_stages, len(ticks)
     after, time = {}, {}
     for s in range(num_stages):
-        warm_up = min(num_stages - 1 - s, num)
+        # From one stage to the next, the warm-up falls by as even steps as possible.
+        falls = (in_flight - 1) * (num_stages - 1 - s) / max(1, num_stages - 1)
+        warm_up = min(math.ceil(falls) if s else in_flight - 1, num)
         order = [("F", s, m) for m in range(warm_up)]
         for m in range(num):
             if m + warm_up < num:
                 order.append(("F", s, m + warm_up))
             order.append(("B", s, m))
-        for m, microbatch in enumerate(schedule.microbatches):
-            size, stage = cost.size(microbatch, schedule.limits), cost.stages[s]
-            time["F", s, m] = stage.forward(*size) if microbatch else 0.0
-            time["B", s, m] = stage.backward(*size) if microbatch else 0.0
+        for m, tick in enumerate(ticks):
+            stage = cost.stages[s]
+            sizes = [cost.size(lane, schedule.limits) for lane in tick if lane]
+            time["F", s, m] = max((stage.forward(*n) for n in sizes), default=0.0)
+            time["B", s, m] = max((stage.backward(*n) for n in sizes), default=0.0)
             after["F", s, m], after["B", s, m] = [], []
-            if microbatch and s > 0:
+            if sizes and s > 0:
                 after["F", s, m].append((("F", s - 1, m), cost.communication))
-            if microbatch and s < num_stages - 1:
+            if sizes and s < num_stages - 1:
                 after["B", s, m].append((("B", s + 1, m), cost.communication))
         for one, next_one in itertools.pairwise(order):
             after[next_one].append((one, 0.0))
@@ -85,14 +92,23 @@ def defined_end(schedule, cost):
 @hypothesis.given(
     samples=job_mixes(max_jobs=3, max_batches=3, max_batch=4),
     num_stages=st.integers(1, 5),
+    wider=st.integers(0, 3),
+    num_lanes=st.integers(1, 3),
     data=st.data(),
 )
-def test_equals_the_definition(samples, num_stages, data):
+def test_equals_the_definition(samples, num_stages, wider, num_lanes, data):
     cost = data.draw(costs(num_stages))
-    pipeline = Pipeline.one_f_one_b(num_stages)
-    schedule = joint.pack(samples, LIMITS, pipeline, cost)
-    ran = simulate(schedule, cost, pipeline)
-    assert ran.makespan == pytest.approx(defined_end(schedule, cost))
+    in_flight = num_stages + wider
+    pipeline = Pipeline.one_f_one_b(num_stages, in_flight)
+    lanes = Lanes(fsdp=num_lanes, pipeline=pipeline)
+    schedule = pack_ticks(samples, LIMITS, "joint", lanes, cost)
+    ran = simulate(schedule, cost, pipeline, num_lanes=num_lanes)
+    end = defined_end(schedule, cost, in_flight, num_lanes)
+    assert ran.makespan == pytest.approx(end)
+    assert ran.num_stale_batches == 0
+    bound = lower_bound(samples, LIMITS, pipeline, cost, num_lanes=num_lanes)
+    assert bound.makespan <= ran.makespan * (1 + 1e-9)
+    assert bound.microbatches * num_lanes <= len(schedule.microbatches)
     work = ran.forward_end - ran.forward_start + ran.backward_end - ran.backward_start
     assert ran.bubble == pytest.approx(1 - work.sum() / num_stages / ran.makespan)
     np.testing.assert_allclose(ran.utilization, work.sum(axis=1) / ran.makespan)
@@ -156,9 +172,10 @@ def test_a_microbatch_costs_its_bucket():
         run(stream(40), equal(1, buckets=(16, 32)))
 
 
-@pytest.mark.parametrize("num_stages", [2, 3, 4, 8])
-def test_weights_are_stale_one_microbatch_too_early(num_stages):
-    """A distance of S is enough; with S - 1, stage 0 has not taken the step yet."""
+@pytest.mark.parametrize("num_stages, in_flight", [(2, 2), (3, 3), (8, 8), (3, 5)])
+def test_weights_are_stale_one_tick_too_early(num_stages, in_flight):
+    """A distance of W0 is enough; with W0 - 1, stages have not taken the step yet."""
+    pipeline = Pipeline.one_f_one_b(num_stages, in_flight)
 
     def at_distance(distance):
         a = Sample(job=0, batch=0, index=0, num_tokens=10)
@@ -167,8 +184,9 @@ def test_weights_are_stale_one_microbatch_too_early(num_stages):
         fill = tuple((dataclasses.replace(m[0], job=9 + m[0].job),) for m in others)
         return Schedule(microbatches=((a,), *fill, (b,)), limits=UNIT)
 
-    assert run(at_distance(num_stages), equal(num_stages)).num_stale_batches == 0
-    assert run(at_distance(num_stages - 1), equal(num_stages)).num_stale_batches == 1
+    for distance, num_stale in ((in_flight, 0), (in_flight - 1, 1)):
+        ran = simulate(at_distance(distance), equal(num_stages), pipeline)
+        assert ran.num_stale_batches == num_stale
 
 
 def test_weights_are_stale_after_the_last_microbatch_of_a_batch():
@@ -181,8 +199,44 @@ def test_weights_are_stale_after_the_last_microbatch_of_a_batch():
     assert run(schedule, equal(3)).num_stale_batches == 1
 
 
+def test_more_ticks_in_flight_hide_transfers():
+    cost, schedule = equal(3, communication=3), stream(*[10] * 40)
+    ran = [
+        simulate(schedule, cost, Pipeline.one_f_one_b(3, in_flight))
+        for in_flight in (3, 4, 5)
+    ]
+    assert [r.peak_tokens for r in ran] == [(30, 20, 10), (40, 30, 10), (50, 30, 10)]
+    assert ran[0].makespan > ran[1].makespan > ran[2].makespan
+    assert ran[2].makespan == 42 * 30 + 4 * 3  # only the ramps
+    default = simulate(schedule, cost, Pipeline.one_f_one_b(3))
+    np.testing.assert_array_equal(default.forward_end, ran[0].forward_end)
+
+
+def test_optimizer_steps_know_the_norm_of_all_stages():
+    """A stage has taken the step before the first tick that needs it, and not sooner.
+
+    Stage 0 has then finished the tick that completes the batch.
+    """
+    for num_stages, in_flight in ((1, 1), (2, 2), (4, 4), (4, 5), (4, 7), (5, 12)):
+        pipeline = Pipeline.one_f_one_b(num_stages, in_flight)
+        ran = simulate(stream(*[10] * 30), equal(num_stages), pipeline)
+        for stage in range(num_stages):
+            stepped = ran.backward_end[stage, 9 + pipeline.step_delay(stage)]
+            following = ran.forward_start[stage, 9 + pipeline.distance]
+            assert ran.backward_end[0, 9] <= stepped <= following
+            assert ran.forward_end[stage, 8 + pipeline.distance] <= stepped
+
+
+def test_a_tick_takes_as_long_as_its_slowest_lane():
+    ran = simulate(stream(10, 4, 0, 7), equal(1), Pipeline(), num_lanes=2)
+    assert ran.makespan == 3 * (10 + 7)
+    assert ran.peak_tokens == (10,)
+    with pytest.raises(ValueError, match="3 microbatches do not divide into ticks"):
+        simulate(stream(10, 4, 7), equal(1), Pipeline(), num_lanes=2)
+
+
 def test_window_sum():
-    """With two stages, each tick costs the larger of two consecutive microbatches."""
+    """With two stages, each cycle costs the larger of two consecutive microbatches."""
     schedule = stream(10, 30, 20, 0, 5)
     assert window_sum(schedule, equal(2)) == 3 * (10 + 30 + 30 + 20 + 5 + 5)
     assert window_sum(schedule, equal(1)) == 3 * (10 + 30 + 20 + 5)

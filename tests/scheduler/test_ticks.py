@@ -18,6 +18,7 @@ from jaxlora.scheduler import (
 )
 from jaxlora.scheduler.check import replica_violations, require_legal
 from jaxlora.scheduler.lanes import ticks_of
+from jaxlora.scheduler.ticks import concatenate
 from jaxlora.train.next_window import fixed_shape_cost
 from tests.scheduler.strategies import LIMITS, mixes, sample
 
@@ -140,6 +141,19 @@ def test_lanes_get_about_the_same_number_of_tokens():
 def test_no_samples_make_no_ticks():
     for lanes in (stages(1), stages(2, fsdp=2), stages(1, data=2, slots_per_replica=1)):
         assert pack([], lanes).microbatches == ()
+
+
+def test_schedules_are_joined_with_no_ops_where_they_are_needed():
+    lanes = stages(3, fsdp=2)
+    samples = [s for job in range(2) for k in range(4) for s in batch(job, k, 3, 300)]
+    windows = [[s for s in samples if s.batch // 2 == k] for k in range(2)]
+    packed = [pack(w, lanes) for w in windows]
+    joined = concatenate(packed, lanes, LIMITS)
+    require_legal(joined, samples, lanes)
+    adjacent = packed[0].microbatches + packed[1].microbatches
+    too_near = Schedule(microbatches=adjacent, limits=LIMITS)
+    assert violations(too_near, samples, distance=3, num_lanes=2)
+    assert len(joined.microbatches) - len(adjacent) in (2, 4)  # one or two no-ops
 
 
 def test_finds_violations_of_ticks():
