@@ -24,6 +24,7 @@ SUBJECTS = {
     "joint": Subject("joint", "joint training against one job after the other"),
     "scheduler": Subject("scheduler.benchmark", "packers on a simulated pipeline"),
     "fill": Subject("scheduler.fill", "how full microbatches are"),
+    "scaling": Subject("scheduler.scaling", "simulated throughput of large meshes"),
     "compile": Subject("compile", "tracing, lowering and compiling a step"),
     "ops": Subject("ops", "operations around the linears of a step"),
     "traffic": Subject("kernels.traffic", "device memory traffic of LoRA linears"),
