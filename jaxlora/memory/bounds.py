@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from jaxlora.config import RunConfig
 from jaxlora.data.tokenize import TokenizedData
-from jaxlora.memory.footprint import Footprint
 
 _MAX_TOKENS = 32768  # a larger capacity is no faster
 _MAX_UNIT = 1024
@@ -70,17 +69,14 @@ class Bounds:
         """Upper bound on the capacity."""
         return self.largest if self.fixed is None else self.fixed
 
-    def choose(
-        self, found: Footprint, num_bytes: int, below: int | None = None
-    ) -> int | None:
-        """Returns the largest capacity that fits into `num_bytes`; None if none does.
+    def choose(self, fitting_tokens: int, below: int | None = None) -> int | None:
+        """Returns the largest capacity that fits; None if none does.
 
         Args:
-            found: Memory as a function of the capacity.
-            num_bytes: Available memory.
+            fitting_tokens: Tokens of the largest microbatches that fit into memory.
             below: Exclusive upper bound on the capacity.
         """
-        fitting = found.fitting_tokens(num_bytes) // self.unit * self.unit
+        fitting = fitting_tokens // self.unit * self.unit
         most = self.largest if below is None else below - self.unit
         return min(fitting, most) if min(fitting, most) >= self.smallest else None
 

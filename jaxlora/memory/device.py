@@ -22,15 +22,16 @@ class DeviceMemory:
     source: str
 
 
-def device_memory(own_bytes: int) -> DeviceMemory | None:
-    """Returns the default device's memory for a run; None if it is not reported.
+def device_memory(own_bytes: int, num_devices: int = 1) -> DeviceMemory | None:
+    """Returns the first device's memory for a run; None if it is not reported.
 
     On a GPU this is the limit of JAX's allocator, less the other arrays of this
     process; not every allocator reports these. On a CPU, which reports nothing, it is
-    the machine's memory.
+    an equal share of the machine's memory.
 
     Args:
         own_bytes: Memory that the run holds on the device already.
+        num_devices: Devices that the run uses.
     """
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
@@ -41,6 +42,9 @@ def device_memory(own_bytes: int) -> DeviceMemory | None:
     elif device.platform == "cpu":
         limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         others, owner = 0, "the machine's memory"
+        if num_devices > 1:
+            limit //= num_devices
+            owner += f", an equal share for each of {num_devices} devices"
     else:
         return None
     reserved = math.ceil(_RESERVE * limit)

@@ -9,8 +9,11 @@ import jax.numpy as jnp
 from jax.extend import core as jax_core
 
 from jaxlora.memory.footprint import (
+    SINGLE_DEVICE,
     Footprint,
-    head_bytes,
+    StageUse,
+    fixed_bytes,
+    gathered_bytes,
     num_bytes,
     resident_footprint,
 )
@@ -28,34 +31,72 @@ _TRACED_TOKENS = 4096  # at least, so that the bytes per token are exact enough
 _MLP_KEEPS = 3  # arrays of the MLP's width that are kept: gate, up and their product
 
 
-def estimated_footprint(spec: DecoderSpec, block_tokens: int) -> Footprint:
-    """Estimates a run's footprint from the arrays that its backward pass keeps.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepBytes:
+    """Bytes per token that the training step of a decoder needs.
 
-    These are counted for the first two layers, traced with two numbers of tokens.
-    Transient memory inside a layer is added by a formula. For attention it is measured
-    by compiling attention's gradient alone, because its scratch memory may be larger
-    than all other arrays in a layer.
+    Attributes:
+        kept_by_layer: Kept by each layer for its backward pass.
+        kept_at_ends: Kept outside the layers, most of it for the loss.
+        recomputed: What one layer keeps beyond `kept_by_layer` while it runs again in
+            its backward pass.
+        transient: Needed inside a layer for a while, and not by the loss.
+    """
+
+    kept_by_layer: float
+    kept_at_ends: float
+    recomputed: float
+    transient: float
+
+
+def estimated_footprint(spec: DecoderSpec, block_tokens: int) -> Footprint:
+    """Estimates a run's footprint on a single device.
 
     Args:
         spec: The decoder.
+        block_tokens: Tokens of a block.
+    """
+    return stage_footprint(spec, step_bytes(spec, block_tokens), SINGLE_DEVICE)
+
+
+def stage_footprint(spec: DecoderSpec, found: StepBytes, use: StageUse) -> Footprint:
+    """Estimates the footprint of one stage on each of its devices.
+
+    Args:
+        spec: The stage, or the whole decoder.
+        found: Bytes per token of the whole decoder's training step.
+        use: How the devices are used.
+    """
+    kept = len(spec.layer_numbers) * found.kept_by_layer + _mask_bytes(spec)
+    kept += found.kept_at_ends if spec.has_head else 0.0
+    itemsize = spec.options.dtype.itemsize
+    waiting = use.num_waiting * spec.config.hidden_size * itemsize
+    return dataclasses.replace(
+        resident_footprint(spec, use),
+        gathered_bytes=gathered_bytes(spec, use),
+        fixed_bytes=fixed_bytes(spec, use),
+        bytes_per_token=use.num_kept * kept + found.recomputed + waiting,
+        transient_bytes_per_token=found.transient,
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def step_bytes(spec: DecoderSpec, block_tokens: int) -> StepBytes:
+    """Estimates the bytes per token of a training step from what its trace keeps.
+
+    The arrays that the backward pass keeps are counted for the first two layers, traced
+    with two numbers of tokens. Transient memory inside a layer is added by a formula.
+    For attention it is measured by compiling attention's gradient alone, because its
+    scratch memory may be larger than all other arrays in a layer.
+
+    Args:
+        spec: The whole decoder.
         block_tokens: Tokens of a block.
     """
     # The memory of a band of keys grows up to the length of a sample.
     tokens = block_tokens * max(1, _TRACED_TOKENS // block_tokens)
     while tokens < 2 * spec.options.max_segment_tokens:
         tokens *= 2
-    # The MLP's arrays are free again when attention's gradient begins.
-    attention = _attention_bytes(spec, tokens) - _MLP_KEEPS * _mlp_bytes(spec)
-    return dataclasses.replace(
-        resident_footprint(spec),
-        fixed_bytes=head_bytes(spec),
-        bytes_per_token=_kept_bytes_per_token(spec, tokens, block_tokens),
-        transient_bytes_per_token=max(_gradient_bytes(spec), attention),
-    )
-
-
-def _kept_bytes_per_token(spec: DecoderSpec, tokens: int, block_tokens: int) -> float:
-    """Bytes per token that all layers keep for the backward pass."""
 
     def kept(num_layers: int, *, remat: Remat) -> float:
         """Bytes kept per token, without the weights, which do not depend on tokens."""
@@ -67,14 +108,15 @@ def _kept_bytes_per_token(spec: DecoderSpec, tokens: int, block_tokens: int) -> 
     config, options = spec.config, spec.options
     one = kept(1, remat=options.remat)
     layer = kept(2, remat=options.remat) - one if config.num_layers > 1 else 0.0
-    per_token = one + (config.num_layers - 1) * layer
-    if options.remat != "none":
-        # With remat, one layer at a time keeps what each layer keeps without remat.
-        per_token += kept(1, remat="none") - one
-    assert spec.slots is not None
-    if spec.slots.use_dropout and get_backend(options.implementation).stores_masks:
-        per_token += _mask_bytes(spec)
-    return per_token
+    # The MLP's arrays are free again when attention's gradient begins.
+    attention = _attention_bytes(spec, tokens) - _MLP_KEEPS * _mlp_bytes(spec)
+    recomputed = kept(1, remat="none") - one if options.remat != "none" else 0.0
+    return StepBytes(
+        kept_by_layer=layer,
+        kept_at_ends=one - layer,
+        recomputed=recomputed,
+        transient=max(_gradient_bytes(spec), attention),
+    )
 
 
 def _first_layers(spec: DecoderSpec, num_layers: int, *, remat: Remat) -> DecoderSpec:
@@ -160,6 +202,9 @@ def _attention_bytes(spec: DecoderSpec, num_tokens: int) -> float:
 
 
 def _mask_bytes(spec: DecoderSpec) -> int:
-    """Bytes per token of the dropout masks, which XLA makes once and keeps."""
+    """Bytes per token of the dropout masks that XLA makes once and keeps, if any."""
+    backend = get_backend(spec.options.implementation)
+    if spec.slots is None or not spec.slots.use_dropout or not backend.stores_masks:
+        return 0
     shapes = spec.base_shapes()
     return sum(shapes[f"{path}.kernel"].shape[0] for path in spec.adapted)

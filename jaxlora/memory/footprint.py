@@ -1,7 +1,8 @@
-"""Memory of a run on its device: its parts, and what the compiler reports."""
+"""Memory of a run on a device: its parts, and what the compiler reports."""
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,16 +17,43 @@ _HEAD_ROWS = 1024  # rows of logits that the loss computes at a time
 _LOGIT_BYTES = 6  # a logit is held in float32 and in bfloat16
 _HEAD_BYTES = 768 * 2**20  # at most
 _BATCHES = 2  # on the device: one runs, the next waits
+_GATHERED_LAYERS = 2  # one runs, the weights of the next one arrive
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StageUse:
+    """How a device of one pipeline stage is used; the default is a single device.
+
+    Attributes:
+        num_shards: Devices among which the frozen weights of the stage are divided.
+        num_replicas: Groups of devices among which the slots are divided.
+        num_parts: Devices with gradients of the same slot, which a step adds.
+        num_kept: Microbatches of the device whose activations wait for the backward
+            pass, at most.
+        num_waiting: Further microbatches of which the device holds hidden states that
+            come from another stage or go there.
+    """
+
+    num_shards: int = 1
+    num_replicas: int = 1
+    num_parts: int = 1
+    num_kept: int = 1
+    num_waiting: int = 0
+
+
+SINGLE_DEVICE = StageUse()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
-    """Memory of a run on its device, as a function of the tokens of a microbatch.
+    """Memory of a run on a device, as a function of the tokens of a microbatch.
 
     The fixed and the transient bytes are never needed at the same time.
 
     Attributes:
-        base_bytes: Bytes of the frozen weights.
+        base_bytes: Bytes of the frozen weights, or of the device's shards of them.
+        gathered_bytes: Bytes of the weights that are gathered from all shards while
+            their layers run.
         adapter_bytes: Bytes of the slots: adapters, moments and gradients.
         fixed_bytes: Bytes of the training step that do not depend on the tokens.
         bytes_per_token: Bytes per token of a microbatch.
@@ -34,10 +62,16 @@ class Footprint:
     """
 
     base_bytes: int
+    gathered_bytes: int = 0
     adapter_bytes: int
     fixed_bytes: int
     bytes_per_token: float
     transient_bytes_per_token: float = 0.0
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that the run needs from its start to its end."""
+        return self.base_bytes + self.adapter_bytes
 
     def step_bytes(self, num_tokens: int) -> float:
         """Bytes of a training step with microbatches of `num_tokens` tokens."""
@@ -46,14 +80,16 @@ class Footprint:
 
     def total_bytes(self, num_tokens: int) -> int:
         """Bytes of the whole run with microbatches of `num_tokens` tokens."""
-        peak = max(self.step_bytes(num_tokens), self._checkpoint_bytes())
-        return self.base_bytes + self.adapter_bytes + math.ceil(peak)
+        step = self.gathered_bytes + self.step_bytes(num_tokens)
+        peak = max(step, self._checkpoint_bytes())
+        return self.resident_bytes + math.ceil(peak)
 
     def fitting_tokens(self, num_bytes: int) -> int:
         """Tokens of the largest microbatches that fit; below 1 if none fit."""
-        free = num_bytes - self.base_bytes - self.adapter_bytes
+        free = num_bytes - self.resident_bytes
         if free < self._checkpoint_bytes():
             return 0
+        free -= self.gathered_bytes
         both = self.bytes_per_token + self.transient_bytes_per_token
         return int(min((free - self.fixed_bytes) // self.bytes_per_token, free // both))
 
@@ -61,25 +97,35 @@ class Footprint:
         return self.adapter_bytes // _COPIES * _CHECKPOINT_COPIES
 
 
-def resident_footprint(spec: DecoderSpec) -> Footprint:
-    """The footprint of weights and slots alone, without a training step."""
+def resident_footprint(spec: DecoderSpec, use: StageUse = SINGLE_DEVICE) -> Footprint:
+    """The footprint of weights and slots alone, without a training step.
+
+    Args:
+        spec: The decoder, or one stage of it.
+        use: How the device is used.
+    """
+    slots = num_bytes(spec.adapter_shapes())
     return Footprint(
-        base_bytes=num_bytes(spec.base_shapes()),
-        adapter_bytes=_COPIES * num_bytes(spec.adapter_shapes()),
+        base_bytes=shard_bytes(spec.base_shapes(), use.num_shards),
+        adapter_bytes=_COPIES * math.ceil(slots / use.num_replicas),
         fixed_bytes=0,
         bytes_per_token=0.0,
     )
 
 
 def measured_footprint(
-    spec: DecoderSpec, program: jax.stages.Compiled, limits: Limits
+    spec: DecoderSpec,
+    program: jax.stages.Compiled,
+    limits: Limits,
+    use: StageUse = SINGLE_DEVICE,
 ) -> Footprint | None:
     """Returns the footprint that the compiler reports; None if it reports none.
 
     Args:
         spec: The decoder.
-        program: The compiled training step.
+        program: The compiled training step, with the weights that it gathers.
         limits: Limits of the microbatches that it was compiled for.
+        use: How each device is used.
     """
     found = program.memory_analysis()
     if found is None:
@@ -89,10 +135,45 @@ def measured_footprint(
     step_bytes += _BATCHES * num_bytes(batch_shapes(limits))
     fixed_bytes = min(head_bytes(spec), step_bytes // 2)
     return dataclasses.replace(
-        resident_footprint(spec),
+        resident_footprint(spec, use),
         fixed_bytes=fixed_bytes,
         bytes_per_token=(step_bytes - fixed_bytes) / limits.capacity,
     )
+
+
+def fixed_bytes(spec: DecoderSpec, use: StageUse) -> int:
+    """Bytes of a step that do not depend on T, at the loss or at an optimizer step.
+
+    Args:
+        spec: The decoder, or one stage of it.
+        use: How the device is used.
+    """
+    at_loss = 0
+    if spec.has_head:
+        at_loss = head_bytes(spec)
+        if use.num_shards > 1:  # the head is gathered for the loss
+            config, itemsize = spec.config, spec.options.dtype.itemsize
+            at_loss += config.vocab_size * config.hidden_size * itemsize
+    if use.num_parts == 1:
+        return at_loss
+    # The gradients of all devices are gathered and added.
+    slots = math.ceil(num_bytes(spec.adapter_shapes()) / use.num_replicas)
+    return max(at_loss, (use.num_parts + 1) * slots)
+
+
+def gathered_bytes(spec: DecoderSpec, use: StageUse) -> int:
+    """Bytes of the layers' weights that are gathered at the same time.
+
+    Args:
+        spec: The decoder, or one stage of it.
+        use: How the device is used.
+    """
+    if use.num_shards == 1:
+        return 0
+    linears = spec.config.linears().values()
+    layer = sum(linear.in_features * linear.out_features for linear in linears)
+    num_layers = min(_GATHERED_LAYERS, len(spec.layer_numbers))
+    return num_layers * layer * spec.options.dtype.itemsize
 
 
 def head_bytes(spec: DecoderSpec) -> int:
@@ -103,3 +184,10 @@ def head_bytes(spec: DecoderSpec) -> int:
 def num_bytes(shapes: Any) -> int:
     """Bytes of all arrays of these shapes."""
     return sum(math.prod(s.shape) * s.dtype.itemsize for s in jax.tree.leaves(shapes))
+
+
+def shard_bytes(shapes: Mapping[str, jax.ShapeDtypeStruct], num_shards: int) -> int:
+    """Bytes that a device holds of frozen weights; only vectors are not divided."""
+    whole = {path: shape for path, shape in shapes.items() if len(shape.shape) < 2}
+    matrices = num_bytes(shapes) - num_bytes(whole)
+    return num_bytes(whole) + math.ceil(matrices / num_shards)

@@ -9,75 +9,90 @@ from jaxlora.config import RunConfig
 from jaxlora.errors import ConfigError
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.device import DeviceMemory, format_bytes
-from jaxlora.memory.estimate import estimated_footprint
+from jaxlora.memory.estimate import step_bytes
 from jaxlora.memory.footprint import Footprint
+from jaxlora.memory.mesh import MeshFootprint, MeshStages, estimated_footprint
 from jaxlora.models.decoder import Remat
 from jaxlora.models.spec import DecoderSpec
 
 
 def refusal(
     config: RunConfig,
-    spec: DecoderSpec,
+    stages: MeshStages,
     bounds: Bounds,
-    found: Footprint,
+    found: MeshFootprint,
     available: DeviceMemory,
 ) -> ConfigError:
     """Returns the error for a run that needs more memory than there is.
 
     Args:
         config: The run.
-        spec: Decoder of the run.
+        stages: Stages of the run.
         bounds: Bounds of the capacity.
         found: Memory of the run; without a training step if the weights and adapters
             alone do not fit.
-        available: Memory of the device.
+        available: Memory of each device.
     """
     limit = available.num_bytes
-    tokens = config.limits.capacity if found.bytes_per_token else 0
-    base, adapters = found.base_bytes, found.adapter_bytes
-    parts = f"base {format_bytes(base)}, adapters {format_bytes(adapters)}"
-    if tokens:
-        step = format_bytes(found.total_bytes(tokens) - base - adapters)
-        parts += f", a training step of {tokens} tokens {step}"
-    cures = list(_slot_cures(spec, found, tokens, limit))
+    has_step = any(stage.bytes_per_token for stage in found.stages)
+    tokens = config.limits.capacity if has_step else 0
+    tightest = found.tightest(tokens)
+    cures = list(_slot_cures(stages, found, tokens, limit))
     if tokens:
         cures = [
-            *_remat_cures(config, spec, found, limit),
+            *_remat_cures(config, stages, found, limit),
             *_capacity_cures(bounds, found, limit),
             *cures,
         ]
     advice = "One of these would make it fit:\n- " + "\n- ".join(cures)
     if not cures:
+        also = " More devices, along fsdp or stage, might too."
         advice = (
             "No single setting of remat, microbatch_tokens, max_concurrent_jobs or "
             "slot_rank would make it fit; together they might."
         )
+        advice += also if stages.sizes.num_devices > 1 else ""
     return ConfigError(
-        f"this run needs {format_bytes(found.total_bytes(tokens))} ({parts}), and "
+        f"this run needs {format_bytes(found.total_bytes(tokens))}"
+        f"{stages.describe(tightest)} ({_parts(found.stages[tightest], tokens)}), and "
         f"there are {format_bytes(limit)} ({available.source}). {advice}"
     )
 
 
-def _capacity_cures(bounds: Bounds, found: Footprint, limit: int) -> Iterator[str]:
+def _parts(stage: Footprint, tokens: int) -> str:
+    base, adapters = stage.base_bytes, stage.adapter_bytes
+    parts = f"base {format_bytes(base)}, adapters {format_bytes(adapters)}"
+    if not tokens:
+        return parts
+    step = stage.total_bytes(tokens) - stage.resident_bytes
+    return f"{parts}, a training step of {tokens} tokens {format_bytes(step)}"
+
+
+def _capacity_cures(bounds: Bounds, found: MeshFootprint, limit: int) -> Iterator[str]:
     fitting = found.fitting_tokens(limit) // bounds.unit * bounds.unit
     if fitting >= bounds.smallest:
         yield f"microbatch_tokens: {fitting}"
 
 
 def _slot_cures(
-    spec: DecoderSpec, found: Footprint, tokens: int, limit: int
+    stages: MeshStages, found: MeshFootprint, tokens: int, limit: int
 ) -> Iterator[str]:
     """Yields the most slots and the largest rank, each of which would fit alone."""
-    assert spec.slots is not None
+    slots = stages.spec.slots
+    assert slots is not None
 
     def is_too_large(number: int, of: int) -> bool:
-        adapter_bytes = found.adapter_bytes * number // of
-        smaller = dataclasses.replace(found, adapter_bytes=adapter_bytes)
-        return smaller.total_bytes(tokens) > limit
+        return any(
+            dataclasses.replace(
+                stage, adapter_bytes=stage.adapter_bytes * number // of
+            ).total_bytes(tokens)
+            > limit
+            for stage in found.stages
+        )
 
     for key, current in (
-        ("max_concurrent_jobs", spec.slots.num_slots),
-        ("slot_rank", spec.slots.rank),
+        ("max_concurrent_jobs", slots.num_slots),
+        ("slot_rank", slots.rank),
     ):
         numbers = range(1, current)
         most = bisect.bisect(numbers, False, key=lambda n: is_too_large(n, current))
@@ -87,28 +102,42 @@ def _slot_cures(
 
 
 def _remat_cures(
-    config: RunConfig, spec: DecoderSpec, found: Footprint, limit: int
+    config: RunConfig, stages: MeshStages, found: MeshFootprint, limit: int
 ) -> Iterator[str]:
     """Yields the weakest remat, stronger than the run's, that makes the run fit."""
     choices = typing.get_args(Remat)
     stronger = choices[choices.index(config.remat) + 1 :]
     if not stronger:
         return
-    tokens, block_tokens = config.limits.capacity, config.block_tokens
-    own = estimated_footprint(spec, block_tokens)
+    tokens = config.limits.capacity
+    tightest = found.tightest(tokens)
+    own = _estimate_with_remat(config, stages, config.remat).stages[tightest]
     # The error of the estimate with the run's own remat corrects the others.
-    factor = found.step_bytes(tokens) / own.step_bytes(tokens)
+    factor = found.stages[tightest].step_bytes(tokens) / own.step_bytes(tokens)
     for remat in stronger:
-        options = dataclasses.replace(spec.options, remat=remat)
-        other = estimated_footprint(
-            dataclasses.replace(spec, options=options), block_tokens
-        )
-        corrected = dataclasses.replace(
-            other,
-            bytes_per_token=factor * other.bytes_per_token,
-            transient_bytes_per_token=factor * other.transient_bytes_per_token,
-        )
-        needed = corrected.total_bytes(tokens)
+        other = _estimate_with_remat(config, stages, remat)
+        needed = max(_scaled(s, factor).total_bytes(tokens) for s in other.stages)
         if needed <= limit:
             yield f"remat: {remat} (needs about {format_bytes(needed)})"
             return
+
+
+def _estimate_with_remat(
+    config: RunConfig, stages: MeshStages, remat: Remat
+) -> MeshFootprint:
+    def changed(spec: DecoderSpec) -> DecoderSpec:
+        options = dataclasses.replace(spec.options, remat=remat)
+        return dataclasses.replace(spec, options=options)
+
+    other = dataclasses.replace(
+        stages, spec=changed(stages.spec), specs=tuple(map(changed, stages.specs))
+    )
+    return estimated_footprint(other, step_bytes(other.spec, config.block_tokens))
+
+
+def _scaled(stage: Footprint, factor: float) -> Footprint:
+    return dataclasses.replace(
+        stage,
+        bytes_per_token=factor * stage.bytes_per_token,
+        transient_bytes_per_token=factor * stage.transient_bytes_per_token,
+    )

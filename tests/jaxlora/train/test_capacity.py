@@ -12,7 +12,7 @@ import pytest
 from jaxlora import RunConfig, Trainer
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.memory import device as device_module
-from jaxlora.memory import estimate, footprint
+from jaxlora.memory import footprint, mesh
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.capacity import settle
 from jaxlora.memory.device import DeviceMemory
@@ -34,7 +34,7 @@ def have(monkeypatch):
 
     def set_to(num_bytes: int) -> None:
         found = DeviceMemory(num_bytes=num_bytes, source="a pretended device")
-        monkeypatch.setattr(device_module, "device_memory", lambda own_bytes: found)
+        monkeypatch.setattr(device_module, "device_memory", lambda *_: found)
 
     return set_to
 
@@ -126,9 +126,9 @@ def test_auto_takes_the_most_that_fits(config, spec, have, monkeypatch, off_by, 
     bounds = Bounds(smallest=64, largest=1024, unit=32)
     truth = footprint_of(base_bytes=2**20, adapter_bytes=2**10, bytes_per_token=2048.0)
     guess = dataclasses.replace(truth, bytes_per_token=2048.0 * off_by)
-    monkeypatch.setattr(footprint, "resident_footprint", lambda spec: truth)
-    monkeypatch.setattr(estimate, "estimated_footprint", lambda *_: guess)
-    monkeypatch.setattr(footprint, "measured_footprint", lambda *_: truth)
+    for name, found in (("resident", truth), ("estimated", guess), ("measured", truth)):
+        one = mesh.MeshFootprint(stages=(found,))
+        monkeypatch.setattr(mesh, f"{name}_footprint", lambda *_, one=one: one)
     have(kib * 1024)
     compiled = []
 
@@ -139,7 +139,7 @@ def test_auto_takes_the_most_that_fits(config, spec, have, monkeypatch, off_by, 
     chosen = settle(config(), spec, bounds, compile_step)
     tokens = chosen.microbatch_tokens
     assert truth.total_bytes(tokens) <= kib * 1024
-    best = bounds.choose(truth, kib * 1024)
+    best = bounds.choose(truth.fitting_tokens(kib * 1024))
     assert tokens == best or truth.total_bytes(tokens) >= 0.85 * kib * 1024
     assert len(compiled) <= 2
     assert settle(chosen, spec, bounds) == chosen
@@ -259,14 +259,14 @@ def test_bounds_choose_whole_units():
         base_bytes=1000, adapter_bytes=400, fixed_bytes=600, bytes_per_token=10.0
     )
     for num_bytes, tokens in ((2000 + 9999, 768), (2000 + 2559, None), (10**9, 4096)):
-        assert bounds.choose(found, num_bytes) == tokens
-    assert bounds.choose(found, 10**9, below=1024) == 768
+        assert bounds.choose(found.fitting_tokens(num_bytes)) == tokens
+    assert bounds.choose(10**9, below=1024) == 768
 
 
 def test_the_estimate_stands_if_the_compiler_does_not_report(
     config, spec, have, monkeypatch
 ):
-    monkeypatch.setattr(footprint, "measured_footprint", lambda *_: None)
+    monkeypatch.setattr(mesh, "measured_footprint", lambda *_: None)
     have(2**30)
     bounds = Bounds(smallest=64, largest=1024, unit=32)
     chosen = settle(config(), spec, bounds, lambda limits: PROGRAM)
@@ -276,7 +276,7 @@ def test_the_estimate_stands_if_the_compiler_does_not_report(
 def test_a_device_that_does_not_report_its_memory(config, spec, monkeypatch, caplog):
     """It takes a number, which is then not checked."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(device_module, "device_memory", lambda own_bytes: None)
+    monkeypatch.setattr(device_module, "device_memory", lambda *_: None)
     bounds = Bounds(smallest=64, largest=1024, unit=32)
     with pytest.raises(ConfigError, match="Give a number for microbatch_tokens"):
         settle(config(), spec, bounds)

@@ -1,0 +1,153 @@
+"""Memory of a run on the devices of a mesh, stage by stage."""
+
+import dataclasses
+
+import jax
+
+from jaxlora.config import RunConfig
+from jaxlora.costs.device_speed import find_speed
+from jaxlora.costs.stages import stage_specs
+from jaxlora.memory import estimate, footprint
+from jaxlora.memory.estimate import StepBytes
+from jaxlora.memory.footprint import Footprint, StageUse
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.scheduler import Limits
+from jaxlora.sharding.mesh_sizes import MeshSizes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MeshStages:
+    """The stages of a run's decoder, and how the devices of each one are used.
+
+    Attributes:
+        spec: The whole decoder.
+        specs: The stages, from the embedding to the head.
+        sizes: Sizes of the mesh.
+        in_flight: Microbatches that each device of the first stage has in flight.
+        is_dealt: Whether the slots are divided among the replicas.
+    """
+
+    spec: DecoderSpec
+    specs: tuple[DecoderSpec, ...]
+    sizes: MeshSizes
+    in_flight: int
+    is_dealt: bool
+
+    @staticmethod
+    def of(
+        config: RunConfig, spec: DecoderSpec, *, is_dealt: bool = False
+    ) -> "MeshStages":
+        """Divides the decoder of a run into the stages of its mesh.
+
+        Args:
+            config: The run; its mesh is not `auto`.
+            spec: The whole decoder.
+            is_dealt: Whether the slots are divided among the replicas.
+
+        Raises:
+            ConfigError: The mesh has more stages than the model has layers.
+        """
+        sizes = config.mesh_sizes
+        speed = find_speed(jax.local_devices()[0].device_kind)
+        return MeshStages(
+            spec=spec,
+            specs=stage_specs(spec, sizes.stage, speed),
+            sizes=sizes,
+            in_flight=config.pipeline_microbatches or sizes.stage,
+            is_dealt=is_dealt,
+        )
+
+    def use(self, number: int) -> StageUse:
+        """Returns how the devices of a stage are used.
+
+        Stage s is `in_flight - 1 - s` forward passes ahead of its backward passes; see
+        `sharding.pipeline`. The last stage runs both passes of a microbatch at once. It
+        holds the hidden states of those that the stage before is ahead.
+        """
+        sizes, is_last = self.sizes, number == self.sizes.stage - 1
+        num_replicas = sizes.data if self.is_dealt else 1
+        num_kept = 1 if is_last else self.in_flight - number
+        num_waiting = self.in_flight - number + 1 if is_last else 2
+        return StageUse(
+            num_shards=sizes.fsdp,
+            num_replicas=num_replicas,
+            num_parts=sizes.devices_per_stage // num_replicas,
+            num_kept=num_kept,
+            num_waiting=num_waiting if sizes.stage > 1 else 0,
+        )
+
+    def describe(self, number: int) -> str:
+        """Describes the devices of a stage, for errors; empty on a single device."""
+        if self.sizes.num_devices == 1:
+            return ""
+        if self.sizes.stage == 1:
+            return f" on each device of mesh {self.sizes}"
+        layers = self.specs[number].layer_numbers
+        return (
+            f" on each device of stage {number + 1} of mesh {self.sizes} (layers "
+            f"{layers.start} to {layers.stop - 1})"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MeshFootprint:
+    """Memory of a run on the devices of each stage.
+
+    Attributes:
+        stages: The footprint of each stage on each of its devices.
+    """
+
+    stages: tuple[Footprint, ...]
+
+    def tightest(self, num_tokens: int) -> int:
+        """Returns the stage that needs the most memory with these microbatches."""
+        needed = [stage.total_bytes(num_tokens) for stage in self.stages]
+        return needed.index(max(needed))
+
+    def total_bytes(self, num_tokens: int) -> int:
+        """Bytes that a device of the tightest stage needs."""
+        return max(stage.total_bytes(num_tokens) for stage in self.stages)
+
+    def fitting_tokens(self, num_bytes: int) -> int:
+        """Tokens of the largest microbatches that fit all stages; below 1 if none."""
+        return min(stage.fitting_tokens(num_bytes) for stage in self.stages)
+
+
+def resident_footprint(stages: MeshStages) -> MeshFootprint:
+    """The footprint of weights and slots alone, without a training step."""
+    return MeshFootprint(
+        stages=tuple(
+            footprint.resident_footprint(spec, stages.use(number))
+            for number, spec in enumerate(stages.specs)
+        )
+    )
+
+
+def estimated_footprint(stages: MeshStages, found: StepBytes) -> MeshFootprint:
+    """Estimates the footprint of a run on every stage.
+
+    Args:
+        stages: The stages.
+        found: Bytes per token of the whole decoder's training step.
+    """
+    return MeshFootprint(
+        stages=tuple(
+            estimate.stage_footprint(spec, found, stages.use(number))
+            for number, spec in enumerate(stages.specs)
+        )
+    )
+
+
+def measured_footprint(
+    stages: MeshStages, program: jax.stages.Compiled, limits: Limits
+) -> MeshFootprint | None:
+    """Returns the footprint that the compiler reports; None if it reports none.
+
+    Args:
+        stages: The only stage.
+        program: Its compiled training step.
+        limits: Limits of the microbatches that it was compiled for.
+    """
+    [spec] = stages.specs
+    found = footprint.measured_footprint(spec, program, limits, stages.use(0))
+    return None if found is None else MeshFootprint(stages=(found,))

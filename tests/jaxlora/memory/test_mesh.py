@@ -1,0 +1,187 @@
+"""The memory of each device of a mesh, by stages, shards and replicas."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from jaxlora.config import RunConfig
+from jaxlora.errors import ConfigError
+from jaxlora.memory import device as device_module
+from jaxlora.memory.bounds import Bounds
+from jaxlora.memory.capacity import settle
+from jaxlora.memory.device import DeviceMemory, device_memory
+from jaxlora.memory.estimate import estimated_footprint as single_footprint
+from jaxlora.memory.estimate import step_bytes
+from jaxlora.memory.mesh import (
+    MeshFootprint,
+    MeshStages,
+    estimated_footprint,
+    resident_footprint,
+)
+from jaxlora.models.spec import DecoderSpec
+from tests.llama import LLAMA_8B, LLAMA_70B, decoder
+
+SMALL = dataclasses.replace(
+    LLAMA_8B,
+    vocab_size=4096,
+    hidden_size=64,
+    intermediate_size=256,
+    num_layers=8,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    layer_windows=(None,) * 8,
+)
+SPEC = decoder(SMALL, dtype=jnp.dtype("float32"), remat="layer")
+BOUNDS = Bounds(smallest=1024, largest=16384, unit=256)
+
+
+def config(**settings) -> RunConfig:
+    job = {"name": "a", "data": {"path": "a.jsonl"}}
+    return RunConfig(model="m", jobs=(job,), remat="layer", **settings)
+
+
+def stages_of(spec: DecoderSpec, mesh: str, **settings) -> MeshStages:
+    is_dealt = settings.pop("is_dealt", False)
+    return MeshStages.of(config(mesh=mesh, **settings), spec, is_dealt=is_dealt)
+
+
+def estimate(mesh: str, **settings) -> MeshFootprint:
+    return estimated_footprint(stages_of(SPEC, mesh, **settings), step_bytes(SPEC, 64))
+
+
+@pytest.fixture
+def have(monkeypatch):
+    """Sets the memory that each device has for a run."""
+
+    def set_to(num_bytes: int) -> None:
+        found = DeviceMemory(num_bytes=num_bytes, source="a pretended device")
+        monkeypatch.setattr(device_module, "device_memory", lambda *_: found)
+
+    return set_to
+
+
+def test_one_device_is_a_mesh():
+    [stage] = estimate("fsdp=1").stages
+    assert stage == single_footprint(SPEC, 64)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "in_flight", "kept", "waiting"),
+    [
+        ("fsdp=4", None, [1], [0]),
+        ("stage=3", None, [3, 2, 1], [2, 2, 2]),
+        ("stage=3", 5, [5, 4, 1], [2, 2, 4]),
+    ],
+)
+def test_microbatches_in_flight(mesh, in_flight, kept, waiting):
+    stages = stages_of(SPEC, mesh, pipeline_microbatches=in_flight)
+    uses = [stages.use(number) for number in range(len(stages.specs))]
+    assert [use.num_kept for use in uses] == kept
+    assert [use.num_waiting for use in uses] == waiting
+
+
+def test_a_stage_holds_its_own_weights_and_activations():
+    whole, (first, second) = estimate("fsdp=1").stages[0], estimate("stage=2").stages
+    assert first.base_bytes + second.base_bytes == whole.base_bytes
+    assert first.adapter_bytes + second.adapter_bytes == whole.adapter_bytes
+    # Only the last stage computes logits.
+    assert first.fixed_bytes == 0
+    assert second.fixed_bytes == whole.fixed_bytes > 0
+    more = estimate("stage=2", pipeline_microbatches=3).stages
+    assert more[0].bytes_per_token > first.bytes_per_token
+    assert more[0].base_bytes == first.base_bytes
+
+
+def test_a_tied_embedding_is_on_both_ends():
+    tied = decoder(dataclasses.replace(SMALL, tie_embeddings=True))
+    [whole] = resident_footprint(stages_of(tied, "fsdp=1")).stages
+    parts = resident_footprint(stages_of(tied, "stage=2")).stages
+    embedding = 4096 * 64 * 2
+    assert sum(part.base_bytes for part in parts) == whole.base_bytes + embedding
+
+
+def test_shards_are_gathered_two_layers_at_a_time():
+    [whole], [shard] = (estimate(mesh).stages for mesh in ("fsdp=1", "fsdp=4"))
+    layer = 64 * (64 + 32 + 32 + 64 + 3 * 256) * 4
+    norms = (2 * 8 + 1) * 64 * 4
+    assert shard.base_bytes == norms + (whole.base_bytes - norms) // 4
+    assert shard.gathered_bytes == 2 * layer
+    assert whole.gathered_bytes == 0
+    # The head is gathered for the loss; each device has all slots.
+    assert shard.fixed_bytes == whole.fixed_bytes + 4096 * 64 * 4
+    assert shard.adapter_bytes == whole.adapter_bytes
+    needed = shard.resident_bytes + shard.gathered_bytes + shard.step_bytes(1024)
+    assert shard.total_bytes(1024) == pytest.approx(needed, abs=1)
+    tokens = shard.fitting_tokens(10**9)
+    assert shard.total_bytes(tokens) <= 10**9 < shard.total_bytes(tokens + 1)
+
+
+def test_replicas_may_divide_the_slots():
+    [shared] = estimate("data=4").stages
+    [dealt] = estimate("data=4", is_dealt=True).stages
+    [single] = estimate("fsdp=1").stages
+    assert shared.base_bytes == dealt.base_bytes == single.base_bytes
+    assert shared.adapter_bytes == 4 * dealt.adapter_bytes == single.adapter_bytes
+    # A step adds the gradients of all devices that have some of the slot.
+    assert shared.fixed_bytes >= 5 * single.adapter_bytes // 4
+    assert dealt.fixed_bytes == single.fixed_bytes
+
+
+def test_llama_70b_fits_four_devices():
+    """It has 131 GiB of weights, and a device 139."""
+    spec = decoder(LLAMA_70B)
+    one, four = (
+        resident_footprint(stages_of(spec, mesh)).total_bytes(0) / 2**30
+        for mesh in ("fsdp=1", "stage=2,fsdp=2")
+    )
+    assert one > 139
+    assert 32 < four < 60
+
+
+def test_a_pipeline_takes_the_most_that_fits_its_tightest_stage(have):
+    """The first stage has more in flight, so it has the least room."""
+    found = estimate("stage=2", pipeline_microbatches=4)
+    limit = found.total_bytes(5000)
+    assert found.tightest(5000) == 0
+    have(limit)
+    run = config(mesh="stage=2", pipeline_microbatches=4, microbatch_tokens="auto")
+    settled = settle(run, SPEC, BOUNDS)
+    assert settled.microbatch_tokens == 5000 // 256 * 256
+    assert found.fitting_tokens(limit) in range(5000, 5002)
+
+
+@pytest.mark.parametrize("tokens", [16384, "auto"])
+def test_a_stage_that_does_not_fit_is_named(have, tokens):
+    mesh = "stage=2,fsdp=2"
+    settings = dict(mesh=mesh, pipeline_microbatches=4)
+    found = estimate(**settings)
+    fixed = None if tokens == "auto" else tokens
+    bounds = dataclasses.replace(BOUNDS, smallest=8192, fixed=fixed)
+    run = config(**settings, microbatch_tokens=tokens)
+    have(found.total_bytes(8192) - 1)
+    match = (
+        r"this run needs .* on each device of stage 1 of mesh stage=2,fsdp=2 \(layers 0"
+        rf" to 4\) \(base .*, a training step of {fixed or 8192} tokens .*, and there"
+        r" are .* \(a pretended device\)"
+    )
+    with pytest.raises(ConfigError, match=match):
+        settle(run, SPEC, bounds)
+    have(found.total_bytes(fixed or 8192))
+    assert settle(run, SPEC, bounds).microbatch_tokens == fixed or 8192
+
+
+def test_weights_that_do_not_fit_name_the_mesh(have):
+    [stage] = resident_footprint(stages_of(SPEC, "fsdp=2")).stages
+    have(stage.base_bytes // 2)
+    match = r"on each device of mesh fsdp=2 \(base .* More devices, along fsdp or stage"
+    with pytest.raises(ConfigError, match=match):
+        settle(config(mesh="fsdp=2", microbatch_tokens=1024), SPEC, BOUNDS)
+
+
+def test_simulated_devices_share_the_memory_of_the_machine():
+    one, four = device_memory(0), device_memory(0, 4)
+    assert one is not None and four is not None
+    assert four.num_bytes == pytest.approx(one.num_bytes / 4, rel=1e-6)
+    assert "an equal share for each of 4 devices" in four.source
