@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Collection
 
 import numpy as np
 
@@ -90,6 +91,19 @@ class Adapter:
             for weights in self.modules.values()
             for tensor in trained_tensors()
         )
+
+    def limited_to(self, paths: Collection[str]) -> "Adapter":
+        """Returns the part of the adapter in some linears, such as those of a stage.
+
+        Args:
+            paths: Dotted paths of the linears (`layers.0.mlp.up_proj`).
+        """
+        modules = {
+            name: weights
+            for name, weights in self.modules.items()
+            if linear_path(name) in paths
+        }
+        return dataclasses.replace(self, modules=modules)
 
     def by_path(self) -> dict[str, np.ndarray]:
         """All trained tensors by path, such as `layers.0.mlp.up_proj.lora_a`."""

@@ -1,13 +1,16 @@
 """One AdamW for each slot: the optimizer of one adapter, mapped over the slots."""
 
 import dataclasses
+import functools
 import typing
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlora.adapters.placement import ONE_DEVICE, Placement
 from jaxlora.modules.trained_tensors import tensor_of
 
 Tables = dict[str, Float[Array, "G L ..."]]  # stacks, by name: see models/stacks.py
@@ -18,6 +21,9 @@ Tables = dict[str, Float[Array, "G L ..."]]  # stacks, by name: see models/stack
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pending:
     """Gradients of each slot's incomplete global batch.
+
+    On several devices, all arrays have a first axis F more: each device sums its own
+    microbatches, and the sums are added once, at the optimizer step.
 
     Attributes:
         gradients: Sum of the gradients so far.
@@ -97,35 +103,55 @@ class StepResult:
 def zero_state(
     shapes: dict[str, jax.ShapeDtypeStruct],
     num_slots: int,
-    sharding: jax.sharding.Sharding | None = None,
+    placement: Placement = ONE_DEVICE,
 ) -> AdapterState:
     """Makes empty slots.
 
     Args:
         shapes: Shapes of the tables, by name.
         num_slots: Number of slots G.
-        sharding: Sharding of all arrays; None: JAX's default device.
+        placement: Where the slots live.
     """
+    tables = placement.committed(placement.by_slot)
+    partial = placement.committed(placement.partial)
+    parts = () if placement.num_devices == 1 else (placement.num_parts,)
 
-    def zeros() -> Tables:
+    def zeros(where, *axes: int) -> Tables:
         return {
-            path: jnp.zeros(s.shape, s.dtype, device=sharding)
+            path: jnp.zeros((*axes, *s.shape), s.dtype, device=where)
             for path, s in shapes.items()
         }
 
     pending = Pending(
-        gradients=zeros(),
-        is_finite=jnp.ones(num_slots, jnp.bool_, device=sharding),
+        gradients=zeros(partial, *parts),
+        is_finite=jnp.ones((*parts, num_slots), jnp.bool_, device=partial),
     )
-    return AdapterState(params=zeros(), mu=zeros(), nu=zeros(), pending=pending)
+    return AdapterState(
+        params=zeros(tables), mu=zeros(tables), nu=zeros(tables), pending=pending
+    )
 
 
-def _adapter_step(state: AdapterState, hyper: Hyper):
-    """Applies AdamW to one adapter; `optimizer_step` maps this over the slots."""
-    pending = state.pending
-    norm = optax.tree.norm(pending.gradients)
+def _adapter_step(
+    tables: tuple[Tables, Tables, Tables],
+    gradients: Tables,
+    measured: "Measured",
+    hyper: Hyper,
+) -> tuple[tuple[Tables, Tables, Tables], StepResult]:
+    """Applies AdamW to one adapter; `optimizer_step` maps this over the slots.
+
+    Args:
+        tables: Weights, first and second moments.
+        gradients: Gradients of the global batch.
+        measured: Measures of the global batch over all stages.
+        hyper: Settings of the step.
+
+    Returns:
+        Weights and moments afterwards, and the result.
+    """
+    old, mu, nu = tables
+    norm = jnp.sqrt(measured.squares)
     clip = jnp.where(norm > hyper.max_norm, hyper.max_norm / norm, 1.0)
-    gradients = jax.tree.map(lambda g: g * clip, pending.gradients)
+    gradients = jax.tree.map(lambda g: g * clip, gradients)
     adamw = optax.adamw(
         hyper.learning_rate,
         b1=hyper.b1,
@@ -133,36 +159,86 @@ def _adapter_step(state: AdapterState, hyper: Hyper):
         eps=hyper.eps,
         weight_decay=hyper.weight_decay,
     )
-    before = optax.tree.set(
-        adamw.init(state.params), count=hyper.count, mu=state.mu, nu=state.nu
-    )
-    updates, after = adamw.update(gradients, before, state.params)
+    before = optax.tree.set(adamw.init(old), count=hyper.count, mu=mu, nu=nu)
+    updates, after = adamw.update(gradients, before, old)
     factors = hyper.rate_ratio
-    ratio = {path: factors.get(tensor_of(path).name, 1.0) for path in state.params}
+    ratio = {path: factors.get(tensor_of(path).name, 1.0) for path in old}
     updates = jax.tree.map(jnp.multiply, updates, ratio)
-    params = jax.tree.map(jnp.add, state.params, updates)
+    params = jax.tree.map(jnp.add, old, updates)
     # Otherwise weights that are not finite would outlast the batch that caused them.
-    is_finite = pending.is_finite & jnp.isfinite(norm)
+    is_finite = measured.is_finite & jnp.isfinite(norm)
     taken = hyper.steps_now & is_finite
-    stepped = AdapterState(
-        params=params,
-        mu=optax.tree.get(after, "mu"),
-        nu=optax.tree.get(after, "nu"),
-        pending=pending,
-    )
-    state = jax.tree.map(lambda new, old: jnp.where(taken, new, old), stepped, state)
-    emptied = Pending(
+    stepped = params, optax.tree.get(after, "mu"), optax.tree.get(after, "nu")
+    tables = jax.tree.map(lambda new, old: jnp.where(taken, new, old), stepped, tables)
+    return tables, StepResult(norm=norm, is_finite=is_finite)
+
+
+def summed(pending: Pending, axes: Sequence[str]) -> Pending:
+    """Sums the pending gradients of all devices in float32, in the devices' order.
+
+    Args:
+        pending: Gradients of this device, 1 G ...; without the first axis if there is
+            one device only.
+        axes: Axes of the mesh over which to sum; empty: one device.
+    """
+    if not axes:
+        return pending
+
+    def of_all(part):
+        return jax.lax.all_gather(part, tuple(axes), axis=0, tiled=True)
+
+    # A sum in a fixed order gives the same bits twice; a ring's depends on its size.
+    return Pending(
         gradients=jax.tree.map(
-            lambda g: jnp.where(hyper.steps_now, 0.0, g), pending.gradients
+            lambda g: functools.reduce(jnp.add, list(of_all(g))), pending.gradients
         ),
-        is_finite=hyper.steps_now | pending.is_finite,
+        is_finite=of_all(pending.is_finite).all(axis=0),
     )
-    state = dataclasses.replace(state, pending=emptied)
-    return state, StepResult(norm=norm, is_finite=is_finite)
+
+
+@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What clipping and the test for finite values need to know of all stages.
+
+    Attributes:
+        squares: Sum of the squares of each slot's pending gradients.
+        is_finite: Whether the losses and hidden states of the pending batch are finite.
+    """
+
+    squares: Float[Array, "*G"]
+    is_finite: Bool[Array, "*G"]
+
+
+def measure(pending: Pending) -> Measured:
+    """Measures the pending gradients of every slot, summed over the devices."""
+
+    def squares(gradients: Tables) -> jax.Array:
+        return jnp.asarray(optax.tree.norm(gradients, squared=True), jnp.float32)
+
+    size = pending.is_finite.shape[0]  # as a stage may have no adapted linears
+    return Measured(
+        squares=jax.vmap(squares, axis_size=size)(pending.gradients),
+        is_finite=pending.is_finite,
+    )
+
+
+def _over_stages(measured: Sequence[Measured]) -> Measured:
+    return Measured(
+        squares=functools.reduce(jnp.add, [one.squares for one in measured]),
+        is_finite=functools.reduce(
+            jnp.logical_and, [one.is_finite for one in measured]
+        ),
+    )
 
 
 def optimizer_step(
-    state: AdapterState, hyper: Hyper
+    state: AdapterState,
+    hyper: Hyper,
+    stages: Sequence[Measured] = (),
+    *,
+    axes: Sequence[str] = (),
 ) -> tuple[AdapterState, StepResult]:
     """Applies an optimizer step to the slots whose global batch is complete.
 
@@ -172,8 +248,31 @@ def optimizer_step(
     Args:
         state: All slots.
         hyper: Settings of the slots; `steps_now` selects the slots that step.
+        stages: Measures of the batch on every stage, in the order of the stages, as the
+            norm of an adapter is over all of them; empty: there is only this stage.
+        axes: Axes of the mesh over which gradients are summed; see `summed`.
 
     References:
         AdamW, arXiv 1711.05101; LoRA+, arXiv 2402.12354.
     """
-    return jax.vmap(_adapter_step)(state, hyper)
+    total = summed(state.pending, axes)
+    measured = _over_stages(stages or [measure(total)])
+    tables = state.params, state.mu, state.nu
+    step = jax.vmap(_adapter_step)
+    (params, mu, nu), result = step(tables, total.gradients, measured, hyper)
+    pending = _emptied(state.pending, hyper.steps_now)
+    return AdapterState(params=params, mu=mu, nu=nu, pending=pending), result
+
+
+def _emptied(pending: Pending, slots: Bool[Array, " G"]) -> Pending:
+    """Removes the gradients of some slots; arrays may have a first axis of devices."""
+    first = pending.is_finite.ndim - 1
+
+    def empty(gradients):
+        axes = (*range(first), *range(first + 1, gradients.ndim))
+        return jnp.where(jnp.expand_dims(slots, axes), 0.0, gradients)
+
+    return Pending(
+        gradients=jax.tree.map(empty, pending.gradients),
+        is_finite=slots | pending.is_finite,
+    )

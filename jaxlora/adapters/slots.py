@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.optimizer import AdapterState, Pending, Tables, zero_state
+from jaxlora.adapters.placement import ONE_DEVICE, Placement
 from jaxlora.adapters.targets import ModuleLora
 from jaxlora.config import LoraJob
 from jaxlora.hf.names import linear_path
@@ -114,6 +115,16 @@ class ParkedSlot:
         """Returns the tensors of one kind, by path."""
         return getattr(self, kind)
 
+    def check_like(self, adapter: Adapter) -> None:
+        """Checks that the state is of an adapter of this shape.
+
+        Raises:
+            ValueError: It has other modules or ranks.
+        """
+        shapes = {path: array.shape for path, array in adapter.by_path().items()}
+        if {path: array.shape for path, array in self.params.items()} != shapes:
+            raise ValueError("the parked state is of an adapter of another shape.")
+
     def adapter(self, like: Adapter) -> Adapter:
         """Returns the weights as an adapter with the modules and ranks of `like`."""
         return adapter_from_rows(self.params, like)
@@ -131,22 +142,20 @@ class SlotTable:
         self,
         spec: DecoderSpec,
         write_slot: WriteSlot,
-        sharding: jax.sharding.Sharding | None = None,
+        placement: Placement = ONE_DEVICE,
     ):
         """Makes empty slots.
 
         Args:
-            spec: The decoder.
+            spec: The decoder, or one stage of it.
             write_slot: The compiled function `write_slot` of the decoder.
-            sharding: Sharding of the base model; None: JAX's default device. The state
-                is committed to it from the start, because JAX compiles a function again
-                for each combination of committed and uncommitted arrays.
+            placement: Where the slots live.
         """
         self._spec, self._write_slot = spec, write_slot
+        self._placement = placement
         assert spec.slots is not None
         num_slots = spec.slots.num_slots
-        where = jnp.zeros(()).sharding if sharding is None else sharding
-        self.state = zero_state(spec.adapter_shapes(), num_slots, where)
+        self.state = zero_state(spec.adapter_shapes(), num_slots, placement)
         self._places = {path: i for i, path in enumerate(spec.adapted)}
         shape = len(self._places), num_slots
         self._host_settings = SlotSettings(
@@ -175,9 +184,7 @@ class SlotTable:
         Raises:
             ValueError: The state has other modules or ranks than `like`.
         """
-        shapes = {path: array.shape for path, array in like.by_path().items()}
-        if {path: array.shape for path, array in parked.params.items()} != shapes:
-            raise ValueError("the parked state is of an adapter of another shape.")
+        parked.check_like(like)
         self._write(slot, {kind: parked.of(kind) for kind in KINDS})
         self.activate(slot, like)
 
@@ -231,6 +238,8 @@ class SlotTable:
 
     def _rows(self, slot: int, *kinds: Kind) -> list[dict[str, np.ndarray]]:
         """Reads the tensors of a slot, by path, with their padding."""
+        if not self._spec.stacks:
+            return [{} for _ in kinds]
         tables = [getattr(self.state, kind) for kind in kinds]
         flat_kinds = jax.device_get(_flat_rows(tables, np.int32(slot)))
         shapes = self._stack_shapes()
@@ -274,7 +283,8 @@ class SlotTable:
     def _upload_settings(self) -> None:
         # The arrays are copied, as a pending upload may read or share their memory.
         copies = jax.tree.map(np.copy, self._host_settings)
-        self.settings: SlotSettings = jax.device_put(copies)
+        where = self._placement.sharding(self._placement.by_linear_and_slot)
+        self.settings: SlotSettings = jax.device_put(copies, where)
 
 
 def write_slot(
@@ -291,14 +301,17 @@ def write_slot(
     def written(tables: Tables, rows: Rows) -> Tables:
         return {name: t.at[slot].set(rows[name]) for name, t in tables.items()}
 
-    gradients = {n: t.at[slot].set(0.0) for n, t in state.pending.gradients.items()}
+    pending = state.pending
+    # On several devices, pending gradients have a first axis of devices.
+    mine = (slice(None),) * (pending.is_finite.ndim - 1) + (slot,)
+    gradients = {n: t.at[mine].set(0.0) for n, t in pending.gradients.items()}
     return AdapterState(
         params=written(state.params, rows["params"]),
         mu=written(state.mu, rows["mu"]),
         nu=written(state.nu, rows["nu"]),
         pending=Pending(
             gradients=gradients,
-            is_finite=state.pending.is_finite.at[slot].set(True),
+            is_finite=pending.is_finite.at[mine].set(True),
         ),
     )
 

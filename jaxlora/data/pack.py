@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import typing
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -101,16 +102,41 @@ def split_by_segment_limit(
     return [tuple(part) for part in parts]
 
 
+def pack_tick(
+    microbatches: Sequence[Microbatch],
+    batches: Mapping[int, JobBatch],
+    limits: Limits,
+) -> PackedBatch:
+    """Packs microbatches that several devices run at the same time, one after another.
+
+    Args:
+        microbatches: The microbatch of each device; an empty one becomes padding.
+        batches: Global batch of each slot. If a slot is missing, its rows become
+            padding.
+        limits: Capacity and block size of each microbatch.
+
+    Returns:
+        NumPy arrays; each device has `limits.capacity` of the rows.
+    """
+    parts = [pack_microbatch(one, batches, limits) for one in microbatches]
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
+
+
 def pack_microbatch(
     microbatch: Microbatch, batches: Mapping[int, JobBatch], limits: Limits
 ) -> PackedBatch:
-    """Packs a microbatch into `limits.capacity` rows and starts their upload.
+    """Packs a microbatch into `limits.capacity` rows.
 
     Args:
         microbatch: The samples; those of one job are adjacent.
         batches: Global batch of each slot in the microbatch. If a slot is missing, its
             rows become padding.
         limits: Capacity and block size.
+
+    Returns:
+        NumPy arrays.
     """
     num_rows, block = limits.capacity, limits.block_tokens
     # Each sample with its number, its first row and its global batch.
@@ -123,6 +149,8 @@ def pack_microbatch(
         if batch is not None:
             packed.append((number, row, batch, batch.samples[sample.index]))
         row += sample.num_tokens
+    if not packed:
+        return _padding(limits)
     lengths = np.array([len(tokens.token_ids) for *_, tokens in packed])
 
     def by_token(values, dtype=np.int32) -> np.ndarray:
@@ -149,7 +177,7 @@ def pack_microbatch(
     starts = (batch.starts[microbatch[n].index] for n, _, batch, _ in packed)
     block_adapter = np.full(num_rows // block, -1, np.int32)
     block_adapter[rows // block] = by_token(batch.slot for _, _, batch, _ in packed)
-    arrays = {
+    arrays: dict[str, Any] = {
         "token_ids": to_rows(token_ids),
         "positions": to_rows(positions),
         "segment_ids": to_rows(by_token(number for number, *_ in packed), padding=-1),
@@ -158,4 +186,22 @@ def pack_microbatch(
         "token_index": to_rows(by_token(starts) + positions),
         "block_adapter": block_adapter,
     }
-    return PackedBatch(**jax.device_put(arrays))
+    return PackedBatch(**arrays)
+
+
+def _padding(limits: Limits) -> PackedBatch:
+    """Returns a microbatch without samples."""
+    num_rows, num_blocks = limits.capacity, limits.capacity // limits.block_tokens
+    zeros: Any = np.zeros(num_rows, np.int32)
+    none: Any = np.full(num_rows, -1, np.int32)
+    weight: Any = np.zeros(num_rows, np.float32)
+    blocks: Any = np.full(num_blocks, -1, np.int32)
+    return PackedBatch(
+        token_ids=zeros,
+        positions=zeros,
+        segment_ids=none,
+        labels=zeros,
+        loss_weight=weight,
+        token_index=zeros,
+        block_adapter=blocks,
+    )

@@ -54,7 +54,7 @@ def load_model(
     *,
     dtype: Literal["auto", "bfloat16", "float32"] = "auto",
     revision: str | None = None,
-    place: Place | None = None,
+    place: Callable[[ModelConfig], Place | None] | None = None,
 ) -> BaseModel:
     """Loads a Hugging Face checkpoint of one of the families in `FAMILIES`.
 
@@ -66,8 +66,8 @@ def load_model(
         source: A folder, or a hub id.
         dtype: Dtype of the weights; `auto` is bfloat16 on a GPU and float32 on a CPU.
         revision: Branch, tag or commit on the hub.
-        place: Returns the placement of an array from its path and shape; None: all
-            arrays go to one device.
+        place: Given the model, returns a function from an array's path and shape to its
+            sharding. None, or a None that it returns: all arrays go to one device.
 
     Raises:
         ModelError: The checkpoint is missing, damaged or of an unsupported kind, its
@@ -77,10 +77,11 @@ def load_model(
     checkpoint = open_checkpoint(folder)
     checkpoint.check()
     chosen = base_dtype(dtype)
+    placed = None if place is None else place(checkpoint.config)
     params, hashes = {}, {}
     for spec in checkpoint.specs():
         file = checkpoint.files[spec.hf_name]
-        where = place(spec.path, spec.shape) if place is not None else None
+        where = None if placed is None else placed(spec.path, spec.shape)
         buffer, hashes[spec.hf_name] = _read(file, spec, chosen)
         # This waits until the buffer is free, before the next one is made.
         params[spec.path] = jax.block_until_ready(jax.device_put(buffer, where))

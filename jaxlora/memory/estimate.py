@@ -18,8 +18,8 @@ from jaxlora.memory.footprint import (
     resident_footprint,
 )
 from jaxlora.memory.inputs import batch_shapes, key_shapes, settings_shapes
+from jaxlora.models.decoder import Remat
 from jaxlora.models.forward import job_losses, training_options
-from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.attention import packed_attention

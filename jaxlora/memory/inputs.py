@@ -5,18 +5,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxlora.adapters.placement import ONE_DEVICE, Placement
 from jaxlora.data.pack import PackedBatch
 from jaxlora.models.forward import SlotKeys
 from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.scheduler import Limits
 
 
-def batch_shapes(limits: Limits) -> PackedBatch:
-    """Shapes of a microbatch of `limits.capacity` tokens."""
-    rows: Any = jax.ShapeDtypeStruct((limits.capacity,), jnp.int32)
-    weights: Any = jax.ShapeDtypeStruct((limits.capacity,), jnp.float32)
-    num_blocks = limits.capacity // limits.block_tokens
-    blocks: Any = jax.ShapeDtypeStruct((num_blocks,), jnp.int32)
+def batch_shapes(limits: Limits, placement: Placement = ONE_DEVICE) -> PackedBatch:
+    """Shapes of a microbatch of `limits.capacity` tokens on each device of a stage."""
+    where = placement.sharding(placement.rows)
+    num_rows = placement.num_devices * limits.capacity
+
+    def shape(size: int, dtype) -> Any:
+        return jax.ShapeDtypeStruct((size,), dtype, sharding=where)
+
+    rows, weights = shape(num_rows, jnp.int32), shape(num_rows, jnp.float32)
+    blocks = shape(num_rows // limits.block_tokens, jnp.int32)
     return PackedBatch(
         token_ids=rows,
         positions=rows,

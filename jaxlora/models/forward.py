@@ -87,7 +87,7 @@ def losses(decoder: Decoder, batch: PackedBatch, h: Float[Array, "T D"]) -> JobL
     """
     hidden = decoder.final_norm(h)
     is_target = batch.loss_weight > 0
-    head, transposed = decoder.stored_head(hidden)
+    head, transposed = decoder.stored_head()
     nll = target_nll(
         hidden,
         head,

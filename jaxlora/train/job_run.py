@@ -138,6 +138,13 @@ class JobRun:
         """Optimizer steps in all."""
         return self.order.num_steps
 
+    @property
+    def batch_tokens(self) -> float:
+        """Mean number of tokens of a global batch."""
+        data = self.train_data
+        num_samples = len(data.samples)
+        return min(self.job.batch_size, num_samples) * data.num_tokens / num_samples
+
     def update(self, **changes) -> None:
         """Changes some fields of `progress`."""
         self.progress = dataclasses.replace(self.progress, **changes)

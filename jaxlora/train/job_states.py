@@ -2,30 +2,31 @@
 
 from collections.abc import Sequence
 
-from jaxlora.adapters.slots import ParkedSlot, SlotTable
+from jaxlora.adapters.slots import ParkedSlot
+from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.errors import CheckpointError
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.read_checkpoint import ReadCheckpoint
 
 
-def job_states(runs: Sequence[JobRun], table: SlotTable) -> dict[str, ParkedSlot]:
+def job_states(runs: Sequence[JobRun], slots: StagedSlots) -> dict[str, ParkedSlot]:
     """Returns the states of the jobs that have begun and not ended, by name.
 
     Args:
         runs: All jobs of the run, between two windows.
-        table: The slots of the run.
+        slots: The slots of the run.
     """
     states = {}
     for run in runs:
         if run.has_slot:
-            states[run.job.name] = table.copy(run.slot)
+            states[run.job.name] = slots.copy(run.slot)
         elif run.parked is not None:
             states[run.job.name] = run.parked
     return states
 
 
 def restore_jobs(
-    runs: Sequence[JobRun], found: ReadCheckpoint, table: SlotTable, num_slots: int
+    runs: Sequence[JobRun], found: ReadCheckpoint, slots: StagedSlots, num_slots: int
 ) -> None:
     """Restores progress and states of the jobs in a checkpoint.
 
@@ -36,7 +37,7 @@ def restore_jobs(
     Args:
         runs: All jobs of the run.
         found: The checkpoint.
-        table: The slots of the run, all empty.
+        slots: The slots of the run, all empty.
         num_slots: Number of slots.
 
     Raises:
@@ -52,7 +53,7 @@ def restore_jobs(
             continue
         slot, parked = run.progress.slot, found.parked(name)
         if slot is not None and slot < num_slots:
-            table.restore(slot, parked, run.start)
+            slots.restore(slot, parked, run.start)
             continue
         run.parked = parked
         if slot is not None:

@@ -9,16 +9,24 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from jaxlora.adapters.optimizer import AdapterState, Pending, optimizer_step
+from jaxlora.adapters.optimizer import (
+    AdapterState,
+    Measured,
+    Pending,
+    measure,
+    optimizer_step,
+    summed,
+)
+from jaxlora.adapters.placement import ONE_DEVICE, Placement
 from jaxlora.adapters.slots import write_slot
 from jaxlora.memory.inputs import batch_shapes, key_shapes
-from jaxlora.models.forward import Base, job_losses, training_options
+from jaxlora.models.forward import Base, training_options
 from jaxlora.models.spec import DecoderSpec, SlotSettings
-from jaxlora.models.stacks import added, to_paths
 from jaxlora.pallas_kernels import compile_program
 from jaxlora.scheduler import Limits
+from jaxlora.train.stage_passes import StagePasses
 
 logger = logging.getLogger(__name__)
 
@@ -58,46 +66,82 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 class CompiledSteps:
-    """The jitted functions of a decoder; each compiles once for each batch shape.
+    """The jitted functions of a stage; each compiles once for each batch shape.
+
+    On several devices, each device runs the same program on a microbatch of its own.
+    See `StagePasses` for the arguments.
 
     Attributes:
-        accumulate: Adds a microbatch's gradients to the pending ones. It takes and
-            returns only the pending part of the state, as each array costs host time.
-        evaluate: Losses of a microbatch, without dropout.
+        accumulate: Forward and backward pass of the last stage, which adds to the
+            pending gradients. It takes and returns only the pending part of the state,
+            as each array costs host time.
+        forward: Forward pass of another stage.
+        backward: Backward pass of another stage, which adds to the pending gradients.
+        evaluate: Forward pass without dropout and without residuals.
+        measure: Norms of the pending gradients, which the other stages need for their
+            optimizer steps.
         step: Optimizer step of the slots whose global batch is complete.
         write_slot: Replaces the state of a slot; see `jaxlora.adapters.slots`.
     """
 
-    def __init__(self, spec: DecoderSpec):
-        losses = functools.partial(job_losses, spec)
-        by_path = functools.partial(to_paths, spec.stacks, axis=1)
+    def __init__(self, spec: DecoderSpec, placement: Placement = ONE_DEVICE):
+        """Makes the functions; none is traced yet.
 
-        def accumulate(base, params, pending: Pending, settings, batch, keys):
-            def total(tables):
-                out = losses(base, tables, settings, batch, keys)
-                # Slots share no parameters, so this gives each slot its own gradient.
-                return out.loss.sum(), out
+        Args:
+            spec: The decoder, or one stage of it.
+            placement: The devices of the stage.
+        """
+        self._spec, self._placement = spec, placement
+        passes, p = StagePasses(spec, placement), placement
+        training = training_options(spec.options.attention)
+        base, slots = spec.base_specs(), p.by_slot
+        specs: Any = AdapterState  # with partition specs in the place of tables
+        state = specs(params=slots, mu=slots, nu=slots, pending=p.partial)
+        inputs = p.by_linear_and_slot, p.rows  # settings and batch
+        h = () if spec.has_embedding else (p.rows,)
 
-            gradients, out = jax.grad(total, has_aux=True)(by_path(params))
-            is_finite = out.is_finite & jnp.isfinite(out.loss)
-            pending = Pending(
-                gradients=added(spec.stacks, pending.gradients, gradients),
-                is_finite=pending.is_finite & is_finite,
-            )
-            return pending, out
+        def jitted(run, takes, gives, **options):
+            return _jitted(run, placement, takes, gives, **options)
 
-        def evaluate(base, params, settings, batch):
-            return losses(base, by_path(params), settings, batch, None)
-
-        options = training_options(spec.options.attention)
-        self.accumulate = jax.jit(
-            accumulate, donate_argnums=2, compiler_options=options
+        self.accumulate = jitted(
+            passes.accumulate,
+            (base, slots, p.partial, *inputs, slots, *h),
+            (p.partial, p.partial, p.rows),
+            donate_argnums=2,
+            compiler_options=training,
         )
-        self.evaluate = jax.jit(evaluate)
-        # `partial` makes a new function, because jit caches programs by function.
-        self.step = jax.jit(functools.partial(optimizer_step), donate_argnums=0)
-        self.write_slot = jax.jit(functools.partial(write_slot), donate_argnums=0)
-        self._spec = spec
+        self.forward = jitted(
+            passes.forward,
+            (base, slots, *inputs, slots, *h),
+            (p.rows, p.rows),
+            compiler_options=training,
+        )
+        self.backward = jitted(
+            passes.backward,
+            (base, slots, p.rows, p.partial, p.rows),
+            (p.partial, p.rows),
+            donate_argnums=3,
+            compiler_options=training,
+        )
+        self.evaluate = jitted(
+            passes.evaluate,
+            (base, slots, *inputs, *h),
+            p.partial if spec.has_head else p.rows,
+        )
+        self.measure = jitted(
+            functools.partial(_measure, axes=p.summed_axes), (p.partial,), slots
+        )
+        self.step = jitted(
+            functools.partial(optimizer_step, axes=p.summed_axes),
+            (state, slots, slots),
+            (state, slots),
+            donate_argnums=0,
+        )
+        self.write_slot = jax.jit(
+            functools.partial(write_slot),
+            donate_argnums=0,
+            out_shardings=None if p.mesh is None else _shardings(placement, state),
+        )
 
     def compile_accumulate(
         self, base: Base, state: AdapterState, settings: SlotSettings, limits: Limits
@@ -117,17 +161,88 @@ class CompiledSteps:
             state.params,
             state.pending,
             settings,
-            batch_shapes(limits),
+            batch_shapes(limits, self._placement),
             key_shapes(self._spec),
         )
 
+    def compile_passes(
+        self,
+        base: Base,
+        state: AdapterState,
+        settings: SlotSettings,
+        limits: Limits,
+        name: str,
+    ) -> None:
+        """Compiles the passes of a pipeline stage as a run will call them.
+
+        Args:
+            base: Frozen weights of the stage.
+            state: State of the slots.
+            settings: Settings of the slots.
+            limits: Limits of the microbatches.
+            name: Name of the stage for the log.
+        """
+        spec, rows = self._spec, self._placement.sharding(self._placement.rows)
+        batch, keys = batch_shapes(limits, self._placement), key_shapes(spec)
+        size = len(batch.token_ids), spec.config.hidden_size
+        hidden = jax.ShapeDtypeStruct(size, spec.options.dtype, sharding=rows)
+        h = () if spec.has_embedding else (hidden,)
+        inputs = settings, batch, keys, *h
+        if spec.has_head:
+            what = f"the forward and backward pass, {name}"
+            compiled(self.accumulate, what, base, state.params, state.pending, *inputs)
+            return
+        args = base, state.params, *inputs
+        compiled(self.forward, f"the forward pass, {name}", *args)
+        _, kept = self.forward.eval_shape(*args)
+        kept = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), kept
+        )
+        args = base, state.params, kept, state.pending, hidden
+        compiled(self.backward, f"the backward pass, {name}", *args)
+
     def num_compilations(self) -> int:
         """Programs compiled so far."""
-        jitted = (self.accumulate, self.evaluate, self.step, self.write_slot)
-        return sum(one._cache_size() for one in jitted)  # type: ignore[attr-defined]
+        functions = vars(self).values()
+        return sum(f._cache_size() for f in functions if hasattr(f, "_cache_size"))
 
 
-@functools.lru_cache(maxsize=8)
-def compiled_steps(spec: DecoderSpec) -> CompiledSteps:
-    """The jitted functions of a decoder, shared by all trainers of this process."""
-    return CompiledSteps(spec)
+def _measure(pending: Pending, *, axes: tuple[str, ...]) -> Measured:
+    return measure(summed(pending, axes))
+
+
+def _jitted(run: Any, placement: Placement, takes: Any, gives: Any, **options) -> Any:
+    """Jits a function that each device of a stage runs on its own part of the arrays.
+
+    Args:
+        run: The function.
+        placement: The devices.
+        takes: Partition specs of its arguments.
+        gives: Partition specs of its results.
+        **options: Options of `jax.jit`.
+    """
+    # `partial` makes a new function, because jit caches programs by function.
+    if placement.mesh is None:
+        return jax.jit(functools.partial(run), **options)
+    # Pallas kernels cannot be partitioned, so each device runs them on its own part.
+    # Gradients are not summed here: that comes once, with the optimizer step.
+    sharded = jax.shard_map(
+        run, mesh=placement.mesh, in_specs=takes, out_specs=gives, check_vma=False
+    )
+    # With other shardings of equal meaning, the next call would compile again.
+    return jax.jit(sharded, out_shardings=_shardings(placement, gives), **options)
+
+
+def _shardings(placement: Placement, specs: Any) -> Any:
+    def is_spec(x: object) -> bool:
+        return isinstance(x, PartitionSpec)
+
+    return jax.tree.map(placement.sharding, specs, is_leaf=is_spec)
+
+
+@functools.lru_cache(maxsize=32)
+def compiled_steps(
+    spec: DecoderSpec, placement: Placement = ONE_DEVICE
+) -> CompiledSteps:
+    """The jitted functions of a stage, shared by all trainers of this process."""
+    return CompiledSteps(spec, placement)

@@ -11,7 +11,6 @@ import jax
 
 from jaxlora.adapters.export_record import ExportRecord
 from jaxlora.adapters.peft_export import export_peft
-from jaxlora.adapters.slots import SlotTable
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import ConfigError
@@ -28,6 +27,7 @@ from jaxlora.train.describe_run import check_resumes, run_identity, saved_run
 from jaxlora.train.interrupt import StopRequest
 from jaxlora.train.job_run import JobProgress, JobRun
 from jaxlora.train.job_states import job_states, restore_jobs
+from jaxlora.train.mesh_plan import plan_layout, plan_mesh
 from jaxlora.train.progress import Progress
 from jaxlora.train.read_checkpoint import newest_checkpoint
 from jaxlora.train.report import RunResult, job_result, write_report
@@ -50,8 +50,7 @@ from jaxlora.train.saved_run import (
     RunRecord,
     SavedRequests,
 )
-from jaxlora.train.single_device import SingleDeviceExecutor
-from jaxlora.train.step import compiled_steps
+from jaxlora.train.staged_executor import StagedExecutor
 from jaxlora.train.windows import Windows
 
 logger = logging.getLogger(__name__)
@@ -85,8 +84,12 @@ class Trainer:
         check_not_in_use(self.output_dir)
         begun_with = begun_capacity(config)
         self.model = model or load_model(
-            config.model, dtype=config.dtype, revision=config.revision
+            config.model,
+            dtype=config.dtype,
+            revision=config.revision,
+            place=lambda found: plan_mesh(config, found).place(found, config.dtype),
         )
+        mesh = plan_mesh(config, self.model.config)
         self._started = start_time(self.output_dir)
         self._tokenizer = load_tokenizer(self.model.folder, now=self._started)
         self._tokenizer.check_fits(self.model.config.vocab_size)
@@ -94,14 +97,17 @@ class Trainer:
         held_out = [run.eval_data for run in self.runs if run.eval_data is not None]
         train = [run.train_data for run in self.runs]
         self._bounds = Bounds.of(config, train, held_out, begun_with=begun_with)
-        self._spec = prepare.decoder_spec(
+        spec = prepare.decoder_spec(
             config, self.model, self.runs, self._bounds.max_tokens
         )
-        self.config = settle(config, self._spec, self._bounds)
+        self.config = settle(config, spec, self._bounds)
+        capacity = self.config.limits.capacity
+        self._spec, self._layout, self._lanes = plan_layout(
+            config, mesh, spec, self.model, self.runs, capacity
+        )
         for run in self.runs:
             self._check_fits(run)
-        self._steps = compiled_steps(self._spec)
-        self._table = self._empty_slots()
+        self._slots = self._layout.empty_slots()
         self._round = 0
         self._requests = Requests()
         self._adding = threading.Lock()
@@ -114,18 +120,23 @@ class Trainer:
     def _open(self, job: LoraJob) -> JobRun:
         return prepare.open_job(job, self.model, self._tokenizer)
 
-    def _empty_slots(self) -> SlotTable:
-        base = next(iter(self.model.params.values())).sharding
-        if isinstance(base, jax.sharding.NamedSharding):
-            base = jax.sharding.NamedSharding(base.mesh, jax.sharding.PartitionSpec())
-        return SlotTable(self._spec, self._steps.write_slot, base)
-
     def _check_fits(self, run: JobRun) -> None:
         prepare.check_fits(run, self._spec)
 
     def _compile_step(self, limits: Limits) -> jax.stages.Compiled:
-        base, table = self.model.params, self._table
-        return self._steps.compile_accumulate(base, table.state, table.settings, limits)
+        (stage,), (table,) = self._layout.stages, self._slots.tables
+        (base,) = self._layout.bases(self.model.params)
+        return stage.steps.compile_accumulate(base, table.state, table.settings, limits)
+
+    def _compile_stages(self) -> None:
+        """Compiles the passes of all stages, so that no stage waits for another's."""
+        stages, limits = self._layout.stages, self.config.limits
+        bases = self._layout.bases(self.model.params)
+        parts = zip(stages, bases, self._slots.tables, strict=True)
+        for number, (stage, base, table) in enumerate(parts, start=1):
+            name = f"stage {number} of {len(stages)}"
+            state, settings = table.state, table.settings
+            stage.steps.compile_passes(base, state, settings, limits, name)
 
     # ---- jobs come and go: any thread may call these -------------------------------
 
@@ -224,16 +235,22 @@ class Trainer:
             if resume:
                 # A refusal comes before anything is compiled.
                 check_resumes(self.output_dir, self._identity())
-            compiled_before = self._steps.num_compilations()
+            compiled_before = self._layout.num_compilations()
+            has_stages = len(self._layout.stages) > 1
             self.config = settle(
-                self.config, self._spec, self._bounds, self._compile_step
+                self.config,
+                self._spec,
+                self._bounds,
+                None if has_stages else self._compile_step,
             )
+            if has_stages:
+                self._compile_stages()
             interrupted = self._run(resume, on_window)
             result = RunResult(
                 jobs=tuple(job_result(run, self._folder(run)) for run in self.runs),
                 output_dir=self.output_dir,
                 interrupted=interrupted,
-                num_compilations=self._steps.num_compilations() - compiled_before,
+                num_compilations=self._layout.num_compilations() - compiled_before,
             )
             write_report(result)
         return result
@@ -276,18 +293,15 @@ class Trainer:
 
     def _windows(self, log: RunLog, progress: Progress) -> Windows:
         assert self._spec.slots is not None
-        executor = SingleDeviceExecutor(
-            self._spec,
-            self.model.params,
-            self._table,
-            self._steps,
-            self.config.limits,
+        executor = StagedExecutor(
+            self._layout, self.model.params, self._slots, self.config.limits
         )
         return Windows(
             self.config,
             self.runs,
             executor,
             num_slots=self._spec.slots.num_slots,
+            lanes=self._lanes,
             first_round=self._round,
             requests=self._requests,
             export=self._export,
@@ -306,7 +320,7 @@ class Trainer:
         if run.parked is not None:
             adapter = run.parked.adapter(run.start)
         else:
-            adapter = self._table.read(run.slot, run.start)
+            adapter = self._slots.read(run.slot, run.start)
         export_peft(
             adapter,
             self._folder(run),
@@ -367,7 +381,7 @@ class Trainer:
 
         That call may have ended at any point, with gradients pending.
         """
-        self._table = self._empty_slots()
+        self._slots = self._layout.empty_slots()
         self._round = 0
         for run in self.runs:
             run.progress, run.parked = JobProgress(), None
@@ -383,7 +397,7 @@ class Trainer:
         self._round = found.number
         self._requests.restore(found.run.requests)
         assert self._spec.slots is not None
-        restore_jobs(self.runs, found, self._table, self._spec.slots.num_slots)
+        restore_jobs(self.runs, found, self._slots, self._spec.slots.num_slots)
         logger.info("resumed after round %d", self._round)
 
     def _save_latest(self, checkpoints: Checkpoints) -> None:
@@ -395,5 +409,5 @@ class Trainer:
         self._lock.check()
         requests = self._saved_requests()
         saved = saved_run(self._identity(), self.runs, self.model, requests)
-        states = job_states(self.runs, self._table)
+        states = job_states(self.runs, self._slots)
         checkpoints.save(self._round, states, saved)

@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from jaxlora.config import RunConfig
-from jaxlora.scheduler import Sample
+from jaxlora.scheduler import Lanes, Sample
+from jaxlora.scheduler.lanes import ONE_LANE
 from jaxlora.scheduler.stream import PlanAhead, Planned
 from jaxlora.train.executor import Executor, Outcomes, StepOutcome, Window
 from jaxlora.train.job_run import JobRun
@@ -47,6 +48,7 @@ class Windows:
         executor: Executor,
         *,
         num_slots: int,
+        lanes: Lanes = ONE_LANE,
         first_round: int,
         requests: Requests,
         export: Callable[[JobRun], None],
@@ -59,7 +61,8 @@ class Windows:
             config: The run.
             runs: Jobs of the run; more may be added between windows.
             executor: Runs the windows.
-            num_slots: Number of slots of the executor's table.
+            num_slots: Number of slots of the executor.
+            lanes: How the executor's devices consume microbatches.
             first_round: Rounds done before.
             requests: Requests to stop and to pause jobs; more may come at any time.
             export: Writes a job's adapter.
@@ -67,10 +70,12 @@ class Windows:
             progress: Display of the progress.
         """
         self._config, self._runs = config, runs
-        self._executor, self._num_slots = executor, num_slots
+        self._executor, self._num_slots, self._lanes = executor, num_slots, lanes
         self._requests, self._export = requests, export
         self._log, self._progress = log, progress
-        self._plans = PlanAhead(lambda s: pack_window(s, config.limits, config.packer))
+        self._plans = PlanAhead(
+            lambda s: pack_window(s, config.limits, config.packer, lanes), lanes
+        )
         self.round = first_round
         self._steps_now: dict[str, int] = {}  # of each job in the current window
         self._latest: dict[str, StepOutcome] = {}  # of each job in the window
@@ -97,6 +102,7 @@ class Windows:
                 slot=run.progress.slot,
                 step=run.progress.step,
                 num_steps=run.num_steps,
+                batch_tokens=run.batch_tokens,
             )
             for number, run in enumerate(self._runs)
             if run.has_slot or not (run.progress.is_over or self._is_held(run))
@@ -107,7 +113,12 @@ class Windows:
         return self._requests.pause_reason(run.job.name) is not None
 
     def _assign_slots(self, positions: Sequence[JobPosition]) -> list[JobPosition]:
-        return assign_slots(positions, self._num_slots, preempts=self._config.preempt)
+        return assign_slots(
+            positions,
+            self._num_slots,
+            preempts=self._config.preempt,
+            lanes=self._lanes,
+        )
 
     def _samples(self, positions: Sequence[JobPosition]) -> tuple[Sample, ...]:
         def lengths(job: int, step: int) -> list[int]:

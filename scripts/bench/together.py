@@ -32,11 +32,11 @@ from jaxlora.bench.options import add_output_dir, make_parser
 from jaxlora.bench.report import about, markdown, write_csv
 from jaxlora.bench.shapes import MODELS, config_json
 from jaxlora.bench.weights import random_base
+from jaxlora.data import pack as data_pack
 from jaxlora.data.pack import PackedBatch, pack_microbatch
 from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.train import feed
 from jaxlora.train.run_log import METRICS_FILE, read_events
 
 Columns = dict[str, Any]
@@ -151,19 +151,18 @@ def only(slot: int) -> Iterator[None]:
     """Leaves the rows of all other slots empty in every microbatch."""
 
     def pack(microbatch, batches, limits) -> PackedBatch:
-        packed = jax.device_get(pack_microbatch(microbatch, batches, limits))
+        packed: Any = pack_microbatch(microbatch, batches, limits)
         is_other = packed.block_adapter != slot
         rows = np.repeat(is_other, limits.block_tokens)
-        alone = dataclasses.replace(
+        return dataclasses.replace(
             packed,
             token_ids=np.where(rows, 0, packed.token_ids),
             segment_ids=np.where(rows, -1, packed.segment_ids),
             loss_weight=np.where(rows, np.float32(0), packed.loss_weight),
             block_adapter=np.where(is_other, -1, packed.block_adapter),
         )
-        return jax.device_put(alone)
 
-    with mock.patch.object(feed, "pack_microbatch", pack):
+    with mock.patch.object(data_pack, "pack_microbatch", pack):
         yield
 
 

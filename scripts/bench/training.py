@@ -112,7 +112,7 @@ class Training:
             return {"accumulate": self._frozen.lower(self._base, batch)}
         return {
             "accumulate": self._steps.accumulate.lower(*self._arguments(batch)),
-            "step": self._steps.step.lower(self._table.state, self._hyper),
+            "step": self._steps.step.lower(self._table.state, self._hyper, ()),
         }
 
     def _arguments(self, batch: PackedBatch) -> tuple[Any, ...]:
@@ -171,9 +171,9 @@ class Training:
             return functools.partial(jax.block_until_ready, frozen)
         table = self._table
         for batch in batches:
-            pending, _ = self._steps.accumulate(*self._arguments(batch))
+            pending, *_ = self._steps.accumulate(*self._arguments(batch))
             table.state = dataclasses.replace(table.state, pending=pending)
-        table.state, result = self._steps.step(table.state, self._hyper)
+        table.state, result = self._steps.step(table.state, self._hyper, ())
         return functools.partial(jax.block_until_ready, result)
 
     def program_bytes(self) -> int:

@@ -16,7 +16,7 @@ from jaxlora.models.forward import SlotKeys
 from jaxlora.modules.trained_tensors import rate_ratios
 from jaxlora.scheduler import Limits, greedy
 from jaxlora.train import prepare
-from jaxlora.train.single_device import SingleDeviceExecutor
+from jaxlora.train.staged_executor import StagedExecutor
 from jaxlora.train.step import CompiledSteps
 from tests.jaxlora.train import fused
 from tests.oracle import relative_error
@@ -92,12 +92,10 @@ def test_how_it_runs_does_not_matter(train, jobs, settings):
 def test_microbatches_in_parts_teach_the_same(train, jobs, monkeypatch):
     whole = train(jobs[:3])
 
-    def in_parts(self, microbatches):
-        return [
-            part for m in microbatches for part in split_by_segment_limit(m, 10**6, 2)
-        ]
+    def in_parts(self, microbatch):
+        return split_by_segment_limit(microbatch, 10**6, 2)
 
-    monkeypatch.setattr(SingleDeviceExecutor, "_split", in_parts)
+    monkeypatch.setattr(StagedExecutor, "_split", in_parts)
     names = [job.name for job in jobs[:3]]
     assert_same_training(train(jobs[:3]), whole, names)
 
@@ -115,7 +113,7 @@ def test_jobs_come_and_go_without_recompiling(train, jobs, window_steps):
     counts = []
 
     def on_window(trainer):
-        counts.append(trainer._steps.num_compilations())
+        counts.append(trainer._layout.num_compilations())
         if len(counts) == 1:
             trainer.stop_job(jobs[1].name)
         if len(counts) == 2:
@@ -220,13 +218,13 @@ def one_step(bench, packed, spoil=lambda state: state):
     state, out = accumulated(model, steps, spoil(slots.state), slots.settings, packed)
     gradients = jax.tree.map(np.array, state.pending.gradients)
     hyper = all_alike(steps_now=[True, True, True], count=2)
-    state, result = steps.step(state, hyper)
+    state, result = steps.step(state, hyper, ())
     return gradients, *jax.device_get((out, state.params, result))
 
 
 def accumulated(model, steps, state, settings, packed):
     """The state after a microbatch, and the losses."""
-    pending, out = steps.accumulate(
+    pending, out, _ = steps.accumulate(
         model.params, state.params, state.pending, settings, packed, KEYS
     )
     return dataclasses.replace(state, pending=pending), out
@@ -281,7 +279,7 @@ def test_a_batch_that_is_not_finite_leaves_its_slot_as_it_is(bench):
 
     before = jax.tree.map(np.array, slots.state.params)
     hyper = all_alike(steps_now=[True, True, False], count=2)
-    state, result = steps.step(spoil(slots.state), hyper)
+    state, result = steps.step(spoil(slots.state), hyper, ())
     assert np.isfinite(result.norm).all()
     assert result.is_finite.tolist() == [True, False, True]
     for path, now in state.params.items():
@@ -299,7 +297,7 @@ def test_a_slot_without_a_whole_batch_stays_as_it_is(bench):
     state, _ = accumulated(model, steps, slots.state, slots.settings, packed)
     gradients = jax.tree.map(np.array, state.pending.gradients)
     hyper = all_alike(steps_now=[True, False, True], count=0)
-    state, _ = steps.step(state, hyper)
+    state, _ = steps.step(state, hyper, ())
     for path, table_now in state.params.items():
         np.testing.assert_array_equal(table_now[1], before[path][1])
         kept = state.pending.gradients[path]

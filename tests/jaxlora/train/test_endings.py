@@ -22,7 +22,7 @@ from jaxlora.train.report import (
     write_report,
 )
 from jaxlora.train.run_log import read_events
-from jaxlora.train.single_device import SingleDeviceExecutor
+from jaxlora.train.staged_executor import StagedExecutor
 from tests.jaxlora.train.conftest import folder_of
 
 # All runs here share one set of compiled programs.
@@ -87,13 +87,13 @@ def test_a_stop_where_an_evaluation_was_due_needs_no_other(train, long):
 def test_a_stopped_job_keeps_its_best(train, long, monkeypatch, is_better):
     """Its last weights compete, also where no evaluation was due."""
     if not is_better:
-        evaluate = SingleDeviceExecutor.evaluate
+        evaluate = StagedExecutor.evaluate
 
         def worse(self, runs):
             losses = evaluate(self, runs)
             return {slot: losses[slot] + r.progress.step for slot, r in runs.items()}
 
-        monkeypatch.setattr(SingleDeviceExecutor, "evaluate", worse)
+        monkeypatch.setattr(StagedExecutor, "evaluate", worse)
     best = long.model_copy(update={"keep_best": True})
     outcome = train([best], on_window=stop("job0"))
     assert outcome.progress["job0"].best_step == (4 if is_better else 0)
@@ -136,7 +136,7 @@ def test_a_stop_during_the_first_evaluation(train, long, monkeypatch):
 
 
 def test_a_last_evaluation_that_is_not_finite(train, long, jobs, monkeypatch):
-    evaluate = SingleDeviceExecutor.evaluate
+    evaluate = StagedExecutor.evaluate
 
     def infinite(self, runs):
         losses = evaluate(self, runs)
@@ -145,7 +145,7 @@ def test_a_last_evaluation_that_is_not_finite(train, long, jobs, monkeypatch):
             for slot, r in runs.items()
         }
 
-    monkeypatch.setattr(SingleDeviceExecutor, "evaluate", infinite)
+    monkeypatch.setattr(StagedExecutor, "evaluate", infinite)
     outcome = train([long], on_window=stop("job0"))
     progress = outcome.progress["job0"]
     assert progress.status == "failed"

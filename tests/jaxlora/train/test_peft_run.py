@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from jaxlora import LoraJob, import_peft, load_model
-from jaxlora.adapters.slots import SlotTable
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.config import RunConfig
 from jaxlora.data.tokenize import TokenizedData, TokenizedSample
@@ -18,9 +17,9 @@ from jaxlora.scheduler import Limits
 from jaxlora.train import prepare
 from jaxlora.train.executor import Window
 from jaxlora.train.job_run import JobRun
+from jaxlora.train.layout import Layout
 from jaxlora.train.next_window import pack_window
-from jaxlora.train.single_device import SingleDeviceExecutor
-from jaxlora.train.step import CompiledSteps
+from jaxlora.train.staged_executor import StagedExecutor
 from tests.oracle import relative_error
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "peft_run"
@@ -80,10 +79,10 @@ def train_together(names):
         block_tokens=8,
     )
     spec = prepare.decoder_spec(config, model, runs, 64)
-    steps = CompiledSteps(spec)
-    table = SlotTable(spec, steps.write_slot)
+    layout = Layout.on_one_device(spec)
+    slots = layout.empty_slots()
     limits = Limits(capacity=64, block_tokens=8)
-    executor = SingleDeviceExecutor(spec, model.params, table, steps, limits)
+    executor = StagedExecutor(layout, model.params, slots, limits)
     for slot, run in enumerate(runs):
         executor.load(slot, run.start)
         run.update(status="running", slot=slot)
@@ -101,7 +100,7 @@ def train_together(names):
         for item in executor.run(window):
             for slot, outcome in item.steps.items():
                 outcomes[runs[slot].job.name].append(outcome)
-    return model, runs, table, outcomes
+    return model, runs, slots, outcomes
 
 
 def test_losses_norms_and_rates(trained):
@@ -117,11 +116,11 @@ def test_losses_norms_and_rates(trained):
 
 
 def test_final_weights(trained):
-    model, runs, table, _ = trained
+    model, runs, slots, _ = trained
     for run in runs:
         folder = GOLDEN / run.job.name / "final"
         wanted = import_peft(folder, prepare.linear_shapes(model))
-        actual = table.read(run.slot, run.start)
+        actual = slots.read(run.slot, run.start)
         assert actual.modules.keys() == wanted.modules.keys()
         for name, weights in actual.modules.items():
             assert relative_error(weights.a, wanted.modules[name].a) < 1e-4

@@ -198,7 +198,7 @@ def test_exports_from_a_checkpoint(make_run, tmp_path):
 
     def stop(trainer):
         if trainer.runs[0].progress.status == "finished":
-            wanted.update(trainer._table.read(1, trainer.runs[1].start).modules)
+            wanted.update(trainer._slots.read(1, trainer.runs[1].start).modules)
             raise Enough  # a checkpoint of this round is written before it leaves
 
     with pytest.raises(Enough):

@@ -11,10 +11,11 @@ import pytest
 from jaxlora import RunConfig, Trainer, import_peft
 from jaxlora.errors import CheckpointError
 from jaxlora.train.checkpoint import Checkpoints
+from jaxlora.train.in_flight import InFlight
 from jaxlora.train.prepare import linear_shapes
 from jaxlora.train.progress import Progress
 from jaxlora.train.read_checkpoint import read_newest
-from jaxlora.train.single_device import SingleDeviceExecutor
+from jaxlora.train.staged_executor import StagedExecutor
 from tests.oracle import relative_error
 
 
@@ -128,7 +129,7 @@ def test_the_same_trainer_goes_on_after_an_error(
     whole = changed(config, output_dir=str(tmp_path / "whole"), microbatch_tokens=128)
     Trainer(whole, model).train()
     config = changed(config, microbatch_tokens=128)
-    trainer, run, left = Trainer(config, model), SingleDeviceExecutor._accumulate, [3]
+    trainer, run, left = Trainer(config, model), InFlight.run, [3]
 
     def fails(self, *args, **kwargs):
         if trainer._round >= at:
@@ -138,7 +139,7 @@ def test_the_same_trainer_goes_on_after_an_error(
         return run(self, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(SingleDeviceExecutor, "_accumulate", fails)
+        patch.setattr(InFlight, "run", fails)
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
     trainer.train(resume=True)
@@ -184,13 +185,13 @@ def test_a_run_that_has_ended_was_not_interrupted(config, model):
 
 
 def test_an_infinite_evaluation_ends_its_job(train, jobs, monkeypatch):
-    evaluate = SingleDeviceExecutor.evaluate
+    evaluate = StagedExecutor.evaluate
 
     def infinite(self, runs):
         infinite = {s: math.inf for s, r in runs.items() if r.job.name == jobs[0].name}
         return evaluate(self, runs) | infinite
 
-    monkeypatch.setattr(SingleDeviceExecutor, "evaluate", infinite)
+    monkeypatch.setattr(StagedExecutor, "evaluate", infinite)
     outcome = train(jobs[:2])
     assert outcome.progress[jobs[0].name].status == "failed"
     assert outcome.progress[jobs[1].name].status == "finished"

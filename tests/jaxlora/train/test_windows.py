@@ -56,7 +56,7 @@ def test_a_job_that_fails_leaves_nothing_in_its_slot(train, jobs):
     num_left = []
 
     def on_window(trainer):
-        state = trainer._table.state
+        state = trainer._slots.tables[0].state
         assert state.pending.is_finite.all()
         for path, gradients in state.pending.gradients.items():
             assert not gradients.any(), path

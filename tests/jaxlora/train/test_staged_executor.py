@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 
 from jaxlora import RunConfig, Trainer
-from jaxlora.adapters.slots import SlotTable
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.train import prepare
 from jaxlora.train.executor import Window
+from jaxlora.train.layout import Layout
 from jaxlora.train.next_window import pack_window
-from jaxlora.train.single_device import SingleDeviceExecutor
-from jaxlora.train.step import compiled_steps
+from jaxlora.train.staged_executor import StagedExecutor
 
 
 class Watched:
@@ -48,7 +47,8 @@ def watched(model, jobs, tmp_path, monkeypatch):
         checkpoint_every=None,
     )
     trainer, events = Trainer(config, model), []
-    steps, device_get = trainer._steps, jax.device_get
+    (stage,), device_get = trainer._layout.stages, jax.device_get
+    steps = stage.steps
     steps.accumulate = Watched(steps.accumulate, "m", events)
     steps.step = Watched(steps.step, "s", events)
 
@@ -59,7 +59,7 @@ def watched(model, jobs, tmp_path, monkeypatch):
     def on_window(trainer):
         events.append("w")
 
-    run_window = SingleDeviceExecutor.run
+    run_window = StagedExecutor.run
 
     def guarded(*args):
         # On a GPU, this refuses any other way of waiting for values.
@@ -67,7 +67,7 @@ def watched(model, jobs, tmp_path, monkeypatch):
             yield from run_window(*args)
 
     monkeypatch.setattr(jax, "device_get", read)
-    monkeypatch.setattr(SingleDeviceExecutor, "run", guarded)
+    monkeypatch.setattr(StagedExecutor, "run", guarded)
     trainer.train(on_window=on_window)
     return "".join(events)
 
@@ -105,7 +105,7 @@ def by_hand(model, jobs):
     spec = prepare.decoder_spec(
         config, model, list(runs.values()), config.limits.capacity
     )
-    steps = compiled_steps(spec)
+    layout = Layout.on_one_device(spec)
     samples = [
         sample
         for slot, run in runs.items()
@@ -115,8 +115,8 @@ def by_hand(model, jobs):
     schedule = pack_window(samples, config.limits, "joint")
 
     def run(release: int | None = None):
-        table = SlotTable(spec, steps.write_slot)
-        executor = SingleDeviceExecutor(spec, model.params, table, steps, config.limits)
+        slots = layout.empty_slots()
+        executor = StagedExecutor(layout, model.params, slots, config.limits)
         for slot, job in runs.items():
             executor.load(slot, job.start)
         items, outcomes, left_out = [], {slot: [] for slot in runs}, None
@@ -126,7 +126,7 @@ def by_hand(model, jobs):
                 outcomes[slot].append(outcome)
             if release in item.steps:
                 left_out = executor.release(release)
-        return items, outcomes, left_out, jax.device_get(table.state)
+        return items, outcomes, left_out, jax.device_get(slots.tables[0].state)
 
     return run, schedule
 

@@ -1,0 +1,91 @@
+"""The slots of a decoder whose layers are divided among pipeline stages."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.slots import KINDS, Kind, ParkedSlot, SlotTable
+from jaxlora.models.spec import DecoderSpec
+
+
+class StagedSlots:
+    """The slots of all stages. Every job has the same slot on each stage.
+
+    What goes in and comes out is whole adapters, so it does not depend on the stages.
+
+    Attributes:
+        tables: The slots of each stage, each for the stage's own linears.
+    """
+
+    def __init__(self, specs: Sequence[DecoderSpec], tables: Sequence[SlotTable]):
+        """Joins the tables of stages.
+
+        Args:
+            specs: The decoder of each stage; of the only one, the whole decoder.
+            tables: The slots of each stage.
+        """
+        self._adapted = [frozenset(spec.adapted) for spec in specs]
+        self.tables = tuple(tables)
+
+    def load(self, slot: int, adapter: Adapter) -> None:
+        """Puts an adapter into a slot, with empty optimizer state."""
+        for table, paths in zip(self.tables, self._adapted, strict=True):
+            table.load(slot, adapter.limited_to(paths))
+
+    def restore(self, slot: int, parked: ParkedSlot, like: Adapter) -> None:
+        """Puts a parked state into a slot, which need not be the one that it left.
+
+        Args:
+            slot: An empty slot.
+            parked: The state, possibly of a run with other stages.
+            like: An adapter with the ranks, scalings and dropout of the parked one.
+
+        Raises:
+            ValueError: The state has other modules or ranks than `like`.
+        """
+        parked.check_like(like)
+        for table, paths in zip(self.tables, self._adapted, strict=True):
+
+            def mine(kind: Kind, paths=paths):
+                tensors = parked.of(kind).items()
+                return {
+                    p: array for p, array in tensors if p.rpartition(".")[0] in paths
+                }
+
+            part = ParkedSlot(**{kind: mine(kind) for kind in KINDS})
+            table.restore(slot, part, like.limited_to(paths))
+
+    def clear(self, slot: int) -> None:
+        """Empties a slot: weights, optimizer state and settings."""
+        for table in self.tables:
+            table.clear(slot)
+
+    def read(self, slot: int, like: Adapter) -> Adapter:
+        """Returns the adapter in a slot, with the modules and ranks of `like`."""
+        read = {}
+        for table, paths in zip(self.tables, self._adapted, strict=True):
+            read |= table.read(slot, like.limited_to(paths)).modules
+        return dataclasses.replace(
+            like, modules={name: read[name] for name in like.modules}
+        )
+
+    def copy(self, slot: int) -> ParkedSlot:
+        """Returns the state of a slot, between two global batches; the slot keeps it.
+
+        Raises:
+            ValueError: The slot is empty.
+        """
+        parts = [table.copy(slot) for table in self.tables]
+        return ParkedSlot(
+            **{k: {p: a for x in parts for p, a in x.of(k).items()} for k in KINDS}
+        )
+
+    def park(self, slot: int) -> ParkedSlot:
+        """Takes the state out of a slot, between two global batches.
+
+        Raises:
+            ValueError: The slot is empty.
+        """
+        parked = self.copy(slot)
+        self.clear(slot)
+        return parked

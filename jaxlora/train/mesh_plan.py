@@ -1,0 +1,120 @@
+"""From the mesh of a run file to stages, lanes and the places of weights."""
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+import jax
+
+from jaxlora.config import RunConfig
+from jaxlora.costs.device_speed import find_speed
+from jaxlora.costs.stages import decoder_seconds
+from jaxlora.errors import ConfigError
+from jaxlora.families.model_config import ModelConfig
+from jaxlora.hf.load import BaseModel, Place, base_dtype
+from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.scheduler import Lanes
+from jaxlora.scheduler.replicas import Load, decide_dealing
+from jaxlora.scheduler.types import Pipeline
+from jaxlora.sharding.mesh_sizes import MeshSizes
+from jaxlora.train.job_run import JobRun
+from jaxlora.train.layout import Layout, base_placement, make_layout
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshPlan:
+    """The mesh of a run, and the layers of its stages.
+
+    Attributes:
+        sizes: Sizes of the mesh.
+        borders: Layers at which the stages begin and end, from 0 to L.
+    """
+
+    sizes: MeshSizes
+    borders: tuple[int, ...]
+
+    @property
+    def has_mesh(self) -> bool:
+        """Whether there is more than one device."""
+        return self.sizes.num_devices > 1
+
+    def place(self, config: ModelConfig, dtype: str) -> Place | None:
+        """Returns where weights go while they are read; None: all to one device."""
+        if not self.has_mesh:
+            return None
+        return base_placement(config, base_dtype(dtype), self.sizes, self.borders)
+
+
+def plan_mesh(config: RunConfig, model: ModelConfig) -> MeshPlan:
+    """Chooses the mesh and divides the layers among its stages.
+
+    Raises:
+        ConfigError: The mesh fits neither the devices nor the model.
+    """
+    sizes = config.mesh_sizes
+    try:
+        sizes.check_fits(len(jax.devices()))
+    except ValueError as error:
+        raise ConfigError(f"mesh: {error}") from error
+    options = DecoderOptions(dtype=base_dtype(config.dtype), max_segment_tokens=1)
+    spec = DecoderSpec(config=model, options=options)
+    seconds = decoder_seconds(spec, find_speed(jax.devices()[0].device_kind))
+    return MeshPlan(sizes=sizes, borders=seconds.borders(sizes.stage))
+
+
+def plan_layout(
+    config: RunConfig,
+    plan: MeshPlan,
+    spec: DecoderSpec,
+    model: BaseModel,
+    runs: Sequence[JobRun],
+    capacity: int,
+) -> tuple[DecoderSpec, Layout, Lanes]:
+    """Lays the decoder out on the mesh, and decides whether replicas share jobs.
+
+    Args:
+        config: The run.
+        plan: The mesh and its stages.
+        spec: The decoder.
+        model: The base model.
+        runs: Jobs of the run.
+        capacity: Capacity of a microbatch, in tokens.
+
+    Returns:
+        The decoder, whose slots may be more than asked for, so that they divide among
+        replicas; its layout; and the lanes for which windows are packed.
+    """
+    if not plan.has_mesh:
+        return spec, Layout.on_one_device(spec, model.params), Lanes()
+    assert spec.slots is not None
+    sizes, in_flight = plan.sizes, config.pipeline_microbatches or plan.sizes.stage
+    # A step waits until it has happened everywhere; see `sharding.pipeline`.
+    pipeline = Pipeline.one_f_one_b(sizes.stage, in_flight)
+    lanes = Lanes(data=sizes.data, fsdp=sizes.fsdp, pipeline=pipeline)
+    loads = [
+        Load(num_batches=run.num_steps, batch_tokens=run.batch_tokens) for run in runs
+    ]
+    dealing = decide_dealing(loads, lanes, capacity, spec.slots.num_slots)
+    lanes = dealing.lanes
+    if lanes.slots_per_replica is not None:
+        num_slots = lanes.data * lanes.slots_per_replica
+        slots = dataclasses.replace(spec.slots, num_slots=num_slots)
+        spec = dataclasses.replace(spec, slots=slots)
+    layout = make_layout(
+        spec, sizes, plan.borders, is_dealt=lanes.dealt, in_flight=in_flight
+    )
+    if sizes.data > 1:
+        logger.info("replicas: %s", dealing.reason)
+    logger.info("mesh %s: %s", sizes, _described(layout))
+    return spec, layout, lanes
+
+
+def _described(layout: Layout) -> str:
+    ranges = [stage.spec.layer_numbers for stage in layout.stages]
+    if len(ranges) == 1:
+        return f"{layout.num_lanes} devices"
+    layers = ", ".join(f"{r.start} to {r.stop - 1}" for r in ranges)
+    return f"stages with the layers {layers}"
