@@ -149,10 +149,10 @@ def _checked(
     is_stack,
     w_transposed,
 ) -> Projection:
-    """Checks a projection; returns it with w as a stack and with every slot's rank."""
+    """Checks a projection; returns it with every slot's rank."""
     p = projection
-    (num_slots, _, rank), w = p.a.shape, p.w if is_stack else p.w[None]
-    _check_shapes(x, w, p.a, p.b, block_adapter, w_transposed)
+    num_slots, _, rank = p.a.shape
+    _check_shapes(x, p, block_adapter, is_stack, w_transposed)
     _check_supported(
         backend,
         LinearShape(
@@ -169,15 +169,19 @@ def _checked(
     if p.dropout is not None and p.dropout.words is not None:
         _check_words(p.dropout.words, x, num_slots)
     ranks = jnp.full((num_slots,), rank, jnp.int32) if p.rank is None else p.rank
-    return dataclasses.replace(p, w=w, rank=ranks)
+    return dataclasses.replace(p, rank=ranks)
 
 
-def _check_shapes(x, w, a, b, block_adapter, w_transposed) -> None:
-    t, k = x.shape
-    n, num_blocks = w.shape[1 if w_transposed else 2], block_adapter.shape[0]
-    if w.shape[2 if w_transposed else 1] != k or a.shape[1] != k or b.shape[2] != n:
+def _check_shapes(
+    x, projection: Projection, block_adapter, is_stack, w_transposed
+) -> None:
+    (t, k), num_blocks = x.shape, block_adapter.shape[0]
+    w, a, b = projection.w, projection.a, projection.b
+    w_shape = w.shape[1:] if is_stack else w.shape
+    k_n = w_shape[::-1] if w_transposed else w_shape
+    if k_n != (k, b.shape[2]) or a.shape[1] != k:
         raise ValueError(
-            f"shapes do not match: x {x.shape}, w {w.shape[1:]}, a {a.shape}, "
+            f"shapes do not match: x {x.shape}, w {w_shape}, a {a.shape}, "
             f"b {b.shape}; wanted T K, {'N K' if w_transposed else 'K N'}, G K R, "
             "G R N."
         )
@@ -256,16 +260,27 @@ def _with_gradient(backend: Backend):
         return forward(x, projections, layer, block_adapter, w_transposed)[0]
 
     def forward(x, projections, layer, block_adapter, w_transposed):
+        stacked = tuple(map(_with_stack, projections))
         y, s = backend.forward(
-            x, projections, layer, block_adapter, w_transposed=w_transposed
+            x, stacked, layer, block_adapter, w_transposed=w_transposed
         )
+        # The residuals hold w itself, so that a caller which has it need not keep it.
         return y, (x, projections, s, layer, block_adapter)
 
     def backward(w_transposed, residuals, dy):
-        projections = residuals[1]
-        dx, gradients = backend.backward(dy, *residuals, w_transposed=w_transposed)
+        x, projections, *rest = residuals
+        stacked = tuple(map(_with_stack, projections))
+        dx, gradients = backend.backward(
+            dy, x, stacked, *rest, w_transposed=w_transposed
+        )
         trained = tuple(map(_trained, projections, gradients))
         return dx, trained, None, None
 
     op.defvjp(forward, backward)
     return op
+
+
+def _with_stack(projection: Projection) -> Projection:
+    """Makes w a stack of one weight if it is none."""
+    w = projection.w
+    return dataclasses.replace(projection, w=w if w.ndim == 3 else w[None])

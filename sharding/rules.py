@@ -1,35 +1,44 @@
-"""Placement rules for parameters."""
+"""Along which dimension each frozen weight is divided among the devices of an axis."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
-import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
+
+FSDP = "fsdp"
 
 
-def fsdp_spec(shape: tuple[int, ...], size: int) -> PartitionSpec:
-    """Shards the longest dimension that is divisible by `size`.
+def shard_dim(
+    path: str, shape: Sequence[int], fsdp: int, *, dims: Sequence[int] = (0, 1)
+) -> int | None:
+    """Returns the dimension along which a weight is divided; None: it is replicated.
 
-    If several dimensions are equally long, the first one is sharded. A parameter
-    without a divisible dimension is replicated.
+    Vectors, such as norms and biases, are replicated, because they are small. Matrices
+    are divided along the first of `dims` that `fsdp` divides. For a linear, K N, that
+    is K if possible, because shards of rows lie in the gathered weight one after the
+    other, so that gathering them needs no transposition.
 
     Args:
-        shape: Shape of the parameter.
-        size: Number of devices on the `fsdp` axis.
+        path: Path of the weight, for the error.
+        shape: Shape of the whole weight.
+        fsdp: Number of devices among which it is divided.
+        dims: The dimensions that may be divided, the preferred one first.
+
+    Raises:
+        ValueError: `fsdp` divides none of the dimensions.
     """
-    fits = [dim for dim, length in enumerate(shape) if length % size == 0]
-    if size == 1 or not fits:
-        return PartitionSpec()
-    longest = max(fits, key=lambda dim: shape[dim])
-    axes = ("fsdp" if dim == longest else None for dim in range(len(shape)))
-    return PartitionSpec(*axes)
+    if fsdp == 1 or len(shape) < 2:
+        return None
+    for dim in dims:
+        if shape[dim] % fsdp == 0:
+            return dim
+    sizes = " and ".join(str(shape[dim]) for dim in dims)
+    raise ValueError(
+        f"{path} of shape {tuple(shape)} cannot be divided among fsdp={fsdp} devices: "
+        f"{sizes} must be a multiple of it. Choose an fsdp that divides the model's "
+        "sizes."
+    )
 
 
-def fsdp_placement(
-    mesh: jax.sharding.Mesh,
-) -> Callable[[str, tuple[int, ...]], NamedSharding]:
-    """Returns a function from a parameter's path and shape to its sharding."""
-
-    def place(path: str, shape: tuple[int, ...]) -> NamedSharding:
-        return NamedSharding(mesh, fsdp_spec(shape, mesh.shape["fsdp"]))
-
-    return place
+def fsdp_spec(dim: int | None) -> PartitionSpec:
+    """Returns the placement of a weight that is divided along `dim`, if not None."""
+    return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, FSDP)

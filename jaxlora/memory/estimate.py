@@ -18,8 +18,8 @@ from jaxlora.memory.footprint import (
     resident_footprint,
 )
 from jaxlora.memory.inputs import batch_shapes, key_shapes, settings_shapes
-from jaxlora.models.decoder import Remat
 from jaxlora.models.forward import job_losses, training_options
+from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.attention import packed_attention
@@ -180,7 +180,7 @@ def _attention_bytes(spec: DecoderSpec, num_tokens: int) -> float:
     segment_ids = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
     run = jax.jit(
         lambda backward, dout: backward(dout),
-        compiler_options=training_options(options.attention),
+        compiler_options=training_options(spec),
     )
     most = 0
     for scoring in {layer_scoring(config, i) for i in range(config.num_layers)}:

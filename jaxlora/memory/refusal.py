@@ -12,7 +12,7 @@ from jaxlora.memory.device import DeviceMemory, format_bytes
 from jaxlora.memory.estimate import step_bytes
 from jaxlora.memory.footprint import Footprint
 from jaxlora.memory.mesh import MeshFootprint, MeshStages, estimated_footprint
-from jaxlora.models.decoder import Remat
+from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
 
 

@@ -2,23 +2,16 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxlora.families.model_config import LayerLinear, ModelConfig
-from jaxlora.modules.attention import (
-    Attention,
-    AttentionImplementation,
-    PackedRows,
-    packed_rows,
-)
+from jaxlora.models.layer import DecoderLayer, Remat, run_layer
+from jaxlora.models.sharded import head_dim, run_sharded_layers
+from jaxlora.modules.attention import AttentionImplementation, packed_rows
 from jaxlora.modules.length_classes import SegmentLengths
-from jaxlora.modules.mlp import Mlp
 from jaxlora.modules.multi_lora_linear import (
     BaseParam,
     MultiLoraLinear,
@@ -26,10 +19,8 @@ from jaxlora.modules.multi_lora_linear import (
     SlotShape,
     with_shared_inputs,
 )
-from jaxlora.modules.norm import layer_norm, make_final_norm, optional_layer_norm
-
-# The part of each layer that the backward pass recomputes instead of keeping it.
-Remat = Literal["none", "mlp", "layer"]
+from jaxlora.modules.norm import make_final_norm
+from jaxlora.sharding import layerwise
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +37,9 @@ class DecoderOptions:
         mean_segment_tokens: Mean length of the samples of the job with the shortest
             samples, or less. cuDNN attention has room for one and a half times the
             number of samples that this gives for a microbatch.
+        fsdp: Number of devices among which each large weight is divided. If it is more
+            than 1, the decoder must run inside `jax.shard_map` that is manual over an
+            axis `fsdp` of that size.
     """
 
     dtype: jnp.dtype
@@ -56,60 +50,17 @@ class DecoderOptions:
     mean_segment_tokens: int = 64
     fsdp: int = 1
 
+    def __post_init__(self):
+        if self.fsdp < 1:
+            raise ValueError(
+                f"fsdp={self.fsdp} must be a number of devices, 1 or more; 1 does not "
+                "divide the weights."
+            )
+
     @property
     def lengths(self) -> SegmentLengths:
         """Lengths of the packed samples."""
         return SegmentLengths(self.max_segment_tokens, self.mean_segment_tokens)
-
-
-class DecoderLayer(nnx.Module):
-    """`h += attention(norm(h)); h += mlp(norm(h))`.
-
-    Some families normalize the outputs of attention and MLP before they are added.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        linear,
-        *,
-        dtype,
-        attention: AttentionImplementation = "xla",
-    ):
-        norm = functools.partial(layer_norm, config, dtype=dtype)
-        output_norm = functools.partial(optional_layer_norm, config, dtype=dtype)
-        self.attention_norm = norm("attention_norm")
-        self.self_attn = Attention(
-            config, linear, layer, dtype=dtype, implementation=attention
-        )
-        self.attention_output_norm = output_norm("attention_output_norm")
-        self.mlp_norm = norm("mlp_norm")
-        self.mlp = Mlp(config, linear)
-        self.mlp_output_norm = output_norm("mlp_output_norm")
-
-    def attend(
-        self, h: Float[Array, "T D"], rows: PackedRows, routing: Routing
-    ) -> Float[Array, "T D"]:
-        """Applies the first half of the layer, attention."""
-        y = self.self_attn(self.attention_norm(h), rows, routing)
-        return h + (self.attention_output_norm or _identity)(y)
-
-    def feed_forward(
-        self, h: Float[Array, "T D"], routing: Routing
-    ) -> Float[Array, "T D"]:
-        """Applies the second half of the layer, the MLP."""
-        y = self.mlp(self.mlp_norm(h), routing)
-        return h + (self.mlp_output_norm or _identity)(y)
-
-    def __call__(
-        self, h: Float[Array, "T D"], rows: PackedRows, routing: Routing
-    ) -> Float[Array, "T D"]:
-        return self.feed_forward(self.attend(h, rows, routing), routing)
-
-
-def _identity(x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-    return x
 
 
 class Embedding(nnx.Module):
@@ -186,7 +137,12 @@ class Decoder(nnx.Module):
     def embed(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Hidden states before the first layer; only on the first stage."""
         assert self.embed_tokens is not None
-        h = self.embed_tokens.embedding[...][token_ids]
+        table = self.embed_tokens.embedding[...]
+        if self.options.fsdp == 1:
+            h = table[token_ids]
+        else:
+            layerwise.check_axis(self.options.fsdp)
+            h = layerwise.look_up(table, token_ids)
         if self.config.family.scales_embedding:
             # The factor is rounded to the dtype, as in transformers.
             h *= jnp.asarray(self.config.hidden_size**0.5, h.dtype)
@@ -198,8 +154,8 @@ class Decoder(nnx.Module):
         positions: Int[Array, " T"],
         segment_ids: Int[Array, " T"],
         routing: Routing,
-    ) -> Float[Array, "T D"]:
-        """Hidden states after the last layer of this stage.
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+        """Hidden states after the last layer of this stage, and before it.
 
         Args:
             h: Hidden states before the first layer of this stage.
@@ -209,9 +165,17 @@ class Decoder(nnx.Module):
         """
         rows = packed_rows(self.config, positions, segment_ids, self.options.lengths)
         routing = with_shared_inputs(self._linears(), routing)
-        for i in self._numbers:
-            h = self._apply(self.layers[str(i)], h, rows, routing)
-        return h
+        layers = {i: self.layers[str(i)] for i in self._numbers}
+        remat, fsdp = self.options.remat, self.options.fsdp
+        if fsdp > 1:
+            layerwise.check_axis(fsdp)
+            return run_sharded_layers(
+                layers, self.config, remat, fsdp, h, rows, routing
+            )
+        before = h
+        for layer in layers.values():
+            before, h = h, run_layer(layer, remat, h, rows, routing)
+        return h, before
 
     def __call__(
         self,
@@ -220,7 +184,7 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, " T"],
         routing: Routing,
     ) -> Float[Array, "T D"]:
-        """Hidden states after the final norm; `head_kernel` turns them into logits.
+        """Hidden states after the final norm; the head turns them into logits.
 
         Args:
             token_ids: Packed tokens.
@@ -228,7 +192,8 @@ class Decoder(nnx.Module):
             segment_ids: Which sample each row belongs to; negative: padding.
             routing: Slot of each row, and the keys of dropout masks.
         """
-        h = self.run_layers(self.embed(token_ids), positions, segment_ids, routing)
+        h = self.embed(token_ids)
+        h, _ = self.run_layers(h, positions, segment_ids, routing)
         return self.final_norm(h)
 
     def final_norm(self, h: Float[Array, "T D"]) -> Float[Array, "T D"]:
@@ -248,39 +213,22 @@ class Decoder(nnx.Module):
         }
         return [linears[path] for path in sorted(linears)]
 
-    def _apply(self, layer: DecoderLayer, h, rows: PackedRows, routing: Routing):
-        match self.options.remat:
-            case "none":
-                return layer(h, rows, routing)
-            case "mlp":
-                h = layer.attend(h, rows, routing)
-                return _rematerialized(
-                    lambda x, h: x.feed_forward(h, routing), layer, h
-                )
-            case "layer":
-                return _rematerialized(lambda x, h: x(h, rows, routing), layer, h)
+    def stored_head(self, before: Float[Array, "T D"]) -> tuple[Array, bool]:
+        """The output projection in its stored layout, without a copy; whether V D.
 
-    def head_kernel(self) -> Float[Array, "D V"]:
-        """The output projection; the transposed embedding where they are tied."""
-        head, transposed = self.stored_head()
-        return head.T if transposed else head
-
-    def stored_head(self) -> tuple[Array, bool]:
-        """The output projection in its stored layout, without a copy; whether V D."""
+        Args:
+            before: Hidden states before the last layer. If the head is divided among
+                devices, it is gathered as soon as they are computed.
+        """
         if self.lm_head is None:
             assert self.embed_tokens is not None
-            return self.embed_tokens.embedding[...], True
-        return self.lm_head.kernel[...], False
-
-
-def _rematerialized(run: Callable, layer: DecoderLayer, h):
-    """Runs `run(layer, h)`, keeps only h, and recomputes the rest in backward."""
-    graph, state = nnx.split(layer)
-
-    def pure(state, h):
-        return run(nnx.merge(graph, state), h)
-
-    return jax.checkpoint(pure)(state, h)
+            head, transposed = self.embed_tokens.embedding[...], True
+        else:
+            head, transposed = self.lm_head.kernel[...], False
+        dim = head_dim(self.config, self.options.fsdp)
+        if dim is not None:
+            (head,) = layerwise.gather([head], [dim], before)
+        return head, transposed
 
 
 def _linear(layer, options, slots, adapted, linear: LayerLinear) -> MultiLoraLinear:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxlora.data.pack import PackedBatch
 from jaxlora.models.decoder import Decoder
 from jaxlora.models.spec import DecoderSpec, SlotSettings
-from jaxlora.modules.attention import AttentionImplementation, compiler_options
+from jaxlora.modules.attention import compiler_options
 from jaxlora.modules.loss import target_nll
 from jaxlora.modules.multi_lora_linear import Routing
 
@@ -61,7 +61,7 @@ def run_layers(
     batch: PackedBatch,
     keys: SlotKeys | None,
     h: Float[Array, "T D"],
-) -> Float[Array, "T D"]:
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
     """Runs the decoder's layers over a microbatch.
 
     Args:
@@ -70,6 +70,9 @@ def run_layers(
         keys: Keys of the dropout masks in training; not used if the slots were made
             without dropout. None: evaluation, where nothing is dropped.
         h: Hidden states before the first of these layers.
+
+    Returns:
+        Hidden states after the last of these layers, and before it.
     """
     routing = Routing(block_adapter=batch.block_adapter)
     if keys is not None and decoder.slots is not None and decoder.slots.use_dropout:
@@ -79,15 +82,26 @@ def run_layers(
     return decoder.run_layers(h, batch.positions, batch.segment_ids, routing)
 
 
-def losses(decoder: Decoder, batch: PackedBatch, h: Float[Array, "T D"]) -> JobLosses:
-    """Losses of a microbatch from its hidden states after the last layer.
+def losses(
+    decoder: Decoder,
+    batch: PackedBatch,
+    h: Float[Array, "T D"],
+    before: Float[Array, "T D"],
+) -> JobLosses:
+    """Losses of a microbatch.
 
     A value that is not finite in an earlier layer stays so in the row's residual
-    stream, so that these hidden states tell it for all layers and stages.
+    stream, so that the last hidden states tell it for all layers and stages.
+
+    Args:
+        decoder: The decoder, or its last stage.
+        batch: The microbatch.
+        h: Hidden states after the last layer.
+        before: Hidden states before the last layer, see `Decoder.stored_head`.
     """
     hidden = decoder.final_norm(h)
     is_target = batch.loss_weight > 0
-    head, transposed = decoder.stored_head()
+    head, transposed = decoder.stored_head(before)
     nll = target_nll(
         hidden,
         head,
@@ -137,8 +151,8 @@ def run_stage(
         assert h is None
         h = embed(decoder, batch)
     assert h is not None
-    h = run_layers(decoder, batch, keys, h)
-    return losses(decoder, batch, h) if spec.has_head else h
+    h, before = run_layers(decoder, batch, keys, h)
+    return losses(decoder, batch, h, before) if spec.has_head else h
 
 
 def job_losses(
@@ -155,7 +169,7 @@ def job_losses(
     return out
 
 
-def training_options(attention: AttentionImplementation) -> dict[str, str | bool]:
+def training_options(spec: DecoderSpec) -> dict[str, str | bool | int]:
     """Compiler options for a program with the decoder's gradient.
 
     They disable XLA's own rematerialization, which depends on the available memory and
@@ -163,7 +177,7 @@ def training_options(attention: AttentionImplementation) -> dict[str, str | bool
     what is recomputed.
 
     Args:
-        attention: Implementation of attention in the program.
+        spec: The decoder, or one stage of it.
     """
     no_remat = {"xla_disable_hlo_passes": "rematerialization"}
-    return {**no_remat, **compiler_options(attention)}
+    return no_remat | compiler_options(spec.options.attention) | spec.gather_options()

@@ -9,10 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.models.decoder import Decoder, DecoderOptions
+from jaxlora.models.sharded import base_specs, gather_options
 from jaxlora.models.stacks import Stack, stacked_shapes
 from jaxlora.modules.multi_lora_linear import BaseParam, SlotShape
 from jaxlora.modules.trained_tensors import tensor_path, trained_tensors
@@ -148,7 +150,8 @@ class DecoderSpec:
         """The decoder with these variables.
 
         Args:
-            *arrays: Base weights and adapters; together they name each once.
+            *arrays: Base weights and adapters; together they name each once. Where
+                `base_specs` divides a weight, this device's shard of it.
             settings: Settings of the slots, if there are any.
 
         Raises:
@@ -193,11 +196,20 @@ class DecoderSpec:
         }
 
     def base_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Path -> shape of the frozen weights."""
+        """Path -> shape of the frozen weights, as a whole."""
         return self.shapes(BaseParam)
 
-    def base_specs(self):
-        return {path: jax.sharding.PartitionSpec() for path in self.base_shapes()}
+    def base_specs(self) -> dict[str, PartitionSpec]:
+        """Path -> how a frozen weight is divided over the mesh axis `fsdp`.
+
+        Raises:
+            ValueError: A weight cannot be divided by `options.fsdp`.
+        """
+        return base_specs(self.base_shapes(), self.options.fsdp)
+
+    def gather_options(self) -> dict[str, int]:
+        """Compiler options for programs that gather weights; empty if none does."""
+        return gather_options(self.config, self.options.dtype, self.options.fsdp)
 
     @functools.cached_property
     def stacks(self) -> tuple[Stack, ...]:

@@ -100,6 +100,14 @@ class Routing:
         default_factory=dict
     )
 
+    def for_layer(self, layer: int) -> "Routing":
+        """Returns the routing without the words and settings of other layers."""
+        return dataclasses.replace(
+            self,
+            words={k: v for k, v in self.words.items() if k[0] == layer},
+            settings={k: v for k, v in self.settings.items() if k[0] == layer},
+        )
+
     def seed_and_step(self) -> tuple[Int[Array, " G"], Int[Array, " G"]]:
         """Each slot's job seed and optimizer step, for dropout.
 
@@ -160,6 +168,7 @@ class MultiLoraLinear(nnx.Module):
         """
         k, n = in_features, out_features
         init = nnx.initializers.lecun_normal()
+        self.in_features = k
         self.kernel = BaseParam(init(rngs.params(), (k, n), dtype))
         self.bias = BaseParam(jnp.zeros((n,), dtype)) if use_bias else None
         self.layer, self.projection = layer, projection
@@ -302,7 +311,7 @@ def _mask_words(
     """Computes the words of the dropout masks, by (layer, projection)."""
     places: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for linear in linears:
-        places[linear.kernel.shape[0]].append(linear._place)
+        places[linear.in_features].append(linear._place)
     words = {}
     for num_features, some in places.items():
         layers, projections = np.array(some, np.int32).T[:, :, None]

@@ -93,7 +93,7 @@ class CompiledSteps:
         """
         self._spec, self._placement = spec, placement
         passes, p = StagePasses(spec, placement), placement
-        training = training_options(spec.options.attention)
+        training = training_options(spec)
         base, slots = spec.base_specs(), p.by_slot
         specs: Any = AdapterState  # with partition specs in the place of tables
         state = specs(params=slots, mu=slots, nu=slots, pending=p.partial)
@@ -127,6 +127,7 @@ class CompiledSteps:
             passes.evaluate,
             (base, slots, *inputs, *h),
             p.partial if spec.has_head else p.rows,
+            compiler_options=spec.gather_options(),
         )
         self.measure = jitted(
             functools.partial(_measure, axes=p.summed_axes), (p.partial,), slots

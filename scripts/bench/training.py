@@ -94,7 +94,7 @@ class Training:
         self._steps = CompiledSteps(self._spec)
         self._table = SlotTable(self._spec, self._steps.write_slot)
         # These are the options with which the training step is compiled.
-        options = training_options(setup.options.attention)
+        options = training_options(self._spec)
         self._frozen = jax.jit(self._frozen_gradient, compiler_options=options)
         if setup.num_jobs:
             self._start_adapters()

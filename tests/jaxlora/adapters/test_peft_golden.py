@@ -54,7 +54,9 @@ def logits(model, adapter, tokens, *, slot: int) -> np.ndarray:
         decoder = spec.bind(base, tables, settings=settings)
         routing = Routing(block_adapter=jnp.array([slot]))
         hidden = decoder(jnp.array(tokens), rows, jnp.zeros_like(rows), routing)
-        return softcap(hidden @ decoder.head_kernel(), model.config.logit_softcap)
+        head, transposed = decoder.stored_head(hidden)
+        logits = hidden @ (head.T if transposed else head)
+        return softcap(logits, model.config.logit_softcap)
 
     return np.asarray(run(model.params, table.state.params, table.settings))
 

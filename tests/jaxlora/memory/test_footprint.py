@@ -12,7 +12,8 @@ from jaxlora.hf.config import model_config
 from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.memory.estimate import estimated_footprint
 from jaxlora.memory.footprint import Footprint, measured_footprint
-from jaxlora.models.decoder import DecoderOptions, Remat
+from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.scheduler import Limits

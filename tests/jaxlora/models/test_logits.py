@@ -57,7 +57,7 @@ def logits_and_gradient(model, samples, total):
     def loss(scale, params):
         decoder = spec.bind({**params, name: scale})
         hidden = decoder(token_ids, *rest, NO_ADAPTER)
-        head, transposed = decoder.stored_head()
+        head, transposed = decoder.stored_head(hidden)
         nll = target_nll(
             hidden,
             head,
@@ -66,8 +66,8 @@ def logits_and_gradient(model, samples, total):
             head_transposed=transposed,
             logit_softcap=softcap_of_logits,
         )
-        logits = (hidden @ decoder.head_kernel()).astype(jnp.float32)
-        return nll.sum(), softcap(logits, softcap_of_logits)
+        logits = hidden @ (head.T if transposed else head)
+        return nll.sum(), softcap(logits.astype(jnp.float32), softcap_of_logits)
 
     run = jax.jit(jax.grad(loss, has_aux=True))
     gradient, logits = run(model.params[name], model.params)

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from jaxlora.families.model_config import LayerLinear, ModelConfig, Rope
-from jaxlora.models.decoder import DecoderLayer
+from jaxlora.models.layer import DecoderLayer
 from jaxlora.modules import attention
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear, Routing, SlotShape
 

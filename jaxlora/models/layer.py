@@ -1,0 +1,96 @@
+"""One layer of the decoder."""
+
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxlora.families.model_config import ModelConfig
+from jaxlora.modules.attention import Attention, AttentionImplementation, PackedRows
+from jaxlora.modules.mlp import Mlp
+from jaxlora.modules.multi_lora_linear import Routing
+from jaxlora.modules.norm import layer_norm, optional_layer_norm
+
+# The part of each layer that the backward pass recomputes instead of keeping it.
+Remat = Literal["none", "mlp", "layer"]
+
+
+class DecoderLayer(nnx.Module):
+    """`h += attention(norm(h)); h += mlp(norm(h))`.
+
+    Some families normalize the outputs of attention and MLP before they are added.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        linear,
+        *,
+        dtype,
+        attention: AttentionImplementation = "xla",
+    ):
+        norm = functools.partial(layer_norm, config, dtype=dtype)
+        output_norm = functools.partial(optional_layer_norm, config, dtype=dtype)
+        self.attention_norm = norm("attention_norm")
+        self.self_attn = Attention(
+            config, linear, layer, dtype=dtype, implementation=attention
+        )
+        self.attention_output_norm = output_norm("attention_output_norm")
+        self.mlp_norm = norm("mlp_norm")
+        self.mlp = Mlp(config, linear)
+        self.mlp_output_norm = output_norm("mlp_output_norm")
+
+    def attend(
+        self, h: Float[Array, "T D"], rows: PackedRows, routing: Routing
+    ) -> Float[Array, "T D"]:
+        """Applies the first half of the layer, attention."""
+        y = self.self_attn(self.attention_norm(h), rows, routing)
+        return h + (self.attention_output_norm or _identity)(y)
+
+    def feed_forward(
+        self, h: Float[Array, "T D"], routing: Routing
+    ) -> Float[Array, "T D"]:
+        """Applies the second half of the layer, the MLP."""
+        y = self.mlp(self.mlp_norm(h), routing)
+        return h + (self.mlp_output_norm or _identity)(y)
+
+    def __call__(
+        self, h: Float[Array, "T D"], rows: PackedRows, routing: Routing
+    ) -> Float[Array, "T D"]:
+        return self.feed_forward(self.attend(h, rows, routing), routing)
+
+
+def _identity(x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    return x
+
+
+def run_layer(
+    layer: DecoderLayer,
+    remat: Remat,
+    h: Float[Array, "T D"],
+    rows: PackedRows,
+    routing: Routing,
+) -> Float[Array, "T D"]:
+    """Runs a layer, of which the backward pass recomputes a part."""
+    match remat:
+        case "none":
+            return layer(h, rows, routing)
+        case "mlp":
+            h = layer.attend(h, rows, routing)
+            return _rematerialized(lambda x, h: x.feed_forward(h, routing), layer, h)
+        case "layer":
+            return _rematerialized(lambda x, h: x(h, rows, routing), layer, h)
+
+
+def _rematerialized(run: Callable, layer: DecoderLayer, h):
+    """Runs `run(layer, h)`, keeps only h, and recomputes the rest in backward."""
+    graph, state = nnx.split(layer)
+
+    def pure(state, h):
+        return run(nnx.merge(graph, state), h)
+
+    return jax.checkpoint(pure)(state, h)

@@ -1,0 +1,131 @@
+"""How the frozen weights of a decoder are divided among devices, and gathered.
+
+`base_specs` is the rule. The functions that gather run inside `jax.shard_map`; see
+`jaxlora.sharding.layerwise`.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.layer import DecoderLayer, Remat, run_layer
+from jaxlora.modules.attention import PackedRows
+from jaxlora.modules.multi_lora_linear import BaseParam, Routing
+from jaxlora.sharding.layerwise import compiler_options, end_layers, run_gathered
+from jaxlora.sharding.rules import fsdp_spec, shard_dim
+
+EMBEDDING = "embed_tokens.embedding"
+
+
+def base_specs(
+    shapes: Mapping[str, jax.ShapeDtypeStruct], fsdp: int
+) -> dict[str, PartitionSpec]:
+    """Returns the placement of each frozen weight.
+
+    The embedding, V D, is divided along D: a device can then look up its columns for
+    the tokens of all devices. For the other weights see `shard_dim`.
+
+    Args:
+        shapes: Shape of each whole weight, by path.
+        fsdp: Number of devices among which large weights are divided.
+
+    Raises:
+        ValueError: A weight cannot be divided by `fsdp`.
+    """
+    return {
+        path: fsdp_spec(_dim(path, shape.shape, fsdp)) for path, shape in shapes.items()
+    }
+
+
+def head_dim(config: ModelConfig, fsdp: int) -> int | None:
+    """Returns the dimension along which the stored head is divided, if it is."""
+    shape = config.vocab_size, config.hidden_size
+    if config.tie_embeddings:
+        return _dim(EMBEDDING, shape, fsdp)
+    return _dim("lm_head.kernel", shape[::-1], fsdp)
+
+
+def _dim(path: str, shape: Sequence[int], fsdp: int) -> int | None:
+    dims = (1,) if path == EMBEDDING else (0, 1)
+    return shard_dim(path, shape, fsdp, dims=dims)
+
+
+def gather_options(config: ModelConfig, dtype: jnp.dtype, fsdp: int) -> dict[str, int]:
+    """Returns the compiler options of programs that gather weights, if there are any.
+
+    Args:
+        config: The model.
+        dtype: Dtype of the weights.
+        fsdp: Number of devices among which weights are divided.
+    """
+    if fsdp == 1:
+        return {}
+    linears = config.linears().values()
+    num_weights = sum(linear.in_features * linear.out_features for linear in linears)
+    return compiler_options(num_weights * jnp.dtype(dtype).itemsize)
+
+
+def run_sharded_layers(
+    layers: Mapping[int, DecoderLayer],
+    config: ModelConfig,
+    remat: Remat,
+    fsdp: int,
+    h: Float[Array, "T D"],
+    rows: PackedRows,
+    routing: Routing,
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+    """Runs layers whose linears hold shards; each is gathered one layer ahead.
+
+    Args:
+        layers: The layers, by their numbers in the whole model.
+        config: The model.
+        remat: Part of each layer that the backward pass recomputes.
+        fsdp: Number of devices among which weights are divided.
+        h: Hidden states before the first of the layers.
+        rows: Attention inputs that all layers share.
+        routing: Slot of each row, and the keys of dropout masks.
+
+    Returns:
+        Hidden states after the last layer, and before it.
+    """
+    token = jax.lax.stop_gradient(h)
+    for i, layer in layers.items():
+        graph, tables, shards, rest = nnx.split(layer, nnx.LoRAParam, _is_large, ...)
+        leaves, tree = jax.tree.flatten(shards)
+        paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(shards)]
+
+        def run(h, tables, weights, inputs, graph=graph, tree=tree):
+            rest, rows, routing = inputs
+            whole = nnx.merge(graph, tables, tree.unflatten(weights), rest)
+            return run_layer(whole, remat, h, rows, routing)
+
+        h, token = run_gathered(
+            run,
+            _linear_dims(paths, config, fsdp),
+            h,
+            tables,
+            leaves,
+            (rest, rows, routing.for_layer(i)),
+            token,
+        )
+    return end_layers(h, token), jax.lax.stop_gradient(token)
+
+
+def _is_large(path: tuple, variable: nnx.Variable) -> bool:
+    return isinstance(variable, BaseParam) and variable.ndim > 1
+
+
+def _linear_dims(paths: list[str], config: ModelConfig, fsdp: int) -> tuple[int, ...]:
+    """Returns the dimension along which each linear of a layer is divided."""
+    dims = []
+    for path in paths:
+        linear = config.linears()[path.removesuffix(".kernel")]
+        dim = _dim(path, (linear.in_features, linear.out_features), fsdp)
+        assert dim is not None
+        dims.append(dim)
+    return tuple(dims)

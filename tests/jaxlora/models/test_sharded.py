@@ -1,0 +1,158 @@
+"""A decoder whose weights are divided among devices computes what a whole one does."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxlora.data.pack import PackedBatch
+from jaxlora.hf.config import model_config
+from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.forward import SlotKeys, job_losses
+from jaxlora.models.spec import DecoderSpec, SlotSettings
+from jaxlora.models.stacks import to_paths
+from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.sharding.mesh import stage_meshes
+from jaxlora.sharding.mesh_sizes import MeshSizes
+from tests import tiny
+
+LAYERS, SLOTS, TOKENS = 3, 2, 32
+PER_DEVICE = PartitionSpec(("data", "fsdp"))
+# The first linear is not adapted in any layer, the last one in all.
+ADAPTED = ("self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+KEYS = SlotKeys(seed=jnp.arange(SLOTS), step=jnp.full(SLOTS, 5, jnp.int32))
+
+
+def make_spec(**options) -> DecoderSpec:
+    """A model with biases, whose embedding and head are one if `tied`."""
+    fields = {
+        "num_hidden_layers": LAYERS,
+        "tie_word_embeddings": options.pop("tied", False),
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+    }
+    config = model_config(tiny.CONFIG | fields)
+    dtype = jnp.dtype("float32")
+    return DecoderSpec(
+        config=config,
+        options=DecoderOptions(dtype=dtype, max_segment_tokens=TOKENS, **options),
+        slots=SlotShape(num_slots=SLOTS, rank=4),
+        adapted=tuple(
+            sorted(f"layers.{i}.{name}" for i in range(LAYERS) for name in ADAPTED)
+        ),
+    )
+
+
+def whole_spec(spec: DecoderSpec) -> DecoderSpec:
+    options = dataclasses.replace(spec.options, fsdp=1)
+    return dataclasses.replace(spec, options=options)
+
+
+def random(shapes, seed: int):
+    rng = np.random.default_rng(seed)
+    return {
+        path: jnp.asarray(rng.normal(size=s.shape, scale=0.1), s.dtype)
+        for path, s in sorted(shapes.items())
+    }
+
+
+def arrays(spec: DecoderSpec):
+    """Random weights and adapter tables, by path."""
+    tables = to_paths(spec.stacks, random(spec.adapter_shapes(), 1), axis=1)
+    return random(spec.base_shapes(), 0), tables
+
+
+def settings(spec: DecoderSpec) -> SlotSettings:
+    shape = len(spec.adapted), SLOTS
+    return SlotSettings(
+        scaling=jnp.full(shape, 1.5),
+        dropout=jnp.full(shape, 0.2),
+        rank=jnp.full(shape, 4, jnp.int32),
+    )
+
+
+def batches(num_devices: int) -> PackedBatch:
+    """A microbatch of its own for each device; the first axis is that of devices."""
+    rng = np.random.default_rng(2)
+    shape = num_devices, TOKENS
+    rows = np.broadcast_to(np.arange(TOKENS, dtype=np.int32), shape)
+    values = PackedBatch(
+        token_ids=rng.integers(0, 50, shape).astype(np.int32),
+        positions=rows % 12,
+        segment_ids=rows // 12,
+        labels=rng.integers(0, 50, shape).astype(np.int32),
+        loss_weight=rng.random(shape, np.float32),
+        token_index=rows + TOKENS * np.arange(num_devices, dtype=np.int32)[:, None],
+        block_adapter=np.stack(
+            [np.roll([0, 1, -1, 1], i) for i in range(num_devices)]
+        ).astype(np.int32),
+    )
+    return jax.tree.map(jnp.asarray, values)
+
+
+def loss_and_gradients(spec: DecoderSpec, base, tables, batch):
+    def total(tables):
+        out = job_losses(spec, base, tables, settings(spec), batch, KEYS)
+        return out.loss.sum(), out
+
+    return jax.grad(total, has_aux=True)(tables)
+
+
+def on_devices(spec: DecoderSpec, run, *args_specs: PartitionSpec):
+    """Runs `run(base, *args)` on each device of a mesh, with shards of the base."""
+    (mesh,) = stage_meshes(MeshSizes(fsdp=spec.options.fsdp))
+    return jax.jit(
+        jax.shard_map(
+            run,
+            mesh=mesh,
+            in_specs=(spec.base_specs(), *args_specs),
+            out_specs=PER_DEVICE,
+            check_vma=False,
+        )
+    )
+
+
+def first(tree):
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def with_axis(tree):
+    return jax.tree.map(lambda x: x[None], tree)
+
+
+def assert_equal(got, wanted):
+    """Within the rounding of float32: programs of another mesh fuse differently."""
+
+    def check(got, wanted):
+        scale = np.abs(wanted).max()
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6 * scale)
+
+    jax.tree.map(check, got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "remat", "tied"),
+    [(2, "none", True), (4, "none", False), (4, "mlp", True), (2, "layer", False)],
+)
+def test_each_device_gets_the_losses_and_gradients_of_a_whole_decoder(
+    fsdp, remat, tied
+):
+    spec = make_spec(fsdp=fsdp, remat=remat, tied=tied)
+    base, tables = arrays(spec)
+
+    def local(base, tables, batch):
+        return with_axis(loss_and_gradients(spec, base, tables, first(batch)))
+
+    run = on_devices(spec, local, PartitionSpec(), PER_DEVICE)
+    got = run(base, tables, batches(fsdp))
+    wanted = jax.jit(
+        jax.vmap(
+            functools.partial(loss_and_gradients, whole_spec(spec)), (None, None, 0)
+        )
+    )(base, tables, batches(fsdp))
+    assert np.abs(wanted[1].loss).min() > 0
+    assert_equal(got, wanted)
