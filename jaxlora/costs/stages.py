@@ -1,6 +1,7 @@
 """Divides a decoder into pipeline stages by the estimated time of its parts."""
 
 import dataclasses
+import functools
 import itertools
 
 from jaxlora.costs.device_speed import UNKNOWN_DEVICE, DeviceSpeed
@@ -120,6 +121,7 @@ def decoder_seconds(
     )
 
 
+@functools.lru_cache(maxsize=16)
 def stage_specs(
     spec: DecoderSpec,
     num_stages: int,

@@ -17,8 +17,9 @@ class Bounds:
 
     Attributes:
         smallest: Capacity for the longest sample that the jobs may have.
-        largest: Capacity for one mean step of every job that runs at once, and for any
-            sample. More is of no use, as a microbatch never holds two steps of a job.
+        largest: Capacity with which the microbatches in flight hold one mean step of
+            every job that runs at once, and for any sample. More is of no use, as they
+            never hold two steps of a job.
         unit: An automatic capacity is a multiple of this.
         fixed: Capacity that was asked for, or that the run began with; None: `auto`.
     """
@@ -39,7 +40,7 @@ class Bounds:
         """Computes the bounds of a run.
 
         Args:
-            config: The run.
+            config: The run; its mesh is not `auto`.
             train: Training samples of each job.
             held_out: Held-out samples of the jobs that have any.
             begun_with: Capacity that `auto` chose when the run began, if it has.
@@ -52,7 +53,11 @@ class Bounds:
             + block / 2
             for job, data in zip(config.jobs, train, strict=True)
         ]
-        at_once = sum(sorted(steps, reverse=True)[:num_slots])
+        sizes = config.mesh_sizes
+        in_flight = sizes.devices_per_stage
+        if sizes.stage > 1:
+            in_flight *= config.pipeline_microbatches or sizes.stage
+        at_once = sum(sorted(steps, reverse=True)[:num_slots]) / in_flight
         most = max(min(_MAX_TOKENS, at_once), longest)
         unit = block
         while 2 * unit <= min(_MAX_UNIT, most / 8):

@@ -1,0 +1,244 @@
+"""Chooses the sizes of a mesh by the memory and the predicted time of a run."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+from jaxlora.auto_mesh.machine import Machine
+from jaxlora.auto_mesh.predict import window_seconds
+from jaxlora.config import RunConfig
+from jaxlora.costs.stages import stage_specs
+from jaxlora.errors import ConfigError
+from jaxlora.memory.bounds import Bounds
+from jaxlora.memory.device import format_bytes
+from jaxlora.memory.estimate import step_bytes
+from jaxlora.memory.mesh import MeshFootprint, MeshStages, estimated_footprint
+from jaxlora.memory.refusal import refusal
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.scheduler import Lanes, Pipeline
+from jaxlora.scheduler.replicas import Load, decide_dealing
+from jaxlora.sharding.mesh_sizes import MeshSizes
+from jaxlora.train.next_window import (
+    JobPosition,
+    assign_slots,
+    pack_window,
+    window_samples,
+)
+
+# Meshes that are this close to the fastest one count as equally fast, because the
+# prediction is not more exact.
+_TOLERANCE = 1.05
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Demand:
+    """The work of a run.
+
+    Attributes:
+        positions: Jobs of the run, at its start.
+        lengths: Given the number of a job and a step, returns the tokens of each sample
+            of that global batch.
+        bounds: Given a run with a mesh, returns the bounds of its capacity.
+    """
+
+    positions: Sequence[JobPosition]
+    lengths: Callable[[int, int], Sequence[int]]
+    bounds: Callable[[RunConfig], Bounds]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MeshChoice:
+    """The chosen mesh.
+
+    Attributes:
+        sizes: Its sizes.
+        reason: Why it was chosen, in one line.
+    """
+
+    sizes: MeshSizes
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Candidate:
+    """A mesh on which the run might run.
+
+    Attributes:
+        config: The run on this mesh, with a number for `microbatch_tokens`.
+        stages: Its stages.
+        lanes: Its lanes.
+        bounds: Bounds of its capacity.
+        found: Its estimated memory.
+    """
+
+    config: RunConfig
+    stages: MeshStages
+    lanes: Lanes
+    bounds: Bounds
+    found: MeshFootprint
+
+    @property
+    def sizes(self) -> MeshSizes:
+        return self.stages.sizes
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that a device of the tightest stage needs."""
+        return self.found.total_bytes(self.config.limits.capacity)
+
+
+def choose_mesh(
+    config: RunConfig, spec: DecoderSpec, demand: Demand, machine: Machine
+) -> MeshChoice:
+    """Chooses the mesh with the shortest predicted time per token among those that fit.
+
+    Meshes of all devices come first; a smaller one is chosen only if none of them fits.
+    Of meshes that are about equally fast, the simplest is chosen: the one with the
+    fewest stages, and then with the fewest shards.
+
+    Args:
+        config: The run; its mesh is not used.
+        spec: The whole decoder.
+        demand: The work of the run.
+        machine: The machine.
+
+    Raises:
+        ConfigError: No mesh has enough memory.
+    """
+    if machine.num_devices == 1:
+        return MeshChoice(sizes=MeshSizes(), reason="mesh auto: there is one device")
+    tried: list[_Candidate] = []
+    for num_devices in range(machine.num_devices, 0, -1):
+        candidates = [
+            _candidate(config, spec, demand, machine, sizes)
+            for sizes in _meshes(config, spec, num_devices)
+        ]
+        tried += candidates
+        fitting = [c for c in candidates if _fits(c, machine)]
+        if fitting:
+            return _fastest(fitting, demand, machine)
+    raise _refused(tried, machine)
+
+
+def _meshes(
+    config: RunConfig, spec: DecoderSpec, num_devices: int
+) -> Iterator[MeshSizes]:
+    """Yields the meshes of exactly this many devices that can run the model."""
+    most = min(spec.config.num_layers, config.pipeline_microbatches or num_devices)
+    for stage in range(1, most + 1):
+        for fsdp in range(1, num_devices + 1):
+            if num_devices % (stage * fsdp) or spec.config.hidden_size % fsdp:
+                continue
+            yield MeshSizes(data=num_devices // (stage * fsdp), stage=stage, fsdp=fsdp)
+
+
+def _candidate(
+    config: RunConfig,
+    spec: DecoderSpec,
+    demand: Demand,
+    machine: Machine,
+    sizes: MeshSizes,
+) -> _Candidate:
+    config = config.replace(mesh=str(sizes))
+    bounds = demand.bounds(config)
+    lanes = _lanes(config, demand, bounds)
+    stages = MeshStages(
+        spec=spec,
+        specs=stage_specs(spec, sizes.stage, machine.speed),
+        sizes=sizes,
+        in_flight=config.pipeline_microbatches or sizes.stage,
+        is_dealt=lanes.dealt,
+    )
+    found = estimated_footprint(stages, step_bytes(spec, config.block_tokens))
+    tokens = bounds.max_tokens
+    if bounds.fixed is None and machine.memory is not None:
+        fitting = found.fitting_tokens(machine.memory.num_bytes)
+        tokens = bounds.choose(fitting) or bounds.smallest
+    return _Candidate(
+        config=config.replace(microbatch_tokens=tokens),
+        stages=stages,
+        lanes=lanes,
+        bounds=bounds,
+        found=found,
+    )
+
+
+def _lanes(config: RunConfig, demand: Demand, bounds: Bounds) -> Lanes:
+    sizes = config.mesh_sizes
+    pipeline = Pipeline.one_f_one_b(sizes.stage, config.pipeline_microbatches)
+    lanes = Lanes(data=sizes.data, fsdp=sizes.fsdp, pipeline=pipeline)
+    loads = [
+        Load(num_batches=p.num_steps - p.step, batch_tokens=p.batch_tokens)
+        for p in demand.positions
+    ]
+    num_slots = _num_slots(config, demand)
+    return decide_dealing(loads, lanes, bounds.max_tokens, num_slots).lanes
+
+
+def _num_slots(config: RunConfig, demand: Demand) -> int:
+    return config.max_concurrent_jobs or len(demand.positions)
+
+
+def _fits(candidate: _Candidate, machine: Machine) -> bool:
+    memory = machine.memory
+    return memory is None or candidate.needed_bytes <= memory.num_bytes
+
+
+def _seconds_per_token(
+    candidate: _Candidate, demand: Demand, machine: Machine
+) -> float:
+    """Predicts the time per token in the first window of the run."""
+    config, lanes = candidate.config, candidate.lanes
+    positions = assign_slots(
+        demand.positions,
+        _num_slots(config, demand),
+        preempts=config.preempt,
+        lanes=lanes,
+    )
+    samples = window_samples(positions, config.window_steps, demand.lengths)
+    # The joint packer takes little time, and is deterministic.
+    schedule = pack_window(samples, config.limits, "joint", lanes)
+    seconds = window_seconds(candidate.stages, lanes, schedule, machine.speed)
+    return seconds / sum(s.num_tokens for s in samples)
+
+
+def _fastest(
+    fitting: Sequence[_Candidate], demand: Demand, machine: Machine
+) -> MeshChoice:
+    times = [_seconds_per_token(c, demand, machine) for c in fitting]
+    ranked = sorted(
+        zip(times, fitting, strict=True),
+        key=lambda pair: (
+            pair[0] > _TOLERANCE * min(times),
+            pair[1].sizes.stage,
+            pair[1].sizes.fsdp,
+        ),
+    )
+    time, chosen = ranked[0]
+    reason = (
+        f"mesh auto: {chosen.sizes} on {machine.num_devices} devices: "
+        f"{_memory_reason(chosen, machine)}; "
+    )
+    if len(ranked) == 1:
+        return MeshChoice(sizes=chosen.sizes, reason=f"{reason}no other mesh fits")
+    other_time, other = min(ranked[1:], key=lambda pair: pair[0])
+    reason += f"predicted {other_time / time:.2f}x as fast as {other.sizes}"
+    reason += ", the next best" if time <= other_time else ", and simpler"
+    return MeshChoice(sizes=chosen.sizes, reason=reason)
+
+
+def _memory_reason(chosen: _Candidate, machine: Machine) -> str:
+    needed = f"it needs {format_bytes(chosen.needed_bytes)} on each device"
+    if machine.memory is None:
+        return f"{needed}, of an unknown size"
+    there = format_bytes(machine.memory.num_bytes)
+    return f"{needed}, which has {there}"
+
+
+def _refused(tried: Sequence[_Candidate], machine: Machine) -> ConfigError:
+    assert machine.memory is not None
+    best = min(tried, key=lambda candidate: candidate.needed_bytes)
+    details = refusal(best.config, best.stages, best.bounds, best.found, machine.memory)
+    return ConfigError(
+        f"mesh auto: no mesh of {machine.num_devices} devices has the memory for this "
+        f"run, and {best.sizes} comes closest: {details}"
+    )

@@ -1,0 +1,156 @@
+"""The mesh that is chosen for a described machine."""
+
+import dataclasses
+
+import pytest
+
+from jaxlora.auto_mesh.choose import Demand, MeshChoice, choose_mesh
+from jaxlora.auto_mesh.machine import Machine, this_machine
+from jaxlora.config import RunConfig
+from jaxlora.costs.device_speed import UNKNOWN_DEVICE, find_speed
+from jaxlora.errors import ConfigError
+from jaxlora.families.model_config import ModelConfig
+from jaxlora.memory.bounds import Bounds
+from jaxlora.memory.device import DeviceMemory
+from jaxlora.sharding.mesh_sizes import MeshSizes
+from jaxlora.train.next_window import JobPosition
+from tests.llama import LLAMA_8B, LLAMA_70B, decoder
+
+SMALL = dataclasses.replace(
+    LLAMA_8B,
+    vocab_size=512,
+    hidden_size=96,
+    intermediate_size=256,
+    num_layers=4,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=16,
+    layer_windows=(None,) * 4,
+)
+
+
+def machine(num_devices: int, gib: float | None = 139, kind="NVIDIA H200") -> Machine:
+    memory = None
+    if gib is not None:
+        memory = DeviceMemory(num_bytes=int(gib * 2**30), source="a described device")
+    return Machine(num_devices=num_devices, speed=find_speed(kind), memory=memory)
+
+
+def choose(
+    model: ModelConfig,
+    where: Machine,
+    *,
+    num_jobs: int = 4,
+    batch_size: int = 64,
+    tokens: int | None = 4096,
+    **settings,
+) -> MeshChoice:
+    """Chooses the mesh of jobs with samples of 400 tokens."""
+    jobs = [
+        {"name": f"job{i}", "data": {"path": "a.jsonl"}, "batch_size": batch_size}
+        for i in range(num_jobs)
+    ]
+    config = RunConfig(
+        model="m",
+        jobs=jobs,
+        mesh="auto",
+        microbatch_tokens=tokens or "auto",
+        **settings,
+    )
+    batch_tokens = 400 * batch_size
+    demand = Demand(
+        positions=[
+            JobPosition(
+                job=i,
+                priority=0,
+                slot=None,
+                step=0,
+                num_steps=20,
+                batch_tokens=batch_tokens,
+            )
+            for i in range(num_jobs)
+        ],
+        lengths=lambda job, step: [400] * batch_size,
+        bounds=lambda _: Bounds(smallest=1024, largest=8192, unit=256, fixed=tokens),
+    )
+    spec = decoder(model, remat=config.remat)
+    return choose_mesh(config, spec, demand, where)
+
+
+def test_one_device():
+    choice = choose(SMALL, machine(1))
+    assert choice == MeshChoice(
+        sizes=MeshSizes(), reason="mesh auto: there is one device"
+    )
+
+
+def test_a_model_that_fits_one_device_is_replicated():
+    choice = choose(LLAMA_8B, machine(4))
+    assert choice.sizes == MeshSizes(data=4)
+    assert choice.reason.startswith("mesh auto: data=4 on 4 devices: it needs ")
+    assert "; predicted " in choice.reason and "x as fast as " in choice.reason
+
+
+def test_llama_70b_is_divided():
+    """Its weights alone need 131 GiB; replicas of it do not fit."""
+    choice = choose(LLAMA_70B, machine(4), remat="layer")
+    assert choice.sizes.num_devices == 4
+    assert choice.sizes.stage * choice.sizes.fsdp >= 2
+    assert "which has 139.00 GiB; predicted" in choice.reason
+
+
+def test_one_job_is_not_pipelined():
+    """Its next batch waits for the last one, so most stages would be idle."""
+    choice = choose(LLAMA_8B, machine(4), num_jobs=1, batch_size=12, tokens=1024)
+    assert choice.sizes.stage == 1
+
+
+def test_slow_links_are_for_pipelines():
+    """Over PCIe, gathering the weights takes longer than the work."""
+    where = machine(4, 15, kind="NVIDIA L40S")
+    choice = choose(LLAMA_8B, where, num_jobs=4, remat="layer", tokens=2048)
+    assert choice.sizes.stage > 1
+    assert choice.sizes.fsdp == 1
+
+
+@pytest.mark.parametrize("tokens", [None, 4096])
+def test_devices_without_known_memory_and_speed(tokens):
+    where = Machine(num_devices=4, speed=UNKNOWN_DEVICE, memory=None)
+    choice = choose(SMALL, where, tokens=tokens)
+    assert choice.sizes.num_devices == 4
+    assert "on each device, of an unknown size" in choice.reason
+
+
+def test_the_simulated_devices_of_this_machine():
+    where = this_machine()
+    assert where.num_devices == 8 and where.memory is not None
+    assert choose(SMALL, where, tokens=1024).sizes.num_devices == 8
+
+
+def test_sizes_divide_the_model():
+    """96 features are not divisible by 5, and 4 layers not into 5 stages."""
+    only_replicas = choose(SMALL, machine(5), num_jobs=5)
+    assert only_replicas.sizes == MeshSizes(data=5)
+    assert "no other mesh fits" in only_replicas.reason
+
+
+def test_devices_are_left_over_if_only_fewer_can_hold_the_run():
+    """Five replicas do not fit, and neither five shards nor five stages are allowed."""
+    settings = dict(remat="layer", tokens=2048, pipeline_microbatches=4)
+    choice = choose(LLAMA_8B, machine(5, 16), **settings)
+    assert choice.sizes.num_devices == 4
+    assert " on 5 devices: it needs " in choice.reason
+
+
+def test_the_window_of_a_pipeline_limits_its_stages():
+    choice = choose(LLAMA_70B, machine(4), remat="layer", pipeline_microbatches=2)
+    assert choice.sizes.stage <= 2
+
+
+def test_nothing_fits():
+    match = (
+        r"mesh auto: no mesh of 2 devices has the memory for this run, and \S+ comes "
+        r"closest: this run needs .* on each device of .*there are 20.00 GiB \(a desc"
+    )
+    with pytest.raises(ConfigError, match=match):
+        choose(LLAMA_70B, machine(2, 20), remat="layer")
