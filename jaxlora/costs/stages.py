@@ -4,11 +4,18 @@ import dataclasses
 import functools
 import itertools
 
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
 from jaxlora.costs.device_speed import UNKNOWN_DEVICE, DeviceSpeed
 from jaxlora.costs.work import PassWork, embedding_work, head_work, layer_work
 from jaxlora.errors import ConfigError
+from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.decoder import DecoderOptions, Remat
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.sharding.stages import cut_layers
+
+_MEAN_TOKENS = 512.0  # of a sample, before the data are known
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,26 +128,59 @@ def decoder_seconds(
     )
 
 
-@functools.lru_cache(maxsize=16)
-def stage_specs(
-    spec: DecoderSpec,
+def stage_borders(
+    model: ModelConfig,
     num_stages: int,
     speed: DeviceSpeed = UNKNOWN_DEVICE,
     *,
+    dtype: DTypeLike = jnp.bfloat16,
+    remat: Remat = "none",
     head_layers: float | None = None,
+) -> tuple[int, ...]:
+    """Divides the layers of a model into pipeline stages of about equal time.
+
+    Adapters are left out, so that the stages are known before the jobs are.
+
+    Args:
+        model: The model.
+        num_stages: Number of stages.
+        speed: Rates of the devices.
+        dtype: Dtype of weights and activations.
+        remat: Part of each layer that the backward pass recomputes.
+        head_layers: See `decoder_seconds`.
+
+    Returns:
+        See `DecoderSeconds.borders`.
+
+    Raises:
+        ConfigError: There are more stages than layers.
+    """
+    options = DecoderOptions(dtype=jnp.dtype(dtype), remat=remat, max_segment_tokens=1)
+    spec = DecoderSpec(config=model, options=options)
+    seconds = decoder_seconds(
+        spec, speed, mean_tokens=_MEAN_TOKENS, head_layers=head_layers
+    )
+    return seconds.borders(num_stages)
+
+
+@functools.lru_cache(maxsize=16)
+def stage_specs(
+    spec: DecoderSpec, num_stages: int, speed: DeviceSpeed = UNKNOWN_DEVICE
 ) -> tuple[DecoderSpec, ...]:
-    """Divides a decoder into pipeline stages of about equal time.
+    """Returns the stages of a decoder, with the borders of `stage_borders`.
 
     Args:
         spec: The whole decoder.
         num_stages: Number of stages; one stage is the decoder itself.
         speed: Rates of the devices.
-        head_layers: See `decoder_seconds`.
 
     Raises:
         ConfigError: There are more stages than layers.
     """
     if num_stages == 1:
         return (spec,)
-    borders = decoder_seconds(spec, speed, head_layers=head_layers).borders(num_stages)
+    options = spec.options
+    borders = stage_borders(
+        spec.config, num_stages, speed, dtype=options.dtype, remat=options.remat
+    )
     return tuple(spec.stage(*pair) for pair in itertools.pairwise(borders))

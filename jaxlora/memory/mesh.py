@@ -13,6 +13,7 @@ from jaxlora.memory.footprint import Footprint, StageUse
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import Limits
 from jaxlora.sharding.mesh_sizes import MeshSizes
+from jaxlora.sharding.pipeline import ticks_ahead
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,19 +61,20 @@ class MeshStages:
     def use(self, number: int) -> StageUse:
         """Returns how the devices of a stage are used.
 
-        Stage s is `in_flight - 1 - s` forward passes ahead of its backward passes; see
-        `sharding.pipeline`. The last stage runs both passes of a microbatch at once. It
-        holds the hidden states of those that the stage before is ahead.
+        A device keeps the microbatches that its forward passes are ahead, and the one
+        that it runs. It holds the hidden states of those that the stage before is
+        further ahead. The last stage runs both passes of a microbatch at once.
         """
-        sizes, is_last = self.sizes, number == self.sizes.stage - 1
+        sizes = self.sizes
         num_replicas = sizes.data if self.is_dealt else 1
-        num_kept = 1 if is_last else self.in_flight - number
-        num_waiting = self.in_flight - number + 1 if is_last else 2
+        ahead = ticks_ahead(sizes.stage, self.in_flight)
+        num_before = ahead[number - 1] if number else ahead[0]
+        num_waiting = num_before - ahead[number] + 2  # and what comes and goes
         return StageUse(
             num_shards=sizes.fsdp,
             num_replicas=num_replicas,
             num_parts=sizes.devices_per_stage // num_replicas,
-            num_kept=num_kept,
+            num_kept=ahead[number] + 1,
             num_waiting=num_waiting if sizes.stage > 1 else 0,
         )
 

@@ -8,11 +8,10 @@ import jax
 
 from jaxlora.config import RunConfig
 from jaxlora.costs.device_speed import find_speed
-from jaxlora.costs.stages import decoder_seconds
+from jaxlora.costs.stages import stage_borders
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import BaseModel, Place, base_dtype
-from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import Lanes
 from jaxlora.scheduler.replicas import Load, decide_dealing
@@ -59,10 +58,14 @@ def plan_mesh(config: RunConfig, model: ModelConfig) -> MeshPlan:
         sizes.check_fits(len(jax.devices()))
     except ValueError as error:
         raise ConfigError(f"mesh: {error}") from error
-    options = DecoderOptions(dtype=base_dtype(config.dtype), max_segment_tokens=1)
-    spec = DecoderSpec(config=model, options=options)
-    seconds = decoder_seconds(spec, find_speed(jax.devices()[0].device_kind))
-    return MeshPlan(sizes=sizes, borders=seconds.borders(sizes.stage))
+    borders = stage_borders(
+        model,
+        sizes.stage,
+        find_speed(jax.devices()[0].device_kind),
+        dtype=base_dtype(config.dtype),
+        remat=config.remat,
+    )
+    return MeshPlan(sizes=sizes, borders=borders)
 
 
 def plan_layout(

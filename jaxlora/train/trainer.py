@@ -236,15 +236,12 @@ class Trainer:
                 # A refusal comes before anything is compiled.
                 check_resumes(self.output_dir, self._identity())
             compiled_before = self._layout.num_compilations()
-            has_stages = len(self._layout.stages) > 1
-            self.config = settle(
-                self.config,
-                self._spec,
-                self._bounds,
-                None if has_stages else self._compile_step,
-            )
-            if has_stages:
+            if len(self._layout.stages) > 1:
                 self._compile_stages()
+            else:
+                self.config = settle(
+                    self.config, self._spec, self._bounds, self._compile_step
+                )
             interrupted = self._run(resume, on_window)
             result = RunResult(
                 jobs=tuple(job_result(run, self._folder(run)) for run in self.runs),

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jaxlora.costs.device_speed import UNKNOWN_DEVICE, find_speed
-from jaxlora.costs.stages import decoder_seconds, stage_specs
+from jaxlora.costs.stages import decoder_seconds, stage_borders, stage_specs
 from jaxlora.costs.work import Work, head_work, layer_work
 from jaxlora.errors import ConfigError
 from tests.llama import LLAMA_8B, LLAMA_70B, decoder
@@ -87,6 +87,7 @@ def test_the_last_stage_has_fewer_layers():
     """The head of Llama-3.1-8B costs as much as two or three layers."""
     stages = stage_specs(decoder(LLAMA_8B), 4, H200)
     assert [len(stage.layer_numbers) for stage in stages] == [8, 9, 9, 6]
+    assert stage_borders(LLAMA_8B, 4, H200) == (0, 8, 17, 26, 32)
     assert [stage.has_embedding for stage in stages] == [True, False, False, False]
     assert [stage.has_head for stage in stages] == [False, False, False, True]
 
@@ -96,8 +97,7 @@ def test_a_measured_time_of_the_head_replaces_the_estimate():
     times = decoder_seconds(spec, H200, head_layers=6.0)
     mean = sum(t.both for t in times.layers) / 32
     assert times.head.both == pytest.approx(6 * mean)
-    stages = stage_specs(spec, 4, H200, head_layers=6.0)
-    assert [len(stage.layer_numbers) for stage in stages] == [9, 9, 10, 4]
+    assert stage_borders(LLAMA_8B, 4, H200, head_layers=6.0) == (0, 9, 19, 29, 32)
 
 
 def test_one_stage_is_the_decoder():

@@ -71,8 +71,8 @@ def test_one_device_is_a_mesh():
     ("mesh", "in_flight", "kept", "waiting"),
     [
         ("fsdp=4", None, [1], [0]),
-        ("stage=3", None, [3, 2, 1], [2, 2, 2]),
-        ("stage=3", 5, [5, 4, 1], [2, 2, 4]),
+        ("stage=3", None, [3, 2, 1], [2, 3, 3]),
+        ("stage=3", 5, [5, 3, 1], [2, 4, 4]),
     ],
 )
 def test_microbatches_in_flight(mesh, in_flight, kept, waiting):
