@@ -96,9 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         "Reads the tokenizer and the jobs' data; needs no weights and no GPU.",
     )
     plan.add_argument("run_file", help="YAML; see docs/run_file.md")
-    plan.add_argument(
-        "--stages", type=_positive, default=1, help="pipeline stages (1)", metavar="S"
-    )
+    _add_mesh(plan)
     plan.add_argument(
         "--steps", type=_positive, help="only each job's first N steps", metavar="N"
     )
@@ -204,8 +202,9 @@ def _plan(arguments: argparse.Namespace) -> None:
     from jaxlora.plan_report import draw_plan, print_plan
     from jaxlora.run_file import load_run
 
-    config = load_run(arguments.run_file)
-    planned = plan_run(config, stages=arguments.stages, steps=arguments.steps)
+    given = {} if arguments.mesh is None else {"mesh": arguments.mesh}
+    config = load_run(arguments.run_file, **given)
+    planned = plan_run(config, steps=arguments.steps)
     print_plan(planned, Console())
     if arguments.picture:
         drawn = draw_plan(planned, arguments.picture)

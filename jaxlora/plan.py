@@ -7,13 +7,16 @@ import dataclasses
 import itertools
 import logging
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
 from jaxlora.adapters.peft_import import import_peft
 from jaxlora.adapters.targets import check_ranks, resolve_targets
+from jaxlora.auto_mesh.choose import Demand, choose_mesh
+from jaxlora.auto_mesh.machine import this_machine
 from jaxlora.config import LoraJob, RunConfig
+from jaxlora.costs.stages import decoder_seconds, stage_borders
 from jaxlora.data.order import JobOrder
 from jaxlora.data.tokenize import TokenizedData
 from jaxlora.data.tokenizer import load_tokenizer
@@ -24,20 +27,26 @@ from jaxlora.hf.load import base_dtype
 from jaxlora.hf.names import linear_names, linear_path, tensor_specs
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.capacity import settle
+from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import (
+    AffineCost,
+    CostModel,
     Lanes,
-    Limits,
-    Pipeline,
+    Microbatch,
     Plan,
     Sample,
     Schedule,
+    StageCost,
     lower_bound,
 )
 from jaxlora.scheduler.plan import evaluate
-from jaxlora.scheduler.ticks import concatenate
+from jaxlora.scheduler.replicas import Load
+from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
 from jaxlora.train import prepare
 from jaxlora.train.continue_job import continued_step
 from jaxlora.train.job_run import batch_lengths, job_order
+from jaxlora.train.lanes import run_lanes
 from jaxlora.train.next_window import (
     JobPosition,
     assign_slots,
@@ -65,15 +74,22 @@ class JobData:
         """Tokens of each sample of the global batch of an optimizer step."""
         return batch_lengths(self.data, self.order, step)
 
+    @property
+    def batch_tokens(self) -> float:
+        """Mean number of tokens of a global batch."""
+        num_samples = len(self.data.samples)
+        batch_size = min(self.job.batch_size, num_samples)
+        return batch_size * self.data.num_tokens / num_samples
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """Samples that are packed together: one window or, with stages, several.
+    """One window of a run, whose samples are packed together.
 
     Attributes:
         samples: The samples; a job is identified by its number in the run file.
         schedule: Microbatches of the samples.
-        fewest: Lower bound on the number of microbatches of any schedule.
+        fewest: Lower bound on the number of ticks of any schedule.
         greedy: Microbatches of `packer: greedy`.
     """
 
@@ -89,14 +105,14 @@ class RunPlan:
 
     Attributes:
         jobs: Jobs of the run.
-        pipeline: Pipeline that the plan is for.
-        parts: Parts of the run, in the order in which they run.
+        sizes: Mesh that the plan is for.
+        parts: Windows of the run, in the order in which they run.
         whole: The whole run, checked and simulated.
         greedy: The same samples under `packer: greedy`.
     """
 
     jobs: tuple[JobData, ...]
-    pipeline: Pipeline
+    sizes: MeshSizes
     parts: tuple[Part, ...]
     whole: Plan
     greedy: Plan
@@ -109,22 +125,18 @@ class RunPlan:
     @property
     def busy(self) -> float:
         """Share of the devices' simulated time that is spent on tokens, not padding."""
-        devices = self.pipeline.num_stages * self.whole.simulation.makespan
+        devices = self.sizes.num_devices * self.whole.simulation.makespan
         return self.num_tokens / devices
 
 
-def plan_run(
-    config: RunConfig, *, stages: int = 1, steps: int | None = None
-) -> RunPlan:
+def plan_run(config: RunConfig, *, steps: int | None = None) -> RunPlan:
     """Plans a run. Time is in units of what a device needs for one token.
 
-    With one stage, the plan has the same microbatches as the trainer, as long as no job
-    ends early. With more stages, a 1F1B pipeline is simulated. Windows between two
-    starts of jobs are then packed together, as the pipeline need not drain there.
+    The plan has the same microbatches as the trainer, as long as no job ends early. It
+    needs none of the devices of the mesh. A pipeline drains between two windows.
 
     Args:
-        config: The run.
-        stages: Number of pipeline stages.
+        config: The run. If its mesh is `auto`, it is chosen for this machine.
         steps: Number of optimizer steps of each job to plan; None: all.
 
     Raises:
@@ -132,21 +144,22 @@ def plan_run(
     """
     folder = tokenizer_folder(config.model, config.revision)
     jobs = _read_jobs(config, folder, steps)
-    config = _settle(config, folder, jobs)
+    model = planned_config(folder)
+    config = _settle(config, model, jobs)
     limits = config.limits
-    positions = planned_config(folder).max_positions
     for job in jobs:
-        prepare.warn_about_positions(job.job.name, job.data, job.held_out, positions)
-        prepare.check_lengths(job.job.name, job.data, job.held_out, limits.capacity)
-    pipeline = Pipeline.one_f_one_b(stages)
-    spans = _windows(config, jobs) if stages == 1 else _spans(config, jobs)
-    parts = tuple(_part(config, span, limits, pipeline) for span in spans)
+        data, held_out = job.data, job.held_out
+        prepare.warn_about_positions(job.job.name, data, held_out, model.max_positions)
+        prepare.check_lengths(job.job.name, data, held_out, limits.capacity)
+    lanes = _lanes(config, jobs)
+    cost = _cost(config, model)
+    parts = tuple(_part(config, w, lanes, cost) for w in _windows(config, jobs, lanes))
     return RunPlan(
         jobs=jobs,
-        pipeline=pipeline,
+        sizes=config.mesh_sizes,
         parts=parts,
-        whole=_join([p.schedule for p in parts], parts, limits, pipeline),
-        greedy=_join([p.greedy for p in parts], parts, limits, pipeline),
+        whole=_join([p.schedule for p in parts], parts, lanes, cost),
+        greedy=_join([p.greedy for p in parts], parts, lanes, cost),
     )
 
 
@@ -171,34 +184,45 @@ def _read_jobs(
     return tuple(out)
 
 
-# ---- the capacity --------------------------------------------------------------------
+# ---- the mesh and the capacity -------------------------------------------------------
 
 
 def _settle(
-    config: RunConfig, folder: pathlib.Path, jobs: Sequence[JobData]
+    config: RunConfig, model: ModelConfig, jobs: Sequence[JobData]
 ) -> RunConfig:
-    """Replaces `microbatch_tokens: auto` by a number.
+    """Replaces `mesh: auto`, and then `microbatch_tokens: auto` by a number.
 
     If the run has begun, this is the number that it began with. Otherwise it is what
     the trainer would choose on this machine before it compiles the training step.
     """
     begun_with = begun_capacity(config)
+    train = [job.data for job in jobs]
+    held_out = [job.held_out for job in jobs if job.held_out is not None]
+
+    def bounds_of(config: RunConfig) -> Bounds:
+        return Bounds.of(config, train, held_out, begun_with=begun_with)
+
+    def spec_of(max_tokens: int) -> DecoderSpec:
+        dtype = jnp.dtype(base_dtype(config.dtype))
+        ranks = [_ranks(job.job, model) for job in jobs]
+        return prepare.spec_of(config, model, dtype, ranks, train, max_tokens)
+
+    if config.mesh == "auto":
+        demand = Demand(
+            positions=_positions(jobs),
+            lengths=lambda job, step: jobs[job].lengths(step),
+            bounds=bounds_of,
+        )
+        longest = bounds_of(config.replace(mesh=ONE_DEVICE)).max_tokens
+        choice = choose_mesh(config, spec_of(longest), demand, this_machine())
+        logger.info("%s", choice.reason)
+        config = config.replace(mesh=str(choice.sizes))
     if config.microbatch_tokens != "auto":
         return config
     if begun_with is not None:
         return config.replace(microbatch_tokens=begun_with)
-    train = [job.data for job in jobs]
-    held_out = [job.held_out for job in jobs if job.held_out is not None]
-    model, bounds = planned_config(folder), Bounds.of(config, train, held_out)
-    spec = prepare.spec_of(
-        config,
-        model,
-        jnp.dtype(base_dtype(config.dtype)),
-        [_ranks(job.job, model) for job in jobs],
-        train,
-        bounds.max_tokens,
-    )
-    return settle(config, spec, bounds)
+    bounds = bounds_of(config)
+    return settle(config, spec_of(bounds.max_tokens), bounds)
 
 
 def _ranks(job: LoraJob, model: ModelConfig) -> dict[str, int]:
@@ -214,21 +238,50 @@ def _ranks(job: LoraJob, model: ModelConfig) -> dict[str, int]:
     return {name: weights.rank for name, weights in adapter.modules.items()}
 
 
-# ---- which samples are packed together -----------------------------------------------
+# ---- windows -------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _Span:
-    """Samples by slot, the job in each slot, and whether a job has just started."""
+def _lanes(config: RunConfig, jobs: Sequence[JobData]) -> Lanes:
+    loads = [
+        Load(num_batches=job.num_steps, batch_tokens=job.batch_tokens) for job in jobs
+    ]
+    num_slots = config.max_concurrent_jobs or len(jobs)
+    capacity = config.limits.capacity
+    return run_lanes(config, loads, capacity=capacity, num_slots=num_slots).lanes
+
+
+def _cost(config: RunConfig, model: ModelConfig) -> CostModel:
+    """Returns the time of a token in each stage, as a share of that in all stages."""
+    num_stages, capacity = config.mesh_sizes.stage, config.limits.capacity
+    if num_stages == 1:
+        return fixed_shape_cost(capacity)
+    dtype, speed = base_dtype(config.dtype), this_machine().speed
+    borders = stage_borders(model, num_stages, speed, dtype=dtype, remat=config.remat)
+    options = DecoderOptions(dtype=dtype, remat=config.remat, max_segment_tokens=1)
+    spec = DecoderSpec(config=model, options=options)
+    times = decoder_seconds(spec, speed).stages(borders)
+    whole = sum(time.both for time in times)
+
+    def share(seconds: float) -> AffineCost:
+        return AffineCost(base=0.0, per_token=seconds / whole, per_square=0.0)
+
+    stages = [
+        StageCost(forward=share(time.forward), backward=share(time.backward))
+        for time in times
+    ]
+    return CostModel(stages=tuple(stages), buckets=(capacity,))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Window:
+    """Samples by slot, and the job in each slot."""
 
     samples: tuple[Sample, ...]
     job_of_slot: dict[int, int]
-    starts: bool
 
 
-def _windows(config: RunConfig, jobs: Sequence[JobData]) -> list[_Span]:
-    """The windows of a run in which no job ends early."""
-    num_slots = config.max_concurrent_jobs or len(jobs)
+def _positions(jobs: Sequence[JobData]) -> list[JobPosition]:
+    """Returns the positions at the start of the run of the jobs that have steps."""
     positions = [
         JobPosition(
             job=i,
@@ -236,69 +289,80 @@ def _windows(config: RunConfig, jobs: Sequence[JobData]) -> list[_Span]:
             slot=None,
             step=continued_step(j.job),
             num_steps=j.num_steps,
+            batch_tokens=j.batch_tokens,
         )
         for i, j in enumerate(jobs)
     ]
-    positions = [p for p in positions if p.step < p.num_steps]
-    out = []
+    return [p for p in positions if p.step < p.num_steps]
+
+
+def _windows(
+    config: RunConfig, jobs: Sequence[JobData], lanes: Lanes
+) -> Iterator[_Window]:
+    """Yields the windows of a run in which no job ends early."""
+    num_slots = config.max_concurrent_jobs or len(jobs)
+    if lanes.slots_per_replica is not None:
+        num_slots = lanes.data * lanes.slots_per_replica
+    positions = _positions(jobs)
     while positions:
-        waiting = {p.job for p in positions if p.slot is None}
-        positions = assign_slots(positions, num_slots, preempts=config.preempt)
+        positions = assign_slots(
+            positions, num_slots, preempts=config.preempt, lanes=lanes
+        )
         running = {p.slot: p.job for p in positions if p.slot is not None}
         samples = window_samples(
             positions, config.window_steps, lambda job, step: jobs[job].lengths(step)
         )
-        starts = bool(waiting & set(running.values()))
-        out.append(_Span(samples=samples, job_of_slot=running, starts=starts))
+        yield _Window(samples=samples, job_of_slot=running)
         positions = positions_after(positions, config.window_steps)
-    return out
 
 
-def _spans(config: RunConfig, jobs: Sequence[JobData]) -> list[_Span]:
-    """Windows joined from one start of jobs to the next."""
-    spans: list[_Span] = []
-    for window in _windows(config, jobs):
-        if window.starts:
-            spans.append(window)
-        else:
-            samples = spans[-1].samples + window.samples
-            spans[-1] = dataclasses.replace(spans[-1], samples=samples)
-    return spans
-
-
-def _part(config: RunConfig, span: _Span, limits: Limits, pipeline: Pipeline) -> Part:
-    cost = fixed_shape_cost(limits.capacity, pipeline.num_stages)
-    lanes = Lanes(pipeline=pipeline)
-    schedule = pack_window(span.samples, limits, config.packer, lanes)
+def _part(config: RunConfig, window: _Window, lanes: Lanes, cost: CostModel) -> Part:
+    limits = config.limits
+    schedule = pack_window(window.samples, limits, config.packer, lanes)
+    greedy = pack_window(window.samples, limits, "greedy", lanes)
+    bound = lower_bound(
+        window.samples, limits, lanes.pipeline, cost, num_lanes=lanes.num_lanes
+    )
     return Part(
-        samples=_by_job(span.samples, span),
-        schedule=_renamed(schedule, span),
-        fewest=lower_bound(span.samples, limits, pipeline, cost).microbatches,
-        greedy=_renamed(pack_window(span.samples, limits, "greedy", lanes), span),
+        samples=_by_job(window.samples, window),
+        schedule=_renamed(schedule, window),
+        fewest=bound.microbatches,
+        greedy=_renamed(greedy, window),
     )
 
 
-def _by_job(samples: Sequence[Sample], span: _Span) -> tuple[Sample, ...]:
+def _by_job(samples: Sequence[Sample], window: _Window) -> tuple[Sample, ...]:
     """Replaces the slots of samples by the numbers of the jobs in them."""
-    return tuple(dataclasses.replace(s, job=span.job_of_slot[s.job]) for s in samples)
+    jobs = window.job_of_slot
+    return tuple(dataclasses.replace(s, job=jobs[s.job]) for s in samples)
 
 
-def _renamed(schedule: Schedule, span: _Span) -> Schedule:
-    microbatches = tuple(_by_job(m, span) for m in schedule.microbatches)
+def _renamed(schedule: Schedule, window: _Window) -> Schedule:
+    microbatches = tuple(_by_job(m, window) for m in schedule.microbatches)
     return dataclasses.replace(schedule, microbatches=microbatches)
 
 
 def _join(
     schedules: Sequence[Schedule],
     parts: Sequence[Part],
-    limits: Limits,
-    pipeline: Pipeline,
+    lanes: Lanes,
+    cost: CostModel,
 ) -> Plan:
-    """Evaluates schedules that run one after the other without a pause."""
-    lanes = Lanes(pipeline=pipeline)
-    return evaluate(
-        concatenate(schedules, lanes, limits),
-        list(itertools.chain.from_iterable(part.samples for part in parts)),
-        lanes,
-        fixed_shape_cost(limits.capacity, pipeline.num_stages),
-    )
+    """Concatenates the schedules of windows, and simulates them.
+
+    No-ops between two windows let the pipeline drain.
+    """
+    drain: tuple[Microbatch, ...] = ((),) * lanes.num_lanes
+    drain *= lanes.pipeline.distance - 1
+    microbatches: list[Microbatch] = []
+    for schedule in schedules:
+        microbatches += (
+            (*drain, *schedule.microbatches)
+            if microbatches
+            else (schedule.microbatches)
+        )
+    joined = Schedule(microbatches=tuple(microbatches), limits=schedules[0].limits)
+    samples = list(itertools.chain.from_iterable(part.samples for part in parts))
+    # Slots have become jobs, which may run on other replicas in other windows.
+    lanes = dataclasses.replace(lanes, slots_per_replica=None)
+    return evaluate(joined, samples, lanes, cost)

@@ -47,11 +47,12 @@ def _jobs_table(planned: RunPlan) -> Table:
 
 
 def _parts_table(planned: RunPlan) -> Table:
-    one = planned.pipeline.num_stages == 1
+    num_lanes = planned.sizes.devices_per_stage
+    one = num_lanes == 1
     table = _table(
-        "windows" if one else "spans between two starts of jobs",
-        "number", "jobs", "steps", "microbatches", "fewest", "greedy", "fill",
-        "padding",
+        "windows" if one else f"windows; a tick is {num_lanes} microbatches",
+        "number", "jobs", "steps", "microbatches" if one else "ticks", "fewest",
+        "greedy", "fill", "padding",
     )  # fmt: skip
     for number, part in enumerate(planned.parts[:_SHOWN_PARTS]):
         batches = {(s.job, s.batch) for s in part.samples}
@@ -61,9 +62,9 @@ def _parts_table(planned: RunPlan) -> Table:
             str(number),
             _numbers(jobs),
             str(len(batches)),
-            str(len(part.schedule.microbatches)),
+            str(len(part.schedule.microbatches) // num_lanes),
             str(part.fewest),
-            str(len(part.greedy.microbatches)),
+            str(len(part.greedy.microbatches) // num_lanes),
             f"{fill:.1%}",
             f"{1 - fill:.1%}",
         )
@@ -82,11 +83,9 @@ def _numbers(jobs: set[int]) -> str:
 
 
 def _totals_table(planned: RunPlan) -> Table:
-    stages = planned.pipeline.num_stages
-    table = _table(
-        f"in all, simulated on {stages} stage{'s' if stages > 1 else ''}",
-        "", "plan", "greedy",
-    )  # fmt: skip
+    num_devices = planned.sizes.num_devices
+    where = "1 device" if num_devices == 1 else f"mesh {planned.sizes}"
+    table = _table(f"in all, simulated on {where}", "", "plan", "greedy")
     both = planned.whole, planned.greedy
 
     def row(name: str, values) -> None:

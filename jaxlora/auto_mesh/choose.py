@@ -14,9 +14,10 @@ from jaxlora.memory.estimate import step_bytes
 from jaxlora.memory.mesh import MeshFootprint, MeshStages, estimated_footprint
 from jaxlora.memory.refusal import refusal
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.scheduler import Lanes, Pipeline
-from jaxlora.scheduler.replicas import Load, decide_dealing
+from jaxlora.scheduler import Lanes
+from jaxlora.scheduler.replicas import Load
 from jaxlora.sharding.mesh_sizes import MeshSizes
+from jaxlora.train.lanes import run_lanes
 from jaxlora.train.next_window import (
     JobPosition,
     assign_slots,
@@ -163,15 +164,13 @@ def _candidate(
 
 
 def _lanes(config: RunConfig, demand: Demand, bounds: Bounds) -> Lanes:
-    sizes = config.mesh_sizes
-    pipeline = Pipeline.one_f_one_b(sizes.stage, config.pipeline_microbatches)
-    lanes = Lanes(data=sizes.data, fsdp=sizes.fsdp, pipeline=pipeline)
     loads = [
         Load(num_batches=p.num_steps - p.step, batch_tokens=p.batch_tokens)
         for p in demand.positions
     ]
     num_slots = _num_slots(config, demand)
-    return decide_dealing(loads, lanes, bounds.max_tokens, num_slots).lanes
+    capacity = bounds.max_tokens
+    return run_lanes(config, loads, capacity=capacity, num_slots=num_slots).lanes
 
 
 def _num_slots(config: RunConfig, demand: Demand) -> int:

@@ -14,10 +14,10 @@ from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import BaseModel, Place, base_dtype
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import Lanes
-from jaxlora.scheduler.replicas import Load, decide_dealing
-from jaxlora.scheduler.types import Pipeline
+from jaxlora.scheduler.replicas import Load
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.job_run import JobRun
+from jaxlora.train.lanes import run_lanes
 from jaxlora.train.layout import Layout, base_placement, make_layout
 
 logger = logging.getLogger(__name__)
@@ -93,21 +93,24 @@ def plan_layout(
     if not plan.has_mesh:
         return spec, Layout.on_one_device(spec, model.params), Lanes()
     assert spec.slots is not None
-    sizes, in_flight = plan.sizes, config.pipeline_microbatches or plan.sizes.stage
-    # A step waits until it has happened everywhere; see `sharding.pipeline`.
-    pipeline = Pipeline.one_f_one_b(sizes.stage, in_flight)
-    lanes = Lanes(data=sizes.data, fsdp=sizes.fsdp, pipeline=pipeline)
+    sizes = plan.sizes
     loads = [
         Load(num_batches=run.num_steps, batch_tokens=run.batch_tokens) for run in runs
     ]
-    dealing = decide_dealing(loads, lanes, capacity, spec.slots.num_slots)
+    dealing = run_lanes(
+        config, loads, capacity=capacity, num_slots=spec.slots.num_slots
+    )
     lanes = dealing.lanes
     if lanes.slots_per_replica is not None:
         num_slots = lanes.data * lanes.slots_per_replica
         slots = dataclasses.replace(spec.slots, num_slots=num_slots)
         spec = dataclasses.replace(spec, slots=slots)
     layout = make_layout(
-        spec, sizes, plan.borders, is_dealt=lanes.dealt, in_flight=in_flight
+        spec,
+        sizes,
+        plan.borders,
+        is_dealt=lanes.dealt,
+        in_flight=lanes.pipeline.in_flight,
     )
     if sizes.data > 1:
         logger.info("replicas: %s", dealing.reason)

@@ -62,7 +62,7 @@ def said(capsys, *arguments) -> str:
     [
         ([], ["train", "plan", "convert", "merge", "export", "inspect"]),
         (["train"], ["run_file", "--resume", "--output-dir", "--mesh"]),
-        (["plan"], ["run_file", "--stages", "--steps", "--picture"]),
+        (["plan"], ["run_file", "--mesh", "--steps", "--picture"]),
         (["convert"], ["GGUF", "--dtype"]),
         (["merge"], ["base", "adapter", "out"]),
         (["export"], ["run_dir", "--job"]),
@@ -126,11 +126,12 @@ def test_plan(folder, capsys, tmp_path):
     assert re.search(r"\n 0 +0-1 +4 ", text)  # a window: jobs 0 and 1, four steps
     for words in ("fewest", "padding", "bubble", "lower bound", "speed against greedy"):
         assert words in text
-    assert re.search(r"on 1 stage +\n", text) and "no-ops" in text
+    assert re.search(r"on 1 device +\n", text) and "no-ops" in text
     assert re.search(rf"wrote {picture}: the first (\d+) of \1 microbatches", text)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    text = said(capsys, "plan", folder / "run.yaml", "--stages", 4, "--steps", 1)
-    assert "on 4 stages" in text and "spans between two starts" in text
+    mesh = "stage=2,fsdp=2"
+    text = said(capsys, "plan", folder / "run.yaml", "--mesh", mesh, "--steps", 1)
+    assert f"simulated on mesh {mesh}" in text and "a tick is 2 microbatches" in text
 
 
 def test_plan_needs_no_weights(folder, capsys, tmp_path):
@@ -154,8 +155,10 @@ def test_plan_mistakes(folder, capsys, tmp_path):
     assert main(["plan", whole, "--picture", str(tmp_path / "plan.doc")]) == 1
     assert "plan.doc: a picture ends in one of .png" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["plan", whole, "--stages", "0"])
+        main(["plan", whole, "--steps", "0"])
     assert "'0' is not a positive integer" in capsys.readouterr().err
+    assert main(["plan", whole, "--mesh", "stage=4"]) == 1
+    assert "stage=4 needs a layer for each stage" in capsys.readouterr().err
 
 
 def test_merge_and_convert(folder, capsys, tmp_path):
