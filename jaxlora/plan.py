@@ -187,6 +187,44 @@ def _read_jobs(
 # ---- the mesh and the capacity -------------------------------------------------------
 
 
+def settle_mesh(config: RunConfig) -> RunConfig:
+    """Returns the run with the mesh that is chosen for this machine, if it is `auto`.
+
+    This reads the tokenizer and the jobs' data, but no weights.
+
+    Raises:
+        JaxloraError: The tokenizer or a job's data cannot be used, or no mesh of this
+            machine has enough memory.
+    """
+    if config.mesh != "auto":
+        return config
+    folder = tokenizer_folder(config.model, config.revision)
+    jobs = _read_jobs(config, folder, steps=None)
+    begun_with = begun_capacity(config)
+    return _with_mesh(config, planned_config(folder), jobs, begun_with)
+
+
+def _with_mesh(
+    config: RunConfig,
+    model: ModelConfig,
+    jobs: Sequence[JobData],
+    begun_with: int | None,
+) -> RunConfig:
+    """Replaces `mesh: auto`; see `_bounds` for `begun_with`."""
+    if config.mesh != "auto":
+        return config
+    demand = Demand(
+        positions=_positions(jobs),
+        lengths=lambda job, step: jobs[job].lengths(step),
+        bounds=lambda config: _bounds(config, jobs, begun_with),
+    )
+    bounds = _bounds(config.replace(mesh=ONE_DEVICE), jobs, begun_with)
+    spec = _spec(config, model, jobs, bounds.max_tokens)
+    choice = choose_mesh(config, spec, demand, this_machine())
+    logger.info("%s", choice.reason)
+    return config.replace(mesh=str(choice.sizes))
+
+
 def _settle(
     config: RunConfig, model: ModelConfig, jobs: Sequence[JobData]
 ) -> RunConfig:
@@ -196,33 +234,30 @@ def _settle(
     the trainer would choose on this machine before it compiles the training step.
     """
     begun_with = begun_capacity(config)
-    train = [job.data for job in jobs]
-    held_out = [job.held_out for job in jobs if job.held_out is not None]
-
-    def bounds_of(config: RunConfig) -> Bounds:
-        return Bounds.of(config, train, held_out, begun_with=begun_with)
-
-    def spec_of(max_tokens: int) -> DecoderSpec:
-        dtype = jnp.dtype(base_dtype(config.dtype))
-        ranks = [_ranks(job.job, model) for job in jobs]
-        return prepare.spec_of(config, model, dtype, ranks, train, max_tokens)
-
-    if config.mesh == "auto":
-        demand = Demand(
-            positions=_positions(jobs),
-            lengths=lambda job, step: jobs[job].lengths(step),
-            bounds=bounds_of,
-        )
-        longest = bounds_of(config.replace(mesh=ONE_DEVICE)).max_tokens
-        choice = choose_mesh(config, spec_of(longest), demand, this_machine())
-        logger.info("%s", choice.reason)
-        config = config.replace(mesh=str(choice.sizes))
+    config = _with_mesh(config, model, jobs, begun_with)
     if config.microbatch_tokens != "auto":
         return config
     if begun_with is not None:
         return config.replace(microbatch_tokens=begun_with)
-    bounds = bounds_of(config)
-    return settle(config, spec_of(bounds.max_tokens), bounds)
+    bounds = _bounds(config, jobs, begun_with)
+    return settle(config, _spec(config, model, jobs, bounds.max_tokens), bounds)
+
+
+def _bounds(
+    config: RunConfig, jobs: Sequence[JobData], begun_with: int | None
+) -> Bounds:
+    """Bounds of the capacity; `begun_with` is what the run began with, if it has."""
+    held_out = [job.held_out for job in jobs if job.held_out is not None]
+    return Bounds.of(config, [j.data for j in jobs], held_out, begun_with=begun_with)
+
+
+def _spec(
+    config: RunConfig, model: ModelConfig, jobs: Sequence[JobData], max_tokens: int
+) -> DecoderSpec:
+    dtype = jnp.dtype(base_dtype(config.dtype))
+    ranks = [_ranks(job.job, model) for job in jobs]
+    data = [job.data for job in jobs]
+    return prepare.spec_of(config, model, dtype, ranks, data, max_tokens)
 
 
 def _ranks(job: LoraJob, model: ModelConfig) -> dict[str, int]:

@@ -18,6 +18,7 @@ from jaxlora.hf.load import BaseModel, load_model
 from jaxlora.hf.names import linear_names
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.capacity import settle
+from jaxlora.plan import settle_mesh
 from jaxlora.scheduler import Limits
 from jaxlora.train import prepare
 from jaxlora.train.checkpoint import Checkpoints
@@ -83,6 +84,7 @@ class Trainer:
         self.output_dir = pathlib.Path(config.output_dir)
         check_not_in_use(self.output_dir)
         begun_with = begun_capacity(config)
+        config = settle_mesh(config)
         self.model = model or load_model(
             config.model,
             dtype=config.dtype,

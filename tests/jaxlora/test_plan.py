@@ -111,7 +111,9 @@ def test_a_stage_takes_its_share_of_the_time(config):
 
 def test_a_mesh_is_chosen_for_this_machine(config, caplog):
     caplog.set_level("INFO")
-    planned = plan_run(config.replace(mesh="auto"), steps=2)
+    auto = config.replace(mesh="auto")
+    planned = plan_run(auto)
+    assert Trainer(auto).config.mesh == str(planned.sizes)
     assert planned.sizes.num_devices == 8
     assert any(f"mesh auto: {planned.sizes} on 8" in m for m in caplog.messages)
 
