@@ -1,0 +1,146 @@
+"""Compiles a training step of Llama-3.1-8B's layers for four H200s, without a GPU.
+
+It is a program of its own, because XLA must be set up before JAX starts; see
+`test_gathers`.
+
+usage: python -m tests.jaxlora.models.h200_program LAYERS OUT
+
+OUT gets the text of the compiled program.
+"""
+
+import functools
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxlora.data.pack import PackedBatch
+from jaxlora.families.model_config import ModelConfig, Rope
+from jaxlora.memory.inputs import key_shapes, settings_shapes
+from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.forward import job_losses, training_options
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.stacks import to_paths
+from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.pallas_kernels.mosaic import device, layer
+
+NUM_DEVICES, TOKENS = 4, 8192
+ROWS = PartitionSpec("fsdp")
+
+
+def decoder_spec(num_layers: int) -> DecoderSpec:
+    config = ModelConfig(
+        model_type="llama",
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=num_layers,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        max_positions=8192,
+        rms_eps=1e-5,
+        rope=Rope(theta=5e5),
+        layer_windows=(None,) * num_layers,
+    )
+    names = (f"layers.{i}.{n}" for i in range(num_layers) for n in config.linears())
+    return DecoderSpec(
+        config=config,
+        options=DecoderOptions(
+            dtype=jnp.dtype(jnp.bfloat16),
+            implementation="mosaic",
+            attention="cudnn",
+            max_segment_tokens=2048,
+            mean_segment_tokens=400,
+            fsdp=NUM_DEVICES,
+        ),
+        slots=SlotShape(num_slots=4, rank=16),
+        adapted=tuple(sorted(names)),
+    )
+
+
+def batch_shapes() -> PackedBatch:
+    """Shapes of the microbatches of all devices."""
+
+    def rows(dtype, length=TOKENS):
+        return jax.ShapeDtypeStruct((NUM_DEVICES * length,), dtype)
+
+    ids = rows(jnp.int32)
+    return PackedBatch(
+        token_ids=ids,
+        positions=ids,
+        segment_ids=ids,
+        labels=ids,
+        loss_weight=rows(jnp.float32),
+        token_index=ids,
+        block_adapter=rows(jnp.int32, TOKENS // 64),
+    )
+
+
+def step(spec: DecoderSpec, base, params, settings, batch, keys):
+    """Losses and gradients on one device."""
+
+    def total(tables):
+        out = job_losses(spec, base, tables, settings, batch, keys)
+        return out.loss.sum(), out
+
+    tables = to_paths(spec.stacks, params, axis=1)
+    result = jax.grad(total, has_aux=True)(tables)
+    return jax.tree.map(lambda x: x[None], result)
+
+
+def arguments(spec: DecoderSpec, mesh: Mesh, specs) -> list:
+    """Shapes and placements of the arguments of `step`."""
+    shapes = (
+        spec.base_shapes(),
+        spec.adapter_shapes(),
+        settings_shapes(spec),
+        batch_shapes(),
+        key_shapes(spec),
+    )
+
+    def placed(spec, tree):
+        where = NamedSharding(mesh, spec)
+        return jax.tree.map(
+            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), tree
+        )
+
+    def is_spec(x):
+        return isinstance(x, PartitionSpec)
+
+    return jax.tree.map(placed, specs, shapes, is_leaf=is_spec)
+
+
+def main() -> None:
+    """Compiles the program and writes its text."""
+    num_layers, out = int(sys.argv[1]), pathlib.Path(sys.argv[2])
+    device.num_sms = lambda: 132
+    device.device_kind = lambda: "NVIDIA H200"
+    layer.unsupported_device = lambda: None
+    spec = decoder_spec(num_layers)
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        target_config=pathlib.Path("tests/h200.txtpb").read_text(),
+        topology=f"1x1x{NUM_DEVICES}",
+    )
+    mesh = Mesh(np.array(topology.devices).reshape(1, NUM_DEVICES), ("data", "fsdp"))
+    whole = PartitionSpec()
+    specs = spec.base_specs(), whole, whole, ROWS, whole
+    run = jax.shard_map(
+        functools.partial(step, spec),
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=ROWS,
+        check_vma=False,
+    )
+    jitted = jax.jit(run, compiler_options=training_options(spec))
+    lowered = jitted.lower(*arguments(spec, mesh, specs))
+    out.write_text(lowered.compile().as_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""When the weights of a decoder are gathered, in the programs that devices run."""
+
+import collections
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import sysconfig
+
+import jax
+import pytest
+from jax.extend.core import Jaxpr, Var
+
+from tests.jaxlora.models import test_sharded as decoders
+from tests.scheduled_hlo import entry_ops, gathered_arrays, most_alive_bytes
+
+FSDP = 4
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+ROOT = pathlib.Path(__file__).parents[3]
+H200_LAYERS, VOCABULARY = 4, 128256
+# q, k, v and o, then gate, up and down, in bfloat16.
+LAYER_BYTES = 2 * (4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336)
+KERNELS_OF_A_LAYER = 10
+
+
+def stepper(spec):
+    """A training step on each device, and its arguments."""
+
+    def local(base, tables, batch):
+        out = decoders.loss_and_gradients(spec, base, tables, decoders.first(batch))
+        return decoders.with_axis(out)
+
+    replicated = jax.sharding.PartitionSpec()
+    run = decoders.on_devices(spec, local, replicated, decoders.PER_DEVICE)
+    return run, (*decoders.arrays(spec), decoders.batches(FSDP))
+
+
+# ---- the program as it is traced -----------------------------------------------------
+
+
+def ancestors(jaxpr: Jaxpr) -> dict[Var, set[int]]:
+    """For each variable, the numbers of the equations that it is computed from."""
+    found: dict[Var, set[int]] = {}
+    for number, equation in enumerate(jaxpr.eqns):
+        needed = {number}
+        for operand in equation.invars:
+            if isinstance(operand, Var):
+                needed |= found.get(operand, set())
+        found |= dict.fromkeys(equation.outvars, needed)
+    return found
+
+
+def shard_map_body(jaxpr: Jaxpr) -> Jaxpr:
+    """The program of a device."""
+    (equation,) = jaxpr.eqns
+    while equation.primitive.name != "shard_map":
+        (equation,) = equation.params["jaxpr"].eqns
+    return equation.params["jaxpr"]
+
+
+def gather_groups(body: Jaxpr) -> list[tuple[set[int], set[int]]]:
+    """The gathers that wait for one barrier, and the equations that it waits for."""
+    needs, groups = ancestors(body), []
+    for barrier in body.eqns:
+        outputs = set(barrier.outvars)
+        gathers = {
+            number
+            for number, equation in enumerate(body.eqns)
+            if equation.primitive.name == "all_gather" and outputs & {*equation.invars}
+        }
+        if barrier.primitive.name == "optimization_barrier" and gathers:
+            operands = [v for v in barrier.invars if isinstance(v, Var)]
+            waits = set().union(*(needs.get(v, set()) for v in operands))
+            groups.append((gathers, waits))
+    return groups
+
+
+@pytest.mark.parametrize("remat", ["none", "mlp", "layer"])
+def test_gathers_wait_for_the_last_layer_but_one_and_not_for_the_last(remat):
+    """So at most two layers' gathered weights exist, in any order that XLA chooses."""
+    run, args = stepper(decoders.make_spec(fsdp=FSDP, remat=remat))
+    groups = gather_groups(shard_map_body(jax.make_jaxpr(run)(*args).jaxpr))
+    num_layers = decoders.LAYERS
+    linears = [7] * num_layers
+    assert [len(gathers) for gathers, _ in groups] == [*linears, 1, *linears]
+    forward, head, backward = (
+        groups[:num_layers],
+        groups[num_layers],
+        groups[num_layers + 1 :],
+    )
+    for one_pass in (forward, backward):
+        for i, (_, waits) in enumerate(one_pass):
+            complete = [gathers <= waits for gathers, _ in one_pass]
+            begun = [bool(gathers & waits) for gathers, _ in one_pass]
+            assert complete == begun == [k <= i - 2 for k in range(num_layers)]
+    _, waits = head
+    complete = [gathers <= waits for gathers, _ in forward]
+    assert complete == [True] * (num_layers - 1) + [False]
+    # The backward pass starts when the loss is computed.
+    assert all(forward[i][0] | head[0] <= backward[0][1] for i in range(num_layers))
+
+
+# ---- the compiled program ------------------------------------------------------------
+
+
+def collectives(text: str) -> set[str]:
+    """The kinds of collectives in a compiled program."""
+    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    return set(re.findall(rf" ({kinds})(?:-start)?\(", text))
+
+
+@pytest.mark.parametrize(("remat", "tied"), [("none", False), ("layer", True)])
+def test_each_weight_is_gathered_once_in_each_pass(remat, tied):
+    """The embedding as a whole is only gathered for the head, if the two are tied."""
+    spec = decoders.make_spec(fsdp=FSDP, remat=remat, tied=tied)
+    run, args = stepper(spec)
+    text = run.lower(*args).compile().as_text()
+    assert collectives(text) == {"all-gather", "all-to-all"}
+    sizes = collections.Counter(
+        array.num_bytes // 4 for array in gathered_arrays(entry_ops(text))
+    )
+    wanted = collections.Counter()
+    embedding = spec.base_shapes()["embed_tokens.embedding"].size
+    wanted[embedding] = 1  # the head
+    for layer in range(decoders.LAYERS):
+        for linear in spec.config.linears().values():
+            size = linear.in_features * linear.out_features
+            # The first layer needs no gradient of its input, so q, k and v are not
+            # needed backward.
+            only_forward = layer == 0 and linear.name in QKV
+            wanted[size] += 1 if only_forward and remat == "none" else 2
+    assert sizes == wanted
+
+
+# ---- the program that is compiled for H200 -------------------------------------------
+
+
+def cuda_folder() -> pathlib.Path | None:
+    """The folder with NVIDIA's compiler and JAX's CUDA plugin, if there is one."""
+    folders = [os.environ.get("JAXLORA_TESTS_CUDA"), sysconfig.get_path("purelib")]
+    for folder in map(pathlib.Path, filter(None, folders)):
+        compiler, plugin = folder / "nvidia/cu13/bin/ptxas", folder / "jax_plugins"
+        if compiler.is_file() and (plugin / "xla_cuda13").is_dir():
+            return folder
+    return None
+
+
+@pytest.fixture(scope="module")
+def h200_program(tmp_path_factory) -> str:
+    """Text of a training step of four of Llama-3.1-8B's layers on four H200s."""
+    if (cuda := cuda_folder()) is None:
+        pytest.skip(
+            "compiling for H200 needs the packages jax-cuda13-plugin, jax-cuda13-pjrt, "
+            "nvidia-cuda-nvcc, nvidia-nvvm, nvidia-cuda-runtime, nvidia-cuda-cupti and "
+            "nvidia-nvjitlink, in this environment or in the folder that "
+            "JAXLORA_TESTS_CUDA names"
+        )
+    toolkit, out = cuda / "nvidia/cu13", tmp_path_factory.mktemp("h200") / "program.txt"
+    # Deviceless, XLA cannot choose among kernels of matrix products by timing them.
+    flags = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+    env = os.environ | {
+        "PATH": f"{toolkit}/bin:{toolkit}/nvvm/bin:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(cuda)]),
+        "CUDA_ROOT": str(toolkit),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={toolkit} {flags}",
+    }
+    program = "tests.jaxlora.models.h200_program"
+    command = [sys.executable, "-m", program, str(H200_LAYERS), str(out)]
+    subprocess.run(command, env=env, cwd=ROOT, check=True)
+    return out.read_text()
+
+
+def test_on_h200_at_most_two_layers_are_gathered_at_once(h200_program):
+    assert "is_scheduled=true" in h200_program
+    assert collectives(h200_program) == {"all-gather", "all-to-all"}
+    arrays = gathered_arrays(entry_ops(h200_program))
+    layers = [array for array in arrays if VOCABULARY not in array.shape]
+    assert len(arrays) - len(layers) == 1, "the head is gathered once"
+    assert len(layers) == 2 * 7 * H200_LAYERS
+    assert most_alive_bytes(layers) <= 2 * LAYER_BYTES
+
+
+def test_on_h200_each_gather_overlaps_with_the_layer_before(h200_program):
+    """All of a layer's kernels run between start and end of the next one's gather."""
+    ops = entry_ops(h200_program)
+    is_kernel = [op.kind == "custom-call" for op in ops]
+    overlapped = {
+        (array.start, array.done): sum(is_kernel[array.start : array.done])
+        for array in gathered_arrays(ops)
+    }
+    # The first gather of each pass has no layer before it.
+    assert len(overlapped) == 2 * H200_LAYERS + 1
+    idle = [count for count in overlapped.values() if count < KERNELS_OF_A_LAYER]
+    assert len(idle) == 2
