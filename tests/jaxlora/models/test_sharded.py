@@ -12,15 +12,16 @@ from jax.sharding import PartitionSpec
 from jaxlora.data.pack import PackedBatch
 from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
-from jaxlora.models.forward import SlotKeys, job_losses
+from jaxlora.models.forward import SlotKeys, job_losses, run_stage
 from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.sharding.mesh import stage_meshes
 from jaxlora.sharding.mesh_sizes import MeshSizes
+from jaxlora.train.residuals import join, split
 from tests import tiny
 
-LAYERS, SLOTS, TOKENS = 3, 2, 32
+LAYERS, SLOTS, TOKENS = 3, 2, 40
 PER_DEVICE = PartitionSpec(("data", "fsdp"))
 # The first linear is not adapted in any layer, the last one in all.
 ADAPTED = ("self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
@@ -102,6 +103,12 @@ def loss_and_gradients(spec: DecoderSpec, base, tables, batch):
     return jax.grad(total, has_aux=True)(tables)
 
 
+def wanted_losses_and_gradients(spec: DecoderSpec, base, tables, batch):
+    """Those of a whole decoder, for the microbatch of each device."""
+    run = functools.partial(loss_and_gradients, whole_spec(spec))
+    return jax.jit(jax.vmap(run, (None, None, 0)))(base, tables, batch)
+
+
 def on_devices(spec: DecoderSpec, run, *args_specs: PartitionSpec):
     """Runs `run(base, *args)` on each device of a mesh, with shards of the base."""
     (mesh,) = stage_meshes(MeshSizes(fsdp=spec.options.fsdp))
@@ -149,10 +156,97 @@ def test_each_device_gets_the_losses_and_gradients_of_a_whole_decoder(
 
     run = on_devices(spec, local, PartitionSpec(), PER_DEVICE)
     got = run(base, tables, batches(fsdp))
-    wanted = jax.jit(
-        jax.vmap(
-            functools.partial(loss_and_gradients, whole_spec(spec)), (None, None, 0)
-        )
-    )(base, tables, batches(fsdp))
+    wanted = wanted_losses_and_gradients(spec, base, tables, batches(fsdp))
     assert np.abs(wanted[1].loss).min() > 0
     assert_equal(got, wanted)
+
+
+def test_a_stage_keeps_only_activations_for_its_backward_program():
+    """The backward pass of the first stage runs in a program of its own."""
+    spec = make_spec(fsdp=2)
+    (base, tables), batch = arrays(spec), batches(2)
+    first_stage, last_stage = spec.stage(0, 2), spec.stage(2, LAYERS)
+
+    def own(stage):
+        adapters = {p: tables[p] for stack in stage.stacks for p in stack.paths}
+        return {p: base[p] for p in stage.base_shapes()}, adapters
+
+    def forward(base, tables, batch):
+        def run(tables):
+            part = settings(first_stage)
+            return run_stage(first_stage, base, tables, part, first(batch), KEYS)
+
+        h, pullback = jax.vjp(run, tables)
+        kept = split(pullback, (base, tables))
+        shapes = {s.shape for s in spec.base_shapes().values() if s.ndim > 1}
+        shapes |= {(k // 2, n) for k, n in shapes}
+        assert not shapes & {array.shape for array in kept.arrays}
+        return with_axis((h, kept))
+
+    def both(base, tables, batch, h):
+        def total(tables, h):
+            part = settings(last_stage)
+            out = run_stage(last_stage, base, tables, part, first(batch), KEYS, h)
+            return out.loss.sum(), out
+
+        return with_axis(jax.grad(total, (0, 1), has_aux=True)(tables, first(h)))
+
+    def backward(base, tables, kept, dh):
+        (gradients,) = join(first(kept), (base, tables))(first(dh))
+        return with_axis(gradients)
+
+    whole = PartitionSpec()
+    of_first, of_last = own(first_stage), own(last_stage)
+    h, kept = on_devices(first_stage, forward, whole, PER_DEVICE)(*of_first, batch)
+    last = on_devices(last_stage, both, whole, PER_DEVICE, PER_DEVICE)
+    (gradients, dh), out = last(*of_last, batch, h)
+    first_backward = on_devices(first_stage, backward, whole, PER_DEVICE, PER_DEVICE)
+    gradients |= first_backward(*of_first, kept, dh)
+    wanted, wanted_out = wanted_losses_and_gradients(spec, base, tables, batch)
+    assert_equal((gradients, out), (wanted, wanted_out))
+
+
+# ---- placements, and wrong meshes ----------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_placements_of_the_weights(tied):
+    spec = make_spec(fsdp=4, tied=tied)
+    specs = spec.base_specs()
+    assert specs.keys() == spec.base_shapes().keys()
+    rows, columns = PartitionSpec("fsdp"), PartitionSpec(None, "fsdp")
+    assert specs["embed_tokens.embedding"] == columns
+    assert specs.get("lm_head.kernel", rows) == rows
+    assert specs["layers.0.mlp.down_proj.kernel"] == rows
+    assert specs["layers.0.self_attn.q_proj.bias"] == PartitionSpec()
+    assert specs["layers.0.mlp_norm.scale"] == PartitionSpec()
+    assert set(whole_spec(spec).base_specs().values()) == {PartitionSpec()}
+
+
+def test_weights_that_the_devices_do_not_divide_are_refused():
+    match = r"embed_tokens.embedding of shape \(288, 32\) cannot .* fsdp=3 devices"
+    with pytest.raises(ValueError, match=match):
+        make_spec(fsdp=3).base_specs()
+    with pytest.raises(ValueError, match="fsdp=0 must be a number of devices"):
+        make_spec(fsdp=0)
+
+
+def test_shards_outside_of_a_mesh_are_refused():
+    spec = make_spec(fsdp=2)
+    base, tables = arrays(spec)
+    match = "among fsdp=2 devices, but there is no such axis here. .* has 2 devices"
+    with pytest.raises(ValueError, match=match):
+        loss_and_gradients(spec, base, tables, first(batches(1)))
+
+
+def test_a_mesh_of_another_size_is_refused():
+    spec = make_spec(fsdp=2)
+
+    def local(base, tables, batch):
+        other = dataclasses.replace(spec.options, fsdp=4)
+        part = dataclasses.replace(spec, options=other)
+        return with_axis(loss_and_gradients(part, base, tables, first(batch)))
+
+    run = on_devices(spec, local, PartitionSpec(), PER_DEVICE)
+    with pytest.raises(ValueError, match="fsdp=4 devices, but there is an axis of 2"):
+        run(*arrays(spec), batches(2))
