@@ -3,18 +3,21 @@
 import dataclasses
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
 from jaxlora.config import RunConfig
 from jaxlora.costs.device_speed import find_speed
-from jaxlora.costs.stages import stage_borders
+from jaxlora.costs.stages import decoder_seconds, stage_borders
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import BaseModel, Place, base_dtype
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.scheduler import Lanes
+from jaxlora.scheduler import AffineCost, CostModel, Lanes, Schedule, StageCost
+from jaxlora.scheduler.lanes import ONE_LANE
 from jaxlora.scheduler.replicas import Load
+from jaxlora.scheduler.simulate import simulate
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.lanes import run_lanes
@@ -68,6 +71,38 @@ def plan_mesh(config: RunConfig, model: ModelConfig) -> MeshPlan:
     return MeshPlan(sizes=sizes, borders=borders)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlacedRun:
+    """A run's decoder on its devices.
+
+    Attributes:
+        spec: The decoder. It may have more slots than asked for, so that they divide
+            among replicas.
+        layout: Its stages.
+        lanes: The lanes for which windows are packed.
+        cost: Estimated time of a microbatch on each stage.
+    """
+
+    spec: DecoderSpec
+    layout: Layout
+    lanes: Lanes
+    cost: CostModel
+
+    def pipeline_figures(self, schedule: Schedule) -> dict[str, Any]:
+        """Predicts how busy the stages are during a window; empty without stages.
+
+        Returns:
+            `bubble`, the fraction of the time of all stages in which nothing runs, and
+            `stages`, the fraction of the window in which each stage works.
+        """
+        pipeline, lanes = self.lanes.pipeline, self.lanes.num_lanes
+        if pipeline.num_stages == 1:
+            return {}
+        found = simulate(schedule, self.cost, pipeline, num_lanes=lanes)
+        busy = [round(share, 4) for share in found.utilization]
+        return {"bubble": round(found.bubble, 4), "stages": busy}
+
+
 def plan_layout(
     config: RunConfig,
     plan: MeshPlan,
@@ -75,7 +110,7 @@ def plan_layout(
     model: BaseModel,
     runs: Sequence[JobRun],
     capacity: int,
-) -> tuple[DecoderSpec, Layout, Lanes]:
+) -> PlacedRun:
     """Lays the decoder out on the mesh, and decides whether replicas share jobs.
 
     Args:
@@ -86,12 +121,11 @@ def plan_layout(
         runs: Jobs of the run.
         capacity: Capacity of a microbatch, in tokens.
 
-    Returns:
-        The decoder, whose slots may be more than asked for, so that they divide among
-        replicas; its layout; and the lanes for which windows are packed.
     """
+    cost = _cost(spec, plan.borders, capacity)
     if not plan.has_mesh:
-        return spec, Layout.on_one_device(spec, model.params), Lanes()
+        layout = Layout.on_one_device(spec, model.params)
+        return PlacedRun(spec=spec, layout=layout, lanes=ONE_LANE, cost=cost)
     assert spec.slots is not None
     sizes = plan.sizes
     loads = [
@@ -115,7 +149,21 @@ def plan_layout(
     if sizes.data > 1:
         logger.info("replicas: %s", dealing.reason)
     logger.info("mesh %s: %s", sizes, _described(layout))
-    return spec, layout, lanes
+    return PlacedRun(spec=spec, layout=layout, lanes=lanes, cost=cost)
+
+
+def _cost(spec: DecoderSpec, borders: tuple[int, ...], capacity: int) -> CostModel:
+    """Estimates the time of microbatches that all run in one shape."""
+    seconds = decoder_seconds(spec, find_speed(jax.devices()[0].device_kind))
+
+    def of_tokens(time: float) -> AffineCost:
+        return AffineCost(base=0.0, per_token=time, per_square=0.0)
+
+    stages = tuple(
+        StageCost(forward=of_tokens(one.forward), backward=of_tokens(one.backward))
+        for one in seconds.stages(borders)
+    )
+    return CostModel(stages=stages, buckets=(capacity,))
 
 
 def _described(layout: Layout) -> str:

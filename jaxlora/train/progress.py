@@ -44,14 +44,14 @@ class Progress:
     def __exit__(self, *_) -> None:
         self._bars.stop()
 
-    def update(self, tokens_per_second: float | None = None) -> None:
+    def update(self, speed: str | None = None) -> None:
         """Updates the bars.
 
         Args:
-            tokens_per_second: Speed in the latest window; None: unchanged.
+            speed: Speed in the latest window, as words; None: unchanged.
         """
-        if tokens_per_second is not None:
-            self._speed = f"  {tokens_per_second:,.0f} tok/s"
+        if speed is not None:
+            self._speed = f"  {speed}"
         for run in self._runs:
             name = run.job.name
             if run.progress.status == "waiting":
@@ -71,23 +71,23 @@ class Progress:
         self,
         number: int,
         outcomes: Mapping[str, StepOutcome],
-        tokens_per_second: float,
+        speed: str,
     ) -> None:
         """Logs one line, if no bars are shown.
 
         Args:
             number: Rounds done.
             outcomes: The latest step of each job, by job name.
-            tokens_per_second: Speed in the latest window.
+            speed: Speed in the latest window, as words.
         """
         if self._on_terminal:
             return
         losses = ", ".join(f"{name} {o.loss:.3f}" for name, o in outcomes.items())
         logger.info(
-            "round %d: %s | %s tok/s | %s left",
+            "round %d: %s | %s | %s left",
             number,
             losses,
-            f"{tokens_per_second:,.0f}",
+            speed,
             self._time_left(),
         )
 

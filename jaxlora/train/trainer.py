@@ -104,9 +104,8 @@ class Trainer:
         )
         self.config = settle(config, spec, self._bounds)
         capacity = self.config.limits.capacity
-        self._spec, self._layout, self._lanes = plan_layout(
-            config, mesh, spec, self.model, self.runs, capacity
-        )
+        self._placed = plan_layout(config, mesh, spec, self.model, self.runs, capacity)
+        self._spec, self._layout = self._placed.spec, self._placed.layout
         for run in self.runs:
             self._check_fits(run)
         self._slots = self._layout.empty_slots()
@@ -242,7 +241,11 @@ class Trainer:
                 self._compile_stages()
             else:
                 self.config = settle(
-                    self.config, self._spec, self._bounds, self._compile_step
+                    self.config,
+                    self._spec,
+                    self._bounds,
+                    self._compile_step,
+                    is_dealt=self._placed.lanes.dealt,
                 )
             interrupted = self._run(resume, on_window)
             result = RunResult(
@@ -300,7 +303,7 @@ class Trainer:
             self.runs,
             executor,
             num_slots=self._spec.slots.num_slots,
-            lanes=self._lanes,
+            placed=self._placed,
             first_round=self._round,
             requests=self._requests,
             export=self._export,

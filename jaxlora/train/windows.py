@@ -11,13 +11,15 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from jaxlora.config import RunConfig
-from jaxlora.scheduler import Lanes, Sample
+from jaxlora.scheduler import Sample
 from jaxlora.scheduler.lanes import ONE_LANE
 from jaxlora.scheduler.stream import PlanAhead, Planned
 from jaxlora.train.executor import Executor, Outcomes, StepOutcome, Window
 from jaxlora.train.job_run import JobRun
+from jaxlora.train.mesh_plan import PlacedRun
 from jaxlora.train.next_window import (
     JobPosition,
     assign_slots,
@@ -48,7 +50,7 @@ class Windows:
         executor: Executor,
         *,
         num_slots: int,
-        lanes: Lanes = ONE_LANE,
+        placed: PlacedRun | None = None,
         first_round: int,
         requests: Requests,
         export: Callable[[JobRun], None],
@@ -62,7 +64,7 @@ class Windows:
             runs: Jobs of the run; more may be added between windows.
             executor: Runs the windows.
             num_slots: Number of slots of the executor.
-            lanes: How the executor's devices consume microbatches.
+            placed: The devices of the executor; None: one device.
             first_round: Rounds done before.
             requests: Requests to stop and to pause jobs; more may come at any time.
             export: Writes a job's adapter.
@@ -70,7 +72,9 @@ class Windows:
             progress: Display of the progress.
         """
         self._config, self._runs = config, runs
-        self._executor, self._num_slots, self._lanes = executor, num_slots, lanes
+        self._executor, self._num_slots = executor, num_slots
+        self._placed = placed
+        self._lanes = lanes = ONE_LANE if placed is None else placed.lanes
         self._requests, self._export = requests, export
         self._log, self._progress = log, progress
         self._plans = PlanAhead(
@@ -225,11 +229,14 @@ class Windows:
         seconds = time.perf_counter() - began - self._untimed_seconds
         before = self.round
         self.round += max(self._steps_now.values())
-        self._log_window(planned, num_microbatches, num_tokens, seconds)
-        self._progress.update(num_tokens / seconds)
+        figures = self._log_window(planned, num_microbatches, num_tokens, seconds)
+        speed = f"{num_tokens / seconds:,.0f} tok/s"
+        if "bubble" in figures:
+            speed += f" | bubble {figures['bubble']:.1%} by estimate"
+        self._progress.update(speed)
         every = self._config.log_every
         if self.round // every > before // every:
-            self._progress.log_line(self.round, self._latest, num_tokens / seconds)
+            self._progress.log_line(self.round, self._latest, speed)
 
     def _plan_ahead(self, positions: Sequence[JobPosition]) -> None:
         """Starts planning the window that follows if no job joins or ends early."""
@@ -278,7 +285,11 @@ class Windows:
 
     def _log_window(
         self, planned: Planned, num_microbatches: int, num_tokens: int, seconds: float
-    ) -> None:
+    ) -> dict[str, Any]:
+        """Logs the figures of a window; returns those of its pipeline."""
+        figures = {}
+        if self._placed is not None:
+            figures = self._placed.pipeline_figures(planned.schedule)
         rows = num_microbatches * self._config.limits.capacity
         self._log.event(
             "window",
@@ -292,6 +303,7 @@ class Windows:
             planned_ahead=planned.ahead,
             planning_seconds=round(planned.waited_seconds, 4),
             left_out=self._left_out,
+            **figures,
         )
         for name, count in self._left_out.items():
             logger.info(
@@ -299,6 +311,7 @@ class Windows:
                 name,
                 count,
             )
+        return figures
 
     def _evaluate(self, runs: Sequence[JobRun]) -> None:
         if not runs:
