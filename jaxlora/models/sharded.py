@@ -93,6 +93,8 @@ def run_sharded_layers(
     Returns:
         Hidden states after the last layer, and before it.
     """
+    # Lengths are sizes of the program, not values; as inputs they would be traced.
+    lengths, rows = rows.lengths, rows._replace(lengths=None)
     token = jax.lax.stop_gradient(h)
     for i, layer in layers.items():
         graph, tables, shards, rest = nnx.split(layer, nnx.LoRAParam, _is_large, ...)
@@ -102,7 +104,7 @@ def run_sharded_layers(
         def run(h, tables, weights, inputs, graph=graph, tree=tree):
             rest, rows, routing = inputs
             whole = nnx.merge(graph, tables, tree.unflatten(weights), rest)
-            return run_layer(whole, remat, h, rows, routing)
+            return run_layer(whole, remat, h, rows._replace(lengths=lengths), routing)
 
         h, token = run_gathered(
             run,
