@@ -94,7 +94,7 @@ def run_sharded_layers(
         Hidden states after the last layer, and before it.
     """
     # Lengths are sizes of the program, not values; as inputs they would be traced.
-    lengths, rows = rows.lengths, rows._replace(lengths=None)
+    *row_arrays, lengths = rows
     token = jax.lax.stop_gradient(h)
     for i, layer in layers.items():
         graph, tables, shards, rest = nnx.split(layer, nnx.LoRAParam, _is_large, ...)
@@ -102,9 +102,9 @@ def run_sharded_layers(
         paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(shards)]
 
         def run(h, tables, weights, inputs, graph=graph, tree=tree):
-            rest, rows, routing = inputs
+            rest, arrays, routing = inputs
             whole = nnx.merge(graph, tables, tree.unflatten(weights), rest)
-            return run_layer(whole, remat, h, rows._replace(lengths=lengths), routing)
+            return run_layer(whole, remat, h, PackedRows(*arrays, lengths), routing)
 
         h, token = run_gathered(
             run,
@@ -112,7 +112,7 @@ def run_sharded_layers(
             h,
             tables,
             leaves,
-            (rest, rows, routing.for_layer(i)),
+            (rest, row_arrays, routing.for_layer(i)),
             token,
         )
     return end_layers(h, token), jax.lax.stop_gradient(token)
