@@ -94,7 +94,7 @@ def run_sharded_layers(
         Hidden states after the last layer, and before it.
     """
     # Lengths are sizes of the program, not values; as inputs they would be traced.
-    *row_arrays, lengths = rows
+    rope, local_rope, segment_ids, lengths = rows
     token = jax.lax.stop_gradient(h)
     for i, layer in layers.items():
         graph, tables, shards, rest = nnx.split(layer, nnx.LoRAParam, _is_large, ...)
@@ -102,9 +102,10 @@ def run_sharded_layers(
         paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(shards)]
 
         def run(h, tables, weights, inputs, graph=graph, tree=tree):
-            rest, arrays, routing = inputs
+            rest, (rope, local_rope, segment_ids), routing = inputs
+            rows = PackedRows(rope, local_rope, segment_ids, lengths)
             whole = nnx.merge(graph, tables, tree.unflatten(weights), rest)
-            return run_layer(whole, remat, h, PackedRows(*arrays, lengths), routing)
+            return run_layer(whole, remat, h, rows, routing)
 
         h, token = run_gathered(
             run,
@@ -112,7 +113,7 @@ def run_sharded_layers(
             h,
             tables,
             leaves,
-            (rest, row_arrays, routing.for_layer(i)),
+            (rest, (rope, local_rope, segment_ids), routing.for_layer(i)),
             token,
         )
     return end_layers(h, token), jax.lax.stop_gradient(token)
