@@ -161,6 +161,21 @@ def test_each_device_gets_the_losses_and_gradients_of_a_whole_decoder(
     assert_equal(got, wanted)
 
 
+def test_evaluation_gives_the_losses_of_a_whole_decoder():
+    spec = make_spec(fsdp=2)
+
+    def losses(spec, base, tables, batch):
+        return job_losses(spec, base, tables, settings(spec), batch, None)
+
+    def local(base, tables, batch):
+        return with_axis(losses(spec, base, tables, first(batch)))
+
+    args = *arrays(spec), batches(2)
+    got = on_devices(spec, local, PartitionSpec(), PER_DEVICE)(*args)
+    whole = functools.partial(losses, whole_spec(spec))
+    assert_equal(got, jax.jit(jax.vmap(whole, (None, None, 0)))(*args))
+
+
 def test_a_stage_keeps_only_activations_for_its_backward_program():
     """The backward pass of the first stage runs in a program of its own."""
     spec = make_spec(fsdp=2)
