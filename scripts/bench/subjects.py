@@ -22,6 +22,7 @@ SUBJECTS = {
     "kernels": Subject("kernels.benchmark", "LoRA linears against the frozen layer"),
     "step": Subject("step.benchmark", "training steps against peft and the base alone"),
     "joint": Subject("joint", "joint training against one job after the other"),
+    "mesh": Subject("mesh.benchmark", "pipelines and FSDP on the GPUs of a machine"),
     "scheduler": Subject("scheduler.benchmark", "packers on a simulated pipeline"),
     "fill": Subject("scheduler.fill", "how full microbatches are"),
     "scaling": Subject("scheduler.scaling", "simulated throughput of large meshes"),

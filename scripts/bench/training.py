@@ -100,7 +100,7 @@ class Training:
             self._start_adapters()
             slots: Any = np.arange(setup.num_jobs, dtype=np.int32)
             self._keys = SlotKeys(seed=slots, step=np.zeros_like(slots))
-            self._hyper = _hyper(setup.num_jobs)
+            self._hyper = usual_hyper(setup.num_jobs)
         began = time.perf_counter()
         with no_garbage_collection():
             for name, program in self._lowered(batch).items():
@@ -187,8 +187,8 @@ class Training:
         return max(found)
 
 
-def _hyper(num_jobs: int) -> Hyper:
-    """Makes usual settings, with which all slots take a step."""
+def usual_hyper(num_jobs: int) -> Hyper:
+    """Makes usual settings of an optimizer step, which all slots take."""
 
     def row(value: float, dtype: type = np.float32) -> Any:
         return np.full(num_jobs, value, dtype)

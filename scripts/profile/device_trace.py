@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ class Kernel:
         name: Name of the compiled kernel.
         instruction: Instruction of the program that it belongs to; "" if unknown.
         module: Name of the program; "" if unknown.
+        device: Number of the device on this machine.
         start_ms: Start time from an arbitrary origin.
         ms: Duration.
     """
@@ -28,6 +29,7 @@ class Kernel:
     module: str
     start_ms: float
     ms: float
+    device: int = 0
 
 
 def trace(run: Callable[[], object], repeats: int) -> list[Kernel]:
@@ -44,11 +46,11 @@ def trace(run: Callable[[], object], repeats: int) -> list[Kernel]:
         with warnings.catch_warnings():
             # The reader's types are deprecated.
             warnings.simplefilter("ignore", DeprecationWarning)
-            return list(_kernels(ProfileData.from_file(str(path))))
+            profile = ProfileData.from_file(str(path))
+            return list(_kernels(list(profile.planes)))
 
 
-def _kernels(profile: ProfileData) -> Iterator[Kernel]:
-    planes = list(profile.planes)
+def _kernels(planes: Sequence[Any]) -> Iterator[Kernel]:
     on_gpu = any(plane.name.startswith("/device:GPU") for plane in planes)
     for plane in planes:
         if not plane.name.startswith("/device:GPU" if on_gpu else "/host:CPU"):
@@ -66,7 +68,14 @@ def _kernels(profile: ProfileData) -> Iterator[Kernel]:
                         module=str(facts.get("hlo_module", "")),
                         start_ms=event.start_ns / 1e6,
                         ms=event.duration_ns / 1e6,
+                        device=_device(plane.name, facts),
                     )
+
+
+def _device(plane: str, facts: dict[str, Any]) -> int:
+    """Returns the device of an event; a GPU has a plane of its own, a CPU has not."""
+    _, is_gpu, number = plane.partition("/device:GPU:")
+    return int(number.split()[0] if is_gpu else facts.get("device_ordinal", 0))
 
 
 def busy_ms(kernels: list[Kernel]) -> float:

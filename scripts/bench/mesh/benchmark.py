@@ -1,0 +1,191 @@
+"""Measures pipelines and FSDP on the GPUs of one machine.
+
+Each mesh is measured in a process of its own. A pipeline gives the time of each pass
+alone; the bubble of windows of ragged lengths, measured and simulated from these times;
+the same samples one job after the other, with a drain between global batches, and in
+mLoRA's round robin; and a profiled window, drawn next to the simulated one. FSDP and
+one GPU give the time and the memory of a step, and the throughput of windows. Weights
+and tokens are random, and the lengths are those of summarization data sets.
+
+Each row is written as soon as it is measured: to DIR/mesh.jsonl, and with tables of all
+rows to DIR/mesh.md. Without a GPU, only the models tiny and wide-2 run.
+
+    jaxlora bench mesh --output-dir bench --seconds 600
+    jaxlora bench mesh --model llama-3.1-70b --layers 8 --output-dir bench70
+    JAX_NUM_CPU_DEVICES=2 jaxlora bench mesh --model tiny --layers 2
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxlora.bench.mesh.cases import Case
+from jaxlora.bench.mesh.results import Results, tables
+from jaxlora.bench.options import add_output_dir, add_training_options, make_parser
+from jaxlora.bench.report import needs_gpu
+from jaxlora.bench.shapes import LARGE, MODELS
+from jaxlora.errors import JaxloraError
+from jaxlora.pallas_kernels import BACKENDS
+from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
+
+# Collectives need memory that JAX has not reserved.
+ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}
+_ASK = "import jax; print(jax.device_count(), jax.default_backend())"
+
+
+def count_devices() -> tuple[int, bool]:
+    """Returns the number of devices, and whether they are GPUs.
+
+    A process of its own asks, as this one would keep memory of the devices.
+    """
+    command = [sys.executable, "-c", _ASK]
+    out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    number, backend = out.split()[-2:]
+    return int(number), backend == "gpu"
+
+
+def default_meshes(num_devices: int) -> list[str]:
+    """Returns a pipeline and FSDP over all devices, and one device.
+
+    Raises:
+        JaxloraError: There is one device only.
+    """
+    if num_devices < 2:
+        raise JaxloraError(
+            "`jaxlora bench mesh` measures several devices, and there is 1 here. Run "
+            "it where there are more, or give the meshes: --meshes fsdp=1."
+        )
+    return [f"stage={num_devices}", f"fsdp={num_devices}", ONE_DEVICE]
+
+
+def make_case(args: argparse.Namespace, mesh: str, num_devices: int) -> Case:
+    """Returns the case of a mesh.
+
+    One device gets a share of the samples, so that it takes as long as the others.
+    """
+    share = 1 if MeshSizes.parse(mesh).num_devices > 1 else num_devices
+    return Case(
+        model=args.model,
+        mesh=mesh,
+        num_layers=args.layers,
+        adapters=tuple(args.adapters),
+        num_microbatches=max(1, args.ticks // share),
+        batch_samples=args.batch_samples,
+        capacity=args.microbatch_tokens,
+        block_tokens=args.block_tokens,
+        longest_tokens=args.longest_tokens,
+        in_flight=tuple(args.in_flight),
+        rank=args.rank,
+        dropout=args.dropout,
+        dtype=args.dtype,
+        attention=args.attention,
+        implementation=args.implementation,
+        remat=args.remat,
+        repeats=args.repeats,
+        window_repeats=args.window_repeats,
+        traced_microbatches=args.traced_ticks,
+    )
+
+
+def share_of_time(meshes: Sequence[str]) -> float:
+    """Returns the share of the time left that the first of the meshes gets."""
+
+    def weight(mesh: str) -> int:
+        sizes = MeshSizes.parse(mesh)
+        return 4 if sizes.stage > 1 else min(2, sizes.num_devices)
+
+    return weight(meshes[0]) / sum(map(weight, meshes))
+
+
+def measure_alone(case: Case, folder: Path, seconds: float, limit: float) -> str | None:
+    """Measures a case in a process of its own; returns why it ended early, or None.
+
+    Args:
+        case: The case.
+        folder: Folder of the results.
+        seconds: Time after which no further part begins.
+        limit: Time after which the process is killed.
+    """
+    module, described = (
+        "jaxlora.bench.mesh.measure",
+        json.dumps(dataclasses.asdict(case)),
+    )
+    command = [sys.executable, "-m", module, described, str(seconds), str(folder)]
+    environment = ENVIRONMENT | os.environ
+    timeout = None if math.isinf(limit) else limit
+    try:
+        ended = subprocess.run(command, env=environment, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return f"it took more than {limit:.0f} s"
+    return f"its process ended with {ended.returncode}" if ended.returncode else None
+
+
+def parser() -> argparse.ArgumentParser:
+    """Makes the parser of the options."""
+    out = make_parser("mesh", __doc__)
+    add_output_dir(out)
+    out.add_argument("--model", choices=MODELS, default=LARGE)
+    add_training_options(out)
+    out.set_defaults(longest_tokens=4096)
+    out.add_argument(
+        "--meshes",
+        nargs="+",
+        metavar="MESH",
+        help="as in a run file; by default a pipeline and FSDP over all devices, and "
+        "one device",
+    )
+    out.add_argument("--adapters", type=int, nargs="+", default=[1, 2, 4])
+    out.add_argument("--batch-samples", type=int, default=16, help="of each job")
+    out.add_argument(
+        "--ticks",
+        type=int,
+        default=128,
+        help="full microbatches in a window; ticks of a pipeline of single devices",
+    )
+    out.add_argument(
+        "--in-flight",
+        type=int,
+        nargs="+",
+        default=[0],
+        help="ticks in flight on the first stage; 0 is the number of stages",
+    )
+    out.add_argument("--implementation", choices=["auto", *BACKENDS], default="auto")
+    out.add_argument("--remat", choices=["none", "mlp", "layer"], default="none")
+    out.add_argument("--repeats", type=int, default=10, help="of passes and steps")
+    out.add_argument("--window-repeats", type=int, default=1)
+    out.add_argument(
+        "--traced-ticks", type=int, default=16, help="in the profile; 0 for none"
+    )
+    out.add_argument("--seconds", type=float, default=math.inf, help="for all of it")
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the benchmark with the given options."""
+    args = parser().parse_args(argv)
+    end = time.monotonic() + args.seconds
+    num_devices, has_gpu = count_devices()
+    reason = needs_gpu(args.model, has_gpu)
+    if reason is not None:
+        raise JaxloraError(reason)
+    meshes = args.meshes or default_meshes(num_devices)
+    cases = [make_case(args, mesh, num_devices) for mesh in meshes]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.output_dir or Path(temporary)
+        for number, case in enumerate(cases):
+            left = end - time.monotonic()
+            share = left * share_of_time(meshes[number:])
+            # A part that began in time may take some of the time of those that follow.
+            limit = min(left, 1.25 * share + 10)
+            reason = measure_alone(case, folder, share, max(1.0, limit))
+            if reason is not None:
+                Results(folder).skip(case, "the rest", reason)
+        print(tables(Results(folder).rows))

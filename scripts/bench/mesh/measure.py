@@ -1,0 +1,283 @@
+"""Measures one mesh, in a process of its own.
+
+    python -m jaxlora.bench.mesh.measure CASE SECONDS [FOLDER]
+
+CASE is a `Case` in JSON. After the given number of seconds, no further part begins.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlora.bench.mesh.cases import Case, make_runs
+from jaxlora.bench.mesh.measured_timeline import measured_timeline
+from jaxlora.bench.mesh.mesh_training import MeshTraining
+from jaxlora.bench.mesh.orders import Order, windows
+from jaxlora.bench.mesh.pass_times import full_tick, measure_passes
+from jaxlora.bench.mesh.results import Results, columns_of
+from jaxlora.bench.report import Timing, about, needs_gpu, write_csv
+from jaxlora.bench.training import GIB, time_steps, usual_hyper
+from jaxlora.errors import JaxloraError
+from jaxlora.models.forward import SlotKeys
+from jaxlora.profile.device_trace import trace
+from jaxlora.scheduler import CostModel, simulate
+from jaxlora.scheduler.lanes import ticks_of
+from jaxlora.scheduler.picture import draw
+from jaxlora.scheduler.timeline import Timeline
+from jaxlora.train.compilation_cache import keep_compiled_programs
+
+Columns = dict[str, Any]
+
+
+def measure(case: Case, results: Results, seconds: float = math.inf) -> None:
+    """Measures all parts of a case for which there is time.
+
+    Args:
+        case: The mesh, and what runs on it.
+        results: Takes a row as soon as it is measured.
+        seconds: Time after which no further part begins.
+    """
+    deadline = time.monotonic() + seconds
+    reason = needs_gpu(case.model, jax.default_backend() == "gpu")
+    if reason is not None:
+        raise JaxloraError(reason)
+    for name, part in _Mesh(case, results).parts():
+        if time.monotonic() > deadline:
+            late = f"it would begin after the limit of {seconds:.0f} s"
+            results.skip(case, name, late)
+            continue
+        try:
+            part()
+        except (JaxloraError, ValueError, RuntimeError) as error:
+            results.skip(case, name, str(error)[:500])
+
+
+class _Mesh:
+    """The parts of a case, in the order in which they are measured."""
+
+    def __init__(self, case: Case, results: Results):
+        self._case, self._results = case, results
+        self._cost: CostModel | None = None
+        began = time.perf_counter()
+        self._training = MeshTraining(case)
+        jax.block_until_ready(self._training.bases)
+        self._weights_seconds = round(time.perf_counter() - began, 1)
+
+    def parts(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        """Yields the name of each part, and a function that measures it."""
+        sizes, adapters = self._case.sizes, sorted(self._case.adapters, reverse=True)
+        most = adapters[0]
+        yield "compile", self._compile
+        if sizes.stage == 1:
+            yield "step", self._step
+            yield self._window("together", most)
+            if sizes.num_devices > 1:
+                yield self._window("one by one", most)
+            return
+        yield "passes", self._passes
+        yield self._window("together", most, self._case.in_flight[0])
+        yield self._window("one by one", most)
+        if sizes.devices_per_stage == 1:
+            yield self._window("round robin", most)
+        if self._case.traced_microbatches:
+            yield "timeline", self._timeline
+        for in_flight in self._case.in_flight:
+            for number in adapters:
+                if (in_flight, number) != (self._case.in_flight[0], most):
+                    yield self._window("together", number, in_flight)
+
+    def _add(self, kind: str, **columns: Any) -> None:
+        end = about(jax.devices()[0].device_kind)
+        self._results.add(columns_of(self._case, kind) | columns | end)
+
+    def _compile(self) -> None:
+        """Compiles all programs, and runs each of them once."""
+        training = self._training
+        seconds = training.compile()
+        runs = make_runs(self._case, max(self._case.adapters), 1, training.start)
+        warm_up = windows("together", runs, self._case.limits, training.lanes())
+        training.seconds(warm_up)
+        options = training.spec.options
+        self._add(
+            "compile",
+            borders=training.borders,
+            kernels=options.implementation,
+            attention=options.attention,
+            remat=options.remat,
+            weights_seconds=self._weights_seconds,
+            compile_seconds=round(seconds, 1),
+            peak_gib=training.peak_gib(),
+        )
+
+    def _step(self) -> None:
+        """Times a full tick with the optimizer step of all jobs."""
+        training = self._training
+        (stage,), (table,) = training.layout.stages, training.slots.tables
+        (base,), num_jobs = training.bases, max(self._case.adapters)
+        rows = stage.placement.sharding(stage.placement.rows)
+        batch = jax.device_put(full_tick(training), rows)
+        slots: Any = np.arange(num_jobs, dtype=np.int32)
+        keys, hyper = SlotKeys(seed=slots, step=slots), usual_hyper(num_jobs)
+
+        def start() -> Callable[[], object]:
+            state = table.state
+            pending, *_ = stage.steps.accumulate(
+                base, state.params, state.pending, table.settings, batch, keys
+            )
+            state = dataclasses.replace(state, pending=pending)
+            table.state, result = stage.steps.step(state, hyper, ())
+            return functools.partial(jax.block_until_ready, result)
+
+        timing = Timing.of(time_steps(start, self._case.repeats))
+        training.load()
+        memory = training.step_memory()
+        self._add(
+            "step",
+            adapters=num_jobs,
+            step_ms=round(timing.median, 2),
+            p10_ms=round(timing.p10, 2),
+            p90_ms=round(timing.p90, 2),
+            argument_gib=round(memory.argument_size_in_bytes / GIB, 2),
+            temp_gib=round(memory.temp_size_in_bytes / GIB, 2),
+            peak_gib=training.peak_gib(),
+        )
+
+    def _passes(self) -> None:
+        """Times each pass of the pipeline on its own, and fits the cost model."""
+        found = measure_passes(self._training)
+        self._cost = found.cost
+        for name, points in found.points.items():
+            for p in points:
+                ms = round(1000 * p.seconds, 3)
+                columns = {"tokens": p.tokens, "squares": p.squares, "ms": ms}
+                self._add("pass", **{"pass": name}, **columns)
+        ms = round(1000 * found.cost.communication, 3)
+        columns = {"tokens": self._case.capacity, "squares": "", "ms": ms}
+        self._add("pass", **{"pass": "transfer"}, **columns)
+        self._add("fit", mape_percent=round(100 * found.mape, 2))
+
+    def _window(
+        self, order: Order, num_jobs: int, in_flight: int = 0
+    ) -> tuple[str, Callable[[], None]]:
+        run = functools.partial(self._time_window, order, num_jobs, in_flight)
+        return f"{order}, {num_jobs} adapters, in flight {in_flight or 'S'}", run
+
+    def _time_window(self, order: Order, num_jobs: int, in_flight: int) -> None:
+        """Times all samples of some jobs in one order."""
+        case, training, lanes = (
+            self._case,
+            self._training,
+            self._training.lanes(in_flight),
+        )
+        runs = make_runs(case, num_jobs, case.num_microbatches, training.start)
+        some = windows(order, runs, case.limits, lanes)
+        times = [training.seconds(some, in_flight) for _ in range(case.window_repeats)]
+        seconds = float(np.median(times))
+        tokens = sum(run.train_data.num_tokens for run in runs.values())
+        ticks = [
+            tick
+            for window in some
+            for tick in ticks_of(window.schedule.microbatches, lanes.num_lanes)
+        ]
+        bubbles = {}
+        if self._cost is not None:
+            schedules = [window.schedule for window in some]
+            bubbles = self._bubbles(schedules, lanes, self._cost, seconds)
+        self._add(
+            "window",
+            order=order,
+            adapters=num_jobs,
+            in_flight=in_flight or case.sizes.stage,
+            ticks=len(ticks),
+            no_ops=sum(not any(tick) for tick in ticks),
+            tokens=tokens,
+            seconds=round(seconds, 4),
+            all_seconds=[round(one, 4) for one in times],
+            tokens_per_second_gpu=round(tokens / seconds / case.sizes.num_devices, 1),
+            peak_gib=training.peak_gib(),
+            **bubbles,
+        )
+
+    def _bubbles(self, schedules, lanes, cost: CostModel, seconds: float) -> Columns:
+        """Returns the measured and the simulated bubble of windows in percent.
+
+        Both have the same work: the sum of the passes' own times. Optimizer steps and
+        transfers are part of the bubble.
+        """
+        n, num_stages = lanes.num_lanes, lanes.pipeline.num_stages
+        found = [simulate(s, cost, lanes.pipeline, num_lanes=n) for s in schedules]
+        simulated = sum(one.makespan for one in found)
+        busy = sum((1 - one.bubble) * num_stages * one.makespan for one in found)
+        percent = lambda time: round(100 * (1 - busy / (num_stages * time)), 2)
+        return {
+            "bubble_percent": percent(seconds),
+            "simulated_bubble_percent": percent(simulated),
+            "simulated_seconds": round(simulated, 4),
+        }
+
+    def _timeline(self) -> None:
+        """Profiles a short window, and draws it next to the simulated one."""
+        case, training, folder = self._case, self._training, self._results.folder
+        if self._cost is None:
+            raise JaxloraError("the passes were not measured, so nothing is simulated")
+        lanes, most = training.lanes(), max(case.adapters)
+        runs = make_runs(case, most, case.traced_microbatches, training.start)
+        (window,) = windows("together", runs, case.limits, lanes)
+        kernels = trace(lambda: training.run(window), 1)
+        devices = [
+            stage.placement.mesh.devices.flat[0].id  # type: ignore[union-attr]
+            for stage in training.layout.stages
+        ]
+        schedule, n = window.schedule, lanes.num_lanes
+        timelines = {
+            "measured": measured_timeline(kernels, devices, schedule, n),
+            "simulated": Timeline.simulated(
+                simulate(schedule, self._cost, lanes.pipeline, num_lanes=n)
+            ),
+        }
+        if folder is not None:
+            name = f"timeline_{case.model}_{case.mesh}"
+            draw(schedule, timelines, folder / f"{name}.png", num_lanes=n)
+            rows = [
+                {"timeline": title} | dataclasses.asdict(one)
+                for title, timeline in timelines.items()
+                for one in timeline.passes
+            ]
+            write_csv(folder / f"{name}.csv", rows)
+        measured, simulated = timelines["measured"], timelines["simulated"]
+        self._add(
+            "timeline",
+            adapters=most,
+            ticks=len(schedule.microbatches) // n,
+            seconds=round(measured.makespan, 4),
+            simulated_seconds=round(simulated.makespan, 4),
+            bubble_percent=round(100 * measured.bubble, 2),
+            simulated_bubble_percent=round(100 * simulated.bubble, 2),
+        )
+
+
+def main() -> None:
+    """Measures the case that the first argument describes in JSON."""
+    described = json.loads(sys.argv[1])
+    for name in ("adapters", "in_flight"):
+        described[name] = tuple(described[name])
+    keep_compiled_programs()
+    folder = Path(sys.argv[3]) if sys.argv[3:] else None
+    case, results = Case(**described), Results(folder)
+    try:
+        measure(case, results, float(sys.argv[2]))
+    except (JaxloraError, ValueError, RuntimeError) as error:
+        results.skip(case, "all", str(error)[:500])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""A run on a mesh with random weights, like the one in the trainer."""
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from jaxlora.adapters.slots import fresh_adapter
+from jaxlora.adapters.targets import resolve_targets
+from jaxlora.bench.mesh.cases import Case
+from jaxlora.bench.training import GIB
+from jaxlora.bench.weights import random_base
+from jaxlora.config import DataConfig, LoraJob
+from jaxlora.costs.device_speed import find_speed
+from jaxlora.costs.stages import stage_borders
+from jaxlora.errors import JaxloraError
+from jaxlora.hf.names import linear_names, linear_path
+from jaxlora.scheduler import Lanes, Pipeline
+from jaxlora.train.executor import Outcomes, Window
+from jaxlora.train.layout import Layout, base_placement, make_layout
+from jaxlora.train.staged_executor import StagedExecutor
+
+
+class MeshTraining:
+    """Programs, weights and slots of a run on a mesh.
+
+    Attributes:
+        case: What is measured.
+        spec: The whole decoder.
+        layout: The stages, with as many ticks in flight as stages.
+        slots: The slots, all of them with an adapter.
+        bases: Frozen weights of each stage.
+        start: The adapter that every job starts from.
+        borders: Layers at which the stages begin and end.
+    """
+
+    def __init__(self, case: Case):
+        """Makes the weights on the devices; nothing is compiled yet.
+
+        Raises:
+            ValueError: There are too few devices.
+            JaxloraError: There are fewer layers than stages.
+        """
+        self.case, setup, sizes = case, case.setup(), case.sizes
+        self.spec = setup.spec()
+        self.borders = stage_borders(
+            setup.model,
+            sizes.stage,
+            find_speed(jax.devices()[0].device_kind),
+            dtype=setup.options.dtype,
+            remat=setup.options.remat,
+        )
+        place = None
+        if sizes.num_devices > 1:
+            dtype = setup.options.dtype
+            place = base_placement(setup.model, dtype, sizes, self.borders)
+        params = random_base(self.spec.base_shapes(), place)
+        self.layout = (
+            Layout.on_one_device(self.spec, params)
+            if sizes.num_devices == 1
+            else make_layout(self.spec, sizes, self.borders)
+        )
+        self.bases = self.layout.bases(params)
+        self._params = params
+        self.start = self._fresh_adapter()
+        self.slots = self.layout.empty_slots()
+        self.load()
+
+    def _fresh_adapter(self):
+        shapes, names = self.spec.base_shapes(), linear_names(self.spec.config)
+        kernels = {n: shapes[f"{linear_path(n)}.kernel"] for n in names}
+        data = DataConfig(path="random")
+        job = LoraJob(
+            name="start", data=data, rank=self.case.rank, dropout=self.case.dropout
+        )
+        return fresh_adapter(job, resolve_targets(job, names), kernels)
+
+    def load(self) -> None:
+        """Puts the first adapter into all slots, without gradients and moments."""
+        for slot in range(max(self.case.adapters)):
+            self.slots.load(slot, self.start)
+
+    def lanes(self, in_flight: int = 0) -> Lanes:
+        """Returns the lanes for which windows are packed.
+
+        Args:
+            in_flight: Ticks in flight on the first stage; 0: the number of stages.
+        """
+        sizes = self.case.sizes
+        pipeline = Pipeline.one_f_one_b(sizes.stage, in_flight or sizes.stage)
+        return Lanes(data=sizes.data, fsdp=sizes.fsdp, pipeline=pipeline)
+
+    def compile(self) -> float:
+        """Compiles the passes of all stages at the same time; returns the seconds."""
+        stages = range(len(self.layout.stages))
+        began = time.perf_counter()
+        with ThreadPoolExecutor(len(stages)) as pool:
+            list(pool.map(self._compile_stage, stages))
+        return time.perf_counter() - began
+
+    def _compile_stage(self, number: int) -> None:
+        stage, table = self.layout.stages[number], self.slots.tables[number]
+        args = self.bases[number], table.state, table.settings, self.case.limits
+        stage.steps.compile_passes(*args, f"stage {number}")
+
+    def step_memory(self) -> Any:
+        """Returns the memory of the training step on each device, as XLA says."""
+        (stage,), (table,) = self.layout.stages, self.slots.tables
+        args = self.bases[0], table.state, table.settings, self.case.limits
+        return stage.steps.compile_accumulate(*args).memory_analysis()
+
+    def seconds(self, windows: Sequence[Window], in_flight: int = 0) -> float:
+        """Runs windows one after the other; returns the time until all is done.
+
+        The devices have nothing to do before and after. Everything that the trainer's
+        host does in a window is included: packing, uploads, and reading results.
+
+        Args:
+            windows: The windows.
+            in_flight: Ticks in flight on the first stage; 0: the number of stages.
+
+        Raises:
+            JaxloraError: A gradient is not finite, so that times mean nothing.
+        """
+        executor = self.executor(in_flight)
+        executor.wait()
+        began = time.perf_counter()
+        outcomes = [list(executor.run(window)) for window in windows]
+        executor.wait()
+        elapsed = time.perf_counter() - began
+        for items in outcomes:
+            _check_finite(items)
+        return elapsed
+
+    def run(self, window: Window) -> None:
+        """Runs a window, and waits for its end."""
+        executor = self.executor()
+        deque(executor.run(window), maxlen=0)
+        executor.wait()
+
+    def executor(self, in_flight: int = 0) -> StagedExecutor:
+        """Makes the executor of the run.
+
+        Args:
+            in_flight: Ticks in flight on the first stage; 0: the number of stages.
+        """
+        layout = self.layout
+        if in_flight:
+            layout = dataclasses.replace(layout, in_flight=in_flight)
+        return StagedExecutor(layout, self._params, self.slots, self.case.limits)
+
+    def peak_gib(self) -> float | None:
+        """Returns the largest peak memory of a device so far; None if it is unknown."""
+        used = jax.devices()[: self.case.sizes.num_devices]
+        stats = [device.memory_stats() for device in used]
+        peaks = [one["peak_bytes_in_use"] for one in stats if one]
+        return round(max(peaks) / GIB, 2) if peaks else None
+
+
+def _check_finite(items: Iterable[Outcomes]) -> None:
+    for item in items:
+        for slot, outcome in item.steps.items():
+            if not outcome.is_finite:
+                raise JaxloraError(
+                    f"the gradients of slot {slot} are not finite, so that times mean "
+                    "nothing. Use another model or dtype."
+                )

@@ -1,0 +1,77 @@
+"""The orders in which the same samples run: ours, and those of others."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from jaxlora.scheduler import Lanes, Limits, Sample, Schedule, mlora
+from jaxlora.train.executor import Window
+from jaxlora.train.job_run import JobRun
+from jaxlora.train.next_window import pack_window
+
+Order = Literal["together", "one by one", "round robin"]
+
+
+def windows(
+    order: Order, runs: Mapping[int, JobRun], limits: Limits, lanes: Lanes
+) -> list[Window]:
+    """Schedules all samples of some jobs.
+
+    - `together`: the planner packs the samples of all jobs.
+    - `one by one`: a window for each job, as if it ran alone. Its next global batch
+      enters a pipeline when the one before has drained, as in Megatron-LM. The samples
+      of a batch are packed to the capacity of microbatches.
+    - `round robin`: the jobs take turns, each with a global batch, and no microbatch
+      has samples of two jobs. This is mLoRA's order, for a pipeline.
+
+    Args:
+        order: The order.
+        runs: The jobs, by slot.
+        limits: Limits of a microbatch.
+        lanes: The lanes of the mesh.
+
+    Returns:
+        Windows that run one after the other.
+    """
+    if order == "one by one":
+        return [
+            Window(
+                runs={slot: run},
+                schedule=pack_window(samples_of({slot: run}), limits, "greedy", lanes),
+            )
+            for slot, run in runs.items()
+        ]
+    samples = samples_of(runs)
+    if order == "together":
+        schedule = pack_window(samples, limits, "joint", lanes)
+    else:
+        schedule = _round_robin(samples, limits, lanes)
+    return [Window(runs=runs, schedule=schedule)]
+
+
+def samples_of(runs: Mapping[int, JobRun]) -> list[Sample]:
+    """Returns all samples of some jobs, which they name by slot."""
+    return [
+        Sample(job=slot, batch=step, index=i, num_tokens=int(num_tokens))
+        for slot, run in runs.items()
+        for step in range(run.num_steps)
+        for i, num_tokens in enumerate(run.lengths(step))
+    ]
+
+
+def _round_robin(samples: Sequence[Sample], limits: Limits, lanes: Lanes) -> Schedule:
+    """Packs as mLoRA does, with as many samples in a microbatch as fit on average."""
+    assert lanes.num_lanes == 1
+    mean = sum(s.num_tokens for s in samples) / len(samples)
+    return mlora.pack(
+        samples,
+        limits,
+        lanes.pipeline,
+        samples_per_microbatch=max(1, round(limits.capacity / mean)),
+    )
+
+
+def count_steps(schedule: Schedule) -> int:
+    """Returns the number of optimizer steps of all jobs."""
+    microbatches = schedule.microbatches
+    return len({(s.job, s.batch) for s in itertools.chain.from_iterable(microbatches)})

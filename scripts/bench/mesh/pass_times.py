@@ -1,0 +1,219 @@
+"""The time of each pass of a pipeline when nothing else runs."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlora.bench.mesh.mesh_training import MeshTraining
+from jaxlora.bench.tokens import job_batch
+from jaxlora.bench.training import time_steps
+from jaxlora.data.pack import PackedBatch, pack_tick
+from jaxlora.models.forward import SlotKeys
+from jaxlora.scheduler import CostModel, StageCost
+from jaxlora.scheduler.calibrate import TimePoint, fit_time
+
+Start = Callable[[], Callable[[], object]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Probe:
+    """A microbatch of equal samples, which every lane of a tick runs.
+
+    Attributes:
+        packed: The rows of the tick.
+        tokens: Tokens of the microbatch.
+        squares: Sum of the squared lengths of its samples.
+    """
+
+    packed: PackedBatch
+    tokens: int
+    squares: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassTimes:
+    """Measured passes, and the cost model that they determine.
+
+    Attributes:
+        points: By the name of the pass ("F0" is the forward pass of stage 0, "B0" its
+            backward pass, "FB1" both passes of the last stage 1), the measurements.
+        cost: Fitted times in seconds. The passes of the last stage are half of the time
+            of both of them each, as nothing can lie between them.
+        mape: Largest mean absolute percentage error of a fit, as a fraction.
+    """
+
+    points: dict[str, list[TimePoint]]
+    cost: CostModel
+    mape: float
+
+
+def measure_passes(training: MeshTraining) -> PassTimes:
+    """Measures all passes of a pipeline and the transfers between its stages.
+
+    Each pass runs several times in a row on one stage, while the others are idle. The
+    gradients that the slots have afterwards are discarded.
+    """
+    timer = _Timer(training)
+    for probe in make_probes(training):
+        timer.measure(probe)
+    training.load()
+    fits = {name: fit_time(points) for name, points in timer.points.items()}
+    last = len(training.layout.stages) - 1
+    both = fits[f"FB{last}"].cost * 0.5
+    stages = [
+        StageCost(forward=fits[f"F{s}"].cost, backward=fits[f"B{s}"].cost)
+        for s in range(last)
+    ]
+    cost = CostModel(
+        stages=(*stages, StageCost(forward=both, backward=both)),
+        communication=float(np.median(timer.transfers)),
+    )
+    mape = max(fit.mape for fit in fits.values())
+    return PassTimes(points=timer.points, cost=cost, mape=mape)
+
+
+def make_probes(training: MeshTraining) -> list[Probe]:
+    """Makes microbatches of different lengths and fills, which determine a fit."""
+    case, longest = training.case, training.case.longest
+    half = case.limits.padded(case.capacity // 2)
+    return [
+        _probe(training, case.capacity, longest // 4),
+        _probe(training, case.capacity, longest // 2),
+        _probe(training, case.capacity, longest),
+        _probe(training, half, longest // 2),
+    ]
+
+
+def full_tick(training: MeshTraining) -> PackedBatch:
+    """Makes a tick whose microbatches are full of samples of medium length."""
+    return _probe(training, training.case.capacity, training.case.longest // 4).packed
+
+
+def _probe(training: MeshTraining, num_tokens: int, length: int) -> Probe:
+    case, rng = training.case, np.random.default_rng(0)
+    num_jobs = max(case.adapters)
+    num_blocks = num_tokens // case.block_tokens
+    shares = [len(x) for x in np.array_split(np.arange(num_blocks), num_jobs)]
+    batches, lengths = {}, []
+    for slot, share in enumerate(shares):
+        own = _equal(share * case.block_tokens, length)
+        if own:
+            vocab_size = training.spec.config.vocab_size
+            batches[slot] = job_batch(slot, own, vocab_size, rng)
+            lengths += own
+    microbatch = tuple(s for batch in batches.values() for s in batch.to_schedule())
+    lanes = [microbatch] * training.layout.num_lanes
+    return Probe(
+        packed=pack_tick(lanes, batches, case.limits),
+        tokens=sum(lengths),
+        squares=sum(length**2 for length in lengths),
+    )
+
+
+def _equal(total: int, length: int) -> list[int]:
+    """Returns lengths that add up to a total, all but the last one equal."""
+    rest = total % length
+    return [length] * (total // length) + ([rest] if rest > 1 else [])
+
+
+class _Timer:
+    """Runs the passes of a probe one by one.
+
+    Attributes:
+        points: The measurements of each pass, by name.
+        transfers: Seconds of transfers between neighboring stages.
+    """
+
+    def __init__(self, training: MeshTraining):
+        self._training, self._stages = training, training.layout.stages
+        slots = training.spec.slots
+        assert slots is not None
+        rows: Any = np.zeros(slots.num_slots, np.int32)
+        self._keys = SlotKeys(seed=rows, step=rows)
+        self.points: dict[str, list[TimePoint]] = {}
+        self.transfers: list[float] = []
+
+    def measure(self, probe: Probe) -> None:
+        """Runs a probe forward and backward through all stages."""
+        h: tuple[Any, ...] = ()
+        kept: list[Any] = []
+        last = len(self._stages) - 1
+        for stage in range(last):
+            forward = functools.partial(
+                self._stages[stage].steps.forward, *self._inputs(probe, stage), *h
+            )
+            self._time(f"F{stage}", probe, lambda forward=forward: _wait(forward()))
+            out, residuals = forward()
+            kept.append(residuals)
+            h = (self._send(out, stage + 1),)
+        dh = self._both(probe, last, h)
+        for stage in reversed(range(last)):
+            dh = self._backward(probe, stage, kept.pop(), self._send(dh, stage))
+
+    def _inputs(self, probe: Probe, stage: int) -> tuple[Any, ...]:
+        table, placement = self._training.slots.tables[stage], self._place(stage)
+        batch = jax.device_put(probe.packed, placement)
+        base = self._training.bases[stage]
+        return base, table.state.params, table.settings, batch, self._keys
+
+    def _both(self, probe: Probe, stage: int, h: tuple[Any, ...]) -> Any:
+        """Times the last stage; returns the gradient of its input."""
+        table = self._training.slots.tables[stage]
+        base, params, *inputs = self._inputs(probe, stage)
+        run, out = self._stages[stage].steps.accumulate, []
+
+        def start():
+            pending, _, dh = run(base, params, table.state.pending, *inputs, *h)
+            table.state = dataclasses.replace(table.state, pending=pending)
+            out[:] = [dh]
+            return _wait(jnp.copy(pending.is_finite))  # the next call takes the other
+
+        self._time(f"FB{stage}", probe, start)
+        return out[0]
+
+    def _backward(self, probe: Probe, stage: int, kept: Any, dh: Any) -> Any:
+        """Times a backward pass; returns the gradient of the stage's input."""
+        table, base = self._training.slots.tables[stage], self._training.bases[stage]
+        run, out = self._stages[stage].steps.backward, []
+
+        def start():
+            state = table.state
+            pending, before = run(base, state.params, kept, state.pending, dh)
+            table.state = dataclasses.replace(state, pending=pending)
+            out[:] = [before]
+            return _wait(jnp.copy(pending.is_finite))
+
+        self._time(f"B{stage}", probe, start)
+        return out[0]
+
+    def _time(self, name: str, probe: Probe, start: Start) -> None:
+        milliseconds = time_steps(start, self._training.case.repeats, warm_ups=2)
+        point = TimePoint(
+            tokens=self._training.case.limits.padded(probe.tokens),
+            squares=probe.squares,
+            seconds=float(np.median(milliseconds)) / 1000,
+        )
+        self.points.setdefault(name, []).append(point)
+
+    def _send(self, rows: Any, stage: int) -> Any:
+        """Times a transfer to a stage, and returns the rows there."""
+        jax.block_until_ready(rows)
+        place = self._place(stage)
+        times = time_steps(
+            lambda: _wait(jax.device_put(rows, place)), self._training.case.repeats
+        )
+        self.transfers.append(float(np.median(times)) / 1000)
+        return jax.device_put(rows, place)
+
+    def _place(self, stage: int) -> Any:
+        placement = self._stages[stage].placement
+        return placement.sharding(placement.rows)
+
+
+def _wait(made: Any) -> Callable[[], object]:
+    return functools.partial(jax.block_until_ready, made)

@@ -1,0 +1,149 @@
+"""The mesh benchmark, end to end on a tiny model and simulated devices."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxlora.bench.mesh import benchmark
+from jaxlora.bench.mesh.cases import Case
+from jaxlora.bench.mesh.measure import measure
+from jaxlora.bench.mesh.results import Results
+from jaxlora.bench.weights import random_base
+from jaxlora.errors import JaxloraError
+
+CASE = Case(
+    model="tiny",
+    mesh="stage=2",
+    adapters=(2,),
+    num_microbatches=4,
+    batch_samples=4,
+    capacity=128,
+    block_tokens=32,
+    longest_tokens=60,
+    dtype="float32",
+    repeats=2,
+    traced_microbatches=4,
+)
+TINY = (
+    "--model tiny --adapters 2 --ticks 4 --batch-samples 4 --microbatch-tokens 128 "
+    "--block-tokens 32 --longest-tokens 60 --dtype float32 --repeats 2 "
+    "--traced-ticks 0 --meshes fsdp=2 fsdp=1 --output-dir"
+)
+
+
+def of_kind(results, kind):
+    return [row for row in results.rows if row["kind"] == kind]
+
+
+def test_a_pipeline(tmp_path):
+    results = Results(tmp_path)
+    measure(CASE, results)
+    assert not of_kind(results, "skipped"), results.rows
+    orders = [row["order"] for row in of_kind(results, "window")]
+    assert orders == ["together", "one by one", "round robin"]
+    for row in of_kind(results, "window"):
+        assert row["simulated_bubble_percent"] < 100
+        # The work is the same, so the bubbles tell which of the two took longer.
+        is_slower = row["seconds"] > row["simulated_seconds"]
+        more = row["bubble_percent"] > row["simulated_bubble_percent"]
+        assert is_slower == more
+    assert len({row["tokens"] for row in of_kind(results, "window")}) == 1
+    names = [row["pass"] for row in of_kind(results, "pass")]
+    assert names == ["F0"] * 4 + ["FB1"] * 4 + ["B0"] * 4 + ["transfer"]
+    (timeline,) = of_kind(results, "timeline")
+    assert timeline["seconds"] > 0
+    assert (tmp_path / "timeline_tiny_stage=2.png").exists()
+    lines = (tmp_path / "mesh.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == results.rows
+    assert "| one by one | stage=2 | 2 |" in (tmp_path / "mesh.md").read_text()
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Measures cases here, and lets those of one device end early."""
+
+    def alone(case, folder, seconds, limit):
+        if case.mesh == "fsdp=1":
+            return "it took more than 1 s"
+        measure(case, Results(folder))
+        return None
+
+    monkeypatch.setattr(benchmark, "measure_alone", alone)
+    monkeypatch.setattr(benchmark, "count_devices", lambda: (8, False))
+
+
+def test_fsdp(tmp_path, in_this_process, capsys):
+    benchmark.main([*TINY.split(), str(tmp_path)])
+    results = Results(tmp_path)
+    (step,) = of_kind(results, "step")
+    assert (step["mesh"], step["gpus"], step["adapters"]) == ("fsdp=2", 2, 2)
+    assert step["temp_gib"] >= 0
+    windows = [(r["order"], r["ticks"]) for r in of_kind(results, "window")]
+    assert [order for order, _ in windows] == ["together", "one by one"]
+    (skipped,) = of_kind(results, "skipped")
+    assert (skipped["mesh"], skipped["reason"]) == ("fsdp=1", "it took more than 1 s")
+    printed = capsys.readouterr().out
+    assert "| fsdp=1 | the rest | it took more than 1 s |" in printed
+
+
+def test_parts_begin_before_the_limit_only():
+    results = Results(None)
+    measure(dataclasses.replace(CASE, mesh="fsdp=1"), results, seconds=-1)
+    assert [row["part"] for row in results.rows] == [
+        "compile",
+        "step",
+        "together, 2 adapters, in flight S",
+    ]
+    assert all("after the limit" in row["reason"] for row in results.rows)
+
+
+def test_ratios_are_to_the_same_samples_and_to_one_device():
+    def window(mesh, order, seconds, gpus=2, tokens=100):
+        return {
+            **{"kind": "window", "model": "m", "layers": 1, "capacity": 8},
+            **{"mesh": mesh, "gpus": gpus, "order": order, "adapters": 4},
+            **{"in_flight": gpus, "tokens": tokens, "seconds": seconds},
+            "tokens_per_second_gpu": tokens / seconds / gpus,
+        }
+
+    results = Results(None)
+    for row in (
+        window("stage=2", "together", 2.0),
+        window("stage=2", "one by one", 3.0),
+        window("fsdp=2", "together", 2.5),
+        window("fsdp=1", "together", 2.0, gpus=1, tokens=50),
+    ):
+        results.add(row)
+    made = benchmark.tables(results.rows)
+    assert "| one by one | stage=2 | 4 | 3.0 | 2.0 | 1.50 |" in made
+    assert "| fsdp=2 | 4 | 2 | 100 | 2.5 | 20.0 | 0.800 |" in made
+
+
+def test_time_is_shared_by_what_is_left():
+    meshes = ["stage=4", "fsdp=4", "fsdp=1"]
+    shares = [benchmark.share_of_time(meshes[i:]) for i in range(3)]
+    assert shares == [4 / 7, 2 / 3, 1]
+
+
+def test_one_device_is_too_few():
+    assert benchmark.default_meshes(2) == ["stage=2", "fsdp=2", "fsdp=1"]
+    with pytest.raises(JaxloraError, match="there is 1 here"):
+        benchmark.default_meshes(1)
+
+
+def test_weights_do_not_depend_on_their_placement():
+    shapes = {
+        "layers.0.self_attn.q_proj.kernel": jax.ShapeDtypeStruct((8, 4), np.float32),
+        "norm.scale": jax.ShapeDtypeStruct((8,), np.float32),
+    }
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("fsdp",))
+    place = NamedSharding(mesh, PartitionSpec("fsdp"))
+    here = random_base(shapes)
+    there = random_base(shapes, lambda path, shape: place)
+    for path, array in there.items():
+        assert array.sharding == place
+        np.testing.assert_array_equal(array, here[path])
