@@ -2,9 +2,18 @@
 
 from collections.abc import Sequence
 
+import jax
+
 from jaxlora.config import RunConfig
-from jaxlora.scheduler import Lanes, Pipeline
+from jaxlora.costs.device_speed import find_speed
+from jaxlora.costs.stages import decoder_seconds, stage_borders
+from jaxlora.families.model_config import ModelConfig
+from jaxlora.hf.load import base_dtype
+from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.scheduler import AffineCost, CostModel, Lanes, Pipeline, StageCost
 from jaxlora.scheduler.replicas import Dealing, Load, decide_dealing
+from jaxlora.train.next_window import fixed_shape_cost
 
 
 def run_lanes(
@@ -24,3 +33,35 @@ def run_lanes(
     pipeline = Pipeline.one_f_one_b(sizes.stage, in_flight)
     lanes = Lanes(data=sizes.data, fsdp=sizes.fsdp, pipeline=pipeline)
     return decide_dealing(loads, lanes, capacity, num_slots)
+
+
+def window_cost(config: RunConfig, model: ModelConfig) -> CostModel:
+    """Returns the cost of microbatches that all run in one shape, on each stage.
+
+    The unit is the time that the whole model takes for one token on one device.
+
+    Args:
+        config: The run, with a mesh and a capacity.
+        model: Architecture of the model.
+    """
+    num_stages, capacity = config.mesh_sizes.stage, config.limits.capacity
+    if num_stages == 1:
+        return fixed_shape_cost(capacity)
+    dtype, speed = (
+        base_dtype(config.dtype),
+        find_speed(jax.local_devices()[0].device_kind),
+    )
+    borders = stage_borders(model, num_stages, speed, dtype=dtype, remat=config.remat)
+    options = DecoderOptions(dtype=dtype, remat=config.remat, max_segment_tokens=1)
+    spec = DecoderSpec(config=model, options=options)
+    times = decoder_seconds(spec, speed).stages(borders)
+    whole = sum(time.both for time in times)
+
+    def share(seconds: float) -> AffineCost:
+        return AffineCost(base=0.0, per_token=seconds / whole, per_square=0.0)
+
+    stages = [
+        StageCost(forward=share(time.forward), backward=share(time.backward))
+        for time in times
+    ]
+    return CostModel(stages=tuple(stages), buckets=(capacity,))

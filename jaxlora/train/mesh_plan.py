@@ -9,18 +9,18 @@ import jax
 
 from jaxlora.config import RunConfig
 from jaxlora.costs.device_speed import find_speed
-from jaxlora.costs.stages import decoder_seconds, stage_borders
+from jaxlora.costs.stages import stage_borders
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import BaseModel, Place, base_dtype
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.scheduler import AffineCost, CostModel, Lanes, Schedule, StageCost
+from jaxlora.scheduler import CostModel, Lanes, Schedule
 from jaxlora.scheduler.lanes import ONE_LANE
 from jaxlora.scheduler.replicas import Load
 from jaxlora.scheduler.simulate import simulate
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.job_run import JobRun
-from jaxlora.train.lanes import run_lanes
+from jaxlora.train.lanes import run_lanes, window_cost
 from jaxlora.train.layout import Layout, base_placement, make_layout
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ def plan_layout(
         capacity: Capacity of a microbatch, in tokens.
 
     """
-    cost = _cost(spec, plan.borders, capacity)
+    cost = window_cost(config.replace(microbatch_tokens=capacity), model.config)
     if not plan.has_mesh:
         layout = Layout.on_one_device(spec, model.params)
         return PlacedRun(spec=spec, layout=layout, lanes=ONE_LANE, cost=cost)
@@ -150,20 +150,6 @@ def plan_layout(
         logger.info("replicas: %s", dealing.reason)
     logger.info("mesh %s: %s", sizes, _described(layout))
     return PlacedRun(spec=spec, layout=layout, lanes=lanes, cost=cost)
-
-
-def _cost(spec: DecoderSpec, borders: tuple[int, ...], capacity: int) -> CostModel:
-    """Estimates the time of microbatches that all run in one shape."""
-    seconds = decoder_seconds(spec, find_speed(jax.devices()[0].device_kind))
-
-    def of_tokens(time: float) -> AffineCost:
-        return AffineCost(base=0.0, per_token=time, per_square=0.0)
-
-    stages = tuple(
-        StageCost(forward=of_tokens(one.forward), backward=of_tokens(one.backward))
-        for one in seconds.stages(borders)
-    )
-    return CostModel(stages=stages, buckets=(capacity,))
 
 
 def _described(layout: Layout) -> str:

@@ -18,7 +18,6 @@ from jaxlora.hf.load import BaseModel, load_model
 from jaxlora.hf.names import linear_names
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.capacity import settle
-from jaxlora.plan import settle_mesh
 from jaxlora.scheduler import Limits
 from jaxlora.train import prepare
 from jaxlora.train.checkpoint import Checkpoints
@@ -29,6 +28,7 @@ from jaxlora.train.interrupt import StopRequest
 from jaxlora.train.job_run import JobProgress, JobRun
 from jaxlora.train.job_states import job_states, restore_jobs
 from jaxlora.train.mesh_plan import plan_layout, plan_mesh
+from jaxlora.train.planned_jobs import settle_mesh
 from jaxlora.train.progress import Progress
 from jaxlora.train.read_checkpoint import newest_checkpoint
 from jaxlora.train.report import RunResult, job_result, write_report

@@ -3,8 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
-from jaxlora.auto_mesh.machine import Machine
-from jaxlora.auto_mesh.predict import window_seconds
 from jaxlora.config import RunConfig
 from jaxlora.costs.stages import stage_specs
 from jaxlora.errors import ConfigError
@@ -17,6 +15,8 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import Lanes
 from jaxlora.scheduler.replicas import Load
 from jaxlora.sharding.mesh_sizes import MeshSizes
+from jaxlora.train.auto_mesh.machine import Machine
+from jaxlora.train.auto_mesh.predict import window_seconds
 from jaxlora.train.lanes import run_lanes
 from jaxlora.train.next_window import (
     JobPosition,

@@ -4,8 +4,6 @@ import dataclasses
 
 import pytest
 
-from jaxlora.auto_mesh.choose import Demand, MeshChoice, choose_mesh
-from jaxlora.auto_mesh.machine import Machine, this_machine
 from jaxlora.config import RunConfig
 from jaxlora.costs.device_speed import UNKNOWN_DEVICE, find_speed
 from jaxlora.errors import ConfigError
@@ -13,6 +11,8 @@ from jaxlora.families.model_config import ModelConfig
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.device import DeviceMemory
 from jaxlora.sharding.mesh_sizes import MeshSizes
+from jaxlora.train.auto_mesh.choose import Demand, MeshChoice, choose_mesh
+from jaxlora.train.auto_mesh.machine import Machine, this_machine
 from jaxlora.train.next_window import JobPosition
 from tests.llama import LLAMA_8B, LLAMA_70B, decoder
 
