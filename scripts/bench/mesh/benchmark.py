@@ -16,8 +16,6 @@ rows to DIR/mesh.md. Without a GPU, only the models tiny and wide-2 run.
 """
 
 import argparse
-import dataclasses
-import json
 import math
 import os
 import subprocess
@@ -27,10 +25,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxlora.bench.mesh.cases import Case
+from jaxlora.bench.mesh.cases import DATA_SETS, Case
 from jaxlora.bench.mesh.results import Results, tables
 from jaxlora.bench.options import add_output_dir, add_training_options, make_parser
 from jaxlora.bench.report import needs_gpu
+from jaxlora.bench.scheduler.lengths import SHAPES, WORDS_AND_SIGMA
 from jaxlora.bench.shapes import LARGE, MODELS
 from jaxlora.errors import JaxloraError
 from jaxlora.pallas_kernels import BACKENDS
@@ -78,7 +77,9 @@ def make_case(args: argparse.Namespace, mesh: str, num_devices: int) -> Case:
         num_layers=args.layers,
         adapters=tuple(args.adapters),
         num_microbatches=max(1, args.ticks // share),
+        data_sets=tuple(args.data_sets),
         batch_samples=args.batch_samples,
+        round_robin_samples=args.round_robin_samples,
         capacity=args.microbatch_tokens,
         block_tokens=args.block_tokens,
         longest_tokens=args.longest_tokens,
@@ -96,13 +97,12 @@ def make_case(args: argparse.Namespace, mesh: str, num_devices: int) -> Case:
 
 
 def share_of_time(meshes: Sequence[str]) -> float:
-    """Returns the share of the time left that the first of the meshes gets."""
+    """Returns the share of the time left that the first of the meshes gets.
 
-    def weight(mesh: str) -> int:
-        sizes = MeshSizes.parse(mesh)
-        return 4 if sizes.stage > 1 else min(2, sizes.num_devices)
-
-    return weight(meshes[0]) / sum(map(weight, meshes))
+    A pipeline has about twice as many parts as another mesh.
+    """
+    weights = [2 if MeshSizes.parse(mesh).stage > 1 else 1 for mesh in meshes]
+    return weights[0] / sum(weights)
 
 
 def measure_alone(case: Case, folder: Path, seconds: float, limit: float) -> str | None:
@@ -114,17 +114,14 @@ def measure_alone(case: Case, folder: Path, seconds: float, limit: float) -> str
         seconds: Time after which no further part begins.
         limit: Time after which the process is killed.
     """
-    module, described = (
-        "jaxlora.bench.mesh.measure",
-        json.dumps(dataclasses.asdict(case)),
-    )
-    command = [sys.executable, "-m", module, described, str(seconds), str(folder)]
+    command = [sys.executable, "-m", "jaxlora.bench.mesh.measure", case.to_json()]
+    command += [str(seconds), str(folder)]
     environment = ENVIRONMENT | os.environ
     timeout = None if math.isinf(limit) else limit
     try:
         ended = subprocess.run(command, env=environment, timeout=timeout)
     except subprocess.TimeoutExpired:
-        return f"it took more than {limit:.0f} s"
+        return f"it took more than {limit:.3g} s"
     return f"its process ended with {ended.returncode}" if ended.returncode else None
 
 
@@ -143,7 +140,20 @@ def parser() -> argparse.ArgumentParser:
         "one device",
     )
     out.add_argument("--adapters", type=int, nargs="+", default=[1, 2, 4])
-    out.add_argument("--batch-samples", type=int, default=16, help="of each job")
+    out.add_argument(
+        "--data-sets",
+        nargs="+",
+        choices=[*WORDS_AND_SIGMA, "mix", *SHAPES],
+        default=DATA_SETS,
+        help="sources of the lengths of the jobs' samples, in the order of the jobs",
+    )
+    out.add_argument("--batch-samples", type=int, default=32, help="of each job")
+    out.add_argument(
+        "--round-robin-samples",
+        type=int,
+        default=0,
+        help="most samples in a microbatch of round robin; 0: as fit on average",
+    )
     out.add_argument(
         "--ticks",
         type=int,

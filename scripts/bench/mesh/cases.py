@@ -1,6 +1,7 @@
 """What one process of the mesh benchmark measures, and the jobs that it trains."""
 
 import dataclasses
+import json
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,8 +21,9 @@ from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.prepare import chosen_attention, kernels_unsupported
 
-# The data set whose lengths each job's samples have; see `bench.scheduler.lengths`.
-DATA_SETS = ("mix", "xsum", "wikisum", "cnn")
+# The sources of the jobs' lengths, in the order of the jobs; see
+# `bench.scheduler.lengths`.
+DATA_SETS = ("mix", "wikisum", "cnn", "xsum")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +36,11 @@ class Case:
         num_layers: Replaces the model's own number of layers, unless None.
         adapters: Numbers of adapters to measure.
         num_microbatches: Full microbatches of which all jobs together have the tokens.
+        data_sets: Source of the lengths of each job's samples. There are at least as
+            many as the most adapters.
         batch_samples: Samples in a global batch of each job.
+        round_robin_samples: Most samples in a microbatch of mLoRA's round robin; 0: as
+            many as fit on average.
         capacity: Tokens of a microbatch on each device.
         block_tokens: Tokens of a block.
         longest_tokens: Largest length of a sample.
@@ -57,7 +63,9 @@ class Case:
     num_layers: int | None = None
     adapters: tuple[int, ...] = (1, 2, 4)
     num_microbatches: int = 128
-    batch_samples: int = 16
+    data_sets: tuple[str, ...] = DATA_SETS
+    batch_samples: int = 32
+    round_robin_samples: int = 0
     capacity: int = 8192
     block_tokens: int = 64
     longest_tokens: int = 4096
@@ -73,11 +81,24 @@ class Case:
     traced_microbatches: int = 16
 
     def __post_init__(self):
-        if not self.adapters or not 1 <= min(self.adapters) <= max(self.adapters) <= 4:
+        most = len(self.data_sets)
+        if not self.adapters or not all(1 <= n <= most for n in self.adapters):
             raise ValueError(
-                f"adapters={self.adapters} must be numbers from 1 to {len(DATA_SETS)}, "
-                "one for each distribution of lengths."
+                f"adapters={self.adapters} must be numbers from 1 to {most}, as each "
+                "adapter has one of the data sets. Give more data sets, or the same "
+                "one several times."
             )
+
+    @classmethod
+    def from_json(cls, text: str) -> "Case":
+        """Reads what `to_json` writes."""
+        fields = json.loads(text)
+        lists = {k: tuple(v) for k, v in fields.items() if isinstance(v, list)}
+        return cls(**fields | lists)
+
+    def to_json(self) -> str:
+        """Describes the case in one line of JSON."""
+        return json.dumps(dataclasses.asdict(self))
 
     @property
     def sizes(self) -> MeshSizes:
@@ -148,7 +169,7 @@ def make_runs(
     rngs = [np.random.default_rng([0, slot]) for slot in range(num_jobs)]
     drawn: list[list[int]] = [[] for _ in rngs]
     while sum(map(sum, drawn)) < num_microbatches * case.capacity:
-        for name, own, rng in zip(DATA_SETS, drawn, rngs, strict=False):
+        for name, own, rng in zip(case.data_sets, drawn, rngs, strict=False):
             batch = lengths(name, case.batch_samples, rng)
             own += np.minimum(batch, case.longest).tolist()
     vocab_size = config_json(case.model)["vocab_size"]

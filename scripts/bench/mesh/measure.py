@@ -7,7 +7,6 @@ CASE is a `Case` in JSON. After the given number of seconds, no further part beg
 
 import dataclasses
 import functools
-import json
 import math
 import sys
 import time
@@ -179,7 +178,7 @@ class _Mesh:
             self._training.lanes(in_flight),
         )
         runs = make_runs(case, num_jobs, case.num_microbatches, training.start)
-        some = windows(order, runs, case.limits, lanes)
+        some = windows(order, runs, case.limits, lanes, case.round_robin_samples)
         times = [training.seconds(some, in_flight) for _ in range(case.window_repeats)]
         seconds = float(np.median(times))
         tokens = sum(run.train_data.num_tokens for run in runs.values())
@@ -196,6 +195,8 @@ class _Mesh:
             "window",
             order=order,
             adapters=num_jobs,
+            batch_samples=case.batch_samples,
+            data_sets=case.data_sets[:num_jobs],
             in_flight=in_flight or case.sizes.stage,
             ticks=len(ticks),
             no_ops=sum(not any(tick) for tick in ticks),
@@ -213,14 +214,15 @@ class _Mesh:
         Both have the same work: the sum of the passes' own times. Optimizer steps and
         transfers are part of the bubble.
         """
-        n, num_stages = lanes.num_lanes, lanes.pipeline.num_stages
+        n = lanes.num_lanes
         found = [simulate(s, cost, lanes.pipeline, num_lanes=n) for s in schedules]
         simulated = sum(one.makespan for one in found)
-        busy = sum((1 - one.bubble) * num_stages * one.makespan for one in found)
-        percent = lambda time: round(100 * (1 - busy / (num_stages * time)), 2)
+        busy = sum(one.makespan * np.array(one.utilization) for one in found)
+        bubble = lambda time: round(100 * float(1 - busy.mean() / time), 2)
         return {
-            "bubble_percent": percent(seconds),
-            "simulated_bubble_percent": percent(simulated),
+            "bubble_percent": bubble(seconds),
+            "simulated_bubble_percent": bubble(simulated),
+            "busy_percent_by_stage": np.round(100 * busy / seconds, 2).tolist(),
             "simulated_seconds": round(simulated, 4),
         }
 
@@ -267,12 +269,9 @@ class _Mesh:
 
 def main() -> None:
     """Measures the case that the first argument describes in JSON."""
-    described = json.loads(sys.argv[1])
-    for name in ("adapters", "in_flight"):
-        described[name] = tuple(described[name])
     keep_compiled_programs()
     folder = Path(sys.argv[3]) if sys.argv[3:] else None
-    case, results = Case(**described), Results(folder)
+    case, results = Case.from_json(sys.argv[1]), Results(folder)
     try:
         measure(case, results, float(sys.argv[2]))
     except (JaxloraError, ValueError, RuntimeError) as error:

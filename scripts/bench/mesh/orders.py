@@ -1,10 +1,9 @@
 """The orders in which the same samples run: ours, and those of others."""
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 
-from jaxlora.scheduler import Lanes, Limits, Sample, Schedule, mlora
+from jaxlora.scheduler import Lanes, Limits, Sample, mlora
 from jaxlora.train.executor import Window
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.next_window import pack_window
@@ -13,7 +12,11 @@ Order = Literal["together", "one by one", "round robin"]
 
 
 def windows(
-    order: Order, runs: Mapping[int, JobRun], limits: Limits, lanes: Lanes
+    order: Order,
+    runs: Mapping[int, JobRun],
+    limits: Limits,
+    lanes: Lanes,
+    round_robin_samples: int = 0,
 ) -> list[Window]:
     """Schedules all samples of some jobs.
 
@@ -29,6 +32,8 @@ def windows(
         runs: The jobs, by slot.
         limits: Limits of a microbatch.
         lanes: The lanes of the mesh.
+        round_robin_samples: Most samples in a microbatch of `round robin`; 0: as many
+            as fit on average.
 
     Returns:
         Windows that run one after the other.
@@ -45,7 +50,12 @@ def windows(
     if order == "together":
         schedule = pack_window(samples, limits, "joint", lanes)
     else:
-        schedule = _round_robin(samples, limits, lanes)
+        assert lanes.num_lanes == 1
+        mean = sum(s.num_tokens for s in samples) / len(samples)
+        most = round_robin_samples or max(1, round(limits.capacity / mean))
+        schedule = mlora.pack(
+            samples, limits, lanes.pipeline, samples_per_microbatch=most
+        )
     return [Window(runs=runs, schedule=schedule)]
 
 
@@ -57,21 +67,3 @@ def samples_of(runs: Mapping[int, JobRun]) -> list[Sample]:
         for step in range(run.num_steps)
         for i, num_tokens in enumerate(run.lengths(step))
     ]
-
-
-def _round_robin(samples: Sequence[Sample], limits: Limits, lanes: Lanes) -> Schedule:
-    """Packs as mLoRA does, with as many samples in a microbatch as fit on average."""
-    assert lanes.num_lanes == 1
-    mean = sum(s.num_tokens for s in samples) / len(samples)
-    return mlora.pack(
-        samples,
-        limits,
-        lanes.pipeline,
-        samples_per_microbatch=max(1, round(limits.capacity / mean)),
-    )
-
-
-def count_steps(schedule: Schedule) -> int:
-    """Returns the number of optimizer steps of all jobs."""
-    microbatches = schedule.microbatches
-    return len({(s.job, s.batch) for s in itertools.chain.from_iterable(microbatches)})

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 
 import jax
 import numpy as np
@@ -51,6 +52,8 @@ def test_a_pipeline(tmp_path):
         is_slower = row["seconds"] > row["simulated_seconds"]
         more = row["bubble_percent"] > row["simulated_bubble_percent"]
         assert is_slower == more
+        idle = [100 - percent for percent in row["busy_percent_by_stage"]]
+        assert sum(idle) / 2 == pytest.approx(row["bubble_percent"], abs=0.02)
     assert len({row["tokens"] for row in of_kind(results, "window")}) == 1
     names = [row["pass"] for row in of_kind(results, "pass")]
     assert names == ["F0"] * 4 + ["FB1"] * 4 + ["B0"] * 4 + ["transfer"]
@@ -126,7 +129,14 @@ def test_ratios_are_to_the_same_samples_and_to_one_device():
 def test_time_is_shared_by_what_is_left():
     meshes = ["stage=4", "fsdp=4", "fsdp=1"]
     shares = [benchmark.share_of_time(meshes[i:]) for i in range(3)]
-    assert shares == [4 / 7, 2 / 3, 1]
+    assert shares == [1 / 2, 1 / 2, 1]
+
+
+def test_a_process_that_takes_too_long_is_ended(tmp_path):
+    began = time.monotonic()
+    reason = benchmark.measure_alone(CASE, tmp_path, seconds=1, limit=0.1)
+    assert reason == "it took more than 0.1 s"
+    assert time.monotonic() - began < 10
 
 
 def test_one_device_is_too_few():

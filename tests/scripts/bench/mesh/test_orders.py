@@ -34,6 +34,16 @@ def test_every_order_runs_all_samples_by_the_rules(order):
     assert sorted(held, key=repr) == sorted(samples_of(runs), key=repr)
 
 
+def test_round_robin_has_at_most_so_many_samples_in_a_microbatch():
+    runs, lanes = make_runs(CASE, 2, 6, START), Lanes(pipeline=Pipeline.one_f_one_b(3))
+
+    def most(*limit):
+        (window,) = windows("round robin", runs, CASE.limits, lanes, *limit)
+        return max(map(len, window.schedule.microbatches))
+
+    assert most(1) == 1 < most()
+
+
 def test_one_job_after_the_other_drains_between_batches():
     """The pipeline is empty when a batch enters: S - 1 no-ops are before it."""
     runs = make_runs(CASE, 1, 8, START)
@@ -55,6 +65,10 @@ def test_jobs_depend_on_the_number_of_tokens_only():
         assert run.num_steps < again[slot].num_steps
         assert run.lengths(0) == again[slot].lengths(0)
     assert max(max(run.lengths(0)) for run in runs.values()) <= 400
+
+
+def test_a_case_goes_to_its_process_as_json():
+    assert Case.from_json(CASE.to_json()) == CASE
 
 
 def test_adapters_have_a_distribution_each():
