@@ -6,11 +6,10 @@ from collections.abc import Callable
 import pytest
 
 from jaxlora import LoraJob, RunConfig, Trainer
-from jaxlora.adapters.peft_import import import_peft
 from jaxlora.hf.load import BaseModel, load_model
-from jaxlora.train.prepare import linear_shapes
-from jaxlora.train.run_log import read_events
 from tests import tiny
+from tests.jaxlora.train.mesh_runs import MeshRuns
+from tests.jaxlora.train.outcome import Outcome
 
 TARGETS = (
     ("q_proj", "v_proj"),
@@ -58,37 +57,6 @@ def jobs(tmp_path_factory) -> tuple[LoraJob, ...]:
     return tuple(job(i) for i in range(8))
 
 
-class Outcome:
-    """Returns a run's adapters and the losses of every step and evaluation."""
-
-    def __init__(self, trainer: Trainer, result, model: BaseModel):
-        self.result = result
-        self.progress = {job.name: job.progress for job in result.jobs}
-        self.adapters = {
-            job.name: import_peft(job.folder, linear_shapes(model)).modules
-            for job in result.jobs
-            if job.folder
-        }
-        self.bytes = {
-            job.name: (job.folder / "adapter_model.safetensors").read_bytes()
-            for job in result.jobs
-            if job.folder
-        }
-        events = read_events(trainer.output_dir / "metrics.jsonl")
-        self.losses = {
-            name: [e["loss"] for e in events if is_of(e, "step", name)]
-            for name in self.progress
-        }
-        self.evals = {
-            name: [e["eval_loss"] for e in events if is_of(e, "eval", name)]
-            for name in self.progress
-        }
-
-
-def is_of(event: dict, kind: str, job: str) -> bool:
-    return event["event"] == kind and event.get("job") == job
-
-
 @pytest.fixture
 def train(model, tmp_path) -> Callable[..., Outcome]:
     """Trains jobs together; every call into its own folder."""
@@ -113,3 +81,33 @@ def train(model, tmp_path) -> Callable[..., Outcome]:
 
 def folder_of(outcome: Outcome) -> pathlib.Path:
     return outcome.result.output_dir
+
+
+@pytest.fixture(scope="session")
+def mesh_jobs(jobs) -> tuple[LoraJob, ...]:
+    """Four jobs that differ in everything, for `meshes`.
+
+    The first one adapts only the first layer and the fourth one only the last layer, so
+    all their gradients are on one pipeline stage. All but the second are clipped.
+    """
+    always = {"lr_schedule": "constant", "warmup_steps": 0, "max_grad_norm": 0.05}
+    first = {"target_modules": r"model\.layers\.0\..*(q|down)_proj"}
+    last = {"target_modules": r"model\.layers\.2\..*(gate|up)_proj"}
+    return (
+        jobs[0].model_copy(update=first | always),
+        jobs[1],
+        jobs[2],
+        jobs[3].model_copy(update=last | always),
+    )
+
+
+@pytest.fixture(scope="session")
+def small_jobs(mesh_jobs) -> tuple[LoraJob, ...]:
+    """The same jobs with batches of two samples, which replicas do not share."""
+    even = {"batch_size": 2, "steps": 4}
+    return tuple(job.model_copy(update=even) for job in mesh_jobs)
+
+
+@pytest.fixture(scope="session")
+def meshes(tmp_path_factory) -> MeshRuns:
+    return MeshRuns(tmp_path_factory.mktemp("meshes"))

@@ -1,0 +1,42 @@
+"""The results of a run, as tests compare them."""
+
+from jaxlora import Trainer
+from jaxlora.adapters.peft_import import import_peft
+from jaxlora.hf.load import BaseModel
+from jaxlora.train.prepare import linear_shapes
+from jaxlora.train.run_log import read_events
+
+
+class Outcome:
+    """Returns a run's adapters and the losses of every step and evaluation."""
+
+    def __init__(self, trainer: Trainer, result, model: BaseModel):
+        self.trainer, self.result = trainer, result
+        self.progress = {job.name: job.progress for job in result.jobs}
+        self.adapters = {
+            job.name: import_peft(job.folder, linear_shapes(model)).modules
+            for job in result.jobs
+            if job.folder
+        }
+        self.bytes = {
+            job.name: (job.folder / "adapter_model.safetensors").read_bytes()
+            for job in result.jobs
+            if job.folder
+        }
+        events = read_events(trainer.output_dir / "metrics.jsonl")
+        self.losses = {
+            name: [e["loss"] for e in events if is_of(e, "step", name)]
+            for name in self.progress
+        }
+        self.norms = {
+            name: [e["grad_norm"] for e in events if is_of(e, "step", name)]
+            for name in self.progress
+        }
+        self.evals = {
+            name: [e["eval_loss"] for e in events if is_of(e, "eval", name)]
+            for name in self.progress
+        }
+
+
+def is_of(event: dict, kind: str, job: str) -> bool:
+    return event["event"] == kind and event.get("job") == job

@@ -1,0 +1,61 @@
+"""A run on any mesh trains the adapters that one device trains."""
+
+import pytest
+
+from jaxlora import Trainer
+from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
+from tests.jaxlora.train.outcome import Outcome
+
+
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        ("fsdp=2", {}),
+        ("data=2", {}),
+        ("stage=2", {}),
+        ("stage=2,fsdp=2", {"pipeline_microbatches": 3, "remat": "mlp"}),
+    ],
+)
+def test_a_mesh_trains_what_one_device_trains(meshes, mesh_jobs, mesh, settings):
+    """Jobs of all lengths, ranks, targets and rates, with dropout."""
+    one = meshes.once("fsdp=1", mesh_jobs)
+    other = meshes.once(mesh, mesh_jobs, **settings)
+    assert not other.trainer._layout.stages[0].placement.is_dealt
+    assert_same_on_meshes(one, other)
+
+
+def test_a_head_of_its_own_on_the_last_stage(meshes, mesh_jobs):
+    """Three stages of a layer each, with more ticks in flight than stages."""
+    one = meshes.once("fsdp=1", mesh_jobs)
+    settings = {"model": str(meshes.untied), "pipeline_microbatches": 5}
+    other = meshes.once("stage=3", mesh_jobs, **settings)
+    assert "lm_head.kernel" in other.trainer._layout.stages[-1].spec.base_shapes()
+    assert_same_on_meshes(one, other)
+
+
+def test_jobs_that_are_dealt_to_replicas(meshes, small_jobs):
+    """Each job runs on the two devices of one replica, through both stages."""
+    one = meshes.once("fsdp=1", small_jobs)
+    other = meshes.once("data=2,stage=2,fsdp=2", small_jobs)
+    assert other.trainer._layout.stages[0].placement.is_dealt
+    assert_same_on_meshes(one, other)
+
+
+def test_norms_are_over_all_stages(meshes, mesh_jobs):
+    """Jobs whose gradients are on one stage only are clipped, and learn there."""
+    outcome = meshes.once("stage=2", mesh_jobs)
+    first, last = (set(stage.spec.adapted) for stage in outcome.trainer._layout.stages)
+    for name, stage, other in [("job0", first, last), ("job3", last, first)]:
+        paths = {m.removeprefix("model.") for m in outcome.adapters[name]}
+        assert paths <= stage and not paths & other
+        assert all(norm > 0.05 for norm in outcome.norms[name])
+
+
+@pytest.mark.parametrize("mesh", ["stage=2", "data=2,stage=2,fsdp=2"])
+def test_same_bits_twice(meshes, small_jobs, mesh):
+    """Also if the weights come from one device and not from the disk."""
+    one = meshes.once(mesh, small_jobs)
+    trainer = Trainer(meshes.config(mesh, small_jobs), meshes.model)
+    two = Outcome(trainer, trainer.train(), meshes.model)
+    assert one.bytes == two.bytes
+    assert (one.losses, one.norms, one.evals) == (two.losses, two.norms, two.evals)
