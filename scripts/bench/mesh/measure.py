@@ -19,12 +19,13 @@ import numpy as np
 
 from jaxlora.bench.mesh.cases import Case, make_runs
 from jaxlora.bench.mesh.measured_timeline import measured_timeline
-from jaxlora.bench.mesh.mesh_training import MeshTraining
+from jaxlora.bench.mesh.mesh_training import MeshTraining, flops_per_token
 from jaxlora.bench.mesh.orders import Order, windows
 from jaxlora.bench.mesh.pass_times import full_tick, measure_passes
 from jaxlora.bench.mesh.results import Results, columns_of
 from jaxlora.bench.report import Timing, about, needs_gpu, write_csv
 from jaxlora.bench.training import GIB, time_steps, usual_hyper
+from jaxlora.costs.device_speed import UNKNOWN_DEVICE, find_speed
 from jaxlora.errors import JaxloraError
 from jaxlora.models.forward import SlotKeys
 from jaxlora.profile.device_trace import trace
@@ -181,7 +182,8 @@ class _Mesh:
         some = windows(order, runs, case.limits, lanes, case.round_robin_samples)
         times = [training.seconds(some, in_flight) for _ in range(case.window_repeats)]
         seconds = float(np.median(times))
-        tokens = sum(run.train_data.num_tokens for run in runs.values())
+        lengths = np.concatenate([run.train_data.lengths for run in runs.values()])
+        tokens = int(lengths.sum())
         ticks = [
             tick
             for window in some
@@ -204,9 +206,21 @@ class _Mesh:
             seconds=round(seconds, 4),
             all_seconds=[round(one, 4) for one in times],
             tokens_per_second_gpu=round(tokens / seconds / case.sizes.num_devices, 1),
+            **self._of_peak(lengths, seconds),
             peak_gib=training.peak_gib(),
             **bubbles,
         )
+
+    def _of_peak(self, lengths: np.ndarray, seconds: float) -> Columns:
+        """Returns the operations of a token, and their share of the device's peak."""
+        mean_keys = float((lengths**2).sum() / lengths.sum())
+        flops = flops_per_token(self._training.spec, mean_keys)
+        speed = find_speed(jax.devices()[0].device_kind)
+        if speed is UNKNOWN_DEVICE:
+            return {"flops_per_token": flops, "peak_percent": None}
+        rate = lengths.sum() * flops / seconds / self._case.sizes.num_devices
+        share = round(100 * float(rate) / speed.flops, 2)
+        return {"flops_per_token": flops, "peak_percent": share}
 
     def _bubbles(self, schedules, lanes, cost: CostModel, seconds: float) -> Columns:
         """Returns the measured and the simulated bubble of windows in percent.

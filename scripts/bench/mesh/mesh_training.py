@@ -12,13 +12,16 @@ import jax
 from jaxlora.adapters.slots import fresh_adapter
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.bench.mesh.cases import Case
+from jaxlora.bench.tokens import TARGET_SHARE
 from jaxlora.bench.training import GIB
 from jaxlora.bench.weights import random_base
 from jaxlora.config import DataConfig, LoraJob
 from jaxlora.costs.device_speed import find_speed
 from jaxlora.costs.stages import stage_borders
+from jaxlora.costs.work import head_work, layer_work
 from jaxlora.errors import JaxloraError
 from jaxlora.hf.names import linear_names, linear_path
+from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import Lanes, Pipeline
 from jaxlora.train.executor import Outcomes, Window
 from jaxlora.train.layout import Layout, base_placement, make_layout
@@ -159,6 +162,22 @@ class MeshTraining:
         stats = [device.memory_stats() for device in used]
         peaks = [one["peak_bytes_in_use"] for one in stats if one]
         return round(max(peaks) / GIB, 2) if peaks else None
+
+
+def flops_per_token(spec: DecoderSpec, mean_keys: float) -> float:
+    """Counts the operations of products, forward and backward, for one token.
+
+    What `remat` computes again is not counted.
+
+    Args:
+        spec: The decoder.
+        mean_keys: Mean length of the sample that a token is in.
+    """
+    options = dataclasses.replace(spec.options, remat="none")
+    spec = dataclasses.replace(spec, options=options)
+    parts = [layer_work(spec, n, mean_keys) for n in range(spec.config.num_layers)]
+    parts.append(head_work(spec, TARGET_SHARE))
+    return sum(part.forward.flops + part.backward.flops for part in parts)
 
 
 def _check_finite(items: Iterable[Outcomes]) -> None:

@@ -175,9 +175,10 @@ def _throughput(rows: Sequence[Row]) -> str:
         base = alone.get(row["adapters"]) or next(iter(alone.values()), None)
         ratio = "" if base is None else f"{own / base:.3f}"
         name = row["mesh"], row["adapters"], row["in_flight"]
-        lines.append([*name, row["tokens"], row["seconds"], own, ratio])
+        times = row["tokens"], row["seconds"], own, ratio
+        lines.append([*name, *times, _blank(row["peak_percent"])])
     head = ("mesh", "adapters", "in flight", "tokens", "seconds", "tokens/s a GPU")
-    return _table((*head, "of one GPU"), lines)
+    return _table((*head, "of one GPU", "of peak FLOP/s, %"), lines)
 
 
 def _orders(rows: Sequence[Row]) -> str:

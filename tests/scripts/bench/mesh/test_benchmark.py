@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlora.bench.mesh import benchmark
 from jaxlora.bench.mesh.cases import Case
 from jaxlora.bench.mesh.measure import measure
+from jaxlora.bench.mesh.mesh_training import flops_per_token
 from jaxlora.bench.mesh.results import Results
 from jaxlora.bench.weights import random_base
 from jaxlora.errors import JaxloraError
@@ -110,7 +111,7 @@ def test_ratios_are_to_the_same_samples_and_to_one_device():
             **{"kind": "window", "model": "m", "layers": 1, "capacity": 8},
             **{"mesh": mesh, "gpus": gpus, "order": order, "adapters": 4},
             **{"in_flight": gpus, "tokens": tokens, "seconds": seconds},
-            "tokens_per_second_gpu": tokens / seconds / gpus,
+            **{"tokens_per_second_gpu": tokens / seconds / gpus, "peak_percent": 61.5},
         }
 
     results = Results(None)
@@ -123,7 +124,17 @@ def test_ratios_are_to_the_same_samples_and_to_one_device():
         results.add(row)
     made = benchmark.tables(results.rows)
     assert "| one by one | stage=2 | 4 | 3.0 | 2.0 | 1.50 |" in made
-    assert "| fsdp=2 | 4 | 2 | 100 | 2.5 | 20.0 | 0.800 |" in made
+    assert "| fsdp=2 | 4 | 2 | 100 | 2.5 | 20.0 | 0.800 | 61.5 |" in made
+
+
+def test_operations_of_a_token():
+    """Each weight of a linear takes two operations forward and two backward."""
+    spec = dataclasses.replace(CASE.setup().spec(), adapted=())
+    linears = spec.config.linears().values()
+    products = 4 * 2 * sum(x.in_features * x.out_features for x in linears)
+    head = 0.3 * 4 * spec.config.hidden_size * spec.config.vocab_size
+    assert flops_per_token(spec, 0) == pytest.approx(products + head)
+    assert flops_per_token(spec, 100) > flops_per_token(spec, 10) > products + head
 
 
 def test_time_is_shared_by_what_is_left():
