@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlora.adapters.placement import ONE_DEVICE, Placement
 from jaxlora.adapters.slots import SlotTable
@@ -61,6 +61,8 @@ class Layout:
             base: The frozen weights, if the device is theirs; None: JAX's default.
         """
         device = None if base is None else next(iter(base.values())).sharding
+        if isinstance(device, NamedSharding):  # the base may be divided; slots are not
+            device = NamedSharding(device.mesh, PartitionSpec())
         placement = dataclasses.replace(ONE_DEVICE, device=device)
         return cls(stages=(Stage(spec=spec, placement=placement),), in_flight=1)
 
@@ -79,12 +81,14 @@ class Layout:
     def bases(self, params: Base) -> list[Base]:
         """Returns the frozen weights of each stage, on its devices.
 
-        Weights that are there already are not copied. If the embedding is also the
-        head, the last stage gets a copy of it.
+        Weights that are there already are not copied; without a mesh, they stay where
+        they are. If the embedding is also the head, the last stage gets a copy of it.
 
         Args:
             params: Frozen weights of the whole decoder, by path.
         """
+        if self.stages[0].placement.mesh is None:
+            return [params]
         return [
             {
                 path: jax.device_put(params[path], stage.placement.sharding(spec))
@@ -163,11 +167,26 @@ def base_placement(
         borders: Layers at which the stages begin and end.
         devices: Devices to choose from; None: all of them.
     """
-    options = DecoderOptions(dtype=dtype, max_segment_tokens=1)
-    spec = with_fsdp(DecoderSpec(config=config, options=options), sizes.fsdp)
+    spec = _without_slots(config, dtype, sizes.fsdp)
     meshes = stage_meshes(sizes, devices)
     places: dict[str, NamedSharding] = {}
     for mesh, (start, stop) in zip(meshes, itertools.pairwise(borders), strict=True):
         for path, one in spec.stage(start, stop).base_specs().items():
             places.setdefault(path, NamedSharding(mesh, one))
     return lambda path, shape: places[path]
+
+
+def base_specs_of(
+    config: ModelConfig, dtype: np.dtype, fsdp: int
+) -> dict[str, PartitionSpec]:
+    """Returns how each weight of a model is divided; see `DecoderSpec.base_specs`.
+
+    Raises:
+        ValueError: A weight cannot be divided among so many devices.
+    """
+    return _without_slots(config, dtype, fsdp).base_specs()
+
+
+def _without_slots(config: ModelConfig, dtype: np.dtype, fsdp: int) -> DecoderSpec:
+    options = DecoderOptions(dtype=dtype, max_segment_tokens=1, fsdp=fsdp)
+    return DecoderSpec(config=config, options=options)

@@ -21,7 +21,7 @@ from jaxlora.scheduler.simulate import simulate
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.lanes import run_lanes, window_cost
-from jaxlora.train.layout import Layout, base_placement, make_layout
+from jaxlora.train.layout import Layout, base_placement, base_specs_of, make_layout
 
 logger = logging.getLogger(__name__)
 
@@ -57,15 +57,17 @@ def plan_mesh(config: RunConfig, model: ModelConfig) -> MeshPlan:
         ConfigError: The mesh fits neither the devices nor the model.
     """
     sizes = config.mesh_sizes
+    dtype = base_dtype(config.dtype)
     try:
         sizes.check_fits(len(jax.devices()))
+        base_specs_of(model, dtype, sizes.fsdp)
     except ValueError as error:
         raise ConfigError(f"mesh: {error}") from error
     borders = stage_borders(
         model,
         sizes.stage,
         find_speed(jax.devices()[0].device_kind),
-        dtype=base_dtype(config.dtype),
+        dtype=dtype,
         remat=config.remat,
     )
     return MeshPlan(sizes=sizes, borders=borders)
