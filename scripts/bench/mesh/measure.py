@@ -231,7 +231,9 @@ class _Mesh:
         n = lanes.num_lanes
         found = [simulate(s, cost, lanes.pipeline, num_lanes=n) for s in schedules]
         simulated = sum(one.makespan for one in found)
-        busy = sum(one.makespan * np.array(one.utilization) for one in found)
+        busy = np.sum(
+            [one.makespan * np.array(one.utilization) for one in found], axis=0
+        )
         bubble = lambda time: round(100 * float(1 - busy.mean() / time), 2)
         return {
             "bubble_percent": bubble(seconds),
