@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("run_file", help="YAML; see docs/run_file.md")
     train.add_argument("--output-dir", help="replaces output_dir of the run file")
     _add_mesh(train)
+    _add_processes(train)
     train.add_argument(
         "--resume", action="store_true", help="continue from the newest checkpoint"
     )
@@ -176,6 +177,19 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_processes(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "several processes, on one host or more; see docs/multi_host.md"
+    )
+    group.add_argument(
+        "--coordinator", help="address of process 0", metavar="HOST:PORT"
+    )
+    group.add_argument("--num-processes", type=_positive, help="processes in all")
+    group.add_argument(
+        "--process-id", type=int, help="number of this process, from 0", metavar="I"
+    )
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
@@ -183,6 +197,21 @@ def _positive(text: str) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    from jaxlora.distributed.environment import find_membership
+
+    member = find_membership(
+        arguments.coordinator, arguments.num_processes, arguments.process_id
+    )
+    if member is None:
+        return _train_in_process(arguments)
+    from jaxlora.distributed.start import joined
+
+    with joined(member):
+        return _train_in_process(arguments)
+
+
+def _train_in_process(arguments: argparse.Namespace) -> int:
+    from jaxlora.distributed import processes
     from jaxlora.run_file import load_run
     from jaxlora.train.report import print_summary
     from jaxlora.train.trainer import Trainer
@@ -191,7 +220,8 @@ def _train(arguments: argparse.Namespace) -> int:
     given = {key: value for key, value in options.items() if value is not None}
     config = load_run(arguments.run_file, **given)
     result = Trainer(config).train(resume=arguments.resume)
-    print_summary(result)
+    if processes.is_first():
+        print_summary(result)
     if result.interrupted:
         return 130
     return int(any(job.progress.status == "failed" for job in result.jobs))

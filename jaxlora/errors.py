@@ -31,3 +31,7 @@ class CheckpointError(JaxloraError):
 
 class StorageError(JaxloraError, OSError):
     """A file or folder cannot be written; its previous contents are unchanged."""
+
+
+class ProcessError(JaxloraError):
+    """A run of several processes has failed, as one of them has ended."""

@@ -20,6 +20,7 @@ from jaxlora.hf.names import linear_path
 from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.trained_tensors import tensor_paths, tensors_with, unpadded
+from jaxlora.sharding.global_arrays import everywhere, put
 
 # The parts of a slot's state that outlast a global batch: weights and both moments.
 Kind = Literal["params", "mu", "nu"]
@@ -241,7 +242,7 @@ class SlotTable:
         if not self._spec.stacks:
             return [{} for _ in kinds]
         tables = [getattr(self.state, kind) for kind in kinds]
-        flat_kinds = jax.device_get(_flat_rows(tables, np.int32(slot)))
+        flat_kinds = jax.device_get(everywhere(_flat_rows(tables, np.int32(slot))))
         shapes = self._stack_shapes()
         ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
         return [
@@ -284,7 +285,7 @@ class SlotTable:
         # The arrays are copied, as a pending upload may read or share their memory.
         copies = jax.tree.map(np.copy, self._host_settings)
         where = self._placement.sharding(self._placement.by_linear_and_slot)
-        self.settings: SlotSettings = jax.device_put(copies, where)
+        self.settings: SlotSettings = put(copies, where)
 
 
 def write_slot(

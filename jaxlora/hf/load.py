@@ -18,6 +18,7 @@ from jaxlora.hf.files import hub_revision, model_folder
 from jaxlora.hf.magnitude import check_finite, largest
 from jaxlora.hf.names import TensorSpec
 from jaxlora.hf.tensor_file import TensorFile
+from jaxlora.sharding.global_arrays import put
 
 Place = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 
@@ -84,7 +85,7 @@ def load_model(
         where = None if placed is None else placed(spec.path, spec.shape)
         buffer, hashes[spec.hf_name] = _read(file, spec, chosen)
         # This waits until the buffer is free, before the next one is made.
-        params[spec.path] = jax.block_until_ready(jax.device_put(buffer, where))
+        params[spec.path] = jax.block_until_ready(put(buffer, where))
         del buffer
     digest = hashlib.sha256(repr(checkpoint.config).encode())
     for name in sorted(hashes):

@@ -6,6 +6,8 @@ import os
 
 import jax
 
+from jaxlora.distributed import processes
+
 _RESERVE = 0.05  # share of the memory that stays free for the allocator and others
 
 
@@ -47,6 +49,10 @@ def device_memory(own_bytes: int, num_devices: int = 1) -> DeviceMemory | None:
             owner += f", an equal share for each of {num_devices} devices"
     else:
         return None
+    # All processes choose the same capacity, so the smallest memory counts.
+    limit, others = min(
+        processes.gather((limit, others)), key=lambda found: found[0] - found[1]
+    )
     reserved = math.ceil(_RESERVE * limit)
     source = f"{format_bytes(limit)} of {owner}, less {_RESERVE:.0%} in reserve"
     if others:

@@ -16,7 +16,8 @@ import safetensors
 import safetensors.numpy
 
 from jaxlora.adapters.slots import KINDS, Kind, ParkedSlot
-from jaxlora.atomic import sync_files
+from jaxlora.atomic import make_folder, sync_files
+from jaxlora.distributed import processes
 from jaxlora.errors import CheckpointError
 from jaxlora.train.read_checkpoint import (
     FORMAT,
@@ -70,12 +71,15 @@ class Checkpoints:
         folder: pathlib.Path,
         *,
         keep: int | None = None,
+        is_writer: bool = True,
     ):
         """Opens a folder for writing and removes incomplete checkpoints.
 
         Args:
             folder: Folder that holds only checkpoints; one process writes to it.
             keep: Number of checkpoints to keep; None: all.
+            is_writer: Whether it is this process that writes to it. If not, `save`
+                only takes note of the number.
 
         Raises:
             CheckpointError: The folder cannot be used.
@@ -85,15 +89,25 @@ class Checkpoints:
         logging.getLogger("absl").addFilter(_is_not_raised_as_well)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[bool] | None = None
+        self._manager = self._open(keep) if is_writer else None
+        self._latest = newest_checkpoint(self._folder)
+
+    def _open(self, keep: int | None) -> ocp.CheckpointManager:
+        only_this = {processes.index()}
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             enable_async_checkpointing=False,
             cleanup_tmp_directories=True,
             lightweight_initialize=True,  # reads no metadata of orbax's own
+            create=False,
+            # Without it, orbax would wait for the other processes of the run.
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                primary_host=processes.index(), active_processes=only_this
+            ),
         )
         with self._explaining():
-            self._manager = ocp.CheckpointManager(self._folder, options=options)
-        self._latest = newest_checkpoint(self._folder)
+            make_folder(self._folder)
+            return ocp.CheckpointManager(self._folder, options=options)
 
     def latest(self) -> int | None:
         """Rounds done at the newest checkpoint, which may still be being written."""
@@ -120,8 +134,9 @@ class Checkpoints:
                 f"{number} cannot follow: it is of another run. Choose another "
                 "output_dir."
             )
-        self._pending = self._writer.submit(self._write, number, dict(parked), run)
         self._latest = number
+        if self._manager is not None:
+            self._pending = self._writer.submit(self._write, number, dict(parked), run)
 
     def _write(self, number: int, parked: dict[str, ParkedSlot], run: SavedRun) -> bool:
         arrays = {
@@ -139,6 +154,7 @@ class Checkpoints:
         saved = SavedCheckpoint(run=run, tensors=tensors)
         meta = json.dumps(sealed({"format": FORMAT, **dataclasses.asdict(saved)}))
         items = ocp.args.Composite(**{ITEM: _Files(arrays, meta)})
+        assert self._manager is not None
         return self._manager.save(number, args=items)
 
     def _wait(self) -> None:
@@ -178,8 +194,9 @@ class Checkpoints:
             self._wait()
         finally:
             self._writer.shutdown()
-            with self._explaining():
-                self._manager.close()
+            if self._manager is not None:
+                with self._explaining():
+                    self._manager.close()
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:

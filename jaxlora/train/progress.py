@@ -16,10 +16,15 @@ logger = logging.getLogger(__name__)
 class Progress:
     """Shows progress bars on a terminal, and log lines otherwise."""
 
-    def __init__(self, runs: Sequence[JobRun]):
-        """Shows the progress of `runs`, which may grow during the run."""
-        self._runs = runs
-        self._on_terminal = console.stderr.is_terminal
+    def __init__(self, runs: Sequence[JobRun], *, is_shown: bool = True):
+        """Shows the progress of `runs`, which may grow during the run.
+
+        Args:
+            runs: The jobs.
+            is_shown: Whether anything is shown at all.
+        """
+        self._runs, self._is_shown = runs, is_shown
+        self._on_terminal = is_shown and console.stderr.is_terminal
         self._bars = rich.progress.Progress(
             rich.progress.TextColumn("{task.description}", markup=False),
             rich.progress.BarColumn(),
@@ -80,7 +85,7 @@ class Progress:
             outcomes: The latest step of each job, by job name.
             speed: Speed in the latest window, as words.
         """
-        if self._on_terminal:
+        if self._on_terminal or not self._is_shown:
             return
         losses = ", ".join(f"{name} {o.loss:.3f}" for name, o in outcomes.items())
         logger.info(

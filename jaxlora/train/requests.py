@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from jaxlora.distributed import processes
 from jaxlora.train.saved_run import SavedRequests
 
 
@@ -9,24 +10,37 @@ class Requests:
     """The latest request for each job.
 
     Any thread may make requests, as each one is a single write to a dict. The thread
-    that trains reads them between global batches.
+    that trains reads them between global batches. If several processes train the run,
+    requests take effect when the processes `agree`, so that all of them act alike.
     """
 
     def __init__(self):
         self._stopping: dict[str, str] = {}
         self._pausing: dict[str, str | None] = {}  # None: resumed
+        is_alone = processes.count() == 1
+        self._new_stopping = self._stopping if is_alone else {}
+        self._new_pausing = self._pausing if is_alone else {}
 
     def stop(self, name: str, reason: str) -> None:
         """Asks for a job to end after its current global batch."""
-        self._stopping[name] = reason
+        self._new_stopping[name] = reason
 
     def pause(self, name: str, reason: str) -> None:
         """Asks for a job to leave its slot after the current window."""
-        self._pausing[name] = reason
+        self._new_pausing[name] = reason
 
     def resume(self, name: str) -> None:
         """Allows a paused job to continue."""
-        self._pausing[name] = None
+        self._new_pausing[name] = None
+
+    def agree(self) -> None:
+        """Puts the requests made on any process into force on all of them."""
+        if processes.count() == 1:
+            return
+        new = _taken(self._new_stopping), _taken(self._new_pausing)
+        for stopping, pausing in processes.gather(new):
+            self._stopping |= stopping
+            self._pausing |= pausing
 
     def stop_reason(self, name: str) -> str | None:
         """Returns why a job was asked to stop; None if it was not."""
@@ -48,3 +62,8 @@ class Requests:
         """Adds saved requests; those made since then take precedence."""
         self._stopping = {**saved.stopping, **self._stopping}
         self._pausing = {**saved.pausing, **self._pausing}
+
+
+def _taken[T](requests: dict[str, T]) -> dict[str, T]:
+    """Empties a dict to which other threads may add, and returns what it held."""
+    return {name: requests.pop(name) for name in list(requests)}

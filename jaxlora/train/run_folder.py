@@ -44,8 +44,8 @@ def write_run_record(folder: pathlib.Path, record: RunRecord) -> None:
     write_text(folder / RUN_FILE, json.dumps(values, indent=1) + "\n")
 
 
-def start_time(folder: pathlib.Path) -> datetime.datetime:
-    """Returns when the run in a folder began; the current time if none has.
+def start_time(folder: pathlib.Path) -> str:
+    """Returns when the run in a folder began, in ISO format; now if none has.
 
     Chat templates may print the date, so a resumed run uses that of its start.
 
@@ -54,8 +54,8 @@ def start_time(folder: pathlib.Path) -> datetime.datetime:
     """
     record = read_run_record(folder)
     if record is None:
-        return datetime.datetime.now()
-    return datetime.datetime.fromisoformat(record.started)
+        return datetime.datetime.now().isoformat()
+    return record.started
 
 
 def begun_capacity(config: RunConfig) -> int | None:

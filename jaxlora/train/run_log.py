@@ -96,6 +96,16 @@ class RunLog:
         self._board.close()
 
 
+class NoLog:
+    """The log of a process that writes none."""
+
+    def event(self, kind: str, round_number: int, **values: Any) -> None:
+        """Does nothing; see `RunLog.event`."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
 class _Board:
     """Writes TensorBoard files in the calling thread, so that errors are raised.
 

@@ -20,6 +20,7 @@ from jaxlora.models.forward import Base, JobLosses
 from jaxlora.modules.length_classes import shortest_class
 from jaxlora.scheduler import Limits, Microbatch, greedy
 from jaxlora.scheduler.lanes import Tick, ticks_of
+from jaxlora.sharding.global_arrays import everywhere, put
 from jaxlora.train.executor import Outcomes, Window
 from jaxlora.train.feed import Feed
 from jaxlora.train.job_run import JobRun
@@ -134,7 +135,7 @@ class StagedExecutor:
     def _upload(self, packed: PackedBatch) -> list[PackedBatch]:
         """Starts the upload of a tick's rows to the devices of every stage."""
         places = [stage.placement for stage in self._layout.stages]
-        return [jax.device_put(packed, p.sharding(p.rows)) for p in places]
+        return [put(packed, p.sharding(p.rows)) for p in places]
 
     # ---- evaluation ----------------------------------------------------------------
 
@@ -145,7 +146,7 @@ class StagedExecutor:
             self._evaluate(pack_tick(tick, batches, self._limits))
             for tick in self._ticks(self._side_by_side(batches))
         ]
-        host = jax.device_get(losses)
+        host = jax.device_get(everywhere(losses))
         total = total_losses([out.loss for out in host])
         flags = [out.is_finite.reshape(-1, self._num_slots) for out in host]
         is_finite = np.concatenate(flags).all(axis=0)

@@ -14,6 +14,7 @@ from jaxlora.data.pack import JobBatch
 from jaxlora.models.forward import Base, SlotKeys
 from jaxlora.modules.trained_tensors import rate_ratios
 from jaxlora.scheduler import Sample
+from jaxlora.sharding.global_arrays import everywhere
 from jaxlora.sharding.pipeline import Pass, one_f_one_b
 from jaxlora.train.executor import Outcomes, StepOutcome, Window
 from jaxlora.train.feed import Feed
@@ -104,8 +105,9 @@ class StagedWindow:
             return
         losses = self._in_flight.run(one)
         if losses is not None:
+            loss = everywhere(losses.loss)
             for slot in {s.job for s in self._samples[one.tick]}:
-                self._losses[slot].append(losses.loss)
+                self._losses[slot].append(loss)
         if enters:
             self._feed.prepare(one.tick + 1)
 
@@ -158,12 +160,12 @@ class StagedWindow:
         table, run = self._tables[stage], self._layout.stages[stage].steps.step
         measured = steps.measured[stage]
         table.state, result = run(table.state, steps.hyper, measured)
-        steps.results.append(result)
+        steps.results.append(everywhere(result))
         if stage:
             return
         # This transfer is intended and does not block, so the transfer guard is off.
         with jax.transfer_guard_device_to_host("allow"):
-            for array in jax.tree.leaves((steps.losses, result)):
+            for array in jax.tree.leaves((steps.losses, steps.results)):
                 array.copy_to_host_async()
 
     def _report(self, steps: Mapping[int, StepOutcome]) -> Outcomes:

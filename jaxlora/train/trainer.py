@@ -1,6 +1,7 @@
 """The trainer: many jobs on one base, from first window to exported adapters."""
 
 import contextlib
+import datetime
 import logging
 import pathlib
 import threading
@@ -13,13 +14,14 @@ from jaxlora.adapters.export_record import ExportRecord
 from jaxlora.adapters.peft_export import export_peft
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.tokenizer import load_tokenizer
+from jaxlora.distributed import processes
 from jaxlora.errors import ConfigError
 from jaxlora.hf.load import BaseModel, load_model
 from jaxlora.hf.names import linear_names
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.capacity import settle
 from jaxlora.scheduler import Limits
-from jaxlora.train import prepare
+from jaxlora.train import agreement, prepare
 from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.continue_job import continue_job, copy_best_export
@@ -30,7 +32,6 @@ from jaxlora.train.job_states import job_states, restore_jobs
 from jaxlora.train.mesh_plan import plan_layout, plan_mesh
 from jaxlora.train.planned_jobs import settle_mesh
 from jaxlora.train.progress import Progress
-from jaxlora.train.read_checkpoint import newest_checkpoint
 from jaxlora.train.report import RunResult, job_result, write_report
 from jaxlora.train.requests import Requests
 from jaxlora.train.run_folder import (
@@ -46,7 +47,7 @@ from jaxlora.train.run_folder import (
 )
 from jaxlora.train.run_identity import RunIdentity
 from jaxlora.train.run_lock import RunLock, check_not_in_use
-from jaxlora.train.run_log import RunLog
+from jaxlora.train.run_log import NoLog, RunLog
 from jaxlora.train.saved_run import (
     RunRecord,
     SavedRequests,
@@ -82,9 +83,11 @@ class Trainer:
         """
         keep_compiled_programs()
         self.output_dir = pathlib.Path(config.output_dir)
-        check_not_in_use(self.output_dir)
-        begun_with = begun_capacity(config)
+        agreement.check_settings(config)
+        processes.from_first(lambda: check_not_in_use(self.output_dir))
+        begun_with = processes.from_first(lambda: begun_capacity(config))
         config = settle_mesh(config)
+        agreement.check_mesh(config)
         self.model = model or load_model(
             config.model,
             dtype=config.dtype,
@@ -92,10 +95,13 @@ class Trainer:
             place=lambda found: plan_mesh(config, found).place(found, config.dtype),
         )
         mesh = plan_mesh(config, self.model.config)
-        self._started = start_time(self.output_dir)
-        self._tokenizer = load_tokenizer(self.model.folder, now=self._started)
+        self._started = processes.from_first(lambda: start_time(self.output_dir))
+        self._tokenizer = load_tokenizer(
+            self.model.folder, now=datetime.datetime.fromisoformat(self._started)
+        )
         self._tokenizer.check_fits(self.model.config.vocab_size)
         self.runs = [self._open(job) for job in config.jobs]
+        agreement.check_inputs(self.model.fingerprint, self.runs)
         held_out = [run.eval_data for run in self.runs if run.eval_data is not None]
         train = [run.train_data for run in self.runs]
         self._bounds = Bounds.of(config, train, held_out, begun_with=begun_with)
@@ -199,8 +205,9 @@ class Trainer:
 
     def _take_added(self) -> None:
         """Moves the jobs that were added into the run, in the thread that trains."""
-        while self._added:
-            self.runs.append(self._added.popleft())
+        for run in agreement.take_added(tuple(self._added)):
+            self._added.remove(run)
+            self.runs.append(run)
 
     # ---- the run -------------------------------------------------------------------
 
@@ -227,15 +234,16 @@ class Trainer:
             ConfigError: The device's memory cannot hold the run.
         """
         # Until the report is written, no other process may write to the folder.
-        with RunLock(self.output_dir) as self._lock:
-            check_folder(self.output_dir, resume=resume)
+        with agreement.held(RunLock(self.output_dir)) as self._lock:
+            processes.from_first(lambda: check_folder(self.output_dir, resume=resume))
             if self._has_begun:
                 self._reset()
             self._has_begun = True
             self._take_added()
             if resume:
                 # A refusal comes before anything is compiled.
-                check_resumes(self.output_dir, self._identity())
+                identity = self._identity()
+                processes.from_first(lambda: check_resumes(self.output_dir, identity))
             compiled_before = self._layout.num_compilations()
             if len(self._layout.stages) > 1:
                 self._compile_stages()
@@ -254,7 +262,8 @@ class Trainer:
                 interrupted=interrupted,
                 num_compilations=self._layout.num_compilations() - compiled_before,
             )
-            write_report(result)
+            if processes.is_first():
+                write_report(result)
         return result
 
     def _run(self, resume: bool, on_window: Callable[["Trainer"], None] | None) -> bool:
@@ -262,11 +271,15 @@ class Trainer:
         # Signals take effect only between windows, and never interrupt a checkpoint.
         with StopRequest() as stop, contextlib.ExitStack() as opened:
             checkpoints = self._open_checkpoints(resume, opened)
-            log = RunLog(self.output_dir, keep_rounds=checkpoints.latest())
+            is_first, newest = processes.is_first(), checkpoints.latest()
+            log = RunLog(self.output_dir, keep_rounds=newest) if is_first else NoLog()
             opened.callback(log.close)
-            progress = opened.enter_context(Progress(self.runs))
+            progress = Progress(self.runs, is_shown=is_first)
+            opened.enter_context(progress)
             with self._windows(log, progress) as windows:
-                while not stop.requested and windows.start():
+                while not (stops := processes.any_of(stop.requested)):
+                    if not windows.start():
+                        break
                     before = self._round
                     windows.run_next()
                     self._round = windows.round
@@ -279,7 +292,7 @@ class Trainer:
                 self._round = windows.round
             self._save_latest(checkpoints)
             is_over = all(run.progress.is_over for run in self.runs)
-            return stop.requested and not is_over
+            return stops and not is_over
 
     def _call(
         self, on_window: Callable[["Trainer"], None], checkpoints: Checkpoints
@@ -288,12 +301,14 @@ class Trainer:
         try:
             on_window(self)
         except BaseException:
-            logger.exception("on_window failed; writing a checkpoint before leaving")
-            self._record()
-            self._save_latest(checkpoints)
+            # A checkpoint needs all processes, and the function may fail on one only.
+            if processes.count() == 1:
+                logger.exception("on_window failed; writing a checkpoint first")
+                self._record()
+                self._save_latest(checkpoints)
             raise
 
-    def _windows(self, log: RunLog, progress: Progress) -> Windows:
+    def _windows(self, log: RunLog | NoLog, progress: Progress) -> Windows:
         assert self._spec.slots is not None
         executor = StagedExecutor(
             self._layout, self.model.params, self._slots, self.config.limits
@@ -315,14 +330,16 @@ class Trainer:
         return self.output_dir / ADAPTERS / run.job.name
 
     def _export(self, run: JobRun) -> None:
-        self._lock.check()
         step = run.progress.step
-        if not prepare_export_folder(self._folder(run), step):
-            return
         if run.parked is not None:
             adapter = run.parked.adapter(run.start)
         else:
             adapter = self._slots.read(run.slot, run.start)
+        if not processes.is_first():
+            return
+        self._lock.check()
+        if not prepare_export_folder(self._folder(run), step):
+            return
         export_peft(
             adapter,
             self._folder(run),
@@ -342,12 +359,13 @@ class Trainer:
         self, resume: bool, opened: contextlib.ExitStack
     ) -> Checkpoints:
         folder = self.output_dir / CHECKPOINTS
-        record = read_run_record(self.output_dir) if resume else None
-        is_anew = newest_checkpoint(folder) is None
+        is_first = processes.is_first()
+        record = read_run_record(self.output_dir) if resume and is_first else None
+        is_anew = agreement.newest_for_all(folder) is None
         if resume and is_anew:
             logger.warning("there is no complete checkpoint: training from the start")
         keep = self.config.keep_checkpoints
-        checkpoints = Checkpoints(folder, keep=keep)
+        checkpoints = Checkpoints(folder, keep=keep, is_writer=is_first)
         opened.callback(checkpoints.close)
         if record is not None:
             self._requests.restore(record.requests)
@@ -355,7 +373,8 @@ class Trainer:
             self._restore(checkpoints)
         self._continue(self.runs)
         # This comes last, so that a refused resume leaves the folder unchanged.
-        clean_up(self.output_dir, [run.job.name for run in self.runs])
+        if is_first:
+            clean_up(self.output_dir, [run.job.name for run in self.runs])
         self._recorded = record
         self._record()
         return checkpoints
@@ -363,10 +382,13 @@ class Trainer:
     def _record(self) -> None:
         """Takes up jobs that were added, and writes the run's record if it changed."""
         self._take_added()
+        self._requests.agree()
+        if not processes.is_first():
+            return
         for run in self.runs:
             copy_best_export(run, self._folder(run))
         record = RunRecord(
-            started=self._started.isoformat(),
+            started=self._started,
             identity=self._identity(),
             requests=self._saved_requests(),
         )
@@ -408,7 +430,8 @@ class Trainer:
             self._save(checkpoints)
 
     def _save(self, checkpoints: Checkpoints) -> None:
-        self._lock.check()
+        if processes.is_first():
+            self._lock.check()
         requests = self._saved_requests()
         saved = saved_run(self._identity(), self.runs, self.model, requests)
         states = job_states(self.runs, self._slots)

@@ -29,7 +29,7 @@ from jaxlora.train.next_window import (
 )
 from jaxlora.train.progress import Progress
 from jaxlora.train.requests import Requests
-from jaxlora.train.run_log import RunLog
+from jaxlora.train.run_log import NoLog, RunLog
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Windows:
         first_round: int,
         requests: Requests,
         export: Callable[[JobRun], None],
-        log: RunLog,
+        log: RunLog | NoLog,
         progress: Progress,
     ):
         """Makes the object; `start` starts the first jobs.
