@@ -64,8 +64,6 @@ def find_membership(
     coordinator: str | None = None,
     num_processes: int | None = None,
     process_id: int | None = None,
-    *,
-    environment: Mapping[str, str] | None = None,
 ) -> Membership | None:
     """Decides whether this process is one of several that train a run together.
 
@@ -77,7 +75,6 @@ def find_membership(
         coordinator: Host and port of process 0.
         num_processes: Number of processes.
         process_id: Number of this process, from 0.
-        environment: Environment variables; None: those of this process.
 
     Returns:
         The place of this process; None if the run has no other processes.
@@ -85,7 +82,6 @@ def find_membership(
     Raises:
         ConfigError: A value is invalid, or some but not all of them are given.
     """
-    environment = os.environ if environment is None else environment
     given: dict[str, str | int | None] = {
         "coordinator": coordinator,
         "num_processes": num_processes,
@@ -93,19 +89,19 @@ def find_membership(
     }
     for name, (_, variable) in _FLAGS.items():
         if given[name] is None:
-            given[name] = environment.get(variable) or None
+            given[name] = os.environ.get(variable) or None
     if given["num_processes"] is not None and _count(given, "num_processes") == 1:
         return None
     missing = [name for name, value in given.items() if value is None]
     if len(missing) == len(given):
-        return _from_cluster(environment)
+        return _from_cluster()
     if missing:
         raise ConfigError(_incomplete(given, missing))
     return Membership(
         coordinator=str(given["coordinator"]),
         num_processes=_count(given, "num_processes"),
         process_id=_count(given, "process_id"),
-        local_device_ids=_local_device_ids(environment),
+        local_device_ids=_local_device_ids(),
     )
 
 
@@ -128,8 +124,8 @@ def _incomplete(given: Mapping[str, object], missing: list[str]) -> str:
     )
 
 
-def _local_device_ids(environment: Mapping[str, str]) -> tuple[int, ...] | None:
-    ids = environment.get("JAX_LOCAL_DEVICE_IDS")
+def _local_device_ids() -> tuple[int, ...] | None:
+    ids = os.environ.get("JAX_LOCAL_DEVICE_IDS")
     if not ids:
         return None
     if not re.fullmatch(r"\d+(,\d+)*", ids):
@@ -139,10 +135,10 @@ def _local_device_ids(environment: Mapping[str, str]) -> tuple[int, ...] | None:
     return tuple(map(int, ids.split(",")))
 
 
-def _from_cluster(environment: Mapping[str, str]) -> Membership | None:
+def _from_cluster() -> Membership | None:
     """Asks JAX for the place of a process that SLURM or Open MPI has started."""
     for variable, name in _CLUSTERS.items():
-        count = environment.get(variable, "")
+        count = os.environ.get(variable, "")
         if not count.isdecimal() or int(count) < 2:
             continue
         # Imported late, as ordinary runs need no cluster.
@@ -152,12 +148,12 @@ def _from_cluster(environment: Mapping[str, str]) -> Membership | None:
         cluster = known[name]
         if not cluster.is_env_present():
             continue
-        ids = _local_device_ids(environment)
+        ids = _local_device_ids()
         local = cluster.get_local_process_id()
         # Several processes on a host take one GPU each; a single one takes all of them.
-        if ids is None and local is not None and not _is_alone(environment):
+        if ids is None and local is not None and not _is_alone():
             ids = (local,)
-        port = environment.get("JAX_COORDINATOR_PORT")
+        port = os.environ.get("JAX_COORDINATOR_PORT")
         return Membership(
             coordinator=cluster.get_coordinator_address(None, port),
             num_processes=cluster.get_process_count(),
@@ -167,9 +163,9 @@ def _from_cluster(environment: Mapping[str, str]) -> Membership | None:
     return None
 
 
-def _is_alone(environment: Mapping[str, str]) -> bool:
+def _is_alone() -> bool:
     """Whether every host of the run has one of its processes only."""
-    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE")  # such as 4(x2),3
+    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE")  # such as 4(x2),3
     if tasks is not None:
         return all(part.partition("(")[0] == "1" for part in tasks.split(","))
-    return environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
+    return os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
