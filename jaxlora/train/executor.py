@@ -1,8 +1,8 @@
 """The interface between the windows of a run and the devices that train them.
 
 Control flows downward. `Windows` decides which jobs train and when a job ends; an
-executor queues the work on its devices and yields what the optimizer steps did. One
-device (`single_device.py`) and a pipeline of stages keep the same contract.
+executor queues the work on its devices and yields what the optimizer steps did.
+`staged_executor.py` does this for one device and for any mesh.
 """
 
 import dataclasses
