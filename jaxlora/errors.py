@@ -35,3 +35,7 @@ class StorageError(JaxloraError, OSError):
 
 class ProcessError(JaxloraError):
     """A run of several processes has failed, as one of them has ended."""
+
+
+class DeviceError(JaxloraError):
+    """A device has failed, or its memory is full."""

@@ -56,6 +56,14 @@ class InFlight:
 
     def run(self, one: Pass) -> JobLosses | None:
         """Queues a pass of a tick; returns the losses on the last stage."""
+        try:
+            return self._run(one)
+        except jax.errors.JaxRuntimeError as error:
+            if len(self._stages) > 1:
+                error.add_note(f"stage {one.stage + 1} of {len(self._stages)}")
+            raise
+
+    def _run(self, one: Pass) -> JobLosses | None:
         if one.kind == "forward":
             self._forward(one.stage, one.tick)
             return None

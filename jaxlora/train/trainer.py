@@ -24,8 +24,10 @@ from jaxlora.scheduler import Limits
 from jaxlora.train import agreement, prepare
 from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.compilation_cache import keep_compiled_programs
+from jaxlora.train.compile_passes import compile_stages, compile_step
 from jaxlora.train.continue_job import continue_job, copy_best_export
 from jaxlora.train.describe_run import check_resumes, run_identity, saved_run
+from jaxlora.train.device_error import explained
 from jaxlora.train.interrupt import StopRequest
 from jaxlora.train.job_run import JobProgress, JobRun
 from jaxlora.train.job_states import job_states, restore_jobs
@@ -131,19 +133,7 @@ class Trainer:
         prepare.check_fits(run, self._spec)
 
     def _compile_step(self, limits: Limits) -> jax.stages.Compiled:
-        (stage,), (table,) = self._layout.stages, self._slots.tables
-        (base,) = self._layout.bases(self.model.params)
-        return stage.steps.compile_accumulate(base, table.state, table.settings, limits)
-
-    def _compile_stages(self) -> None:
-        """Compiles the passes of all stages, so that no stage waits for another's."""
-        stages, limits = self._layout.stages, self.config.limits
-        bases = self._layout.bases(self.model.params)
-        parts = zip(stages, bases, self._slots.tables, strict=True)
-        for number, (stage, base, table) in enumerate(parts, start=1):
-            name = f"stage {number} of {len(stages)}"
-            state, settings = table.state, table.settings
-            stage.steps.compile_passes(base, state, settings, limits, name)
+        return compile_step(self._layout, self.model.params, self._slots, limits)
 
     # ---- jobs come and go: any thread may call these -------------------------------
 
@@ -232,6 +222,7 @@ class Trainer:
                 use by another process, or has a damaged checkpoint.
             StorageError: A file cannot be written: the disk is full, for example.
             ConfigError: The device's memory cannot hold the run.
+            DeviceError: A device failed.
         """
         # Until the report is written, no other process may write to the folder.
         with agreement.held(RunLock(self.output_dir)) as self._lock:
@@ -245,17 +236,9 @@ class Trainer:
                 identity = self._identity()
                 processes.from_first(lambda: check_resumes(self.output_dir, identity))
             compiled_before = self._layout.num_compilations()
-            if len(self._layout.stages) > 1:
-                self._compile_stages()
-            else:
-                self.config = settle(
-                    self.config,
-                    self._spec,
-                    self._bounds,
-                    self._compile_step,
-                    is_dealt=self._placed.lanes.dealt,
-                )
-            interrupted = self._run(resume, on_window)
+            with explained(self.output_dir):
+                self._compile()
+                interrupted = self._run(resume, on_window)
             result = RunResult(
                 jobs=tuple(job_result(run, self._folder(run)) for run in self.runs),
                 output_dir=self.output_dir,
@@ -265,6 +248,20 @@ class Trainer:
             if processes.is_first():
                 write_report(result)
         return result
+
+    def _compile(self) -> None:
+        """Compiles the passes; a step that does not fit into memory is refused."""
+        if len(self._layout.stages) > 1:
+            params, limits = self.model.params, self.config.limits
+            compile_stages(self._layout, params, self._slots, limits)
+            return
+        self.config = settle(
+            self.config,
+            self._spec,
+            self._bounds,
+            self._compile_step,
+            is_dealt=self._placed.lanes.dealt,
+        )
 
     def _run(self, resume: bool, on_window: Callable[["Trainer"], None] | None) -> bool:
         """Runs one window after another; returns whether a signal ended it early."""

@@ -4,12 +4,14 @@ import contextlib
 import math
 import os
 import pathlib
+import re
 import signal
 
+import jax
 import pytest
 
 from jaxlora import RunConfig, Trainer, import_peft
-from jaxlora.errors import CheckpointError
+from jaxlora.errors import CheckpointError, DeviceError
 from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.in_flight import InFlight
 from jaxlora.train.prepare import linear_shapes
@@ -143,6 +145,35 @@ def test_the_same_trainer_goes_on_after_an_error(
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
     trainer.train(resume=True)
+    assert adapters(config) == adapters(whole)
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        ("RESOURCE_EXHAUSTED: Out of memory", r"out of memory: .*microbatch_tokens"),
+        ("INTERNAL: device 3 was lost", r"a device failed: INTERNAL: device 3"),
+    ],
+)
+def test_a_device_that_fails_ends_the_run_in_words(config, model, status, words):
+    """And the run goes on from its checkpoint in the same bits."""
+    whole = changed(config, output_dir=f"{config.output_dir}-whole")
+    Trainer(whole, model).train()
+    trainer, run = Trainer(config, model), InFlight._run
+
+    def fails(self, one):
+        if trainer._round >= 2:
+            raise jax.errors.JaxRuntimeError(status)
+        return run(self, one)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InFlight, "_run", fails)
+        with pytest.raises(DeviceError, match=words) as raised:
+            trainer.train()
+    assert re.search(
+        r"after round 2 is whole; continue with --resume", str(raised.value)
+    )
+    Trainer(config, model).train(resume=True)
     assert adapters(config) == adapters(whole)
 
 

@@ -1,0 +1,43 @@
+"""Errors of devices while a run trains, in words."""
+
+import contextlib
+import pathlib
+from collections.abc import Iterator
+
+import jax
+
+from jaxlora.errors import DeviceError
+from jaxlora.train.read_checkpoint import newest_checkpoint
+from jaxlora.train.run_folder import CHECKPOINTS
+
+_NO_MEMORY = "RESOURCE_EXHAUSTED"
+
+
+@contextlib.contextmanager
+def explained(output_dir: pathlib.Path) -> Iterator[None]:
+    """Raises errors of devices as `DeviceError`, which says what to do.
+
+    Args:
+        output_dir: Folder of the run.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        where = ", ".join(getattr(error, "__notes__", ()))
+        what, cure = "a device failed", "See whether all devices work (nvidia-smi)."
+        if _NO_MEMORY in str(error):
+            what = "a device is out of memory"
+            cure = (
+                "Lower microbatch_tokens, set remat: mlp or layer, or choose a mesh "
+                "with more stages or a larger fsdp."
+            )
+        number = newest_checkpoint(output_dir / CHECKPOINTS)
+        kept = (
+            "Nothing was saved yet, so the run starts anew"
+            if number is None
+            else f"The checkpoint after round {number} is whole; continue with --resume"
+        )
+        reason = str(error).strip().splitlines()[0]
+        raise DeviceError(
+            f"{what}{' (' + where + ')' if where else ''}: {reason} {cure} {kept}."
+        ) from error
