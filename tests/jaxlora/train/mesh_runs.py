@@ -4,6 +4,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.numpy
 
@@ -99,3 +100,15 @@ def assert_same_on_meshes(one: Outcome, other: Outcome) -> None:
             assert relative_error(weights.a, theirs.a) < ADAM_ROUNDING, (name, module)
             assert relative_error(weights.b, theirs.b) < ADAM_ROUNDING, (name, module)
             assert weights.b.any(), f"{name} did not learn in {module}"
+
+
+def assert_empty_slot(trainer: Trainer, slot: int) -> None:
+    """Checks that a slot of a trainer is empty on every stage."""
+    for table in trainer._slots.tables:
+        for kind in ("params", "mu", "nu"):
+            for path, array in getattr(table.state, kind).items():
+                assert not np.asarray(array[slot]).any(), (kind, path)
+        for path, gradients in table.state.pending.gradients.items():
+            assert not np.asarray(gradients).any(), path
+        assert np.asarray(table.state.pending.is_finite).all()
+        assert not np.asarray(table.settings.scaling)[:, slot].any()

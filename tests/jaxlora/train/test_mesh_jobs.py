@@ -1,0 +1,118 @@
+"""Jobs that end early, pause, wait and join do so on a mesh as on one device."""
+
+import pytest
+
+from jaxlora.train.run_log import read_events
+from tests.jaxlora.train.counted_run import counting
+from tests.jaxlora.train.mesh_runs import assert_empty_slot, assert_same_on_meshes
+
+MESHES = ["stage=2", "data=2,stage=2,fsdp=2"]
+
+
+@pytest.fixture(scope="module")
+def eventful_jobs(small_jobs):
+    """Four jobs that begin, and two that join.
+
+    The first one stops early in the middle of a window. The second one keeps its best
+    weights. The third one has the lowest priority.
+    """
+    changes = (
+        {"early_stopping": 2, "early_stopping_delta": 100.0, "steps": 20},
+        {"keep_best": True, "steps": 10},
+        {"priority": -1, "steps": 8},
+        {"steps": 12},
+    )
+    jobs = [
+        job.model_copy(update={"eval_every": 4} | change)
+        for job, change in zip(small_jobs, changes, strict=True)
+    ]
+    jobs[0] = jobs[0].model_copy(update={"eval_every": 1})
+    late = jobs[1].model_copy(update={"name": "late", "steps": 6, "keep_best": False})
+    urgent = jobs[3].model_copy(update={"name": "urgent", "steps": 6, "priority": 1})
+    return jobs, (late, urgent)
+
+
+@pytest.fixture(scope="module")
+def eventful(meshes, eventful_jobs):
+    """Trains the jobs on a mesh, in windows of four steps; once on each mesh.
+
+    Two jobs join after the first window. One takes the slot of the job that has stopped
+    early, and the other one that of the job of the lowest priority, which then waits. A
+    job is paused after the second window and resumed after the third.
+
+    Returns the outcome, and the number of compiled programs after each window.
+    """
+    done, (jobs, joining) = {}, eventful_jobs
+
+    def train(mesh: str):
+        counts = []
+
+        def on_window(trainer):
+            counts.append(trainer._layout.num_compilations())
+            for slot in set(range(4)) - {run.progress.slot for run in trainer.runs}:
+                assert_empty_slot(trainer, slot)
+            if len(counts) == 1:
+                for job in joining:
+                    trainer.add_job(job)
+            if len(counts) == 2:
+                trainer.pause_job("job3")
+            if len(counts) == 3:
+                trainer.resume_job("job3")
+
+        if mesh not in done:
+            outcome = meshes.train(mesh, jobs, window_steps=4, on_window=on_window)
+            done[mesh] = outcome, counts
+        return done[mesh]
+
+    return train
+
+
+def changes_of(outcome) -> list[tuple]:
+    """Returns what happens to each job between its steps, by round."""
+    events = read_events(outcome.result.output_dir / "metrics.jsonl")
+    kinds = "paused", "resumed", "job", "eval"
+    return sorted(
+        (e["round"], e["job"], e["event"], e["step"])
+        for e in events
+        if e["event"] in kinds
+    )
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_an_eventful_run(eventful, mesh):
+    """The same happens in the same rounds, and the adapters are the same."""
+    (one, _), (other, _) = eventful("fsdp=1"), eventful(mesh)
+    assert changes_of(other) == changes_of(one)
+    assert_same_on_meshes(one, other)
+    ends = {name: (p.status, p.step) for name, p in other.progress.items()}
+    assert ends.pop("job0") == ("stopped early", 2)
+    assert {status for status, _ in ends.values()} == {"finished"}
+    no_evals = [change for change in changes_of(other) if change[2] != "eval"]
+    assert no_evals[1:3] == [(5, "job2", "paused", 4), (9, "job2", "resumed", 4)]
+    assert (9, "job3", "paused", 8) in no_evals
+    is_dealt = other.trainer._layout.stages[0].placement.is_dealt
+    assert is_dealt == (mesh == MESHES[1])
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_jobs_come_and_go_without_recompiling(eventful, mesh):
+    _, counts = eventful(mesh)
+    assert len(counts) == 4 and len(set(counts)) == 1
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_one_program_for_each_function_of_a_stage(meshes, small_jobs, eventful, mesh):
+    """Whatever has run on the mesh in this process; a new trainer compiles nothing."""
+    eventful(mesh)
+    with counting() as (compiled, _):
+        again = meshes.train(mesh, small_jobs)
+    assert again.result.num_compilations == 0
+    assert not compiled
+    always = {"evaluate", "measure", "step", "write_slot"}
+    kinds = {"forward", "backward"}, {"accumulate"}
+    stages = again.trainer._layout.stages
+    for stage, passes in zip(stages, kinds, strict=True):
+        functions = vars(stage.steps).items()
+        counts = {n: f._cache_size() for n, f in functions if hasattr(f, "_cache_size")}
+        used = dict.fromkeys(always | passes, 1)
+        assert counts == dict.fromkeys(counts, 0) | used

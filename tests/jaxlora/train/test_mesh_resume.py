@@ -1,0 +1,75 @@
+"""A run on a mesh that is interrupted or killed, and continues on any mesh."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+
+import pytest
+
+from jaxlora import Trainer
+from jaxlora.train.read_checkpoint import newest_checkpoint
+from jaxlora.train.run_folder import CHECKPOINTS
+from jaxlora.train.run_log import read_events
+from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
+from tests.jaxlora.train.outcome import Outcome
+from tests.jaxlora.train.test_resume import command
+
+MESH = "stage=2"
+
+
+@pytest.fixture(scope="module")
+def interrupted(meshes, mesh_jobs):
+    """The folder of a run that Ctrl-C has ended after the first of three windows."""
+
+    def end_the_run(trainer):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    outcome = meshes.train(MESH, mesh_jobs, on_window=end_the_run)
+    assert outcome.result.interrupted
+    assert {progress.step for progress in outcome.progress.values()} == {2}
+    return outcome.result.output_dir
+
+
+@pytest.fixture
+def resume(meshes, mesh_jobs):
+    """Resumes a run on a mesh."""
+
+    def run(folder, mesh: str) -> Outcome:
+        config = meshes.config(mesh, mesh_jobs, output_dir=str(folder))
+        trainer = Trainer(config)
+        return Outcome(trainer, trainer.train(resume=True), meshes.model)
+
+    return run
+
+
+@pytest.mark.parametrize("mesh", [MESH, "fsdp=2", "fsdp=1", "data=2"])
+def test_an_interrupted_run_continues_on_any_mesh(
+    meshes, mesh_jobs, interrupted, resume, tmp_path, mesh
+):
+    whole = meshes.once(MESH, mesh_jobs)
+    resumed = resume(shutil.copytree(interrupted, tmp_path / "run"), mesh)
+    assert_same_on_meshes(whole, resumed)
+    if mesh == MESH:
+        assert resumed.bytes == whole.bytes
+        assert resumed.losses == whole.losses and resumed.evals == whole.evals
+
+
+def test_killed(meshes, mesh_jobs, resume, monkeypatch, tmp_path):
+    """kill -9 while the second checkpoint is written, so the first is complete."""
+    whole = meshes.once(MESH, mesh_jobs)
+    config = meshes.config(MESH, mesh_jobs, checkpoint_every=2)
+    run_file = tmp_path / "run.json"
+    run_file.write_text(json.dumps(config.model_dump(mode="json")))
+    events = read_events(whole.result.output_dir / "metrics.jsonl")
+    kinds = [event["event"] for event in events]
+    second_window = kinds.index("window", kinds.index("window") + 1)
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
+    ended = command(run_file, kill_at=second_window + 2)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    folder = pathlib.Path(config.output_dir)
+    assert newest_checkpoint(folder / CHECKPOINTS) is not None
+    resumed = resume(folder, MESH)
+    assert resumed.bytes == whole.bytes
+    assert resumed.losses == whole.losses and resumed.evals == whole.evals

@@ -1,0 +1,57 @@
+"""On every stage, an optimizer step sees all of its global batch and nothing else."""
+
+from typing import Any
+
+import pytest
+
+from jaxlora import Trainer
+from jaxlora.scheduler import Pipeline
+from jaxlora.train.staged_executor import StagedExecutor
+from tests.jaxlora.train.pass_log import PassLog, WindowLog
+
+STAGES = {"stage=2": {}, "stage=3": {"pipeline_microbatches": 5}}
+
+
+@pytest.fixture
+def logged(meshes, mesh_jobs, monkeypatch):
+    """Trains on a mesh; returns the log of its passes, and the number of stages."""
+
+    def run(mesh: str):
+        settings: dict[str, Any] = dict(STAGES[mesh])
+        if mesh == "stage=3":
+            settings["model"] = str(meshes.untied)
+        trainer = Trainer(meshes.config(mesh, mesh_jobs, **settings))
+        log, run_window = PassLog(trainer._layout, monkeypatch), StagedExecutor.run
+
+        def noted(self, window):
+            log.windows.append(WindowLog(schedule=window.schedule))
+            return run_window(self, window)
+
+        monkeypatch.setattr(StagedExecutor, "run", noted)
+        trainer.train()
+        return log, len(trainer._layout.stages)
+
+    return run
+
+
+@pytest.mark.parametrize("mesh", STAGES)
+def test_every_pass_reads_the_weights_of_its_batch(logged, mesh, mesh_jobs):
+    """Batches of several ticks, and jobs of 3 to 5 steps, in windows of two."""
+    log, num_stages = logged(mesh)
+    assert len(log.windows) == 3
+    assert log.wrong() == []
+    num_steps = sum(len(window.steps) for window in log.windows)
+    assert num_steps == num_stages * sum(job.steps for job in mesh_jobs)
+
+
+@pytest.mark.parametrize("mesh", STAGES)
+def test_batches_that_are_closer_read_old_weights(logged, mesh, monkeypatch):
+    """The negative control: the distance between batches is one tick too small."""
+
+    def closer(num_stages, in_flight=None):
+        width = in_flight or num_stages
+        return Pipeline(num_stages=num_stages, distance=width - 1, in_flight=in_flight)
+
+    monkeypatch.setattr(Pipeline, "one_f_one_b", closer)
+    log, _ = logged(mesh)
+    assert any("reads weights of step" in line for line in log.wrong())
