@@ -1,5 +1,6 @@
 """Joins the processes of a run."""
 
+import atexit
 import contextlib
 import logging
 import os
@@ -14,7 +15,7 @@ import jax
 from jaxlora.distributed import processes
 from jaxlora.distributed.environment import Membership
 from jaxlora.distributed.watch import RESUME, Watch
-from jaxlora.errors import ConfigError, ProcessError
+from jaxlora.errors import ConfigError, DeviceError, ProcessError
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +52,27 @@ def joined(
         try:
             yield
             processes.gather(None)  # none may stop its watch while another still works
-        except jax.errors.JaxRuntimeError as error:
+        except (jax.errors.JaxRuntimeError, DeviceError) as error:
             failed = ProcessError(_explain(error))
-            watch.report(failed)
+            _fail(watch, failed)
             raise failed from error
         except BaseException as error:
-            watch.report(error)
+            _fail(watch, error)
             raise
     jax.distributed.shutdown()
+
+
+def _fail(watch: Watch, error: BaseException) -> None:
+    """Tells the others of an error, and lets this process end without waiting."""
+    # When Python ends, JAX would wait for the other processes. This comes before that.
+    atexit.register(_end, 130 if isinstance(error, KeyboardInterrupt) else 1)
+    watch.report(error)
+
+
+def _end(status: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _connect(member: Membership, seconds: float, lost_seconds: float) -> None:

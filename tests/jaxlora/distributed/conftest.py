@@ -109,7 +109,7 @@ def train_in_two(
 
 def results(run_file: pathlib.Path):
     """Returns the adapters' bytes, and the losses of every step and evaluation."""
-    folder = pathlib.Path(json.loads(run_file.read_text())["output_dir"])
+    folder = folder_of(run_file)
     adapters = {
         path.parent.name: path.read_bytes()
         for path in folder.glob("adapters/*/adapter_model.safetensors")
@@ -130,7 +130,7 @@ def make_run(tmp_path_factory) -> Callable[..., pathlib.Path]:
     data = [tiny.write_records(folder / f"{i}.jsonl", 16, i) for i in range(2)]
     count = iter(range(1000))
 
-    def make(*, num_jobs: int = 2, output_dir: str = "", **settings) -> pathlib.Path:
+    def make(*, num_jobs: int = 2, output_dir: object = "", **settings) -> pathlib.Path:
         number = next(count)
         jobs = [
             {
@@ -151,7 +151,7 @@ def make_run(tmp_path_factory) -> Callable[..., pathlib.Path]:
         ]
         run = {
             "model": str(model),
-            "output_dir": output_dir or str(folder / f"out{number}"),
+            "output_dir": str(output_dir or folder / f"out{number}"),
             "microbatch_tokens": 256,
             "block_tokens": 16,
             "window_steps": 1,
@@ -165,3 +165,16 @@ def make_run(tmp_path_factory) -> Callable[..., pathlib.Path]:
         return path
 
     return make
+
+
+def folder_of(run_file: pathlib.Path) -> pathlib.Path:
+    return pathlib.Path(json.loads(run_file.read_text())["output_dir"])
+
+
+@pytest.fixture(scope="session")
+def in_one_process(make_run):
+    """Returns the results of the run in one process, on the same mesh."""
+    run_file = make_run()
+    ended = wait(start([run_file], devices=4))
+    assert ended.status == 0, ended.stderr
+    return results(run_file)

@@ -1,23 +1,75 @@
 """Two processes train a run as one process trains it on the same mesh."""
 
-import json
-import pathlib
+import signal
 
-import pytest
+from tests.jaxlora.distributed.conftest import (
+    folder_of,
+    results,
+    train_in_two,
+)
 
-from tests.jaxlora.distributed.conftest import results, start, train_in_two, wait
+NEVER = -1, 0  # a process that sends itself no signal
 
 
-def folder_of(run_file: pathlib.Path) -> pathlib.Path:
-    return pathlib.Path(json.loads(run_file.read_text())["output_dir"])
+def test_two_processes_train_like_one(make_run, in_one_process):
+    """The bits are the same. Process 1 writes nothing and has nothing to say."""
+    run_file = make_run()
+    first, second = train_in_two([run_file, run_file])
+    assert first.status == 0 and second.status == 0, first.stderr + second.stderr
+    assert results(run_file) == in_one_process
+    assert "2 adapters, trained together" in first.stdout
+    assert "adapters" not in second.stdout and "job0" not in second.stderr
+    boards = list((folder_of(run_file) / "tensorboard").iterdir())
+    assert len(boards) == 1
+    assert not (folder_of(run_file) / "run.lock").exists()
 
 
-@pytest.mark.parametrize("mesh", ["data=2,fsdp=2", "fsdp=4"])
-def test_two_processes_train_like_one(make_run, mesh):
-    """The losses and the adapters have the same bits."""
-    one, two = make_run(mesh=mesh), make_run(mesh=mesh)
-    alone = wait(start([one], devices=4))
-    assert alone.status == 0, alone.stderr
-    for ended in train_in_two([two, two]):
-        assert ended.status == 0, ended.stderr
-    assert results(two) == results(one)
+def test_a_run_that_was_killed_and_interrupted_has_the_same_bits(
+    make_run, in_one_process
+):
+    """Process 1 is killed, and after a resume it alone gets a signal to stop."""
+    run_file = make_run()
+    killed = (4, signal.SIGKILL)
+    first, second = train_in_two([run_file, run_file], signals=(NEVER, killed))
+    assert second.status == -signal.SIGKILL
+    assert first.status == 1, first.stderr
+    assert "start all processes again with --resume" in first.stderr
+    assert "Traceback" not in first.stderr
+
+    stopped = (2, signal.SIGTERM)
+    both = train_in_two([run_file, run_file], "--resume", signals=(NEVER, stopped))
+    assert [one.status for one in both] == [130, 130], both
+    assert "a checkpoint was written" in both[0].stdout
+
+    both = train_in_two([run_file, run_file], "--resume")
+    assert [one.status for one in both] == [0, 0], both
+    assert results(run_file) == in_one_process
+
+
+def test_processes_with_different_run_files_refuse_to_train(make_run):
+    first = make_run()
+    other = make_run(checkpoint_every=3, output_dir=folder_of(first))
+    run_files = first, other
+    for ended in train_in_two(run_files):
+        assert ended.status == 1
+        assert "checkpoint_every is 2 on process 0 and 3 on process 1" in ended.stderr
+    assert not folder_of(first).exists()
+
+
+def test_a_pipeline_over_processes_is_refused(make_run):
+    run_file = make_run(mesh="stage=2,fsdp=2")
+    for ended in train_in_two([run_file, run_file]):
+        assert ended.status == 1
+        assert "Pipelines run in one process only" in ended.stderr
+    assert not folder_of(run_file).exists()
+
+
+def test_a_process_whose_files_are_missing_ends_the_other(make_run, tmp_path):
+    """Each says why: the one that fails, and the one that waits for it."""
+    run_file = make_run()
+    other = make_run(model=str(tmp_path / "nowhere"), output_dir=folder_of(run_file))
+    first, second = train_in_two([run_file, other])
+    assert first.status == 1 and second.status == 1
+    assert "nowhere" in second.stderr and "nowhere" in first.stderr
+    assert "process 1 has failed" in first.stderr
+    assert not folder_of(run_file).exists()
