@@ -37,7 +37,7 @@ def explained(output_dir: pathlib.Path) -> Iterator[None]:
             if number is None
             else f"The checkpoint after round {number} is whole; continue with --resume"
         )
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or "no reason given").splitlines()[0].rstrip(".")
         raise DeviceError(
-            f"{what}{' (' + where + ')' if where else ''}: {reason} {cure} {kept}."
+            f"{what}{' (' + where + ')' if where else ''}: {reason}. {cure} {kept}."
         ) from error

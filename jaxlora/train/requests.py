@@ -60,8 +60,11 @@ class Requests:
 
     def restore(self, saved: SavedRequests) -> None:
         """Adds saved requests; those made since then take precedence."""
-        self._stopping = {**saved.stopping, **self._stopping}
-        self._pausing = {**saved.pausing, **self._pausing}
+        # In place, as a single process makes its requests in these dicts.
+        for name, reason in saved.stopping.items():
+            self._stopping.setdefault(name, reason)
+        for name, reason in saved.pausing.items():
+            self._pausing.setdefault(name, reason)
 
 
 def _taken[T](requests: dict[str, T]) -> dict[str, T]:

@@ -1,12 +1,14 @@
 """The trainer: many jobs on one base, from first window to exported adapters."""
 
 import contextlib
+import dataclasses
 import datetime
 import logging
 import pathlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -357,15 +359,23 @@ class Trainer:
     ) -> Checkpoints:
         folder = self.output_dir / CHECKPOINTS
         is_first = processes.is_first()
-        record = read_run_record(self.output_dir) if resume and is_first else None
+        record: RunRecord | None = None
+
+        def saved_requests() -> dict[str, Any] | None:
+            nonlocal record
+            record = read_run_record(self.output_dir) if resume else None
+            return None if record is None else dataclasses.asdict(record.requests)
+
+        # All processes put the same requests into force.
+        requests = processes.from_first(saved_requests)
         is_anew = agreement.newest_for_all(folder) is None
         if resume and is_anew:
             logger.warning("there is no complete checkpoint: training from the start")
         keep = self.config.keep_checkpoints
         checkpoints = Checkpoints(folder, keep=keep, is_writer=is_first)
         opened.callback(checkpoints.close)
-        if record is not None:
-            self._requests.restore(record.requests)
+        if requests is not None:
+            self._requests.restore(SavedRequests(**requests))
         if not is_anew:
             self._restore(checkpoints)
         self._continue(self.runs)
