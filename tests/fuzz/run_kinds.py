@@ -49,7 +49,7 @@ def without_computing(**windows_methods) -> Iterator[None]:
             patch = mock.patch.object(windows.Windows, name, function)
             patches.enter_context(patch)
 
-        def settle_uncompiled(config, spec, bounds, *_) -> RunConfig:
+        def settle_uncompiled(config, spec, bounds, *_, **__) -> RunConfig:
             return settle(config, spec, bounds)
 
         for name, stub in (
