@@ -200,7 +200,7 @@ def summed(pending: Pending, axes: Sequence[str]) -> Pending:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What clipping and the test for finite values need to know of all stages.
+    """Measures of a pending batch that clipping needs of all stages.
 
     Attributes:
         squares: Sum of the squares of each slot's pending gradients.

@@ -20,7 +20,7 @@ import jax
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Residuals:
-    """What a forward pass keeps for its backward pass.
+    """The arrays that a forward pass keeps for its backward pass.
 
     Attributes:
         arrays: The arrays that are kept, without the arguments.

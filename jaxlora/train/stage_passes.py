@@ -106,7 +106,8 @@ class StagePasses:
         """Runs a stage that is not the last backward.
 
         Slots may have stepped since the forward pass, but none of them has rows in this
-        microbatch, so the weights of the slots that have rows are the same.
+        microbatch, so the weights of the slots that have rows are the same. The rows of
+        a slot that was released meanwhile leave gradients that are discarded.
 
         Returns:
             The pending gradients with those of the microbatch, and the gradient of the

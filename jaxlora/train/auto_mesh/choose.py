@@ -111,7 +111,7 @@ def choose_mesh(
     for num_devices in range(machine.num_devices, 0, -1):
         candidates = [
             _candidate(config, spec, demand, machine, sizes)
-            for sizes in _meshes(config, spec, num_devices)
+            for sizes in _meshes(config, spec, num_devices, machine.num_processes)
         ]
         tried += candidates
         fitting = [c for c in candidates if _fits(c, machine)]
@@ -121,10 +121,12 @@ def choose_mesh(
 
 
 def _meshes(
-    config: RunConfig, spec: DecoderSpec, num_devices: int
+    config: RunConfig, spec: DecoderSpec, num_devices: int, num_processes: int
 ) -> Iterator[MeshSizes]:
     """Yields the meshes of exactly this many devices that can run the model."""
     most = min(spec.config.num_layers, config.pipeline_microbatches or num_devices)
+    if num_processes > 1:  # pipeline stages cannot span processes
+        most = 1
     for stage in range(1, most + 1):
         for fsdp in range(1, num_devices + 1):
             if num_devices % (stage * fsdp) or spec.config.hidden_size % fsdp:

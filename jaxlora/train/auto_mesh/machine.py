@@ -16,11 +16,13 @@ class Machine:
         num_devices: Number of devices.
         speed: Rates of each device.
         memory: Memory of each device; None: it is not known, and is not checked.
+        num_processes: Number of processes that these devices belong to.
     """
 
     num_devices: int
     speed: DeviceSpeed
     memory: DeviceMemory | None
+    num_processes: int = 1
 
 
 def this_machine() -> Machine:
@@ -30,4 +32,5 @@ def this_machine() -> Machine:
         num_devices=len(devices),
         speed=find_speed(devices[0].device_kind),
         memory=device_memory(0, len(devices)),
+        num_processes=jax.process_count(),
     )

@@ -1,4 +1,4 @@
-"""What one process of the mesh benchmark measures, and the jobs that it trains."""
+"""Cases of the mesh benchmark, one for each process, and the jobs that it trains."""
 
 import dataclasses
 import json

@@ -17,7 +17,7 @@ FORWARD, BACKWARD = ("forward", "accumulate"), ("backward", "accumulate")
 
 @dataclasses.dataclass
 class WindowLog:
-    """What the stages were given in one window.
+    """The passes and steps that the stages were given in one window.
 
     Attributes:
         schedule: Schedule of the window.

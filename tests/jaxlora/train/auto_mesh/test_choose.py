@@ -154,3 +154,8 @@ def test_nothing_fits():
     )
     with pytest.raises(ConfigError, match=match):
         choose(LLAMA_70B, machine(2, 20), remat="layer")
+
+
+def test_stages_do_not_span_processes():
+    several = dataclasses.replace(machine(4), num_processes=2)
+    assert choose(LLAMA_70B, several, remat="layer").sizes.stage == 1
