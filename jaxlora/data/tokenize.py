@@ -75,6 +75,15 @@ class TokenizedData:
         """Tokens of all samples."""
         return int(self.lengths.sum())
 
+    def mean_batch_tokens(self, batch_size: int) -> float:
+        """Mean number of tokens of a global batch.
+
+        Args:
+            batch_size: Samples of a batch; a batch never has more than there are.
+        """
+        num_samples = len(self.samples)
+        return min(batch_size, num_samples) * self.num_tokens / num_samples
+
     @property
     def num_target_tokens(self) -> int:
         """Number of target tokens of all samples."""

@@ -49,8 +49,7 @@ class Bounds:
         num_slots = config.max_concurrent_jobs or len(config.jobs)
         longest = max(int(data.lengths.max()) for data in (*train, *held_out))
         steps = [
-            min(job.batch_size, len(data.samples)) * data.num_tokens / len(data.samples)
-            + block / 2
+            data.mean_batch_tokens(job.batch_size) + block / 2
             for job, data in zip(config.jobs, train, strict=True)
         ]
         sizes = config.mesh_sizes

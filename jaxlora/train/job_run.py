@@ -141,9 +141,7 @@ class JobRun:
     @property
     def batch_tokens(self) -> float:
         """Mean number of tokens of a global batch."""
-        data = self.train_data
-        num_samples = len(data.samples)
-        return min(self.job.batch_size, num_samples) * data.num_tokens / num_samples
+        return self.train_data.mean_batch_tokens(self.job.batch_size)
 
     def update(self, **changes) -> None:
         """Changes some fields of `progress`."""

@@ -53,9 +53,7 @@ class JobData:
     @property
     def batch_tokens(self) -> float:
         """Mean number of tokens of a global batch."""
-        num_samples = len(self.data.samples)
-        batch_size = min(self.job.batch_size, num_samples)
-        return batch_size * self.data.num_tokens / num_samples
+        return self.data.mean_batch_tokens(self.job.batch_size)
 
 
 def read_jobs(

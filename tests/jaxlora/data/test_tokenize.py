@@ -235,6 +235,13 @@ def test_truncate(run):
     )
 
 
+def test_mean_tokens_of_a_batch(run):
+    data = run(LENGTHS)
+    assert data.lengths.tolist() == [4, 10, 6, 23]
+    means = [data.mean_batch_tokens(size) for size in (1, 2, 4, 100)]
+    assert means == [10.75, 21.5, 43, 43]
+
+
 def test_drop(run):
     result = run(LENGTHS, max_length=6, too_long="drop")
     assert [len(s.token_ids) for s in result.samples] == [4, 6]
