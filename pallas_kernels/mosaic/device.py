@@ -4,9 +4,11 @@ import contextlib
 import contextvars
 from collections.abc import Iterator
 
-import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxlora.pallas_kernels import device
+
+_HOPPER = 90
 _INTERPRET: contextvars.ContextVar[plgpu.InterpretGPUParams | None] = (
     contextvars.ContextVar("interpret", default=None)
 )
@@ -35,28 +37,20 @@ def interpret_params() -> plgpu.InterpretGPUParams | None:
 
 def device_kind() -> str:
     """Returns the device's name, the key of the tuning table."""
-    if interpret_params() is not None:
-        return "interpreter"
-    return jax.devices()[0].device_kind
+    return "interpreter" if interpret_params() is not None else device.device_kind()
 
 
 def num_sms() -> int:
     """Returns the number of multiprocessors of the device that is compiled for."""
-    if interpret_params() is not None:
-        return _INTERPRETED_SMS
-    target = jax.sharding.get_abstract_mesh().abstract_device
-    if target is not None:  # compiled for a device that is not here
-        return target.num_cores
-    return jax.devices()[0].core_count
+    return _INTERPRETED_SMS if interpret_params() is not None else device.num_sms()
 
 
 def unsupported_device() -> str | None:
     """Returns why the kernels cannot run on the default device, or None if they can."""
     if interpret_params() is not None:
         return None
-    if jax.default_backend() != "gpu":
-        return f"the device is a {jax.default_backend()}, not an NVIDIA GPU"
-    capability = str(jax.devices()[0].compute_capability)
-    if capability != "9.0":
-        return f"the GPU's compute capability is {capability}, not Hopper's 9.0"
+    if (reason := device.not_nvidia()) is not None:
+        return reason
+    if (capability := device.capability()) != _HOPPER:
+        return f"the GPU's compute capability is {capability / 10}, not Hopper's 9.0"
     return None

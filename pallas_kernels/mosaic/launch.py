@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from jaxlora.pallas_kernels.batching import without_vmap
 from jaxlora.pallas_kernels.mosaic.mask import Mask
 from jaxlora.pallas_kernels.mosaic.ring import COMPUTE_WGS, Ring, RingShape
 from jaxlora.pallas_kernels.settings import KernelSettings
@@ -241,7 +242,8 @@ def _launch(
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(lowering_semantics=_SEMANTICS),
     )
-    return jax.tree.unflatten(out_tree, _without_vmap(kernel)(*inputs))
+    run = without_vmap(kernel, implementation="mosaic")
+    return jax.tree.unflatten(out_tree, run(*inputs))
 
 
 def _load_all(todo: list[tuple[Work, Role, _ItemRange]], work_done) -> None:
@@ -278,20 +280,3 @@ def _select(operands: dict[str, Any]) -> dict[str, Any]:
     is_shared = lambda x: isinstance(x, Mask | KernelSettings)
     one = lambda x: x.select() if is_shared(x) else x
     return jax.tree.map(one, operands, is_leaf=is_shared)
-
-
-def _without_vmap(kernel: Callable) -> Callable:
-    """Makes the kernel raise an error under vmap that says what to do instead."""
-
-    @jax.custom_batching.custom_vmap
-    def run(*arrays):
-        return kernel(*arrays)
-
-    @run.def_vmap
-    def _(axis_size, in_batched, *arrays):
-        raise NotImplementedError(
-            "vmap of multi_lora_linear(implementation='mosaic'): lay the batch out as "
-            "token rows and name each block's adapter in block_adapter instead."
-        )
-
-    return run

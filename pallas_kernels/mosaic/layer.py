@@ -9,7 +9,6 @@ References:
     LoRAFusion, arXiv 2510.00206, section 5.1, Figures 9 to 11.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxlora.pallas_kernels.mosaic.device import unsupported_device
-from jaxlora.pallas_kernels.mosaic.mask import Mask, make_mask
+from jaxlora.pallas_kernels.mosaic.mask import make_mask
 from jaxlora.pallas_kernels.mosaic.products import (
     Term,
     expand,
@@ -27,9 +26,9 @@ from jaxlora.pallas_kernels.mosaic.products import (
     shrink,
 )
 from jaxlora.pallas_kernels.mosaic.ring import ROWS, STEP
-from jaxlora.pallas_kernels.mosaic.routing import Blocks, make_blocks
+from jaxlora.pallas_kernels.operands import make_operands
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
-from jaxlora.pallas_kernels.settings import RANK_STEP, KernelSettings, kernel_settings
+from jaxlora.pallas_kernels.settings import RANK_STEP
 
 MAX_RANK = 4 * STEP  # expand keeps the stages of all ranks of a tile filled
 assert RANK_STEP == STEP
@@ -56,57 +55,6 @@ def unsupported(shape: LinearShape) -> str | None:
     return None
 
 
-def _padded_rank(rank: int) -> int:
-    """Rounds a rank up to a supported tile size: 16, 32 or a multiple of 64."""
-    return next((r for r in (16, 32) if rank <= r), -(-rank // STEP) * STEP)
-
-
-def _pad_rank(x: Array, axis: int, rank: int) -> Array:
-    pad = [(0, 0)] * x.ndim
-    pad[axis] = (0, rank - x.shape[axis])
-    return jnp.pad(x, pad)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Operands:
-    """The inputs of the kernels that both passes compute from their arguments.
-
-    Attributes:
-        a: A of each projection in x's dtype, [G, K, R], with R a tile size.
-        b: B of each projection in x's dtype, [G, R, N], with R a tile size.
-        settings: Settings of each projection.
-        masks: Dropout mask of each projection; empty without dropout.
-        blocks: Slots of the rows.
-    """
-
-    a: list[Array]
-    b: list[Array]
-    settings: list[KernelSettings]
-    masks: list[Mask]
-    blocks: Blocks
-
-
-def _prepare(x, projections: tuple[Projection, ...], block_adapter) -> _Operands:
-    largest = max(p.a.shape[2] for p in projections)
-    rank = _padded_rank(largest)
-    blocks = make_blocks(block_adapter, projections[0].a.shape[0], x.shape[0])
-    return _Operands(
-        a=[_pad_rank(p.a.astype(x.dtype), 2, rank) for p in projections],
-        b=[_pad_rank(p.b.astype(x.dtype), 1, rank) for p in projections],
-        settings=[p.settings or _own_settings(p) for p in projections],
-        masks=[
-            make_mask(p.dropout, blocks, x.shape[1]) for p in projections if p.dropout
-        ],
-        blocks=blocks,
-    )
-
-
-def _own_settings(p: Projection) -> KernelSettings:
-    assert p.rank is not None
-    rate = None if p.dropout is None else p.dropout.rate[None]
-    return kernel_settings(p.scaling[None], p.rank[None], rate)[0]
-
-
 def _swap_last_axes(x: Array) -> Array:
     return x.transpose(0, 2, 1)
 
@@ -125,9 +73,10 @@ def forward(
     The backward pass reads s again. In each block of rows, only the ranks of the
     block's own adapter are ever written or read.
     """
-    given = _prepare(x, projections, block_adapter)
+    given = make_operands(x, projections, block_adapter)
     a = [_swap_last_axes(a) for a in given.a]
-    s = shrink(x, a, given.settings, given.blocks, given.masks)
+    masks = list(map(make_mask, given.words))
+    s = shrink(x, a, given.settings, given.blocks, masks)
     y = []
     for i, p in enumerate(projections):
         b = _swap_last_axes(given.b[i]) if w_transposed else given.b[i]
@@ -148,8 +97,9 @@ def backward(
     w_transposed: bool = False,
 ) -> tuple[Float[Array, "T K"], list[dict[str, Array]]]:
     """Computes dx [T, K] in x's dtype; `a` [G, K, R] and `b` [G, R, N] in float32."""
-    given = _prepare(x, projections, block_adapter)
-    settings, blocks, masks = given.settings, given.blocks, given.masks
+    given = make_operands(x, projections, block_adapter)
+    settings, blocks = given.settings, given.blocks
+    masks = list(map(make_mask, given.words))
     ds, outers = [], []
     for i, dy_i in enumerate(dy):
         unmasked = [settings[i]], blocks, []

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxlora.pallas_kernels.dropout import Dropout, mask_words
+from jaxlora.pallas_kernels.dropout import MaskWords
 from jaxlora.pallas_kernels.mosaic.ring import Ref, zeros_like
-from jaxlora.pallas_kernels.mosaic.routing import Blocks
 
 # Layouts of a vector with one value for each row, or column, of a tile.
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -45,12 +44,8 @@ class Mask:
         return Mask(self.tokens.at[index], self.features.at[index], None)
 
 
-def make_mask(dropout: Dropout, blocks: Blocks, num_features: int) -> Mask:
-    """Makes the mask of a projection with `num_features` input features."""
-    words = dropout.words
-    if words is None:
-        own = dropout.given_key()[None], blocks.slot, dropout.token_index
-        (words,) = mask_words(*own, num_features)
+def make_mask(words: MaskWords) -> Mask:
+    """Makes the mask of a projection from its words."""
     return Mask(words.token, words.feature, words.index)
 
 

@@ -26,7 +26,6 @@ from jaxlora.pallas_kernels.mosaic.mask import (
     load_token_words,
     load_words,
 )
-from jaxlora.pallas_kernels.mosaic.parts import PartTable
 from jaxlora.pallas_kernels.mosaic.ring import (
     COMPUTE_WGS,
     ROWS,
@@ -36,6 +35,7 @@ from jaxlora.pallas_kernels.mosaic.ring import (
     max_chunks,
     zeros_like,
 )
+from jaxlora.pallas_kernels.parts import PartTable
 
 TILE_COLUMNS = COMPUTE_WGS * STEP
 

@@ -18,9 +18,7 @@ from jaxlora.pallas_kernels.mosaic.expand import TILE_ROWS, Expand
 from jaxlora.pallas_kernels.mosaic.launch import Work, launch
 from jaxlora.pallas_kernels.mosaic.mask import Mask
 from jaxlora.pallas_kernels.mosaic.outer import TILE_COLUMNS, Outer
-from jaxlora.pallas_kernels.mosaic.parts import Parts, make_parts, sum_parts
 from jaxlora.pallas_kernels.mosaic.ring import COLUMNS, STEP, RingShape
-from jaxlora.pallas_kernels.mosaic.routing import Blocks
 from jaxlora.pallas_kernels.mosaic.shrink import Shrink
 from jaxlora.pallas_kernels.mosaic.tuning import (
     OuterCost,
@@ -28,6 +26,8 @@ from jaxlora.pallas_kernels.mosaic.tuning import (
     plan_side_items,
     splits_for,
 )
+from jaxlora.pallas_kernels.parts import Parts, make_parts, sum_parts
+from jaxlora.pallas_kernels.routing import Blocks
 from jaxlora.pallas_kernels.settings import KernelSettings
 
 _MIN_STAGES = 3  # with fewer stages, the computing warpgroups would wait for data

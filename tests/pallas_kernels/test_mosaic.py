@@ -27,7 +27,7 @@ from jaxlora.pallas_kernels import (
 )
 from jaxlora.pallas_kernels.mosaic.device import interpreted, unsupported_device
 from jaxlora.pallas_kernels.mosaic.products import outer
-from jaxlora.pallas_kernels.mosaic.routing import make_blocks
+from jaxlora.pallas_kernels.routing import make_blocks
 from tests.oracle import assert_as_accurate_as, relative_error
 from tests.pallas_kernels import interpreter
 from tests.pallas_kernels.problems import both_ways, problem, run, weight_of

@@ -20,7 +20,7 @@ from jaxlora.bench.options import make_parser
 from jaxlora.bench.report import device_times, require_gpu
 from jaxlora.bench.shapes import LARGE, products
 from jaxlora.pallas_kernels.mosaic.products import Term, expand, outer
-from jaxlora.pallas_kernels.mosaic.routing import Blocks, make_blocks
+from jaxlora.pallas_kernels.routing import Blocks, make_blocks
 from jaxlora.pallas_kernels.settings import KernelSettings, kernel_settings
 
 RANK, SLOTS = 16, 4

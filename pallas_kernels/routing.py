@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxlora.pallas_kernels.mosaic.ring import ROWS
+from jaxlora.pallas_kernels.dropout import TILE_TOKENS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ def make_blocks(
         num_slots: G.
         num_rows: T, a multiple of 64 NB.
     """
-    slot = jnp.repeat(block_adapter, num_rows // ROWS // block_adapter.shape[0])
+    slot = jnp.repeat(block_adapter, num_rows // TILE_TOKENS // block_adapter.shape[0])
     key = jnp.where(slot < 0, num_slots, slot)
     index = jnp.arange(slot.shape[0], dtype=jnp.int32)
     is_before = (key[None] < key[:, None]) | (

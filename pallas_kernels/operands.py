@@ -1,0 +1,80 @@
+"""The inputs that the fused back ends' kernels compute from the op's arguments."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxlora.pallas_kernels.dropout import Dropout, MaskWords, mask_words
+from jaxlora.pallas_kernels.projection import Projection
+from jaxlora.pallas_kernels.routing import Blocks, make_blocks
+from jaxlora.pallas_kernels.settings import RANK_STEP, KernelSettings, kernel_settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """The inputs that both passes of P projections with the same x read.
+
+    Attributes:
+        a: A of each projection in x's dtype, [G, K, R], with R a tile size.
+        b: B of each projection in x's dtype, [G, R, N], with R a tile size.
+        settings: Settings of each projection.
+        words: Words of each projection's dropout mask; empty without dropout.
+        blocks: Slots of the rows.
+    """
+
+    a: list[jax.Array]
+    b: list[jax.Array]
+    settings: list[KernelSettings]
+    words: list[MaskWords]
+    blocks: Blocks
+
+
+def make_operands(
+    x: jax.Array, projections: Sequence[Projection], block_adapter: jax.Array
+) -> Operands:
+    """Casts A and B, pads their ranks, and makes what the projections were not given.
+
+    Args:
+        x: Token rows, [T, K]; those of a token block are a multiple of 64.
+        projections: The linears, all with dropout or all without.
+        block_adapter: The slot of each token block, [NB]; -1 for padding.
+    """
+    largest = max(p.a.shape[2] for p in projections)
+    rank = padded_rank(largest)
+    blocks = make_blocks(block_adapter, projections[0].a.shape[0], x.shape[0])
+    return Operands(
+        a=[_pad_rank(p.a.astype(x.dtype), 2, rank) for p in projections],
+        b=[_pad_rank(p.b.astype(x.dtype), 1, rank) for p in projections],
+        settings=[p.settings or _own_settings(p) for p in projections],
+        words=[
+            p.dropout.words or _own_words(p.dropout, blocks, x.shape[1])
+            for p in projections
+            if p.dropout
+        ],
+        blocks=blocks,
+    )
+
+
+def padded_rank(rank: int) -> int:
+    """Rounds a rank up to a supported tile size: 16, 32 or a multiple of 64."""
+    small = (r for r in (16, 32) if rank <= r)
+    return next(small, -(-rank // RANK_STEP) * RANK_STEP)
+
+
+def _pad_rank(x: jax.Array, axis: int, rank: int) -> jax.Array:
+    pad = [(0, 0)] * x.ndim
+    pad[axis] = (0, rank - x.shape[axis])
+    return jnp.pad(x, pad)
+
+
+def _own_settings(p: Projection) -> KernelSettings:
+    assert p.rank is not None
+    rate = None if p.dropout is None else p.dropout.rate[None]
+    return kernel_settings(p.scaling[None], p.rank[None], rate)[0]
+
+
+def _own_words(dropout: Dropout, blocks: Blocks, num_features: int) -> MaskWords:
+    own = dropout.given_key()[None], blocks.slot, dropout.token_index
+    return mask_words(*own, num_features)[0]

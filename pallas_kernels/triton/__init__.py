@@ -1,0 +1,1 @@
+"""Fused kernels for NVIDIA GPUs from Ampere on, written with Triton."""

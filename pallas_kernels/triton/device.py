@@ -1,0 +1,102 @@
+"""The device for which Triton compiles the kernels, or what runs them instead."""
+
+import contextlib
+import contextvars
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Iterator
+
+from jaxlora.pallas_kernels import device
+
+_OLDEST = 80  # Ampere: the first with bfloat16 products and asynchronous copies
+_INTERPRETED_SMS = 4
+_MISSING = (
+    "the package {} is not installed (run `pip install 'jaxlora[triton]'`)".format
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """What the kernels are compiled for. Equal targets share compiled programs.
+
+    Attributes:
+        capability: Ten times the compute capability, such as 89 for an L40S.
+        num_sms: Number of multiprocessors.
+        interpreter: Runs a kernel instead of a GPU; see `interpreted`.
+    """
+
+    capability: int
+    num_sms: int
+    interpreter: Callable[..., list] | None = None
+
+
+_TARGET: contextvars.ContextVar[Target | None] = contextvars.ContextVar(
+    "triton_target", default=None
+)
+
+
+@contextlib.contextmanager
+def interpreted(interpreter: Callable[..., list]) -> Iterator[None]:
+    """Runs kernels that are traced inside in an interpreter, on any device.
+
+    This is for tests.
+
+    Args:
+        interpreter: Is called with the kernel, its NumPy inputs, the shapes and dtypes
+            of its outputs, the grid and the constants by name; returns the outputs.
+    """
+    target = Target(
+        capability=_OLDEST, num_sms=_INTERPRETED_SMS, interpreter=interpreter
+    )
+    with _targeted(target):
+        yield
+
+
+@contextlib.contextmanager
+def forced_capability(capability: int, num_sms: int | None = None) -> Iterator[None]:
+    """Compiles kernels inside for another GPU than the default device.
+
+    Newer GPUs run such code: it is assembled for the device that is here, if there is
+    one. Programs must be traced and compiled inside. This is for tests and benchmarks.
+
+    Args:
+        capability: Ten times the compute capability.
+        num_sms: Number of multiprocessors; None: the present device's.
+    """
+    target = Target(capability=capability, num_sms=num_sms or device.num_sms())
+    with _targeted(target):
+        yield
+
+
+@contextlib.contextmanager
+def _targeted(target: Target) -> Iterator[None]:
+    token = _TARGET.set(target)
+    try:
+        yield
+    finally:
+        _TARGET.reset(token)
+
+
+def present_target() -> Target:
+    """Returns the target of kernels that are traced now."""
+    forced = _TARGET.get()
+    if forced is not None:
+        return forced
+    return Target(capability=device.capability(), num_sms=device.num_sms())
+
+
+def unsupported_device() -> str | None:
+    """Returns why the kernels cannot run on the default device, or None if they can."""
+    forced = _TARGET.get()
+    if forced is not None and forced.interpreter is not None:
+        return None
+    needed = ("triton", "jax_triton")
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        return _MISSING(missing[0].replace("_", "-"))
+    if forced is not None:
+        return None
+    if (reason := device.not_nvidia()) is not None:
+        return reason
+    if (capability := device.capability()) < _OLDEST:
+        return f"the GPU's compute capability is {capability / 10}, less than 8.0"
+    return None

@@ -1,0 +1,107 @@
+"""Runs a Triton kernel as a JAX function: on a GPU, or in an interpreter in tests.
+
+A kernel's parameters are pointers to its inputs, pointers to its outputs, and constants
+(`tl.constexpr`), in this order. It is decorated with `@triton.jit` and, below it, with
+`@typing.no_type_check`, as the tests would otherwise wrap it.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxlora.pallas_kernels.batching import without_vmap
+from jaxlora.pallas_kernels.triton.device import Target
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tile:
+    """How a kernel is compiled.
+
+    Attributes:
+        sizes: Sizes of the tiles and the like, by the name of the kernel's constant.
+        num_warps: Number of warps of a program.
+        num_stages: Number of stages in which operands are loaded ahead.
+    """
+
+    sizes: dict[str, int]
+    num_warps: int
+    num_stages: int
+
+
+def launch(
+    kernel: Any,
+    inputs: Sequence[jax.Array],
+    out_types: Sequence[jax.ShapeDtypeStruct],
+    *,
+    grid: tuple[int, ...],
+    tile: Tile,
+    target: Target,
+    constants: dict[str, Any],
+) -> list[jax.Array]:
+    """Runs a kernel once for each element of a grid; returns its outputs.
+
+    Args:
+        kernel: A `triton.JITFunction`.
+        inputs: The arrays that the kernel reads, in the order of its parameters.
+        out_types: Shapes and dtypes of its outputs. What it does not write is
+            undefined.
+        grid: Number of programs along at most three axes.
+        tile: Is compiled in; `sizes` are constants.
+        target: What the kernel is compiled for, or its interpreter.
+        constants: The other constants, by name.
+    """
+    values = constants | tile.sizes
+    if target.interpreter is not None:
+        run = _interpreter_call(kernel, out_types, grid, values, target.interpreter)
+    else:
+        run = _triton_call(kernel, out_types, grid, values, tile, target)
+    return list(without_vmap(run, implementation="triton")(*inputs))
+
+
+def _interpreter_call(
+    kernel, out_types, grid, constants, interpreter: Callable
+) -> Callable:
+    def on_host(*inputs):
+        return interpreter(kernel, inputs, out_types, grid, constants)
+
+    return lambda *inputs: jax.pure_callback(on_host, list(out_types), *inputs)
+
+
+def _triton_call(
+    kernel, out_types, grid, constants, tile: Tile, target: Target
+) -> Callable:
+    def run(*inputs):
+        return _jax_triton().triton_call(
+            *inputs,
+            kernel=kernel,
+            out_shape=list(out_types),
+            grid=grid,
+            name=kernel.__name__,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            compute_capability=target.capability,
+            # Triton's own default has changed, and results would change with it.
+            enable_fp_fusion=True,
+            **constants,
+        )
+
+    return run
+
+
+def _jax_triton() -> Any:
+    """Imports jax_triton, which needs a JAX with CUDA.
+
+    Some versions clear TRITON_CACHE_DIR, which other users of Triton in this process
+    need.
+    """
+    before = os.environ.get("TRITON_CACHE_DIR")
+    import jax_triton
+
+    if before is not None:
+        os.environ["TRITON_CACHE_DIR"] = before
+    else:
+        os.environ.pop("TRITON_CACHE_DIR", None)
+    return jax_triton

@@ -1,0 +1,88 @@
+"""A Triton kernel runs as a JAX function, for a target or in the interpreter."""
+
+import importlib.util
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import triton
+import triton.language as tl
+
+from jaxlora.pallas_kernels.triton.device import (
+    forced_capability,
+    interpreted,
+    present_target,
+    unsupported_device,
+)
+from jaxlora.pallas_kernels.triton.launch import Tile, launch
+from tests.pallas_kernels import triton_interpreter
+
+
+@triton.jit
+@typing.no_type_check
+def _twice(x):
+    return x + x
+
+
+@triton.jit
+@typing.no_type_check
+def _double(x, y, T: tl.constexpr, BLOCK: tl.constexpr):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < T
+    tl.store(y + rows, _twice(tl.load(x + rows, mask=inside, other=0)), mask=inside)
+
+
+def doubled(x):
+    tile = Tile(sizes={"BLOCK": 16}, num_warps=1, num_stages=1)
+    (y,) = launch(
+        _double,
+        [x],
+        [jax.ShapeDtypeStruct(x.shape, x.dtype)],
+        grid=(triton.cdiv(x.shape[0], 16),),
+        tile=tile,
+        target=present_target(),
+        constants={"T": x.shape[0]},
+    )
+    return y
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32, jnp.int32])
+def test_the_interpreter_runs_a_kernel_that_calls_another(dtype):
+    x = jnp.arange(37, dtype=dtype)
+    with interpreted(triton_interpreter.run):
+        np.testing.assert_array_equal(doubled(x), x + x)
+        np.testing.assert_array_equal(jax.jit(doubled)(x), x + x)
+    assert isinstance(tl.zeros, triton.JITFunction), "the compiler is as before"
+
+
+def test_vmap_is_refused():
+    with (
+        interpreted(triton_interpreter.run),
+        pytest.raises(NotImplementedError, match=r"'triton'.* block_adapter"),
+    ):
+        jax.vmap(doubled)(jnp.zeros((2, 16)))
+
+
+def test_a_target_can_be_forced():
+    with forced_capability(89, num_sms=142):
+        assert unsupported_device() is None
+        target = present_target()
+        assert (target.capability, target.num_sms) == (89, 142)
+        with interpreted(triton_interpreter.run):
+            assert present_target() != target
+        assert present_target() == target
+
+
+def test_what_is_not_installed_is_named(monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name: None if name == "jax_triton" else real(name),
+    )
+    with forced_capability(89, num_sms=142):
+        assert unsupported_device() == (
+            "the package jax-triton is not installed (run `pip install "
+            "'jaxlora[triton]'`)"
+        )
