@@ -198,10 +198,12 @@ def _positive(text: str) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     from jaxlora.distributed.environment import find_membership
+    from jaxlora.memory.gpu_share import take_free_gpus
 
     member = find_membership(
         arguments.coordinator, arguments.num_processes, arguments.process_id
     )
+    take_free_gpus(None if member is None else member.local_device_ids)
     if member is None:
         return _train_in_process(arguments)
     from jaxlora.distributed.start import joined
@@ -228,10 +230,12 @@ def _train_in_process(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
+    from jaxlora.memory.gpu_share import take_free_gpus
     from jaxlora.plan import plan_run
     from jaxlora.plan_report import draw_plan, print_plan
     from jaxlora.run_file import load_run
 
+    take_free_gpus()  # a plan is for the memory that training has
     given = {} if arguments.mesh is None else {"mesh": arguments.mesh}
     config = load_run(arguments.run_file, **given)
     planned = plan_run(config, steps=arguments.steps)

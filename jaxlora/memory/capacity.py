@@ -129,11 +129,12 @@ def _measured(
             needed = format_bytes(found.total_bytes(tokens))
             there = format_bytes(available.num_bytes)
             logger.info(
-                "memory: %s needed%s with microbatches of %d tokens, %s available",
+                "memory: %s needed%s with microbatches of %d tokens, %s available (%s)",
                 needed,
                 stages.describe(0),
                 tokens,
                 there,
+                available.source,
             )
             return config
         _log_choice(chosen, "measured", found, available, bounds)

@@ -7,6 +7,7 @@ import os
 import jax
 
 from jaxlora.distributed import processes
+from jaxlora.memory.gpu_share import FRACTION, FRACTIONS, SHARE
 
 _RESERVE = 0.05  # share of the memory that stays free for the allocator and others
 
@@ -40,7 +41,7 @@ def device_memory(own_bytes: int, num_devices: int = 1) -> DeviceMemory | None:
     if "bytes_limit" in stats:
         limit = stats["bytes_limit"]
         others = max(0, stats["bytes_in_use"] - own_bytes)
-        owner = f"the {device.device_kind} memory that JAX may use"
+        owner = f"the {device.device_kind} memory that JAX may use ({_share()})"
     elif device.platform == "cpu":
         limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         others, owner = 0, "the machine's memory"
@@ -58,6 +59,14 @@ def device_memory(own_bytes: int, num_devices: int = 1) -> DeviceMemory | None:
     if others:
         source += f" and {format_bytes(others)} of other arrays"
     return DeviceMemory(num_bytes=limit - reserved - others, source=source)
+
+
+def _share() -> str:
+    """Says which setting limits the memory of JAX."""
+    for name in FRACTIONS:
+        if value := os.environ.get(name):
+            return f"{name}={value}"
+    return f"75 % by default; {FRACTION}={SHARE} gives more"
 
 
 def format_bytes(num_bytes: float) -> str:

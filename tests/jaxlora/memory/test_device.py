@@ -6,6 +6,7 @@ import pytest
 
 from jaxlora.memory import device as device_module
 from jaxlora.memory.device import device_memory, format_bytes
+from jaxlora.memory.gpu_share import FRACTIONS
 
 
 def test_formatted_bytes():
@@ -33,14 +34,20 @@ def device(monkeypatch):
     return set_to
 
 
-def test_the_memory_of_other_devices(device):
+def test_the_memory_of_other_devices(device, monkeypatch):
+    for name in FRACTIONS:
+        monkeypatch.delenv(name, raising=False)
     machine = device_memory(0)
     device("cpu", None)
     assert device_memory(0) == machine
     device("gpu", {"bytes_limit": 1000, "bytes_in_use": 300})
     found = device_memory(200)
     assert found is not None and found.num_bytes == 1000 - 50 - 100
-    assert "the pretence memory that JAX may use" in found.source
+    assert "the pretence memory that JAX may use (75 % by default" in found.source
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    found = device_memory(200)
+    assert found is not None
+    assert "(XLA_PYTHON_CLIENT_MEM_FRACTION=0.5)" in found.source
     for stats in (None, {}, {"bytes_in_use": 300}):
         device("gpu", stats)
         assert device_memory(0) is None

@@ -1,0 +1,153 @@
+"""Chooses the share of a GPU's memory that JAX takes; this comes before JAX starts.
+
+JAX reads its settings from environment variables when it opens the GPU, and takes 75 %
+by default. The command line takes more of a GPU that no other process uses.
+"""
+
+import csv
+import dataclasses
+import logging
+import os
+import pathlib
+import shutil
+import subprocess
+from collections.abc import MutableMapping, Sequence
+
+logger = logging.getLogger(__name__)
+
+SHARE = 0.92  # the rest is for the driver, cuDNN, NCCL and loaded programs
+FRACTION = "XLA_CLIENT_MEM_FRACTION"
+FRACTIONS = (FRACTION, "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the second is deprecated
+_OTHERS = ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR")
+
+_QUERY = "index,uuid,name,memory.used"
+_SECONDS = 20.0  # without its daemon, the driver starts anew for each query
+_IDLE_MIB = 64  # a driver without processes uses a few MiB; a process, over 100
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GpuUse:
+    """The use of one GPU, as `nvidia-smi` reports it.
+
+    Attributes:
+        index: Number of the GPU, by its position on the bus.
+        uuid: Its identifier, which starts with `GPU-`.
+        name: Name of its kind.
+        used_mib: Memory in use by all processes, in MiB; None: it is not reported.
+    """
+
+    index: int
+    uuid: str
+    name: str
+    used_mib: int | None
+
+
+def take_free_gpus(
+    local_ids: Sequence[int] | None = None,
+    environ: MutableMapping[str, str] = os.environ,
+) -> None:
+    """Lets JAX take 92 % of the GPUs, if no other process has memory there.
+
+    Nothing changes if the user has set a fraction, an allocator or preallocation, or if
+    JAX runs on another platform. It logs what was decided.
+
+    Args:
+        local_ids: GPUs among the visible ones that this process uses; None: all.
+        environ: Environment variables, which are changed.
+    """
+    if any(environ.get(name) for name in (*FRACTIONS, *_OTHERS)):
+        return
+    platforms = environ.get("JAX_PLATFORMS", "")
+    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+        return
+    if shutil.which("nvidia-smi") is None:
+        if pathlib.Path("/proc/driver/nvidia").exists():
+            _log_default("nvidia-smi, which knows their use, is not installed")
+        return
+    gpus = query_gpus()
+    if gpus is None:
+        return _log_default("nvidia-smi fails")
+    ours = _ours(gpus, environ, local_ids)
+    if ours is None:
+        return _log_default("CUDA_VISIBLE_DEVICES names a part of a GPU")
+    for gpu in ours:
+        if gpu.used_mib is None or gpu.used_mib > _IDLE_MIB:
+            used = "an unknown part" if gpu.used_mib is None else f"{gpu.used_mib} MiB"
+            return _log_default(f"{used} of GPU {gpu.index} is in use already")
+    if ours:
+        environ[FRACTION] = str(SHARE)
+        logger.info(
+            "GPU memory: JAX takes %.0f %%, as no other process uses it (%s=%s)",
+            100 * SHARE,
+            FRACTION,
+            SHARE,
+        )
+
+
+def _log_default(reason: str) -> None:
+    logger.info(
+        "GPU memory: JAX takes its default, 75 %% of each GPU, as %s. %s sets another "
+        "share.",
+        reason,
+        FRACTION,
+    )
+
+
+def query_gpus() -> tuple[GpuUse, ...] | None:
+    """Returns the use of all GPUs of the machine; None if `nvidia-smi` fails."""
+    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SECONDS, check=True
+        )
+        return _parse(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def _parse(text: str) -> tuple[GpuUse, ...]:
+    """Reads the lines of `nvidia-smi`.
+
+    Raises:
+        ValueError: A line is not as expected.
+    """
+    out = []
+    for index, uuid, name, used in csv.reader(text.splitlines(), skipinitialspace=True):
+        used_mib = int(used) if used.isdecimal() else None
+        out.append(GpuUse(index=int(index), uuid=uuid, name=name, used_mib=used_mib))
+    return tuple(out)
+
+
+def _ours(
+    gpus: Sequence[GpuUse],
+    environ: MutableMapping[str, str],
+    local_ids: Sequence[int] | None,
+) -> Sequence[GpuUse] | None:
+    """Returns the GPUs that JAX will open; None if that cannot be known.
+
+    If the numbers may mean other GPUs to CUDA, these are all GPUs of the machine: CUDA
+    puts the fastest first, and `nvidia-smi` goes by the position on the bus.
+    """
+    is_by_bus = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    has_same_numbers = is_by_bus or len({gpu.name for gpu in gpus}) == 1
+    found = list(gpus)
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        found = []
+        for item in map(str.strip, visible.split(",")):
+            if item.startswith("MIG"):
+                return None
+            if item.isdecimal() and not has_same_numbers:
+                return gpus
+            named = [
+                gpu
+                for gpu in gpus
+                if item == str(gpu.index)
+                or (item.startswith("GPU-") and gpu.uuid.startswith(item))
+            ]
+            if not named:
+                break  # CUDA ignores what follows an invalid entry
+            found += named
+    if local_ids is None or not has_same_numbers:
+        return found
+    return [found[i] for i in local_ids if i < len(found)]
