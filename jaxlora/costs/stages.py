@@ -15,7 +15,11 @@ from jaxlora.models.decoder import DecoderOptions, Remat
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.sharding.stages import cut_layers
 
-_MEAN_TOKENS = 512.0  # of a sample, before the data are known
+# Guesses about the data, which are not known when weights are read: the mean number of
+# tokens of a sample, and the share of tokens that are trained on. Only those go through
+# the head, and the prompts of instruction data are masked.
+_MEAN_TOKENS = 512.0
+_TARGET_SHARE = 0.4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +123,7 @@ def decoder_seconds(
         seconds(layer_work(spec, layer, mean))
         for layer in range(spec.config.num_layers)
     ]
-    head = seconds(head_work(spec))
+    head = seconds(head_work(spec, _TARGET_SHARE))
     if head_layers is not None:
         mean_layer = sum(layer.both for layer in layers) / len(layers)
         head *= head_layers * mean_layer / head.both

@@ -263,7 +263,7 @@ class _Mesh:
             ),
         }
         if folder is not None:
-            name = f"timeline_{case.model}_{case.mesh}"
+            name = f"timeline_{case.model}_{case.mesh}".replace("=", "").replace(",", "_")
             draw(schedule, timelines, folder / f"{name}.png", num_lanes=n)
             rows = [
                 {"timeline": title} | dataclasses.asdict(one)

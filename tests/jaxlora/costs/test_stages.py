@@ -72,7 +72,7 @@ def test_the_time_of_llama_8b_on_an_h200():
     """51 µs per token were measured without adapters, and 54 with four."""
     times = decoder_seconds(decoder(LLAMA_8B), H200)
     [whole] = times.stages((0, 32))
-    assert whole.both == pytest.approx(52e-6, rel=0.02)
+    assert whole.both == pytest.approx(51e-6, rel=0.025)
 
 
 @pytest.mark.parametrize("speed", [H200, UNKNOWN_DEVICE])

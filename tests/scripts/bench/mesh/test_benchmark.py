@@ -60,7 +60,7 @@ def test_a_pipeline(tmp_path):
     assert names == ["F0"] * 4 + ["FB1"] * 4 + ["B0"] * 4 + ["transfer"]
     (timeline,) = of_kind(results, "timeline")
     assert timeline["seconds"] > 0
-    assert (tmp_path / "timeline_tiny_stage=2.png").exists()
+    assert (tmp_path / "timeline_tiny_stage2.png").exists()
     lines = (tmp_path / "mesh.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == results.rows
     assert "| one by one | stage=2 | 2 |" in (tmp_path / "mesh.md").read_text()
