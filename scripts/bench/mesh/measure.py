@@ -263,7 +263,8 @@ class _Mesh:
             ),
         }
         if folder is not None:
-            name = f"timeline_{case.model}_{case.mesh}".replace("=", "").replace(",", "_")
+            mesh = case.mesh.replace("=", "").replace(",", "_")
+            name = f"timeline_{case.model}_{mesh}"
             draw(schedule, timelines, folder / f"{name}.png", num_lanes=n)
             rows = [
                 {"timeline": title} | dataclasses.asdict(one)

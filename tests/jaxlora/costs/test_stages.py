@@ -80,16 +80,19 @@ def test_the_slowest_stage_is_close_to_the_mean(speed):
     for config in (LLAMA_8B, LLAMA_70B):
         times = decoder_seconds(decoder(config), speed)
         stages = [t.both for t in times.stages(times.borders(4))]
-        assert max(stages) < 1.06 * sum(stages) / 4
+        assert max(stages) < sum(stages) / 4 + times.layers[0].both
 
 
 def test_the_last_stage_has_fewer_layers():
-    """The head of Llama-3.1-8B costs as much as two or three layers."""
-    stages = stage_specs(decoder(LLAMA_8B), 4, H200)
-    assert [len(stage.layer_numbers) for stage in stages] == [8, 9, 9, 6]
-    assert stage_borders(LLAMA_8B, 4, H200) == (0, 8, 17, 26, 32)
-    assert [stage.has_embedding for stage in stages] == [True, False, False, False]
-    assert [stage.has_head for stage in stages] == [False, False, False, True]
+    """The head of Llama-3.1-8B costs about as much as a layer.
+
+    With 30 % target tokens it was measured to take as long as half a layer.
+    """
+    stages = stage_specs(decoder(LLAMA_8B), 3, H200)
+    assert [len(stage.layer_numbers) for stage in stages] == [11, 11, 10]
+    assert stage_borders(LLAMA_8B, 3, H200) == (0, 11, 22, 32)
+    assert [stage.has_embedding for stage in stages] == [True, False, False]
+    assert [stage.has_head for stage in stages] == [False, False, True]
 
 
 def test_a_measured_time_of_the_head_replaces_the_estimate():

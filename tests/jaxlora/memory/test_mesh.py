@@ -163,7 +163,7 @@ def test_a_stage_that_does_not_fit_is_named(have, tokens):
     have(found.total_bytes(8192) - 1)
     match = (
         r"this run needs .* on each device of stage 1 of mesh stage=2,fsdp=2 \(layers 0"
-        rf" to 4\) \(base .*, a training step of {fixed or 8192} tokens .*, and there"
+        rf" to 3\) \(base .*, a training step of {fixed or 8192} tokens .*, and there"
         r" are .* \(a pretended device\)"
     )
     with pytest.raises(ConfigError, match=match):
