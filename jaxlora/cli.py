@@ -143,9 +143,15 @@ def _parser() -> argparse.ArgumentParser:
     inspect = command(
         "inspect",
         _inspect,
-        "Describe a model folder, a PEFT folder, a run or a run file.",
+        "Describe a model folder, a PEFT folder, a run or a run file; or the device.",
     )
-    inspect.add_argument("path", help="folder, run file or hub id")
+    inspected = inspect.add_mutually_exclusive_group(required=True)
+    inspected.add_argument("path", nargs="?", help="folder, run file or hub id")
+    inspected.add_argument(
+        "--device",
+        action="store_true",
+        help="describe the GPU (or CPU), and which kernels and attention can run there",
+    )
     _add_revision(inspect)
     return parser
 
@@ -292,6 +298,10 @@ def _bench(arguments: argparse.Namespace) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
+    if arguments.device:
+        from jaxlora.inspect_device import inspect_device
+
+        return inspect_device(Console())
     from jaxlora.inspect import inspect_path
 
     inspect_path(arguments.path, Console(), revision=arguments.revision)

@@ -66,7 +66,7 @@ def _share() -> str:
     for name in FRACTIONS:
         if value := os.environ.get(name):
             return f"{name}={value}"
-    return f"75 % by default; {FRACTION}={SHARE} gives more"
+    return f"75% by default; {FRACTION}={SHARE} gives more"
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -11,7 +11,7 @@ import os
 import pathlib
 import shutil
 import subprocess
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ FRACTION = "XLA_CLIENT_MEM_FRACTION"
 FRACTIONS = (FRACTION, "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the second is deprecated
 _OTHERS = ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR")
 
-_QUERY = "index,uuid,name,memory.used"
+_QUERY = "index,uuid,name,driver_version,memory.total,memory.used"
 _SECONDS = 20.0  # without its daemon, the driver starts anew for each query
 _IDLE_MIB = 64  # a driver without processes uses a few MiB; a process, over 100
 
@@ -33,13 +33,30 @@ class GpuUse:
         index: Number of the GPU, by its position on the bus.
         uuid: Its identifier, which starts with `GPU-`.
         name: Name of its kind.
+        driver: Version of its driver.
+        total_mib: Its memory in MiB; None: it is not reported.
         used_mib: Memory in use by all processes, in MiB; None: it is not reported.
     """
 
     index: int
     uuid: str
     name: str
+    driver: str
+    total_mib: int | None
     used_mib: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ShareChoice:
+    """The share of the GPUs' memory that a run from the command line takes.
+
+    Attributes:
+        is_larger: Whether it is 92 %, and not what JAX would take.
+        text: Says which share it is, and why.
+    """
+
+    is_larger: bool
+    text: str
 
 
 def take_free_gpus(
@@ -55,42 +72,49 @@ def take_free_gpus(
         local_ids: GPUs among the visible ones that this process uses; None: all.
         environ: Environment variables, which are changed.
     """
-    if any(environ.get(name) for name in (*FRACTIONS, *_OTHERS)):
+    choice = choose_share(local_ids, environ)
+    if choice is None:
         return
+    if choice.is_larger:
+        environ[FRACTION] = str(SHARE)
+    logger.info("GPU memory: %s", choice.text)
+
+
+def choose_share(
+    local_ids: Sequence[int] | None, environ: Mapping[str, str]
+) -> ShareChoice | None:
+    """Decides what `take_free_gpus` does; None if there is nothing to decide."""
     platforms = environ.get("JAX_PLATFORMS", "")
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
-        return
+        return None
+    for name in (*FRACTIONS, *_OTHERS):
+        if value := environ.get(name):
+            return ShareChoice(is_larger=False, text=f"as set by {name}={value}")
     if shutil.which("nvidia-smi") is None:
-        if pathlib.Path("/proc/driver/nvidia").exists():
-            _log_default("nvidia-smi, which knows their use, is not installed")
-        return
+        if not pathlib.Path("/proc/driver/nvidia").exists():
+            return None
+        return _default("nvidia-smi, which knows their use, is not installed")
     gpus = query_gpus()
     if gpus is None:
-        return _log_default("nvidia-smi fails")
+        return _default("nvidia-smi fails")
     ours = _ours(gpus, environ, local_ids)
     if ours is None:
-        return _log_default("CUDA_VISIBLE_DEVICES names a part of a GPU")
+        return _default("CUDA_VISIBLE_DEVICES names a part of a GPU")
     for gpu in ours:
         if gpu.used_mib is None or gpu.used_mib > _IDLE_MIB:
             used = "an unknown part" if gpu.used_mib is None else f"{gpu.used_mib} MiB"
-            return _log_default(f"{used} of GPU {gpu.index} is in use already")
-    if ours:
-        environ[FRACTION] = str(SHARE)
-        logger.info(
-            "GPU memory: JAX takes %.0f %%, as no other process uses it (%s=%s)",
-            100 * SHARE,
-            FRACTION,
-            SHARE,
-        )
-
-
-def _log_default(reason: str) -> None:
-    logger.info(
-        "GPU memory: JAX takes its default, 75 %% of each GPU, as %s. %s sets another "
-        "share.",
-        reason,
-        FRACTION,
+            return _default(f"{used} of GPU {gpu.index} is in use already")
+    if not ours:
+        return None
+    return ShareChoice(
+        is_larger=True,
+        text=f"JAX takes {SHARE:.0%}, as no other process uses it ({FRACTION}={SHARE})",
     )
+
+
+def _default(reason: str) -> ShareChoice:
+    text = f"JAX takes its default, 75% of each GPU, as {reason}; {FRACTION} changes it"
+    return ShareChoice(is_larger=False, text=text)
 
 
 def query_gpus() -> tuple[GpuUse, ...] | None:
@@ -111,16 +135,28 @@ def _parse(text: str) -> tuple[GpuUse, ...]:
     Raises:
         ValueError: A line is not as expected.
     """
-    out = []
-    for index, uuid, name, used in csv.reader(text.splitlines(), skipinitialspace=True):
-        used_mib = int(used) if used.isdecimal() else None
-        out.append(GpuUse(index=int(index), uuid=uuid, name=name, used_mib=used_mib))
-    return tuple(out)
+
+    def number(text: str) -> int | None:
+        return int(text) if text.isdecimal() else None
+
+    return tuple(
+        GpuUse(
+            index=int(index),
+            uuid=uuid,
+            name=name,
+            driver=driver,
+            total_mib=number(total),
+            used_mib=number(used),
+        )
+        for index, uuid, name, driver, total, used in csv.reader(
+            text.splitlines(), skipinitialspace=True
+        )
+    )
 
 
 def _ours(
     gpus: Sequence[GpuUse],
-    environ: MutableMapping[str, str],
+    environ: Mapping[str, str],
     local_ids: Sequence[int] | None,
 ) -> Sequence[GpuUse] | None:
     """Returns the GPUs that JAX will open; None if that cannot be known.

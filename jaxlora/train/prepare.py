@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +21,10 @@ from jaxlora.hf.load import BaseModel
 from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.modules.attention import AttentionImplementation
-from jaxlora.modules.cudnn_attention import cudnn_unsupported
 from jaxlora.modules.multi_lora_linear import SlotShape
-from jaxlora.modules.trained_tensors import LORA_A, LORA_B, tensor_settings
-from jaxlora.pallas_kernels import BACKENDS, Backend, LinearShape
+from jaxlora.modules.trained_tensors import tensor_settings
 from jaxlora.train.job_run import JobRun
+from jaxlora.train.kernel_choice import choose_attention, choose_kernels, log_choices
 
 logger = logging.getLogger(__name__)
 
@@ -185,10 +182,11 @@ def spec_of(
         more = resolve_targets(slots, linear_names(model))
         adapted |= {linear_path(name) for name in more}
     longest = max(job.max_length for job in config.jobs)
+    attention = choose_attention(config.attention, dtype, model)
     options = DecoderOptions(
         dtype=dtype,
         remat=config.remat,
-        attention=chosen_attention(config.attention, dtype, model),
+        attention=attention.name,
         max_segment_tokens=min(longest, max_tokens),
         mean_segment_tokens=min(map(_mean_tokens, train)),
     )
@@ -209,87 +207,14 @@ def spec_of(
     spec = DecoderSpec(
         config=model, options=options, slots=shape, adapted=tuple(sorted(adapted))
     )
-    chosen = _implementation(config, spec)
-    options = dataclasses.replace(options, implementation=chosen)
+    kernels = choose_kernels(config.implementation, spec, config.block_tokens)
+    log_choices(kernels, attention)
+    options = dataclasses.replace(options, implementation=kernels.name)
     return dataclasses.replace(spec, options=options)
 
 
 def _mean_tokens(data: TokenizedData) -> int:
     return data.num_tokens // len(data.samples)
-
-
-def _implementation(config: RunConfig, spec: DecoderSpec) -> str:
-    """Returns the back end asked for, or for `auto` the first that can run the model.
-
-    Raises:
-        ConfigError: The back end asked for cannot run the model here.
-    """
-    asked, block_tokens = config.implementation, config.block_tokens
-    if asked != "auto":
-        reason = kernels_unsupported(BACKENDS[asked], spec, block_tokens)
-        if reason is not None:
-            raise ConfigError(
-                f"implementation: {asked} cannot run this: {reason}. Use auto, or "
-                "another implementation."
-            )
-        logger.info("LoRA kernels: %s, as requested", asked)
-        return asked
-    reasons = []
-    for name, backend in BACKENDS.items():
-        reason = kernels_unsupported(backend, spec, block_tokens)
-        if reason is None:
-            why = f", as {'; '.join(reasons)}" if reasons else ""
-            logger.info("LoRA kernels: %s%s", name, why)
-            return name
-        reasons.append(f"{name} cannot run this: {reason}")
-    raise ConfigError(f"implementation: auto finds no kernels: {'; '.join(reasons)}.")
-
-
-def chosen_attention(
-    requested: Literal["auto", "cudnn", "xla"], dtype: Any, model: ModelConfig
-) -> AttentionImplementation:
-    """Returns the requested attention, or the best supported for `auto`; logs it.
-
-    Raises:
-        ConfigError: cuDNN is requested, but cannot run the model here.
-    """
-    reason = cudnn_unsupported(
-        dtype=dtype, head_dim=model.head_dim, softcap=model.score_softcap
-    )
-    if requested == "cudnn" and reason is not None:
-        raise ConfigError(
-            f"attention: cudnn cannot run this: {reason}. Use xla or auto."
-        )
-    if requested == "xla":
-        logger.info("attention: xla, as requested")
-        return "xla"
-    if reason is not None:
-        logger.info("attention: xla, as cudnn cannot run this: %s", reason)
-        return "xla"
-    logger.info("attention: cudnn%s", ", as requested" if requested == "cudnn" else "")
-    return "cudnn"
-
-
-def kernels_unsupported(
-    backend: Backend, spec: DecoderSpec, block_tokens: int
-) -> str | None:
-    """Returns why a back end cannot run some adapted linear, or None if it can."""
-    assert spec.slots is not None
-    shapes = spec.base_shapes()
-    extra = tuple(t.name for t in spec.slots.tensors if t not in (LORA_A, LORA_B))
-    for path in spec.adapted:
-        in_features, out_features = shapes[f"{path}.kernel"].shape
-        shape = LinearShape(
-            dtype=spec.options.dtype,
-            in_features=in_features,
-            out_features=out_features,
-            rank=spec.slots.rank,
-            block_tokens=block_tokens,
-            extra=extra,
-        )
-        if (reason := backend.unsupported(shape)) is not None:
-            return reason
-    return None
 
 
 def check_fits(run: JobRun, spec: DecoderSpec) -> None:

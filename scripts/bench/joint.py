@@ -35,8 +35,8 @@ from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.pallas_kernels import BACKENDS
 from jaxlora.scheduler import Limits
+from jaxlora.train.kernel_choice import choose_attention
 from jaxlora.train.next_window import pack_window
-from jaxlora.train.prepare import chosen_attention
 
 Columns = dict[str, Any]
 
@@ -117,7 +117,7 @@ class Bench:
         options = DecoderOptions(
             dtype=dtype,
             implementation=args.implementation,
-            attention=chosen_attention(args.attention, dtype, self._model),
+            attention=choose_attention(args.attention, dtype, self._model).name,
             max_segment_tokens=min(args.longest_tokens, capacity),
             mean_segment_tokens=min(args.median_tokens) // 2,
         )

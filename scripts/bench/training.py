@@ -24,7 +24,7 @@ from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.modules.trained_tensors import rate_ratios
 from jaxlora.pallas_kernels import compile_program, get_backend
 from jaxlora.scheduler import Limits
-from jaxlora.train.prepare import kernels_unsupported
+from jaxlora.train.kernel_choice import kernels_unsupported
 from jaxlora.train.step import (
     CompiledSteps,
     no_garbage_collection,

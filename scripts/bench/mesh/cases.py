@@ -15,11 +15,10 @@ from jaxlora.config import DataConfig, LoraJob
 from jaxlora.data.tokenize import TokenizedData
 from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
-from jaxlora.pallas_kernels import BACKENDS
 from jaxlora.scheduler import Limits
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.job_run import JobRun
-from jaxlora.train.prepare import chosen_attention, kernels_unsupported
+from jaxlora.train.kernel_choice import choose_attention, choose_kernels
 
 # The sources of the jobs' lengths, in the order of the jobs; see
 # `bench.scheduler.lengths`.
@@ -122,11 +121,7 @@ class Case:
         options = DecoderOptions(
             dtype=dtype,
             remat=self.remat,  # type: ignore[arg-type]
-            attention=chosen_attention(
-                self.attention,  # type: ignore[arg-type]
-                dtype,
-                model,
-            ),
+            attention=choose_attention(self.attention, dtype, model).name,
             max_segment_tokens=self.longest,
             # Attention also has room for the probes of `pass_times`.
             mean_segment_tokens=max(1, min(self.longest // 4, 480)),
@@ -144,11 +139,7 @@ class Case:
     def _with_kernels(self, setup: Setup) -> Setup:
         chosen = self.implementation
         if chosen == "auto":
-            chosen = next(
-                name
-                for name, backend in BACKENDS.items()
-                if kernels_unsupported(backend, setup.spec(), self.block_tokens) is None
-            )
+            chosen = choose_kernels("auto", setup.spec(), self.block_tokens).name
         options = dataclasses.replace(setup.options, implementation=chosen)
         return dataclasses.replace(setup, options=options)
 

@@ -32,7 +32,7 @@ from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.profile import step_parts
 from jaxlora.scheduler import Limits
-from jaxlora.train.prepare import chosen_attention
+from jaxlora.train.kernel_choice import choose_attention
 
 
 def measure(
@@ -89,11 +89,7 @@ def _setup(
         dtype=dtype,
         remat=row.remat,  # type: ignore[arg-type]
         implementation=row.implementation,
-        attention=chosen_attention(
-            case.attention,  # type: ignore[arg-type]
-            dtype,
-            model,
-        ),
+        attention=choose_attention(case.attention, dtype, model).name,
         max_segment_tokens=min(case.longest_tokens, case.capacity),
         mean_segment_tokens=min(m.num_tokens // len(m.samples) for m in drawn),
     )

@@ -43,7 +43,7 @@ def test_the_memory_of_other_devices(device, monkeypatch):
     device("gpu", {"bytes_limit": 1000, "bytes_in_use": 300})
     found = device_memory(200)
     assert found is not None and found.num_bytes == 1000 - 50 - 100
-    assert "the pretence memory that JAX may use (75 % by default" in found.source
+    assert "the pretence memory that JAX may use (75% by default" in found.source
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     found = device_memory(200)
     assert found is not None

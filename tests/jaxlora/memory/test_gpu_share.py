@@ -9,10 +9,11 @@ import pytest
 from jaxlora.memory import gpu_share
 from jaxlora.memory.gpu_share import take_free_gpus
 
+ONE = "0, GPU-aaaa, NVIDIA L40S, 580.95, 46068, 3\n"
 LINES = (
-    "0, GPU-aaaa, NVIDIA L40S, 3\n"
-    "1, GPU-bbbb, NVIDIA L40S, 2210\n"
-    "2, GPU-cccc, NVIDIA L40S, 0\n"
+    "0, GPU-aaaa, NVIDIA L40S, 580.95, 46068, 3\n"
+    "1, GPU-bbbb, NVIDIA L40S, 580.95, 46068, 2210\n"
+    "2, GPU-cccc, NVIDIA L40S, 580.95, 46068, 0\n"
 )
 
 
@@ -42,9 +43,9 @@ def taken(environ: dict[str, str], local_ids=None) -> bool:
 
 
 def test_a_gpu_of_its_own(smi, caplog):
-    smi("0, GPU-aaaa, NVIDIA L40S, 3\n")
+    smi(ONE)
     assert taken({})
-    assert "JAX takes 92 %, as no other process uses it" in caplog.text
+    assert "JAX takes 92%, as no other process uses it" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_a_gpu_of_its_own(smi, caplog):
     ],
 )
 def test_what_the_user_has_set_stays(smi, name, value):
-    smi("0, GPU-aaaa, NVIDIA L40S, 3\n")
+    smi(ONE)
     environ = {name: value}
     take_free_gpus(None, environ)
     assert environ == {name: value}
@@ -87,7 +88,7 @@ def test_only_visible_gpus_count(smi, visible, local_ids, expected):
 
 
 def test_numbers_of_different_gpus_may_mean_others(smi):
-    smi(LINES.replace("L40S, 2210", "T400, 2210"))
+    smi(LINES.replace("L40S, 580.95, 46068, 2210", "T400, 580.95, 2048, 2210"))
     assert not taken({"CUDA_VISIBLE_DEVICES": "0"})
     assert taken({"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
 
@@ -97,14 +98,14 @@ def test_numbers_of_different_gpus_may_mean_others(smi):
     [
         (LINES, 9, "nvidia-smi fails"),
         ("No devices were found\n", 0, "nvidia-smi fails"),
-        ("0, GPU-aaaa, NVIDIA L40S, [N/A]\n", 0, "an unknown part of GPU 0"),
-        ("0, GPU-aaaa, NVIDIA L40S, 900\n", 0, "900 MiB of GPU 0 is in use"),
+        (ONE.replace(" 3", " [N/A]"), 0, "an unknown part of GPU 0"),
+        (ONE.replace(" 3", " 900"), 0, "900 MiB of GPU 0 is in use"),
     ],
 )
 def test_the_default_stays_and_the_log_says_why(smi, caplog, lines, status, reason):
     smi(lines, status)
     assert not taken({})
-    assert reason in caplog.text and "XLA_CLIENT_MEM_FRACTION sets" in caplog.text
+    assert reason in caplog.text and "XLA_CLIENT_MEM_FRACTION changes it" in caplog.text
 
 
 def test_without_a_gpu_nothing_is_said(monkeypatch, caplog, tmp_path):

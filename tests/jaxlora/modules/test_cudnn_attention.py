@@ -3,11 +3,9 @@
 `cudnn_stand_in` takes the place of cuDNN.
 """
 
-import dataclasses
 import functools
 import itertools
 import json
-import logging
 import re
 
 import jax
@@ -18,8 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
 
-from jaxlora.errors import ConfigError
-from jaxlora.hf.config import model_config
 from jaxlora.modules import cudnn_attention
 from jaxlora.modules.attention import packed_attention
 from jaxlora.modules.cudnn_attention import cudnn_unsupported
@@ -32,8 +28,6 @@ from jaxlora.modules.length_classes import (
     shortest_class,
 )
 from jaxlora.modules.scoring import Scoring
-from jaxlora.train import prepare
-from tests import tiny
 from tests.jaxlora.modules import cudnn_stand_in
 from tests.jaxlora.modules.attention_cases import (
     BAD,
@@ -318,38 +312,3 @@ def test_where_cudnn_can_run(capability, version, dtype, head_dim, reason, monke
 def test_without_a_gpu_it_cannot_run():
     reason = cudnn_unsupported(dtype=jnp.bfloat16, head_dim=128)
     assert reason == "the device is a cpu, not an NVIDIA GPU"
-
-
-def choose(attention, **changes):
-    config = dataclasses.replace(model_config(tiny.CONFIG), **changes)
-    return prepare.chosen_attention(attention, jnp.bfloat16, config)
-
-
-def test_auto_takes_cudnn_where_it_can_run(monkeypatch, caplog):
-    monkeypatch.setattr(prepare, "cudnn_unsupported", lambda **_: None)
-    with caplog.at_level(logging.INFO):
-        assert choose("auto") == choose("cudnn") == "cudnn"
-        assert choose("xla") == "xla"
-    assert "attention: cudnn\n" in caplog.text
-    assert "attention: cudnn, as requested" in caplog.text
-    assert "attention: xla, as requested" in caplog.text
-
-
-def test_elsewhere_auto_says_why_not(monkeypatch, caplog):
-    monkeypatch.setattr(prepare, "cudnn_unsupported", lambda **_: "it is a toaster")
-    with caplog.at_level(logging.INFO):
-        assert choose("auto") == "xla"
-    assert "attention: xla, as cudnn cannot run this: it is a toaster" in caplog.text
-    with pytest.raises(ConfigError, match=r"toaster\. Use xla or auto"):
-        choose("cudnn")
-
-
-def test_a_soft_cap_takes_xla_and_says_why(monkeypatch, caplog):
-    monkeypatch.setattr(
-        prepare, "cudnn_unsupported", lambda *, softcap, **_: f"cap {softcap}"
-    )
-    with caplog.at_level(logging.INFO):
-        assert choose("auto", score_softcap=50.0) == "xla"
-    assert "attention: xla, as cudnn cannot run this: cap 50.0" in caplog.text
-    with pytest.raises(ConfigError, match=r"cap 50\.0\. Use xla or auto"):
-        choose("cudnn", score_softcap=50.0)

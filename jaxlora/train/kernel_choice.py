@@ -1,0 +1,159 @@
+"""Chooses the LoRA kernels and the attention of a run, and says why."""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Mapping
+
+import jax
+from jax.typing import DTypeLike
+
+from jaxlora.errors import ConfigError
+from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.modules.attention import AttentionImplementation
+from jaxlora.modules.attention_table import ATTENTIONS
+from jaxlora.modules.trained_tensors import LORA_A, LORA_B
+from jaxlora.pallas_kernels import BACKENDS, Backend, LinearShape
+
+logger = logging.getLogger(__name__)
+
+_BLACKWELL = ("10.", "12.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Choice[Name: str]:
+    """An implementation, and why it was chosen.
+
+    Attributes:
+        name: Its name.
+        reason: Why it was chosen, as a clause; empty if it is the first of its table.
+    """
+
+    name: Name
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.reason}" if self.reason else self.name
+
+
+def choose_kernels(asked: str, spec: DecoderSpec, block_tokens: int) -> Choice[str]:
+    """Returns the back end asked for, or for `auto` the first that can run the model.
+
+    Args:
+        asked: Name of a back end, or `auto`.
+        spec: The decoder; its own `implementation` is not used.
+        block_tokens: Rows of a token block.
+
+    Raises:
+        ConfigError: The back end asked for cannot run the model here, or none can.
+    """
+    reasons = {
+        name: functools.partial(kernels_unsupported, backend, spec, block_tokens)
+        for name, backend in BACKENDS.items()
+    }
+    return _choose("implementation", asked, reasons)
+
+
+def choose_attention(
+    asked: str, dtype: DTypeLike, model: ModelConfig
+) -> Choice[AttentionImplementation]:
+    """Returns the attention asked for, or for `auto` the first that can run the model.
+
+    Args:
+        asked: Name of an implementation, or `auto`.
+        dtype: Dtype of the activations.
+        model: The model.
+
+    Raises:
+        ConfigError: The implementation asked for cannot run the model here.
+    """
+    reasons = {
+        choice.name: functools.partial(choice.unsupported, dtype, model)
+        for choice in ATTENTIONS.values()
+    }
+    return _choose("attention", asked, reasons)
+
+
+def _choose[Name: str](
+    setting: str, asked: str, unsupported: Mapping[Name, Callable[[], str | None]]
+) -> Choice[Name]:
+    """Chooses from a table, in its order.
+
+    Args:
+        setting: Name of the setting, for errors.
+        asked: Name of an entry, or `auto`.
+        unsupported: For each name, a function that returns why it cannot run.
+    """
+    reasons = []
+    for name, why_not in unsupported.items():
+        if asked not in ("auto", name):
+            continue
+        reason = why_not()
+        if reason is None:
+            because = f"as {'; '.join(reasons)}" if reasons else ""
+            return Choice(name=name, reason=because if asked == "auto" else _REQUESTED)
+        if asked == name:
+            raise ConfigError(
+                f"{setting}: {asked} cannot run this: {reason}. Use auto, or another "
+                f"{setting}."
+            )
+        reasons.append(f"{name} cannot run this: {reason}")
+    raise ConfigError(f"{setting}: auto finds nothing that runs: {'; '.join(reasons)}.")
+
+
+_REQUESTED = "as requested"
+
+
+def kernels_unsupported(
+    backend: Backend, spec: DecoderSpec, block_tokens: int
+) -> str | None:
+    """Returns why a back end cannot run some adapted linear, or None if it can."""
+    assert spec.slots is not None
+    shapes = spec.base_shapes()
+    extra = tuple(t.name for t in spec.slots.tensors if t not in (LORA_A, LORA_B))
+    for path in spec.adapted:
+        in_features, out_features = shapes[f"{path}.kernel"].shape
+        shape = LinearShape(
+            dtype=spec.options.dtype,
+            in_features=in_features,
+            out_features=out_features,
+            rank=spec.slots.rank,
+            block_tokens=block_tokens,
+            extra=extra,
+        )
+        if (reason := backend.unsupported(shape)) is not None:
+            return reason
+    return None
+
+
+def log_choices(
+    kernels: Choice[str], attention: Choice[AttentionImplementation]
+) -> None:
+    """Logs, in one line, on which device a run is, what runs there, and why."""
+    logger.info(
+        "device: %s; LoRA kernels: %s; attention: %s",
+        describe_device(),
+        kernels,
+        attention,
+    )
+
+
+def describe_device() -> str:
+    """Names the present device, with its compute capability if it is a GPU."""
+    device = jax.local_devices()[0]
+    if (capability := present_capability()) is None:
+        return device.device_kind
+    untested = ", Blackwell, untested" if is_blackwell(capability) else ""
+    return f"{device.device_kind} (compute capability {capability}{untested})"
+
+
+def present_capability() -> str | None:
+    """Returns the compute capability of the present GPU; None without an NVIDIA GPU."""
+    found = getattr(jax.local_devices()[0], "compute_capability", None)
+    return None if found is None else str(found)
+
+
+def is_blackwell(capability: str) -> bool:
+    """Tells whether a GPU is a Blackwell GPU, on which jaxlora is untested."""
+    return capability.startswith(_BLACKWELL)

@@ -1,0 +1,108 @@
+"""Which kernels and which attention are chosen, and what is said about it."""
+
+import dataclasses
+import logging
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxlora.errors import ConfigError
+from jaxlora.hf.config import model_config
+from jaxlora.modules.attention_table import ATTENTIONS
+from jaxlora.train.kernel_choice import (
+    Choice,
+    choose_attention,
+    describe_device,
+    log_choices,
+)
+from tests import tiny
+
+MODEL = model_config(tiny.CONFIG)
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """Sets why cuDNN cannot run a model."""
+
+    def set_to(reason) -> None:
+        entry = ATTENTIONS["cudnn"]
+        changed = dataclasses.replace(entry, unsupported=lambda dtype, model: reason)
+        monkeypatch.setitem(ATTENTIONS, "cudnn", changed)
+
+    return set_to
+
+
+def choose(asked: str) -> str:
+    return str(choose_attention(asked, jnp.bfloat16, MODEL))
+
+
+def test_auto_takes_the_first_that_can_run(cudnn):
+    cudnn(None)
+    assert choose("auto") == "cudnn"
+    assert choose("cudnn") == "cudnn, as requested"
+    assert choose("xla") == "xla, as requested"
+
+
+def test_elsewhere_auto_says_why_not(cudnn):
+    cudnn("it is a toaster")
+    assert ", as cudnn cannot run this: it is a toaster" in choose("auto")
+    with pytest.raises(ConfigError, match=r"toaster\. Use auto, or another attention"):
+        choose("cudnn")
+
+
+def test_nothing_that_runs_is_an_error(monkeypatch):
+    for name, entry in ATTENTIONS.items():
+        changed = dataclasses.replace(entry, unsupported=lambda dtype, model: "no")
+        monkeypatch.setitem(ATTENTIONS, name, changed)
+    with pytest.raises(ConfigError, match="auto finds nothing that runs: cudnn cannot"):
+        choose("auto")
+
+
+def test_a_soft_cap_reaches_the_reason(monkeypatch):
+    capped = dataclasses.replace(MODEL, score_softcap=50.0)
+    monkeypatch.setitem(
+        ATTENTIONS,
+        "cudnn",
+        dataclasses.replace(
+            ATTENTIONS["cudnn"],
+            unsupported=lambda dtype, model: f"cap {model.score_softcap:g}",
+        ),
+    )
+    with pytest.raises(ConfigError, match=r"cap 50\."):
+        choose_attention("cudnn", jnp.bfloat16, capped)
+
+
+def test_one_line_says_what_runs_where(caplog):
+    caplog.set_level(logging.INFO)
+    log_choices(
+        Choice(name="toy", reason="as mosaic cannot run this: it is a toaster"),
+        Choice(name="xla", reason="as requested"),
+    )
+    [line] = caplog.messages
+    assert line == (
+        f"device: {describe_device()}; LoRA kernels: toy, as mosaic cannot run this: "
+        "it is a toaster; attention: xla, as requested"
+    )
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "text"),
+    [
+        ("cpu", None, "Some device"),
+        ("gpu", "8.9", "Some device (compute capability 8.9)"),
+        ("gpu", "9.0", "Some device (compute capability 9.0)"),
+        (
+            "gpu",
+            "12.0",
+            "Some device (compute capability 12.0, Blackwell, untested)",
+        ),
+    ],
+)
+def test_devices_are_described(monkeypatch, platform, capability, text):
+    device = types.SimpleNamespace(
+        platform=platform, device_kind="Some device", compute_capability=capability
+    )
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert describe_device() == text
