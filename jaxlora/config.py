@@ -248,8 +248,9 @@ class RunConfig(StrictModel):
         implementation: Which LoRA kernels run: `mosaic` (Hopper) or `xla` (anywhere);
             `auto` takes the first back end of `pallas_kernels.BACKENDS` that can run
             every adapted linear.
-        attention: Attention implementation: `cudnn` (Hopper and newer) or `xla`
-            (anywhere); `auto` takes `cudnn` where it can run the model.
+        attention: Attention implementation: `cudnn` (GPUs of data centers from Hopper
+            on), `triton` (NVIDIA GPUs from Ampere on) or `xla` (anywhere); `auto` takes
+            the first of these that can run the model.
         window_steps: Optimizer steps of each job that are packed together, as one
             window. Longer windows fill microbatches better. Jobs start, checkpoints
             are written and an interrupt takes effect only between windows.
@@ -282,7 +283,7 @@ class RunConfig(StrictModel):
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     remat: Literal["none", "mlp", "layer"] = "none"
     implementation: str = "auto"
-    attention: Literal["auto", "cudnn", "xla"] = "auto"
+    attention: Literal["auto", "cudnn", "triton", "xla"] = "auto"
     window_steps: PositiveInt = 4
     preempt: Bool = True
     packer: PackerName = "joint"

@@ -21,8 +21,9 @@ from jaxlora.modules.rope import (
     rope_table,
 )
 from jaxlora.modules.scoring import PLAIN, Scoring, layer_scoring
+from jaxlora.modules.triton_attention import triton_attention
 
-AttentionImplementation = Literal["xla", "cudnn"]
+AttentionImplementation = Literal["xla", "cudnn", "triton"]
 
 # The product of two smaller values, summed over head_dim, is finite in float32. Larger
 # values could give infinity for a masked pair of rows, and 0 * infinity is NaN.
@@ -129,6 +130,7 @@ def packed_attention(
         scoring: Settings of the scores.
         implementation: `xla` runs anywhere. `cudnn` runs where `cudnn_unsupported`
             names no reason against it, in programs compiled with `compiler_options`.
+            `triton` runs where `triton_unsupported` names none.
 
     Raises:
         ValueError: There is no such implementation.
@@ -144,6 +146,8 @@ def packed_attention(
     q, k, v = _sound(q), _sound(k), _sound(v)
     if implementation == "cudnn":
         out = cudnn_attention(q, k, v, own, segment_ids, lengths, scoring)
+    elif implementation == "triton":
+        out = triton_attention(q, k, v, own, segment_ids, lengths, scoring)
     else:
         out = banded_attention(q, k, v, segment_ids, lengths.longest, scoring)
         out = jnp.where(own[:, None, None], out, jnp.nan)

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.modules.attention import AttentionImplementation
 from jaxlora.modules.cudnn_attention import cudnn_unsupported
+from jaxlora.modules.triton_attention import triton_unsupported
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,11 +32,16 @@ def _cudnn_unsupported(dtype: DTypeLike, model: ModelConfig) -> str | None:
     )
 
 
+def _triton_unsupported(dtype: DTypeLike, model: ModelConfig) -> str | None:
+    return triton_unsupported(dtype=dtype, head_dim=model.head_dim)
+
+
 # In order of preference: `auto` takes the first that can run the model.
 ATTENTIONS: dict[str, AttentionChoice] = {
     choice.name: choice
     for choice in (
         AttentionChoice(name="cudnn", unsupported=_cudnn_unsupported),
+        AttentionChoice(name="triton", unsupported=_triton_unsupported),
         AttentionChoice(name="xla", unsupported=lambda dtype, model: None),
     )
 }

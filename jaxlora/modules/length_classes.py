@@ -130,19 +130,32 @@ class Members(NamedTuple):
     lengths: Array
 
 
-def members_of(
-    segment_ids: Int[Array, " T"], classes: tuple[LengthClass, ...]
-) -> tuple[Members, ...]:
-    """Sorts the segments of packed rows into classes; padding rows are in none.
+def segment_bounds(
+    segment_ids: Int[Array, " T"],
+) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
+    """Returns the first row of each row's segment, and the row after its last one.
 
-    It uses no scatter, which a deterministic program would run one row at a time.
+    Padding rows in a row count as one segment. It uses no scatter, which a
+    deterministic program would run one row at a time.
     """
     t = segment_ids.shape[0]
     rows = jnp.arange(t, dtype=jnp.int32)
     changes = jnp.append(True, segment_ids[1:] != segment_ids[:-1])
     start = jax.lax.cummax(jnp.where(changes, rows, 0))
     later = jax.lax.cummin(jnp.where(changes, rows, t), reverse=True)
-    end = jnp.append(later[1:], t)
+    return start, jnp.append(later[1:], t)
+
+
+def members_of(
+    segment_ids: Int[Array, " T"], classes: tuple[LengthClass, ...]
+) -> tuple[Members, ...]:
+    """Sorts the segments of packed rows into classes; padding rows are in none.
+
+    It uses no scatter, for the same reason as `segment_bounds`.
+    """
+    t = segment_ids.shape[0]
+    rows = jnp.arange(t, dtype=jnp.int32)
+    start, end = segment_bounds(segment_ids)
     length = jnp.where(segment_ids >= 0, end - start, 0)
 
     def members(c: LengthClass) -> Members:

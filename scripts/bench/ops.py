@@ -43,6 +43,7 @@ from jaxlora.modules.loss import target_nll
 from jaxlora.modules.mlp import swiglu
 from jaxlora.modules.norm import rms_norm
 from jaxlora.modules.rope import apply_rope
+from jaxlora.modules.triton_attention import triton_unsupported
 
 MODEL = model_config(config_json(LARGE))
 T, D, F, V = 8192, MODEL.hidden_size, MODEL.intermediate_size, MODEL.vocab_size
@@ -103,6 +104,8 @@ def attentions() -> Iterator[Part]:
     shapes = ((T, n, HEAD_DIM) for n in (HEADS, KV_HEADS, KV_HEADS))
     args = tuple(random(i, *shape) for i, shape in enumerate(shapes))
     names: list[AttentionImplementation] = ["xla"]
+    if triton_unsupported(dtype=jnp.bfloat16, head_dim=HEAD_DIM) is None:
+        names.append("triton")
     if cudnn_unsupported(dtype=jnp.bfloat16, head_dim=HEAD_DIM) is None:
         names.append("cudnn")
     for name in names:

@@ -32,4 +32,6 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--attention", choices=["auto", "cudnn", "xla"], default="auto")
+    parser.add_argument(
+        "--attention", choices=["auto", "cudnn", "triton", "xla"], default="auto"
+    )

@@ -11,6 +11,7 @@ import threading
 import jax.numpy as jnp
 import numpy as np
 import triton
+from triton.language import standard
 from triton.runtime import interpreter
 
 _LOCK = threading.Lock()  # the interpreter changes triton.language while it runs
@@ -64,7 +65,8 @@ def run(kernel, inputs, out_types, grid, constants):
     """Runs a kernel; what it does not write is NaN, or the largest integer."""
     arrays = [np.array(array, copy=True) for array in inputs]
     outs = [_unwritten(out) for out in out_types]
-    with _LOCK, _calls_interpreted():
+    # A GPU does not warn either.
+    with _LOCK, _calls_interpreted(), np.errstate(all="ignore"):
         function = interpreter.InterpretedFunction(kernel.fn)
         function[grid](*map(_Tensor, arrays + outs), **constants)
     return outs
@@ -83,11 +85,7 @@ def _calls_interpreted():
     call, patch = triton.JITFunction.__call__, interpreter._patch_lang_tensor
 
     def interpreted_call(self, *args, **kwargs):
-        scope = interpreter._patch_lang(self.fn)
-        try:
-            return interpreter.InterpretedFunction(self.fn).rewrite()(*args, **kwargs)
-        finally:
-            scope.restore()
+        return interpreter.InterpretedFunction(self.fn).rewrite()(*args, **kwargs)
 
     def with_index(tensor, scope):
         patch(tensor, scope)
@@ -97,8 +95,12 @@ def _calls_interpreted():
 
     triton.JITFunction.__call__ = interpreted_call
     interpreter._patch_lang_tensor = with_index
+    # The interpreter changes what a kernel's own module imports. This is what Triton's
+    # library imports. It is done once, as it takes longer than most calls.
+    scope = interpreter._patch_lang(standard.cdiv.fn)
     try:
         yield
     finally:
+        scope.restore()
         triton.JITFunction.__call__ = call
         interpreter._patch_lang_tensor = patch

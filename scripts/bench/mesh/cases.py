@@ -48,7 +48,7 @@ class Case:
         rank: Rank of each adapter.
         dropout: Dropout rate of each adapter.
         dtype: Dtype of weights and activations.
-        attention: Implementation of attention: `auto`, `cudnn` or `xla`.
+        attention: Implementation of attention: `auto`, `cudnn`, `triton` or `xla`.
         implementation: LoRA kernels, or `auto` for the first that can run the model.
         remat: What the backward pass recomputes.
         repeats: Number of timed calls of a pass or a step.

@@ -26,7 +26,8 @@ class Case:
         median_tokens: Median length of a sample.
         longest_tokens: Largest length of a sample.
         dtype: Dtype of weights and activations.
-        attention: Implementation of attention in jaxlora: `auto`, `cudnn` or `xla`.
+        attention: Implementation of attention in jaxlora: `auto`, `cudnn`, `triton` or
+            `xla`.
         repeats: Number of timed steps.
         profile: Whether to attribute device time to parts as well.
     """

@@ -194,7 +194,7 @@ def test_a_gradient_that_overflows_is_not_hidden():
 def test_an_unknown_implementation_is_refused(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as in a run
     q, k, v = inputs()
-    message = "implementation='cuddn' is unknown; there is: xla, cudnn"
+    message = "implementation='cuddn' is unknown; there is: xla, cudnn, triton"
     with pytest.raises(ValueError, match=message):
         packed_attention(
             q, k, v, segments(), lengths=SegmentLengths(90), implementation="cuddn"

@@ -11,6 +11,7 @@ import pytest
 from jaxlora.errors import ConfigError
 from jaxlora.hf.config import model_config
 from jaxlora.modules.attention_table import ATTENTIONS
+from jaxlora.pallas_kernels.triton.device import forced_capability
 from jaxlora.train.kernel_choice import (
     Choice,
     choose_attention,
@@ -50,6 +51,13 @@ def test_elsewhere_auto_says_why_not(cudnn):
     assert ", as cudnn cannot run this: it is a toaster" in choose("auto")
     with pytest.raises(ConfigError, match=r"toaster\. Use auto, or another attention"):
         choose("cudnn")
+
+
+def test_where_cudnn_cannot_run_auto_takes_triton(cudnn):
+    cudnn("it is a toaster")
+    with forced_capability(89, num_sms=142):
+        assert choose("auto") == "triton, as cudnn cannot run this: it is a toaster"
+        assert choose("triton") == "triton, as requested"
 
 
 def test_nothing_that_runs_is_an_error(monkeypatch):

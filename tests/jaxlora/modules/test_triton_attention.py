@@ -1,0 +1,207 @@
+"""Attention through Triton: its kernels in Triton's interpreter, and where they run."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlora.modules import triton_attention
+from jaxlora.modules.attention import packed_attention
+from jaxlora.modules.length_classes import SegmentLengths
+from jaxlora.modules.scoring import PLAIN, Scoring
+from jaxlora.modules.triton_attention import (
+    Tiles,
+    padded_dim,
+    tiles_of,
+    triton_unsupported,
+)
+from jaxlora.pallas_kernels.triton.attention_backward import (
+    attention_key_gradient,
+    attention_query_gradient,
+)
+from jaxlora.pallas_kernels.triton.attention_forward import attention_forward
+from jaxlora.pallas_kernels.triton.compile import kernel_facts, shared_memory_bytes
+from jaxlora.pallas_kernels.triton.device import forced_capability, interpreted
+from jaxlora.pallas_kernels.triton.launch import Tile
+from tests.jaxlora.modules.attention_cases import (
+    check_bad_row,
+    check_isolation,
+    compiled,
+    compiled_dense,
+    layout,
+    problem,
+)
+from tests.oracle import assert_as_accurate_as
+from tests.pallas_kernels import triton_interpreter
+
+ROWS, LONGEST = 128, 60
+# A segment of several tiles, one of a tile and a row, a single row, and padding.
+RAGGED = [(60, 0), (17, 5), (1, 0), (30, 0)]
+
+
+def _tile(queries, keys):
+    sizes = {"QUERIES": queries, "KEYS": keys}
+    return Tile(sizes=sizes, num_warps=4, num_stages=1)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Several tiles in few rows, in Triton's interpreter."""
+    tiles = Tiles(_tile(32, 16), _tile(16, 16), _tile(16, 32))
+    monkeypatch.setattr(triton_attention, "TILES", {256: tiles})
+    with interpreted(triton_interpreter.run):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("scoring", "heads", "kv_heads", "e"),
+    [
+        (PLAIN, 2, 1, 32),
+        (Scoring(window=20, scale=0.3), 2, 2, 24),
+        (Scoring(window=3), 1, 1, 16),
+        (Scoring(window=40, softcap=2.0), 2, 1, 16),
+    ],
+)
+def test_matches_the_definition(scoring, heads, kv_heads, e, small_tiles):
+    ids, _ = layout(RAGGED, ROWS)
+    numbers = problem(ROWS, heads, kv_heads, e, jnp.float16)
+    got = compiled("triton", LONGEST, scoring)(*numbers, ids)
+    plain = compiled("xla", LONGEST, scoring)(*numbers, ids)
+    wide = [x.astype(jnp.float32) for x in numbers]
+    exact = compiled_dense(scoring)(*wide, ids)
+    for actual, baseline, wanted in zip(got, plain, exact, strict=True):
+        # The gradient of the scores is rounded, too. Plain JAX keeps it in float32.
+        assert_as_accurate_as(
+            actual=actual, baseline=baseline, exact=wanted, factor=3.0
+        )
+        assert not np.asarray(actual)[np.asarray(ids) < 0].any()
+
+
+@pytest.mark.parametrize(("where", "bad"), [("q k v dout", np.nan), ("k", np.inf)])
+def test_a_diverged_sample_touches_no_other(where, bad, small_tiles):
+    ids, spans = layout([(10, 0), (3, 0), (40, 6), (30, 0)], ROWS)
+    numbers = problem(ROWS, 2, 1, 16, jnp.float16)
+    check_bad_row(numbers, ids, spans, compiled("triton", LONGEST), where, bad)
+
+
+def test_the_largest_values_touch_no_other(small_tiles):
+    ids, spans = layout([(10, 0), (3, 0), (40, 6), (30, 0)], ROWS)
+    numbers = problem(ROWS, 2, 1, 16, jnp.float16)
+    run = compiled("triton", LONGEST)
+    got = check_isolation(numbers, ids, spans, run, "q k v", 6e4)
+    assert np.isfinite(np.asarray(got[0], np.float32)).all()
+
+
+def test_the_place_in_a_row_and_the_neighbours_change_no_bit(small_tiles):
+    """Twice the same place, then another one beside other samples."""
+    sample = problem(37, 2, 1, 16, jnp.float16, seed=99)
+
+    def rows_of_sample(pieces, number, seed):
+        ids, spans = layout(pieces, ROWS)
+        start, end = spans[number]
+        others = problem(ROWS, 2, 1, 16, jnp.float16, seed)
+        numbers = [x.at[start:end].set(y) for x, y in zip(others, sample, strict=True)]
+        got = compiled("triton", LONGEST)(*numbers, ids)
+        return [np.asarray(x[start:end]) for x in got]
+
+    alone = rows_of_sample([(37, 0)], 0, seed=1)
+    for got in (
+        rows_of_sample([(37, 0)], 0, seed=1),
+        rows_of_sample([(13, 2), (37, 0), (60, 0)], 1, seed=2),
+    ):
+        for actual, wanted in zip(got, alone, strict=True):
+            np.testing.assert_array_equal(actual, wanted)
+
+
+def test_wrong_lengths_change_nothing(small_tiles):
+    """They only choose the number of programs."""
+    ids, _ = layout([(1, 0)] * 40 + [(60, 0)], ROWS)
+    q, k, v, _ = problem(ROWS, 2, 1, 16, jnp.float16)
+
+    def attend(lengths):
+        return packed_attention(q, k, v, ids, lengths=lengths, implementation="triton")
+
+    one, other = (attend(SegmentLengths(*x)) for x in ((60, 1), (1, 10_000)))
+    np.testing.assert_array_equal(one, other)
+    assert np.isfinite(np.asarray(one)).all()
+
+
+def test_too_many_elements_are_refused(small_tiles):
+    q = jax.ShapeDtypeStruct((2**18, 64, 128), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((2**18,), jnp.int32)
+    attend = functools.partial(
+        packed_attention, lengths=SegmentLengths(1024), implementation="triton"
+    )
+    with pytest.raises(ValueError, match="offsets are 32 bits wide"):
+        jax.eval_shape(attend, q, q, q, ids)
+
+
+# ---- compiled, without a GPU ---------------------------------------------------------
+
+X, F32, I32 = "*bf16", "*fp32", "*i32"
+PLACES = [I32] * 5
+KERNELS = {
+    "forward": (attention_forward, [X, X, X, *PLACES, I32, X, F32]),
+    "queries": (attention_query_gradient, [X] * 5 + [F32, *PLACES, I32, X, F32]),
+    "keys": (attention_key_gradient, [X] * 4 + [F32, F32, *PLACES, X, X]),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    ("head_dim", "options"),
+    [
+        (64, {"WINDOW": 1000, "CAP": 50.0}),
+        (96, {"WINDOW": 1000, "CAP": 50.0}),
+        (128, {}),
+        (256, {}),
+    ],
+)
+@pytest.mark.parametrize("capability", [80, 89, 120])
+def test_a_tile_fits_and_does_not_spill(
+    capability, head_dim, options, name, monkeypatch
+):
+    # Compiled kernels are kept where the tests' programs are kept.
+    folder = jax.config.jax_compilation_cache_dir
+    monkeypatch.setenv("TRITON_CACHE_DIR", f"{folder}/triton")
+    kernel, pointers = KERNELS[name]
+    tile = getattr(tiles_of(head_dim), name)
+    shape = {"T": 8192, "H": 32, "HK": 8, "E": head_dim, "EP": padded_dim(head_dim)}
+    constants = shape | {"WINDOW": 0, "SCALE": 0.1, "CAP": 0.0} | options
+    facts = kernel_facts(
+        kernel,
+        pointers,
+        constants | tile.sizes,
+        capability=capability,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    assert facts.local_bytes == 0, facts
+    assert facts.shared_bytes <= shared_memory_bytes(capability), facts
+
+
+# ---- where it can run ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "reason"),
+    [
+        (jnp.bfloat16, 128, None),
+        (jnp.float16, 256, None),
+        (jnp.bfloat16, 96, None),
+        (jnp.float32, 128, "dtype float32 is neither bfloat16 nor float16"),
+        (jnp.bfloat16, 100, "head_dim 100 is not a multiple of 8 up to 256"),
+        (jnp.bfloat16, 264, "head_dim 264 is not a multiple of 8 up to 256"),
+    ],
+)
+def test_what_it_can_run(dtype, head_dim, reason):
+    with forced_capability(89, num_sms=142):
+        assert triton_unsupported(dtype=dtype, head_dim=head_dim) == reason
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
+def test_without_a_gpu_it_cannot_run():
+    reason = triton_unsupported(dtype=jnp.bfloat16, head_dim=128)
+    assert reason == "the device is a cpu, not an NVIDIA GPU"
