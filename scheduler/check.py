@@ -52,8 +52,8 @@ def violations(
 
 
 def replica_violations(schedule: Schedule, lanes: Lanes) -> list[str]:
-    """Lists the microbatches with jobs of another replica, if jobs are dealt."""
-    if not lanes.dealt:
+    """Lists the microbatches with jobs of another replica, if jobs are pinned."""
+    if not lanes.pinned:
         return []
     return [
         f"microbatch {i} of replica {replica} holds job {job} of replica "

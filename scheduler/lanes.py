@@ -19,7 +19,7 @@ class Lanes:
         fsdp: Number of lanes of each replica. They hold shards of the same base weights
             but run different microbatches.
         pipeline: The pipeline, whose distance is in ticks.
-        slots_per_replica: Number of adapter slots of each replica if jobs are dealt to
+        slots_per_replica: Number of adapter slots of each replica if jobs are pinned to
             replicas: slot g lives on replica `g // slots_per_replica`, and all samples
             of the job in it run there. None if all replicas share all jobs.
     """
@@ -46,15 +46,15 @@ class Lanes:
         return self.data * self.fsdp
 
     @property
-    def dealt(self) -> bool:
+    def pinned(self) -> bool:
         """Whether each job runs on one replica only."""
         return self.slots_per_replica is not None
 
     def replica(self, slot: int) -> int:
-        """Returns the replica of a slot, if jobs are dealt.
+        """Returns the replica of a slot, if jobs are pinned.
 
         Raises:
-            ValueError: Jobs are not dealt, or there is no such slot.
+            ValueError: Jobs are not pinned, or there is no such slot.
         """
         per_replica = self.slots_per_replica
         if per_replica is None:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from jaxlora.scheduler.lanes import Lanes
 from jaxlora.scheduler.ticks import ticks_per_batch
 
-# Dealing exchanges nothing between replicas and keeps each adapter on one of them, so
+# Pinning exchanges nothing between replicas and keeps each adapter on one of them, so
 # it is chosen even if it is predicted to take slightly longer.
-_DEALING_TOLERANCE = 1.02
+_PINNING_TOLERANCE = 1.02
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,11 +30,11 @@ class Load:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Dealing:
-    """Whether jobs are dealt to replicas.
+class Pinning:
+    """Whether jobs are pinned to replicas.
 
     Attributes:
-        lanes: The lanes, with `slots_per_replica` set if jobs are dealt.
+        lanes: The lanes, with `slots_per_replica` set if jobs are pinned.
         reason: The reason for the decision, in one line.
     """
 
@@ -42,42 +42,42 @@ class Dealing:
     reason: str
 
 
-def decide_dealing(
+def decide_pinning(
     loads: Sequence[Load], lanes: Lanes, capacity: int, num_slots: int
-) -> Dealing:
+) -> Pinning:
     """Decides whether each job runs on one replica or all replicas share all jobs.
 
-    Jobs are dealt if there is at least one for each replica and the predicted number of
-    ticks is about the same or smaller.
+    Jobs are pinned if there is at least one for each replica and the predicted number
+    of ticks is about the same or smaller.
 
     Args:
         loads: The work of each job.
-        lanes: The lanes. Whether they are dealt is ignored.
+        lanes: The lanes. Whether they are pinned is ignored.
         capacity: Maximum number of tokens in a microbatch.
-        num_slots: Number of jobs that may run at the same time. If jobs are dealt, it
+        num_slots: Number of jobs that may run at the same time. If jobs are pinned, it
             is rounded up to a multiple of the number of replicas.
     """
     shared = dataclasses.replace(lanes, slots_per_replica=None)
     if lanes.data == 1:
-        return Dealing(lanes=shared, reason="there is one replica")
+        return Pinning(lanes=shared, reason="there is one replica")
     num_concurrent = min(len(loads), num_slots)
     if num_concurrent < lanes.data:
-        return Dealing(
+        return Pinning(
             lanes=shared,
             reason=f"replicas share all jobs: at most {num_concurrent} jobs run at "
             f"the same time on {lanes.data} replicas",
         )
     slots_per_replica = -(-num_slots // lanes.data)
     ticks_shared = estimate_ticks(loads, shared, capacity, num_slots)
-    ticks_dealt = max(
+    ticks_pinned = max(
         estimate_ticks(part, lanes.one_replica(), capacity, slots_per_replica)
         for part in _deal(loads, lanes.data)
     )
-    figures = f"{ticks_dealt:.0f} ticks if dealt, {ticks_shared:.0f} if shared"
-    if ticks_dealt > _DEALING_TOLERANCE * ticks_shared:
-        return Dealing(lanes=shared, reason=f"replicas share all jobs: {figures}")
-    dealt = dataclasses.replace(lanes, slots_per_replica=slots_per_replica)
-    return Dealing(lanes=dealt, reason=f"each job runs on one replica: {figures}")
+    figures = f"{ticks_pinned:.0f} ticks if pinned, {ticks_shared:.0f} if shared"
+    if ticks_pinned > _PINNING_TOLERANCE * ticks_shared:
+        return Pinning(lanes=shared, reason=f"replicas share all jobs: {figures}")
+    pinned = dataclasses.replace(lanes, slots_per_replica=slots_per_replica)
+    return Pinning(lanes=pinned, reason=f"each job runs on one replica: {figures}")
 
 
 def estimate_ticks(
@@ -105,7 +105,7 @@ def estimate_ticks(
 
 
 def _deal(loads: Iterable[Load], num_replicas: int) -> list[list[Load]]:
-    """Deals jobs to replicas, largest first, each to the replica with the least work.
+    """Pins jobs to replicas, largest first, each to the replica with the least work.
 
     References:
         Graham, Bounds on Multiprocessing Timing Anomalies, 1969.
@@ -132,7 +132,7 @@ def choose_slots(
     Args:
         tokens: Tokens that each new job has left, by number of the job.
         running: Tokens that the running jobs have left, by slot. They keep their slots.
-        lanes: The lanes, which are dealt.
+        lanes: The lanes, which are pinned.
 
     Returns:
         The slot of each new job.

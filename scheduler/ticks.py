@@ -10,9 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from jaxlora.scheduler import joint
 from jaxlora.scheduler.cost import CostModel
 from jaxlora.scheduler.fill import BatchSource, JobProgress, WorkModel, fill_slot
-from jaxlora.scheduler.lanes import Lanes, Tick, ticks_of
+from jaxlora.scheduler.lanes import Lanes, Tick
 from jaxlora.scheduler.packers import PackerName, get_packer
-from jaxlora.scheduler.spacing import Spacing
 from jaxlora.scheduler.types import (
     Limits,
     Microbatch,
@@ -34,10 +33,10 @@ def pack_ticks(
 
     With one lane, this is the packer's own schedule. With more lanes, `joint` fills one
     tick after the other, and the microbatches of the other packers are arranged in
-    ticks. If jobs are dealt to replicas, each replica is packed on its own.
+    ticks. If jobs are pinned to replicas, each replica is packed on its own.
 
     Args:
-        samples: The samples. If jobs are dealt, they name their job by its slot.
+        samples: The samples. If jobs are pinned, they name their job by its slot.
         limits: Limits of a microbatch.
         packer: Name of the packer.
         lanes: The lanes.
@@ -50,7 +49,7 @@ def pack_ticks(
         ValueError: A sample is longer than the capacity, or the cost model and the
             pipeline differ in the number of stages.
     """
-    if lanes.dealt:
+    if lanes.pinned:
         return _pack_replicas(samples, limits, packer, lanes, cost)
     n, pipeline = lanes.num_lanes, lanes.pipeline
     if n == 1:
@@ -203,30 +202,6 @@ def _following(microbatches: Sequence[Microbatch]) -> list[set[int]]:
             for i in holders[key]:
                 out[i].update(holders[next_key])
     return out
-
-
-def concatenate(
-    schedules: Iterable[Schedule], lanes: Lanes, limits: Limits
-) -> Schedule:
-    """Joins schedules that run one after the other without a pause.
-
-    No-ops keep the batches of a job apart, where they are needed.
-
-    Args:
-        schedules: The schedules, in the order in which they run.
-        lanes: The lanes that they are for.
-        limits: Limits of their microbatches.
-    """
-    spacing = Spacing(lanes.pipeline.distance)
-    no_op: Tick = ((),) * lanes.num_lanes
-    out: list[Tick] = []
-    for schedule in schedules:
-        for tick in ticks_of(schedule.microbatches, lanes.num_lanes):
-            if any(tick):
-                num_no_ops = spacing.place(itertools.chain.from_iterable(tick))
-                out += [no_op] * num_no_ops + [tick]
-    microbatches = tuple(itertools.chain.from_iterable(out))
-    return Schedule(microbatches=microbatches, limits=limits)
 
 
 def _balanced(ticks: Iterable[Sequence[Microbatch]], num_lanes: int) -> Iterator[Tick]:

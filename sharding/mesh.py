@@ -18,7 +18,7 @@ def stage_meshes(
 ) -> tuple[jax.sharding.Mesh, ...]:
     """Makes one mesh for each pipeline stage, with the axes `data` and `fsdp`.
 
-    The devices are dealt out in their order: first along `fsdp`, then `data`, then the
+    The devices are taken in their order: first along `fsdp`, then `data`, then the
     stages. So a stage, whose devices exchange the most, has neighboring devices. If
     there are more devices than the mesh needs, it takes the first ones.
 

@@ -27,7 +27,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-PassKind = Literal["forward", "backward", "both"]
+PassKind = Literal["forward", "backward", "forward_backward"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class Pass:
     """A pass of a tick through one stage.
 
     Attributes:
-        kind: `both` is a forward and a backward pass at once, on the last stage.
+        kind: `forward_backward` is both passes at once, on the last stage.
         stage: Number of the stage.
         tick: Number of the tick.
     """
@@ -97,7 +97,7 @@ def one_f_one_b(
             if number + ahead[stage] < num_ticks
         ]
         if number < num_ticks:
-            passes.append(Pass(kind="both", stage=last, tick=number))
+            passes.append(Pass(kind="forward_backward", stage=last, tick=number))
             passes += [
                 Pass(kind="backward", stage=stage, tick=number)
                 for stage in reversed(range(last))

@@ -17,14 +17,14 @@ class Placement:
     Attributes:
         mesh: Mesh with the axes `data` and `fsdp`; None: one device, which is JAX's
             default or the one on which the base is.
-        is_dealt: Whether the slots are divided among the replicas (axis `data`), so
+        is_pinned: Whether the slots are divided among the replicas (axis `data`), so
             that each job runs on one replica only. If not, every device holds all
             slots, and the samples of a job may run on all of them.
         device: The one device, if there is no mesh; None: JAX's default.
     """
 
     mesh: jax.sharding.Mesh | None = None
-    is_dealt: bool = False
+    is_pinned: bool = False
     device: Sharding | None = None
 
     def __post_init__(self):
@@ -38,7 +38,7 @@ class Placement:
     @property
     def num_replicas(self) -> int:
         """Number of replicas among which slots are divided; 1 if they are not."""
-        if self.mesh is None or not self.is_dealt:
+        if self.mesh is None or not self.is_pinned:
             return 1
         return self.mesh.shape["data"]
 
@@ -47,7 +47,7 @@ class Placement:
         """Axes over which the gradients of a slot are summed; empty: one device."""
         if self.num_devices == 1:
             return ()
-        return ("fsdp",) if self.is_dealt else DEVICES
+        return ("fsdp",) if self.is_pinned else DEVICES
 
     @property
     def num_parts(self) -> int:
@@ -64,17 +64,17 @@ class Placement:
     @property
     def by_slot(self) -> PartitionSpec:
         """Arrays whose first axis is the slot: weights, moments and hyperparameters."""
-        return PartitionSpec("data") if self.is_dealt else PartitionSpec()
+        return PartitionSpec("data") if self.is_pinned else PartitionSpec()
 
     @property
     def by_linear_and_slot(self) -> PartitionSpec:
         """Settings of the slots in every linear, M G."""
-        return PartitionSpec(None, "data") if self.is_dealt else PartitionSpec()
+        return PartitionSpec(None, "data") if self.is_pinned else PartitionSpec()
 
     @property
     def partial(self) -> PartitionSpec:
         """Sums of each device, F G ...: gradients and losses before they are added."""
-        return PartitionSpec("fsdp", "data") if self.is_dealt else self.rows
+        return PartitionSpec("fsdp", "data") if self.is_pinned else self.rows
 
     def sharding(self, spec: PartitionSpec) -> Sharding | None:
         """Returns the placement of an array; None: JAX's default device."""

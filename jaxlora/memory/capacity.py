@@ -30,7 +30,7 @@ def settle(
     bounds: Bounds,
     compile_step: Callable[[Limits], jax.stages.Compiled] | None = None,
     *,
-    is_dealt: bool = False,
+    is_pinned: bool = False,
 ) -> RunConfig:
     """Returns the run with a number for `microbatch_tokens`, at which it fits.
 
@@ -48,13 +48,13 @@ def settle(
         bounds: Bounds of the capacity.
         compile_step: Compiles the training step for microbatches of these limits, while
             base and slots are on the devices; only for a mesh with one stage.
-        is_dealt: Whether the slots are divided among replicas.
+        is_pinned: Whether the slots are divided among replicas.
 
     Raises:
         ConfigError: The run does not fit, and its capacity cannot be lowered; or the
             capacity is `auto` and the device does not report its memory.
     """
-    stages = MeshStages.of(config, spec, is_dealt=is_dealt)
+    stages = MeshStages.of(config, spec, is_pinned=is_pinned)
     resident = mesh.resident_footprint(stages)
     first = resident.stages[0]
     held = first.base_bytes + (first.adapter_bytes if compile_step else 0)

@@ -25,25 +25,25 @@ class MeshStages:
         specs: The stages, from the embedding to the head.
         sizes: Sizes of the mesh.
         in_flight: Microbatches that each device of the first stage has in flight.
-        is_dealt: Whether the slots are divided among the replicas.
+        is_pinned: Whether the slots are divided among the replicas.
     """
 
     spec: DecoderSpec
     specs: tuple[DecoderSpec, ...]
     sizes: MeshSizes
     in_flight: int
-    is_dealt: bool
+    is_pinned: bool
 
     @staticmethod
     def of(
-        config: RunConfig, spec: DecoderSpec, *, is_dealt: bool = False
+        config: RunConfig, spec: DecoderSpec, *, is_pinned: bool = False
     ) -> "MeshStages":
         """Divides the decoder of a run into the stages of its mesh.
 
         Args:
             config: The run; its mesh is not `auto`.
             spec: The whole decoder.
-            is_dealt: Whether the slots are divided among the replicas.
+            is_pinned: Whether the slots are divided among the replicas.
 
         Raises:
             ConfigError: The mesh has more stages than the model has layers.
@@ -55,7 +55,7 @@ class MeshStages:
             specs=stage_specs(spec, sizes.stage, speed),
             sizes=sizes,
             in_flight=config.pipeline_microbatches or sizes.stage,
-            is_dealt=is_dealt,
+            is_pinned=is_pinned,
         )
 
     def use(self, number: int) -> StageUse:
@@ -66,7 +66,7 @@ class MeshStages:
         further ahead. The last stage runs both passes of a microbatch at once.
         """
         sizes = self.sizes
-        num_replicas = sizes.data if self.is_dealt else 1
+        num_replicas = sizes.data if self.is_pinned else 1
         ahead = ticks_ahead(sizes.stage, self.in_flight)
         num_before = ahead[number - 1] if number else ahead[0]
         num_waiting = num_before - ahead[number] + 2  # and what comes and goes

@@ -71,7 +71,7 @@ class InFlight:
             self._backward(one.stage, one.tick)
             losses = None
         else:
-            losses = self._both(one.stage, one.tick)
+            losses = self._forward_backward(one.stage, one.tick)
         if one.stage == 0:
             del self._ticks[one.tick]
         return losses
@@ -89,7 +89,7 @@ class InFlight:
         self._residuals[stage, tick] = kept
         self._hidden[stage + 1, tick] = self._send(h, stage + 1)
 
-    def _both(self, stage: int, tick: int) -> JobLosses:
+    def _forward_backward(self, stage: int, tick: int) -> JobLosses:
         state = self._tables[stage].state
         run = self._stages[stage].steps.accumulate
         pending, losses, dh = run(
@@ -102,8 +102,8 @@ class InFlight:
         return losses
 
     def _backward(self, stage: int, tick: int) -> None:
-        state, place = self._tables[stage].state, (stage, tick)
-        kept, dh = self._residuals.pop(place), self._gradients.pop(place)
+        state, key = self._tables[stage].state, (stage, tick)
+        kept, dh = self._residuals.pop(key), self._gradients.pop(key)
         run = self._stages[stage].steps.backward
         pending, dh = run(self._bases[stage], state.params, kept, state.pending, dh)
         self._finish(stage, tick, pending, dh)

@@ -12,14 +12,14 @@ from jaxlora.hf.load import base_dtype
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import AffineCost, CostModel, Lanes, Pipeline, StageCost
-from jaxlora.scheduler.replicas import Dealing, Load, decide_dealing
+from jaxlora.scheduler.replicas import Load, Pinning, decide_pinning
 from jaxlora.train.next_window import fixed_shape_cost
 
 
 def run_lanes(
     config: RunConfig, loads: Sequence[Load], *, capacity: int, num_slots: int
-) -> Dealing:
-    """Returns the lanes of a run, and whether its jobs are dealt to replicas.
+) -> Pinning:
+    """Returns the lanes of a run, and whether its jobs are pinned to replicas.
 
     Args:
         config: The run; its mesh is not `auto`.
@@ -32,7 +32,7 @@ def run_lanes(
     in_flight = config.pipeline_microbatches if sizes.stage > 1 else None
     pipeline = Pipeline.one_f_one_b(sizes.stage, in_flight)
     lanes = Lanes(data=sizes.data, fsdp=sizes.fsdp, pipeline=pipeline)
-    return decide_dealing(loads, lanes, capacity, num_slots)
+    return decide_pinning(loads, lanes, capacity, num_slots)
 
 
 def window_cost(config: RunConfig, model: ModelConfig) -> CostModel:

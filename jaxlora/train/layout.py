@@ -107,7 +107,7 @@ def make_layout(
     sizes: MeshSizes,
     borders: Sequence[int],
     *,
-    is_dealt: bool = False,
+    is_pinned: bool = False,
     in_flight: int | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> Layout:
@@ -117,7 +117,7 @@ def make_layout(
         spec: The decoder.
         sizes: Sizes of the mesh, of more than one device.
         borders: Layers at which the stages begin and end, from 0 to L.
-        is_dealt: Whether slots are divided among replicas; see `Placement`.
+        is_pinned: Whether slots are divided among replicas; see `Placement`.
         in_flight: Ticks in flight on the first stage; None: the number of stages.
         devices: Devices to choose from; None: all of them.
 
@@ -125,7 +125,7 @@ def make_layout(
         ValueError: There are too few devices, or the slots cannot be divided.
     """
     assert spec.slots is not None
-    if is_dealt and spec.slots.num_slots % sizes.data:
+    if is_pinned and spec.slots.num_slots % sizes.data:
         raise ValueError(
             f"{spec.slots.num_slots} slots cannot be divided among {sizes.data} "
             "replicas."
@@ -135,7 +135,7 @@ def make_layout(
     stages = tuple(
         Stage(
             spec=spec.stage(start, stop),
-            placement=Placement(mesh=mesh, is_dealt=is_dealt),
+            placement=Placement(mesh=mesh, is_pinned=is_pinned),
         )
         for mesh, (start, stop) in zip(meshes, itertools.pairwise(borders), strict=True)
     )

@@ -133,10 +133,10 @@ def plan_layout(
     loads = [
         Load(num_batches=run.num_steps, batch_tokens=run.batch_tokens) for run in runs
     ]
-    dealing = run_lanes(
+    pinning = run_lanes(
         config, loads, capacity=capacity, num_slots=spec.slots.num_slots
     )
-    lanes = dealing.lanes
+    lanes = pinning.lanes
     if lanes.slots_per_replica is not None:
         num_slots = lanes.data * lanes.slots_per_replica
         slots = dataclasses.replace(spec.slots, num_slots=num_slots)
@@ -145,11 +145,11 @@ def plan_layout(
         spec,
         sizes,
         plan.borders,
-        is_dealt=lanes.dealt,
+        is_pinned=lanes.pinned,
         in_flight=lanes.pipeline.in_flight,
     )
     if sizes.data > 1:
-        logger.info("replicas: %s", dealing.reason)
+        logger.info("replicas: %s", pinning.reason)
     logger.info("mesh %s: %s", sizes, _described(layout))
     return PlacedRun(spec=spec, layout=layout, lanes=lanes, cost=cost)
 

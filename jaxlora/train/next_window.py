@@ -64,8 +64,8 @@ def assign_slots(
     """Chooses the jobs of the next window.
 
     Waiting jobs start by priority, then by order of arrival. They take the lowest free
-    slots. If jobs are dealt to replicas, they take slots of the replicas with the least
-    work left. A running job keeps its slot.
+    slots. If jobs are pinned to replicas, they take slots of the replicas with the
+    least work left. A running job keeps its slot.
 
     Args:
         positions: Positions of the jobs that may run, in order of arrival.
@@ -89,7 +89,7 @@ def assign_slots(
         started = tuple(admit(waiting, num_slots - len(running)))
     kept = [p for p in positions if p.slot is not None and p.job not in paused]
     slots = {p.job: p.slot for p in kept}
-    if lanes.dealt:
+    if lanes.pinned:
         by_job = {p.job: p for p in positions}
         new = {c.job: by_job[c.job].tokens_left for c in started}
         left = {p.slot: p.tokens_left for p in kept if p.slot is not None}

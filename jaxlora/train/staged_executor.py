@@ -161,7 +161,7 @@ class StagedExecutor:
         """Packs samples that may run in any order, on all devices at the same time."""
         placement = self._layout.stages[0].placement
         replicas = placement.num_replicas
-        each = self._num_slots // replicas  # slots of a replica, if they are dealt out
+        each = self._num_slots // replicas  # slots of a replica, if jobs are pinned
         queues = []
         for replica in range(replicas):
             mine = range(replica * each, (replica + 1) * each)

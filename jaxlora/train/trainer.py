@@ -262,7 +262,7 @@ class Trainer:
             self._spec,
             self._bounds,
             self._compile_step,
-            is_dealt=self._placed.lanes.dealt,
+            is_pinned=self._placed.lanes.pinned,
         )
 
     def _run(self, resume: bool, on_window: Callable[["Trainer"], None] | None) -> bool:

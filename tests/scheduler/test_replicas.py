@@ -1,4 +1,4 @@
-"""Tests dealing jobs to replicas."""
+"""Tests pinning jobs to replicas."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from jaxlora.scheduler import Lanes, Pipeline
 from jaxlora.scheduler.replicas import (
     Load,
     choose_slots,
-    decide_dealing,
+    decide_pinning,
     estimate_ticks,
 )
 
@@ -19,9 +19,9 @@ def load(num_batches, batch_tokens) -> Load:
 
 
 def test_deals_jobs_that_are_balanced():
-    found = decide_dealing([load(10, 3000)] * 4, TWO, CAPACITY, num_slots=3)
+    found = decide_pinning([load(10, 3000)] * 4, TWO, CAPACITY, num_slots=3)
     assert found.lanes == Lanes(data=2, slots_per_replica=2)
-    figures = "60 ticks if dealt, 60 if shared"
+    figures = "60 ticks if pinned, 60 if shared"
     assert found.reason == f"each job runs on one replica: {figures}"
 
 
@@ -30,25 +30,25 @@ def test_deals_jobs_that_are_balanced():
     [
         ([load(10, 3000)], 4, "at most 1 jobs run"),
         ([load(10, 3000)] * 4, 1, "at most 1 jobs run"),
-        ([load(10, 3000)] * 3, 3, "60 ticks if dealt, 45 if shared"),
-        ([load(40, 3000), load(10, 3000)], 2, "120 ticks if dealt, 75 if shared"),
+        ([load(10, 3000)] * 3, 3, "60 ticks if pinned, 45 if shared"),
+        ([load(40, 3000), load(10, 3000)], 2, "120 ticks if pinned, 75 if shared"),
     ],
 )
-def test_shares_jobs_where_dealing_would_be_slower(loads, num_slots, reason):
-    found = decide_dealing(loads, TWO, CAPACITY, num_slots)
+def test_shares_jobs_where_pinning_would_be_slower(loads, num_slots, reason):
+    found = decide_pinning(loads, TWO, CAPACITY, num_slots)
     assert found.lanes == TWO and reason in found.reason
 
 
 def test_one_replica_shares_its_jobs():
     lanes = Lanes(fsdp=2, slots_per_replica=3)
-    found = decide_dealing([load(1, 1)] * 3, lanes, CAPACITY, 3)
+    found = decide_pinning([load(1, 1)] * 3, lanes, CAPACITY, 3)
     assert found.lanes == Lanes(fsdp=2) and found.reason == "there is one replica"
 
 
-def test_small_batches_are_dealt_unless_a_replica_lacks_lanes():
+def test_small_batches_are_pinned_unless_a_replica_lacks_lanes():
     # A batch takes a tick in any case, however many lanes it has.
     small = [load(10, 500)] * 4
-    assert decide_dealing(small, TWO, CAPACITY, 4).lanes.dealt
+    assert decide_pinning(small, TWO, CAPACITY, 4).lanes.pinned
 
 
 def test_estimates_ticks():

@@ -18,7 +18,6 @@ from jaxlora.scheduler import (
 )
 from jaxlora.scheduler.check import replica_violations, require_legal
 from jaxlora.scheduler.lanes import ticks_of
-from jaxlora.scheduler.ticks import concatenate
 from jaxlora.train.next_window import fixed_shape_cost
 from tests.scheduler.strategies import LIMITS, mixes, sample
 
@@ -59,8 +58,8 @@ lanes_of_any_shape = st.builds(
 
 @settings(max_examples=60)
 @given(mixes(), lanes_of_any_shape, st.sampled_from(PACKERS[:2]), st.booleans())
-def test_ticks_are_legal(samples, lanes, packer, dealt):
-    if dealt:  # the jobs of `mixes` have the numbers 0, 3, ..., 15
+def test_ticks_are_legal(samples, lanes, packer, pinned):
+    if pinned:  # the jobs of `mixes` have the numbers 0, 3, ..., 15
         per_replica = -(-16 // lanes.data)
         lanes = Lanes(
             data=lanes.data,
@@ -118,7 +117,7 @@ def test_a_batch_of_five_microbatches_takes_two_ticks_of_four_lanes():
     assert num_ticks(two, stages(1, fsdp=4)) == 8
 
 
-def test_dealt_jobs_do_not_wait_for_each_other():
+def test_pinned_jobs_do_not_wait_for_each_other():
     """Each replica runs its own jobs, as if the others were not there."""
     samples = [s for job in range(4) for k in range(3) for s in batch(job, k, 3, 300)]
     lanes = stages(1, data=2, fsdp=2, slots_per_replica=2)
@@ -143,19 +142,6 @@ def test_no_samples_make_no_ticks():
         assert pack([], lanes).microbatches == ()
 
 
-def test_schedules_are_joined_with_no_ops_where_they_are_needed():
-    lanes = stages(3, fsdp=2)
-    samples = [s for job in range(2) for k in range(4) for s in batch(job, k, 3, 300)]
-    windows = [[s for s in samples if s.batch // 2 == k] for k in range(2)]
-    packed = [pack(w, lanes) for w in windows]
-    joined = concatenate(packed, lanes, LIMITS)
-    require_legal(joined, samples, lanes)
-    adjacent = packed[0].microbatches + packed[1].microbatches
-    too_near = Schedule(microbatches=adjacent, limits=LIMITS)
-    assert violations(too_near, samples, distance=3, num_lanes=2)
-    assert len(joined.microbatches) - len(adjacent) in (2, 4)  # one or two no-ops
-
-
 def test_finds_violations_of_ticks():
     first, second = batch(0, 0, 2, 100), batch(0, 1, 1, 100)
     other = batch(1, 0, 1, 100)
@@ -176,9 +162,9 @@ def test_finds_violations_of_ticks():
     assert wrong(one, (), (), (), two, (), samples=everything) == ["tick 1 is empty."]
     with pytest.raises(ValueError, match="3 microbatches do not divide into ticks"):
         wrong(one, two, (), samples=everything)
-    dealt = Lanes(data=2, slots_per_replica=1)
+    pinned = Lanes(data=2, slots_per_replica=1)
     swapped = Schedule(microbatches=(tuple(other), one), limits=LIMITS)
-    assert replica_violations(swapped, dealt) == [
+    assert replica_violations(swapped, pinned) == [
         "microbatch 0 of replica 0 holds job 1 of replica 1.",
         "microbatch 1 of replica 1 holds job 0 of replica 0.",
     ]

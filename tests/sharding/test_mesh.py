@@ -76,7 +76,7 @@ def test_a_mesh_larger_than_the_machine(words, match):
 
 
 def test_the_stages_of_a_mesh(monkeypatch, caplog):
-    """Devices are dealt out along fsdp, then data, then the stages."""
+    """Devices are taken along fsdp, then data, then the stages."""
 
     def grids(words: str, num_devices: int) -> list:
         monkeypatch.setattr(mesh_module.jax, "devices", lambda: range(num_devices))

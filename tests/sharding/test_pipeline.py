@@ -29,7 +29,7 @@ def test_each_pass_comes_once_and_after_what_it_needs(sizes):
     last = num_stages - 1
     for tick in range(num_ticks):
         chain = [("forward", s, tick) for s in range(last)]
-        chain += [("both", last, tick)]
+        chain += [("forward_backward", last, tick)]
         chain += [("backward", s, tick) for s in reversed(range(last))]
         chain += [("step", s, tick) for s in range(num_stages)]
         chain += [("finished", None, tick)]
@@ -45,7 +45,7 @@ def test_the_next_batch_reads_stepped_weights_from_distance_w_on(sizes):
     place = {work: i for i, work in enumerate(order(sizes))}
 
     def forward(stage: int, tick: int) -> int:
-        kind = "both" if stage == num_stages - 1 else "forward"
+        kind = "forward_backward" if stage == num_stages - 1 else "forward"
         return place[kind, stage, tick]
 
     for tick, stage in itertools.product(range(num_ticks - width), range(num_stages)):

@@ -149,7 +149,7 @@ def _candidate(
         specs=stage_specs(spec, sizes.stage, machine.speed),
         sizes=sizes,
         in_flight=config.pipeline_microbatches or sizes.stage,
-        is_dealt=lanes.dealt,
+        is_pinned=lanes.pinned,
     )
     found = estimated_footprint(stages, step_bytes(spec, config.block_tokens))
     tokens = bounds.max_tokens

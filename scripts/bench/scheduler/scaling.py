@@ -43,7 +43,7 @@ from jaxlora.scheduler import (
 )
 from jaxlora.scheduler.lanes import ticks_of
 from jaxlora.scheduler.plan import Plan, evaluate
-from jaxlora.scheduler.replicas import Load, choose_slots, decide_dealing
+from jaxlora.scheduler.replicas import Load, choose_slots, decide_pinning
 from jaxlora.scheduler.types import batches_by_job
 from jaxlora.sharding.mesh_sizes import MeshSizes
 
@@ -144,10 +144,10 @@ def predict(
         )
         for job, batches in batches_by_job(samples).items()
     }
-    lanes = decide_dealing(
+    lanes = decide_pinning(
         list(loads.values()), lanes, given.capacity, len(loads)
     ).lanes
-    if lanes.dealt:
+    if lanes.pinned:
         slots = choose_slots(
             {job: load.tokens for job, load in loads.items()}, {}, lanes
         )
@@ -183,7 +183,7 @@ def rows(
                     "mesh": words,
                     "gpus": sizes.num_devices,
                     "in_flight": in_flight,
-                    "dealt": "yes" if lanes.dealt else "no",
+                    "pinned": "yes" if lanes.pinned else "no",
                     "fill_percent": round(100 * tick_fill(plan.schedule, lanes), 1),
                     "bubble_percent": abs(round(100 * plan.simulation.bubble, 1)),
                     "tokens_per_second_per_gpu": round(rate),

@@ -43,8 +43,8 @@ def config(**settings) -> RunConfig:
 
 
 def stages_of(spec: DecoderSpec, mesh: str, **settings) -> MeshStages:
-    is_dealt = settings.pop("is_dealt", False)
-    return MeshStages.of(config(mesh=mesh, **settings), spec, is_dealt=is_dealt)
+    is_pinned = settings.pop("is_pinned", False)
+    return MeshStages.of(config(mesh=mesh, **settings), spec, is_pinned=is_pinned)
 
 
 def estimate(mesh: str, **settings) -> MeshFootprint:
@@ -120,13 +120,13 @@ def test_shards_are_gathered_two_layers_at_a_time():
 
 def test_replicas_may_divide_the_slots():
     [shared] = estimate("data=4").stages
-    [dealt] = estimate("data=4", is_dealt=True).stages
+    [pinned] = estimate("data=4", is_pinned=True).stages
     [single] = estimate("fsdp=1").stages
-    assert shared.base_bytes == dealt.base_bytes == single.base_bytes
-    assert shared.adapter_bytes == 4 * dealt.adapter_bytes == single.adapter_bytes
+    assert shared.base_bytes == pinned.base_bytes == single.base_bytes
+    assert shared.adapter_bytes == 4 * pinned.adapter_bytes == single.adapter_bytes
     # A step adds the gradients of all devices that have some of the slot.
     assert shared.fixed_bytes >= 5 * single.adapter_bytes // 4
-    assert dealt.fixed_bytes == single.fixed_bytes
+    assert pinned.fixed_bytes == single.fixed_bytes
 
 
 def test_llama_70b_fits_four_devices():

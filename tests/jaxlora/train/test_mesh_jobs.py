@@ -90,8 +90,8 @@ def test_an_eventful_run(eventful, mesh):
     no_evals = [change for change in changes_of(other) if change[2] != "eval"]
     assert no_evals[1:3] == [(5, "job2", "paused", 4), (9, "job2", "resumed", 4)]
     assert (9, "job3", "paused", 8) in no_evals
-    is_dealt = other.trainer._layout.stages[0].placement.is_dealt
-    assert is_dealt == (mesh == MESHES[1])
+    is_pinned = other.trainer._layout.stages[0].placement.is_pinned
+    assert is_pinned == (mesh == MESHES[1])
 
 
 @pytest.mark.parametrize("mesh", MESHES)

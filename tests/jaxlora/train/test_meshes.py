@@ -20,7 +20,7 @@ def test_a_mesh_trains_what_one_device_trains(meshes, mesh_jobs, mesh, settings)
     """Jobs of all lengths, ranks, targets and rates, with dropout."""
     one = meshes.once("fsdp=1", mesh_jobs)
     other = meshes.once(mesh, mesh_jobs, **settings)
-    assert not other.trainer._layout.stages[0].placement.is_dealt
+    assert not other.trainer._layout.stages[0].placement.is_pinned
     assert_same_on_meshes(one, other)
 
 
@@ -33,11 +33,11 @@ def test_a_head_of_its_own_on_the_last_stage(meshes, mesh_jobs):
     assert_same_on_meshes(one, other)
 
 
-def test_jobs_that_are_dealt_to_replicas(meshes, small_jobs):
+def test_jobs_that_are_pinned_to_replicas(meshes, small_jobs):
     """Each job runs on the two devices of one replica, through both stages."""
     one = meshes.once("fsdp=1", small_jobs)
     other = meshes.once("data=2,stage=2,fsdp=2", small_jobs)
-    assert other.trainer._layout.stages[0].placement.is_dealt
+    assert other.trainer._layout.stages[0].placement.is_pinned
     assert_same_on_meshes(one, other)
 
 

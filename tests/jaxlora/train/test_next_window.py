@@ -8,7 +8,7 @@ from jaxlora.train.next_window import (
     window_samples,
 )
 
-DEALT = Lanes(data=2, slots_per_replica=2)
+PINNED = Lanes(data=2, slots_per_replica=2)
 
 
 def position(job, *, slot=None, num_steps=5, batch_tokens=100.0, priority=0):
@@ -23,18 +23,18 @@ def position(job, *, slot=None, num_steps=5, batch_tokens=100.0, priority=0):
 
 
 def slots(positions, num_slots, *, preempts=False) -> list[int | None]:
-    assigned = assign_slots(positions, num_slots, preempts=preempts, lanes=DEALT)
+    assigned = assign_slots(positions, num_slots, preempts=preempts, lanes=PINNED)
     return [p.slot for p in assigned]
 
 
-def test_dealt_jobs_start_on_the_replica_with_the_least_work():
+def test_pinned_jobs_start_on_the_replica_with_the_least_work():
     new = [position(0, batch_tokens=300.0), position(1), position(2), position(3)]
     assert slots(new[:3], 4) == [0, 2, 3]
     running = [position(0, slot=3, num_steps=50), *new[1:]]
     assert slots(running, 4) == [3, 0, 1, 2]
 
 
-def test_dealing_does_not_change_which_jobs_start():
+def test_pinning_does_not_change_which_jobs_start():
     """The slots are rounded up to a multiple of the replicas, but stay unused."""
     positions = [
         position(0, slot=2),
@@ -47,13 +47,13 @@ def test_dealing_does_not_change_which_jobs_start():
     assert slots(positions, 1, preempts=True) == [None, None, None, 0]
 
 
-def test_a_window_of_dealt_jobs():
+def test_a_window_of_pinned_jobs():
     positions = assign_slots(
-        [position(job) for job in range(4)], 4, preempts=False, lanes=DEALT
+        [position(job) for job in range(4)], 4, preempts=False, lanes=PINNED
     )
     samples = window_samples(positions, 2, lambda job, step: [40, 50])
     limits = Limits(capacity=128, block_tokens=32)
-    packed = pack_window(samples, limits, "joint", DEALT)
+    packed = pack_window(samples, limits, "joint", PINNED)
     assert len(packed.microbatches) % 2 == 0
     for i, microbatch in enumerate(packed.microbatches):
         assert {s.job // 2 for s in microbatch} <= {i % 2}

@@ -13,7 +13,7 @@ def test_rows_and_files(monkeypatch, tmp_path, capsys):
     scaling.main(options)
     assert "Simulated, not measured." in capsys.readouterr().out
     rows = read_csv(tmp_path / "scaling.csv")
-    layouts = [(r["mesh"], r["gpus"], r["in_flight"], r["dealt"]) for r in rows]
+    layouts = [(r["mesh"], r["gpus"], r["in_flight"], r["pinned"]) for r in rows]
     assert layouts[5:] == [
         ("fsdp=1", "1", "1", "no"),
         ("stage=2", "2", "2", "no"),
