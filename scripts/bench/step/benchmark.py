@@ -108,6 +108,7 @@ def _case(args: argparse.Namespace, model: str, row: str, num_jobs: int) -> Case
         longest_tokens=args.longest_tokens,
         dtype=args.dtype,
         attention=args.attention,
+        capability=args.capability,
         repeats=args.repeats,
         profile=args.profile and ROWS[row].library == "jaxlora",
     )
@@ -131,6 +132,7 @@ def _described(case: Case) -> Columns:
         "dtype": case.dtype,
         "microbatches": case.num_microbatches,
         "microbatch_tokens": case.capacity,
+        "triton_code": "device" if case.capability is None else case.capability / 10,
     }
 
 
@@ -202,6 +204,12 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--microbatches", type=int, default=1, help="in a step")
     out.add_argument("--median-tokens", type=int, default=600, help="in a sample")
     out.add_argument("--repeats", type=int, default=10)
+    out.add_argument(
+        "--capability",
+        type=int,
+        help="ten times the compute capability for which Triton compiles, such as 80; "
+        "by default the device's",
+    )
     out.add_argument("--profile", action="store_true", help="split the time into parts")
     out.add_argument(
         "--at-once",

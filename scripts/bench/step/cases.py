@@ -28,6 +28,8 @@ class Case:
         dtype: Dtype of weights and activations.
         attention: Implementation of attention in jaxlora: `auto`, `cudnn`, `triton` or
             `xla`.
+        capability: Ten times the compute capability for which Triton compiles, such as
+            80; None: the device's.
         repeats: Number of timed steps.
         profile: Whether to attribute device time to parts as well.
     """
@@ -45,6 +47,7 @@ class Case:
     longest_tokens: int = 2048
     dtype: str = "bfloat16"
     attention: str = "auto"
+    capability: int | None = None
     repeats: int = 10
     profile: bool = False
 

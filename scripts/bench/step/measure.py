@@ -8,6 +8,7 @@ lock file take turns on the device, and the process ends by SIGALRM when its tim
 Waiting for a turn does not count.
 """
 
+import contextlib
 import fcntl
 import functools
 import json
@@ -30,6 +31,7 @@ from jaxlora.bench.tokens import Microbatch
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
+from jaxlora.pallas_kernels.triton.device import forced_capability
 from jaxlora.profile import step_parts
 from jaxlora.scheduler import Limits
 from jaxlora.train.kernel_choice import choose_attention
@@ -48,7 +50,15 @@ def measure(
     if row.library == "torch":
         take_device()
         return peers.measure(case, row)
-    return _measure_jaxlora(case, row, take_device)
+    with _triton_code(case):
+        return _measure_jaxlora(case, row, take_device)
+
+
+def _triton_code(case: Case) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which Triton compiles for the case's capability."""
+    if case.capability is None:
+        return contextlib.nullcontext()
+    return forced_capability(case.capability)
 
 
 def _measure_jaxlora(

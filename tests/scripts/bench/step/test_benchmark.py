@@ -1,10 +1,14 @@
 """The step benchmark, end to end on a tiny model."""
 
+import shlex
+
 import pytest
 
 from jaxlora.bench.report import needs_gpu
-from jaxlora.bench.step import benchmark
+from jaxlora.bench.step import benchmark, measure
 from jaxlora.bench.step.cases import FROZEN, PEER, Case
+from jaxlora.pallas_kernels import device
+from jaxlora.pallas_kernels.triton.device import present_target
 from jaxlora.profile.step_parts import CUBLAS, GAPS, OTHER, PARTS
 from tests.scripts.bench.tables import read_csv
 
@@ -33,6 +37,16 @@ def test_step(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert f"| jaxlora xla | 2 | {int(ours['tokens_per_second']):,} |" in printed
     assert "| part, ms | tiny, jaxlora xla, 2 adapters |" in printed
+
+
+def test_triton_compiles_for_the_given_capability(monkeypatch):
+    monkeypatch.setattr(device, "num_sms", lambda: 4)
+    compiled = lambda *_: {"code": present_target().capability}
+    monkeypatch.setattr(measure, "_measure_jaxlora", compiled)
+    options = "--models tiny --rows jaxlora\\ xla --capability 80"
+    args = benchmark.parser().parse_args(shlex.split(options))
+    (case,) = benchmark.cases(args)
+    assert measure.measure(case) == {"code": 80}
 
 
 def test_a_failed_row_says_why():

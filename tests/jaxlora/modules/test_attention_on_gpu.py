@@ -1,4 +1,4 @@
-"""Compares attention through cuDNN on a GPU with its definition, and with itself."""
+"""Compares attention on a GPU, by each kernel, with its definition and with itself."""
 
 import functools
 
@@ -11,6 +11,7 @@ from jaxlora.modules.attention import compiler_options, packed_attention
 from jaxlora.modules.cudnn_attention import cudnn_unsupported
 from jaxlora.modules.length_classes import SegmentLengths
 from jaxlora.modules.scoring import Scoring
+from jaxlora.modules.triton_attention import triton_unsupported
 from tests.jaxlora.modules.attention_cases import (
     BAD,
     MEAN,
@@ -26,15 +27,24 @@ from tests.jaxlora.modules.attention_cases import (
 )
 from tests.oracle import assert_as_accurate_as
 
-UNSUPPORTED = cudnn_unsupported(dtype=jnp.bfloat16, head_dim=128)
-pytestmark = pytest.mark.skipif(UNSUPPORTED is not None, reason=str(UNSUPPORTED))
+UNSUPPORTED = {
+    name: why(dtype=jnp.bfloat16, head_dim=128)
+    for name, why in (("cudnn", cudnn_unsupported), ("triton", triton_unsupported))
+}
+pytestmark = pytest.mark.parametrize(
+    "kernels",
+    [
+        pytest.param(name, marks=pytest.mark.skipif(why is not None, reason=str(why)))
+        for name, why in UNSUPPORTED.items()
+    ],
+)
 
 ROWS = 2048
 RAGGED = [(513, 0), (1, 0), (37, 2), (600, 0), (128, 0), (129, 63), (256, 0), (3, 0)]
 SHORT = [(1 + i % 7, i % 3 == 0) for i in range(60)]
 
 
-def gpu_run(ids, implementation="cudnn", *, longest=600, scoring=PLAIN):
+def gpu_run(ids, implementation, *, longest=600, scoring=PLAIN):
     """Returns (q, k, v, dout) -> (out, dq, dk, dv)."""
     run = compiled(implementation, longest, scoring)
     return lambda *numbers: run(*numbers, ids)
@@ -58,10 +68,10 @@ def assert_same_bits(actual, wanted):
         (8, 4, 256, jnp.bfloat16),
     ],
 )
-def test_matches_the_definition(pieces, scoring, heads, kv_heads, e, dtype):
+def test_matches_the_definition(pieces, scoring, heads, kv_heads, e, dtype, kernels):
     ids, _ = layout(pieces, ROWS)
     numbers = problem(ROWS, heads, kv_heads, e, dtype)
-    got = gpu_run(ids, scoring=scoring)(*numbers)
+    got = gpu_run(ids, kernels, scoring=scoring)(*numbers)
     plain = gpu_run(ids, "xla", scoring=scoring)(*numbers)
     full = [x.astype(jnp.float32) for x in numbers]
     exact = compiled_dense(scoring)(*full, ids)
@@ -75,35 +85,35 @@ def test_matches_the_definition(pieces, scoring, heads, kv_heads, e, dtype):
     "pieces", [[(2048, 0)], RAGGED, SHORT], ids=["one", "ragged", "short"]
 )
 @pytest.mark.parametrize(("heads", "kv_heads", "e"), [(32, 8, 128), (8, 4, 256)])
-def test_gives_the_same_bits_each_time(pieces, heads, kv_heads, e):
+def test_gives_the_same_bits_each_time(pieces, heads, kv_heads, e, kernels):
     ids, _ = layout(pieces, ROWS)
     numbers = problem(ROWS, heads, kv_heads, e, jnp.bfloat16)
-    run = gpu_run(ids, longest=2048)
+    run = gpu_run(ids, kernels, longest=2048)
     first = run(*numbers)
     for _ in range(5):
         assert_same_bits(run(*numbers), first)
 
 
-def test_several_layers_in_one_program_give_the_bits_of_one_layer_each():
+def test_several_layers_in_one_program_give_the_bits_of_one_layer_each(kernels):
     ids, _ = layout(RAGGED, ROWS)
     layers = [problem(ROWS, 8, 2, 128, jnp.bfloat16, seed) for seed in range(3)]
     attend = functools.partial(
         packed_attention,
         segment_ids=ids,
         lengths=SegmentLengths(600, MEAN),
-        implementation="cudnn",
+        implementation=kernels,
     )
 
-    @functools.partial(jax.jit, compiler_options=compiler_options("cudnn"))
+    @functools.partial(jax.jit, compiler_options=compiler_options(kernels))
     def all_layers(layers):
         return [both_ways(attend, *numbers) for numbers in layers]
 
     for got, numbers in zip(all_layers(layers), layers, strict=True):
-        assert_same_bits(got, gpu_run(ids)(*numbers))
+        assert_same_bits(got, gpu_run(ids, kernels)(*numbers))
 
 
 @pytest.mark.parametrize("tokens", [5, 100, 257, 600])
-def test_the_place_in_a_row_and_the_neighbours_change_no_bit(tokens):
+def test_the_place_in_a_row_and_the_neighbours_change_no_bit(tokens, kernels):
     sample = problem(tokens, 8, 2, 128, jnp.bfloat16, seed=99)
 
     def rows_of_sample(pieces, number, seed):
@@ -111,7 +121,7 @@ def test_the_place_in_a_row_and_the_neighbours_change_no_bit(tokens):
         start, end = spans[number]
         others = problem(ROWS, 8, 2, 128, jnp.bfloat16, seed)
         numbers = [x.at[start:end].set(y) for x, y in zip(others, sample, strict=True)]
-        return [x[start:end] for x in gpu_run(ids)(*numbers)]
+        return [x[start:end] for x in gpu_run(ids, kernels)(*numbers)]
 
     alone = rows_of_sample([(tokens, 0)], 0, seed=1)
     beside_long = rows_of_sample([(331, 0), (tokens, 0), (500, 0)], 1, seed=2)
@@ -122,8 +132,8 @@ def test_the_place_in_a_row_and_the_neighbours_change_no_bit(tokens):
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("where", WHERE)
-def test_a_diverged_sample_touches_no_other(where, bad):
+def test_a_diverged_sample_touches_no_other(where, bad, kernels):
     ids, spans = layout(PIECES, ROWS)
     numbers = problem(ROWS, 8, 2, 128, jnp.bfloat16)
-    run = lambda *args: gpu_run(args[-1])(*args[:-1])
+    run = lambda *args: gpu_run(args[-1], kernels)(*args[:-1])
     check_bad_row(numbers, ids, spans, run, where, bad)
