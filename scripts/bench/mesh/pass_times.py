@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlora.bench.mesh.mesh_training import MeshTraining
+from jaxlora.bench.scheduler.lengths import lengths
 from jaxlora.bench.tokens import job_batch
 from jaxlora.bench.training import time_steps
 from jaxlora.data.pack import PackedBatch, pack_tick
@@ -22,7 +23,7 @@ Start = Callable[[], Callable[[], object]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Probe:
-    """A microbatch of equal samples, which every lane of a tick runs.
+    """A microbatch which every lane of a tick runs.
 
     Attributes:
         packed: The rows of the tick.
@@ -78,47 +79,56 @@ def measure_passes(training: MeshTraining) -> PassTimes:
 
 
 def make_probes(training: MeshTraining) -> list[Probe]:
-    """Makes microbatches of different lengths and fills, which determine a fit."""
+    """Makes microbatches of different lengths and fills, which determine a fit.
+
+    Their lengths are ragged like those of the jobs, which are cut to different largest
+    lengths: attention takes longer for ragged samples than for equal ones with the same
+    sum of squares.
+    """
     case, longest = training.case, training.case.longest
     half = case.limits.padded(case.capacity // 2)
     return [
-        _probe(training, case.capacity, longest // 4),
-        _probe(training, case.capacity, longest // 2),
         _probe(training, case.capacity, longest),
-        _probe(training, half, longest // 2),
+        _probe(training, case.capacity, longest // 2),
+        _probe(training, case.capacity, longest // 4),
+        _probe(training, half, longest),
     ]
 
 
 def full_tick(training: MeshTraining) -> PackedBatch:
-    """Makes a tick whose microbatches are full of samples of medium length."""
-    return _probe(training, training.case.capacity, training.case.longest // 4).packed
+    """Makes a tick of full microbatches, with lengths like those of the jobs."""
+    case = training.case
+    return _probe(training, case.capacity, case.longest).packed
 
 
-def _probe(training: MeshTraining, num_tokens: int, length: int) -> Probe:
+def _probe(training: MeshTraining, num_tokens: int, longest: int) -> Probe:
     case, rng = training.case, np.random.default_rng(0)
     num_jobs = max(case.adapters)
     num_blocks = num_tokens // case.block_tokens
     shares = [len(x) for x in np.array_split(np.arange(num_blocks), num_jobs)]
-    batches, lengths = {}, []
+    batches, drawn = {}, []
     for slot, share in enumerate(shares):
-        own = _equal(share * case.block_tokens, length)
+        own = _draw(case.data_sets[slot], share * case.block_tokens, longest, rng)
         if own:
             vocab_size = training.spec.config.vocab_size
             batches[slot] = job_batch(slot, own, vocab_size, rng)
-            lengths += own
+            drawn += own
     microbatch = tuple(s for batch in batches.values() for s in batch.to_schedule())
     lanes = [microbatch] * training.layout.num_lanes
     return Probe(
         packed=pack_tick(lanes, batches, case.limits),
-        tokens=sum(lengths),
-        squares=sum(length**2 for length in lengths),
+        tokens=sum(drawn),
+        squares=sum(length**2 for length in drawn),
     )
 
 
-def _equal(total: int, length: int) -> list[int]:
-    """Returns lengths that add up to a total, all but the last one equal."""
-    rest = total % length
-    return [length] * (total // length) + ([rest] if rest > 1 else [])
+def _draw(source: str, total: int, longest: int, rng: np.random.Generator) -> list[int]:
+    """Draws lengths that add up to a total, or to one token less."""
+    out: list[int] = []
+    while (left := total - sum(out)) > 1:
+        (length,) = lengths(source, 1, rng).tolist()
+        out.append(min(length, longest, left))
+    return out
 
 
 class _Timer:
