@@ -245,7 +245,8 @@ class RunConfig(StrictModel):
             and float32 on a CPU.
         remat: Part of each layer that the backward pass recomputes to save memory:
             `none`, `mlp` (with its norm), or `layer`.
-        implementation: Which LoRA kernels run: `mosaic` (Hopper) or `xla` (anywhere);
+        implementation: Which LoRA kernels run: `mosaic` (Hopper), `triton` (NVIDIA
+            GPUs from Ampere on) or `xla` (anywhere);
             `auto` takes the first back end of `pallas_kernels.BACKENDS` that can run
             every adapted linear.
         attention: Attention implementation: `cudnn` (GPUs of data centers from Hopper

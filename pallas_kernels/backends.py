@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxlora.pallas_kernels.mosaic import layer as mosaic
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
+from jaxlora.pallas_kernels.triton import layer as triton
 from jaxlora.pallas_kernels.xla import layer as xla
 
 
@@ -96,6 +97,15 @@ BACKENDS: dict[str, Backend] = _table(
         forward=mosaic.forward,
         backward=mosaic.backward,
         unsupported=mosaic.unsupported,
+        takes_shared_inputs=True,
+        stores_masks=False,
+        partitionable=False,
+    ),
+    Backend(
+        name="triton",
+        forward=triton.forward,
+        backward=triton.backward,
+        unsupported=triton.unsupported,
         takes_shared_inputs=True,
         stores_masks=False,
         partitionable=False,

@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 
 from jaxlora.pallas_kernels import device
+from jaxlora.pallas_kernels.triton.binding import assembled_for
 
 _OLDEST = 80  # Ampere: the first with bfloat16 products and asynchronous copies
 _INTERPRETED_SMS = 4
@@ -64,7 +65,11 @@ def forced_capability(capability: int, num_sms: int | None = None) -> Iterator[N
         num_sms: Number of multiprocessors; None: the present device's.
     """
     target = Target(capability=capability, num_sms=num_sms or device.num_sms())
-    with _targeted(target):
+    is_here = device.not_nvidia() is None
+    with (
+        assembled_for(device.capability()) if is_here else contextlib.nullcontext(),
+        _targeted(target),
+    ):
         yield
 
 

@@ -6,13 +6,13 @@ A kernel's parameters are pointers to its inputs, pointers to its outputs, and c
 """
 
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from jaxlora.pallas_kernels.batching import without_vmap
+from jaxlora.pallas_kernels.triton.binding import import_jax_triton
 from jaxlora.pallas_kernels.triton.device import Target
 
 
@@ -74,7 +74,7 @@ def _triton_call(
     kernel, out_types, grid, constants, tile: Tile, target: Target
 ) -> Callable:
     def run(*inputs):
-        return _jax_triton().triton_call(
+        return import_jax_triton().triton_call(
             *inputs,
             kernel=kernel,
             out_shape=list(out_types),
@@ -89,19 +89,3 @@ def _triton_call(
         )
 
     return run
-
-
-def _jax_triton() -> Any:
-    """Imports jax_triton, which needs a JAX with CUDA.
-
-    Some versions clear TRITON_CACHE_DIR, which other users of Triton in this process
-    need.
-    """
-    before = os.environ.get("TRITON_CACHE_DIR")
-    import jax_triton
-
-    if before is not None:
-        os.environ["TRITON_CACHE_DIR"] = before
-    else:
-        os.environ.pop("TRITON_CACHE_DIR", None)
-    return jax_triton

@@ -208,7 +208,7 @@ def test_names_that_are_no_folder_names(name):
         (
             [],
             {"implementation": "cuda"},
-            r"implementation: expected auto or one of mosaic, xla\. \(given: 'cuda'\)",
+            r"expected auto or one of mosaic, triton, xla\. \(given: 'cuda'\)",
         ),
         ([], {"max_concurrent_jobs": 0}, r"max_concurrent_jobs: .*greater than 0"),
         ([], {"mesh": 4}, r"mesh: .*valid string, in quotes if need be \(given: 4\)"),

@@ -1,9 +1,9 @@
-"""Random problems for the kernels' tests, and functions that run them."""
+"""Random problems for the kernels' tests, and what runs an op both ways."""
 
 import jax
 import jax.numpy as jnp
 
-from jaxlora.pallas_kernels import Dropout, dropout_keys, multi_lora_linear
+from jaxlora.pallas_kernels import Dropout, dropout_keys
 
 
 def problem(
@@ -38,16 +38,6 @@ def problem(
             jax.random.permutation(next(keys), t).astype(jnp.int32),
         ),
     }, jnp.array(ranks, jnp.int32)
-
-
-def run(p, rank, **options):
-    """Returns (y, gradients of x, a and b) as the fused kernels compute them."""
-    return both_ways(
-        lambda **q: multi_lora_linear(
-            **q, rank=rank, implementation="mosaic", **options
-        ),
-        p,
-    )
 
 
 def weight_of(p):

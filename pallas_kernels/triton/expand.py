@@ -1,0 +1,320 @@
+"""The expand kernel: `y = x W + bias + mask * (s B)`, summed over projections.
+
+Grid: tiles of BM x BN of y, in bands. The masked term comes first, as the start of the
+accumulator: so it needs neither an accumulator of its own beside the long product nor
+mask words that stay in registers meanwhile. See docs/kernels.md.
+"""
+
+import dataclasses
+import math
+import typing
+from collections.abc import Sequence
+
+import jax
+import triton
+import triton.language as tl
+
+from jaxlora.pallas_kernels.dropout import MaskWords
+from jaxlora.pallas_kernels.routing import Blocks
+from jaxlora.pallas_kernels.settings import RANK_STEP, KernelSettings
+from jaxlora.pallas_kernels.triton.arguments import (
+    mask_arguments,
+    mask_constants,
+    padded,
+    settings_arguments,
+)
+from jaxlora.pallas_kernels.triton.device import Target
+from jaxlora.pallas_kernels.triton.device_functions import is_kept, load_tokens
+from jaxlora.pallas_kernels.triton.launch import Tile, launch
+from jaxlora.pallas_kernels.triton.tiles import tile_for
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Term:
+    """The operands of one projection's term in an expand product.
+
+    Attributes:
+        x: [T, K].
+        w: [L, K, N]; [L, N, K] if the product is `transposed`.
+        s: [T, R].
+        b: [G, R, N]; [G, N, R] if the product is `rank_last`.
+        settings: Settings of the slots.
+        words: Words of the mask of s B; None without dropout.
+    """
+
+    x: jax.Array
+    w: jax.Array
+    s: jax.Array
+    b: jax.Array
+    settings: KernelSettings
+    words: MaskWords | None = None
+
+
+def expand(
+    terms: Sequence[Term],
+    layer: jax.Array,
+    blocks: Blocks,
+    *,
+    block_tokens: int,
+    bias: jax.Array | None = None,
+    transposed: bool,
+    rank_last: bool,
+    target: Target,
+    tile: Tile | None = None,
+) -> jax.Array:
+    """Computes the sum of `x W + mask * (s B)`, + bias; returns it, [T, N].
+
+    Args:
+        terms: One to three terms; all have mask words or none has.
+        layer: Index of the layer in every W, [1].
+        blocks: Slots of the rows.
+        block_tokens: Number of consecutive rows that have one slot, a multiple of 64.
+        bias: [N].
+        transposed: Whether every W is stored [L, N, K].
+        rank_last: Whether every B is stored [G, N, R].
+        target: What the kernel is compiled for.
+        tile: How it is compiled; None: the table's choice.
+    """
+    first = terms[0]
+    t, n = first.x.shape[0], first.w.shape[1 if transposed else 2]
+    r = first.s.shape[1]
+    features = [term.x.shape[1] for term in terms]
+    settings = [term.settings for term in terms]
+    words = [term.words for term in terms if term.words is not None]
+    tile = tile or tile_for("expand", target, rank=r, shape=(t, sum(features), n))
+    rows = tile.sizes["BM"]
+    inputs = [
+        *padded([term.x for term in terms]),
+        *padded([term.w for term in terms]),
+        *padded([term.s for term in terms]),
+        *padded([term.b for term in terms]),
+        layer,
+        blocks.slot,
+        first.x if bias is None else bias,
+        *settings_arguments(settings, "num_chunks"),
+        *mask_arguments(settings, words, unused=blocks.slot),
+    ]
+    (y,) = launch(
+        expand_kernel,
+        inputs,
+        [jax.ShapeDtypeStruct((t, n), first.x.dtype)],
+        grid=(math.ceil(t / rows) * math.ceil(n / tile.sizes["BN"]),),
+        tile=tile,
+        target=target,
+        constants={
+            "T": t,
+            "N": n,
+            "R": r,
+            "BR": min(r, RANK_STEP),
+            "G": first.b.shape[0],
+            "P": len(terms),
+            **dict(zip(("K_0", "K_1", "K_2"), padded(features), strict=True)),
+            "SLOTS": 1 if block_tokens % rows == 0 else rows // 64,
+            "TRANSPOSED": transposed,
+            "RANK_LAST": rank_last,
+            "BIASED": bias is not None,
+            **mask_constants(words),
+        },
+    )
+    return y
+
+
+@triton.jit
+@typing.no_type_check
+def expand_kernel(
+    x_0, x_1, x_2, w_0, w_1, w_2, s_0, s_1, s_2, b_0, b_1, b_2, layer, slot_of, bias,
+    row_0, row_1, row_2, chunks_0, chunks_1, chunks_2,
+    threshold_0, threshold_1, threshold_2, place_0, place_1, place_2,
+    token_0, token_1, token_2, feature_0, feature_1, feature_2, y,
+    T: tl.constexpr, N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
+    G: tl.constexpr, P: tl.constexpr,
+    K_0: tl.constexpr, K_1: tl.constexpr, K_2: tl.constexpr, SLOTS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, RANK_LAST: tl.constexpr, BIASED: tl.constexpr,
+    MASKED: tl.constexpr, F: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    """Computes one tile of y.
+
+    Args:
+        x_0: [T, K_0] of projection 0; and so on.
+        w_0: [L, K_0, N], or [L, N, K_0] if `TRANSPOSED`.
+        s_0: [T, R].
+        b_0: [G, R, N], or [G, N, R] if `RANK_LAST`.
+        layer: Index in w, [1].
+        slot_of: Slot of each block of 64 rows, [T / 64].
+        bias: [N]; read if `BIASED`.
+        row_0: Row of the projection in its settings, [1].
+        chunks_0: Number of chunks of ranks of each slot, [rows, G].
+        threshold_0: Threshold of the mask of each slot, [rows, G].
+        place_0: Row of the projection in its mask words, [1].
+        token_0: Words of the tokens, [places, T / 64, 2, 64].
+        feature_0: Words of the features of y, [places, G, F].
+        y: The result, [T, N].
+        T, N, R, G, F, K_0: Sizes.
+        BR: Ranks of a chunk.
+        P: Number of projections.
+        SLOTS: 1 if the rows of a tile have one slot, else BM / 64.
+        TRANSPOSED, RANK_LAST, BIASED, MASKED: As in `expand`.
+        BM, BN, BK: Sizes of a tile and features of a step.
+        BAND: Tile rows that are visited together.
+    """
+    xs, ws, widths = (x_0, x_1, x_2), (w_0, w_1, w_2), (K_0, K_1, K_2)
+    ss, bs, rows_of = (s_0, s_1, s_2), (b_0, b_1, b_2), (row_0, row_1, row_2)
+    chunks, places = (chunks_0, chunks_1, chunks_2), (place_0, place_1, place_2)
+    thresholds = (threshold_0, threshold_1, threshold_2)
+    tokens, features = (token_0, token_1, token_2), (feature_0, feature_1, feature_2)
+    m, n = _tile(tl.program_id(0), (T + BM - 1) // BM, (N + BN - 1) // BN, BAND)
+    rows, columns = m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN)
+    acc = tl.zeros((BM, BN), tl.float32)
+    largest = _slot(slot_of, m, 0, T, BM)
+    for i in tl.static_range(1, SLOTS):
+        largest = tl.maximum(largest, _slot(slot_of, m, i, T, BM))
+    if largest >= 0:
+        for p in tl.static_range(P):
+            acc = _add_term(
+                acc, p == 0, ss[p], bs[p], slot_of, rows_of[p], chunks[p],
+                thresholds[p], places[p], tokens[p], features[p], m, rows, columns,
+                T, N, R, BR, G, SLOTS, RANK_LAST, MASKED, F, BM, BN,
+            )  # fmt: skip
+        index = tl.load(layer).to(tl.int64)
+        for p in tl.static_range(P):
+            w = ws[p] + index * (widths[p] * N)
+            acc = _add_product(
+                acc, xs[p], w, m, n, T, N, widths[p], TRANSPOSED, BM, BN, BK
+            )
+        if BIASED:
+            bias_row = tl.load(bias + columns, mask=columns < N, other=0.0)
+            acc += bias_row[None, :].to(tl.float32)
+        if SLOTS > 1:  # rows of padding beside an adapter's
+            slots = tl.load(slot_of + rows // 64, mask=rows < T, other=-1)
+            acc = tl.where((slots >= 0)[:, None], acc, 0.0)
+    y_at = (
+        y + (m * BM).to(tl.int64) * N + (rows - m * BM)[:, None] * N + columns[None, :]
+    )
+    out = acc.to(y.dtype.element_ty)
+    if T % BM == 0 and N % BN == 0:
+        tl.store(y_at, out)
+    else:
+        tl.store(y_at, out, mask=(rows < T)[:, None] & (columns < N)[None, :])
+
+
+@triton.jit
+@typing.no_type_check
+def _tile(index, tiles_m, tiles_n, BAND: tl.constexpr):
+    """Returns the row and column of a tile: bands of rows, and down the rows first."""
+    in_band = BAND * tiles_n
+    first = index // in_band * BAND
+    height = tl.minimum(tiles_m - first, BAND)
+    return first + index % in_band % height, index % in_band // height
+
+
+@triton.jit
+@typing.no_type_check
+def _slot(slot_of, m, i, T: tl.constexpr, BM: tl.constexpr):
+    """Returns the slot of block i of the tile's rows."""
+    return tl.load(slot_of + tl.minimum(m * (BM // 64) + i, T // 64 - 1))
+
+
+@triton.jit
+@typing.no_type_check
+def _add_term(
+    acc, IS_FIRST: tl.constexpr, s, b, slot_of, row_of, chunks, threshold, place_of,
+    token, feature, m, rows, columns,
+    T: tl.constexpr, N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
+    G: tl.constexpr, SLOTS: tl.constexpr, RANK_LAST: tl.constexpr,
+    MASKED: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Adds `mask * (s B)` of one projection to acc, which is zero for the first.
+
+    The rows of different slots are computed one slot after the other. Each time, the
+    other rows hold anything and are selected away.
+    """
+    setting = tl.load(row_of) * G
+    if T % BM != 0:
+        rows = tl.minimum(rows, T - 1)
+    if MASKED:
+        place = tl.load(place_of)
+        multipliers, offsets = load_tokens(token, place, rows, T)
+    if SLOTS > 1:
+        slots = tl.load(slot_of + rows // 64)
+    for i in tl.static_range(SLOTS):
+        slot = _slot(slot_of, m, i, T, BM)
+        is_new = slot >= 0
+        for j in tl.static_range(i):
+            is_new = is_new & (slot != _slot(slot_of, m, j, T, BM))
+        g = tl.maximum(slot, 0)
+        num_chunks = tl.load(chunks + setting + g)
+        if is_new & (num_chunks > 0):
+            at = b + g.to(tl.int64) * (N * R)
+            term = tl.zeros((BM, BN), tl.float32)
+            if R == BR:
+                term = _chunk(term, s, at, 0, rows, columns, N, R, BR, RANK_LAST, BN)
+            else:
+                for c in range(num_chunks):
+                    term = _chunk(
+                        term, s, at, c, rows, columns, N, R, BR, RANK_LAST, BN
+                    )
+            if MASKED:
+                word_at = feature + (place * G + g).to(tl.int64) * F + columns
+                words = tl.load(word_at, mask=columns < F, other=0)
+                limit = tl.load(threshold + setting + g)
+                term = tl.where(is_kept(multipliers, offsets, words, limit), term, 0.0)
+            if not IS_FIRST:
+                term += acc
+            acc = tl.where((slots == slot)[:, None], term, acc) if SLOTS > 1 else term
+    return acc
+
+
+@triton.jit
+@typing.no_type_check
+def _chunk(
+    term, s, b, chunk, rows, columns, N: tl.constexpr, R: tl.constexpr,
+    BR: tl.constexpr, RANK_LAST: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Adds the product of one chunk of ranks to the term."""
+    ranks = chunk * BR + tl.arange(0, BR)
+    s_tile = tl.load(s + rows[:, None] * R + ranks[None, :])
+    if RANK_LAST:
+        b_at = b + columns[None, :] * R + ranks[:, None]
+    else:
+        b_at = b + columns[None, :] + ranks[:, None] * N
+    if N % BN == 0:
+        b_tile = tl.load(b_at)
+    else:
+        b_tile = tl.load(b_at, mask=(columns < N)[None, :], other=0.0)
+    return tl.dot(s_tile, b_tile, term)
+
+
+@triton.jit
+@typing.no_type_check
+def _add_product(
+    acc, x, w, m, n, T: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Adds a tile of x W to acc."""
+    rows, columns, ks = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
+    inside_rows, inside_columns = m * BM + rows < T, n * BN + columns < N
+    # Only the base moves, so that the offsets need no 64-bit additions in the loop.
+    x += (m * BM).to(tl.int64) * K
+    x_offsets = rows[:, None] * K + ks[None, :]
+    if TRANSPOSED:
+        w += (n * BN).to(tl.int64) * K
+        w_offsets = columns[None, :] * K + ks[:, None]
+    else:
+        w += n * BN
+        w_offsets = columns[None, :] + ks[:, None] * N
+    for k in range(0, K, BK):
+        if K % BK == 0 and T % BM == 0:
+            x_tile = tl.load(x + x_offsets)
+        else:
+            inside = inside_rows[:, None] & (ks < K - k)[None, :]
+            x_tile = tl.load(x + x_offsets, mask=inside, other=0.0)
+        if K % BK == 0 and N % BN == 0:
+            w_tile = tl.load(w + w_offsets)
+        else:
+            inside = inside_columns[None, :] & (ks < K - k)[:, None]
+            w_tile = tl.load(w + w_offsets, mask=inside, other=0.0)
+        acc = tl.dot(x_tile, w_tile, acc)
+        x += BK
+        w += BK if TRANSPOSED else BK * N
+    return acc

@@ -1,0 +1,91 @@
+"""The `triton` back end: which linears it runs, and its forward and backward pass.
+
+The passes are in passes.py, which needs the optional packages and is imported when a
+pass is traced.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxlora.pallas_kernels.dropout import TILE_TOKENS
+from jaxlora.pallas_kernels.projection import LinearShape, Projection
+from jaxlora.pallas_kernels.settings import RANK_STEP
+from jaxlora.pallas_kernels.triton.device import present_target, unsupported_device
+
+MAX_RANK = 4 * RANK_STEP
+_ALIGNED_FEATURES = 8  # rows of 16 bytes, which one asynchronous copy moves
+
+
+def unsupported(shape: LinearShape) -> str | None:
+    """Returns why these kernels cannot run such a linear here, or None if they can."""
+    if (reason := unsupported_device()) is not None:
+        return reason
+    if shape.extra:
+        return f"its kernels train A and B only, not {', '.join(shape.extra)}"
+    dtype, features = jnp.dtype(shape.dtype), (shape.in_features, shape.out_features)
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {dtype.name} is neither bfloat16 nor float16"
+    if any(n % _ALIGNED_FEATURES for n in features):
+        return (
+            f"the layer's {features[0]} x {features[1]} features are not multiples of "
+            f"{_ALIGNED_FEATURES}"
+        )
+    if shape.rank > MAX_RANK:
+        return f"rank {shape.rank} is larger than {MAX_RANK}"
+    if shape.block_tokens % TILE_TOKENS:
+        return (
+            f"token blocks of {shape.block_tokens} rows are not a multiple of "
+            f"{TILE_TOKENS}"
+        )
+    return None
+
+
+def forward(
+    x: Float[Array, "T K"],
+    projections: tuple[Projection, ...],
+    layer: Int[Array, " 1"],
+    block_adapter: Int[Array, " NB"],
+    *,
+    w_transposed: bool = False,
+) -> tuple[list[Array], list[Array]]:
+    """Computes y [T, N] and s = scaling * dropout(x) A [T, R] of each projection.
+
+    The backward pass reads s again. In each block of rows, only the ranks of the
+    block's own adapter are ever defined or read.
+    """
+    from jaxlora.pallas_kernels.triton import passes
+
+    return passes.forward(
+        x,
+        projections,
+        layer,
+        block_adapter,
+        w_transposed=w_transposed,
+        target=present_target(),
+    )
+
+
+def backward(
+    dy: list[Array],
+    x: Float[Array, "T K"],
+    projections: tuple[Projection, ...],
+    s: list[Array],
+    layer: Int[Array, " 1"],
+    block_adapter: Int[Array, " NB"],
+    *,
+    w_transposed: bool = False,
+) -> tuple[Float[Array, "T K"], list[dict[str, jax.Array]]]:
+    """Computes dx [T, K] in x's dtype; `a` [G, K, R] and `b` [G, R, N] in float32."""
+    from jaxlora.pallas_kernels.triton import passes
+
+    return passes.backward(
+        dy,
+        x,
+        projections,
+        s,
+        layer,
+        block_adapter,
+        w_transposed=w_transposed,
+        target=present_target(),
+    )

@@ -1,0 +1,311 @@
+"""The fused back ends match the definition, and no slot changes another.
+
+They are interpreted on a CPU, where Mosaic's interpreter follows the kernels' threads,
+barriers and copies, and its detector finds races between them. On a GPU they are
+compiled; see fused.py.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from jaxlora.pallas_kernels import (
+    Dropout,
+    Projection,
+    dropout_keys,
+    mask_words,
+    multi_lora_linear,
+    multi_lora_linears,
+)
+from tests.oracle import assert_as_accurate_as
+from tests.pallas_kernels.fused import back_ends
+from tests.pallas_kernels.problems import both_ways, weight_of
+
+BACK_ENDS = back_ends()
+
+
+@pytest.fixture(params=BACK_ENDS)
+def fused(request):
+    """Returns a back end, whose kernels can run until the test ends."""
+    found = BACK_ENDS[request.param]
+    with found.kernels():
+        yield found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"rates": None, "dtype": jnp.float16},
+        {"block": 128, "blocks": (1, 1, 0), "ranks": (1, 100)[:2], "rates": (0.1, 0.9)},
+        {"k": 192, "n": 128, "blocks": (0,), "ranks": (64,), "rates": (0.3,)},
+        {"blocks": (-1, -1, 0), "k": 128, "ranks": (256,), "rates": (0.5,)},
+    ],
+    ids=["mixed", "fp16 plain", "two chunks", "narrow", "rank 256"],
+)
+def test_matches_the_definition(fused, case):
+    fused.check(*fused.problem(**case))
+
+
+@pytest.mark.parametrize("name", BACK_ENDS)
+@settings(
+    max_examples=3,
+    deadline=None,
+    phases=[
+        Phase.explicit,
+        Phase.generate,
+    ],  # a case takes seconds
+)
+@given(
+    blocks=st.lists(st.integers(-1, 2), min_size=1, max_size=5),
+    ranks=st.tuples(*[st.integers(1, 80)] * 3),
+    rates=st.none() | st.tuples(*[st.sampled_from([0.0, 0.1, 0.7])] * 3),
+    seed=st.integers(0, 1000),
+)
+def test_matches_the_definition_for_any_mix(name, blocks, ranks, rates, seed):
+    fused = BACK_ENDS[name]
+    with fused.kernels():
+        options = {"ranks": ranks, "rates": rates, "seed": seed, "n": 128}
+        fused.check(*fused.problem(tuple(blocks), **options))
+
+
+@pytest.mark.parametrize("w_transposed", [False, True])
+def test_storage_of_the_base_changes_no_bit(fused, w_transposed):
+    p, rank = fused.problem()
+    wanted = fused.run(p, rank)
+    w = p["w"].T if w_transposed else p["w"]
+    stack = jnp.stack([jnp.full_like(w, jnp.nan), w])
+    options = {"layer": jnp.int32(1), "w_transposed": w_transposed}
+    for got, want in zip(
+        fused.run(p | {"w": stack}, rank, **options), wanted, strict=True
+    ):
+        np.testing.assert_array_equal(got, want)
+
+
+def _problems_sharing_x(fused, widths, ranks, **options):
+    """Yields problems of linears that share x, blocks and token indices."""
+    x, drop = None, None
+    for i, (n, slot_ranks) in enumerate(zip(widths, ranks, strict=True)):
+        p, rank = fused.problem(n=n, ranks=slot_ranks, seed=i, **options)
+        x, drop = p["x"] if x is None else x, drop or p["dropout"]
+        if drop is not None:
+            drop = Dropout(drop.key + jnp.uint32(i), drop.rate, drop.token_index)
+        p["scaling"] = jnp.where(rank > 0, p["scaling"], 0)
+        yield p | {"x": x, "dropout": drop}, rank
+
+
+@pytest.mark.parametrize(
+    ("widths", "ranks", "rates"),
+    [
+        ((192, 128, 128), ((8, 3), (0, 16), (1, 2)), (0.0, 0.5)),
+        ((128, 128), ((8, 0), (100, 3)), (0.2, 0.5)),
+        ((128, 128), ((8, 3), (4, 5)), None),
+    ],
+    ids=["three", "two chunks of ranks", "plain"],
+)
+def test_linears_that_share_x_equal_linears_alone(fused, widths, ranks, rates):
+    """All bits but dx's are the same; dx is rounded once instead of once per linear."""
+    problems = list(
+        _problems_sharing_x(fused, widths, ranks, rates=rates, blocks=(1, -1, 0))
+    )
+    x, blocks = problems[0][0]["x"], problems[0][0]["block_adapter"]
+    weights = [weight_of(p).astype(x.dtype) for p, _ in problems]
+
+    def together(implementation, dtype):
+        def op(x, matrices):
+            made = [
+                Projection(
+                    a=a,
+                    b=b,
+                    w=p["w"].astype(dtype),
+                    rank=rank,
+                    **{name: p[name] for name in ("scaling", "bias", "dropout")},
+                )
+                for (a, b), (p, rank) in zip(matrices, problems, strict=True)
+            ]
+            return multi_lora_linears(x, made, blocks, implementation=implementation)
+
+        matrices = [(p["a"], p["b"]) for p, _ in problems]
+        y, vjp = jax.vjp(op, x.astype(dtype), matrices)
+        return y, *vjp(tuple(weight.astype(dtype) for weight in weights))
+
+    y, dx, gradients = together(fused.implementation, x.dtype)
+    for i, (p, rank) in enumerate(problems):
+        y_alone, _, da, db = fused.run(p, rank)
+        np.testing.assert_array_equal(y[i], y_alone)
+        np.testing.assert_array_equal(gradients[i][0], da)
+        np.testing.assert_array_equal(gradients[i][1], db)
+    _, exact, _ = together("xla", jnp.float32)
+    _, plain, _ = together("xla", x.dtype)
+    assert_as_accurate_as(actual=dx, baseline=plain, exact=np.asarray(exact))
+
+
+def test_zero_b_is_the_base_layer_to_the_bit(fused):
+    p, rank = fused.problem(ranks=(8, 8, 8, 8))
+    p |= {"b": jnp.zeros_like(p["b"])}
+    y, *_ = fused.run(p, rank)
+    other, *_ = fused.run(p | {"dropout": None, "scaling": jnp.zeros(4)}, rank)
+    np.testing.assert_array_equal(y, other)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_other_slots_change_no_bit(fused):
+    """Slots are renamed, and one of the others diverges."""
+    p, rank = fused.problem((2, 0, -1, 2, 1))
+    wanted = fused.run(p, rank)
+    order = np.array([3, 1, 0, 2])  # new slot i holds old slot order[i]
+    place = jnp.array(np.argsort(order))
+    blocks = p["block_adapter"]
+    q = p | {name: p[name][order] for name in ("a", "b", "scaling")}
+    q["block_adapter"] = jnp.where(blocks >= 0, place[jnp.maximum(blocks, 0)], -1)
+    drop = p["dropout"]
+    q["dropout"] = Dropout(drop.key[order], drop.rate[order], drop.token_index)
+    # Old slot 0 and its rows diverge.
+    theirs = np.repeat(np.asarray(blocks) == 0, 64)[:, None]
+    q["a"] = q["a"].at[place[0]].set(jnp.nan)
+    q["x"] = jnp.where(theirs, jnp.inf, p["x"])
+    y, dx, da, db = fused.run(q, rank[order])
+    mine = ~theirs[:, 0]
+    np.testing.assert_array_equal(y[mine], wanted[0][mine])
+    np.testing.assert_array_equal(dx[mine], wanted[1][mine])
+    for slot in (1, 2):
+        np.testing.assert_array_equal(da[place[slot]], wanted[2][slot])
+        np.testing.assert_array_equal(db[place[slot]], wanted[3][slot])
+    assert not np.asarray(da)[place[3]].any(), "an absent slot has a gradient"
+
+
+def with_words(p, index):
+    """Gives a problem the same dropout as words of three projections."""
+    seed, step = jnp.arange(4), jnp.arange(4, dtype=jnp.int32) + 3
+    places = np.array([[[0], [1], [5]], [[3], [2], [0]]], np.int32)
+    drop, keys = p["dropout"], dropout_keys(seed, step, *places)
+    np.testing.assert_array_equal(keys[1], drop.key)
+    shared = p["block_adapter"], drop.token_index, p["x"].shape[1]
+    words = mask_words(keys, *shared)[index]
+    return p | {"dropout": Dropout(None, drop.rate, drop.token_index, words)}
+
+
+def test_words_computed_beforehand_change_no_bit(fused):
+    p, rank = fused.problem((1, 0, -1, 2), block=128)
+    wanted = fused.run(p, rank)
+    for got, want in zip(fused.run(with_words(p, 1), rank), wanted, strict=True):
+        np.testing.assert_array_equal(got, want)
+    y, *_ = fused.run(with_words(p, 2), rank)
+    assert not np.array_equal(y, wanted[0]), "another projection has another mask"
+
+
+def test_words_of_another_layer_are_refused(fused):
+    p, rank = fused.problem((1, 0))
+    q = with_words(p, 1)
+    more = fused.problem((1, 0, 1))[0] | {"dropout": q["dropout"]}
+    with pytest.raises(ValueError, match="128 tokens, 4 slots and 256 features, want"):
+        fused.run(more, rank)
+    with pytest.raises(ValueError, match="dropout has no key"):
+        multi_lora_linear(**q, implementation="xla")
+
+
+def test_alone_equals_together_to_the_bit(fused):
+    p, rank = fused.problem((1, 0, 1, 2, 1))
+    y, dx, da, db = fused.run(p, rank)
+    alone = np.flatnonzero(np.asarray(p["block_adapter"]) == 1)
+    rows = (alone[:, None] * 64 + np.arange(64)).ravel()
+    drop = p["dropout"]
+    q = p | {
+        "x": p["x"][rows],
+        "block_adapter": jnp.array([1, 1, 1], jnp.int32),
+        "dropout": Dropout(drop.key, drop.rate, drop.token_index[rows]),
+    }
+    weight = jax.random.normal(jax.random.key(9), y.shape)[rows]
+
+    def forward(x, a, b):
+        q_ = q | {"x": x, "a": a, "b": b}
+        return fused.op(**q_, rank=rank)
+
+    y_alone, vjp = jax.vjp(forward, q["x"], q["a"], q["b"])
+    dx_alone, da_alone, db_alone = vjp(weight.astype(y.dtype))
+    np.testing.assert_array_equal(y_alone, y[rows])
+    np.testing.assert_array_equal(dx_alone, dx[rows])
+    np.testing.assert_array_equal(da_alone[1], da[1])
+    np.testing.assert_array_equal(db_alone[1], db[1])
+
+
+def _unrolled(fused, p, rank):
+    def total(x):
+        for scale in (1, 2):
+            q = p | {"x": x, "w": p["w"] * scale}
+            x = fused.op(**q, rank=rank)
+        return x.astype(jnp.float32).sum()
+
+    return total
+
+
+def test_works_under_jit_and_shard_map(fused):
+    p, rank = fused.problem((1, 0), n=128, ranks=(4, 8), rates=(0.1, 0.5))
+    gradient = jax.grad(_unrolled(fused, p, rank))
+    wanted = gradient(p["x"])
+    mesh = jax.make_mesh((1,), ("fsdp",))
+    spec = jax.sharding.PartitionSpec()
+    sharded = jax.shard_map(
+        gradient, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
+    for compiled in (jax.jit(gradient), jax.jit(sharded)):
+        np.testing.assert_array_equal(compiled(p["x"]), wanted)
+
+
+def test_works_under_remat_and_scan_over_a_stack(fused):
+    if not fused.takes_remat:
+        pytest.skip("remat refuses the interpreter's callbacks")
+    p, rank = fused.problem((1, 0), n=128, ranks=(4, 8), rates=(0.1, 0.5))
+    stack = jnp.stack([p["w"], p["w"] * 2])
+
+    def total(x):
+        @jax.checkpoint
+        def body(h, layer):
+            q = p | {"x": h, "w": stack, "layer": layer}
+            return fused.op(**q, rank=rank), None
+
+        return jax.lax.scan(body, x, jnp.arange(2))[0].astype(jnp.float32).sum()
+
+    got, want = (
+        jax.jit(jax.grad(f))(p["x"]) for f in (total, _unrolled(fused, p, rank))
+    )
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "num_blocks", "block"), [(256, 300, 64), (5, 512, 128)]
+)
+def test_many_adapters_and_many_rows(fused, num_slots, num_blocks, block):
+    """One case has 256 adapters, and one has 65,536 rows."""
+    if not fused.compiled:
+        pytest.skip("the interpreter would take hours")
+    rng = np.random.default_rng(0)
+    p, rank = fused.problem(
+        tuple(rng.integers(-1, num_slots, num_blocks).tolist()),
+        k=256,
+        n=384,
+        ranks=tuple(rng.integers(1, 65, num_slots).tolist()),
+        rates=tuple(rng.choice([0.0, 0.1, 0.5], num_slots).tolist()),
+        block=block,
+    )
+    low = p | {name: p[name].astype(jnp.bfloat16) for name in "ab"}
+    exact = p | {name: p[name].astype(jnp.float32) for name in ("x", "w", "bias")}
+    op = functools.partial(multi_lora_linear, implementation="xla")
+    plain, wanted = (both_ways(lambda **q: op(**q), q) for q in (low, exact))
+    for got, base, want in zip(fused.run(p, rank), plain, wanted, strict=True):
+        assert_as_accurate_as(
+            actual=got,
+            baseline=jnp.asarray(base).astype(got.dtype),
+            exact=np.asarray(want, np.float64),
+        )
+
+
+def test_vmap_is_refused(fused):
+    p, rank = fused.problem((0,), n=128, ranks=(4,), rates=None)
+    with pytest.raises(NotImplementedError, match="block_adapter"):
+        jax.vmap(lambda x: fused.run(p | {"x": x}, rank)[0])(p["x"][None])
