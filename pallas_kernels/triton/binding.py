@@ -45,7 +45,9 @@ def assembled_for(capability: int) -> Iterator[None]:
             compiles for.
     """
     import_jax_triton()
-    from jax_triton import triton_lib
+    from jax_triton import triton_lib as module
+
+    triton_lib: Any = module
 
     library = triton_lib.triton_kernel_call_lib
     cache = triton_lib._COMPILED_KERNEL_CACHE
