@@ -26,6 +26,7 @@ from jaxlora.pallas_kernels.triton.compile import kernel_facts, shared_memory_by
 from jaxlora.pallas_kernels.triton.device import forced_capability, interpreted
 from jaxlora.pallas_kernels.triton.launch import Tile
 from tests.jaxlora.modules.attention_cases import (
+    both_ways,
     check_bad_row,
     check_isolation,
     compiled,
@@ -113,6 +114,46 @@ def test_the_place_in_a_row_and_the_neighbours_change_no_bit(small_tiles):
     ):
         for actual, wanted in zip(got, alone, strict=True):
             np.testing.assert_array_equal(actual, wanted)
+
+
+def test_recomputing_it_changes_no_bit(small_tiles):
+    ids, _ = layout(RAGGED, ROWS)
+    numbers = problem(ROWS, 2, 1, 16, jnp.float16)
+    attend = functools.partial(
+        packed_attention,
+        segment_ids=ids,
+        lengths=SegmentLengths(LONGEST),
+        implementation="triton",
+    )
+    kept, recomputed = (
+        jax.jit(functools.partial(both_ways, run))(*numbers)
+        for run in (attend, jax.checkpoint(attend))
+    )
+    for actual, wanted in zip(recomputed, kept, strict=True):
+        np.testing.assert_array_equal(actual, wanted)
+
+
+def test_it_keeps_its_operands_and_one_number_for_a_row_and_head():
+    rows, heads, kv_heads, e = 4096, 32, 8, 128
+    shape = lambda n: jax.ShapeDtypeStruct((rows, n, e), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((rows,), jnp.int32)
+
+    def forward(q, k, v, ids):
+        attend = functools.partial(
+            packed_attention,
+            segment_ids=ids,
+            lengths=SegmentLengths(1024),
+            implementation="triton",
+        )
+        return jax.vjp(attend, q, k, v)[1]
+
+    with interpreted(triton_interpreter.run):  # it only traces
+        kept = jax.eval_shape(
+            forward, shape(heads), shape(kv_heads), shape(kv_heads), ids
+        )
+    found = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept))
+    wanted = rows * (2 * (2 * heads + 2 * kv_heads) * e + 4 * heads)
+    assert wanted <= found < 1.01 * wanted
 
 
 def test_wrong_lengths_change_nothing(small_tiles):
