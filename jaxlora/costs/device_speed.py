@@ -9,6 +9,7 @@ from jaxlora.costs.work import Work
 # for Llama-3.1-8B; 51 µs were measured without adapters and 54 with four of them.
 _COMPUTE_SHARE = 0.65
 _LINK_SHARE = 0.75  # 345 to 363 of 450 GB/s were measured between two H200s
+_WEIGHT_TOKENS = 128.0  # of an unknown device; those below have 97 to 273
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +27,13 @@ class DeviceSpeed:
     flops: float
     memory_bytes: float
     link_bytes: float
+
+    @property
+    def weight_tokens(self) -> float:
+        """Tokens whose products take as long as reading bfloat16 weights once."""
+        if math.isinf(self.memory_bytes):
+            return _WEIGHT_TOKENS
+        return _COMPUTE_SHARE * self.flops / self.memory_bytes
 
     def compute_seconds(self, work: Work) -> float:
         """Estimates the time of work on one device, in seconds."""
@@ -51,6 +59,26 @@ DEVICE_SPEEDS = (
         flops=989.5e12,
         memory_bytes=3.35e12,
         link_bytes=450e9,
+    ),
+    # NVIDIA A100 data sheet; NVLink has 600 GB/s in both directions together.
+    DeviceSpeed(
+        name="NVIDIA A100-SXM4-80GB",
+        flops=312e12,
+        memory_bytes=2.039e12,
+        link_bytes=300e9,
+    ),
+    DeviceSpeed(
+        name="NVIDIA A100-SXM4-40GB",
+        flops=312e12,
+        memory_bytes=1.555e12,
+        link_bytes=300e9,
+    ),
+    # NVIDIA Ada GPU architecture white paper, appendix A: dense, with float32 sums.
+    DeviceSpeed(
+        name="NVIDIA GeForce RTX 4090",
+        flops=165.2e12,
+        memory_bytes=1.008e12,
+        link_bytes=32e9,
     ),
     # NVIDIA L40S data sheet; PCIe 4.0 x16 has 64 GB/s in both directions together.
     DeviceSpeed(name="NVIDIA L40S", flops=362e12, memory_bytes=864e9, link_bytes=32e9),

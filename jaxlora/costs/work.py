@@ -111,11 +111,13 @@ def _elementwise_work(spec: DecoderSpec) -> Work:
 
 def _remat_work(spec: DecoderSpec, forward: Work) -> Work:
     """Work that the backward pass of a layer does again."""
-    if spec.options.remat == "layer":
-        return forward
     if spec.options.remat == "none":
         return Work()
     linears = spec.config.linears()
+    if spec.options.remat == "layer":
+        # Nothing in the backward pass needs the layer's output again.
+        down = _product_work(linears["mlp.down_proj"], 0)
+        return dataclasses.replace(forward, flops=forward.flops - down.flops)
     gate_up = (linears["mlp.gate_proj"], linears["mlp.up_proj"])
     work = [_product_work(linear, 0) for linear in gate_up]
     return sum(work, Work())

@@ -3,9 +3,11 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import get_args
 
 from jaxlora.config import RunConfig
 from jaxlora.data.tokenize import TokenizedData
+from jaxlora.models.layer import Remat
 
 _MAX_TOKENS = 32768  # a larger capacity is no faster
 _MAX_UNIT = 1024
@@ -22,20 +24,25 @@ class Bounds:
             never hold two steps of a job.
         unit: An automatic capacity is a multiple of this.
         fixed: Capacity that was asked for, or that the run began with; None: `auto`.
+        remats: Choices of an automatic `remat`, from the weakest on; empty if it is
+            fixed.
+        sample_tokens: Mean length of the samples.
+        window_tokens: Tokens of a window that each device of a stage has.
     """
 
     smallest: int
     largest: int
     unit: int
     fixed: int | None = None
+    remats: tuple[Remat, ...] = ()
+    sample_tokens: float = 0.0
+    window_tokens: float = math.inf
 
     @staticmethod
     def of(
         config: RunConfig,
         train: Sequence[TokenizedData],
         held_out: Sequence[TokenizedData] = (),
-        *,
-        begun_with: int | None = None,
     ) -> "Bounds":
         """Computes the bounds of a run.
 
@@ -43,7 +50,6 @@ class Bounds:
             config: The run; its mesh is not `auto`.
             train: Training samples of each job.
             held_out: Held-out samples of the jobs that have any.
-            begun_with: Capacity that `auto` chose when the run began, if it has.
         """
         block = config.block_tokens
         num_slots = config.max_concurrent_jobs or len(config.jobs)
@@ -56,7 +62,8 @@ class Bounds:
         in_flight = sizes.devices_per_stage
         if sizes.stage > 1:
             in_flight *= config.pipeline_microbatches or sizes.stage
-        at_once = sum(sorted(steps, reverse=True)[:num_slots]) / in_flight
+        a_step = sum(sorted(steps, reverse=True)[:num_slots])
+        at_once = a_step / in_flight
         most = max(min(_MAX_TOKENS, at_once), longest)
         unit = block
         while 2 * unit <= min(_MAX_UNIT, most / 8):
@@ -65,13 +72,28 @@ class Bounds:
         allowed = max(job.max_length for job in config.jobs)
         smallest = _round_up(min(allowed, largest), unit)
         asked = config.microbatch_tokens
-        fixed = begun_with if asked == "auto" else asked
-        return Bounds(smallest=smallest, largest=largest, unit=unit, fixed=fixed)
+        num_samples = sum(len(data.samples) for data in train)
+        return Bounds(
+            smallest=smallest,
+            largest=largest,
+            unit=unit,
+            fixed=None if asked == "auto" else asked,
+            remats=get_args(Remat) if config.remat == "auto" else (),
+            sample_tokens=sum(data.num_tokens for data in train) / num_samples,
+            window_tokens=config.window_steps * a_step / sizes.devices_per_stage,
+        )
 
     @property
     def max_tokens(self) -> int:
         """Upper bound on the capacity."""
         return self.largest if self.fixed is None else self.fixed
+
+    def stronger_than(self, remat: Remat) -> "Bounds | None":
+        """Returns these bounds with stronger choices only; None if there are none."""
+        if remat not in self.remats:
+            return None
+        remats = self.remats[self.remats.index(remat) + 1 :]
+        return dataclasses.replace(self, remats=remats) if remats else None
 
     def choose(self, fitting_tokens: int, below: int | None = None) -> int | None:
         """Returns the largest capacity that fits; None if none does.

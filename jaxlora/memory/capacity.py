@@ -1,7 +1,8 @@
-"""Chooses the capacity of microbatches: the number asked for, or by device memory.
+"""Chooses the capacity of microbatches and `remat`: as asked for, or by device memory.
 
-`settle` replaces `microbatch_tokens: auto` by a number before a run starts. It refuses
-a run that its devices cannot hold, and names changes that would make it fit.
+`settle` replaces `microbatch_tokens: auto` by a number, and `remat: auto`, before a run
+starts. It refuses a run that its devices cannot hold, and names changes that would make
+it fit.
 """
 
 import logging
@@ -10,14 +11,14 @@ from collections.abc import Callable
 import jax
 
 from jaxlora.config import RunConfig
+from jaxlora.costs.device_speed import find_speed
 from jaxlora.errors import ConfigError
-from jaxlora.memory import device, estimate, mesh
+from jaxlora.memory import device, mesh, options
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.device import DeviceMemory, format_bytes
 from jaxlora.memory.mesh import MeshFootprint, MeshStages
 from jaxlora.memory.refusal import refusal
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.scheduler import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -28,31 +29,33 @@ def settle(
     config: RunConfig,
     spec: DecoderSpec,
     bounds: Bounds,
-    compile_step: Callable[[Limits], jax.stages.Compiled] | None = None,
+    compile_step: Callable[[RunConfig], jax.stages.Compiled] | None = None,
     *,
     is_pinned: bool = False,
 ) -> RunConfig:
-    """Returns the run with a number for `microbatch_tokens`, at which it fits.
+    """Returns the run with a `remat` and a number of tokens at which it fits.
 
-    Without `compile_step`, `auto` becomes the largest number that is estimated to fit
-    all stages of the mesh. With it, the training step is compiled for the number, and
-    its memory is read from the compiler. For `auto`, the number is then lowered until
-    the step fits, and raised once if much memory remains free. An earlier result of
-    this function may be given as `config`, so that the estimate is not repeated.
+    Without `compile_step`, `microbatch_tokens: auto` becomes the largest number that is
+    estimated to fit all stages of the mesh, and `remat: auto` becomes the one that is
+    predicted to be fastest with its number. With `compile_step`, the training step is
+    compiled for them, and its memory is read from the compiler. An automatic number is
+    then lowered until the step fits, and raised once if much memory remains free; if no
+    number fits, an automatic `remat` becomes a stronger one. An earlier result of this
+    function may be given as `config`, so that the estimate is not repeated.
 
     The steps of a pipeline's stages are not compiled here: the estimate decides.
 
     Args:
         config: The run; its mesh is not `auto`.
         spec: Decoder of the run.
-        bounds: Bounds of the capacity.
-        compile_step: Compiles the training step for microbatches of these limits, while
+        bounds: Bounds of the capacity, and the choices of an automatic `remat`.
+        compile_step: Compiles the training step of the run with these settings, while
             base and slots are on the devices; only for a mesh with one stage.
         is_pinned: Whether the slots are divided among replicas.
 
     Raises:
-        ConfigError: The run does not fit, and its capacity cannot be lowered; or the
-            capacity is `auto` and the device does not report its memory.
+        ConfigError: The run does not fit, and its capacity cannot be lowered; or one of
+            the two is `auto` and the device does not report its memory.
     """
     stages = MeshStages.of(config, spec, is_pinned=is_pinned)
     resident = mesh.resident_footprint(stages)
@@ -63,46 +66,54 @@ def settle(
         config = _unchecked(config, bounds)
     elif resident.total_bytes(0) > available.num_bytes:
         raise refusal(config, stages, bounds, resident, available)
-    elif config.microbatch_tokens == "auto" or stages.sizes.stage > 1:
+    elif _is_auto(config) or stages.sizes.stage > 1:
         config = _estimated(config, stages, bounds, available)
     if compile_step is None:
         return config
+    stages = stages.with_remat(config.least_remat)
     return _measured(config, stages, bounds, available, compile_step)
 
 
+def _is_auto(config: RunConfig) -> bool:
+    return "auto" in (config.microbatch_tokens, config.remat)
+
+
 def _unchecked(config: RunConfig, bounds: Bounds) -> RunConfig:
-    """Takes a fixed capacity as it is; the device does not report its memory."""
-    if bounds.fixed is None:
-        raise ConfigError(
-            "microbatch_tokens: auto needs the size of the device's memory, which its "
-            "allocator does not report (XLA_PYTHON_CLIENT_ALLOCATOR chooses the "
-            "allocator). Give a number for microbatch_tokens."
-        )
+    """Takes fixed settings as they are; the device does not report its memory."""
+    for name, value, example in (
+        ("microbatch_tokens", bounds.fixed, "a number for microbatch_tokens"),
+        ("remat", config.remat, "none, mlp or layer for remat"),
+    ):
+        if value in (None, "auto"):
+            raise ConfigError(
+                f"{name}: auto needs the size of the device's memory, which its "
+                "allocator does not report (XLA_PYTHON_CLIENT_ALLOCATOR chooses the "
+                f"allocator). Give {example}."
+            )
     return config.replace(microbatch_tokens=bounds.fixed)
 
 
 def _estimated(
     config: RunConfig, stages: MeshStages, bounds: Bounds, available: DeviceMemory
 ) -> RunConfig:
-    """Chooses the capacity by an estimate, unless it is fixed.
+    """Chooses what is `auto` by an estimate.
 
     Raises:
         ConfigError: A stage of a pipeline is estimated not to fit.
     """
     is_pipeline = stages.sizes.stage > 1
-    if bounds.fixed is not None and not is_pipeline:
+    if bounds.fixed is not None and not bounds.remats and not is_pipeline:
         return config.replace(microbatch_tokens=bounds.fixed)
-    step_bytes = estimate.step_bytes(stages.spec, config.block_tokens)
-    found = mesh.estimated_footprint(stages, step_bytes)
-    chosen = bounds.fixed
-    if chosen is None:
-        # An estimate may be too high, so the smallest capacity is tried in any case.
-        fitting = found.fitting_tokens(available.num_bytes)
-        chosen = bounds.choose(fitting) or bounds.smallest
-        _log_choice(chosen, "estimated", found, available, bounds)
-    config = config.replace(microbatch_tokens=chosen)
-    if is_pipeline and found.total_bytes(chosen) > available.num_bytes:
-        raise refusal(config, stages, bounds, found, available)
+    speed = find_speed(jax.local_devices()[0].device_kind)
+    found = options.find_options(config, stages, bounds, available, speed)
+    chosen = options.fastest(found)
+    if bounds.remats:
+        logger.info("%s", options.explain(chosen, found))
+    if bounds.fixed is None:
+        _log_choice(chosen.tokens, "estimated", chosen.found, available, bounds)
+    config = chosen.applied(config)
+    if is_pipeline and not chosen.fits:
+        raise refusal(config, chosen.stages, bounds, chosen.found, available)
     return config
 
 
@@ -111,12 +122,12 @@ def _measured(
     stages: MeshStages,
     bounds: Bounds,
     available: DeviceMemory | None,
-    compile_step: Callable[[Limits], jax.stages.Compiled],
+    compile_step: Callable[[RunConfig], jax.stages.Compiled],
 ) -> RunConfig:
-    """Compiles the training step, again each time that the capacity changes."""
+    """Compiles the training step, again each time that the settings change."""
     search = _Search(bounds)
     while True:
-        program, tokens = compile_step(config.limits), config.limits.capacity
+        program, tokens = compile_step(config), config.limits.capacity
         found = mesh.measured_footprint(stages, program, config.limits)
         if available is None or found is None:
             who = "device's allocator" if available is None else "compiler"
@@ -124,18 +135,15 @@ def _measured(
             return config
         chosen = search.next_capacity(tokens, found, available.num_bytes)
         if chosen is None:
-            raise refusal(config, stages, bounds, found, available)
+            stronger = bounds.stronger_than(config.least_remat)
+            if stronger is None:
+                raise refusal(config, stages, bounds, found, available)
+            config = _estimated(config, stages, stronger, available)
+            stages = stages.with_remat(config.least_remat)
+            search = _Search(stronger)
+            continue
         if chosen == tokens:
-            needed = format_bytes(found.total_bytes(tokens))
-            there = format_bytes(available.num_bytes)
-            logger.info(
-                "memory: %s needed%s with microbatches of %d tokens, %s available (%s)",
-                needed,
-                stages.describe(0),
-                tokens,
-                there,
-                available.source,
-            )
+            _log_needed(tokens, found, stages, available)
             return config
         _log_choice(chosen, "measured", found, available, bounds)
         config = config.replace(microbatch_tokens=chosen)
@@ -178,6 +186,19 @@ class _Search:
         if max(chosen, self._fits):
             return max(chosen, self._fits)
         return None if self._too_large == bounds.smallest else bounds.smallest
+
+
+def _log_needed(
+    tokens: int, found: MeshFootprint, stages: MeshStages, available: DeviceMemory
+) -> None:
+    logger.info(
+        "memory: %s needed%s with microbatches of %d tokens, %s available (%s)",
+        format_bytes(found.total_bytes(tokens)),
+        stages.describe(0),
+        tokens,
+        format_bytes(available.num_bytes),
+        available.source,
+    )
 
 
 def _log_choice(

@@ -99,17 +99,15 @@ def step_bytes(spec: DecoderSpec, block_tokens: int) -> StepBytes:
         tokens *= 2
 
     def kept(num_layers: int, *, remat: Remat) -> float:
-        """Bytes kept per token, without the weights, which do not depend on tokens."""
         part = _first_layers(spec, num_layers, remat=remat)
-        small = _kept_bytes(part, tokens, block_tokens)
-        large = _kept_bytes(part, 2 * tokens, block_tokens)
-        return (large - small) / tokens
+        return _kept_per_token(part, tokens, block_tokens)
 
     config, options = spec.config, spec.options
     one = kept(1, remat=options.remat)
     layer = kept(2, remat=options.remat) - one if config.num_layers > 1 else 0.0
     # The MLP's arrays are free again when attention's gradient begins.
-    attention = _attention_bytes(spec, tokens) - _MLP_KEEPS * _mlp_bytes(spec)
+    attention = _attention_bytes(spec.with_remat("none"), tokens)
+    attention -= _MLP_KEEPS * _mlp_bytes(spec)
     recomputed = kept(1, remat="none") - one if options.remat != "none" else 0.0
     return StepBytes(
         kept_by_layer=layer,
@@ -128,6 +126,14 @@ def _first_layers(spec: DecoderSpec, num_layers: int, *, remat: Remat) -> Decode
     options = dataclasses.replace(spec.options, remat=remat)
     adapted = spec.stage(0, num_layers).adapted
     return dataclasses.replace(spec, config=config, options=options, adapted=adapted)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_per_token(spec: DecoderSpec, num_tokens: int, block_tokens: int) -> float:
+    """Bytes kept per token, without the weights, which do not depend on tokens."""
+    small = _kept_bytes(spec, num_tokens, block_tokens)
+    large = _kept_bytes(spec, 2 * num_tokens, block_tokens)
+    return (large - small) / num_tokens
 
 
 def _kept_bytes(spec: DecoderSpec, num_tokens: int, block_tokens: int) -> int:
@@ -164,6 +170,7 @@ def _mlp_bytes(spec: DecoderSpec) -> int:
     return spec.config.intermediate_size * jnp.dtype(spec.options.dtype).itemsize
 
 
+@functools.lru_cache(maxsize=16)
 def _attention_bytes(spec: DecoderSpec, num_tokens: int) -> float:
     """Bytes per token of attention's backward pass, as reported by the compiler.
 

@@ -10,6 +10,7 @@ from jaxlora.costs.stages import stage_specs
 from jaxlora.memory import estimate, footprint
 from jaxlora.memory.estimate import StepBytes
 from jaxlora.memory.footprint import Footprint, StageUse
+from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import Limits
 from jaxlora.sharding.mesh_sizes import MeshSizes
@@ -56,6 +57,14 @@ class MeshStages:
             sizes=sizes,
             in_flight=config.pipeline_microbatches or sizes.stage,
             is_pinned=is_pinned,
+        )
+
+    def with_remat(self, remat: Remat) -> "MeshStages":
+        """Returns the same layers on each stage, with another part recomputed."""
+        return dataclasses.replace(
+            self,
+            spec=self.spec.with_remat(remat),
+            specs=tuple(spec.with_remat(remat) for spec in self.specs),
         )
 
     def use(self, number: int) -> StageUse:

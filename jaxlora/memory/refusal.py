@@ -13,7 +13,6 @@ from jaxlora.memory.estimate import step_bytes
 from jaxlora.memory.footprint import Footprint
 from jaxlora.memory.mesh import MeshFootprint, MeshStages, estimated_footprint
 from jaxlora.models.layer import Remat
-from jaxlora.models.spec import DecoderSpec
 
 
 def refusal(
@@ -106,12 +105,12 @@ def _remat_cures(
 ) -> Iterator[str]:
     """Yields the weakest remat, stronger than the run's, that makes the run fit."""
     choices = typing.get_args(Remat)
-    stronger = choices[choices.index(config.remat) + 1 :]
+    stronger = choices[choices.index(config.least_remat) + 1 :]
     if not stronger:
         return
     tokens = config.limits.capacity
     tightest = found.tightest(tokens)
-    own = _estimate_with_remat(config, stages, config.remat).stages[tightest]
+    own = _estimate_with_remat(config, stages, config.least_remat).stages[tightest]
     # The error of the estimate with the run's own remat corrects the others.
     factor = found.stages[tightest].step_bytes(tokens) / own.step_bytes(tokens)
     for remat in stronger:
@@ -125,13 +124,7 @@ def _remat_cures(
 def _estimate_with_remat(
     config: RunConfig, stages: MeshStages, remat: Remat
 ) -> MeshFootprint:
-    def changed(spec: DecoderSpec) -> DecoderSpec:
-        options = dataclasses.replace(spec.options, remat=remat)
-        return dataclasses.replace(spec, options=options)
-
-    other = dataclasses.replace(
-        stages, spec=changed(stages.spec), specs=tuple(map(changed, stages.specs))
-    )
+    other = stages.with_remat(remat)
     return estimated_footprint(other, step_bytes(other.spec, config.block_tokens))
 
 

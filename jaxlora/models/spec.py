@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.models.decoder import Decoder, DecoderOptions
+from jaxlora.models.layer import Remat
 from jaxlora.models.sharded import base_specs, gather_options
 from jaxlora.models.stacks import Stack, stacked_shapes
 from jaxlora.modules.multi_lora_linear import BaseParam, SlotShape
@@ -89,6 +90,10 @@ class DecoderSpec:
     def has_head(self) -> bool:
         """Whether the last layer is here, so that the loss is computed here."""
         return self.layer_numbers.stop == self.config.num_layers
+
+    def with_remat(self, remat: Remat) -> "DecoderSpec":
+        """Returns this decoder with another part of each layer recomputed."""
+        return _with_remat(self, remat)
 
     def stage(self, start: int, stop: int) -> "DecoderSpec":
         """The part of this decoder that runs on one pipeline stage.
@@ -228,6 +233,12 @@ class DecoderSpec:
     def adapter_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Name -> shape of the stacks of slot tables A and B."""
         return stacked_shapes(self.stacks, self.shapes(nnx.LoRAParam))
+
+
+@functools.lru_cache(maxsize=16)  # the shapes of an equal spec take a second to find
+def _with_remat(spec: DecoderSpec, remat: Remat) -> DecoderSpec:
+    options = dataclasses.replace(spec.options, remat=remat)
+    return dataclasses.replace(spec, options=options)
 
 
 def _by_dotted_path(state: Any) -> dict[str, tuple[tuple, Any]]:

@@ -27,6 +27,7 @@ def run_identity(
             "dtype": jnp.dtype(model.dtype).name,
             "microbatch_tokens": config.microbatch_tokens,
             "block_tokens": config.block_tokens,
+            "remat": config.remat,
             "window_steps": config.window_steps,
             "packer": config.packer,
             "preempt": config.preempt,

@@ -47,12 +47,10 @@ def window_cost(config: RunConfig, model: ModelConfig) -> CostModel:
     num_stages, capacity = config.mesh_sizes.stage, config.limits.capacity
     if num_stages == 1:
         return fixed_shape_cost(capacity)
-    dtype, speed = (
-        base_dtype(config.dtype),
-        find_speed(jax.local_devices()[0].device_kind),
-    )
-    borders = stage_borders(model, num_stages, speed, dtype=dtype, remat=config.remat)
-    options = DecoderOptions(dtype=dtype, remat=config.remat, max_segment_tokens=1)
+    dtype, remat = base_dtype(config.dtype), config.least_remat
+    speed = find_speed(jax.local_devices()[0].device_kind)
+    borders = stage_borders(model, num_stages, speed, dtype=dtype, remat=remat)
+    options = DecoderOptions(dtype=dtype, remat=remat, max_segment_tokens=1)
     spec = DecoderSpec(config=model, options=options)
     times = decoder_seconds(spec, speed).stages(borders)
     whole = sum(time.both for time in times)

@@ -16,6 +16,7 @@ from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import Place
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import Base
+from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.sharding.mesh import stage_meshes
 from jaxlora.sharding.mesh_sizes import MeshSizes
@@ -65,6 +66,14 @@ class Layout:
             device = NamedSharding(device.mesh, PartitionSpec())
         placement = dataclasses.replace(ONE_DEVICE, device=device)
         return cls(stages=(Stage(spec=spec, placement=placement),), in_flight=1)
+
+    def with_remat(self, remat: Remat) -> "Layout":
+        """Returns the same stages with another part of each layer recomputed."""
+        stages = tuple(
+            dataclasses.replace(stage, spec=stage.spec.with_remat(remat))
+            for stage in self.stages
+        )
+        return dataclasses.replace(self, stages=stages)
 
     @property
     def num_lanes(self) -> int:

@@ -13,6 +13,7 @@ from jaxlora.costs.stages import stage_borders
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import BaseModel, Place, base_dtype
+from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import CostModel, Lanes, Schedule
 from jaxlora.scheduler.lanes import ONE_LANE
@@ -68,7 +69,7 @@ def plan_mesh(config: RunConfig, model: ModelConfig) -> MeshPlan:
         sizes.stage,
         find_speed(jax.devices()[0].device_kind),
         dtype=dtype,
-        remat=config.remat,
+        remat=config.least_remat,
     )
     return MeshPlan(sizes=sizes, borders=borders)
 
@@ -89,6 +90,14 @@ class PlacedRun:
     layout: Layout
     lanes: Lanes
     cost: CostModel
+
+    def with_remat(self, remat: Remat) -> "PlacedRun":
+        """Returns the run with another part of each layer recomputed."""
+        return dataclasses.replace(
+            self,
+            spec=self.spec.with_remat(remat),
+            layout=self.layout.with_remat(remat),
+        )
 
     def pipeline_figures(self, schedule: Schedule) -> dict[str, Any]:
         """Predicts how busy the stages are during a window; empty without stages.
@@ -111,20 +120,17 @@ def plan_layout(
     spec: DecoderSpec,
     model: BaseModel,
     runs: Sequence[JobRun],
-    capacity: int,
 ) -> PlacedRun:
     """Lays the decoder out on the mesh, and decides whether replicas share jobs.
 
     Args:
-        config: The run.
+        config: The run, with a number for `microbatch_tokens`.
         plan: The mesh and its stages.
         spec: The decoder.
         model: The base model.
         runs: Jobs of the run.
-        capacity: Capacity of a microbatch, in tokens.
-
     """
-    cost = window_cost(config.replace(microbatch_tokens=capacity), model.config)
+    cost = window_cost(config, model.config)
     if not plan.has_mesh:
         layout = Layout.on_one_device(spec, model.params)
         return PlacedRun(spec=spec, layout=layout, lanes=ONE_LANE, cost=cost)
@@ -133,6 +139,7 @@ def plan_layout(
     loads = [
         Load(num_batches=run.num_steps, batch_tokens=run.batch_tokens) for run in runs
     ]
+    capacity = config.limits.capacity
     pinning = run_lanes(
         config, loads, capacity=capacity, num_slots=spec.slots.num_slots
     )

@@ -31,7 +31,7 @@ from jaxlora.train.auto_mesh.machine import this_machine
 from jaxlora.train.continue_job import continued_step
 from jaxlora.train.job_run import batch_lengths, job_order
 from jaxlora.train.next_window import JobPosition
-from jaxlora.train.run_folder import begun_capacity
+from jaxlora.train.run_folder import begun_settings
 
 logger = logging.getLogger(__name__)
 
@@ -107,67 +107,75 @@ def first_positions(jobs: Sequence[JobData]) -> list[JobPosition]:
 
 
 def settle_mesh(config: RunConfig) -> RunConfig:
-    """Returns the run with the mesh that is chosen for this machine, if it is `auto`.
+    """Replaces the settings that are `auto` and that the places of weights depend on.
 
-    This reads the tokenizer and the jobs' data, but no weights.
+    These are `mesh: auto` and, on a mesh with stages, `remat: auto`. This reads the
+    tokenizer and the jobs' data, but no weights.
 
     Raises:
         JaxloraError: The tokenizer or a job's data cannot be used, or no mesh of this
             machine has enough memory.
     """
-    if config.mesh != "auto":
+    if config.mesh != "auto" and not _has_open_stages(config):
         return config
     folder = tokenizer_folder(config.model, config.revision)
     jobs = read_jobs(config, folder, steps=None)
-    begun_with = begun_capacity(config)
-    return _with_mesh(config, planned_config(folder), jobs, begun_with)
+    model = planned_config(folder)
+    config = _with_mesh(config, model, jobs)
+    if _has_open_stages(config):
+        remat = _settled(config, model, jobs).remat
+        config = config.replace(remat=remat)
+    return config
+
+
+def _has_open_stages(config: RunConfig) -> bool:
+    """Tells whether the layers of the stages depend on a `remat` that is `auto`."""
+    is_open = config.remat == "auto" and config.mesh != "auto"
+    return is_open and config.mesh_sizes.stage > 1
 
 
 def _with_mesh(
-    config: RunConfig,
-    model: ModelConfig,
-    jobs: Sequence[JobData],
-    begun_with: int | None,
+    config: RunConfig, model: ModelConfig, jobs: Sequence[JobData]
 ) -> RunConfig:
-    """Replaces `mesh: auto`; see `_bounds` for `begun_with`."""
+    """Replaces `mesh: auto`, and `remat: auto` with it."""
     if config.mesh != "auto":
         return config
     demand = Demand(
         positions=first_positions(jobs),
         lengths=lambda job, step: jobs[job].lengths(step),
-        bounds=lambda config: _bounds(config, jobs, begun_with),
+        bounds=lambda config: _bounds(config, jobs),
     )
-    bounds = _bounds(config.replace(mesh=ONE_DEVICE), jobs, begun_with)
+    bounds = _bounds(config.replace(mesh=ONE_DEVICE), jobs)
     spec = _spec(config, model, jobs, bounds.max_tokens)
     choice = choose_mesh(config, spec, demand, this_machine())
     logger.info("%s", choice.reason)
-    return config.replace(mesh=str(choice.sizes))
+    return config.replace(mesh=str(choice.sizes), remat=choice.remat)
 
 
 def settle_plan(
     config: RunConfig, model: ModelConfig, jobs: Sequence[JobData]
 ) -> RunConfig:
-    """Replaces `mesh: auto`, and then `microbatch_tokens: auto` by a number.
+    """Replaces `mesh`, `microbatch_tokens` and `remat` where they are `auto`.
 
-    If the run has begun, this is the number that it began with. Otherwise it is what
-    the trainer would choose on this machine before it compiles the training step.
+    If the run has begun, the last two become what it began with. Otherwise they become
+    what the trainer would choose on this machine before it compiles the training step.
     """
-    begun_with = begun_capacity(config)
-    config = _with_mesh(config, model, jobs, begun_with)
-    if config.microbatch_tokens != "auto":
+    config = _with_mesh(config.replace(**begun_settings(config)), model, jobs)
+    if "auto" not in (config.microbatch_tokens, config.remat):
         return config
-    if begun_with is not None:
-        return config.replace(microbatch_tokens=begun_with)
-    bounds = _bounds(config, jobs, begun_with)
+    return _settled(config, model, jobs)
+
+
+def _settled(
+    config: RunConfig, model: ModelConfig, jobs: Sequence[JobData]
+) -> RunConfig:
+    bounds = _bounds(config, jobs)
     return settle(config, _spec(config, model, jobs, bounds.max_tokens), bounds)
 
 
-def _bounds(
-    config: RunConfig, jobs: Sequence[JobData], begun_with: int | None
-) -> Bounds:
-    """Bounds of the capacity; `begun_with` is what the run began with, if it has."""
+def _bounds(config: RunConfig, jobs: Sequence[JobData]) -> Bounds:
     held_out = [job.held_out for job in jobs if job.held_out is not None]
-    return Bounds.of(config, [j.data for j in jobs], held_out, begun_with=begun_with)
+    return Bounds.of(config, [j.data for j in jobs], held_out)
 
 
 def _spec(

@@ -185,7 +185,7 @@ def spec_of(
     attention = choose_attention(config.attention, dtype, model)
     options = DecoderOptions(
         dtype=dtype,
-        remat=config.remat,
+        remat=config.least_remat,
         attention=attention.name,
         max_segment_tokens=min(longest, max_tokens),
         mean_segment_tokens=min(map(_mean_tokens, train)),

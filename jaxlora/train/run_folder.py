@@ -7,6 +7,7 @@ import logging
 import os
 import pathlib
 from collections.abc import Iterable
+from typing import Any
 
 from jaxlora.adapters.export_record import is_ours, read_export
 from jaxlora.atomic import recover_folder, remove_leftovers, write_text
@@ -58,14 +59,15 @@ def start_time(folder: pathlib.Path) -> str:
     return record.started
 
 
-def begun_capacity(config: RunConfig) -> int | None:
-    """Returns the number that `microbatch_tokens: auto` became when the run began.
+def begun_settings(config: RunConfig) -> dict[str, Any]:
+    """Returns what the settings that are `auto` became when the run began.
 
     Args:
         config: The run.
 
     Returns:
-        The number; None if it is not `auto`, or no run has begun in its `output_dir`.
+        Values of `microbatch_tokens` and `remat`, of those that are `auto`; empty if no
+        run has begun in its `output_dir`.
 
     Raises:
         CheckpointError: `block_tokens` differs from what the run began with, or the
@@ -73,17 +75,23 @@ def begun_capacity(config: RunConfig) -> int | None:
     """
     folder = pathlib.Path(config.output_dir)
     record = read_run_record(folder)
-    if config.microbatch_tokens != "auto" or record is None:
-        return None
-    number = record.microbatch_tokens
-    if number % config.block_tokens:
-        raise CheckpointError(
-            f"the run in {folder} began with {number} for microbatch_tokens: auto, "
-            f"which is not a multiple of block_tokens={config.block_tokens}. Give the "
-            "block_tokens that the run began with, or choose another output_dir."
-        )
-    logger.info("microbatch_tokens: auto: %d, as when the run began", number)
-    return number
+    if record is None:
+        return {}
+    begun: dict[str, Any] = {}
+    if config.microbatch_tokens == "auto":
+        begun["microbatch_tokens"] = record.microbatch_tokens
+        if record.microbatch_tokens % config.block_tokens:
+            raise CheckpointError(
+                f"the run in {folder} began with {record.microbatch_tokens} for "
+                "microbatch_tokens: auto, which is not a multiple of "
+                f"block_tokens={config.block_tokens}. Give the block_tokens that the "
+                "run began with, or choose another output_dir."
+            )
+    if config.remat == "auto" and record.remat is not None:
+        begun["remat"] = record.remat
+    for name, value in begun.items():
+        logger.info("%s: auto: %s, as when the run began", name, value)
+    return begun
 
 
 def check_folder(folder: pathlib.Path, *, resume: bool) -> None:

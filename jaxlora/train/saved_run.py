@@ -4,7 +4,7 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Collection
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import numpy as np
 import pydantic
@@ -16,6 +16,7 @@ from jaxlora.adapters.slots import Kind
 from jaxlora.errors import CheckpointError
 from jaxlora.hf.names import linear_path
 from jaxlora.json_file import check_regular_file
+from jaxlora.models.layer import Remat
 from jaxlora.modules.trained_tensors import tensor_paths
 from jaxlora.strict import format_errors
 from jaxlora.train.job_run import JobProgress
@@ -235,11 +236,19 @@ class RunRecord:
         """Capacity of the run as a number, even if the setting was `auto`."""
         return self.identity.settings["microbatch_tokens"]
 
+    @property
+    def remat(self) -> Remat | None:
+        """`remat` of the run; None if an earlier version began it."""
+        return self.identity.settings.get("remat")
+
     def __post_init__(self):
         """Checks what is used before the identities are compared."""
         tokens = self.identity.settings.get("microbatch_tokens")
         if type(tokens) is not int or not 0 < tokens < 2**31:
             raise ValueError(f"microbatch_tokens is {tokens!r}, no number of tokens.")
+        remat = self.identity.settings.get("remat")
+        if remat not in (None, *get_args(Remat)):
+            raise ValueError(f"remat is {remat!r}, which there is not.")
         self.requests.check_names(self.identity.jobs)
 
 

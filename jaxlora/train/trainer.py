@@ -22,7 +22,7 @@ from jaxlora.hf.load import BaseModel, load_model
 from jaxlora.hf.names import linear_names
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.capacity import settle
-from jaxlora.scheduler import Limits
+from jaxlora.models.spec import DecoderSpec
 from jaxlora.train import agreement, prepare
 from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.compilation_cache import keep_compiled_programs
@@ -33,6 +33,7 @@ from jaxlora.train.device_error import explained
 from jaxlora.train.interrupt import StopRequest
 from jaxlora.train.job_run import JobProgress, JobRun
 from jaxlora.train.job_states import job_states, restore_jobs
+from jaxlora.train.layout import Layout
 from jaxlora.train.mesh_plan import plan_layout, plan_mesh
 from jaxlora.train.planned_jobs import settle_mesh
 from jaxlora.train.progress import Progress
@@ -41,7 +42,7 @@ from jaxlora.train.requests import Requests
 from jaxlora.train.run_folder import (
     ADAPTERS,
     CHECKPOINTS,
-    begun_capacity,
+    begun_settings,
     check_folder,
     clean_up,
     prepare_export_folder,
@@ -89,8 +90,8 @@ class Trainer:
         self.output_dir = pathlib.Path(config.output_dir)
         agreement.check_settings(config)
         processes.from_first(lambda: check_not_in_use(self.output_dir))
-        begun_with = processes.from_first(lambda: begun_capacity(config))
-        config = settle_mesh(config)
+        begun = processes.from_first(lambda: begun_settings(config))
+        config = settle_mesh(config.replace(**begun))
         agreement.check_mesh(config)
         self.model = model or load_model(
             config.model,
@@ -108,14 +109,13 @@ class Trainer:
         agreement.check_inputs(self.model.fingerprint, self.runs)
         held_out = [run.eval_data for run in self.runs if run.eval_data is not None]
         train = [run.train_data for run in self.runs]
-        self._bounds = Bounds.of(config, train, held_out, begun_with=begun_with)
+        self._bounds = Bounds.of(config, train, held_out)
         spec = prepare.decoder_spec(
             config, self.model, self.runs, self._bounds.max_tokens
         )
         self.config = settle(config, spec, self._bounds)
-        capacity = self.config.limits.capacity
-        self._placed = plan_layout(config, mesh, spec, self.model, self.runs, capacity)
-        self._spec, self._layout = self._placed.spec, self._placed.layout
+        spec = spec.with_remat(self.config.least_remat)
+        self._placed = plan_layout(self.config, mesh, spec, self.model, self.runs)
         for run in self.runs:
             self._check_fits(run)
         self._slots = self._layout.empty_slots()
@@ -134,8 +134,20 @@ class Trainer:
     def _check_fits(self, run: JobRun) -> None:
         prepare.check_fits(run, self._spec)
 
-    def _compile_step(self, limits: Limits) -> jax.stages.Compiled:
-        return compile_step(self._layout, self.model.params, self._slots, limits)
+    @property
+    def _spec(self) -> DecoderSpec:
+        return self._placed.spec
+
+    @property
+    def _layout(self) -> Layout:
+        return self._placed.layout
+
+    def _compile_step(self, config: RunConfig) -> jax.stages.Compiled:
+        """Compiles the training step with other settings, which then stay."""
+        if config.least_remat != self._spec.options.remat:
+            self._placed = self._placed.with_remat(config.least_remat)
+        params, limits = self.model.params, config.limits
+        return compile_step(self._layout, params, self._slots, limits)
 
     # ---- jobs come and go: any thread may call these -------------------------------
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, get_args
 
 from jaxlora.config import RunConfig
 from jaxlora.costs.stages import stage_specs
@@ -11,6 +12,7 @@ from jaxlora.memory.device import format_bytes
 from jaxlora.memory.estimate import step_bytes
 from jaxlora.memory.mesh import MeshFootprint, MeshStages, estimated_footprint
 from jaxlora.memory.refusal import refusal
+from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import Lanes
 from jaxlora.scheduler.replicas import Load
@@ -52,10 +54,12 @@ class MeshChoice:
 
     Attributes:
         sizes: Its sizes.
+        remat: `remat` of the run; it stays `auto` on a single device.
         reason: Why it was chosen, in one line.
     """
 
     sizes: MeshSizes
+    remat: Remat | Literal["auto"]
     reason: str
 
 
@@ -64,7 +68,8 @@ class _Candidate:
     """A mesh on which the run might run.
 
     Attributes:
-        config: The run on this mesh, with a number for `microbatch_tokens`.
+        config: The run on this mesh, with a number for `microbatch_tokens` and a
+            `remat`.
         stages: Its stages.
         lanes: Its lanes.
         bounds: Bounds of its capacity.
@@ -106,12 +111,14 @@ def choose_mesh(
         ConfigError: No mesh has enough memory.
     """
     if machine.num_devices == 1:
-        return MeshChoice(sizes=MeshSizes(), reason="mesh auto: there is one device")
+        reason = "mesh auto: there is one device"
+        return MeshChoice(sizes=MeshSizes(), remat=config.remat, reason=reason)
     tried: list[_Candidate] = []
     for num_devices in range(machine.num_devices, 0, -1):
         candidates = [
-            _candidate(config, spec, demand, machine, sizes)
+            _candidate(config, spec.with_remat(remat), demand, machine, sizes)
             for sizes in _meshes(config, spec, num_devices, machine.num_processes)
+            for remat in _remats(config)
         ]
         tried += candidates
         fitting = [c for c in candidates if _fits(c, machine)]
@@ -134,6 +141,10 @@ def _meshes(
             yield MeshSizes(data=num_devices // (stage * fsdp), stage=stage, fsdp=fsdp)
 
 
+def _remats(config: RunConfig) -> tuple[Remat, ...]:
+    return get_args(Remat) if config.remat == "auto" else (config.remat,)
+
+
 def _candidate(
     config: RunConfig,
     spec: DecoderSpec,
@@ -141,7 +152,7 @@ def _candidate(
     machine: Machine,
     sizes: MeshSizes,
 ) -> _Candidate:
-    config = config.replace(mesh=str(sizes))
+    config = config.replace(mesh=str(sizes), remat=spec.options.remat)
     bounds = demand.bounds(config)
     lanes = _lanes(config, demand, bounds)
     stages = MeshStages(
@@ -212,19 +223,30 @@ def _fastest(
             pair[0] > _TOLERANCE * min(times),
             pair[1].sizes.stage,
             pair[1].sizes.fsdp,
+            pair[0],
         ),
     )
     time, chosen = ranked[0]
     reason = (
-        f"mesh auto: {chosen.sizes} on {machine.num_devices} devices: "
+        f"mesh auto: {_describe(chosen, fitting)} on {machine.num_devices} devices: "
         f"{_memory_reason(chosen, machine)}; "
     )
+    choice = MeshChoice(sizes=chosen.sizes, remat=chosen.config.least_remat, reason="")
     if len(ranked) == 1:
-        return MeshChoice(sizes=chosen.sizes, reason=f"{reason}no other mesh fits")
+        return dataclasses.replace(choice, reason=f"{reason}no other mesh fits")
     other_time, other = min(ranked[1:], key=lambda pair: pair[0])
-    reason += f"predicted {other_time / time:.2f}x as fast as {other.sizes}"
+    reason += f"predicted {other_time / time:.2f}x as fast as "
+    reason += _describe(other, fitting)
     reason += ", the next best" if time <= other_time else ", and simpler"
-    return MeshChoice(sizes=chosen.sizes, reason=reason)
+    return dataclasses.replace(choice, reason=reason)
+
+
+def _describe(candidate: _Candidate, others: Sequence[_Candidate]) -> str:
+    """Names a mesh, and its `remat` if others have another one."""
+    remat = candidate.config.remat
+    if all(other.config.remat == remat for other in others):
+        return str(candidate.sizes)
+    return f"{candidate.sizes} with remat {remat}"
 
 
 def _memory_reason(chosen: _Candidate, machine: Machine) -> str:

@@ -58,7 +58,9 @@ def test_recomputation_adds_to_the_backward_pass():
     )
     assert none.forward == mlp.forward == layer.forward
     assert none.backward.flops < mlp.backward.flops < layer.backward.flops
-    assert layer.backward == none.backward + none.forward
+    # The down projection makes the layer's output, which nothing needs again.
+    down = Work(flops=2 * 4096 * 14336)
+    assert layer.backward + down == none.backward + none.forward
 
 
 def test_only_target_tokens_take_time_in_the_head():

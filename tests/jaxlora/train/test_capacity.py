@@ -22,7 +22,7 @@ from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.plan import plan_run
-from jaxlora.train.run_folder import begun_capacity, write_run_record
+from jaxlora.train.run_folder import begun_settings, write_run_record
 from jaxlora.train.run_identity import RunIdentity
 from jaxlora.train.saved_run import RunRecord
 from jaxlora.train.step import compiled_steps
@@ -80,7 +80,7 @@ def footprint_of(**values) -> Footprint:
 def needed(trainer: Trainer) -> int:
     """Bytes of the run, as reported for the compiled step at the trainer's capacity."""
     limits = trainer.config.limits
-    program = trainer._compile_step(limits)
+    program = trainer._compile_step(trainer.config)
     found = footprint.measured_footprint(trainer._spec, program, limits)
     assert found is not None
     return found.total_bytes(limits.capacity)
@@ -132,8 +132,8 @@ def test_auto_takes_the_most_that_fits(config, spec, have, monkeypatch, off_by, 
     have(kib * 1024)
     compiled = []
 
-    def compile_step(limits):
-        compiled.append(limits)
+    def compile_step(config):
+        compiled.append(config)
         return PROGRAM
 
     chosen = settle(config(), spec, bounds, compile_step)
@@ -226,13 +226,66 @@ def test_a_run_that_is_resumed_keeps_its_blocks(config):
     identity = RunIdentity(base="", settings={"microbatch_tokens": 176}, jobs={})
     record = RunRecord(started="2020-02-03T04:05:06", identity=identity)
     write_run_record(folder, record)
-    assert begun_capacity(first) == 176
-    assert begun_capacity(first.replace(microbatch_tokens=64)) is None
+    assert begun_settings(first) == {"microbatch_tokens": 176}
+    assert begun_settings(first.replace(microbatch_tokens=64)) == {}
     other = first.replace(block_tokens=64)
     message = r"176 for microbatch_tokens: auto, which is not .* block_tokens=64. Give"
-    for resume in (begun_capacity, plan_run):
+    for resume in (begun_settings, plan_run):
         with pytest.raises(CheckpointError, match=message):
             resume(other)
+
+
+def test_a_run_that_is_resumed_keeps_its_remat(config):
+    first = config(remat="auto", microbatch_tokens=64)
+    folder = pathlib.Path(first.output_dir)
+    settings = {"microbatch_tokens": 64, "remat": "mlp"}
+    identity = RunIdentity(base="", settings=settings, jobs={})
+    record = RunRecord(started="2020-02-03T04:05:06", identity=identity)
+    write_run_record(folder, record)
+    assert begun_settings(first) == {"remat": "mlp"}
+    assert begun_settings(first.replace(remat="layer")) == {}
+    with pytest.raises(ValueError, match="remat is 'some', which there is not"):
+        RunRecord(
+            started="2020-02-03T04:05:06",
+            identity=dataclasses.replace(
+                identity, settings=settings | {"remat": "some"}
+            ),
+        )
+
+
+def test_an_automatic_remat_becomes_stronger_if_the_step_needs_more(
+    config, model, have, monkeypatch
+):
+    """The estimate takes none; the compiler says that only `layer` fits."""
+    have(2**40)
+    measure = mesh.measured_footprint
+
+    def too_large(stages, program, limits):
+        found = measure(stages, program, limits)
+        remats.append(stages.spec.options.remat)
+        if remats[-1] == "layer":
+            return found
+        [stage] = found.stages
+        stage = dataclasses.replace(stage, fixed_bytes=2**41)
+        return dataclasses.replace(found, stages=(stage,))
+
+    remats: list[str] = []
+    monkeypatch.setattr(mesh, "measured_footprint", too_large)
+    trainer = Trainer(config(remat="auto"), model)
+    assert trainer.config.remat == "none"
+    trainer._bounds = dataclasses.replace(trainer._bounds, remats=("none", "layer"))
+    result = trainer.train()
+    assert [job.progress.status for job in result.jobs] == ["finished"] * 2
+    assert remats[0] == "none" and remats[-1] == "layer"
+    assert trainer.config.remat == trainer._spec.options.remat == "layer"
+    assert trainer._identity().settings["remat"] == "layer"
+
+
+def test_a_plan_takes_the_remat_of_the_trainer(config, model, have):
+    have(2**40)
+    trainer = Trainer(config(remat="auto"), model)
+    planned = plan_run(config(remat="auto"))
+    assert planned.whole.schedule.limits == trainer.config.limits
 
 
 def test_what_is_measured_is_not_compiled_again(config, model, caplog):
@@ -269,7 +322,7 @@ def test_the_estimate_stands_if_the_compiler_does_not_report(
     monkeypatch.setattr(mesh, "measured_footprint", lambda *_: None)
     have(2**30)
     bounds = Bounds(smallest=64, largest=1024, unit=32)
-    chosen = settle(config(), spec, bounds, lambda limits: PROGRAM)
+    chosen = settle(config(), spec, bounds, lambda config: PROGRAM)
     assert chosen.microbatch_tokens == 1024
 
 
@@ -281,7 +334,9 @@ def test_a_device_that_does_not_report_its_memory(config, spec, monkeypatch, cap
     with pytest.raises(ConfigError, match="Give a number for microbatch_tokens"):
         settle(config(), spec, bounds)
     fixed = dataclasses.replace(bounds, fixed=2**30)
+    with pytest.raises(ConfigError, match=r"remat: auto needs .* none, mlp or layer"):
+        settle(config(remat="auto"), spec, fixed)
     given = config(microbatch_tokens=2**30)
     assert settle(given, spec, fixed) == given
-    assert settle(given, spec, fixed, lambda limits: PROGRAM) == given
+    assert settle(given, spec, fixed, lambda config: PROGRAM) == given
     assert len([m for m in caplog.messages if "memory: not checked" in m]) == 1

@@ -73,14 +73,14 @@ def choose(
         lengths=lambda job, step: [400] * batch_size,
         bounds=lambda _: Bounds(smallest=1024, largest=8192, unit=256, fixed=tokens),
     )
-    spec = decoder(model, remat=config.remat)
+    spec = decoder(model, remat=config.least_remat)
     return choose_mesh(config, spec, demand, where)
 
 
 def test_one_device():
     choice = choose(SMALL, machine(1))
     assert choice == MeshChoice(
-        sizes=MeshSizes(), reason="mesh auto: there is one device"
+        sizes=MeshSizes(), remat="none", reason="mesh auto: there is one device"
     )
 
 
@@ -97,6 +97,12 @@ def test_llama_70b_is_divided():
     assert choice.sizes.num_devices == 4
     assert choice.sizes.stage * choice.sizes.fsdp >= 2
     assert "which has 139.00 GiB; predicted" in choice.reason
+
+
+def test_remat_is_chosen_with_the_mesh():
+    choice = choose(SMALL, machine(2), remat="auto")
+    assert (choice.sizes, choice.remat) == (MeshSizes(data=2), "none")
+    assert "data=2 with remat none on 2 devices" in choice.reason
 
 
 def test_one_job_is_not_pipelined():

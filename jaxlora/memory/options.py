@@ -1,0 +1,129 @@
+"""The settings of `remat` and `microbatch_tokens` that fit, and the fastest of them."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+from jaxlora.config import RunConfig
+from jaxlora.costs.device_speed import DeviceSpeed
+from jaxlora.costs.throughput import seconds_per_token
+from jaxlora.memory import mesh
+from jaxlora.memory.bounds import Bounds
+from jaxlora.memory.device import DeviceMemory, format_bytes
+from jaxlora.memory.estimate import step_bytes
+from jaxlora.memory.mesh import MeshFootprint, MeshStages
+from jaxlora.models.layer import Remat
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Option:
+    """One choice of `remat`, with the largest microbatches that fit beside it.
+
+    Attributes:
+        stages: Stages of the run, with this `remat`.
+        tokens: Capacity of its microbatches.
+        found: Estimated memory of the run.
+        fits: Whether that is there.
+        seconds: Predicted time per token, in the unit of `decoder_seconds`.
+    """
+
+    stages: MeshStages
+    tokens: int
+    found: MeshFootprint
+    fits: bool
+    seconds: float
+
+    @property
+    def remat(self) -> Remat:
+        """Part of each layer that is recomputed."""
+        return self.stages.spec.options.remat
+
+    def applied(self, config: RunConfig) -> RunConfig:
+        """Returns the run with these settings."""
+        return config.replace(remat=self.remat, microbatch_tokens=self.tokens)
+
+
+def find_options(
+    config: RunConfig,
+    stages: MeshStages,
+    bounds: Bounds,
+    available: DeviceMemory,
+    speed: DeviceSpeed,
+) -> tuple[Option, ...]:
+    """Estimates the memory and the time of the run for each choice of `remat`.
+
+    A stronger `remat` is left out once a weaker one fits with the largest microbatches
+    that can be filled, as it would only take longer.
+
+    Args:
+        config: The run.
+        stages: Its stages, with any `remat`.
+        bounds: Bounds of the capacity, and the choices of an automatic `remat`.
+        available: Memory of each device.
+        speed: Rates of each device.
+    """
+    out: list[Option] = []
+    for remat in bounds.remats or (stages.spec.options.remat,):
+        option = _option(config, stages.with_remat(remat), bounds, available, speed)
+        out.append(option)
+        if option.fits and option.tokens == bounds.max_tokens:
+            break
+    return tuple(out)
+
+
+def _option(
+    config: RunConfig,
+    stages: MeshStages,
+    bounds: Bounds,
+    available: DeviceMemory,
+    speed: DeviceSpeed,
+) -> Option:
+    step = step_bytes(stages.spec, config.block_tokens)
+    found = mesh.estimated_footprint(stages, step)
+    tokens = bounds.fixed
+    if tokens is None:
+        fitting = found.fitting_tokens(available.num_bytes)
+        tokens = bounds.choose(fitting) or bounds.smallest
+    return Option(
+        stages=stages,
+        tokens=tokens,
+        found=found,
+        fits=found.total_bytes(tokens) <= available.num_bytes,
+        seconds=seconds_per_token(
+            stages.spec,
+            speed,
+            tokens,
+            sample_tokens=bounds.sample_tokens,
+            window_tokens=bounds.window_tokens,
+        ),
+    )
+
+
+def fastest(options: Sequence[Option]) -> Option:
+    """Returns the fastest option that fits; if none does, the one that needs least.
+
+    An estimate may be too high, so the last one is tried as well.
+    """
+    fitting = [option for option in options if option.fits]
+    if fitting:
+        return min(fitting, key=lambda option: option.seconds)
+    return min(options, key=lambda option: option.found.total_bytes(option.tokens))
+
+
+def explain(chosen: Option, options: Sequence[Option]) -> str:
+    """Says in one line why an option was chosen, with the estimates of the others."""
+    describe = functools.partial(_describe, chosen)
+    others = "; ".join(describe(o) for o in options if o is not chosen)
+    if not others:
+        others = "a stronger remat would only take longer"
+    return f"remat: auto: {describe(chosen)}; {others}"
+
+
+def _describe(chosen: Option, option: Option) -> str:
+    needed = format_bytes(option.found.total_bytes(option.tokens))
+    text = f"{option.remat} with {option.tokens} tokens, about {needed}"
+    if option is chosen:
+        return text
+    if not option.fits:
+        return f"{text}, which does not fit"
+    return f"{text}, takes {option.seconds / chosen.seconds:.2f} times as long"

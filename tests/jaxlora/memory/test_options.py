@@ -1,0 +1,137 @@
+"""`remat` and the capacity are chosen together, for devices of a described size."""
+
+import dataclasses
+
+import pytest
+
+from jaxlora.config import RunConfig
+from jaxlora.costs.device_speed import find_speed
+from jaxlora.costs.throughput import seconds_per_token
+from jaxlora.memory import options as options_module
+from jaxlora.memory.bounds import Bounds
+from jaxlora.memory.device import DeviceMemory
+from jaxlora.memory.estimate import StepBytes
+from jaxlora.memory.mesh import MeshStages
+from jaxlora.memory.options import Option, explain, fastest, find_options
+from tests.llama import LLAMA_8B, decoder
+
+SPEED = find_speed("NVIDIA L40S")
+SPEC = decoder(LLAMA_8B)
+AUTO = Bounds(
+    smallest=1024,
+    largest=16384,
+    unit=1024,
+    remats=("none", "mlp", "layer"),
+    sample_tokens=400.0,
+    window_tokens=65536.0,
+)
+CONFIG = RunConfig(
+    model="m",
+    jobs=[{"name": "a", "data": {"path": "a.jsonl"}}],
+    microbatch_tokens="auto",
+    remat="auto",
+)
+STAGES = MeshStages.of(CONFIG, SPEC)
+# As estimated for Llama-3.1-8B with plain XLA; the estimate has its own tests.
+STEP_BYTES = {
+    "none": StepBytes(
+        kept_by_layer=151792, kept_at_ends=8713, recomputed=0, transient=253056
+    ),
+    "mlp": StepBytes(
+        kept_by_layer=57488, kept_at_ends=8713, recomputed=94304, transient=253056
+    ),
+    "layer": StepBytes(
+        kept_by_layer=8192, kept_at_ends=16905, recomputed=135408, transient=253056
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def step_bytes(monkeypatch):
+    monkeypatch.setattr(
+        options_module, "step_bytes", lambda spec, _: STEP_BYTES[spec.options.remat]
+    )
+
+
+def options(gb: float, bounds: Bounds = AUTO) -> tuple[Option, ...]:
+    """Llama-3.1-8B on a GPU of which JAX takes 92 %, less the reserve."""
+    available = DeviceMemory(num_bytes=int(gb * 2**30 * 0.92 * 0.95), source="made up")
+    return find_options(CONFIG, STAGES, bounds, available, SPEED)
+
+
+@pytest.mark.parametrize(
+    ("gb", "remat", "most"),
+    [(24, "layer", 2048), (40, "none", 4096), (48, "none", 6144), (80, "none", 16384)],
+)
+def test_the_fastest_pair_that_fits_is_chosen(gb, remat, most):
+    found = options(gb)
+    chosen = fastest(found)
+    assert chosen.remat == remat and 1024 <= chosen.tokens <= most
+    assert chosen.fits
+    others = [o for o in found if o.fits]
+    assert chosen.seconds == min(o.seconds for o in others)
+    assert [o.tokens for o in found] == sorted(o.tokens for o in found)
+
+
+def test_small_microbatches_can_cost_more_than_recomputation():
+    """Weights are read for each of them, however few tokens there are."""
+    tight = dataclasses.replace(AUTO, smallest=64, unit=64, sample_tokens=64.0)
+    found = options(24, tight)
+    none, mlp, _ = found
+    assert none.fits and none.tokens < 512 < mlp.tokens
+    assert none.seconds > mlp.seconds
+    assert fastest(found).remat != "none"
+
+
+def test_the_line_has_the_other_estimates():
+    found = options(48)
+    line = explain(fastest(found), found)
+    assert line.startswith("remat: auto: none with ") and "\n" not in line
+    assert line.count(" tokens, about ") == 3 and line.count("times as long") == 2
+    small = options(24)
+    assert ", which does not fit" in explain(fastest(small), small)
+
+
+def test_nothing_stronger_is_tried_if_the_weakest_has_room():
+    [only] = options(200)
+    assert (only.remat, only.tokens) == ("none", AUTO.largest)
+    assert "a stronger remat would only take longer" in explain(only, (only,))
+
+
+def test_a_fixed_capacity_takes_the_weakest_remat_that_fits():
+    fixed = dataclasses.replace(AUTO, fixed=8192)
+    found = {gb: fastest(options(gb, fixed)) for gb in (40, 48, 80)}
+    assert {gb: o.remat for gb, o in found.items()} == {
+        40: "layer",
+        48: "layer",
+        80: "none",
+    }
+    assert all(o.tokens == 8192 for o in found.values())
+
+
+def test_if_nothing_fits_the_smallest_is_tried():
+    chosen = fastest(options(12))
+    assert (chosen.remat, chosen.tokens, chosen.fits) == ("layer", 1024, False)
+
+
+def test_recomputation_costs_what_was_measured_on_an_h200():
+    """A step of 8,192 tokens took 1.24 and 1.35 times as long."""
+    h200 = find_speed("NVIDIA H200")
+    none, mlp, layer = (
+        seconds_per_token(SPEC.with_remat(remat), h200, 8192)
+        for remat in ("none", "mlp", "layer")
+    )
+    assert mlp / none == pytest.approx(1.24, abs=0.03)
+    assert layer / none == pytest.approx(1.35, abs=0.03)
+
+
+def test_throughput_of_a_capacity():
+    """It grows with the capacity, until windows hold only few microbatches."""
+
+    def seconds(capacity: int) -> float:
+        return seconds_per_token(
+            SPEC, SPEED, capacity, sample_tokens=400, window_tokens=65536
+        )
+
+    assert seconds(1024) > seconds(2048) > seconds(4096)
+    assert seconds(65536) > seconds(8192)
