@@ -1,14 +1,14 @@
 """The outer kernel: the gradient `dA[g] = dropout(x)^T ds` of each slot.
 
-The rows of each slot are split into parts (`pallas_kernels/parts.py`), which programs
-sum independently of each other; XLA adds up the parts in a fixed order. The mask is
-recomputed from its words.
+Programs of up to three projections that read the same part of x run side by side, so
+that it is read from device memory once. The rows of each slot are split into parts
+(`pallas_kernels/parts.py`), which programs sum independently of each other, and XLA
+adds up the parts in a fixed order. The mask is recomputed from its words.
 """
 
 import math
 import typing
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,19 @@ from jaxlora.pallas_kernels.dropout import MaskWords
 from jaxlora.pallas_kernels.parts import Parts, make_parts, sum_parts
 from jaxlora.pallas_kernels.routing import Blocks
 from jaxlora.pallas_kernels.settings import KernelSettings
+from jaxlora.pallas_kernels.triton.arguments import (
+    MAX_PROJECTIONS,
+    mask_arguments,
+    mask_constants,
+    padded,
+    settings_arguments,
+)
 from jaxlora.pallas_kernels.triton.device import Target
+from jaxlora.pallas_kernels.triton.device_functions import (
+    choose,
+    is_kept,
+    load_tokens,
+)
 from jaxlora.pallas_kernels.triton.launch import Tile, launch
 from jaxlora.pallas_kernels.triton.tiles import CHUNK, MAX_PARTS, tile_for
 
@@ -28,67 +40,57 @@ from jaxlora.pallas_kernels.triton.tiles import CHUNK, MAX_PARTS, tile_for
 @triton.jit
 @typing.no_type_check
 def outer_kernel(
-    x,
-    ds,
-    order,
-    part_slot,
-    part_first,
-    part_blocks,
-    num_parts,
-    num_chunks,
-    threshold,
-    index,
-    token,
-    feature,
-    word_index,
-    da,
-    T: tl.constexpr,
-    K: tl.constexpr,
-    R: tl.constexpr,
-    G: tl.constexpr,
-    F: tl.constexpr,
-    MASKED: tl.constexpr,
+    x, ds_0, ds_1, ds_2, order, part_slot, part_first, part_blocks, num_parts,
+    row_0, row_1, row_2, chunks_0, chunks_1, chunks_2,
+    threshold_0, threshold_1, threshold_2, place_0, place_1, place_2,
+    token_0, token_1, token_2, feature_0, feature_1, feature_2, da_0, da_1, da_2,
+    T: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
+    G: tl.constexpr, P: tl.constexpr, MASKED: tl.constexpr, F: tl.constexpr,
     BK: tl.constexpr,
-    BR: tl.constexpr,
-):
+):  # fmt: skip
     """Computes one column tile and one chunk of ranks of one part of a slot's rows.
 
     Args:
         x: [T, K].
-        ds: [T, R]; only the chunks are read that the row's slot has.
-        order: Blocks of 64 rows sorted by slot, [NB].
+        ds_0: [T, R] of projection 0; and so on. Only the chunks are read that the row's
+            slot has.
+        order: Blocks of 64 rows sorted by slot, [T / 64].
         part_slot: Slot of each part.
         part_first: Index in `order` of each part's first block.
         part_blocks: Number of blocks of each part.
         num_parts: Number of parts, [1].
-        num_chunks: Number of chunks of 64 ranks of each slot, [P, G].
-        threshold: Dropout threshold of each slot, [P, G].
-        index: Row of `num_chunks` and `threshold`, [1].
-        token: Words of the tokens, [P, T / 64, 2, 64]. Unused if not MASKED, like the
-            next two.
-        feature: Words of the features, [P, G, F].
-        word_index: Index into the first axis of `token` and `feature`, [1].
-        da: dropout(x)^T ds by part, [parts, K, R], float32.
+        row_0: Row of the projection in its settings, [1].
+        chunks_0: Number of chunks of ranks of each slot, [rows, G].
+        threshold_0: Threshold of the mask of each slot, [rows, G].
+        place_0: Row of the projection in its mask words, [1].
+        token_0: Words of the tokens, [places, T / 64, 2, 64].
+        feature_0: Words of the features, [places, G, F].
+        da_0: dropout(x)^T ds by part, [parts, K, R], float32.
         T, K, R, G, F: Sizes.
+        BR: Ranks of a chunk.
+        P: Number of projections.
         MASKED: Whether there is dropout.
         BK: Columns of a tile.
-        BR: Ranks of a chunk, at most 64.
     """
-    tile, part, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    p, tile = tl.program_id(0) % P, tl.program_id(0) // P
+    part, chunk = tl.program_id(1), tl.program_id(2)
     if part < tl.load(num_parts):
         slot = tl.load(part_slot + part)
         first, count = tl.load(part_first + part), tl.load(part_blocks + part)
-        settings = tl.load(index) * G + slot
-        count = tl.where(chunk < tl.load(num_chunks + settings), count, 0)
+        setting = tl.load(choose(p, row_0, row_1, row_2)) * G + slot
+        num_chunks = tl.load(choose(p, chunks_0, chunks_1, chunks_2) + setting)
+        count = tl.where(chunk < num_chunks, count, 0)
         rows, ranks = tl.arange(0, 64), chunk * BR + tl.arange(0, BR)
         columns = tile * BK + tl.arange(0, BK)
         inside = columns < K
         if MASKED:
-            words = tl.load(word_index).to(tl.int64)
-            limit = tl.load(threshold + settings)
-            feature += (words * G + slot) * F
-            word = tl.load(feature + columns, mask=inside, other=0)
-            token += words * (T // 64) * 128
+            place = tl.load(choose(p, place_0, place_1, place_2))
+            limit = tl.load(choose(p, threshold_0, threshold_1, threshold_2) + setting)
+            token = choose(p, token_0, token_1, token_2)
+            feature = choose(p, feature_0, feature_1, feature_2)
+            feature += (place * G + slot).to(tl.int64) * F
+            words = tl.load(feature + columns, mask=inside, other=0)
+        ds = choose(p, ds_0, ds_1, ds_2)
         total = tl.zeros((BR, BK), tl.float32)
         # Loads whose address was loaded in the same iteration would start a step later.
         following = tl.load(order + first)
@@ -103,12 +105,12 @@ def outer_kernel(
             else:
                 x_tile = tl.load(x_at, mask=inside[None, :], other=0.0)
             if MASKED:
-                token_at = token + block * 128 + rows
-                multiplier, offset = tl.load(token_at), tl.load(token_at + 64)
-                bits = multiplier[:, None] * word[None, :] + offset[:, None]
-                x_tile = tl.where(bits >= limit, x_tile, 0.0)
+                tokens = load_tokens(token, place, block * 64 + rows, T)
+                kept = is_kept(tokens[0], tokens[1], words, limit)
+                x_tile = tl.where(kept, x_tile, 0.0)
             total = tl.dot(ds_tile, x_tile, total)
-        da_at = da + part.to(tl.int64) * K * R + columns[None, :] * R + ranks[:, None]
+        da = choose(p, da_0, da_1, da_2) + part.to(tl.int64) * K * R
+        da_at = da + columns[None, :] * R + ranks[:, None]
         tl.store(da_at, total, mask=inside[None, :])
 
 
@@ -135,48 +137,38 @@ def outer(
     """
     tile = tile or tile_for("outer", target, rank=ds[0].shape[1])
     parts = make_parts(blocks, MAX_PARTS)
-    each_words = words or [None] * len(ds)
-    return [
-        sum_parts(_launch_outer(x, *one, blocks, parts, target, tile), parts, MAX_PARTS)
-        for one in zip(ds, settings, each_words, strict=True)
-    ]
+    sums = []
+    for first in range(0, len(ds), MAX_PROJECTIONS):
+        i = slice(first, first + MAX_PROJECTIONS)
+        shared = blocks, parts, target, tile
+        sums += _launch_outer(x, ds[i], settings[i], words[i], *shared)
+    return [sum_parts(one, parts, MAX_PARTS) for one in sums]
 
 
 def _launch_outer(
-    x,
-    ds,
-    settings: KernelSettings,
-    words: MaskWords | None,
-    blocks: Blocks,
-    parts: Parts,
-    target: Target,
-    tile: Tile,
-) -> Float[Array, "parts K R"]:
-    (t, k), r, table = x.shape, ds.shape[1], parts.table
+    x, ds, settings, words, blocks: Blocks, parts: Parts, target: Target, tile: Tile
+) -> list[Float[Array, "parts K R"]]:
+    """Runs the kernel for one to three projections."""
+    (t, k), r, table, num = x.shape, ds[0].shape[1], parts.table, len(ds)
     chunk, room = min(r, CHUNK), table.slot.shape[0]
-    unread = settings.threshold, settings.threshold, settings.index
-    inputs: list[Any] = [
-        *(x, ds, blocks.order),
-        *(table.slot, table.first_block, table.num_blocks, table.num_parts),
-        *(settings.num_chunks, settings.threshold, settings.index),
-        *((words.token, words.feature, words.index) if words else unread),
-    ]
-    constants = {
-        "T": t,
-        "K": k,
-        "R": r,
-        "G": parts.num_parts.shape[0],
-        "F": words.feature.shape[2] if words else 0,
-        "MASKED": words is not None,
-        "BR": chunk,
-    }
-    (da,) = launch(
+    out = jax.ShapeDtypeStruct((room, k, r), jnp.float32)
+    unused = jax.ShapeDtypeStruct((8,), jnp.float32)
+    das = launch(
         outer_kernel,
-        inputs,
-        [jax.ShapeDtypeStruct((room, k, r), jnp.float32)],
-        grid=(math.ceil(k / tile.sizes["BK"]), room, r // chunk),
+        [
+            *(x, *padded(ds), blocks.order),
+            *(table.slot, table.first_block, table.num_blocks, table.num_parts),
+            *settings_arguments(settings, "num_chunks"),
+            *mask_arguments(settings, words, unused=blocks.slot),
+        ],
+        [out] * num + [unused] * (MAX_PROJECTIONS - num),
+        grid=(num * math.ceil(k / tile.sizes["BK"]), room, r // chunk),
         tile=tile,
         target=target,
-        constants=constants,
+        constants={
+            **{"T": t, "K": k, "R": r, "BR": chunk, "P": num},
+            "G": parts.num_parts.shape[0],
+            **mask_constants(words),
+        },
     )
-    return da
+    return das[:num]

@@ -5,7 +5,6 @@ Tiles are never chosen by timing at run time, because results must not depend on
 
 import functools
 import json
-import math
 from importlib import resources
 
 from jaxlora.pallas_kernels.triton.device import Target
@@ -52,8 +51,6 @@ def tile_for(
     classes = [f"{kernel} {min(rank, CHUNK)}", kernel]
     if kernel == "expand":
         classes = [f"expand {' '.join(map(str, shape))}", *classes]
-        if _leaves_sms_idle(target, *shape):
-            classes.insert(1, "expand small")
     table = tile_table()
     for device in (measured_device(target), _known_capability(target.capability)):
         entries = table.get(device, {})
@@ -68,8 +65,3 @@ def _known_capability(capability: int) -> str:
     known = [int(key) for key in tile_table() if key.isdigit()]
     same = [k for k in known if k <= capability and k // 10 == capability // 10]
     return str(max(same)) if same else _SMALLEST
-
-
-def _leaves_sms_idle(target: Target, t: int, k: int, n: int) -> bool:
-    """Returns whether tiles of 128 x 256 are too few for all multiprocessors."""
-    return math.ceil(t / 128) * math.ceil(n / 256) < target.num_sms

@@ -1,5 +1,7 @@
 """Every tile in the table compiles for its device without spills, and fits into it."""
 
+import re
+
 import jax
 import pytest
 
@@ -11,21 +13,41 @@ from jaxlora.pallas_kernels.triton.compile import (
 )
 from jaxlora.pallas_kernels.triton.device import Target
 from jaxlora.pallas_kernels.triton.dual import dual_kernel
+from jaxlora.pallas_kernels.triton.expand import expand_kernel
 from jaxlora.pallas_kernels.triton.outer import outer_kernel
+from jaxlora.pallas_kernels.triton.shrink import shrink_kernel
 
-X, F32, I32, U32 = "*bf16", "*fp32", "*i32", "*u32"
-PARTS = [I32] * 4
-POINTERS = {
-    "outer": [X, X, I32, *PARTS, I32, U32, I32, U32, U32, I32, F32],
-    "dual": [X, X, X, I32, *PARTS, I32, I32, F32, F32],
+KERNELS = {
+    "expand": expand_kernel,
+    "shrink": shrink_kernel,
+    "outer": outer_kernel,
+    "dual": dual_kernel,
 }
-KERNELS = {"outer": outer_kernel, "dual": dual_kernel}
-SIZES = {"T": 8192, "K": 4096, "N": 4096, "G": 4, "F": 4096, "MASKED": True}
+# Types of the kernels' pointers, by name without the projection's number.
+TYPES = (
+    dict.fromkeys(["x", "w", "a", "b", "s", "dy", "y", "bias"], "*bf16")
+    | dict.fromkeys(["factor", "db", "da"], "*fp32")
+    | dict.fromkeys(["threshold", "token", "feature"], "*u32")
+    | dict.fromkeys(["layer", "slot_of", "order", "index", "row", "place"], "*i32")
+    | dict.fromkeys(["chunks", "num_chunks", "num_parts"], "*i32")
+    | dict.fromkeys(["part_slot", "part_first", "part_blocks"], "*i32")
+)
+SIZES = {
+    **{"T": 8192, "K": 4096, "K_0": 4096, "K_1": 1024, "K_2": 1024, "N": 4096, "P": 1},
+    **{"G": 4, "F": 4096, "MASKED": True, "RANK_FIRST": False, "BIASED": False},
+}
+ODD = {"K": 4104, "K_0": 4104, "N": 4104}  # not multiples of a tile
+Y = {"SLOTS": 2, "MASKED": False, "TRANSPOSED": False, "RANK_LAST": False}
+DX = {"SLOTS": 2, "MASKED": True, "TRANSPOSED": True, "RANK_LAST": True}
+# Ranks and sizes for which the tiles of a kernel are compiled.
+CASES = {
+    "expand": [(16, Y | ODD | {"BIASED": True}), (64, DX), (16, DX | {"P": 3})],
+    "shrink": [(16, ODD), (64, {})],
+    "outer": [(16, {"P": 3}), (64, ODD)],
+    "dual": [(16, {}), (32, ODD), (64, ODD)],
+}
 ENTRIES = [
-    (device, name)
-    for device, entries in tiles.tile_table().items()
-    for name in entries
-    if name.split()[0] in KERNELS
+    (device, name) for device, entries in tiles.tile_table().items() for name in entries
 ]
 
 
@@ -36,12 +58,23 @@ def _cache(monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", f"{folder}/triton")
 
 
+def pointers_of(kernel):
+    """The types of a kernel's pointers, which come before its constants."""
+    for name in KERNELS[kernel].arg_names:
+        base = re.sub(r"_[0-2]$", "", name)
+        if name.isupper() or base.isupper():
+            return
+        # dual writes its sums of ds in float32; outer reads ds.
+        is_sum = (kernel, base) == ("dual", "ds")
+        yield "*fp32" if is_sum else (TYPES | {"ds": "*bf16"})[base]
+
+
 def compiled(kernel, tile, capability, **sizes) -> KernelFacts:
     constants = SIZES | tile.sizes | sizes
     constants["BR"] = min(constants["R"], tiles.CHUNK)
     return kernel_facts(
         KERNELS[kernel],
-        POINTERS[kernel],
+        list(pointers_of(kernel)),
         constants,
         capability=capability,
         num_warps=tile.num_warps,
@@ -51,14 +84,16 @@ def compiled(kernel, tile, capability, **sizes) -> KernelFacts:
 
 @pytest.mark.parametrize(("device", "name"), ENTRIES)
 def test_a_tile_fits_and_does_not_spill(device, name):
-    kernel, _, ranks = name.partition(" ")
+    kernel, *of = name.split()
     capability = int(device.split(",")[0])
     tile = tiles.to_tile(tiles.tile_table()[device][name])
-    for r in [int(ranks)] if ranks.isdigit() else [16, 64]:
-        for odd in ({}, {"K": 4104, "N": 4104}):
-            facts = compiled(kernel, tile, capability, R=r, **odd)
-            assert facts.local_bytes == 0, (r, odd, facts)
-            assert facts.shared_bytes <= shared_memory_bytes(capability), (r, facts)
+    is_rank = len(of) == 1  # other entries are for one product, of any rank
+    for r, sizes in CASES[kernel]:
+        if is_rank and r != int(of[0]):
+            continue
+        facts = compiled(kernel, tile, capability, R=r, **sizes)
+        assert facts.local_bytes == 0, (r, sizes, facts)
+        assert facts.shared_bytes <= shared_memory_bytes(capability), (r, facts)
 
 
 def test_a_tile_that_spills_is_found():
