@@ -63,11 +63,11 @@ def decoder_spec(num_layers: int) -> DecoderSpec:
     )
 
 
-def batch_shapes() -> PackedBatch:
+def batch_shapes(num_devices: int) -> PackedBatch:
     """Shapes of the microbatches of all devices."""
 
     def rows(dtype, length=TOKENS):
-        return jax.ShapeDtypeStruct((NUM_DEVICES * length,), dtype)
+        return jax.ShapeDtypeStruct((num_devices * length,), dtype)
 
     ids = rows(jnp.int32)
     return PackedBatch(
@@ -93,13 +93,15 @@ def step(spec: DecoderSpec, base, params, settings, batch, keys):
     return jax.tree.map(lambda x: x[None], result)
 
 
-def arguments(spec: DecoderSpec, mesh: Mesh, specs) -> list:
+def arguments(
+    spec: DecoderSpec, mesh: Mesh, specs, num_devices: int = NUM_DEVICES
+) -> list:
     """Shapes and placements of the arguments of `step`."""
     shapes = (
         spec.base_shapes(),
         spec.adapter_shapes(),
         settings_shapes(spec),
-        batch_shapes(),
+        batch_shapes(num_devices),
         key_shapes(spec),
     )
 

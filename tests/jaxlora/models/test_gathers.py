@@ -1,23 +1,18 @@
 """When the weights of a decoder are gathered, in the programs that devices run."""
 
 import collections
-import os
-import pathlib
 import re
-import subprocess
-import sys
-import sysconfig
 
 import jax
 import pytest
 from jax.extend.core import Jaxpr, Var
 
+from tests.deviceless import compile_deviceless
 from tests.jaxlora.models import test_sharded as decoders
 from tests.scheduled_hlo import entry_ops, gathered_arrays, most_alive_bytes
 
 FSDP = 4
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-ROOT = pathlib.Path(__file__).parents[3]
 H200_LAYERS, VOCABULARY = 4, 128256
 # q, k, v and o, then gate, up and down, in bfloat16.
 LAYER_BYTES = 2 * (4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336)
@@ -136,40 +131,11 @@ def test_each_weight_is_gathered_once_in_each_pass(remat, tied):
 # ---- the program that is compiled for H200 -------------------------------------------
 
 
-def cuda_folder() -> pathlib.Path | None:
-    """The folder with NVIDIA's compiler and JAX's CUDA plugin, if there is one."""
-    folders = [os.environ.get("JAXLORA_TESTS_CUDA"), sysconfig.get_path("purelib")]
-    for folder in map(pathlib.Path, filter(None, folders)):
-        compiler, plugin = folder / "nvidia/cu13/bin/ptxas", folder / "jax_plugins"
-        if compiler.is_file() and (plugin / "xla_cuda13").is_dir():
-            return folder
-    return None
-
-
 @pytest.fixture(scope="module")
 def h200_program(tmp_path_factory) -> str:
     """Text of a training step of four of Llama-3.1-8B's layers on four H200s."""
-    if (cuda := cuda_folder()) is None:
-        pytest.skip(
-            "compiling for H200 needs the packages jax-cuda13-plugin, jax-cuda13-pjrt, "
-            "nvidia-cuda-nvcc, nvidia-nvvm, nvidia-cuda-runtime, nvidia-cuda-cupti and "
-            "nvidia-nvjitlink, in this environment or in the folder that "
-            "JAXLORA_TESTS_CUDA names"
-        )
-    toolkit, out = cuda / "nvidia/cu13", tmp_path_factory.mktemp("h200") / "program.txt"
-    # Deviceless, XLA cannot choose among kernels of matrix products by timing them.
-    flags = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
-    env = os.environ | {
-        "PATH": f"{toolkit}/bin:{toolkit}/nvvm/bin:{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(cuda)]),
-        "CUDA_ROOT": str(toolkit),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={toolkit} {flags}",
-    }
-    program = "tests.jaxlora.models.h200_program"
-    command = [sys.executable, "-m", program, str(H200_LAYERS), str(out)]
-    subprocess.run(command, env=env, cwd=ROOT, check=True)
+    out = tmp_path_factory.mktemp("h200") / "program.txt"
+    compile_deviceless("tests.jaxlora.models.h200_program", str(H200_LAYERS), out)
     return out.read_text()
 
 
