@@ -178,4 +178,5 @@ KERNEL_CASES = (
     KernelCase("4 adapters of rank 8", 8192, _SQUARE, (8,) * 4),
     KernelCase("3 adapters of rank 8, one of rank 128", 8192, _SQUARE, (8, 8, 8, 128)),
     KernelCase("4 adapters of rank 128", 8192, _SQUARE, (128,) * 4),
+    KernelCase("Llama-3.1-8B layer, 4 adapters", 8192, linear_groups(LARGE), _FOUR),
 )

@@ -1,8 +1,13 @@
-"""Times LoRA linears on a Hopper GPU, as ratios to the frozen layer through cuBLAS.
+"""Times LoRA linears on an NVIDIA GPU, as ratios to the frozen layer through cuBLAS.
 
 All times are device times: the sum of a call's kernels as CUPTI counts them, or CUDA
 events for torch. The frozen layer is `y = x W` and `dx = dy W'`; everything else also
 returns the gradients of A and B. All methods of a case run in one process.
+
+The product of the Triton kernels differs from cuBLAS's, so their times are also given
+as ratios to "frozen Triton", the same product without adapters. `--capability 80`
+compiles these kernels as for an A100 on a newer GPU. That ratio is then an estimate of
+the ratio there, and the other ratios are not.
 
 A few calls end before the device reaches its power limit. `--sustained` also calls each
 method back to back for some seconds, and reports wall time at the clock that is left.
@@ -14,6 +19,7 @@ package torch is optional.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +31,14 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from jaxlora.bench.kernels import peers
-from jaxlora.bench.kernels.methods import METHODS, call, operands
+from jaxlora.bench.kernels.methods import (
+    FROZEN,
+    METHODS,
+    OWN_FROZEN,
+    call,
+    operands,
+    unsupported,
+)
 from jaxlora.bench.options import add_output_dir, make_parser
 from jaxlora.bench.report import (
     Timing,
@@ -36,11 +49,11 @@ from jaxlora.bench.report import (
     write_csv,
 )
 from jaxlora.bench.shapes import KERNEL_CASES, KernelCase
+from jaxlora.pallas_kernels.triton.device import forced_capability
 
 Columns = dict[str, Any]
 Timed = tuple[str, str, Timing]  # method, pass, timing
 
-FROZEN = "frozen"  # the method in the denominator of ratios
 ROUNDS = 3  # each method's calls are spread over the run because clocks drift with heat
 _AT_ONCE = 20  # calls that are queued before the host waits
 
@@ -102,20 +115,29 @@ def time_torch(case: KernelCase, repeats: int) -> Iterator[Timed]:
         yield name, what, Timing.of(times)
 
 
-def ratios(timings: Iterable[Timed]) -> list[float | None]:
-    """Divides medians by the frozen layer's in the same pass; None without one."""
+def ratios(
+    timings: Iterable[Timed], frozen: Callable[[str], str | None] = lambda _: FROZEN
+) -> list[float | None]:
+    """Divides medians by a frozen layer's in the same pass; None without one.
+
+    Args:
+        timings: All timings of a case.
+        frozen: Returns the method by which to divide a method's times.
+    """
     timings = list(timings)
-    base = {what: t.median for method, what, t in timings if method == FROZEN}
+    medians = {(method, what): t.median for method, what, t in timings}
+    bases = (medians.get((frozen(method) or "", what)) for method, what, _ in timings)
     return [
-        round(t.median / base[what], 3) if what in base else None
-        for _, what, t in timings
+        round(t.median / base, 3) if base else None
+        for base, (_, _, t) in zip(bases, timings, strict=True)
     ]
 
 
 def ratios_table(rows: Sequence[Columns]) -> str:
     """Formats ratios of forward and backward, with a line for each case.
 
-    The column of the frozen layer holds its microseconds.
+    The column of the frozen layer holds its microseconds. A ratio to a method's own
+    frozen product is in parentheses.
     """
     both = [row for row in rows if row["pass"].startswith("both")]
     name = lambda row: row["method"] + row["pass"].removeprefix("both")
@@ -124,6 +146,8 @@ def ratios_table(rows: Sequence[Columns]) -> str:
     for row in both:
         is_frozen, ratio = row["method"] == FROZEN, row["ratio"]
         cell = f"{row['median_us']} us" if is_frozen or ratio is None else ratio
+        if row.get("own_ratio"):
+            cell = f"{cell} ({row['own_ratio']} of its own)"
         shown[row["case"], name(row)] = cell
     cases = dict.fromkeys(row["case"] for row in both)
     lines = [[case, *(shown.get((case, c), "") for c in columns)] for case in cases]
@@ -180,7 +204,14 @@ def parser() -> argparse.ArgumentParser:
         nargs="*",
         choices=METHODS,
         default=list(METHODS),
-        help=f"there are no ratios without {FROZEN!r}",
+        help=f"those that cannot run here are left out; there are no ratios without "
+        f"{FROZEN!r}",
+    )
+    out.add_argument(
+        "--capability",
+        type=int,
+        help="ten times the compute capability for which Triton compiles, such as 80; "
+        "by default the device's",
     )
     return out
 
@@ -193,18 +224,38 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not args.no_torch and not with_torch:
         print("torch's methods are left out: torch is not installed")
     end = about(jax.devices()[0].device_kind)
+    if args.capability:
+        end["device"] += f", Triton code for {args.capability / 10}"
     rows: list[Columns] = []
-    for case in (KERNEL_CASES[i] for i in args.cases):
-        timings = list(time_jax(case, args.repeats, args.methods, args.sustained))
-        if with_torch:
-            timings += time_torch(case, args.repeats)
-        for timed, ratio in zip(timings, ratios(timings), strict=True):
-            rows.append(_row(case, timed, ratio) | end)
-            _print(rows[-1])
+    with contextlib.ExitStack() as stack:
+        if args.capability:
+            stack.enter_context(forced_capability(args.capability))
+        for case in (KERNEL_CASES[i] for i in args.cases):
+            for row in time_case(case, args, with_torch=with_torch):
+                rows.append(row | end)
+                _print(rows[-1])
     print(ratios_table(rows))
     if args.output_dir:
         write_csv(args.output_dir / "kernels.csv", rows)
         plot(rows, args.output_dir / "kernels.png")
+
+
+def time_case(
+    case: KernelCase, options: argparse.Namespace, *, with_torch: bool
+) -> Iterator[Columns]:
+    """Times the methods that can run a case; returns a row for each pass of each."""
+    methods = []
+    for method in options.methods:
+        if (reason := unsupported(method, case)) is None:
+            methods.append(method)
+        else:
+            print(f"{method} is left out: {reason}")
+    timings = list(time_jax(case, options.repeats, methods, options.sustained))
+    if with_torch:
+        timings += time_torch(case, options.repeats)
+    all_ratios = zip(ratios(timings), ratios(timings, OWN_FROZEN.get), strict=True)
+    for timed, (ratio, own_ratio) in zip(timings, all_ratios, strict=True):
+        yield _row(case, timed, ratio) | {"own_ratio": own_ratio}
 
 
 def _row(case: KernelCase, timed: Timed, ratio: float | None) -> Columns:
@@ -223,6 +274,7 @@ def _row(case: KernelCase, timed: Timed, ratio: float | None) -> Columns:
 def _print(row: Columns) -> None:
     print(
         f"{row['case']:42} {row['method']:30} {row['pass']:18} {row['median_us']:9} us "
-        f"{'' if row['ratio'] is None else row['ratio']:6}",
+        f"{'' if row['ratio'] is None else row['ratio']:6} "
+        f"{'' if row['own_ratio'] is None else row['own_ratio']:6}",
         flush=True,
     )

@@ -8,7 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxlora.bench.shapes import KernelCase
-from jaxlora.pallas_kernels import Dropout, Projection, dropout_keys, multi_lora_linears
+from jaxlora.pallas_kernels import (
+    BACKENDS,
+    Dropout,
+    LinearShape,
+    Projection,
+    dropout_keys,
+    multi_lora_linears,
+)
 
 BLOCK = 128  # token rows of a block
 
@@ -98,6 +105,14 @@ def frozen(x, matrices, routing):
     return [x @ w for w, _, _ in matrices]
 
 
+def frozen_triton(x, matrices, routing):
+    """Runs the frozen layers alone, with the tiles of the `triton` back end."""
+    from jaxlora.bench.kernels.product import product  # Triton is optional
+
+    del routing
+    return [product(x, w) for w, _, _ in matrices]
+
+
 def ours(implementation, x, matrices, routing):
     """Runs `multi_lora_linears` with one of its implementations."""
     projections = [
@@ -158,10 +173,19 @@ def one_by_one(x, matrices, routing):
     return [jnp.concatenate(parts) for parts in zip(*out, strict=True)]
 
 
+FROZEN = "frozen"  # through cuBLAS; the denominator of ratios
+# The frozen layer with the same product as a method's, where that is not cuBLAS's.
+OWN_FROZEN = {"jaxlora triton": "frozen Triton"}
+_OURS = {f"jaxlora {name}": name for name in BACKENDS}
+# The back end that a method needs.
+_NEEDED = _OURS | {
+    OWN_FROZEN[name]: _OURS[name] for name in OWN_FROZEN if name in _OURS
+}
+_WITHOUT_ADAPTERS = (frozen, frozen_triton)
 METHODS: dict[str, Callable] = {
-    "frozen": frozen,
-    "jaxlora mosaic": functools.partial(ours, "mosaic"),
-    "jaxlora xla": functools.partial(ours, "xla"),
+    FROZEN: frozen,
+    "frozen Triton": frozen_triton,
+    **{name: functools.partial(ours, backend) for name, backend in _OURS.items()},
     "ragged_dot, no dropout": ragged,
     "static slices, no dropout": static_slices,
     "a layer for each adapter": one_by_one,
@@ -170,7 +194,7 @@ METHODS: dict[str, Callable] = {
 
 def passes(method, groups, routing, *, with_gradient: bool):
     """Computes outputs of every group, and optionally gradients of x, A and B."""
-    out = []
+    out, is_frozen = [], method in _WITHOUT_ADAPTERS
     for group in groups:
         weights = [w for w, _, _ in group.matrices]
         adapters = [(a, b) for _, a, b in group.matrices]
@@ -184,7 +208,7 @@ def passes(method, groups, routing, *, with_gradient: bool):
             continue
         y, vjp = jax.vjp(forward, group.x, adapters)
         gradients = vjp(tuple(group.dy))
-        out.append((y, gradients[0] if method is frozen else gradients))
+        out.append((y, gradients[0] if is_frozen else gradients))
     return out
 
 
@@ -193,3 +217,22 @@ def call(method: str, routing: Routing, *, with_gradient: bool) -> Callable:
     return functools.partial(
         passes, METHODS[method], routing=routing, with_gradient=with_gradient
     )
+
+
+def unsupported(method: str, case: KernelCase) -> str | None:
+    """Returns why a method cannot run a case on this device, or None if it can."""
+    backend = _NEEDED.get(method)
+    if backend is None:
+        return None
+    shapes = (
+        LinearShape(
+            dtype=jnp.bfloat16,
+            in_features=k,
+            out_features=n,
+            rank=max(case.ranks),
+            block_tokens=BLOCK,
+        )
+        for k, widths in case.groups
+        for n in widths
+    )
+    return next(filter(None, map(BACKENDS[backend].unsupported, shapes)), None)

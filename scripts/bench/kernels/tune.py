@@ -1,9 +1,15 @@
 """Measures tile choices of the fused kernels and writes their tuning table.
 
 The shapes are those of a layer that `jaxlora bench kernels` times. All timings, also of
-slower choices, go to a CSV file beside the table. Needs a Hopper GPU.
+slower choices, go to a CSV file beside the table. The Mosaic kernels need a Hopper GPU,
+the Triton kernels one with compute capability 8.0 or more.
 
     jaxlora bench tune --table pallas_kernels/mosaic/tuning.json
+    jaxlora bench tune --backend triton --table pallas_kernels/triton/tiles.json
+
+A measured tile counts for GPUs of the same capability and number of multiprocessors.
+Run tests/pallas_kernels/test_triton_tiles.py with the new table: it checks that no tile
+spills registers.
 """
 
 import argparse
@@ -16,18 +22,23 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from jaxlora.bench.kernels import tiles
 from jaxlora.bench.options import make_parser
 from jaxlora.bench.report import device_times, require_gpu
 from jaxlora.bench.shapes import LARGE, products
+from jaxlora.errors import JaxloraError
 from jaxlora.pallas_kernels.mosaic.products import Term, expand, outer
 from jaxlora.pallas_kernels.routing import Blocks, make_blocks
 from jaxlora.pallas_kernels.settings import KernelSettings, kernel_settings
+from jaxlora.pallas_kernels.triton.device import present_target
+from jaxlora.pallas_kernels.triton.tiles import measured_device
 
 RANK, SLOTS = 16, 4
 SHAPES = products(LARGE)  # (K, N)
 BANDS = (2, 4, 8, 16, 32)
 SPLITS = (1, 2, 4, 8, 16)
 KERNELS = ("expand", "outer")
+BACKENDS_TO_TUNE = {"mosaic": KERNELS, "triton": tiles.KERNELS}
 FIELDS = ("device", "key", "choice", "value", "median_us")
 
 
@@ -84,7 +95,7 @@ def tune_outer(t: int, repeats: int) -> Iterator[dict]:
             yield {"key": key, "choice": "splits", "value": splits, "median_us": time}
 
 
-def tune(tokens: list[int], kernels: list[str], repeats: int) -> Iterator[dict]:
+def tune(tokens: Sequence[int], kernels: Sequence[str], repeats: int) -> Iterator[dict]:
     """Times all choices of the given kernels."""
     for t in tokens if "expand" in kernels else ():
         yield from tune_expand(t, repeats)
@@ -115,7 +126,7 @@ def write(table_path: Path, device: str, rows: list[dict]) -> None:
     for key in sorted(measured):
         times = (row for row in rows if row["key"] == key)
         best = min(times, key=lambda row: row["median_us"])
-        table.setdefault(device, {})[key] = {best["choice"]: best["value"]}
+        table.setdefault(device, {})[key] = _entry(best)
     table_path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
     with csv_path.open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS)
@@ -124,13 +135,26 @@ def write(table_path: Path, device: str, rows: list[dict]) -> None:
         writer.writerows({"device": device, **row} for row in rows)
 
 
+def _entry(row: dict) -> dict:
+    """Returns what the table holds for the choice of a row."""
+    if row["choice"] == tiles.CHOICE:
+        return json.loads(row["value"])
+    return {row["choice"]: row["value"]}
+
+
 def parser() -> argparse.ArgumentParser:
     """Makes the parser of the options."""
     out = make_parser("tune", __doc__)
     out.add_argument("--table", type=Path, required=True, help="JSON file to update")
     out.add_argument("--repeats", type=int, default=10)
     out.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384])
-    out.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
+    out.add_argument("--backend", choices=BACKENDS_TO_TUNE, default="mosaic")
+    out.add_argument(
+        "--kernels",
+        nargs="+",
+        choices=sorted({k for names in BACKENDS_TO_TUNE.values() for k in names}),
+        help="by default all of the back end's",
+    )
     return out
 
 
@@ -138,9 +162,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures with the given options."""
     args = parser().parse_args(argv)
     require_gpu("tune")
+    known = BACKENDS_TO_TUNE[args.backend]
+    kernels = args.kernels or known
+    if unknown := sorted(set(kernels) - set(known)):
+        raise JaxloraError(
+            f"--kernels {' '.join(unknown)}: the {args.backend} back end has only "
+            f"{', '.join(known)}."
+        )
+    if known is tiles.KERNELS:
+        device = measured_device(present_target())
+        timed = tiles.tune_tiles(args.tokens, kernels, device_time, args.repeats)
+    else:
+        device = jax.devices()[0].device_kind
+        timed = tune(args.tokens, kernels, args.repeats)
     rows = []
-    for row in tune(args.tokens, args.kernels, args.repeats):
+    for row in timed:
         row["median_us"] = round(row["median_us"], 1)
         rows.append(row)
         print(*row.values(), flush=True)
-    write(args.table, jax.devices()[0].device_kind, rows)
+    write(args.table, device, rows)

@@ -37,6 +37,11 @@ def test_ratios_are_over_the_frozen_layer_wherever_it_is():
     assert benchmark.ratios([slow, quick]) == [None, None]
 
 
+def test_ratios_to_a_methods_own_frozen_product():
+    timings = [timed("a", "both", 30.0), timed("frozen a", "both", 20.0)]
+    assert benchmark.ratios(timings, {"a": "frozen a"}.get) == [1.5, None]
+
+
 def row(method, what, ratio):
     names = {"case": "c", "method": method, "pass": what}
     return {**names, "median_us": 20.0, "ratio": ratio}
@@ -49,12 +54,14 @@ def test_the_table_has_a_column_for_each_method():
         row("other", "both", 1.5),
         row("other", "both, sustained", 1.4),
         row("more", "both", None),
+        row("own", "both", 2.0) | {"own_ratio": 1.1},
     ]
     table = benchmark.ratios_table(rows).splitlines()
     assert table[0] == (
-        "| time over the frozen layer | frozen | other | other, sustained | more |"
+        "| time over the frozen layer | frozen | other | other, sustained | more "
+        "| own |"
     )
-    assert table[2:] == ["| c | 20.0 us | 1.5 | 1.4 | 20.0 us |"]
+    assert table[2:] == ["| c | 20.0 us | 1.5 | 1.4 | 20.0 us | 2.0 (1.1 of its own) |"]
 
 
 def test_a_plot_leaves_out_rows_without_a_ratio(tmp_path):

@@ -3,7 +3,13 @@
 import jax
 import numpy as np
 
-from jaxlora.bench.kernels.methods import METHODS, call, operands
+from jaxlora.bench.kernels.methods import (
+    FROZEN,
+    METHODS,
+    call,
+    operands,
+    unsupported,
+)
 from jaxlora.bench.shapes import LARGE, KernelCase, linear_groups, products
 
 CASE = KernelCase("small", 512, ((128, (128, 64)),), ranks=(8, 16), rate=0.0)
@@ -14,7 +20,7 @@ def test_methods_without_dropout_agree():
     outputs = {
         name: jax.jit(call(name, routing, with_gradient=False))(groups)[0]
         for name in METHODS
-        if name not in ("frozen", "jaxlora mosaic")
+        if name != FROZEN and unsupported(name, CASE) is None
     }
     expected = outputs.pop("jaxlora xla")
     assert outputs
@@ -35,3 +41,8 @@ def test_shapes_of_a_layer():
         (4096, 14336),
         (14336, 4096),
     }
+
+
+def test_a_method_that_cannot_run_here_is_known():
+    assert unsupported(FROZEN, CASE) is None
+    assert "not an NVIDIA GPU" in str(unsupported("jaxlora mosaic", CASE))

@@ -6,9 +6,14 @@ import jax
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxlora.bench.kernels import tiles as bench_tiles
 from jaxlora.bench.kernels import tune
 from jaxlora.pallas_kernels.mosaic import tuning
 from jaxlora.pallas_kernels.mosaic.device import interpreted
+from jaxlora.pallas_kernels.triton import tiles
+from jaxlora.pallas_kernels.triton.device import interpreted as interpreted_triton
+from jaxlora.pallas_kernels.triton.device import present_target
+from tests.pallas_kernels import triton_interpreter
 
 
 @pytest.fixture
@@ -51,3 +56,30 @@ def test_the_kernels_read_what_the_tuner_writes(rows, tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "_table", lambda: written)
     assert tuning.band_for("this GPU", 256, 128, 256) == 4
     assert tuning.splits_for("this GPU", 256, num_sms=132) == 2
+
+
+def test_tiles_are_written_where_the_kernels_read_them(monkeypatch, tmp_path):
+    times = iter([3.0, 2.0, 1.0, 4.0] * 2)
+    monkeypatch.setattr(bench_tiles, "RANKS", (16,))
+    monkeypatch.setattr(bench_tiles, "SHAPES", ((128, 256),))
+    for kernel, entries in bench_tiles.CANDIDATES.items():
+        monkeypatch.setitem(bench_tiles.CANDIDATES, kernel, entries[:2])
+
+    def device_time(f, given, *, repeats):
+        jax.eval_shape(f, given)
+        return next(times)
+
+    with interpreted_triton(triton_interpreter.run):
+        target = present_target()
+        kernels = ("expand", "dual", "outer")
+        rows = list(bench_tiles.tune_tiles([512], kernels, device_time, 1))
+    path = tmp_path / "tiles.json"
+    tune.write(path, tiles.measured_device(target), rows)
+    written = tiles.tile_table() | json.loads(path.read_text())
+    monkeypatch.setattr(tiles, "tile_table", lambda: written)
+    found = tiles.tile_for("expand", target, shape=(512, 128, 256))
+    assert found == tiles.to_tile(bench_tiles.CANDIDATES["expand"][0])
+    assert len(rows) == 6 and rows[0]["median_us"] == 5.0
+    assert tiles.tile_for("dual", target, rank=16) == tiles.to_tile(
+        bench_tiles.CANDIDATES["dual"][1]
+    )

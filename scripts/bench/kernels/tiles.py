@@ -1,0 +1,200 @@
+"""Times the tiles of the Triton kernels on the present device."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxlora.bench.shapes import LARGE, products
+from jaxlora.pallas_kernels import MaskWords, dropout_keys, kernel_settings, mask_words
+from jaxlora.pallas_kernels.routing import make_blocks
+from jaxlora.pallas_kernels.settings import KernelSettings
+from jaxlora.pallas_kernels.triton.device import Target, present_target
+from jaxlora.pallas_kernels.triton.tiles import to_tile
+
+SLOTS, BLOCK = 4, 128
+RANKS = (16, 32, 64)
+SHAPES = products(LARGE)  # (K, N)
+KERNELS = ("expand", "shrink", "outer", "dual")
+CHOICE = "tile"  # what a row's value is
+Entry = dict[str, int]
+DeviceTime = Callable[..., float]
+
+
+def _entries(
+    names: str, *options: tuple[tuple[int, ...], int, Sequence[int]]
+) -> list[Entry]:
+    """Makes entries of (sizes, num_warps, all num_stages to try)."""
+    return [
+        dict(zip(names.split(), sizes, strict=True))
+        | {"num_warps": num_warps, "num_stages": num_stages}
+        for sizes, num_warps, all_stages in options
+        for num_stages in all_stages
+    ]
+
+
+CANDIDATES: dict[str, list[Entry]] = {
+    "expand": _entries(
+        "BM BN BK BAND",
+        ((128, 256, 64, 8), 8, (3, 4)),
+        ((128, 256, 32, 8), 8, (3, 4)),
+        ((128, 128, 64, 8), 8, (3, 4)),
+        ((128, 128, 64, 8), 4, (3,)),
+        ((128, 128, 32, 8), 4, (3, 4)),
+        ((64, 256, 32, 8), 4, (3, 4)),
+    ),
+    "shrink": _entries("BM BK", *(((m, 128), 4, (3, 4)) for m in (16, 32, 64))),
+    "outer": _entries("BK", *(((k,), w, (3, 4)) for k in (128, 256) for w in (4, 8))),
+    "dual": _entries("BN", *(((n,), w, (2, 3)) for n in (128, 256) for w in (4, 8))),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Operands of the kernels in bfloat16, with four equal adapters and dropout.
+
+    Attributes:
+        x: [T, K].
+        s: [T, R].
+        w: Weights stored [1, K, N] and [1, N, K].
+        a: [G, K, R].
+        a_transposed: [G, R, K].
+        b: B stored [G, R, N] and [G, N, R].
+        settings: Settings of the slots.
+        words: Words of the masks of K, and of N features.
+    """
+
+    x: jax.Array
+    s: jax.Array
+    w: tuple[jax.Array, jax.Array]
+    a: jax.Array
+    a_transposed: jax.Array
+    b: tuple[jax.Array, jax.Array]
+    settings: KernelSettings
+    words: tuple[MaskWords, MaskWords]
+
+
+jax.tree_util.register_dataclass(Inputs)
+
+
+def _inputs(t: int, k: int, n: int, r: int) -> Inputs:
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    normal = lambda *shape: jax.random.normal(next(keys), shape, jnp.bfloat16)
+    key = dropout_keys(jnp.arange(SLOTS), jnp.zeros(SLOTS, jnp.int32), 0, 0)[None]
+    one, index = jnp.ones((1, SLOTS)), jnp.arange(t, dtype=jnp.int32)
+    (settings,) = kernel_settings(one, jnp.full((1, SLOTS), r, jnp.int32), 0.1 * one)
+    words_of = lambda m: mask_words(key, _block_adapter(t), index, m)[0]
+    return Inputs(
+        x=normal(t, k),
+        s=normal(t, r),
+        w=(normal(1, k, n), normal(1, n, k)),
+        a=normal(SLOTS, k, r),
+        a_transposed=normal(SLOTS, r, k),
+        b=(normal(SLOTS, r, n), normal(SLOTS, n, r)),
+        settings=settings,
+        words=(words_of(k), words_of(n)),
+    )
+
+
+def _block_adapter(t: int) -> jax.Array:
+    return jnp.repeat(jnp.arange(SLOTS, dtype=jnp.int32), t // BLOCK // SLOTS)
+
+
+def _calls(kernel: str, tile: Any, target: Target) -> list[Callable[[Inputs], Any]]:
+    """Returns functions that call a kernel in each of its roles in a training step."""
+    # Triton is optional, and the other back ends are tuned without it.
+    from jaxlora.pallas_kernels.triton.dual import dual
+    from jaxlora.pallas_kernels.triton.expand import Term, expand
+    from jaxlora.pallas_kernels.triton.outer import outer
+    from jaxlora.pallas_kernels.triton.shrink import shrink
+
+    options = {"target": target, "tile": tile}
+
+    def blocks(given):
+        rows = given.x.shape[0]
+        return make_blocks(_block_adapter(rows), SLOTS, rows)
+
+    def product(given, transposed, words=None):
+        term = Term(
+            x=given.x,
+            w=given.w[transposed],
+            s=given.s,
+            b=given.b[transposed],
+            settings=given.settings,
+            words=words,
+        )
+        return expand(
+            [term],
+            jnp.zeros(1, jnp.int32),
+            blocks(given),
+            block_tokens=BLOCK,
+            transposed=transposed,
+            rank_last=transposed,
+            **options,
+        )
+
+    def masked(given, kernel, other, **more):
+        shared = [given.settings], [given.words[0]], blocks(given)
+        return kernel(given.x, [other], *shared, **more, **options)
+
+    def both(given):
+        operands = given.x, given.s, given.a_transposed, given.settings
+        return dual(*operands, blocks(given), **options)
+
+    calls: dict[str, list[Callable[[Inputs], Any]]] = {
+        "expand": [  # y and dx
+            lambda given: product(given, False),
+            lambda given: product(given, True, given.words[1]),
+        ],
+        "shrink": [lambda given: masked(given, shrink, given.a, rank_first=False)],
+        "outer": [lambda given: masked(given, outer, given.s)],
+        "dual": [both],
+    }
+    return calls[kernel]
+
+
+def tune_tiles(
+    tokens: Sequence[int],
+    kernels: Sequence[str],
+    device_time: DeviceTime,
+    repeats: int,
+) -> Iterator[dict[str, Any]]:
+    """Times the candidates; yields rows for the tuning table.
+
+    A tile that cannot be compiled, as it needs too much shared memory, is left out.
+
+    Args:
+        tokens: Numbers of token rows. The other kernels than expand take the last.
+        kernels: Some of `KERNELS`.
+        device_time: Returns the microseconds of a function of one argument.
+        repeats: Calls for each time.
+    """
+    for kernel in kernels:
+        for key, sizes in _problems(kernel, tokens):
+            given = _inputs(*sizes)
+            for entry in CANDIDATES[kernel]:
+                calls = _calls(kernel, to_tile(entry), present_target())
+                try:
+                    times = [device_time(f, given, repeats=repeats) for f in calls]
+                except (RuntimeError, ValueError) as error:
+                    print(f"{key}: {entry} is left out: {str(error).splitlines()[0]}")
+                    continue
+                row = {"key": key, "choice": CHOICE, "value": json.dumps(entry)}
+                yield row | {"median_us": sum(times)}
+
+
+def _problems(
+    kernel: str, tokens: Sequence[int]
+) -> Iterator[tuple[str, tuple[int, int, int, int]]]:
+    """Yields keys of the table, and T, K, N and R of a product that decides them."""
+    if kernel == "expand":
+        for t in tokens:
+            for k, n in SHAPES:
+                yield f"expand {t} {k} {n}", (t, k, n, RANKS[0])
+        return
+    k, n = SHAPES[0]
+    for r in RANKS:
+        yield f"{kernel} {r}", (tokens[-1], k, n, r)
