@@ -77,6 +77,7 @@ FROZEN, PEER = "adapters off", "peft, packed"
 ROWS = {
     FROZEN: Row(library="jaxlora", has_adapters=False),
     "jaxlora mosaic": Row(library="jaxlora", implementation="mosaic"),
+    "jaxlora triton": Row(library="jaxlora", implementation="triton"),
     "jaxlora xla": Row(library="jaxlora"),
     "jaxlora mosaic, remat mlp": Row(
         library="jaxlora", implementation="mosaic", remat="mlp"
