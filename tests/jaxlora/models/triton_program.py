@@ -45,7 +45,7 @@ def decoder_spec() -> DecoderSpec:
     options = DecoderOptions(
         dtype=jnp.dtype(jnp.bfloat16),
         implementation="triton",
-        attention="xla",
+        attention="triton",
         max_segment_tokens=2048,
     )
     return dataclasses.replace(spec, config=config, options=options)
