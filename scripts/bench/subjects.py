@@ -30,6 +30,7 @@ SUBJECTS = {
     "ops": Subject("ops", "operations around the linears of a step"),
     "traffic": Subject("kernels.traffic", "device memory traffic of LoRA linears"),
     "tune": Subject("kernels.tune", "tile choices, for the kernels' tuning table"),
+    "memory": Subject("memory", "by estimate, which settings fit into which GPUs"),
     "data": Subject("data", "reading and tokenizing records"),
     "templates": Subject("templates", "rendering templates in a child process"),
     "convergence": Subject("convergence", "losses with and without fused kernels"),

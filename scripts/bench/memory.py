@@ -1,0 +1,113 @@
+"""Prints, by estimate, which settings `auto` takes for models on GPUs of some sizes.
+
+Nothing is trained. Attention and the LoRA linears are those of plain XLA, without
+dropout, as compiled on this machine.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from jaxlora.bench.shapes import MODELS, config_json
+from jaxlora.config import RunConfig
+from jaxlora.costs.device_speed import find_speed
+from jaxlora.hf.config import model_config
+from jaxlora.hf.names import linear_names, linear_path
+from jaxlora.memory.bounds import Bounds
+from jaxlora.memory.device import DeviceMemory, format_bytes
+from jaxlora.memory.gpu_share import SHARE
+from jaxlora.memory.mesh import MeshStages, resident_footprint
+from jaxlora.memory.options import fastest, find_options
+from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.modules.multi_lora_linear import SlotShape
+
+_RESERVE = 0.05
+_BOUNDS = Bounds(
+    smallest=1024,
+    largest=16384,
+    unit=1024,
+    remats=("none", "mlp", "layer"),
+    sample_tokens=400.0,
+    window_tokens=4 * 16384.0,
+)
+_CONFIG = RunConfig(
+    model="m",
+    jobs=[{"name": "a", "data": {"path": "a.jsonl"}}],  # type: ignore[list-item]
+    microbatch_tokens="auto",
+    remat="auto",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """A GPU of the table.
+
+    Attributes:
+        name: Its name, by which its rates are known.
+        gib: Its memory, as the driver reports it.
+    """
+
+    name: str
+    gib: float
+
+
+GPUS = (
+    Gpu("NVIDIA GeForce RTX 4090", 24.0),
+    Gpu("NVIDIA A100-SXM4-40GB", 40.0),
+    Gpu("NVIDIA L40S", 45.0),
+    Gpu("NVIDIA A100-SXM4-80GB", 80.0),
+)
+
+
+def cell(spec: DecoderSpec, gpu: Gpu) -> str:
+    """Describes the settings that `auto` takes on a GPU that runs nothing else."""
+    num_bytes = int(gpu.gib * 2**30 * SHARE * (1 - _RESERVE))
+    available = DeviceMemory(num_bytes=num_bytes, source="a described device")
+    stages = MeshStages.of(_CONFIG, spec)
+    if resident_footprint(stages).total_bytes(0) > num_bytes:
+        return "does not fit"
+    found = find_options(_CONFIG, stages, _BOUNDS, available, find_speed(gpu.name))
+    chosen = fastest(found)
+    if not chosen.fits:
+        return "does not fit"
+    needed = format_bytes(chosen.found.total_bytes(chosen.tokens))
+    return f"{chosen.remat}, {chosen.tokens:,}, {needed}"
+
+
+def decoder(model: str) -> DecoderSpec:
+    """Makes the decoder of a model in bfloat16, with 4 slots of rank 16."""
+    config = model_config(config_json(model))
+    options = DecoderOptions(
+        dtype=jnp.dtype("bfloat16"), max_segment_tokens=1024, mean_segment_tokens=400
+    )
+    return DecoderSpec(
+        config=config,
+        options=options,
+        slots=SlotShape(num_slots=4, rank=16),
+        adapted=tuple(sorted(map(linear_path, linear_names(config)))),
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the options."""
+    out = argparse.ArgumentParser(
+        prog="jaxlora bench memory", description="What fits, by estimate."
+    )
+    names = ["llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"]
+    names += ["qwen2.5-14b", "qwen2.5-32b"]
+    out.add_argument("--models", nargs="+", choices=MODELS, default=names)
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the table in Markdown."""
+    models = parser().parse_args(argv).models
+    print("| model | " + " | ".join(f"{g.name}, {g.gib:g} GiB" for g in GPUS) + " |")
+    print("|---" * (len(GPUS) + 1) + "|")
+    for model in models:
+        spec = decoder(model)
+        cells = " | ".join(cell(spec, gpu) for gpu in GPUS)
+        print(f"| {model} | {cells} |", flush=True)
