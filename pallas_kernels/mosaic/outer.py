@@ -3,7 +3,7 @@
 Both are `wide^T narrow`, summed over each slot's own rows; for dB, dy is wide and the
 result is transposed.
 Grid: one program per multiprocessor, and each takes items in turn. An item is 128
-columns of wide, a chunk of 64 ranks, and one of `splits` shares of the parts into which
+columns of wide, a chunk of 64 ranks, and one of `shares` shares of the parts into which
 `parts.py` splits every slot's rows.
 Pipeline: a ring of stages, each with a block of 64 rows: 64 x 128 of wide, 64 x 64 of
 every narrow, and the words of those tokens' masks. One warpgroup loads; two compute 64
@@ -12,6 +12,8 @@ See docs/kernels.md.
 """
 
 import dataclasses
+import functools
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -32,7 +34,6 @@ from jaxlora.pallas_kernels.mosaic.ring import (
     STEP,
     Ref,
     Ring,
-    max_chunks,
     zeros_like,
 )
 from jaxlora.pallas_kernels.parts import PartTable
@@ -40,11 +41,20 @@ from jaxlora.pallas_kernels.parts import PartTable
 TILE_COLUMNS = COMPUTE_WGS * STEP
 
 
+class _Part(NamedTuple):
+    """An entry of a `PartTable`."""
+
+    slot: Any
+    row: Any
+    first_block: Any
+    num_blocks: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Outer:
     """Computes the sum of `wide^T narrow` over each part of a slot's rows.
 
-    An item takes every `splits`-th part of all slots, and sums the blocks of each in
+    An item takes every `shares`-th part of all slots, and sums the blocks of each in
     order. Each of the P projections that share wide has its own narrow, mask and
     result.
 
@@ -52,13 +62,15 @@ class Outer:
         ring: Shared memory.
         wide_gmem: x or dy, [T, K].
         narrow_gmem: ds or s of each projection, [T, R].
-        out_gmem: The sum over each part for each projection, [parts, K, R], float32;
-            [parts, R, K] if `transposed`. `sum_parts` adds them up.
+        out_gmem: Partial sums for each projection, [rows, K, R], float32; [rows, R, K]
+            if `transposed`. `sum_parts` adds them up.
+        result_gmem: The sums of slots with one part, [G, K, R] or [G, R, K], float32;
+            None: all sums are partial.
         order_gmem: Blocks of 64 rows sorted by slot, [NB].
         parts: The parts of all slots' rows.
         settings: `KernelSettings` of each projection, with only its own rows.
         masks: Dropout masks of wide for each projection; empty without dropout.
-        splits: Number of items that share the parts of one tile.
+        shares: Number of items that share the parts of one tile.
         transposed: Whether the result is [parts, R, K].
     """
 
@@ -66,46 +78,58 @@ class Outer:
     wide_gmem: Ref
     narrow_gmem: tuple[Ref, ...]
     out_gmem: tuple[Ref, ...]
+    result_gmem: tuple[Ref, ...] | None
     order_gmem: Ref
     parts: PartTable
     settings: tuple
     masks: tuple[Mask, ...]
-    splits: int
+    shares: int
     transposed: bool
 
     def _tile(self, item):
-        """Returns the (first column, split, chunk of ranks) of an item."""
+        """Returns the (first column, share, chunk of ranks) of an item."""
         num_tiles = pl.cdiv(self.wide_gmem.shape[1], TILE_COLUMNS)
         tile, item = lax.rem(item, num_tiles), lax.div(item, num_tiles)
-        split, chunk = lax.rem(item, self.splits), lax.div(item, self.splits)
-        return tile * TILE_COLUMNS, split, chunk
+        share, chunk = lax.rem(item, self.shares), lax.div(item, self.shares)
+        return tile * TILE_COLUMNS, share, chunk
 
-    def _part(self, index, chunk):
-        """Reads the (slot, index, first block, number of blocks) of a part."""
+    def _part(self, index) -> _Part:
+        """Reads an entry of the table of parts."""
         index = jnp.minimum(index, self.parts.slot.shape[0] - 1)
-        slot, first_block = self.parts.slot[index], self.parts.first_block[index]
-        live = chunk < max_chunks(self.settings, slot)
-        num_blocks = jnp.where(live, self.parts.num_blocks[index], 0)
-        return slot, index, first_block, num_blocks
+        return _Part(*(getattr(self.parts, name)[index] for name in _Part._fields))
 
     def prefetch(self, item):
-        """Reads (number of the item's parts, its first part)."""
-        _, split, chunk = self._tile(item)
-        behind = jnp.maximum(self.parts.num_parts[0] - split, 0)
-        num_parts = lax.div(behind + self.splits - 1, jnp.int32(self.splits))
-        return num_parts, *self._part(split, chunk)
+        """Reads (number of the item's parts, its first two parts)."""
+        _, share, _ = self._tile(item)
+        behind = jnp.maximum(self.parts.num_parts[0] - share, 0)
+        num_parts = lax.div(behind + self.shares - 1, jnp.int32(self.shares))
+        return num_parts, self._part(share), self._part(share + self.shares)
 
-    def _each_part(self, item, prefetched, step, do):
-        """Calls `do(part, step)` for each part; reads the next part meanwhile."""
-        _, split, chunk = self._tile(item)
-        num_parts, *first = prefetched
+    def _each_part(self, item, prefetched, step, read, do):
+        """Calls `do(i, part, read(part), step)` for each part; returns the next step.
+
+        Each read of device memory takes as long as a short part. So a part's entry is
+        read two parts ahead, and what it points to one part ahead.
+        """
+        _, share, _ = self._tile(item)
+        num_parts, first, second = prefetched
 
         def one(i, carry):
-            step, part = carry
-            following = self._part(split + (i + 1) * self.splits, chunk)
-            return do(part, step), following
+            step, part, known, following = carry
+            later = self._part(share + (i + 2) * self.shares)
+            ahead = read(following)
+            return do(i, part, known, step), following, ahead, later
 
-        return lax.fori_loop(0, num_parts, one, (step, tuple(first)))[0]
+        start = step, first, read(first), second
+        return lax.fori_loop(0, num_parts, one, start)[0]
+
+    def _num_blocks(self, part, num_chunks, chunk):
+        """Returns a part's number of blocks; 0 if its slot has no such chunk."""
+        most = functools.reduce(jnp.maximum, num_chunks)
+        return jnp.where(chunk < most, part.num_blocks, 0)
+
+    def _num_chunks(self, part):
+        return tuple(one.num_chunks[part.slot] for one in self.settings)
 
     def _block(self, index):
         return self.order_gmem[jnp.minimum(index, self.order_gmem.shape[0] - 1)]
@@ -131,28 +155,37 @@ class Outer:
                 words_smem = self.ring.stage_words_smem.at[stage, p]
                 plgpu.copy_gmem_to_smem(mask.tokens.at[block], words_smem, full)
 
-        def load_part(part, step):
-            _, _, first_block, num_blocks = part
+        def read(part):
+            return self._num_chunks(part), self._block(part.first_block)
+
+        def load_part(i, part, known, step):
+            del i
+            num_chunks, block = known
 
             def one(i, carry):
                 step, block = carry
-                following = self._block(first_block + i + 1)
+                following = self._block(part.first_block + i + 1)
                 fill(self.ring.acquire(step), block)
                 return step + 1, following
 
-            start = step, self._block(first_block)
-            return lax.fori_loop(0, num_blocks, one, start)[0]
+            num_blocks = self._num_blocks(part, num_chunks, chunk)
+            return lax.fori_loop(0, num_blocks, one, (step, block))[0]
 
-        return self._each_part(item, prefetched, step, load_part)
+        return self._each_part(item, prefetched, step, read, load_part)
 
     def compute(self, item, prefetched, step, wg):
         """Computes one item; returns the next step of the ring."""
         column, _, chunk = self._tile(item)
         column = column + wg * STEP
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        def compute_part(part, step):
-            slot, index, _, num_blocks = part
-            words = [self._words(p, slot, column) for p in range(len(self.masks))]
+        def read(part):
+            words = [self._words(p, part.slot, column) for p in range(len(self.masks))]
+            return self._num_chunks(part), tuple(words)
+
+        def compute_part(i, part, known, step):
+            num_chunks, words = known
+            num_blocks = self._num_blocks(part, num_chunks, chunk)
 
             def accumulate(*accs):
                 def multiply(step):
@@ -172,14 +205,15 @@ class Outer:
 
             accs = [plgpu.ACC((STEP, STEP), jnp.float32)] * len(self.narrow_gmem)
             sums, step = pl.run_scoped(accumulate, *accs)
-            for total, out, one in zip(sums, self.out_gmem, self.settings, strict=True):
+            for p, total in enumerate(sums):
                 # narrow was not written if the slot does not adapt the projection.
-                adapted = lax.broadcast(chunk < one.num_chunks[slot], total.shape)
+                adapted = lax.broadcast(chunk < num_chunks[p], total.shape)
                 total = jnp.where(adapted, total, zeros_like(total))
-                self._store(total, out, (index, chunk, column), wg)
+                buffer = lax.rem(i * len(sums) + p, jnp.int32(self._num_buffers()))
+                self._store(total, p, part, (chunk, column), (buffer, wg))
             return step
 
-        return self._each_part(item, prefetched, step, compute_part)
+        return self._each_part(item, prefetched, step, read, compute_part)
 
     def _words(self, p, slot, column):
         """Reads (words of 64 features, threshold) of a projection's mask."""
@@ -196,14 +230,27 @@ class Outer:
         wide = plgpu.load(wide_smem, layout=plgpu.Layout.WGMMA)
         return apply_mask(wide, tokens, *words[p], token_axis=1)
 
-    def _store(self, total, out_gmem, at, wg):
-        index, chunk, column = at
+    def _num_buffers(self) -> int:
+        return self.ring.sum_smem.shape[0]
+
+    def _store(self, total, p, part, at, buffer):
+        """Starts the copy of a part's sum to its row, or to its slot's result."""
+        chunk, column = at
 
         @pl.when(column < self.wide_gmem.shape[1])
         def _():
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            self.ring.sum_smem[wg] = total
+            plgpu.wait_smem_to_gmem(self._num_buffers() - 1, wait_read_only=True)
+            sum_smem = self.ring.sum_smem.at[buffer]
+            sum_smem[...] = total
             plgpu.commit_smem()
             k, r = pl.ds(column, STEP), pl.ds(chunk * STEP, STEP)
-            where = (index, r, k) if self.transposed else (index, k, r)
-            plgpu.copy_smem_to_gmem(self.ring.sum_smem.at[wg], out_gmem.at[where])
+
+            def copy(out_gmem, index):
+                where = (index, r, k) if self.transposed else (index, k, r)
+                plgpu.copy_smem_to_gmem(sum_smem, out_gmem.at[where])
+
+            if self.result_gmem is None:
+                copy(self.out_gmem[p], part.row)
+                return
+            pl.when(part.row >= 0)(lambda: copy(self.out_gmem[p], part.row))
+            pl.when(part.row < 0)(lambda: copy(self.result_gmem[p], part.slot))

@@ -24,9 +24,10 @@ from jaxlora.pallas_kernels.mosaic.tuning import (
     OuterCost,
     band_for,
     plan_side_items,
+    shares_for,
     splits_for,
 )
-from jaxlora.pallas_kernels.parts import Parts, make_parts, sum_parts
+from jaxlora.pallas_kernels.parts import Parts, make_parts, max_split_slots, sum_parts
 from jaxlora.pallas_kernels.routing import Blocks
 from jaxlora.pallas_kernels.settings import KernelSettings
 
@@ -183,9 +184,16 @@ def outer_work(
     """
     k, r = wide.shape[1], narrow[0].shape[1]
     splits = splits or splits_for(device.device_kind(), k, device.num_sms())
-    parts = make_parts(blocks, splits)
-    shape = (parts.table.slot.shape[0], *((r, k) if transposed else (k, r)))
-    out = (jax.ShapeDtypeStruct(shape, jnp.float32),) * len(narrow)
+    num_slots = blocks.starts.shape[0] - 1
+    # With few slots, all may be split, and one gather makes the result.
+    direct = num_slots > max_split_slots(blocks.slot.shape[0])
+    parts = make_parts(blocks, splits, direct=direct)
+    shares = shares_for(splits, parts.usual_number)
+
+    def out(num_rows):
+        shape = (num_rows, *((r, k) if transposed else (k, r)))
+        return (jax.ShapeDtypeStruct(shape, jnp.float32),) * len(narrow)
+
     work = Work(
         role=Outer,
         operands={
@@ -196,10 +204,13 @@ def outer_work(
             "settings": _rows_read(settings, "num_chunks", masks=masks),
             "masks": tuple(masks),
         },
-        out_types=(("out_gmem", out),),
-        num_items=math.ceil(k / TILE_COLUMNS) * splits * math.ceil(r / STEP),
+        out_types=(
+            ("out_gmem", out(parts.num_rows)),
+            ("result_gmem", out(num_slots) if direct else None),
+        ),
+        num_items=math.ceil(k / TILE_COLUMNS) * shares * math.ceil(r / STEP),
         ring=RingShape.outer(len(narrow), masked=bool(masks)),
-        static_args=(("splits", splits), ("transposed", transposed)),
+        static_args=(("shares", shares), ("transposed", transposed)),
     )
     return work, parts
 
@@ -208,12 +219,14 @@ def outer(*args, **kwargs) -> list[Array]:
     """Runs `outer_work` alone; returns each projection's gradient, [G, K, R]."""
     work, parts = outer_work(*args, **kwargs)
     results = _run([work], work.operands["wide_gmem"].dtype)[0]
-    return _gradients(work, parts, results)
+    return _gradients(parts, results)
 
 
-def _gradients(work: Work, parts: Parts, results: dict[str, Any]) -> list[Array]:
-    splits = dict(work.static_args)["splits"]
-    return [sum_parts(sums, parts, splits) for sums in results["out_gmem"]]
+def _gradients(parts: Parts, results: dict[str, Any]) -> list[Array]:
+    sums = results["out_gmem"]
+    whole = results["result_gmem"] or [None] * len(sums)
+    each = zip(sums, whole, strict=True)
+    return [sum_parts(one, parts, result) for one, result in each]
 
 
 def expand_with_outers(
@@ -230,10 +243,11 @@ def expand_with_outers(
     costs = [
         OuterCost(
             num_items=work.num_items,
-            steps_per_item=num_blocks / dict(work.static_args)["splits"],
+            steps_per_item=num_blocks / dict(work.static_args)["shares"],
+            parts_per_item=parts.usual_number / dict(work.static_args)["shares"],
             num_masks=len(work.operands["masks"]),
         )
-        for work, _ in outers
+        for work, parts in outers
     ]
     steps_per_tile = math.ceil(k / STEP)
     plan = plan_side_items(expand.num_items, steps_per_tile, costs, device.num_sms())
@@ -243,4 +257,4 @@ def expand_with_outers(
     results = _run(works, y.dtype, plan.num_side_sms)
     results += [_run([work], y.dtype)[0] for work, _ in alone]
     each = zip((*outers, *alone), results[1:], strict=True)
-    return results[0]["y_gmem"], [_gradients(*outer, sums) for outer, sums in each]
+    return results[0]["y_gmem"], [_gradients(parts, sums) for (_, parts), sums in each]

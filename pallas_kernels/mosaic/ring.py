@@ -61,7 +61,9 @@ class RingShape:
         num_copies: Copies that fill a stage. The loader's time goes by their number.
         out_tile: Shape of the output tiles; the wide product's starts with the number
             of warpgroups and the number of copies in flight. None: there are none.
-        sum_tile: Shape of float32 tiles, which share their bytes with the output tiles.
+        sum_tile: Shape of float32 tiles, which share their bytes with the output tiles;
+            the outer product's starts with the number of copies in flight and the
+            number of warpgroups.
         num_tile_masks: Masks whose words come once for each output tile.
     """
 
@@ -115,19 +117,20 @@ class RingShape:
     def outer(num_projections: int, *, masked: bool) -> "RingShape":
         """Returns the shape for wide^T narrow of projections that share wide.
 
-        Each warpgroup has its own features of wide.
+        Each warpgroup has its own features of wide. With one projection, the sum of a
+        short part need not wait until the one before is stored. With more of them, the
+        stages need the room.
         """
+        sums = (2 if num_projections == 1 else 1, COMPUTE_WGS, ROWS, STEP)
         words = (num_projections, 2, ROWS)
         stage = 2 * (COMPUTE_WGS + num_projections) * ROWS * STEP
         return RingShape(
-            num_stages=_max_stages(
-                stage + _word_bytes(words), 4 * COMPUTE_WGS * ROWS * STEP
-            ),
+            num_stages=_max_stages(stage + _word_bytes(words), _word_bytes(sums)),
             x_tile=(ROWS, COMPUTE_WGS * STEP),
             w_tile=(num_projections, ROWS, STEP),
             stage_words=words if masked else None,
             num_copies=1 + num_projections * (1 + masked),
-            sum_tile=(COMPUTE_WGS, ROWS, STEP),
+            sum_tile=sums,
         )
 
     def tiles(self, dtype) -> list:

@@ -16,8 +16,11 @@ _TABLE = "tuning.json"
 
 # Microseconds of a step of 64, measured on an H200: of an expand tile; of an outer item
 # on a side multiprocessor, and what each mask adds to it; and of an outer item when all
-# multiprocessors run one.
+# multiprocessors run one. These have a part for every eight steps; each further part
+# takes the last time.
 _EXPAND_STEP_US, _SIDE_STEP_US, _SIDE_MASK_US, _OUTER_STEP_US = 0.67, 0.36, 0.19, 0.7
+_PART_STEPS, _PART_US = 8, 0.35
+_MIN_ITEM_PARTS = 8
 
 
 @functools.cache
@@ -47,6 +50,15 @@ def splits_for(device: str, num_features: int, num_sms: int) -> int:
     return next((s for s in powers if num_tiles * s >= enough), MAX_SPLITS)
 
 
+def shares_for(splits: int, num_parts: int) -> int:
+    """Returns how many items share the parts of a tile.
+
+    With more of them than a slot has parts, the items of many small slots can be spread
+    evenly over the multiprocessors. This changes no bit.
+    """
+    return splits * max(num_parts // (splits * _MIN_ITEM_PARTS), 1)
+
+
 @dataclasses.dataclass(frozen=True)
 class OuterCost:
     """The size of an outer product that shares a launch with expand.
@@ -54,12 +66,34 @@ class OuterCost:
     Attributes:
         num_items: Number of items.
         steps_per_item: Mean number of steps of 64 rows of an item.
+        parts_per_item: Mean number of parts of an item.
         num_masks: Number of masks that a step computes.
     """
 
     num_items: int
     steps_per_item: float
+    parts_per_item: float
     num_masks: int
+
+    @property
+    def parts_us(self) -> float:
+        """Microseconds of an item's parts beyond those in the time of a step."""
+        return (
+            max(self.parts_per_item - self.steps_per_item / _PART_STEPS, 0) * _PART_US
+        )
+
+    @property
+    def side_us(self) -> float:
+        """Microseconds of an item on a side multiprocessor."""
+        step_us = _SIDE_STEP_US + _SIDE_MASK_US * self.num_masks
+        return self.steps_per_item * step_us + self.parts_us
+
+    def rounds_us(self, num_items: int, num_sms: int) -> float:
+        """Microseconds of some items on multiprocessors that share device memory."""
+        rounds, last = divmod(num_items, num_sms)
+        last_us = max(_SIDE_STEP_US, _OUTER_STEP_US * last / num_sms) if last else 0.0
+        steps_us = self.steps_per_item * (rounds * _OUTER_STEP_US + last_us)
+        return steps_us + math.ceil(num_items / num_sms) * self.parts_us
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,21 +150,11 @@ def _timed_plan(
     expand_us = math.ceil(num_tiles / num_main_sms) * tile_us
     side_us, rest_us, taken = 0.0, 0.0, []
     for outer, takes_all in zip(outers, take_all, strict=True):
-        item_us = outer.steps_per_item * (
-            _SIDE_STEP_US + _SIDE_MASK_US * outer.num_masks
-        )
-        fitting = num_side_sms * int(max(expand_us - side_us, 0) / item_us)
+        fitting = num_side_sms * int(max(expand_us - side_us, 0) / outer.side_us)
         all_items = takes_all and num_side_sms
         num_items = outer.num_items if all_items else min(outer.num_items, fitting)
-        side_us += math.ceil(num_items / max(num_side_sms, 1)) * item_us
+        side_us += math.ceil(num_items / max(num_side_sms, 1)) * outer.side_us
         num_left = outer.num_items - num_items
-        rest_us += outer.steps_per_item * _rounds_us(num_left, num_main_sms)
+        rest_us += outer.rounds_us(num_left, num_main_sms)
         taken.append(num_items)
     return max(expand_us + rest_us, side_us), SidePlan(num_side_sms, tuple(taken))
-
-
-def _rounds_us(num_items: int, num_sms: int) -> float:
-    """Returns the time of one step of each item, with device memory shared by all."""
-    rounds, last = divmod(num_items, num_sms)
-    last_us = max(_SIDE_STEP_US, _OUTER_STEP_US * last / num_sms) if last else 0.0
-    return rounds * _OUTER_STEP_US + last_us

@@ -147,9 +147,7 @@ def dual(
         target=target,
         constants={"T": t, "N": n, "R": r, "G": num_slots, "BR": chunk},
     )
-    return _sum_columns(ds, settings, blocks).astype(dy.dtype), sum_parts(
-        db, parts, MAX_PARTS
-    )
+    return _sum_columns(ds, settings, blocks).astype(dy.dtype), sum_parts(db, parts)
 
 
 def _sum_columns(

@@ -142,7 +142,7 @@ def outer(
         i = slice(first, first + MAX_PROJECTIONS)
         shared = blocks, parts, target, tile
         sums += _launch_outer(x, ds[i], settings[i], words[i], *shared)
-    return [sum_parts(one, parts, MAX_PARTS) for one in sums]
+    return [sum_parts(one, parts) for one in sums]
 
 
 def _launch_outer(

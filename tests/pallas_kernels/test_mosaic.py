@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxlora.pallas_kernels import kernel_settings
-from jaxlora.pallas_kernels.mosaic.products import outer
+from jaxlora.pallas_kernels.mosaic.products import outer, outer_work
 from jaxlora.pallas_kernels.routing import make_blocks
 from tests.oracle import relative_error
 from tests.pallas_kernels.fused import MOSAIC, mosaic_kernels
@@ -23,10 +23,19 @@ def test_a_ring_that_wraps_around_matches_the_definition():
     MOSAIC.check(*MOSAIC.problem(**sizes, ranks=(8,), rates=(0.3,)))
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_a_gradient_in_parts_depends_on_its_own_rows_alone(transposed):
-    """The slots have two parts, one and none."""
-    owner = np.random.default_rng(0).permutation([0] * 17 + [1] * 3 + [3] * 10 + [-1])
+MANY_SLOTS, FEW_SLOTS = [17, 3, 0, 10], [17, 3]
+
+
+@pytest.mark.parametrize(
+    ("transposed", "num_blocks"),
+    [(False, MANY_SLOTS), (True, MANY_SLOTS), (True, FEW_SLOTS)],
+)
+def test_a_gradient_in_parts_depends_on_its_own_rows_alone(transposed, num_blocks):
+    """The slots have two parts, one and none. 32 blocks are many for two slots."""
+    num_slots = len(num_blocks)
+    owner = np.repeat(np.arange(num_slots), num_blocks)
+    owner = np.pad(owner, (0, 32 - len(owner)), constant_values=-1)
+    owner = np.random.default_rng(0).permutation(owner)
     keys = jax.random.split(jax.random.key(0))
     wide, narrow = (
         jax.random.normal(key, (len(owner) * 64, n), jnp.bfloat16)
@@ -35,14 +44,15 @@ def test_a_gradient_in_parts_depends_on_its_own_rows_alone(transposed):
 
     def gradient(kept):
         blocks = make_blocks(
-            jnp.asarray(owner[kept], jnp.int32), 4, 64 * int(kept.sum())
+            jnp.asarray(owner[kept], jnp.int32), num_slots, 64 * int(kept.sum())
         )
         x, s = (z[np.repeat(kept, 64)] for z in (wide, narrow))
-        settings = kernel_settings(jnp.ones((1, 4)), jnp.full((1, 4), 16), None)
+        one = (1, num_slots)
+        settings = kernel_settings(jnp.ones(one), jnp.full(one, 16), None)
         return outer(x, [s], settings, blocks, [], transposed=transposed, splits=4)[0]
 
     got = np.asarray(gradient(np.full(len(owner), True)))
-    for slot in range(4):
+    for slot in range(num_slots):
         rows = np.repeat(owner == slot, 64)
         x, s = (np.asarray(z, np.float64)[rows] for z in (wide, narrow))
         want = s.T @ x if transposed else x.T @ s
@@ -50,6 +60,26 @@ def test_a_gradient_in_parts_depends_on_its_own_rows_alone(transposed):
         if rows.any():
             alone = gradient(owner == slot)
             np.testing.assert_array_equal(np.asarray(alone)[slot], got[slot])
+
+
+def test_many_small_slots_share_the_parts_of_a_tile():
+    """With 18 parts and one split there are two items; slot 17 has no rows."""
+    owner = np.random.default_rng(1).permutation([*range(17), -1])
+    keys = jax.random.split(jax.random.key(1))
+    wide, narrow = (
+        jax.random.normal(key, (len(owner) * 64, n), jnp.bfloat16)
+        for key, n in zip(keys, (192, 16), strict=True)
+    )
+    blocks = make_blocks(jnp.asarray(owner, jnp.int32), 18, len(wide))
+    one = kernel_settings(jnp.ones((1, 18)), jnp.full((1, 18), 16), None)
+    options = {"transposed": False, "splits": 1}
+    work, _ = outer_work(wide, [narrow], one, blocks, [], **options)
+    assert work.num_items == 2 * 2
+    (got,) = outer(wide, [narrow], one, blocks, [], **options)
+    for slot in range(18):
+        rows = np.repeat(owner == slot, 64)
+        x, s = (np.asarray(z, np.float64)[rows] for z in (wide, narrow))
+        np.testing.assert_allclose(got[slot], x.T @ s, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

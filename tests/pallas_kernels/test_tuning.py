@@ -11,6 +11,7 @@ from jaxlora.pallas_kernels.mosaic.tuning import (
     SidePlan,
     band_for,
     plan_side_items,
+    shares_for,
     splits_for,
 )
 
@@ -19,6 +20,7 @@ outers = st.lists(
         OuterCost,
         num_items=st.integers(1, 2000),
         steps_per_item=st.floats(0.1, 256),
+        parts_per_item=st.floats(0.1, 256),
         num_masks=st.integers(0, 4),
     ),
     max_size=3,
@@ -37,14 +39,35 @@ def test_a_plan_exists_for_any_work(num_tiles, steps_per_tile, outers, num_sms):
 
 def test_multiprocessors_that_expand_leaves_idle_run_outer_products():
     # 1024 tiles take 8 rounds on 128 multiprocessors as on 132.
-    outer = OuterCost(num_items=96, steps_per_item=32.0, num_masks=0)
+    outer = OuterCost(
+        num_items=96, steps_per_item=32.0, parts_per_item=4.0, num_masks=0
+    )
     plan = plan_side_items(1024, 64, [outer], 132)
     assert plan == SidePlan(num_side_sms=4, num_side_items=(96,))
 
 
 def test_no_side_multiprocessors_if_they_would_cost_a_round():
-    small = [OuterCost(num_items=8, steps_per_item=1.0, num_masks=0)]
+    small = [
+        OuterCost(num_items=8, steps_per_item=1.0, parts_per_item=1.0, num_masks=0)
+    ]
     assert plan_side_items(132, 64, small, 132).num_side_sms == 0
+
+
+def test_side_multiprocessors_take_no_longer_than_expand_with_short_parts():
+    outers = [
+        OuterCost(num_items=512, steps_per_item=8.0, parts_per_item=8.0, num_masks=n)
+        for n in (0, 1)
+    ]
+    plan = plan_side_items(1024, 64, outers, 132)
+    assert plan.num_side_sms == 4
+    assert 128 < plan.num_side_items[0] < 384  # all 512 would take twice as long
+    assert plan.num_side_items[1] == 0
+
+
+def test_many_parts_are_shared_by_more_items():
+    assert [shares_for(4, num_parts) for num_parts in (1, 16, 63, 64, 128)] == [
+        *(4, 4, 4, 8, 16)
+    ]
 
 
 @given(st.integers(128, 32768), st.integers(1, 132))
