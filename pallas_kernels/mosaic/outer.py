@@ -108,8 +108,8 @@ class Outer:
     def _each_part(self, item, prefetched, step, read, do):
         """Calls `do(i, part, read(part), step)` for each part; returns the next step.
 
-        Each read of device memory takes as long as a short part. So a part's entry is
-        read two parts ahead, and what it points to one part ahead.
+        Each read of device memory takes as long as a short part, so a part's entry is
+        read two parts ahead. To read what it points to before `do` was slower.
         """
         _, share, _ = self._tile(item)
         num_parts, first, second = prefetched
@@ -117,8 +117,7 @@ class Outer:
         def one(i, carry):
             step, part, known, following = carry
             later = self._part(share + (i + 2) * self.shares)
-            ahead = read(following)
-            return do(i, part, known, step), following, ahead, later
+            return do(i, part, known, step), following, read(following), later
 
         start = step, first, read(first), second
         return lax.fori_loop(0, num_parts, one, start)[0]

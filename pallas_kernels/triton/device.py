@@ -1,10 +1,11 @@
 """The device for which Triton compiles the kernels, or what runs them instead."""
 
 import contextlib
-import contextvars
 import dataclasses
 import importlib.util
 from collections.abc import Callable, Iterator
+
+import jax
 
 from jaxlora.pallas_kernels import device
 from jaxlora.pallas_kernels.triton.binding import assembled_for
@@ -31,9 +32,8 @@ class Target:
     interpreter: Callable[..., list] | None = None
 
 
-_TARGET: contextvars.ContextVar[Target | None] = contextvars.ContextVar(
-    "triton_target", default=None
-)
+# JAX traces a function again where this is another one.
+_TARGET = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
@@ -49,7 +49,7 @@ def interpreted(interpreter: Callable[..., list]) -> Iterator[None]:
     target = Target(
         capability=_OLDEST, num_sms=_INTERPRETED_SMS, interpreter=interpreter
     )
-    with _targeted(target):
+    with _TARGET(target):
         yield
 
 
@@ -58,7 +58,7 @@ def forced_capability(capability: int, num_sms: int | None = None) -> Iterator[N
     """Compiles kernels inside for another GPU than the default device.
 
     Newer GPUs run such code: it is assembled for the device that is here, if there is
-    one. Programs must be traced and compiled inside. This is for tests and benchmarks.
+    one. A program must be compiled inside. This is for tests and benchmarks.
 
     Args:
         capability: Ten times the compute capability.
@@ -68,23 +68,14 @@ def forced_capability(capability: int, num_sms: int | None = None) -> Iterator[N
     is_here = device.not_nvidia() is None
     with (
         assembled_for(device.capability()) if is_here else contextlib.nullcontext(),
-        _targeted(target),
+        _TARGET(target),
     ):
         yield
 
 
-@contextlib.contextmanager
-def _targeted(target: Target) -> Iterator[None]:
-    token = _TARGET.set(target)
-    try:
-        yield
-    finally:
-        _TARGET.reset(token)
-
-
 def present_target() -> Target:
     """Returns the target of kernels that are traced now."""
-    forced = _TARGET.get()
+    forced: Target | None = _TARGET.value
     if forced is not None:
         return forced
     return Target(capability=device.capability(), num_sms=device.num_sms())
@@ -92,7 +83,7 @@ def present_target() -> Target:
 
 def unsupported_device() -> str | None:
     """Returns why the kernels cannot run on the default device, or None if they can."""
-    forced = _TARGET.get()
+    forced: Target | None = _TARGET.value
     if forced is not None and forced.interpreter is not None:
         return None
     needed = ("triton", "jax_triton")

@@ -75,6 +75,20 @@ def test_a_target_can_be_forced():
         assert present_target() == target
 
 
+def test_a_jitted_function_is_traced_for_each_target():
+    found = []
+
+    @jax.jit
+    def f(x):
+        found.append(present_target().capability)
+        return x
+
+    for capability in (80, 89, 80):
+        with forced_capability(capability, num_sms=142):
+            f(jnp.zeros(1))
+    assert found == [80, 89]
+
+
 def test_what_is_not_installed_is_named(monkeypatch):
     real = importlib.util.find_spec
     monkeypatch.setattr(
