@@ -2,7 +2,8 @@
 
 Each device holds a shard of every large weight. A layer gathers its weights in its
 forward pass, again in its backward pass, and keeps none of them in between, as in ZeRO
-(arXiv 1910.02054, section 5) and FSDP (arXiv 2304.11277, section 3).
+(arXiv 1910.02054, section 5) and FSDP (arXiv 2304.11277, section 3). Only the last
+layer may keep them (`gather` alone): nothing but the loss lies between its two passes.
 
 The compiler starts a gather as early as its operands allow, and merges the second
 gather of a weight with the first. So every gather is tied to an array, its token: an

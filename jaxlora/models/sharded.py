@@ -4,6 +4,7 @@
 `jaxlora.sharding.layerwise`.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -16,7 +17,12 @@ from jaxlora.families.model_config import ModelConfig
 from jaxlora.models.layer import DecoderLayer, Remat, run_layer
 from jaxlora.modules.attention import PackedRows
 from jaxlora.modules.multi_lora_linear import BaseParam, Routing
-from jaxlora.sharding.layerwise import compiler_options, end_layers, run_gathered
+from jaxlora.sharding.layerwise import (
+    compiler_options,
+    end_layers,
+    gather,
+    run_gathered,
+)
 from jaxlora.sharding.rules import fsdp_spec, shard_dim
 
 EMBEDDING = "embed_tokens.embedding"
@@ -81,6 +87,10 @@ def run_sharded_layers(
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
     """Runs layers whose linears hold shards; each is gathered one layer ahead.
 
+    The model's last layer keeps its gathered weights for its backward pass, because
+    that follows in the same program, right after the loss. No other layer does: the
+    backward pass of a pipeline stage without the head is a program of its own.
+
     Args:
         layers: The layers, by their numbers in the whole model.
         config: The model.
@@ -94,29 +104,30 @@ def run_sharded_layers(
         Hidden states after the last layer, and before it.
     """
     # Lengths are sizes of the program, not values; as inputs they would be traced.
-    rope, local_rope, segment_ids, lengths = rows
-    token = jax.lax.stop_gradient(h)
+    *arrays, lengths = rows
+    before = token = jax.lax.stop_gradient(h)
     for i, layer in layers.items():
         graph, tables, shards, rest = nnx.split(layer, nnx.LoRAParam, _is_large, ...)
         leaves, tree = jax.tree.flatten(shards)
         paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(shards)]
+        dims = _linear_dims(paths, config, fsdp)
+        run = functools.partial(_run_whole, remat, lengths, graph, tree)
+        inputs = rest, arrays, routing.for_layer(i)
+        before = h
+        if i == config.num_layers - 1:
+            weights = gather(leaves, dims, jax.lax.stop_gradient(token))
+            h = run(h, tables, weights, inputs)
+        else:
+            h, token = run_gathered(run, dims, h, tables, leaves, inputs, token)
+    return end_layers(h, token), jax.lax.stop_gradient(before)
 
-        def run(h, tables, weights, inputs, graph=graph, tree=tree):
-            rest, (rope, local_rope, segment_ids), routing = inputs
-            rows = PackedRows(rope, local_rope, segment_ids, lengths)
-            whole = nnx.merge(graph, tables, tree.unflatten(weights), rest)
-            return run_layer(whole, remat, h, rows, routing)
 
-        h, token = run_gathered(
-            run,
-            _linear_dims(paths, config, fsdp),
-            h,
-            tables,
-            leaves,
-            (rest, (rope, local_rope, segment_ids), routing.for_layer(i)),
-            token,
-        )
-    return end_layers(h, token), jax.lax.stop_gradient(token)
+def _run_whole(remat, lengths, graph, tree, h, tables, weights, inputs):
+    """Runs a layer whose weights were gathered."""
+    rest, (rope, local_rope, segment_ids), routing = inputs
+    layer = nnx.merge(graph, tables, tree.unflatten(weights), rest)
+    rows = PackedRows(rope, local_rope, segment_ids, lengths)
+    return run_layer(layer, remat, h, rows, routing)
 
 
 def _is_large(path: tuple, variable: nnx.Variable) -> bool:
