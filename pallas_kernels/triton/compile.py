@@ -12,6 +12,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from jaxlora.pallas_kernels.triton.launch import FP_FUSION
+
 # The most shared memory of a block, by capability; NVIDIA, CUDA C++ Programming Guide,
 # "Technical specifications per compute capability".
 _SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
@@ -73,7 +75,11 @@ def kernel_facts(
     compiled = triton.compile(
         source,
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": num_warps, "num_stages": num_stages},
+        options={
+            "num_warps": num_warps,
+            "num_stages": num_stages,
+            "enable_fp_fusion": FP_FUSION,
+        },
     )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

@@ -15,6 +15,10 @@ from jaxlora.pallas_kernels.batching import without_vmap
 from jaxlora.pallas_kernels.triton.binding import import_jax_triton
 from jaxlora.pallas_kernels.triton.device import Target
 
+# Whether a product and a sum may become one instruction. Triton's own default differs
+# between versions, and results would change with it.
+FP_FUSION = True
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tile:
@@ -83,8 +87,7 @@ def _triton_call(
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             compute_capability=target.capability,
-            # Triton's own default has changed, and results would change with it.
-            enable_fp_fusion=True,
+            enable_fp_fusion=FP_FUSION,
             **constants,
         )
 
