@@ -55,7 +55,6 @@ def expand(
     layer: jax.Array,
     blocks: Blocks,
     *,
-    block_tokens: int,
     bias: jax.Array | None = None,
     transposed: bool,
     rank_last: bool,
@@ -68,7 +67,6 @@ def expand(
         terms: One to three terms; all have mask words or none has.
         layer: Index of the layer in every W, [1].
         blocks: Slots of the rows.
-        block_tokens: Number of consecutive rows that have one slot, a multiple of 64.
         bias: [N].
         transposed: Whether every W is stored [L, N, K].
         rank_last: Whether every B is stored [G, N, R].
@@ -81,8 +79,9 @@ def expand(
     features = [term.x.shape[1] for term in terms]
     settings = [term.settings for term in terms]
     words = [term.words for term in terms if term.words is not None]
-    tile = tile or tile_for("expand", target, rank=r, shape=(t, sum(features), n))
-    rows = tile.sizes["BM"]
+    kernel, shape = "expand" if len(terms) == 1 else "expand_sum", (t, features[0], n)
+    tile = tile or tile_for(kernel, target, rank=r, shape=shape)
+    tiles = math.ceil(t / tile.sizes["BM"]) * math.ceil(n / tile.sizes["BN"])
     inputs = [
         *padded([term.x for term in terms]),
         *padded([term.w for term in terms]),
@@ -98,7 +97,7 @@ def expand(
         expand_kernel,
         inputs,
         [jax.ShapeDtypeStruct((t, n), first.x.dtype)],
-        grid=(math.ceil(t / rows) * math.ceil(n / tile.sizes["BN"]),),
+        grid=(tiles,),
         tile=tile,
         target=target,
         constants={
@@ -109,7 +108,6 @@ def expand(
             "G": first.b.shape[0],
             "P": len(terms),
             **dict(zip(("K_0", "K_1", "K_2"), padded(features), strict=True)),
-            "SLOTS": 1 if block_tokens % rows == 0 else rows // 64,
             "TRANSPOSED": transposed,
             "RANK_LAST": rank_last,
             "BIASED": bias is not None,
@@ -128,7 +126,7 @@ def expand_kernel(
     token_0, token_1, token_2, feature_0, feature_1, feature_2, y,
     T: tl.constexpr, N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
     G: tl.constexpr, P: tl.constexpr,
-    K_0: tl.constexpr, K_1: tl.constexpr, K_2: tl.constexpr, SLOTS: tl.constexpr,
+    K_0: tl.constexpr, K_1: tl.constexpr, K_2: tl.constexpr,
     TRANSPOSED: tl.constexpr, RANK_LAST: tl.constexpr, BIASED: tl.constexpr,
     MASKED: tl.constexpr, F: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
@@ -153,7 +151,6 @@ def expand_kernel(
         T, N, R, G, F, K_0: Sizes.
         BR: Ranks of a chunk.
         P: Number of projections.
-        SLOTS: 1 if the rows of a tile have one slot, else BM / 64.
         TRANSPOSED, RANK_LAST, BIASED, MASKED: As in `expand`.
         BM, BN, BK: Sizes of a tile and features of a step.
         BAND: Tile rows that are visited together.
@@ -163,31 +160,33 @@ def expand_kernel(
     chunks, places = (chunks_0, chunks_1, chunks_2), (place_0, place_1, place_2)
     thresholds = (threshold_0, threshold_1, threshold_2)
     tokens, features = (token_0, token_1, token_2), (feature_0, feature_1, feature_2)
-    m, n = _tile(tl.program_id(0), (T + BM - 1) // BM, (N + BN - 1) // BN, BAND)
+    m, n = tile_place(tl.program_id(0), (T + BM - 1) // BM, (N + BN - 1) // BN, BAND)
     rows, columns = m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN)
     acc = tl.zeros((BM, BN), tl.float32)
-    largest = _slot(slot_of, m, 0, T, BM)
-    for i in tl.static_range(1, SLOTS):
-        largest = tl.maximum(largest, _slot(slot_of, m, i, T, BM))
-    if largest >= 0:
-        for p in tl.static_range(P):
-            acc = _add_term(
-                acc, p == 0, ss[p], bs[p], slot_of, rows_of[p], chunks[p],
-                thresholds[p], places[p], tokens[p], features[p], m, rows, columns,
-                T, N, R, BR, G, SLOTS, RANK_LAST, MASKED, F, BM, BN,
-            )  # fmt: skip
+    # Half a tile's rows have one slot. Halves beyond T repeat the last rows.
+    upper, lower = m * BM, tl.minimum(m * BM + BM // 2, T - BM // 2)
+    slot, lower_slot = tl.load(slot_of + upper // 64), tl.load(slot_of + lower // 64)
+    if tl.maximum(slot, lower_slot) >= 0:
+        terms = ss, bs, rows_of, chunks, thresholds, places, tokens, features
+        upper_half = _half_term(
+            terms, slot, upper, n, N, R, BR, G, P, T, RANK_LAST, MASKED, F, BM, BN
+        )
+        lower_half = _half_term(
+            terms, lower_slot, lower, n, N, R, BR, G, P, T, RANK_LAST, MASKED, F, BM, BN
+        )
+        acc = tl.join(upper_half, lower_half).permute(2, 0, 1).reshape(BM, BN)
         index = tl.load(layer).to(tl.int64)
         for p in tl.static_range(P):
             w = ws[p] + index * (widths[p] * N)
-            acc = _add_product(
+            acc = add_product(
                 acc, xs[p], w, m, n, T, N, widths[p], TRANSPOSED, BM, BN, BK
             )
         if BIASED:
             bias_row = tl.load(bias + columns, mask=columns < N, other=0.0)
             acc += bias_row[None, :].to(tl.float32)
-        if SLOTS > 1:  # rows of padding beside an adapter's
-            slots = tl.load(slot_of + rows // 64, mask=rows < T, other=-1)
-            acc = tl.where((slots >= 0)[:, None], acc, 0.0)
+        # Rows of padding may be in a tile with an adapter's.
+        row_slots = tl.load(slot_of + rows // 64, mask=rows < T, other=-1)
+        acc = tl.where((row_slots >= 0)[:, None], acc, 0.0)
     y_at = (
         y + (m * BM).to(tl.int64) * N + (rows - m * BM)[:, None] * N + columns[None, :]
     )
@@ -200,7 +199,7 @@ def expand_kernel(
 
 @triton.jit
 @typing.no_type_check
-def _tile(index, tiles_m, tiles_n, BAND: tl.constexpr):
+def tile_place(index, tiles_m, tiles_n, BAND: tl.constexpr):
     """Returns the row and column of a tile: bands of rows, and down the rows first."""
     in_band = BAND * tiles_n
     first = index // in_band * BAND
@@ -210,59 +209,59 @@ def _tile(index, tiles_m, tiles_n, BAND: tl.constexpr):
 
 @triton.jit
 @typing.no_type_check
-def _slot(slot_of, m, i, T: tl.constexpr, BM: tl.constexpr):
-    """Returns the slot of block i of the tile's rows."""
-    return tl.load(slot_of + tl.minimum(m * (BM // 64) + i, T // 64 - 1))
+def _half_term(
+    terms, slot, first, n, N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
+    G: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RANK_LAST: tl.constexpr,
+    MASKED: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Returns the sum of `mask * (s B)` for half of a tile's rows, [BM / 2, BN].
+
+    Triton lays out the product of a quarter of a tile as that of the whole tile. So the
+    quarters are joined in registers, and each needs few of its own.
+    """
+    rows, columns = first + tl.arange(0, BM // 2), n * BN + tl.arange(0, BN // 2)
+    left = _quarter_term(
+        terms, slot, rows, columns, N, R, BR, G, P, T, RANK_LAST, MASKED, F, BM, BN
+    )
+    columns += BN // 2
+    right = _quarter_term(
+        terms, slot, rows, columns, N, R, BR, G, P, T, RANK_LAST, MASKED, F, BM, BN
+    )
+    return tl.join(left, right).permute(0, 2, 1).reshape(BM // 2, BN)
 
 
 @triton.jit
 @typing.no_type_check
-def _add_term(
-    acc, IS_FIRST: tl.constexpr, s, b, slot_of, row_of, chunks, threshold, place_of,
-    token, feature, m, rows, columns,
-    T: tl.constexpr, N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
-    G: tl.constexpr, SLOTS: tl.constexpr, RANK_LAST: tl.constexpr,
+def _quarter_term(
+    terms, slot, rows, columns, N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
+    G: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RANK_LAST: tl.constexpr,
     MASKED: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Adds `mask * (s B)` of one projection to acc, which is zero for the first.
-
-    The rows of different slots are computed one slot after the other. Each time, the
-    other rows hold anything and are selected away.
-    """
-    setting = tl.load(row_of) * G
-    if T % BM != 0:
-        rows = tl.minimum(rows, T - 1)
-    if MASKED:
-        place = tl.load(place_of)
-        multipliers, offsets = load_tokens(token, place, rows, T)
-    if SLOTS > 1:
-        slots = tl.load(slot_of + rows // 64)
-    for i in tl.static_range(SLOTS):
-        slot = _slot(slot_of, m, i, T, BM)
-        is_new = slot >= 0
-        for j in tl.static_range(i):
-            is_new = is_new & (slot != _slot(slot_of, m, j, T, BM))
-        g = tl.maximum(slot, 0)
-        num_chunks = tl.load(chunks + setting + g)
-        if is_new & (num_chunks > 0):
-            at = b + g.to(tl.int64) * (N * R)
-            term = tl.zeros((BM, BN), tl.float32)
-            if R == BR:
-                term = _chunk(term, s, at, 0, rows, columns, N, R, BR, RANK_LAST, BN)
-            else:
-                for c in range(num_chunks):
-                    term = _chunk(
-                        term, s, at, c, rows, columns, N, R, BR, RANK_LAST, BN
-                    )
+    """Returns the sum of `mask * (s B)` for a quarter of a tile, [BM / 2, BN / 2]."""
+    ss, bs, rows_of, chunks, thresholds, places, tokens, features = terms
+    total = tl.zeros((BM // 2, BN // 2), tl.float32)
+    g = tl.maximum(slot, 0)
+    for p in tl.static_range(P):
+        setting = tl.load(rows_of[p]) * G + g
+        num_chunks = tl.load(chunks[p] + setting)
+        if (slot >= 0) & (num_chunks > 0):
+            b = bs[p] + g.to(tl.int64) * (N * R)
+            term = tl.zeros((BM // 2, BN // 2), tl.float32) if MASKED else total
+            # Stages would take shared memory from the long product. Also a single chunk
+            # has a loop: Triton merges neighboring branches, and products in the same
+            # block get another layout.
+            for c in tl.range(0, num_chunks, num_stages=1):
+                term = _chunk(term, ss[p], b, c, rows, columns, N, R, BR, RANK_LAST, BN)
             if MASKED:
-                word_at = feature + (place * G + g).to(tl.int64) * F + columns
+                place = tl.load(places[p])
+                multipliers, offsets = load_tokens(tokens[p], place, rows, T)
+                word_at = features[p] + (place * G + g).to(tl.int64) * F + columns
                 words = tl.load(word_at, mask=columns < F, other=0)
-                limit = tl.load(threshold + setting + g)
+                limit = tl.load(thresholds[p] + setting)
                 term = tl.where(is_kept(multipliers, offsets, words, limit), term, 0.0)
-            if not IS_FIRST:
-                term += acc
-            acc = tl.where((slots == slot)[:, None], term, acc) if SLOTS > 1 else term
-    return acc
+                term += total
+            total = term
+    return total
 
 
 @triton.jit
@@ -287,7 +286,7 @@ def _chunk(
 
 @triton.jit
 @typing.no_type_check
-def _add_product(
+def add_product(
     acc, x, w, m, n, T: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip

@@ -43,7 +43,8 @@ def tile_for(
     """Returns the tile with which a kernel is compiled.
 
     Args:
-        kernel: `expand`, `shrink`, `outer` or `dual`.
+        kernel: `expand`, `expand_sum` (expand's sum over two or three projections),
+            `shrink`, `outer` or `dual`.
         target: The device for which it is compiled.
         rank: R; the kernels compute at most 64 ranks at once.
         shape: T, K and N of expand's product; ignored for the others.

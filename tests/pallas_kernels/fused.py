@@ -66,19 +66,23 @@ class Fused:
         """Runs the op."""
         return multi_lora_linear(**arguments, implementation=self.implementation)
 
-    def check(self, p, rank, **options) -> None:
-        """Compares with the float32 definition by the rule of tests/oracle.py."""
+    def check(self, p, rank, **options):
+        """Compares with the float32 definition by the rule of tests/oracle.py.
+
+        Returns the results of `run`.
+        """
         exact = both_ways(multi_lora_linear_reference, p)
         low = p | {name: p[name].astype(p["x"].dtype) for name in "xwab"}
         plain = both_ways(
             lambda **q: multi_lora_linear(**q, implementation="xla"),
             low | {"a": p["a"]},
         )
-        results = zip(self.run(p, rank, **options), plain, exact, strict=True)
-        for got, base, want in results:
+        results = self.run(p, rank, **options)
+        for got, base, want in zip(results, plain, exact, strict=True):
             assert_as_accurate_as(
                 actual=got, baseline=jnp.asarray(base).astype(got.dtype), exact=want
             )
+        return results
 
 
 def _triton_as(capability: int) -> Fused:

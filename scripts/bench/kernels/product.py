@@ -1,4 +1,4 @@
-"""The frozen product alone in Triton, with the tile of the fused kernel.
+"""The frozen product alone in Triton, with the tile and loop of the fused kernel.
 
 The difference between the fused kernels and this is what adapters cost. cuBLAS may be
 faster than both, above all on a newer GPU than they are compiled for.
@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from jaxlora.pallas_kernels.triton.device import present_target
+from jaxlora.pallas_kernels.triton.expand import add_product, tile_place
 from jaxlora.pallas_kernels.triton.launch import launch
 from jaxlora.pallas_kernels.triton.tiles import tile_for
 
@@ -31,22 +32,10 @@ def product_kernel(
     BAND: tl.constexpr,
 ):
     """Computes a tile of y = x W, or x W^T if TRANSPOSED; all sizes are multiples."""
-    tile, tiles_n = tl.program_id(0), N // BN
-    first = tile // (BAND * tiles_n) * BAND
-    height = min(T // BM - first, BAND)
-    m, n = first + tile % (BAND * tiles_n) % height, tile % (BAND * tiles_n) // height
+    m, n = tile_place(tl.program_id(0), T // BM, N // BN, BAND)
     rows, columns = m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN)
-    ks = tl.arange(0, BK)
-    x_at = x + rows[:, None].to(tl.int64) * K + ks[None, :]
-    if TRANSPOSED:
-        w_at = w + columns[None, :].to(tl.int64) * K + ks[:, None]
-    else:
-        w_at = w + ks[:, None].to(tl.int64) * N + columns[None, :]
     total = tl.zeros((BM, BN), tl.float32)
-    for _ in range(K // BK):
-        total = tl.dot(tl.load(x_at), tl.load(w_at), total)
-        x_at += BK
-        w_at += BK if TRANSPOSED else BK * N
+    total = add_product(total, x, w, m, n, T, N, K, TRANSPOSED, BM, BN, BK)
     y_at = y + rows[:, None].to(tl.int64) * N + columns[None, :]
     tl.store(y_at, total.to(y.dtype.element_ty))
 

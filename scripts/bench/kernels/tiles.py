@@ -46,9 +46,28 @@ CANDIDATES: dict[str, list[Entry]] = {
         ((128, 128, 32, 8), 4, (3, 4)),
         ((64, 256, 32, 8), 4, (3, 4)),
     ),
-    "shrink": _entries("BM BK", *(((m, 128), 4, (3, 4)) for m in (16, 32, 64))),
-    "outer": _entries("BK", *(((k,), w, (3, 4)) for k in (128, 256) for w in (4, 8))),
-    "dual": _entries("BN", *(((n,), w, (2, 3)) for n in (128, 256) for w in (4, 8))),
+    "shrink": _entries(
+        "BM BK",
+        *(((m, 128), 4, (3, 4)) for m in (16, 32, 64)),
+        ((32, 128), 4, (6,)),
+        ((16, 256), 4, (4,)),
+        ((32, 256), 4, (3, 4)),
+        ((32, 256), 8, (4,)),  # more warps for the arithmetic of the mask
+    ),
+    "outer": _entries(
+        "BK",
+        ((64,), 4, (5,)),
+        ((128,), 4, (3, 4, 5)),
+        ((128,), 8, (3, 4)),
+        ((256,), 8, (3, 4)),
+    ),
+    "dual": _entries(
+        "BN",
+        ((128,), 4, (2, 3, 4, 5)),
+        ((128,), 8, (2, 3)),
+        ((256,), 4, (2, 3)),
+        ((256,), 8, (2, 3, 4)),
+    ),
 }
 
 
@@ -130,7 +149,6 @@ def _calls(kernel: str, tile: Any, target: Target) -> list[Callable[[Inputs], An
             [term],
             jnp.zeros(1, jnp.int32),
             blocks(given),
-            block_tokens=BLOCK,
             transposed=transposed,
             rank_last=transposed,
             **options,
