@@ -6,6 +6,8 @@ do both. The interpreter computes bfloat16 wrongly; float16 is right.
 """
 
 import contextlib
+import dataclasses
+import functools
 import threading
 
 import jax.numpy as jnp
@@ -79,13 +81,21 @@ def _unwritten(out):
     )
 
 
+@functools.cache
+def _rewritten(function):
+    """A function as the interpreter calls it, which takes longer to make than a call."""
+    return interpreter.InterpretedFunction(function).rewrite()
+
+
 @contextlib.contextmanager
 def _calls_interpreted():
     """Interprets the functions that a kernel calls, and lets NumPy 2.5 run loops."""
     call, patch = triton.JITFunction.__call__, interpreter._patch_lang_tensor
+    builder = interpreter.interpreter_builder
+    options = builder.options
 
     def interpreted_call(self, *args, **kwargs):
-        return interpreter.InterpretedFunction(self.fn).rewrite()(*args, **kwargs)
+        return _rewritten(self.fn)(*args, **kwargs)
 
     def with_index(tensor, scope):
         patch(tensor, scope)
@@ -95,6 +105,8 @@ def _calls_interpreted():
 
     triton.JITFunction.__call__ = interpreted_call
     interpreter._patch_lang_tensor = with_index
+    # A GPU does not check integers for overflow either.
+    builder.options = dataclasses.replace(options, sanitize_overflow=False)
     # The interpreter changes what a kernel's own module imports. This is what Triton's
     # library imports. It is done once, as it takes longer than most calls.
     scope = interpreter._patch_lang(standard.cdiv.fn)
@@ -104,3 +116,4 @@ def _calls_interpreted():
         scope.restore()
         triton.JITFunction.__call__ = call
         interpreter._patch_lang_tensor = patch
+        builder.options = options
