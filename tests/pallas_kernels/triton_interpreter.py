@@ -83,7 +83,7 @@ def _unwritten(out):
 
 @functools.cache
 def _rewritten(function):
-    """A function as the interpreter calls it, which takes longer to make than a call."""
+    """Makes what the interpreter calls; making it takes longer than a call."""
     return interpreter.InterpretedFunction(function).rewrite()
 
 
