@@ -24,7 +24,7 @@ def parts_and_blocks(slot_of_block, max_parts, *, direct=False):
     return make_parts(blocks, max_parts, direct=direct), blocks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     slot_of_block=slots,
     max_parts=st.sampled_from([1, 2, 4, 16]),
@@ -65,7 +65,7 @@ def _check_rows(parts, rows, direct):
         assert all(mine == [-1] for slot, mine in rows.items() if slot not in split)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     own=st.integers(1, 60),
     before=st.lists(st.integers(1, 4), max_size=80),
