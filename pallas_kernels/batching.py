@@ -1,4 +1,4 @@
-"""What fused kernels do under `jax.vmap`."""
+"""Fused kernels refuse `jax.vmap`, and say what to do instead."""
 
 from collections.abc import Callable
 

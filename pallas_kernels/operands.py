@@ -1,15 +1,59 @@
-"""The inputs that the fused back ends' kernels compute from the op's arguments."""
+"""The linears that fused back ends can run, and the inputs that their kernels share."""
 
 import dataclasses
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from jaxlora.pallas_kernels.dropout import Dropout, MaskWords, mask_words
-from jaxlora.pallas_kernels.projection import Projection
+from jaxlora.pallas_kernels.dropout import (
+    TILE_TOKENS,
+    Dropout,
+    MaskWords,
+    mask_words,
+)
+from jaxlora.pallas_kernels.projection import LinearShape, Projection
 from jaxlora.pallas_kernels.routing import Blocks, make_blocks
 from jaxlora.pallas_kernels.settings import RANK_STEP, KernelSettings, kernel_settings
+
+MAX_RANK = 4 * RANK_STEP  # of the padded ranks for which kernels are made
+
+
+def unsupported_dtype(dtype: DTypeLike) -> str | None:
+    """Returns why fused kernels cannot compute in a dtype, or None if they can."""
+    name = jnp.dtype(dtype).name
+    if name not in ("bfloat16", "float16"):
+        return f"dtype {name} is neither bfloat16 nor float16"
+    return None
+
+
+def unsupported_linear(
+    shape: LinearShape, *, multiple: int, least: int = 0
+) -> str | None:
+    """Returns why fused kernels cannot run a linear, or None if they can.
+
+    Args:
+        shape: Sizes of the linear.
+        multiple: K and N must be multiples of it.
+        least: The smallest K and N; 0: there is none.
+    """
+    if shape.extra:
+        return f"its kernels train A and B only, not {', '.join(shape.extra)}"
+    if (reason := unsupported_dtype(shape.dtype)) is not None:
+        return reason
+    k, n = shape.in_features, shape.out_features
+    if k % multiple or n % multiple or min(k, n) < least:
+        bound = f", at least {least}" if least else ""
+        return f"the layer's {k} x {n} features are not multiples of {multiple}{bound}"
+    if shape.rank > MAX_RANK:
+        return f"rank {shape.rank} is larger than {MAX_RANK}"
+    if shape.block_tokens % TILE_TOKENS:
+        return (
+            f"token blocks of {shape.block_tokens} rows are not a multiple of "
+            f"{TILE_TOKENS}"
+        )
+    return None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxlora.modules.cudnn_call import class_backward, class_forward
 from jaxlora.modules.length_classes import SegmentLengths, length_classes, members_of
 from jaxlora.modules.scoring import Scoring
+from jaxlora.pallas_kernels.operands import unsupported_dtype
 
 # Compiler options for the outermost `jax.jit`. XLA takes cuDNN's deterministic gradient
 # only if the whole program is compiled with them. Otherwise the first of several equal
@@ -48,8 +49,8 @@ def cudnn_unsupported(
         return "cuDNN 9.10.2 or newer is not loaded"
     if capability == "10.3" and cuda_versions.cudnn_get_version() < 91100:
         return "compute capability 10.3 takes cuDNN 9.11 or newer"
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-        return f"dtype {jnp.dtype(dtype).name} is neither bfloat16 nor float16"
+    if (reason := unsupported_dtype(dtype)) is not None:
+        return reason
     most = 256 if capability.startswith("9.") else 128
     if head_dim % 8 or head_dim > most:
         return f"head_dim {head_dim} is not a multiple of 8 up to {most}"

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.modules.length_classes import SegmentLengths, segment_bounds
 from jaxlora.modules.scoring import Scoring
+from jaxlora.pallas_kernels.operands import unsupported_dtype
 from jaxlora.pallas_kernels.triton.device import (
     Target,
     present_target,
@@ -74,8 +75,8 @@ def triton_unsupported(*, dtype: Any, head_dim: int) -> str | None:
     """
     if (reason := unsupported_device()) is not None:
         return reason
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-        return f"dtype {jnp.dtype(dtype).name} is neither bfloat16 nor float16"
+    if (reason := unsupported_dtype(dtype)) is not None:
+        return reason
     if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
         return f"head_dim {head_dim} is not a multiple of 8 up to {_MAX_HEAD_DIM}"
     return None

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxlora.pallas_kernels.dropout import TILE_TOKENS
 from jaxlora.pallas_kernels.mosaic.device import unsupported_device
 from jaxlora.pallas_kernels.mosaic.mask import make_mask
 from jaxlora.pallas_kernels.mosaic.products import (
@@ -26,33 +27,24 @@ from jaxlora.pallas_kernels.mosaic.products import (
     shrink,
 )
 from jaxlora.pallas_kernels.mosaic.ring import ROWS, STEP
-from jaxlora.pallas_kernels.operands import make_operands
+from jaxlora.pallas_kernels.operands import (
+    MAX_RANK,
+    make_operands,
+    unsupported_linear,
+)
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
 from jaxlora.pallas_kernels.settings import RANK_STEP
 
-MAX_RANK = 4 * STEP  # expand keeps the stages of all ranks of a tile filled
-assert RANK_STEP == STEP
+# expand keeps the stages of all ranks of a tile filled.
+assert RANK_STEP == STEP and MAX_RANK == 4 * STEP
+assert ROWS == TILE_TOKENS
 
 
 def unsupported(shape: LinearShape) -> str | None:
     """Returns why these kernels cannot run such a linear here, or None if they can."""
     if (reason := unsupported_device()) is not None:
         return reason
-    if shape.extra:
-        return f"its kernels train A and B only, not {', '.join(shape.extra)}"
-    dtype, features = jnp.dtype(shape.dtype), (shape.in_features, shape.out_features)
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"dtype {dtype.name} is neither bfloat16 nor float16"
-    if any(n % STEP or n < 2 * STEP for n in features):
-        return (
-            f"the layer's {features[0]} x {features[1]} features are not multiples of "
-            f"{STEP}, at least {2 * STEP}"
-        )
-    if shape.rank > MAX_RANK:
-        return f"rank {shape.rank} is larger than {MAX_RANK}"
-    if shape.block_tokens % ROWS:
-        return f"token blocks of {shape.block_tokens} rows are not a multiple of {ROWS}"
-    return None
+    return unsupported_linear(shape, multiple=STEP, least=2 * STEP)
 
 
 def _swap_last_axes(x: Array) -> Array:

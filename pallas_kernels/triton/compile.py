@@ -22,7 +22,7 @@ _TOOLS = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelFacts:
-    """What a multiprocessor must have to run one block of a compiled kernel.
+    """The resources that one block of a compiled kernel takes on a multiprocessor.
 
     Attributes:
         registers: Registers of a thread.

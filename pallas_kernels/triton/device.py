@@ -19,7 +19,7 @@ _MISSING = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """What the kernels are compiled for. Equal targets share compiled programs.
+    """The device that kernels are compiled for; equal targets share programs.
 
     Attributes:
         capability: Ten times the compute capability, such as 89 for an L40S.

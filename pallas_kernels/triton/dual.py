@@ -160,5 +160,5 @@ def _sum_columns(
     is_on = jnp.arange(r) // CHUNK < num_chunks[:, None]
     total = parts.sum(axis=0).reshape(slot.shape[0], -1, r)
     total *= settings.factor[row][slot][:, None, None]
-    # What was never written may be anything, so it must be selected away.
+    # Values that were never written may be anything, so they must be selected away.
     return jnp.where(is_on[:, None], total, 0).reshape(t, r)

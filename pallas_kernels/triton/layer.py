@@ -5,15 +5,12 @@ pass is traced.
 """
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxlora.pallas_kernels.dropout import TILE_TOKENS
+from jaxlora.pallas_kernels.operands import unsupported_linear
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
-from jaxlora.pallas_kernels.settings import RANK_STEP
 from jaxlora.pallas_kernels.triton.device import present_target, unsupported_device
 
-MAX_RANK = 4 * RANK_STEP
 _ALIGNED_FEATURES = 8  # rows of 16 bytes, which one asynchronous copy moves
 
 
@@ -21,24 +18,7 @@ def unsupported(shape: LinearShape) -> str | None:
     """Returns why these kernels cannot run such a linear here, or None if they can."""
     if (reason := unsupported_device()) is not None:
         return reason
-    if shape.extra:
-        return f"its kernels train A and B only, not {', '.join(shape.extra)}"
-    dtype, features = jnp.dtype(shape.dtype), (shape.in_features, shape.out_features)
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"dtype {dtype.name} is neither bfloat16 nor float16"
-    if any(n % _ALIGNED_FEATURES for n in features):
-        return (
-            f"the layer's {features[0]} x {features[1]} features are not multiples of "
-            f"{_ALIGNED_FEATURES}"
-        )
-    if shape.rank > MAX_RANK:
-        return f"rank {shape.rank} is larger than {MAX_RANK}"
-    if shape.block_tokens % TILE_TOKENS:
-        return (
-            f"token blocks of {shape.block_tokens} rows are not a multiple of "
-            f"{TILE_TOKENS}"
-        )
-    return None
+    return unsupported_linear(shape, multiple=_ALIGNED_FEATURES)
 
 
 def forward(
