@@ -2,6 +2,7 @@
 
 from jaxlora.pallas_kernels.backends import BACKENDS, Backend, get_backend
 from jaxlora.pallas_kernels.dropout import Dropout, MaskWords, dropout_keys, mask_words
+from jaxlora.pallas_kernels.given_mask import GivenMask, pack_mask, unpack_mask
 from jaxlora.pallas_kernels.mosaic.compile import compile_program
 from jaxlora.pallas_kernels.op import multi_lora_linear, multi_lora_linears
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
@@ -12,6 +13,7 @@ __all__ = [
     "BACKENDS",
     "Backend",
     "Dropout",
+    "GivenMask",
     "KernelSettings",
     "LinearShape",
     "MaskWords",
@@ -24,4 +26,6 @@ __all__ = [
     "multi_lora_linear",
     "multi_lora_linear_reference",
     "multi_lora_linears",
+    "pack_mask",
+    "unpack_mask",
 ]

@@ -52,6 +52,23 @@ class Dropout:
     token_index: Int[Array, " T"]
     words: MaskWords | None = None
 
+    @property
+    def inverse_keep(self) -> Float[Array, " G"]:
+        """Factor of the kept features, by slot."""
+        return inverse_keep(self.rate)
+
+    def keep(
+        self, slot: Int[Array, " NB"], shape: tuple[int, ...]
+    ) -> Bool[Array, "NB BT K"]:
+        """Returns which features are kept, by token block.
+
+        Args:
+            slot: Slot of each token block.
+            shape: (T, K) of x.
+        """
+        token_index = self.token_index.reshape(slot.shape[0], -1)
+        return keep_mask(self.given_key()[slot], self.rate[slot], token_index, shape[1])
+
     def given_key(self) -> UInt[Array, "G 2"]:
         """Returns the key.
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxlora.pallas_kernels.backends import BACKENDS, Backend, get_backend
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS, Dropout, MaskWords
+from jaxlora.pallas_kernels.given_mask import GivenMask, num_words
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
 from jaxlora.pallas_kernels.settings import ROWS, KernelSettings
 
@@ -32,7 +33,7 @@ def multi_lora_linear(
     *,
     rank: Int[Array, " G"] | None = None,
     bias: Float[Array, " N"] | None = None,
-    dropout: Dropout | None = None,
+    dropout: Dropout | GivenMask | None = None,
     layer: Int[Array, ""] | int | None = None,
     w_transposed: bool = False,
     implementation: str = "xla",
@@ -52,7 +53,8 @@ def multi_lora_linear(
             and of x's gradient are zero, and whose rows of x are not read.
         rank: Rank of each slot; None: R. Kernels skip chunks of padding.
         bias: Frozen bias.
-        dropout: Mask of the LoRA path; None drops nothing.
+        dropout: Mask of the LoRA path, computed from a key or given by the caller; None
+            drops nothing.
         layer: Index of the weight in the stack; None: w is not a stack.
         w_transposed: Whether w is stored N K.
         implementation: Name of the kernel back end in `BACKENDS`.
@@ -97,7 +99,8 @@ def multi_lora_linears(
 
     Args:
         x: Token rows; the T / NB rows of a token block share one adapter.
-        projections: The linears; either all of them have dropout, or none has.
+        projections: The linears; all of them have a `Dropout`, or all have a
+            `GivenMask`, or none has either.
         block_adapter: The slot of each token block; -1 for padding.
         layer: Index of the weights in their stacks; None: they are not stacks.
         w_transposed: Whether the weights are stored N K.
@@ -107,8 +110,8 @@ def multi_lora_linears(
         y of each projection.
 
     Raises:
-        ValueError: As for `multi_lora_linear`; or only some of the projections have
-            dropout, or they differ in the number of slots.
+        ValueError: As for `multi_lora_linear`; or the projections have different kinds
+            of dropout, or differ in the number of slots.
 
     References:
         LoRAFusion, arXiv 2510.00206, section 5.1.
@@ -128,10 +131,12 @@ def multi_lora_linears(
 
 
 def _check_alike(projections: Sequence[Projection]) -> None:
-    if len({p.dropout is None for p in projections}) != 1:
+    kinds = sorted({type(p.dropout).__name__ for p in projections})
+    if len(kinds) != 1:
         raise ValueError(
-            "either all projections must have dropout or none. Give those without a "
-            "dropout of rate 0."
+            "projections must have the same kind of dropout or none, got "
+            f"{' and '.join(kinds)}. Give those without one a Dropout of rate 0, or a "
+            "GivenMask that keeps everything."
         )
     if len({p.a.shape[0] for p in projections}) != 1:
         raise ValueError(
@@ -166,7 +171,9 @@ def _checked(
     )
     if p.settings is not None:
         _check_settings(p.settings, num_slots)
-    if p.dropout is not None and p.dropout.words is not None:
+    if isinstance(p.dropout, GivenMask):
+        _check_given_mask(p, x)
+    elif p.dropout is not None and p.dropout.words is not None:
         _check_words(p.dropout.words, x, num_slots)
     ranks = jnp.full((num_slots,), rank, jnp.int32) if p.rank is None else p.rank
     return dataclasses.replace(p, rank=ranks)
@@ -204,6 +211,29 @@ def _check_words(words: MaskWords, x, num_slots: int) -> None:
             f"dropout's words are for {blocks * TILE_TOKENS} tokens, {slots} slots and "
             f"{features} features, wanted {t}, {num_slots} and {k} or more. Make them "
             "with mask_words for this layer."
+        )
+
+
+def _check_given_mask(projection: Projection, x) -> None:
+    mask: Any = projection.dropout
+    wanted = (num_words(x.shape[0]), x.shape[1])
+    if mask.bits.shape != wanted or mask.bits.dtype != jnp.uint32:
+        raise ValueError(
+            f"a given mask has bits of shape {mask.bits.shape} and dtype "
+            f"{mask.bits.dtype}, wanted {wanted} and uint32 for x {x.shape}. Make them "
+            "with pack_mask from a mask of x's shape."
+        )
+    slots = (projection.a.shape[0],)
+    if jnp.shape(mask.inverse_keep) != slots:
+        raise ValueError(
+            "a given mask has inverse_keep of shape "
+            f"{jnp.shape(mask.inverse_keep)}, wanted {slots}: one factor per slot."
+        )
+    if projection.settings is not None:
+        raise ValueError(
+            "a projection has a given mask and settings, but settings hold the factors "
+            "of a Dropout. Leave settings out: the kernels compute them from "
+            "inverse_keep."
         )
 
 

@@ -13,6 +13,7 @@ from jaxlora.pallas_kernels.dropout import (
     MaskWords,
     mask_words,
 )
+from jaxlora.pallas_kernels.given_mask import GivenMask
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
 from jaxlora.pallas_kernels.routing import Blocks, make_blocks
 from jaxlora.pallas_kernels.settings import RANK_STEP, KernelSettings, kernel_settings
@@ -85,6 +86,10 @@ def make_operands(
         projections: The linears, all with dropout or all without.
         block_adapter: The slot of each token block, [NB]; -1 for padding.
     """
+    if any(isinstance(p.dropout, GivenMask) for p in projections):
+        raise NotImplementedError(
+            "fused back ends do not take a GivenMask yet. Use implementation='xla'."
+        )
     largest = max(p.a.shape[2] for p in projections)
     rank = padded_rank(largest)
     blocks = make_blocks(block_adapter, projections[0].a.shape[0], x.shape[0])
@@ -95,7 +100,7 @@ def make_operands(
         words=[
             p.dropout.words or _own_words(p.dropout, blocks, x.shape[1])
             for p in projections
-            if p.dropout
+            if isinstance(p.dropout, Dropout)
         ],
         blocks=blocks,
     )
@@ -115,7 +120,7 @@ def _pad_rank(x: jax.Array, axis: int, rank: int) -> jax.Array:
 
 def _own_settings(p: Projection) -> KernelSettings:
     assert p.rank is not None
-    rate = None if p.dropout is None else p.dropout.rate[None]
+    rate = p.dropout.rate[None] if isinstance(p.dropout, Dropout) else None
     return kernel_settings(p.scaling[None], p.rank[None], rate)[0]
 
 

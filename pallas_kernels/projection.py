@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxlora.pallas_kernels.dropout import Dropout
+from jaxlora.pallas_kernels.given_mask import GivenMask
 from jaxlora.pallas_kernels.settings import KernelSettings
 
 
@@ -25,7 +26,8 @@ class Projection:
         scaling: `lora_alpha / rank` of each slot; 0 switches a slot off.
         rank: Rank of each slot; None: R. Kernels skip chunks of padding.
         bias: Frozen bias.
-        dropout: Mask of the LoRA path; None drops nothing.
+        dropout: Mask of the LoRA path, computed in the kernels or given by the caller;
+            None drops nothing.
         extra: Further trained tensors of the slots, by name, for back ends that know
             them.
         settings: What fused kernels compute from scaling, rank and dropout rate,
@@ -39,7 +41,7 @@ class Projection:
     scaling: Float[Array, " G"]
     rank: Int[Array, " G"] | None = None
     bias: Float[Array, " N"] | None = None
-    dropout: Dropout | None = None
+    dropout: Dropout | GivenMask | None = None
     extra: dict[str, Float[Array, "G ..."]] = dataclasses.field(default_factory=dict)
     settings: KernelSettings | None = None
 

@@ -8,9 +8,10 @@ memory, which makes this slower than fused kernels.
 import functools
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from jaxlora.pallas_kernels.dropout import Dropout, inverse_keep, keep_mask
+from jaxlora.pallas_kernels.dropout import Dropout
+from jaxlora.pallas_kernels.given_mask import GivenMask
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
 
 
@@ -25,16 +26,11 @@ def _einsum(spec: str, *operands: Array) -> Array:
     return jnp.einsum(spec, *operands, preferred_element_type=jnp.float32)
 
 
-def _keep(dropout: Dropout, slot_B: Array, num_features: int) -> Bool[Array, "B T K"]:
-    token_index = dropout.token_index.reshape(slot_B.shape[0], -1)
-    return keep_mask(
-        dropout.given_key()[slot_B], dropout.rate[slot_B], token_index, num_features
-    )
-
-
-def _factor(scaling: Array, dropout: Dropout | None, slot_B: Array) -> Array:
+def _factor(
+    scaling: Array, dropout: Dropout | GivenMask | None, slot_B: Array
+) -> Array:
     if dropout is not None:
-        scaling = scaling * inverse_keep(dropout.rate)
+        scaling = scaling * dropout.inverse_keep
     return scaling[slot_B][:, None, None]
 
 
@@ -64,7 +60,7 @@ def _forward(
     slot_B = jnp.maximum(block_adapter, 0)
     x_B = x.reshape(num_blocks, -1, x.shape[1])
     if dropout is not None:
-        x_B = jnp.where(_keep(dropout, slot_B, x.shape[1]), x_B, 0)
+        x_B = jnp.where(dropout.keep(slot_B, x.shape), x_B, 0)
     s = _einsum("btk,bkr->btr", x_B, a.astype(x.dtype)[slot_B])
     s = (s * _factor(projection.scaling, dropout, slot_B)).astype(x.dtype)
     delta = _einsum("btr,brn->btn", s, b.astype(x.dtype)[slot_B])
@@ -119,7 +115,7 @@ def _backward(
     slot_B = jnp.maximum(block_adapter, 0)
     x_B = x.reshape(num_blocks, -1, x.shape[1])
     dy_B = dy.reshape(num_blocks, -1, dy.shape[1])
-    keep = None if dropout is None else _keep(dropout, slot_B, x.shape[1])
+    keep = None if dropout is None else dropout.keep(slot_B, x.shape)
 
     ds = _einsum("btn,brn->btr", dy_B, b.astype(x.dtype)[slot_B])
     ds = (ds * _factor(projection.scaling, dropout, slot_B)).astype(x.dtype)

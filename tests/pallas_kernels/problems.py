@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxlora.pallas_kernels import Dropout, dropout_keys
+from jaxlora.pallas_kernels import Dropout, GivenMask, dropout_keys, pack_mask
 
 
 def problem(
@@ -38,6 +38,13 @@ def problem(
             jax.random.permutation(next(keys), t).astype(jnp.int32),
         ),
     }, jnp.array(ranks, jnp.int32)
+
+
+def given_mask(p):
+    """Returns the mask of a problem's dropout as the caller would give it."""
+    drop, (t, k) = p["dropout"], p["x"].shape
+    kept = drop.keep(jnp.maximum(p["block_adapter"], 0), (t, k)).reshape(t, k)
+    return GivenMask(pack_mask(kept), drop.inverse_keep)
 
 
 def weight_of(p):
