@@ -1,0 +1,1 @@
+"""Written forms of LoRA that must be found, and near misses that must not."""

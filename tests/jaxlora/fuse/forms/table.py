@@ -1,0 +1,18 @@
+"""Every form and near miss of this folder, by name.
+
+Importing the modules registers their functions.
+"""
+
+from tests.jaxlora.fuse.forms import (  # noqa: F401
+    adapters,
+    dropout,
+    flax_modules,
+    near_misses,
+    nested,
+    other_libraries,
+    plain,
+    variants,
+)
+from tests.jaxlora.fuse.forms.form import FORMS, NEAR_MISSES
+
+__all__ = ["FORMS", "NEAR_MISSES"]
