@@ -1,0 +1,160 @@
+"""The low-rank branches that were found in a function, and those that were refused."""
+
+import dataclasses
+import math
+
+import numpy as np
+from jax.extend import core
+
+Index = int  # names one dimension, or a part of one, of the arrays of a sum
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Operand:
+    """An array of the traced function, and what its dimensions stand for.
+
+    Attributes:
+        var: The variable, or a literal.
+        dims: For each dimension the indices that it is made of, slowest first. A
+            dimension of size 1 has none.
+    """
+
+    var: core.Var | core.Literal
+    dims: tuple[tuple[Index, ...], ...]
+
+    @property
+    def indices(self) -> tuple[Index, ...]:
+        """The indices of all dimensions, in order."""
+        return tuple(i for dim in self.dims for i in dim)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Mask:
+    """A boolean dropout mask of x.
+
+    Attributes:
+        operand: The mask; it may lack indices of x, over which it is constant.
+        keeps: The value of an element that is kept.
+    """
+
+    operand: Operand
+    keeps: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Branch:
+    """A low-rank term `coefficient * x A B`.
+
+    A and B are products of arrays: traced scalings, vectors over the rank, and so on
+    are factors of one of them.
+
+    Attributes:
+        a: The factors of A.
+        b: The factors of B.
+        rank_indices: The indices that A and B share and that are summed over.
+        coefficient: Product of the constant factors; also of a mask's 1 / keep.
+    """
+
+    a: tuple[Operand, ...]
+    b: tuple[Operand, ...]
+    rank_indices: tuple[Index, ...]
+    coefficient: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class SiteProjection:
+    """One frozen product with its low-rank branches: `x W + bias + rest + branches`.
+
+    Attributes:
+        root: The variable that holds the sum.
+        root_dims: What the dimensions of `root` stand for.
+        w: The frozen weight.
+        branches: Its low-rank branches.
+        mask: The dropout mask of the branches' x; None: there is none.
+        bias: A vector over the output features; None: there is none.
+        rest: Further summands, each with its constant factor.
+        out_indices: The indices of the output features, slowest first.
+        rank: Sum of the branches' ranks.
+        out_features: N.
+    """
+
+    root: core.Var
+    root_dims: tuple[tuple[Index, ...], ...]
+    w: Operand
+    branches: tuple[Branch, ...]
+    mask: Mask | None
+    bias: Operand | None
+    rest: tuple[tuple[float, Operand], ...]
+    out_indices: tuple[Index, ...]
+    rank: int
+    out_features: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Site:
+    """Linears with adapters that share x and are computed by one call of the kernels.
+
+    Attributes:
+        path: Names of the primitives around the site, outermost first, such as
+            `("scan", "remat2")`.
+        location: File, line and function of the code that made the root.
+        jaxpr: The jaxpr that holds the site.
+        equations: Indices of the equations of `jaxpr` that are no longer needed once
+            the site is replaced.
+        x: The input.
+        projections: The linears.
+        sizes: Size of each index.
+        adapter_indices: Indices of the rows that also choose the adapter; none: all
+            rows have the same adapter.
+        row_indices: The other indices of the rows.
+        in_indices: The indices of the input features.
+        dtype: The dtype in which the frozen product reads x and w.
+        implementation: Name of the back end.
+    """
+
+    path: tuple[str, ...]
+    location: str
+    jaxpr: core.Jaxpr
+    equations: frozenset[int]
+    x: Operand
+    projections: tuple[SiteProjection, ...]
+    sizes: dict[Index, int]
+    adapter_indices: tuple[Index, ...]
+    row_indices: tuple[Index, ...]
+    in_indices: tuple[Index, ...]
+    dtype: np.dtype
+    implementation: str
+
+    def size_of(self, indices: tuple[Index, ...]) -> int:
+        """Returns the product of the indices' sizes."""
+        return math.prod(self.sizes[i] for i in indices)
+
+    @property
+    def num_adapters(self) -> int:
+        """G."""
+        return self.size_of(self.adapter_indices)
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the rows of all adapters."""
+        return self.num_adapters * self.size_of(self.row_indices)
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+        return self.size_of(self.in_indices)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A sum that is almost a linear with an adapter, and why it is left as it is.
+
+    Attributes:
+        path: Names of the primitives around it, outermost first.
+        location: File, line and function of the code that made it.
+        reason: Why it is not fused, as a clause without a full stop.
+    """
+
+    path: tuple[str, ...]
+    location: str
+    reason: str
