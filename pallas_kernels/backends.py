@@ -57,6 +57,10 @@ class Backward(Protocol):
         ...
 
 
+def _nowhere() -> None:
+    """Is `slow_device` of a back end that `auto` takes wherever it can run."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend:
     """One implementation of `multi_lora_linears`.
@@ -75,6 +79,8 @@ class Backend:
             of x.
         partitionable: Whether XLA can partition the kernels over a mesh. If not, a
             call on more than one device must be inside `jax.shard_map`.
+        slow_device: Returns why `auto` passes over the back end on the default device
+            although it can run there, as such a clause; None if it does not.
     """
 
     name: str
@@ -84,13 +90,15 @@ class Backend:
     takes_shared_inputs: bool
     stores_masks: bool
     partitionable: bool
+    slow_device: Callable[[], str | None] = _nowhere
 
 
 def _table(*backends: Backend) -> dict[str, Backend]:
     return {backend.name: backend for backend in backends}
 
 
-# In order of preference: `auto` takes the first that supports every linear.
+# In order of preference: `auto` takes the first that supports every linear and is not
+# slow on the device.
 BACKENDS: dict[str, Backend] = _table(
     Backend(
         name="mosaic",
@@ -106,6 +114,7 @@ BACKENDS: dict[str, Backend] = _table(
         forward=triton.forward,
         backward=triton.backward,
         unsupported=triton.unsupported,
+        slow_device=triton.slow_device,
         takes_shared_inputs=True,
         stores_masks=False,
         partitionable=False,

@@ -52,7 +52,8 @@ def choose_kernels(asked: str, spec: DecoderSpec, block_tokens: int) -> Choice[s
         name: functools.partial(kernels_unsupported, backend, spec, block_tokens)
         for name, backend in BACKENDS.items()
     }
-    return _choose("implementation", asked, reasons)
+    slow = {name: backend.slow_device for name, backend in BACKENDS.items()}
+    return _choose("implementation", asked, reasons, slow)
 
 
 def choose_attention(
@@ -72,11 +73,14 @@ def choose_attention(
         choice.name: functools.partial(choice.unsupported, dtype, model)
         for choice in ATTENTIONS.values()
     }
-    return _choose("attention", asked, reasons)
+    return _choose("attention", asked, reasons, {})
 
 
 def _choose[Name: str](
-    setting: str, asked: str, unsupported: Mapping[Name, Callable[[], str | None]]
+    setting: str,
+    asked: str,
+    unsupported: Mapping[Name, Callable[[], str | None]],
+    slow: Mapping[Name, Callable[[], str | None]],
 ) -> Choice[Name]:
     """Chooses from a table, in its order.
 
@@ -84,12 +88,17 @@ def _choose[Name: str](
         setting: Name of the setting, for errors.
         asked: Name of an entry, or `auto`.
         unsupported: For each name, a function that returns why it cannot run.
+        slow: For some names, a function that returns why `auto` passes over it.
     """
     reasons = []
     for name, why_not in unsupported.items():
         if asked not in ("auto", name):
             continue
         reason = why_not()
+        why_slow = slow[name]() if asked == "auto" and name in slow else None
+        if reason is None and why_slow is not None:
+            reasons.append(f"{name} is slow here: {why_slow}")
+            continue
         if reason is None:
             because = f"as {'; '.join(reasons)}" if reasons else ""
             return Choice(name=name, reason=because if asked == "auto" else _REQUESTED)

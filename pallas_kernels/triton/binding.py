@@ -1,9 +1,12 @@
 """The optional package jax_triton, through which JAX programs call Triton kernels."""
 
-import contextlib
+import functools
 import os
-from collections.abc import Iterator
 from typing import Any
+
+import jax
+
+from jaxlora.pallas_kernels import device
 
 
 def import_jax_triton() -> Any:
@@ -19,44 +22,38 @@ def import_jax_triton() -> Any:
         os.environ["TRITON_CACHE_DIR"] = before
     else:
         os.environ.pop("TRITON_CACHE_DIR", None)
+    _assemble_for_present_gpu()
     return jax_triton
 
 
-class _Assembler:
-    """jaxlib's part of jax_triton, with another capability of new kernels."""
+@functools.cache
+def _assemble_for_present_gpu() -> None:
+    from jax_triton import triton_lib as module
 
-    def __init__(self, library: Any, capability: int):
-        self._library, self._capability = library, capability
+    triton_lib: Any = module
+    triton_lib.triton_kernel_call_lib = _Assembler(triton_lib.triton_kernel_call_lib)
+
+
+class _Assembler:
+    """jaxlib's part of jax_triton, which assembles kernels for the present GPU."""
+
+    def __init__(self, library: Any):
+        self._library = library
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._library, name)
 
     def TritonKernel(self, *arguments: Any) -> Any:
         """Makes a kernel; the last argument is what its PTX is assembled for."""
-        return self._library.TritonKernel(*arguments[:-1], self._capability)
+        return self._library.TritonKernel(*arguments[:-1], _assembled(arguments[-1]))
 
 
-@contextlib.contextmanager
-def assembled_for(capability: int) -> Iterator[None]:
-    """Assembles kernels that are lowered inside for a GPU of another capability.
+def _assembled(capability: int) -> int:
+    """Returns the capability for which code of a capability is assembled.
 
-    Args:
-        capability: Ten times the compute capability, at least that which Triton
-            compiles for.
+    A newer GPU runs PTX of an older capability, but not its machine code.
     """
-    import_jax_triton()
-    from jax_triton import triton_lib as module
-
-    triton_lib: Any = module
-
-    library = triton_lib.triton_kernel_call_lib
-    cache = triton_lib._COMPILED_KERNEL_CACHE
-    kept = dict(cache)
-    cache.clear()  # its keys do not say what a kernel was assembled for
-    triton_lib.triton_kernel_call_lib = _Assembler(library, capability)
-    try:
-        yield
-    finally:
-        triton_lib.triton_kernel_call_lib = library
-        cache.clear()
-        cache.update(kept)
+    elsewhere = jax.sharding.get_abstract_mesh().abstract_device is not None
+    if elsewhere or device.not_nvidia() is not None:
+        return capability
+    return max(capability, device.capability())

@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterator
 import jax
 
 from jaxlora.pallas_kernels import device
-from jaxlora.pallas_kernels.triton.binding import assembled_for
 
 _OLDEST = 80  # Ampere: the first with bfloat16 products and asynchronous copies
+# Hopper and the Blackwell of data centers have products of their own, `wgmma` and
+# `tcgen05`. Triton 3.6's code of these kernels with `wgmma` gave wrong results on an
+# H200, and that with `tcgen05` was never run. See docs/portable_kernels.md.
+_OTHER_PRODUCTS = range(90, 120)
 _INTERPRETED_SMS = 4
 _MISSING = (
     "the package {} is not installed (run `pip install 'jaxlora[triton]'`)".format
@@ -58,18 +61,13 @@ def forced_capability(capability: int, num_sms: int | None = None) -> Iterator[N
     """Compiles kernels inside for another GPU than the default device.
 
     Newer GPUs run such code: it is assembled for the device that is here, if there is
-    one. A program must be compiled inside. This is for tests and benchmarks.
+    one. This is for tests and benchmarks.
 
     Args:
         capability: Ten times the compute capability.
         num_sms: Number of multiprocessors; None: the present device's.
     """
-    target = Target(capability=capability, num_sms=num_sms or device.num_sms())
-    is_here = device.not_nvidia() is None
-    with (
-        assembled_for(device.capability()) if is_here else contextlib.nullcontext(),
-        _TARGET(target),
-    ):
+    with _TARGET(Target(capability=capability, num_sms=num_sms or device.num_sms())):
         yield
 
 
@@ -78,7 +76,9 @@ def present_target() -> Target:
     forced: Target | None = _TARGET.value
     if forced is not None:
         return forced
-    return Target(capability=device.capability(), num_sms=device.num_sms())
+    capability = device.capability()
+    code = _OLDEST if capability in _OTHER_PRODUCTS else capability
+    return Target(capability=code, num_sms=device.num_sms())
 
 
 def unsupported_device() -> str | None:
@@ -96,3 +96,15 @@ def unsupported_device() -> str | None:
     if (capability := device.capability()) < _OLDEST:
         return f"the GPU's compute capability is {capability / 10}, less than 8.0"
     return None
+
+
+def slow_device() -> str | None:
+    """Returns why XLA's products are faster on the default device, or None."""
+    if _TARGET.value is not None or device.not_nvidia() is not None:
+        return None
+    if (capability := device.capability()) not in _OTHER_PRODUCTS:
+        return None
+    return (
+        f"its products use the instructions of Ampere, with which a GPU of compute "
+        f"capability {capability / 10} reaches about half its speed"
+    )

@@ -306,13 +306,13 @@ def add_product(
         if K % BK == 0 and T % BM == 0:
             x_tile = tl.load(x + x_offsets)
         else:
-            inside = inside_rows[:, None] & (ks < K - k)[None, :]
-            x_tile = tl.load(x + x_offsets, mask=inside, other=0.0)
+            in_x = inside_rows[:, None] & (ks < K - k)[None, :]
+            x_tile = tl.load(x + x_offsets, mask=in_x, other=0.0)
         if K % BK == 0 and N % BN == 0:
             w_tile = tl.load(w + w_offsets)
         else:
-            inside = inside_columns[None, :] & (ks < K - k)[:, None]
-            w_tile = tl.load(w + w_offsets, mask=inside, other=0.0)
+            in_w = inside_columns[None, :] & (ks < K - k)[:, None]
+            w_tile = tl.load(w + w_offsets, mask=in_w, other=0.0)
         acc = tl.dot(x_tile, w_tile, acc)
         x += BK
         w += BK if TRANSPOSED else BK * N

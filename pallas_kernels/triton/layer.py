@@ -9,7 +9,13 @@ from jaxtyping import Array, Float, Int
 
 from jaxlora.pallas_kernels.operands import unsupported_linear
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
-from jaxlora.pallas_kernels.triton.device import present_target, unsupported_device
+from jaxlora.pallas_kernels.triton.device import (
+    present_target,
+    slow_device,
+    unsupported_device,
+)
+
+__all__ = ["backward", "forward", "slow_device", "unsupported"]
 
 _ALIGNED_FEATURES = 8  # rows of 16 bytes, which one asynchronous copy moves
 

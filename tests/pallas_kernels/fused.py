@@ -110,7 +110,7 @@ INTERPRETED_TRITON = Fused(
 
 
 def triton_back_ends() -> dict[str, Fused]:
-    """Returns the Triton back end, by name; on a GPU, also as Ampere code."""
+    """Returns the Triton back end, by name; on a GPU, also as code of 8.0."""
     if not ON_GPU:
         return {"triton": INTERPRETED_TRITON}
     present = triton.present_target().capability

@@ -38,15 +38,16 @@ SIZES = {
     **{"G": 4, "F": 4096, "MASKED": True, "RANK_FIRST": False, "BIASED": False},
 }
 ODD = {"K": 4104, "K_0": 4104, "N": 4104}  # not multiples of a tile
+HALF = {"T": 8256}  # an odd number of blocks: half of the last tile of 128 rows
 Y = {"MASKED": False, "TRANSPOSED": False, "RANK_LAST": False}
 DX = {"MASKED": True, "TRANSPOSED": True, "RANK_LAST": True}
 # Ranks and sizes for which the tiles of a kernel are compiled.
 CASES = {
-    "expand": [(16, Y | ODD | {"BIASED": True}), (64, DX)],
-    "expand_sum": [(16, DX | {"P": 3})],
-    "shrink": [(16, ODD), (64, {})],
-    "outer": [(16, {"P": 3}), (64, ODD)],
-    "dual": [(16, {}), (32, ODD), (64, ODD)],
+    "expand": [(16, Y | ODD | {"BIASED": True}), (16, DX | HALF), (64, DX)],
+    "expand_sum": [(16, DX | {"P": 3}), (16, DX | HALF | {"P": 2})],
+    "shrink": [(16, ODD | HALF), (64, HALF)],
+    "outer": [(16, HALF | {"P": 3}), (64, ODD)],
+    "dual": [(16, HALF), (32, ODD), (64, ODD)],
 }
 ENTRIES = [
     (device, name) for device, entries in tiles.tile_table().items() for name in entries

@@ -10,11 +10,16 @@ import pytest
 
 from jaxlora.errors import ConfigError
 from jaxlora.hf.config import model_config
+from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.attention_table import ATTENTIONS
+from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.pallas_kernels import BACKENDS
 from jaxlora.pallas_kernels.triton.device import forced_capability
 from jaxlora.train.kernel_choice import (
     Choice,
     choose_attention,
+    choose_kernels,
     describe_device,
     log_choices,
 )
@@ -58,6 +63,26 @@ def test_where_cudnn_cannot_run_auto_takes_triton(cudnn):
     with forced_capability(89, num_sms=142):
         assert choose("auto") == "triton, as cudnn cannot run this: it is a toaster"
         assert choose("triton") == "triton, as requested"
+
+
+def test_auto_passes_over_kernels_that_are_slow_on_the_device(monkeypatch):
+    """They still run where they are asked for."""
+    spec = DecoderSpec(
+        config=MODEL,
+        options=DecoderOptions(dtype=jnp.dtype("float32"), max_segment_tokens=8),
+        slots=SlotShape(num_slots=1, rank=8),
+        adapted=("layers.0.mlp.up_proj",),
+    )
+    entry = dataclasses.replace(
+        BACKENDS["triton"],
+        unsupported=lambda shape: None,
+        slow_device=lambda: "it is a kettle",
+    )
+    monkeypatch.setitem(BACKENDS, "triton", entry)
+    chosen = choose_kernels("auto", spec, 64)
+    assert chosen.name == "xla"
+    assert "triton is slow here: it is a kettle" in chosen.reason
+    assert str(choose_kernels("triton", spec, 64)) == "triton, as requested"
 
 
 def test_nothing_that_runs_is_an_error(monkeypatch):
