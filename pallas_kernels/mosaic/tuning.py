@@ -124,13 +124,20 @@ def plan_side_items(
         outers: The outer products, in the order in which they run.
         num_sms: Number of multiprocessors.
     """
+    return best_plan(num_tiles, steps_per_tile, outers, num_sms)[1]
+
+
+def best_plan(
+    num_tiles: int, steps_per_tile: int, outers: Sequence[OuterCost], num_sms: int
+) -> tuple[float, SidePlan]:
+    """Returns the plan of `plan_side_items`, after its estimated microseconds."""
     tile_us = steps_per_tile * _EXPAND_STEP_US
     options = [
         _timed_plan(num_tiles, tile_us, outers, num_sms, num_side_sms, take_all)
         for num_side_sms in range(min(_MAX_SIDE_SMS, num_sms - 1) + 1)
         for take_all in itertools.product((False, True), repeat=len(outers))
     ]
-    return min(options, key=lambda option: option[0])[1]
+    return min(options, key=lambda option: option[0])
 
 
 def _timed_plan(
