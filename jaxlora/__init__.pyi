@@ -6,6 +6,7 @@ from .adapters.peft_import import import_peft
 from .config import DataConfig, LoraJob, RunConfig
 from .errors import JaxloraError
 from .families.model_config import ModelConfig
+from .fuse.api import fuse
 from .hf.load import BaseModel, load_model
 from .models.decoder import Decoder, DecoderOptions
 from .models.spec import DecoderSpec
@@ -42,6 +43,7 @@ __all__ = [
     "Trainer",
     "__version__",
     "export_peft",
+    "fuse",
     "import_peft",
     "load_model",
     "load_run",

@@ -39,3 +39,7 @@ class ProcessError(JaxloraError):
 
 class DeviceError(JaxloraError):
     """A device has failed, or its memory is full."""
+
+
+class FuseError(JaxloraError):
+    """A function cannot be fused, or nothing in it can."""

@@ -110,6 +110,7 @@ class Site:
         in_indices: The indices of the input features.
         dtype: The dtype in which the frozen product reads x and w.
         implementation: Name of the back end.
+        block_tokens: Rows of each adapter, padded as the back end needs them.
     """
 
     path: tuple[str, ...]
@@ -124,6 +125,7 @@ class Site:
     in_indices: tuple[Index, ...]
     dtype: np.dtype
     implementation: str
+    block_tokens: int
 
     def size_of(self, indices: tuple[Index, ...]) -> int:
         """Returns the product of the indices' sizes."""

@@ -1,0 +1,193 @@
+"""`fuse`: runs the low-rank branches of any function in the fused kernels."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from jaxlora.errors import FuseError
+from jaxlora.fuse.backend import check_implementation
+from jaxlora.fuse.rewrite import Rewritten, rewrite
+
+MAX_PROGRAMS = 128  # signatures of one function whose programs are kept
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Program:
+    """A function traced for one signature, and what was found in it.
+
+    Attributes:
+        traced: The jaxpr of the function.
+        rewritten: The same with its sites replaced.
+        out_tree: The structure of the function's results.
+    """
+
+    traced: core.Jaxpr
+    rewritten: Rewritten
+    out_tree: jax.tree_util.PyTreeDef
+
+
+def fuse[**P, R](
+    fn: Callable[P, R],
+    *,
+    strict: bool = False,
+    frozen: Sequence[int | str] | None = None,
+    implementation: str = "auto",
+) -> Callable[P, R]:
+    """Returns a function of the same value whose LoRA linears run in fused kernels.
+
+    The function is traced once for each signature. Every sum of a product with a weight
+    and of low-rank branches of the same input is computed by
+    `pallas_kernels.multi_lora_linears`, however it is written: in scans, rematerialised
+    functions and so on, before or after `jax.grad`. All else stays as it is, to the
+    bit. The result can be given to `jax.jit` and `jax.grad`, and has the gradients of
+    the original with respect to every argument. It cannot be differentiated in forward
+    mode.
+
+    Args:
+        fn: A pure function of pytrees. Leaves that are no arrays are constants.
+        strict: Whether it is an error if nothing is found.
+        frozen: Positions or names of arguments whose gradients are never asked for;
+            they are zero. None: the gradients of all arguments are computed where they
+            are asked for.
+        implementation: Name of a back end, or `auto` for the first that can run a
+            linear on this device.
+
+    Raises:
+        FuseError: When the function is called: it has side effects; or `strict` is
+            set and nothing is fused.
+        ConfigError: The implementation is unknown.
+    """
+    check_implementation(implementation)
+    programs: dict[Hashable, Program] = {}
+
+    @functools.wraps(fn)
+    def fused(*args: P.args, **kwargs: P.kwargs) -> R:
+        args, kwargs = _stop_gradients(args, kwargs, frozen)
+        arrays, signature = _split(args, kwargs)
+        key = signature, tuple(map(_aval_key, arrays)), _context()
+        program = programs.get(key)
+        if program is None:
+            program = trace(fn, implementation, arrays, signature)
+            if not _holds_tracers(program):
+                if len(programs) >= MAX_PROGRAMS:
+                    programs.pop(next(iter(programs)))
+                programs[key] = program
+        if not program.rewritten.sites:
+            if strict:
+                raise FuseError(_nothing_found(fn, program.rewritten))
+            return fn(*args, **kwargs)
+        results = core.jaxpr_as_fun(program.rewritten.jaxpr)(*arrays)
+        return jax.tree.unflatten(program.out_tree, results)
+
+    return fused
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """The structure of a function's arguments, and the leaves that are no arrays.
+
+    Attributes:
+        tree: Structure of (args, kwargs).
+        constants: For each leaf None if it is an array, or else (type, value).
+    """
+
+    tree: jax.tree_util.PyTreeDef
+    constants: tuple[tuple[type, Any] | None, ...]
+
+    def arguments(self, arrays: Sequence[Any]) -> tuple[tuple, dict]:
+        """Returns (args, kwargs) with given arrays."""
+        rest = iter(arrays)
+        leaves = (next(rest) if c is None else c[1] for c in self.constants)
+        return jax.tree.unflatten(self.tree, leaves)
+
+
+def trace(
+    fn: Callable[..., Any],
+    implementation: str,
+    arrays: Sequence[Any],
+    signature: Signature,
+) -> Program:
+    """Traces a function and replaces what is found.
+
+    Raises:
+        FuseError: The function has side effects.
+    """
+    out_tree = None
+
+    def flat(*arrays: Any) -> list[Any]:
+        nonlocal out_tree
+        args, kwargs = signature.arguments(arrays)
+        leaves, out_tree = jax.tree.flatten(fn(*args, **kwargs))
+        return leaves
+
+    traced = jax.make_jaxpr(flat)(*arrays)
+    if traced.effects:
+        effects = ", ".join(sorted(map(str, traced.effects)))
+        raise FuseError(
+            f"{_name(fn)} has side effects: {effects}. Fuse a pure function: take "
+            "prints, callbacks and writes to references out of it."
+        )
+    assert out_tree is not None
+    return Program(
+        traced=traced, rewritten=rewrite(traced, implementation), out_tree=out_tree
+    )
+
+
+def _split(args: tuple, kwargs: dict) -> tuple[list[Any], Signature]:
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    is_array = [
+        isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves
+    ]
+    arrays = [leaf for leaf, yes in zip(leaves, is_array, strict=True) if yes]
+    constants = tuple(
+        None if yes else (type(leaf), leaf)
+        for leaf, yes in zip(leaves, is_array, strict=True)
+    )
+    return arrays, Signature(tree, constants)
+
+
+def _aval_key(array: Any) -> Hashable:
+    """Returns the type of an array, with its sharding and weak type."""
+    return jax.typeof(array)
+
+
+def _context() -> Hashable:
+    """Returns what else a trace depends on."""
+    return jax.sharding.get_abstract_mesh(), jax.config.jax_enable_x64
+
+
+def _holds_tracers(program: Program) -> bool:
+    return any(isinstance(c, jax.core.Tracer) for c in program.traced.consts)
+
+
+def _stop_gradients(
+    args: tuple, kwargs: dict, frozen: Sequence[int | str] | None
+) -> tuple[Any, Any]:
+    """Cuts the gradients of frozen arguments."""
+    if not frozen:
+        return args, kwargs
+    stop = lambda tree: jax.tree.map(_stop_gradient, tree)
+    args = tuple(stop(a) if i in frozen else a for i, a in enumerate(args))
+    return args, {k: stop(v) if k in frozen else v for k, v in kwargs.items()}
+
+
+def _stop_gradient(leaf: Any) -> Any:
+    return jax.lax.stop_gradient(leaf) if isinstance(leaf, jax.Array) else leaf
+
+
+def _nothing_found(fn: Callable[..., Any], rewritten: Rewritten) -> str:
+    reasons = "".join(f"\n  {r.location}: {r.reason}" for r in rewritten.refusals)
+    near = f" These came near:{reasons}" if reasons else ""
+    return (
+        f"{_name(fn)} has no linear with a low-rank branch that can be fused. Use "
+        f"strict=False to run it as it is.{near}"
+    )
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__qualname__", repr(fn))

@@ -1,0 +1,239 @@
+"""Computes a site with the kernels, from the arrays of the traced function."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from jaxlora.fuse.site import Branch, Index, Operand, Site, SiteProjection
+from jaxlora.pallas_kernels import (
+    GivenMask,
+    Projection,
+    multi_lora_linears,
+    pack_mask,
+)
+
+
+def inputs_of(site: Site) -> list[core.Var]:
+    """Returns the variables that a site reads, each once."""
+    operands = [site.x]
+    for p in site.projections:
+        operands += [p.w, *(o for branch in p.branches for o in (*branch.a, *branch.b))]
+        operands += [] if p.mask is None else [p.mask.operand]
+        operands += [] if p.bias is None else [p.bias]
+        operands += [operand for _, operand in p.rest]
+    atoms = (operand.var for operand in operands)
+    return list(dict.fromkeys(v for v in atoms if isinstance(v, core.Var)))
+
+
+def kernel_call(site: Site) -> Callable[..., list[jax.Array]]:
+    """Returns a function from the values of `inputs_of` to those of the roots."""
+    variables = inputs_of(site)
+
+    def call(*values: jax.Array) -> list[jax.Array]:
+        return _Call(site, dict(zip(variables, values, strict=True))).results()
+
+    return call
+
+
+class _Call:
+    """The arrays of one call, laid out as the kernels read them."""
+
+    def __init__(self, site: Site, values: dict[Any, jax.Array]) -> None:
+        self.site = site
+        self.values = values
+
+    def results(self) -> list[jax.Array]:
+        site = self.site
+        x = self._rows(self._array(site.x, self._x_order()).astype(site.dtype))
+        projections = [self._projection(p) for p in site.projections]
+        layouts = {self._is_transposed(p.w) for p in site.projections}
+        w_transposed = layouts == {True}
+        weights = [self._weight(p, w_transposed) for p in site.projections]
+        biases = [self._bias(p) for p in site.projections]
+        slots = jnp.arange(site.num_adapters, dtype=jnp.int32)
+        ys = multi_lora_linears(
+            x,
+            [
+                Projection(w=w, bias=bias, **fields)
+                for w, bias, fields in zip(weights, biases, projections, strict=True)
+            ],
+            slots,
+            w_transposed=w_transposed,
+            implementation=site.implementation,
+        )
+        results = []
+        for p, y, w, bias in zip(site.projections, ys, weights, biases, strict=True):
+            y = with_frozen_gradients(w_transposed)(y, x, w, bias)
+            results.append(self._root(p, y))
+        return results
+
+    def _x_order(self) -> tuple[Index, ...]:
+        site = self.site
+        return (*site.adapter_indices, *site.row_indices, *site.in_indices)
+
+    def _shape(self, indices: Sequence[Index]) -> tuple[int, ...]:
+        return tuple(self.site.sizes[i] for i in indices)
+
+    def _array(self, operand: Operand, order: Sequence[Index]) -> jax.Array:
+        """Returns an array with one dimension for each of its indices, in an order."""
+        value = self._value(operand)
+        held = operand.indices
+        value = value.reshape(self._shape(held))
+        kept = [i for i in order if i in held]
+        return value.transpose([held.index(i) for i in kept])
+
+    def _value(self, operand: Operand) -> jax.Array:
+        if isinstance(operand.var, core.Literal):
+            return jnp.asarray(operand.var.val, operand.var.aval.dtype)
+        return self.values[operand.var]
+
+    def _rows(self, value: jax.Array) -> jax.Array:
+        """Joins the rows, padded to whole blocks, and the features."""
+        site = self.site
+        rows = site.size_of(site.row_indices)
+        value = value.reshape(site.num_adapters, rows, site.in_features)
+        pad = site.block_tokens - rows
+        value = jnp.pad(value, [(0, 0), (0, pad), (0, 0)]) if pad else value
+        return value.reshape(-1, site.in_features)
+
+    def _projection(self, p: SiteProjection) -> dict[str, Any]:
+        site = self.site
+        coefficients = {branch.coefficient for branch in p.branches}
+        shared = coefficients.pop() if len(coefficients) == 1 else 1.0
+        a = [self._factor(p, branch, "a") for branch in p.branches]
+        b = [
+            _times(self._factor(p, branch, "b"), branch.coefficient / shared)
+            for branch in p.branches
+        ]
+        ones = jnp.ones((site.num_adapters,), jnp.float32)
+        return {
+            "a": a[0] if len(a) == 1 else jnp.concatenate(a, axis=2),
+            "b": b[0] if len(b) == 1 else jnp.concatenate(b, axis=1),
+            "scaling": shared * ones,
+            "dropout": self._mask(p, ones),
+        }
+
+    def _factor(self, p: SiteProjection, branch: Branch, side: str) -> jax.Array:
+        """Computes A [G, K, R] or B [G, R, N] of a branch."""
+        site = self.site
+        if side == "a":
+            operands, order = branch.a, (*site.in_indices, *branch.rank_indices)
+        else:
+            operands, order = branch.b, (*branch.rank_indices, *p.out_indices)
+        product = self._product(operands, (*site.adapter_indices, *order))
+        rank = site.size_of(branch.rank_indices)
+        sizes = (site.in_features, rank) if side == "a" else (rank, -1)
+        return product.reshape(site.num_adapters, *sizes)
+
+    def _product(
+        self, operands: Sequence[Operand], order: Sequence[Index]
+    ) -> jax.Array:
+        """Multiplies arrays, sums over the other indices, and fills in missing ones."""
+        held = [i for i in order if any(i in o.indices for o in operands)]
+        if len(operands) == 1 and set(operands[0].indices) == set(held):
+            product = self._array(operands[0], held)
+        else:
+            dtype = jnp.result_type(*(o.var.aval for o in operands))
+            arguments: list[Any] = []
+            for o in operands:
+                arguments += [self._array(o, o.indices), list(o.indices)]
+            product = jnp.einsum(
+                *arguments, held, preferred_element_type=jnp.float32
+            ).astype(dtype)
+        present = [self.site.sizes[i] if i in held else 1 for i in order]
+        return jnp.broadcast_to(product.reshape(present), self._shape(order))
+
+    def _mask(self, p: SiteProjection, ones: jax.Array) -> GivenMask | None:
+        if p.mask is None:
+            return None
+        order, operand = self._x_order(), p.mask.operand
+        kept = self._spread(operand, order)
+        kept = kept if p.mask.keeps else ~kept
+        return GivenMask(pack_mask(self._rows(kept)), ones)
+
+    def _spread(self, operand: Operand, order: Sequence[Index]) -> jax.Array:
+        """Returns an array in an order, repeated over the indices that it lacks."""
+        value = self._array(operand, order)
+        present = [self.site.sizes[i] if i in operand.indices else 1 for i in order]
+        return jnp.broadcast_to(value.reshape(present), self._shape(order))
+
+    def _is_transposed(self, w: Operand) -> bool:
+        return w.indices[-1] in self.site.in_indices
+
+    def _weight(self, p: SiteProjection, transposed: bool) -> jax.Array:
+        site = self.site
+        order = (*site.in_indices, *p.out_indices)
+        shape = (site.in_features, p.out_features)
+        if transposed:
+            order, shape = (*p.out_indices, *site.in_indices), shape[::-1]
+        return self._array(p.w, order).reshape(shape).astype(site.dtype)
+
+    def _bias(self, p: SiteProjection) -> jax.Array | None:
+        if p.bias is None:
+            return None
+        return self._array(p.bias, p.out_indices).reshape(-1)
+
+    def _root(self, p: SiteProjection, y: jax.Array) -> jax.Array:
+        """Lays the kernels' result out as the traced function's."""
+        site = self.site
+        aval: Any = p.root.aval
+        rows = site.size_of(site.row_indices)
+        y = y.reshape(site.num_adapters, -1, p.out_features)[:, :rows]
+        order = (*site.adapter_indices, *site.row_indices, *p.out_indices)
+        y = y.reshape(self._shape(order)).astype(aval.dtype)
+        wanted = [i for dim in p.root_dims for i in dim]
+        y = y.transpose([order.index(i) for i in wanted])
+        for number, operand in p.rest:
+            y = y + _times(self._spread(operand, wanted).astype(aval.dtype), number)
+        return y.reshape(aval.shape)
+
+
+def _times(value: jax.Array, number: float) -> jax.Array:
+    return value if number == 1 else value * number
+
+
+@functools.cache
+def with_frozen_gradients(w_transposed: bool) -> Callable[..., jax.Array]:
+    """Returns a function that gives a linear's result the gradients of w and bias.
+
+    The kernels take w and bias as frozen. The function returns y, and the gradients of
+    w and bias are computed only where they are asked for.
+    """
+
+    @jax.custom_vjp
+    def attach(y, x, w, bias):
+        return y
+
+    def forward(y, x, w, bias):
+        is_trained = w.perturbed
+        wanted = (x.value if is_trained else None, _likes(w), _likes(bias))
+        return y.value, wanted
+
+    def backward(residuals, dy):
+        x, w, bias = residuals
+        if isinstance(dy, jax.custom_derivatives.SymbolicZero):
+            return None, None, None, None
+        dw = None
+        if x is not None:
+            spec = "tn,tk->nk" if w_transposed else "tk,tn->kn"
+            operands = (dy, x) if w_transposed else (x, dy)
+            dw = jnp.einsum(spec, *operands, preferred_element_type=jnp.float32)
+            dw = dw.astype(w.dtype)
+        dbias = None
+        if bias is not None:
+            dbias = dy.sum(axis=0, dtype=jnp.float32).astype(bias.dtype)
+        return dy, None, dw, dbias
+
+    attach.defvjp(forward, backward, symbolic_zeros=True)
+    return attach
+
+
+def _likes(primal: Any) -> jax.Array | None:
+    """Returns an empty array of a primal's dtype; None if it is not perturbed."""
+    if primal is None or not primal.perturbed:
+        return None
+    return jnp.zeros((0,), primal.value.dtype)

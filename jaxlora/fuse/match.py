@@ -1,0 +1,291 @@
+"""Finds the linears with low-rank branches in a jaxpr."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+from jaxlora.fuse.backend import Chosen, choose_backend
+from jaxlora.fuse.branches import Linear, find_linear, rank_of
+from jaxlora.fuse.normal import Factor, Form, Normalizer
+from jaxlora.fuse.site import Operand, Refusal, Site, SiteProjection
+from jaxlora.fuse.trace import live_equations, source_of
+
+_SUMS = ("add", "add_any", "sub", "dot_general", "reduce_sum")
+_USED = "is also used elsewhere, so it is computed anyway"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Candidate:
+    """A linear with branches, before it is known who else uses its parts.
+
+    Attributes:
+        root: The variable that holds the sum.
+        form: The form of the sum.
+        linear: The linear.
+        number: Number of the equation that computes the root.
+        equations: Numbers of the equations that compute the root from x, w, a and b.
+    """
+
+    root: core.Var
+    form: Form
+    linear: Linear
+    number: int
+    equations: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Found:
+    """The sites and the near misses of one jaxpr, without those of inner jaxprs."""
+
+    sites: tuple[Site, ...]
+    refusals: tuple[Refusal, ...]
+
+
+def find_sites(jaxpr: core.Jaxpr, path: tuple[str, ...], implementation: str) -> Found:
+    """Finds the sites of a jaxpr.
+
+    Args:
+        jaxpr: A jaxpr without calls; see `open_calls`.
+        path: Names of the primitives around it.
+        implementation: Name of a back end, or `auto`.
+    """
+    return _Finder(jaxpr, path, implementation).find()
+
+
+class _Finder:
+    """Reads a jaxpr from its first equation to its last, and collects candidates."""
+
+    def __init__(self, jaxpr: core.Jaxpr, path: tuple[str, ...], implementation: str):
+        self.jaxpr = jaxpr
+        self.path = path
+        self.implementation = implementation
+        self.live = live_equations(jaxpr)
+        self.users = _users(jaxpr, self.live)
+        self.normalizer = Normalizer()
+        self.candidates: dict[core.Var, _Candidate] = {}
+        self.refusals: dict[int, Refusal] = {}
+
+    def find(self) -> Found:
+        for number, eqn in enumerate(self.jaxpr.eqns):
+            if self.live[number]:
+                self._add(number, eqn)
+        sites = [self._site(c) for c in self._unshared()]
+        return Found(
+            sites=tuple(site for site in sites if site is not None),
+            refusals=tuple(self.refusals[number] for number in sorted(self.refusals)),
+        )
+
+    def _add(self, number: int, eqn: Any) -> None:
+        if self._grow(number, eqn):
+            return
+        self.normalizer.add_equation(number, eqn)
+        if eqn.primitive.name not in _SUMS:
+            return
+        form = self.normalizer.forms.get(eqn.outvars[0])
+        if form is None or len(form.terms) < 2:
+            return
+        linear, reasons = find_linear(form, self.normalizer.indices)
+        if linear is None:
+            if reasons:
+                self._refuse(number, reasons[0])
+            return
+        self._accept(number, eqn.outvars[0], form, linear)
+
+    def _accept(self, number: int, root: core.Var, form: Form, linear: Linear) -> None:
+        used = [linear.base, *(term for _, term in linear.branches)]
+        used += [] if linear.bias is None else [linear.bias]
+        equations = frozenset({number}).union(*(t.equations for t in used))
+        self.candidates[root] = _Candidate(
+            root=root, form=form, linear=linear, number=number, equations=equations
+        )
+        self.normalizer.forget(root)
+
+    def _grow(self, number: int, eqn: Any) -> bool:
+        """Adds a bias, a branch or a cast to the candidate that an equation reads."""
+        if eqn.primitive.name not in ("add", "add_any", "sub", "convert_element_type"):
+            return False
+        for root in eqn.invars:
+            if isinstance(root, core.Literal) or root not in self.candidates:
+                continue
+            old = self.candidates[root]
+            if self.users[root] != [number]:
+                continue
+            opaque = self.normalizer.forms[root]
+            self.normalizer.forms[root] = old.form
+            self.normalizer.add_equation(number, eqn)
+            self.normalizer.forms[root] = opaque
+            form = self.normalizer.forms.get(eqn.outvars[0])
+            linear = None
+            if form is not None:
+                linear, _ = find_linear(form, self.normalizer.indices)
+            if linear and form and len(linear.rest) <= len(old.linear.rest):
+                del self.candidates[root]
+                self._accept(number, eqn.outvars[0], form, linear)
+                return True
+            self.normalizer.forms.pop(eqn.outvars[0], None)
+        return False
+
+    def _refuse(self, number: int, reason: str) -> None:
+        self.refusals[number] = Refusal(
+            path=self.path, location=source_of(self.jaxpr.eqns[number]), reason=reason
+        )
+
+    def _unshared(self) -> list[_Candidate]:
+        """Returns the candidates whose parts nothing else needs."""
+        kept = list(self.candidates.values())
+        while True:
+            replaced = frozenset().union(*(c.equations for c in kept))
+            reasons = {c: self._shared(c, replaced) for c in kept}
+            for candidate, reason in reasons.items():
+                if reason is not None:
+                    self._refuse(candidate.number, reason)
+            if all(reason is None for reason in reasons.values()):
+                return kept
+            kept = [c for c, reason in reasons.items() if reason is None]
+
+    def _shared(self, candidate: _Candidate, replaced: frozenset[int]) -> str | None:
+        """Returns which part of a candidate something else needs too, or None."""
+        linear = candidate.linear
+        if linear.mask is not None:
+            mask = linear.mask.operand.var
+            assert isinstance(mask, core.Var)
+            if not set(self.users.get(mask, [])) <= replaced:
+                return f"its dropout mask {_USED}"
+        for number in candidate.equations - {candidate.number}:
+            (value,) = self.jaxpr.eqns[number].outvars
+            others = [u for u in self.users[value] if u not in candidate.equations]
+            if not others:
+                continue
+            form = self.normalizer.forms[value]
+            if self._is_wide(form, linear) and not self._sums_rows(
+                value, form, linear, others
+            ):
+                return f"its branch or its frozen product {_USED}"
+            if _is_masked(form, linear) and not set(others) <= replaced:
+                return f"its masked x {_USED}"
+        return None
+
+    def _is_wide(self, form: Form, linear: Linear) -> bool:
+        """Tells whether a value is a product of x with something."""
+        return any(
+            t.rounded is not None and any(f.var is linear.x.var for f in t.factors)
+            for t in form.terms
+        )
+
+    def _sums_rows(
+        self, value: core.Var, form: Form, linear: Linear, users: Sequence[int]
+    ) -> bool:
+        """Tells whether users only sum a thin value over its rows, as gradients do."""
+        factors = [f for t in form.terms for f in t.factors if f.var is linear.x.var]
+        rows = {i for f in factors for i in f.indices}
+        axes = {n for n, dim in enumerate(form.dims) if set(dim) & rows}
+        sizes = self.normalizer.indices
+        width = sizes.size_of(i for i in form.indices if i not in rows)
+        if width * 2 > sizes.size_of(linear.out_indices):
+            return False
+        for user in users:
+            if user < 0 or self.jaxpr.eqns[user].primitive.name != "dot_general":
+                return False
+            eqn = self.jaxpr.eqns[user]
+            contracted, batch = eqn.params["dimension_numbers"]
+            for atom, summed, kept in zip(eqn.invars, contracted, batch, strict=True):
+                if atom is value and {*summed, *kept} != axes:
+                    return False
+        return True
+
+    def _site(self, candidate: _Candidate) -> Site | None:
+        linear, sizes = candidate.linear, self.normalizer.indices
+        rows = [i for i in linear.rows if i not in linear.adapter_indices]
+        projection = _projection(candidate, sizes.sizes)
+        chosen = choose_backend(
+            self.implementation,
+            dtype=linear.x.dtype,
+            shape=(
+                sizes.size_of(rows),
+                sizes.size_of(linear.in_indices),
+                projection.out_features,
+            ),
+            rank=projection.rank,
+        )
+        reason = chosen if isinstance(chosen, str) else _rounding(linear)
+        if reason is not None:
+            self._refuse(candidate.number, reason)
+            return None
+        assert isinstance(chosen, Chosen)
+        return Site(
+            path=self.path,
+            location=source_of(self.jaxpr.eqns[candidate.number]),
+            jaxpr=self.jaxpr,
+            equations=candidate.equations,
+            x=_operand(linear.x),
+            projections=(projection,),
+            sizes=sizes.sizes,
+            adapter_indices=linear.adapter_indices,
+            row_indices=tuple(rows),
+            in_indices=linear.in_indices,
+            dtype=linear.x.dtype,
+            implementation=chosen.name,
+            block_tokens=chosen.block_tokens,
+        )
+
+
+def _projection(candidate: _Candidate, sizes: dict[int, int]) -> SiteProjection:
+    linear = candidate.linear
+    branches = tuple(branch for branch, _ in linear.branches)
+    rest = []
+    for term in linear.rest:
+        assert term.source is not None
+        number, var, dims = term.source
+        rest.append((number, Operand(var=var, dims=dims)))
+    return SiteProjection(
+        root=candidate.root,
+        root_dims=candidate.form.dims,
+        w=_operand(linear.w),
+        branches=branches,
+        mask=linear.mask,
+        bias=None if linear.bias is None else _operand(linear.bias.factors[0]),
+        rest=tuple(rest),
+        out_indices=linear.out_indices,
+        rank=rank_of(branches, sizes),
+        out_features=int(np.prod([sizes[i] for i in linear.out_indices])),
+    )
+
+
+def _rounding(linear: Linear) -> str | None:
+    """Returns why the kernels' result would be less exact than the original."""
+    kernel, rounded = linear.x.dtype, linear.base.rounded
+    if linear.w.dtype != kernel:
+        return f"x is {kernel} and w is {linear.w.dtype}; kernels need one dtype"
+    assert rounded is not None
+    if rounded.itemsize > kernel.itemsize:
+        return f"its sum is kept in {rounded}, and the kernels round it to {kernel}"
+    return None
+
+
+def _is_masked(form: Form, linear: Linear) -> bool:
+    if linear.mask is None:
+        return False
+    mask = linear.mask.operand.var
+    return any(f.var is mask for t in form.terms for f in t.factors)
+
+
+def _operand(factor: Factor) -> Operand:
+    return Operand(var=factor.var, dims=factor.dims)
+
+
+def _users(jaxpr: core.Jaxpr, live: Sequence[bool]) -> dict[core.Var, list[int]]:
+    """Returns the numbers of the equations that read each variable; -1: a result."""
+    users: dict[core.Var, list[int]] = {}
+    for number, eqn in enumerate(jaxpr.eqns):
+        for out in eqn.outvars:
+            users.setdefault(out, [])
+        for atom in dict.fromkeys(v for v in eqn.invars if isinstance(v, core.Var)):
+            if live[number]:
+                users.setdefault(atom, []).append(number)
+    for atom in jaxpr.outvars:
+        if isinstance(atom, core.Var):
+            users.setdefault(atom, []).append(-1)
+    return users

@@ -1,0 +1,107 @@
+"""Looks through the calls of a jaxpr that only wrap other equations.
+
+A call of `jax.jit` inside a function hides what it computes; `jnp.where` and
+`jax.random.bernoulli` are such calls. `open_calls` replaces calls by their equations,
+and remembers them, so that a call that need not be opened is kept as it is.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from jax.extend import core, source_info_util
+
+_BODY = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """A call that was opened.
+
+    Attributes:
+        eqn: The call, between variables of the opened jaxpr.
+        start: Number of its first equation in the opened jaxpr.
+        stop: Number of the first equation after it.
+        results: For each result, the atom that holds it in the opened jaxpr.
+        calls: The calls in its body, in order.
+    """
+
+    eqn: Any
+    start: int
+    stop: int
+    results: tuple[Any, ...]
+    calls: tuple["Call", ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Opened:
+    """A jaxpr without calls, and the calls that it had, in order.
+
+    Every equation has variables of its own, even if a body was called twice.
+    """
+
+    jaxpr: core.Jaxpr
+    calls: tuple[Call, ...]
+
+
+def open_calls(jaxpr: core.Jaxpr) -> Opened:
+    """Replaces calls by their equations, at every depth."""
+    eqns: list[Any] = []
+    env: dict[Any, Any] = {v: v for v in (*jaxpr.constvars, *jaxpr.invars)}
+    calls = _open_into(eqns, jaxpr.eqns, env, rename=False)
+    outvars = [_read(env, v) for v in jaxpr.outvars]
+    return Opened(jaxpr=jaxpr.replace(eqns=eqns, outvars=outvars), calls=calls)
+
+
+def _read(env: dict[Any, Any], atom: Any) -> Any:
+    return atom if isinstance(atom, core.Literal) else env[atom]
+
+
+def _open_into(
+    eqns: list[Any], inner: Iterable[Any], env: dict[Any, Any], *, rename: bool
+) -> tuple[Call, ...]:
+    """Appends equations to `eqns`, and maps their variables in `env`."""
+    calls = []
+    for old in inner:
+        outvars = [core.Var(v.aval) if rename else v for v in old.outvars]
+        invars = [_read(env, v) for v in old.invars]
+        eqn = old.replace(invars=invars, outvars=outvars)
+        if not _is_opened(eqn):
+            eqns.append(eqn)
+            env.update(zip(old.outvars, outvars, strict=True))
+            continue
+        body, start = body_of(eqn), len(eqns)
+        local = dict(zip(body.invars, invars, strict=True))
+        nested = _open_into(eqns, body.eqns, local, rename=True)
+        results = tuple(_read(local, v) for v in body.outvars)
+        env.update(zip(old.outvars, results, strict=True))
+        calls.append(
+            Call(eqn=eqn, start=start, stop=len(eqns), results=results, calls=nested)
+        )
+    return tuple(calls)
+
+
+def _is_opened(eqn: Any) -> bool:
+    return eqn.primitive.name in _BODY and not body_of(eqn).constvars
+
+
+def body_of(eqn: Any) -> core.Jaxpr:
+    """Returns the jaxpr that a call runs."""
+    return eqn.params[_BODY[eqn.primitive.name]]
+
+
+def source_of(eqn: Any) -> str:
+    """Returns the file, line and function of the code that made an equation."""
+    return source_info_util.summarize(eqn.source_info)
+
+
+def live_equations(jaxpr: core.Jaxpr) -> list[bool]:
+    """Tells for each equation whether a result of the jaxpr depends on it."""
+    needed = {v for v in jaxpr.outvars if isinstance(v, core.Var)}
+    live = [False] * len(jaxpr.eqns)
+    for number in range(len(live) - 1, -1, -1):
+        eqn = jaxpr.eqns[number]
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+            live[number] = True
+            needed.update(v for v in eqn.invars if isinstance(v, core.Var))
+    return live

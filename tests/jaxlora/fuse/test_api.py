@@ -1,0 +1,98 @@
+"""`fuse` keeps a function's values and gradients, and says what it cannot do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlora.errors import ConfigError, FuseError
+from jaxlora.fuse.api import fuse
+from tests.oracle import relative_error
+
+T, K, N, R = 24, 32, 40, 4
+
+
+def linear(x, w, a, b):
+    return x @ w + 0.5 * (x @ a) @ b
+
+
+def arguments():
+    shapes = {"x": (T, K), "w": (K, N), "a": (K, R), "b": (R, N)}
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [jax.random.normal(k, s) for k, s in zip(keys, shapes.values(), strict=True)]
+
+
+def primitives(fn, *args):
+    """Returns the text of a function's jaxpr, in which the kernels can be seen."""
+    return str(jax.make_jaxpr(fn)(*args))
+
+
+def test_values_and_all_gradients_are_those_of_the_function():
+    args = arguments()
+    loss = lambda f: lambda *args: (f(*args) ** 2).sum()
+    got, want = (jax.grad(loss(f), range(4))(*args) for f in (fuse(linear), linear))
+    assert relative_error(fuse(linear)(*args), linear(*args)) < 1e-6
+    for one, other in zip(got, want, strict=True):
+        assert relative_error(one, other) < 1e-6
+
+
+def test_the_weight_has_a_gradient_only_where_it_is_asked_for():
+    """The product x^T dy is as large as the whole forward pass."""
+    args = arguments()
+    loss = lambda *args: fuse(linear)(*args).sum()
+    shape = f"f32[{K},{N}] = dot_general"
+    assert shape not in primitives(jax.grad(loss, (0, 2, 3)), *args)
+    assert shape in primitives(jax.grad(loss, 1), *args)
+
+
+def test_a_frozen_argument_has_no_gradient():
+    args = arguments()
+    loss = lambda *args: fuse(linear, frozen=[1])(*args).sum()
+    assert not np.any(jax.grad(loss, 1)(*args))
+
+
+def test_a_function_without_sites_is_called_as_it_is():
+    calls = []
+
+    def plain(x):
+        calls.append(isinstance(x, jax.core.Tracer))
+        return jnp.tanh(x)
+
+    x = arguments()[0]
+    assert np.array_equal(fuse(plain)(x), jnp.tanh(x))
+    assert calls == [True, False]
+
+
+def test_a_function_is_traced_once_for_each_signature():
+    calls = []
+
+    def counted(x, w, a, b, scale=1.0):
+        calls.append(x.shape)
+        return x @ w + scale * (x @ a) @ b
+
+    fused, args = fuse(counted), arguments()
+    for _ in range(3):
+        fused(*args)
+    fused(*args, scale=2.0)
+    assert len(calls) == 2
+
+
+def test_strict_says_why_nothing_was_found():
+    x, w, *_ = arguments()
+    wide = jnp.ones((K, K)), jnp.ones((K, N))
+    with pytest.raises(FuseError, match="rank 32 is not small"):
+        fuse(linear, strict=True)(x, w, *wide)
+
+
+def test_side_effects_are_named():
+    def printing(x, w, a, b):
+        jax.debug.print("{}", x.sum())
+        return linear(x, w, a, b)
+
+    with pytest.raises(FuseError, match="side effects"):
+        fuse(printing)(*arguments())
+
+
+def test_unknown_implementation():
+    with pytest.raises(ConfigError, match="implementation='fast' is unknown"):
+        fuse(linear, implementation="fast")
