@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from jaxlora.fuse.normal import Factor, Form, Indices, Term, rename_term
+from jaxlora.fuse.normal import Factor, Form, Indices, Names, Term, rename_term
 from jaxlora.fuse.site import Branch, Index, Mask, Operand
 
 MAX_RANK = 256  # of the tuning tables; larger branches are compute-bound
@@ -217,11 +217,11 @@ def _without(term: Term, x: Factor) -> tuple[Factor, ...]:
     return tuple(f for f in term.factors if f is not x)
 
 
-def _same_input(linear: Linear, x: Factor, term: Term):
+def _same_input(linear: Linear, x: Factor, term: Term) -> Names | None:
     """Returns how to rename a term so that x is the linear's; None: it is another."""
     if x.var is not linear.x.var or len(x.indices) != len(linear.x.indices):
         return None
-    names = {}
+    names: Names = {}
     for mine, theirs in zip(linear.x.dims, x.dims, strict=True):
         if len(mine) != len(theirs):
             return None

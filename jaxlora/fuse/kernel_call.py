@@ -88,7 +88,8 @@ class _Call:
 
     def _value(self, operand: Operand) -> jax.Array:
         if isinstance(operand.var, core.Literal):
-            return jnp.asarray(operand.var.val, operand.var.aval.dtype)
+            aval: Any = operand.var.aval
+            return jnp.asarray(operand.var.val, aval.dtype)
         return self.values[operand.var]
 
     def _rows(self, value: jax.Array) -> jax.Array:
