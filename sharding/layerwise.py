@@ -15,6 +15,12 @@ pass, and overlap with it. At most two layers' gathered weights exist at any tim
 `compiler_options` make XLA run the gathers of a layer as one collective. It would
 otherwise start them one after the other, many of them too late to overlap.
 
+NCCL gathers with few multiprocessors, or with none, if its buffers are symmetric, that
+is, at the same offset of a memory that all devices map. A kernel that has one program
+on each multiprocessor then hardly waits for NCCL. XLA cannot place a program's
+arguments in such memory, so each gather first copies its shards there. XLA can neither
+merge nor keep these copies; its own would hold the shards of all layers at once.
+
 All functions run inside `jax.shard_map`, which must be manual over the axis `fsdp`.
 """
 
@@ -23,7 +29,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt
 
 from jaxlora.sharding.rules import FSDP
 
@@ -37,7 +44,10 @@ def gather(shards: Sequence[Array], dims: Sequence[int], token: Array) -> list[A
         token: Any array that is also used elsewhere: the compiler removes operands of
             a barrier that nothing else uses.
     """
-    shards, _ = jax.lax.optimization_barrier((list(shards), token))
+    zero = jnp.zeros((), jnp.uint32)
+    shards, zero, _ = jax.lax.optimization_barrier((list(shards), zero, token))
+    if has_symmetric_buffers():
+        shards = [_copy(shard, zero) for shard in shards]
     return [
         jax.lax.all_gather(shard, FSDP, axis=dim, tiled=True)
         for shard, dim in zip(shards, dims, strict=True)
@@ -132,7 +142,37 @@ def compiler_options(layer_bytes: int) -> dict[str, int]:
     Args:
         layer_bytes: Bytes of the gathered weights of a layer.
     """
-    return {"xla_gpu_all_gather_combine_threshold_bytes": layer_bytes}
+    options = {"xla_gpu_all_gather_combine_threshold_bytes": layer_bytes}
+    if has_symmetric_buffers():
+        options["xla_gpu_experimental_enable_nccl_symmetric_buffers"] = True
+    return options
+
+
+def has_symmetric_buffers() -> bool:
+    """Tells whether NCCL may gather from symmetric buffers here.
+
+    They need GPUs that can address each other's memory. Hopper and newer GPUs of one
+    host are taken to be able to, as most are connected by NVLink.
+    """
+    gpus = [d for d in jax.devices() if d.platform == "gpu"]
+    return (
+        jax.process_count() == 1 and all(map(_is_hopper_or_newer, gpus)) and any(gpus)
+    )
+
+
+def _is_hopper_or_newer(device: jax.Device) -> bool:
+    return float(getattr(device, "compute_capability", 0)) >= 9
+
+
+def _copy(shard: Array, zero: UInt[Array, ""]) -> Array:
+    """Copies a shard, in a way that the compiler cannot remove.
+
+    Args:
+        shard: The shard.
+        zero: Zero, which the compiler does not know to be so.
+    """
+    bits = jax.lax.bitcast_convert_type(shard, f"uint{8 * shard.dtype.itemsize}")
+    return jax.lax.bitcast_convert_type(bits ^ zero.astype(bits.dtype), shard.dtype)
 
 
 def check_axis(fsdp: int) -> None:

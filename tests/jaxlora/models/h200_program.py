@@ -27,6 +27,7 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.pallas_kernels.mosaic import device, layer
+from jaxlora.sharding import layerwise
 
 NUM_DEVICES, TOKENS = 4, 8192
 ROWS = PartitionSpec("fsdp")
@@ -123,6 +124,7 @@ def main() -> None:
     device.num_sms = lambda: 132
     device.device_kind = lambda: "NVIDIA H200"
     layer.unsupported_device = lambda: None
+    layerwise.has_symmetric_buffers = lambda: True
     spec = decoder_spec(num_layers)
     topology = topologies.get_topology_desc(
         platform="cuda",

@@ -184,6 +184,14 @@ def test_on_h200_at_most_two_layers_are_gathered_at_once(h200_program):
     assert most_alive_bytes(arrays) <= LAYER_BYTES + HEAD_BYTES
 
 
+def test_on_h200_shards_are_copied_for_each_gather(h200_program):
+    """XLA's own copies to symmetric memory would stay until the backward pass."""
+    assert "S(1)" in h200_program, "the gathers use symmetric memory"
+    copies = [op for op in entry_ops(h200_program) if op.kind == "copy"]
+    shapes = [shape for op in copies for dtype, shape in op.shapes if dtype == "bf16"]
+    assert not [shape for shape in shapes if len(shape) > 1]
+
+
 def test_on_h200_each_gather_overlaps_with_the_layer_before(h200_program):
     """All of a layer's kernels run between start and end of the next one's gather."""
     ops = entry_ops(h200_program)
