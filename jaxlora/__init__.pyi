@@ -7,6 +7,7 @@ from .config import DataConfig, LoraJob, RunConfig
 from .errors import JaxloraError
 from .families.model_config import ModelConfig
 from .fuse.api import fuse
+from .fuse.explain import explain
 from .hf.load import BaseModel, load_model
 from .models.decoder import Decoder, DecoderOptions
 from .models.spec import DecoderSpec
@@ -42,6 +43,7 @@ __all__ = [
     "SlotVariable",
     "Trainer",
     "__version__",
+    "explain",
     "export_peft",
     "fuse",
     "import_peft",

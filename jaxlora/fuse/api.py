@@ -13,6 +13,7 @@ from jaxlora.errors import FuseError
 from jaxlora.fuse.backend import check_implementation
 from jaxlora.fuse.rewrite import Rewritten, rewrite
 
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 MAX_PROGRAMS = 128  # signatures of one function whose programs are kept
 
 
@@ -87,6 +88,18 @@ def fuse[**P, R](
     return fused
 
 
+def trace_call(
+    fn: Callable[..., Any], implementation: str, args: tuple, kwargs: dict
+) -> Program:
+    """Traces a call of a function and replaces what is found; runs nothing.
+
+    Raises:
+        FuseError: The function has side effects.
+    """
+    arrays, signature = _split(args, kwargs)
+    return trace(fn, implementation, arrays, signature)
+
+
 @dataclasses.dataclass(frozen=True)
 class Signature:
     """The structure of a function's arguments, and the leaves that are no arrays.
@@ -140,9 +153,7 @@ def trace(
 
 def _split(args: tuple, kwargs: dict) -> tuple[list[Any], Signature]:
     leaves, tree = jax.tree.flatten((args, kwargs))
-    is_array = [
-        isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves
-    ]
+    is_array = [isinstance(leaf, _ARRAYS) for leaf in leaves]
     arrays = [leaf for leaf, yes in zip(leaves, is_array, strict=True) if yes]
     constants = tuple(
         None if yes else (type(leaf), leaf)

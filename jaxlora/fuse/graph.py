@@ -6,7 +6,7 @@ its equations knows how often it runs.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import networkx as nx
 from jax.extend import core
@@ -272,6 +272,25 @@ def called_jaxpr(equation: core.JaxprEqn) -> core.Jaxpr | None:
             same = borders == (len(equation.invars), len(equation.outvars))
             return body if same else None
     return None
+
+
+def inner_jaxprs(
+    jaxpr: core.Jaxpr, runs: float = 1.0
+) -> Iterator[tuple[core.Jaxpr, float]]:
+    """Returns a jaxpr and all jaxprs in it, each with how often it runs."""
+    yield jaxpr, runs
+    for equation in jaxpr.eqns:
+        params = equation.params
+        if equation.primitive.name == "scan":
+            yield from inner_jaxprs(params["jaxpr"], runs * params["length"])
+        elif equation.primitive.name == "while":
+            for name in ("cond_jaxpr", "body_jaxpr"):
+                yield from inner_jaxprs(params[name], runs)
+        elif equation.primitive.name == "cond":
+            for branch in params["branches"]:
+                yield from inner_jaxprs(branch, runs / len(params["branches"]))
+        elif (body := called_jaxpr(equation)) is not None:
+            yield from inner_jaxprs(body, runs)
 
 
 def _matmul_sizes(equation: core.JaxprEqn) -> tuple[int, int, int, int]:

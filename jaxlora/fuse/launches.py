@@ -74,7 +74,7 @@ def bound(operation: Operation, device: Device) -> str:
 
 
 def xla_launches(graph: nx.MultiDiGraph) -> list[Launch]:
-    """Predicts the kernels of a graph in an order of execution."""
+    """Predicts the kernels of a graph, in the order of their last operations."""
     ops = operations(graph)
     origins = Origins(ops)
     clusters = _clusters(ops, origins)
@@ -92,7 +92,8 @@ def xla_launches(graph: nx.MultiDiGraph) -> list[Launch]:
     launches = (
         _launch(cluster, found, readers, origins) for cluster, found in members.items()
     )
-    return [launch for launch in launches if launch is not None]
+    found = (launch for launch in launches if launch is not None)
+    return sorted(found, key=lambda launch: launch.operations[-1])
 
 
 class Origins:
@@ -199,7 +200,11 @@ def _product_behind(
 
 
 def _levels(ops: list[Operation], origins: Origins, find) -> list[int]:
-    """Returns how many kernels must end before each cluster starts, by its number."""
+    """Returns in which round of kernels each cluster starts, by its number.
+
+    Kernels start as soon as they can. Loops start with the first kernel that reads
+    them: XLA puts what is read into the loop that reads it.
+    """
     order = nx.DiGraph()
     order.add_nodes_from(find(op.index) for op in ops)
     closes: set[int] = set()
@@ -211,9 +216,14 @@ def _levels(ops: list[Operation], origins: Origins, find) -> list[int]:
             if writer != find(op.index):
                 order.add_edge(writer, find(op.index))
     levels = [0] * len(ops)
-    for node in nx.topological_sort(order):
+    nodes = list(nx.topological_sort(order))
+    for node in nodes:
         before = (levels[p] + (p in closes) for p in order.predecessors(node))
         levels[node] = max(before, default=0)
+    for node in reversed(nodes):
+        if node not in closes:
+            after = (levels[s] for s in order.successors(node))
+            levels[node] = max(levels[node], min(after, default=levels[node]))
     return levels
 
 

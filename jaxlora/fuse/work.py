@@ -173,10 +173,15 @@ def kind_of(equation: core.JaxprEqn) -> Kind:
     return Kind.MAP
 
 
+def is_random(equation: core.JaxprEqn) -> bool:
+    """Tells whether an equation draws random bits."""
+    return equation.primitive.name in _RANDOM
+
+
 def arithmetic_of(equation: core.JaxprEqn) -> Arithmetic:
     """Counts the arithmetic of an equation; views and copies have none."""
     name, kind = equation.primitive.name, kind_of(equation)
-    if name in _RANDOM:
+    if is_random(equation):
         return Arithmetic(integer_operations=_random_operations(equation))
     if kind is Kind.MATMUL:
         return Arithmetic(matmul_flops=_matmul_flops(equation))

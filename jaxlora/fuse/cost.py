@@ -1,0 +1,259 @@
+"""Predicts what a site takes as XLA compiles it and in the fused kernels, and decides.
+
+Times are device times of kernels that run one after the other, without the gaps
+between them.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable
+
+import networkx as nx
+
+from jaxlora.fuse.device import TILE_COLUMNS, TILE_ROWS, Device, describe_device
+from jaxlora.fuse.graph import data_flow
+from jaxlora.fuse.launches import Launch, xla_launches
+from jaxlora.fuse.site import Site
+from jaxlora.fuse.site_shape import (
+    SiteShape,
+    forward_program,
+    mask_elements,
+    training_program,
+)
+from jaxlora.fuse.work import THREEFRY_OPERATIONS
+from jaxlora.pallas_kernels import BACKENDS
+from jaxlora.pallas_kernels.mosaic.tuning import (
+    OuterCost,
+    best_plan,
+    shares_for,
+    splits_for,
+)
+
+_STEP = 64  # ranks and rows of a step of the kernels
+_PART_TOKENS = 512
+# Measured on an H200 (docs/kernels.md, "Time per launch"): a kernel that reads x or dy
+# takes 4 us longer than reading them, with a mask 7 us; casts of A and B, the routing
+# and the sums of parts take 17 us for both passes.
+_SHRINK_SECONDS, _MASK_SECONDS, _SMALL_SECONDS = 4e-6, 3e-6, 17e-6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """Predicted costs of a piece of a program.
+
+    Attributes:
+        num_bytes: Device memory traffic, in bytes.
+        seconds: Device time.
+    """
+
+    num_bytes: float = 0.0
+    seconds: float = 0.0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            num_bytes=self.num_bytes + other.num_bytes,
+            seconds=self.seconds + other.seconds,
+        )
+
+    def __mul__(self, factor: float) -> "Cost":
+        return Cost(num_bytes=factor * self.num_bytes, seconds=factor * self.seconds)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """Whether to run a site in the fused kernels.
+
+    Attributes:
+        fused: Whether to.
+        reason: Why, as a clause without a full stop.
+        forward_before: Cost of the forward pass as XLA compiles it.
+        forward_after: Cost of the forward pass in the fused kernels.
+        before: Cost of both passes as XLA compiles them.
+        after: Cost of both passes in the fused kernels.
+    """
+
+    fused: bool
+    reason: str
+    forward_before: Cost
+    forward_after: Cost
+    before: Cost
+    after: Cost
+
+    @property
+    def speedup(self) -> float:
+        """Time before over time after, of both passes."""
+        return self.before.seconds / self.after.seconds
+
+
+def decide(site: Site, device: str | None = None) -> Decision:
+    """Decides whether the fused kernels are faster for a site.
+
+    Args:
+        site: The site.
+        device: JAX's `device_kind`, with the fused kernels; None: the present device,
+            with the kernels of the site's `implementation`.
+    """
+    implementation = site.implementation if device is None else "mosaic"
+    return decide_shape(SiteShape.of(site), device, implementation)
+
+
+@functools.lru_cache(maxsize=1024)
+def decide_shape(
+    shape: SiteShape, device: str | None = None, implementation: str = "mosaic"
+) -> Decision:
+    """Decides as `decide` does, for a site of given sizes."""
+    described = describe_device(device)
+    before_1, before_2 = plain_costs(shape, described)
+    if BACKENDS[implementation].stores_masks:
+        # The back end writes the same tensors as the function.
+        after_1, after_2 = before_1, before_2
+        reason = f"the back end {implementation} has no fused kernels"
+    else:
+        after_1, after_2 = fused_costs(shape, described)
+        reason = _compare(before_2.seconds, after_2.seconds)
+    return Decision(
+        fused=after_2.seconds < before_2.seconds,
+        reason=reason,
+        forward_before=before_1,
+        forward_after=after_1,
+        before=before_2,
+        after=after_2,
+    )
+
+
+def _compare(before: float, after: float) -> str:
+    times = f"{format_time(before)} as XLA compiles it, {format_time(after)} fused"
+    if after < before:
+        return f"{before / after:.2f} times as fast forward and backward: {times}"
+    return f"fused kernels would be slower forward and backward: {times}"
+
+
+def format_time(seconds: float) -> str:
+    """Formats a time, such as `12.3 us` or `1.25 ms`."""
+    micros = 1e6 * seconds
+    if micros < 100:
+        return f"{micros:.1f} us"
+    return f"{micros:,.0f} us" if micros < 1e4 else f"{micros / 1e3:,.1f} ms"
+
+
+def launches_cost(launches: Iterable[Launch], device: Device) -> Cost:
+    """Sums up the costs of kernels."""
+    each = (
+        Cost(num_bytes=launch.num_bytes, seconds=launch.seconds(device))
+        for launch in launches
+    )
+    return sum(each, Cost())
+
+
+def graph_cost(graph: nx.MultiDiGraph, device: Device) -> Cost:
+    """Predicts the cost of a whole program as XLA compiles it."""
+    return launches_cost(xla_launches(graph), device)
+
+
+def plain_costs(shape: SiteShape, device: Device) -> tuple[Cost, Cost]:
+    """Predicts the forward pass and both passes of a site as XLA compiles them."""
+    programs = forward_program(shape), training_program(shape)
+    forward, both = (graph_cost(data_flow(p), device) for p in programs)
+    return forward, both
+
+
+def fused_costs(shape: SiteShape, device: Device) -> tuple[Cost, Cost]:
+    """Predicts the forward pass and both passes of a site in the fused kernels."""
+    masks = _packing(shape, device)
+    small = Cost(seconds=_small_seconds(device) / 2)
+    forward = (
+        masks + small + _shrink(shape, shape.in_features, device, sum(shape.ranks))
+    )
+    backward = small
+    for n, rank in zip(shape.out_features, shape.ranks, strict=True):
+        forward += _expand(shape, n, device)
+        backward += _shrink(shape, n, device, rank)
+    if shape.masks:
+        forward += Cost(seconds=_MASK_SECONDS)
+    return forward, forward + backward + _expand_with_outers(shape, device)
+
+
+def _small_seconds(device: Device) -> float:
+    """Time of eight kernels over A, B and the routing, no less than their launches."""
+    return max(_SMALL_SECONDS, 8 * device.launch_seconds)
+
+
+def _padded(rank: int) -> int:
+    """Returns the ranks that the kernels compute."""
+    return _STEP * math.ceil(rank / _STEP)
+
+
+def _bytes(shape: SiteShape, features: int) -> float:
+    """Bytes of a tensor of all tokens."""
+    return float(shape.tokens * features * shape.itemsize)
+
+
+def _packing(shape: SiteShape, device: Device) -> Cost:
+    """Cost of packing the masks to one bit per element, and of drawing them."""
+    if not shape.masks:
+        return Cost()
+    elements = mask_elements(shape)
+    read = 0 if shape.draws_masks else elements
+    drawn = THREEFRY_OPERATIONS * elements if shape.draws_masks else 0
+    num_bytes = read + elements / 8
+    seconds = max(num_bytes / device.memory_bytes, drawn / device.integer_operations)
+    return Cost(num_bytes=num_bytes, seconds=seconds + device.launch_seconds)
+
+
+def _shrink(shape: SiteShape, features: int, device: Device, rank: int) -> Cost:
+    """Cost of s or ds, which is that of reading x or dy once if the rank is small."""
+    num_bytes = _bytes(shape, features) + _bytes(shape, rank)
+    seconds = max(
+        num_bytes / device.memory_bytes,
+        device.matmul_seconds((1, shape.tokens, rank, features)),
+    )
+    return Cost(num_bytes=num_bytes, seconds=seconds + _SHRINK_SECONDS)
+
+
+def _expand(shape: SiteShape, n: int, device: Device) -> Cost:
+    """Cost of y: the frozen product with further steps for the ranks."""
+    k = shape.in_features
+    num_bytes = _bytes(shape, k) + _bytes(shape, n) + k * n * shape.itemsize
+    inner = k + _padded(shape.rank)
+    seconds = max(
+        device.matmul_seconds((1, shape.tokens, n, inner)),
+        num_bytes / device.memory_bytes,
+    )
+    return Cost(num_bytes=num_bytes, seconds=seconds + device.launch_seconds)
+
+
+def _expand_with_outers(shape: SiteShape, device: Device) -> Cost:
+    """Cost of dx, in one launch with dA and dB.
+
+    The plan is that of the kernels: some multiprocessors compute dA and dB beside dx,
+    and all of them compute the rest after it.
+    """
+    k, inner = shape.in_features, sum(shape.out_features)
+    tiles = math.ceil(shape.tokens / TILE_ROWS) * math.ceil(k / TILE_COLUMNS)
+    outers = [_outer(shape, n, 0, device) for n in shape.out_features]
+    outers.append(_outer(shape, k, shape.masks, device))
+    steps = math.ceil(inner / _STEP)
+    planned_us, _ = best_plan(tiles, steps, outers, device.num_sms)
+    alone_us, _ = best_plan(tiles, steps, [], device.num_sms)
+    num_bytes = 2 * sum(_bytes(shape, n) for n in shape.out_features)
+    num_bytes += 2 * _bytes(shape, k) + k * inner * shape.itemsize
+    # The plan's unit is a step on an H200; other devices take a multiple of it.
+    inner += _padded(shape.rank)
+    alone = device.matmul_seconds((1, shape.tokens, k, inner))
+    seconds = max(alone * planned_us / alone_us, num_bytes / device.memory_bytes)
+    return Cost(num_bytes=num_bytes, seconds=seconds + device.launch_seconds)
+
+
+def _outer(shape: SiteShape, features: int, masks: int, device: Device) -> OuterCost:
+    """Describes the kernel of dA or of one dB."""
+    splits = splits_for(device.name, features, device.num_sms)
+    tokens = shape.tokens / shape.adapters
+    parts = shape.adapters * min(splits, max(1, round(tokens / _PART_TOKENS)))
+    shares = shares_for(splits, parts)
+    return OuterCost(
+        num_items=math.ceil(features / 128) * shares * math.ceil(shape.rank / _STEP),
+        steps_per_item=math.ceil(shape.tokens / _STEP) / shares,
+        parts_per_item=parts / shares,
+        num_masks=masks,
+    )

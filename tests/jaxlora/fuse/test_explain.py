@@ -1,0 +1,109 @@
+"""An explanation lists sites, reasons and near misses, with predicted costs."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxlora
+from jaxlora.fuse.api import trace_call
+from jaxlora.fuse.explain import explain_sites
+from tests.jaxlora.fuse import linears
+from tests.jaxlora.fuse.linears import key_shape, shape
+
+H200 = "NVIDIA H200"
+SIZES = shape(8192, 4096), shape(4096, 4096), shape(4096, 16), shape(16, 4096)
+
+
+def dropped(x, w, a, b, key):
+    return linears.linear(x, w, a, b, key, 0.1)
+
+
+def explain(function, *args, device=H200):
+    program = trace_call(function, "auto", args, {})
+    found = program.rewritten
+    return explain_sites(program.traced, found.sites, found.refusals, device)
+
+
+@pytest.fixture(scope="module")
+def explained():
+    return explain(dropped, *SIZES, key_shape())
+
+
+def test_a_site_has_its_sizes_and_costs(explained):
+    (site,) = explained.sites
+    shape = site.shape
+    assert (shape.tokens, shape.in_features) == (8192, 4096)
+    assert (shape.out_features, shape.ranks, shape.adapters) == ((4096,), (16,), 1)
+    assert (shape.masks, shape.draws_masks) == (1, True)
+    assert site.decision.fused and explained.num_fused == 1
+    assert explained.after.seconds < explained.before.seconds
+    assert explained.training_after.seconds < explained.training_before.seconds
+    assert [t.shape for t in explained.cuts[0].tensors] == [(8192, 16)]
+
+
+def test_the_text_is_a_table_with_reasons(explained, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    lines = str(explained).splitlines()
+    assert lines[0] == (
+        "1 low-rank branches found, 1 fused; predicted for the device NVIDIA H200"
+    )
+    assert "fuse/linears.py" in lines[2] and "8192 x 4096 x 4096" in lines[2]
+    assert lines[3].startswith("1 fused: 1.")
+    assert lines[-2].startswith("the function: ")
+
+
+def test_the_text_fits_the_terminal(explained, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert max(map(len, str(explained).splitlines())) <= 100
+
+
+def test_near_misses_are_listed(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    args = shape(8192, 4096), shape(4096, 4096), shape(4096, 16), shape(16, 4096)
+    relu = lambda x, w, a, b: x @ w + jax.nn.relu(x @ a) @ b
+    found = explain(relu, *args)
+    assert not found.sites and found.before == found.after
+    assert all(refusal.reason in str(found) for refusal in found.refusals)
+
+
+def test_a_site_in_a_scan_counts_each_run():
+    def run(x, layers):
+        def layer(x, wab):
+            w, a, b = wab
+            return x @ w + (x @ a) @ b, None
+
+        return jax.lax.scan(layer, x, layers)[0]
+
+    layers = shape(6, 4096, 4096), shape(6, 4096, 16), shape(6, 16, 4096)
+    found = explain(run, shape(8192, 4096), layers)
+    (site,) = found.sites
+    assert site.runs == 6
+    saved = site.decision.forward_before.seconds - site.decision.forward_after.seconds
+    total = found.before.seconds - found.after.seconds
+    assert total == pytest.approx(6 * saved)
+
+
+def test_small_sites_are_not_fused_and_the_text_says_why():
+    small = shape(64, 256), shape(256, 256), shape(256, 8), shape(8, 256)
+    found = explain(lambda x, w, a, b: x @ w + (x @ a) @ b, *small)
+    assert len(found.sites) == 1 and found.num_fused == 0
+    assert "1 not fused: fused kernels would be slower" in str(found).replace("\n", " ")
+    assert found.before == found.after
+
+
+def test_the_public_function_explains_for_this_device():
+    args = [jnp.zeros(s.shape, jnp.float32) for s in linears_small()]
+    found = jaxlora.explain(lambda x, w, a, b: x @ w + (x @ a) @ b, *args)
+    assert len(found.sites) == 1
+    assert found.sites[0].decision.reason == "the back end xla has no fused kernels"
+
+
+def linears_small():
+    return shape(64, 64), shape(64, 64), shape(64, 4), shape(4, 64)
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_a_picture_is_saved(explained, tmp_path, suffix):
+    path = tmp_path / f"linear{suffix}"
+    explained.save(path)
+    assert path.stat().st_size > 5000
