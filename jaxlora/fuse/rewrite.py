@@ -2,7 +2,7 @@
 
 import dataclasses
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ from jax.extend import core
 
 from jaxlora.fuse.kernel_call import inputs_of, kernel_call
 from jaxlora.fuse.match import find_sites
+from jaxlora.fuse.signature import signature
 from jaxlora.fuse.site import Refusal, Site
 from jaxlora.fuse.trace import Call, Opened, open_calls
 
@@ -78,6 +79,7 @@ class _Rewriter:
 
     def __init__(self, implementation: str) -> None:
         self.implementation = implementation
+        self.traces: dict[Hashable, core.Jaxpr] = {}
         self.done: dict[tuple[int, tuple[str, ...]], tuple[core.Jaxpr, Rewritten]] = {}
 
     def rewrite(self, jaxpr: core.Jaxpr, path: tuple[str, ...]) -> Rewritten:
@@ -97,7 +99,7 @@ class _Rewriter:
         refusals = [r for r in found.refusals]
         for node in nodes:
             if node.site is not None:
-                eqns += _site_equations(node.site, layout.substitute)
+                eqns += _site_equations(node.site, layout.substitute, self.traces)
                 sites.append(node.site)
                 continue
             eqn, inner = self._with_bodies(node.eqn, path)
@@ -244,10 +246,20 @@ def _sorted(nodes: Sequence[_Node]) -> list[_Node]:
     return done
 
 
-def _site_equations(site: Site, substitute) -> list[Any]:
-    """Returns the equations that compute a site's roots with the kernels."""
-    inputs = inputs_of(site)
-    traced = jax.make_jaxpr(kernel_call(site))(*(v.aval for v in inputs))
+def _site_equations(
+    site: Site, substitute, traces: dict[Hashable, core.Jaxpr]
+) -> list[Any]:
+    """Returns the equations that compute a site's roots with the kernels.
+
+    Args:
+        site: The site.
+        substitute: Returns the atom that stands for a variable.
+        traces: The kernel calls that were traced, by signature.
+    """
+    inputs, key = inputs_of(site), signature(site)
+    if key not in traces:
+        traces[key] = jax.make_jaxpr(kernel_call(site))(*(v.aval for v in inputs))
+    traced = traces[key]
     env: dict[Any, Any] = dict(zip(traced.invars, map(substitute, inputs), strict=True))
     consts = zip(traced.constvars, traced.consts, strict=True)
     env |= {v: core.Literal(value, v.aval) for v, value in consts}

@@ -25,6 +25,12 @@ def gather_for_each_sequence(x, w, a, b, adapter):
     return x @ w + SCALE * (x @ a[adapter]) @ b[adapter]
 
 
+@form(**TABLES, x=(BATCH, TOKENS, K), adapter=ADAPTER_OF_SEQUENCE)
+def a_and_b_of_different_adapters(x, w, a, b, adapter):
+    """Each sequence has an A and a B of its own, wherever they come from."""
+    return x @ w + SCALE * (x @ a[adapter]) @ b[(adapter + 1) % G]
+
+
 @form(
     **TABLES,
     x=(BATCH, TOKENS, K),

@@ -47,7 +47,12 @@ def lora_linear(dtype=None):
     return split(nnx.LoRALinear(K, N, lora_rank=R, dtype=dtype, rngs=nnx.Rngs(0)))
 
 
-LINEAR = {"lora": lambda: lora_linear()[1], "frozen": lambda: lora_linear()[2]}
+def linear_state(index):
+    lora_linear(jnp.bfloat16)  # while nothing is traced
+    return lora_linear()[index]
+
+
+LINEAR = {"lora": lambda: linear_state(1), "frozen": lambda: linear_state(2)}
 
 
 @form(trained="x lora", x=X, **LINEAR)

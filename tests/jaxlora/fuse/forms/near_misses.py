@@ -14,15 +14,14 @@ SCALE = 1.75
 KEY = jax.random.key(9)
 KEEP = 0.8
 TABLES = {"a": (G, K, R), "b": (G, R, N)}
-ADAPTER = jnp.asarray(np.random.default_rng(1).integers(0, G, T))
 
 
-@near_miss("rank|small", a=(K, 40), b=(40, N))
+@near_miss("is not small", a=(K, 40), b=(40, N))
 def rank_is_not_small(x, w, a, b):
     return x @ w + SCALE * (x @ a) @ b
 
 
-@near_miss("rank|small", a=(K, K), b=(K, N))
+@near_miss("is not small", a=(K, K), b=(K, N))
 def rank_is_full(x, w, a, b):
     return x @ w + SCALE * (x @ a) @ b
 
@@ -42,25 +41,25 @@ def two_branches_without_a_base(x, a, b, c, d):
     return x @ a @ b + x @ c @ d
 
 
-@near_miss("elsewhere|used")
+@near_miss("is also used elsewhere")
 def branch_returned(x, w, a, b):
     branch = SCALE * (x @ a) @ b
     return x @ w + branch, branch
 
 
-@near_miss("elsewhere|used")
+@near_miss("is also used elsewhere")
 def base_returned(x, w, a, b):
     base = x @ w
     return base + SCALE * (x @ a) @ b, base
 
 
-@near_miss("elsewhere|used")
+@near_miss("is also used elsewhere")
 def s_returned(x, w, a, b):
     s = x @ a
     return x @ w + SCALE * s @ b, s
 
 
-@near_miss("elsewhere|used", trained="x a b c", c=(R, 5))
+@near_miss("is also used elsewhere", trained="x a b c", c=(R, 5))
 def s_read_by_another_matmul(x, w, a, b, c):
     s = x @ a
     return x @ w + SCALE * s @ b, s @ c
@@ -99,17 +98,17 @@ def activation_on_the_base(x, w, a, b):
     return jnp.tanh(x @ w) + x @ a @ b
 
 
-@near_miss(trained="x x2 a b", x2=(T, K))
+@near_miss("different x", trained="x x2 a b", x2=(T, K))
 def two_different_x(x, x2, w, a, b):
     return x @ w + x2 @ a @ b
 
 
-@near_miss()
+@near_miss("different x")
 def branch_reads_the_row_before(x, w, a, b):
     return x @ w + jnp.roll(x, 1, axis=0) @ a @ b
 
 
-@near_miss()
+@near_miss("different x")
 def branch_reads_normalised_x(x, w, a, b):
     normed = x / jnp.linalg.norm(x, axis=-1, keepdims=True)
     return x @ w + normed @ a @ b
@@ -120,13 +119,13 @@ def branch_reads_the_mean_of_rows(x, w, a, b):
     return x @ w + x.mean(0) @ a @ b
 
 
-@near_miss()
+@near_miss("different x")
 def base_reads_rounded_x(x, w, a, b):
     rounded = jnp.clip(jnp.round(x * 8), -127, 127) / 8
     return rounded @ w + x @ a @ b
 
 
-@near_miss(x=(K, K), a=(K, R), b=(R, N))
+@near_miss("another axis", x=(K, K), a=(K, R), b=(R, N))
 def sum_over_the_wrong_axis(x, w, a, b):
     return x @ w + SCALE * jnp.einsum("kt,kr->tr", x, a) @ b
 
@@ -163,7 +162,7 @@ def branch_broadcast_over_columns(x, w, a, b):
     return x @ w + x @ a @ b
 
 
-@near_miss(trained="x a b gate", gate=(T, 1))
+@near_miss("row|token", trained="x a b gate", gate=(T, 1))
 def scale_of_each_row(x, w, a, b, gate):
     return x @ w + gate * (x @ a @ b)
 
@@ -173,7 +172,7 @@ def scale_computed_from_x(x, w, a, b):
     return x @ w + jax.nn.sigmoid(x[:, :1]) * (x @ a @ b)
 
 
-@near_miss(key=KEY)
+@near_miss("masked x is also used", key=KEY)
 def dropped_x_returned(x, w, a, b, key):
     dropped = jnp.where(jax.random.bernoulli(key, KEEP, x.shape), x / KEEP, 0)
     return x @ w + dropped @ a @ b, dropped
@@ -186,27 +185,27 @@ def mask_also_drops_another_tensor(x, x2, w, a, b, key):
     return y, jnp.where(kept, x2, 0)
 
 
-@near_miss(key=KEY)
+@near_miss("mask", key=KEY)
 def dropout_between_a_and_b(x, w, a, b, key):
     s = x @ a
     s = jnp.where(jax.random.bernoulli(key, KEEP, s.shape), s / KEEP, 0)
     return x @ w + s @ b
 
 
-@near_miss(key=KEY)
+@near_miss("mask", key=KEY)
 def dropout_after_b(x, w, a, b, key):
     branch = x @ a @ b
     kept = jax.random.bernoulli(key, KEEP, branch.shape)
     return x @ w + jnp.where(kept, branch / KEEP, 0)
 
 
-@near_miss(key=KEY)
+@near_miss("different x", key=KEY)
 def noise_in_place_of_zeros(x, w, a, b, key):
     kept = jax.random.bernoulli(key, KEEP, x.shape)
     return x @ w + jnp.where(kept, x, 0.5) @ a @ b
 
 
-@near_miss(key=KEY)
+@near_miss("different x", key=KEY)
 def base_reads_the_dropped_x(x, w, a, b, key):
     dropped = jnp.where(jax.random.bernoulli(key, KEEP, x.shape), x / KEEP, 0)
     return dropped @ w + x @ a @ b
@@ -217,7 +216,7 @@ def gradient_stopped_between_a_and_b(x, w, a, b):
     return x @ w + SCALE * lax.stop_gradient(x @ a) @ b
 
 
-@near_miss(trained="x a b")
+@near_miss("different x", trained="x a b")
 def gradient_stopped_before_the_branch(x, w, a, b):
     return x @ w + SCALE * (lax.stop_gradient(x) @ a) @ b
 
@@ -226,12 +225,6 @@ def gradient_stopped_before_the_branch(x, w, a, b):
 def soft_mixture_of_adapters(x, w, a, b, gates):
     s = jnp.einsum("tk,gkr,tg->tgr", x, a, jax.nn.softmax(gates))
     return x @ w + jnp.einsum("tgr,grn->tn", s, b)
-
-
-@near_miss(**TABLES, adapter=ADAPTER)
-def a_and_b_of_different_adapters(x, w, a, b, adapter):
-    s = jnp.einsum("tk,tkr->tr", x, a[adapter])
-    return x @ w + jnp.einsum("tr,trn->tn", s, b[(adapter + 1) % G])
 
 
 @near_miss(
@@ -270,7 +263,6 @@ INTEGERS = np.random.default_rng(2)
 
 
 @near_miss(
-    "dtype|float|int",
     trained="",
     x=jnp.asarray(INTEGERS.integers(-9, 9, (T, K))),
     w=jnp.asarray(INTEGERS.integers(-9, 9, (K, N))),
@@ -281,7 +273,7 @@ def integers(x, w, a, b):
     return x @ w + x @ a @ b
 
 
-@near_miss("dtype|float|complex")
+@near_miss()
 def complex_numbers(x, w, a, b):
     x, w = x * (1 + 2j), w * (1 - 1j)
     return x @ w + x @ a @ b

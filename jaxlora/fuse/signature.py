@@ -1,0 +1,41 @@
+"""What two sites must share to be computed by the same equations."""
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any
+
+from jax.extend import core
+
+from jaxlora.fuse.kernel_call import inputs_of
+from jaxlora.fuse.site import Index, Site
+
+_PLACE = ("path", "location", "jaxpr", "equations", "sizes")
+
+
+def signature(site: Site) -> Hashable:
+    """Describes a site without its place, its variables and the names of its indices.
+
+    Kernel calls of sites with equal signatures differ only in their variables, such as
+    those of the layers of a decoder.
+    """
+    places = {v: i for i, v in enumerate(inputs_of(site))}
+    names: dict[Index, int] = {}
+
+    def describe(value: Any, *, is_index: bool = False) -> Hashable:
+        if isinstance(value, tuple):
+            return tuple(describe(part, is_index=True) for part in value)
+        if isinstance(value, core.Var):
+            return places.get(value), value.aval
+        if isinstance(value, core.Literal):
+            return str(value.val), value.aval
+        if dataclasses.is_dataclass(value):
+            fields = (f.name for f in dataclasses.fields(value))
+            return (
+                type(value).__name__,
+                *(describe(getattr(value, f)) for f in fields if f not in _PLACE),
+            )
+        if is_index and type(value) is int:  # all tuples of int hold indices
+            return names.setdefault(value, len(names)), site.sizes[value]
+        return value
+
+    return describe(site)
