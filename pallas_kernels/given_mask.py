@@ -17,6 +17,7 @@ from jaxlora.pallas_kernels.dropout import TILE_TOKENS
 
 WORDS = 2  # words of a feature in a block of 64 tokens
 _GROUP = 8  # consecutive tokens in one word
+_TOKENS = np.arange(TILE_TOKENS, dtype=np.uint32)
 
 
 @typing.no_type_check  # JAX also builds it from leaves that are not arrays
@@ -49,16 +50,26 @@ def num_words(num_tokens: int) -> int:
     return -(-num_tokens // TILE_TOKENS) * WORDS
 
 
-def token_bits() -> np.ndarray:
-    """Returns the (word, bit) of each token of a block of 64, two vectors of int32.
+def bit_of_token(token):
+    """Returns the (word, bit) of each token of a block of 64, as unsigned integers.
 
     The words take turns at groups of eight tokens. In the tiles of the tensor cores, a
     thread has two rows of a block, eight rows apart. So these have the same bit in
     different words.
+
+    Args:
+        token: Index of each token in its block, unsigned.
     """
-    token = np.arange(TILE_TOKENS, dtype=np.int32)
     group = token // _GROUP
-    return np.stack([group % WORDS, group // WORDS * _GROUP + token % _GROUP])
+    return group % WORDS, group // WORDS * _GROUP + token % _GROUP
+
+
+def token_masks() -> UInt[np.ndarray, "2 64"]:
+    """Returns, for each word, the bits of its own tokens, and 0 for the other's."""
+    word, bit = bit_of_token(_TOKENS)
+    return np.where(
+        word == np.arange(WORDS)[:, None], np.uint32(1) << bit, np.uint32(0)
+    )
 
 
 def pack_mask(kept: Bool[Array, "T K"]) -> UInt[Array, "W K"]:
@@ -75,8 +86,7 @@ def pack_mask(kept: Bool[Array, "T K"]) -> UInt[Array, "W K"]:
     blocks = num_words(num_tokens) // WORDS
     kept = jnp.pad(kept, [(0, blocks * TILE_TOKENS - num_tokens), (0, 0)])
     groups = kept.reshape(blocks, -1, WORDS, _GROUP, num_features)
-    _, bit = token_bits()
-    bit = bit.astype(np.uint32).reshape(1, -1, WORDS, _GROUP, 1)
+    bit = bit_of_token(_TOKENS)[1].reshape(1, -1, WORDS, _GROUP, 1)
     words = (groups.astype(jnp.uint32) << bit).sum(axis=(1, 3), dtype=jnp.uint32)
     return words.reshape(-1, num_features)
 
@@ -88,7 +98,7 @@ def unpack_mask(bits: UInt[Array, "W K"], num_tokens: int) -> Bool[Array, "T K"]
         bits: The packed mask.
         num_tokens: T.
     """
-    word, bit = token_bits()
+    word, bit = bit_of_token(_TOKENS)
     words = bits.reshape(-1, WORDS, bits.shape[1])[:, word]
-    kept = (words >> bit.astype(np.uint32)[:, None]) & 1
+    kept = (words >> bit[:, None]) & 1
     return kept.reshape(-1, bits.shape[1])[:num_tokens] != 0

@@ -65,14 +65,14 @@ class Operands:
         a: A of each projection in x's dtype, [G, K, R], with R a tile size.
         b: B of each projection in x's dtype, [G, R, N], with R a tile size.
         settings: Settings of each projection.
-        words: Words of each projection's dropout mask; empty without dropout.
+        masks: Words or bits of each projection's dropout mask; empty without dropout.
         blocks: Slots of the rows.
     """
 
     a: list[jax.Array]
     b: list[jax.Array]
     settings: list[KernelSettings]
-    words: list[MaskWords]
+    masks: list[MaskWords | GivenMask]
     blocks: Blocks
 
 
@@ -86,10 +86,6 @@ def make_operands(
         projections: The linears, all with dropout or all without.
         block_adapter: The slot of each token block, [NB]; -1 for padding.
     """
-    if any(isinstance(p.dropout, GivenMask) for p in projections):
-        raise NotImplementedError(
-            "fused back ends do not take a GivenMask yet. Use implementation='xla'."
-        )
     largest = max(p.a.shape[2] for p in projections)
     rank = padded_rank(largest)
     blocks = make_blocks(block_adapter, projections[0].a.shape[0], x.shape[0])
@@ -97,10 +93,10 @@ def make_operands(
         a=[_pad_rank(p.a.astype(x.dtype), 2, rank) for p in projections],
         b=[_pad_rank(p.b.astype(x.dtype), 1, rank) for p in projections],
         settings=[p.settings or _own_settings(p) for p in projections],
-        words=[
-            p.dropout.words or _own_words(p.dropout, blocks, x.shape[1])
+        masks=[
+            _mask_source(p.dropout, blocks, x.shape[1])
             for p in projections
-            if isinstance(p.dropout, Dropout)
+            if p.dropout
         ],
         blocks=blocks,
     )
@@ -120,10 +116,21 @@ def _pad_rank(x: jax.Array, axis: int, rank: int) -> jax.Array:
 
 def _own_settings(p: Projection) -> KernelSettings:
     assert p.rank is not None
-    rate = p.dropout.rate[None] if isinstance(p.dropout, Dropout) else None
-    return kernel_settings(p.scaling[None], p.rank[None], rate)[0]
+    scaling, rate = p.scaling, None
+    if isinstance(p.dropout, GivenMask):
+        scaling = scaling * p.dropout.inverse_keep
+    elif p.dropout is not None:
+        rate = p.dropout.rate[None]
+    return kernel_settings(scaling[None], p.rank[None], rate)[0]
 
 
-def _own_words(dropout: Dropout, blocks: Blocks, num_features: int) -> MaskWords:
+def _mask_source(
+    dropout: Dropout | GivenMask, blocks: Blocks, num_features: int
+) -> MaskWords | GivenMask:
+    """Returns the given bits or words, or makes words."""
+    if isinstance(dropout, GivenMask):
+        return dropout
+    if dropout.words is not None:
+        return dropout.words
     own = dropout.given_key()[None], blocks.slot, dropout.token_index
     return mask_words(*own, num_features)[0]

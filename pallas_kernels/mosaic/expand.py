@@ -20,10 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxlora.pallas_kernels.mosaic.mask import (
     PER_COLUMN,
-    PER_ROW,
     Mask,
     apply_mask,
-    load_token_words,
     load_words,
 )
 from jaxlora.pallas_kernels.mosaic.ring import (
@@ -149,17 +147,10 @@ class Expand:
 
     def _load_words(self, slots, block, column):
         """Fills the words of the tile's masks."""
-        features_smem, tokens_smem = self.ring.tile_words_smem
-        full = self.ring.words_full
+        words_smem, num_blocks = self.ring.tile_words_smem, self.slot_gmem.shape[0]
+        tile = slots, block, num_blocks, column
         for p, mask in enumerate(self.masks):
-            for wg, slot in enumerate(slots):
-                columns = pl.ds(column, COLUMNS)
-                features = mask.features.at[jnp.maximum(slot, 0), columns]
-                plgpu.copy_gmem_to_smem(features, features_smem.at[p, wg], full)
-                # A tile's second half may lie outside.
-                inside = jnp.minimum(block + wg, self.slot_gmem.shape[0] - 1)
-                tokens = mask.tokens.at[inside]
-                plgpu.copy_gmem_to_smem(tokens, tokens_smem.at[p, wg], full)
+            mask.copy_expand_words(words_smem, p, *tile, self.ring.words_full)
 
     def _skip(self, num_steps, step):
         def one(_, step):
@@ -196,7 +187,8 @@ class Expand:
         if self.masks:
             plgpu.barrier_wait(self.ring.words_full)
             safe_slot = jnp.maximum(slot, 0)
-            thresholds = [settings.threshold[safe_slot] for settings in self.settings]
+            each = zip(self.masks, self.settings, strict=True)
+            thresholds = [mask.threshold(one, safe_slot) for mask, one in each]
 
             @pl.loop(0, sum(own))
             def _(i):
@@ -234,11 +226,12 @@ class Expand:
 
         The stages of all rank steps stay filled until the whole tile is stored.
         """
-        features_smem, tokens_smem = self.ring.tile_words_smem
+        mask = self.masks[0]  # all masks are of one kind
 
         def add(p, carry):
             y, first = carry
-            num_steps, threshold = _pick(own, p), _pick(thresholds, p)
+            num_steps = _pick(own, p)
+            threshold = None if thresholds[0] is None else _pick(thresholds, p)
 
             def accumulate(acc):
                 def multiply(j, _):
@@ -250,10 +243,9 @@ class Expand:
                 return acc[...]
 
             term = pl.run_scoped(accumulate, plgpu.ACC((ROWS, STEP), jnp.float32))
-            words_smem = features_smem.at[p, wg, pl.ds(i * STEP, STEP)]
-            tokens = load_token_words(tokens_smem.at[p, wg], PER_ROW)
-            features = load_words(words_smem, PER_COLUMN)
-            return y + apply_mask(term, tokens, features, threshold), first + num_steps
+            words_smem, columns = self.ring.tile_words_smem, pl.ds(i * STEP, STEP)
+            vectors = mask.expand_vectors(words_smem, p, wg, columns)
+            return y + apply_mask(term, mask, vectors, threshold), first + num_steps
 
         return lax.fori_loop(0, len(self.masks), add, (y, step))[0]
 

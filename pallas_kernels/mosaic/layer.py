@@ -67,7 +67,7 @@ def forward(
     """
     given = make_operands(x, projections, block_adapter)
     a = [_swap_last_axes(a) for a in given.a]
-    masks = list(map(make_mask, given.words))
+    masks = list(map(make_mask, given.masks))
     s = shrink(x, a, given.settings, given.blocks, masks)
     y = []
     for i, p in enumerate(projections):
@@ -91,7 +91,7 @@ def backward(
     """Computes dx [T, K] in x's dtype; `a` [G, K, R] and `b` [G, R, N] in float32."""
     given = make_operands(x, projections, block_adapter)
     settings, blocks = given.settings, given.blocks
-    masks = list(map(make_mask, given.words))
+    masks = list(map(make_mask, given.masks))
     ds, outers = [], []
     for i, dy_i in enumerate(dy):
         unmasked = [settings[i]], blocks, []

@@ -21,12 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxlora.pallas_kernels.mosaic.mask import (
-    PER_COLUMN,
-    PER_ROW,
     Mask,
     apply_mask,
-    load_token_words,
-    load_words,
 )
 from jaxlora.pallas_kernels.mosaic.ring import (
     COMPUTE_WGS,
@@ -145,14 +141,16 @@ class Outer:
 
         def fill(stage, block):
             rows, full = pl.ds(block * ROWS, ROWS), self.ring.stage_full.at[stage]
-            wide_gmem = self.wide_gmem.at[rows, pl.ds(column, TILE_COLUMNS)]
+            columns = pl.ds(column, TILE_COLUMNS)
+            wide_gmem = self.wide_gmem.at[rows, columns]
             plgpu.copy_gmem_to_smem(wide_gmem, self.ring.x_smem.at[stage], full)
             for p, narrow in enumerate(self.narrow_gmem):
                 narrow_gmem, to_smem = narrow.at[rows, ranks], self.ring.w_smem
                 plgpu.copy_gmem_to_smem(narrow_gmem, to_smem.at[stage, p], full)
             for p, mask in enumerate(self.masks):
                 words_smem = self.ring.stage_words_smem.at[stage, p]
-                plgpu.copy_gmem_to_smem(mask.tokens.at[block], words_smem, full)
+                words = mask.outer_words(block, columns)
+                plgpu.copy_gmem_to_smem(words, words_smem, full)
 
         def read(part):
             return self._num_chunks(part), self._block(part.first_block)
@@ -215,19 +213,21 @@ class Outer:
         return self._each_part(item, prefetched, step, read, compute_part)
 
     def _words(self, p, slot, column):
-        """Reads (words of 64 features, threshold) of a projection's mask."""
-        columns = pl.ds(self._clamp_column(column), STEP)
-        words = load_words(self.masks[p].features.at[slot, columns], PER_ROW)
-        return words, self.settings[p].threshold[slot]
+        """Reads (vectors of 64 features, threshold) of a projection's mask."""
+        columns, mask = pl.ds(self._clamp_column(column), STEP), self.masks[p]
+        features = mask.outer_features(slot, columns)
+        return features, mask.threshold(self.settings[p], slot)
 
     def _wide(self, stage, wg, p, words):
         """Returns wide^T for projection p: in registers if masked, else in smem."""
         wide_smem = self.ring.x_half(stage, wg).transpose((1, 0))
         if not self.masks:
             return wide_smem
-        tokens = load_token_words(self.ring.stage_words_smem.at[stage, p], PER_COLUMN)
+        mask, (features, threshold) = self.masks[p], words[p]
+        words_smem = self.ring.stage_words_smem
+        vectors = mask.outer_vectors(words_smem, stage, p, wg, features)
         wide = plgpu.load(wide_smem, layout=plgpu.Layout.WGMMA)
-        return apply_mask(wide, tokens, *words[p], token_axis=1)
+        return apply_mask(wide, mask, vectors, threshold, token_axis=1)
 
     def _num_buffers(self) -> int:
         return self.ring.sum_smem.shape[0]

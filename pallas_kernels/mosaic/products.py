@@ -16,9 +16,9 @@ from jaxtyping import Array, Int
 from jaxlora.pallas_kernels.mosaic import device
 from jaxlora.pallas_kernels.mosaic.expand import TILE_ROWS, Expand
 from jaxlora.pallas_kernels.mosaic.launch import Work, launch
-from jaxlora.pallas_kernels.mosaic.mask import Mask
+from jaxlora.pallas_kernels.mosaic.mask import HashMask, Mask
 from jaxlora.pallas_kernels.mosaic.outer import TILE_COLUMNS, Outer
-from jaxlora.pallas_kernels.mosaic.ring import COLUMNS, STEP, RingShape
+from jaxlora.pallas_kernels.mosaic.ring import COLUMNS, STEP, MaskTiles, RingShape
 from jaxlora.pallas_kernels.mosaic.shrink import Shrink
 from jaxlora.pallas_kernels.mosaic.tuning import (
     OuterCost,
@@ -50,10 +50,15 @@ def _rows_read(
 ) -> tuple[KernelSettings, ...]:
     """Returns the settings with only the rows that a kernel reads.
 
-    With masks, the kernel also reads the thresholds.
+    With masks that are computed, the kernel also reads the thresholds.
     """
-    names += ("threshold",) if masks else ()
+    names += ("threshold",) if masks and isinstance(masks[0], HashMask) else ()
     return tuple(one.only(*names) for one in settings)
+
+
+def _tiles_of(masks: Sequence[Mask]) -> MaskTiles | None:
+    """Returns the shapes of each mask's words; None without masks."""
+    return masks[0].tiles if masks else None
 
 
 def shrink(x, a, settings, blocks: Blocks, masks) -> list[Array]:
@@ -69,9 +74,9 @@ def shrink(x, a, settings, blocks: Blocks, masks) -> list[Array]:
     Returns:
         s of each projection, [T, R].
     """
-    r, masked = a[0].shape[1], bool(masks)
+    r = a[0].shape[1]
     width = min(r, STEP)
-    ring = RingShape.shrink(len(a), width, masked=masked)
+    ring = RingShape.shrink(len(a), width, mask=_tiles_of(masks))
     if ring.num_stages < _MIN_STAGES:  # one projection always fits
         first, rest = (
             shrink(x, a[p], settings[p], blocks, masks[p])
@@ -154,7 +159,9 @@ def expand_work(
         },
         out_types=(("y_gmem", jax.ShapeDtypeStruct((t, n), x[0].dtype)),),
         num_items=math.ceil(t / TILE_ROWS) * math.ceil(n / COLUMNS),
-        ring=RingShape.wide(transposed=transposed, num_masks=len(masks)),
+        ring=RingShape.wide(
+            transposed=transposed, num_masks=len(masks), mask=_tiles_of(masks)
+        ),
         static_args=(
             ("transposed", transposed),
             ("band", band or band_for(device.device_kind(), t, k, n)),
@@ -209,7 +216,7 @@ def outer_work(
             ("result_gmem", out(num_slots) if direct else None),
         ),
         num_items=math.ceil(k / TILE_COLUMNS) * shares * math.ceil(r / STEP),
-        ring=RingShape.outer(len(narrow), masked=bool(masks)),
+        ring=RingShape.outer(len(narrow), mask=_tiles_of(masks)),
         static_args=(("shares", shares), ("transposed", transposed)),
     )
     return work, parts

@@ -50,6 +50,23 @@ def _max_stages(stage_bytes: int, output_bytes: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
+class MaskTiles:
+    """Shapes of the words of one mask in shared memory.
+
+    Attributes:
+        shrink: Those that come with a stage of shrink.
+        outer: Those that come with a stage of outer.
+        expand: Those that come with an output tile of expand.
+        num_expand_copies: Copies that fill those of an output tile.
+    """
+
+    shrink: tuple[int, ...]
+    outer: tuple[int, ...]
+    expand: tuple[tuple[int, ...], ...]
+    num_expand_copies: int
+
+
+@dataclasses.dataclass(frozen=True)
 class RingShape:
     """The contents of a kernel's shared memory.
 
@@ -64,7 +81,9 @@ class RingShape:
         sum_tile: Shape of float32 tiles, which share their bytes with the output tiles;
             the outer product's starts with the number of copies in flight and the
             number of warpgroups.
-        num_tile_masks: Masks whose words come once for each output tile.
+        tile_words: Shapes of the mask words that come with an output tile; empty: none
+            do.
+        num_word_copies: Copies that fill these words.
     """
 
     num_stages: int
@@ -74,14 +93,22 @@ class RingShape:
     num_copies: int
     out_tile: tuple[int, ...] | None = None
     sum_tile: tuple[int, ...] | None = None
-    num_tile_masks: int = 0
+    tile_words: tuple[tuple[int, ...], ...] = ()
+    num_word_copies: int = 1
 
     @staticmethod
-    def wide(*, transposed: bool, num_masks: int) -> "RingShape":
+    def wide(
+        *, transposed: bool, num_masks: int, mask: MaskTiles | None
+    ) -> "RingShape":
         """Returns the shape for a product with W in tiles of 64 x 256.
 
         The tiles are 256 x 64 if W is stored transposed. The words of masks take the
         bytes of the second output tile.
+
+        Args:
+            transposed: Whether W is stored transposed.
+            num_masks: Number of masks.
+            mask: Shapes of each mask's words; None: there are no masks.
         """
         w_tile = (COLUMNS, STEP) if transposed else (STEP, COLUMNS)
         return RingShape(
@@ -91,30 +118,35 @@ class RingShape:
             stage_words=None,
             num_copies=2,
             out_tile=(COMPUTE_WGS, 1 if num_masks else 2, ROWS, STEP),
-            num_tile_masks=num_masks,
+            tile_words=tuple((num_masks, *words) for words in mask.expand)
+            if mask
+            else (),
+            num_word_copies=num_masks * mask.num_expand_copies if mask else 1,
         )
 
     @staticmethod
-    def shrink(num_projections: int, width: int, *, masked: bool) -> "RingShape":
+    def shrink(
+        num_projections: int, width: int, *, mask: MaskTiles | None
+    ) -> "RingShape":
         """Returns the shape for x A of projections that share x.
 
         Each warpgroup reduces over its own features. `width` is the number of ranks of
         a tile.
         """
-        words = (num_projections, COMPUTE_WGS * STEP)
+        words = (num_projections, *(mask.shrink if mask else (COMPUTE_WGS * STEP,)))
         stage = 2 * COMPUTE_WGS * (ROWS + num_projections * width) * STEP
         return RingShape(
             num_stages=_max_stages(stage + _word_bytes(words), 4 * ROWS * STEP),
             x_tile=(ROWS, COMPUTE_WGS * STEP),
             w_tile=(num_projections, width, COMPUTE_WGS * STEP),
-            stage_words=words if masked else None,
-            num_copies=1 + num_projections * (1 + masked),
+            stage_words=words if mask else None,
+            num_copies=1 + num_projections * (2 if mask else 1),
             out_tile=(ROWS, width),
             sum_tile=(ROWS, width),
         )
 
     @staticmethod
-    def outer(num_projections: int, *, masked: bool) -> "RingShape":
+    def outer(num_projections: int, *, mask: MaskTiles | None) -> "RingShape":
         """Returns the shape for wide^T narrow of projections that share wide.
 
         Each warpgroup has its own features of wide. With one projection, the sum of a
@@ -122,14 +154,14 @@ class RingShape:
         stages need the room.
         """
         sums = (2 if num_projections == 1 else 1, COMPUTE_WGS, ROWS, STEP)
-        words = (num_projections, 2, ROWS)
+        words = (num_projections, *(mask.outer if mask else (2, ROWS)))
         stage = 2 * (COMPUTE_WGS + num_projections) * ROWS * STEP
         return RingShape(
             num_stages=_max_stages(stage + _word_bytes(words), _word_bytes(sums)),
             x_tile=(ROWS, COMPUTE_WGS * STEP),
             w_tile=(num_projections, ROWS, STEP),
-            stage_words=words if masked else None,
-            num_copies=1 + num_projections * (1 + masked),
+            stage_words=words if mask else None,
+            num_copies=1 + num_projections * (2 if mask else 1),
             sum_tile=sums,
         )
 
@@ -148,26 +180,18 @@ class RingShape:
             if self.stage_words is None
             else plgpu.SMEM((self.num_stages, *self.stage_words), jnp.uint32),
             plgpu.RefUnion(out, sums) if both else (out, sums),
-            self._tile_words() if self.num_tile_masks else None,
-        ]
-
-    def _tile_words(self) -> list:
-        masks = self.num_tile_masks, COMPUTE_WGS
-        return [
-            plgpu.SMEM((*masks, COLUMNS), jnp.uint32),
-            plgpu.SMEM((*masks, 2, ROWS), jnp.uint32),
+            [plgpu.SMEM(words, jnp.uint32) for words in self.tile_words] or None,
         ]
 
     def barriers(self) -> list:
         """Returns the scratch types of the barriers, in `Ring`'s order."""
         stages = self.num_stages
-        num_word_copies = max(2 * COMPUTE_WGS * self.num_tile_masks, 1)
         return [
             plgpu.Barrier(num_arrivals=self.num_copies, num_barriers=stages),
             plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=stages),
             plgpu.Barrier(),
             plgpu.Barrier(),
-            plgpu.Barrier(num_arrivals=num_word_copies),
+            plgpu.Barrier(num_arrivals=self.num_word_copies),
             plgpu.Barrier(num_arrivals=COMPUTE_WGS),
         ]
 
@@ -182,9 +206,8 @@ class Ring:
         w_smem: Second operands, [num_stages, *w_tile].
         stage_words_smem: Mask words, [num_stages, *stage_words], uint32, or None.
         outputs_smem: Pair of `out_smem` and `sum_smem`, which share their bytes.
-        tile_words_smem: Words of an output tile's masks: of its features
-            [num_tile_masks, 2, 256] and of its tokens [num_tile_masks, 2, 2, 64], by
-            mask and warpgroup; uint32, or None.
+        tile_words_smem: Words of an output tile's masks, of the shapes `tile_words`,
+            uint32, or None.
         stage_full: One barrier for each stage; its copies have landed.
         stage_empty: One barrier for each stage; both warpgroups have read it.
         sum_empty: Barrier; `sum_smem` may be overwritten.
@@ -277,7 +300,7 @@ class Ring:
 
     def drain(self, num_steps, num_items):
         """Waits until everything is read: a kernel must not end before its barriers."""
-        if self.shape.num_tile_masks:
+        if self.shape.tile_words:
             pl.when(num_items > 0)(lambda: plgpu.barrier_wait(self.words_empty))
         for stage in range(self.shape.num_stages):
             wait = functools.partial(plgpu.barrier_wait, self.stage_empty.at[stage])

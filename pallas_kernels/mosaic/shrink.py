@@ -16,12 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxlora.pallas_kernels.mosaic.mask import (
-    PER_COLUMN,
-    PER_ROW,
     Mask,
+    Vectors,
     apply_mask,
-    load_token_words,
-    load_words,
 )
 from jaxlora.pallas_kernels.mosaic.ring import (
     COMPUTE_WGS,
@@ -91,7 +88,8 @@ class Shrink:
                 plgpu.copy_gmem_to_smem(a_gmem.at[slot, ranks, ks], a_smem, full)
             for p, mask in enumerate(self.masks):
                 words_smem = self.ring.stage_words_smem.at[stage, p]
-                plgpu.copy_gmem_to_smem(mask.features.at[slot, ks], words_smem, full)
+                words = mask.shrink_words(block, slot, ks)
+                plgpu.copy_gmem_to_smem(words, words_smem, full)
             return step + 1
 
         return lax.fori_loop(0, num_steps, fill, step)
@@ -100,9 +98,7 @@ class Shrink:
         """Computes one item; returns the next step of the ring."""
         (block, chunk), (slot, num_steps) = self._block_and_chunk(item), prefetched
         rows, width = pl.ds(block * ROWS, ROWS), self.ring.shape.w_tile[1]
-        tokens = [
-            load_token_words(mask.tokens.at[block], PER_ROW) for mask in self.masks
-        ]
+        tokens = [mask.shrink_tokens(block) for mask in self.masks]
 
         def accumulate(*accs):
             def multiply(step):
@@ -137,7 +133,8 @@ class Shrink:
         x_smem = self.ring.x_half(stage, wg)
         if not self.masks:
             return x_smem
-        words_smem = self.ring.stage_words_smem.at[stage, p, pl.ds(wg * STEP, STEP)]
-        features = load_words(words_smem, PER_COLUMN)
+        mask, words_smem = self.masks[p], self.ring.stage_words_smem
+        features = mask.shrink_features(words_smem, stage, p, wg)
         x = plgpu.load(x_smem, layout=plgpu.Layout.WGMMA)
-        return apply_mask(x, tokens[p], features, self.settings[p].threshold[slot])
+        threshold = mask.threshold(self.settings[p], slot)
+        return apply_mask(x, mask, Vectors(tokens[p], features), threshold)

@@ -1,4 +1,4 @@
-"""How kernels take the slots' settings and the mask words of up to three projections.
+"""How kernels take the slots' settings and the masks of up to three projections.
 
 A kernel has three parameters for each of them, because each projection may have arrays
 of its own. Where there are fewer projections, the last one's arrays are given again.
@@ -7,9 +7,12 @@ of its own. Where there are fewer projections, the last one's arrays are given a
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from jaxlora.pallas_kernels.dropout import MaskWords
+from jaxlora.pallas_kernels.given_mask import GivenMask, token_masks
 from jaxlora.pallas_kernels.settings import KernelSettings
+from jaxlora.pallas_kernels.triton.device_functions import GIVEN, HASHED
 
 MAX_PROJECTIONS = 3
 
@@ -34,12 +37,21 @@ def settings_arguments(
 
 
 def mask_arguments(
-    settings: Sequence[KernelSettings], words: Sequence[MaskWords], unused: jax.Array
+    settings: Sequence[KernelSettings],
+    masks: Sequence[MaskWords | GivenMask],
+    unused: jax.Array,
 ) -> list[jax.Array]:
     """Returns the thresholds, and the indices and words of tokens and of features.
 
-    A kernel takes three parameters each. Without words it takes `unused` for all.
+    A kernel takes three parameters each. The words of given masks take the place of the
+    features', and the bit of each token in them that of the tokens'. Where there is
+    nothing to give, a kernel takes `unused`.
     """
+    words = [mask for mask in masks if isinstance(mask, MaskWords)]
+    given = [mask.bits for mask in masks if isinstance(mask, GivenMask)]
+    if given:
+        tokens = [jnp.asarray(token_masks())] * MAX_PROJECTIONS
+        return [*[unused] * 2 * MAX_PROJECTIONS, *tokens, *padded(given)]
     if not words:
         return [unused] * 4 * MAX_PROJECTIONS
     return [
@@ -50,8 +62,11 @@ def mask_arguments(
     ]
 
 
-def mask_constants(words: Sequence[MaskWords]) -> dict[str, int]:
-    """Returns whether there are masks, and for how many features there are words."""
-    if not words:
-        return {"MASKED": False, "F": 0}
-    return {"MASKED": True, "F": words[0].feature.shape[2]}
+def mask_constants(masks: Sequence[MaskWords | GivenMask]) -> dict[str, int]:
+    """Returns the kind of the masks, and the number of features that they are for."""
+    if not masks:
+        return {"MASK": 0, "F": 0}
+    first = masks[0]
+    if isinstance(first, GivenMask):
+        return {"MASK": GIVEN.value, "F": first.bits.shape[1]}
+    return {"MASK": HASHED.value, "F": first.feature.shape[2]}

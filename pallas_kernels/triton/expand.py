@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from jaxlora.pallas_kernels.dropout import MaskWords
+from jaxlora.pallas_kernels.given_mask import GivenMask
 from jaxlora.pallas_kernels.routing import Blocks
 from jaxlora.pallas_kernels.settings import RANK_STEP, KernelSettings
 from jaxlora.pallas_kernels.triton.arguments import (
@@ -24,7 +25,12 @@ from jaxlora.pallas_kernels.triton.arguments import (
     settings_arguments,
 )
 from jaxlora.pallas_kernels.triton.device import Target
-from jaxlora.pallas_kernels.triton.device_functions import is_kept, load_tokens
+from jaxlora.pallas_kernels.triton.device_functions import (
+    GIVEN,
+    has_bit,
+    is_kept,
+    load_tokens,
+)
 from jaxlora.pallas_kernels.triton.launch import Tile, launch
 from jaxlora.pallas_kernels.triton.tiles import tile_for
 
@@ -39,7 +45,7 @@ class Term:
         s: [T, R].
         b: [G, R, N]; [G, N, R] if the product is `rank_last`.
         settings: Settings of the slots.
-        words: Words of the mask of s B; None without dropout.
+        mask: Words or bits of the mask of s B; None without dropout.
     """
 
     x: jax.Array
@@ -47,7 +53,7 @@ class Term:
     s: jax.Array
     b: jax.Array
     settings: KernelSettings
-    words: MaskWords | None = None
+    mask: MaskWords | GivenMask | None = None
 
 
 def expand(
@@ -64,7 +70,7 @@ def expand(
     """Computes the sum of `x W + mask * (s B)`, + bias; returns it, [T, N].
 
     Args:
-        terms: One to three terms; all have mask words or none has.
+        terms: One to three terms; all have a mask of the same kind or none has.
         layer: Index of the layer in every W, [1].
         blocks: Slots of the rows.
         bias: [N].
@@ -78,7 +84,7 @@ def expand(
     r = first.s.shape[1]
     features = [term.x.shape[1] for term in terms]
     settings = [term.settings for term in terms]
-    words = [term.words for term in terms if term.words is not None]
+    masks = [term.mask for term in terms if term.mask is not None]
     kernel, shape = "expand" if len(terms) == 1 else "expand_sum", (t, features[0], n)
     tile = tile or tile_for(kernel, target, rank=r, shape=shape)
     tiles = math.ceil(t / tile.sizes["BM"]) * math.ceil(n / tile.sizes["BN"])
@@ -91,7 +97,7 @@ def expand(
         blocks.slot,
         first.x if bias is None else bias,
         *settings_arguments(settings, "num_chunks"),
-        *mask_arguments(settings, words, unused=blocks.slot),
+        *mask_arguments(settings, masks, unused=blocks.slot),
     ]
     (y,) = launch(
         expand_kernel,
@@ -111,7 +117,7 @@ def expand(
             "TRANSPOSED": transposed,
             "RANK_LAST": rank_last,
             "BIASED": bias is not None,
-            **mask_constants(words),
+            **mask_constants(masks),
         },
     )
     return y
@@ -128,7 +134,7 @@ def expand_kernel(
     G: tl.constexpr, P: tl.constexpr,
     K_0: tl.constexpr, K_1: tl.constexpr, K_2: tl.constexpr,
     TRANSPOSED: tl.constexpr, RANK_LAST: tl.constexpr, BIASED: tl.constexpr,
-    MASKED: tl.constexpr, F: tl.constexpr,
+    MASK: tl.constexpr, F: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """Computes one tile of y.
@@ -145,13 +151,15 @@ def expand_kernel(
         chunks_0: Number of chunks of ranks of each slot, [rows, G].
         threshold_0: Threshold of the mask of each slot, [rows, G].
         place_0: Row of the projection in its mask words, [1].
-        token_0: Words of the tokens, [places, T / 64, 2, 64].
-        feature_0: Words of the features of y, [places, G, F].
+        token_0: Words of the tokens, [places, T / 64, 2, 64]; or their bits in the two
+            words of a block, [2, 64], if the masks are given.
+        feature_0: Words of the features of y, [places, G, F]; or bits, [T / 32, F].
         y: The result, [T, N].
         T, N, R, G, F, K_0: Sizes.
         BR: Ranks of a chunk.
         P: Number of projections.
-        TRANSPOSED, RANK_LAST, BIASED, MASKED: As in `expand`.
+        TRANSPOSED, RANK_LAST, BIASED: As in `expand`.
+        MASK: Kind of the masks, see `HASHED` in device_functions.py; 0: none.
         BM, BN, BK: Sizes of a tile and features of a step.
         BAND: Tile rows that are visited together.
     """
@@ -169,10 +177,10 @@ def expand_kernel(
     if tl.maximum(slot, lower_slot) >= 0:
         terms = ss, bs, rows_of, chunks, thresholds, places, tokens, features
         upper_half = _half_term(
-            terms, slot, upper, n, N, R, BR, G, P, T, RANK_LAST, MASKED, F, BM, BN
+            terms, (slot, upper), n, N, R, BR, G, P, T, RANK_LAST, MASK, F, BM, BN
         )
         lower_half = _half_term(
-            terms, lower_slot, lower, n, N, R, BR, G, P, T, RANK_LAST, MASKED, F, BM, BN
+            terms, (lower_slot, lower), n, N, R, BR, G, P, T, RANK_LAST, MASK, F, BM, BN
         )
         acc = tl.join(upper_half, lower_half).permute(2, 0, 1).reshape(BM, BN)
         index = tl.load(layer).to(tl.int64)
@@ -210,22 +218,24 @@ def tile_place(index, tiles_m, tiles_n, BAND: tl.constexpr):
 @triton.jit
 @typing.no_type_check
 def _half_term(
-    terms, slot, first, n, N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
+    terms, half, n, N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
     G: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RANK_LAST: tl.constexpr,
-    MASKED: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    MASK: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Returns the sum of `mask * (s B)` for half of a tile's rows, [BM / 2, BN].
+
+    `half` is the slot of the rows and the index of the first.
 
     Triton lays out the product of a quarter of a tile as that of the whole tile. So the
     quarters are joined in registers, and each needs few of its own.
     """
-    rows, columns = first + tl.arange(0, BM // 2), n * BN + tl.arange(0, BN // 2)
+    rows, columns = half[1] + tl.arange(0, BM // 2), n * BN + tl.arange(0, BN // 2)
     left = _quarter_term(
-        terms, slot, rows, columns, N, R, BR, G, P, T, RANK_LAST, MASKED, F, BM, BN
+        terms, half, rows, columns, N, R, BR, G, P, T, RANK_LAST, MASK, F, BM, BN
     )
     columns += BN // 2
     right = _quarter_term(
-        terms, slot, rows, columns, N, R, BR, G, P, T, RANK_LAST, MASKED, F, BM, BN
+        terms, half, rows, columns, N, R, BR, G, P, T, RANK_LAST, MASK, F, BM, BN
     )
     return tl.join(left, right).permute(0, 2, 1).reshape(BM // 2, BN)
 
@@ -233,12 +243,13 @@ def _half_term(
 @triton.jit
 @typing.no_type_check
 def _quarter_term(
-    terms, slot, rows, columns, N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
+    terms, half, rows, columns, N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
     G: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RANK_LAST: tl.constexpr,
-    MASKED: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    MASK: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Returns the sum of `mask * (s B)` for a quarter of a tile, [BM / 2, BN / 2]."""
     ss, bs, rows_of, chunks, thresholds, places, tokens, features = terms
+    slot, first = half
     total = tl.zeros((BM // 2, BN // 2), tl.float32)
     g = tl.maximum(slot, 0)
     for p in tl.static_range(P):
@@ -246,19 +257,24 @@ def _quarter_term(
         num_chunks = tl.load(chunks[p] + setting)
         if (slot >= 0) & (num_chunks > 0):
             b = bs[p] + g.to(tl.int64) * (N * R)
-            term = tl.zeros((BM // 2, BN // 2), tl.float32) if MASKED else total
+            term = tl.zeros((BM // 2, BN // 2), tl.float32) if MASK else total
             # Stages would take shared memory from the long product. Also a single chunk
             # has a loop: Triton merges neighboring branches, and products in the same
             # block get another layout.
             for c in tl.range(0, num_chunks, num_stages=1):
                 term = _chunk(term, ss[p], b, c, rows, columns, N, R, BR, RANK_LAST, BN)
-            if MASKED:
-                place = tl.load(places[p])
-                multipliers, offsets = load_tokens(tokens[p], place, rows, T)
-                word_at = features[p] + (place * G + g).to(tl.int64) * F + columns
-                words = tl.load(word_at, mask=columns < F, other=0)
-                limit = tl.load(thresholds[p] + setting)
-                term = tl.where(is_kept(multipliers, offsets, words, limit), term, 0.0)
+            if MASK:
+                if MASK == GIVEN:
+                    bits = load_tokens(tokens[p], 0, rows % 64, T)
+                    kept = has_bit(*bits, features[p], first // 64, columns, F)
+                else:
+                    place = tl.load(places[p])
+                    multipliers, offsets = load_tokens(tokens[p], place, rows, T)
+                    word_at = features[p] + (place * G + g).to(tl.int64) * F + columns
+                    words = tl.load(word_at, mask=columns < F, other=0)
+                    limit = tl.load(thresholds[p] + setting)
+                    kept = is_kept(multipliers, offsets, words, limit)
+                term = tl.where(kept, term, 0.0)
                 term += total
             total = term
     return total

@@ -3,7 +3,8 @@
 Programs of up to three projections that read the same part of x run side by side, so
 that it is read from device memory once. The rows of each slot are split into parts
 (`pallas_kernels/parts.py`), which programs sum independently of each other, and XLA
-adds up the parts in a fixed order. The mask is recomputed from its words.
+adds up the parts in a fixed order. The mask is recomputed from its words, or
+read from its bits.
 """
 
 import math
@@ -17,6 +18,7 @@ import triton.language as tl
 from jaxtyping import Array, Float
 
 from jaxlora.pallas_kernels.dropout import MaskWords
+from jaxlora.pallas_kernels.given_mask import GivenMask
 from jaxlora.pallas_kernels.parts import Parts, make_parts, sum_parts
 from jaxlora.pallas_kernels.routing import Blocks
 from jaxlora.pallas_kernels.settings import KernelSettings
@@ -29,7 +31,10 @@ from jaxlora.pallas_kernels.triton.arguments import (
 )
 from jaxlora.pallas_kernels.triton.device import Target
 from jaxlora.pallas_kernels.triton.device_functions import (
+    GIVEN,
+    HASHED,
     choose,
+    has_bit,
     is_kept,
     load_tokens,
 )
@@ -45,7 +50,7 @@ def outer_kernel(
     threshold_0, threshold_1, threshold_2, place_0, place_1, place_2,
     token_0, token_1, token_2, feature_0, feature_1, feature_2, da_0, da_1, da_2,
     T: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
-    G: tl.constexpr, P: tl.constexpr, MASKED: tl.constexpr, F: tl.constexpr,
+    G: tl.constexpr, P: tl.constexpr, MASK: tl.constexpr, F: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
     """Computes one column tile and one chunk of ranks of one part of a slot's rows.
@@ -63,13 +68,14 @@ def outer_kernel(
         chunks_0: Number of chunks of ranks of each slot, [rows, G].
         threshold_0: Threshold of the mask of each slot, [rows, G].
         place_0: Row of the projection in its mask words, [1].
-        token_0: Words of the tokens, [places, T / 64, 2, 64].
-        feature_0: Words of the features, [places, G, F].
+        token_0: Words of the tokens, [places, T / 64, 2, 64]; or their bits in the two
+            words of a block, [2, 64], if the masks are given.
+        feature_0: Words of the features, [places, G, F]; or bits, [T / 32, F].
         da_0: dropout(x)^T ds by part, [parts, K, R], float32.
         T, K, R, G, F: Sizes.
         BR: Ranks of a chunk.
         P: Number of projections.
-        MASKED: Whether there is dropout.
+        MASK: Kind of the masks, see `HASHED` in device_functions.py; 0: none.
         BK: Columns of a tile.
     """
     p, tile = tl.program_id(0) % P, tl.program_id(0) // P
@@ -83,7 +89,10 @@ def outer_kernel(
         rows, ranks = tl.arange(0, 64), chunk * BR + tl.arange(0, BR)
         columns = tile * BK + tl.arange(0, BK)
         inside = columns < K
-        if MASKED:
+        if MASK == GIVEN:
+            bits = choose(p, feature_0, feature_1, feature_2)
+            first_bits, second_bits = load_tokens(token_0, 0, rows, T)
+        if MASK == HASHED:
             place = tl.load(choose(p, place_0, place_1, place_2))
             limit = tl.load(choose(p, threshold_0, threshold_1, threshold_2) + setting)
             token = choose(p, token_0, token_1, token_2)
@@ -104,9 +113,12 @@ def outer_kernel(
                 x_tile = tl.load(x_at)
             else:
                 x_tile = tl.load(x_at, mask=inside[None, :], other=0.0)
-            if MASKED:
-                tokens = load_tokens(token, place, block * 64 + rows, T)
-                kept = is_kept(tokens[0], tokens[1], words, limit)
+            if MASK:
+                if MASK == GIVEN:
+                    kept = has_bit(first_bits, second_bits, bits, block, columns, F)
+                else:
+                    tokens = load_tokens(token, place, block * 64 + rows, T)
+                    kept = is_kept(tokens[0], tokens[1], words, limit)
                 x_tile = tl.where(kept, x_tile, 0.0)
             total = tl.dot(ds_tile, x_tile, total)
         da = choose(p, da_0, da_1, da_2) + part.to(tl.int64) * K * R
@@ -118,7 +130,7 @@ def outer(
     x: Float[Array, "T K"],
     ds: Sequence[Float[Array, "T R"]],
     settings: Sequence[KernelSettings],
-    words: Sequence[MaskWords],
+    masks: Sequence[MaskWords | GivenMask],
     blocks: Blocks,
     *,
     target: Target,
@@ -130,7 +142,7 @@ def outer(
         x: Token rows.
         ds: Gradient of each projection's s; R is 16, 32 or a multiple of 64.
         settings: Settings of each projection.
-        words: Words of each projection's mask; empty without dropout.
+        masks: Words or bits of each projection's mask; empty without dropout.
         blocks: Slots of the rows.
         target: The device for which the kernel is compiled.
         tile: How it is compiled; None: the table's choice.
@@ -141,12 +153,12 @@ def outer(
     for first in range(0, len(ds), MAX_PROJECTIONS):
         i = slice(first, first + MAX_PROJECTIONS)
         shared = blocks, parts, target, tile
-        sums += _launch_outer(x, ds[i], settings[i], words[i], *shared)
+        sums += _launch_outer(x, ds[i], settings[i], masks[i], *shared)
     return [sum_parts(one, parts) for one in sums]
 
 
 def _launch_outer(
-    x, ds, settings, words, blocks: Blocks, parts: Parts, target: Target, tile: Tile
+    x, ds, settings, masks, blocks: Blocks, parts: Parts, target: Target, tile: Tile
 ) -> list[Float[Array, "parts K R"]]:
     """Runs the kernel for one to three projections."""
     (t, k), r, table, num = x.shape, ds[0].shape[1], parts.table, len(ds)
@@ -159,7 +171,7 @@ def _launch_outer(
             *(x, *padded(ds), blocks.order),
             *(table.slot, table.first_block, table.num_blocks, table.num_parts),
             *settings_arguments(settings, "num_chunks"),
-            *mask_arguments(settings, words, unused=blocks.slot),
+            *mask_arguments(settings, masks, unused=blocks.slot),
         ],
         [out] * num + [unused] * (MAX_PROJECTIONS - num),
         grid=(num * math.ceil(k / tile.sizes["BK"]), room, r // chunk),
@@ -168,7 +180,7 @@ def _launch_outer(
         constants={
             **{"T": t, "K": k, "R": r, "BR": chunk, "P": num},
             "G": parts.num_parts.shape[0],
-            **mask_constants(words),
+            **mask_constants(masks),
         },
     )
     return das[:num]

@@ -41,7 +41,7 @@ def forward(
         x,
         given.a,
         given.settings,
-        given.words,
+        given.masks,
         given.blocks,
         rank_first=False,
         target=target,
@@ -75,13 +75,13 @@ def backward(
 ) -> tuple[Float[Array, "T K"], list[dict[str, Array]]]:
     """Computes dx [T, K] in x's dtype; `a` [G, K, R] and `b` [G, R, N] in float32."""
     given = make_operands(x, projections, block_adapter)
-    settings, words, blocks = given.settings, given.words, given.blocks
+    settings, masks, blocks = given.settings, given.masks, given.blocks
     both = [
         dual(dy_i, s[i], given.b[i], settings[i], blocks, target=target)
         for i, dy_i in enumerate(dy)
     ]
     ds = [ds_i for ds_i, _ in both]
-    da = outer(x, ds, settings, words, blocks, target=target)
+    da = outer(x, ds, settings, masks, blocks, target=target)
     terms = [
         Term(
             x=dy_i,
@@ -89,7 +89,7 @@ def backward(
             s=ds[i],
             b=given.a[i],
             settings=settings[i],
-            words=words[i] if words else None,
+            mask=masks[i] if masks else None,
         )
         for i, dy_i in enumerate(dy)
     ]

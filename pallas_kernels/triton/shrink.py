@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from jaxlora.pallas_kernels.dropout import MaskWords
+from jaxlora.pallas_kernels.given_mask import GivenMask
 from jaxlora.pallas_kernels.routing import Blocks
 from jaxlora.pallas_kernels.settings import RANK_STEP, KernelSettings
 from jaxlora.pallas_kernels.triton.arguments import (
@@ -25,7 +26,14 @@ from jaxlora.pallas_kernels.triton.arguments import (
     settings_arguments,
 )
 from jaxlora.pallas_kernels.triton.device import Target
-from jaxlora.pallas_kernels.triton.device_functions import choose, is_kept, load_tokens
+from jaxlora.pallas_kernels.triton.device_functions import (
+    GIVEN,
+    HASHED,
+    choose,
+    has_bit,
+    is_kept,
+    load_tokens,
+)
 from jaxlora.pallas_kernels.triton.launch import Tile, launch
 from jaxlora.pallas_kernels.triton.tiles import tile_for
 
@@ -34,7 +42,7 @@ def shrink(
     x: jax.Array,
     a: Sequence[jax.Array],
     settings: Sequence[KernelSettings],
-    words: Sequence[MaskWords],
+    masks: Sequence[MaskWords | GivenMask],
     blocks: Blocks,
     *,
     rank_first: bool,
@@ -49,7 +57,7 @@ def shrink(
         x: [T, K].
         a: A of each projection, [G, K, R] in x's dtype.
         settings: Settings of each projection.
-        words: Words of each projection's mask; empty without dropout.
+        masks: Words or bits of each projection's mask; empty without dropout.
         blocks: Slots of the rows.
         rank_first: Whether every A is stored [G, R, K].
         target: What the kernel is compiled for.
@@ -60,7 +68,7 @@ def shrink(
             shrink, blocks=blocks, rank_first=rank_first, target=target, tile=tile
         )
         parts = slice(0, MAX_PROJECTIONS), slice(MAX_PROJECTIONS, None)
-        first, rest = (run(x, a[i], settings[i], words[i]) for i in parts)
+        first, rest = (run(x, a[i], settings[i], masks[i]) for i in parts)
         return first + rest
     (t, k), r = x.shape, a[0].shape[1 if rank_first else 2]
     tile = tile or tile_for("shrink", target, rank=r)
@@ -73,7 +81,7 @@ def shrink(
             *padded(a),
             blocks.slot,
             *settings_arguments(settings, "factor", "num_chunks"),
-            *mask_arguments(settings, words, unused=blocks.slot),
+            *mask_arguments(settings, masks, unused=blocks.slot),
         ],
         [out] * len(a) + [unused] * (MAX_PROJECTIONS - len(a)),
         grid=(len(a), t // tile.sizes["BM"], math.ceil(r / RANK_STEP)),
@@ -86,7 +94,7 @@ def shrink(
             "BR": min(r, RANK_STEP),
             "G": a[0].shape[0],
             "RANK_FIRST": rank_first,
-            **mask_constants(words),
+            **mask_constants(masks),
         },
     )
     return results[: len(a)]
@@ -100,7 +108,7 @@ def shrink_kernel(
     threshold_0, threshold_1, threshold_2, place_0, place_1, place_2,
     token_0, token_1, token_2, feature_0, feature_1, feature_2, s_0, s_1, s_2,
     T: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
-    G: tl.constexpr, RANK_FIRST: tl.constexpr, MASKED: tl.constexpr, F: tl.constexpr,
+    G: tl.constexpr, RANK_FIRST: tl.constexpr, MASK: tl.constexpr, F: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Computes BM rows and BR ranks of s of one projection.
@@ -114,12 +122,14 @@ def shrink_kernel(
         chunks_0: Number of chunks of ranks of each slot, [rows, G].
         threshold_0: Threshold of the mask of each slot, [rows, G].
         place_0: Row of the projection in its mask words, [1].
-        token_0: Words of the tokens, [places, T / 64, 2, 64].
-        feature_0: Words of the features, [places, G, F].
+        token_0: Words of the tokens, [places, T / 64, 2, 64]; or their bits in the two
+            words of a block, [2, 64], if the masks are given.
+        feature_0: Words of the features, [places, G, F]; or bits, [T / 32, F].
         s_0: The result, [T, R].
         T, K, R, G, F: Sizes.
         BR: Ranks of a chunk.
-        RANK_FIRST, MASKED: Whether A is stored rank first, and whether x is masked.
+        RANK_FIRST: Whether A is stored rank first.
+        MASK: Kind of the masks, see `HASHED` in device_functions.py; 0: none.
         BM, BK: Rows of a tile, and features of a step.
     """
     p, tile, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -130,7 +140,10 @@ def shrink_kernel(
     if (slot >= 0) & (chunk < num_chunks):
         rows, ks = tl.arange(0, BM), tl.arange(0, BK)
         ranks = chunk * BR + tl.arange(0, BR)
-        if MASKED:
+        if MASK == GIVEN:
+            bits = choose(p, feature_0, feature_1, feature_2)
+            first, second = load_tokens(token_0, 0, (tile * BM + rows) % 64, T)
+        if MASK == HASHED:
             place = tl.load(choose(p, place_0, place_1, place_2))
             token = choose(p, token_0, token_1, token_2)
             multipliers, offsets = load_tokens(token, place, tile * BM + rows, T)
@@ -152,9 +165,13 @@ def shrink_kernel(
                 inside = ks < K - k
                 x_tile = tl.load(x + x_offsets, mask=inside[None, :], other=0.0)
                 a_tile = tl.load(a + a_offsets, mask=inside[:, None], other=0.0)
-            if MASKED:
-                words = tl.load(feature + k + ks, mask=k + ks < F, other=0)
-                kept = is_kept(multipliers, offsets, words, limit)
+            if MASK:
+                if MASK == GIVEN:
+                    block = tile * BM // 64
+                    kept = has_bit(first, second, bits, block, k + ks, F)
+                else:
+                    words = tl.load(feature + k + ks, mask=k + ks < F, other=0)
+                    kept = is_kept(multipliers, offsets, words, limit)
                 x_tile = tl.where(kept, x_tile, 0.0)
             acc = tl.dot(x_tile, a_tile, acc)
             x += BK

@@ -21,10 +21,11 @@ from jaxlora.pallas_kernels import (
     mask_words,
     multi_lora_linear,
     multi_lora_linears,
+    unpack_mask,
 )
 from tests.oracle import assert_as_accurate_as
 from tests.pallas_kernels.fused import back_ends
-from tests.pallas_kernels.problems import both_ways, weight_of
+from tests.pallas_kernels.problems import both_ways, given_mask, weight_of
 
 BACK_ENDS = back_ends()
 
@@ -74,16 +75,24 @@ def test_matches_the_definition_for_any_mix(name, blocks, ranks, rates, seed):
         fused.check(*fused.problem(tuple(blocks), **options))
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("w_transposed", [False, True])
-def test_storage_of_the_base_changes_no_bit(fused, w_transposed):
-    p, rank = fused.problem()
-    wanted = fused.run(p, rank)
+def test_storage_of_base_and_mask_changes_no_bit(fused, w_transposed):
+    """A mask is given or computed, and NaN in dropped features reaches no adapter."""
+    p, rank = fused.problem(k=192)
+    mask = given_mask(p)
+    given_mask_first = p | {"dropout": mask}, p
+    first, second = given_mask_first[::-1] if w_transposed else given_mask_first
+    wanted = fused.check(first, rank)
     w = p["w"].T if w_transposed else p["w"]
     stack = jnp.stack([jnp.full_like(w, jnp.nan), w])
+    dropped = ~np.asarray(unpack_mask(mask.bits, p["x"].shape[0]))
+    sick = np.repeat(np.asarray(p["block_adapter"]) == 2, 64)
+    x = jnp.where(sick[:, None] & dropped, jnp.nan, p["x"])
     options = {"layer": jnp.int32(1), "w_transposed": w_transposed}
-    for got, want in zip(
-        fused.run(p | {"w": stack}, rank, **options), wanted, strict=True
-    ):
+    y, *gradients = fused.run(second | {"x": x, "w": stack}, rank, **options)
+    np.testing.assert_array_equal(y[~sick], wanted[0][~sick])
+    for got, want in zip(gradients, wanted[1:], strict=True):
         np.testing.assert_array_equal(got, want)
 
 
@@ -100,19 +109,23 @@ def _problems_sharing_x(fused, widths, ranks, **options):
 
 
 @pytest.mark.parametrize(
-    ("widths", "ranks", "rates"),
+    ("widths", "ranks", "rates", "is_given"),
     [
-        ((192, 128, 128), ((8, 3), (0, 16), (1, 2)), (0.0, 0.5)),
-        ((128, 128), ((8, 0), (100, 3)), (0.2, 0.5)),
-        ((128, 128), ((8, 3), (4, 5)), None),
+        ((192, 128, 128), ((8, 3), (0, 16), (1, 2)), (0.0, 0.5), False),
+        ((128, 128), ((8, 0), (100, 3)), (0.2, 0.5), True),
+        ((128, 128), ((8, 3), (4, 5)), None, False),
     ],
-    ids=["three", "two chunks of ranks", "plain"],
+    ids=["three", "two chunks of ranks and given masks", "plain"],
 )
-def test_linears_that_share_x_equal_linears_alone(fused, widths, ranks, rates):
+def test_linears_that_share_x_equal_linears_alone(
+    fused, widths, ranks, rates, is_given
+):
     """All bits but dx's are the same; dx is rounded once instead of once per linear."""
     problems = list(
         _problems_sharing_x(fused, widths, ranks, rates=rates, blocks=(1, -1, 0))
     )
+    if is_given:
+        problems = [(p | {"dropout": given_mask(p)}, rank) for p, rank in problems]
     x, blocks = problems[0][0]["x"], problems[0][0]["block_adapter"]
     weights = [weight_of(p).astype(x.dtype) for p, _ in problems]
 

@@ -12,6 +12,7 @@ from jaxlora.pallas_kernels.triton.compile import (
     shared_memory_bytes,
 )
 from jaxlora.pallas_kernels.triton.device import Target
+from jaxlora.pallas_kernels.triton.device_functions import GIVEN, HASHED
 from jaxlora.pallas_kernels.triton.dual import dual_kernel
 from jaxlora.pallas_kernels.triton.expand import expand_kernel
 from jaxlora.pallas_kernels.triton.outer import outer_kernel
@@ -35,18 +36,28 @@ TYPES = (
 )
 SIZES = {
     **{"T": 8192, "K": 4096, "K_0": 4096, "K_1": 1024, "K_2": 1024, "N": 4096, "P": 1},
-    **{"G": 4, "F": 4096, "MASKED": True, "RANK_FIRST": False, "BIASED": False},
+    **{"G": 4, "F": 4096, "MASK": HASHED.value, "RANK_FIRST": False, "BIASED": False},
 }
 ODD = {"K": 4104, "K_0": 4104, "N": 4104}  # not multiples of a tile
 HALF = {"T": 8256}  # an odd number of blocks: half of the last tile of 128 rows
-Y = {"MASKED": False, "TRANSPOSED": False, "RANK_LAST": False}
-DX = {"MASKED": True, "TRANSPOSED": True, "RANK_LAST": True}
+Y = {"MASK": 0, "TRANSPOSED": False, "RANK_LAST": False}
+DX = {"TRANSPOSED": True, "RANK_LAST": True}
+BITS = {"MASK": GIVEN.value}
 # Ranks and sizes for which the tiles of a kernel are compiled.
 CASES = {
-    "expand": [(16, Y | ODD | {"BIASED": True}), (16, DX | HALF), (64, DX)],
-    "expand_sum": [(16, DX | {"P": 3}), (16, DX | HALF | {"P": 2})],
-    "shrink": [(16, ODD | HALF), (64, HALF)],
-    "outer": [(16, HALF | {"P": 3}), (64, ODD)],
+    "expand": [
+        (16, Y | ODD | {"BIASED": True}),
+        (16, DX | HALF),
+        (64, DX),
+        (64, DX | BITS),
+    ],
+    "expand_sum": [
+        (16, DX | {"P": 3}),
+        (16, DX | HALF | {"P": 2}),
+        (16, DX | BITS | {"P": 2}),
+    ],
+    "shrink": [(16, ODD | HALF), (64, HALF), (64, BITS | ODD)],
+    "outer": [(16, HALF | {"P": 3}), (64, ODD), (64, BITS | ODD)],
     "dual": [(16, HALF), (32, ODD), (64, ODD)],
 }
 ENTRIES = [

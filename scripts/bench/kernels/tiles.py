@@ -143,7 +143,7 @@ def _calls(kernel: str, tile: Any, target: Target) -> list[Callable[[Inputs], An
             s=given.s,
             b=given.b[transposed],
             settings=given.settings,
-            words=words,
+            mask=words,
         )
         return expand(
             [term],
