@@ -11,6 +11,7 @@ from jax.extend import core
 
 from jaxlora.errors import FuseError
 from jaxlora.fuse.backend import check_implementation
+from jaxlora.fuse.cost import decide
 from jaxlora.fuse.rewrite import Rewritten, rewrite
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
@@ -56,7 +57,8 @@ def fuse[**P, R](
             they are zero. None: the gradients of all arguments are computed where they
             are asked for.
         implementation: Name of a back end, or `auto` for the first that can run a
-            linear on this device.
+            linear on this device. With `auto`, linears that would be slower in its
+            kernels stay as they are; `jaxlora.explain` says which and why.
 
     Raises:
         FuseError: When the function is called: it has side effects; or `strict` is
@@ -192,8 +194,10 @@ def _stop_gradient(leaf: Any) -> Any:
 
 
 def _nothing_found(fn: Callable[..., Any], rewritten: Rewritten) -> str:
-    reasons = "".join(f"\n  {r.location}: {r.reason}" for r in rewritten.refusals)
-    near = f" These came near:{reasons}" if reasons else ""
+    reasons = [(r.location, r.reason) for r in rewritten.refusals]
+    reasons += [(site.location, decide(site).reason) for site in rewritten.declined]
+    lines = "".join(f"\n  {location}: {reason}" for location, reason in reasons)
+    near = f" These came near:{lines}" if reasons else ""
     return (
         f"{_name(fn)} has no linear with a low-rank branch that can be fused. Use "
         f"strict=False to run it as it is.{near}"

@@ -18,7 +18,8 @@ from jaxlora.fuse.cut import Cut, find_cuts
 from jaxlora.fuse.device import describe_device
 from jaxlora.fuse.graph import data_flow, inner_jaxprs
 from jaxlora.fuse.picture import save_picture
-from jaxlora.fuse.site import Refusal, Site
+from jaxlora.fuse.rewrite import Rewritten
+from jaxlora.fuse.site import Refusal
 from jaxlora.fuse.site_shape import SiteShape
 
 
@@ -128,21 +129,17 @@ def explain[**P](
     """
     program = trace_call(fn, "auto", args, kwargs)
     found = program.rewritten
-    return explain_sites(program.traced, found.sites, found.refusals)
+    return explain_sites(program.traced, found)
 
 
 def explain_sites(
-    jaxpr: core.Jaxpr,
-    sites: Sequence[Site],
-    refusals: Sequence[Refusal],
-    device: str | None = None,
+    jaxpr: core.Jaxpr, found: Rewritten, device: str | None = None
 ) -> Explanation:
     """Explains the sites of a function.
 
     Args:
         jaxpr: The traced function.
-        sites: The sites that were found in it and in its inner jaxprs.
-        refusals: The near misses.
+        found: What was found in it and in its inner jaxprs.
         device: JAX's `device_kind`; None: the present device.
     """
     described = describe_device(device)
@@ -156,7 +153,7 @@ def explain_sites(
             runs=runs.get(_identity(site.jaxpr), 1.0),
             decision=decide(site, device),
         )
-        for site in sites
+        for site in (*found.sites, *found.declined)
     )
     before = graph_cost(graph, described)
     saved = Cost()
@@ -167,7 +164,7 @@ def explain_sites(
     return Explanation(
         device=described.name,
         sites=explained,
-        refusals=tuple(refusals),
+        refusals=found.refusals,
         before=before,
         after=before + saved * -1.0,
         graph=graph,

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from jaxlora.fuse.cost import decide
 from jaxlora.fuse.kernel_call import inputs_of, kernel_call
 from jaxlora.fuse.match import find_sites
 from jaxlora.fuse.signature import signature
@@ -38,11 +39,13 @@ class Rewritten:
         jaxpr: The new jaxpr; the old one itself if it has no sites.
         sites: Its sites and those of the jaxprs inside it.
         refusals: The near misses.
+        declined: Sites that are left as they are, as the kernels would be slower.
     """
 
     jaxpr: core.Jaxpr
     sites: tuple[Site, ...]
     refusals: tuple[Refusal, ...]
+    declined: tuple[Site, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,7 +95,9 @@ class _Rewriter:
     def _rewrite(self, jaxpr: core.Jaxpr, path: tuple[str, ...]) -> Rewritten:
         opened = open_calls(jaxpr)
         found = find_sites(opened.jaxpr, path, self.implementation)
-        layout = _Layout(opened, found.sites)
+        paying = tuple(filter(self._pays, found.sites))
+        declined = [site for site in found.sites if site not in paying]
+        layout = _Layout(opened, paying)
         nodes = _sorted(_needed(layout.nodes, layout.results))
         eqns: list[Any] = []
         sites: list[Site] = []
@@ -107,10 +112,18 @@ class _Rewriter:
             for body in inner:
                 sites += body.sites
                 refusals += body.refusals
-        if not sites:
-            return Rewritten(jaxpr=jaxpr, sites=(), refusals=tuple(refusals))
-        new = jaxpr.replace(eqns=eqns, outvars=layout.results)
-        return Rewritten(jaxpr=new, sites=tuple(sites), refusals=tuple(refusals))
+                declined += body.declined
+        new = jaxpr.replace(eqns=eqns, outvars=layout.results) if sites else jaxpr
+        return Rewritten(
+            jaxpr=new,
+            sites=tuple(sites),
+            refusals=tuple(refusals),
+            declined=tuple(declined),
+        )
+
+    def _pays(self, site: Site) -> bool:
+        """Tells whether to fuse a site; a back end that was asked for is not asked."""
+        return self.implementation != "auto" or decide(site).fused
 
     def _with_bodies(self, eqn: Any, path: tuple[str, ...]) -> tuple[Any, list]:
         """Rewrites the jaxprs of an equation."""

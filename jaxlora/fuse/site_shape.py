@@ -120,7 +120,7 @@ def _plain(shape: SiteShape) -> tuple[Callable, tuple]:
     def array(*sizes, dtype=dtype):
         return jax.ShapeDtypeStruct(sizes, dtype)
 
-    rows = g, shape.tokens // g
+    rows = g, max(shape.tokens // g, 1)
     widths = list(zip(shape.ranks, shape.out_features, strict=True))
     arguments = (
         array(*rows, k),

@@ -99,8 +99,8 @@ def test_a_bias_costs_time_before_only():
 
 def test_the_back_end_in_plain_jax_saves_nothing():
     decision = decide_shape(LINEAR, H200, "xla")
-    assert not decision.fused
-    assert decision.reason == "the back end xla has no fused kernels"
+    assert decision.before == decision.after
+    assert decision.reason == "the back end xla is plain JAX and saves no time"
 
 
 def test_devices_differ_and_an_unknown_one_is_a_typical_gpu():

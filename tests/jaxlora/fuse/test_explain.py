@@ -5,7 +5,10 @@ import jax.numpy as jnp
 import pytest
 
 import jaxlora
+from jaxlora.errors import FuseError
+from jaxlora.fuse import api, rewrite
 from jaxlora.fuse.api import trace_call
+from jaxlora.fuse.cost import decide
 from jaxlora.fuse.explain import explain_sites
 from tests.jaxlora.fuse import linears
 from tests.jaxlora.fuse.linears import key_shape, shape
@@ -20,8 +23,7 @@ def dropped(x, w, a, b, key):
 
 def explain(function, *args, device=H200):
     program = trace_call(function, "auto", args, {})
-    found = program.rewritten
-    return explain_sites(program.traced, found.sites, found.refusals, device)
+    return explain_sites(program.traced, program.rewritten, device)
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +97,29 @@ def test_the_public_function_explains_for_this_device():
     args = [jnp.zeros(s.shape, jnp.float32) for s in linears_small()]
     found = jaxlora.explain(lambda x, w, a, b: x @ w + (x @ a) @ b, *args)
     assert len(found.sites) == 1
-    assert found.sites[0].decision.reason == "the back end xla has no fused kernels"
+    assert (
+        found.sites[0].decision.reason
+        == "the back end xla is plain JAX and saves no time"
+    )
 
 
 def linears_small():
     return shape(64, 64), shape(64, 64), shape(64, 4), shape(4, 64)
+
+
+def test_declined_sites_stay_as_they_are_and_are_explained(monkeypatch):
+    """As on a device with fused kernels, which would be slower here."""
+    as_on_h200 = lambda site: decide(site, H200)
+    monkeypatch.setattr(rewrite, "decide", as_on_h200)
+    monkeypatch.setattr(api, "decide", as_on_h200)
+    function = lambda x, w, a, b: x @ w + (x @ a) @ b
+    found = trace_call(function, "auto", linears_small(), {}).rewritten
+    assert not found.sites and len(found.declined) == 1
+    asked = trace_call(function, "xla", linears_small(), {}).rewritten
+    assert len(asked.sites) == 1 and not asked.declined
+    args = [jnp.zeros(s.shape, s.dtype) for s in linears_small()]
+    with pytest.raises(FuseError, match="fused kernels would be slower"):
+        jaxlora.fuse(function, strict=True)(*args)
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
