@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jaxlora.pallas_kernels.batching import without_vmap
-from jaxlora.pallas_kernels.mosaic.mask import BitMask, HashMask
+from jaxlora.pallas_kernels.mosaic.mask import Mask
 from jaxlora.pallas_kernels.mosaic.ring import COMPUTE_WGS, Ring, RingShape
 from jaxlora.pallas_kernels.settings import KernelSettings
 
@@ -277,6 +277,6 @@ def _select(operands: dict[str, Any]) -> dict[str, Any]:
 
     Their indices are read once per kernel instead of once per item.
     """
-    is_shared = lambda x: isinstance(x, HashMask | BitMask | KernelSettings)
+    is_shared = lambda x: isinstance(x, Mask | KernelSettings)
     one = lambda x: x.select() if is_shared(x) else x
     return jax.tree.map(one, operands, is_leaf=is_shared)
