@@ -1,12 +1,12 @@
 """Chooses the kernels of a site."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
 from jaxlora.errors import ConfigError
-from jaxlora.pallas_kernels import BACKENDS, Backend, LinearShape, get_backend
-from jaxlora.pallas_kernels.dropout import TILE_TOKENS
+from jaxlora.pallas_kernels import BACKENDS, LinearShape, get_backend
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,7 @@ class Chosen:
 
     Attributes:
         name: Its name in `BACKENDS`.
-        block_tokens: Rows of each adapter, padded as the back end needs them.
+        block_tokens: Rows of a token block.
     """
 
     name: str
@@ -32,38 +32,35 @@ def check_implementation(name: str) -> None:
 
 
 def choose_backend(
-    asked: str, *, dtype: np.dtype, shape: tuple[int, int, int], rank: int
+    asked: str,
+    *,
+    dtype: np.dtype,
+    features: tuple[int, int],
+    rank: int,
+    blocks: Sequence[int],
 ) -> Chosen | str:
     """Returns the first back end that can run a linear, or why none can.
 
     Args:
         asked: Name of a back end, or `auto`.
         dtype: Dtype of x and w.
-        shape: Rows of each adapter, in features and out features.
+        features: K and N.
         rank: Sum of the branches' ranks.
+        blocks: Rows of a token block, in order of preference.
     """
     backends = BACKENDS.values() if asked == "auto" else [get_backend(asked)]
     reasons = []
     for backend in backends:
-        rows = shape[0]
-        for block in (rows, -(-rows // TILE_TOKENS) * TILE_TOKENS):
-            reason = _unsupported(backend, dtype, (block, *shape[1:]), rank)
-            if reason is None:
+        reason = None
+        for block in blocks:
+            shape = LinearShape(
+                dtype=dtype,
+                in_features=features[0],
+                out_features=features[1],
+                rank=rank,
+                block_tokens=block,
+            )
+            if (reason := backend.unsupported(shape)) is None:
                 return Chosen(name=backend.name, block_tokens=block)
         reasons.append(f"{backend.name} cannot run it: {reason}")
     return "; ".join(reasons)
-
-
-def _unsupported(
-    backend: Backend, dtype: np.dtype, shape: tuple[int, int, int], rank: int
-) -> str | None:
-    block, in_features, out_features = shape
-    return backend.unsupported(
-        LinearShape(
-            dtype=dtype,
-            in_features=in_features,
-            out_features=out_features,
-            rank=rank,
-            block_tokens=block,
-        )
-    )

@@ -3,10 +3,11 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from jaxlora.fuse.normal import Factor, Form, Indices, Names, Term, rename_term
-from jaxlora.fuse.site import Branch, Index, Mask, Operand
+from jaxlora.fuse.forms import Factor, Form, Indices, Names, Term, rename_term
+from jaxlora.fuse.site import Branch, Index, Mask, Operand, Selection
 
 MAX_RANK = 256  # of the tuning tables; larger branches are compute-bound
 RANK_FRACTION = 4  # a branch then costs at most half of the frozen product
@@ -20,27 +21,68 @@ class Linear:
         x: The factor that is the input.
         w: The factor that is the weight.
         base: The term of the frozen product.
+        coefficient: The number that multiplies the frozen product.
         rows: Indices of the rows.
         in_indices: Indices that the product sums over.
         out_indices: Indices of the output features.
-        branches: The branches, with the terms that they were.
-        adapter_indices: The rows' indices on which A or B depend.
+        branches: The branches.
+        selection: How rows choose their adapter.
         mask: The branches' dropout mask.
         bias: The term that is a vector over the output features.
         rest: The other terms.
+        equations: The equations that compute the product, the branches and the bias.
     """
 
     x: Factor
     w: Factor
     base: Term
+    coefficient: float
     rows: tuple[Index, ...]
     in_indices: tuple[Index, ...]
     out_indices: tuple[Index, ...]
-    branches: tuple[tuple[Branch, Term], ...] = ()
-    adapter_indices: tuple[Index, ...] = ()
+    branches: tuple[Branch, ...] = ()
+    selection: Selection | None = None
     mask: Mask | None = None
     bias: Term | None = None
     rest: tuple[Term, ...] = ()
+    equations: frozenset[int] = frozenset()
+
+    @property
+    def adapter_indices(self) -> tuple[Index, ...]:
+        """The indices of the rows on which their adapter depends."""
+        if self.selection is not None:
+            chosen = {i for dim in self.selection.row_dims for i in dim}
+        else:
+            operands = (o for branch in self.branches for o in (*branch.a, *branch.b))
+            chosen = {i for o in operands for i in o.indices}
+        return tuple(i for i in self.rows if i in chosen)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Unit:
+    """An array that is one factor of a term, or the product of several.
+
+    Attributes:
+        factor: The array.
+        number: What the product of the members is to be multiplied by to get it.
+        members: Positions of the factors.
+        equations: The equations that computed it.
+    """
+
+    factor: Factor
+    number: float
+    members: frozenset[int]
+    equations: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Found:
+    """A term that is a branch."""
+
+    branch: Branch
+    mask: Mask | None
+    selection: Selection | None
+    equations: frozenset[int]
 
 
 class NotThin(Exception):
@@ -56,186 +98,226 @@ def find_linear(form: Form, indices: Indices) -> tuple[Linear | None, list[str]]
     reasons: list[str] = []
     best: Linear | None = None
     for base in form.terms:
-        for linear, others in _bases(form, base):
+        for linear in _bases(form, base):
+            others = [t for t in form.terms if t is not base]
             found = _with_branches(linear, others, indices, reasons)
             if found and (not best or len(found.branches) > len(best.branches)):
                 best = found
     return best, [] if best else reasons
 
 
-def _bases(form: Form, base: Term):
-    """Yields the ways to read a term as x times w, with the other terms."""
-    others = [t for t in form.terms if t is not base]
-    if any(f.keeps is not None for f in base.factors):
-        base, others = _without_common_mask(base, others)
-    if len(base.factors) != 2 or any(f.keeps is not None for f in base.factors):
-        return
-    outer = set(form.indices)
-    for x, w in itertools.permutations(base.factors):
-        rows = tuple(i for i in x.indices if i in outer)
-        in_indices = tuple(i for i in x.indices if i not in outer)
-        out_indices = tuple(i for i in w.indices if i in outer)
-        # A variable's dimensions may carry one index once only.
-        if in_indices and set(in_indices) == set(w.indices) - outer:
-            yield (
-                Linear(
-                    x=x,
-                    w=w,
-                    base=base,
-                    rows=rows,
-                    in_indices=in_indices,
-                    out_indices=out_indices,
-                ),
-                others,
-            )
-
-
-def _without_common_mask(base: Term, others: list[Term]) -> tuple[Term, list[Term]]:
-    """Reads a masked x as an array of its own, in all terms that have its mask."""
-    mask = next(f for f in base.factors if f.keeps is not None)
-    if mask.masked is None:
-        return base, others
-    return _absorb(base, mask.var), [_absorb(t, mask.var) for t in others]
-
-
-def _absorb(term: Term, mask_var) -> Term:
-    """Replaces a mask and the array that it multiplies by their product's variable."""
-    masks = [f for f in term.factors if f.var is mask_var]
-    if len(masks) != 1 or masks[0].masked is None:
-        return term
-    number, var, dims = masks[0].masked
-    arrays = [
-        f
-        for f in term.factors
-        if f.keeps is None and set(f.indices) == set(masks[0].indices)
+def _units(term: Term) -> list[_Unit]:
+    """Returns the numeric arrays of a term, and products of them that are variables."""
+    units = [
+        _Unit(factor=f, number=1.0, members=frozenset({i}), equations=frozenset())
+        for i, f in enumerate(term.factors)
+        if f.is_number
     ]
-    if len(arrays) != 1:
-        return term
-    product = Factor(var, dims, arrays[0].dtype)
-    rest = tuple(f for f in term.factors if f is not masks[0] and f is not arrays[0])
-    return dataclasses.replace(
-        term, coefficient=term.coefficient / number, factors=(product, *rest)
-    )
+    for group in term.groups:
+        aval: Any = group.var.aval
+        if len(group.members) == len(term.factors) and term.rounded is not None:
+            continue
+        units.append(
+            _Unit(
+                factor=Factor(group.var, group.dims, aval.dtype),
+                number=group.number,
+                members=group.members,
+                equations=group.equations,
+            )
+        )
+    return units
+
+
+def _bases(form: Form, base: Term) -> Iterator[Linear]:
+    """Yields the ways to read a term as x times w."""
+    outer = set(form.indices)
+    everything = frozenset(range(len(base.factors)))
+    for x, w in itertools.permutations(_units(base), 2):
+        if x.members & w.members or x.members | w.members != everything:
+            continue
+        inner = set(x.factor.indices) - outer
+        if not inner or inner != set(w.factor.indices) - outer:
+            continue
+        yield Linear(
+            x=x.factor,
+            w=w.factor,
+            base=base,
+            coefficient=base.coefficient / (x.number * w.number),
+            rows=tuple(i for i in x.factor.indices if i in outer),
+            in_indices=tuple(i for i in x.factor.indices if i not in outer),
+            out_indices=tuple(i for i in w.factor.indices if i in outer),
+            equations=base.equations - x.equations - w.equations,
+        )
 
 
 def _with_branches(
     linear: Linear, others: Sequence[Term], indices: Indices, reasons: list[str]
 ) -> Linear | None:
-    branches, rest, masks = [], [], []
+    found, rest = [], []
     for term in others:
         try:
-            branch, mask = _branch(linear, term, indices)
+            found.append(_branch(linear, term, indices))
         except NotThin as error:
             reasons += error.args
             rest.append(term)
-            continue
-        branches.append((branch, term))
-        masks.append(mask)
-    if not branches:
+    if not found:
         return None
+    bias = next((t for t in rest if _is_bias(t, linear)), None)
+    used = [f.equations for f in found] + ([] if bias is None else [bias.equations])
+    linear = dataclasses.replace(
+        linear,
+        branches=tuple(f.branch for f in found),
+        bias=bias,
+        rest=tuple(t for t in rest if t is not bias),
+        equations=linear.equations.union(*used),
+    )
     try:
-        _check_base(linear, [b for b, _ in branches])
-        mask = _common_mask(masks)
+        linear = _with_common_parts(linear, found)
+        _check_base(linear, indices)
     except NotThin as error:
         reasons += error.args
         return None
-    adapters = {i for b, _ in branches for f in (*b.a, *b.b) for i in f.indices}
-    bias = next((t for t in rest if _is_bias(t, linear)), None)
-    return dataclasses.replace(
-        linear,
-        branches=tuple(branches),
-        adapter_indices=tuple(i for i in linear.rows if i in adapters),
-        mask=mask,
-        bias=bias,
-        rest=tuple(t for t in rest if t is not bias),
+    return linear
+
+
+def _with_common_parts(linear: Linear, found: Sequence[_Found]) -> Linear:
+    """Adds the mask and the selection, which all branches must share."""
+    for one in found[1:]:
+        if not _same_mask(one.mask, found[0].mask):
+            raise NotThin("its branches have different dropout masks")
+        if (one.selection is None) != (found[0].selection is None):
+            raise NotThin("its branches choose their adapters in different ways")
+    if len(found) > 1 and found[0].selection is not None:
+        raise NotThin("it has several branches that choose their adapters")
+    return dataclasses.replace(linear, mask=found[0].mask, selection=found[0].selection)
+
+
+def _same_mask(first: Mask | None, second: Mask | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return (
+        first.operand.var is second.operand.var
+        and first.operand.dims == second.operand.dims
+        and first.keeps == second.keeps
     )
 
 
-def _check_base(linear: Linear, branches: Sequence[Branch]) -> None:
-    """Raises `NotThin` if the kernels cannot compute the frozen product."""
+def _check_base(linear: Linear, indices: Indices) -> None:
+    """Raises `NotThin` if the kernels cannot compute the sum."""
     if set(linear.w.indices) & set(linear.rows):
         raise NotThin("its frozen weight is another one for each sequence")
-    if linear.base.coefficient != 1:
-        raise NotThin(
-            f"its frozen product is multiplied by {linear.base.coefficient:g}"
-        )
-
-
-def _common_mask(masks: Sequence[Mask | None]) -> Mask | None:
-    first, *others = masks
-    for other in others:
-        same = first is other is None or (
-            first is not None
-            and other is not None
-            and first.operand.var is other.operand.var
-            and first.operand.dims == other.operand.dims
-            and first.keeps == other.keeps
-        )
-        if not same:
-            raise NotThin("its branches have different dropout masks")
-    return first
+    if linear.coefficient != 1:
+        raise NotThin(f"its frozen product is multiplied by {linear.coefficient:g}")
+    adapters = linear.adapter_indices
+    rows = indices.size_of(linear.rows)
+    if adapters and linear.selection is None and indices.size_of(adapters) == rows:
+        raise NotThin("each row has its own A and B or its own scale")
 
 
 def _is_bias(term: Term, linear: Linear) -> bool:
     return (
         len(term.factors) == 1
-        and term.factors[0].keeps is None
+        and term.factors[0].is_number
         and term.coefficient == 1
         and set(term.factors[0].indices) == set(linear.out_indices)
     )
 
 
-def _branch(linear: Linear, term: Term, indices: Indices) -> tuple[Branch, Mask | None]:
+def _branch(linear: Linear, term: Term, indices: Indices) -> _Found:
     """Reads a term as a low-rank branch of a linear; raises `NotThin` if it is none."""
-    arrays = [f for f in term.factors if f.keeps is None]
-    if len(arrays) < 3:
+    if sum(f.is_number for f in term.factors) < 3:
         raise NotThin
-    for x in arrays:
-        if (names := _same_input(linear, x, term)) is not None:
+    for x in _units(term):
+        if (names := _same_input(linear, x.factor, indices)) is not None:
             break
     else:
-        raise NotThin(*_other_input(linear, arrays))
-    term = rename_term(dataclasses.replace(term, factors=_without(term, x)), names)
-    factors = [f for f in term.factors if f.keeps is None]
+        raise NotThin(*_other_input(linear, term))
+    kept = [f for i, f in enumerate(term.factors) if i not in x.members]
+    kept = list(
+        rename_term(
+            dataclasses.replace(term, factors=tuple(kept), groups=()), names
+        ).factors
+    )
+    factors, selection = _selected(linear, kept)
     if any(f.var is linear.x.var for f in (*factors, linear.w)):
         raise NotThin("its weights are the input itself")
-    mask = _mask(linear, [f for f in term.factors if f.keeps is not None])
-    a, b, rank_indices = _split(linear, factors, indices)
+    mask = _mask(linear, [f for f in factors if f.keeps is not None])
+    factors = [f for f in factors if f.is_number]
+    table = () if selection is None else selection.table_indices
+    a, b, rank_indices = _split(linear, factors, table, indices)
     _check_rank(linear, rank_indices, indices)
-    return (
-        Branch(
-            a=tuple(map(_operand, a)),
-            b=tuple(map(_operand, b)),
-            rank_indices=rank_indices,
-            coefficient=term.coefficient,
-        ),
-        mask,
+    branch = Branch(
+        a=tuple(map(_operand, a)),
+        b=tuple(map(_operand, b)),
+        rank_indices=rank_indices,
+        coefficient=term.coefficient / x.number,
+    )
+    return _Found(
+        branch=branch,
+        mask=mask,
+        selection=selection,
+        equations=term.equations - x.equations,
     )
 
 
-def _without(term: Term, x: Factor) -> tuple[Factor, ...]:
-    return tuple(f for f in term.factors if f is not x)
+def _selected(
+    linear: Linear, factors: list[Factor]
+) -> tuple[list[Factor], Selection | None]:
+    """Replaces the choices of a term by one selection."""
+    choices = [f for f in factors if f.choice is not None]
+    if not choices:
+        return factors, None
+    first, choice = choices[0], choices[0].choice
+    assert choice is not None
+    if any(f.choice != choice or f.dims[:-1] != first.dims[:-1] for f in choices):
+        raise NotThin("A and B are chosen by different numbers of adapters")
+    rows = {i for dim in first.dims[:-1] for i in dim}
+    if not rows <= set(linear.rows):
+        raise NotThin("its adapter is not chosen by row")
+    names: Names = {}
+    for other in choices[1:]:
+        pairs = zip(other.dims[-1], first.dims[-1], strict=True)
+        names |= {i: (j,) for i, j in pairs}
+    rest = tuple(f for f in factors if f.choice is None)
+    rest = rename_term(Term(1.0, rest), names).factors
+    table = set(first.dims[-1])
+    if any(set(f.indices) & set(linear.rows) for f in rest if f.is_number):
+        raise NotThin("A or B depends on the row beside its adapter")
+    if not any(table & set(f.indices) for f in rest):
+        raise NotThin
+    selection = Selection(
+        var=first.var,
+        row_dims=first.dims[:-1],
+        table_indices=first.dims[-1],
+        is_ragged=choice.is_ragged,
+        outside=choice.outside,
+    )
+    return list(rest), selection
 
 
-def _same_input(linear: Linear, x: Factor, term: Term) -> Names | None:
+def _same_input(linear: Linear, x: Factor, indices: Indices) -> Names | None:
     """Returns how to rename a term so that x is the linear's; None: it is another."""
-    if x.var is not linear.x.var or len(x.indices) != len(linear.x.indices):
+    if x.var is not linear.x.var:
         return None
+    outer = {*linear.rows, *linear.out_indices}
     names: Names = {}
     for mine, theirs in zip(linear.x.dims, x.dims, strict=True):
-        if len(mine) != len(theirs):
-            return None
-        for i, j in zip(mine, theirs, strict=True):
-            if i in linear.rows or j in linear.rows or j in linear.out_indices:
-                if i != j:
-                    return None
-            else:
-                names[j] = (i,)
+        left = list(mine)
+        for index in theirs:
+            parts: list[Index] = []
+            while left and indices.size_of(parts) < indices.sizes[index]:
+                parts.append(left.pop(0))
+            if indices.size_of(parts) != indices.sizes[index]:
+                return None
+            if outer & {index, *parts} and parts != [index]:
+                return None
+            names[index] = tuple(parts)
     return names
 
 
-def _other_input(linear: Linear, arrays: Sequence[Factor]) -> list[str]:
+def _other_input(linear: Linear, term: Term) -> list[str]:
     """Explains a term that has the shape of a branch but not the same x."""
+    arrays = [f for f in term.factors if f.is_number]
     if any(f.var is linear.x.var for f in arrays):
         return ["the branch sums over another axis of x than the frozen product"]
     outer = {i for f in arrays for i in f.indices}
@@ -255,8 +337,7 @@ def _mask(linear: Linear, masks: Sequence[Factor]) -> Mask | None:
             "the branch's mask is on its result or inside it, not on x; kernels have "
             "masks of x only"
         )
-    if mask.keeps is None:
-        raise NotThin
+    assert mask.keeps is not None
     return Mask(operand=_operand(mask), keeps=mask.keeps)
 
 
@@ -265,7 +346,10 @@ def _operand(factor: Factor) -> Operand:
 
 
 def _split(
-    linear: Linear, factors: Sequence[Factor], indices: Indices
+    linear: Linear,
+    factors: Sequence[Factor],
+    table: Sequence[Index],
+    indices: Indices,
 ) -> tuple[list[Factor], list[Factor], tuple[Index, ...]]:
     """Splits the factors into A and B, with the smallest rank between them."""
     inner, outer = set(linear.in_indices), set(linear.out_indices)
@@ -277,15 +361,26 @@ def _split(
     fixed_a = [f for f in factors if inner & set(f.indices)]
     free = [f for f in factors if not (inner | outer) & set(f.indices)]
     fixed_b = [f for f in factors if outer & set(f.indices)]
+    _check_scales(linear, free, [*fixed_a, *fixed_b])
     best = None
     for sides in itertools.product((False, True), repeat=len(free)):
         a = fixed_a + [f for f, in_a in zip(free, sides, strict=True) if in_a]
         b = fixed_b + [f for f, in_a in zip(free, sides, strict=True) if not in_a]
-        bond = _shared(a, b, exclude={*linear.rows, *inner, *outer})
+        bond = _shared(a, b, exclude={*linear.rows, *inner, *outer, *table})
         if best is None or indices.size_of(bond) < indices.size_of(best[2]):
             best = a, b, bond
     assert best is not None
     return best
+
+
+def _check_scales(
+    linear: Linear, free: Sequence[Factor], fixed: Sequence[Factor]
+) -> None:
+    """Raises `NotThin` if a scale depends on rows on which A and B do not depend."""
+    rows = set(linear.rows)
+    by_row = {i for f in fixed for i in f.indices} & rows
+    if any(set(f.indices) & rows - by_row for f in free):
+        raise NotThin("the branch's scale differs by row")
 
 
 def _shared(

@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
+from jaxlora.fuse.rows import make_rows
 from jaxlora.fuse.site import Branch, Index, Operand, Site, SiteProjection
 from jaxlora.pallas_kernels import (
     GivenMask,
@@ -25,7 +27,9 @@ def inputs_of(site: Site) -> list[core.Var]:
         operands += [] if p.mask is None else [p.mask.operand]
         operands += [] if p.bias is None else [p.bias]
         operands += [operand for _, operand in p.rest]
-    atoms = (operand.var for operand in operands)
+    atoms = [operand.var for operand in operands]
+    if site.selection is not None:
+        atoms.append(site.selection.var)
     return list(dict.fromkeys(v for v in atoms if isinstance(v, core.Var)))
 
 
@@ -45,23 +49,23 @@ class _Call:
     def __init__(self, site: Site, values: dict[Any, jax.Array]) -> None:
         self.site = site
         self.values = values
+        self.rows = make_rows(site, values)
 
     def results(self) -> list[jax.Array]:
         site = self.site
-        x = self._rows(self._array(site.x, self._x_order()).astype(site.dtype))
+        x = self._stored(self._array(site.x, self._x_order()).astype(site.dtype))
         projections = [self._projection(p) for p in site.projections]
         layouts = {self._is_transposed(p.w) for p in site.projections}
         w_transposed = layouts == {True}
         weights = [self._weight(p, w_transposed) for p in site.projections]
         biases = [self._bias(p) for p in site.projections]
-        slots = jnp.arange(site.num_adapters, dtype=jnp.int32)
         ys = multi_lora_linears(
             x,
             [
                 Projection(w=w, bias=bias, **fields)
                 for w, bias, fields in zip(weights, biases, projections, strict=True)
             ],
-            slots,
+            self.rows.block_adapter,
             w_transposed=w_transposed,
             implementation=site.implementation,
         )
@@ -92,17 +96,11 @@ class _Call:
             return jnp.asarray(operand.var.val, aval.dtype)
         return self.values[operand.var]
 
-    def _rows(self, value: jax.Array) -> jax.Array:
-        """Joins the rows, padded to whole blocks, and the features."""
-        site = self.site
-        rows = site.size_of(site.row_indices)
-        value = value.reshape(site.num_adapters, rows, site.in_features)
-        pad = site.block_tokens - rows
-        value = jnp.pad(value, [(0, 0), (0, pad), (0, 0)]) if pad else value
-        return value.reshape(-1, site.in_features)
+    def _stored(self, value: jax.Array) -> jax.Array:
+        """Stores rows of x or of its mask in token blocks."""
+        return self.rows.store(value.reshape(-1, self.site.in_features))
 
     def _projection(self, p: SiteProjection) -> dict[str, Any]:
-        site = self.site
         coefficients = {branch.coefficient for branch in p.branches}
         shared = coefficients.pop() if len(coefficients) == 1 else 1.0
         a = [self._factor(p, branch, "a") for branch in p.branches]
@@ -110,13 +108,27 @@ class _Call:
             _times(self._factor(p, branch, "b"), branch.coefficient / shared)
             for branch in p.branches
         ]
-        ones = jnp.ones((site.num_adapters,), jnp.float32)
+        scaling = shared * jnp.ones((self.site.num_adapters,), jnp.float32)
+        ones = jnp.ones((self.rows.num_slots,), jnp.float32)
         return {
-            "a": a[0] if len(a) == 1 else jnp.concatenate(a, axis=2),
-            "b": b[0] if len(b) == 1 else jnp.concatenate(b, axis=1),
-            "scaling": shared * ones,
+            "a": self._slots(a[0] if len(a) == 1 else jnp.concatenate(a, axis=2)),
+            "b": self._slots(b[0] if len(b) == 1 else jnp.concatenate(b, axis=1)),
+            "scaling": self._slots(scaling, self._outside()),
             "dropout": self._mask(p, ones),
         }
+
+    def _outside(self) -> float:
+        """Returns the scaling of rows without an adapter."""
+        selection = self.site.selection
+        return np.nan if selection and selection.outside == "nan" else 0.0
+
+    def _slots(self, value: jax.Array, fill: float = 0.0) -> jax.Array:
+        """Adds the slot of rows without an adapter, if there is one."""
+        extra = self.rows.num_slots - value.shape[0]
+        if not extra:
+            return value
+        pad = [(0, extra)] + [(0, 0)] * (value.ndim - 1)
+        return jnp.pad(value, pad, constant_values=fill)
 
     def _factor(self, p: SiteProjection, branch: Branch, side: str) -> jax.Array:
         """Computes A [G, K, R] or B [G, R, N] of a branch."""
@@ -125,9 +137,11 @@ class _Call:
             operands, order = branch.a, (*site.in_indices, *branch.rank_indices)
         else:
             operands, order = branch.b, (*branch.rank_indices, *p.out_indices)
-        product = self._product(operands, (*site.adapter_indices, *order))
+        selection = site.selection
+        slots = site.adapter_indices if selection is None else selection.table_indices
+        product = self._product(operands, (*slots, *order))
         rank = site.size_of(branch.rank_indices)
-        sizes = (site.in_features, rank) if side == "a" else (rank, -1)
+        sizes = (site.in_features, rank) if side == "a" else (rank, p.out_features)
         return product.reshape(site.num_adapters, *sizes)
 
     def _product(
@@ -154,7 +168,7 @@ class _Call:
         order, operand = self._x_order(), p.mask.operand
         kept = self._spread(operand, order)
         kept = kept if p.mask.keeps else ~kept
-        return GivenMask(pack_mask(self._rows(kept)), ones)
+        return GivenMask(pack_mask(self._stored(kept)), ones)
 
     def _spread(self, operand: Operand, order: Sequence[Index]) -> jax.Array:
         """Returns an array in an order, repeated over the indices that it lacks."""
@@ -182,8 +196,7 @@ class _Call:
         """Lays the kernels' result out as the traced function's."""
         site = self.site
         aval: Any = p.root.aval
-        rows = site.size_of(site.row_indices)
-        y = y.reshape(site.num_adapters, -1, p.out_features)[:, :rows]
+        y = self.rows.restore(y)
         order = (*site.adapter_indices, *site.row_indices, *p.out_indices)
         y = y.reshape(self._shape(order)).astype(aval.dtype)
         wanted = [i for dim in p.root_dims for i in dim]

@@ -4,14 +4,18 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
 from jaxlora.fuse.backend import Chosen, choose_backend
 from jaxlora.fuse.branches import Linear, find_linear, rank_of
-from jaxlora.fuse.normal import Factor, Form, Normalizer
+from jaxlora.fuse.forms import Factor, Form, Indices, Term
+from jaxlora.fuse.normal import Normalizer
+from jaxlora.fuse.rows import is_sorted, sorted_blocks
 from jaxlora.fuse.site import Operand, Refusal, Site, SiteProjection
 from jaxlora.fuse.trace import live_equations, source_of
+from jaxlora.pallas_kernels.dropout import TILE_TOKENS
 
 _SUMS = ("add", "add_any", "sub", "dot_general", "reduce_sum")
 _USED = "is also used elsewhere, so it is computed anyway"
@@ -95,9 +99,7 @@ class _Finder:
         self._accept(number, eqn.outvars[0], form, linear)
 
     def _accept(self, number: int, root: core.Var, form: Form, linear: Linear) -> None:
-        used = [linear.base, *(term for _, term in linear.branches)]
-        used += [] if linear.bias is None else [linear.bias]
-        equations = frozenset({number}).union(*(t.equations for t in used))
+        equations = linear.equations | {number}
         self.candidates[root] = _Candidate(
             root=root, form=form, linear=linear, number=number, equations=equations
         )
@@ -203,14 +205,14 @@ class _Finder:
         chosen = choose_backend(
             self.implementation,
             dtype=linear.x.dtype,
-            shape=(
-                sizes.size_of(rows),
-                sizes.size_of(linear.in_indices),
-                projection.out_features,
-            ),
+            features=(sizes.size_of(linear.in_indices), projection.out_features),
             rank=projection.rank,
+            blocks=_blocks(linear, sizes),
         )
-        reason = chosen if isinstance(chosen, str) else _rounding(linear)
+        reason = chosen if isinstance(chosen, str) else None
+        if len(projection.rest) < len(linear.rest):
+            reason = "its sum has other terms that are no arrays of their own"
+        reason = _rounding(linear) or reason
         if reason is not None:
             self._refuse(candidate.number, reason)
             return None
@@ -224,6 +226,7 @@ class _Finder:
             projections=(projection,),
             sizes=sizes.sizes,
             adapter_indices=linear.adapter_indices,
+            selection=linear.selection,
             row_indices=tuple(rows),
             in_indices=linear.in_indices,
             dtype=linear.x.dtype,
@@ -234,12 +237,8 @@ class _Finder:
 
 def _projection(candidate: _Candidate, sizes: dict[int, int]) -> SiteProjection:
     linear = candidate.linear
-    branches = tuple(branch for branch, _ in linear.branches)
-    rest = []
-    for term in linear.rest:
-        assert term.source is not None
-        number, var, dims = term.source
-        rest.append((number, Operand(var=var, dims=dims)))
+    branches = linear.branches
+    rest = tuple(s for s in map(_summand, linear.rest) if s is not None)
     return SiteProjection(
         root=candidate.root,
         root_dims=candidate.form.dims,
@@ -247,16 +246,38 @@ def _projection(candidate: _Candidate, sizes: dict[int, int]) -> SiteProjection:
         branches=branches,
         mask=linear.mask,
         bias=None if linear.bias is None else _operand(linear.bias.factors[0]),
-        rest=tuple(rest),
+        rest=rest,
         out_indices=linear.out_indices,
         rank=rank_of(branches, sizes),
         out_features=int(np.prod([sizes[i] for i in linear.out_indices])),
     )
 
 
+def _blocks(linear: Linear, indices: Indices) -> tuple[int, ...]:
+    """Returns the sizes of token blocks that suit a linear, the best first."""
+    rows = indices.size_of(i for i in linear.rows if i not in linear.adapter_indices)
+    if linear.selection is not None and is_sorted(rows):
+        table = indices.size_of(linear.selection.table_indices)
+        return sorted_blocks(indices.size_of(linear.rows), table)
+    return rows, -(-rows // TILE_TOKENS) * TILE_TOKENS
+
+
+def _summand(term: Term) -> tuple[float, Operand] | None:
+    """Returns a number and a variable whose product a term is, or None."""
+    if len(term.factors) == 1 and term.factors[0].is_number:
+        return term.coefficient, _operand(term.factors[0])
+    for group in term.groups:
+        if len(group.members) == len(term.factors):
+            operand = Operand(var=group.var, dims=group.dims)
+            return term.coefficient / group.number, operand
+    return None
+
+
 def _rounding(linear: Linear) -> str | None:
     """Returns why the kernels' result would be less exact than the original."""
     kernel, rounded = linear.x.dtype, linear.base.rounded
+    if not jnp.issubdtype(kernel, jnp.floating):
+        return f"its dtype {kernel} is no floating-point type"
     if linear.w.dtype != kernel:
         return f"x is {kernel} and w is {linear.w.dtype}; kernels need one dtype"
     assert rounded is not None

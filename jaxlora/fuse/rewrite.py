@@ -104,7 +104,7 @@ class _Rewriter:
         refusals = [r for r in found.refusals]
         for node in nodes:
             if node.site is not None:
-                eqns += _site_equations(node.site, layout.substitute, self.traces)
+                eqns += _site_equations(node.site, layout, self.traces)
                 sites.append(node.site)
                 continue
             eqn, inner = self._with_bodies(node.eqn, path)
@@ -163,6 +163,10 @@ class _Layout:
             first = min(self.number_of[root] for root in roots)
             self._append(first, inputs_of(site), roots, site=site)
         self.results = [self.substitute(v) for v in opened.jaxpr.outvars]
+
+    def maker(self, var: core.Var) -> Any:
+        """Returns the equation of the old jaxpr that computes a variable."""
+        return self.eqns[self.number_of[var]]
 
     def substitute(self, atom: Any) -> Any:
         """Returns the variable that holds an opened call's value in the new jaxpr."""
@@ -260,19 +264,24 @@ def _sorted(nodes: Sequence[_Node]) -> list[_Node]:
 
 
 def _site_equations(
-    site: Site, substitute, traces: dict[Hashable, core.Jaxpr]
+    site: Site, layout: "_Layout", traces: dict[Hashable, core.Jaxpr]
 ) -> list[Any]:
     """Returns the equations that compute a site's roots with the kernels.
 
     Args:
         site: The site.
-        substitute: Returns the atom that stands for a variable.
-        traces: The kernel calls that were traced, by signature.
+        layout: The nodes of the jaxpr that has the site.
+        traces: The kernel calls that were traced, by signature and mesh.
     """
-    inputs, key = inputs_of(site), signature(site)
+    inputs = inputs_of(site)
+    context = layout.maker(site.projections[0].root).ctx
+    key = signature(site), context.cur_abstract_mesh
     if key not in traces:
-        traces[key] = jax.make_jaxpr(kernel_call(site))(*(v.aval for v in inputs))
-    traced = traces[key]
+        # As a call of jit, the kernels' own gradient also runs in an eager shard_map.
+        call = jax.jit(kernel_call(site))
+        with context.manager:
+            traces[key] = jax.make_jaxpr(call)(*(v.aval for v in inputs))
+    traced, substitute = traces[key], layout.substitute
     env: dict[Any, Any] = dict(zip(traced.invars, map(substitute, inputs), strict=True))
     consts = zip(traced.constvars, traced.consts, strict=True)
     env |= {v: core.Literal(value, v.aval) for v, value in consts}

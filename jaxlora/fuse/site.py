@@ -42,6 +42,27 @@ class Mask:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Selection:
+    """How rows choose their adapter from tables of A and B.
+
+    Attributes:
+        var: The adapter of each row, or if `is_ragged` the number of consecutive rows
+            of each adapter.
+        row_dims: For each dimension of the adapters of the rows, its indices.
+        table_indices: The indices of the tables' dimension.
+        is_ragged: Whether `var` holds numbers of rows.
+        outside: What a row without an adapter gets: the nearest adapter (`clip`), no
+            branch (`zero`) or NaN (`nan`).
+    """
+
+    var: core.Var | core.Literal
+    row_dims: tuple[tuple[Index, ...], ...]
+    table_indices: tuple[Index, ...]
+    is_ragged: bool
+    outside: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Branch:
     """A low-rank term `coefficient * x A B`.
 
@@ -104,13 +125,14 @@ class Site:
         x: The input.
         projections: The linears.
         sizes: Size of each index.
-        adapter_indices: Indices of the rows that also choose the adapter; none: all
+        adapter_indices: Indices of the rows on which their adapter depends; none: all
             rows have the same adapter.
+        selection: How these rows choose an adapter; None: each has one of its own.
         row_indices: The other indices of the rows.
         in_indices: The indices of the input features.
         dtype: The dtype in which the frozen product reads x and w.
         implementation: Name of the back end.
-        block_tokens: Rows of each adapter, padded as the back end needs them.
+        block_tokens: Rows of a token block of the kernels.
     """
 
     path: tuple[str, ...]
@@ -121,6 +143,7 @@ class Site:
     projections: tuple[SiteProjection, ...]
     sizes: dict[Index, int]
     adapter_indices: tuple[Index, ...]
+    selection: Selection | None
     row_indices: tuple[Index, ...]
     in_indices: tuple[Index, ...]
     dtype: np.dtype
@@ -134,12 +157,14 @@ class Site:
     @property
     def num_adapters(self) -> int:
         """G."""
+        if self.selection is not None:
+            return self.size_of(self.selection.table_indices)
         return self.size_of(self.adapter_indices)
 
     @property
     def num_tokens(self) -> int:
         """T, the rows of all adapters."""
-        return self.num_adapters * self.size_of(self.row_indices)
+        return self.size_of((*self.adapter_indices, *self.row_indices))
 
     @property
     def in_features(self) -> int:
