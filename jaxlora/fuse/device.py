@@ -85,8 +85,9 @@ def _rates(num_sms: int, gigahertz: float) -> dict[str, Any]:
     }
 
 
-# Multiprocessors and clocks are from the data sheets. The shares of an H200 are fitted
-# to the times in docs/kernels.csv and docs/fuse.csv; others have the defaults above.
+# Multiprocessors and clocks are from the data sheets. An H200's share for products is
+# fitted to the frozen layers in docs/kernels.csv, and its share for loops is the 4 TB/s
+# at which they run. The defaults, among them that of thin products, are estimates.
 _DEVICES: dict[str, dict[str, Any]] = {
     "NVIDIA H200": {
         **_rates(132, 1.98),

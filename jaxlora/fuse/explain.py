@@ -101,7 +101,8 @@ class Explanation:
         return capture.get().rstrip("\n")
 
     def _parts(self) -> Iterator[Table | str]:
-        found = f"{len(self.sites)} low-rank branches found, {self.num_fused} fused"
+        branches = "branch" if len(self.sites) == 1 else "branches"
+        found = f"{len(self.sites)} low-rank {branches} found, {self.num_fused} fused"
         yield f"{found}; predicted for the device {self.device}"
         if self.sites:
             yield _site_table(self.sites)
@@ -182,26 +183,29 @@ def _chosen(decision: Decision) -> Cost:
 
 
 def _site_table(sites: Sequence[ExplainedSite]) -> Table:
+    """Makes a table of sites, with one row for those that are alike."""
     table = Table(box=None, pad_edge=False)
-    table.add_column("site", overflow="fold")
+    table.add_column("site", no_wrap=True)
     for head in ("T x K x N", "rank", "fused"):
-        table.add_column(head)
-    for head in ("runs", "forward", "and backward", "MB"):
+        table.add_column(head, no_wrap=True)
+    for head in ("runs", "forward, us", "both passes, us", "MB"):
         table.add_column(head, justify="right")
+    alike: dict[Any, float] = {}
     for site in sites:
-        shape, decision = site.shape, site.decision
+        key = _short(site.location), site.shape, site.decision
+        alike[key] = alike.get(key, 0.0) + site.runs
+    for (location, shape, decision), runs in alike.items():
         widths = "+".join(map(str, shape.out_features))
         ranks = "+".join(map(str, dict.fromkeys(shape.ranks)))
         cells = (
-            _short(site.location),
+            location,
             f"{shape.tokens} x {shape.in_features} x {widths}",
             f"{ranks} x {shape.adapters}" if shape.adapters > 1 else ranks,
             "yes" if decision.fused else "no",
-            f"{site.runs:g}",
-            _arrow(decision.forward_before, decision.forward_after),
-            _arrow(decision.before, decision.after),
-            f"{decision.before.num_bytes / 1e6:,.0f} → "
-            f"{decision.after.num_bytes / 1e6:,.0f}",
+            f"{runs:g}",
+            _micros(decision.forward_before, decision.forward_after),
+            _micros(decision.before, decision.after),
+            _megabytes(decision.before, decision.after),
         )
         table.add_row(*map(literal, cells))
     return table
@@ -217,16 +221,20 @@ def _reasons(sites: Sequence[ExplainedSite]) -> Iterator[str]:
         yield f"{count} {'fused' if fused else 'not fused'}: {reason}"
 
 
-def _arrow(before: Cost, after: Cost) -> str:
-    return f"{format_time(before.seconds)} → {format_time(after.seconds)}"
+def _micros(before: Cost, after: Cost) -> str:
+    return f"{1e6 * before.seconds:,.0f} → {1e6 * after.seconds:,.0f}"
+
+
+def _megabytes(before: Cost, after: Cost) -> str:
+    return f"{before.num_bytes / 1e6:,.0f} → {after.num_bytes / 1e6:,.0f}"
 
 
 def _change(before: Cost, after: Cost) -> str:
-    megabytes = f"{before.num_bytes / 1e6:,.0f} → {after.num_bytes / 1e6:,.0f} MB"
-    return f"{_arrow(before, after)}, {megabytes}"
+    times = f"{format_time(before.seconds)} → {format_time(after.seconds)}"
+    return f"{times}, {_megabytes(before, after)} MB"
 
 
 def _short(location: str) -> str:
-    """Shortens the path of a location to its last two parts."""
-    file, space, rest = location.partition(":")
-    return "/".join(pathlib.PurePath(file).parts[-2:]) + space + rest
+    """Shortens a location to the name of the file and the line."""
+    file, _, rest = location.partition(":")
+    return f"{pathlib.PurePath(file).name}:{rest.partition(':')[0].split(' ')[0]}"

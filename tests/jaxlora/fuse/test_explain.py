@@ -47,9 +47,9 @@ def test_the_text_is_a_table_with_reasons(explained, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     lines = str(explained).splitlines()
     assert lines[0] == (
-        "1 low-rank branches found, 1 fused; predicted for the device NVIDIA H200"
+        "1 low-rank branch found, 1 fused; predicted for the device NVIDIA H200"
     )
-    assert "fuse/linears.py" in lines[2] and "8192 x 4096 x 4096" in lines[2]
+    assert "linears.py:" in lines[2] and "8192 x 4096 x 4096" in lines[2]
     assert lines[3].startswith("1 fused: 1.")
     assert lines[-2].startswith("the function: ")
 
@@ -83,6 +83,19 @@ def test_a_site_in_a_scan_counts_each_run():
     saved = site.decision.forward_before.seconds - site.decision.forward_after.seconds
     total = found.before.seconds - found.after.seconds
     assert total == pytest.approx(6 * saved)
+
+
+def test_sites_that_are_alike_share_a_row(monkeypatch):
+    def run(x, layers):
+        for w, a, b in layers:
+            x = jax.nn.silu(x @ w + (x @ a) @ b)
+        return x
+
+    monkeypatch.setenv("COLUMNS", "160")
+    found = explain(run, SIZES[0], [SIZES[1:]] * 3)
+    assert len(found.sites) == 3
+    (row,) = (s for s in str(found).splitlines() if "8192 x 4096 x 4096" in s)
+    assert row.split("yes")[1].split()[0] == "3"
 
 
 def test_small_sites_are_not_fused_and_the_text_says_why():
