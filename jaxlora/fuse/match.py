@@ -9,9 +9,8 @@ import numpy as np
 from jax.extend import core
 
 from jaxlora.fuse.backend import Chosen, choose_backend
-from jaxlora.fuse.branches import find_linear
+from jaxlora.fuse.branches import Linear, find_linear, rank_of
 from jaxlora.fuse.forms import Factor, Form, Indices, Term
-from jaxlora.fuse.linear import Linear, rank_of
 from jaxlora.fuse.normal import Normalizer
 from jaxlora.fuse.rows import is_sorted, sorted_blocks
 from jaxlora.fuse.site import Operand, Refusal, Site, SiteProjection
@@ -284,6 +283,12 @@ def _rounding(linear: Linear) -> str | None:
     assert rounded is not None
     if rounded.itemsize > kernel.itemsize:
         return f"its sum is kept in {rounded}, and the kernels round it to {kernel}"
+    for dtype in linear.branch_dtypes:
+        if dtype is not None and dtype.itemsize > kernel.itemsize:
+            return (
+                f"its branch is summed in {dtype}, and the kernels would round it and "
+                f"its gradients to {kernel}. Cast x, A and B to {kernel} first"
+            )
     return None
 
 

@@ -96,8 +96,7 @@ class Normalizer:
 def _finish(term: Term, number: int, out: core.Var, form: Form, terms: list) -> Term:
     """Notes that an equation computed a term."""
     equations = term.equations | {number}
-    is_bare = len(term.factors) < 2 and term.coefficient == 1
-    if len(terms) > 1 or not term.factors or is_bare:
+    if len(terms) > 1 or len(term.factors) < 2:
         return dataclasses.replace(term, equations=equations)
     everything = frozenset(range(len(term.factors)))
     group = Group(term.coefficient, out, form.dims, everything, equations)

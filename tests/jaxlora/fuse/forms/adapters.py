@@ -25,12 +25,6 @@ def gather_for_each_sequence(x, w, a, b, adapter):
     return x @ w + SCALE * (x @ a[adapter]) @ b[adapter]
 
 
-@form(**TABLES, x=(BATCH, TOKENS, K), adapter=ADAPTER_OF_SEQUENCE)
-def a_and_b_of_different_adapters(x, w, a, b, adapter):
-    """Each sequence has an A and a B of its own, wherever they come from."""
-    return x @ w + SCALE * (x @ a[adapter]) @ b[(adapter + 1) % G]
-
-
 @form(
     **TABLES,
     x=(BATCH, TOKENS, K),
@@ -66,14 +60,6 @@ def one_hot_of_tables(x, w, a, b, adapter):
 def ragged_dot(x, w, a, b, sizes):
     s = lax.ragged_dot(x, a, sizes)
     return x @ w + SCALE * lax.ragged_dot(s, b, sizes)
-
-
-@form(**TABLES)
-def slices_concatenated(x, w, a, b):
-    ends = np.cumsum(SIZES)
-    rows = zip(ends - SIZES, ends, range(G), strict=True)
-    deltas = [x[i:j] @ a[g] @ b[g] for i, j, g in rows if i < j]
-    return x @ w + SCALE * jnp.concatenate(deltas)
 
 
 @form(a=(BATCH, K, R), b=(BATCH, R, N), x=(BATCH, TOKENS, K))

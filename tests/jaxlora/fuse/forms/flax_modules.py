@@ -14,6 +14,7 @@ from tests.jaxlora.fuse.forms.form import (
     N,
     R,
     form,
+    near_miss,
     without_zeros,
 )
 
@@ -43,27 +44,42 @@ def nnx_lora(x, lora, frozen):
 
 
 @functools.cache
-def lora_linear(dtype=None):
-    return split(nnx.LoRALinear(K, N, lora_rank=R, dtype=dtype, rngs=nnx.Rngs(0)))
+def lora_linear(**dtypes):
+    return split(nnx.LoRALinear(K, N, lora_rank=R, rngs=nnx.Rngs(0), **dtypes))
+
+
+BASE = {"dtype": jnp.bfloat16}
+BOTH = {"dtype": jnp.bfloat16, "lora_dtype": jnp.bfloat16}
 
 
 def linear_state(index):
-    lora_linear(jnp.bfloat16)  # while nothing is traced
+    for dtypes in (BASE, BOTH):  # modules must be made while nothing is traced
+        lora_linear(**dtypes)
     return lora_linear()[index]
 
 
-LINEAR = {"lora": lambda: linear_state(1), "frozen": lambda: linear_state(2)}
+LINEAR = {
+    "trained": "x lora",
+    "x": X,
+    "lora": lambda: linear_state(1),
+    "frozen": lambda: linear_state(2),
+}
 
 
-@form(trained="x lora", x=X, **LINEAR)
+@form(**LINEAR)
 def nnx_lora_linear(x, lora, frozen):
     return nnx.merge(lora_linear()[0], lora, frozen)(x)
 
 
-@form(trained="x lora", x=X, **LINEAR, exact=nnx_lora_linear)
+@form(**LINEAR, exact=nnx_lora_linear)
+def nnx_lora_linear_in_bfloat16(x, lora, frozen):
+    return nnx.merge(lora_linear(**BOTH)[0], lora, frozen)(x)
+
+
+@near_miss("summed in float32", **LINEAR)
 def nnx_lora_linear_with_base_in_bfloat16(x, lora, frozen):
-    """Only the base is cast; the branch takes x as it is."""
-    return nnx.merge(lora_linear(jnp.bfloat16)[0], lora, frozen)(x)
+    """Only the base is cast: the branch takes x as it is, and is float32."""
+    return nnx.merge(lora_linear(**BASE)[0], lora, frozen)(x)
 
 
 class Stack(nnx.Module):

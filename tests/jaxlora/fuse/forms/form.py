@@ -38,6 +38,8 @@ class Form:
         trained: Names of the arguments whose gradients are compared.
         sites: How many low-rank branches `explain` must find.
         exact: The same function without the casts to smaller dtypes.
+        deep: Whether rounding grows on the way through several layers, so that the
+            exact results must be computed in float64.
         reason: A regular expression that one of the refusals must match; None: none
             is asked for.
     """
@@ -48,6 +50,7 @@ class Form:
     trained: tuple[str, ...]
     sites: int
     exact: Callable[..., Any]
+    deep: bool = False
     reason: str | None = None
 
     @property
@@ -97,6 +100,7 @@ def form(
     sites: int = 1,
     trained: str = "x a b",
     exact: Callable[..., Any] | None = None,
+    deep: bool = False,
     dtype: Any = jnp.float32,
     **given: Any,
 ):
@@ -106,6 +110,7 @@ def form(
         sites: How many branches there are.
         trained: Names of the arguments whose gradients are compared.
         exact: The function without the casts to smaller dtypes; None: the function.
+        deep: Whether the exact results must be computed in float64.
         dtype: Dtype of x, w and bias.
         **given: Shapes of arguments, or the arguments, or functions that make them.
     """
@@ -113,7 +118,7 @@ def form(
     def register(function):
         made = _form(function, sites, trained, exact, dtype, given)
         assert made.name not in FORMS, made.name
-        FORMS[made.name] = made
+        FORMS[made.name] = dataclasses.replace(made, deep=deep)
         return function
 
     return register

@@ -13,6 +13,8 @@ from tests.jaxlora.fuse.forms.form import BATCH, TOKENS, G, K, N, R, T, near_mis
 SCALE = 1.75
 KEY = jax.random.key(9)
 KEEP = 0.8
+SIZES = (11, 0, 26)  # rows of each adapter
+X_BATCH = (BATCH, TOKENS, K)
 TABLES = {"a": (G, K, R), "b": (G, R, N)}
 
 
@@ -227,6 +229,11 @@ def soft_mixture_of_adapters(x, w, a, b, gates):
     return x @ w + jnp.einsum("tgr,grn->tn", s, b)
 
 
+@near_miss("A and B are chosen", **TABLES, adapter=jnp.array([2, 0, 1]), x=X_BATCH)
+def a_and_b_of_different_adapters(x, w, a, b, adapter):
+    return x @ w + SCALE * (x @ a[adapter]) @ b[(adapter + 1) % G]
+
+
 @near_miss(
     **TABLES,
     sizes=jnp.array([11, 0, 26], jnp.int32),
@@ -235,6 +242,15 @@ def soft_mixture_of_adapters(x, w, a, b, gates):
 def ragged_dots_of_different_sizes(x, w, a, b, sizes, other_sizes):
     s = lax.ragged_dot(x, a, sizes)
     return x @ w + lax.ragged_dot(s, b, other_sizes)
+
+
+@near_miss(**TABLES)
+def slices_concatenated(x, w, a, b):
+    """The pieces of x are different arrays for the search."""
+    ends = np.cumsum(SIZES)
+    rows = zip(ends - SIZES, ends, range(G), strict=True)
+    deltas = [x[i:j] @ a[g] @ b[g] for i, j, g in rows if i < j]
+    return x @ w + SCALE * jnp.concatenate(deltas)
 
 
 @near_miss(x=(BATCH, TOKENS, K), w=(BATCH, K, N))
@@ -277,6 +293,12 @@ def integers(x, w, a, b):
 def complex_numbers(x, w, a, b):
     x, w = x * (1 + 2j), w * (1 - 1j)
     return x @ w + x @ a @ b
+
+
+@near_miss("summed in float32", dtype=jnp.bfloat16)
+def branch_in_float32_beside_bfloat16(x, w, a, b):
+    """The kernels would round the branch and its gradients to bfloat16."""
+    return x @ w + SCALE * (x.astype(jnp.float32) @ a) @ b
 
 
 @near_miss()

@@ -43,11 +43,13 @@ def scan_with_remat_and_trained_w(x, w, a, b):
     return lax.scan(body, x, (w, a, b))[0]
 
 
-@form(**STACKS, key=jax.random.key(8))
+@form(**STACKS, key=lambda: jax.random.key(8), deep=True)
 def scan_with_dropout(x, w, a, b, key):
+    keep = np.float32(0.7)  # so that it draws the same mask where x is float64
+
     def body(x, weights):
         key, w, a, b = weights
-        dropped = jnp.where(jax.random.bernoulli(key, 0.7, x.shape), x / 0.7, 0)
+        dropped = jnp.where(jax.random.bernoulli(key, keep, x.shape), x / keep, 0)
         return jnp.tanh(x @ w + SCALE * (dropped @ a) @ b), None
 
     return lax.scan(body, x, (jax.random.split(key, L), w, a, b))[0]

@@ -1,0 +1,132 @@
+"""Written forms of LoRA are found and rewritten, and near misses are left alone."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxlora
+from tests.jaxlora.fuse.forms.form import Form, random_array
+from tests.jaxlora.fuse.forms.table import FORMS, NEAR_MISSES
+from tests.jaxlora.fuse.found import num_linears
+from tests.oracle import assert_as_accurate_as
+
+# Each program runs once, on small arrays: compiling takes longer than running.
+COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
+
+
+def run(form: Form, function, args):
+    """Runs a function under jit; returns (results, gradients of what is trained)."""
+    names = list(form.arguments)
+    places = [names.index(name) for name in form.trained]
+
+    @functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
+    def both(args):
+        def of_trained(*trained):
+            changed = dict(zip(places, trained, strict=True))
+            return function(*(changed.get(i, arg) for i, arg in enumerate(args)))
+
+        y, vjp = jax.vjp(of_trained, *(args[i] for i in places))
+        return y, vjp(jax.tree.map(_cotangent, y))
+
+    return both(args)
+
+
+def _cotangent(y):
+    return random_array("dy", y.shape, y.dtype)
+
+
+def run_exactly(form: Form):
+    """Runs a form's definition in float32, or in float64 if it is deep."""
+    dtype = np.float64 if form.deep else np.float32
+
+    def widened(leaf):
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        return np.asarray(leaf, dtype) if is_float else leaf
+
+    with jax.enable_x64(form.deep):
+        return run(form, form.exact, jax.tree.map(widened, form.args))
+
+
+def check_accuracy(form: Form, actual, baseline, exact) -> None:
+    """Each result and gradient obeys the oracle rule."""
+    assert jax.tree.structure(actual) == jax.tree.structure(baseline)
+    leaves = jax.tree_util.tree_leaves_with_path(actual)
+    others = zip(jax.tree.leaves(baseline), jax.tree.leaves(exact), strict=True)
+    for (path, leaf), (plain, wanted) in zip(leaves, others, strict=True):
+        try:
+            assert_as_accurate_as(actual=leaf, baseline=plain, exact=wanted)
+        except AssertionError as error:
+            where = f"{form.name}, result and gradients of {form.trained}"
+            error.add_note(f"in {where}, at {jax.tree_util.keystr(path)}")
+            raise
+
+
+def test_the_table_is_large_enough():
+    assert len(FORMS) >= 25 and len(NEAR_MISSES) >= 25
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_form_is_found(name):
+    form = FORMS[name]
+    explanation = jaxlora.explain(form.function, *form.args)
+    assert num_linears(explanation) == form.sites, f"{explanation}"
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_rewritten_form_has_the_same_results_and_gradients(name):
+    form = FORMS[name]
+    fused = jaxlora.fuse(form.function, strict=True, implementation="xla")
+    actual = run(form, fused, form.args)
+    baseline = exact = run(form, form.function, form.args)
+    if form.exact is not form.function or form.dtype != jnp.float32 or form.deep:
+        exact = run_exactly(form)
+    check_accuracy(form, actual, baseline, exact)
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_near_miss_is_left_alone(name):
+    form = NEAR_MISSES[name]
+    explanation = jaxlora.explain(form.function, *form.args)
+    assert not explanation.sites, f"{explanation}"
+    if form.reason is not None:
+        reasons = [refusal.reason for refusal in explanation.refusals]
+        assert re.search(form.reason, "; ".join(reasons)), reasons
+    fused = jaxlora.fuse(form.function, implementation="xla")
+    actual = run(form, fused, form.args)
+    wanted = run(form, form.function, form.args)
+    jax.tree.map(np.testing.assert_array_equal, actual, wanted)
+
+
+def test_a_gradient_is_rewritten_or_says_why_not():
+    """The backward matmuls of a function that already is a gradient are looked at."""
+    form = FORMS["textbook"]
+
+    def gradient(*args):
+        return jax.grad(lambda *args: jnp.sum(form.function(*args) ** 2))(*args)
+
+    explanation = jaxlora.explain(gradient, *form.args)
+    assert explanation.sites or explanation.refusals
+    actual = jaxlora.fuse(gradient, implementation="xla")(*form.args)
+    wanted = gradient(*form.args)
+    assert_as_accurate_as(actual=actual, baseline=wanted, exact=wanted)
+
+
+def test_strict_refuses_a_function_without_a_branch():
+    form = NEAR_MISSES["activation_between_a_and_b"]
+    fused = jaxlora.fuse(form.function, strict=True)
+    with pytest.raises(jaxlora.JaxloraError, match="no linear with a low-rank branch"):
+        fused(*form.args)
+
+
+@pytest.mark.parametrize(
+    "name", ["textbook", "select_of_divided", "scan_over_layers", "merged"]
+)
+def test_results_without_jit(name):
+    form = FORMS[name]
+    fused = jaxlora.fuse(form.function, strict=True, implementation="xla")
+    baseline = form.function(*form.args)
+    check_accuracy(form, fused(*form.args), baseline, baseline)
