@@ -188,7 +188,7 @@ def _site_table(sites: Sequence[ExplainedSite]) -> Table:
     table.add_column("site", no_wrap=True)
     for head in ("T x K x N", "rank", "fused"):
         table.add_column(head, no_wrap=True)
-    for head in ("runs", "forward, us", "both passes, us", "MB"):
+    for head in ("runs", "forward, us", "both, us", "MB"):
         table.add_column(head, justify="right")
     alike: dict[Any, float] = {}
     for site in sites:

@@ -9,8 +9,9 @@ import numpy as np
 from jax.extend import core
 
 from jaxlora.fuse.backend import Chosen, choose_backend
-from jaxlora.fuse.branches import Linear, find_linear, rank_of
+from jaxlora.fuse.branches import find_linear
 from jaxlora.fuse.forms import Factor, Form, Indices, Term
+from jaxlora.fuse.linear import Linear, rank_of
 from jaxlora.fuse.normal import Normalizer
 from jaxlora.fuse.rows import is_sorted, sorted_blocks
 from jaxlora.fuse.site import Operand, Refusal, Site, SiteProjection

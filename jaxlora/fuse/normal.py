@@ -96,7 +96,8 @@ class Normalizer:
 def _finish(term: Term, number: int, out: core.Var, form: Form, terms: list) -> Term:
     """Notes that an equation computed a term."""
     equations = term.equations | {number}
-    if len(terms) > 1 or len(term.factors) < 2:
+    is_bare = len(term.factors) < 2 and term.coefficient == 1
+    if len(terms) > 1 or not term.factors or is_bare:
         return dataclasses.replace(term, equations=equations)
     everything = frozenset(range(len(term.factors)))
     group = Group(term.coefficient, out, form.dims, everything, equations)

@@ -6,9 +6,10 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core
+from jax.extend import core, linear_util
 
 from jaxlora.fuse.cost import decide
+from jaxlora.fuse.group import group_sites, ungroup
 from jaxlora.fuse.kernel_call import inputs_of, kernel_call
 from jaxlora.fuse.match import find_sites
 from jaxlora.fuse.signature import signature
@@ -95,10 +96,10 @@ class _Rewriter:
     def _rewrite(self, jaxpr: core.Jaxpr, path: tuple[str, ...]) -> Rewritten:
         opened = open_calls(jaxpr)
         found = find_sites(opened.jaxpr, path, self.implementation)
-        paying = tuple(filter(self._pays, found.sites))
-        declined = [site for site in found.sites if site not in paying]
-        layout = _Layout(opened, paying)
-        nodes = _sorted(_needed(layout.nodes, layout.results))
+        grouped = group_sites(found.sites)
+        paying = tuple(filter(self._pays, grouped))
+        declined = [site for site in grouped if site not in paying]
+        layout, nodes = _lay_out(opened, paying)
         eqns: list[Any] = []
         sites: list[Site] = []
         refusals = [r for r in found.refusals]
@@ -138,7 +139,19 @@ class _Rewriter:
             params[key] = bodies if isinstance(old, tuple | list) else bodies[0]
         if not any(body.sites for body in inner):
             return eqn, inner
+        if "fwd_jaxpr_thunk" in params:
+            thunk = params["fwd_jaxpr_thunk"]
+            params["fwd_jaxpr_thunk"] = self._forward(thunk, (*path, name))
         return eqn.replace(params=params), inner
+
+    def _forward(self, thunk: Any, path: tuple[str, ...]) -> Any:
+        """Rewrites what a custom_vjp runs in place of its body under jax.grad."""
+
+        def rewritten(*is_perturbed: bool):
+            jaxpr, consts = thunk.call_wrapped(*is_perturbed)
+            return self.rewrite(jaxpr, path).jaxpr, consts
+
+        return linear_util.wrap_init(rewritten, debug_info=thunk.debug_info)
 
 
 class _Layout:
@@ -226,6 +239,20 @@ class _Layout:
         )
 
 
+def _lay_out(opened: Opened, sites: Sequence[Site]) -> tuple[_Layout, list[_Node]]:
+    """Returns the nodes of a rewritten jaxpr in an order in which they can run."""
+    layout = _Layout(opened, sites)
+    needed = _needed(layout.nodes, layout.results)
+    nodes = _sorted(needed)
+    if len(nodes) < len(needed):  # two groups of sites depend on each other
+        apart = [one for site in sites for one in ungroup(site)]
+        layout = _Layout(opened, apart)
+        needed = _needed(layout.nodes, layout.results)
+        nodes = _sorted(needed)
+    assert len(nodes) == len(needed), "sites depend on each other"
+    return layout, nodes
+
+
 def _needed(nodes: Sequence[_Node], results: Sequence[Any]) -> list[_Node]:
     """Returns the nodes on which the results depend."""
     maker = {v: node for node in nodes for v in node.outputs}
@@ -241,7 +268,10 @@ def _needed(nodes: Sequence[_Node], results: Sequence[Any]) -> list[_Node]:
 
 
 def _sorted(nodes: Sequence[_Node]) -> list[_Node]:
-    """Sorts nodes so that each stands behind those that it reads."""
+    """Sorts nodes so that each stands behind those that it reads.
+
+    Nodes that depend on each other are left out.
+    """
     maker = {v: node for node in nodes for v in node.outputs}
     waits, readers = {}, {}
     for node in nodes:
@@ -259,7 +289,6 @@ def _sorted(nodes: Sequence[_Node]) -> list[_Node]:
             waits[id(reader)] -= 1
             if not waits[id(reader)]:
                 heapq.heappush(ready, (reader.order, len(nodes) + len(done), reader))
-    assert len(done) == len(nodes), "sites depend on each other"
     return done
 
 

@@ -96,3 +96,24 @@ def test_side_effects_are_named():
 def test_unknown_implementation():
     with pytest.raises(ConfigError, match="implementation='fast' is unknown"):
         fuse(linear, implementation="fast")
+
+
+def test_both_passes_of_a_custom_gradient_are_rewritten():
+    run = jax.custom_vjp(linear)
+    run.defvjp(
+        lambda *args: (linear(*args), args),
+        lambda args, dy: jax.vjp(linear, *args)[1](dy),
+    )
+    loss = lambda f: lambda *args: (f(*args) ** 2).sum()
+    args = arguments()
+    assert "custom_vjp_call[" in primitives(fuse(run), *args)
+    assert "name=call" in primitives(jax.grad(loss(fuse(run))), *args)
+    got, want = (jax.grad(loss(f))(*args) for f in (fuse(run), run))
+    assert relative_error(got, want) < 1e-6
+
+
+def test_a_function_that_is_a_gradient_has_both_passes_rewritten():
+    args = arguments()
+    gradient = jax.grad(lambda *args: (linear(*args) ** 2).sum())
+    assert primitives(fuse(gradient), *args).count("name=call") == 2
+    assert relative_error(fuse(gradient)(*args), gradient(*args)) < 1e-6
