@@ -15,16 +15,18 @@ pass, and overlap with it. At most two layers' gathered weights exist at any tim
 `compiler_options` make XLA run the gathers of a layer as one collective. It would
 otherwise start them one after the other, many of them too late to overlap.
 
-NCCL gathers with few multiprocessors, or with none, if its buffers are symmetric, that
-is, at the same offset of a memory that all devices map. A kernel that has one program
-on each multiprocessor then hardly waits for NCCL. XLA cannot place a program's
-arguments in such memory, so each gather first copies its shards there. XLA can neither
-merge nor keep these copies; its own would hold the shards of all layers at once.
+NCCL gathers with the GPUs' copy engines, without multiprocessors, if its buffers are
+symmetric (at the same offset of a memory that all devices map) and `use_copy_engines`
+was called. Otherwise kernels that have one program on each multiprocessor wait for it.
+XLA cannot place a program's arguments in such memory, so each gather first copies its
+shards there. XLA can neither merge nor keep these copies; its own would hold the shards
+of all layers at once.
 
 All functions run inside `jax.shard_map`, which must be manual over the axis `fsdp`.
 """
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +35,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt
 
 from jaxlora.sharding.rules import FSDP
+
+_ZERO_CTA_POLICY = "2"  # of NCCL 2.28: no CTA, where the copy engines can do it
 
 
 def gather(shards: Sequence[Array], dims: Sequence[int], token: Array) -> list[Array]:
@@ -146,6 +150,15 @@ def compiler_options(layer_bytes: int) -> dict[str, int]:
     if has_symmetric_buffers():
         options["xla_gpu_experimental_enable_nccl_symmetric_buffers"] = True
     return options
+
+
+def use_copy_engines() -> None:
+    """Makes NCCL gather with the GPUs' copy engines, where it can.
+
+    Must be called before the first collective. A policy that the user set stays.
+    """
+    if has_symmetric_buffers():
+        os.environ.setdefault("NCCL_CTA_POLICY", _ZERO_CTA_POLICY)
 
 
 def has_symmetric_buffers() -> bool:

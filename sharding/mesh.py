@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from jaxlora.sharding.layerwise import use_copy_engines
 from jaxlora.sharding.mesh_sizes import MeshSizes
 
 logger = logging.getLogger(__name__)
@@ -20,7 +21,8 @@ def stage_meshes(
 
     The devices are taken in their order: first along `fsdp`, then `data`, then the
     stages. So a stage, whose devices exchange the most, has neighboring devices. If
-    there are more devices than the mesh needs, it takes the first ones.
+    there are more devices than the mesh needs, it takes the first ones. Must be called
+    before the first collective; see `layerwise.use_copy_engines`.
 
     Args:
         sizes: Sizes of the whole mesh.
@@ -37,5 +39,7 @@ def stage_meshes(
         logger.info(
             "mesh %s: uses %d of %d devices: %s", sizes, len(used), len(devices), names
         )
+    if sizes.fsdp > 1:
+        use_copy_engines()
     grid = np.array(used).reshape(sizes.stage, sizes.data, sizes.fsdp)
     return tuple(jax.sharding.Mesh(stage, STAGE_AXES) for stage in grid)

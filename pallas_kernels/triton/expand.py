@@ -85,7 +85,8 @@ def expand(
     features = [term.x.shape[1] for term in terms]
     settings = [term.settings for term in terms]
     masks = [term.mask for term in terms if term.mask is not None]
-    kernel, shape = "expand" if len(terms) == 1 else "expand_sum", (t, features[0], n)
+    kernel = "expand" if len(terms) == 1 else f"expand_{len(terms)}"
+    shape = t, features[0], n
     tile = tile or tile_for(kernel, target, rank=r, shape=shape)
     tiles = math.ceil(t / tile.sizes["BM"]) * math.ceil(n / tile.sizes["BN"])
     inputs = [

@@ -43,7 +43,7 @@ def tile_for(
     """Returns the tile with which a kernel is compiled.
 
     Args:
-        kernel: `expand`, `expand_sum` (expand's sum over two or three projections),
+        kernel: `expand`, `expand_2` or `expand_3` (its sum over that many projections),
             `shrink`, `outer` or `dual`.
         target: The device for which it is compiled.
         rank: R; the kernels compute at most 64 ranks at once.

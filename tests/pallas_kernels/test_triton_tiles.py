@@ -20,7 +20,8 @@ from jaxlora.pallas_kernels.triton.shrink import shrink_kernel
 
 KERNELS = {
     "expand": expand_kernel,
-    "expand_sum": expand_kernel,
+    "expand_2": expand_kernel,
+    "expand_3": expand_kernel,
     "shrink": shrink_kernel,
     "outer": outer_kernel,
     "dual": dual_kernel,
@@ -39,6 +40,7 @@ SIZES = {
     **{"G": 4, "F": 4096, "MASK": HASHED.value, "RANK_FIRST": False, "BIASED": False},
 }
 ODD = {"K": 4104, "K_0": 4104, "N": 4104}  # not multiples of a tile
+WIDE = {"K_0": 14336, "K_1": 14336}
 HALF = {"T": 8256}  # an odd number of blocks: half of the last tile of 128 rows
 Y = {"MASK": 0, "TRANSPOSED": False, "RANK_LAST": False}
 DX = {"TRANSPOSED": True, "RANK_LAST": True}
@@ -51,11 +53,12 @@ CASES = {
         (64, DX),
         (64, DX | BITS),
     ],
-    "expand_sum": [
-        (16, DX | {"P": 3}),
+    "expand_2": [
+        (16, DX | WIDE | {"P": 2}),
         (16, DX | HALF | {"P": 2}),
         (16, DX | BITS | {"P": 2}),
     ],
+    "expand_3": [(16, DX | {"P": 3})],
     "shrink": [(16, ODD | HALF), (64, HALF), (64, BITS | ODD)],
     "outer": [(16, HALF | {"P": 3}), (64, ODD), (64, BITS | ODD)],
     "dual": [(16, HALF), (32, ODD), (64, ODD)],

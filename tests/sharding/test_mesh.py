@@ -1,10 +1,12 @@
 """Meshes: their sizes in words, and the devices of each stage."""
 
 import logging
+import os
 
 import jax
 import pytest
 
+from jaxlora.sharding import layerwise
 from jaxlora.sharding import mesh as mesh_module
 from jaxlora.sharding.mesh import stage_meshes
 from jaxlora.sharding.mesh_sizes import MeshSizes
@@ -103,3 +105,22 @@ def test_one_device_is_a_mesh():
 def test_a_machine_with_too_few_devices():
     with pytest.raises(ValueError, match="needs 2 x 2 = 4 devices and this machine"):
         stage_meshes(MeshSizes(stage=2, fsdp=2), jax.devices()[:1])
+
+
+@pytest.mark.parametrize(("set_by_user", "policy"), [(None, "2"), ("0", "0")])
+def test_gathers_use_the_copy_engines_unless_the_user_chose(
+    monkeypatch, set_by_user, policy
+):
+    monkeypatch.setattr(layerwise, "has_symmetric_buffers", lambda: True)
+    monkeypatch.setenv("NCCL_CTA_POLICY", "")  # is restored after the test
+    monkeypatch.delenv("NCCL_CTA_POLICY")
+    if set_by_user is not None:
+        monkeypatch.setenv("NCCL_CTA_POLICY", set_by_user)
+    stage_meshes(MeshSizes.parse("stage=2"))
+    assert os.environ.get("NCCL_CTA_POLICY") == set_by_user
+    stage_meshes(MeshSizes.parse("fsdp=2"))
+    assert os.environ["NCCL_CTA_POLICY"] == policy
+
+
+def test_a_cpu_has_no_symmetric_buffers():
+    assert not layerwise.has_symmetric_buffers()
