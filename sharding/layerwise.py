@@ -167,10 +167,9 @@ def has_symmetric_buffers() -> bool:
     They need GPUs that can address each other's memory. Hopper and newer GPUs of one
     host are taken to be able to, as most are connected by NVLink.
     """
-    gpus = [d for d in jax.devices() if d.platform == "gpu"]
-    return (
-        jax.process_count() == 1 and all(map(_is_hopper_or_newer, gpus)) and any(gpus)
-    )
+    if jax.default_backend() != "gpu" or jax.process_count() > 1:
+        return False
+    return all(map(_is_hopper_or_newer, jax.devices()))
 
 
 def _is_hopper_or_newer(device: jax.Device) -> bool:
