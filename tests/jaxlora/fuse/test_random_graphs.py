@@ -15,14 +15,15 @@ from tests.jaxlora.fuse.forms.random_form import (
 from tests.jaxlora.fuse.found import num_linears
 from tests.oracle import assert_as_accurate_as
 
-TRACED = settings(max_examples=40, deadline=None, derandomize=True, database=None)
-COMPILED = settings(
-    max_examples=6,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.generate],  # a case takes seconds, so none is made smaller
-)
+# Smaller failing cases are not searched for: each takes long to trace or compile.
+OPTIONS = {
+    "deadline": None,
+    "derandomize": True,
+    "database": None,
+    "phases": [Phase.generate],
+}
+TRACED = settings(max_examples=25, **OPTIONS)
+COMPILED = settings(max_examples=6, **OPTIONS)
 RECIPES = recipes()
 FAULTY = recipes(FAULTS)
 

@@ -162,7 +162,9 @@ def _in_cond(function):
         shapes = jax.eval_shape(function, *args)
         return jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), shapes)
 
-    return lambda x, *weights: lax.cond(x[0, 0] < 1e9, function, zeros, x, *weights)
+    return lambda x, *weights: lax.cond(
+        weights[-1][0] < 1e9, function, zeros, x, *weights
+    )
 
 
 def _in_vmap(function):
