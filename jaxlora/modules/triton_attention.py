@@ -40,12 +40,17 @@ def _tile(queries: int, keys: int, num_warps: int, num_stages: int) -> Tile:
     return Tile(sizes=sizes, num_warps=num_warps, num_stages=num_stages)
 
 
-# Tiles by the most features of a head. They fit into the registers and the 99 KiB of
-# shared memory of the smallest GPUs; other tiles spill registers on some of them.
+# Tiles by the most features of a head. These fit into the registers and the 99 KiB of
+# shared memory of every device; other tiles spill registers on some of them.
 TILES = {
-    64: Tiles(_tile(64, 64, 4, 2), _tile(64, 32, 4, 2), _tile(16, 128, 8, 2)),
-    128: Tiles(_tile(64, 32, 4, 3), _tile(64, 64, 8, 2), _tile(32, 64, 8, 2)),
+    64: Tiles(_tile(64, 64, 4, 2), _tile(64, 32, 4, 2), _tile(16, 64, 4, 3)),
+    128: Tiles(_tile(64, 32, 4, 2), _tile(64, 32, 4, 3), _tile(64, 64, 8, 1)),
     256: Tiles(_tile(64, 32, 8, 2), _tile(32, 32, 4, 2), _tile(32, 32, 8, 2)),
+}
+# For code of 8.0 these are faster, where they are given.
+TILES_80 = {
+    64: Tiles(_tile(128, 64, 4, 2), _tile(64, 32, 4, 2), _tile(16, 64, 4, 3)),
+    128: Tiles(_tile(128, 64, 8, 2), _tile(64, 64, 4, 2), _tile(64, 64, 8, 2)),
 }
 
 
@@ -189,9 +194,10 @@ def padded_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def tiles_of(head_dim: int) -> Tiles:
-    """Returns the tiles for heads of this size."""
-    return next(tiles for most, tiles in TILES.items() if head_dim <= most)
+def tiles_of(head_dim: int, capability: int) -> Tiles:
+    """Returns the tiles for heads of this size, and code of this capability."""
+    table = TILES | TILES_80 if capability == 80 else TILES
+    return next(tiles for most, tiles in table.items() if head_dim <= most)
 
 
 def _layout(segment_ids: Int[Array, " T"], tiles: Tiles) -> Layout:
@@ -218,7 +224,7 @@ def _attention(q, k, v, is_sound, segment_ids, kernels):
 def _attention_forward(q, k, v, is_sound, segment_ids, kernels: Kernels):
     from jaxlora.pallas_kernels.triton.attention_forward import attention_forward
 
-    tiles = tiles_of(q.shape[2])
+    tiles = tiles_of(q.shape[2], kernels.target.capability)
     layout = _layout(segment_ids, tiles)
     is_sound = is_sound.astype(jnp.int32)
     out, lse = kernels.run(
@@ -239,7 +245,7 @@ def _attention_backward(kernels: Kernels, saved, dout):
     from jaxlora.pallas_kernels.triton import attention_backward
 
     q, k, v, is_sound, layout, out, lse = saved
-    tiles = tiles_of(q.shape[2])
+    tiles = tiles_of(q.shape[2], kernels.target.capability)
     dout = jnp.where(is_sound[:, None, None] != 0, dout, 0)
     same = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
     dq, delta = kernels.run(

@@ -52,6 +52,7 @@ def small_tiles(monkeypatch):
     """Several tiles in few rows, in Triton's interpreter."""
     tiles = Tiles(_tile(32, 16), _tile(16, 16), _tile(16, 32))
     monkeypatch.setattr(triton_attention, "TILES", {256: tiles})
+    monkeypatch.setattr(triton_attention, "TILES_80", {})
     with interpreted(triton_interpreter.run):
         yield
 
@@ -208,7 +209,7 @@ def test_a_tile_fits_and_does_not_spill(
     folder = jax.config.jax_compilation_cache_dir
     monkeypatch.setenv("TRITON_CACHE_DIR", f"{folder}/triton")
     kernel, pointers = KERNELS[name]
-    tile = getattr(tiles_of(head_dim), name)
+    tile = getattr(tiles_of(head_dim, capability), name)
     shape = {"T": 8192, "H": 32, "HK": 8, "E": head_dim, "EP": padded_dim(head_dim)}
     constants = shape | {"WINDOW": 0, "SCALE": 0.1, "CAP": 0.0} | options
     facts = kernel_facts(
