@@ -35,6 +35,7 @@ from jaxlora.fuse.forms import (
 )
 from jaxlora.fuse.site import Index
 
+MAX_SAME = 6  # variables that hold the same product, but for a number; the latest
 MAX_FACTORS = 12  # a value with a longer product is an opaque array
 
 
@@ -85,7 +86,8 @@ class Normalizer:
         if len(terms) > MAX_TERMS or any(len(t.factors) > MAX_FACTORS for t in terms):
             return
         self.forms[out] = Form(
-            form.dims, tuple(_finish(t, number, out, form, terms) for t in terms)
+            form.dims,
+            tuple(_finish(t, number, out, form, terms, _rounds(eqn)) for t in terms),
         )
 
     def forget(self, var: core.Var) -> None:
@@ -93,16 +95,27 @@ class Normalizer:
         self.forms[var] = self.leaf(var)
 
 
-def _finish(term: Term, number: int, out: core.Var, form: Form, terms: list) -> Term:
-    """Notes that an equation computed a term."""
+def _finish(
+    term: Term, number: int, out: core.Var, form: Form, terms: list, rounds: bool
+) -> Term:
+    """Notes that an equation computed a term, and that it rounded it."""
     equations = term.equations | {number}
     is_bare = len(term.factors) < 2 and term.coefficient == 1
     if len(terms) > 1 or not term.factors or is_bare:
         return dataclasses.replace(term, equations=equations)
     everything = frozenset(range(len(term.factors)))
     group = Group(term.coefficient, out, form.dims, everything, equations)
-    groups = (*(g for g in term.groups if g.members != everything), group)
+    parts = [g for g in term.groups if g.members != everything]
+    same = [g for g in term.groups if g.members == everything and not rounds]
+    groups = (group, *same[: MAX_SAME - 1], *parts)
     return dataclasses.replace(term, groups=groups, equations=equations)
+
+
+def _rounds(eqn: Any) -> bool:
+    """Tells whether an equation casts to a smaller dtype."""
+    (source, *_), (out,) = eqn.invars, eqn.outvars
+    is_cast = eqn.primitive.name == "convert_element_type"
+    return is_cast and out.aval.dtype.itemsize < source.aval.dtype.itemsize
 
 
 def is_arithmetic(aval: Any) -> bool:

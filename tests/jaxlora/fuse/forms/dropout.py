@@ -93,3 +93,12 @@ def own_mask_of_each_projection(x, w, a, b, w2, a2, b2, key):
     q = x @ w + SCALE * (dropped(first) @ a) @ b
     v = x @ w2 + SCALE * (dropped(second) @ a2) @ b2
     return q, v
+
+
+@form(key=KEY, x=(BATCH, TOKENS, 4, 14))
+def dropout_of_attention(x, w, a, b, key):
+    """The input is itself a product, and it is reshaped from heads to features."""
+    mixed = jax.nn.dot_product_attention(x, x, x, implementation="xla")
+    mixed = mixed.reshape(BATCH, TOKENS, K)
+    kept = jax.random.bernoulli(key, KEEP, mixed.shape)
+    return mixed @ w + SCALE * (jnp.where(kept, mixed / KEEP, 0) @ a) @ b
