@@ -287,8 +287,8 @@ def _mask(linear: Linear, masks: Sequence[Factor]) -> Mask | None:
     (mask,) = masks
     if not set(mask.indices) <= {*linear.rows, *linear.in_indices}:
         raise NotThin(
-            "the branch's mask is on its result or inside it, not on x; kernels have "
-            "masks of x only"
+            "the branch's mask is on its result or inside it, and kernels mask x only; "
+            "for gradients of branches with dropout, call jaxlora.fuse before jax.grad"
         )
     assert mask.keeps is not None
     return Mask(operand=_operand(mask), keeps=mask.keeps)

@@ -96,14 +96,21 @@ def decide(site: Site, device: str | None = None) -> Decision:
             with the kernels of the site's `implementation`.
     """
     implementation = site.implementation if device is None else "mosaic"
-    return decide_shape(SiteShape.of(site), device, implementation)
+    return decide_shape(SiteShape.of(site), device, implementation, site.keeps_s)
 
 
 @functools.lru_cache(maxsize=1024)
 def decide_shape(
-    shape: SiteShape, device: str | None = None, implementation: str = "mosaic"
+    shape: SiteShape,
+    device: str | None = None,
+    implementation: str = "mosaic",
+    keeps_s: bool = False,
 ) -> Decision:
-    """Decides as `decide` does, for a site of given sizes."""
+    """Decides as `decide` does, for a site of given sizes.
+
+    If it keeps s, its backward pass is not in the kernels: both passes then are the
+    forward pass alone, and s is computed twice.
+    """
     described = describe_device(device)
     before_1, before_2 = plain_costs(shape, described)
     is_plain = BACKENDS[implementation].stores_masks
@@ -113,7 +120,11 @@ def decide_shape(
         reason = f"the back end {implementation} is plain JAX and saves no time"
     else:
         after_1, after_2 = fused_costs(shape, described)
-        reason = _compare(before_2.seconds, after_2.seconds)
+        if keeps_s:
+            before_2 = before_1
+            after_1 = after_2 = after_1 + _plain_shrink(shape, described)
+        passes = "forward" if keeps_s else "forward and backward"
+        reason = _compare(before_2.seconds, after_2.seconds, passes)
     return Decision(
         fused=is_plain or after_2.seconds < before_2.seconds,
         reason=reason,
@@ -124,11 +135,21 @@ def decide_shape(
     )
 
 
-def _compare(before: float, after: float) -> str:
+def _plain_shrink(shape: SiteShape, device: Device) -> Cost:
+    """Cost of s as XLA compiles it, with one dropped x for each mask."""
+    dropped = Cost(
+        num_bytes=2 * _bytes(shape, shape.in_features),
+        seconds=2 * _bytes(shape, shape.in_features) / device.memory_bytes,
+    )
+    shrink = _shrink(shape, shape.in_features, device, sum(shape.ranks))
+    return shrink + dropped * shape.masks
+
+
+def _compare(before: float, after: float, passes: str) -> str:
     times = f"{format_time(before)} as XLA compiles it, {format_time(after)} fused"
     if after < before:
-        return f"{before / after:.2f} times as fast forward and backward: {times}"
-    return f"fused kernels would be slower forward and backward: {times}"
+        return f"{before / after:.2f} times as fast {passes}: {times}"
+    return f"fused kernels would be slower {passes}: {times}"
 
 
 def format_time(seconds: float) -> str:

@@ -55,7 +55,7 @@ def _kind(site: Site) -> tuple:
     p = site.projections[0]
     is_transposed = p.w.indices[-1] in site.in_indices
     how = site.implementation, site.block_tokens, site.dtype, site.num_adapters
-    return *how, p.mask is None, is_transposed
+    return *how, site.keeps_s, p.mask is None, is_transposed
 
 
 def _same_roles(first: Site, second: Site) -> dict[Index, Index] | None:

@@ -14,6 +14,15 @@ from jaxlora.fuse.forms import Factor, Form, Indices, Term
 from jaxlora.fuse.linear import Linear, rank_of
 from jaxlora.fuse.normal import Normalizer
 from jaxlora.fuse.rows import is_sorted, sorted_blocks
+from jaxlora.fuse.sharing import (
+    has_input,
+    inputs_in,
+    is_masked,
+    is_product,
+    mask_var,
+    row_axes,
+    sums_axes,
+)
 from jaxlora.fuse.site import Operand, Refusal, Site, SiteProjection
 from jaxlora.fuse.trace import live_equations, source_of
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS
@@ -152,10 +161,10 @@ class _Finder:
     def _shared(self, candidate: _Candidate, replaced: frozenset[int]) -> str | None:
         """Returns which part of a candidate something else needs too, or None."""
         linear = candidate.linear
-        if linear.mask is not None:
-            mask = linear.mask.operand.var
-            assert isinstance(mask, core.Var)
-            if not set(self.users.get(mask, [])) <= replaced:
+        mask = mask_var(linear)
+        if mask is not None:
+            others = [u for u in self.users.get(mask, []) if u not in replaced]
+            if not self._drop_gradients(others, linear):
                 return f"its dropout mask {_USED}"
         for number in candidate.equations - {candidate.number}:
             (value,) = self.jaxpr.eqns[number].outvars
@@ -163,41 +172,65 @@ class _Finder:
             if not others:
                 continue
             form = self.normalizer.forms[value]
-            if self._is_wide(form, linear) and not self._sums_rows(
-                value, form, linear, others
-            ):
-                return f"its branch or its frozen product {_USED}"
-            if _is_masked(form, linear) and not set(others) <= replaced:
-                return f"its masked x {_USED}"
+            if is_product(form, linear):
+                if not self._only_sum_rows(value, form, linear, others):
+                    return f"its branch or its frozen product {_USED}"
+            elif is_masked(form, linear):
+                left = [u for u in others if u not in replaced]
+                if has_input(form, linear):
+                    if left and not self._only_sum_rows(value, form, linear, left):
+                        return f"its masked x {_USED}"
+                elif not self._drop_gradients(left, linear):
+                    return f"its dropout mask {_USED}"
         return None
 
-    def _is_wide(self, form: Form, linear: Linear) -> bool:
-        """Tells whether a value is a product of x with something."""
-        return any(
-            t.rounded is not None and any(f.var is linear.x.var for f in t.factors)
-            for t in form.terms
-        )
-
-    def _sums_rows(
+    def _only_sum_rows(
         self, value: core.Var, form: Form, linear: Linear, users: Sequence[int]
     ) -> bool:
-        """Tells whether users only sum a thin value over its rows, as gradients do."""
-        factors = [f for t in form.terms for f in t.factors if f.var is linear.x.var]
-        rows = {i for f in factors for i in f.indices}
-        axes = {n for n, dim in enumerate(form.dims) if set(dim) & rows}
-        sizes = self.normalizer.indices
-        width = sizes.size_of(i for i in form.indices if i not in rows)
-        if width * 2 > sizes.size_of(linear.out_indices):
-            return False
-        for user in users:
-            if user < 0 or self.jaxpr.eqns[user].primitive.name != "dot_general":
+        """Tells whether users only sum s or the masked x over its rows, as dA does."""
+        if is_product(form, linear):
+            sizes, (x, *_) = self.normalizer.indices, inputs_in(form, linear)
+            held = {i for dim in x for i in dim}
+            width = sizes.size_of(i for i in form.indices if i not in held)
+            if width * 2 > sizes.size_of(linear.out_indices):
                 return False
-            eqn = self.jaxpr.eqns[user]
-            contracted, batch = eqn.params["dimension_numbers"]
-            for atom, summed, kept in zip(eqn.invars, contracted, batch, strict=True):
-                if atom is value and {*summed, *kept} != axes:
-                    return False
+        axes = row_axes(form, linear)
+        eqns = [self.jaxpr.eqns[user] for user in users if user >= 0]
+        return len(eqns) == len(users) and all(sums_axes(e, value, axes) for e in eqns)
+
+    def _drop_gradients(self, users: Sequence[int], linear: Linear) -> bool:
+        """Tells whether users of a mask only drop elements of the branch's gradient.
+
+        That is a product with the A of a branch that has the mask, as in a function
+        that already is a gradient.
+        """
+        factors = {
+            operand.var
+            for candidate in self.candidates.values()
+            if mask_var(candidate.linear) is mask_var(linear)
+            for branch in candidate.linear.branches
+            for operand in branch.a
+        }
+        for user in users:
+            if user < 0:
+                return False
+            form = self.normalizer.forms.get(self.jaxpr.eqns[user].outvars[0])
+            if form is None or not all(
+                t.rounded is not None and any(f.var in factors for f in t.factors)
+                for t in form.terms
+            ):
+                return False
         return True
+
+    def _keeps_s(self, candidate: _Candidate) -> bool:
+        """Tells whether s is computed beside the kernels, as a gradient reads it."""
+        for number in candidate.equations - {candidate.number}:
+            (value,) = self.jaxpr.eqns[number].outvars
+            is_read = not set(self.users[value]) <= candidate.equations
+            form = self.normalizer.forms[value]
+            if is_read and is_product(form, candidate.linear):
+                return True
+        return False
 
     def _site(self, candidate: _Candidate) -> Site | None:
         linear, sizes = candidate.linear, self.normalizer.indices
@@ -233,6 +266,7 @@ class _Finder:
             dtype=linear.x.dtype,
             implementation=chosen.name,
             block_tokens=chosen.block_tokens,
+            keeps_s=self._keeps_s(candidate),
         )
 
 
@@ -291,13 +325,6 @@ def _rounding(linear: Linear) -> str | None:
                 f"its gradients to {kernel}. Cast x, A and B to {kernel} first"
             )
     return None
-
-
-def _is_masked(form: Form, linear: Linear) -> bool:
-    if linear.mask is None:
-        return False
-    mask = linear.mask.operand.var
-    return any(f.var is mask for t in form.terms for f in t.factors)
 
 
 def _operand(factor: Factor) -> Operand:

@@ -133,6 +133,8 @@ class Site:
         dtype: The dtype in which the frozen product reads x and w.
         implementation: Name of the back end.
         block_tokens: Rows of a token block of the kernels.
+        keeps_s: Whether s is computed beside the kernels too, as in a function that
+            already is a gradient.
     """
 
     path: tuple[str, ...]
@@ -149,6 +151,7 @@ class Site:
     dtype: np.dtype
     implementation: str
     block_tokens: int
+    keeps_s: bool = False
 
     def size_of(self, indices: tuple[Index, ...]) -> int:
         """Returns the product of the indices' sizes."""

@@ -118,3 +118,12 @@ def test_times_are_readable():
         "1,234 us",
         "12.3 ms",
     ]
+
+
+def test_a_forward_pass_that_keeps_s_gains_less():
+    """A function that already is a gradient computes s and the dropped x for it too."""
+    whole = decide_shape(LINEAR, H200)
+    kept = decide_shape(LINEAR, H200, keeps_s=True)
+    assert kept.before == whole.forward_before
+    assert kept.after.seconds > whole.forward_after.seconds
+    assert kept.speedup < whole.speedup

@@ -101,18 +101,41 @@ def test_near_miss_is_left_alone(name):
     jax.tree.map(np.testing.assert_array_equal, actual, wanted)
 
 
-def test_a_gradient_is_rewritten_or_says_why_not():
-    """The backward matmuls of a function that already is a gradient are looked at."""
-    form = FORMS["textbook"]
+def gradient_of(form: Form):
+    """Returns a function that already is the gradient of a form's sum of squares."""
 
     def gradient(*args):
-        return jax.grad(lambda *args: jnp.sum(form.function(*args) ** 2))(*args)
+        def loss(trained):
+            return jnp.sum(form.function(**given | trained) ** 2)
 
-    explanation = jaxlora.explain(gradient, *form.args)
-    assert explanation.sites or explanation.refusals
+        given = dict(zip(form.arguments, args, strict=True))
+        return jax.grad(loss)({name: given[name] for name in form.trained})
+
+    return gradient
+
+
+def test_in_a_gradient_without_dropout_both_passes_are_found():
+    """Without dropout, the gradient of x is a linear with a branch too."""
+    form = FORMS["textbook"]
+    gradient = gradient_of(form)
+    assert num_linears(jaxlora.explain(gradient, *form.args)) == 2
     actual = jaxlora.fuse(gradient, implementation="xla")(*form.args)
-    wanted = gradient(*form.args)
-    assert_as_accurate_as(actual=actual, baseline=wanted, exact=wanted)
+    check_accuracy(form, actual, *[gradient(*form.args)] * 2)
+
+
+@pytest.mark.parametrize(
+    "name", ["select_of_divided", "mask_multiplied", "mask_as_floats", "flax_dropout"]
+)
+def test_in_a_gradient_with_dropout_the_forward_pass_is_found(name):
+    """The gradient of x reads the mask too, and is refused with a cure."""
+    form = FORMS[name]
+    gradient = gradient_of(form)
+    explanation = jaxlora.explain(gradient, *form.args)
+    assert num_linears(explanation) == form.sites, f"{explanation}"
+    (reason,) = (refusal.reason for refusal in explanation.refusals)
+    assert "call jaxlora.fuse before jax.grad" in reason
+    actual = jaxlora.fuse(gradient, implementation="xla")(*form.args)
+    check_accuracy(form, actual, *[gradient(*form.args)] * 2)
 
 
 def test_strict_refuses_a_function_without_a_branch():
