@@ -1,4 +1,4 @@
-"""Decoders of the sizes of Llama 3.1, without weights."""
+"""Decoders of the sizes of Llama 3.1 and 3.2, without weights."""
 
 import dataclasses
 from typing import Any
@@ -24,6 +24,15 @@ LLAMA_8B = ModelConfig(
     rms_eps=1e-5,
     rope=Rope(theta=5e5),
     layer_windows=(None,) * 32,
+)
+LLAMA_1B = dataclasses.replace(
+    LLAMA_8B,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_layers=16,
+    head_dim=64,
+    tie_embeddings=True,
+    layer_windows=(None,) * 16,
 )
 LLAMA_70B = dataclasses.replace(
     LLAMA_8B,

@@ -33,7 +33,7 @@ _MLP_KEEPS = 3  # arrays of the MLP's width that are kept: gate, up and their pr
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepBytes:
-    """Bytes per token that the training step of a decoder needs.
+    """Bytes per token that the training step of a decoder needs at one capacity.
 
     Attributes:
         kept_by_layer: Kept by each layer for its backward pass.
@@ -49,14 +49,18 @@ class StepBytes:
     transient: float
 
 
-def estimated_footprint(spec: DecoderSpec, block_tokens: int) -> Footprint:
+def estimated_footprint(
+    spec: DecoderSpec, block_tokens: int, num_tokens: int | None
+) -> Footprint:
     """Estimates a run's footprint on a single device.
 
     Args:
         spec: The decoder.
         block_tokens: Tokens of a block.
+        num_tokens: Tokens of a microbatch; None: see `step_bytes`.
     """
-    return stage_footprint(spec, step_bytes(spec, block_tokens), SINGLE_DEVICE)
+    found = step_bytes(spec, block_tokens, num_tokens)
+    return stage_footprint(spec, found, SINGLE_DEVICE)
 
 
 def stage_footprint(spec: DecoderSpec, found: StepBytes, use: StageUse) -> Footprint:
@@ -80,19 +84,36 @@ def stage_footprint(spec: DecoderSpec, found: StepBytes, use: StageUse) -> Footp
     )
 
 
-@functools.lru_cache(maxsize=16)
-def step_bytes(spec: DecoderSpec, block_tokens: int) -> StepBytes:
+def step_bytes(
+    spec: DecoderSpec, block_tokens: int, num_tokens: int | None
+) -> StepBytes:
     """Estimates the bytes per token of a training step from what its trace keeps.
 
     The arrays that the backward pass keeps are counted for the first two layers, traced
     with two numbers of tokens. Transient memory inside a layer is added by a formula.
     For attention it is measured by compiling attention's gradient alone, because its
-    scratch memory may be larger than all other arrays in a layer.
+    scratch memory may be larger than all other arrays in a layer. It is compiled for
+    `num_tokens`, because cuDNN's scratch per token may almost double from one capacity
+    to the next: its sequences are divisors of the capacity.
 
     Args:
         spec: The whole decoder.
         block_tokens: Tokens of a block.
+        num_tokens: Tokens of a microbatch; None: without attention's transient memory,
+            which is a lower bound for every capacity.
     """
+    found = _step_bytes(spec, block_tokens)
+    if num_tokens is None:
+        return found
+    # The MLP's arrays are free again when attention's gradient begins.
+    attention = _attention_bytes(spec.with_remat("none"), num_tokens)
+    attention -= _MLP_KEEPS * _mlp_bytes(spec)
+    return dataclasses.replace(found, transient=max(found.transient, attention))
+
+
+@functools.lru_cache(maxsize=16)
+def _step_bytes(spec: DecoderSpec, block_tokens: int) -> StepBytes:
+    """Estimates a training step's bytes per token without those of attention."""
     # The memory of a band of keys grows up to the length of a sample.
     tokens = block_tokens * max(1, _TRACED_TOKENS // block_tokens)
     while tokens < 2 * spec.options.max_segment_tokens:
@@ -105,15 +126,12 @@ def step_bytes(spec: DecoderSpec, block_tokens: int) -> StepBytes:
     config, options = spec.config, spec.options
     one = kept(1, remat=options.remat)
     layer = kept(2, remat=options.remat) - one if config.num_layers > 1 else 0.0
-    # The MLP's arrays are free again when attention's gradient begins.
-    attention = _attention_bytes(spec.with_remat("none"), tokens)
-    attention -= _MLP_KEEPS * _mlp_bytes(spec)
     recomputed = kept(1, remat="none") - one if options.remat != "none" else 0.0
     return StepBytes(
         kept_by_layer=layer,
         kept_at_ends=one - layer,
         recomputed=recomputed,
-        transient=max(_gradient_bytes(spec), attention),
+        transient=_gradient_bytes(spec),
     )
 
 
@@ -170,7 +188,7 @@ def _mlp_bytes(spec: DecoderSpec) -> int:
     return spec.config.intermediate_size * jnp.dtype(spec.options.dtype).itemsize
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=64)
 def _attention_bytes(spec: DecoderSpec, num_tokens: int) -> float:
     """Bytes per token of attention's backward pass, as reported by the compiler.
 

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from jaxlora.config import RunConfig
 from jaxlora.costs.device_speed import DeviceSpeed
 from jaxlora.costs.throughput import seconds_per_token
-from jaxlora.memory import mesh
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.device import DeviceMemory, format_bytes
-from jaxlora.memory.estimate import step_bytes
+from jaxlora.memory.fitting import estimate_at, largest_fitting
 from jaxlora.memory.mesh import MeshFootprint, MeshStages
 from jaxlora.models.layer import Remat
 
@@ -78,12 +77,12 @@ def _option(
     available: DeviceMemory,
     speed: DeviceSpeed,
 ) -> Option:
-    step = step_bytes(stages.spec, config.block_tokens)
-    found = mesh.estimated_footprint(stages, step)
+    estimate = functools.partial(estimate_at, stages, config.block_tokens)
     tokens = bounds.fixed
     if tokens is None:
-        fitting = found.fitting_tokens(available.num_bytes)
-        tokens = bounds.choose(fitting) or bounds.smallest
+        fitting = largest_fitting(bounds, estimate, available.num_bytes)
+        tokens = fitting or bounds.smallest
+    found = estimate(tokens)
     return Option(
         stages=stages,
         tokens=tokens,

@@ -2,16 +2,17 @@
 
 import bisect
 import dataclasses
+import functools
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from jaxlora.config import RunConfig
 from jaxlora.errors import ConfigError
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.device import DeviceMemory, format_bytes
-from jaxlora.memory.estimate import step_bytes
+from jaxlora.memory.fitting import estimate_at, largest_fitting
 from jaxlora.memory.footprint import Footprint
-from jaxlora.memory.mesh import MeshFootprint, MeshStages, estimated_footprint
+from jaxlora.memory.mesh import MeshFootprint, MeshStages
 from jaxlora.models.layer import Remat
 
 
@@ -40,7 +41,7 @@ def refusal(
     if tokens:
         cures = [
             *_remat_cures(config, stages, found, limit),
-            *_capacity_cures(bounds, found, limit),
+            *_capacity_cures(config, stages, bounds, found, limit),
             *cures,
         ]
     advice = "One of these would make it fit:\n- " + "\n- ".join(cures)
@@ -67,9 +68,18 @@ def _parts(stage: Footprint, tokens: int) -> str:
     return f"{parts}, a training step of {tokens} tokens {format_bytes(step)}"
 
 
-def _capacity_cures(bounds: Bounds, found: MeshFootprint, limit: int) -> Iterator[str]:
-    fitting = found.fitting_tokens(limit) // bounds.unit * bounds.unit
-    if fitting >= bounds.smallest:
+def _capacity_cures(
+    config: RunConfig,
+    stages: MeshStages,
+    bounds: Bounds,
+    found: MeshFootprint,
+    limit: int,
+) -> Iterator[str]:
+    """Yields the largest capacity at which the run fits."""
+    estimate = _corrected(config, stages, found)
+    remat = config.least_remat
+    fitting = largest_fitting(bounds, functools.partial(estimate, remat), limit)
+    if fitting is not None:
         yield f"microbatch_tokens: {fitting}"
 
 
@@ -108,24 +118,36 @@ def _remat_cures(
     stronger = choices[choices.index(config.least_remat) + 1 :]
     if not stronger:
         return
-    tokens = config.limits.capacity
-    tightest = found.tightest(tokens)
-    own = _estimate_with_remat(config, stages, config.least_remat).stages[tightest]
-    # The error of the estimate with the run's own remat corrects the others.
-    factor = found.stages[tightest].step_bytes(tokens) / own.step_bytes(tokens)
+    tokens, estimate = config.limits.capacity, _corrected(config, stages, found)
     for remat in stronger:
-        other = _estimate_with_remat(config, stages, remat)
-        needed = max(_scaled(s, factor).total_bytes(tokens) for s in other.stages)
+        needed = estimate(remat, tokens).total_bytes(tokens)
         if needed <= limit:
             yield f"remat: {remat} (needs about {format_bytes(needed)})"
             return
 
 
-def _estimate_with_remat(
-    config: RunConfig, stages: MeshStages, remat: Remat
-) -> MeshFootprint:
-    other = stages.with_remat(remat)
-    return estimated_footprint(other, step_bytes(other.spec, config.block_tokens))
+def _corrected(
+    config: RunConfig, stages: MeshStages, found: MeshFootprint
+) -> Callable[[Remat, int | None], MeshFootprint]:
+    """Returns an estimate by remat and capacity, corrected by what the run needs.
+
+    The error of the estimate with the run's own settings corrects the others.
+    """
+
+    def estimate(remat: Remat, tokens: int | None) -> MeshFootprint:
+        other = stages.with_remat(remat)
+        return estimate_at(other, config.block_tokens, tokens)
+
+    tokens = config.limits.capacity
+    tightest = found.tightest(tokens)
+    own = estimate(config.least_remat, tokens).stages[tightest]
+    factor = found.stages[tightest].step_bytes(tokens) / own.step_bytes(tokens)
+
+    def corrected(remat: Remat, tokens: int | None) -> MeshFootprint:
+        parts = (_scaled(s, factor) for s in estimate(remat, tokens).stages)
+        return MeshFootprint(stages=tuple(parts))
+
+    return corrected
 
 
 def _scaled(stage: Footprint, factor: float) -> Footprint:

@@ -1,6 +1,7 @@
 """Chooses the sizes of a mesh by the memory and the predicted time of a run."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, get_args
 
@@ -9,8 +10,8 @@ from jaxlora.costs.stages import stage_specs
 from jaxlora.errors import ConfigError
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.device import format_bytes
-from jaxlora.memory.estimate import step_bytes
-from jaxlora.memory.mesh import MeshFootprint, MeshStages, estimated_footprint
+from jaxlora.memory.fitting import estimate_at, largest_fitting
+from jaxlora.memory.mesh import MeshFootprint, MeshStages
 from jaxlora.memory.refusal import refusal
 from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
@@ -162,17 +163,17 @@ def _candidate(
         in_flight=config.pipeline_microbatches or sizes.stage,
         is_pinned=lanes.pinned,
     )
-    found = estimated_footprint(stages, step_bytes(spec, config.block_tokens))
+    estimate = functools.partial(estimate_at, stages, config.block_tokens)
     tokens = bounds.max_tokens
     if bounds.fixed is None and machine.memory is not None:
-        fitting = found.fitting_tokens(machine.memory.num_bytes)
-        tokens = bounds.choose(fitting) or bounds.smallest
+        fitting = largest_fitting(bounds, estimate, machine.memory.num_bytes)
+        tokens = fitting or bounds.smallest
     return _Candidate(
         config=config.replace(microbatch_tokens=tokens),
         stages=stages,
         lanes=lanes,
         bounds=bounds,
-        found=found,
+        found=estimate(tokens),
     )
 
 

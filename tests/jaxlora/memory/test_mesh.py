@@ -34,6 +34,7 @@ SMALL = dataclasses.replace(
     layer_windows=(None,) * 8,
 )
 SPEC = decoder(SMALL, dtype=jnp.dtype("float32"), remat="layer")
+TOKENS = 8192  # of a microbatch, for which memory is estimated
 BOUNDS = Bounds(smallest=1024, largest=16384, unit=256)
 
 
@@ -48,7 +49,8 @@ def stages_of(spec: DecoderSpec, mesh: str, **settings) -> MeshStages:
 
 
 def estimate(mesh: str, **settings) -> MeshFootprint:
-    return estimated_footprint(stages_of(SPEC, mesh, **settings), step_bytes(SPEC, 64))
+    found = step_bytes(SPEC, 64, TOKENS)
+    return estimated_footprint(stages_of(SPEC, mesh, **settings), found)
 
 
 @pytest.fixture
@@ -64,7 +66,7 @@ def have(monkeypatch):
 
 def test_one_device_is_a_mesh():
     [stage] = estimate("fsdp=1").stages
-    assert stage == single_footprint(SPEC, 64)
+    assert stage == single_footprint(SPEC, 64, TOKENS)
 
 
 @pytest.mark.parametrize(

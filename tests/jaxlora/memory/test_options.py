@@ -7,13 +7,15 @@ import pytest
 from jaxlora.config import RunConfig
 from jaxlora.costs.device_speed import find_speed
 from jaxlora.costs.throughput import seconds_per_token
-from jaxlora.memory import options as options_module
+from jaxlora.memory import estimate, fitting
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.device import DeviceMemory
 from jaxlora.memory.estimate import StepBytes
 from jaxlora.memory.mesh import MeshStages
 from jaxlora.memory.options import Option, explain, fastest, find_options
-from tests.llama import LLAMA_8B, decoder
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.modules.length_classes import length_classes
+from tests.llama import LLAMA_1B, LLAMA_8B, decoder
 
 SPEED = find_speed("NVIDIA L40S")
 SPEC = decoder(LLAMA_8B)
@@ -49,7 +51,7 @@ STEP_BYTES = {
 @pytest.fixture(autouse=True)
 def step_bytes(monkeypatch):
     monkeypatch.setattr(
-        options_module, "step_bytes", lambda spec, _: STEP_BYTES[spec.options.remat]
+        fitting, "step_bytes", lambda spec, *_: STEP_BYTES[spec.options.remat]
     )
 
 
@@ -112,6 +114,52 @@ def test_a_fixed_capacity_takes_the_weakest_remat_that_fits():
 def test_if_nothing_fits_the_smallest_is_tried():
     chosen = fastest(options(12))
     assert (chosen.remat, chosen.tokens, chosen.fits) == ("layer", 1024, False)
+
+
+def attention_on_h200(spec: DecoderSpec, num_tokens: int) -> float:
+    """Bytes per token of the backward pass of cuDNN's attention, as measured.
+
+    They are cuDNN's scratch, for heads of 64 and 128 features and samples of up to
+    2,048 and 8,192 tokens, and arrays of q's width.
+    """
+    config, lengths = spec.config, spec.options.lengths
+    scratch = (
+        c.segments * c.tokens * (2 * c.tokens + 4 * config.head_dim + 8)
+        for c in length_classes(num_tokens, *lengths)
+    )
+    other = 2.5 * config.head_dim * spec.options.dtype.itemsize
+    return config.num_heads * (max(scratch) / num_tokens + other)
+
+
+def test_a_capacity_has_the_scratch_of_its_own_classes_of_length(monkeypatch):
+    """Llama-3.2-1B on an H200, limited to 21.91 GiB, less the reserve.
+
+    A step of 12,288 tokens, whose sequences for attention are longer than those of
+    8,192 tokens, took 19.74 GiB beside weights and slots. That is too much.
+    """
+    limit = int(0.95 * 21.91 * 2**30)
+    lengths = dict(max_segment_tokens=2048, mean_segment_tokens=500)
+    kernels = dict(implementation="mosaic", attention="cudnn")
+    spec = decoder(LLAMA_1B, **lengths, **kernels)
+    traced = StepBytes(
+        kept_by_layer=80301, kept_at_ends=4361, recomputed=0, transient=28672
+    )
+    monkeypatch.setattr(fitting, "step_bytes", estimate.step_bytes)  # not the fixture
+    monkeypatch.setattr(estimate, "_step_bytes", lambda *_: traced)
+    monkeypatch.setattr(estimate, "_attention_bytes", attention_on_h200)
+    needed = {
+        tokens: estimate.estimated_footprint(spec, 64, tokens)
+        for tokens in range(1024, 16385, 1024)
+    }
+    measured = 19.74 * 2**30
+    assert measured < needed[12288].step_bytes(12288) < 1.05 * measured
+    bounds = dataclasses.replace(AUTO, smallest=2048, remats=("none",))
+    available = DeviceMemory(num_bytes=limit, source="made up")
+    [found] = find_options(
+        CONFIG, MeshStages.of(CONFIG, spec), bounds, available, SPEED
+    )
+    fitting_tokens = [t for t, f in needed.items() if f.total_bytes(t) <= limit]
+    assert found.fits and found.tokens == max(fitting_tokens) < 12288
 
 
 def test_recomputation_costs_what_was_measured_on_an_h200():

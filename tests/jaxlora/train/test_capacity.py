@@ -301,7 +301,7 @@ def test_remat_needs_less(spec):
     def needed(remat):
         options = dataclasses.replace(spec.options, remat=remat)
         again = dataclasses.replace(spec, options=options)
-        return estimated_footprint(again, 16).bytes_per_token
+        return estimated_footprint(again, 16, None).bytes_per_token
 
     assert needed("layer") < needed("mlp") < needed("none")
 
