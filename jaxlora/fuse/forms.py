@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from jax.extend import core
@@ -54,7 +55,7 @@ class Factor:
 
     var: Atom
     dims: Dims
-    dtype: np.dtype
+    dtype: Any  # also that of keys
     keeps: bool | None = None
     choice: Choice | None = None
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxlora.fuse.rows import make_rows
+from jaxlora.fuse.rows import make_rows, value_of
 from jaxlora.fuse.site import Branch, Index, Operand, Site, SiteProjection
 from jaxlora.pallas_kernels import (
     GivenMask,
@@ -84,17 +84,11 @@ class _Call:
 
     def _array(self, operand: Operand, order: Sequence[Index]) -> jax.Array:
         """Returns an array with one dimension for each of its indices, in an order."""
-        value = self._value(operand)
+        value = value_of(operand.var, self.values)
         held = operand.indices
         value = value.reshape(self._shape(held))
         kept = [i for i in order if i in held]
         return value.transpose([held.index(i) for i in kept])
-
-    def _value(self, operand: Operand) -> jax.Array:
-        if isinstance(operand.var, core.Literal):
-            aval: Any = operand.var.aval
-            return jnp.asarray(operand.var.val, aval.dtype)
-        return self.values[operand.var]
 
     def _stored(self, value: jax.Array) -> jax.Array:
         """Stores rows of x or of its mask in token blocks."""

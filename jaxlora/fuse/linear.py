@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,7 @@ class Linear:
 
     Attributes:
         x: The factor that is the input.
+        parts: The variables that are slices of the input.
         w: The factor that is the weight.
         base: The term of the frozen product.
         coefficient: The number that multiplies the frozen product.
@@ -44,6 +46,7 @@ class Linear:
     out_indices: tuple[Index, ...]
     branches: tuple[Branch, ...] = ()
     branch_dtypes: tuple[np.dtype | None, ...] = ()
+    parts: frozenset[Any] = frozenset()
     selection: Selection | None = None
     mask: Mask | None = None
     bias: Term | None = None

@@ -52,10 +52,17 @@ class _Candidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Found:
-    """The sites and the near misses of one jaxpr, without those of inner jaxprs."""
+    """The sites and the near misses of one jaxpr, without those of inner jaxprs.
+
+    Attributes:
+        sites: The sites.
+        refusals: The near misses.
+        added: Equations of variables that sites may read beside those of the jaxpr.
+    """
 
     sites: tuple[Site, ...]
     refusals: tuple[Refusal, ...]
+    added: tuple[Any, ...] = ()
 
 
 def find_sites(jaxpr: core.Jaxpr, path: tuple[str, ...], implementation: str) -> Found:
@@ -90,6 +97,7 @@ class _Finder:
         return Found(
             sites=tuple(site for site in sites if site is not None),
             refusals=tuple(self.refusals[number] for number in sorted(self.refusals)),
+            added=tuple(self.normalizer.joiner.added),
         )
 
     def _add(self, number: int, eqn: Any) -> None:
@@ -110,10 +118,18 @@ class _Finder:
 
     def _accept(self, number: int, root: core.Var, form: Form, linear: Linear) -> None:
         equations = linear.equations | {number}
+        linear = dataclasses.replace(linear, parts=self._slices_of(linear.x.var))
         self.candidates[root] = _Candidate(
             root=root, form=form, linear=linear, number=number, equations=equations
         )
         self.normalizer.forget(root)
+
+    def _slices_of(self, atom: Any) -> frozenset[core.Var]:
+        """Returns the variables that are slices of one."""
+        users = () if isinstance(atom, core.Literal) else self.users.get(atom, ())
+        eqns = [self.jaxpr.eqns[user] for user in users if user >= 0]
+        cuts = [eqn for eqn in eqns if eqn.primitive.name in ("slice", "split")]
+        return frozenset(v for eqn in cuts for v in eqn.outvars)
 
     def _grow(self, number: int, eqn: Any) -> bool:
         """Adds a bias, a branch or a cast to the candidate that an equation reads."""
@@ -166,23 +182,37 @@ class _Finder:
             others = [u for u in self.users.get(mask, []) if u not in replaced]
             if not self._drop_gradients(others, linear):
                 return f"its dropout mask {_USED}"
-        for number in candidate.equations - {candidate.number}:
-            (value,) = self.jaxpr.eqns[number].outvars
+        for value in self._values_in(candidate):
             others = [u for u in self.users[value] if u not in candidate.equations]
-            if not others:
-                continue
-            form = self.normalizer.forms[value]
-            if is_product(form, linear):
-                if not self._only_sum_rows(value, form, linear, others):
-                    return f"its branch or its frozen product {_USED}"
-            elif is_masked(form, linear):
-                left = [u for u in others if u not in replaced]
-                if has_input(form, linear):
-                    if left and not self._only_sum_rows(value, form, linear, left):
-                        return f"its masked x {_USED}"
-                elif not self._drop_gradients(left, linear):
-                    return f"its dropout mask {_USED}"
+            if others and (reason := self._read_by(others, value, linear, replaced)):
+                return reason
         return None
+
+    def _values_in(self, candidate: _Candidate) -> list[core.Var]:
+        """Returns the values that are computed on the way to a candidate's root."""
+        numbers = candidate.equations - {candidate.number}
+        return [v for number in numbers for v in self.jaxpr.eqns[number].outvars]
+
+    def _read_by(
+        self,
+        users: Sequence[int],
+        value: core.Var,
+        linear: Linear,
+        replaced: frozenset[int],
+    ) -> str | None:
+        """Returns why the users of a value inside a linear forbid to fuse it."""
+        form = self.normalizer.form(value)
+        if is_product(form, linear):
+            is_gradient = self._only_sum_rows(value, form, linear, users)
+            return None if is_gradient else f"its branch or its frozen product {_USED}"
+        left = [user for user in users if user not in replaced]
+        if not left or not is_masked(form, linear):
+            return None
+        if has_input(form, linear):
+            is_gradient = self._only_sum_rows(value, form, linear, left)
+            return None if is_gradient else f"its masked x {_USED}"
+        is_gradient = self._drop_gradients(left, linear)
+        return None if is_gradient else f"its dropout mask {_USED}"
 
     def _only_sum_rows(
         self, value: core.Var, form: Form, linear: Linear, users: Sequence[int]
@@ -224,13 +254,11 @@ class _Finder:
 
     def _keeps_s(self, candidate: _Candidate) -> bool:
         """Tells whether s is computed beside the kernels, as a gradient reads it."""
-        for number in candidate.equations - {candidate.number}:
-            (value,) = self.jaxpr.eqns[number].outvars
-            is_read = not set(self.users[value]) <= candidate.equations
-            form = self.normalizer.forms[value]
-            if is_read and is_product(form, candidate.linear):
-                return True
-        return False
+        return any(
+            not set(self.users[value]) <= candidate.equations
+            and is_product(self.normalizer.form(value), candidate.linear)
+            for value in self._values_in(candidate)
+        )
 
     def _site(self, candidate: _Candidate) -> Site | None:
         linear, sizes = candidate.linear, self.normalizer.indices

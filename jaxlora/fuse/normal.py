@@ -33,6 +33,7 @@ from jaxlora.fuse.forms import (
     scaled,
     sum_over,
 )
+from jaxlora.fuse.segments import Joiner, read_segments
 from jaxlora.fuse.site import Index
 
 MAX_SAME = 6  # variables that hold the same product, but for a number; the latest
@@ -46,12 +47,16 @@ class Normalizer:
         indices: The indices of all forms.
         forms: The form of each variable that was computed.
         made_by: The equation that computed each variable.
+        numbers: Its number.
+        joiner: Makes one term of concatenated segments.
     """
 
     def __init__(self) -> None:
         self.indices = Indices()
         self.forms: dict[core.Var, Form] = {}
         self.made_by: dict[core.Var, Any] = {}
+        self.numbers: dict[core.Var, int] = {}
+        self.joiner = Joiner(self.indices, self.made_by, self.numbers)
 
     def leaf(self, atom: Atom) -> Form:
         """Returns the form of an array of which nothing is known."""
@@ -74,6 +79,7 @@ class Normalizer:
         """Computes the form of an equation's result."""
         for out in eqn.outvars:
             self.made_by[out] = eqn
+            self.numbers[out] = number
         rule = RULES.get(eqn.primitive.name)
         if rule is None or len(eqn.outvars) != 1:
             return
@@ -371,10 +377,23 @@ def _ragged_dot(n: Normalizer, eqn) -> Form:
     return ragged_dot_form(n.indices, n.form(left), table, sizes, key, eqn)
 
 
+def _concatenate(n: Normalizer, eqn) -> Form:
+    if not _is_float(eqn.outvars[0].aval):
+        raise Opaque
+    segments = read_segments(n.indices, [n.form(v) for v in eqn.invars], eqn)
+    place, source, axis = n.joiner.source_of(segments)
+    form, dtype = n.form(source), segments.terms[0].factors[place].dtype
+    if len(form.terms) != 1 or dtype != source.aval.dtype:
+        form = n.leaf(source)
+        form = Form(form.dims, tuple(_cast(term, dtype) for term in form.terms))
+    return n.joiner.join(segments, place, form, axis)
+
+
 RULES: dict[str, Callable[[Normalizer, Any], Form]] = {
     "add": _add,
     "add_any": _add,
     "broadcast_in_dim": _expand_dims,
+    "concatenate": _concatenate,
     "convert_element_type": _convert,
     "copy": _identity,
     "copy_p": _identity,

@@ -99,7 +99,7 @@ class _Rewriter:
         grouped = group_sites(found.sites)
         paying = tuple(filter(self._pays, grouped))
         declined = [site for site in grouped if site not in paying]
-        layout, nodes = _lay_out(opened, paying)
+        layout, nodes = _lay_out(opened, paying, found.added)
         eqns: list[Any] = []
         sites: list[Site] = []
         refusals = [r for r in found.refusals]
@@ -162,7 +162,9 @@ class _Layout:
         results: The atoms of the jaxpr's results.
     """
 
-    def __init__(self, opened: Opened, sites: Sequence[Site]) -> None:
+    def __init__(
+        self, opened: Opened, sites: Sequence[Site], added: Sequence[Any]
+    ) -> None:
         self.eqns = opened.jaxpr.eqns
         self.sites = list(sites)
         self.number_of = {
@@ -171,6 +173,8 @@ class _Layout:
         self.names: dict[Any, Any] = {}
         self.nodes: list[_Node] = []
         self._place(opened.calls, 0, len(self.eqns))
+        for eqn in added:
+            self._append_equation(len(self.eqns), eqn)
         for site in self.sites:
             roots = tuple(p.root for p in site.projections)
             first = min(self.number_of[root] for root in roots)
@@ -239,14 +243,16 @@ class _Layout:
         )
 
 
-def _lay_out(opened: Opened, sites: Sequence[Site]) -> tuple[_Layout, list[_Node]]:
+def _lay_out(
+    opened: Opened, sites: Sequence[Site], added: Sequence[Any]
+) -> tuple[_Layout, list[_Node]]:
     """Returns the nodes of a rewritten jaxpr in an order in which they can run."""
-    layout = _Layout(opened, sites)
+    layout = _Layout(opened, sites, added)
     needed = _needed(layout.nodes, layout.results)
     nodes = _sorted(needed)
     if len(nodes) < len(needed):  # two groups of sites depend on each other
         apart = [one for site in sites for one in ungroup(site)]
-        layout = _Layout(opened, apart)
+        layout = _Layout(opened, apart, added)
         needed = _needed(layout.nodes, layout.results)
         nodes = _sorted(needed)
     assert len(nodes) == len(needed), "sites depend on each other"

@@ -5,8 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 from jaxtyping import Array, Int
 
+from jaxlora.fuse.forms import Atom
 from jaxlora.fuse.site import Index, Selection, Site
 
 
@@ -47,6 +49,14 @@ class Rows:
             return value
         blocks = value.reshape(self.block_adapter.shape[0], -1, value.shape[1])
         return blocks[:, : -self.padding].reshape(-1, value.shape[1])
+
+
+def value_of(atom: Atom, values: dict[Any, jax.Array]) -> jax.Array:
+    """Returns the value of a variable or a literal."""
+    if isinstance(atom, core.Literal):
+        aval: Any = atom.aval
+        return jnp.asarray(atom.val, aval.dtype)
+    return values[atom]
 
 
 def is_sorted(rows_per_choice: int) -> bool:
@@ -99,7 +109,7 @@ def _adapters(
     site: Site, selection: Selection, values: dict[Any, jax.Array]
 ) -> tuple[jax.Array, int]:
     """Returns the slot of each choice, in the order of the rows, and their number."""
-    given, count = values[selection.var], site.num_adapters
+    given, count = value_of(selection.var, values), site.num_adapters
     if selection.is_ragged:
         ends = jnp.cumsum(given)
         place = jnp.arange(site.size_of(site.adapter_indices), dtype=ends.dtype)

@@ -14,9 +14,9 @@ from jaxlora.fuse.linear import Linear
 
 def inputs_in(form: Form, linear: Linear) -> list[Dims]:
     """Returns what the dimensions of x stand for, wherever a value holds x."""
-    x = linear.x.var
+    inputs = (linear.x.var, *linear.parts)
     arrays = (a for t in form.terms for a in (*t.factors, *t.groups))
-    return [a.dims for a in arrays if a.var is x]
+    return [a.dims for a in arrays if a.var in inputs]
 
 
 def has_input(form: Form, linear: Linear) -> bool:

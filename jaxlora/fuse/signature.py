@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Hashable
 from typing import Any
 
+import numpy as np
 from jax.extend import core
 
 from jaxlora.fuse.kernel_call import inputs_of
@@ -27,7 +28,7 @@ def signature(site: Site) -> Hashable:
         if isinstance(value, core.Var):
             return places.get(value), value.aval
         if isinstance(value, core.Literal):
-            return str(value.val), value.aval
+            return np.asarray(value.val).tobytes(), value.aval
         if dataclasses.is_dataclass(value):
             fields = (f.name for f in dataclasses.fields(value))
             return (

@@ -83,3 +83,53 @@ def take_of_tables(x, w, a, b, adapter):
     a, b = jnp.take(a, adapter, axis=0), jnp.take(b, adapter, axis=0)
     s = jnp.einsum("btk,bkr->btr", x, a)
     return x @ w + jnp.einsum("btr,brn->btn", s, b)
+
+
+@form(**TABLES)
+def slices_concatenated(x, w, a, b):
+    ends = np.cumsum(SIZES)
+    rows = zip(ends - SIZES, ends, range(G), strict=True)
+    deltas = [x[i:j] @ a[g] @ b[g] for i, j, g in rows if i < j]
+    return x @ w + SCALE * jnp.concatenate(deltas)
+
+
+@form(**TABLES, x=(96, K))
+def blocks_of_rows_split(x, w, a, b):
+    """The segments are whole blocks of 32 rows, so that no row is moved."""
+    parts = jnp.split(x, (32, 64))
+    deltas = [part @ a[g] @ b[g] for g, part in enumerate(parts)]
+    return x @ w + SCALE * jnp.concatenate(deltas)
+
+
+@form(**TABLES, x=(BATCH, TOKENS, K), scale=jnp.float32(0.7))
+def slices_of_each_sequence_with_own_scales(x, w, a, b, scale):
+    first = scale * (x[:, :5] @ a[0] @ b[0])
+    second = 2 * scale * (x[:, 5:] @ a[1] @ b[1])
+    return x @ w + jnp.concatenate([first, second], axis=1)
+
+
+@form(**TABLES)
+def one_segment_without_an_adapter(x, w, a, b):
+    first, last = x[:10] @ a[0] @ b[0], x[20:] @ a[1] @ b[1]
+    return x @ w + jnp.concatenate([first, jnp.zeros((10, N)), last])
+
+
+@form(**TABLES, keys=jax.random.split(jax.random.key(1), 2))
+def own_mask_of_each_segment(x, w, a, b, keys):
+    def delta(x, a, b, key):
+        kept = jax.random.bernoulli(key, 0.8, x.shape)
+        return jnp.where(kept, x / 0.8, 0) @ a @ b
+
+    first = delta(x[:24], a[0], b[0], keys[0])
+    second = delta(x[24:], a[1], b[1], keys[1])
+    return x @ w + SCALE * jnp.concatenate([first, second])
+
+
+@form(**TABLES, key=jax.random.key(2), x=(BATCH, TOKENS, 4, 14))
+def slices_of_dropped_attention(x, w, a, b, key):
+    mixed = jax.nn.dot_product_attention(x, x, x, implementation="xla")
+    mixed = mixed.reshape(BATCH * TOKENS, K)
+    kept = jax.random.bernoulli(key, 0.8, mixed.shape)
+    dropped = jnp.where(kept, mixed / 0.8, 0)
+    deltas = [dropped[:24] @ a[0] @ b[0], dropped[24:] @ a[1] @ b[1]]
+    return mixed @ w + SCALE * jnp.concatenate(deltas)

@@ -13,7 +13,6 @@ from tests.jaxlora.fuse.forms.form import BATCH, TOKENS, G, K, N, R, T, near_mis
 SCALE = 1.75
 KEY = jax.random.key(9)
 KEEP = 0.8
-SIZES = (11, 0, 26)  # rows of each adapter
 X_BATCH = (BATCH, TOKENS, K)
 TABLES = {"a": (G, K, R), "b": (G, R, N)}
 
@@ -245,12 +244,27 @@ def ragged_dots_of_different_sizes(x, w, a, b, sizes, other_sizes):
 
 
 @near_miss(**TABLES)
-def slices_concatenated(x, w, a, b):
-    """The pieces of x are different arrays for the search."""
-    ends = np.cumsum(SIZES)
-    rows = zip(ends - SIZES, ends, range(G), strict=True)
-    deltas = [x[i:j] @ a[g] @ b[g] for i, j, g in rows if i < j]
+def segments_in_another_order(x, w, a, b):
+    deltas = [x[20:] @ a[0] @ b[0], x[:20] @ a[1] @ b[1]]
     return x @ w + SCALE * jnp.concatenate(deltas)
+
+
+@near_miss(**TABLES)
+def segments_with_overlap(x, w, a, b):
+    deltas = [x[:20] @ a[0] @ b[0], x[19:36] @ a[1] @ b[1]]
+    return x @ w + SCALE * jnp.concatenate(deltas)
+
+
+@near_miss(**TABLES)
+def activation_on_one_segment(x, w, a, b):
+    deltas = [x[:20] @ a[0] @ b[0], jnp.tanh(x[20:] @ a[1] @ b[1])]
+    return x @ w + SCALE * jnp.concatenate(deltas)
+
+
+@near_miss("is also used elsewhere", **TABLES)
+def branch_of_one_segment_returned(x, w, a, b):
+    deltas = [x[:20] @ a[0] @ b[0], x[20:] @ a[1] @ b[1]]
+    return x @ w + SCALE * jnp.concatenate(deltas), deltas[1]
 
 
 @near_miss(x=(BATCH, TOKENS, K), w=(BATCH, K, N))
