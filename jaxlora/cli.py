@@ -7,6 +7,7 @@ import pathlib
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -15,6 +16,9 @@ from jaxlora import __version__, console
 from jaxlora.bench.subjects import SUBJECTS
 from jaxlora.bench.subjects import run as run_benchmark
 from jaxlora.errors import JaxloraError
+
+if TYPE_CHECKING:
+    from jaxlora.config import RunConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -205,29 +209,30 @@ def _positive(text: str) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     from jaxlora.distributed.environment import find_membership
     from jaxlora.memory.gpu_share import take_free_gpus
+    from jaxlora.run_file import load_run
 
     member = find_membership(
         arguments.coordinator, arguments.num_processes, arguments.process_id
     )
-    take_free_gpus(None if member is None else member.local_device_ids)
-    if member is None:
-        return _train_in_process(arguments)
-    from jaxlora.distributed.start import joined
-
-    with joined(member):
-        return _train_in_process(arguments)
-
-
-def _train_in_process(arguments: argparse.Namespace) -> int:
-    from jaxlora.distributed import processes
-    from jaxlora.run_file import load_run
-    from jaxlora.train.report import print_summary
-    from jaxlora.train.trainer import Trainer
-
     options = {"output_dir": arguments.output_dir or None, "mesh": arguments.mesh}
     given = {key: value for key, value in options.items() if value is not None}
     config = load_run(arguments.run_file, **given)
-    result = Trainer(config).train(resume=arguments.resume)
+    local_ids = None if member is None else member.local_device_ids
+    take_free_gpus(local_ids, gathers=config.may_gather)
+    if member is None:
+        return _train_in_process(config, resume=arguments.resume)
+    from jaxlora.distributed.start import joined
+
+    with joined(member):
+        return _train_in_process(config, resume=arguments.resume)
+
+
+def _train_in_process(config: "RunConfig", *, resume: bool) -> int:
+    from jaxlora.distributed import processes
+    from jaxlora.train.report import print_summary
+    from jaxlora.train.trainer import Trainer
+
+    result = Trainer(config).train(resume=resume)
     if processes.is_first():
         print_summary(result)
     if result.interrupted:
@@ -241,9 +246,9 @@ def _plan(arguments: argparse.Namespace) -> None:
     from jaxlora.plan_report import draw_plan, print_plan
     from jaxlora.run_file import load_run
 
-    take_free_gpus()  # a plan is for the memory that training has
     given = {} if arguments.mesh is None else {"mesh": arguments.mesh}
     config = load_run(arguments.run_file, **given)
+    take_free_gpus(gathers=config.may_gather)  # the memory that training has
     planned = plan_run(config, steps=arguments.steps)
     print_plan(planned, Console())
     if arguments.picture:

@@ -310,6 +310,11 @@ class RunConfig(StrictModel):
         assert self.mesh != "auto", "auto is not settled yet"
         return MeshSizes.parse(self.mesh)
 
+    @property
+    def may_gather(self) -> bool:
+        """Whether weights are, or may be, divided among devices and gathered."""
+        return self.mesh == "auto" or self.mesh_sizes.fsdp > 1
+
     @pydantic.field_validator("mesh", mode="before")
     @classmethod
     def _mesh_is_given_by_words(cls, mesh: object) -> object:

@@ -16,6 +16,9 @@ from collections.abc import Mapping, MutableMapping, Sequence
 logger = logging.getLogger(__name__)
 
 SHARE = 0.92  # the rest is for the driver, cuDNN, NCCL and loaded programs
+# Gathered weights are in memory that NCCL maps, which is also part of the rest: of
+# Llama-3.1-70B two layers and the head, 5.5 GB.
+GATHERING_SHARE = 0.85
 FRACTION = "XLA_CLIENT_MEM_FRACTION"
 FRACTIONS = (FRACTION, "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the second is deprecated
 _OTHERS = ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR")
@@ -51,19 +54,21 @@ class ShareChoice:
     """The share of the GPUs' memory that a run from the command line takes.
 
     Attributes:
-        is_larger: Whether it is 92 %, and not what JAX would take.
+        share: The share; None: what JAX takes.
         text: Says which share it is, and why.
     """
 
-    is_larger: bool
+    share: float | None
     text: str
 
 
 def take_free_gpus(
     local_ids: Sequence[int] | None = None,
     environ: MutableMapping[str, str] = os.environ,
+    *,
+    gathers: bool = False,
 ) -> None:
-    """Lets JAX take 92 % of the GPUs, if no other process has memory there.
+    """Lets JAX take most of the GPUs, if no other process has memory there.
 
     Nothing changes if the user has set a fraction, an allocator or preallocation, or if
     JAX runs on another platform. It logs what was decided.
@@ -71,17 +76,21 @@ def take_free_gpus(
     Args:
         local_ids: GPUs among the visible ones that this process uses; None: all.
         environ: Environment variables, which are changed.
+        gathers: Whether the run may gather weights, as with FSDP.
     """
-    choice = choose_share(local_ids, environ)
+    choice = choose_share(local_ids, environ, gathers=gathers)
     if choice is None:
         return
-    if choice.is_larger:
-        environ[FRACTION] = str(SHARE)
+    if choice.share is not None:
+        environ[FRACTION] = str(choice.share)
     logger.info("GPU memory: %s", choice.text)
 
 
 def choose_share(
-    local_ids: Sequence[int] | None, environ: Mapping[str, str]
+    local_ids: Sequence[int] | None,
+    environ: Mapping[str, str],
+    *,
+    gathers: bool = False,
 ) -> ShareChoice | None:
     """Decides what `take_free_gpus` does; None if there is nothing to decide."""
     platforms = environ.get("JAX_PLATFORMS", "")
@@ -89,7 +98,7 @@ def choose_share(
         return None
     for name in (*FRACTIONS, *_OTHERS):
         if value := environ.get(name):
-            return ShareChoice(is_larger=False, text=f"as set by {name}={value}")
+            return ShareChoice(share=None, text=f"as set by {name}={value}")
     if shutil.which("nvidia-smi") is None:
         if not pathlib.Path("/proc/driver/nvidia").exists():
             return None
@@ -106,15 +115,18 @@ def choose_share(
             return _default(f"{used} of GPU {gpu.index} is in use already")
     if not ours:
         return None
+    share = GATHERING_SHARE if gathers else SHARE
+    rest = ", and gathered weights take a part of the rest" if gathers else ""
     return ShareChoice(
-        is_larger=True,
-        text=f"JAX takes {SHARE:.0%}, as no other process uses it ({FRACTION}={SHARE})",
+        share=share,
+        text=f"JAX takes {share:.0%}, as no other process uses it{rest} "
+        f"({FRACTION}={share})",
     )
 
 
 def _default(reason: str) -> ShareChoice:
     text = f"JAX takes its default, 75% of each GPU, as {reason}; {FRACTION} changes it"
-    return ShareChoice(is_larger=False, text=text)
+    return ShareChoice(share=None, text=text)
 
 
 def query_gpus() -> tuple[GpuUse, ...] | None:

@@ -48,6 +48,14 @@ def test_a_gpu_of_its_own(smi, caplog):
     assert "JAX takes 92%, as no other process uses it" in caplog.text
 
 
+def test_gathered_weights_have_memory_outside_of_the_share(smi, caplog):
+    smi(ONE)
+    environ = {}
+    take_free_gpus(None, environ, gathers=True)
+    assert environ == {"XLA_CLIENT_MEM_FRACTION": "0.85"}
+    assert "JAX takes 85%" in caplog.text and "gathered weights take" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
