@@ -28,8 +28,9 @@ GAPS = "gaps"
 PARTS = (FROZEN, CUBLAS, OWN, ATTENTION, HEAD, ELEMENTWISE, OPTIMISER, OTHER)
 
 _NAMES = (
-    (re.compile(r"lora_expand"), FROZEN),  # y = x W + s B is one kernel
-    (re.compile(r"lora_"), OWN),
+    # y = x W + s B is one kernel. The names are those of Mosaic's and Triton's kernels.
+    (re.compile(r"lora_expand|^expand_kernel"), FROZEN),
+    (re.compile(r"lora_|^(shrink|dual|outer)_kernel"), OWN),
     (re.compile(r"cudnn|fmha|flash|attention", re.IGNORECASE), ATTENTION),
 )
 # These apply to kernels without an origin. Only the head's products have float32
