@@ -144,6 +144,8 @@ def _add(n: Normalizer, eqn) -> Form:
     if not is_arithmetic(eqn.outvars[0].aval):
         raise Opaque
     first, second = (n.form(v) for v in eqn.invars)
+    if not any(t.rounded is not None for t in (*first.terms, *second.terms)):
+        raise Opaque  # a sum of arrays is an array, such as the input of a linear
     sign = -1.0 if eqn.primitive.name == "sub" else 1.0
     if sign < 0:
         second = scaled(second, sign)
@@ -232,6 +234,9 @@ def _convert(n: Normalizer, eqn) -> Form:
     number = constant(form)
     if number is None and not (source.aval.dtype == bool or _is_float(source.aval)):
         raise Opaque
+    is_sum = any(t.rounded is not None for t in form.terms)
+    if not is_sum and any(_was_rounded(f) for t in form.terms for f in t.factors):
+        form = n.leaf(source)  # what was rounded stays so if it is cast back
     return Form(form.dims, tuple(_cast(term, dtype) for term in form.terms))
 
 
@@ -242,6 +247,12 @@ def _cast(term: Term, dtype: np.dtype) -> Term:
         dataclasses.replace(f, dtype=dtype) if f.is_number else f for f in term.factors
     )
     return dataclasses.replace(term, factors=tuple(factors))
+
+
+def _was_rounded(factor: Factor) -> bool:
+    """Tells whether a factor is cast to a smaller dtype than its array's."""
+    aval: Any = factor.var.aval
+    return factor.is_number and factor.dtype.itemsize < aval.dtype.itemsize
 
 
 def _not(n: Normalizer, eqn) -> Form:

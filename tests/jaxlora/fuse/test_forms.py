@@ -138,6 +138,18 @@ def test_in_a_gradient_with_dropout_the_forward_pass_is_found(name):
     check_accuracy(form, actual, *[gradient(*form.args)] * 2)
 
 
+@pytest.mark.parametrize(
+    ("name", "stopped"),
+    [("gradient_of_a_stopped", "a"), ("gradient_of_x_stopped", "x")],
+)
+def test_a_stopped_gradient_stays_zero(name, stopped):
+    form = FORMS[name]
+    fused = jaxlora.fuse(form.function, strict=True, implementation="xla")
+    _, gradients = run(form, fused, form.args)
+    of = dict(zip(form.trained, gradients, strict=True))
+    assert {n for n, g in of.items() if not np.any(g)} == {stopped}
+
+
 def test_strict_refuses_a_function_without_a_branch():
     form = NEAR_MISSES["activation_between_a_and_b"]
     fused = jaxlora.fuse(form.function, strict=True)

@@ -102,3 +102,23 @@ def dropout_of_attention(x, w, a, b, key):
     mixed = mixed.reshape(BATCH, TOKENS, K)
     kept = jax.random.bernoulli(key, KEEP, mixed.shape)
     return mixed @ w + SCALE * (jnp.where(kept, mixed / KEEP, 0) @ a) @ b
+
+
+@form(key=KEY)
+def mask_of_features(x, w, a, b, key):
+    """All rows drop the same features."""
+    kept = jax.random.bernoulli(key, KEEP, (K,))
+    return x @ w + jnp.where(kept, x / KEEP, 0) @ a @ b
+
+
+@form(key=KEY)
+def mask_of_rows(x, w, a, b, key):
+    kept = jax.random.bernoulli(key, KEEP, (x.shape[0], 1))
+    return x @ w + jnp.where(kept, x / KEEP, 0) @ a @ b
+
+
+@form(key=KEY)
+def dropout_of_a_sum(x, w, a, b, key):
+    x = x + jnp.cos(x)
+    kept = jax.random.bernoulli(key, KEEP, x.shape)
+    return x @ w + jnp.where(kept, x / KEEP, 0) @ a @ b

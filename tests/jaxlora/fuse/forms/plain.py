@@ -251,3 +251,37 @@ def gated_mlp(x, w1, w2, w3, a1, b1, a2, b2, a3, b3):
     up = x @ w2 + x @ a2 @ b2
     hidden = jax.nn.silu(gate) * up
     return x + hidden @ w3 + hidden @ a3 @ b3
+
+
+@form(trained="x w a b")
+def gradient_of_a_stopped(x, w, a, b):
+    return x @ w + (x @ jax.lax.stop_gradient(a)) @ b
+
+
+@form(trained="x w a b")
+def gradient_of_x_stopped(x, w, a, b):
+    x = jax.lax.stop_gradient(x)
+    return x @ w + (x @ a) @ b
+
+
+@form(trained="x w a b", w2=(K, N))
+def sums_of_inputs_and_of_weights(x, w, w2, a, b):
+    x = x + jnp.sin(x)
+    return x @ (w + w2) + (x @ a) @ b
+
+
+@form(trained="x w a b")
+def a_is_also_regularised(x, w, a, b):
+    return x @ w + (x @ a) @ b, a.T @ a
+
+
+@form(trained="x w a b")
+def weights_rounded_to_bfloat16_and_back(x, w, a, b):
+    w, a = (v.astype(jnp.bfloat16).astype(v.dtype) for v in (w, a))
+    return x @ w + (x @ a) @ b
+
+
+@form(exact=lambda x, w, a, b: jnp.tanh(x) @ w + (jnp.tanh(x) @ a) @ b)
+def rounded_input_cast_back_twice(x, w, a, b):
+    x = jnp.tanh(x).astype(jnp.bfloat16)
+    return x.astype(jnp.float32) @ w + (x.astype(jnp.float32) @ a) @ b
