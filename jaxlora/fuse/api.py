@@ -2,19 +2,22 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.extend import core
 
-from jaxlora.errors import FuseError
+from jaxlora.errors import ConfigError, FuseError
 from jaxlora.fuse.backend import check_implementation
 from jaxlora.fuse.cost import decide
 from jaxlora.fuse.rewrite import Rewritten, rewrite
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+_ANY_PLACE, _ANY_NAME = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 MAX_PROGRAMS = 128  # signatures of one function whose programs are kept
 
 
@@ -37,40 +40,42 @@ def fuse[**P, R](
     fn: Callable[P, R],
     *,
     strict: bool = False,
-    frozen: Sequence[int | str] | None = None,
+    frozen: int | str | Sequence[int | str] | None = None,
     implementation: str = "auto",
 ) -> Callable[P, R]:
     """Returns a function of the same value whose LoRA linears run in fused kernels.
 
-    The function is traced once for each signature. Every sum of a product with a weight
-    and of low-rank branches of the same input is computed by
-    `pallas_kernels.multi_lora_linears`, however it is written: in scans, rematerialised
-    functions and so on, before or after `jax.grad`. All else stays as it is, to the
-    bit. The result can be given to `jax.jit` and `jax.grad`, and has the gradients of
-    the original with respect to every argument. It cannot be differentiated in forward
-    mode.
+    The function is traced once for each signature. Each sum of `x @ w` and low-rank
+    branches `s * (x @ a) @ b` of the same x is computed by
+    `pallas_kernels.multi_lora_linears`, however it is written, also inside scans,
+    rematerialized functions and other calls, before or after `jax.grad`. The rest of
+    the function stays as it is, to the bit. The result can be given to `jax.jit` and
+    `jax.grad`, and has the gradients of the original with respect to every argument. It
+    cannot be differentiated in forward mode.
 
     Args:
-        fn: A pure function of pytrees. Leaves that are no arrays are constants.
-        strict: Whether it is an error if nothing is found.
-        frozen: Positions or names of arguments whose gradients are never asked for;
-            they are zero. None: the gradients of all arguments are computed where they
-            are asked for.
+        fn: A pure function of pytrees. Leaves that are not arrays are constants.
+        strict: Whether it is an error if nothing is fused.
+        frozen: Positions or names of arguments whose gradients are zero, because the
+            caller does not need them. By default, a gradient is computed where it is
+            asked for.
         implementation: Name of a back end, or `auto` for the first that can run a
             linear on this device. With `auto`, linears that would be slower in its
             kernels stay as they are; `jaxlora.explain` says which and why.
 
     Raises:
-        FuseError: When the function is called: it has side effects; or `strict` is
+        ConfigError: The implementation is unknown, or the function has no argument of
+            a name or position in `frozen`.
+        FuseError: When the function is called: it has side effects, or `strict` is
             set and nothing is fused.
-        ConfigError: The implementation is unknown.
     """
     check_implementation(implementation)
+    stopped = _both_names(fn, frozen)
     programs: dict[Hashable, Program] = {}
 
     @functools.wraps(fn)
     def fused(*args: P.args, **kwargs: P.kwargs) -> R:
-        args, kwargs = _stop_gradients(args, kwargs, frozen)
+        args, kwargs = _stop_gradients(args, kwargs, stopped)
         arrays, signature = _split(args, kwargs)
         key = signature, tuple(map(_aval_key, arrays)), _context()
         program = programs.get(key)
@@ -93,7 +98,7 @@ def fuse[**P, R](
 def trace_call(
     fn: Callable[..., Any], implementation: str, args: tuple, kwargs: dict
 ) -> Program:
-    """Traces a call of a function and replaces what is found; runs nothing.
+    """Traces a call of a function and replaces its sites; runs nothing.
 
     Raises:
         FuseError: The function has side effects.
@@ -104,7 +109,7 @@ def trace_call(
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """The structure of a function's arguments, and the leaves that are no arrays.
+    """The structure of a function's arguments, and the leaves that are not arrays.
 
     Attributes:
         tree: Structure of (args, kwargs).
@@ -127,20 +132,28 @@ def trace(
     arrays: Sequence[Any],
     signature: Signature,
 ) -> Program:
-    """Traces a function and replaces what is found.
+    """Traces a function and replaces its sites.
 
     Raises:
         FuseError: The function has side effects.
     """
-    out_tree = None
+    out_tree, lost = None, []
 
     def flat(*arrays: Any) -> list[Any]:
-        nonlocal out_tree
+        nonlocal out_tree, lost
         args, kwargs = signature.arguments(arrays)
         leaves, out_tree = jax.tree.flatten(fn(*args, **kwargs))
+        lost = _lost_state((args, kwargs), (*arrays, *leaves))
         return leaves
 
     traced = jax.make_jaxpr(flat)(*arrays)
+    if lost:
+        raise FuseError(
+            f"{_name(fn)} changes the state of a module that is its argument: "
+            f"{', '.join(lost)}. A fused function cannot change its arguments. Pass "
+            "nnx.Dropout its key at each call (rngs=key), or split the module outside "
+            "of the function, merge it inside, and return the state that changes."
+        )
     if traced.effects:
         effects = ", ".join(sorted(map(str, traced.effects)))
         raise FuseError(
@@ -151,6 +164,23 @@ def trace(
     return Program(
         traced=traced, rewritten=rewrite(traced, implementation), out_tree=out_tree
     )
+
+
+def _lost_state(arguments: Any, known: Sequence[Any]) -> list[str]:
+    """Names the states of nnx modules that a function changed and did not return.
+
+    Args:
+        arguments: The arguments after the call.
+        known: The arrays that the function was given, and those that it returned.
+    """
+    is_module = lambda value: isinstance(value, nnx.Module)
+    kept = set(map(id, known))
+    return [
+        jax.tree_util.keystr(path, simple=True, separator=".")
+        for module in filter(is_module, jax.tree.leaves(arguments, is_leaf=is_module))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(module)
+        if isinstance(leaf, jax.core.Tracer) and id(leaf) not in kept
+    ]
 
 
 def _split(args: tuple, kwargs: dict) -> tuple[list[Any], Signature]:
@@ -178,8 +208,37 @@ def _holds_tracers(program: Program) -> bool:
     return any(isinstance(c, jax.core.Tracer) for c in program.traced.consts)
 
 
+def _both_names(
+    fn: Callable[..., Any], frozen: int | str | Sequence[int | str] | None
+) -> set[int | str]:
+    """Returns both the position and the name of each frozen argument.
+
+    Raises:
+        ConfigError: The function has no such argument.
+    """
+    found: set[int | str] = set()
+    if frozen is None:
+        return found
+    parameters = inspect.signature(fn).parameters
+    names = list(parameters)
+    kinds = {p.kind for p in parameters.values()}
+    for argument in (frozen,) if isinstance(frozen, int | str) else frozen:
+        is_place = isinstance(argument, int)
+        if argument in (range(len(names)) if is_place else names):
+            place = argument if is_place else names.index(argument)
+            found |= {place, names[place]}
+        elif (_ANY_PLACE if is_place else _ANY_NAME) in kinds:
+            found.add(argument)
+        else:
+            raise ConfigError(
+                f"frozen has {argument!r}, and {_name(fn)} has no such argument. Use "
+                f"names, or positions from 0, of its arguments: {', '.join(names)}."
+            )
+    return found
+
+
 def _stop_gradients(
-    args: tuple, kwargs: dict, frozen: Sequence[int | str] | None
+    args: tuple, kwargs: dict, frozen: Iterable[int | str]
 ) -> tuple[Any, Any]:
     """Cuts the gradients of frozen arguments."""
     if not frozen:
@@ -197,10 +256,15 @@ def _nothing_found(fn: Callable[..., Any], rewritten: Rewritten) -> str:
     reasons = [(r.location, r.reason) for r in rewritten.refusals]
     reasons += [(site.location, decide(site).reason) for site in rewritten.declined]
     lines = "".join(f"\n  {location}: {reason}" for location, reason in reasons)
-    near = f" These came near:{lines}" if reasons else ""
+    near = (
+        f"Near misses:{lines}"
+        if reasons
+        else "No sum comes near x @ w + s * (x @ a) @ b; docs/fuse.md lists what is "
+        "found and what is refused."
+    )
     return (
         f"{_name(fn)} has no linear with a low-rank branch that can be fused. Use "
-        f"strict=False to run it as it is.{near}"
+        f"strict=False to run it as it is. {near}"
     )
 
 

@@ -46,6 +46,13 @@ class Device:
         return self.speed.name
 
     @property
+    def title(self) -> str:
+        """The device whose times are predicted, in words."""
+        if self.name == UNKNOWN_DEVICE.name:
+            return "a typical GPU, as the rates of this device are unknown"
+        return self.name
+
+    @property
     def memory_bytes(self) -> float:
         """Bytes per second that loops over large tensors reach."""
         return self.memory_share * self.speed.memory_bytes

@@ -1,5 +1,6 @@
 """Explains what was found in a function, what is fused and why, and what it saves."""
 
+import collections
 import dataclasses
 import pathlib
 import shutil
@@ -13,7 +14,7 @@ from rich.table import Table
 
 from jaxlora.console import literal, show
 from jaxlora.fuse.api import trace_call
-from jaxlora.fuse.cost import Cost, Decision, decide, format_time, graph_cost
+from jaxlora.fuse.cost import Cost, Decision, decide, graph_cost
 from jaxlora.fuse.cut import Cut, find_cuts
 from jaxlora.fuse.device import describe_device
 from jaxlora.fuse.graph import data_flow, inner_jaxprs
@@ -46,7 +47,11 @@ class ExplainedSite:
 class Explanation:
     """What the fusion pass does to a function.
 
-    `str()` is a table as wide as the terminal.
+    `str()` is a table of the sites, with a line for each reason, as wide as the
+    terminal. It has T tokens, K input and N output features of each site, or `N1+N2` if
+    two linears share x. Times and memory traffic are those of a run of both passes, as
+    XLA compiles them → fused; in a function that already is a gradient, of the forward
+    pass.
 
     Attributes:
         device: Name of the device for which times are predicted.
@@ -101,14 +106,13 @@ class Explanation:
         return capture.get().rstrip("\n")
 
     def _parts(self) -> Iterator[Table | str]:
-        branches = "branch" if len(self.sites) == 1 else "branches"
-        found = f"{len(self.sites)} low-rank {branches} found, {self.num_fused} fused"
-        yield f"{found}; predicted for the device {self.device}"
+        sites = "site" if len(self.sites) == 1 else "sites"
+        found = f"{len(self.sites)} {sites} found, {self.num_fused} fused"
+        yield f"{found}; times are predicted for {describe_device(self.device).title}"
         if self.sites:
             yield _site_table(self.sites)
             yield from _reasons(self.sites)
-        for refusal in self.refusals:
-            yield f"not a site: {_short(refusal.location)}: {refusal.reason}"
+        yield from _near_misses(self.refusals)
         yield f"the function: {_change(self.before, self.after)}"
         if self.sites:
             both = _change(self.training_before, self.training_after)
@@ -185,10 +189,9 @@ def _chosen(decision: Decision) -> Cost:
 def _site_table(sites: Sequence[ExplainedSite]) -> Table:
     """Makes a table of sites, with one row for those that are alike."""
     table = Table(box=None, pad_edge=False)
-    table.add_column("site", no_wrap=True)
-    for head in ("T x K x N", "rank", "fused"):
+    for head in ("site", "T x K x N", "adapters", "fused", "runs"):
         table.add_column(head, no_wrap=True)
-    for head in ("runs", "forward, us", "both, us", "MB"):
+    for head in ("time", "MB"):
         table.add_column(head, justify="right")
     alike: dict[Any, float] = {}
     for site in sites:
@@ -200,11 +203,10 @@ def _site_table(sites: Sequence[ExplainedSite]) -> Table:
         cells = (
             location,
             f"{shape.tokens} x {shape.in_features} x {widths}",
-            f"{ranks} x {shape.adapters}" if shape.adapters > 1 else ranks,
+            f"{shape.adapters} of rank {ranks}",
             "yes" if decision.fused else "no",
             f"{runs:g}",
-            _micros(decision.forward_before, decision.forward_after),
-            _micros(decision.before, decision.after),
+            _times(decision.before, decision.after),
             _megabytes(decision.before, decision.after),
         )
         table.add_row(*map(literal, cells))
@@ -212,17 +214,34 @@ def _site_table(sites: Sequence[ExplainedSite]) -> Table:
 
 
 def _reasons(sites: Sequence[ExplainedSite]) -> Iterator[str]:
-    """Returns a line for each reason, with the number of sites that have it."""
-    counts: dict[tuple[bool, str], int] = {}
+    """Returns a line for each reason, with the places of the sites that have it."""
+    places: dict[tuple[bool, str], list[str]] = {}
     for site in sites:
         why = site.decision.fused, site.decision.reason
-        counts[why] = counts.get(why, 0) + 1
-    for (fused, reason), count in counts.items():
-        yield f"{count} {'fused' if fused else 'not fused'}: {reason}"
+        places.setdefault(why, []).append(_short(site.location))
+    for (fused, reason), found in places.items():
+        yield f"{'fused' if fused else 'not fused'}, {_counted(found)}: {reason}"
 
 
-def _micros(before: Cost, after: Cost) -> str:
-    return f"{1e6 * before.seconds:,.0f} → {1e6 * after.seconds:,.0f}"
+def _near_misses(refusals: Sequence[Refusal]) -> Iterator[str]:
+    """Returns a line for each reason, with the places of the sums that have it."""
+    places: dict[str, list[str]] = {}
+    for refusal in refusals:
+        places.setdefault(refusal.reason, []).append(_short(refusal.location))
+    for reason, found in places.items():
+        yield f"near miss, {_counted(found)}: {reason}"
+
+
+def _counted(places: Sequence[str]) -> str:
+    """Joins places, with the number of times of those that occur more than once."""
+    counts = collections.Counter(places)
+    return ", ".join(p if n == 1 else f"{p} ({n} times)" for p, n in counts.items())
+
+
+def _times(before: Cost, after: Cost) -> str:
+    if max(before.seconds, after.seconds) < 1e-3:
+        return f"{1e6 * before.seconds:.0f} → {1e6 * after.seconds:.0f} us"
+    return f"{1e3 * before.seconds:.2f} → {1e3 * after.seconds:.2f} ms"
 
 
 def _megabytes(before: Cost, after: Cost) -> str:
@@ -230,8 +249,7 @@ def _megabytes(before: Cost, after: Cost) -> str:
 
 
 def _change(before: Cost, after: Cost) -> str:
-    times = f"{format_time(before.seconds)} → {format_time(after.seconds)}"
-    return f"{times}, {_megabytes(before, after)} MB"
+    return f"{_times(before, after)}, {_megabytes(before, after)} MB"
 
 
 def _short(location: str) -> str:

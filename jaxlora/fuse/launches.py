@@ -51,16 +51,24 @@ class Launch:
 
     def seconds(self, device: Device) -> float:
         """Predicts the time of all runs, in seconds."""
+        longest = max(self._memory_seconds(device), self._compute_seconds(device))
+        return self.runs * (device.launch_seconds + longest)
+
+    def is_compute_bound(self, device: Device) -> bool:
+        """Whether its arithmetic takes longer than its reads and writes."""
+        return self._compute_seconds(device) > self._memory_seconds(device)
+
+    def _memory_seconds(self, device: Device) -> float:
         is_thin = self.sizes is not None and min(self.sizes[1:]) <= _THIN
         rate = device.speed.memory_bytes
         rate *= device.thin_share if is_thin else device.memory_share
-        memory = (self.bytes_read + self.bytes_written) / rate
+        return (self.bytes_read + self.bytes_written) / rate
+
+    def _compute_seconds(self, device: Device) -> float:
         vector = self.work.vector_operations / device.vector_operations
         integer = self.work.integer_operations / device.integer_operations
         matmul = 0.0 if self.sizes is None else device.matmul_seconds(self.sizes)
-        return self.runs * (
-            device.launch_seconds + max(memory, matmul, vector + integer)
-        )
+        return max(matmul, vector + integer)
 
 
 def bound(operation: Operation, device: Device) -> str:

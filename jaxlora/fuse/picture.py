@@ -23,7 +23,7 @@ _MAX_BOXES = 90  # of a graph that is drawn kernel by kernel
 _MAX_LABELLED = 16  # boxes of a graph in which every tensor is labelled
 _WIDTH, _HEIGHT = 2.9, 0.8  # inches of a box with its surroundings
 _COLORS = {"compute": "#f6c89f", "memory": "#bcd7ee", "fold": "#e4e4e4"}
-_CUT, _EDGE = "#c0262d", "#888888"
+_CUT, _EDGE, _FUSED = "#c0262d", "#888888", "#2a7a3b"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ def save_picture(
     metadata = {"Date": None} if path.suffix == ".svg" else None
     try:
         with matplotlib.rc_context(settings):
-            _draw(picture).savefig(path, dpi=110, metadata=metadata)
+            _draw(picture, device).savefig(path, dpi=110, metadata=metadata)
     except OSError as error:
         raise StorageError(f"the picture {path} cannot be written: {error}.") from error
 
@@ -102,10 +102,9 @@ def _kernel_box(
     time = f"{1e6 * launch.seconds(device) / launch.runs:.0f} us"
     runs = f" x {launch.runs:g}" if launch.runs != 1 else ""
     megabytes = (launch.bytes_read + launch.bytes_written) / 1e6
-    is_compute = launch.seconds(device) > 1.5 * launch.num_bytes / device.memory_bytes
     return _Box(
         label=f"{_title(ops, launch)}\n{time}{runs}, {megabytes:.1f} MB",
-        color="compute" if is_compute and megabytes > 1 else "memory",
+        color="compute" if launch.is_compute_bound(device) else "memory",
         operations=own,
         in_kernel=any(own & cut.inside for cut in cuts if cut.tensors),
     )
@@ -194,8 +193,9 @@ def _folded(
     seconds = sum(launches[n].seconds(device) for n in numbers)
     largest = max(boxes, key=lambda b: len(b.label) * ("product" in b.label))
     title = largest.label.partition("\n")[0] if kind == "site" else "other kernels"
+    kernels = "kernel" if len(boxes) == 1 else "kernels"
     return _Box(
-        label=f"{title}\n{len(boxes)} kernels, {1e6 * seconds:.0f} us",
+        label=f"{title}\n{len(boxes)} {kernels}, {1e6 * seconds:.0f} us",
         color="compute" if kind == "site" else "fold",
         operations=frozenset(i for box in boxes for i in box.operations),
         in_kernel=any(box.in_kernel for box in boxes),
@@ -234,7 +234,7 @@ def _positions(picture: "nx.DiGraph[Any]") -> dict[int, tuple[float, float]]:
     return places
 
 
-def _draw(picture: "nx.DiGraph[Any]") -> Figure:
+def _draw(picture: "nx.DiGraph[Any]", device: Device) -> Figure:
     places = _positions(picture)
     across = [x for x, _ in places.values()] or [0.0]
     rows = 1 + max((-y for _, y in places.values()), default=0.0)
@@ -242,55 +242,79 @@ def _draw(picture: "nx.DiGraph[Any]") -> Figure:
     figure = Figure(figsize=(max(width, 8.0), _HEIGHT * rows + 1.2), layout="tight")
     axes = figure.subplots()
     axes.set_axis_off()
+    frames = {
+        number: _draw_box(axes, places[number], data["box"])
+        for number, data in picture.nodes(data=True)
+    }
+    is_labelled = len(picture) <= _MAX_LABELLED
     for writer, reader, data in picture.edges(data=True):
-        _draw_edge(axes, places[writer], places[reader], data, len(picture))
-    for number, data in picture.nodes(data=True):
-        box: _Box = data["box"]
-        frame = {
-            "boxstyle": "round",
-            "facecolor": _COLORS[box.color],
-            "edgecolor": "#2a7a3b" if box.in_kernel else _EDGE,
-            "linewidth": 2.0 if box.in_kernel else 0.6,
-        }
-        axes.text(
-            *places[number], box.label, bbox=frame, size=7, ha="center", va="center"
-        )
+        style = _edge_style(places[writer], places[reader], data)
+        style |= {"patchA": frames[writer], "patchB": frames[reader]}
+        ends = places[writer], places[reader]
+        axes.annotate("", xy=ends[1], xytext=ends[0], arrowprops=style, zorder=1)
+        if data["is_cut"] or is_labelled:
+            _label_edge(axes, *ends, data)
     axes.set_xlim(min(across) - 0.6, max(across) + 0.6)
     axes.set_ylim(0.5 - rows, 0.5)
-    _legend(figure)
+    title = f"Kernels as XLA compiles them, with times predicted for {device.title}"
+    axes.set_title(title, size=8, loc="left")
+    _legend(figure, [data["box"] for _, data in picture.nodes(data=True)])
     return figure
 
 
-def _draw_edge(axes: Axes, start, end, data: dict[str, Any], num_boxes: int) -> None:
-    is_cut, tensor = data["is_cut"], data["tensor"]
+def _draw_box(axes: Axes, place: tuple[float, float], box: _Box) -> Patch:
+    """Draws a box, and returns its frame, at which arrows end."""
+    frame = {
+        "boxstyle": "round",
+        "facecolor": _COLORS[box.color],
+        "edgecolor": _FUSED if box.in_kernel else _EDGE,
+        "linewidth": 2.0 if box.in_kernel else 0.6,
+    }
+    text = axes.text(*place, box.label, bbox=frame, size=7, ha="center", va="center")
+    patch = text.get_bbox_patch()
+    assert patch is not None
+    return patch
+
+
+def _edge_style(start, end, data: dict[str, Any]) -> dict[str, Any]:
     is_far = start[1] - end[1] > 1.5 and abs(start[0] - end[0]) < 0.25
-    axes.annotate(
-        "",
-        xy=end,
-        xytext=start,
-        arrowprops={
-            "arrowstyle": "->",
-            "color": _CUT if is_cut else _EDGE,
-            "linestyle": "dashed" if is_cut else "solid",
-            "linewidth": 0.5 + min(tensor.num_bytes / 64e6, 2.5),
-            "shrinkA": 12,
-            "shrinkB": 14,
-            # Around the boxes between the two.
-            "connectionstyle": f"arc3,rad={0.25 if is_far else 0.0}",
-        },
-    )
-    if is_cut or num_boxes <= _MAX_LABELLED:
-        x, y = ((a + b) / 2 for a, b in zip(start, end, strict=True))
-        color = _CUT if is_cut else "#555555"
-        frame = {"boxstyle": "square,pad=0.1", "facecolor": "white", "linewidth": 0}
-        axes.text(x, y, str(tensor), size=6, color=color, bbox=frame, ha="center")
+    return {
+        "arrowstyle": "->",
+        "color": _CUT if data["is_cut"] else _EDGE,
+        "linestyle": "dashed" if data["is_cut"] else "solid",
+        "linewidth": (1.2 if data["is_cut"] else 0.5)
+        + min(data["tensor"].num_bytes / 64e6, 2.5),
+        "shrinkA": 1,
+        "shrinkB": 1,
+        # Around the boxes between the two.
+        "connectionstyle": f"arc3,rad={0.25 if is_far else 0.0}",
+    }
 
 
-def _legend(figure: Figure) -> None:
-    marks = [
-        Patch(facecolor=_COLORS["compute"], label="bound by compute"),
-        Patch(facecolor=_COLORS["memory"], label="bound by memory"),
-        Patch(facecolor="white", edgecolor="#2a7a3b", label="one fused kernel"),
-        Line2D([], [], color=_CUT, linestyle="dashed", label="cut"),
+def _label_edge(axes: Axes, start, end, data: dict[str, Any]) -> None:
+    x, y = ((a + b) / 2 for a, b in zip(start, end, strict=True))
+    color = _CUT if data["is_cut"] else "#555555"
+    frame = {"boxstyle": "square,pad=0.1", "facecolor": "white", "linewidth": 0}
+    label = str(data["tensor"])
+    axes.text(x, y, label, size=6, color=color, bbox=frame, ha="center", zorder=2)
+
+
+def _legend(figure: Figure, boxes: Sequence[_Box]) -> None:
+    """Explains the colors; those that the picture lacks are left out."""
+    colors = {box.color for box in boxes}
+    labels = {
+        "compute": "bound by compute",
+        "memory": "bound by memory",
+        "fold": "several kernels",
+    }
+    marks: list[Any] = [
+        Patch(facecolor=_COLORS[color], label=label)
+        for color, label in labels.items()
+        if color in colors
     ]
-    figure.legend(handles=marks, loc="upper right", fontsize=7, ncols=4)
+    if any(box.in_kernel for box in boxes):
+        green = "can share a kernel with a large product"
+        cut = "cut: written to memory before that kernel"
+        marks.append(Patch(facecolor="white", edgecolor=_FUSED, label=green))
+        marks.append(Line2D([], [], color=_CUT, linestyle="dashed", label=cut))
+    figure.legend(handles=marks, loc="lower left", fontsize=7, ncols=len(marks))

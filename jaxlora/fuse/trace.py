@@ -6,11 +6,15 @@ and remembers them, so that a call that need not be opened is kept as it is.
 """
 
 import dataclasses
+import pathlib
 from collections.abc import Iterable
 from typing import Any
 
 from jax.extend import core, source_info_util
 
+# A site that one of these wrote is named by the code that called the library.
+_LIBRARIES = {"equinox", "flax", "haiku", "quax", "qwix"}
+_MAX_FRAMES = 32  # between an operation of a library and the code that called it
 _BODY = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
 
 
@@ -91,8 +95,22 @@ def body_of(eqn: Any) -> core.Jaxpr:
 
 
 def source_of(eqn: Any) -> str:
-    """Returns the file, line and function of the code that made an equation."""
-    return source_info_util.summarize(eqn.source_info)
+    """Returns the file, line and function of the code that made an equation.
+
+    If a library of layers made it, that is the code that called the library.
+    """
+    lines = source_info_util.summarize(eqn.source_info, _MAX_FRAMES).split("\n")
+    outward = lines[::-1]
+    own = (line for line in outward if _LIBRARIES.isdisjoint(_installed_in(line)))
+    return next(own, outward[0])
+
+
+def _installed_in(location: str) -> tuple[str, ...]:
+    """Returns the name of the installed package that a location is in, if any."""
+    parts = pathlib.PurePath(location.partition(":")[0]).parts
+    if "site-packages" not in parts:
+        return ()
+    return parts[parts.index("site-packages") + 1 :][:1]
 
 
 def live_equations(jaxpr: core.Jaxpr) -> list[bool]:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxlora.errors import ConfigError, FuseError
 from jaxlora.fuse.api import fuse
@@ -45,10 +46,24 @@ def test_the_weight_has_a_gradient_only_where_it_is_asked_for():
     assert shape in primitives(jax.grad(loss, 1), *args)
 
 
-def test_a_frozen_argument_has_no_gradient():
+@pytest.mark.parametrize("frozen", [[1], 1, "w", ["w", "x"]])
+def test_a_frozen_argument_has_no_gradient(frozen):
     args = arguments()
-    loss = lambda *args: fuse(linear, frozen=[1])(*args).sum()
+    loss = lambda *args: fuse(linear, frozen=frozen)(*args).sum()
     assert not np.any(jax.grad(loss, 1)(*args))
+    assert np.any(jax.grad(loss, 2)(*args))
+
+
+@pytest.mark.parametrize("frozen", ["weight", 4, -1, ["w", "weight"]])
+def test_frozen_arguments_that_do_not_exist_are_refused(frozen):
+    with pytest.raises(ConfigError, match=r"no such argument.*x, w, a, b"):
+        fuse(linear, frozen=frozen)
+
+
+def test_variable_arguments_can_be_frozen():
+    args = arguments()
+    fused = fuse(lambda *args: linear(*args), frozen=1)
+    assert not np.any(jax.grad(lambda *args: fused(*args).sum(), 1)(*args))
 
 
 def test_a_function_without_sites_is_called_as_it_is():
@@ -91,6 +106,30 @@ def test_side_effects_are_named():
 
     with pytest.raises(FuseError, match="side effects"):
         fuse(printing)(*arguments())
+
+
+class WithDropout(nnx.Module):
+    def __init__(self):
+        base = nnx.Linear(K, N, rngs=nnx.Rngs(0))
+        self.linear = nnx.LoRA(K, R, N, base_module=base, rngs=nnx.Rngs(1))
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(2))
+
+    def __call__(self, x, key=None):
+        return self.linear(self.dropout(x, rngs=key))
+
+
+def test_a_module_that_would_draw_the_same_mask_again_is_refused():
+    x, module = arguments()[0], WithDropout()
+    fused = fuse(lambda module, x, key=None: module(x, key))
+    with pytest.raises(FuseError, match=r"dropout\.rngs\.count"):
+        fused(module, x)
+    key = jax.random.key(0)
+    assert relative_error(fused(module, x, key), module(x, key)) < 1e-6
+
+
+def test_strict_says_where_to_look_if_nothing_comes_near():
+    with pytest.raises(FuseError, match=r"docs/fuse\.md"):
+        fuse(jnp.tanh, strict=True)(arguments()[0])
 
 
 def test_unknown_implementation():

@@ -1,4 +1,4 @@
-"""The example of docs/fuse.md runs, and its pages name files that exist."""
+"""The examples of docs/fuse.md run, and its pages name files that exist."""
 
 import pathlib
 import re
@@ -10,17 +10,34 @@ ROOT = pathlib.Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "fuse.md").read_text(encoding="utf-8")
 
 
-def test_the_example_gives_the_same_numbers(capsys):
-    code = re.search(r"<!-- example -->\n```python\n(.*?)```", TEXT, re.S)
-    assert code is not None
+def run_example(word):
+    examples = re.findall(r"<!-- example -->\n```python\n(.*?)```", TEXT, re.S)
+    (code,) = (example for example in examples if word in example)
     names = {}
-    exec(code[1], names)
+    exec(code, names)
+    return names
+
+
+def test_the_example_gives_the_same_numbers(capsys):
+    names = run_example("explain")
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
         names["after"],
         names["before"],
     )
     assert capsys.readouterr().out
+
+
+def test_the_example_with_a_module_gives_the_same_numbers():
+    names = run_example("nnx")
+    arguments = (names[name] for name in ("lora", "frozen", "x", "key"))
+    value, gradients = jax.value_and_grad(names["loss"])(*arguments)
+    np.testing.assert_allclose(names["value"], value, rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        names["gradients"],
+        gradients,
+    )
 
 
 def test_the_table_of_forms_names_files():

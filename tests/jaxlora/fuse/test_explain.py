@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import jaxlora
 from jaxlora.errors import FuseError
@@ -46,11 +47,10 @@ def test_a_site_has_its_sizes_and_costs(explained):
 def test_the_text_is_a_table_with_reasons(explained, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     lines = str(explained).splitlines()
-    assert lines[0] == (
-        "1 low-rank branch found, 1 fused; predicted for the device NVIDIA H200"
-    )
+    assert lines[0] == ("1 site found, 1 fused; times are predicted for NVIDIA H200")
     assert "linears.py:" in lines[2] and "8192 x 4096 x 4096" in lines[2]
-    assert lines[3].startswith("1 fused: 1.")
+    assert "1 of rank 16" in lines[2]
+    assert lines[3].startswith("fused, linears.py:")
     assert lines[-2].startswith("the function: ")
 
 
@@ -66,6 +66,35 @@ def test_near_misses_are_listed(monkeypatch):
     found = explain(relu, *args)
     assert not found.sites and found.before == found.after
     assert all(refusal.reason in str(found) for refusal in found.refusals)
+
+
+def test_near_misses_of_one_reason_share_a_line(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(x, w, a, b):
+        for _ in range(3):
+            x = jax.nn.silu(x @ w + (2 * jnp.sin(x) @ a) @ b)
+        return x
+
+    found = explain(run, *SIZES)
+    assert len(found.refusals) == 3
+    (line,) = (s for s in str(found).splitlines() if s.startswith("near miss, "))
+    assert "(3 times): the branch and the frozen product have different x" in line
+
+
+def test_a_site_of_a_library_is_named_by_the_code_that_calls_it():
+    base = nnx.Linear(32, 32, rngs=nnx.Rngs(0))
+    module = nnx.LoRA(32, 4, 32, base_module=base, rngs=nnx.Rngs(1))
+    found = explain(lambda x: module(x), shape(16, 32))
+    assert "test_explain.py:" in found.sites[0].location
+
+
+def test_an_unknown_device_has_the_times_of_a_typical_gpu(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    found = explain(
+        lambda x, w, a, b: x @ w + (x @ a) @ b, *linears_small(), device="cpu"
+    )
+    assert "predicted for a typical GPU" in str(found)
 
 
 def test_a_site_in_a_scan_counts_each_run():
@@ -102,7 +131,9 @@ def test_small_sites_are_not_fused_and_the_text_says_why():
     small = shape(64, 256), shape(256, 256), shape(256, 8), shape(8, 256)
     found = explain(lambda x, w, a, b: x @ w + (x @ a) @ b, *small)
     assert len(found.sites) == 1 and found.num_fused == 0
-    assert "1 not fused: fused kernels would be slower" in str(found).replace("\n", " ")
+    text = str(found).replace("\n", " ")
+    assert "not fused, test_explain.py:" in text
+    assert "fused kernels would be slower" in text
     assert found.before == found.after
 
 
