@@ -27,7 +27,7 @@ class Program:
 
     Attributes:
         traced: The jaxpr of the function.
-        rewritten: The same with its sites replaced.
+        rewritten: That jaxpr with its sites replaced.
         out_tree: The structure of the function's results.
     """
 
@@ -200,7 +200,7 @@ def _aval_key(array: Any) -> Hashable:
 
 
 def _context() -> Hashable:
-    """Returns what else a trace depends on."""
+    """Returns the settings of JAX on which a trace depends."""
     return jax.sharding.get_abstract_mesh(), jax.config.jax_enable_x64
 
 
@@ -255,7 +255,8 @@ def _stop_gradient(leaf: Any) -> Any:
 def _nothing_found(fn: Callable[..., Any], rewritten: Rewritten) -> str:
     reasons = [(r.location, r.reason) for r in rewritten.refusals]
     reasons += [(site.location, decide(site).reason) for site in rewritten.declined]
-    lines = "".join(f"\n  {location}: {reason}" for location, reason in reasons)
+    distinct = dict.fromkeys(reasons)
+    lines = "".join(f"\n  {location}: {reason}" for location, reason in distinct)
     near = (
         f"Near misses:{lines}"
         if reasons

@@ -39,7 +39,7 @@ def choose_backend(
     rank: int,
     blocks: Sequence[int],
 ) -> Chosen | str:
-    """Returns the first back end that can run a linear, or why none can.
+    """Returns the first back end that can run a linear, or the reasons why none can.
 
     Args:
         asked: Name of a back end, or `auto`.

@@ -18,7 +18,7 @@ class _Unit:
 
     Attributes:
         factor: The array.
-        number: What the product of the members is to be multiplied by to get it.
+        number: The array is this number times the product of the members.
         members: Positions of the factors.
         equations: The equations that computed it.
     """
@@ -31,7 +31,7 @@ class _Unit:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Found:
-    """A term that is a branch."""
+    """A branch, with the parts that all branches of a linear must share."""
 
     branch: Branch
     mask: Mask | None
@@ -44,7 +44,7 @@ def find_linear(form: Form, indices: Indices) -> tuple[Linear | None, list[str]]
     """Finds a frozen product with branches in a sum.
 
     Returns:
-        The linear with the most branches, or None; and why near misses are none.
+        The linear with the most branches, or None; and the reasons of near misses.
     """
     reasons: list[str] = []
     best: Linear | None = None
@@ -157,7 +157,7 @@ def _same_mask(first: Mask | None, second: Mask | None) -> bool:
 def _check_base(linear: Linear, indices: Indices) -> None:
     """Raises `NotThin` if the kernels cannot compute the sum."""
     if set(linear.w.indices) & set(linear.rows):
-        raise NotThin("its frozen weight is another one for each sequence")
+        raise NotThin("its frozen weight differs by sequence")
     if linear.coefficient != 1:
         raise NotThin(f"its frozen product is multiplied by {linear.coefficient:g}")
     adapters = linear.adapter_indices

@@ -1,4 +1,4 @@
-"""Predicts what a site takes as XLA compiles it and in the fused kernels, and decides.
+"""Predicts the time of a site with and without the fused kernels, and decides.
 
 Times are device times of kernels that run one after the other, without the gaps
 between them.
@@ -65,8 +65,8 @@ class Decision:
     """Whether to run a site in the fused kernels.
 
     Attributes:
-        fused: Whether to. On a device without fused kernels, sites run through the
-            back end in plain JAX, for the same values.
+        fused: Whether to fuse it. On a device without fused kernels, sites run through
+            the back end in plain JAX, which gives the same values.
         reason: Why, as a clause without a full stop.
         forward_before: Cost of the forward pass as XLA compiles it.
         forward_after: Cost of the forward pass in the fused kernels.
@@ -106,10 +106,11 @@ def decide_shape(
     implementation: str = "mosaic",
     keeps_s: bool = False,
 ) -> Decision:
-    """Decides as `decide` does, for a site of given sizes.
+    """Decides whether the fused kernels are faster for a site of given sizes.
 
-    If it keeps s, its backward pass is not in the kernels: both passes then are the
-    forward pass alone, and s is computed twice.
+    If the site keeps s, as in a function that already is a gradient, the kernels
+    compute only its forward pass, and s is computed once more beside them. The costs of
+    both passes are then those of the forward pass.
     """
     described = describe_device(device)
     before_1, before_2 = plain_costs(shape, described)
@@ -136,7 +137,7 @@ def decide_shape(
 
 
 def _plain_shrink(shape: SiteShape, device: Device) -> Cost:
-    """Cost of s as XLA compiles it, with one dropped x for each mask."""
+    """Cost of s as XLA compiles it, and of x with dropout for each mask."""
     dropped = Cost(
         num_bytes=2 * _bytes(shape, shape.in_features),
         seconds=2 * _bytes(shape, shape.in_features) / device.memory_bytes,
@@ -198,7 +199,7 @@ def fused_costs(shape: SiteShape, device: Device) -> tuple[Cost, Cost]:
 
 
 def _small_seconds(device: Device) -> float:
-    """Time of eight kernels over A, B and the routing, no less than their launches."""
+    """Time of eight kernels over A, B and the routing; at least their launches."""
     return max(_SMALL_SECONDS, 8 * device.launch_seconds)
 
 

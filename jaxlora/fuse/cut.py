@@ -5,8 +5,8 @@ operations is added to the result. What this path computes can be computed in th
 places: in the kernel, once for each tile that needs it; in kernels before it, which
 write it to memory; or partly here and partly there. The best partition is a minimum
 cut: tensors that cross it are written and read, and operations on the kernel's side
-are repeated for each column of tiles if another product follows them. All costs are
-bytes of device memory traffic, or take as long as so many bytes.
+are repeated for each column of tiles if another product follows them. Costs are in
+bytes of device memory traffic; arithmetic counts as the bytes that move in its time.
 
 LoRAFusion finds by hand that the cut of a low-rank path is its narrow tensor s (arXiv
 2510.00206, section 5.1).
@@ -14,7 +14,7 @@ LoRAFusion finds by hand that the cut of a low-rank path is its narrow tensor s 
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import networkx as nx
@@ -58,14 +58,6 @@ def find_cuts(graph: nx.MultiDiGraph, device: Device) -> list[Cut]:
     """
     paths = _Paths(graph, device)
     return [_minimum_cut(path, device) for path in paths.find()]
-
-
-def fusable_groups(cuts: Iterable[Cut]) -> list[frozenset[int]]:
-    """Returns the operations that can share a kernel, before and after each cut."""
-    groups = []
-    for cut in cuts:
-        groups += [group for group in (cut.before, cut.inside) if group]
-    return groups
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

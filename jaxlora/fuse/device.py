@@ -28,7 +28,7 @@ class Device:
             multiprocessors have a tile.
         memory_share: Share of the peak that loops over large tensors reach.
         thin_share: The same for matrix products with a narrow side, through cuBLAS.
-        launch_seconds: Least time of a kernel.
+        launch_seconds: Shortest time that a kernel takes.
     """
 
     speed: DeviceSpeed

@@ -241,7 +241,7 @@ def _launch(
     readers: dict[int, set[int]],
     origins: Origins,
 ) -> Launch | None:
-    """Sums up a kernel; None if it only computes a number, which XLA does elsewhere."""
+    """Sums up a kernel; None if it only computes scalars, which take no kernel."""
     inside = {op.index for op in members}
     read: dict[int, float] = {}
     written: dict[int, float] = {}

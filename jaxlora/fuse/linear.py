@@ -117,12 +117,15 @@ def _shared(
 def check_rank(
     linear: Linear, rank_indices: tuple[Index, ...], indices: Indices
 ) -> None:
+    """Raises `NotThin` if a branch's rank is not small beside the frozen product."""
     rank = indices.size_of(rank_indices)
     k, n = (indices.size_of(i) for i in (linear.in_indices, linear.out_indices))
-    if rank > min(MAX_RANK, min(k, n) // RANK_FRACTION):
+    limit = min(MAX_RANK, min(k, n) // RANK_FRACTION)
+    if rank > limit:
         raise NotThin(
-            f"the branch's rank {rank} is not small: the limits are {MAX_RANK} and "
-            f"a {RANK_FRACTION}th of the {k} x {n} features"
+            f"the branch's rank {rank} is not small: it may be at most {limit}, which "
+            f"is the smaller of {MAX_RANK} and min(K, N) / {RANK_FRACTION} for "
+            f"K={k} and N={n}"
         )
 
 

@@ -28,7 +28,7 @@ from jaxlora.fuse.trace import live_equations, source_of
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS
 
 _SUMS = ("add", "add_any", "sub", "dot_general", "reduce_sum")
-_USED = "is also used elsewhere, so it is computed anyway"
+_USED = "is also used elsewhere, so it has to be computed anyway"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -273,7 +273,7 @@ class _Finder:
         )
         reason = chosen if isinstance(chosen, str) else None
         if len(projection.rest) < len(linear.rest):
-            reason = "its sum has other terms that are no arrays of their own"
+            reason = "its sum has a further product, which no variable holds by itself"
         reason = _rounding(linear) or reason
         if reason is not None:
             self._refuse(candidate.number, reason)

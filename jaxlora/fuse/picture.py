@@ -28,7 +28,7 @@ _CUT, _EDGE, _FUSED = "#c0262d", "#888888", "#2a7a3b"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Box:
-    """What one box of the picture shows.
+    """A box of the picture.
 
     Attributes:
         label: Its text.

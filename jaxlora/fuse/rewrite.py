@@ -40,7 +40,7 @@ class Rewritten:
         jaxpr: The new jaxpr; the old one itself if it has no sites.
         sites: Its sites and those of the jaxprs inside it.
         refusals: The near misses.
-        declined: Sites that are left as they are, as the kernels would be slower.
+        declined: Sites that are left as they are, because the kernels would be slower.
     """
 
     jaxpr: core.Jaxpr
@@ -54,7 +54,7 @@ class _Node:
     """An equation or a site, with the variables that it reads and writes.
 
     Attributes:
-        order: Its place among the nodes, where nothing else decides.
+        order: Its place among nodes that do not depend on each other.
         inputs: The variables that it reads.
         outputs: The variables that it writes.
         eqn: The equation; None for a site.
@@ -89,7 +89,7 @@ class _Rewriter:
     def rewrite(self, jaxpr: core.Jaxpr, path: tuple[str, ...]) -> Rewritten:
         key = id(jaxpr), path
         if key not in self.done:
-            # The jaxpr is kept, so that no other one gets its identity.
+            # The jaxpr is kept, so that its id is not used again.
             self.done[key] = jaxpr, self._rewrite(jaxpr, path)
         return self.done[key][1]
 
@@ -97,9 +97,9 @@ class _Rewriter:
         opened = open_calls(jaxpr)
         found = find_sites(opened.jaxpr, path, self.implementation)
         grouped = group_sites(found.sites)
-        paying = tuple(filter(self._pays, grouped))
-        declined = [site for site in grouped if site not in paying]
-        layout, nodes = _lay_out(opened, paying, found.added)
+        fused = tuple(filter(self._is_fused, grouped))
+        declined = [site for site in grouped if site not in fused]
+        layout, nodes = _lay_out(opened, fused, found.added)
         eqns: list[Any] = []
         sites: list[Site] = []
         refusals = [r for r in found.refusals]
@@ -122,8 +122,8 @@ class _Rewriter:
             declined=tuple(declined),
         )
 
-    def _pays(self, site: Site) -> bool:
-        """Tells whether to fuse a site; a back end that was asked for is not asked."""
+    def _is_fused(self, site: Site) -> bool:
+        """Tells whether to fuse a site; a back end that is named runs every site."""
         return self.implementation != "auto" or decide(site).fused
 
     def _with_bodies(self, eqn: Any, path: tuple[str, ...]) -> tuple[Any, list]:
@@ -251,8 +251,8 @@ def _lay_out(
     needed = _needed(layout.nodes, layout.results)
     nodes = _sorted(needed)
     if len(nodes) < len(needed):  # two groups of sites depend on each other
-        apart = [one for site in sites for one in ungroup(site)]
-        layout = _Layout(opened, apart, added)
+        single = [one for site in sites for one in ungroup(site)]
+        layout = _Layout(opened, single, added)
         needed = _needed(layout.nodes, layout.results)
         nodes = _sorted(needed)
     assert len(nodes) == len(needed), "sites depend on each other"
@@ -274,7 +274,7 @@ def _needed(nodes: Sequence[_Node], results: Sequence[Any]) -> list[_Node]:
 
 
 def _sorted(nodes: Sequence[_Node]) -> list[_Node]:
-    """Sorts nodes so that each stands behind those that it reads.
+    """Sorts nodes so that each comes after those that it reads.
 
     Nodes that depend on each other are left out.
     """

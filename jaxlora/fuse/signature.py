@@ -1,4 +1,4 @@
-"""What two sites must share to be computed by the same equations."""
+"""Finds sites that can be computed by the same equations."""
 
 import dataclasses
 from collections.abc import Hashable

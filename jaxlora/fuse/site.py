@@ -1,4 +1,4 @@
-"""The low-rank branches that were found in a function, and those that were refused."""
+"""Linears with low-rank branches in a function, and near misses."""
 
 import dataclasses
 import math
@@ -96,7 +96,7 @@ class SiteProjection:
         rest: Further summands, each with its constant factor.
         out_indices: The indices of the output features, slowest first.
         rank: Sum of the branches' ranks.
-        out_features: N.
+        out_features: Number of output features, N.
     """
 
     root: core.Var
@@ -159,19 +159,19 @@ class Site:
 
     @property
     def num_adapters(self) -> int:
-        """G."""
+        """Number of adapters, G."""
         if self.selection is not None:
             return self.size_of(self.selection.table_indices)
         return self.size_of(self.adapter_indices)
 
     @property
     def num_tokens(self) -> int:
-        """T, the rows of all adapters."""
+        """Number of rows of all adapters, T."""
         return self.size_of((*self.adapter_indices, *self.row_indices))
 
     @property
     def in_features(self) -> int:
-        """K."""
+        """Number of input features, K."""
         return self.size_of(self.in_indices)
 
 

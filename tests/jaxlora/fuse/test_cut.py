@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxlora.fuse.cut import find_cuts, fusable_groups
+from jaxlora.fuse.cut import find_cuts
 from jaxlora.fuse.device import describe_device
 from jaxlora.fuse.graph import data_flow, operations
 from tests.jaxlora.fuse import linears
@@ -80,10 +80,10 @@ def test_a_residual_and_a_gate_are_no_paths():
     assert cuts_of(jax.make_jaxpr(run)(*args)) == []
 
 
-def test_groups_are_disjoint_and_the_product_is_with_what_is_added():
+def test_the_sides_are_disjoint_and_the_product_is_with_what_is_added():
     graph = data_flow(linears.forward())
     (cut,) = find_cuts(graph, H200)
-    before, inside = fusable_groups([cut])
+    before, inside = cut.before, cut.inside
     assert not before & inside
     names = {op.name for op in operations(graph) if op.index in inside}
     assert names == {"dot_general", "add"}
