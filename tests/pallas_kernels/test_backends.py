@@ -34,9 +34,12 @@ def compared_names(path: pathlib.Path) -> set[str]:
         if isinstance(node, ast.Compare | ast.MatchValue):
             constants = (c for c in ast.walk(node) if isinstance(c, ast.Constant))
             names = {c.value for c in constants if isinstance(c.value, str)}
-            if "implementation" not in ast.unparse(node) or path in ATTENTION:
+            names &= set(BACKENDS)
+            if names and (
+                path in ATTENTION or "implementation" not in ast.unparse(node)
+            ):
                 names -= set(get_args(AttentionImplementation))
-            found |= names & set(BACKENDS)
+            found |= names
     return found
 
 

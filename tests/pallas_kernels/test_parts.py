@@ -12,9 +12,24 @@ from jaxlora.pallas_kernels.routing import make_blocks
 NUM_SLOTS = 5
 slot = st.integers(-1, NUM_SLOTS - 1)
 runs = st.lists(st.tuples(slot, st.integers(1, 40)), min_size=1, max_size=6)
-slots = st.lists(slot, min_size=1, max_size=150) | runs.map(
-    lambda found: [slot for slot, count in found for _ in range(count)]
-)
+# Programs are compiled for each number of blocks, so there are few of them. Some are
+# multiples of a part's blocks, and some are just below one.
+LENGTHS = (7, 32, 79, 150, 240)
+
+
+def length_for(num_blocks):
+    return next(length for length in LENGTHS if length >= num_blocks)
+
+
+def repeat(found):
+    """Repeats a list until it has one of the lengths."""
+    return [found[i % len(found)] for i in range(length_for(len(found)))]
+
+
+slots = (
+    st.lists(slot, min_size=1, max_size=150)
+    | runs.map(lambda found: [slot for slot, count in found for _ in range(count)])
+).map(repeat)
 
 
 def parts_and_blocks(slot_of_block, max_parts, *, direct=False):
@@ -73,7 +88,8 @@ def _check_rows(parts, rows, direct):
 )
 def test_the_parts_of_a_slot_depend_on_its_own_rows_alone(own, before, after):
     def sizes(slot_of_block):
-        table = parts_and_blocks(slot_of_block, 4)[0].table
+        padding = [-1] * (length_for(len(slot_of_block)) - len(slot_of_block))
+        table = parts_and_blocks([*slot_of_block, *padding], 4)[0].table
         mine = np.asarray(table.slot)[: int(table.num_parts[0])] == 0
         return np.asarray(table.num_blocks)[: len(mine)][mine].tolist()
 
