@@ -45,7 +45,7 @@ class ExplainedSite:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What the fusion pass does to a function.
+    """Says what the fusion pass does to a function.
 
     `str()` is a table of the sites, with a line for each reason, as wide as the
     terminal. It has T tokens, K input and N output features of each site, or `N1+N2` if

@@ -14,6 +14,7 @@ from jaxlora.fuse.forms import Factor, Form, Indices, Term
 from jaxlora.fuse.linear import Linear, rank_of
 from jaxlora.fuse.normal import Normalizer
 from jaxlora.fuse.rows import is_sorted, sorted_blocks
+from jaxlora.fuse.rules import RULES
 from jaxlora.fuse.sharing import (
     has_input,
     inputs_in,
@@ -85,7 +86,7 @@ class _Finder:
         self.implementation = implementation
         self.live = live_equations(jaxpr)
         self.users = _users(jaxpr, self.live)
-        self.normalizer = Normalizer()
+        self.normalizer = Normalizer(RULES)
         self.candidates: dict[core.Var, _Candidate] = {}
         self.refusals: dict[int, Refusal] = {}
 

@@ -1,19 +1,13 @@
-"""Computes the normal form of each value of a jaxpr, by one rule for each primitive."""
+"""Computes the normal form of each value of a jaxpr; rules.py has the rules."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxlora.fuse.choose import (
-    gather_form,
-    one_hot_form,
-    ragged_dot_form,
-    value_key,
-)
 from jaxlora.fuse.forms import (
     MAX_TERMS,
     Atom,
@@ -21,23 +15,15 @@ from jaxlora.fuse.forms import (
     Form,
     Group,
     Indices,
-    Names,
     Opaque,
     Term,
-    align,
-    constant,
-    fresh,
-    multiply,
-    narrower,
-    rename,
-    scaled,
-    sum_over,
 )
-from jaxlora.fuse.segments import Joiner, read_segments
-from jaxlora.fuse.site import Index
+from jaxlora.fuse.segments import Joiner
 
 MAX_SAME = 6  # variables that hold the same product, but for a number; the latest
 MAX_FACTORS = 12  # a value with a longer product is an opaque array
+
+Rule = Callable[["Normalizer", Any], Form]  # the form of an equation's result
 
 
 class Normalizer:
@@ -51,7 +37,14 @@ class Normalizer:
         joiner: Makes one term of concatenated segments.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rules: Mapping[str, Rule]) -> None:
+        """Starts without forms.
+
+        Args:
+            rules: The rule of each primitive, by its name; results of others are opaque
+                arrays.
+        """
+        self._rules = rules
         self.indices = Indices()
         self.forms: dict[core.Var, Form] = {}
         self.made_by: dict[core.Var, Any] = {}
@@ -80,7 +73,7 @@ class Normalizer:
         for out in eqn.outvars:
             self.made_by[out] = eqn
             self.numbers[out] = number
-        rule = RULES.get(eqn.primitive.name)
+        rule = self._rules.get(eqn.primitive.name)
         if rule is None or len(eqn.outvars) != 1:
             return
         (out,) = eqn.outvars
@@ -131,296 +124,3 @@ def is_arithmetic(aval: Any) -> bool:
 
 def _is_real(aval: Any) -> bool:
     return is_arithmetic(aval) and not jnp.issubdtype(aval.dtype, np.complexfloating)
-
-
-def _is_float(aval: Any) -> bool:
-    return jnp.issubdtype(aval.dtype, jnp.floating)
-
-
-# --- rules: the form of an equation's result
-
-
-def _add(n: Normalizer, eqn) -> Form:
-    if not is_arithmetic(eqn.outvars[0].aval):
-        raise Opaque
-    first, second = (n.form(v) for v in eqn.invars)
-    if not any(t.rounded is not None for t in (*first.terms, *second.terms)):
-        raise Opaque  # a sum of arrays is an array, such as the input of a linear
-    sign = -1.0 if eqn.primitive.name == "sub" else 1.0
-    if sign < 0:
-        second = scaled(second, sign)
-    shape = eqn.outvars[0].aval.shape
-    first, second = align(
-        n.indices, _spread(n, first, shape), _spread(n, second, shape)
-    )
-    return Form(first.dims, first.terms + second.terms)
-
-
-def _spread(n: Normalizer, form: Form, shape: tuple[int, ...]) -> Form:
-    """Gives a scalar the dimensions of an array."""
-    if len(form.dims) == len(shape):
-        return form
-    return Form(n.indices.new_dims(shape), form.terms)
-
-
-def _neg(n: Normalizer, eqn) -> Form:
-    return scaled(n.form(eqn.invars[0]), -1.0)
-
-
-def _identity(n: Normalizer, eqn) -> Form:
-    return n.form(eqn.invars[0])
-
-
-def _mul(n: Normalizer, eqn) -> Form:
-    out = eqn.outvars[0].aval
-    if not is_arithmetic(out):
-        raise Opaque
-    first, second = (n.form(v) for v in eqn.invars)
-    for one, other in ((first, second), (second, first)):
-        if (number := constant(one)) is not None:
-            return scaled(_spread(n, other, out.shape), number)
-    first, second = _spread(n, first, out.shape), _spread(n, second, out.shape)
-    second = fresh(n.indices, second)
-    first, second = align(n.indices, first, second)
-    if not _worth_multiplying(first, second):
-        raise Opaque
-    return multiply(first, second, first.dims)
-
-
-def _worth_multiplying(first: Form, second: Form) -> bool:
-    """Tells whether an elementwise product is more than a new array.
-
-    It is if one value is a mask, a scalar, a vector that scales sums, or if neither has
-    all indices, as in a matrix product that is written as a product and a sum.
-    """
-    if any(map(_only_masks, (first, second))):
-        return True
-    own = [
-        {i for t in f.terms for x in t.factors for i in x.indices}
-        for f in (first, second)
-    ]
-    all_indices = set(first.indices)
-    covers = [all_indices <= indices for indices in own]
-    if not any(covers):
-        return True
-    vector, other = (second, first) if covers[0] else (first, second)
-    if all(covers):
-        return False
-    is_scalar = not own[1 if covers[0] else 0] & all_indices
-    is_sum = all(t.rounded is not None for t in other.terms)
-    return len(vector.terms) == 1 and (is_scalar or is_sum)
-
-
-def _only_masks(form: Form) -> bool:
-    return len(form.terms) == 1 and all(not f.is_number for f in form.terms[0].factors)
-
-
-def _div(n: Normalizer, eqn) -> Form:
-    if not _is_float(eqn.outvars[0].aval):
-        raise Opaque
-    number = constant(n.form(eqn.invars[1]))
-    if not number:
-        raise Opaque
-    form = n.form(eqn.invars[0])
-    return scaled(_spread(n, form, eqn.outvars[0].aval.shape), 1.0 / number)
-
-
-def _convert(n: Normalizer, eqn) -> Form:
-    (source,), (out,) = eqn.invars, eqn.outvars
-    dtype = out.aval.dtype
-    if not _is_float(out.aval) or dtype.itemsize < 2:
-        raise Opaque
-    form = n.form(source)
-    number = constant(form)
-    if number is None and not (source.aval.dtype == bool or _is_float(source.aval)):
-        raise Opaque
-    is_sum = any(t.rounded is not None for t in form.terms)
-    if not is_sum and any(_was_rounded(f) for t in form.terms for f in t.factors):
-        form = n.leaf(source)  # what was rounded stays so if it is cast back
-    return Form(form.dims, tuple(_cast(term, dtype) for term in form.terms))
-
-
-def _cast(term: Term, dtype: np.dtype) -> Term:
-    if term.rounded is not None:
-        return dataclasses.replace(term, rounded=narrower(term.rounded, dtype))
-    factors = (
-        dataclasses.replace(f, dtype=dtype) if f.is_number else f for f in term.factors
-    )
-    return dataclasses.replace(term, factors=tuple(factors))
-
-
-def _was_rounded(factor: Factor) -> bool:
-    """Tells whether a factor is cast to a smaller dtype than its array's."""
-    aval: Any = factor.var.aval
-    return factor.is_number and factor.dtype.itemsize < aval.dtype.itemsize
-
-
-def _not(n: Normalizer, eqn) -> Form:
-    form = n.form(eqn.invars[0])
-    if len(form.terms) != 1:
-        raise Opaque
-    return _flipped(form)
-
-
-def _flipped(form: Form) -> Form:
-    """Returns the form of a mask's complement."""
-    (term,) = form.terms
-    if len(term.factors) != 1 or term.factors[0].keeps is None:
-        raise Opaque
-    mask = dataclasses.replace(term.factors[0], keeps=not term.factors[0].keeps)
-    return Form(form.dims, (dataclasses.replace(term, factors=(mask,)),))
-
-
-def _select(n: Normalizer, eqn) -> Form:
-    which, *cases = eqn.invars
-    out = eqn.outvars[0]
-    if len(cases) != 2 or which.aval.dtype != bool or not _is_float(out.aval):
-        raise Opaque
-    forms = [n.form(case) for case in cases]
-    zero = [constant(form) == 0 for form in forms]
-    mask = n.form(which)
-    if sum(zero) != 1 or not _only_masks(mask) or not which.aval.shape:
-        raise Opaque
-    if zero[1]:  # the mask keeps where it is False
-        mask = _flipped(mask)
-    kept = forms[zero.index(False)]
-    kept, mask = align(n.indices, kept, fresh(n.indices, mask))
-    return multiply(kept, mask, kept.dims)
-
-
-def _transpose(n: Normalizer, eqn) -> Form:
-    form = n.form(eqn.invars[0])
-    dims = tuple(form.dims[i] for i in eqn.params["permutation"])
-    return Form(dims, form.terms)
-
-
-def _reshape(n: Normalizer, eqn) -> Form:
-    if eqn.params["dimensions"] is not None:
-        raise Opaque
-    form = n.form(eqn.invars[0])
-    shape = eqn.outvars[0].aval.shape
-    dims, replaced = n.indices.split(form.indices, shape)
-    return Form(dims, rename(form, replaced).terms)
-
-
-def _squeeze(n: Normalizer, eqn) -> Form:
-    form = n.form(eqn.invars[0])
-    gone = eqn.params["dimensions"]
-    return Form(tuple(d for i, d in enumerate(form.dims) if i not in gone), form.terms)
-
-
-def _expand_dims(n: Normalizer, eqn) -> Form:
-    form, shape = n.form(eqn.invars[0]), eqn.params["shape"]
-    place = eqn.params["broadcast_dimensions"]
-    dims: list[tuple[Index, ...]] = []
-    for i, size in enumerate(shape):
-        old = form.dims[place.index(i)] if i in place else ()
-        is_new = size != 1 and n.indices.size_of(old) != size
-        dims.append((n.indices.new(size),) if is_new else old)
-    return Form(tuple(dims), form.terms)
-
-
-def _reduce_sum(n: Normalizer, eqn) -> Form:
-    if not is_arithmetic(eqn.outvars[0].aval):
-        raise Opaque
-    form, axes = n.form(eqn.invars[0]), eqn.params["axes"]
-    summed = [i for axis in axes for i in form.dims[axis]]
-    dims = tuple(d for axis, d in enumerate(form.dims) if axis not in axes)
-    return sum_over(
-        n.indices, Form(dims, form.terms), summed, eqn.outvars[0].aval.dtype
-    )
-
-
-def _dot(n: Normalizer, eqn) -> Form:
-    out = eqn.outvars[0].aval
-    if not is_arithmetic(out):
-        raise Opaque
-    (contract_l, contract_r), (batch_l, batch_r) = eqn.params["dimension_numbers"]
-    left, right = n.form(eqn.invars[0]), fresh(n.indices, n.form(eqn.invars[1]))
-    left, right = _unify_axes(
-        n, left, right, (*contract_l, *batch_l), (*contract_r, *batch_r)
-    )
-    summed = [i for axis in contract_l for i in left.dims[axis]]
-    free_l = [d for i, d in enumerate(left.dims) if i not in (*contract_l, *batch_l)]
-    free_r = [d for i, d in enumerate(right.dims) if i not in (*contract_r, *batch_r)]
-    dims = (*(left.dims[i] for i in batch_l), *free_l, *free_r)
-    return sum_over(n.indices, multiply(left, right, dims), summed, out.dtype)
-
-
-def _unify_axes(
-    n: Normalizer, left: Form, right: Form, axes_l: Sequence[int], axes_r: Sequence[int]
-) -> tuple[Form, Form]:
-    """Gives pairs of axes of two forms the same indices."""
-    names_l: Names = {}
-    names_r: Names = {}
-    for i, j in zip(axes_l, axes_r, strict=True):
-        sizes_l = [n.indices.sizes[x] for x in left.dims[i]]
-        sizes_r = [n.indices.sizes[x] for x in right.dims[j]]
-        if sizes_l == sizes_r:  # keep the names of the left, so that equal ones stay so
-            pairs = zip(right.dims[j], left.dims[i], strict=True)
-            names_r |= {x: (y,) for x, y in pairs}
-            continue
-        _, in_l, in_r = n.indices.unify(left.dims[i], right.dims[j])
-        names_l |= in_l
-        names_r |= in_r
-    return rename(left, names_l), rename(right, names_r)
-
-
-def _gather(n: Normalizer, eqn) -> Form:
-    table, rows = eqn.invars
-    if not _is_float(table.aval):
-        raise Opaque
-    key = value_key(n.made_by, rows)
-    return gather_form(fresh(n.indices, n.form(table)), n.form(rows), key, eqn)
-
-
-def _eq(n: Normalizer, eqn) -> Form:
-    first, second = (n.form(v) for v in eqn.invars)
-    if len(first.dims) != len(second.dims):
-        raise Opaque
-    return one_hot_form(first, second, n.made_by)
-
-
-def _ragged_dot(n: Normalizer, eqn) -> Form:
-    left, right, sizes = eqn.invars
-    key = value_key(n.made_by, sizes)
-    table = fresh(n.indices, n.form(right))
-    return ragged_dot_form(n.indices, n.form(left), table, sizes, key, eqn)
-
-
-def _concatenate(n: Normalizer, eqn) -> Form:
-    if not _is_float(eqn.outvars[0].aval):
-        raise Opaque
-    segments = read_segments(n.indices, [n.form(v) for v in eqn.invars], eqn)
-    place, source, axis = n.joiner.source_of(segments)
-    form, dtype = n.form(source), segments.terms[0].factors[place].dtype
-    if len(form.terms) != 1 or dtype != source.aval.dtype:
-        form = n.leaf(source)
-        form = Form(form.dims, tuple(_cast(term, dtype) for term in form.terms))
-    return n.joiner.join(segments, place, form, axis)
-
-
-RULES: dict[str, Callable[[Normalizer, Any], Form]] = {
-    "add": _add,
-    "add_any": _add,
-    "broadcast_in_dim": _expand_dims,
-    "concatenate": _concatenate,
-    "convert_element_type": _convert,
-    "copy": _identity,
-    "copy_p": _identity,
-    "div": _div,
-    "dot_general": _dot,
-    "eq": _eq,
-    "gather": _gather,
-    "mul": _mul,
-    "name": _identity,
-    "neg": _neg,
-    "not": _not,
-    "ragged_dot_general": _ragged_dot,
-    "reduce_sum": _reduce_sum,
-    "reshape": _reshape,
-    "select_n": _select,
-    "squeeze": _squeeze,
-    "sub": _add,
-    "transpose": _transpose,
-}
