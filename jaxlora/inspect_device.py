@@ -54,16 +54,18 @@ def inspect_device(console: Console) -> None:
         facts["memory of a run"] = share.text
     _print(console, "device", facts | _versions())
     kernels = {name: b.unsupported(_LINEAR) for name, b in BACKENDS.items()}
-    slow = {name: b.slow_device() for name, b in BACKENDS.items()}
+    why_not = {
+        name: b.why_not(kernels[name], is_auto=True) for name, b in BACKENDS.items()
+    }
     title = "LoRA kernels, for a linear of 4096 x 4096 in bfloat16, rank 16"
-    _print_support(console, title, kernels, slow)
+    _print_support(console, title, kernels, why_not)
     model = model_config(_MODEL)
     attentions = {
         name: choice.unsupported(jnp.bfloat16, model)
         for name, choice in ATTENTIONS.items()
     }
     title = "attention, for heads of 128 features in bfloat16"
-    _print_support(console, title, attentions, {})
+    _print_support(console, title, attentions, attentions)
 
 
 def _device_facts() -> dict[str, str]:
@@ -111,16 +113,22 @@ def _print_support(
     console: Console,
     title: str,
     reasons: dict[str, str | None],
-    slow: dict[str, str | None],
+    why_not: dict[str, str | None],
 ) -> None:
-    """Prints which entries of a table can run, and which one `auto` takes."""
-    able = [name for name, reason in reasons.items() if reason is None]
-    chosen = next((name for name in able if slow.get(name) is None), None)
+    """Prints which entries of a table can run, and which one `auto` takes.
+
+    Args:
+        console: Console to print to.
+        title: Title of the table.
+        reasons: Why each entry cannot run; None if it can.
+        why_not: Why `auto` does not take each entry; None if it can.
+    """
+    chosen = next((name for name, why in why_not.items() if why is None), None)
     rows = {}
     for name, reason in reasons.items():
         rows[name] = "yes" if reason is None else f"no: {reason}"
-        if name in able and (why_slow := slow.get(name)) is not None:
-            rows[name] += f"; auto passes over it: {why_slow}"
+        if reason is None and why_not[name] is not None:
+            rows[name] += f"; auto passes over it, as it {why_not[name]}"
         if name == chosen:
             rows[name] += "; auto takes it"
     _print(console, title, rows)

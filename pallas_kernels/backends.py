@@ -92,6 +92,22 @@ class Backend:
     partitionable: bool
     slow_device: Callable[[], str | None] = _nowhere
 
+    def why_not(self, unsupported: str | None, *, is_auto: bool) -> str | None:
+        """Says why the back end is not taken for some linears; None if it is.
+
+        Args:
+            unsupported: Why it cannot run them, as its field `unsupported` says it.
+            is_auto: Whether `auto` chooses, which passes over back ends that are slow
+                on the default device, rather than a user by name.
+
+        Returns:
+            What follows the back end's name in a sentence, without a full stop.
+        """
+        if unsupported is not None:
+            return f"cannot run this: {unsupported}"
+        slow = self.slow_device() if is_auto else None
+        return None if slow is None else f"is slow here: {slow}"
+
 
 def _table(*backends: Backend) -> dict[str, Backend]:
     return {backend.name: backend for backend in backends}

@@ -39,18 +39,19 @@ def choose_backend(
     rank: int,
     blocks: Sequence[int],
 ) -> Chosen | str:
-    """Returns the first back end that can run a linear, or the reasons why none can.
+    """Returns the first back end to take for a linear, or why none is taken.
 
     Args:
-        asked: Name of a back end, or `auto`.
+        asked: Name of a back end, or `auto`, which passes over back ends that are slow
+            on the device.
         dtype: Dtype of x and w.
         features: K and N.
         rank: Sum of the branches' ranks.
         blocks: Rows of a token block, in order of preference.
     """
-    backends = BACKENDS.values() if asked == "auto" else [get_backend(asked)]
+    is_auto = asked == "auto"
     reasons = []
-    for backend in backends:
+    for backend in BACKENDS.values() if is_auto else [get_backend(asked)]:
         reason = None
         for block in blocks:
             shape = LinearShape(
@@ -60,7 +61,8 @@ def choose_backend(
                 rank=rank,
                 block_tokens=block,
             )
-            if (reason := backend.unsupported(shape)) is None:
+            reason = backend.why_not(backend.unsupported(shape), is_auto=is_auto)
+            if reason is None:
                 return Chosen(name=backend.name, block_tokens=block)
-        reasons.append(f"{backend.name} cannot run it: {reason}")
+        reasons.append(f"{backend.name} {reason}")
     return "; ".join(reasons)

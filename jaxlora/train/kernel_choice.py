@@ -12,7 +12,7 @@ from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.attention import AttentionImplementation
-from jaxlora.modules.attention_table import ATTENTIONS
+from jaxlora.modules.attention_table import ATTENTIONS, AttentionChoice
 from jaxlora.modules.trained_tensors import LORA_A, LORA_B
 from jaxlora.pallas_kernels import BACKENDS, Backend, LinearShape
 
@@ -48,12 +48,16 @@ def choose_kernels(asked: str, spec: DecoderSpec, block_tokens: int) -> Choice[s
     Raises:
         ConfigError: The back end asked for cannot run the model here, or none can.
     """
-    reasons = {
-        name: functools.partial(kernels_unsupported, backend, spec, block_tokens)
-        for name, backend in BACKENDS.items()
-    }
-    slow = {name: backend.slow_device for name, backend in BACKENDS.items()}
-    return _choose("implementation", asked, reasons, slow)
+
+    def why_not(backend: Backend) -> str | None:
+        unsupported = kernels_unsupported(backend, spec, block_tokens)
+        return backend.why_not(unsupported, is_auto=asked == "auto")
+
+    return _choose(
+        "implementation",
+        asked,
+        {name: functools.partial(why_not, entry) for name, entry in BACKENDS.items()},
+    )
 
 
 def choose_attention(
@@ -69,45 +73,43 @@ def choose_attention(
     Raises:
         ConfigError: The implementation asked for cannot run the model here.
     """
-    reasons = {
-        choice.name: functools.partial(choice.unsupported, dtype, model)
-        for choice in ATTENTIONS.values()
-    }
-    return _choose("attention", asked, reasons, {})
+
+    def why_not(attention: AttentionChoice) -> str | None:
+        unsupported = attention.unsupported(dtype, model)
+        return None if unsupported is None else f"cannot run this: {unsupported}"
+
+    return _choose(
+        "attention",
+        asked,
+        {one.name: functools.partial(why_not, one) for one in ATTENTIONS.values()},
+    )
 
 
 def _choose[Name: str](
     setting: str,
     asked: str,
-    unsupported: Mapping[Name, Callable[[], str | None]],
-    slow: Mapping[Name, Callable[[], str | None]],
+    why_not: Mapping[Name, Callable[[], str | None]],
 ) -> Choice[Name]:
     """Chooses from a table, in its order.
 
     Args:
         setting: Name of the setting, for errors.
         asked: Name of an entry, or `auto`.
-        unsupported: For each name, a function that returns why it cannot run.
-        slow: For some names, a function that returns why `auto` passes over it.
+        why_not: For each name, a function that returns why it is not taken, as what
+            follows the name in a sentence; None if it is.
     """
     reasons = []
-    for name, why_not in unsupported.items():
+    for name, why in why_not.items():
         if asked not in ("auto", name):
             continue
-        reason = why_not()
-        why_slow = slow[name]() if asked == "auto" and name in slow else None
-        if reason is None and why_slow is not None:
-            reasons.append(f"{name} is slow here: {why_slow}")
-            continue
-        if reason is None:
+        if (reason := why()) is None:
             because = f"as {'; '.join(reasons)}" if reasons else ""
             return Choice(name=name, reason=because if asked == "auto" else _REQUESTED)
         if asked == name:
             raise ConfigError(
-                f"{setting}: {asked} cannot run this: {reason}. Use auto, or another "
-                f"{setting}."
+                f"{setting}: {asked} {reason}. Use auto, or another {setting}."
             )
-        reasons.append(f"{name} cannot run this: {reason}")
+        reasons.append(f"{name} {reason}")
     raise ConfigError(f"{setting}: auto finds nothing that runs: {'; '.join(reasons)}.")
 
 

@@ -44,6 +44,16 @@ def test_the_present_device(monkeypatch):
     assert text.count("auto takes it") == 2
 
 
+def test_a_back_end_that_is_slow_here_is_not_what_auto_takes(monkeypatch):
+    entry = dataclasses.replace(
+        BACKENDS["mosaic"],
+        unsupported=lambda shape: None,
+        slow_device=lambda: "it is a kettle",
+    )
+    monkeypatch.setitem(BACKENDS, "mosaic", entry)
+    assert "yes; auto passes over it, as it is slow here: it is a kettle" in shown()
+
+
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
 def test_a_machine_without_a_gpu_says_what_runs_instead():
     lines = shown().splitlines()

@@ -1,0 +1,46 @@
+"""Which back end runs a fused linear."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxlora.fuse.backend import Chosen, choose_backend
+from jaxlora.pallas_kernels import BACKENDS
+
+
+def choose(asked: str):
+    return choose_backend(
+        asked,
+        dtype=np.dtype("float32"),
+        features=(128, 256),
+        rank=16,
+        blocks=(128, 64),
+    )
+
+
+@pytest.fixture(autouse=True)
+def kettle(monkeypatch):
+    """Makes a back end slow here, which runs blocks of 64 tokens only."""
+    entry = dataclasses.replace(
+        BACKENDS["triton"],
+        unsupported=lambda shape: None if shape.block_tokens == 64 else "too large",
+        slow_device=lambda: "it is a kettle",
+    )
+    monkeypatch.setitem(BACKENDS, "triton", entry)
+
+
+def test_auto_passes_over_a_back_end_that_is_slow_on_the_device():
+    assert choose("auto") == Chosen(name="xla", block_tokens=128)
+    assert choose("triton") == Chosen(name="triton", block_tokens=64)
+
+
+def test_the_reasons_name_every_back_end(monkeypatch):
+    for name in ("mosaic", "xla"):
+        entry = dataclasses.replace(BACKENDS[name], unsupported=lambda shape: "no")
+        monkeypatch.setitem(BACKENDS, name, entry)
+    assert choose("auto") == (
+        "mosaic cannot run this: no; triton is slow here: it is a kettle; "
+        "xla cannot run this: no"
+    )
+    assert choose("xla") == "xla cannot run this: no"
