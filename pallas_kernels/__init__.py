@@ -6,18 +6,32 @@ from jaxlora.pallas_kernels.given_mask import GivenMask, pack_mask, unpack_mask
 from jaxlora.pallas_kernels.mosaic.compile import compile_program
 from jaxlora.pallas_kernels.op import multi_lora_linear, multi_lora_linears
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
+from jaxlora.pallas_kernels.quantized import (
+    FORMATS,
+    Fp8Weight,
+    Int8Weight,
+    Nf4Weight,
+    QuantizedWeight,
+    quantize_rows,
+    row_scale,
+)
 from jaxlora.pallas_kernels.reference import multi_lora_linear_reference
 from jaxlora.pallas_kernels.settings import KernelSettings, kernel_settings
 
 __all__ = [
     "BACKENDS",
+    "FORMATS",
     "Backend",
     "Dropout",
+    "Fp8Weight",
     "GivenMask",
+    "Int8Weight",
     "KernelSettings",
     "LinearShape",
     "MaskWords",
+    "Nf4Weight",
     "Projection",
+    "QuantizedWeight",
     "compile_program",
     "dropout_keys",
     "get_backend",
@@ -27,5 +41,7 @@ __all__ = [
     "multi_lora_linear_reference",
     "multi_lora_linears",
     "pack_mask",
+    "quantize_rows",
+    "row_scale",
     "unpack_mask",
 ]

@@ -183,7 +183,7 @@ def _check_shapes(
     x, projection: Projection, block_adapter, is_stack, w_transposed
 ) -> None:
     (t, k), num_blocks = x.shape, block_adapter.shape[0]
-    w, a, b = projection.w, projection.a, projection.b
+    w, a, b = projection.dense_w, projection.a, projection.b
     w_shape = w.shape[1:] if is_stack else w.shape
     k_n = w_shape[::-1] if w_transposed else w_shape
     if k_n != (k, b.shape[2]) or a.shape[1] != k:
@@ -312,5 +312,5 @@ def _with_gradient(backend: Backend):
 
 def _with_stack(projection: Projection) -> Projection:
     """Makes w a stack of one weight if it is none."""
-    w = projection.w
+    w = projection.dense_w
     return dataclasses.replace(projection, w=w if w.ndim == 3 else w[None])

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxlora.pallas_kernels.dropout import Dropout
 from jaxlora.pallas_kernels.given_mask import GivenMask
+from jaxlora.pallas_kernels.quantized.weight import QuantizedWeight
 from jaxlora.pallas_kernels.settings import KernelSettings
 
 
@@ -20,7 +21,7 @@ class Projection:
 
     Attributes:
         w: Frozen base weight, in x's dtype, or a stack of L of them; [N, K] if stored
-            transposed.
+            transposed; or one quantized weight.
         a: Shrink matrices of the slots; ranks below R are zero-padded.
         b: Expand matrices of the slots; ranks below R are zero-padded.
         scaling: `lora_alpha / rank` of each slot; 0 switches a slot off.
@@ -35,7 +36,7 @@ class Projection:
             kernels compute their own.
     """
 
-    w: Float[Array, "K N"] | Float[Array, "L K N"]
+    w: Float[Array, "K N"] | Float[Array, "L K N"] | QuantizedWeight
     a: Float[Array, "G K R"]
     b: Float[Array, "G R N"]
     scaling: Float[Array, " G"]
@@ -45,18 +46,26 @@ class Projection:
     extra: dict[str, Float[Array, "G ..."]] = dataclasses.field(default_factory=dict)
     settings: KernelSettings | None = None
 
+    @property
+    def dense_w(self) -> jax.Array:
+        """Returns w, which must not be quantized."""
+        assert not isinstance(self.w, QuantizedWeight)
+        return self.w
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearShape:
     """The sizes on which it depends whether a back end can run a linear.
 
     Attributes:
-        dtype: Dtype of x and w.
+        dtype: Dtype of x, and of w unless it is quantized.
         in_features: K.
         out_features: N.
         rank: R, the largest rank of a slot.
         block_tokens: Rows of a token block, T / NB.
         extra: Names of the tensors that are trained beside A and B.
+        weight_format: Format of a quantized w, a name in `FORMATS`; None: w is not
+            quantized.
     """
 
     dtype: DTypeLike
@@ -65,3 +74,4 @@ class LinearShape:
     rank: int
     block_tokens: int
     extra: tuple[str, ...] = ()
+    weight_format: str | None = None

@@ -33,6 +33,7 @@ from jaxlora.pallas_kernels.operands import (
     unsupported_linear,
 )
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
+from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
 from jaxlora.pallas_kernels.settings import RANK_STEP
 
 # expand keeps the stages of all ranks of a tile filled.
@@ -44,6 +45,8 @@ def unsupported(shape: LinearShape) -> str | None:
     """Returns why these kernels cannot run such a linear here, or None if they can."""
     if (reason := unsupported_device()) is not None:
         return reason
+    if shape.weight_format == Fp8Weight.format:
+        return "its kernels have no products with fp8 weights"
     return unsupported_linear(shape, multiple=STEP, least=2 * STEP)
 
 
@@ -72,7 +75,7 @@ def forward(
     y = []
     for i, p in enumerate(projections):
         b = _swap_last_axes(given.b[i]) if w_transposed else given.b[i]
-        term = Term(x, p.w, s[i], b, given.settings[i])
+        term = Term(x, p.dense_w, s[i], b, given.settings[i])
         y.append(expand([term], layer, given.blocks, p.bias, transposed=w_transposed))
     return y, s
 
@@ -99,7 +102,7 @@ def backward(
         outers.append(outer_work(dy_i, [s[i]], *unmasked, transposed=True))
     outers.append(outer_work(x, ds, settings, blocks, masks, transposed=False))
     a = [_swap_last_axes(a) for a in given.a] if w_transposed else given.a
-    w = [p.w for p in projections]
+    w = [p.dense_w for p in projections]
     terms = [Term(*one) for one in zip(dy, w, ds, a, settings, strict=True)]
     dx, gradients = [], []
     # One launch takes as many projections as fit into the stages of their ranks.

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxlora.pallas_kernels.operands import unsupported_linear
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
+from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
 from jaxlora.pallas_kernels.triton.device import (
     present_target,
     slow_device,
@@ -24,6 +25,8 @@ def unsupported(shape: LinearShape) -> str | None:
     """Returns why these kernels cannot run such a linear here, or None if they can."""
     if (reason := unsupported_device()) is not None:
         return reason
+    if shape.weight_format == Fp8Weight.format:
+        return "its kernels have no products with fp8 weights"
     return unsupported_linear(shape, multiple=_ALIGNED_FEATURES)
 
 

@@ -48,7 +48,7 @@ def forward(
     )
     y = [
         expand(
-            [Term(x=x, w=p.w, s=s[i], b=given.b[i], settings=given.settings[i])],
+            [Term(x=x, w=p.dense_w, s=s[i], b=given.b[i], settings=given.settings[i])],
             layer,
             given.blocks,
             bias=p.bias,
@@ -85,7 +85,7 @@ def backward(
     terms = [
         Term(
             x=dy_i,
-            w=projections[i].w,
+            w=projections[i].dense_w,
             s=ds[i],
             b=given.a[i],
             settings=settings[i],

@@ -44,7 +44,9 @@ def forward(
 ) -> tuple[list[Array], list[Array]]:
     """Computes y [T, N] and s = scaling dropout(x) A [NB, BT, R] of each projection."""
     spec = "tk,nk->tn" if w_transposed else "tk,kn->tn"
-    parts = [_forward(x, p, p.w[layer[0]], spec, block_adapter) for p in projections]
+    parts = [
+        _forward(x, p, p.dense_w[layer[0]], spec, block_adapter) for p in projections
+    ]
     return [y for y, _ in parts], [s for _, s in parts]
 
 
@@ -94,7 +96,7 @@ def backward(
     """Computes dx [T, K] in x's dtype; `a` [G, K, R] and `b` [G, R, N] in float32."""
     spec = "tn,nk->tk" if w_transposed else "tn,kn->tk"
     parts = [
-        _backward(dy_p, x, p, p.w[layer[0]], s_p, spec, block_adapter)
+        _backward(dy_p, x, p, p.dense_w[layer[0]], s_p, spec, block_adapter)
         for dy_p, p, s_p in zip(dy, projections, s, strict=True)
     ]
     dx = functools.reduce(jnp.add, (part for part, _ in parts))

@@ -1,0 +1,80 @@
+"""Weights in int8 with one scale per output feature."""
+
+import dataclasses
+import typing
+from typing import ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int8
+
+from jaxlora.pallas_kernels.quantized.rows import SMALLEST_SCALE
+from jaxlora.pallas_kernels.quantized.weight import QuantizedWeight
+
+_LARGEST = 127  # values are symmetric: -128 is not used
+
+
+@typing.no_type_check  # JAX also builds it from leaves that are not arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Int8Weight(QuantizedWeight):
+    """`W[n, k] = values[n, k] * scale[n]`.
+
+    Attributes:
+        values: The integers, from -127 to 127.
+        scale: Scale of each output feature.
+    """
+
+    format: ClassVar[str] = "int8"
+
+    values: Int8[Array, "N K"]
+    scale: Float[Array, " N"]
+
+    @classmethod
+    def quantize(cls, w: Float[Array, "N K"]) -> Self:
+        """Quantizes a weight; the largest value of an output feature becomes 127.
+
+        Values are rounded to nearest even, so their error is at most half a scale.
+
+        Args:
+            w: The weight, of any float dtype.
+        """
+        w = w.astype(jnp.float32)
+        scale = jnp.maximum(jnp.abs(w).max(axis=1) / _LARGEST, SMALLEST_SCALE)
+        values = jnp.round(w * (1 / scale)[:, None])
+        values = jnp.clip(values, -_LARGEST, _LARGEST).astype(jnp.int8)
+        return cls(values=values, scale=scale)
+
+    def dequantize(self, dtype: DTypeLike) -> Float[Array, "N K"]:
+        """Returns W, computed in float32 and rounded once to `dtype`."""
+        w = self.values.astype(jnp.float32) * self.scale[:, None]
+        return w.astype(dtype)
+
+    @classmethod
+    def shapes(
+        cls, out_features: int, in_features: int
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns shape and dtype of each array, by field name.
+
+        Args:
+            out_features: N.
+            in_features: K.
+        """
+        return {
+            "values": jax.ShapeDtypeStruct((out_features, in_features), jnp.int8),
+            "scale": jax.ShapeDtypeStruct((out_features,), jnp.float32),
+        }
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+        return self.values.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """N."""
+        return self.values.shape[0]
+
+    def _own_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return self.shapes(*self.values.shape)

@@ -1,0 +1,148 @@
+"""Weights in NF4 with double quantization, as bitsandbytes stores them."""
+
+import dataclasses
+import typing
+from typing import ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, UInt8
+
+from jaxlora.pallas_kernels.quantized import codebooks
+from jaxlora.pallas_kernels.quantized.rows import SMALLEST_SCALE
+from jaxlora.pallas_kernels.quantized.weight import QuantizedWeight
+
+BLOCK = 64  # values that share one absmax
+NESTED_BLOCK = 256  # absmax that share one nested absmax, in row-major order
+
+
+@typing.no_type_check  # JAX also builds it from leaves that are not arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Nf4Weight(QuantizedWeight):
+    """`W[n, k] = NF4[code[n, k]] * absmax[n, k / 64]`, with two codes per byte.
+
+    With double quantization, absmax is quantized itself: block i, in row-major order,
+    has `DYNAMIC[absmax[i]] * nested_absmax[i / 256] + nested_offset`. Checkpoints
+    without it have absmax in float32.
+
+    Attributes:
+        values: Codes of two neighbors along K; the first is in the high four bits.
+        absmax: Largest magnitude of each block of 64 values, as a code of the dynamic
+            map; or in float32 if there is no double quantization.
+        nested_absmax: Largest magnitude of each block of 256 absmax, less the offset;
+            None without double quantization.
+        nested_offset: Mean of absmax; None without double quantization.
+
+    References:
+        QLoRA, arXiv 2305.14314, section 3.
+    """
+
+    format: ClassVar[str] = "nf4"
+
+    values: UInt8[Array, "N _"]
+    absmax: UInt8[Array, "N _"] | Float[Array, "N _"]
+    nested_absmax: Float[Array, " _"] | None = None
+    nested_offset: Float[Array, ""] | None = None
+
+    @classmethod
+    def quantize(cls, w: Float[Array, "N K"]) -> Self:
+        """Quantizes a weight with double quantization.
+
+        Args:
+            w: The weight, of any float dtype; K is a multiple of 64.
+
+        Raises:
+            ValueError: K is not a multiple of 64.
+        """
+        _check_in_features(w.shape[1])
+        blocks = w.astype(jnp.float32).reshape(w.shape[0], -1, BLOCK)
+        absmax = jnp.abs(blocks).max(axis=2)
+        scaled = blocks * (1 / jnp.maximum(absmax, SMALLEST_SCALE))[:, :, None]
+        code = codebooks.nearest(codebooks.NF4, scaled).reshape(w.shape[0], -1, 2)
+        offset = absmax.mean()
+        nested_code, nested_absmax = _quantize_nested(absmax - offset)
+        return cls(
+            values=code[:, :, 0] << 4 | code[:, :, 1],
+            absmax=nested_code,
+            nested_absmax=nested_absmax,
+            nested_offset=offset,
+        )
+
+    def dequantize(self, dtype: DTypeLike) -> Float[Array, "N K"]:
+        """Returns W, computed in float32 and rounded once to `dtype`."""
+        odd = jnp.arange(self.in_features, dtype=jnp.uint8) & 1
+        # Both neighbors read their byte, so that no halves have to be interleaved.
+        code = jnp.repeat(self.values, 2, axis=1) >> (4 - 4 * odd) & 15
+        absmax = jnp.repeat(self._absmax(), BLOCK, axis=1)
+        return (codebooks.look_up(codebooks.NF4, code) * absmax).astype(dtype)
+
+    def _absmax(self) -> Float[Array, "N _"]:
+        if self.nested_absmax is None or self.nested_offset is None:
+            return self.absmax
+        nested = jnp.repeat(self.nested_absmax, NESTED_BLOCK)[: self.absmax.size]
+        code = codebooks.look_up(codebooks.DYNAMIC, self.absmax)
+        return code * nested.reshape(code.shape) + self.nested_offset
+
+    @classmethod
+    def shapes(
+        cls, out_features: int, in_features: int, *, nested: bool = True
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns shape and dtype of each array, by field name.
+
+        Args:
+            out_features: N.
+            in_features: K, a multiple of 64.
+            nested: Whether there is double quantization.
+
+        Raises:
+            ValueError: K is not a multiple of 64.
+        """
+        n, k = out_features, in_features
+        _check_in_features(k)
+        shapes = {"values": jax.ShapeDtypeStruct((n, k // 2), jnp.uint8)}
+        if not nested:
+            return shapes | {
+                "absmax": jax.ShapeDtypeStruct((n, k // BLOCK), jnp.float32)
+            }
+        num_nested = -(-n * (k // BLOCK) // NESTED_BLOCK)
+        return shapes | {
+            "absmax": jax.ShapeDtypeStruct((n, k // BLOCK), jnp.uint8),
+            "nested_absmax": jax.ShapeDtypeStruct((num_nested,), jnp.float32),
+            "nested_offset": jax.ShapeDtypeStruct((), jnp.float32),
+        }
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+        return 2 * self.values.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """N."""
+        return self.values.shape[0]
+
+    def _own_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        nested = self.nested_absmax is not None or self.nested_offset is not None
+        return self.shapes(self.out_features, self.in_features, nested=nested)
+
+
+def _check_in_features(in_features: int) -> None:
+    if in_features % BLOCK:
+        raise ValueError(
+            f"nf4 has blocks of {BLOCK} values along K, but K={in_features} is not a "
+            "multiple. Keep this linear unquantized, or use int8 or fp8."
+        )
+
+
+def _quantize_nested(
+    absmax: Float[Array, "N M"],
+) -> tuple[UInt8[Array, "N M"], Float[Array, " _"]]:
+    """Quantizes the absmax, less their mean, by blocks of 256 in row-major order."""
+    flat = absmax.reshape(-1)
+    blocks = jnp.pad(flat, (0, -flat.size % NESTED_BLOCK)).reshape(-1, NESTED_BLOCK)
+    largest = jnp.abs(blocks).max(axis=1)
+    scaled = blocks * (1 / jnp.maximum(largest, SMALLEST_SCALE))[:, None]
+    code = codebooks.nearest(codebooks.DYNAMIC, scaled).reshape(-1)[: flat.size]
+    return code.reshape(absmax.shape), largest

@@ -1,0 +1,56 @@
+"""Quantization to e4m3 with one float32 scale per row.
+
+A row's scale follows from that row alone. So the values of other rows, which may belong
+to other adapters, change no bit of it.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float8e4m3fn
+
+E4M3 = jnp.float8_e4m3fn
+E4M3_MAX = float(jnp.finfo(E4M3).max)  # 448
+SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)
+
+
+def row_scale(
+    x: Float[Array, "T K"],
+    factor: Float[Array, " K"] | None = None,
+    *,
+    smallest: float = SMALLEST_SCALE,
+) -> Float[Array, " T"]:
+    """Returns `max_k |x[t, k] * factor[k]| / 448` in float32, at least `smallest`.
+
+    A row that contains NaN has the scale NaN, and one with an infinity has infinity.
+
+    Args:
+        x: Rows to quantize.
+        factor: Factor of each column; None: 1.
+        smallest: The smallest scale, so that a row of zeros can be divided by it.
+    """
+    largest = jnp.abs(_scaled(x, factor)).max(axis=1)
+    return jnp.maximum(largest / E4M3_MAX, smallest)
+
+
+def quantize_rows(
+    x: Float[Array, "T K"],
+    scale: Float[Array, " T"],
+    factor: Float[Array, " K"] | None = None,
+) -> Float8e4m3fn[Array, "T K"]:
+    """Returns `e4m3(x[t, k] * factor[k] * (1 / scale[t]))`, computed in float32.
+
+    It rounds to nearest even. Values beyond 448 become 448, as a product may exceed it
+    by a rounding error.
+
+    Args:
+        x: Rows to quantize.
+        scale: Scale of each row; see `row_scale`.
+        factor: Factor of each column; None: 1.
+    """
+    scaled = _scaled(x, factor) * (1 / scale)[:, None]
+    return jnp.clip(scaled, -E4M3_MAX, E4M3_MAX).astype(E4M3)
+
+
+def _scaled(x: jax.Array, factor: jax.Array | None) -> jax.Array:
+    x = x.astype(jnp.float32)
+    return x if factor is None else x * factor

@@ -1,0 +1,102 @@
+"""The parts that the formats of quantized base weights have in common."""
+
+import abc
+import dataclasses
+import math
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+
+class QuantizedWeight(abc.ABC):
+    """A frozen base weight W [N, K] in a quantized format.
+
+    A format is a frozen dataclass of arrays, registered as a pytree. Weights are held
+    as Hugging Face stores them: one row of K values for each of N output features.
+
+    Attributes:
+        format: Name of the format in `FORMATS`.
+        reaches_kernels: Whether back ends get such a weight as it is. If not, they get
+            a dequantized copy [N, K].
+    """
+
+    format: ClassVar[str]
+    reaches_kernels: ClassVar[bool] = False
+
+    @classmethod
+    @abc.abstractmethod
+    def quantize(cls, w: jax.Array) -> Self:
+        """Quantizes a weight [N, K] of any float dtype; can run under `jax.jit`."""
+
+    @abc.abstractmethod
+    def dequantize(self, dtype: DTypeLike) -> jax.Array:
+        """Returns W [N, K], computed in float32 and rounded once to `dtype`."""
+
+    @classmethod
+    @abc.abstractmethod
+    def shapes(
+        cls, out_features: int, in_features: int
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns shape and dtype of each array of a weight, by field name.
+
+        Args:
+            out_features: N.
+            in_features: K.
+
+        Raises:
+            ValueError: The format cannot hold such a weight.
+        """
+
+    @property
+    @abc.abstractmethod
+    def in_features(self) -> int:
+        """K."""
+
+    @property
+    @abc.abstractmethod
+    def out_features(self) -> int:
+        """N."""
+
+    @abc.abstractmethod
+    def _own_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns `shapes` of this weight, with the optional arrays that it has."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(K, N), the shape of the unquantized weight in `Projection`."""
+        return self.in_features, self.out_features
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """The arrays by field name, without those that are None."""
+        names = [f.name for f in dataclasses.fields(self)]  # pyrefly: ignore
+        fields = {name: getattr(self, name) for name in names}
+        return {k: v for k, v in fields.items() if hasattr(v, "dtype")}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays together; works with `jax.ShapeDtypeStruct` too."""
+        return sum(
+            math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+            for x in self.arrays.values()
+        )
+
+    def check(self) -> None:
+        """Checks that the arrays belong together.
+
+        Raises:
+            ValueError: An array is missing, or has another shape or dtype.
+        """
+        wanted = {k: (v.shape, v.dtype.name) for k, v in self._own_shapes().items()}
+        got = {
+            k: (jnp.shape(v), jnp.dtype(v.dtype).name) for k, v in self.arrays.items()
+        }
+        if got != wanted:
+            name = type(self).__name__
+            raise ValueError(
+                f"the arrays of {name} do not match: got {got}, wanted {wanted} for "
+                f"N={self.out_features} and K={self.in_features}. Make the weight with "
+                f"{name}.quantize, or allocate it by {name}.shapes."
+            )
