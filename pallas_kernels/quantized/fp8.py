@@ -2,7 +2,7 @@
 
 import dataclasses
 import typing
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ class Fp8Weight(QuantizedWeight):
         *,
         transposed: bool = False,
         fp8_backward: bool = True,
-    ) -> Self:
+    ) -> "Fp8Weight":
         """Quantizes a weight; the largest value of an output feature becomes 448.
 
         Args:

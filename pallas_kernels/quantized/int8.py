@@ -2,7 +2,7 @@
 
 import dataclasses
 import typing
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ class Int8Weight(QuantizedWeight):
     scale: Float[Array, " N"]
 
     @classmethod
-    def quantize(cls, w: Float[Array, "N K"]) -> Self:
+    def quantize(cls, w: Float[Array, "N K"]) -> "Int8Weight":
         """Quantizes a weight; the largest value of an output feature becomes 127.
 
         Values are rounded to nearest even, so their error is at most half a scale.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import typing
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ class Nf4Weight(QuantizedWeight):
     nested_offset: Float[Array, ""] | None = None
 
     @classmethod
-    def quantize(cls, w: Float[Array, "N K"]) -> Self:
+    def quantize(cls, w: Float[Array, "N K"]) -> "Nf4Weight":
         """Quantizes a weight with double quantization.
 
         Args:

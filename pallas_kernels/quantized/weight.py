@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import math
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ class QuantizedWeight(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def quantize(cls, w: jax.Array) -> Self:
+    def quantize(cls, w: jax.Array) -> "QuantizedWeight":
         """Quantizes a weight [N, K] of any float dtype; can run under `jax.jit`."""
 
     @abc.abstractmethod
