@@ -15,6 +15,7 @@ _DTYPES = {
     "bf16": jnp.bfloat16,
     "f16": jnp.float16,
     "f32": jnp.float32,
+    "f8E4M3FN": jnp.float8_e4m3fn,
     "i32": jnp.int32,
     "ui32": jnp.uint32,
 }

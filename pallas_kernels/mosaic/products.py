@@ -18,6 +18,7 @@ from jaxlora.pallas_kernels.mosaic.expand import TILE_ROWS, Expand
 from jaxlora.pallas_kernels.mosaic.launch import Work, launch
 from jaxlora.pallas_kernels.mosaic.mask import HashMask, Mask
 from jaxlora.pallas_kernels.mosaic.outer import TILE_COLUMNS, Outer
+from jaxlora.pallas_kernels.mosaic.quantize import QuantizeShrink
 from jaxlora.pallas_kernels.mosaic.ring import COLUMNS, STEP, MaskTiles, RingShape
 from jaxlora.pallas_kernels.mosaic.shrink import Shrink
 from jaxlora.pallas_kernels.mosaic.tuning import (
@@ -98,6 +99,105 @@ def shrink(x, a, settings, blocks: Blocks, masks) -> list[Array]:
         ring=ring,
     )
     return list(_run([work], x.dtype)[0]["s_gmem"])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowFactors:
+    """The factors of an array that is quantized by rows.
+
+    Attributes:
+        inverse: The inverse of each row's scale, [T], float32.
+        features: Factor of each feature, [K], float32; None: they are 1.
+    """
+
+    inverse: Array
+    features: Array | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quantized:
+    """The results of `quantize_shrink`.
+
+    Attributes:
+        xq: The quantized rows, [T, K], e4m3; None: they are not wanted.
+        s: s of each projection, [T, R]; see `shrink`.
+        folded: s times the inverse scale of each row, [T, R]; empty: not wanted.
+    """
+
+    xq: Array | None
+    s: list[Array]
+    folded: list[Array]
+
+
+def quantize_shrink(
+    x, a, settings, blocks: Blocks, masks, factors: RowFactors, *, writes_xq=True
+) -> Quantized:
+    """Quantizes x and computes s of each projection; see `QuantizeShrink`.
+
+    It reads x once, unless the projections need too many stages' room.
+
+    Args:
+        x: [T, K].
+        a: A of each projection, [G, R, K].
+        settings: Settings of each projection.
+        blocks: Slots of the rows.
+        masks: Mask of each projection; empty without dropout.
+        factors: Factors with which x is quantized. s is of x itself.
+        writes_xq: Whether to write x in e4m3.
+    """
+    r = a[0].shape[1]
+    width = min(r, STEP)
+    ring = RingShape.shrink(
+        len(a),
+        width,
+        mask=_tiles_of(masks),
+        quantizes=writes_xq,
+        has_factors=factors.features is not None,
+    )
+    if ring.num_stages < _MIN_STAGES:  # one projection always fits
+        first, rest = (
+            quantize_shrink(
+                x,
+                a[p],
+                settings[p],
+                blocks,
+                masks[p],
+                factors,
+                writes_xq=writes_xq and p.start is None,
+            )
+            for p in (slice(None, 1), slice(1, None))
+        )
+        return Quantized(
+            xq=first.xq, s=first.s + rest.s, folded=first.folded + rest.folded
+        )
+    rows = x.shape[0]
+    s = (jax.ShapeDtypeStruct((rows, r), x.dtype),) * len(a)
+    work = Work(
+        role=QuantizeShrink,
+        operands={
+            "x_gmem": x,
+            "a_gmem": tuple(a),
+            "slot_gmem": blocks.slot,
+            "settings": _rows_read(settings, "factor", "num_chunks", masks=masks),
+            "masks": tuple(masks),
+            "inverse_gmem": factors.inverse,
+            "factor_gmem": factors.features,
+        },
+        out_types=(
+            (
+                "xq_gmem",
+                jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn) if writes_xq else None,
+            ),
+            ("s_gmem", s),
+            ("folded_gmem", s),
+        ),
+        num_items=blocks.slot.shape[0] * math.ceil(r / STEP),
+        ring=ring,
+    )
+    (out,) = _run([work], x.dtype)
+    return Quantized(
+        xq=out["xq_gmem"], s=list(out["s_gmem"]), folded=list(out["folded_gmem"])
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,6 +84,10 @@ class RingShape:
         tile_words: Shapes of the mask words that come with an output tile; empty: none
             do.
         num_word_copies: Copies that fill these words.
+        quantized_tile: Shape of the e4m3 tiles on their way to device memory: the
+            number of warpgroups, the number of copies in flight, rows and columns.
+            None: there are none.
+        num_factors: Number of float32 factors that come with a stage; 0: none do.
     """
 
     num_stages: int
@@ -95,6 +99,8 @@ class RingShape:
     sum_tile: tuple[int, ...] | None = None
     tile_words: tuple[tuple[int, ...], ...] = ()
     num_word_copies: int = 1
+    quantized_tile: tuple[int, ...] | None = None
+    num_factors: int = 0
 
     @staticmethod
     def wide(
@@ -126,23 +132,41 @@ class RingShape:
 
     @staticmethod
     def shrink(
-        num_projections: int, width: int, *, mask: MaskTiles | None
+        num_projections: int,
+        width: int,
+        *,
+        mask: MaskTiles | None,
+        quantizes: bool = False,
+        has_factors: bool = False,
     ) -> "RingShape":
         """Returns the shape for x A of projections that share x.
 
-        Each warpgroup reduces over its own features. `width` is the number of ranks of
-        a tile.
+        Each warpgroup reduces over its own features.
+
+        Args:
+            num_projections: P.
+            width: Number of ranks of a tile.
+            mask: Shapes of each mask's words; None: there are no masks.
+            quantizes: Whether x is also written as e4m3.
+            has_factors: Whether a factor of each feature comes with a stage.
         """
         words = (num_projections, *(mask.shrink if mask else (COMPUTE_WGS * STEP,)))
         stage = 2 * COMPUTE_WGS * (ROWS + num_projections * width) * STEP
+        quantized = (COMPUTE_WGS, 2, ROWS, STEP) if quantizes else None
+        factors = COMPUTE_WGS * STEP if has_factors else 0
         return RingShape(
-            num_stages=_max_stages(stage + _word_bytes(words), 4 * ROWS * STEP),
+            num_stages=_max_stages(
+                stage + _word_bytes(words) + 4 * factors,
+                4 * ROWS * STEP + math.prod(quantized or (0,)),
+            ),
             x_tile=(ROWS, COMPUTE_WGS * STEP),
             w_tile=(num_projections, width, COMPUTE_WGS * STEP),
             stage_words=words if mask else None,
-            num_copies=1 + num_projections * (2 if mask else 1),
+            num_copies=1 + num_projections * (2 if mask else 1) + has_factors,
             out_tile=(ROWS, width),
             sum_tile=(ROWS, width),
+            quantized_tile=quantized,
+            num_factors=factors,
         )
 
     @staticmethod
@@ -173,6 +197,11 @@ class RingShape:
         if self.sum_tile is not None:
             sums = _tiled_smem(self.sum_tile, jnp.float32)
         both = out is not None and sums is not None
+        quantized = factors = None
+        if self.quantized_tile is not None:
+            quantized = _tiled_smem(self.quantized_tile, jnp.float8_e4m3fn)
+        if self.num_factors:
+            factors = plgpu.SMEM((self.num_stages, self.num_factors), jnp.float32)
         return [
             _tiled_smem((self.num_stages, *self.x_tile), dtype),
             _tiled_smem((self.num_stages, *self.w_tile), dtype),
@@ -181,6 +210,8 @@ class RingShape:
             else plgpu.SMEM((self.num_stages, *self.stage_words), jnp.uint32),
             plgpu.RefUnion(out, sums) if both else (out, sums),
             [plgpu.SMEM(words, jnp.uint32) for words in self.tile_words] or None,
+            quantized,
+            factors,
         ]
 
     def barriers(self) -> list:
@@ -208,6 +239,9 @@ class Ring:
         outputs_smem: Pair of `out_smem` and `sum_smem`, which share their bytes.
         tile_words_smem: Words of an output tile's masks, of the shapes `tile_words`,
             uint32, or None.
+        quantized_smem: E4m3 tiles on their way to device memory, `quantized_tile`, or
+            None.
+        factors_smem: Factors of features, [num_stages, num_factors], float32, or None.
         stage_full: One barrier for each stage; its copies have landed.
         stage_empty: One barrier for each stage; both warpgroups have read it.
         sum_empty: Barrier; `sum_smem` may be overwritten.
@@ -222,6 +256,8 @@ class Ring:
     stage_words_smem: Ref
     outputs_smem: Ref
     tile_words_smem: Ref
+    quantized_smem: Ref
+    factors_smem: Ref
     stage_full: Ref
     stage_empty: Ref
     sum_empty: Ref

@@ -65,8 +65,12 @@ class Shrink:
         slot = self.slot_gmem[block]
         safe_slot = jnp.maximum(slot, 0)
         num_steps = pl.cdiv(self.x_gmem.shape[1], COMPUTE_WGS * STEP)
-        live = (slot >= 0) & (chunk < max_chunks(self.settings, safe_slot))
+        live = (slot >= 0) & self._is_needed(chunk, safe_slot)
         return safe_slot, jnp.where(live, jnp.int32(num_steps), 0)
+
+    def _is_needed(self, chunk, slot):
+        """Returns whether a slot that has rows needs a chunk of ranks."""
+        return chunk < max_chunks(self.settings, slot)
 
     def load(self, index, item, prefetched, step):
         """Fills the stages of one item; returns the next step of the ring."""
@@ -90,23 +94,29 @@ class Shrink:
                 words_smem = self.ring.stage_words_smem.at[stage, p]
                 words = mask.shrink_words(block, slot, ks)
                 plgpu.copy_gmem_to_smem(words, words_smem, full)
+            self._fill_more(stage, ks, full)
             return step + 1
 
         return lax.fori_loop(0, num_steps, fill, step)
+
+    def _fill_more(self, stage, features, full) -> None:
+        """Starts the copies of a stage that a kernel with more results needs."""
 
     def compute(self, item, prefetched, step, wg):
         """Computes one item; returns the next step of the ring."""
         (block, chunk), (slot, num_steps) = self._block_and_chunk(item), prefetched
         rows, width = pl.ds(block * ROWS, ROWS), self.ring.shape.w_tile[1]
         tokens = [mask.shrink_tokens(block) for mask in self.masks]
+        row_vectors = self._row_vectors(rows)
 
         def accumulate(*accs):
-            def multiply(step):
-                stage = self.ring.wait(step)
+            def multiply(now):
+                stage = self.ring.wait(now)
                 for p, acc in enumerate(accs):
                     x = self._x(stage, wg, p, tokens, slot)
                     a_smem = self.ring.w_smem.at[stage, p, :, pl.ds(wg * STEP, STEP)]
                     plgpu.wgmma(acc, x, a_smem.transpose((1, 0)))
+                self._use_stage(stage, item, now - step, row_vectors, wg)
 
             num_in_flight = 0 if self.masks else len(accs)
             after = self.ring.each_step(num_steps, step, multiply, num_in_flight)
@@ -114,19 +124,35 @@ class Shrink:
 
         accs = [plgpu.ACC((ROWS, width), jnp.float32)] * len(self.a_gmem)
         sums, step = pl.run_scoped(accumulate, *accs)
-        for s, s_gmem, settings in zip(sums, self.s_gmem, self.settings, strict=True):
+        at = rows, pl.ds(chunk * width, width)
+        for p, (s, settings) in enumerate(zip(sums, self.settings, strict=True)):
 
-            def store(s, s_gmem=s_gmem, factor=settings.factor):
-                out_smem = self.ring.out_smem
-                out_smem[...] = (s * factor[slot]).astype(s_gmem.dtype)
-                plgpu.commit_smem()
-                ranks = pl.ds(chunk * width, width)
-                plgpu.copy_smem_to_gmem(out_smem, s_gmem.at[rows, ranks])
+            def store(s, p=p, factor=settings.factor):
+                self._store(s * factor[slot], p, at, row_vectors)
 
             pl.when(num_steps > 0)(
                 lambda s=s, store=store: self.ring.sum_warpgroups(s, wg, store)
             )
         return step
+
+    def _row_vectors(self, rows) -> tuple:
+        """Reads what a kernel with more results needs of an item's rows."""
+        del rows
+        return ()
+
+    def _use_stage(self, stage, item, i, row_vectors, wg) -> None:
+        """Computes further results from the i-th stage of an item."""
+
+    def _store(self, s, p, at, row_vectors) -> None:
+        """Starts the copy of projection p's s to device memory."""
+        del row_vectors
+        self._copy_out(s, self.s_gmem[p].at[at])
+
+    def _copy_out(self, s, s_gmem) -> None:
+        out_smem = self.ring.out_smem
+        out_smem[...] = s.astype(s_gmem.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_smem, s_gmem)
 
     def _x(self, stage, wg, p, tokens, slot):
         """Returns dropout(x) of projection p: in registers if masked, else in smem."""
