@@ -244,7 +244,8 @@ class RunConfig(StrictModel):
         dtype: Dtype of the base weights and activations; `auto` is bfloat16 on a GPU
             and float32 on a CPU.
         remat: Part of each layer that the backward pass recomputes to save memory:
-            `none`, `mlp` (with its norm), or `layer`. `auto` takes the one that is
+            `none`, `elementwise` (all but the results of linears and of fused
+            attention), `mlp` (with its norm), or `layer`. `auto` takes the one that is
             predicted to train fastest with the microbatches that fit beside it.
         implementation: Which LoRA kernels run: `mosaic` (Hopper), `triton` (NVIDIA
             GPUs from Ampere on) or `xla` (anywhere);
@@ -283,7 +284,7 @@ class RunConfig(StrictModel):
     microbatch_tokens: PositiveInt | Literal["auto"] = 4096
     block_tokens: PositiveInt = 64
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    remat: Literal["none", "mlp", "layer", "auto"] = "none"
+    remat: Literal["none", "elementwise", "mlp", "layer", "auto"] = "none"
     implementation: str = "auto"
     attention: Literal["auto", "cudnn", "triton", "xla"] = "auto"
     window_steps: PositiveInt = 4
@@ -300,7 +301,7 @@ class RunConfig(StrictModel):
         return Limits(capacity=self.microbatch_tokens, block_tokens=self.block_tokens)
 
     @property
-    def least_remat(self) -> Literal["none", "mlp", "layer"]:
+    def least_remat(self) -> Literal["none", "elementwise", "mlp", "layer"]:
         """`remat`; while it is `auto`, the weakest that it may become."""
         return "none" if self.remat == "auto" else self.remat
 

@@ -4,7 +4,11 @@ from jaxlora.pallas_kernels.backends import BACKENDS, Backend, get_backend
 from jaxlora.pallas_kernels.dropout import Dropout, MaskWords, dropout_keys, mask_words
 from jaxlora.pallas_kernels.given_mask import GivenMask, pack_mask, unpack_mask
 from jaxlora.pallas_kernels.mosaic.compile import compile_program
-from jaxlora.pallas_kernels.op import multi_lora_linear, multi_lora_linears
+from jaxlora.pallas_kernels.op import (
+    LINEAR_RESULTS,
+    multi_lora_linear,
+    multi_lora_linears,
+)
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
 from jaxlora.pallas_kernels.quantized import (
     FORMATS,
@@ -21,6 +25,7 @@ from jaxlora.pallas_kernels.settings import KernelSettings, kernel_settings
 __all__ = [
     "BACKENDS",
     "FORMATS",
+    "LINEAR_RESULTS",
     "Backend",
     "Dropout",
     "Fp8Weight",

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxlora.pallas_kernels.backends import BACKENDS, Backend, get_backend
@@ -20,6 +21,10 @@ from jaxlora.pallas_kernels.dropout import TILE_TOKENS, Dropout, MaskWords
 from jaxlora.pallas_kernels.given_mask import GivenMask, num_words
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
 from jaxlora.pallas_kernels.settings import ROWS, KernelSettings
+
+# What a linear gives, and what it keeps for its backward pass beside x. A policy of
+# `jax.checkpoint` that saves this name recomputes x, and no product.
+LINEAR_RESULTS = "linear_results"
 
 
 @typing.no_type_check  # `_check_shapes` has better messages
@@ -294,6 +299,7 @@ def _with_gradient(backend: Backend):
         y, s = backend.forward(
             x, stacked, layer, block_adapter, w_transposed=w_transposed
         )
+        y, s = checkpoint_name((y, s), LINEAR_RESULTS)
         # The residuals hold w itself, so that a caller which has it need not keep it.
         return y, (x, projections, s, layer, block_adapter)
 

@@ -61,7 +61,8 @@ def layer_work(spec: DecoderSpec, layer: int, mean_tokens: float) -> PassWork:
     forward += attention + elementwise
     # The backward pass computes the scores again, and then four products, not two.
     backward += Work(flops=2.5 * attention.flops) + elementwise + elementwise
-    return PassWork(forward=forward, backward=backward + _remat_work(spec, forward))
+    backward += _remat_work(spec, forward, attention, elementwise)
+    return PassWork(forward=forward, backward=backward)
 
 
 def embedding_work(spec: DecoderSpec) -> PassWork:
@@ -109,10 +110,15 @@ def _elementwise_work(spec: DecoderSpec) -> Work:
     return Work(memory_bytes=elements * jnp.dtype(spec.options.dtype).itemsize)
 
 
-def _remat_work(spec: DecoderSpec, forward: Work) -> Work:
+def _remat_work(
+    spec: DecoderSpec, forward: Work, attention: Work, elementwise: Work
+) -> Work:
     """Work that the backward pass of a layer does again."""
     if spec.options.remat == "none":
         return Work()
+    if spec.options.remat == "elementwise":
+        is_fused = spec.options.attention != "xla"
+        return elementwise if is_fused else elementwise + attention
     linears = spec.config.linears()
     if spec.options.remat == "layer":
         # Nothing in the backward pass needs the layer's output again.

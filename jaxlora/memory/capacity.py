@@ -82,7 +82,7 @@ def _unchecked(config: RunConfig, bounds: Bounds) -> RunConfig:
     """Takes fixed settings as they are; the device does not report its memory."""
     for name, value, example in (
         ("microbatch_tokens", bounds.fixed, "a number for microbatch_tokens"),
-        ("remat", config.remat, "none, mlp or layer for remat"),
+        ("remat", config.remat, "none, elementwise, mlp or layer for remat"),
     ):
         if value in (None, "auto"):
             raise ConfigError(

@@ -13,9 +13,16 @@ from jaxlora.modules.attention import Attention, AttentionImplementation, Packed
 from jaxlora.modules.mlp import Mlp
 from jaxlora.modules.multi_lora_linear import Routing
 from jaxlora.modules.norm import layer_norm, optional_layer_norm
+from jaxlora.modules.scoring import ATTENTION_RESULTS
+from jaxlora.pallas_kernels import LINEAR_RESULTS
 
-# The part of each layer that the backward pass recomputes instead of keeping it.
-Remat = Literal["none", "mlp", "layer"]
+# The part of each layer that the backward pass recomputes instead of keeping it, from
+# the weakest on.
+Remat = Literal["none", "elementwise", "mlp", "layer"]
+
+_keep_results = jax.checkpoint_policies.save_only_these_names(
+    LINEAR_RESULTS, ATTENTION_RESULTS
+)
 
 
 class DecoderLayer(nnx.Module):
@@ -79,6 +86,9 @@ def run_layer(
     match remat:
         case "none":
             return layer(h, rows, routing)
+        case "elementwise":
+            whole = lambda x, h: x(h, rows, routing)
+            return _rematerialized(whole, layer, h, policy=_keep_results)
         case "mlp":
             h = layer.attend(h, rows, routing)
             return _rematerialized(lambda x, h: x.feed_forward(h, routing), layer, h)
@@ -86,11 +96,13 @@ def run_layer(
             return _rematerialized(lambda x, h: x(h, rows, routing), layer, h)
 
 
-def _rematerialized(run: Callable, layer: DecoderLayer, h):
-    """Runs `run(layer, h)`, keeps only h, and recomputes the rest in backward."""
+def _rematerialized(
+    run: Callable, layer: DecoderLayer, h, *, policy: Callable | None = None
+):
+    """Runs `run(layer, h)`, and recomputes in backward all but h and what is saved."""
     graph, state = nnx.split(layer)
 
     def pure(state, h):
         return run(nnx.merge(graph, state), h)
 
-    return jax.checkpoint(pure)(state, h)
+    return jax.checkpoint(pure, policy=policy)(state, h)

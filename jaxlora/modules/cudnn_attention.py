@@ -11,11 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax._src.lib import cuda_versions
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.modules.cudnn_call import class_backward, class_forward
 from jaxlora.modules.length_classes import SegmentLengths, length_classes, members_of
-from jaxlora.modules.scoring import Scoring
+from jaxlora.modules.scoring import ATTENTION_RESULTS, Scoring
 from jaxlora.pallas_kernels.operands import unsupported_dtype
 
 # Compiler options for the outermost `jax.jit`. XLA takes cuDNN's deterministic gradient
@@ -113,6 +114,7 @@ def _attention_forward(q, k, v, is_sound, segment_ids, classes, scoring):
         is_sound &= ~members.overflows
     # The same array is returned and kept, so it takes memory once.
     out = jnp.where(is_sound[:, None, None], out, jnp.nan)
+    out, lse = checkpoint_name((out, lse), ATTENTION_RESULTS)
     return out, (q, k, v, is_sound, all_members, out, lse)
 
 

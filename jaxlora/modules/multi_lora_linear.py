@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -21,6 +22,7 @@ from jaxlora.modules.trained_tensors import (
     unpadded,
 )
 from jaxlora.pallas_kernels import (
+    LINEAR_RESULTS,
     Dropout,
     KernelSettings,
     MaskWords,
@@ -237,7 +239,7 @@ class MultiLoraLinear(nnx.Module):
         return y
 
     def _frozen(self, x: Float[Array, "T K"]) -> Float[Array, "T N"]:
-        y = jnp.matmul(x, self.kernel[...])
+        y = checkpoint_name(jnp.matmul(x, self.kernel[...]), LINEAR_RESULTS)
         return y if self.bias is None else y + self.bias[...]
 
     def _projection(self, routing: Routing) -> Projection:

@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.modules.length_classes import SegmentLengths, segment_bounds
-from jaxlora.modules.scoring import Scoring
+from jaxlora.modules.scoring import ATTENTION_RESULTS, Scoring
 from jaxlora.pallas_kernels.operands import unsupported_dtype
 from jaxlora.pallas_kernels.triton.device import (
     Target,
@@ -238,6 +239,7 @@ def _attention_forward(q, k, v, is_sound, segment_ids, kernels: Kernels):
         layout,
         is_sound=is_sound,
     )
+    out, lse = checkpoint_name((out, lse), ATTENTION_RESULTS)
     return out, (q, k, v, is_sound, layout, out, lse)
 
 

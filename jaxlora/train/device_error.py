@@ -28,8 +28,8 @@ def explained(output_dir: pathlib.Path) -> Iterator[None]:
         if _NO_MEMORY in str(error):
             what = "a device is out of memory"
             cure = (
-                "Lower microbatch_tokens, set remat: mlp or layer, or choose a mesh "
-                "with more stages or a larger fsdp."
+                "Lower microbatch_tokens, set remat: elementwise, mlp or layer, or "
+                "choose a mesh with more stages or a larger fsdp."
             )
         number = newest_checkpoint(output_dir / CHECKPOINTS)
         kept = (

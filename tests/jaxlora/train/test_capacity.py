@@ -304,6 +304,7 @@ def test_remat_needs_less(spec):
         return estimated_footprint(again, 16, None).bytes_per_token
 
     assert needed("layer") < needed("mlp") < needed("none")
+    assert needed("layer") < needed("elementwise") < needed("none")
 
 
 def test_bounds_choose_whole_units():
@@ -334,7 +335,8 @@ def test_a_device_that_does_not_report_its_memory(config, spec, monkeypatch, cap
     with pytest.raises(ConfigError, match="Give a number for microbatch_tokens"):
         settle(config(), spec, bounds)
     fixed = dataclasses.replace(bounds, fixed=2**30)
-    with pytest.raises(ConfigError, match=r"remat: auto needs .* none, mlp or layer"):
+    needs = r"remat: auto needs .* none, elementwise, mlp or layer"
+    with pytest.raises(ConfigError, match=needs):
         settle(config(remat="auto"), spec, fixed)
     given = config(microbatch_tokens=2**30)
     assert settle(given, spec, fixed) == given

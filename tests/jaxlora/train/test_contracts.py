@@ -75,6 +75,7 @@ def test_same_bits_twice(train, jobs):
 @pytest.mark.parametrize(
     "settings",
     [
+        {"remat": "elementwise"},
         {"remat": "mlp"},
         {"remat": "layer"},
         {"microbatch_tokens": 128, "block_tokens": 32},
