@@ -2,6 +2,7 @@
 
 from jaxlora.pallas_kernels.backends import BACKENDS, Backend, get_backend
 from jaxlora.pallas_kernels.dropout import Dropout, MaskWords, dropout_keys, mask_words
+from jaxlora.pallas_kernels.frozen import frozen_linear
 from jaxlora.pallas_kernels.given_mask import GivenMask, pack_mask, unpack_mask
 from jaxlora.pallas_kernels.mosaic.compile import compile_program
 from jaxlora.pallas_kernels.op import (
@@ -39,6 +40,7 @@ __all__ = [
     "QuantizedWeight",
     "compile_program",
     "dropout_keys",
+    "frozen_linear",
     "get_backend",
     "kernel_settings",
     "mask_words",

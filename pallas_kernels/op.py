@@ -20,6 +20,9 @@ from jaxlora.pallas_kernels.backends import BACKENDS, Backend, get_backend
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS, Dropout, MaskWords
 from jaxlora.pallas_kernels.given_mask import GivenMask, num_words
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
+from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
+from jaxlora.pallas_kernels.quantized.weight import QuantizedWeight
+from jaxlora.pallas_kernels.scratch import backward_weights, forward_weights
 from jaxlora.pallas_kernels.settings import ROWS, KernelSettings
 
 # What a linear gives, and what it keeps for its backward pass beside x. A policy of
@@ -30,7 +33,7 @@ LINEAR_RESULTS = "linear_results"
 @typing.no_type_check  # `_check_shapes` has better messages
 def multi_lora_linear(
     x: Float[Array, "T K"],
-    w: Float[Array, "K N"] | Float[Array, "L K N"],
+    w: Float[Array, "K N"] | Float[Array, "L K N"] | QuantizedWeight,
     a: Float[Array, "G K R"],
     b: Float[Array, "G R N"],
     scaling: Float[Array, " G"],
@@ -50,7 +53,8 @@ def multi_lora_linear(
 
     Args:
         x: Token rows; the T / NB rows of a token block share one adapter.
-        w: Frozen base weight, in x's dtype; or a stack of L of them, see `layer`.
+        w: Frozen base weight, in x's dtype; or a stack of L of them, see `layer`; or
+            a quantized weight, for which see docs/quantized_base.md.
         a: Shrink matrices of the slots; ranks below R are zero-padded.
         b: Expand matrices of the slots; ranks below R are zero-padded.
         scaling: `lora_alpha / rank` of each slot; 0 switches a slot off.
@@ -61,7 +65,8 @@ def multi_lora_linear(
         dropout: Mask of the LoRA path, computed from a key or given by the caller; None
             drops nothing.
         layer: Index of the weight in the stack; None: w is not a stack.
-        w_transposed: Whether w is stored N K.
+        w_transposed: Whether w is stored N K. Quantized weights always are, and need
+            no mention.
         implementation: Name of the kernel back end in `BACKENDS`.
 
     Raises:
@@ -124,6 +129,9 @@ def multi_lora_linears(
     backend = get_backend(implementation)
     _check_alike(projections)
     is_stack = layer is not None
+    for p in projections:
+        if isinstance(p.w, QuantizedWeight):
+            _check_quantized(p.w, x, is_stack=is_stack, w_transposed=w_transposed)
     made = tuple(
         _checked(
             backend, x, p, block_adapter, is_stack=is_stack, w_transposed=w_transposed
@@ -147,6 +155,39 @@ def _check_alike(projections: Sequence[Projection]) -> None:
         raise ValueError(
             "projections must have the same number of slots, got "
             f"{[p.a.shape[0] for p in projections]}."
+        )
+    formats = [_weight_format(p) for p in projections]
+    if len(set(formats)) != 1:
+        raise ValueError(
+            "projections must have base weights of one format, got "
+            f"{' and '.join(map(str, formats))}. Call multi_lora_linears once for each "
+            "format."
+        )
+    fp8_backward = [p.w.fp8_backward for p in projections if type(p.w) is Fp8Weight]
+    if len(set(fp8_backward)) > 1:
+        raise ValueError(
+            f"projections must have the same fp8_backward, got {fp8_backward}. Change "
+            "it with dataclasses.replace(w, fp8_backward=...)."
+        )
+
+
+def _weight_format(projection: Projection) -> str | None:
+    w = projection.w
+    return w.format if isinstance(w, QuantizedWeight) else None
+
+
+def _check_quantized(w: QuantizedWeight, x, *, is_stack, w_transposed) -> None:
+    w.check()
+    if is_stack or w_transposed:
+        given = "layer" if is_stack else "w_transposed=True"
+        raise ValueError(
+            f"{given} was given with a quantized weight ({w.format}), which is always "
+            "one weight stored N K. Leave it out, and give each layer's own weight."
+        )
+    if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise ValueError(
+            f"x is {x.dtype}, but linears on a quantized weight ({w.format}) compute "
+            "in bfloat16, float16 or float32. Cast x."
         )
 
 
@@ -172,6 +213,7 @@ def _checked(
             rank=rank,
             block_tokens=x.shape[0] // block_adapter.shape[0],
             extra=tuple(p.extra),
+            weight_format=_weight_format(p),
         ),
     )
     if p.settings is not None:
@@ -188,7 +230,7 @@ def _check_shapes(
     x, projection: Projection, block_adapter, is_stack, w_transposed
 ) -> None:
     (t, k), num_blocks = x.shape, block_adapter.shape[0]
-    w, a, b = projection.dense_w, projection.a, projection.b
+    w, a, b = projection.w, projection.a, projection.b
     w_shape = w.shape[1:] if is_stack else w.shape
     k_n = w_shape[::-1] if w_transposed else w_shape
     if k_n != (k, b.shape[2]) or a.shape[1] != k:
@@ -204,7 +246,7 @@ def _check_shapes(
             f"x has T={t} rows, not a multiple of the NB={num_blocks} entries of "
             "block_adapter. Pad each adapter's rows to whole blocks first."
         )
-    if x.dtype != w.dtype:
+    if not isinstance(w, QuantizedWeight) and x.dtype != w.dtype:
         raise ValueError(f"x and w must share a dtype, got {x.dtype} and {w.dtype}.")
 
 
@@ -295,9 +337,9 @@ def _with_gradient(backend: Backend):
         return forward(x, projections, layer, block_adapter, w_transposed)[0]
 
     def forward(x, projections, layer, block_adapter, w_transposed):
-        stacked = tuple(map(_with_stack, projections))
+        readable, tied, is_n_k = forward_weights(projections, x, w_transposed)
         y, s = backend.forward(
-            x, stacked, layer, block_adapter, w_transposed=w_transposed
+            tied, readable, layer, block_adapter, w_transposed=is_n_k
         )
         y, s = checkpoint_name((y, s), LINEAR_RESULTS)
         # The residuals hold w itself, so that a caller which has it need not keep it.
@@ -305,18 +347,10 @@ def _with_gradient(backend: Backend):
 
     def backward(w_transposed, residuals, dy):
         x, projections, *rest = residuals
-        stacked = tuple(map(_with_stack, projections))
-        dx, gradients = backend.backward(
-            dy, x, stacked, *rest, w_transposed=w_transposed
-        )
+        readable, dy, is_n_k = backward_weights(projections, dy, x.dtype, w_transposed)
+        dx, gradients = backend.backward(dy, x, readable, *rest, w_transposed=is_n_k)
         trained = tuple(map(_trained, projections, gradients))
         return dx, trained, None, None
 
     op.defvjp(forward, backward)
     return op
-
-
-def _with_stack(projection: Projection) -> Projection:
-    """Makes w a stack of one weight if it is none."""
-    w = projection.dense_w
-    return dataclasses.replace(projection, w=w if w.ndim == 3 else w[None])

@@ -13,6 +13,8 @@ from jaxtyping import Array, Float, Int
 from jaxlora.pallas_kernels.dropout import Dropout
 from jaxlora.pallas_kernels.given_mask import GivenMask
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
+from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
+from jaxlora.pallas_kernels.xla import fp8
 
 
 def unsupported(shape: LinearShape) -> str | None:
@@ -20,6 +22,10 @@ def unsupported(shape: LinearShape) -> str | None:
     if shape.extra:
         return f"its kernels train A and B only, not {', '.join(shape.extra)}"
     return None
+
+
+def _fp8_weights(projections: tuple[Projection, ...]) -> list[Fp8Weight]:
+    return [p.w for p in projections if isinstance(p.w, Fp8Weight)]
 
 
 def _einsum(spec: str, *operands: Array) -> Array:
@@ -43,9 +49,14 @@ def forward(
     w_transposed: bool = False,
 ) -> tuple[list[Array], list[Array]]:
     """Computes y [T, N] and s = scaling dropout(x) A [NB, BT, R] of each projection."""
-    spec = "tk,nk->tn" if w_transposed else "tk,kn->tn"
+    if weights := _fp8_weights(projections):
+        bases = fp8.products(x, weights)
+    else:
+        spec = "tk,nk->tn" if w_transposed else "tk,kn->tn"
+        bases = [_einsum(spec, x, p.dense_w[layer[0]]) for p in projections]
     parts = [
-        _forward(x, p, p.dense_w[layer[0]], spec, block_adapter) for p in projections
+        _forward(x, p, base, block_adapter)
+        for p, base in zip(projections, bases, strict=True)
     ]
     return [y for y, _ in parts], [s for _, s in parts]
 
@@ -53,10 +64,10 @@ def forward(
 def _forward(
     x: Float[Array, "T K"],
     projection: Projection,
-    w: Float[Array, "_ _"],
-    spec: str,
+    base: Float[Array, "T N"],
     block_adapter: Int[Array, " NB"],
 ) -> tuple[Float[Array, "T N"], Float[Array, "NB BT R"]]:
+    """Adds bias and LoRA to the product of x and the base weight."""
     a, b, dropout = projection.a, projection.b, projection.dropout
     num_blocks = block_adapter.shape[0]
     slot_B = jnp.maximum(block_adapter, 0)
@@ -66,7 +77,7 @@ def _forward(
     s = _einsum("btk,bkr->btr", x_B, a.astype(x.dtype)[slot_B])
     s = (s * _factor(projection.scaling, dropout, slot_B)).astype(x.dtype)
     delta = _einsum("btr,brn->btn", s, b.astype(x.dtype)[slot_B])
-    y = _einsum(spec, x, w).reshape(delta.shape) + delta
+    y = base.reshape(delta.shape) + delta
     if projection.bias is not None:
         y = y + projection.bias.astype(jnp.float32)
     # Padding blocks were computed with slot 0, which may hold anything. A product with
@@ -94,10 +105,15 @@ def backward(
     w_transposed: bool = False,
 ) -> tuple[Float[Array, "T K"], list[dict[str, Array]]]:
     """Computes dx [T, K] in x's dtype; `a` [G, K, R] and `b` [G, R, N] in float32."""
-    spec = "tn,nk->tk" if w_transposed else "tn,kn->tk"
+    if weights := _fp8_weights(projections):
+        bases = fp8.input_gradients(dy, weights)
+    else:
+        spec = "tn,nk->tk" if w_transposed else "tn,kn->tk"
+        pairs = zip(dy, projections, strict=True)
+        bases = [_einsum(spec, dy_p, p.dense_w[layer[0]]) for dy_p, p in pairs]
     parts = [
-        _backward(dy_p, x, p, p.dense_w[layer[0]], s_p, spec, block_adapter)
-        for dy_p, p, s_p in zip(dy, projections, s, strict=True)
+        _backward(dy_p, x, p, base, s_p, block_adapter)
+        for dy_p, p, base, s_p in zip(dy, projections, bases, s, strict=True)
     ]
     dx = functools.reduce(jnp.add, (part for part, _ in parts))
     return dx.astype(x.dtype), [gradients for _, gradients in parts]
@@ -107,11 +123,11 @@ def _backward(
     dy: Float[Array, "T N"],
     x: Float[Array, "T K"],
     projection: Projection,
-    w: Float[Array, "_ _"],
+    base: Float[Array, "T K"],
     s: Float[Array, "NB BT R"],
-    spec: str,
     block_adapter: Int[Array, " NB"],
 ) -> tuple[Float[Array, "T K"], dict[str, Array]]:
+    """Adds LoRA's gradient of x to the base's; computes the gradients of A and B."""
     a, b, dropout = projection.a, projection.b, projection.dropout
     num_slots, num_blocks = a.shape[0], block_adapter.shape[0]
     slot_B = jnp.maximum(block_adapter, 0)
@@ -128,6 +144,6 @@ def _backward(
     through = _einsum("btr,bkr->btk", ds, a.astype(x.dtype)[slot_B])
     if keep is not None:
         through = jnp.where(keep, through, 0)
-    dx = _einsum(spec, dy, w).reshape(through.shape) + through
+    dx = base.reshape(through.shape) + through
     dx = jnp.where(block_adapter[:, None, None] >= 0, dx, 0)
     return dx.reshape(x.shape), {"a": da, "b": db}
