@@ -10,6 +10,7 @@ from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.peft_import import import_peft
 from jaxlora.errors import ConfigError, ModelError
 from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
+from jaxlora.hf.convert import log_dequantized
 from jaxlora.hf.files import model_folder, tokenizer_files
 from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.names import linear_names, linear_path
@@ -33,13 +34,16 @@ def merge_adapter(
     """Writes `W + scaling * (A B)` for every adapted linear; other weights are copied.
 
     It computes in float32 and rounds once. Tensors are streamed: the host never holds
-    more than one shard.
+    more than one shard. Quantized linears are dequantized, also those without an
+    adapter, and the merged checkpoint is dense: quantizing the sum again would add an
+    error to W that may be larger than the update.
 
     Args:
         base_folder: Hugging Face checkpoint of the base: a folder, or a hub id.
         adapter_folder: PEFT folder.
         out_folder: Folder to make.
-        dtype: Dtype of the merged weights; None: each tensor keeps its own.
+        dtype: Dtype of the merged weights; None: each tensor keeps its own, or all are
+            bfloat16 if the base is quantized.
         revision: Branch, tag or commit of the base on the hub.
 
     Raises:
@@ -55,10 +59,12 @@ def merge_adapter(
     shapes = {n: kernels[f"{linear_path(n)}.kernel"] for n in linear_names(config)}
     adapter = import_peft(adapter_folder, shapes)
     checkpoint.check()
+    if checkpoint.quantized:
+        dtype = dtype or "bfloat16"
+        log_dequantized(checkpoint, dtype)
     config_json = checkpoint.config_json
     if dtype is not None:
-        config_json = {**config_json, "torch_dtype": dtype}
-        config_json.pop("dtype", None)
+        config_json = checkpoint.dense_config(dtype)
     tensors = _merged(checkpoint, adapter, None if dtype is None else _DTYPES[dtype])
     extra = tokenizer_files(checkpoint.folder)
     return save_checkpoint(out_folder, tensors, config_json, extra)
@@ -67,10 +73,9 @@ def merge_adapter(
 def _merged(
     checkpoint: Checkpoint, adapter: Adapter, dtype: np.dtype | None
 ) -> Iterator[tuple[str, np.ndarray]]:
-    for name, file in checkpoint.files.items():
-        array = file.array(name)
+    for name, array in checkpoint.dense_tensors():
         wanted = array.dtype if dtype is None else dtype
-        where = f"{file.path}: {name}"
+        where = f"{checkpoint.files[name].path}: {name}"
         check_finite(array, where, ModelError, wanted)
         weights = adapter.modules.get(name.removesuffix(".weight"))
         if weights is not None:

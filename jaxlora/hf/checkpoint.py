@@ -1,9 +1,11 @@
 """Opens a checkpoint folder and checks that its config and its tensors agree."""
 
 import dataclasses
+import functools
 import logging
 import pathlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,14 @@ from jaxlora.errors import ModelError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.config import model_config
 from jaxlora.hf.files import read_json, safetensor_files
-from jaxlora.hf.names import TensorSpec, tensor_specs
+from jaxlora.hf.names import TensorSpec, linear_names, linear_path, tensor_specs
+from jaxlora.hf.quantized.config import KEY, read_quantization
+from jaxlora.hf.quantized.layout import Layout
+from jaxlora.hf.quantized.linears import (
+    ACTIVATION_SCALES,
+    StoredLinear,
+    find_stored_linears,
+)
 from jaxlora.hf.tensor_file import TensorFile
 
 logger = logging.getLogger(__name__)
@@ -24,7 +33,7 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 _BLOCK_BYTES = 2**20
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """A Hugging Face checkpoint on this disk.
 
@@ -42,8 +51,39 @@ class Checkpoint:
     files: dict[str, TensorFile]
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        """Returns the tensors that the config calls for."""
+        """Returns the weights that the config calls for, as if none was quantized."""
         return tensor_specs(self.config)
+
+    @functools.cached_property
+    def linear_paths(self) -> tuple[str, ...]:
+        """Our paths of the linears of the decoder layers."""
+        return tuple(linear_path(name) for name in linear_names(self.config))
+
+    @property
+    def layout(self) -> Layout | None:
+        """How config.json says that linears are stored; None: as dense weights."""
+        return read_quantization(self.config_json)
+
+    @property
+    def kind(self) -> str:
+        """Name of the way in which the linears are stored."""
+        layout = self.layout
+        return "dense" if layout is None or not self.quantized else layout.kind
+
+    @functools.cached_property
+    def quantized(self) -> dict[str, StoredLinear]:
+        """The quantized linears, by our path of the kernel."""
+        paths = {f"{path}.kernel" for path in self.linear_paths}
+        specs = (spec for spec in self.specs() if spec.path in paths)
+        return find_stored_linears(self.layout, specs, self.files)
+
+    @functools.cached_property
+    def activation_scales(self) -> frozenset[str]:
+        """Names of the tensors with scales of activations, which are not read."""
+        if self.layout is None:
+            return frozenset()
+        ends = tuple(f".{name}" for name in ACTIVATION_SCALES)
+        return frozenset(name for name in self.files if name.endswith(ends))
 
     def check(self) -> None:
         """Checks that config and weights agree.
@@ -54,20 +94,12 @@ class Checkpoint:
         """
         specs = self.specs()
         for spec in specs:
-            file = self.files.get(spec.hf_name)
-            if file is None:
-                raise ModelError(
-                    f"{self.folder}: the checkpoint lacks {spec.hf_name} "
-                    f"{list(spec.hf_shape)}, which its config.json calls for."
-                )
-            found = file.shape(spec.hf_name)
-            if found != spec.hf_shape:
-                raise ModelError(
-                    f"{file.path}: {spec.hf_name} has shape {list(found)}; its "
-                    f"config.json calls for {list(spec.hf_shape)}."
-                )
-            file.dtype(spec.hf_name)
-        known = {spec.hf_name for spec in specs}
+            if (linear := self.quantized.get(spec.path)) is not None:
+                linear.check()
+            else:
+                self._check_dense(spec)
+        known = {spec.hf_name for spec in specs} | self.activation_scales
+        known |= {n for linear in self.quantized.values() for n in linear.tensor_names}
         for name in self.files.keys() - known:
             # A tied head may be stored as well, and is equal to the embedding.
             if name != _HEAD and not name.endswith(_HARMLESS_EXTRA):
@@ -75,6 +107,46 @@ class Checkpoint:
                     f"{self.folder}: the checkpoint holds {name}, which is not part of "
                     "the model that its config.json describes."
                 )
+
+    def _check_dense(self, spec: TensorSpec) -> None:
+        file = self.files.get(spec.hf_name)
+        if file is None:
+            raise ModelError(
+                f"{self.folder}: the checkpoint lacks {spec.hf_name} "
+                f"{list(spec.hf_shape)}, which its config.json calls for."
+            )
+        found = file.shape(spec.hf_name)
+        if found != spec.hf_shape:
+            raise ModelError(
+                f"{file.path}: {spec.hf_name} has shape {list(found)}; its "
+                f"config.json calls for {list(spec.hf_shape)}."
+            )
+        file.dtype(spec.hf_name)
+
+    def dense_config(self, dtype: str) -> dict[str, Any]:
+        """Returns the contents of config.json for a dense copy in another dtype."""
+        config = {**self.config_json, "torch_dtype": dtype}
+        for key in ("dtype", KEY):
+            config.pop(key, None)
+        return config
+
+    def dense_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields the name and the contents of every tensor, for a dense copy.
+
+        Quantized linears are dequantized to float32. Scales of activations are left
+        out. Dense tensors are not checked for NaN and infinity.
+
+        Raises:
+            ModelError: A tensor cannot be read, or a quantized linear is not finite.
+        """
+        linears = {f"{x.name}.weight": x for x in self.quantized.values()}
+        parts = {n for x in linears.values() for n in x.tensor_names} - linears.keys()
+        for name, file in self.files.items():
+            if name in linears:
+                weight, _ = linears[name].read()
+                yield name, np.asarray(weight.dequantize(np.float32))
+            elif name not in parts | self.activation_scales:
+                yield name, file.array(name)
 
 
 def open_checkpoint(folder: pathlib.Path) -> Checkpoint:

@@ -9,6 +9,7 @@ from jaxlora.families.table import FAMILIES, Activation, Family
 from jaxlora.hf.config_rope import read_ropes
 from jaxlora.hf.config_values import flag, integer, number
 from jaxlora.hf.config_windows import read_windows
+from jaxlora.hf.quantized.config import KEY, read_quantization
 from jaxlora.json_file import shown
 
 _ACTIVATIONS: Mapping[Activation, str] = {
@@ -44,6 +45,7 @@ _READ = {
     "use_sliding_window",
     "max_window_layers",
     "layer_types",
+    KEY,
 }
 # Fields that have no effect on what the model computes in training.
 _HARMLESS = {
@@ -97,6 +99,7 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
     model_type = _model_type(config)
     family = FAMILIES[model_type]
     _check_unread(config, family)
+    read_quantization(config)
     _check_supported(config, family)
     _check_token_ids(config)
     # An explicit null is not the same as a missing key: it disables the default.

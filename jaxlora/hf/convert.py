@@ -1,5 +1,6 @@
-"""Converts GGUF files, and checkpoints in another dtype, to Hugging Face folders."""
+"""Converts GGUF files and checkpoints to dense Hugging Face folders."""
 
+import logging
 import pathlib
 from collections.abc import Iterator
 
@@ -11,6 +12,8 @@ from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
 from jaxlora.hf.files import model_folder, tokenizer_files, warn_of_revision
 from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.save import save_checkpoint
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -26,6 +29,8 @@ def convert(
     revision: str | None = None,
 ) -> pathlib.Path:
     """Writes a Hugging Face folder of safetensors that this library trains on.
+
+    Quantized linears are dequantized.
 
     Args:
         source: A GGUF file of a Llama-architecture model, a checkpoint folder, or a hub
@@ -48,18 +53,30 @@ def convert(
         return convert_gguf(source, out, dtype=DTYPES[dtype])
     checkpoint = open_checkpoint(model_folder(source, revision))
     checkpoint.check()
-    config_json = {**checkpoint.config_json, "torch_dtype": dtype}
-    config_json.pop("dtype", None)
+    log_dequantized(checkpoint, dtype)
     return save_checkpoint(
         out,
         _cast(checkpoint, DTYPES[dtype]),
-        config_json,
+        checkpoint.dense_config(dtype),
         tokenizer_files(checkpoint.folder),
     )
 
 
+def log_dequantized(checkpoint: Checkpoint, dtype: str) -> None:
+    """Logs that a copy of a checkpoint is dense, if the checkpoint is quantized."""
+    if checkpoint.quantized:
+        logger.info(
+            "%s is quantized (%s): its %d quantized linears are dequantized. The copy "
+            "is dense, in %s, and has no quantization_config.",
+            checkpoint.folder,
+            checkpoint.kind,
+            len(checkpoint.quantized),
+            dtype,
+        )
+
+
 def _cast(checkpoint: Checkpoint, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
-    for name, file in checkpoint.files.items():
-        array = file.array(name)
-        check_finite(array, f"{file.path}: {name}", ModelError, dtype)
+    for name, array in checkpoint.dense_tensors():
+        where = f"{checkpoint.files[name].path}: {name}"
+        check_finite(array, where, ModelError, dtype)
         yield name, array.astype(dtype)

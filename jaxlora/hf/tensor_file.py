@@ -3,7 +3,7 @@
 import io
 import math
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import ml_dtypes
 import numpy as np
@@ -12,11 +12,19 @@ import safetensors
 from jaxlora.errors import ModelError
 from jaxlora.json_file import check_regular_file, cut, parse_json
 
-_DTYPES = {
+# Dtypes by their names in the file.
+FLOATS: Mapping[str, np.dtype] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+# Also those of quantized weights.
+STORED: Mapping[str, np.dtype] = {
+    **FLOATS,
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
 }
 
 
@@ -63,28 +71,40 @@ class TensorFile:
         """Returns the shape of a tensor."""
         return tuple(self._header[name]["shape"])
 
-    def dtype(self, name: str) -> np.dtype:
+    def dtype_name(self, name: str) -> str:
+        """Returns the name that the file gives to a tensor's dtype."""
+        return self._header[name]["dtype"]
+
+    def dtype(self, name: str, dtypes: Mapping[str, np.dtype] = FLOATS) -> np.dtype:
         """Returns the dtype of a tensor.
 
+        Args:
+            name: Name of the tensor.
+            dtypes: Dtypes that it may have.
+
         Raises:
-            ModelError: It is not a supported float dtype.
+            ModelError: It has another dtype.
         """
-        dtype = self._header[name]["dtype"]
-        if dtype not in _DTYPES:
+        dtype = self.dtype_name(name)
+        if dtype not in dtypes:
             raise ModelError(
                 f"{self.path}: {name} has dtype {dtype}; wanted one of "
-                f"{', '.join(_DTYPES)}. Quantised checkpoints are not supported."
+                f"{', '.join(dtypes)}. Only linears of the decoder layers may be "
+                "quantized, and only as the quantization_config in config.json says."
             )
-        return _DTYPES[dtype]
+        return dtypes[dtype]
 
-    def array(self, name: str) -> np.ndarray:
+    def array(self, name: str, dtypes: Mapping[str, np.dtype] = FLOATS) -> np.ndarray:
         """Reads a whole tensor.
 
+        Args:
+            name: Name of the tensor.
+            dtypes: Dtypes that it may have.
+
         Raises:
-            ModelError: The dtype is not a supported float dtype, or the tensor cannot
-                be read.
+            ModelError: The tensor has another dtype, or cannot be read.
         """
-        dtype, shape = self.dtype(name), self.shape(name)
+        dtype, shape = self.dtype(name, dtypes), self.shape(name)
         try:
             array = np.empty(shape, dtype)
         except ValueError as error:  # an empty tensor beyond NumPy's limits

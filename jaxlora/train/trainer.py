@@ -97,7 +97,7 @@ class Trainer:
             config.model,
             dtype=config.dtype,
             revision=config.revision,
-            place=lambda found: plan_mesh(config, found).place(found, config.dtype),
+            place=lambda found, _: plan_mesh(config, found).place(found, config.dtype),
         )
         mesh = plan_mesh(config, self.model.config)
         self._started = processes.from_first(lambda: start_time(self.output_dir))

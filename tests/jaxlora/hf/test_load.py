@@ -110,7 +110,7 @@ def test_place_says_where_each_array_goes(folder):
         asked[path] = shape
         return sharding
 
-    base = load_model(folder, place=lambda config: place)
+    base = load_model(folder, place=lambda *_: place)
     assert asked == {path: array.shape for path, array in base.params.items()}
     assert asked["layers.0.mlp.down_proj.kernel"] == (48, 32)
     assert all(array.sharding == sharding for array in base.params.values())

@@ -1,0 +1,108 @@
+"""The common part of the ways in which checkpoints store quantized linears."""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxlora.errors import ModelError
+from jaxlora.hf.quantized.block_weight import BlockWeight
+from jaxlora.pallas_kernels import FORMATS, QuantizedWeight
+
+# Dtypes of scales, by their names in safetensors.
+FLOATS = ("F32", "F16", "BF16")
+
+
+# A weight as it is stored, in arrays of the host.
+StoredWeight = QuantizedWeight | BlockWeight
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """A tensor of a quantized linear in a checkpoint.
+
+    Attributes:
+        name: Its name after that of the linear, such as `weight_scale`.
+        dtypes: The dtypes that it may have, as safetensors names them.
+        shapes: The shapes that it may have; none: that of any vector.
+    """
+
+    name: str
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...] = ()
+
+    def allows(self, shape: tuple[int, ...]) -> bool:
+        """Tells whether the tensor may have a shape."""
+        return shape in self.shapes if self.shapes else len(shape) == 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout(abc.ABC):
+    """One way to store quantized linears.
+
+    A linear whose tensor `weight` has the layout's dtype is quantized. The other
+    linears of a checkpoint are not. So its list of the modules that were not converted
+    need not be interpreted.
+
+    Attributes:
+        kind: Name of the layout, for messages.
+        format: Name in `FORMATS` of the weights after they were loaded.
+        weight_dtype: Dtype of `weight`, as safetensors names it.
+    """
+
+    kind: str
+    format: str
+    weight_dtype: str
+
+    @abc.abstractmethod
+    def tensors(
+        self, shape: tuple[int, int], has: Callable[[str], bool]
+    ) -> tuple[StoredTensor, ...]:
+        """Returns the tensors that a linear consists of.
+
+        Args:
+            shape: N and K of the linear.
+            has: Tells whether the checkpoint holds a tensor of this linear, by the name
+                after that of the linear.
+        """
+
+    @abc.abstractmethod
+    def weight(
+        self, shape: tuple[int, int], arrays: Mapping[str, np.ndarray], where: str
+    ) -> StoredWeight:
+        """Returns a linear's weight, in arrays of the host.
+
+        Args:
+            shape: N and K of the linear.
+            arrays: Contents of `tensors`, by name; floats are finite.
+            where: File and name of the linear, for errors.
+
+        Raises:
+            ModelError: The tensors are not consistent, or hold what is not supported.
+        """
+
+
+def host_weight(name: str, **arrays: np.ndarray) -> QuantizedWeight:
+    """Returns a weight of a format in `FORMATS` whose arrays are on the host."""
+    kind: Any = FORMATS[name]
+    return kind(**arrays)
+
+
+def check_scales(scale: np.ndarray, where: str) -> None:
+    """Refuses negative scales.
+
+    Args:
+        scale: Scales.
+        where: File and name of the tensor, for the error.
+
+    Raises:
+        ModelError: A scale is negative.
+    """
+    least = float(scale.astype(np.float32).min(initial=0))
+    if least < 0:
+        raise ModelError(
+            f"{where} holds the scale {least:g}; scales must not be negative. The file "
+            "is damaged: fetch or copy it again."
+        )

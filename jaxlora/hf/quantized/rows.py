@@ -1,0 +1,49 @@
+"""The layout of fp8 and int8 weights with one scale per output feature or tensor."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from jaxlora.hf.quantized.layout import (
+    FLOATS,
+    Layout,
+    StoredTensor,
+    check_scales,
+    host_weight,
+)
+from jaxlora.pallas_kernels import Fp8Weight, Int8Weight, QuantizedWeight
+from jaxlora.pallas_kernels.quantized.fp8 import SMALLEST_WEIGHT_SCALE
+
+DTYPES = {Fp8Weight.format: "F8_E4M3", Int8Weight.format: "I8"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowLayout(Layout):
+    """`weight` [N, K] and `weight_scale`, of which W is the product."""
+
+    def tensors(
+        self, shape: tuple[int, int], has: Callable[[str], bool]
+    ) -> tuple[StoredTensor, ...]:
+        """Returns the weight and its scales, one per output feature or one for all."""
+        n, _ = shape
+        scales = ((n, 1), (n,), (1, 1), (1,), ())
+        return (
+            StoredTensor(name="weight", dtypes=(self.weight_dtype,), shapes=(shape,)),
+            StoredTensor(name="weight_scale", dtypes=FLOATS, shapes=scales),
+        )
+
+    def weight(
+        self, shape: tuple[int, int], arrays: Mapping[str, np.ndarray], where: str
+    ) -> QuantizedWeight:
+        """Returns the weight as it is."""
+        scale = arrays["weight_scale"]
+        check_scales(scale, f"{where}.weight_scale")
+        scale = np.broadcast_to(scale.astype(np.float32).reshape(-1), shape[:1])
+        if self.format == Fp8Weight.format:
+            # The scale of a row of zeros may be 0, but kernels divide by it. A value
+            # times this scale is below 1e-16, with which nothing can be done either.
+            scale = np.maximum(scale, np.float32(SMALLEST_WEIGHT_SCALE))
+        return host_weight(
+            self.format, values=arrays["weight"], scale=np.ascontiguousarray(scale)
+        )

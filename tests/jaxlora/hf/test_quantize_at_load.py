@@ -1,0 +1,161 @@
+"""Dense checkpoints whose linears are quantized while they are loaded."""
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxlora.errors import ConfigError, ModelError
+from jaxlora.hf.base_format import find_base_format, planned_base_format
+from jaxlora.hf.checkpoint import open_checkpoint
+from jaxlora.hf.config import model_config
+from jaxlora.models.base_format import BaseFormat
+from jaxlora.pallas_kernels import FORMATS
+from tests import tiny
+from tests.jaxlora.hf import quantized_checkpoints as stored
+from tests.jaxlora.hf.loading import load_model
+from tests.jaxlora.hf.test_quantized_checkpoints import KERNEL, Q, dense_weights
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+BF16 = np.dtype(ml_dtypes.bfloat16)
+WEIGHTS = tiny.random_weights(config=stored.CONFIG)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """A dense checkpoint with linears that every format can hold."""
+    return tiny.write_model(tmp_path_factory.mktemp("dense"), config=stored.CONFIG)
+
+
+@pytest.fixture(scope="module")
+def loaded(dense):
+    """The checkpoint in each format."""
+    return {name: load_model(dense, quantize=name) for name in FORMATS}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_only_linears_of_the_layers_are_quantized(loaded, dense, name):
+    base, plain = loaded[name], load_model(dense)
+    assert base.base_format == BaseFormat(name=name)
+    assert plain.base_format is None
+    assert base.fingerprint == plain.fingerprint
+    quantized = {f"{path}.kernel" for path in open_checkpoint(dense).linear_paths}
+    for path, array in plain.params.items():
+        if path not in quantized:
+            np.testing.assert_array_equal(base.params[path], array)
+    fields = {
+        path.rsplit(".", 1)[0] for path in base.params.keys() - plain.params.keys()
+    }
+    assert fields == quantized
+    assert plain.params.keys() - base.params.keys() == quantized
+
+
+def test_fp8_has_one_scale_per_output_feature(loaded):
+    base, w = loaded["fp8"], WEIGHTS[f"{Q}.weight"]
+    scale = np.abs(w).max(axis=1) / np.float32(448)
+    found = np.asarray(base.params[f"{KERNEL}.scale"])
+    np.testing.assert_allclose(found, scale, rtol=1e-6)
+    values = (w * (1 / found)[:, None]).clip(-448, 448).astype(E4M3)
+    np.testing.assert_array_equal(
+        np.asarray(base.params[f"{KERNEL}.values"]).view(np.uint8),
+        values.view(np.uint8),
+    )
+
+
+@pytest.mark.parametrize(("name", "bound"), [("int8", 0.5 / 127), ("nf4", 0.16)])
+def test_errors_are_within_the_distance_of_codes(loaded, name, bound):
+    """Half the largest distance, relative to the largest weight of a row or block."""
+    size = {"int8": stored.CONFIG["hidden_size"], "nf4": 64}[name]
+    for hf_name, array in dense_weights(loaded[name]).items():
+        w = WEIGHTS[hf_name]
+        size = w.shape[1] if name == "int8" else 64
+        errors = np.abs(array - w).reshape(-1, size)
+        largest = np.abs(w).reshape(-1, size).max(axis=1, keepdims=True)
+        assert np.all(errors <= bound * 1.01 * largest)
+
+
+@pytest.mark.parametrize("kind", [np.float16, BF16, np.float64])
+def test_weights_are_quantized_from_the_stored_precision(tmp_path, kind):
+    import safetensors.numpy
+
+    folder = tiny.write_model(tmp_path, config=stored.CONFIG)
+    weights = {name: array.astype(kind) for name, array in WEIGHTS.items()}
+    safetensors.numpy.save_file(weights, folder / "model.safetensors")
+    base = load_model(folder, quantize="fp8")
+    w = np.float32(weights[f"{Q}.weight"])
+    scale = np.asarray(base.params[f"{KERNEL}.scale"])
+    np.testing.assert_allclose(scale, np.abs(w).max(axis=1) / 448, rtol=1e-6)
+
+
+def test_kept_linears_and_transposed_copies(dense):
+    base = load_model(
+        dense, quantize="fp8", keep_bf16=["down_proj", "0.*k_proj"], fp8_weight_copies=2
+    )
+    assert base.base_format == BaseFormat(
+        name="fp8",
+        kept=(
+            "layers.0.self_attn.k_proj",
+            "layers.0.mlp.down_proj",
+            "layers.1.mlp.down_proj",
+        ),
+        transposed=True,
+    )
+    kept = np.asarray(base.params["layers.0.mlp.down_proj.kernel"])
+    np.testing.assert_array_equal(
+        kept.T, WEIGHTS["model.layers.0.mlp.down_proj.weight"]
+    )
+    copy = np.asarray(base.params[f"{KERNEL}.transposed"])
+    values = np.asarray(base.params[f"{KERNEL}.values"])
+    np.testing.assert_array_equal(copy.view(np.uint8), values.T.view(np.uint8))
+
+
+def test_place_says_where_each_array_goes(dense):
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    asked, formats = {}, []
+
+    def place(path, shape):
+        asked[path] = shape
+        return sharding
+
+    base = load_model(
+        dense, quantize="nf4", place=lambda _, found: formats.append(found) or place
+    )
+    assert formats == [base.base_format]
+    assert asked == {path: array.shape for path, array in base.params.items()}
+    assert all(array.sharding == sharding for array in base.params.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "match"),
+    [
+        ({"quantize": "fp4"}, ConfigError, "quantize='fp4'; wanted one of fp8, int8"),
+        ({"keep_bf16": ["up_proj"]}, ConfigError, "only for a quantized base"),
+        ({"fp8_weight_copies": 2}, ConfigError, "only for a quantized base"),
+        (
+            {"quantize": "int8", "fp8_weight_copies": 2},
+            ConfigError,
+            "fp8_weight_copies=2 with weights in int8",
+        ),
+        (
+            {"quantize": "fp8", "keep_bf16": ["donw_proj"]},
+            ConfigError,
+            "keep_bf16 'donw_proj' matches no linear",
+        ),
+    ],
+)
+def test_refused_settings(dense, options, kind, match):
+    options = {"quantize": None, **options}
+    with pytest.raises(kind, match=match):
+        find_base_format(open_checkpoint(dense), **options)
+    with pytest.raises(kind, match=match):
+        planned_base_format(dense, model_config(stored.CONFIG), **options)
+
+
+def test_shapes_that_nf4_cannot_hold_are_named(folder):
+    match = "self_attn.q_proj: nf4 has blocks of 64 values along K, but K=32"
+    with pytest.raises(ModelError, match=match):
+        load_model(folder, quantize="nf4")
+    checkpoint = open_checkpoint(folder)
+    found = find_base_format(checkpoint, "int8")
+    assert found == planned_base_format(folder, checkpoint.config, "int8")
