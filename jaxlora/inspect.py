@@ -12,7 +12,7 @@ from rich.table import Table
 from jaxlora.adapters.peft_export import CONFIG_FILE, WEIGHTS_FILE
 from jaxlora.console import literal, show
 from jaxlora.errors import JaxloraError
-from jaxlora.hf.checkpoint import open_checkpoint
+from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
 from jaxlora.hf.files import hub_revision, model_folder, read_json
 from jaxlora.hf.names import linear_names
 from jaxlora.hf.tensor_file import TensorFile
@@ -70,7 +70,10 @@ def _model(source: str, console: Console, revision: str | None) -> None:
     folder = model_folder(source, revision)
     checkpoint = open_checkpoint(folder)
     config, specs = checkpoint.config, checkpoint.specs()
-    missing = {spec.hf_name for spec in specs} - checkpoint.files.keys()
+    quantized = checkpoint.quantized.values()
+    wanted = {spec.hf_name for spec in specs}
+    wanted |= {name for linear in quantized for name in linear.tensor_names}
+    missing = wanted - checkpoint.files.keys()
     count = sum(math.prod(spec.shape) for spec in specs)
     linears = collections.Counter(n.rsplit(".", 1)[-1] for n in linear_names(config))
     settings: dict[str, object] = {
@@ -85,10 +88,19 @@ def _model(source: str, console: Console, revision: str | None) -> None:
         ),
         "revision": hub_revision(source, folder, revision) or "none: a folder",
         "parameters": f"{count:,}",
+        "weights of linears": _weights(checkpoint),
         "linears for LoRA": ", ".join(f"{name} x {n}" for name, n in linears.items()),
         "tensors missing": ", ".join(sorted(missing)) or "none",
     }
     _rows(console, f"base model {folder}", settings | extra)
+
+
+def _weights(checkpoint: Checkpoint) -> str:
+    """Describes how the linears of the decoder layers are stored."""
+    total, quantized = len(checkpoint.linear_paths), checkpoint.quantized
+    if not quantized:
+        return "dense"
+    return f"{checkpoint.kind}: {len(quantized)} of {total} linears"
 
 
 def _adapter(folder: pathlib.Path, console: Console) -> None:

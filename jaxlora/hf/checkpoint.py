@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxlora.errors import ModelError
@@ -16,7 +18,7 @@ from jaxlora.hf.config import model_config
 from jaxlora.hf.files import read_json, safetensor_files
 from jaxlora.hf.names import TensorSpec, linear_names, linear_path, tensor_specs
 from jaxlora.hf.quantized.config import KEY, read_quantization
-from jaxlora.hf.quantized.layout import Layout
+from jaxlora.hf.quantized.layout import Layout, StoredWeight
 from jaxlora.hf.quantized.linears import (
     ACTIVATION_SCALES,
     StoredLinear,
@@ -144,9 +146,14 @@ class Checkpoint:
         for name, file in self.files.items():
             if name in linears:
                 weight, _ = linears[name].read()
-                yield name, np.asarray(weight.dequantize(np.float32))
+                yield name, np.asarray(_dequantized(weight))
             elif name not in parts | self.activation_scales:
                 yield name, file.array(name)
+
+
+@jax.jit
+def _dequantized(weight: StoredWeight) -> jax.Array:
+    return weight.dequantize(jnp.float32)
 
 
 def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
