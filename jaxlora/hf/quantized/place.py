@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxlora.hf.quantized.block_weight import BlockWeight
 from jaxlora.hf.quantized.layout import StoredWeight
@@ -16,7 +16,6 @@ from jaxlora.pallas_kernels import FORMATS, Fp8Weight, QuantizedWeight
 from jaxlora.sharding.global_arrays import put
 
 Place = Callable[[str, tuple[int, ...]], Sharding]
-Shardings = tuple[tuple[str, Sharding | None], ...]
 
 
 def put_linear(
@@ -27,8 +26,9 @@ def put_linear(
 ) -> tuple[dict[str, jax.Array], np.ndarray]:
     """Puts a linear's weight on its devices, in the format of the base.
 
-    A weight that has not this format is quantized on the devices. Its own arrays are
-    freed there before this returns.
+    A weight that has not this format is quantized. One device does so and then passes
+    the parts on. So the result has the same bits on every mesh, although some formats
+    take a mean over the whole weight.
 
     Args:
         path: Our path of the kernel.
@@ -45,68 +45,50 @@ def put_linear(
     else:
         values = weight.values if isinstance(weight, BlockWeight) else weight
         shapes = base.shapes(*values.shape)
-    shardings: Shardings = tuple(
-        (field, None if place is None else place(f"{path}.{field}", shape.shape))
+    places = {
+        field: None if place is None else place(f"{path}.{field}", shape.shape)
         for field, shape in shapes.items()
-    )
-    if isinstance(weight, QuantizedWeight):
-        arrays, squares = _put_fields(weight, base, shardings), np.zeros(2)
-    else:
-        arrays, squares = _quantize(weight, base, shardings)
-    arrays = jax.block_until_ready(arrays)
-    found = {field: (x.shape, x.dtype) for field, x in arrays.items()}
-    assert found == {field: (x.shape, x.dtype) for field, x in shapes.items()}
-    return {f"{path}.{field}": x for field, x in arrays.items()}, squares
+    }
+    local = put(weight, _one_device(places["values"]))
+    squares = jnp.zeros(2)
+    if not isinstance(weight, QuantizedWeight):
+        local, squares = _quantized(local, base)
+    arrays = local.arrays
+    if base.transposed and "transposed" not in arrays:
+        arrays["transposed"] = arrays["values"].T
+    assert {f: (x.shape, x.dtype) for f, x in arrays.items()} == {
+        f: (x.shape, x.dtype) for f, x in shapes.items()
+    }
+    spread = {f"{path}.{f}": _spread(x, places[f]) for f, x in arrays.items()}
+    # When this returns, the buffers of the host and the dense weight are free.
+    return jax.block_until_ready(spread), np.asarray(squares, np.float64)
 
 
-def _put_fields(
-    weight: QuantizedWeight, base: BaseFormat, shardings: Shardings
-) -> dict[str, jax.Array]:
-    places = dict(shardings)
-    arrays = {field: put(x, places[field]) for field, x in weight.arrays.items()}
-    if base.transposed:
-        arrays["transposed"] = _transposer(places["transposed"])(arrays["values"])
-    return arrays
+def _one_device(where: Sharding | None) -> Sharding | None:
+    """Returns the first of a sharding's devices that this process can use."""
+    if where is None:
+        return None
+    here = where.addressable_devices or jax.local_devices()
+    return SingleDeviceSharding(min(here, key=lambda device: device.id))
 
 
-def _quantize(
-    weight: np.ndarray | BlockWeight, base: BaseFormat, shardings: Shardings
-) -> tuple[dict[str, jax.Array], np.ndarray]:
-    places = dict(shardings)
-    if isinstance(weight, BlockWeight):
-        there: Any = BlockWeight(
-            values=put(weight.values, places["values"]),
-            scale=put(weight.scale, places["scale"]),
-            block=weight.block,
-        )
-    else:
-        there = put(weight, places["values"])
-    arrays, squares = jax.block_until_ready(_quantizer(base, shardings)(there))
-    for array in jax.tree.leaves(there):
-        array.delete()
-    return arrays, np.asarray(squares, np.float64)
+def _spread(x: jax.Array, where: Sharding | None) -> jax.Array:
+    """Divides an array of one device among the devices of a sharding."""
+    if where is None:
+        return x
+    return put(x if where.is_fully_addressable else np.asarray(x), where)
 
 
-@functools.lru_cache(maxsize=256)
-def _transposer(sharding: Sharding | None) -> Any:
-    return jax.jit(jnp.transpose, out_shardings=sharding)
-
-
-@functools.lru_cache(maxsize=256)
-def _quantizer(base: BaseFormat, shardings: Shardings) -> Any:
-    """Returns the program that quantizes a weight of one shape."""
+@functools.partial(jax.jit, static_argnames="base")
+def _quantized(
+    weight: jax.Array | BlockWeight, base: BaseFormat
+) -> tuple[QuantizedWeight, jax.Array]:
+    """Quantizes a weight; also returns the two sums of `put_linear`."""
+    kind: Any = FORMATS[base.name]
     options = {"transposed": base.transposed} if base.name == Fp8Weight.format else {}
-
-    def run(weight: Any) -> tuple[dict[str, jax.Array], jax.Array]:
-        if not isinstance(weight, BlockWeight):
-            return FORMATS[base.name].quantize(weight, **options).arrays, jnp.zeros(2)
-        w = weight.dequantize(jnp.float32)
-        quantized = FORMATS[base.name].quantize(w, **options)
-        error = quantized.dequantize(jnp.float32) - w
-        squares = jnp.stack([jnp.square(error).sum(), jnp.square(w).sum()])
-        return quantized.arrays, squares
-
-    places = dict(shardings)
-    # The scales are on all devices, as the sums have to be.
-    replicated = places["scale"] if base.name == Fp8Weight.format else None
-    return jax.jit(run, out_shardings=(places, replicated))
+    if not isinstance(weight, BlockWeight):
+        return kind.quantize(weight, **options), jnp.zeros(2)
+    w = weight.dequantize(jnp.float32)
+    quantized = kind.quantize(w, **options)
+    error = quantized.dequantize(jnp.float32) - w
+    return quantized, jnp.stack([jnp.square(error).sum(), jnp.square(w).sum()])

@@ -4,6 +4,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from jaxlora.errors import ConfigError, ModelError
 from jaxlora.hf.base_format import find_base_format, planned_base_format
@@ -109,21 +110,31 @@ def test_kept_linears_and_transposed_copies(dense):
     np.testing.assert_array_equal(copy.view(np.uint8), values.T.view(np.uint8))
 
 
-def test_place_says_where_each_array_goes(dense):
-    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_same_bits_on_several_devices(loaded, dense, name):
+    """Matrices are divided, by columns if these are even; vectors are replicated."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     asked, formats = {}, []
 
     def place(path, shape):
-        asked[path] = shape
-        return sharding
+        columns, rows = PartitionSpec(None, "x"), PartitionSpec("x")
+        spec = PartitionSpec()
+        if len(shape) == 2:
+            spec = rows if shape[1] % 2 else columns
+        asked[path] = jax.sharding.NamedSharding(mesh, spec)
+        return asked[path]
 
-    base = load_model(
-        dense, quantize="nf4", place=lambda _, found: formats.append(found) or place
-    )
+    def choose(_, found):
+        formats.append(found)
+        return place
+
+    base = load_model(dense, quantize=name, place=choose)
     assert formats == [base.base_format]
-    assert asked == {path: array.shape for path, array in base.params.items()}
-    assert all(array.sharding == sharding for array in base.params.values())
+    assert asked.keys() == base.params.keys() == loaded[name].params.keys()
+    for path, array in base.params.items():
+        assert array.sharding == asked[path]
+        wanted = np.asarray(loaded[name].params[path])
+        assert np.asarray(array).tobytes() == wanted.tobytes(), path
 
 
 @pytest.mark.parametrize(
