@@ -7,7 +7,11 @@ warpgroup loads; two compute 64 rows each, which share one adapter, as a token b
 a multiple of 64 rows. The LoRA term is one more step for each 64 ranks, with s and B in
 the place of x and W, into the same accumulator. With a mask, which applies to the LoRA
 term alone, the term is added while the tile is stored, 64 columns at a time.
-See docs/kernels.md.
+
+x and W may be float8_e4m3fn with a scale for each row of x and each column of W. A step
+over K then has 128 features in the same bytes, and the tile is scaled while it is
+stored. Without masks, s and B come divided by the scales, so that their term can share
+the accumulator. See docs/kernels.md.
 """
 
 import dataclasses
@@ -20,19 +24,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxlora.pallas_kernels.mosaic.mask import (
     PER_COLUMN,
+    PER_ROW,
     Mask,
     apply_mask,
     load_words,
 )
-from jaxlora.pallas_kernels.mosaic.ring import (
-    COLUMNS,
-    COMPUTE_WGS,
-    ROWS,
-    STEP,
-    Ref,
-    Ring,
-    zeros_like,
-)
+from jaxlora.pallas_kernels.mosaic.ring import Ref, Ring, StepRefs, zeros_like
+from jaxlora.pallas_kernels.mosaic.ring_shape import COLUMNS, COMPUTE_WGS, ROWS, STEP
 
 TILE_ROWS = COMPUTE_WGS * ROWS
 
@@ -56,6 +54,8 @@ class Expand:
         slot_gmem: Slot of each block of 64 rows, [NB]; -1 for padding.
         settings: `KernelSettings` of each projection, with only its own rows.
         bias_gmem: [N], or None.
+        scale_gmem: Scales of the sum's rows, [T], and of its columns, [N], float32;
+            empty, or of the rows alone. A masked term is added after that.
         masks: Dropout masks of s B for each projection; empty without dropout.
         transposed: Whether W and B are stored transposed.
         band: Number of tile rows that are visited together.
@@ -71,6 +71,7 @@ class Expand:
     slot_gmem: Ref
     settings: tuple
     bias_gmem: Ref
+    scale_gmem: tuple[Ref, ...]
     masks: tuple[Mask, ...]
     transposed: bool
     band: int
@@ -99,7 +100,8 @@ class Expand:
         return jnp.where(slot < 0, 0, num_chunks[jnp.maximum(slot, 0)])
 
     def _num_k_steps(self, p, slots):
-        num_steps = jnp.int32(pl.cdiv(self.x_gmem[p].shape[1], STEP))
+        k_step = self.ring.shape.k_step
+        num_steps = jnp.int32(pl.cdiv(self.x_gmem[p].shape[1], k_step))
         return jnp.where((slots[0] >= 0) | (slots[1] >= 0), num_steps, 0)
 
     def _rank_steps(self, slots, num_chunks, wg):
@@ -121,32 +123,39 @@ class Expand:
         slots, num_chunks = prefetched
         rows, columns = pl.ds(block * ROWS, TILE_ROWS), pl.ds(column, COLUMNS)
 
-        def fill(i, step, *, left_gmem, right_gmem, which):
+        def fill(i, step, *, operands, which, to: StepRefs):
+            left_gmem, right_gmem = operands
             stage = self.ring.acquire(step)
-            ks = pl.ds(i * STEP, STEP)
+            ks = pl.ds(i * to.width, to.width)
             at = (which, columns, ks) if self.transposed else (which, ks, columns)
             full = self.ring.stage_full.at[stage]
-            x_smem, w_smem = self.ring.x_smem.at[stage], self.ring.w_smem.at[stage]
-            plgpu.copy_gmem_to_smem(left_gmem.at[rows, ks], x_smem, full)
-            plgpu.copy_gmem_to_smem(right_gmem.at[at], w_smem, full)
+            plgpu.copy_gmem_to_smem(left_gmem.at[rows, ks], to.left.at[stage], full)
+            plgpu.copy_gmem_to_smem(right_gmem.at[at], to.right.at[stage], full)
             return step + 1
 
-        for p, (x, w) in enumerate(zip(self.x_gmem, self.w_gmem, strict=True)):
-            layer = self.layer_gmem[0]
-            one = functools.partial(fill, left_gmem=x, right_gmem=w, which=layer)
+        for p, operands in enumerate(zip(self.x_gmem, self.w_gmem, strict=True)):
+            to, layer = self.ring.k_step, self.layer_gmem[0]
+            one = functools.partial(fill, operands=operands, which=layer, to=to)
             step = lax.fori_loop(0, self._num_k_steps(p, slots), one, step)
-        if self.masks:
+        if self.ring.shape.has_tile_inputs:
             pl.when(index > 0)(lambda: plgpu.barrier_wait(self.ring.words_empty))
-            self._load_words(slots, block, column)
+            self._load_tile_inputs(slots, block, column)
         for i, slot in enumerate(slots):
             shared = (i == 1) & (slots[0] == slots[1])
             for s, b, counts in zip(self.s_gmem, self.b_gmem, num_chunks, strict=True):
-                one = functools.partial(fill, left_gmem=s, right_gmem=b, which=slot)
+                to = self.ring.rank_step
+                one = functools.partial(fill, operands=(s, b), which=slot, to=to)
                 step = lax.fori_loop(0, jnp.where(shared, 0, counts[i]), one, step)
         return step
 
-    def _load_words(self, slots, block, column):
-        """Fills the words of the tile's masks."""
+    def _load_tile_inputs(self, slots, block, column):
+        """Fills the scales of the tile and the words of its masks."""
+        parts = pl.ds(block * ROWS, TILE_ROWS), pl.ds(column, COLUMNS)
+        for scale_gmem, part, scale_smem in zip(
+            self.scale_gmem, parts, self.ring.tile_scales_smem or (), strict=False
+        ):
+            full = self.ring.words_full
+            plgpu.copy_gmem_to_smem(scale_gmem.at[part], scale_smem, full)
         words_smem, num_blocks = self.ring.tile_words_smem, self.slot_gmem.shape[0]
         tile = slots, block, num_blocks, column
         for p, mask in enumerate(self.masks):
@@ -168,24 +177,26 @@ class Expand:
         before, own, after = self._rank_steps(slots, num_chunks, wg)
 
         def accumulate(acc):
-            def multiply(step):
+            def multiply(step, *, refs: StepRefs):
                 stage = self.ring.wait(step)
-                w_smem = self.ring.w_smem.at[stage]
-                w_smem = w_smem.transpose((1, 0)) if self.transposed else w_smem
-                plgpu.wgmma(acc, self.ring.x_half(stage, wg), w_smem)
+                right = refs.right.at[stage]
+                right = right.transpose((1, 0)) if self.transposed else right
+                plgpu.wgmma(acc, refs.left_rows(stage, wg), right)
 
-            end = step
+            end, one = step, functools.partial(multiply, refs=self.ring.k_step)
             for p in range(len(self.x_gmem)):
-                end = self.ring.each_step(self._num_k_steps(p, slots), end, multiply)
+                end = self.ring.each_step(self._num_k_steps(p, slots), end, one)
             end = self._skip(before, end)
             if not self.masks:
-                end = self.ring.each_step(sum(own), end, multiply)
+                one = functools.partial(multiply, refs=self.ring.rank_step)
+                end = self.ring.each_step(sum(own), end, one)
             return acc[...], end
 
         y, step = pl.run_scoped(accumulate, plgpu.ACC((ROWS, COLUMNS), jnp.float32))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        if self.masks:
+        if self.ring.shape.has_tile_inputs:
             plgpu.barrier_wait(self.ring.words_full)
+        if self.masks:
             safe_slot = jnp.maximum(slot, 0)
             each = zip(self.masks, self.settings, strict=True)
             thresholds = [mask.threshold(one, safe_slot) for mask, one in each]
@@ -200,12 +211,14 @@ class Expand:
             @pl.when((start < self.y_gmem.shape[1]) & (row < self.y_gmem.shape[0]))
             def _(i=i, start=start):
                 part = y[:, i * STEP : (i + 1) * STEP]
+                part = self._scaled(part, i, wg)
                 if self.masks:
                     part = self._add_masked(part, i, step, own, thresholds, wg)
                 self._store(part, i, slot, row, start, wg)
 
-        if self.masks:
+        if self.ring.shape.has_tile_inputs:
             plgpu.barrier_arrive(self.ring.words_empty)
+        if self.masks:
 
             @pl.loop(0, sum(own))
             def _(i):
@@ -214,12 +227,22 @@ class Expand:
             step = step + sum(own)
         return self._skip(after, step)
 
-    def _w_columns(self, stage, i) -> Ref:
-        """Returns the i-th 64 columns of a stage's W, as a right-hand side."""
-        part = pl.ds(i * STEP, STEP)
+    def _scaled(self, y, i, wg):
+        """Multiplies the tile's i-th 64 columns with their scales."""
+        starts, layouts = (wg * ROWS, i * STEP), (PER_ROW, PER_COLUMN)
+        each = zip(self.scale_gmem, starts, layouts, strict=False)
+        for axis, (_, start, layout) in enumerate(each):
+            scales_smem = self.ring.tile_scales_smem[axis].at[pl.ds(start, STEP)]
+            scale = load_words(scales_smem, layout)
+            y = y * lax.broadcast_in_dim(scale, y.shape, (axis,))
+        return y
+
+    def _b_columns(self, stage, i) -> Ref:
+        """Returns the i-th 64 columns of a stage's B, as a right-hand side."""
+        part, b_smem = pl.ds(i * STEP, STEP), self.ring.rank_step.right
         if self.transposed:
-            return self.ring.w_smem.at[stage, part].transpose((1, 0))
-        return self.ring.w_smem.at[stage, :, part]
+            return b_smem.at[stage, part].transpose((1, 0))
+        return b_smem.at[stage, :, part]
 
     def _add_masked(self, y, i, step, own, thresholds, wg):
         """Adds mask * (s B) of each projection to y, the tile's i-th 64 columns.
@@ -236,8 +259,8 @@ class Expand:
             def accumulate(acc):
                 def multiply(j, _):
                     stage = self.ring.stage(first + j)
-                    b_smem = self._w_columns(stage, i)
-                    plgpu.wgmma(acc, self.ring.x_half(stage, wg), b_smem)
+                    s_smem = self.ring.rank_step.left_rows(stage, wg)
+                    plgpu.wgmma(acc, s_smem, self._b_columns(stage, i))
 
                 lax.fori_loop(0, num_steps, multiply, None)
                 return acc[...]

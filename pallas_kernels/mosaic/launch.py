@@ -20,7 +20,8 @@ from jax.typing import DTypeLike
 
 from jaxlora.pallas_kernels.batching import without_vmap
 from jaxlora.pallas_kernels.mosaic.mask import Mask
-from jaxlora.pallas_kernels.mosaic.ring import COMPUTE_WGS, Ring, RingShape
+from jaxlora.pallas_kernels.mosaic.ring import Ring
+from jaxlora.pallas_kernels.mosaic.ring_shape import COMPUTE_WGS, RingShape
 from jaxlora.pallas_kernels.settings import KernelSettings
 
 # Registers per thread of the loading warpgroup and of the computing ones. A block
@@ -213,7 +214,8 @@ def _launch(
         num_in, num_out = len(inputs), len(types)
         outs = jax.tree.unflatten(out_tree, refs[num_in : num_in + num_out])
         operands = jax.tree.unflatten(in_tree, [refs[i] for i in operand_indices])
-        tiles, barriers, work_done = refs[num_in + num_out :]
+        groups, barriers, work_done = refs[num_in + num_out :]
+        tiles = _tiles_by_work(works, groups)
         wg, sm = lax.axis_index("wg"), lax.axis_index("sm")
         todo = []
         for i, work in enumerate(works):
@@ -224,13 +226,13 @@ def _launch(
         pl.when(wg == COMPUTE_WGS)(lambda: _load_all(todo, work_done))
         pl.when(wg < COMPUTE_WGS)(lambda: _compute_all(todo, work_done, wg))
 
-    tiles = [work.ring.tiles(dtype) for work in works]
+    groups = [group for work in works for group in work.ring.tile_groups(dtype)]
     num_pauses = max(len(works) - 1, 1)
     kernel = plgpu.kernel(
         body,
         out_type=types,
         scratch_types=[
-            tiles if len(tiles) == 1 else plgpu.RefUnion(*tiles),
+            groups if len(groups) == 1 else plgpu.RefUnion(*groups),
             [work.ring.barriers() for work in works],
             plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=num_pauses),
         ],
@@ -244,6 +246,14 @@ def _launch(
     )
     run = without_vmap(kernel, implementation="mosaic")
     return jax.tree.unflatten(out_tree, run(*inputs))
+
+
+def _tiles_by_work(works: Sequence[Work], groups: Sequence[Any]) -> list[list[Any]]:
+    """Returns the references to each work's tiles, in `Ring`'s order."""
+    given = iter(groups)
+    return [
+        [*next(given), next(given) if work.ring.value_dtype else None] for work in works
+    ]
 
 
 def _load_all(todo: list[tuple[Work, Role, _ItemRange]], work_done) -> None:

@@ -26,7 +26,7 @@ from jaxlora.pallas_kernels.mosaic.products import (
     outer_work,
     shrink,
 )
-from jaxlora.pallas_kernels.mosaic.ring import ROWS, STEP
+from jaxlora.pallas_kernels.mosaic.ring_shape import ROWS, STEP
 from jaxlora.pallas_kernels.operands import (
     MAX_RANK,
     make_operands,

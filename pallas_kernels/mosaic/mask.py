@@ -19,14 +19,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxlora.pallas_kernels.dropout import MaskWords
 from jaxlora.pallas_kernels.given_mask import WORDS, GivenMask, bit_of_token
-from jaxlora.pallas_kernels.mosaic.ring import (
+from jaxlora.pallas_kernels.mosaic.ring import Ref, zeros_like
+from jaxlora.pallas_kernels.mosaic.ring_shape import (
     COLUMNS,
     COMPUTE_WGS,
     ROWS,
     STEP,
     MaskTiles,
-    Ref,
-    zeros_like,
 )
 
 # Layouts of a vector with one value for each row, or column, of a tile.

@@ -24,14 +24,8 @@ from jaxlora.pallas_kernels.mosaic.mask import (
     Mask,
     apply_mask,
 )
-from jaxlora.pallas_kernels.mosaic.ring import (
-    COMPUTE_WGS,
-    ROWS,
-    STEP,
-    Ref,
-    Ring,
-    zeros_like,
-)
+from jaxlora.pallas_kernels.mosaic.ring import Ref, Ring, zeros_like
+from jaxlora.pallas_kernels.mosaic.ring_shape import COMPUTE_WGS, ROWS, STEP
 from jaxlora.pallas_kernels.parts import PartTable
 
 TILE_COLUMNS = COMPUTE_WGS * STEP

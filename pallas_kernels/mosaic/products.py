@@ -19,7 +19,7 @@ from jaxlora.pallas_kernels.mosaic.launch import Work, launch
 from jaxlora.pallas_kernels.mosaic.mask import HashMask, Mask
 from jaxlora.pallas_kernels.mosaic.outer import TILE_COLUMNS, Outer
 from jaxlora.pallas_kernels.mosaic.quantize import QuantizeShrink
-from jaxlora.pallas_kernels.mosaic.ring import COLUMNS, STEP, MaskTiles, RingShape
+from jaxlora.pallas_kernels.mosaic.ring_shape import COLUMNS, STEP, MaskTiles, RingShape
 from jaxlora.pallas_kernels.mosaic.shrink import Shrink
 from jaxlora.pallas_kernels.mosaic.tuning import (
     OuterCost,
@@ -207,7 +207,7 @@ class Term:
     Attributes:
         x: [T, K].
         w: [L, K, N]; [L, N, K] if the product is `transposed`.
-        s: [T, R].
+        s: [T, R], in the dtype of the result.
         b: [G, R, N]; [G, N, R] if the product is `transposed`.
         settings: Settings of the slots.
     """
@@ -228,6 +228,7 @@ def expand_work(
     *,
     transposed: bool,
     band: int | None = None,
+    scales: tuple[Array, ...] = (),
 ) -> Work:
     """Makes the work that computes the sum of `x W + mask * (s B)`, + bias.
 
@@ -239,6 +240,8 @@ def expand_work(
         masks: Mask of each term; empty without dropout.
         transposed: Whether W and B are stored transposed.
         band: Tile rows visited together; None: the tuning table's choice.
+        scales: Scales of the sum's rows, [T], or of its rows and its columns, [N], for
+            x and W in float8_e4m3fn. The product must be `transposed` then.
     """
     x, w = [term.x for term in terms], terms[0].w
     t, n = x[0].shape[0], w.shape[1] if transposed else w.shape[2]
@@ -255,12 +258,17 @@ def expand_work(
             "layer_gmem": layer,
             "slot_gmem": blocks.slot,
             "bias_gmem": bias,
+            "scale_gmem": scales,
             "masks": tuple(masks),
         },
-        out_types=(("y_gmem", jax.ShapeDtypeStruct((t, n), x[0].dtype)),),
+        out_types=(("y_gmem", jax.ShapeDtypeStruct((t, n), terms[0].s.dtype)),),
         num_items=math.ceil(t / TILE_ROWS) * math.ceil(n / COLUMNS),
         ring=RingShape.wide(
-            transposed=transposed, num_masks=len(masks), mask=_tiles_of(masks)
+            transposed=transposed,
+            num_masks=len(masks),
+            mask=_tiles_of(masks),
+            value_dtype=x[0].dtype if scales else None,
+            num_scales=len(scales),
         ),
         static_args=(
             ("transposed", transposed),
@@ -271,7 +279,11 @@ def expand_work(
 
 def expand(*args, **kwargs) -> Array:
     """Runs `expand_work` alone and returns y, [T, N]."""
-    work = expand_work(*args, **kwargs)
+    return run_expand(expand_work(*args, **kwargs))
+
+
+def run_expand(work: Work) -> Array:
+    """Runs the work of an expand product alone and returns y, [T, N]."""
     return _run([work], dict(work.out_types)["y_gmem"].dtype)[0]["y_gmem"]
 
 
@@ -346,7 +358,8 @@ def expand_with_outers(
     outers, alone = outers[:_MAX_OUTERS], outers[_MAX_OUTERS:]
     y = dict(expand.out_types)["y_gmem"]
     num_blocks = expand.operands["slot_gmem"].shape[0]
-    k = sum(x.shape[1] for x in expand.operands["x_gmem"])
+    k_step = expand.ring.k_step
+    steps = [math.ceil(x.shape[1] / k_step) for x in expand.operands["x_gmem"]]
     costs = [
         OuterCost(
             num_items=work.num_items,
@@ -356,8 +369,7 @@ def expand_with_outers(
         )
         for work, parts in outers
     ]
-    steps_per_tile = math.ceil(k / STEP)
-    plan = plan_side_items(expand.num_items, steps_per_tile, costs, device.num_sms())
+    plan = plan_side_items(expand.num_items, sum(steps), costs, device.num_sms())
     works = [expand]
     for (work, _), num_items in zip(outers, plan.num_side_items, strict=True):
         works.append(dataclasses.replace(work, num_side_items=num_items))

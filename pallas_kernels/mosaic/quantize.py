@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxlora.pallas_kernels.mosaic.mask import PER_ROW, load_words
-from jaxlora.pallas_kernels.mosaic.ring import COMPUTE_WGS, STEP, Ref
+from jaxlora.pallas_kernels.mosaic.ring import Ref
+from jaxlora.pallas_kernels.mosaic.ring_shape import COMPUTE_WGS, STEP
 from jaxlora.pallas_kernels.mosaic.shrink import Shrink
 
 # A thread has four consecutive elements of a row: one word of e4m3.

@@ -9,7 +9,7 @@ wait for device memory, take as many stages as fit. See docs/kernels.md.
 
 import dataclasses
 import functools
-import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,213 +18,31 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-ROWS = 64  # token rows of one warpgroup: the M of one wgmma
-STEP = 64  # reduction step: 128 bytes of bf16, the widest swizzle
-COLUMNS = 256  # columns of a tile of the wide product
-COMPUTE_WGS = 2  # warpgroups that compute
-_SHARED_BYTES = 227 * 1024
+from jaxlora.pallas_kernels.mosaic.ring_shape import ROWS, STEP, RingShape
 
 # A reference to device memory (`*_gmem`), shared memory (`*_smem`) or barriers, or a
 # view of one. Pallas has no common type for these.
 Ref = Any
 
 
-def _transforms(num_columns: int, dtype) -> tuple:
-    """Returns a tile's layout in shared memory, with the widest swizzle that fits."""
-    itemsize = jnp.dtype(dtype).itemsize
-    swizzle = math.gcd(num_columns * itemsize, 128)
-    tiling = plgpu.TilingTransform((8, swizzle // itemsize))
-    return tiling, plgpu.SwizzleTransform(swizzle)
-
-
-def _tiled_smem(shape: tuple[int, ...], dtype):
-    return plgpu.SMEM(shape, dtype, transforms=_transforms(shape[-1], dtype))
-
-
-def _word_bytes(shape: tuple[int, ...]) -> int:
-    return 4 * math.prod(shape)
-
-
-def _max_stages(stage_bytes: int, output_bytes: int) -> int:
-    return (_SHARED_BYTES - output_bytes - 2048) // stage_bytes
-
-
 @dataclasses.dataclass(frozen=True)
-class MaskTiles:
-    """Shapes of the words of one mask in shared memory.
+class StepRefs:
+    """The stages of the wide product as one kind of step sees them.
 
     Attributes:
-        shrink: Those that come with a stage of shrink.
-        outer: Those that come with a stage of outer.
-        expand: Those that come with an output tile of expand.
-        num_expand_copies: Copies that fill those of an output tile.
+        left: First operands, [num_stages, 128, width].
+        right: Second operands, [num_stages, 256, width] if W is stored transposed, else
+            [num_stages, width, 256].
+        width: Length of the step's reduction.
     """
 
-    shrink: tuple[int, ...]
-    outer: tuple[int, ...]
-    expand: tuple[tuple[int, ...], ...]
-    num_expand_copies: int
+    left: Ref
+    right: Ref
+    width: int
 
-
-@dataclasses.dataclass(frozen=True)
-class RingShape:
-    """The contents of a kernel's shared memory.
-
-    Attributes:
-        num_stages: Number of stages.
-        x_tile: Shape of a stage's first operand. Each warpgroup reads one half.
-        w_tile: Shape of a stage's second operand.
-        stage_words: Shape of the mask words that come with a stage; None: none do.
-        num_copies: Copies that fill a stage. The loader's time goes by their number.
-        out_tile: Shape of the output tiles; the wide product's starts with the number
-            of warpgroups and the number of copies in flight. None: there are none.
-        sum_tile: Shape of float32 tiles, which share their bytes with the output tiles;
-            the outer product's starts with the number of copies in flight and the
-            number of warpgroups.
-        tile_words: Shapes of the mask words that come with an output tile; empty: none
-            do.
-        num_word_copies: Copies that fill these words.
-        quantized_tile: Shape of the e4m3 tiles on their way to device memory: the
-            number of warpgroups, the number of copies in flight, rows and columns.
-            None: there are none.
-        num_factors: Number of float32 factors that come with a stage; 0: none do.
-    """
-
-    num_stages: int
-    x_tile: tuple[int, ...]
-    w_tile: tuple[int, ...]
-    stage_words: tuple[int, ...] | None
-    num_copies: int
-    out_tile: tuple[int, ...] | None = None
-    sum_tile: tuple[int, ...] | None = None
-    tile_words: tuple[tuple[int, ...], ...] = ()
-    num_word_copies: int = 1
-    quantized_tile: tuple[int, ...] | None = None
-    num_factors: int = 0
-
-    @staticmethod
-    def wide(
-        *, transposed: bool, num_masks: int, mask: MaskTiles | None
-    ) -> "RingShape":
-        """Returns the shape for a product with W in tiles of 64 x 256.
-
-        The tiles are 256 x 64 if W is stored transposed. The words of masks take the
-        bytes of the second output tile.
-
-        Args:
-            transposed: Whether W is stored transposed.
-            num_masks: Number of masks.
-            mask: Shapes of each mask's words; None: there are no masks.
-        """
-        w_tile = (COLUMNS, STEP) if transposed else (STEP, COLUMNS)
-        return RingShape(
-            num_stages=4,
-            x_tile=(COMPUTE_WGS * ROWS, STEP),
-            w_tile=w_tile,
-            stage_words=None,
-            num_copies=2,
-            out_tile=(COMPUTE_WGS, 1 if num_masks else 2, ROWS, STEP),
-            tile_words=tuple((num_masks, *words) for words in mask.expand)
-            if mask
-            else (),
-            num_word_copies=num_masks * mask.num_expand_copies if mask else 1,
-        )
-
-    @staticmethod
-    def shrink(
-        num_projections: int,
-        width: int,
-        *,
-        mask: MaskTiles | None,
-        quantizes: bool = False,
-        has_factors: bool = False,
-    ) -> "RingShape":
-        """Returns the shape for x A of projections that share x.
-
-        Each warpgroup reduces over its own features.
-
-        Args:
-            num_projections: P.
-            width: Number of ranks of a tile.
-            mask: Shapes of each mask's words; None: there are no masks.
-            quantizes: Whether x is also written as e4m3.
-            has_factors: Whether a factor of each feature comes with a stage.
-        """
-        words = (num_projections, *(mask.shrink if mask else (COMPUTE_WGS * STEP,)))
-        stage = 2 * COMPUTE_WGS * (ROWS + num_projections * width) * STEP
-        quantized = (COMPUTE_WGS, 2, ROWS, STEP) if quantizes else None
-        factors = COMPUTE_WGS * STEP if has_factors else 0
-        return RingShape(
-            num_stages=_max_stages(
-                stage + _word_bytes(words) + 4 * factors,
-                4 * ROWS * STEP + math.prod(quantized or (0,)),
-            ),
-            x_tile=(ROWS, COMPUTE_WGS * STEP),
-            w_tile=(num_projections, width, COMPUTE_WGS * STEP),
-            stage_words=words if mask else None,
-            num_copies=1 + num_projections * (2 if mask else 1) + has_factors,
-            out_tile=(ROWS, width),
-            sum_tile=(ROWS, width),
-            quantized_tile=quantized,
-            num_factors=factors,
-        )
-
-    @staticmethod
-    def outer(num_projections: int, *, mask: MaskTiles | None) -> "RingShape":
-        """Returns the shape for wide^T narrow of projections that share wide.
-
-        Each warpgroup has its own features of wide. With one projection, the sum of a
-        short part need not wait until the one before is stored. With more of them, the
-        stages need the room.
-        """
-        sums = (2 if num_projections == 1 else 1, COMPUTE_WGS, ROWS, STEP)
-        words = (num_projections, *(mask.outer if mask else (2, ROWS)))
-        stage = 2 * (COMPUTE_WGS + num_projections) * ROWS * STEP
-        return RingShape(
-            num_stages=_max_stages(stage + _word_bytes(words), _word_bytes(sums)),
-            x_tile=(ROWS, COMPUTE_WGS * STEP),
-            w_tile=(num_projections, ROWS, STEP),
-            stage_words=words if mask else None,
-            num_copies=1 + num_projections * (2 if mask else 1),
-            sum_tile=sums,
-        )
-
-    def tiles(self, dtype) -> list:
-        """Returns the scratch types of stages, words and outputs, in `Ring`'s order."""
-        out = sums = None
-        if self.out_tile is not None:
-            out = _tiled_smem(self.out_tile, dtype)
-        if self.sum_tile is not None:
-            sums = _tiled_smem(self.sum_tile, jnp.float32)
-        both = out is not None and sums is not None
-        quantized = factors = None
-        if self.quantized_tile is not None:
-            quantized = _tiled_smem(self.quantized_tile, jnp.float8_e4m3fn)
-        if self.num_factors:
-            factors = plgpu.SMEM((self.num_stages, self.num_factors), jnp.float32)
-        return [
-            _tiled_smem((self.num_stages, *self.x_tile), dtype),
-            _tiled_smem((self.num_stages, *self.w_tile), dtype),
-            None
-            if self.stage_words is None
-            else plgpu.SMEM((self.num_stages, *self.stage_words), jnp.uint32),
-            plgpu.RefUnion(out, sums) if both else (out, sums),
-            [plgpu.SMEM(words, jnp.uint32) for words in self.tile_words] or None,
-            quantized,
-            factors,
-        ]
-
-    def barriers(self) -> list:
-        """Returns the scratch types of the barriers, in `Ring`'s order."""
-        stages = self.num_stages
-        return [
-            plgpu.Barrier(num_arrivals=self.num_copies, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=stages),
-            plgpu.Barrier(),
-            plgpu.Barrier(),
-            plgpu.Barrier(num_arrivals=self.num_word_copies),
-            plgpu.Barrier(num_arrivals=COMPUTE_WGS),
-        ]
+    def left_rows(self, stage, wg) -> Ref:
+        """Returns a warpgroup's 64 rows of a stage's first operand."""
+        return self.left.at[stage, pl.ds(wg * ROWS, ROWS)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,15 +57,19 @@ class Ring:
         outputs_smem: Pair of `out_smem` and `sum_smem`, which share their bytes.
         tile_words_smem: Words of an output tile's masks, of the shapes `tile_words`,
             uint32, or None.
+        tile_scales_smem: Scales of an output tile's rows, and of its columns, of the
+            lengths `tile_scales`, float32, or None.
         quantized_smem: E4m3 tiles on their way to device memory, `quantized_tile`, or
             None.
         factors_smem: Factors of features, [num_stages, num_factors], float32, or None.
+        rank_tiles_smem: The operands of the rank steps if their dtype is another, in
+            the bytes of x_smem and w_smem, or None.
         stage_full: One barrier for each stage; its copies have landed.
         stage_empty: One barrier for each stage; both warpgroups have read it.
         sum_empty: Barrier; `sum_smem` may be overwritten.
         sum_full: Barrier; `sum_smem` holds the second warpgroup's sum.
-        words_full: Barrier; the words of the output tile's masks have landed.
-        words_empty: Barrier; both warpgroups have read the words.
+        words_full: Barrier; the words and scales of the output tile have landed.
+        words_empty: Barrier; both warpgroups have read the words and scales.
     """
 
     shape: RingShape
@@ -256,14 +78,27 @@ class Ring:
     stage_words_smem: Ref
     outputs_smem: Ref
     tile_words_smem: Ref
+    tile_scales_smem: Ref
     quantized_smem: Ref
     factors_smem: Ref
+    rank_tiles_smem: Sequence[Ref] | None
     stage_full: Ref
     stage_empty: Ref
     sum_empty: Ref
     sum_full: Ref
     words_full: Ref
     words_empty: Ref
+
+    @property
+    def k_step(self) -> StepRefs:
+        """Operands of the wide product's steps over K."""
+        return StepRefs(self.x_smem, self.w_smem, self.shape.k_step)
+
+    @property
+    def rank_step(self) -> StepRefs:
+        """Operands of the wide product's rank steps."""
+        left, right = self.rank_tiles_smem or (self.x_smem, self.w_smem)
+        return StepRefs(left, right, STEP)
 
     @property
     def out_smem(self) -> Ref:
@@ -280,11 +115,8 @@ class Ring:
         return lax.rem(step, jnp.int32(self.shape.num_stages))
 
     def x_half(self, stage, i) -> Ref:
-        """Returns the i-th half of a stage's x, 64 x 64."""
-        half = pl.ds(i * STEP, STEP)
-        if self.shape.x_tile[0] == ROWS:
-            return self.x_smem.at[stage, :, half]
-        return self.x_smem.at[stage, half]
+        """Returns the i-th half of a stage's x, 64 rows of 64 features."""
+        return self.x_smem.at[stage, :, pl.ds(i * STEP, STEP)]
 
     def acquire(self, step):
         """Returns the stage of a step once it may be filled. For the loader."""
@@ -336,7 +168,7 @@ class Ring:
 
     def drain(self, num_steps, num_items):
         """Waits until everything is read: a kernel must not end before its barriers."""
-        if self.shape.tile_words:
+        if self.shape.has_tile_inputs:
             pl.when(num_items > 0)(lambda: plgpu.barrier_wait(self.words_empty))
         for stage in range(self.shape.num_stages):
             wait = functools.partial(plgpu.barrier_wait, self.stage_empty.at[stage])

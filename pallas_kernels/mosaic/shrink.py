@@ -20,14 +20,8 @@ from jaxlora.pallas_kernels.mosaic.mask import (
     Vectors,
     apply_mask,
 )
-from jaxlora.pallas_kernels.mosaic.ring import (
-    COMPUTE_WGS,
-    ROWS,
-    STEP,
-    Ref,
-    Ring,
-    max_chunks,
-)
+from jaxlora.pallas_kernels.mosaic.ring import Ref, Ring, max_chunks
+from jaxlora.pallas_kernels.mosaic.ring_shape import COMPUTE_WGS, ROWS, STEP
 
 
 @dataclasses.dataclass(frozen=True)
