@@ -41,7 +41,7 @@ class Int8Weight(QuantizedWeight):
             w: The weight, of any float dtype.
         """
         w = w.astype(jnp.float32)
-        scale = jnp.maximum(jnp.abs(w).max(axis=1) / _LARGEST, SMALLEST_SCALE)
+        scale = jnp.maximum(jnp.abs(w).max(axis=1) * (1 / _LARGEST), SMALLEST_SCALE)
         values = jnp.round(w * (1 / scale)[:, None])
         values = jnp.clip(values, -_LARGEST, _LARGEST).astype(jnp.int8)
         return cls(values=values, scale=scale)

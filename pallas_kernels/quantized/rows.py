@@ -19,7 +19,7 @@ def row_scale(
     *,
     smallest: float = SMALLEST_SCALE,
 ) -> Float[Array, " T"]:
-    """Returns `max_k |x[t, k] * factor[k]| / 448` in float32, at least `smallest`.
+    """Returns `max_k |x[t, k] * factor[k]| * (1 / 448)`, computed in float32.
 
     A row that contains NaN has the scale NaN, and one with an infinity has infinity.
 
@@ -29,7 +29,8 @@ def row_scale(
         smallest: The smallest scale, so that a row of zeros can be divided by it.
     """
     largest = jnp.abs(_scaled(x, factor)).max(axis=1)
-    return jnp.maximum(largest / E4M3_MAX, smallest)
+    # XLA turns some divisions by a constant into products; this is one everywhere.
+    return jnp.maximum(largest * (1 / E4M3_MAX), smallest)
 
 
 def quantize_rows(
