@@ -286,8 +286,8 @@ def test_names_that_are_no_hub_ids(no_network):
     assert not no_network
 
 
-# Loads a checkpoint and prints how much private memory that took at its peak. Pages of
-# the mapped file are the kernel's to drop and are not counted.
+# Loads a checkpoint, dense and quantized; prints how much private memory that took at
+# its peak. Pages of the mapped file are the kernel's to drop and are not counted.
 PEAK = """
 import json, pathlib, sys, threading
 from jaxlora.hf.load import load_model
@@ -301,41 +301,41 @@ def watch():
     while not stop.wait(0.001):
         peak[0] = max(peak[0], anonymous())
 
-load_model(sys.argv[2])
-stop, peak = threading.Event(), [0]
-baseline = anonymous()
-thread = threading.Thread(target=watch)
-thread.start()
-base = load_model(sys.argv[1], dtype="float32")
-stop.set()
-thread.join()
-held = sum(array.nbytes for array in base.params.values())
-print(json.dumps({"beyond": peak[0] - baseline - held, "held": held}))
+for quantize in ("fp8", None):
+    load_model(sys.argv[2], quantize=quantize)
+    stop, peak, base = threading.Event(), [0], None
+    baseline = anonymous()
+    thread = threading.Thread(target=watch)
+    thread.start()
+    base = load_model(sys.argv[1], dtype="float32", quantize=quantize)
+    stop.set()
+    thread.join()
+    held = sum(array.nbytes for array in base.params.values())
+    print(json.dumps({"beyond": peak[0] - baseline - held, "held": held}))
 """
 MIB = 2**20
 
 
-def write_big(folder: pathlib.Path) -> tuple[int, int]:
-    """Writes 300 MB in four shards; returns its bytes and its largest tensor's."""
-    sizes = {"hidden_size": 1024, "intermediate_size": 8192, "vocab_size": 32000}
+def write_big(folder: pathlib.Path) -> dict[str, int]:
+    """Writes 110 MB in four shards; returns the number of values by tensor."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 16000}
     config = {**tiny.CONFIG, **sizes, "num_hidden_layers": 4}
     from jaxlora.hf.config import model_config
 
     specs = tensor_specs(model_config(config))
-    values = np.random.default_rng(0).normal(size=32000 * 1024).astype(BF16)
+    values = np.random.default_rng(0).normal(size=16000 * 1024).astype(BF16)
     arrays = ((s.hf_name, values[: np.prod(s.hf_shape)]) for s in specs)
     shapes = {s.hf_name: s.hf_shape for s in specs}
     tensors = ((name, array.reshape(shapes[name])) for name, array in arrays)
-    save_checkpoint(folder, tensors, config, max_shard_bytes=80_000_000)
-    counts = [int(np.prod(shape)) for shape in shapes.values()]
-    return 2 * sum(counts), 4 * max(counts)
+    save_checkpoint(folder, tensors, config, max_shard_bytes=30_000_000)
+    return {name: int(np.prod(shape)) for name, shape in shapes.items()}
 
 
 @pytest.mark.skipif(
     not pathlib.Path("/proc/self/status").exists(), reason="reads /proc"
 )
 def test_host_holds_one_tensor_beyond_the_params(tmp_path, folder):
-    checkpoint_bytes, largest = write_big(tmp_path / "big")
+    sizes = write_big(tmp_path / "big")
     assert len(list((tmp_path / "big").glob("*-of-00004.safetensors"))) == 4
     out = subprocess.run(
         [sys.executable, "-c", PEAK, str(tmp_path / "big"), str(folder)],
@@ -344,11 +344,17 @@ def test_host_holds_one_tensor_beyond_the_params(tmp_path, folder):
         capture_output=True,
         text=True,
     )
-    found = json.loads(out.stdout)
-    assert found["held"] == 2 * checkpoint_bytes
+    quantized, dense = map(json.loads, out.stdout.splitlines())
+    total, linears = sum(sizes.values()), [n for s, n in sizes.items() if "proj" in s]
+    assert dense["held"] == 4 * total
     # 16 MiB for the interpreter's own growth and what malloc keeps.
-    allowed = largest + checkpoint_bytes // 10 + 16 * MIB
-    assert found["beyond"] <= allowed, f"{found} > {allowed / MIB:.0f} MiB"
+    allowed = 4 * max(sizes.values()) + total // 5 + 16 * MIB
+    assert dense["beyond"] <= allowed, f"{dense} > {allowed / MIB:.0f} MiB"
+    # One dense linear, in bfloat16 and twice in float32 as XLA quantizes it on a CPU.
+    allowed = (2 + 4 + 4) * max(linears) + 32 * MIB
+    assert allowed < 2 * sum(linears)
+    assert quantized["held"] < 4 * (total - sum(linears)) + 1.01 * sum(linears)
+    assert quantized["beyond"] <= allowed, f"{quantized} > {allowed / MIB:.0f} MiB"
 
 
 def test_weights_in_one_file_and_pickled_ones_beside_it(folder):
