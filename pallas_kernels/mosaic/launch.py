@@ -248,7 +248,7 @@ def _launch(
     return jax.tree.unflatten(out_tree, run(*inputs))
 
 
-def _tiles_by_work(works: Sequence[Work], groups: Sequence[Any]) -> list[list[Any]]:
+def _tiles_by_work(works: Sequence[Work], groups: Any) -> list[list[Any]]:
     """Returns the references to each work's tiles, in `Ring`'s order."""
     given = iter(groups)
     return [

@@ -16,12 +16,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS
+from jaxlora.pallas_kernels.mosaic import fp8_layer
+from jaxlora.pallas_kernels.mosaic.backward import run_backward
 from jaxlora.pallas_kernels.mosaic.device import unsupported_device
 from jaxlora.pallas_kernels.mosaic.mask import make_mask
 from jaxlora.pallas_kernels.mosaic.products import (
     Term,
     expand,
-    expand_with_outers,
     expand_work,
     outer_work,
     shrink,
@@ -45,8 +46,9 @@ def unsupported(shape: LinearShape) -> str | None:
     """Returns why these kernels cannot run such a linear here, or None if they can."""
     if (reason := unsupported_device()) is not None:
         return reason
-    if shape.weight_format == Fp8Weight.format:
-        return "its kernels have no products with fp8 weights"
+    if shape.weight_format == Fp8Weight.format and shape.dtype != jnp.bfloat16:
+        name = jnp.dtype(shape.dtype).name
+        return f"with fp8 weights its kernels take x in bfloat16 only, not {name}"
     return unsupported_linear(shape, multiple=STEP, least=2 * STEP)
 
 
@@ -68,6 +70,8 @@ def forward(
     The backward pass reads s again. In each block of rows, only the ranks of the
     block's own adapter are ever written or read.
     """
+    if fp8_layer.fp8_weights(projections):
+        return fp8_layer.forward(x, projections, block_adapter)
     given = make_operands(x, projections, block_adapter)
     a = [_swap_last_axes(a) for a in given.a]
     masks = list(map(make_mask, given.masks))
@@ -92,6 +96,8 @@ def backward(
     w_transposed: bool = False,
 ) -> tuple[Float[Array, "T K"], list[dict[str, Array]]]:
     """Computes dx [T, K] in x's dtype; `a` [G, K, R] and `b` [G, R, N] in float32."""
+    if fp8_layer.fp8_weights(projections):
+        return fp8_layer.backward(dy, x, projections, s, block_adapter)
     given = make_operands(x, projections, block_adapter)
     settings, blocks = given.settings, given.blocks
     masks = list(map(make_mask, given.masks))
@@ -104,21 +110,10 @@ def backward(
     a = [_swap_last_axes(a) for a in given.a] if w_transposed else given.a
     w = [p.dense_w for p in projections]
     terms = [Term(*one) for one in zip(dy, w, ds, a, settings, strict=True)]
-    dx, gradients = [], []
-    # One launch takes as many projections as fit into the stages of their ranks.
-    group = MAX_RANK // max(ds[0].shape[1], STEP)
-    for first in range(0, len(projections), group):
-        i = slice(first, first + group)
-        work = expand_work(
+
+    def work(i):
+        return expand_work(
             terms[i], layer, blocks, masks=masks[i], transposed=not w_transposed
         )
-        part, computed = expand_with_outers(work, outers)
-        dx.append(part)
-        gradients += computed
-        outers = []
-    *db, da = gradients
-    ranks = [p.a.shape[2] for p in projections]
-    return functools.reduce(jnp.add, dx), [
-        {"a": da_i[:, :, :r], "b": db_i[:, :r]}
-        for da_i, (db_i,), r in zip(da, db, ranks, strict=True)
-    ]
+
+    return run_backward(work, outers, [p.a.shape[2] for p in projections])

@@ -119,18 +119,18 @@ class Quantized:
     """The results of `quantize_shrink`.
 
     Attributes:
-        xq: The quantized rows, [T, K], e4m3; None: they are not wanted.
+        xq: The quantized rows, [T, K], e4m3; rows of padding are not written.
         s: s of each projection, [T, R]; see `shrink`.
-        folded: s times the inverse scale of each row, [T, R]; empty: not wanted.
+        folded: s times the inverse scale of each row, [T, R].
     """
 
-    xq: Array | None
+    xq: Array
     s: list[Array]
     folded: list[Array]
 
 
 def quantize_shrink(
-    x, a, settings, blocks: Blocks, masks, factors: RowFactors, *, writes_xq=True
+    x, a, settings, blocks: Blocks, masks, factors: RowFactors
 ) -> Quantized:
     """Quantizes x and computes s of each projection; see `QuantizeShrink`.
 
@@ -138,13 +138,23 @@ def quantize_shrink(
 
     Args:
         x: [T, K].
-        a: A of each projection, [G, R, K].
+        a: A of each projection, [G, R, K]; at least one.
         settings: Settings of each projection.
         blocks: Slots of the rows.
         masks: Mask of each projection; empty without dropout.
-        factors: Factors with which x is quantized. s is of x itself.
-        writes_xq: Whether to write x in e4m3.
+        factors: Factors with which x is quantized; s is of x itself.
     """
+    given = x, a, settings, blocks, masks, factors
+    out = _quantize_shrink(*given, writes_xq=True)
+    return Quantized(
+        xq=out["xq_gmem"], s=list(out["s_gmem"]), folded=list(out["folded_gmem"])
+    )
+
+
+def _quantize_shrink(
+    x, a, settings, blocks: Blocks, masks, factors: RowFactors, *, writes_xq: bool
+) -> dict[str, Any]:
+    """Returns the results of `QuantizeShrink`, by name; xq only if it is wanted."""
     r = a[0].shape[1]
     width = min(r, STEP)
     ring = RingShape.shrink(
@@ -156,22 +166,14 @@ def quantize_shrink(
     )
     if ring.num_stages < _MIN_STAGES:  # one projection always fits
         first, rest = (
-            quantize_shrink(
-                x,
-                a[p],
-                settings[p],
-                blocks,
-                masks[p],
-                factors,
-                writes_xq=writes_xq and p.start is None,
+            _quantize_shrink(
+                x, a[p], settings[p], blocks, masks[p], factors, writes_xq=writes
             )
-            for p in (slice(None, 1), slice(1, None))
+            for p, writes in ((slice(0, 1), writes_xq), (slice(1, None), False))
         )
-        return Quantized(
-            xq=first.xq, s=first.s + rest.s, folded=first.folded + rest.folded
-        )
-    rows = x.shape[0]
-    s = (jax.ShapeDtypeStruct((rows, r), x.dtype),) * len(a)
+        return first | {k: first[k] + rest[k] for k in ("s_gmem", "folded_gmem")}
+    s = (jax.ShapeDtypeStruct((x.shape[0], r), x.dtype),) * len(a)
+    xq = jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn) if writes_xq else None
     work = Work(
         role=QuantizeShrink,
         operands={
@@ -183,21 +185,11 @@ def quantize_shrink(
             "inverse_gmem": factors.inverse,
             "factor_gmem": factors.features,
         },
-        out_types=(
-            (
-                "xq_gmem",
-                jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn) if writes_xq else None,
-            ),
-            ("s_gmem", s),
-            ("folded_gmem", s),
-        ),
+        out_types=(("xq_gmem", xq), ("s_gmem", s), ("folded_gmem", s)),
         num_items=blocks.slot.shape[0] * math.ceil(r / STEP),
         ring=ring,
     )
-    (out,) = _run([work], x.dtype)
-    return Quantized(
-        xq=out["xq_gmem"], s=list(out["s_gmem"]), folded=list(out["folded_gmem"])
-    )
+    return _run([work], x.dtype)[0]
 
 
 @dataclasses.dataclass(frozen=True)
