@@ -1,0 +1,96 @@
+"""Compiles the e4m3 expand kernels for an H200, without a GPU.
+
+It is a program of its own, because XLA must be set up before JAX starts; see
+`test_expand_fp8`.
+
+usage: python -m tests.pallas_kernels.h200_expand_fp8 OUT
+
+OUT gets what the assembler says about the kernels' registers.
+"""
+
+import os
+import pathlib
+import sys
+
+os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"  # Mosaic reads it when it is loaded
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxlora.pallas_kernels import kernel_settings
+from jaxlora.pallas_kernels.mosaic import device
+from jaxlora.pallas_kernels.mosaic.fp8_products import expand_fp8
+from jaxlora.pallas_kernels.mosaic.mask import HashMask
+from jaxlora.pallas_kernels.mosaic.products import Term
+from jaxlora.pallas_kernels.routing import make_blocks
+
+T, NUM_SLOTS, RANK = 1024, 4, 16
+
+
+def kernel(operands, row_scale, column_scale, bias, slot, masks):
+    shape = len(operands), NUM_SLOTS
+    settings = kernel_settings(jnp.ones(shape), jnp.full(shape, RANK), None)
+    terms = [Term(*one, own) for one, own in zip(operands, settings, strict=True)]
+    blocks = make_blocks(slot, NUM_SLOTS, T)
+    return expand_fp8(terms, row_scale, column_scale, blocks, bias, masks)
+
+
+def arguments(features, n: int, *, is_y: bool, num_masks: int = 0):
+    """Returns shapes and dtypes of the arguments of `kernel`."""
+    of = jax.ShapeDtypeStruct
+    e4m3, words = jnp.float8_e4m3fn, jnp.uint32
+    operands = [
+        (
+            of((T, k), e4m3),
+            of((n, k), e4m3),
+            of((T, RANK), jnp.bfloat16),
+            of((NUM_SLOTS, n, RANK), jnp.bfloat16),
+        )
+        for k in features
+    ]
+    mask = HashMask(
+        of((num_masks, T // 64, 2, 64), words),
+        of((num_masks, NUM_SLOTS, n), words),
+        of((1,), jnp.int32),
+    )
+    return (
+        operands,
+        of((T,), jnp.float32),
+        of((n,), jnp.float32) if is_y else None,
+        of((n,), jnp.bfloat16) if is_y else None,
+        of((T // 64,), jnp.int32),
+        [mask] * num_masks,
+    )
+
+
+def main() -> None:
+    """Compiles the kernels and writes the assembler's words."""
+    device.num_sms = lambda: 132
+    device.device_kind = lambda: "NVIDIA H200"
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        target_config=pathlib.Path("tests/h200.txtpb").read_text(),
+        topology="1x1x1",
+    )
+    mesh = Mesh(np.array(topology.devices[:1]), ("device",))
+    whole = NamedSharding(mesh, PartitionSpec())
+    cases = (
+        arguments((4096,), 4096, is_y=True),
+        arguments((4096, 1024, 1024), 4096, is_y=False),
+        arguments((4096, 4096), 4096, is_y=False, num_masks=2),
+    )
+    out = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for file in (1, 2):  # the assembler writes to the process's own output
+        os.dup2(out, file)
+    for case in cases:
+        placed = jax.tree.map(
+            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=whole), case
+        )
+        jax.jit(kernel).lower(*placed).compile()
+
+
+if __name__ == "__main__":
+    main()
