@@ -10,6 +10,7 @@ from jaxlora.errors import ConfigError, ModelError
 from jaxlora.hf.base_format import find_base_format, planned_base_format
 from jaxlora.hf.checkpoint import open_checkpoint
 from jaxlora.hf.config import model_config
+from jaxlora.hf.quantized import place
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.pallas_kernels import FORMATS
 from tests import tiny
@@ -116,7 +117,7 @@ def test_the_same_bits_on_several_devices(loaded, dense, name):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     asked, formats = {}, []
 
-    def place(path, shape):
+    def place_of(path, shape):
         columns, rows = PartitionSpec(None, "x"), PartitionSpec("x")
         spec = PartitionSpec()
         if len(shape) == 2:
@@ -126,7 +127,7 @@ def test_the_same_bits_on_several_devices(loaded, dense, name):
 
     def choose(_, found):
         formats.append(found)
-        return place
+        return place_of
 
     base = load_model(dense, quantize=name, place=choose)
     assert formats == [base.base_format]
@@ -170,3 +171,11 @@ def test_shapes_that_nf4_cannot_hold_are_named(folder):
     checkpoint = open_checkpoint(folder)
     found = find_base_format(checkpoint, "int8")
     assert found == planned_base_format(folder, checkpoint.config, "int8")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantizing_needs_one_copy_in_float32_at_most(name):
+    w = jax.ShapeDtypeStruct((512, 1024), np.float16)
+    program = place._quantized.lower(w, BaseFormat(name=name)).compile()
+    temporary = program.memory_analysis().temp_size_in_bytes
+    assert temporary <= 4.5 * w.size
