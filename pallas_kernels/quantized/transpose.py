@@ -23,8 +23,9 @@ def transpose_e4m3(values: Float8e4m3fn[Array, "N K"]) -> Float8e4m3fn[Array, "K
     grouped = values.reshape(n // _BYTES, _BYTES, k // _BYTES, _BYTES)
     words = jax.lax.bitcast_convert_type(grouped, jnp.uint32)
     columns = jnp.stack([_column(words, j) for j in range(_BYTES)], axis=1)
-    turned = jax.lax.bitcast_convert_type(columns.transpose(2, 1, 0), values.dtype)
-    return turned.reshape(k, n)
+    # The words are a matrix here, or XLA would transpose them as groups of bytes.
+    turned = columns.transpose(2, 1, 0).reshape(k, n // _BYTES)
+    return jax.lax.bitcast_convert_type(turned, values.dtype).reshape(k, n)
 
 
 def _column(words: jax.Array, j: int) -> jax.Array:
