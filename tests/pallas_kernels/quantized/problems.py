@@ -1,13 +1,14 @@
 """Random problems on quantized base weights."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlora.pallas_kernels import FORMATS
 from tests.pallas_kernels.problems import both_ways, given_mask, problem
+from tests.pallas_kernels.quantized.weights import quantized
 
 # Every format, and every way to compute with it.
 KINDS = {
@@ -18,12 +19,17 @@ KINDS = {
     "nf4": ("nf4", {}),
 }
 BLOCK = 16
+# Compiling takes most of these tests' time.
+QUICK_TO_COMPILE = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
 
 
 def quantize(kind, w):
     """Quantizes a weight [K, N]."""
     name, options = KINDS[kind]
-    return FORMATS[name].quantize(w.T, **options)
+    return quantized(name, w.T, **options)
 
 
 def quantized_problem(kind, *, mask="dropout", **options):
@@ -34,8 +40,10 @@ def quantized_problem(kind, *, mask="dropout", **options):
         mask: "dropout", "given" or None.
         **options: Of `problem`.
     """
-    options = {"k": 128, "n": 72, "block": BLOCK} | options
-    p, _ = problem(rates=None if mask is None else (0.0, 0.5, 0.1, 0.2), **options)
+    options = {"blocks": (2, -1, 0, 1), "ranks": (8, 3, 16, 5)} | options
+    options = {"k": 128, "n": 72, "block": BLOCK, "dtype": jnp.bfloat16} | options
+    rates = None if mask is None else (0.0, 0.5, 0.1, 0.2)
+    p = _problem(options.pop("seed", 0), tuple(options.items()), rates)
     if mask == "given":
         p["dropout"] = given_mask(p)
     return p | {"w": quantize(kind, p["w"].at[:, 3].set(0))}
@@ -43,8 +51,23 @@ def quantized_problem(kind, *, mask="dropout", **options):
 
 def compiled_both_ways(op, p):
     """Runs `both_ways` as one program, which compiles faster than its many parts."""
-    arrays = {name: p[name] for name in ("x", "w", "a", "b")}
-    return jax.jit(lambda arrays: both_ways(op, p | arrays))(arrays)
+    slots = tuple(np.asarray(p["block_adapter"]).tolist())
+    arrays = {name: p[name] for name in p if name != "block_adapter"}
+    return _both_ways(arrays, op, slots)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("op", "slots"), compiler_options=QUICK_TO_COMPILE
+)
+def _both_ways(arrays, op, slots):
+    with jax.ensure_compile_time_eval():  # the definition loops over the slots
+        blocks = jnp.array(slots, jnp.int32)
+    return both_ways(op, arrays | {"block_adapter": blocks})
+
+
+@functools.partial(jax.jit, static_argnames=("options", "rates"))
+def _problem(seed, options, rates):
+    return problem(seed=seed, rates=rates, **dict(options))[0]
 
 
 def padding_rows(p):
@@ -53,12 +76,11 @@ def padding_rows(p):
 
 
 def ragged_problem(kind, seed):
-    """Makes a problem of random sizes with rows of extreme magnitudes."""
+    """Makes a problem of random slots and ranks, with rows of extreme magnitudes."""
     rng = np.random.default_rng(seed)
-    ranks = tuple(int(r) for r in rng.integers(1, 17, 4))
-    blocks = tuple(int(b) for b in rng.integers(-1, 3, rng.integers(1, 7)))
-    n = int(rng.integers(3, 80))
-    p = quantized_problem(kind, blocks=blocks, ranks=ranks, n=max(n, 4), seed=seed)
+    ranks = *(int(r) for r in rng.integers(1, 17, 3)), 16
+    blocks = tuple(int(b) for b in rng.integers(-1, 3, 4))
+    p = quantized_problem(kind, blocks=blocks, ranks=ranks, seed=seed)
     p = p | {"x": p["x"].astype(jnp.float32), "bias": p["bias"].astype(jnp.float32)}
     magnitude = 10.0 ** rng.uniform(-3, 3, (len(p["x"]), 1))
     x = p["x"] * magnitude.astype(np.float32)
@@ -66,13 +88,17 @@ def ragged_problem(kind, seed):
     return p | {"x": jnp.where(padding_rows(p)[:, None], jnp.nan, x)}
 
 
-def projections_of(p, kind, sizes=(24, 72, 8)):
+def projections_of(p, kind, sizes=(24, 72)):
     """Makes fields of several projections; their weights differ a lot in magnitude."""
-    keys = jax.random.split(jax.random.key(5), len(sizes))
+    rng = np.random.default_rng(5)
+
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
     made = []
-    for i, (key, n) in enumerate(zip(keys, sizes, strict=True)):
-        w = jax.random.normal(key, (p["x"].shape[1], n)) * 10.0 ** (1 - i)
-        b = jax.random.normal(key, (p["b"].shape[0], p["b"].shape[1], n))
+    for i, n in enumerate(sizes):
+        w = jnp.asarray(normal(p["x"].shape[1], n) * np.float32(10.0 ** (1 - i)))
+        b = jnp.asarray(normal(*p["b"].shape[:2], n))
         drop = p["dropout"]
         if drop is not None:
             drop = dataclasses.replace(drop, key=drop.key + i)

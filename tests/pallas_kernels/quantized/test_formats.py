@@ -9,7 +9,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlora.pallas_kernels import FORMATS, Fp8Weight, Nf4Weight
-from tests.pallas_kernels.quantized.weights import quantized, random_weight
+from tests.pallas_kernels.quantized.weights import (
+    dequantized,
+    quantized,
+    random_weight,
+)
 
 
 def values_of(weight):
@@ -72,7 +76,7 @@ def test_errors_are_bounded(name, dtype):
     w = random_weight(dtype=dtype)
     w = w.at[5].set(w[6]) if name == "nf4" else w  # its nested blocks share a range
     weight = quantized(name, w)
-    got, w = np.asarray(weight.dequantize(jnp.float32)), np.asarray(w, np.float32)
+    got, w = np.asarray(dequantized(weight)), np.asarray(w, np.float32)
     assert got.shape == w.shape
     error, allowed = np.abs(got - w), largest_errors(name, w)
     assert (error <= allowed * (1 + 1e-5) + 1e-30).all()
@@ -83,7 +87,7 @@ def test_errors_are_bounded(name, dtype):
 @pytest.mark.parametrize("name", FORMATS)
 def test_dequantizing_rounds_once(name):
     weight = quantized(name, random_weight())
-    exact = weight.dequantize(jnp.float32)
+    exact = dequantized(weight)
     for dtype in (jnp.bfloat16, jnp.float16):
         got = jax.jit(lambda w, d=dtype: w.dequantize(d))(weight)
         np.testing.assert_array_equal(
@@ -95,7 +99,7 @@ def test_dequantizing_rounds_once(name):
 def test_quantizing_again_changes_nothing(name):
     """So a dequantized checkpoint is loaded without a further error."""
     once = quantized(name, random_weight())
-    twice = quantized(name, once.dequantize(jnp.float32))
+    twice = quantized(name, dequantized(once))
     assert (once.scale > 0).all()
     np.testing.assert_allclose(twice.scale, once.scale, rtol=1e-6)
     np.testing.assert_array_equal(values_of(twice)["values"], values_of(once)["values"])
@@ -121,10 +125,8 @@ def test_sharded_weights_are_quantized_on_their_devices(name):
             np.testing.assert_allclose(value, wanted[field], rtol=1e-5)
         else:
             np.testing.assert_array_equal(value, wanted[field])
-    again = jax.jit(lambda w: w.dequantize(jnp.float32))(got)
-    np.testing.assert_allclose(
-        again, quantize(w).dequantize(jnp.float32), rtol=1e-5, atol=1e-6
-    )
+    wanted = dequantized(quantize(w))
+    np.testing.assert_allclose(dequantized(got), wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["fp8", "int8"])

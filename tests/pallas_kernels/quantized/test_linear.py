@@ -1,6 +1,7 @@
 """Linears with adapters on quantized weights agree with their definition."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -21,24 +22,26 @@ from jaxlora.pallas_kernels.triton import layer as triton
 from tests.oracle import assert_as_accurate_as, relative_error
 from tests.pallas_kernels.quantized.problems import (
     KINDS,
+    QUICK_TO_COMPILE,
     compiled_both_ways,
     padding_rows,
     projections_of,
     quantized_problem,
     ragged_problem,
 )
+from tests.pallas_kernels.quantized.weights import dequantized
 
 RESULTS = ("y", "dx", "da", "db")
 
 
 @pytest.mark.parametrize(
     ("kind", "mask"),
-    [*((kind, "dropout") for kind in KINDS), ("fp8", None), ("fp8", "given")],
+    list(zip(KINDS, ["dropout", None, "given", "dropout", None], strict=True)),
 )
 def test_bfloat16_matches_the_definition(kind, mask):
     p = quantized_problem(kind, mask=mask)
     exact = compiled_both_ways(multi_lora_linear_reference, p)
-    low = p | {name: p[name].astype(jnp.bfloat16) for name in "ab"}
+    low = p | {n: p[n].astype(jnp.bfloat16).astype(jnp.float32) for n in "ab"}
     plain = compiled_both_ways(multi_lora_linear_reference, low)
     actual = compiled_both_ways(multi_lora_linear, p)
     for name, got, base, want in zip(RESULTS, actual, plain, exact, strict=True):
@@ -48,9 +51,7 @@ def test_bfloat16_matches_the_definition(kind, mask):
         assert_as_accurate_as(actual=got, baseline=base, exact=want)
 
 
-@pytest.mark.parametrize(
-    ("kind", "seed"), [("fp8", 0), ("fp8", 1), ("fp8", 2), ("nf4", 3)]
-)
+@pytest.mark.parametrize(("kind", "seed"), [("fp8", 0), ("fp8", 1), ("nf4", 2)])
 def test_ragged_mixes_match_the_definition(kind, seed):
     """Row by row, as rows differ in magnitude; padding rows hold NaN."""
     p = ragged_problem(kind, seed)
@@ -68,7 +69,7 @@ def run_together(op, p, fields):
 
     a, b = [f["a"] for f in fields], [f["b"] for f in fields]
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=QUICK_TO_COMPILE)
     def both(x, a, b):
         y, vjp = jax.vjp(op, x, a, b)
         dy = [jax.random.normal(jax.random.key(8), one.shape) for one in y]
@@ -77,11 +78,10 @@ def run_together(op, p, fields):
     return both(p["x"], a, b)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "fp8-forward", "int8"])
-def test_several_projections_match_the_definition(kind):
+def test_several_projections_match_the_definition():
     """They differ in magnitude, and dy of all of them has one scale per row."""
-    p = quantized_problem(kind, dtype=jnp.float32)
-    fields = projections_of(p, kind)
+    p = quantized_problem("fp8", dtype=jnp.float32, blocks=(2, -1, 0))
+    fields = projections_of(p, "fp8")
 
     def together(x, a, b):
         projections = [
@@ -113,21 +113,25 @@ def numpy_largest(x):
     return np.abs(x).max(axis=1, keepdims=True)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "fp8-transposed", "fp8-forward", "nf4"])
+@pytest.mark.parametrize("kind", ["fp8", "fp8-forward", "nf4"])
 def test_a_frozen_linear_is_the_formula_in_numpy(kind):
     p = quantized_problem(kind, dtype=jnp.float32)
     x, w, bias, blocks = (p[k] for k in ("x", "w", "bias", "block_adapter"))
     padding = padding_rows(p)
     x = jnp.where(padding[:, None], jnp.nan, x)
-    y, vjp = jax.vjp(lambda x: frozen_linear(x, w, bias, blocks), x)
-    dy = jax.random.normal(jax.random.key(2), y.shape)
-    (dx,) = vjp(jnp.where(padding[:, None], jnp.nan, dy))
+    dy = jax.random.normal(jax.random.key(2), (len(x), 72))
 
-    dense = np.asarray(w.dequantize(jnp.float32), np.float64)
+    @jax.jit
+    def both(x, dy):
+        y, vjp = jax.vjp(lambda x: frozen_linear(x, w, bias, blocks), x)
+        return y, *vjp(dy)
+
+    y, dx = both(x, jnp.where(padding[:, None], jnp.nan, dy))
+    dense = np.asarray(dequantized(w), np.float64)
     x_used, dy_used = np.asarray(x)[~padding], np.asarray(dy)[~padding]
     x_used = numpy_e4m3(x_used, numpy_largest(x_used)) if "fp8" in kind else x_used
     dx_wanted = dy_used @ dense
-    if kind in ("fp8", "fp8-transposed"):
+    if kind == "fp8":
         scaled = dy_used * np.asarray(w.scale)
         rounded = numpy_e4m3(scaled, numpy_largest(scaled))
         dx_wanted = rounded @ np.asarray(w.values, np.float64)
@@ -137,9 +141,8 @@ def test_a_frozen_linear_is_the_formula_in_numpy(kind):
     assert not y[padding].any() and not dx[padding].any()
 
 
-@pytest.mark.parametrize("bad", [1e4, np.nan, np.inf])
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_no_bit_depends_on_other_adapters(kind, bad):
+def test_no_bit_depends_on_other_adapters(kind):
     """Rows, A, B and dy of adapter 0 change, which padding rows compute with."""
     p = quantized_problem(kind, mask="dropout")
     own = np.repeat(np.asarray(p["block_adapter"]) == 0, 16)[:, None]
@@ -152,32 +155,33 @@ def test_no_bit_depends_on_other_adapters(kind, bad):
 
     dy = jax.random.normal(jax.random.key(4), (len(own), 72), jnp.bfloat16)
     clean = run(p["x"], p["a"], p["b"], dy)
-    sick = run(
-        jnp.where(own, jnp.bfloat16(bad), p["x"]),
-        p["a"].at[0].multiply(bad),
-        p["b"].at[0].multiply(bad),
-        jnp.where(own, jnp.bfloat16(bad), dy),
-    )
-    for name, got, want in zip(RESULTS, sick, clean, strict=True):
-        others = ~own[:, 0] if name in ("y", "dx") else np.arange(4) != 0
-        np.testing.assert_array_equal(got[others], want[others])
+    for bad in (1e4, np.nan, np.inf):
+        sick = run(
+            jnp.where(own, jnp.bfloat16(bad), p["x"]),
+            p["a"].at[0].multiply(bad),
+            p["b"].at[0].multiply(bad),
+            jnp.where(own, jnp.bfloat16(bad), dy),
+        )
+        for name, got, want in zip(RESULTS, sick, clean, strict=True):
+            others = ~own[:, 0] if name in ("y", "dx") else np.arange(4) != 0
+            np.testing.assert_array_equal(got[others], want[others])
 
 
-@pytest.mark.parametrize("kind", ["fp8-transposed", "int8", "nf4"])
+@pytest.mark.parametrize("kind", ["fp8-transposed", "nf4"])
 def test_every_field_of_the_weight_is_frozen(kind):
     p = quantized_problem(kind, mask=None)
 
     def total(w):
         return multi_lora_linear(**p | {"w": w}).astype(jnp.float32).sum()
 
-    gradient = jax.grad(total, allow_int=True)(p["w"])
+    gradient = jax.jit(jax.grad(total, allow_int=True))(p["w"])
     for name, value in gradient.arrays.items():
         if value.dtype != jax.dtypes.float0:
             assert not np.asarray(value, np.float32).any(), name
 
 
-def peak_scratch(kind, num_layers, n=512):
-    """Returns bytes that the gradient of a chain of linears allocates."""
+def peak_bytes(kind, num_layers, n):
+    """Returns the bytes that the gradient of a chain of linears allocates."""
     p = quantized_problem(kind, mask=None, k=64, n=64, blocks=(0,), ranks=(1,))
 
     def total(x, a, b, weights):
@@ -201,18 +205,16 @@ def peak_scratch(kind, num_layers, n=512):
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "nf4"])
 def test_dequantized_weights_are_not_kept(kind):
-    """More layers need more activations, but no further copies of weights."""
-    n, few, many = 512, 2, 6
-    added = (peak_scratch(kind, many) - peak_scratch(kind, few)) / (many - few)
-    copy = n * n * 2
-    assert added < 0.2 * copy, f"{added / copy:.2f} copies for each further layer"
+    """Also those of XLA on CPUs, which converts a product's operands to float32."""
+    copies = peak_bytes(kind, num_layers=8, n=512) / (512 * 512 * 2)
+    assert 1 < copies < 4.5, f"{copies:.2f} copies in bfloat16"
 
 
 INVALID = [
     ({"layer": 0}, "layer was given with a quantized weight.*each layer's own"),
     ({"w_transposed": True}, "w_transposed=True was given with a quantized weight"),
-    ({"x": jnp.zeros((80, 129))}, r"shapes do not match: x \(80, 129\), w \(128, 72\)"),
-    ({"x": jnp.zeros((80, 128), jnp.int32)}, "x is int32, .* Cast x"),
+    ({"x": jnp.zeros((64, 129))}, r"shapes do not match: x \(64, 129\), w \(128, 72\)"),
+    ({"x": jnp.zeros((64, 128), jnp.int32)}, "x is int32, .* Cast x"),
 ]
 
 

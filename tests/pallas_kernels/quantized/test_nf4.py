@@ -12,6 +12,7 @@ import pytest
 
 from jaxlora.pallas_kernels import Nf4Weight
 from jaxlora.pallas_kernels.quantized import codebooks
+from tests.pallas_kernels.quantized.weights import dequantized, quantized
 
 
 def quantiles():
@@ -81,7 +82,7 @@ def test_ties_go_to_the_lower_value():
 def test_a_weight_is_stored_as_bitsandbytes_stores_it():
     w = random_weight()
     packed, code, nested_absmax, offset = numpy_quantize(w)
-    got = Nf4Weight.quantize(jnp.asarray(w))
+    got = quantized("nf4", jnp.asarray(w))
     np.testing.assert_array_equal(np.ravel(got.values), packed)
     np.testing.assert_array_equal(np.ravel(got.absmax), code)
     np.testing.assert_allclose(got.nested_absmax, nested_absmax, rtol=1e-5)
@@ -101,17 +102,17 @@ def test_a_stored_weight_is_read():
     )
     weight.check()
     wanted = numpy_dequantize(packed, absmax, w.shape)
-    np.testing.assert_allclose(weight.dequantize(jnp.float32), wanted, rtol=2e-6)
+    np.testing.assert_allclose(dequantized(weight), wanted, rtol=2e-6)
     plain = Nf4Weight(
         values=weight.values, absmax=jnp.asarray(absmax.reshape(24, -1).astype("f4"))
     )
     plain.check()
-    np.testing.assert_allclose(plain.dequantize(jnp.float32), wanted, rtol=2e-6)
+    np.testing.assert_allclose(dequantized(plain), wanted, rtol=2e-6)
 
 
 def test_blocks_of_zeros_are_zero():
     """Their absmax, less the mean and quantized, need not become zero again."""
     w = random_weight()
     w[2, 64:128] = 0
-    got = np.asarray(Nf4Weight.quantize(jnp.asarray(w)).dequantize(jnp.float32))
+    got = np.asarray(dequantized(quantized("nf4", jnp.asarray(w))))
     assert not got[2, 64:128].any()

@@ -1,5 +1,7 @@
 """Weights on which all formats are tried."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -12,5 +14,10 @@ def random_weight(n=48, k=192, dtype=jnp.float32, seed=0):
     return w.at[3].set(0).at[5].multiply(1e6).astype(dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("name", "transposed", "fp8_backward"))
 def quantized(name, w, **options):
+    """Quantizes a weight [N, K] in one program."""
     return FORMATS[name].quantize(w, **options)
+
+
+dequantized = jax.jit(lambda w: w.dequantize(jnp.float32))
