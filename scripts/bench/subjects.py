@@ -36,6 +36,7 @@ SUBJECTS = {
     "templates": Subject("templates", "rendering templates in a child process"),
     "convergence": Subject("convergence", "losses with and without fused kernels"),
     "together": Subject("together", "differences of jobs alone and together"),
+    "formats": Subject("formats", "held-out losses on quantized bases"),
 }
 
 
