@@ -31,7 +31,6 @@ from jaxlora.pallas_kernels.operands import make_operands
 from jaxlora.pallas_kernels.projection import Projection
 from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
 from jaxlora.pallas_kernels.quantized.rows import row_scale
-from jaxlora.pallas_kernels.quantized.transpose import transpose_e4m3
 
 
 def fp8_weights(projections: Sequence[Projection]) -> list[Fp8Weight]:
@@ -108,8 +107,5 @@ def _transposed(
     if values:
         values, dy = jax.lax.optimization_barrier((values, dy))
     rest = iter(values)
-    copies = [
-        transpose_e4m3(next(rest)) if w.transposed is None else w.transposed
-        for w in weights
-    ]
+    copies = [next(rest).T if w.transposed is None else w.transposed for w in weights]
     return copies, dy

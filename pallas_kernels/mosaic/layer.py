@@ -46,10 +46,13 @@ def unsupported(shape: LinearShape) -> str | None:
     """Returns why these kernels cannot run such a linear here, or None if they can."""
     if (reason := unsupported_device()) is not None:
         return reason
-    if shape.weight_format == Fp8Weight.format and shape.dtype != jnp.bfloat16:
+    if shape.weight_format != Fp8Weight.format:
+        return unsupported_linear(shape, multiple=STEP, least=2 * STEP)
+    if shape.dtype != jnp.bfloat16:
         name = jnp.dtype(shape.dtype).name
         return f"with fp8 weights its kernels take x in bfloat16 only, not {name}"
-    return unsupported_linear(shape, multiple=STEP, least=2 * STEP)
+    # Both passes copy whole steps of 128 bytes from device memory.
+    return unsupported_linear(shape, multiple=2 * STEP)
 
 
 def _swap_last_axes(x: Array) -> Array:

@@ -14,7 +14,6 @@ from jaxlora.pallas_kernels import (
     Projection,
     multi_lora_linears,
 )
-from jaxlora.pallas_kernels.quantized.transpose import transpose_e4m3
 from tests.oracle import assert_as_accurate_as
 from tests.pallas_kernels.fused import MOSAIC, mosaic_kernels
 from tests.pallas_kernels.problems import given_mask, problem, weight_of
@@ -78,8 +77,8 @@ def _run(problems, weights, *, implementation="mosaic", dtype=jnp.bfloat16):
 
 
 CASES = {
-    "two linears of mixed ranks": ((192, 128), (RANKS, (0, 16, 1)), RATES, {}),
-    "no dropout, second copy": ((320,), (RANKS,), None, {"transposed": True}),
+    "two linears of mixed ranks": ((256, 128), (RANKS, (0, 16, 1)), RATES, {}),
+    "no dropout, second copy": ((384,), (RANKS,), None, {"transposed": True}),
     "two chunks of ranks, given mask": ((128,), ((100, 3, 0),), RATES, {}),
     "backward in bfloat16": ((128,), (RANKS,), None, {"fp8_backward": False}),
 }
@@ -88,7 +87,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_matches_the_definition(case):
     widths, ranks, rates, options = CASES[case]
-    problems = _problems(widths, ranks, rates=rates, blocks=(1, -1, 0, 2), k=192)
+    problems = _problems(widths, ranks, rates=rates, blocks=(1, -1, 0, 2), k=256)
     if "given mask" in case:
         problems = [(p | {"dropout": given_mask(p)}, rank) for p, rank in problems]
     weights = [_weight(p, **options) for p, _ in problems]
@@ -127,11 +126,8 @@ def test_only_bfloat16_is_supported():
         _run([(p, rank)], [_weight(p)], dtype=jnp.float16)
 
 
-def test_a_transpose_by_words_moves_every_byte():
-    values = jnp.arange(64 * 96).astype(jnp.uint8).reshape(64, 96)
-    values = jax.lax.bitcast_convert_type(values, jnp.float8_e4m3fn)
-    got, want = (
-        jax.lax.bitcast_convert_type(z, jnp.uint8)
-        for z in (transpose_e4m3(values), values.T)
-    )
-    np.testing.assert_array_equal(got, want)
+def test_features_must_fill_steps_of_128_values():
+    for n, k in ((192, 128), (128, 192)):
+        ((p, rank),) = _problems((n,), (RANKS,), blocks=(0, 1), k=k)
+        with pytest.raises(ValueError, match="not multiples of 128"):
+            _run([(p, rank)], [_weight(p)])
