@@ -11,8 +11,8 @@ from .fuse.explain import explain
 from .hf.load import BaseModel, load_model
 from .models.decoder import Decoder, DecoderOptions
 from .models.spec import DecoderSpec
+from .modules.base_param import BaseParam
 from .modules.multi_lora_linear import (
-    BaseParam,
     MultiLoraLinear,
     Routing,
     SlotShape,

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import pydantic
 from pydantic import Field
 
+from jaxlora.base_settings import BaseSettings
 from jaxlora.scheduler import Limits, PackerName
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
 from jaxlora.strict import (
@@ -217,8 +218,10 @@ class LoraJob(StrictModel):
         return self
 
 
-class RunConfig(StrictModel):
+class RunConfig(BaseSettings):
     """One run: a base model, the jobs that share it, and how the machine is used.
+
+    `BaseSettings` describes the settings of a quantized base.
 
     Attributes:
         model: Folder of a Hugging Face checkpoint, or a hub id.

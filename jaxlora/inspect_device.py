@@ -1,5 +1,6 @@
 """Describes the present device, and which kernels and attention can run there."""
 
+import dataclasses
 import importlib.metadata
 import os
 
@@ -14,7 +15,7 @@ from jaxlora.hf.config import model_config
 from jaxlora.memory.device import device_memory
 from jaxlora.memory.gpu_share import choose_share, query_gpus
 from jaxlora.modules.attention_table import ATTENTIONS
-from jaxlora.pallas_kernels import BACKENDS, LinearShape
+from jaxlora.pallas_kernels import BACKENDS, FORMATS, LinearShape
 from jaxlora.train.kernel_choice import is_blackwell, present_capability
 
 # The linears and the heads of Llama-3.1-8B.
@@ -59,6 +60,7 @@ def inspect_device(console: Console) -> None:
     }
     title = "LoRA kernels, for a linear of 4096 x 4096 in bfloat16, rank 16"
     _print_support(console, title, kernels, why_not)
+    _print(console, "formats of a quantized base, for the same linear", _formats())
     model = model_config(_MODEL)
     attentions = {
         name: choice.unsupported(jnp.bfloat16, model)
@@ -66,6 +68,26 @@ def inspect_device(console: Console) -> None:
     }
     title = "attention, for heads of 128 features in bfloat16"
     _print_support(console, title, attentions, attentions)
+
+
+def _formats() -> dict[str, str]:
+    """Says for each format which back end `auto` takes, and how it multiplies."""
+    rows = {}
+    for name, weight in FORMATS.items():
+        shape = dataclasses.replace(_LINEAR, weight_format=name)
+        why_not = {
+            b.name: b.why_not(b.unsupported(shape), is_auto=True)
+            for b in BACKENDS.values()
+        }
+        taken = next(name for name, reason in why_not.items() if reason is None)
+        how = (
+            f"products in {name}"
+            if weight.reaches_kernels
+            else "products with weights that are dequantized layer by layer"
+        )
+        reasons = [f"{b} {reason}" for b, reason in why_not.items() if reason]
+        rows[name] = "; ".join([f"{how}, of {taken}", *reasons])
+    return rows
 
 
 def _device_facts() -> dict[str, str]:

@@ -9,8 +9,10 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from jaxlora.config import RunConfig
-from jaxlora.hf.checkpoint import planned_config
 from jaxlora.hf.files import tokenizer_folder
+from jaxlora.hf.load import base_dtype
+from jaxlora.memory.footprint import num_bytes
+from jaxlora.models.base_format import BaseFormat
 from jaxlora.scheduler import (
     CostModel,
     Lanes,
@@ -34,6 +36,7 @@ from jaxlora.train.next_window import (
 from jaxlora.train.planned_jobs import (
     JobData,
     first_positions,
+    planned_model,
     read_jobs,
     settle_plan,
 )
@@ -65,6 +68,8 @@ class RunPlan:
     Attributes:
         jobs: Jobs of the run.
         sizes: Mesh that the plan is for.
+        base_bytes: Bytes of the frozen weights, on all devices of a replica together.
+        base_format: How linears of the base are quantized; None: they are not.
         parts: Windows of the run, in the order in which they run.
         whole: The whole run, checked and simulated.
         greedy: The same samples under `packer: greedy`.
@@ -72,6 +77,8 @@ class RunPlan:
 
     jobs: tuple[JobData, ...]
     sizes: MeshSizes
+    base_bytes: int
+    base_format: BaseFormat | None
     parts: tuple[Part, ...]
     whole: Plan
     greedy: Plan
@@ -103,19 +110,22 @@ def plan_run(config: RunConfig, *, steps: int | None = None) -> RunPlan:
     """
     folder = tokenizer_folder(config.model, config.revision)
     jobs = read_jobs(config, folder, steps)
-    model = planned_config(folder)
+    model = planned_model(config, folder)
     config = settle_plan(config, model, jobs)
     limits = config.limits
     for job in jobs:
         data, held_out = job.data, job.held_out
-        prepare.warn_about_positions(job.job.name, data, held_out, model.max_positions)
+        positions = model.config.max_positions
+        prepare.warn_about_positions(job.job.name, data, held_out, positions)
         prepare.check_lengths(job.job.name, data, held_out, limits.capacity)
     lanes = _lanes(config, jobs)
-    cost = window_cost(config, model)
+    cost = window_cost(config, model.config)
     parts = tuple(_part(config, w, lanes, cost) for w in _windows(config, jobs, lanes))
     return RunPlan(
         jobs=jobs,
         sizes=config.mesh_sizes,
+        base_bytes=num_bytes(model.spec(base_dtype(config.dtype)).base_shapes()),
+        base_format=model.base_format,
         parts=parts,
         whole=_join([p.schedule for p in parts], parts, lanes, cost),
         greedy=_join([p.greedy for p in parts], parts, lanes, cost),

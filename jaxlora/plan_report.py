@@ -9,6 +9,7 @@ from rich.table import Table
 
 from jaxlora.console import literal, show
 from jaxlora.errors import ConfigError
+from jaxlora.memory.device import format_bytes
 from jaxlora.plan import RunPlan
 from jaxlora.scheduler import Plan, picture
 from jaxlora.scheduler.timeline import Timeline
@@ -104,6 +105,9 @@ def _totals_table(planned: RunPlan) -> Table:
     speed = planned.greedy.simulation.makespan / planned.whole.simulation.makespan
     row("speed against greedy", (f"{speed:.3f}x", "1x"))
     row("devices at work on real tokens", (f"{planned.busy:.1%}", ""))
+    base = planned.base_format
+    name = "frozen weights" if base is None else f"frozen weights, {base.name}"
+    row(name, (format_bytes(planned.base_bytes), ""))
     return table
 
 

@@ -79,6 +79,8 @@ class Backend:
             of x.
         partitionable: Whether XLA can partition the kernels over a mesh. If not, a
             call on more than one device must be inside `jax.shard_map`.
+        transposes_fp8: Whether the backward pass on fp8 weights multiplies with their
+            transpose: the second copy, or one that it makes each time.
         slow_device: Returns why `auto` passes over the back end on the default device
             although it can run there, as such a clause; None if it does not.
     """
@@ -90,6 +92,7 @@ class Backend:
     takes_shared_inputs: bool
     stores_masks: bool
     partitionable: bool
+    transposes_fp8: bool = False
     slow_device: Callable[[], str | None] = _nowhere
 
     def why_not(self, unsupported: str | None, *, is_auto: bool) -> str | None:
@@ -124,6 +127,7 @@ BACKENDS: dict[str, Backend] = _table(
         takes_shared_inputs=True,
         stores_masks=False,
         partitionable=False,
+        transposes_fp8=True,
     ),
     Backend(
         name="triton",

@@ -18,6 +18,7 @@ from jaxlora.memory.footprint import (
     resident_footprint,
 )
 from jaxlora.memory.inputs import batch_shapes, key_shapes, settings_shapes
+from jaxlora.memory.scratch import scratch_bytes
 from jaxlora.models.forward import job_losses, training_options
 from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
@@ -81,6 +82,7 @@ def stage_footprint(spec: DecoderSpec, found: StepBytes, use: StageUse) -> Footp
         fixed_bytes=fixed_bytes(spec, use),
         bytes_per_token=use.num_kept * kept + found.recomputed + waiting,
         transient_bytes_per_token=found.transient,
+        scratch_bytes=scratch_bytes(spec),
     )
 
 
@@ -231,5 +233,4 @@ def _mask_bytes(spec: DecoderSpec) -> int:
     backend = get_backend(spec.options.implementation)
     if spec.slots is None or not spec.slots.use_dropout or not backend.stores_masks:
         return 0
-    shapes = spec.base_shapes()
-    return sum(shapes[f"{path}.kernel"].shape[0] for path in spec.adapted)
+    return sum(spec.linear(path).in_features for path in spec.adapted)

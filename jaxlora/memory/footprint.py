@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jaxlora.memory.inputs import batch_shapes
+from jaxlora.models.sharded import layer_bytes
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import Limits
 
@@ -59,6 +60,8 @@ class Footprint:
         bytes_per_token: Bytes per token of a microbatch.
         transient_bytes_per_token: Bytes per token that are needed only while the fixed
             bytes are free.
+        scratch_bytes: Further bytes that are needed only while the fixed bytes are
+            free, and do not depend on the tokens.
     """
 
     base_bytes: int
@@ -67,6 +70,7 @@ class Footprint:
     fixed_bytes: int
     bytes_per_token: float
     transient_bytes_per_token: float = 0.0
+    scratch_bytes: int = 0
 
     @property
     def resident_bytes(self) -> int:
@@ -75,7 +79,7 @@ class Footprint:
 
     def step_bytes(self, num_tokens: int) -> float:
         """Bytes of a training step with microbatches of `num_tokens` tokens."""
-        transient = num_tokens * self.transient_bytes_per_token
+        transient = num_tokens * self.transient_bytes_per_token + self.scratch_bytes
         return num_tokens * self.bytes_per_token + max(self.fixed_bytes, transient)
 
     def total_bytes(self, num_tokens: int) -> int:
@@ -91,7 +95,12 @@ class Footprint:
             return 0
         free -= self.gathered_bytes
         both = self.bytes_per_token + self.transient_bytes_per_token
-        return int(min((free - self.fixed_bytes) // self.bytes_per_token, free // both))
+        return int(
+            min(
+                (free - self.fixed_bytes) // self.bytes_per_token,
+                (free - self.scratch_bytes) // both,
+            )
+        )
 
     def _checkpoint_bytes(self) -> int:
         return self.adapter_bytes // _COPIES * _CHECKPOINT_COPIES
@@ -170,10 +179,8 @@ def gathered_bytes(spec: DecoderSpec, use: StageUse) -> int:
     """
     if use.num_shards == 1:
         return 0
-    linears = spec.config.linears().values()
-    layer = sum(linear.in_features * linear.out_features for linear in linears)
     num_layers = min(_GATHERED_LAYERS, len(spec.layer_numbers))
-    return num_layers * layer * spec.options.dtype.itemsize
+    return num_layers * layer_bytes(spec.base_shapes())
 
 
 def head_bytes(spec: DecoderSpec) -> int:

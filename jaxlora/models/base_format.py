@@ -1,6 +1,7 @@
 """How the linears of a decoder with a quantized base store their weights."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -42,6 +43,12 @@ class BaseFormat:
             options["nested"] = self.nested
         return FORMATS[self.name].shapes(out_features, in_features, **options)
 
+    @property
+    def fields(self) -> list[str]:
+        """Names of all fields of a weight, some of which may be no arrays."""
+        kind: Any = FORMATS[self.name]
+        return [field.name for field in dataclasses.fields(kind)]
+
     def empty(self, out_features: int, in_features: int) -> QuantizedWeight:
         """Returns a weight [N, K] whose arrays are zeros, to be replaced."""
         shapes = self.shapes(out_features, in_features)
@@ -56,6 +63,24 @@ class BaseFormat:
         return kind(**arrays, **settings)
 
     @property
-    def multiplies_dequantized(self) -> bool:
-        """Whether some pass dequantizes the weights of a layer into a scratch."""
-        return self.name != Fp8Weight.format or not self.fp8_backward
+    def has_fp8_products(self) -> bool:
+        """Whether weights are multiplied in fp8, and not only dequantized."""
+        return self.name == Fp8Weight.format
+
+
+def kernel_of(
+    params: Mapping[str, Any], path: str, base_format: BaseFormat | None
+) -> Any:
+    """Returns the frozen weight of a linear, or its `QuantizedWeight`; both have K N.
+
+    Args:
+        params: Frozen weights, or their shapes, by path.
+        path: Path of the linear's kernel.
+        base_format: How linears are quantized; None: they are not.
+    """
+    if path in params:
+        return params[path]
+    assert base_format is not None
+    paths = {field: f"{path}.{field}" for field in base_format.fields}
+    found = {field: params[p] for field, p in paths.items() if p in params}
+    return base_format.weight(found)

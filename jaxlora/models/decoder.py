@@ -8,12 +8,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxlora.families.model_config import LayerLinear, ModelConfig
+from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.layer import DecoderLayer, Remat, run_layer
 from jaxlora.models.sharded import head_dim, run_sharded_layers
 from jaxlora.modules.attention import AttentionImplementation, packed_rows
+from jaxlora.modules.base_param import BaseParam
 from jaxlora.modules.length_classes import SegmentLengths
 from jaxlora.modules.multi_lora_linear import (
-    BaseParam,
     MultiLoraLinear,
     Routing,
     SlotShape,
@@ -28,7 +29,8 @@ class DecoderOptions:
     """How a decoder runs; none of it changes what it computes beyond rounding.
 
     Attributes:
-        dtype: Dtype of weights and activations.
+        dtype: Dtype of weights that are not quantized, and of activations.
+        base_format: How the linears of the layers are quantized; None: they are not.
         remat: Part of each layer that the backward pass recomputes instead of keeping
             it: nothing, the MLP with its norm, or the whole layer.
         implementation: Name of the LoRA kernels' back end.
@@ -43,6 +45,7 @@ class DecoderOptions:
     """
 
     dtype: jnp.dtype
+    base_format: BaseFormat | None = None
     remat: Remat = "none"
     implementation: str = "xla"
     attention: AttentionImplementation = "xla"
@@ -56,6 +59,11 @@ class DecoderOptions:
                 f"fsdp={self.fsdp} must be a number of devices, 1 or more; 1 does not "
                 "divide the weights."
             )
+
+    def weight_format(self, path: str) -> str | None:
+        """Returns the format of a linear's weight; None if it is not quantized."""
+        base = self.base_format
+        return base.name if base is not None and base.quantizes(path) else None
 
     @property
     def lengths(self) -> SegmentLengths:
@@ -169,8 +177,9 @@ class Decoder(nnx.Module):
         remat, fsdp = self.options.remat, self.options.fsdp
         if fsdp > 1:
             layerwise.check_axis(fsdp)
+            base_format = self.options.base_format
             return run_sharded_layers(
-                layers, self.config, remat, fsdp, h, rows, routing
+                layers, self.config, remat, fsdp, base_format, h, rows, routing
             )
         before = h
         for layer in layers.values():
@@ -232,15 +241,19 @@ class Decoder(nnx.Module):
 
 
 def _linear(layer, options, slots, adapted, linear: LayerLinear) -> MultiLoraLinear:
-    has_slots = f"layers.{layer}.{linear.name}" in adapted
+    path, base_format = f"layers.{layer}.{linear.name}", options.base_format
+    kernel = None
+    if base_format is not None and base_format.quantizes(path):
+        kernel = base_format.empty(linear.out_features, linear.in_features)
     return MultiLoraLinear(
         linear.in_features,
         linear.out_features,
-        slots=slots if has_slots else None,
+        slots=slots if path in adapted else None,
         use_bias=linear.use_bias,
         dtype=options.dtype,
         layer=layer,
         projection=linear.projection,
         implementation=options.implementation,
+        kernel=kernel,
         rngs=nnx.Rngs(0),
     )

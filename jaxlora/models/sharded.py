@@ -5,24 +5,22 @@
 """
 
 import functools
+import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxlora.families.model_config import ModelConfig
+from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.layer import DecoderLayer, Remat, run_layer
 from jaxlora.modules.attention import PackedRows
-from jaxlora.modules.multi_lora_linear import BaseParam, Routing
-from jaxlora.sharding.layerwise import (
-    compiler_options,
-    end_layers,
-    gather,
-    run_gathered,
-)
+from jaxlora.modules.base_param import BaseParam
+from jaxlora.modules.multi_lora_linear import Routing
+from jaxlora.sharding.layerwise import end_layers, gather, run_gathered
 from jaxlora.sharding.rules import fsdp_spec, shard_dim
 
 EMBEDDING = "embed_tokens.embedding"
@@ -43,9 +41,12 @@ def base_specs(
     Raises:
         ValueError: A weight cannot be divided by `fsdp`.
     """
-    return {
-        path: fsdp_spec(_dim(path, shape.shape, fsdp)) for path, shape in shapes.items()
-    }
+    return {path: base_spec(path, x.shape, fsdp) for path, x in shapes.items()}
+
+
+def base_spec(path: str, shape: Sequence[int], fsdp: int) -> PartitionSpec:
+    """Returns the placement of one whole frozen weight; see `base_specs`."""
+    return fsdp_spec(_dim(path, shape, fsdp))
 
 
 def head_dim(config: ModelConfig, fsdp: int) -> int | None:
@@ -61,19 +62,18 @@ def _dim(path: str, shape: Sequence[int], fsdp: int) -> int | None:
     return shard_dim(path, shape, fsdp, dims=dims)
 
 
-def gather_options(config: ModelConfig, dtype: jnp.dtype, fsdp: int) -> dict[str, int]:
-    """Returns the compiler options of programs that gather weights, if there are any.
+def layer_bytes(shapes: Mapping[str, jax.ShapeDtypeStruct]) -> int:
+    """Returns the bytes of the weights that are gathered for the largest layer.
 
     Args:
-        config: The model.
-        dtype: Dtype of the weights.
-        fsdp: Number of devices among which weights are divided.
+        shapes: Shape of each whole weight of a decoder, by path.
     """
-    if fsdp == 1:
-        return {}
-    linears = config.linears().values()
-    num_weights = sum(linear.in_features * linear.out_features for linear in linears)
-    return compiler_options(num_weights * jnp.dtype(dtype).itemsize)
+    layers: dict[str, int] = defaultdict(int)
+    for path, shape in shapes.items():
+        if path.startswith("layers.") and len(shape.shape) > 1:
+            number = path.split(".")[1]
+            layers[number] += math.prod(shape.shape) * shape.dtype.itemsize
+    return max(layers.values())
 
 
 def run_sharded_layers(
@@ -81,6 +81,7 @@ def run_sharded_layers(
     config: ModelConfig,
     remat: Remat,
     fsdp: int,
+    base_format: BaseFormat | None,
     h: Float[Array, "T D"],
     rows: PackedRows,
     routing: Routing,
@@ -96,6 +97,7 @@ def run_sharded_layers(
         config: The model.
         remat: Part of each layer that the backward pass recomputes.
         fsdp: Number of devices among which weights are divided.
+        base_format: How linears are quantized; None: they are not.
         h: Hidden states before the first of the layers.
         rows: Attention inputs that all layers share.
         routing: Slot of each row, and the keys of dropout masks.
@@ -110,7 +112,7 @@ def run_sharded_layers(
         graph, tables, shards, rest = nnx.split(layer, nnx.LoRAParam, _is_large, ...)
         leaves, tree = jax.tree.flatten(shards)
         paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(shards)]
-        dims = _linear_dims(paths, config, fsdp)
+        dims = tuple(_linear_dim(path, config, base_format, fsdp) for path in paths)
         run = functools.partial(_run_whole, remat, lengths, graph, tree)
         inputs = rest, arrays, routing.for_layer(i)
         before = h
@@ -134,12 +136,23 @@ def _is_large(path: tuple, variable: nnx.Variable) -> bool:
     return isinstance(variable, BaseParam) and variable.ndim > 1
 
 
-def _linear_dims(paths: list[str], config: ModelConfig, fsdp: int) -> tuple[int, ...]:
-    """Returns the dimension along which each linear of a layer is divided."""
-    dims = []
-    for path in paths:
-        linear = config.linears()[path.removesuffix(".kernel")]
-        dim = _dim(path, (linear.in_features, linear.out_features), fsdp)
-        assert dim is not None
-        dims.append(dim)
-    return tuple(dims)
+def _linear_dim(
+    path: str, config: ModelConfig, base_format: BaseFormat | None, fsdp: int
+) -> int:
+    """Returns the dimension along which an array of a linear's weight is divided.
+
+    Args:
+        path: Path of the array inside a layer, such as `mlp.up_proj.kernel.values`.
+        config: The model.
+        base_format: How linears are quantized; None: they are not.
+        fsdp: Number of devices among which weights are divided.
+    """
+    name, _, field = path.partition(".kernel")
+    linear = config.linears()[name]
+    shape = linear.in_features, linear.out_features
+    if field:
+        assert base_format is not None
+        shape = base_format.shapes(*shape[::-1])[field.removeprefix(".")].shape
+    dim = _dim(path, shape, fsdp)
+    assert dim is not None
+    return dim

@@ -12,13 +12,15 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxlora.families.model_config import ModelConfig
+from jaxlora.families.model_config import LayerLinear, ModelConfig
 from jaxlora.models.decoder import Decoder, DecoderOptions
 from jaxlora.models.layer import Remat
-from jaxlora.models.sharded import base_specs, gather_options
+from jaxlora.models.sharded import base_specs, layer_bytes
 from jaxlora.models.stacks import Stack, stacked_shapes
-from jaxlora.modules.multi_lora_linear import BaseParam, SlotShape
+from jaxlora.modules.base_param import BaseParam
+from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.modules.trained_tensors import tensor_path, trained_tensors
+from jaxlora.sharding.layerwise import compiler_options
 
 
 @typing.no_type_check  # JAX rebuilds it around things that are no arrays
@@ -132,6 +134,10 @@ class DecoderSpec:
         names = self.config.linears()
         return [f"layers.{i}.{name}" for i in self.layer_numbers for name in names]
 
+    def linear(self, path: str) -> LayerLinear:
+        """Returns the sizes of the linear of this path."""
+        return self.config.linears()[path.split(".", 2)[2]]
+
     # ---- binding ---------------------------------------------------------------------
 
     @functools.cached_property
@@ -214,7 +220,9 @@ class DecoderSpec:
 
     def gather_options(self) -> dict[str, int]:
         """Compiler options for programs that gather weights; empty if none does."""
-        return gather_options(self.config, self.options.dtype, self.options.fsdp)
+        if self.options.fsdp == 1:
+            return {}
+        return compiler_options(layer_bytes(self.base_shapes()))
 
     @functools.cached_property
     def stacks(self) -> tuple[Stack, ...]:

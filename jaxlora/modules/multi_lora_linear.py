@@ -13,6 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxlora.modules.base_param import BaseParam
+from jaxlora.modules.quantized_kernel import QuantizedKernel, make_kernel
 from jaxlora.modules.trained_tensors import (
     LORA_A,
     LORA_B,
@@ -27,16 +29,14 @@ from jaxlora.pallas_kernels import (
     KernelSettings,
     MaskWords,
     Projection,
+    QuantizedWeight,
     dropout_keys,
+    frozen_linear,
     get_backend,
     kernel_settings,
     mask_words,
     multi_lora_linears,
 )
-
-
-class BaseParam(nnx.Param):
-    """A frozen weight of the base model."""
 
 
 class SlotVariable(nnx.Variable):
@@ -130,7 +130,7 @@ class MultiLoraLinear(nnx.Module):
     `load_slot` puts an adapter in; until then each slot gives the base layer's output.
 
     Attributes:
-        kernel: Frozen weight W, K N.
+        kernel: Frozen weight W, K N; or a `QuantizedKernel` of it.
         bias: Frozen bias, N, or None.
         lora_a: Shrink matrices, float32, G K R; `nnx.LoRAParam`.
         lora_b: Expand matrices, float32, G R N; `nnx.LoRAParam`.
@@ -153,9 +153,13 @@ class MultiLoraLinear(nnx.Module):
         layer: int = 0,
         projection: int = 0,
         implementation: str = "xla",
-        rngs: nnx.Rngs,
+        kernel: QuantizedWeight | None = None,
+        rngs: nnx.Rngs | None = None,
     ):
-        """Makes the layer with a random kernel and empty slots.
+        """Makes the layer with a random or a quantized kernel, and empty slots.
+
+        A layer with a quantized kernel is made of a weight [N, K] by, for example,
+        `MultiLoraLinear(k, n, kernel=Nf4Weight.quantize(w), slots=...)`.
 
         Args:
             in_features: K.
@@ -166,12 +170,17 @@ class MultiLoraLinear(nnx.Module):
             layer: Keys the dropout masks, with `projection`.
             projection: Keys the dropout masks; differs between layers that share x.
             implementation: Name of the kernel back end in `pallas_kernels.BACKENDS`.
-            rngs: Source of the random kernel.
+            kernel: Quantized weight, in one of `pallas_kernels.FORMATS`; None: the
+                kernel is random and in `dtype`.
+            rngs: Source of the random kernel; not needed for a quantized one.
+
+        Raises:
+            ValueError: The quantized weight is not one of this layer, or there is
+                neither a quantized weight nor `rngs`.
         """
         k, n = in_features, out_features
-        init = nnx.initializers.lecun_normal()
         self.in_features = k
-        self.kernel = BaseParam(init(rngs.params(), (k, n), dtype))
+        self.kernel = make_kernel(kernel, (k, n), dtype, rngs)
         self.bias = BaseParam(jnp.zeros((n,), dtype)) if use_bias else None
         self.layer, self.projection = layer, projection
         self.implementation = implementation
@@ -238,14 +247,25 @@ class MultiLoraLinear(nnx.Module):
         (y,) = apply_together([self], x, routing)
         return y
 
-    def _frozen(self, x: Float[Array, "T K"]) -> Float[Array, "T N"]:
-        y = checkpoint_name(jnp.matmul(x, self.kernel[...]), LINEAR_RESULTS)
-        return y if self.bias is None else y + self.bias[...]
+    def _frozen(self, x: Float[Array, "T K"], routing: Routing) -> Float[Array, "T N"]:
+        bias = None if self.bias is None else self.bias[...]
+        w = self._weight
+        if isinstance(w, QuantizedWeight):
+            blocks, name = routing.block_adapter, self.implementation
+            return frozen_linear(x, w, bias, blocks, implementation=name)
+        y = checkpoint_name(jnp.matmul(x, w), LINEAR_RESULTS)
+        return y if bias is None else y + bias
+
+    @property
+    def _weight(self) -> Float[Array, "K N"] | QuantizedWeight:
+        """The frozen weight, as `Projection` takes it."""
+        kernel = self.kernel
+        return kernel.weight if isinstance(kernel, QuantizedKernel) else kernel[...]
 
     def _projection(self, routing: Routing) -> Projection:
         assert self.slots is not None
         return Projection(
-            w=self.kernel[...],
+            w=self._weight,
             a=self.lora_a[...],
             b=self.lora_b[...],
             scaling=jnp.where(self.rank[...] > 0, self.scaling[...], 0.0),
@@ -328,6 +348,8 @@ def apply_together(
 ) -> list[Float[Array, "T _"]]:
     """Applies linears that share x, such as q, k and v, and reads x only once.
 
+    Linears whose weights have different formats run one format after the other.
+
     Raises:
         ValueError: Linears with slots differ in `implementation`.
     """
@@ -337,17 +359,25 @@ def apply_together(
         raise ValueError(
             f"linears that run together must share an implementation, got {kinds}."
         )
-    outputs = iter(())
-    if adapted:
-        outputs = iter(
-            multi_lora_linears(
-                x,
-                [linear._projection(routing) for linear in adapted],
-                routing.block_adapter,
-                implementation=adapted[0].implementation,
-            )
+    outputs: dict[int, Array] = {}
+    for places in _by_format(linears).values():
+        made = multi_lora_linears(
+            x,
+            [linears[i]._projection(routing) for i in places],
+            routing.block_adapter,
+            implementation=linears[places[0]].implementation,
         )
+        outputs |= zip(places, made, strict=True)
     return [
-        linear._frozen(x) if linear.slots is None else next(outputs)
-        for linear in linears
+        linear._frozen(x, routing) if linear.slots is None else outputs[i]
+        for i, linear in enumerate(linears)
     ]
+
+
+def _by_format(linears: Sequence[MultiLoraLinear]) -> dict[object, list[int]]:
+    """Groups the places of linears with slots by how their weights are stored."""
+    groups: dict[object, list[int]] = defaultdict(list)
+    for i, linear in enumerate(linears):
+        if linear.slots is not None:
+            groups[jax.tree.structure(linear._weight)].append(i)
+    return groups

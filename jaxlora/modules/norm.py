@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxlora.families.model_config import ModelConfig
-from jaxlora.modules.multi_lora_linear import BaseParam
+from jaxlora.modules.base_param import BaseParam
 
 
 class RmsNorm(nnx.Module):

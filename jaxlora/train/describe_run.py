@@ -2,12 +2,14 @@
 
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 
 from jaxlora.config import RunConfig
 from jaxlora.hf.load import BaseModel
 from jaxlora.hf.names import linear_names
+from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.read_checkpoint import newest_checkpoint, read_newest
@@ -25,6 +27,7 @@ def run_identity(
         base=model.fingerprint,
         settings={
             "dtype": jnp.dtype(model.dtype).name,
+            **_base_settings(spec.options.base_format),
             "microbatch_tokens": config.microbatch_tokens,
             "block_tokens": config.block_tokens,
             "remat": config.remat,
@@ -39,6 +42,19 @@ def run_identity(
             for run in runs
         },
     )
+
+
+def _base_settings(base: BaseFormat | None) -> dict[str, Any]:
+    """Settings of a quantized base that change its products; none if it is not."""
+    if base is None:
+        return {}
+    settings: dict[str, Any] = {
+        "quantize_base": base.name,
+        "keep_bf16": list(base.kept),
+    }
+    if base.has_fp8_products:
+        settings["fp8_backward"] = base.fp8_backward
+    return settings
 
 
 def saved_run(

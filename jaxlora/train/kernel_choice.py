@@ -121,17 +121,17 @@ def kernels_unsupported(
 ) -> str | None:
     """Returns why a back end cannot run some adapted linear, or None if it can."""
     assert spec.slots is not None
-    shapes = spec.base_shapes()
     extra = tuple(t.name for t in spec.slots.tensors if t not in (LORA_A, LORA_B))
     for path in spec.adapted:
-        in_features, out_features = shapes[f"{path}.kernel"].shape
+        linear = spec.linear(path)
         shape = LinearShape(
             dtype=spec.options.dtype,
-            in_features=in_features,
-            out_features=out_features,
+            in_features=linear.in_features,
+            out_features=linear.out_features,
             rank=spec.slots.rank,
             block_tokens=block_tokens,
             extra=extra,
+            weight_format=spec.options.weight_format(path),
         )
         if (reason := backend.unsupported(shape)) is not None:
             return reason

@@ -1,5 +1,6 @@
 """How a run's decoder and its slots lie on the devices of a mesh."""
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -17,6 +18,7 @@ from jaxlora.hf.load import Place
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import Base
 from jaxlora.models.layer import Remat
+from jaxlora.models.sharded import EMBEDDING, base_spec
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.sharding.mesh import stage_meshes
 from jaxlora.sharding.mesh_sizes import MeshSizes
@@ -159,30 +161,37 @@ def with_fsdp(spec: DecoderSpec, fsdp: int) -> DecoderSpec:
 
 
 def base_placement(
-    config: ModelConfig,
-    dtype: np.dtype,
     sizes: MeshSizes,
     borders: Sequence[int],
     devices: Sequence[jax.Device] | None = None,
 ) -> Place:
-    """Returns where each weight goes while a checkpoint is read.
+    """Returns where each array goes while a checkpoint is read.
 
     A tied embedding goes to the first stage; `Layout.bases` copies it to the last.
 
     Args:
-        config: The model.
-        dtype: Dtype of the weights.
         sizes: Sizes of the mesh.
         borders: Layers at which the stages begin and end.
         devices: Devices to choose from; None: all of them.
     """
-    spec = _without_slots(config, dtype, sizes.fsdp)
     meshes = stage_meshes(sizes, devices)
-    places: dict[str, NamedSharding] = {}
-    for mesh, (start, stop) in zip(meshes, itertools.pairwise(borders), strict=True):
-        for path, one in spec.stage(start, stop).base_specs().items():
-            places.setdefault(path, NamedSharding(mesh, one))
-    return lambda path, shape: places[path]
+
+    def place(path: str, shape: tuple[int, ...]) -> NamedSharding:
+        """Raises ValueError if the array cannot be divided among the devices."""
+        mesh = meshes[_stage_number(path, borders)]
+        return NamedSharding(mesh, base_spec(path, shape, sizes.fsdp))
+
+    return place
+
+
+def _stage_number(path: str, borders: Sequence[int]) -> int:
+    """Returns the stage that a frozen weight is read to."""
+    if path == EMBEDDING:
+        return 0
+    match path.split(".", 2):
+        case "layers", number, _:
+            return bisect.bisect_right(borders, int(number)) - 1
+    return len(borders) - 2
 
 
 def base_specs_of(

@@ -44,11 +44,9 @@ class MeshPlan:
         """Whether there is more than one device."""
         return self.sizes.num_devices > 1
 
-    def place(self, config: ModelConfig, dtype: str) -> Place | None:
+    def place(self) -> Place | None:
         """Returns where weights go while they are read; None: all to one device."""
-        if not self.has_mesh:
-            return None
-        return base_placement(config, base_dtype(dtype), self.sizes, self.borders)
+        return base_placement(self.sizes, self.borders) if self.has_mesh else None
 
 
 def plan_mesh(config: RunConfig, model: ModelConfig) -> MeshPlan:

@@ -17,12 +17,16 @@ from jaxlora.data.order import JobOrder
 from jaxlora.data.tokenize import TokenizedData
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.families.model_config import ModelConfig
+from jaxlora.hf.base_format import planned_base_format
 from jaxlora.hf.checkpoint import planned_config
 from jaxlora.hf.files import tokenizer_folder
 from jaxlora.hf.load import base_dtype
 from jaxlora.hf.names import linear_names, linear_path, tensor_specs
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.capacity import settle
+from jaxlora.memory.weight_copies import choose_copies
+from jaxlora.models.base_format import BaseFormat
+from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE
 from jaxlora.train import prepare
@@ -31,6 +35,7 @@ from jaxlora.train.auto_mesh.machine import this_machine
 from jaxlora.train.continue_job import continued_step
 from jaxlora.train.job_run import batch_lengths, job_order
 from jaxlora.train.next_window import JobPosition
+from jaxlora.train.quantized_base import run_format
 from jaxlora.train.run_folder import begun_settings
 
 logger = logging.getLogger(__name__)
@@ -106,6 +111,39 @@ def first_positions(jobs: Sequence[JobData]) -> list[JobPosition]:
 # ---- the mesh and the capacity -------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedModel:
+    """A base model without weights.
+
+    Attributes:
+        config: Architecture of the model.
+        base_format: How its linears are quantized; None: they are not.
+    """
+
+    config: ModelConfig
+    base_format: BaseFormat | None
+
+    def spec(self, dtype: jnp.dtype) -> DecoderSpec:
+        """Returns the decoder without slots."""
+        options = DecoderOptions(
+            dtype=dtype, base_format=self.base_format, max_segment_tokens=1
+        )
+        return DecoderSpec(config=self.config, options=options)
+
+
+def planned_model(config: RunConfig, folder: pathlib.Path) -> PlannedModel:
+    """Returns the base model of a run; its weights need not exist.
+
+    Raises:
+        JaxloraError: config.json is damaged or of an unsupported kind, or settings of
+            the base do not fit the model.
+    """
+    model = planned_config(folder)
+    asked, kept = config.quantize_base, config.keep_bf16
+    stored = planned_base_format(folder, model, asked, kept)
+    return PlannedModel(config=model, base_format=run_format(config, model, stored))
+
+
 def settle_mesh(config: RunConfig) -> RunConfig:
     """Replaces the settings that are `auto` and that the places of weights depend on.
 
@@ -120,7 +158,7 @@ def settle_mesh(config: RunConfig) -> RunConfig:
         return config
     folder = tokenizer_folder(config.model, config.revision)
     jobs = read_jobs(config, folder, steps=None)
-    model = planned_config(folder)
+    model = planned_model(config, folder)
     config = _with_mesh(config, model, jobs)
     if _has_open_stages(config):
         remat = _settled(config, model, jobs).remat
@@ -135,7 +173,7 @@ def _has_open_stages(config: RunConfig) -> bool:
 
 
 def _with_mesh(
-    config: RunConfig, model: ModelConfig, jobs: Sequence[JobData]
+    config: RunConfig, model: PlannedModel, jobs: Sequence[JobData]
 ) -> RunConfig:
     """Replaces `mesh: auto`, and `remat: auto` with it."""
     if config.mesh != "auto":
@@ -153,7 +191,7 @@ def _with_mesh(
 
 
 def settle_plan(
-    config: RunConfig, model: ModelConfig, jobs: Sequence[JobData]
+    config: RunConfig, model: PlannedModel, jobs: Sequence[JobData]
 ) -> RunConfig:
     """Replaces `mesh`, `microbatch_tokens` and `remat` where they are `auto`.
 
@@ -167,10 +205,11 @@ def settle_plan(
 
 
 def _settled(
-    config: RunConfig, model: ModelConfig, jobs: Sequence[JobData]
+    config: RunConfig, model: PlannedModel, jobs: Sequence[JobData]
 ) -> RunConfig:
     bounds = _bounds(config, jobs)
-    return settle(config, _spec(config, model, jobs, bounds.max_tokens), bounds)
+    spec = _spec(config, model, jobs, bounds.max_tokens)
+    return settle(config, choose_copies(config, spec, bounds), bounds)
 
 
 def _bounds(config: RunConfig, jobs: Sequence[JobData]) -> Bounds:
@@ -179,12 +218,14 @@ def _bounds(config: RunConfig, jobs: Sequence[JobData]) -> Bounds:
 
 
 def _spec(
-    config: RunConfig, model: ModelConfig, jobs: Sequence[JobData], max_tokens: int
+    config: RunConfig, model: PlannedModel, jobs: Sequence[JobData], max_tokens: int
 ) -> DecoderSpec:
     dtype = jnp.dtype(base_dtype(config.dtype))
-    ranks = [_ranks(job.job, model) for job in jobs]
+    ranks = [_ranks(job.job, model.config) for job in jobs]
     data = [job.data for job in jobs]
-    return prepare.spec_of(config, model, dtype, ranks, data, max_tokens)
+    return prepare.spec_of(
+        config, model.config, dtype, model.base_format, ranks, data, max_tokens
+    )
 
 
 def _ranks(job: LoraJob, model: ModelConfig) -> dict[str, int]:

@@ -19,12 +19,15 @@ from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import BaseModel
 from jaxlora.hf.names import linear_names, linear_path
+from jaxlora.models.base_format import BaseFormat, kernel_of
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.modules.trained_tensors import tensor_settings
+from jaxlora.pallas_kernels import QuantizedWeight
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.kernel_choice import choose_attention, choose_kernels, log_choices
+from jaxlora.train.quantized_base import run_format
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +39,10 @@ def linear_shapes(model: BaseModel) -> dict[str, tuple[int, ...]]:
     return {name: kernel.shape for name, kernel in _kernels(model).items()}
 
 
-def _kernels(model: BaseModel) -> dict[str, jax.Array]:
+def _kernels(model: BaseModel) -> dict[str, jax.Array | QuantizedWeight]:
+    """Returns the weight of every linear that can take LoRA, by module name."""
     return {
-        name: model.params[f"{linear_path(name)}.kernel"]
+        name: kernel_of(model.params, f"{linear_path(name)}.kernel", model.base_format)
         for name in linear_names(model.config)
     }
 
@@ -151,13 +155,17 @@ def decoder_spec(
     """Makes the decoder with the slot tables of the run; logs which kernels run."""
     ranks = [{n: w.rank for n, w in run.start.modules.items()} for run in runs]
     train = [run.train_data for run in runs]
-    return spec_of(config, model.config, model.dtype, ranks, train, max_tokens)
+    base_format = run_format(config, model.config, model.base_format)
+    return spec_of(
+        config, model.config, model.dtype, base_format, ranks, train, max_tokens
+    )
 
 
 def spec_of(
     config: RunConfig,
     model: ModelConfig,
     dtype: jnp.dtype,
+    base_format: BaseFormat | None,
     ranks: Sequence[Mapping[str, int]],
     train: Sequence[TokenizedData],
     max_tokens: int,
@@ -167,7 +175,8 @@ def spec_of(
     Args:
         config: The run.
         model: Architecture of the model.
-        dtype: Dtype of the weights.
+        dtype: Dtype of the weights that are not quantized.
+        base_format: How linears are quantized; None: they are not.
         ranks: For each job, the rank of each module that it adapts.
         train: Training samples of each job.
         max_tokens: Upper bound on the capacity of microbatches.
@@ -185,6 +194,7 @@ def spec_of(
     attention = choose_attention(config.attention, dtype, model)
     options = DecoderOptions(
         dtype=dtype,
+        base_format=base_format,
         remat=config.least_remat,
         attention=attention.name,
         max_segment_tokens=min(longest, max_tokens),

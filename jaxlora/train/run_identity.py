@@ -68,7 +68,13 @@ FREE_IN_JOB = frozenset(
 )
 # Settings of a run that must not change. The others only change how samples share
 # microbatches, and so results by no more than rounding.
-FIXED_IN_RUN = {"dtype": "the saved weights were trained on a base of this dtype"}
+_BASE = "the saved weights were trained on such a base"
+FIXED_IN_RUN = {
+    "dtype": _BASE,
+    "quantize_base": _BASE,
+    "keep_bf16": _BASE,
+    "fp8_backward": "the saved moments were made with such gradients",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,6 +22,7 @@ from jaxlora.hf.load import BaseModel, load_model
 from jaxlora.hf.names import linear_names
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.capacity import settle
+from jaxlora.memory.weight_copies import choose_copies
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.train import agreement, prepare
 from jaxlora.train.checkpoint import Checkpoints
@@ -37,6 +38,7 @@ from jaxlora.train.layout import Layout
 from jaxlora.train.mesh_plan import plan_layout, plan_mesh
 from jaxlora.train.planned_jobs import settle_mesh
 from jaxlora.train.progress import Progress
+from jaxlora.train.quantized_base import log_base, with_copies
 from jaxlora.train.report import RunResult, job_result, write_report
 from jaxlora.train.requests import Requests
 from jaxlora.train.run_folder import (
@@ -97,7 +99,9 @@ class Trainer:
             config.model,
             dtype=config.dtype,
             revision=config.revision,
-            place=lambda found, _: plan_mesh(config, found).place(found, config.dtype),
+            quantize=config.quantize_base,
+            keep_bf16=config.keep_bf16,
+            place=lambda found, _: plan_mesh(config, found).place(),
         )
         mesh = plan_mesh(config, self.model.config)
         self._started = processes.from_first(lambda: start_time(self.output_dir))
@@ -113,6 +117,9 @@ class Trainer:
         spec = prepare.decoder_spec(
             config, self.model, self.runs, self._bounds.max_tokens
         )
+        spec = choose_copies(config, spec, self._bounds)
+        self.model = with_copies(self.model, spec.options.base_format)
+        log_base(spec)
         self.config = settle(config, spec, self._bounds)
         spec = spec.with_remat(self.config.least_remat)
         self._placed = plan_layout(self.config, mesh, spec, self.model, self.runs)

@@ -6,6 +6,7 @@ dropout, as compiled on this machine.
 
 import argparse
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -20,9 +21,11 @@ from jaxlora.memory.device import DeviceMemory, format_bytes
 from jaxlora.memory.gpu_share import SHARE
 from jaxlora.memory.mesh import MeshStages, resident_footprint
 from jaxlora.memory.options import fastest, find_options
+from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.pallas_kernels import FORMATS
 
 _RESERVE = 0.05
 _BOUNDS = Bounds(
@@ -59,6 +62,7 @@ GPUS = (
     Gpu("NVIDIA A100-SXM4-40GB", 40.0),
     Gpu("NVIDIA L40S", 45.0),
     Gpu("NVIDIA A100-SXM4-80GB", 80.0),
+    Gpu("NVIDIA H200", 139.8),
 )
 
 
@@ -77,11 +81,19 @@ def cell(spec: DecoderSpec, gpu: Gpu) -> str:
     return f"{chosen.remat}, {chosen.tokens:,}, {needed}"
 
 
-def decoder(model: str) -> DecoderSpec:
-    """Makes the decoder of a model in bfloat16, with 4 slots of rank 16."""
+def decoder(model: str, base: str = "bfloat16") -> DecoderSpec:
+    """Makes the decoder of a model with 4 slots of rank 16.
+
+    Args:
+        model: Name of the model.
+        base: Format of the linears' frozen weights; all else is in bfloat16.
+    """
     config = model_config(config_json(model))
     options = DecoderOptions(
-        dtype=jnp.dtype("bfloat16"), max_segment_tokens=1024, mean_segment_tokens=400
+        dtype=jnp.dtype("bfloat16"),
+        base_format=BaseFormat(name=base) if base in FORMATS else None,
+        max_segment_tokens=1024,
+        mean_segment_tokens=400,
     )
     return DecoderSpec(
         config=config,
@@ -99,15 +111,18 @@ def parser() -> argparse.ArgumentParser:
     names = ["llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"]
     names += ["qwen2.5-14b", "qwen2.5-32b"]
     out.add_argument("--models", nargs="+", choices=MODELS, default=names)
+    bases = ["bfloat16", *FORMATS]
+    out.add_argument("--bases", nargs="+", choices=bases, default=bases[:1])
     return out
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the table in Markdown."""
-    models = parser().parse_args(argv).models
-    print("| model | " + " | ".join(f"{g.name}, {g.gib:g} GiB" for g in GPUS) + " |")
-    print("|---" * (len(GPUS) + 1) + "|")
-    for model in models:
-        spec = decoder(model)
+    args = parser().parse_args(argv)
+    gpus = " | ".join(f"{g.name}, {g.gib:g} GiB" for g in GPUS)
+    print(f"| model | base | {gpus} |")
+    print("|---" * (len(GPUS) + 2) + "|")
+    for model, base in itertools.product(args.models, args.bases):
+        spec = decoder(model, base)
         cells = " | ".join(cell(spec, gpu) for gpu in GPUS)
-        print(f"| {model} | {cells} |", flush=True)
+        print(f"| {model} | {base} | {cells} |", flush=True)

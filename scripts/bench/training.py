@@ -17,6 +17,7 @@ from jaxlora.config import DataConfig, LoraJob
 from jaxlora.data.pack import PackedBatch
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.names import linear_names, linear_path
+from jaxlora.models.base_format import kernel_of
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import SlotKeys, job_losses, training_options
 from jaxlora.models.spec import DecoderSpec
@@ -123,7 +124,10 @@ class Training:
         setup = self.setup
         names = linear_names(setup.model)
         shapes = self._spec.base_shapes()
-        kernels = {n: shapes[f"{linear_path(n)}.kernel"] for n in names}
+        base = self._spec.options.base_format
+        kernels = {
+            n: kernel_of(shapes, f"{linear_path(n)}.kernel", base) for n in names
+        }
         for slot in range(setup.num_jobs):
             job = LoraJob(
                 name=f"job{slot}",

@@ -26,7 +26,7 @@ def environment(monkeypatch):
 
 def shown() -> str:
     out = io.StringIO()
-    inspect_device(Console(file=out, width=200))
+    inspect_device(Console(file=out, width=400))
     return out.getvalue()
 
 
@@ -57,9 +57,12 @@ def test_a_back_end_that_is_slow_here_is_not_what_auto_takes(monkeypatch):
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
 def test_a_machine_without_a_gpu_says_what_runs_instead():
     lines = shown().splitlines()
-    [mosaic] = filter(re.compile("mosaic").search, lines)
+    [mosaic] = filter(re.compile(r"^\W*mosaic\b").search, lines)
     assert "no: the device is a cpu, not an NVIDIA GPU" in mosaic
     assert sum("xla" in line and "yes; auto takes it" in line for line in lines) == 2
+    assert any("products in fp8, of xla; mosaic cannot" in line for line in lines)
+    [nf4] = filter(re.compile(r"^\W*nf4\b").search, lines)
+    assert "dequantized layer by layer, of xla" in nf4
 
 
 def test_a_blackwell_gpu_is_untested(monkeypatch):

@@ -21,6 +21,7 @@ from jaxlora.costs.stages import stage_borders
 from jaxlora.costs.work import head_work, layer_work
 from jaxlora.errors import JaxloraError
 from jaxlora.hf.names import linear_names, linear_path
+from jaxlora.models.base_format import kernel_of
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import Lanes, Pipeline
 from jaxlora.train.executor import Outcomes, Window
@@ -59,8 +60,7 @@ class MeshTraining:
         )
         place = None
         if sizes.num_devices > 1:
-            dtype = setup.options.dtype
-            place = base_placement(setup.model, dtype, sizes, self.borders)
+            place = base_placement(sizes, self.borders)
         params = random_base(self.spec.base_shapes(), place)
         self.layout = (
             Layout.on_one_device(self.spec, params)
@@ -75,7 +75,10 @@ class MeshTraining:
 
     def _fresh_adapter(self):
         shapes, names = self.spec.base_shapes(), linear_names(self.spec.config)
-        kernels = {n: shapes[f"{linear_path(n)}.kernel"] for n in names}
+        base = self.spec.options.base_format
+        kernels = {
+            n: kernel_of(shapes, f"{linear_path(n)}.kernel", base) for n in names
+        }
         data = DataConfig(path="random")
         job = LoraJob(
             name="start", data=data, rank=self.case.rank, dropout=self.case.dropout

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlora import RunConfig
+from jaxlora import RunConfig, load_model
 from jaxlora.adapters.optimizer import Hyper
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.data.pack import pack_microbatch, split_by_segment_limit
@@ -138,11 +138,14 @@ def test_jobs_come_and_go_without_recompiling(train, jobs, window_steps):
 
 @pytest.fixture(
     scope="module",
-    params=["plain", pytest.param("fused", marks=fused.only_where_it_runs)],
+    params=["plain", "fp8", pytest.param("fused", marks=fused.only_where_it_runs)],
 )
 def bench(request, model, jobs, tmp_path_factory):
     """Three jobs in three slots, and one microbatch that holds some of each."""
     settings = {"block_tokens": 16}
+    if request.param == "fp8":
+        settings["quantize_base"] = "fp8"
+        model = load_model(model.folder, dtype="float32", quantize="fp8")
     if request.param == "fused":
         settings = fused.SETTINGS
         model = fused.wide_model(tmp_path_factory.mktemp("base") / "wide")

@@ -1,0 +1,98 @@
+"""`MultiLoraLinear` on a quantized weight."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxlora import BaseParam, MultiLoraLinear, Routing, SlotShape
+from jaxlora.modules.multi_lora_linear import apply_together
+from jaxlora.pallas_kernels import FORMATS, Fp8Weight, Int8Weight, Nf4Weight
+from tests.oracle import relative_error
+
+K, N, BLOCK = 64, 24, 8
+SLOTS = SlotShape(num_slots=2, rank=4)
+ROUTING = Routing(block_adapter=jnp.array([1, 0, -1]))
+X = jax.random.normal(jax.random.key(1), (3 * BLOCK, K))
+
+
+def weight(seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), (N, K))
+
+
+def layer_on(kernel, *, slots=SLOTS, **options) -> MultiLoraLinear:
+    layer = MultiLoraLinear(
+        K, N, slots=slots, dtype=jnp.float32, kernel=kernel, **options
+    )
+    if slots is not None:
+        rng = np.random.default_rng(0)
+        a, b = rng.normal(size=(K, 3)), rng.normal(size=(3, N))
+        layer.load_slot(1, a, b, scaling=0.1)
+    return layer
+
+
+def dense(kernel) -> MultiLoraLinear:
+    """The same layer on the weight that a quantized kernel stands for."""
+    layer = layer_on(None, rngs=nnx.Rngs(0))
+    layer.kernel[...] = kernel.dequantize(jnp.float32).T
+    return layer
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_layer_computes_with_the_weight_that_its_kernel_stands_for(name):
+    kernel = FORMATS[name].quantize(weight())
+    y, wanted = (layer(X, ROUTING) for layer in (layer_on(kernel), dense(kernel)))
+    # fp8 also rounds the rows of x.
+    assert relative_error(y, wanted) < (0.03 if name == "fp8" else 1e-6)
+    assert not np.any(y[2 * BLOCK :])
+
+
+def test_the_arrays_of_the_kernel_are_frozen_weights_named_by_its_fields():
+    layer = layer_on(Fp8Weight.quantize(weight(), transposed=True))
+    paths = {
+        ".".join(path) for path, _ in nnx.to_flat_state(nnx.state(layer, BaseParam))
+    }
+    assert paths == {"kernel.values", "kernel.scale", "kernel.transposed"}
+    graph, state = nnx.split(layer_on(Nf4Weight.quantize(weight())))
+    again = nnx.merge(graph, state).kernel.weight
+    np.testing.assert_array_equal(
+        again.dequantize(jnp.float32),
+        Nf4Weight.quantize(weight()).dequantize(jnp.float32),
+    )
+
+
+def test_linears_of_several_formats_run_together():
+    kernels = [
+        Int8Weight.quantize(weight(0)),
+        None,
+        Int8Weight.quantize(weight(1)),
+        Fp8Weight.quantize(weight(2)),
+        Fp8Weight.quantize(weight(3), fp8_backward=False),
+    ]
+    layers = [
+        layer_on(kernel, rngs=nnx.Rngs(0), projection=i)
+        for i, kernel in enumerate(kernels)
+    ]
+    layers.append(layer_on(kernels[0], slots=None))
+    for layer, y in zip(layers, apply_together(layers, X, ROUTING), strict=True):
+        np.testing.assert_array_equal(y, layer(X, ROUTING))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_linear_without_slots_adds_its_bias(name):
+    kernel = FORMATS[name].quantize(weight())
+    layer = layer_on(kernel, slots=None, use_bias=True)
+    layer.bias[...] = jnp.arange(N, dtype=jnp.float32)
+    adapted = layer_on(kernel, use_bias=True)
+    adapted.bias[...] = layer.bias[...]
+    everywhere = Routing(block_adapter=jnp.array([0, 0, 0]))  # an empty slot
+    y = layer(X, everywhere)
+    assert relative_error(y, adapted(X, everywhere)) < 1e-6
+
+
+def test_wrong_kernels_are_refused():
+    with pytest.raises(ValueError, match=r"K=24 and N=64.*in_features=64"):
+        layer_on(Int8Weight.quantize(weight().T))
+    with pytest.raises(ValueError, match="give rngs"):
+        layer_on(None)
