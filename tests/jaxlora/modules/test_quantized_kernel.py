@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxlora import BaseParam, MultiLoraLinear, Routing, SlotShape
+from jaxlora import BaseParam, MultiLoraLinear, Routing, SlotShape, fuse
 from jaxlora.modules.multi_lora_linear import apply_together
 from jaxlora.pallas_kernels import FORMATS, Fp8Weight, Int8Weight, Nf4Weight
 from tests.oracle import relative_error
@@ -96,3 +96,15 @@ def test_wrong_kernels_are_refused():
         layer_on(Int8Weight.quantize(weight().T))
     with pytest.raises(ValueError, match="give rngs"):
         layer_on(None)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_fuse_leaves_the_layer_as_it_is(name):
+    layer = layer_on(FORMATS[name].quantize(weight()))
+    graph, state = nnx.split(layer)
+
+    def loss(x, state):
+        return (nnx.merge(graph, state)(x, ROUTING) ** 2).sum()
+
+    got, wanted = (jax.grad(f)(X, state) for f in (fuse(loss), loss))
+    np.testing.assert_array_equal(got, wanted)
