@@ -23,17 +23,13 @@ ON_GPU = triton.unsupported_device() is None
 
 
 @contextlib.contextmanager
-def mosaic_kernels(*, checks_unions: bool = True) -> Iterator[None]:
-    """Runs Mosaic kernels; the interpreter's race detector must find nothing.
-
-    Args:
-        checks_unions: See `interpreter.adjust`.
-    """
+def mosaic_kernels() -> Iterator[None]:
+    """Runs Mosaic kernels; the interpreter's race detector must find nothing."""
     if ON_HOPPER:
         yield
         return
     with pytest.MonkeyPatch.context() as monkeypatch:
-        kernels = interpreter.adjust(monkeypatch, checks_unions=checks_unions)
+        kernels = interpreter.adjust(monkeypatch)
         with mosaic.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
             yield
     assert not any(races.races_found for races in kernels)

@@ -19,7 +19,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
 
 _Copy = gpu_callbacks.AsyncCopyGmemToSmemTask
-_BLOCK_BYTES = 4096
+_BLOCK_BYTES = 8192
 _ALIGNMENT = 1024  # of the buffers in a union
 
 
@@ -53,6 +53,10 @@ class _Races(gpu_callbacks.GPURaceDetectionState):
         for block in self.blocks(buffer_key, rnge.range):
             at = buffer_key, block
             self._check_ref_union(thread, clock, at, True, source_info)
+            # Whatever follows this access also follows those that it follows.
+            with self.lock:
+                accesses = self.union_accesses[self.ref_union_members[at][0]]
+                accesses[:] = [a for a in accesses if not a[1].lt(clock)]
 
     def blocks(self, key, ranges=None) -> Iterator[int]:
         """Yields the blocks of a union from the first to the last byte of an access.
@@ -83,14 +87,8 @@ class _Races(gpu_callbacks.GPURaceDetectionState):
         return tuple(buffer.shape), np.dtype(buffer.dtype).itemsize
 
 
-def adjust(monkeypatch, *, checks_unions: bool) -> list[_Races]:
+def adjust(monkeypatch) -> list[_Races]:
     """Adjusts the interpreter until the test ends.
-
-    Args:
-        monkeypatch: Pytest's fixture.
-        checks_unions: Whether two members of a `RefUnion` may not be in use at once.
-            The detector knows unions as a whole. So the check must be off for a ring
-            whose stages change from e4m3 to bfloat16 one by one.
 
     Returns:
         A list to which each kernel that runs adds the state of its race detector.
@@ -104,8 +102,6 @@ def adjust(monkeypatch, *, checks_unions: bool) -> list[_Races]:
     wgmma = _with_registers(gpu_callbacks.wgmma)
     monkeypatch.setattr(gpu_callbacks, "wgmma", wgmma)
     monkeypatch.setattr(gpu_callbacks, "GPURaceDetectionState", races)
-    if not checks_unions:
-        monkeypatch.setattr(_Races, "_check_ref_union", lambda *_: None)
     monkeypatch.setattr(_Copy, "post_read", _after_loads(_Copy.post_read))
     return found
 

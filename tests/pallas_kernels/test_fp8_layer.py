@@ -23,7 +23,7 @@ RANKS, RATES = (8, 3, 16), (0.0, 0.5, 0.1)
 
 @pytest.fixture(autouse=True)
 def _kernels():
-    with mosaic_kernels(checks_unions=False):
+    with mosaic_kernels():
         yield
 
 
