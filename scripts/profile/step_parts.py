@@ -19,17 +19,29 @@ from jaxlora.profile.hlo_origins import Origin, module_name, origins
 FROZEN = "frozen and expand products"
 CUBLAS = "products through cuBLAS"
 OWN = "adapters' own"
+QUANTIZING = "quantizing and dequantizing"
 ATTENTION = "attention"
 HEAD = "loss head"
 ELEMENTWISE = "element-wise"
 OPTIMISER = "optimizer"
 OTHER = "other"
 GAPS = "gaps"
-PARTS = (FROZEN, CUBLAS, OWN, ATTENTION, HEAD, ELEMENTWISE, OPTIMISER, OTHER)
+PARTS = (
+    FROZEN,
+    CUBLAS,
+    OWN,
+    QUANTIZING,
+    ATTENTION,
+    HEAD,
+    ELEMENTWISE,
+    OPTIMISER,
+    OTHER,
+)
 
 _NAMES = (
     # y = x W + s B is one kernel. The names are those of Mosaic's and Triton's kernels.
     (re.compile(r"lora_expand|^expand_kernel"), FROZEN),
+    (re.compile(r"lora_quantize"), QUANTIZING),
     (re.compile(r"lora_|^(shrink|dual|outer)_kernel"), OWN),
     (re.compile(r"cudnn|fmha|flash|attention", re.IGNORECASE), ATTENTION),
 )
@@ -46,6 +58,8 @@ _FILES = (
     ("modules/multi_lora_linear.py", ELEMENTWISE),
     ("modules/", ELEMENTWISE),
     ("models/", ELEMENTWISE),
+    ("pallas_kernels/quantized/", QUANTIZING),
+    ("pallas_kernels/scratch.py", QUANTIZING),
     ("pallas_kernels/", OWN),
     ("adapters/optimizer.py", OPTIMISER),
     ("train/step.py", OWN),  # sums of gradients

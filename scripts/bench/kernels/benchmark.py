@@ -20,6 +20,7 @@ package torch is optional.
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,6 +38,7 @@ from jaxlora.bench.kernels.methods import (
     OWN_FROZEN,
     call,
     operands,
+    prepared,
     unsupported,
 )
 from jaxlora.bench.options import add_output_dir, make_parser
@@ -63,18 +65,19 @@ def time_jax(
 ) -> Iterator[Timed]:
     """Times JAX methods; the name of the pass says whether a time is sustained."""
     groups, routing = operands(case)
-    runs: dict[tuple[str, str], Callable] = {
-        (name, what): jax.jit(call(name, routing, with_gradient=what == "both"))
-        for name in methods
-        for what in ("forward", "both")
-    }
+    runs: dict[tuple[str, str], Callable] = {}
+    for name in methods:
+        inputs = prepared(name, groups)
+        for what in ("forward", "both"):
+            run = jax.jit(call(name, routing, with_gradient=what == "both"))
+            runs[name, what] = functools.partial(run, inputs)
     repeats_a_round = -(-repeats // ROUNDS)
-    cool = lambda run: device_times(run, groups, repeats=repeats_a_round)
+    cool = lambda run: device_times(run, repeats=repeats_a_round)
     for (name, what), found in _in_rounds(runs, cool).items():
         yield name, what, Timing.of(found)
     if not seconds:
         return
-    busy = lambda run: [sustained(run, groups, seconds / ROUNDS)]
+    busy = lambda run: [sustained(run, seconds / ROUNDS)]
     for (name, what), found in _in_rounds(runs, busy).items():
         yield name, f"{what}, sustained", Timing.of(found)
 
@@ -89,11 +92,11 @@ def _in_rounds[Key](
     return times
 
 
-def sustained(run: Callable, groups: list, seconds: float) -> float:
+def sustained(run: Callable[[], object], seconds: float) -> float:
     """Returns the microseconds of a call, from `seconds` of calls back to back."""
     began, calls = time.perf_counter(), 0
     while (passed := time.perf_counter() - began) < seconds:
-        jax.block_until_ready([run(groups) for _ in range(_AT_ONCE)][-1])
+        jax.block_until_ready([run() for _ in range(_AT_ONCE)][-1])
         calls += _AT_ONCE
     return 1e6 * passed / calls
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,11 @@ import jax.numpy as jnp
 from jaxlora.bench.shapes import KernelCase
 from jaxlora.pallas_kernels import (
     BACKENDS,
+    FORMATS,
     Dropout,
     LinearShape,
     Projection,
+    QuantizedWeight,
     dropout_keys,
     multi_lora_linears,
 )
@@ -26,12 +28,12 @@ class Group:
 
     Attributes:
         x: The input, T K.
-        matrices: w (K N), a (G K R) and b (G R N) of each linear.
+        matrices: w (K N, or quantized), a (G K R) and b (G R N) of each linear.
         dy: The gradient of each linear's output, T N.
     """
 
     x: jax.Array
-    matrices: list[tuple[jax.Array, jax.Array, jax.Array]]
+    matrices: list[tuple[jax.Array | QuantizedWeight, jax.Array, jax.Array]]
     dy: list[jax.Array]
 
 
@@ -177,6 +179,15 @@ FROZEN = "frozen"  # through cuBLAS; the denominator of ratios
 # The frozen layer with the same product as a method's, where that is not cuBLAS's.
 OWN_FROZEN = {"jaxlora triton": "frozen Triton"}
 _OURS = {f"jaxlora {name}": name for name in BACKENDS}
+# Methods on a quantized base: the format, and the options with which it is made.
+_QUANTIZED: dict[str, tuple[str, dict[str, bool]]] = {
+    "jaxlora mosaic, fp8": ("fp8", {"transposed": True}),
+    "jaxlora mosaic, fp8, one copy": ("fp8", {}),
+    "jaxlora mosaic, fp8 forward": ("fp8", {"fp8_backward": False}),
+    "jaxlora mosaic, int8": ("int8", {}),
+    "jaxlora mosaic, nf4": ("nf4", {}),
+}
+_OURS |= dict.fromkeys(_QUANTIZED, "mosaic")
 # The back end that a method needs.
 _NEEDED = _OURS | {
     OWN_FROZEN[name]: _OURS[name] for name in OWN_FROZEN if name in _OURS
@@ -212,6 +223,20 @@ def passes(method, groups, routing, *, with_gradient: bool):
     return out
 
 
+def prepared(method: str, groups: Sequence[Group]) -> list[Group]:
+    """Returns a case's groups with the weights in the format that a method reads."""
+    if method not in _QUANTIZED:
+        return list(groups)
+    name, options = _QUANTIZED[method]
+    quantize = jax.jit(lambda w: FORMATS[name].quantize(w.T, **options))
+    return [
+        dataclasses.replace(
+            group, matrices=[(quantize(w), a, b) for w, a, b in group.matrices]
+        )
+        for group in groups
+    ]
+
+
 def call(method: str, routing: Routing, *, with_gradient: bool) -> Callable:
     """Returns a function that applies a method, by name, to a case's groups."""
     return functools.partial(
@@ -231,6 +256,7 @@ def unsupported(method: str, case: KernelCase) -> str | None:
             out_features=n,
             rank=max(case.ranks),
             block_tokens=BLOCK,
+            weight_format=_QUANTIZED[method][0] if method in _QUANTIZED else None,
         )
         for k, widths in case.groups
         for n in widths

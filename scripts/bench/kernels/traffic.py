@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from jaxlora.bench.kernels import peers
-from jaxlora.bench.kernels.methods import METHODS, call, operands
+from jaxlora.bench.kernels.methods import METHODS, call, operands, prepared
 from jaxlora.bench.options import make_parser
 from jaxlora.bench.report import markdown
 from jaxlora.bench.shapes import KERNEL_CASES
@@ -48,9 +48,10 @@ def _step(case_index: int, method: str) -> Callable[[], None]:
         return run_torch
     groups, routing = operands(case)
     function = jax.jit(call(method, routing, with_gradient=True))
+    inputs = prepared(method, groups)
 
     def run_jax() -> None:
-        jax.block_until_ready(function(groups))
+        jax.block_until_ready(function(inputs))
 
     return run_jax
 

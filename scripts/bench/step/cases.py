@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxlora.bench.report import Timing
 from jaxlora.bench.tokens import Lengths, Microbatch, full_microbatch
+from jaxlora.models.base_format import BaseFormat
 from jaxlora.scheduler import Limits
 
 
@@ -60,6 +61,7 @@ class Row:
         library: `jaxlora`, or `torch` for transformers with peft.
         has_adapters: Whether it trains adapters, or runs the base alone.
         implementation: LoRA kernels, for jaxlora.
+        base_format: How the base is quantized, for jaxlora; None: it is not.
         remat: What the backward pass recomputes. For torch, every value but `none`
             means transformers' gradient checkpointing.
         layout: Layout of samples for torch: `packed` under a block mask, `padded`, or
@@ -69,8 +71,20 @@ class Row:
     library: str
     has_adapters: bool = True
     implementation: str = "xla"
+    base_format: BaseFormat | None = None
     remat: str = "none"
     layout: str = "packed"
+
+
+def _quantized(name: str, *, remat: str = "none", **options: Any) -> Row:
+    """Returns the row of the fused kernels on a quantized base."""
+    base_format = BaseFormat(name=name, **options)
+    return Row(
+        library="jaxlora",
+        implementation="mosaic",
+        base_format=base_format,
+        remat=remat,
+    )
 
 
 FROZEN, PEER = "adapters off", "peft, packed"
@@ -85,6 +99,17 @@ ROWS = {
     "jaxlora mosaic, remat layer": Row(
         library="jaxlora", implementation="mosaic", remat="layer"
     ),
+    "jaxlora mosaic, remat elementwise": Row(
+        library="jaxlora", implementation="mosaic", remat="elementwise"
+    ),
+    "jaxlora mosaic, fp8": _quantized("fp8", transposed=True),
+    "jaxlora mosaic, fp8, one copy": _quantized("fp8"),
+    "jaxlora mosaic, fp8, one copy, remat elementwise": _quantized(
+        "fp8", remat="elementwise"
+    ),
+    "jaxlora mosaic, fp8 forward": _quantized("fp8", fp8_backward=False),
+    "jaxlora mosaic, int8": _quantized("int8"),
+    "jaxlora mosaic, nf4": _quantized("nf4"),
     "jaxlora xla, remat layer": Row(library="jaxlora", remat="layer"),
     "torch, adapters off": Row(library="torch", has_adapters=False),
     PEER: Row(library="torch"),

@@ -97,6 +97,7 @@ def _setup(
     dtype = jnp.dtype(case.dtype)
     options = DecoderOptions(
         dtype=dtype,
+        base_format=row.base_format,
         remat=row.remat,  # type: ignore[arg-type]
         implementation=row.implementation,
         attention=choose_attention(case.attention, dtype, model).name,

@@ -19,6 +19,7 @@ def test_kernels_that_are_known_by_name():
         "lora_expand_outer_mosaic_gpu_kernel": step_parts.FROZEN,
         "lora_shrink": step_parts.OWN,
         "lora_outer": step_parts.OWN,
+        "lora_quantizeshrink": step_parts.QUANTIZING,
         "expand_kernel": step_parts.FROZEN,
         "shrink_kernel": step_parts.OWN,
         "attention_key_gradient": step_parts.ATTENTION,
