@@ -74,7 +74,9 @@ def _measure_jaxlora(
     if reason is not None:
         return {"skipped": reason}
     batches = [m.packed for m in drawn]
-    base = jax.block_until_ready(weights.random_base(setup.spec().base_shapes()))
+    shapes = setup.spec().base_shapes()
+    base = weights.random_base(shapes, base_format=row.base_format)
+    base = jax.block_until_ready(base)
     trained = training.Training(setup, base, batches[0])
     take_device()
     if not trained.run(batches):
