@@ -33,10 +33,11 @@ from jaxlora.bench.report import (
 from jaxlora.fuse.cost import Cost, graph_cost
 from jaxlora.fuse.device import describe_device
 from jaxlora.fuse.graph import data_flow
-from jaxlora.profile.dram_traffic import counting, dram_bytes
+from jaxlora.profile.dram_traffic import dram_bytes
 
 FOREIGN = ("decoder", "decoder-plain")
 WAYS = ("original", "fused")
+CALLS = (1, 3)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,22 +101,22 @@ def time_program(program: Program, repeats: int) -> dict[str, Any]:
     }
 
 
-def run_counted(name: str, way: str) -> None:
-    """Runs a program's step once to compile it, and once more to count its traffic."""
+def run_calls(name: str, way: str, calls: int) -> None:
+    """Runs a program's step `calls` times, in the process that is watched."""
     program = PROGRAMS[name]()
     step, arguments = steps(program)[way], program.step_arguments()
-    jax.block_until_ready(step(*arguments))
-    with counting():
+    for _ in range(calls):
         jax.block_until_ready(step(*arguments))
 
 
 def traffic(name: str) -> dict[str, int]:
-    """Counts the bytes that a step of each way moves; returns columns of a row."""
+    """Counts the bytes that each way of a program moves; returns columns of a row."""
     columns = {}
     for way in WAYS:
         command = [sys.executable, "-m", "jaxlora.bench.fuse.benchmark"]
         command += ["--programs", name, "--run", way]
-        columns[f"{way}_mb"] = round(dram_bytes(command) / 1e6)
+        few, many = (dram_bytes([*command, "--calls", str(calls)]) for calls in CALLS)
+        columns[f"{way}_mb"] = round((many - few) / (CALLS[1] - CALLS[0]) / 1e6)
     return columns
 
 
@@ -127,6 +128,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--repeats", type=int, default=10)
     out.add_argument("--traffic", action="store_true", help="needs ncu")
     out.add_argument("--run", choices=WAYS, help=argparse.SUPPRESS)
+    out.add_argument("--calls", type=int, help=argparse.SUPPRESS)
     return out
 
 
@@ -134,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the benchmark with the given options."""
     args = parser().parse_args(argv)
     if args.run:
-        run_counted(args.programs[0], args.run)
+        run_calls(args.programs[0], args.run, args.calls)
         return
     require_gpu("fuse")
     rows = []

@@ -1,8 +1,8 @@
 """Counts the bytes that LoRA linears move to and from device memory.
 
-Each method runs in a process of its own under Nsight Compute, which counts one call
-after another that compiled it. Prints a table. Needs a GPU and `ncu`; torch is
-optional.
+Each method runs in a process of its own under Nsight Compute, once with few calls and
+once with more. The difference is the traffic of its calls, without that of making its
+operands. Prints a table. Needs a GPU and `ncu`; torch is optional.
 
     jaxlora bench traffic --case 1
 """
@@ -10,7 +10,7 @@ optional.
 import argparse
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 
@@ -19,47 +19,34 @@ from jaxlora.bench.kernels.methods import METHODS, call, operands, prepared
 from jaxlora.bench.options import make_parser
 from jaxlora.bench.report import markdown
 from jaxlora.bench.shapes import KERNEL_CASES
-from jaxlora.profile.dram_traffic import counting, dram_bytes
+from jaxlora.profile.dram_traffic import dram_bytes
 
 TORCH = "torch, as PEFT"
+CALLS = (2, 6)
 
 
-def run(case_index: int, method: str) -> None:
-    """Runs forward and backward once, and once more to count its traffic."""
-    step = _step(case_index, method)
-    step()
-    with counting():
-        step()
-
-
-def _step(case_index: int, method: str) -> Callable[[], None]:
-    """Returns a function that runs a method's forward and backward to the end."""
+def run(case_index: int, method: str, calls: int) -> None:
+    """Runs forward and backward `calls` times, in the process that is watched."""
     case = KERNEL_CASES[case_index]
     if method == TORCH:
-        import torch
-
         found = peers.calls(case)
         step = next(f for name, what, f in found if (name, what) == (method, "both"))
-
-        def run_torch() -> None:
+        for _ in range(calls):
             step()
-            torch.cuda.synchronize()
-
-        return run_torch
+        return
     groups, routing = operands(case)
     function = jax.jit(call(method, routing, with_gradient=True))
     inputs = prepared(method, groups)
-
-    def run_jax() -> None:
+    for _ in range(calls):
         jax.block_until_ready(function(inputs))
-
-    return run_jax
 
 
 def bytes_per_call(case_index: int, method: str) -> float:
     """Counts the bytes that one forward and backward moves."""
     command = [sys.executable, "-m", "jaxlora.bench.kernels.traffic"]
-    return dram_bytes([*command, "--case", str(case_index), "--run", method])
+    command += ["--case", str(case_index), "--run", method]
+    few, many = (dram_bytes([*command, "--calls", str(calls)]) for calls in CALLS)
+    return (many - few) / (CALLS[1] - CALLS[0])
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
         default=["frozen", "jaxlora mosaic", TORCH],
     )
     out.add_argument("--run", choices=[*METHODS, TORCH], help=argparse.SUPPRESS)
+    out.add_argument("--calls", type=int, help=argparse.SUPPRESS)
     return out
 
 
@@ -87,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the benchmark with the given options."""
     args = parser().parse_args(argv)
     if args.run:
-        run(args.case, args.run)
+        run(args.case, args.run, args.calls)
         return
     lines = []
     for method in args.methods:
