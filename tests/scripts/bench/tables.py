@@ -14,6 +14,7 @@ def read_csv(path: pathlib.Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def broken_base(shapes):
+def broken_base(shapes, **options):
     """Makes random weights with NaN in all of them."""
-    return {k: v.at[..., 0].set(jnp.nan) for k, v in random_base(shapes).items()}
+    made = random_base(shapes, **options)
+    return {k: v.at[..., 0].set(jnp.nan) for k, v in made.items()}

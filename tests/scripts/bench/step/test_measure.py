@@ -9,7 +9,7 @@ import pytest
 
 from jaxlora.bench import weights
 from jaxlora.bench.step import measure
-from jaxlora.bench.step.cases import FROZEN, PEER, Case
+from jaxlora.bench.step.cases import FROZEN, PEER, ROWS, Case
 from tests.scripts.bench.tables import broken_base
 
 TINY = Case(
@@ -30,6 +30,14 @@ def test_the_base_alone():
     found = measure.measure(TINY)
     assert found["tokens"] == 128
     assert found["p10_ms"] <= found["step_ms"] <= found["p90_ms"]
+
+
+def test_a_quantized_base(monkeypatch):
+    name = "jaxlora mosaic, fp8"
+    row = dataclasses.replace(ROWS[name], implementation="xla")
+    monkeypatch.setitem(measure.ROWS, name, row)
+    found = measure.measure(dataclasses.replace(TINY, row=name))
+    assert found["tokens"] == 128 and found["step_ms"] > 0
 
 
 @pytest.mark.parametrize("row", [FROZEN, "jaxlora xla"])
