@@ -35,9 +35,11 @@ class BaseSettings(StrictModel):
 
     @property
     def fp8_settings(self) -> list[str]:
-        """Names of the settings that were given and have a meaning for fp8 only."""
+        """Names of the settings for fp8 only that differ from their defaults."""
+        # A run that was written with all its settings names the defaults as well.
+        fields = type(self).model_fields
         names = ("fp8_backward", "fp8_weight_copies")
-        return [name for name in names if name in self.model_fields_set]
+        return [n for n in names if getattr(self, n) != fields[n].default]
 
     @pydantic.field_validator("fp8_weight_copies", mode="before")
     @classmethod

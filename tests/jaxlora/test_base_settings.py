@@ -17,6 +17,11 @@ def test_settings_of_a_quantized_base():
     assert found.fp8_settings == ["fp8_weight_copies"]
     assert found.replace(remat="layer").fp8_settings == ["fp8_weight_copies"]
     assert run().quantize_base is None and not run().fp8_settings
+    # A run that is written with all its settings can be read again.
+    for config in (run(), run(quantize_base="nf4"), found):
+        written = config.model_dump(mode="json")
+        again = run_config(written)
+        assert (again, again.fp8_settings) == (config, config.fp8_settings)
     # Whether the checkpoint is fp8 is known only when it is read.
     assert run(fp8_backward=False).fp8_settings == ["fp8_backward"]
 
@@ -25,7 +30,7 @@ def test_settings_of_a_quantized_base():
     ("settings", "message"),
     [
         ({"quantize_base": "fp4"}, "quantize_base.*'fp8', 'int8' or 'nf4'"),
-        ({"quantize_base": "nf4", "fp8_backward": True}, "fp8_backward has a meaning"),
+        ({"quantize_base": "nf4", "fp8_backward": False}, "fp8_backward has a meaning"),
         ({"quantize_base": "int8", "fp8_weight_copies": 1}, "for fp8 only"),
         ({"quantize_base": "fp8", "fp8_weight_copies": 3}, "'auto', 1 or 2"),
         ({"quantize_base": "fp8", "fp8_weight_copies": True}, "auto, 1 or 2"),
