@@ -25,8 +25,8 @@ from jaxlora.pallas_kernels.quantized.weight import QuantizedWeight
 from jaxlora.pallas_kernels.scratch import backward_weights, forward_weights
 from jaxlora.pallas_kernels.settings import ROWS, KernelSettings
 
-# What a linear gives, and what it keeps for its backward pass beside x. A policy of
-# `jax.checkpoint` that saves this name recomputes x, and no product.
+# This names the output of a linear, and what it keeps for its backward pass beside x. A
+# policy of `jax.checkpoint` that saves the name recomputes x, and no product.
 LINEAR_RESULTS = "linear_results"
 
 

@@ -7,8 +7,8 @@ from jaxtyping import Array, Float
 
 from jaxlora.families.model_config import ModelConfig
 
-# The output of fused attention, and what it keeps beside q, k and v. A policy of
-# `jax.checkpoint` that saves this name computes no scores again.
+# This names the output of fused attention, and what it keeps beside q, k and v. A
+# policy of `jax.checkpoint` that saves the name computes no scores again.
 ATTENTION_RESULTS = "attention_results"
 
 

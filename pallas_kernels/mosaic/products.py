@@ -87,18 +87,23 @@ def shrink(x, a, settings, blocks: Blocks, masks) -> list[Array]:
     out = [jax.ShapeDtypeStruct((x.shape[0], r), x.dtype)] * len(a)
     work = Work(
         role=Shrink,
-        operands={
-            "x_gmem": x,
-            "a_gmem": tuple(a),
-            "slot_gmem": blocks.slot,
-            "settings": _rows_read(settings, "factor", "num_chunks", masks=masks),
-            "masks": tuple(masks),
-        },
+        operands=_shrink_operands(x, a, settings, blocks, masks),
         out_types=(("s_gmem", tuple(out)),),
         num_items=blocks.slot.shape[0] * math.ceil(r / STEP),
         ring=ring,
     )
     return list(_run([work], x.dtype)[0]["s_gmem"])
+
+
+def _shrink_operands(x, a, settings, blocks: Blocks, masks) -> dict[str, Any]:
+    """Returns the operands that `Shrink` and `QuantizeShrink` share."""
+    return {
+        "x_gmem": x,
+        "a_gmem": tuple(a),
+        "slot_gmem": blocks.slot,
+        "settings": _rows_read(settings, "factor", "num_chunks", masks=masks),
+        "masks": tuple(masks),
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,15 +181,8 @@ def _quantize_shrink(
     xq = jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn) if writes_xq else None
     work = Work(
         role=QuantizeShrink,
-        operands={
-            "x_gmem": x,
-            "a_gmem": tuple(a),
-            "slot_gmem": blocks.slot,
-            "settings": _rows_read(settings, "factor", "num_chunks", masks=masks),
-            "masks": tuple(masks),
-            "inverse_gmem": factors.inverse,
-            "factor_gmem": factors.features,
-        },
+        operands=_shrink_operands(x, a, settings, blocks, masks)
+        | {"inverse_gmem": factors.inverse, "factor_gmem": factors.features},
         out_types=(("xq_gmem", xq), ("s_gmem", s), ("folded_gmem", s)),
         num_items=blocks.slot.shape[0] * math.ceil(r / STEP),
         ring=ring,

@@ -1,4 +1,4 @@
-"""What the backward pass of a layer computes again."""
+"""Tests of the work that the backward pass of a layer does again."""
 
 import collections
 from collections.abc import Iterator
