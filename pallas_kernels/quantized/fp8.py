@@ -6,11 +6,10 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float8e4m3fn
 
+from jaxlora.pallas_kernels.quantized.row_scaled import RowScaledWeight
 from jaxlora.pallas_kernels.quantized.rows import E4M3, quantize_rows, row_scale
-from jaxlora.pallas_kernels.quantized.weight import QuantizedWeight
 
 # Kernels divide B by these scales. So the scale of an output feature whose weights are
 # all zero must not be so small that the quotient overflows.
@@ -20,7 +19,7 @@ SMALLEST_WEIGHT_SCALE = 2.0**-64
 @typing.no_type_check  # JAX also builds it from leaves that are not arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Fp8Weight(QuantizedWeight):
+class Fp8Weight(RowScaledWeight):
     """`W[n, k] = values[n, k] * scale[n]`.
 
     Attributes:
@@ -64,11 +63,6 @@ class Fp8Weight(QuantizedWeight):
             fp8_backward=fp8_backward,
         )
 
-    def dequantize(self, dtype: DTypeLike) -> Float[Array, "N K"]:
-        """Returns W, computed in float32 and rounded once to `dtype`."""
-        w = self.values.astype(jnp.float32) * self.scale[:, None]
-        return w.astype(dtype)
-
     @classmethod
     def shapes(
         cls, out_features: int, in_features: int, *, transposed: bool = False
@@ -88,16 +82,6 @@ class Fp8Weight(QuantizedWeight):
         if transposed:
             shapes["transposed"] = jax.ShapeDtypeStruct((k, n), E4M3)
         return shapes
-
-    @property
-    def in_features(self) -> int:
-        """K."""
-        return self.values.shape[1]
-
-    @property
-    def out_features(self) -> int:
-        """N."""
-        return self.values.shape[0]
 
     def _own_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         return self.shapes(*self.values.shape, transposed=self.transposed is not None)

@@ -6,11 +6,10 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8
 
+from jaxlora.pallas_kernels.quantized.row_scaled import RowScaledWeight
 from jaxlora.pallas_kernels.quantized.rows import SMALLEST_SCALE
-from jaxlora.pallas_kernels.quantized.weight import QuantizedWeight
 
 _LARGEST = 127  # values are symmetric: -128 is not used
 
@@ -18,7 +17,7 @@ _LARGEST = 127  # values are symmetric: -128 is not used
 @typing.no_type_check  # JAX also builds it from leaves that are not arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Int8Weight(QuantizedWeight):
+class Int8Weight(RowScaledWeight):
     """`W[n, k] = values[n, k] * scale[n]`.
 
     Attributes:
@@ -46,11 +45,6 @@ class Int8Weight(QuantizedWeight):
         values = jnp.clip(values, -_LARGEST, _LARGEST).astype(jnp.int8)
         return cls(values=values, scale=scale)
 
-    def dequantize(self, dtype: DTypeLike) -> Float[Array, "N K"]:
-        """Returns W, computed in float32 and rounded once to `dtype`."""
-        w = self.values.astype(jnp.float32) * self.scale[:, None]
-        return w.astype(dtype)
-
     @classmethod
     def shapes(
         cls, out_features: int, in_features: int
@@ -65,16 +59,6 @@ class Int8Weight(QuantizedWeight):
             "values": jax.ShapeDtypeStruct((out_features, in_features), jnp.int8),
             "scale": jax.ShapeDtypeStruct((out_features,), jnp.float32),
         }
-
-    @property
-    def in_features(self) -> int:
-        """K."""
-        return self.values.shape[1]
-
-    @property
-    def out_features(self) -> int:
-        """N."""
-        return self.values.shape[0]
 
     def _own_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         return self.shapes(*self.values.shape)
