@@ -1,0 +1,42 @@
+"""The documentation site builds without a warning."""
+
+import warnings
+
+import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+
+from tests.docs import pages
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Builds the site; a warning, such as a broken link, ends the build."""
+    folder = tmp_path_factory.mktemp("site")
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setenv("NO_MKDOCS_2_WARNING", "1")  # advertisement of a theme
+        config = load_config(
+            str(pages.ROOT / "mkdocs.yml"), site_dir=str(folder), strict=True
+        )
+        config.plugins.on_startup(command="build", dirty=False)
+        build(config)
+    return folder
+
+
+def test_the_help_of_every_command_is_on_the_site(site):
+    text = (site / "reference" / "command_line.html").read_text()
+    for option in ("--resume", "--picture", "--overwrite", "--device"):
+        assert option in text
+
+
+def test_docstrings_are_on_the_site(site):
+    text = (site / "reference" / "python.html").read_text()
+    assert "Optimizer steps between evaluations" in text  # of LoraJob
+    assert "Trains until every job has ended" in text  # of Trainer.train
+
+
+def test_examples_are_on_the_site(site):
+    assert {path.name for path in (site / "examples").glob("*.yaml")} == {
+        path.name for path in (pages.ROOT / "examples").glob("*.yaml")
+    }
