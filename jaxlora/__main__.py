@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxlora.cli import main
+from jaxlora.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -46,7 +46,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def command_line() -> str:
     """Returns the help of every command, as Markdown."""
-    from jaxlora.cli import _parser
+    from jaxlora.cli.main import _parser
 
     os.environ["COLUMNS"] = "88"
     parser = _parser()

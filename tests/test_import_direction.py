@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "bench": LEAVES | {"jaxlora", "profile"},
     "scripts": LEAVES | {"jaxlora", "profile", "bench"},
 }
-ALSO = {"jaxlora.cli": {"bench"}}  # the command line starts benchmarks
+ALSO = {"jaxlora.cli.bench": {"bench"}}  # the command line starts benchmarks
 LIBRARIES_NEVER_IN = {"scheduler": {"jax", "jaxlib", "flax"}}
 # jaxlora holds a link to each of these folders, by the name in front.
 LINKED = {path.name: path.resolve() for path in arrows.links()}

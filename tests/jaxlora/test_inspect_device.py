@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from jaxlora import inspect_device as inspect_device_module
-from jaxlora.cli import main
+from jaxlora.cli.main import main
 from jaxlora.inspect_device import inspect_device
 from jaxlora.memory.gpu_share import GpuUse
 from jaxlora.modules.attention_table import ATTENTIONS
@@ -96,7 +96,7 @@ def test_the_command(capsys):
 
 def test_help_does_not_import_jax():
     code = (
-        "import sys; from jaxlora.cli import main\n"
+        "import sys; from jaxlora.cli.main import main\n"
         "try: main(['--help'])\n"
         "except SystemExit: print('jax' in sys.modules)"
     )

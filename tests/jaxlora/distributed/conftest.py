@@ -26,7 +26,7 @@ def count(self):
         os.kill(os.getpid(), int(sys.argv[2]))
     run_next(self)
 Windows.run_next = count
-from jaxlora.cli import main
+from jaxlora.cli.main import main
 sys.exit(main(["train", *sys.argv[3:]]))
 """
 # Nothing that this machine's scheduler may have set counts in a test.

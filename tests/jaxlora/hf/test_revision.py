@@ -9,7 +9,7 @@ import pytest
 
 from jaxlora import RunConfig, Trainer
 from jaxlora.adapters.merge import merge_adapter
-from jaxlora.cli import main
+from jaxlora.cli.main import main
 from jaxlora.errors import ModelError
 from jaxlora.hf.convert import convert
 from jaxlora.hf.files import model_folder
@@ -74,7 +74,7 @@ def test_merge_and_convert(hub, tmp_path, make_adapter, export):
 
 
 def test_commands(hub, tmp_path, make_adapter, export, capsys, monkeypatch):
-    monkeypatch.setattr("jaxlora.cli._set_up_logging", lambda verbose: None)
+    monkeypatch.setattr("jaxlora.cli.main._set_up_logging", lambda verbose: None)
     adapter = str(export(make_adapter()))
     wanted = tiny.random_weights(0)[NORM]
     revision = ["--revision", "v1"]

@@ -67,7 +67,7 @@ def test_a_folder_that_cannot_be_used(tmp_path, caplog):
 
 DAMAGED = """
 import sys, jax
-from jaxlora import cli
+from jaxlora.cli import main as cli
 from jaxlora.train.compilation_cache import keep_compiled_programs
 cli._set_up_logging(False)
 keep_compiled_programs()

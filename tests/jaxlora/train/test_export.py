@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxlora.cli import main
+from jaxlora.cli.main import main
 from jaxlora.errors import AdapterError, CheckpointError, JaxloraError, StorageError
 from jaxlora.train import read_checkpoint
 from jaxlora.train.export import export_checkpoint

@@ -33,7 +33,7 @@ def count(self, *args, **values):
     if left == 0:
         os.kill(os.getpid(), getattr(signal, sys.argv[3]))
 RunLog.event = count
-from jaxlora.cli import main
+from jaxlora.cli.main import main
 sys.exit(main(["train", sys.argv[1], *sys.argv[4:]]))
 """
 

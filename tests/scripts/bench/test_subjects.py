@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from jaxlora.bench.subjects import SUBJECTS
-from jaxlora.cli import main
+from jaxlora.cli.main import main
 
 
 @pytest.fixture(autouse=True)

@@ -11,12 +11,12 @@ import pytest
 import safetensors.numpy
 import yaml
 
-from jaxlora.cli import main
+from jaxlora.cli.main import main
 from jaxlora.config import DataConfig, LoraJob, RunConfig
 from jaxlora.strict import StrictModel
 from tests import tiny
 
-DOCS = pathlib.Path(__file__).parents[2] / "docs"
+DOCS = pathlib.Path(__file__).parents[3] / "docs"
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,32 @@
+"""`jaxlora bench`."""
+
+import argparse
+
+from jaxlora.bench.subjects import SUBJECTS
+from jaxlora.bench.subjects import run as run_benchmark
+from jaxlora.cli.command import Command
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    listed = (f"  {name:12} {s.summary}" for name, s in SUBJECTS.items())
+    parser.epilog = "\n".join(["subjects:", *listed])
+    parser.add_argument(
+        "subject",
+        choices=SUBJECTS,
+        help="see below; `jaxlora bench SUBJECT --help` lists its options",
+        metavar="SUBJECT",
+    )
+    parser.add_argument("options", nargs=argparse.REMAINDER, metavar="...")
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    run_benchmark(arguments.subject, arguments.options)
+
+
+COMMAND = Command(
+    name="bench",
+    text="Run a benchmark and print its tables.",
+    add_arguments=_add_arguments,
+    run=_run,
+)

@@ -1,0 +1,23 @@
+"""What every command of the command line consists of."""
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+    """One command of `jaxlora`.
+
+    Attributes:
+        name: Its name on the command line.
+        text: What it does, for `--help`.
+        add_arguments: Adds its arguments to its parser.
+        run: Runs it. It returns the exit status; None means 0. It imports what it needs
+            by itself, so that `jaxlora --help` stays fast.
+    """
+
+    name: str
+    text: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int | None]

@@ -1,0 +1,13 @@
+"""The commands, in the order in which `jaxlora --help` lists them."""
+
+from jaxlora.cli import bench, convert, export, inspect, merge, plan, train
+
+COMMANDS = (
+    train.COMMAND,
+    plan.COMMAND,
+    convert.COMMAND,
+    merge.COMMAND,
+    export.COMMAND,
+    bench.COMMAND,
+    inspect.COMMAND,
+)

@@ -1,0 +1,37 @@
+"""`jaxlora inspect`."""
+
+import argparse
+
+from rich.console import Console
+
+from jaxlora.cli.command import Command
+from jaxlora.cli.options import add_revision
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    inspected = parser.add_mutually_exclusive_group(required=True)
+    inspected.add_argument("path", nargs="?", help="folder, run file or hub id")
+    inspected.add_argument(
+        "--device",
+        action="store_true",
+        help="describe the GPU (or CPU), and which kernels and attention can run there",
+    )
+    add_revision(parser)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    if arguments.device:
+        from jaxlora.inspect_device import inspect_device
+
+        return inspect_device(Console())
+    from jaxlora.inspect import inspect_path
+
+    inspect_path(arguments.path, Console(), revision=arguments.revision)
+
+
+COMMAND = Command(
+    name="inspect",
+    text="Describe a model folder, a PEFT folder, a run or a run file; or the device.",
+    add_arguments=_add_arguments,
+    run=_run,
+)

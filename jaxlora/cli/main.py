@@ -1,0 +1,81 @@
+"""The `jaxlora` command."""
+
+import argparse
+import io
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+
+from rich.logging import RichHandler
+
+from jaxlora import __version__, console
+from jaxlora.cli.commands import COMMANDS
+from jaxlora.errors import JaxloraError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Returns:
+        The exit status: 0, 1 after an error, or 130 after Ctrl-C.
+    """
+    # A file name that the terminal cannot show must not raise an error.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    arguments = _parser().parse_args(argv)
+    _set_up_logging(arguments.verbose)
+    try:
+        return arguments.run(arguments) or 0
+    except JaxloraError as error:
+        print(f"jaxlora: error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"jaxlora: error: {_describe(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("jaxlora: interrupted.", file=sys.stderr)
+        return 130
+
+
+def _describe(error: OSError) -> str:
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror or error}"
+
+
+def _set_up_logging(verbose: bool) -> None:
+    handler: logging.Handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    if console.stderr.is_terminal:
+        handler = RichHandler(console=console.stderr, show_path=False)
+    logger = logging.getLogger("jaxlora")
+    logger.setLevel(logging.DEBUG if verbose else logging.INFO)
+    logger.addHandler(handler)
+    logger.propagate = False
+    warnings.showwarning = _log_warning
+    # Orbax logs every phase of every save.
+    logging.getLogger("absl").setLevel(logging.ERROR)
+
+
+def _log_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """Logs a warning on one line, without its location in the code."""
+    from jaxlora.train.compilation_cache import add_advice
+
+    logging.getLogger("jaxlora").warning("%s", add_advice(str(message)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jaxlora",
+        description="Train many LoRA adapters at once on one frozen language model.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("-v", "--verbose", action="store_true", help="log more")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        sub = commands.add_parser(
+            command.name, help=command.text, description=command.text
+        )
+        command.add_arguments(sub)
+        sub.set_defaults(run=command.run)
+    return parser

@@ -1,0 +1,23 @@
+"""Options that several commands have."""
+
+import argparse
+
+
+def add_revision(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--revision", help="branch, tag or commit of a hub id", metavar="REV"
+    )
+
+
+def add_mesh(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--mesh",
+        help="replaces mesh of the run file: sizes such as stage=2,fsdp=2, or auto",
+    )
+
+
+def positive_int(text: str) -> int:
+    """Reads a positive integer."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)

@@ -1,0 +1,75 @@
+"""`jaxlora train`."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from jaxlora.cli.command import Command
+from jaxlora.cli.options import add_mesh, positive_int
+
+if TYPE_CHECKING:
+    from jaxlora.config import RunConfig
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_file", help="YAML; see docs/run_file.md")
+    parser.add_argument("--output-dir", help="replaces output_dir of the run file")
+    add_mesh(parser)
+    _add_processes(parser)
+    parser.add_argument(
+        "--resume", action="store_true", help="continue from the newest checkpoint"
+    )
+
+
+def _add_processes(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "several processes, on one host or more; see docs/multi_host.md"
+    )
+    group.add_argument(
+        "--coordinator", help="address of process 0", metavar="HOST:PORT"
+    )
+    group.add_argument("--num-processes", type=positive_int, help="processes in all")
+    group.add_argument(
+        "--process-id", type=int, help="number of this process, from 0", metavar="I"
+    )
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from jaxlora.distributed.environment import find_membership
+    from jaxlora.memory.gpu_share import take_free_gpus
+    from jaxlora.run_file import load_run
+
+    member = find_membership(
+        arguments.coordinator, arguments.num_processes, arguments.process_id
+    )
+    options = {"output_dir": arguments.output_dir or None, "mesh": arguments.mesh}
+    given = {key: value for key, value in options.items() if value is not None}
+    config = load_run(arguments.run_file, **given)
+    local_ids = None if member is None else member.local_device_ids
+    take_free_gpus(local_ids, gathers=config.may_gather)
+    if member is None:
+        return _train_in_process(config, resume=arguments.resume)
+    from jaxlora.distributed.start import joined
+
+    with joined(member):
+        return _train_in_process(config, resume=arguments.resume)
+
+
+def _train_in_process(config: "RunConfig", *, resume: bool) -> int:
+    from jaxlora.distributed import processes
+    from jaxlora.train.report import print_summary
+    from jaxlora.train.trainer import Trainer
+
+    result = Trainer(config).train(resume=resume)
+    if processes.is_first():
+        print_summary(result)
+    if result.interrupted:
+        return 130
+    return int(any(job.progress.status == "failed" for job in result.jobs))
+
+
+COMMAND = Command(
+    name="train",
+    text="Train the jobs of a run file together.",
+    add_arguments=_add_arguments,
+    run=_run,
+)
