@@ -129,8 +129,13 @@ def write_random_model(shape: str, tokenizer: Path, folder: Path) -> Path:
     return save_checkpoint(folder, tensors(), described, tokenizer_files(tokenizer))
 
 
-def run_file(model: Path, files: Mapping[str, Path], steps: int) -> dict[str, Any]:
-    """Makes the run whose base each format replaces."""
+def run_file(
+    model: Path, files: Mapping[str, Path], steps: int, seed: int
+) -> dict[str, Any]:
+    """Makes the run whose base each format replaces.
+
+    The seed decides initial weights, dropout masks, and the order of the samples.
+    """
     return {
         "model": str(model),
         "microbatch_tokens": 8192,
@@ -138,6 +143,7 @@ def run_file(model: Path, files: Mapping[str, Path], steps: int) -> dict[str, An
         "defaults": {
             **DEFAULTS,
             "steps": steps,
+            "seed": seed,
             "eval_fraction": 0.1,
             "eval_every": max(1, steps // 3),
         },
@@ -226,6 +232,7 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument("--output-dir", type=Path, default=Path("formats"))
     out.add_argument("--steps", type=int, default=300, help="of each job")
+    out.add_argument("--seed", type=int, default=0, help="of all jobs")
     out.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     out.add_argument("--write-model", type=Path, help=argparse.SUPPRESS)
     return out
@@ -245,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.shape is not None:
             model = folder / "model"
             _write_in_child(sys.argv[1:] if argv is None else argv, model)
-        run = run_file(model, files, args.steps)
+        run = run_file(model, files, args.steps, args.seed)
         for name in args.formats:
             rows += train(run, name, folder)
             write_csv(args.output_dir / "formats.csv", rows)
