@@ -4,15 +4,17 @@ This needs the tokenizer and the jobs' data, but no weights and no GPU.
 """
 
 import dataclasses
+import datetime
 import itertools
-import logging
+import pathlib
 from collections.abc import Iterator, Sequence
 
 from jaxlora.config import RunConfig
+from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.hf.files import tokenizer_folder
-from jaxlora.hf.load import base_dtype
 from jaxlora.memory.footprint import num_bytes
 from jaxlora.models.base_format import BaseFormat
+from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import (
     CostModel,
     Lanes,
@@ -25,7 +27,8 @@ from jaxlora.scheduler import (
 from jaxlora.scheduler.plan import evaluate
 from jaxlora.scheduler.replicas import Load
 from jaxlora.sharding.mesh_sizes import MeshSizes
-from jaxlora.train import prepare
+from jaxlora.train.continue_job import check_continues
+from jaxlora.train.describe_run import check_resumes, run_identity
 from jaxlora.train.lanes import run_lanes, window_cost
 from jaxlora.train.next_window import (
     assign_slots,
@@ -33,15 +36,20 @@ from jaxlora.train.next_window import (
     positions_after,
     window_samples,
 )
-from jaxlora.train.planned_jobs import (
-    JobData,
-    first_positions,
-    planned_model,
-    read_jobs,
-    settle_plan,
+from jaxlora.train.planned_model import planned_model
+from jaxlora.train.prepared_job import PreparedJob, prepare_jobs
+from jaxlora.train.run_folder import (
+    begun_settings,
+    check_folder,
+    read_run_record,
+    start_time,
 )
-
-logger = logging.getLogger(__name__)
+from jaxlora.train.settle_run import (
+    first_positions,
+    settle_elsewhere,
+    settle_mesh,
+    settle_run,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,7 +83,7 @@ class RunPlan:
         greedy: The same samples under `packer: greedy`.
     """
 
-    jobs: tuple[JobData, ...]
+    jobs: tuple[PreparedJob, ...]
     sizes: MeshSizes
     base_bytes: int
     base_format: BaseFormat | None
@@ -95,36 +103,49 @@ class RunPlan:
         return self.num_tokens / devices
 
 
-def plan_run(config: RunConfig, *, steps: int | None = None) -> RunPlan:
+def plan_run(
+    config: RunConfig, *, steps: int | None = None, other_machine: bool = False
+) -> RunPlan:
     """Plans a run. Time is in units of what a device needs for one token.
 
-    The plan has the same microbatches as the trainer, as long as no job ends early. It
-    needs none of the devices of the mesh. A pipeline drains between two windows.
+    The plan has the same microbatches as the trainer, as long as no job ends early. A
+    run that the trainer would refuse before its first step is refused, except for
+    faults of weights that are not looked at, and for memory beyond the estimate. A
+    pipeline drains between two windows.
 
     Args:
         config: The run. If its mesh is `auto`, it is chosen for this machine.
         steps: Number of optimizer steps of each job to plan; None: all.
+        other_machine: Plan for another machine than this one, whose devices, kernels
+            and memory then do not matter. `auto` for `microbatch_tokens` becomes what
+            the jobs can fill, and for `remat` it becomes `none`.
 
     Raises:
-        JaxloraError: The tokenizer or a job's data cannot be used.
+        JaxloraError: The run cannot be trained.
     """
+    output_dir = pathlib.Path(config.output_dir)
+    check_folder(output_dir, resume=read_run_record(output_dir) is not None)
+    config = config.replace(**begun_settings(config))
     folder = tokenizer_folder(config.model, config.revision)
-    jobs = read_jobs(config, folder, steps)
     model = planned_model(config, folder)
-    config = settle_plan(config, model, jobs)
-    limits = config.limits
-    for job in jobs:
-        data, held_out = job.data, job.held_out
-        positions = model.config.max_positions
-        prepare.warn_about_positions(job.job.name, data, held_out, positions)
-        prepare.check_lengths(job.job.name, data, held_out, limits.capacity)
+    now = datetime.datetime.fromisoformat(start_time(output_dir))
+    jobs = prepare_jobs(config.jobs, model.config, load_tokenizer(folder, now=now))
+    if other_machine:
+        config = settle_elsewhere(config, model, jobs)
+    else:
+        config = settle_mesh(config, model, jobs)
+        settled = settle_run(config, model, jobs)
+        config = settled.config
+        _check_saved_states(config, settled.spec, jobs)
+    if steps is not None:
+        jobs = [job.first_steps(steps) for job in jobs]
     lanes = _lanes(config, jobs)
     cost = window_cost(config, model.config)
     parts = tuple(_part(config, w, lanes, cost) for w in _windows(config, jobs, lanes))
     return RunPlan(
-        jobs=jobs,
+        jobs=tuple(jobs),
         sizes=config.mesh_sizes,
-        base_bytes=num_bytes(model.spec(base_dtype(config.dtype)).base_shapes()),
+        base_bytes=num_bytes(model.spec.base_shapes()),
         base_format=model.base_format,
         parts=parts,
         whole=_join([p.schedule for p in parts], parts, lanes, cost),
@@ -132,10 +153,24 @@ def plan_run(config: RunConfig, *, steps: int | None = None) -> RunPlan:
     )
 
 
+def _check_saved_states(
+    config: RunConfig, spec: DecoderSpec, jobs: Sequence[PreparedJob]
+) -> None:
+    """Checks the checkpoints that the run, or a job of it, would continue from."""
+    identity = run_identity(config, "", spec, jobs)
+    folder = pathlib.Path(config.output_dir)
+    if read_run_record(folder) is not None:
+        check_resumes(folder, identity)
+        return
+    for job in jobs:
+        if job.job.continue_from is not None:
+            check_continues(job.job, run_identity(config, "", spec, [job]))
+
+
 # ---- windows -------------------------------------------------------------------------
 
 
-def _lanes(config: RunConfig, jobs: Sequence[JobData]) -> Lanes:
+def _lanes(config: RunConfig, jobs: Sequence[PreparedJob]) -> Lanes:
     loads = [
         Load(num_batches=job.num_steps, batch_tokens=job.batch_tokens) for job in jobs
     ]
@@ -153,7 +188,7 @@ class _Window:
 
 
 def _windows(
-    config: RunConfig, jobs: Sequence[JobData], lanes: Lanes
+    config: RunConfig, jobs: Sequence[PreparedJob], lanes: Lanes
 ) -> Iterator[_Window]:
     """Yields the windows of a run in which no job ends early."""
     num_slots = config.max_concurrent_jobs or len(jobs)

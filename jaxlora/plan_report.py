@@ -40,7 +40,7 @@ def _table(title: str, *columns: str) -> Table:
 def _jobs_table(planned: RunPlan) -> Table:
     table = _table("jobs", "job", "number", "samples", "longest", "steps", "tokens")
     for number, job in enumerate(planned.jobs):
-        lengths = job.data.lengths
+        lengths = job.train_data.lengths
         tokens = sum(sum(job.lengths(step)) for step in range(job.num_steps))
         row = (number, len(lengths), lengths.max(), job.num_steps, tokens)
         table.add_row(literal(job.job.name), *(f"{n:,}" for n in row))

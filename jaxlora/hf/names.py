@@ -94,6 +94,16 @@ def linear_names(config: ModelConfig) -> tuple[str, ...]:
     )
 
 
+def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Returns the shape (K, N) of each linear that LoRA may adapt, by module name."""
+    linears = config.linears()
+    return {
+        f"model.layers.{layer}.{name}": (linear.in_features, linear.out_features)
+        for layer in range(config.num_layers)
+        for name, linear in linears.items()
+    }
+
+
 def linear_path(module_name: str) -> str:
     """Returns our path of a linear, `layers.0.mlp.up_proj`, from its module name."""
     return module_name.removeprefix("model.")

@@ -3,14 +3,15 @@
 import dataclasses
 import os
 import pathlib
+from collections.abc import Sequence
 
 from jaxlora.adapters.export_record import read_export
-from jaxlora.adapters.slots import KINDS
+from jaxlora.adapters.slots import KINDS, Kind
 from jaxlora.atomic import find_complete_folder, replace_folder, sync_files
 from jaxlora.config import LoraJob
 from jaxlora.errors import CheckpointError
 from jaxlora.train.job_run import JobRun
-from jaxlora.train.read_checkpoint import read_newest
+from jaxlora.train.read_checkpoint import ReadCheckpoint, read_newest
 from jaxlora.train.run_folder import ADAPTERS, CHECKPOINTS
 from jaxlora.train.run_identity import RunIdentity, check_same_run
 
@@ -29,9 +30,36 @@ def continue_job(run: JobRun, identity: RunIdentity) -> None:
         CheckpointError: The other run has no such job with a state, its checkpoint is
             damaged, or the job or the base differ too much to continue.
     """
-    assert run.job.continue_from is not None
-    name, folder = run.job.name, pathlib.Path(run.job.continue_from)
-    found = read_newest(folder / CHECKPOINTS, KINDS)
+    name, folder = run.job.name, run.job.continue_from
+    found = _read_continued(run.job, identity, KINDS)
+    run.parked = found.parked(name)
+    run.progress = dataclasses.replace(
+        found.run.progress[name],
+        status="paused",
+        reason=f"it continues from {folder}",
+        slot=None,
+    )
+
+
+def check_continues(job: LoraJob, identity: RunIdentity) -> None:
+    """Checks that a job can continue from another run, without reading its tensors.
+
+    Args:
+        job: A job with `continue_from`.
+        identity: Identity of a run of this job only.
+
+    Raises:
+        CheckpointError: See `continue_job`.
+    """
+    _read_continued(job, identity)
+
+
+def _read_continued(
+    job: LoraJob, identity: RunIdentity, kinds: Sequence[Kind] = ()
+) -> ReadCheckpoint:
+    assert job.continue_from is not None
+    name, folder = job.name, pathlib.Path(job.continue_from)
+    found = read_newest(folder / CHECKPOINTS, kinds)
     if name not in found.tensors:
         raise CheckpointError(
             f"job {name!r} cannot continue from {folder}: the newest checkpoint there "
@@ -41,13 +69,7 @@ def continue_job(run: JobRun, identity: RunIdentity) -> None:
     then, path = found.run.identity, folder / CHECKPOINTS / str(found.number)
     then = dataclasses.replace(then, jobs={name: then.jobs[name]})
     check_same_run(identity, then, path, "the checkpoint")
-    run.parked = found.parked(name)
-    run.progress = dataclasses.replace(
-        found.run.progress[name],
-        status="paused",
-        reason=f"it continues from {folder}",
-        slot=None,
-    )
+    return found
 
 
 def continued_step(job: LoraJob) -> int:

@@ -12,6 +12,7 @@ from jaxlora.hf.names import linear_names
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.train.job_run import JobRun
+from jaxlora.train.prepared_job import PreparedJob
 from jaxlora.train.read_checkpoint import newest_checkpoint, read_newest
 from jaxlora.train.run_folder import CHECKPOINTS, RUN_FILE, read_run_record
 from jaxlora.train.run_identity import RunIdentity, check_same_run
@@ -19,14 +20,24 @@ from jaxlora.train.saved_run import SavedAdapter, SavedRequests, SavedRun
 
 
 def run_identity(
-    config: RunConfig, model: BaseModel, spec: DecoderSpec, runs: Sequence[JobRun]
+    config: RunConfig,
+    base: str,
+    spec: DecoderSpec,
+    jobs: Sequence[JobRun | PreparedJob],
 ) -> RunIdentity:
-    """Returns the properties that are compared when a run is resumed."""
+    """Returns the properties that are compared when a run is resumed.
+
+    Args:
+        config: The run.
+        base: Fingerprint of the base model; empty if its weights are not known.
+        spec: The decoder with its slots.
+        jobs: Jobs of the run.
+    """
     assert spec.slots is not None
     return RunIdentity(
-        base=model.fingerprint,
+        base=base,
         settings={
-            "dtype": jnp.dtype(model.dtype).name,
+            "dtype": jnp.dtype(spec.options.dtype).name,
             **_base_settings(spec.options.base_format),
             "microbatch_tokens": config.microbatch_tokens,
             "block_tokens": config.block_tokens,
@@ -38,8 +49,8 @@ def run_identity(
             "slot_rank": spec.slots.rank,
         },
         jobs={
-            run.job.name: run.job.model_dump(mode="json") | run.fingerprints
-            for run in runs
+            job.job.name: job.job.model_dump(mode="json") | job.fingerprints
+            for job in jobs
         },
     )
 

@@ -80,6 +80,23 @@ def batch_lengths(data: TokenizedData, order: JobOrder, step: int) -> list[int]:
     return [len(data.samples[i].token_ids) for i in order.batch(step)]
 
 
+def fingerprints(
+    train: TokenizedData, held_out: TokenizedData | None, start: Adapter | None
+) -> dict[str, str | None]:
+    """Hashes the inputs that a job's settings only name.
+
+    Args:
+        train: Training samples.
+        held_out: Held-out samples, if any.
+        start: Adapter of `init_from`, if any.
+    """
+    return {
+        "data_fingerprint": _hash_data(train),
+        "eval_data_fingerprint": None if held_out is None else _hash_data(held_out),
+        "init_from_fingerprint": None if start is None else _hash_adapter(start),
+    }
+
+
 class JobRun:
     """One job of a run.
 
@@ -109,13 +126,8 @@ class JobRun:
     @functools.cached_property
     def fingerprints(self) -> dict[str, str | None]:
         """Hashes of the inputs that the settings only name: data and first adapter."""
-        held_out = self.eval_data
-        from_folder = self.job.init_from is not None
-        return {
-            "data_fingerprint": _hash_data(self.train_data),
-            "eval_data_fingerprint": None if held_out is None else _hash_data(held_out),
-            "init_from_fingerprint": _hash_adapter(self.start) if from_folder else None,
-        }
+        start = None if self.job.init_from is None else self.start
+        return fingerprints(self.train_data, self.eval_data, start)
 
     @property
     def slot(self) -> int:

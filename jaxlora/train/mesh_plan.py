@@ -49,8 +49,15 @@ class MeshPlan:
         return base_placement(self.sizes, self.borders) if self.has_mesh else None
 
 
-def plan_mesh(config: RunConfig, model: ModelConfig) -> MeshPlan:
+def plan_mesh(
+    config: RunConfig, model: ModelConfig, *, num_devices: int | None = None
+) -> MeshPlan:
     """Chooses the mesh and divides the layers among its stages.
+
+    Args:
+        config: The run; its mesh is not `auto`.
+        model: Architecture of the model.
+        num_devices: Number of devices that there are; None: those of this machine.
 
     Raises:
         ConfigError: The mesh fits neither the devices nor the model.
@@ -58,7 +65,7 @@ def plan_mesh(config: RunConfig, model: ModelConfig) -> MeshPlan:
     sizes = config.mesh_sizes
     dtype = base_dtype(config.dtype)
     try:
-        sizes.check_fits(len(jax.devices()))
+        sizes.check_fits(num_devices or len(jax.devices()))
         base_specs_of(model, dtype, sizes.fsdp)
     except ValueError as error:
         raise ConfigError(f"mesh: {error}") from error

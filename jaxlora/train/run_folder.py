@@ -12,7 +12,7 @@ from typing import Any
 from jaxlora.adapters.export_record import is_ours, read_export
 from jaxlora.atomic import recover_folder, remove_leftovers, write_text
 from jaxlora.config import RunConfig
-from jaxlora.errors import AdapterError, CheckpointError
+from jaxlora.errors import AdapterError, CheckpointError, StorageError
 from jaxlora.train.run_log import METRICS_FILE
 from jaxlora.train.saved_run import RunRecord, read_sealed, sealed
 
@@ -100,7 +100,9 @@ def check_folder(folder: pathlib.Path, *, resume: bool) -> None:
     Raises:
         CheckpointError: A run has begun in the folder and `resume` is false, or none
             has begun and `resume` is true.
+        StorageError: The folder cannot be written.
     """
+    _check_writable(folder)
     has_begun = os.path.lexists(folder / RUN_FILE)
     has_traces = any((folder / name).exists() for name in _TRACES) or any(
         (folder / name).is_dir() and any((folder / name).iterdir())
@@ -122,6 +124,20 @@ def check_folder(folder: pathlib.Path, *, resume: bool) -> None:
         raise CheckpointError(
             f"{folder} holds no run to resume. Check output_dir, or start without "
             "resume."
+        )
+
+
+def _check_writable(folder: pathlib.Path) -> None:
+    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise StorageError(
+            f"{folder} cannot be written, as {there} is a file. Choose another "
+            "output_dir."
+        )
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise StorageError(
+            f"{folder} cannot be written: no permission to write into {there}. Choose "
+            "another output_dir."
         )
 
 

@@ -82,7 +82,8 @@ class RunIdentity:
     """Properties of a run that are compared when it is resumed; JSON values.
 
     Attributes:
-        base: Fingerprint of the base model.
+        base: Fingerprint of the base model; empty if its weights are not known. It is
+            not compared then.
         settings: Settings that affect the numerical results, by name.
         jobs: Each job's settings, and a fingerprint of its data, by job name, in the
             order in which slots and microbatches are filled.
@@ -104,7 +105,7 @@ class RunIdentity:
             where: Describes the file that it was saved in.
         """
         out = []
-        if self.base != saved.base:
+        if self.base and self.base != saved.base:
             out.append(
                 f"the base model is another one (fingerprint {saved.base[:12]} in "
                 f"{where}, {self.base[:12]} now)"

@@ -18,13 +18,12 @@ from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.distributed import processes
 from jaxlora.errors import ConfigError
+from jaxlora.hf.files import tokenizer_folder
 from jaxlora.hf.load import BaseModel, load_model
 from jaxlora.hf.names import linear_names
-from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.capacity import settle
-from jaxlora.memory.weight_copies import choose_copies
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.train import agreement, prepare
+from jaxlora.train import agreement
 from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.compile_passes import compile_stages, compile_step
@@ -36,7 +35,9 @@ from jaxlora.train.job_run import JobProgress, JobRun
 from jaxlora.train.job_states import job_states, restore_jobs
 from jaxlora.train.layout import Layout
 from jaxlora.train.mesh_plan import plan_layout, plan_mesh
-from jaxlora.train.planned_jobs import settle_mesh
+from jaxlora.train.planned_model import PlannedModel, planned_model
+from jaxlora.train.prepare import check_fits, start_job
+from jaxlora.train.prepared_job import prepare_job, prepare_jobs
 from jaxlora.train.progress import Progress
 from jaxlora.train.quantized_base import log_base, with_copies
 from jaxlora.train.report import RunResult, job_result, write_report
@@ -59,6 +60,7 @@ from jaxlora.train.saved_run import (
     RunRecord,
     SavedRequests,
 )
+from jaxlora.train.settle_run import settle_mesh, settle_run
 from jaxlora.train.staged_executor import StagedExecutor
 from jaxlora.train.windows import Windows
 
@@ -93,7 +95,18 @@ class Trainer:
         agreement.check_settings(config)
         processes.from_first(lambda: check_not_in_use(self.output_dir))
         begun = processes.from_first(lambda: begun_settings(config))
-        config = settle_mesh(config.replace(**begun))
+        config = config.replace(**begun)
+        self._started = processes.from_first(lambda: start_time(self.output_dir))
+        # What the settings and the data decide is refused before weights are loaded.
+        if model is None:
+            folder = tokenizer_folder(config.model, config.revision)
+            planned = planned_model(config, folder)
+        else:
+            folder, planned = model.folder, PlannedModel.of(config, model)
+        now = datetime.datetime.fromisoformat(self._started)
+        self._tokenizer = load_tokenizer(folder, now=now)
+        jobs = prepare_jobs(config.jobs, planned.config, self._tokenizer)
+        config = settle_mesh(config, planned, jobs)
         agreement.check_mesh(config)
         self.model = model or load_model(
             config.model,
@@ -103,28 +116,14 @@ class Trainer:
             keep_bf16=config.keep_bf16,
             place=lambda found, _: plan_mesh(config, found).place(),
         )
-        mesh = plan_mesh(config, self.model.config)
-        self._started = processes.from_first(lambda: start_time(self.output_dir))
-        self._tokenizer = load_tokenizer(
-            self.model.folder, now=datetime.datetime.fromisoformat(self._started)
-        )
-        self._tokenizer.check_fits(self.model.config.vocab_size)
-        self.runs = [self._open(job) for job in config.jobs]
+        self.runs = [start_job(job, self.model) for job in jobs]
         agreement.check_inputs(self.model.fingerprint, self.runs)
-        held_out = [run.eval_data for run in self.runs if run.eval_data is not None]
-        train = [run.train_data for run in self.runs]
-        self._bounds = Bounds.of(config, train, held_out)
-        spec = prepare.decoder_spec(
-            config, self.model, self.runs, self._bounds.max_tokens
-        )
-        spec = choose_copies(config, spec, self._bounds)
+        settled = settle_run(config, PlannedModel.of(config, self.model), jobs)
+        self.config, self._bounds, spec = settled.config, settled.bounds, settled.spec
         self.model = with_copies(self.model, spec.options.base_format)
         log_base(spec)
-        self.config = settle(config, spec, self._bounds)
-        spec = spec.with_remat(self.config.least_remat)
+        mesh = plan_mesh(self.config, self.model.config)
         self._placed = plan_layout(self.config, mesh, spec, self.model, self.runs)
-        for run in self.runs:
-            self._check_fits(run)
         self._slots = self._layout.empty_slots()
         self._round = 0
         self._requests = Requests()
@@ -134,12 +133,6 @@ class Trainer:
         self._has_begun = False
         self._lock = RunLock(self.output_dir)
         self._recorded: RunRecord | None = None
-
-    def _open(self, job: LoraJob) -> JobRun:
-        return prepare.open_job(job, self.model, self._tokenizer)
-
-    def _check_fits(self, run: JobRun) -> None:
-        prepare.check_fits(run, self._spec)
 
     @property
     def _spec(self) -> DecoderSpec:
@@ -170,8 +163,9 @@ class Trainer:
         with self._adding:
             if job.name.lower() in {name.lower() for name in self._names}:
                 raise ConfigError(f"a job named {job.name!r} is in this run already.")
-            run = self._open(job)
-            self._check_fits(run)
+            prepared = prepare_job(job, self.model.config, self._tokenizer)
+            check_fits(prepared, self._spec)
+            run = start_job(prepared, self.model)
             self._continue([run])
             self._names.append(job.name)
             self._added.append(run)
@@ -371,7 +365,7 @@ class Trainer:
 
     def _identity(self, runs: Sequence[JobRun] | None = None) -> RunIdentity:
         jobs = self.runs if runs is None else runs
-        return run_identity(self.config, self.model, self._spec, jobs)
+        return run_identity(self.config, self.model.fingerprint, self._spec, jobs)
 
     def _open_checkpoints(
         self, resume: bool, opened: contextlib.ExitStack
