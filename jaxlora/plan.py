@@ -41,6 +41,7 @@ from jaxlora.train.prepared_job import PreparedJob, prepare_jobs
 from jaxlora.train.run_folder import (
     begun_settings,
     check_folder,
+    check_writable,
     read_run_record,
     start_time,
 )
@@ -124,6 +125,7 @@ def plan_run(
         JaxloraError: The run cannot be trained.
     """
     output_dir = pathlib.Path(config.output_dir)
+    check_writable(output_dir)
     check_folder(output_dir, resume=read_run_record(output_dir) is not None)
     config = config.replace(**begun_settings(config))
     folder = tokenizer_folder(config.model, config.revision)

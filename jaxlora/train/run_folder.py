@@ -100,9 +100,7 @@ def check_folder(folder: pathlib.Path, *, resume: bool) -> None:
     Raises:
         CheckpointError: A run has begun in the folder and `resume` is false, or none
             has begun and `resume` is true.
-        StorageError: The folder cannot be written.
     """
-    _check_writable(folder)
     has_begun = os.path.lexists(folder / RUN_FILE)
     has_traces = any((folder / name).exists() for name in _TRACES) or any(
         (folder / name).is_dir() and any((folder / name).iterdir())
@@ -127,7 +125,12 @@ def check_folder(folder: pathlib.Path, *, resume: bool) -> None:
         )
 
 
-def _check_writable(folder: pathlib.Path) -> None:
+def check_writable(folder: pathlib.Path) -> None:
+    """Checks that a run can write its folder, which need not exist.
+
+    Raises:
+        StorageError: It cannot.
+    """
     there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not there.is_dir():
         raise StorageError(

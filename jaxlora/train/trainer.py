@@ -47,6 +47,7 @@ from jaxlora.train.run_folder import (
     CHECKPOINTS,
     begun_settings,
     check_folder,
+    check_writable,
     clean_up,
     prepare_export_folder,
     read_run_record,
@@ -93,6 +94,7 @@ class Trainer:
         keep_compiled_programs()
         self.output_dir = pathlib.Path(config.output_dir)
         agreement.check_settings(config)
+        processes.from_first(lambda: check_writable(self.output_dir))
         processes.from_first(lambda: check_not_in_use(self.output_dir))
         begun = processes.from_first(lambda: begun_settings(config))
         config = config.replace(**begun)

@@ -1,0 +1,165 @@
+"""A plan refuses what training would refuse before its first step."""
+
+import json
+import pathlib
+from collections.abc import Callable
+
+import pytest
+
+from jaxlora import LoraJob, RunConfig, Trainer
+from jaxlora.errors import JaxloraError
+from jaxlora.plan import plan_run
+from tests import tiny
+
+Change = Callable[[RunConfig, pathlib.Path], RunConfig]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> RunConfig:
+    folder = tmp_path_factory.mktemp("refused")
+    job = LoraJob(
+        name="job",
+        data={"path": tiny.write_records(folder / "records.jsonl", 6, seed=0)},
+        rank=2,
+        target_modules=["q_proj"],
+        max_length=96,
+    )
+    return RunConfig(
+        model=str(tiny.write_model(folder / "model")),
+        output_dir=str(folder / "run"),
+        jobs=[job],
+        microbatch_tokens=256,
+        block_tokens=16,
+        dtype="float32",
+    )
+
+
+def job(**settings) -> Change:
+    """Changes settings of the job."""
+    return lambda run, _: run.replace(jobs=[run.jobs[0].replace(**settings)])
+
+
+def run(**settings) -> Change:
+    """Changes settings of the run."""
+    return lambda run, _: run.replace(**settings)
+
+
+def data(records: list[dict]) -> Change:
+    def change(run: RunConfig, folder: pathlib.Path) -> RunConfig:
+        path = folder / "data.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return job(data={"path": str(path)})(run, folder)
+
+    return change
+
+
+def model(damage: Callable[[pathlib.Path], object], **keys) -> Change:
+    """Takes another model, with other keys in config.json, and damages its files."""
+
+    def change(run: RunConfig, folder: pathlib.Path) -> RunConfig:
+        tiny.write_model(folder / "model", config={**tiny.CONFIG, **keys})
+        damage(folder / "model")
+        return run.replace(model=str(folder / "model"))
+
+    return change
+
+
+def folder_of_another_run(run: RunConfig, folder: pathlib.Path) -> RunConfig:
+    (folder / "metrics.jsonl").touch()
+    return run.replace(output_dir=str(folder))
+
+
+def folder_is_a_file(run: RunConfig, folder: pathlib.Path) -> RunConfig:
+    (folder / "file").touch()
+    return run.replace(output_dir=str(folder / "file"))
+
+
+BAD_RUNS: dict[str, tuple[Change, str]] = {
+    "target": (
+        job(target_modules=["query"]),
+        "'query' matches no linear of the model",
+    ),
+    "pattern": (job(target_modules=r".*\.query"), "matches no linear of the model"),
+    "exclusion": (job(exclude_modules=["q_proj"]), "excludes everything of the 2"),
+    "rank": (job(rank=64), "at most rank 32"),
+    "rank_pattern": (job(rank_pattern={"up_proj": 4}), "matches none of the job's"),
+    "init_from": (job(init_from="/nowhere"), "/nowhere"),
+    "continue_from": (job(continue_from="/nowhere"), "holds no complete checkpoint"),
+    "no data": (job(data={"path": "/nowhere.jsonl"}), "/nowhere.jsonl"),
+    "empty data": (data([]), "data.jsonl"),
+    "record": (data([{"question": "a", "answer": "b"}]), "data.jsonl"),
+    "slot_rank": (run(slot_rank=1), "rank 2, above the slots' rank 1"),
+    "slot_targets": (run(slot_targets=["query"]), "'slot_targets': target_modules"),
+    "slot_dropout": (
+        lambda r, f: job(dropout=0.1)(r.replace(slot_dropout=False), f),
+        "slots of this run were made without dropout",
+    ),
+    "long sample": (run(microbatch_tokens=32), "supports samples of at most 32"),
+    "mesh of more devices": (run(mesh="fsdp=16"), "mesh: .*16.*8"),
+    "mesh of more layers": (run(mesh="stage=3"), "the model has 2 layers"),
+    "mesh of odd shards": (run(mesh="fsdp=3"), "mesh: "),
+    "implementation": (run(implementation="mosaic"), "implementation: mosaic"),
+    "attention": (run(attention="cudnn"), "attention: cudnn cannot run this"),
+    "keep_bf16": (
+        run(quantize_base="int8", keep_bf16=["query"]),
+        "keep_bf16.*'query'",
+    ),
+    "no model": (run(model="/nowhere"), "/nowhere"),
+    "kind of model": (model(lambda _: None, model_type="bert"), "bert"),
+    "embeddings": (model(lambda _: None, vocab_size=200), "largest token id is 258"),
+    "weights": (
+        model(lambda m: (m / "model.safetensors").write_bytes(b"\1")),
+        "model.safetensors",
+    ),
+    "output_dir of another run": (folder_of_another_run, "holds a run"),
+    "output_dir": (folder_is_a_file, "file is a file. Choose another output_dir"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_RUNS)
+def test_a_plan_refuses_what_training_refuses(config, tmp_path, kind):
+    """In the same words."""
+    change, message = BAD_RUNS[kind]
+    bad = change(config, tmp_path).replace()
+    if kind not in ("output_dir", "output_dir of another run"):
+        bad = bad.replace(output_dir=str(tmp_path / "run"))
+    with pytest.raises((JaxloraError, OSError), match=message) as of_plan:
+        plan_run(bad)
+    with pytest.raises(type(of_plan.value)) as of_training:
+        Trainer(bad).train()
+    assert str(of_training.value) == str(of_plan.value)
+
+
+def test_a_plan_refuses_to_resume_another_run(config, tmp_path):
+    """A run that has begun is planned as `--resume` would continue it."""
+    begun = config.replace(output_dir=str(tmp_path / "run"))
+    begun = job(steps=1)(begun, tmp_path)
+    Trainer(begun).train()
+    plan_run(begun)
+    other = job(steps=1, batch_size=3)(begun, tmp_path)
+    with pytest.raises(JaxloraError, match=r"batch_size is 8 .* and 3 now") as of_plan:
+        plan_run(other)
+    with pytest.raises(JaxloraError) as of_training:
+        Trainer(other).train(resume=True)
+    assert str(of_training.value) == str(of_plan.value)
+
+
+def test_a_plan_for_another_machine(config, tmp_path):
+    """Its devices, kernels and memory do not matter; the model and the jobs do."""
+    elsewhere = config.replace(
+        mesh="fsdp=16",
+        implementation="mosaic",
+        attention="cudnn",
+        microbatch_tokens="auto",
+        remat="auto",
+        output_dir=str(tmp_path / "run"),
+    )
+    planned = plan_run(elsewhere, other_machine=True)
+    assert planned.sizes.num_devices == 16
+    for change, message in (
+        (run(mesh="stage=3"), "the model has 2 layers"),
+        (run(mesh="auto"), "Give sizes"),
+        (run(slot_rank=1), "above the slots' rank 1"),
+    ):
+        with pytest.raises(JaxloraError, match=message):
+            plan_run(change(elsewhere, tmp_path), other_machine=True)
