@@ -14,6 +14,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=positive_int, help="only each job's first N steps", metavar="N"
     )
+    parser.add_argument(
+        "--other-machine",
+        action="store_true",
+        help="plan for another machine than this one, whose devices, kernels and "
+        "memory are then not checked",
+    )
     parser.add_argument("--picture", help="write a Gantt picture (.png, .svg or .pdf)")
 
 
@@ -26,7 +32,9 @@ def _run(arguments: argparse.Namespace) -> None:
     given = {} if arguments.mesh is None else {"mesh": arguments.mesh}
     config = load_run(arguments.run_file, **given)
     take_free_gpus(gathers=config.may_gather)  # the memory that training has
-    planned = plan_run(config, steps=arguments.steps)
+    planned = plan_run(
+        config, steps=arguments.steps, other_machine=arguments.other_machine
+    )
     print_plan(planned, Console())
     if arguments.picture:
         drawn = draw_plan(planned, arguments.picture)
@@ -37,7 +45,8 @@ def _run(arguments: argparse.Namespace) -> None:
 COMMAND = Command(
     name="plan",
     text="Show how a run's samples will be packed: microbatches, fill, simulated time. "
-    "Reads the tokenizer and the jobs' data; needs no weights and no GPU.",
+    "Reads the tokenizer and the jobs' data; needs no weights and no GPU. Refuses a run "
+    "that `jaxlora train` would refuse before its first step.",
     add_arguments=_add_arguments,
     run=_run,
 )
