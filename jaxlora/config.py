@@ -241,7 +241,8 @@ class RunConfig(BaseSettings):
             transfers between stages and uneven microbatches, but take memory, and the
             next batch of a job starts that much later.
         microbatch_tokens: Capacity C of a microbatch, in tokens, padding included;
-            `auto` takes the most that fits the device's memory and can be filled.
+            `auto` takes the most that fits the device's memory and that the jobs can
+            fill.
         block_tokens: Tokens of a block; each job's part of a microbatch fills whole
             blocks.
         dtype: Dtype of the base weights and activations; `auto` is bfloat16 on a GPU
@@ -284,7 +285,7 @@ class RunConfig(BaseSettings):
     slot_dropout: Bool | None = None
     mesh: str = ONE_DEVICE
     pipeline_microbatches: PositiveInt | None = None
-    microbatch_tokens: PositiveInt | Literal["auto"] = 4096
+    microbatch_tokens: PositiveInt | Literal["auto"] = "auto"
     block_tokens: PositiveInt = 64
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     remat: Literal["none", "elementwise", "mlp", "layer", "auto"] = "none"

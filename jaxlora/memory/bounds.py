@@ -5,11 +5,15 @@ import math
 from collections.abc import Sequence
 from typing import get_args
 
+import jax
+
 from jaxlora.config import RunConfig
 from jaxlora.data.tokenize import TokenizedData
 from jaxlora.models.layer import Remat
 
-_MAX_TOKENS = 32768  # a larger capacity is no faster
+# A larger capacity is no faster.
+_MAX_TOKENS = 32768
+_MAX_TOKENS_OF_CPU = 4096
 _MAX_UNIT = 1024
 
 
@@ -21,7 +25,8 @@ class Bounds:
         smallest: Capacity for the longest sample that the jobs may have.
         largest: Capacity with which the microbatches in flight hold one mean step of
             every job that runs at once, and for any sample. More is of no use, as they
-            never hold two steps of a job.
+            never hold two steps of a job. It is at most 32,768, or 4,096 on a CPU,
+            unless a sample is longer.
         unit: An automatic capacity is a multiple of this.
         fixed: Capacity that was asked for, or that the run began with; None: `auto`.
         remats: Choices of an automatic `remat`, from the weakest on; empty if it is
@@ -64,7 +69,9 @@ class Bounds:
             in_flight *= config.pipeline_microbatches or sizes.stage
         a_step = sum(sorted(steps, reverse=True)[:num_slots])
         at_once = a_step / in_flight
-        most = max(min(_MAX_TOKENS, at_once), longest)
+        is_cpu = jax.default_backend() == "cpu"
+        useful = _MAX_TOKENS_OF_CPU if is_cpu else _MAX_TOKENS
+        most = max(min(useful, at_once), longest)
         unit = block
         while 2 * unit <= min(_MAX_UNIT, most / 8):
             unit *= 2

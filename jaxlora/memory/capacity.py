@@ -22,6 +22,7 @@ from jaxlora.models.spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
 
+_UNCHECKED_TOKENS = 4096  # for a device that does not report its memory
 _ENOUGH = 0.85  # a choice that needs less than this share of the memory is made again
 
 
@@ -54,8 +55,8 @@ def settle(
         is_pinned: Whether the slots are divided among replicas.
 
     Raises:
-        ConfigError: The run does not fit, and its capacity cannot be lowered; or one of
-            the two is `auto` and the device does not report its memory.
+        ConfigError: The run does not fit, and its capacity cannot be lowered; or
+            `remat` is `auto` and the device does not report its memory.
     """
     stages = MeshStages.of(config, spec, is_pinned=is_pinned)
     resident = mesh.resident_footprint(stages)
@@ -79,18 +80,25 @@ def _is_auto(config: RunConfig) -> bool:
 
 
 def _unchecked(config: RunConfig, bounds: Bounds) -> RunConfig:
-    """Takes fixed settings as they are; the device does not report its memory."""
-    for name, value, example in (
-        ("microbatch_tokens", bounds.fixed, "a number for microbatch_tokens"),
-        ("remat", config.remat, "none, elementwise, mlp or layer for remat"),
-    ):
-        if value in (None, "auto"):
-            raise ConfigError(
-                f"{name}: auto needs the size of the device's memory, which its "
-                "allocator does not report (XLA_PYTHON_CLIENT_ALLOCATOR chooses the "
-                f"allocator). Give {example}."
-            )
-    return config.replace(microbatch_tokens=bounds.fixed)
+    """Chooses without the size of the memory, which the device does not report."""
+    if config.remat == "auto":
+        raise ConfigError(
+            "remat: auto needs the size of the device's memory, which its allocator "
+            "does not report (XLA_PYTHON_CLIENT_ALLOCATOR chooses the allocator). Give "
+            "none, elementwise, mlp or layer for remat."
+        )
+    if bounds.fixed is not None:
+        return config.replace(microbatch_tokens=bounds.fixed)
+    tokens = bounds.choose(max(_UNCHECKED_TOKENS, bounds.smallest))
+    logger.warning(
+        "microbatch_tokens: auto: %d, at most %d if a sample allows it, as the "
+        "device's allocator does not report its memory "
+        "(XLA_PYTHON_CLIENT_ALLOCATOR chooses the allocator). Give a number if the run "
+        "has room for more, or for less.",
+        tokens,
+        _UNCHECKED_TOKENS,
+    )
+    return config.replace(microbatch_tokens=tokens)
 
 
 def _estimated(

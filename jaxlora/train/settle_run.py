@@ -18,6 +18,7 @@ from jaxlora.train import prepare
 from jaxlora.train.auto_mesh.choose import Demand, choose_mesh
 from jaxlora.train.auto_mesh.machine import this_machine
 from jaxlora.train.continue_job import continued_step
+from jaxlora.train.low_fill import warn_of_low_fill
 from jaxlora.train.mesh_plan import plan_mesh
 from jaxlora.train.next_window import JobPosition
 from jaxlora.train.planned_model import PlannedModel
@@ -62,6 +63,7 @@ def settle_run(
     for job in jobs:
         prepare.check_fits(job, spec)
     config = settle(config, spec, bounds)
+    warn_of_low_fill(config, bounds)
     spec = spec.with_remat(config.least_remat)
     return SettledRun(config=config, spec=spec, bounds=bounds)
 

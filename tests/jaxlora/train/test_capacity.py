@@ -328,12 +328,14 @@ def test_the_estimate_stands_if_the_compiler_does_not_report(
 
 
 def test_a_device_that_does_not_report_its_memory(config, spec, monkeypatch, caplog):
-    """It takes a number, which is then not checked."""
+    """It takes a number, or at most 4,096, which are then not checked."""
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(device_module, "device_memory", lambda *_: None)
     bounds = Bounds(smallest=64, largest=1024, unit=32)
-    with pytest.raises(ConfigError, match="Give a number for microbatch_tokens"):
-        settle(config(), spec, bounds)
+    for largest, tokens in ((1024, 1024), (8192, 4096)):
+        more = dataclasses.replace(bounds, largest=largest)
+        assert settle(config(), spec, more).microbatch_tokens == tokens
+    assert f"microbatch_tokens: auto: {tokens}, at most 4096" in caplog.text
     fixed = dataclasses.replace(bounds, fixed=2**30)
     needs = r"remat: auto needs .* none, elementwise, mlp or layer"
     with pytest.raises(ConfigError, match=needs):

@@ -142,12 +142,12 @@ def test_jobs_come_and_go_without_recompiling(train, jobs, window_steps):
 )
 def bench(request, model, jobs, tmp_path_factory):
     """Three jobs in three slots, and one microbatch that holds some of each."""
-    settings = {"block_tokens": 16}
+    settings = {"microbatch_tokens": 4096, "block_tokens": 16}
     if request.param == "fp8":
         settings["quantize_base"] = "fp8"
         model = load_model(model.folder, dtype="float32", quantize="fp8")
     if request.param == "fused":
-        settings = fused.SETTINGS
+        settings = {"microbatch_tokens": 4096} | fused.SETTINGS
         model = fused.wide_model(tmp_path_factory.mktemp("base") / "wide")
     config = RunConfig(model=str(model.folder), jobs=jobs[:3], **settings)
     tokenizer = load_tokenizer(model.folder)
