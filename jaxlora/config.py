@@ -7,6 +7,7 @@ import pydantic
 from pydantic import Field
 
 from jaxlora.base_settings import BaseSettings
+from jaxlora.other_names import OF_DATA, OF_JOB, OF_RUN
 from jaxlora.scheduler import Limits, PackerName
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
 from jaxlora.strict import (
@@ -66,6 +67,8 @@ class DataConfig(StrictModel):
             the field or one that the chat template refuses: `error` ends the run
             before it trains and names the record; `drop` leaves it out and counts it.
     """
+
+    other_names = OF_DATA
 
     path: str
     split: str | None = None
@@ -137,6 +140,8 @@ class LoraJob(StrictModel):
         priority: Waiting jobs of higher priority get a slot first; equal ones in the
             order in which they are given. See also `RunConfig.preempt`.
     """
+
+    other_names = OF_JOB
 
     name: str
     data: DataConfig
@@ -275,6 +280,12 @@ class RunConfig(BaseSettings):
             window.
     """
 
+    other_names = OF_RUN
+    belongs = dict.fromkeys(
+        [*LoraJob.model_fields, *OF_JOB.same],
+        "a job. Put it there, or into defaults for all jobs",
+    )
+
     model: str
     revision: str | None = None
     output_dir: str = "runs/jaxlora"
@@ -380,3 +391,8 @@ class RunConfig(BaseSettings):
                 "out."
             )
         return self
+
+
+LoraJob.belongs = dict.fromkeys(
+    [*RunConfig.model_fields, *OF_RUN.same], "the run. Put it beside jobs"
+)

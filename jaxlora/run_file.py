@@ -7,7 +7,7 @@ import pydantic
 
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.errors import ConfigError
-from jaxlora.strict import format_errors, unknown_key
+from jaxlora.strict import format_errors
 from jaxlora.yaml_file import parse_yaml
 
 
@@ -51,15 +51,23 @@ def run_config(values: dict[str, Any], *, where: str = "run") -> RunConfig:
         raise ConfigError(
             f"{where}: defaults must be a mapping, got {defaults!r:.200}."
         )
-    for key in defaults:
-        if key not in LoraJob.model_fields:
-            text = unknown_key(str(key), list(LoraJob.model_fields))
-            raise ConfigError(f"{where}: defaults: {text}")
+    defaults = _translated(defaults, f"{where}: defaults")
     if isinstance(jobs, list):
         values["jobs"] = [
-            {**defaults, **job} if isinstance(job, dict) else job for job in jobs
+            {**defaults, **_translated(job, f"{where}: jobs.{i}")}
+            if isinstance(job, dict)
+            else job
+            for i, job in enumerate(jobs)
         ]
     try:
         return RunConfig.model_validate(values)
     except pydantic.ValidationError as error:
         raise ConfigError(format_errors(error, where)) from error
+
+
+def _translated(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Returns the settings of a job by our names."""
+    try:
+        return LoraJob.translate(values)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None

@@ -4,11 +4,14 @@ A number cannot be given as true or as "8", and a boolean must be true or false.
 """
 
 import difflib
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import pydantic
 from pydantic import BeforeValidator, Field
+
+from jaxlora.other_names import OtherNames
 
 # Upper bound of all counts, which must not overflow 64-bit integers.
 _LARGEST_INT = 2**53
@@ -39,7 +42,15 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0), Number]
 
 
 class StrictModel(pydantic.BaseModel):
-    """A frozen configuration. The error for an unknown key suggests the closest key."""
+    """A frozen configuration. The error for an unknown key suggests the closest key.
+
+    Attributes:
+        other_names: Names that other tools have for the settings.
+        belongs: For settings of other configurations, whose they are and where they go.
+    """
+
+    other_names: ClassVar[OtherNames] = OtherNames(same={}, hints={})
+    belongs: ClassVar[Mapping[str, str]] = {}
 
     model_config = pydantic.ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
@@ -54,16 +65,30 @@ class StrictModel(pydantic.BaseModel):
             pydantic.ValidationError: A value breaks a rule.
         """
         given = {name: getattr(self, name) for name in self.model_fields_set}
-        return type(self)(**given | changes)
+        return type(self)(**given | self.translate(changes))
+
+    @classmethod
+    def translate(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns values by the names of the fields, from names of other tools too.
+
+        Raises:
+            ValueError: A key is unknown, or a setting is given by two names.
+        """
+        values = cls.other_names.translate(values)
+        for key in values:
+            if key not in cls.model_fields:
+                if place := cls.belongs.get(key):
+                    raise ValueError(f"{key!r} is a setting of {place}.")
+                raise ValueError(unknown_key(str(key), list(cls.model_fields)))
+        return values
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _name_nearest_key(cls, values: Any) -> Any:
+    def _check_keys(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
+        values = cls.translate(values)
         for key, value in values.items():
-            if key not in cls.model_fields:
-                raise ValueError(unknown_key(str(key), list(cls.model_fields)))
             if isinstance(value, str) and not _is_text(value):
                 raise ValueError(
                     f"{key} is {value!r:.80}, which holds a NUL or half of a surrogate "

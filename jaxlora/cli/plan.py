@@ -45,8 +45,8 @@ def _run(arguments: argparse.Namespace) -> None:
 COMMAND = Command(
     name="plan",
     text="Show how a run's samples will be packed: microbatches, fill, simulated time. "
-    "Reads the tokenizer and the jobs' data; needs no weights and no GPU. Refuses a run "
-    "that `jaxlora train` would refuse before its first step.",
+    "Reads the tokenizer and the jobs' data; needs no weights and no GPU. Refuses what "
+    "`jaxlora train` would refuse before its first step.",
     add_arguments=_add_arguments,
     run=_run,
 )

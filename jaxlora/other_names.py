@@ -1,0 +1,181 @@
+"""Names of settings in PEFT, TRL, transformers, Axolotl, LLaMA-Factory and Unsloth.
+
+A name is accepted where it means exactly the same as one of ours. For the others, an
+error says how to convert them.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class OtherNames:
+    """Names that other tools have for the settings of one configuration.
+
+    Attributes:
+        same: Our name of each setting that means the same.
+        hints: For other settings, what to write instead, as a sentence.
+    """
+
+    same: Mapping[str, str]
+    hints: Mapping[str, str]
+
+    def translate(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the values by our names; unknown names stay.
+
+        Raises:
+            ValueError: A setting is given by two names, or has another meaning here.
+        """
+        out: dict[str, Any] = {}
+        given: dict[str, str] = {}
+        for key, value in values.items():
+            if key in self.hints:
+                raise ValueError(f"{key!r} is not a setting here. {self.hints[key]}")
+            ours = self.same.get(key, key)
+            if ours in out:
+                raise ValueError(
+                    f"{given[ours]!r} and {key!r} are two names of {ours!r}. Keep one."
+                )
+            out[ours], given[ours] = value, key
+        return out
+
+
+_BATCH = (
+    "batch_size is the number of samples of one optimizer step: the samples per device "
+    "times gradient_accumulation_steps times the number of devices, such as "
+    "2 x 4 x 1 = 8. They are divided into microbatches automatically."
+)
+_PACKING = "Leave it out: samples are always packed, and each attends to itself only."
+_REMAT = "Set remat of the run: none, elementwise, mlp, layer or auto."
+_DTYPE = "Set dtype of the run: bfloat16, float32 or auto (bfloat16 on a GPU)."
+_FOUR_BITS = "Set quantize_base: nf4 for the run."
+_EIGHT_BITS = "Set quantize_base: int8 (or fp8, on Hopper) for the run."
+_OPTIMIZER = "Leave it out: the optimizer is AdamW with its moments in float32."
+_FROZEN = "Leave it out: the embedding, the head, norms and biases stay frozen."
+_LOSS_ON = (
+    "Set loss_on in data: completion trains on the answers only, all on every token."
+)
+_CHECKPOINTS = (
+    "Set checkpoint_every of the run, in rounds: one optimizer step of every job."
+)
+_DATASETS = "Give each job its data: {path: file, folder or hub id}."
+_TEMPLATE = (
+    "Leave it out: the tokenizer's own chat template is used. For prompt and "
+    "completion, set chat: true in data."
+)
+
+_OF_MODELS = {
+    "load_in_4bit": _FOUR_BITS,
+    "load_in_8bit": _EIGHT_BITS,
+    "quantization_bit": "Set quantize_base of the run: nf4 for 4 bits, int8 for 8.",
+    "bf16": _DTYPE,
+    "fp16": _DTYPE,
+    "torch_dtype": _DTYPE,
+    "gradient_checkpointing": _REMAT,
+    "use_gradient_checkpointing": _REMAT,
+    "attn_implementation": "Set attention of the run: cudnn, triton, xla or auto.",
+    "flash_attention": "Set attention of the run: cudnn, triton, xla or auto.",
+    "flash_attn": "Set attention of the run: cudnn, triton, xla or auto.",
+    "save_steps": _CHECKPOINTS,
+    "save_strategy": _CHECKPOINTS,
+    "saves_per_epoch": _CHECKPOINTS,
+    "logging_steps": "Set log_every of the run, in rounds: a step of every job.",
+    "datasets": _DATASETS,
+    "dataset": _DATASETS,
+    "template": _TEMPLATE,
+    "chat_template": _TEMPLATE,
+}
+
+OF_JOB = OtherNames(
+    same={
+        "r": "rank",
+        "lora_r": "rank",
+        "lora_rank": "rank",
+        "lora_dropout": "dropout",
+        "lora_target_modules": "target_modules",
+        "peft_use_rslora": "use_rslora",
+        "loraplus_lr_ratio": "lora_plus_ratio",
+        "num_train_epochs": "epochs",
+        "num_epochs": "epochs",
+        "max_steps": "steps",
+        "lr_scheduler_type": "lr_schedule",
+        "lr_scheduler": "lr_schedule",
+        "adam_beta1": "adam_b1",
+        "adam_beta2": "adam_b2",
+        "adam_epsilon": "adam_eps",
+        "max_seq_length": "max_length",
+        "eval_steps": "eval_every",
+        "early_stopping_patience": "early_stopping",
+        "early_stopping_threshold": "early_stopping_delta",
+        "load_best_model_at_end": "keep_best",
+    },
+    hints={
+        "per_device_train_batch_size": _BATCH,
+        "micro_batch_size": _BATCH,
+        "gradient_accumulation_steps": _BATCH,
+        "per_device_eval_batch_size": "Leave it out: evaluation fills microbatches.",
+        "eval_batch_size": "Leave it out: evaluation fills microbatches.",
+        "sequence_len": "Set max_length. Axolotl drops longer samples: to do the same, "
+        "set too_long: drop as well.",
+        "cutoff_len": "Set max_length; a longer sample is cut at its end.",
+        "val_set_size": "Set eval_fraction, the share of the records that is held out.",
+        "test_size": "Set eval_fraction, the share of the records that is held out.",
+        "eval_strategy": "Set eval_every, in optimizer steps.",
+        "evals_per_epoch": "Set eval_every, in optimizer steps.",
+        "lora_target": "Set target_modules: a list of suffixes, or all-linear.",
+        "lora_target_linear": "Set target_modules: all-linear.",
+        "layers_to_transform": "Set target_modules to a regular expression for whole "
+        r"names, such as model\.layers\.[0-3]\..*_proj.",
+        "modules_to_save": _FROZEN,
+        "lora_modules_to_save": _FROZEN,
+        "additional_target": _FROZEN,
+        "bias": _FROZEN,
+        "lora_bias": _FROZEN,
+        "use_dora": "Leave it out: adapters are LoRA or rsLoRA; there is no DoRA.",
+        "peft_use_dora": "Leave it out: adapters are LoRA or rsLoRA; there is no DoRA.",
+        "init_lora_weights": "Leave it out: A starts as in PEFT's default, B at zero.",
+        "lora_model_dir": "Set init_from: the PEFT folder to start from.",
+        "adapter_name_or_path": "Set init_from: the PEFT folder to start from.",
+        "task_type": "Leave it out: models are causal language models.",
+        "packing": _PACKING,
+        "sample_packing": _PACKING,
+        "neat_packing": _PACKING,
+        "pad_to_sequence_len": _PACKING,
+        "group_by_length": _PACKING,
+        "optim": _OPTIMIZER,
+        "optimizer": _OPTIMIZER,
+        "random_state": "Set seed.",
+        "train_on_inputs": _LOSS_ON,
+        "train_on_prompt": _LOSS_ON,
+        "completion_only_loss": _LOSS_ON,
+        "assistant_only_loss": _LOSS_ON,
+        "dataset_text_field": "Set text in data.",
+        "max_samples": "Set limit in data.",
+        **_OF_MODELS,
+    },
+)
+
+OF_RUN = OtherNames(
+    same={
+        "base_model": "model",
+        "model_name_or_path": "model",
+        "model_name": "model",
+        "base_model_name_or_path": "model",
+        "model_revision": "revision",
+        "revision_of_model": "revision",
+        "save_total_limit": "keep_checkpoints",
+    },
+    hints=OF_JOB.hints,
+)
+
+OF_DATA = OtherNames(
+    same={"dataset_text_field": "text", "max_samples": "limit"},
+    hints={
+        "type": "Set kind if the fields of the records do not tell what they are.",
+        "name": "Set subset for the configuration of a dataset on the hub.",
+        "field_messages": "Set messages to the name of the field.",
+        "train_on_inputs": _LOSS_ON,
+        "chat_template": _TEMPLATE,
+    },
+)

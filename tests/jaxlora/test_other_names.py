@@ -1,0 +1,114 @@
+"""Names of PEFT, TRL, transformers, Axolotl, LLaMA-Factory and Unsloth."""
+
+import pathlib
+
+import pydantic
+import pytest
+
+from jaxlora import DataConfig, LoraJob, RunConfig
+from jaxlora.errors import ConfigError
+from jaxlora.other_names import OF_DATA, OF_JOB, OF_RUN
+from jaxlora.run_file import run_config
+
+TABLES = {LoraJob: OF_JOB, RunConfig: OF_RUN, DataConfig: OF_DATA}
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+# A value for each of our names that has others, other than its default.
+VALUES = {
+    "rank": 3,
+    "dropout": 0.25,
+    "target_modules": ("q_proj",),
+    "use_rslora": True,
+    "lora_plus_ratio": 16.0,
+    "epochs": 2.0,
+    "steps": 7,
+    "lr_schedule": "linear",
+    "adam_b1": 0.8,
+    "adam_b2": 0.95,
+    "adam_eps": 1e-6,
+    "max_length": 77,
+    "eval_every": 5,
+    "early_stopping": 2,
+    "early_stopping_delta": 0.01,
+    "keep_best": True,
+    "model": "m",
+    "revision": "main",
+    "keep_checkpoints": 9,
+    "text": "body",
+    "limit": 4,
+}
+NAMES = [(kind, o, ours) for kind, t in TABLES.items() for o, ours in t.same.items()]
+
+
+def make(kind: type, **settings):
+    if kind is RunConfig:
+        required = {"jobs": [make(LoraJob)]}
+        names = {"model"} | {o for o, ours in OF_RUN.same.items() if ours == "model"}
+        required |= {} if settings.keys() & names else {"model": "m"}
+    elif kind is LoraJob:
+        evaluated = {"eval_fraction": 0.1, "eval_every": 1}
+        required = {"name": "a", "data": {"path": "p"}} | evaluated
+        if settings.keys() & {"eval_every", "eval_steps"}:
+            del required["eval_every"]
+    else:
+        required = {"path": "p"}
+    return kind(**required | settings)
+
+
+@pytest.mark.parametrize(("kind", "other", "ours"), NAMES)
+def test_a_name_of_another_tool(kind, other, ours):
+    found = make(kind, **{other: VALUES[ours]})
+    assert found == make(kind, **{ours: VALUES[ours]})
+    assert getattr(found, ours) == VALUES[ours]
+    assert ours in found.model_fields_set
+    with pytest.raises(pydantic.ValidationError, match=f"{other}.*two names of") as e:
+        make(kind, **{ours: VALUES[ours], other: VALUES[ours]})
+    assert f"'{ours}' and '{other}'" in str(e.value)
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_tables_are_consistent(kind):
+    table, fields = TABLES[kind], kind.model_fields
+    assert set(table.same.values()) <= fields.keys()
+    assert not table.same.keys() & fields.keys()
+    assert not table.hints.keys() & (fields.keys() | table.same.keys())
+    assert all(hint.endswith(".") for hint in table.hints.values())
+
+
+def test_a_setting_that_has_to_be_converted():
+    for place in ("jobs.0", "defaults"):
+        job = {"name": "a", "data": {"path": "p"}}
+        other = {"micro_batch_size": 2}
+        given = {"jobs": [job | other]} if place == "jobs.0" else {"jobs": [job]}
+        given |= {"defaults": other} if place == "defaults" else {}
+        with pytest.raises(ConfigError, match=rf"{place}: .* 2 x 4 x 1 = 8"):
+            run_config({"model": "m", **given})
+    with pytest.raises(ConfigError, match="Set quantize_base: nf4 for the run"):
+        run_config({"model": "m", "jobs": [job], "load_in_4bit": True})
+
+
+def test_two_names_may_be_given_in_defaults_and_in_a_job():
+    """The job's own counts, whatever it is called."""
+    job = {"name": "a", "data": {"path": "p"}, "lora_r": 4}
+    found = run_config({"model": "m", "jobs": [job], "defaults": {"r": 8}})
+    assert found.jobs[0].rank == 4
+    with pytest.raises(ConfigError, match="defaults: 'r' and 'rank' are two names"):
+        run_config({"model": "m", "jobs": [job], "defaults": {"r": 8, "rank": 8}})
+
+
+def test_replace_takes_other_names():
+    assert make(LoraJob, rank=3).replace(r=5).rank == 5
+
+
+def test_a_setting_in_the_wrong_place():
+    job = {"name": "a", "data": {"path": "p"}}
+    with pytest.raises(ConfigError, match=r"'r' is a setting of a job\. Put it there"):
+        run_config({"model": "m", "jobs": [job], "r": 8})
+    with pytest.raises(ConfigError, match="'mesh' is a setting of the run"):
+        run_config({"model": "m", "jobs": [job | {"mesh": "fsdp=2"}]})
+
+
+def test_the_documentation_lists_all_names():
+    lines = (DOCS / "run_file.md").read_text().splitlines()
+    for table in TABLES.values():
+        for other, ours in table.same.items():
+            assert any(f"`{other}`" in x and f"| `{ours}` |" in x for x in lines)
