@@ -5,7 +5,7 @@ A number cannot be given as true or as "8", and a boolean must be true or false.
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 import pydantic
@@ -56,7 +56,7 @@ class StrictModel(pydantic.BaseModel):
         frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
     )
 
-    def replace[T: pydantic.BaseModel](self: T, **changes: Any) -> T:
+    def replace(self, **changes: Any) -> Self:
         """Returns a copy with other values, which are checked.
 
         Settings that were left out still count as left out.
