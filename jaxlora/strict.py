@@ -5,7 +5,7 @@ A number cannot be given as true or as "8", and a boolean must be true or false.
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import pydantic
@@ -56,7 +56,7 @@ class StrictModel(pydantic.BaseModel):
         frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
     )
 
-    def replace(self, **changes: Any) -> Self:
+    def replace[T: pydantic.BaseModel](self: T, **changes: Any) -> T:
         """Returns a copy with other values, which are checked.
 
         Settings that were left out still count as left out.
@@ -65,6 +65,7 @@ class StrictModel(pydantic.BaseModel):
             pydantic.ValidationError: A value breaks a rule.
         """
         given = {name: getattr(self, name) for name in self.model_fields_set}
+        assert isinstance(self, StrictModel)
         return type(self)(**given | self.translate(changes))
 
     @classmethod
