@@ -65,8 +65,9 @@ class StrictModel(pydantic.BaseModel):
             pydantic.ValidationError: A value breaks a rule.
         """
         given = {name: getattr(self, name) for name in self.model_fields_set}
-        assert isinstance(self, StrictModel)
-        return type(self)(**given | self.translate(changes))
+        # beartype does not know the type `Self`.
+        kind: Any = type(self)
+        return kind(**given | kind.translate(changes))
 
     @classmethod
     def translate(cls, values: Mapping[str, Any]) -> dict[str, Any]:
