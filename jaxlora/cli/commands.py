@@ -1,10 +1,11 @@
 """The commands, in the order in which `jaxlora --help` lists them."""
 
-from jaxlora.cli import bench, convert, export, inspect, merge, plan, train
+from jaxlora.cli import bench, convert, export, inspect, merge, migrate, plan, train
 
 COMMANDS = (
     train.COMMAND,
     plan.COMMAND,
+    migrate.COMMAND,
     convert.COMMAND,
     merge.COMMAND,
     export.COMMAND,

@@ -1,0 +1,42 @@
+"""`jaxlora migrate`."""
+
+import argparse
+import pathlib
+import sys
+
+from jaxlora.cli.command import Command
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "file", help="Axolotl's or LLaMA-Factory's YAML, or PEFT's adapter_config.json"
+    )
+    parser.add_argument(
+        "-o", "--output", help="run file to write; must not exist", metavar="FILE"
+    )
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from jaxlora.migrate import migrate_file
+
+    migration = migrate_file(arguments.file)
+    text = migration.text(arguments.file)
+    if arguments.output is None:
+        print(text, end="")
+        return
+    with pathlib.Path(arguments.output).open("x", encoding="utf-8") as file:
+        file.write(text)
+    for key, reason in migration.left_out.items():
+        print(f"left out: {key}: {reason}", file=sys.stderr)
+    for sentence in migration.to_do:
+        print(f"to do: {sentence}", file=sys.stderr)
+    print(f"wrote {arguments.output}; next: jaxlora plan {arguments.output}")
+
+
+COMMAND = Command(
+    name="migrate",
+    text="Write a run file from the settings of Axolotl, LLaMA-Factory or PEFT, and "
+    "say what is left out.",
+    add_arguments=_add_arguments,
+    run=_run,
+)

@@ -1,0 +1,147 @@
+"""The settings of another tool while they become a run file."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import pydantic
+import yaml
+
+from jaxlora.config import LoraJob, RunConfig
+from jaxlora.errors import ConfigError
+from jaxlora.other_names import OF_JOB, OF_RUN
+
+# Settings that have the same name and the same meaning in all tools.
+_SAME_NAME = {
+    "learning_rate",
+    "weight_decay",
+    "max_grad_norm",
+    "warmup_steps",
+    "warmup_ratio",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "seed",
+}
+_NOT_KNOWN = "This key is not known to `jaxlora migrate`."
+
+
+@dataclasses.dataclass(kw_only=True)
+class Migration:
+    """A run file in the making.
+
+    Attributes:
+        tool: Name of the other tool.
+        given: Settings of the other tool that have not been dealt with.
+        run: Settings of the run, without its job.
+        job: Settings of its one job.
+        left_out: Why a setting of the other tool was left out, by its key.
+        to_do: What to check or fill in, as sentences.
+    """
+
+    tool: str
+    given: dict[str, Any]
+    run: dict[str, Any] = dataclasses.field(default_factory=dict)
+    job: dict[str, Any] = dataclasses.field(default_factory=dict)
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
+    to_do: list[str] = dataclasses.field(default_factory=list)
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """Takes a setting of the other tool; an empty one counts as not given."""
+        value = self.given.pop(key, None)
+        return default if _is_empty(value) else value
+
+    def take_rest(self, reasons: Mapping[str, str]) -> None:
+        """Takes all settings that are left: by their names, or with a reason.
+
+        Args:
+            reasons: Why settings are left out, by their keys, if it is for another
+                reason than that of `jaxlora.other_names`.
+        """
+        for key in list(self.given):
+            value = self.take(key)
+            if value is None:
+                continue
+            if key in reasons:
+                self.left_out[key] = reasons[key]
+            elif (ours := _same_meaning(key)) in LoraJob.model_fields:
+                self._put(self.job, ours, key, value)
+            elif ours in RunConfig.model_fields:
+                self._put(self.run, ours, key, value)
+            else:
+                hint = OF_JOB.hints.get(key, _NOT_KNOWN).removeprefix("Leave it out: ")
+                self.left_out[key] = hint[0].upper() + hint[1:]
+
+    def _put(self, place: dict[str, Any], ours: str, key: str, value: Any) -> None:
+        if ours in place:
+            self.left_out[key] = f"{ours} follows from other settings."
+        else:
+            place[ours] = value
+
+    @property
+    def run_file(self) -> dict[str, Any]:
+        """The contents of the run file."""
+        return {**self.run, "jobs": [self.job]}
+
+    def drop_invalid(self) -> None:
+        """Leaves out settings with values that a run file cannot have.
+
+        Raises:
+            ConfigError: Settings contradict each other.
+        """
+        while True:
+            try:
+                RunConfig.model_validate(self.run_file)
+                return
+            except pydantic.ValidationError as error:
+                for item in error.errors(include_url=False):
+                    self._drop(item["loc"], item["msg"], item["input"])
+
+    def _drop(self, loc: tuple[int | str, ...], reason: str, value: Any) -> None:
+        place, key = self.run, str(loc[0]) if loc else ""
+        if key == "jobs" and len(loc) > 2:
+            place, key = self.job, str(loc[2])
+        reason = reason.removeprefix("Value error, ")
+        if key not in place:
+            raise ConfigError(f"the settings cannot be converted: {reason}")
+        del place[key]
+        self.left_out[key] = f"{value!r:.80} cannot be used here: {reason}."
+
+    def text(self, source: str) -> str:
+        """Returns the text of the run file, which begins with what was left out.
+
+        Args:
+            source: Names the file that was converted.
+        """
+        lines = [f"Written by `jaxlora migrate` from {source} ({self.tool}).", ""]
+        if self.to_do:
+            lines += ["To do:", *(f"- {text}" for text in self.to_do), ""]
+        if self.left_out:
+            lines += ["Left out:", *(f"- {k}: {v}" for k, v in self.left_out.items())]
+        header = "".join(f"# {line}".rstrip() + "\n" for line in lines)
+        body = yaml.dump(
+            self.run_file, Dumper=_Dumper, sort_keys=False, allow_unicode=True
+        )
+        return f"{header.rstrip('# ')}\n{body}"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as such."""
+
+    def represent_text(self, text: str) -> yaml.Node:
+        style = "|" if "\n" in text else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or value in ("", [], {})
+
+
+def _same_meaning(key: str) -> str | None:
+    """Returns our name of a setting that means the same here; None if there is none."""
+    if key in _SAME_NAME:
+        return key
+    return OF_JOB.same.get(key) or OF_RUN.same.get(key)

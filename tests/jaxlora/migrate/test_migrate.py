@@ -1,0 +1,296 @@
+"""Settings of other tools become run files, and nothing is left out in silence."""
+
+import json
+import re
+
+import jinja2
+import pytest
+
+from jaxlora.cli.main import main
+from jaxlora.config import LoraJob, RunConfig
+from jaxlora.errors import ConfigError
+from jaxlora.migrate import migrate_file
+from jaxlora.run_file import load_run
+from jaxlora.yaml_file import parse_yaml
+
+AXOLOTL_ALPACA = """
+base_model: someone/Llama-8B
+model_type: LlamaForCausalLM
+load_in_8bit: true
+load_in_4bit: false
+datasets:
+  - path: someone/alpaca_small
+    type: alpaca
+    split: train[:90%]
+dataset_prepared_path:
+val_set_size: 0.05
+output_dir: ./outputs/lora-out
+sequence_len: 4096
+sample_packing: true
+adapter: lora
+lora_r: 32
+lora_alpha: 16
+lora_dropout: 0.05
+lora_target_linear: true
+lora_modules_to_save: [embed_tokens, lm_head]
+wandb_project:
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 4
+optimizer: adamw_bnb_8bit
+lr_scheduler: cosine
+learning_rate: 0.0002
+bf16: auto
+tf32: false
+gradient_checkpointing: true
+early_stopping_patience:
+flash_attention: true
+warmup_ratio: 0.1
+evals_per_epoch: 4
+saves_per_epoch: 1
+weight_decay: 0.01
+special_tokens: {pad_token: <pad>}
+"""
+
+AXOLOTL_CHAT = """
+base_model: folder/of/a/model
+load_in_4bit: true
+chat_template: llama3
+datasets:
+  - path: ./chats.jsonl
+    type: chat_template
+    field_messages: dialog
+    roles_to_train: [assistant]
+  - path: ./more.jsonl
+    type: completion
+test_datasets:
+  - path: ./held_out.jsonl
+    type: sharegpt
+adapter: qlora
+sequence_len: 2048
+excess_length_strategy: truncate
+lora_r: 8
+lora_alpha: 32
+lora_target_modules: [q_proj, v_proj]
+micro_batch_size: 4
+max_steps: 100
+eval_steps: 20
+early_stopping_patience: 3
+lr_scheduler: constant
+warmup_steps: 10
+learning_rate: 1e-4
+adam_beta2: 0.95
+loraplus_lr_ratio: 16
+train_on_inputs: true
+neftune_noise_alpha: 5
+"""
+
+LLAMA_FACTORY = """
+model_name_or_path: someone/Llama-8B-Instruct
+trust_remote_code: true
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+quantization_bit: 4
+dataset: identity,alpaca_en
+template: llama3
+cutoff_len: 2048
+max_samples: 1000
+output_dir: saves/llama3/lora/sft
+logging_steps: 10
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+val_size: 200
+"""
+
+PEFT = json.dumps(
+    {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "someone/Llama-8B",
+        "revision": None,
+        "r": 16,
+        "lora_alpha": 8,
+        "lora_dropout": 0.1,
+        "target_modules": ["v_proj", "q_proj"],
+        "rank_pattern": {"layers.0.*": 4},
+        "bias": "none",
+        "use_rslora": True,
+        "use_dora": False,
+        "init_lora_weights": True,
+        "modules_to_save": ["lm_head"],
+    }
+)
+FILES = {
+    "axolotl_alpaca": AXOLOTL_ALPACA,
+    "axolotl_chat": AXOLOTL_CHAT,
+    "llama_factory": LLAMA_FACTORY,
+    "peft": PEFT,
+}
+
+
+@pytest.fixture
+def migrated(tmp_path):
+    """Converts a file and reads the result as a run file; returns both."""
+
+    def convert(text: str):
+        (tmp_path / "other.yml").write_text(text)
+        migration = migrate_file(tmp_path / "other.yml")
+        (tmp_path / "run.yaml").write_text(migration.text("other.yml"))
+        return migration, load_run(tmp_path / "run.yaml")
+
+    return convert
+
+
+def settings(job: LoraJob, *names: str) -> tuple:
+    return tuple(getattr(job, name) for name in names)
+
+
+def test_axolotl_on_instructions(migrated):
+    migration, run = migrated(AXOLOTL_ALPACA)
+    [job] = run.jobs
+    assert (run.model, run.quantize_base) == ("someone/Llama-8B", "int8")
+    assert settings(job, "rank", "lora_alpha", "dropout") == (32, 16.0, 0.05)
+    assert settings(job, "batch_size", "epochs", "learning_rate") == (8, 4.0, 2e-4)
+    assert settings(job, "max_length", "too_long") == (4096, "drop")
+    assert settings(job, "weight_decay", "warmup_ratio", "seed") == (0.01, 0.1, 42)
+    assert settings(job, "eval_fraction", "target_modules") == (0.05, "all-linear")
+    assert job.name == "lora-out" and job.data.split == "train[:90%]"
+    assert any("8 sequences of 4096 tokens" in text for text in migration.to_do)
+    assert any("jaxlora[datasets]" in text for text in migration.to_do)
+    wanted = {"lora_modules_to_save", "evals_per_epoch", "special_tokens", "optimizer"}
+    assert wanted <= migration.left_out.keys()
+
+
+def test_the_prompt_of_alpaca(migrated):
+    """With an input and without, it is Alpaca's own."""
+    _, run = migrated(AXOLOTL_ALPACA)
+    template = jinja2.Template(run.jobs[0].data.prompt)
+    record = {"instruction": "Add.", "input": "1 2"}
+    whole, plain = (
+        template.render(record).splitlines(),
+        template.render(record | {"input": ""}).splitlines(),
+    )
+    sections = "### Instruction:", "Add.", "", "### Input:", "1 2", "", "### Response:"
+    assert whole[2:] == list(sections)
+    assert plain[2:] == ["### Instruction:", "Add.", "", "### Response:"]
+    assert whole[0].startswith("Below is an instruction that describes a task, paired")
+    assert plain[0].startswith("Below is an instruction that describes a task. Write")
+
+
+def test_axolotl_on_chats(migrated):
+    migration, run = migrated(AXOLOTL_CHAT)
+    [job] = run.jobs
+    assert run.quantize_base == "nf4" and job.max_length == 2048
+    assert job.too_long == "truncate" and job.target_modules == ("q_proj", "v_proj")
+    assert (job.data.kind, job.data.messages) == ("messages", "dialog")
+    assert job.data.loss_on == "all"
+    assert job.eval_data is not None and job.eval_data.messages == "conversations"
+    assert settings(job, "steps", "eval_every", "early_stopping") == (100, 20, 3)
+    assert settings(job, "lora_plus_ratio", "adam_b2", "batch_size") == (16.0, 0.95, 4)
+    # `constant` has no warm-up in transformers.
+    assert settings(job, "lr_schedule", "warmup_steps") == ("constant", None)
+    left = migration.left_out
+    assert {"warmup_steps", "chat_template", "neftune_noise_alpha"} <= left.keys()
+    assert {"datasets.0.roles_to_train", "datasets.1"} <= left.keys()
+    assert "not known" in left["neftune_noise_alpha"]
+
+
+def test_llama_factory(migrated):
+    migration, run = migrated(LLAMA_FACTORY)
+    [job] = run.jobs
+    assert (run.model, run.quantize_base) == ("someone/Llama-8B-Instruct", "nf4")
+    # LLaMA-Factory's own default of lora_alpha is twice the rank.
+    assert settings(job, "rank", "lora_alpha", "batch_size") == (8, 16.0, 8)
+    assert settings(job, "max_length", "epochs", "lr_schedule") == (2048, 3.0, "cosine")
+    assert (job.name, job.data.path) == ("sft", "data/identity.json")
+    assert job.data.limit == 1000 and job.target_modules == "all-linear"
+    assert any("dataset_info.json" in text for text in migration.to_do)
+    assert {"template", "dataset: alpaca_en", "val_size"} <= migration.left_out.keys()
+
+
+def test_peft(migrated):
+    migration, run = migrated(PEFT)
+    [job] = run.jobs
+    assert settings(job, "rank", "lora_alpha", "dropout") == (16, 8.0, 0.1)
+    assert job.target_modules == ("q_proj", "v_proj") and job.use_rslora
+    assert job.rank_pattern == {"layers.0.*": 4}
+    assert migration.left_out.keys() == {"task_type", "modules_to_save"}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_every_key_is_used_or_named(migrated, kind):
+    """A key that nobody knows, and each of the others alone, is never just dropped."""
+    given = parse_yaml(FILES[kind], kind)
+    before, _ = migrated(json.dumps(given | {"a_new_key": 3}))
+    assert "not known" in before.left_out["a_new_key"]
+    for key, value in given.items():
+        if value in (None, "", False, [], {}):
+            continue
+        try:
+            after, _ = migrated(json.dumps({**given, key: None, "a_new_key": 3}))
+        except ConfigError:
+            continue  # it cannot be left out
+        changed = (after.run_file, after.left_out) != (
+            before.run_file,
+            before.left_out,
+        )
+        is_default = key in IS_DEFAULT
+        assert changed or is_default, key
+
+
+# Keys whose values in the examples are the other tool's defaults.
+IS_DEFAULT = {
+    *("num_train_epochs", "lora_target", "lr_scheduler", "bias", "stage", "lora_r"),
+    *("cutoff_len", "lora_alpha", "init_lora_weights", "gradient_accumulation_steps"),
+    *("lora_target_linear", "sample_packing", "output_dir", "lora_rank"),
+}
+
+
+def test_values_that_cannot_be_converted(migrated):
+    text = AXOLOTL_CHAT.replace("eval_steps: 20", "eval_steps: 0.25")
+    text = text.replace("constant", "cosine_with_restarts")
+    migration, run = migrated(text)
+    [job] = run.jobs
+    assert (job.eval_every, job.early_stopping) == (None, None)
+    assert {"eval_steps", "early_stopping_patience"} <= migration.left_out.keys()
+    assert "cosine_with_restarts" in migration.left_out["lr_schedule"]
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("base_model: m\n", "adapter is None"),
+        ("base_model: m\nadapter: lora\nrl: dpo\n", "rl is 'dpo'"),
+        ("finetuning_type: full\n", "finetuning_type is 'full'"),
+        ("finetuning_type: lora\nstage: dpo\n", "stage is 'dpo'"),
+        ('{"peft_type": "IA3"}', "peft_type is 'IA3'"),
+        ("model: m\njobs: []\n", "is not a file that can be converted"),
+        ("- 3\n", "is not a mapping"),
+    ],
+)
+def test_files_that_cannot_be_converted(migrated, text, match):
+    with pytest.raises(ConfigError, match=re.escape(match)):
+        migrated(text)
+
+
+def test_the_command(tmp_path, capsys):
+    source, out = tmp_path / "axolotl.yml", tmp_path / "run.yaml"
+    source.write_text(AXOLOTL_ALPACA)
+    assert main(["migrate", str(source)]) == 0
+    printed = capsys.readouterr().out
+    assert main(["migrate", str(source), "-o", str(out)]) == 0
+    assert out.read_text() == printed
+    ended = capsys.readouterr()
+    assert f"next: jaxlora plan {out}" in ended.out
+    assert "left out: evals_per_epoch: eval_every is a number" in ended.err
+    assert isinstance(load_run(out), RunConfig)
+    assert main(["migrate", str(source), "-o", str(out)]) == 1
+    assert "File exists" in capsys.readouterr().err
