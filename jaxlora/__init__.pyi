@@ -19,6 +19,7 @@ from .modules.multi_lora_linear import (
     SlotVariable,
 )
 from .run_file import load_run
+from .train.callback import Callback
 from .train.report import JobResult, RunResult, print_summary
 from .train.trainer import Trainer
 
@@ -26,6 +27,7 @@ __all__ = [
     "Adapter",
     "BaseModel",
     "BaseParam",
+    "Callback",
     "DataConfig",
     "Decoder",
     "DecoderOptions",

@@ -1,113 +1,102 @@
-"""Shows a run on the terminal: a progress bar per job, speed and time left."""
+"""Shows a run while it trains: a live display, or lines of the log."""
 
+import importlib.util
 import logging
-import time
-from collections.abc import Mapping, Sequence
 
-import rich.progress
+from rich.console import Console
+from rich.live import Live
 
 from jaxlora import console
-from jaxlora.train.executor import StepOutcome
-from jaxlora.train.job_run import JobRun
+from jaxlora.train.callback import Callback
+from jaxlora.train.events import Event, RunEndEvent, StepEvent, WindowEvent
+from jaxlora.train.run_status import RunStatus, StatusTracker
+from jaxlora.train.status_view import StatusView, format_seconds
 
 logger = logging.getLogger(__name__)
 
+_REFRESH_PER_SECOND = 4
+_MAX_NAMED = 4  # losses in a line of the log
 
-class Progress:
-    """Shows progress bars on a terminal, and log lines otherwise."""
 
-    def __init__(self, runs: Sequence[JobRun], *, is_shown: bool = True):
-        """Shows the progress of `runs`, which may grow during the run.
+class Progress(Callback):
+    """Shows the state of a run on a terminal or in a notebook, and log lines elsewhere.
 
-        Args:
-            runs: The jobs.
-            is_shown: Whether anything is shown at all.
-        """
-        self._runs, self._is_shown = runs, is_shown
-        self._on_terminal = is_shown and console.stderr.is_terminal
-        self._bars = rich.progress.Progress(
-            rich.progress.TextColumn("{task.description}", markup=False),
-            rich.progress.BarColumn(),
-            rich.progress.MofNCompleteColumn(),
-            rich.progress.TextColumn("{task.fields[loss]}", markup=False),
-            rich.progress.TimeElapsedColumn(),
-            rich.progress.TimeRemainingColumn(),
-            console=console.stderr,
-            disable=not self._on_terminal,
-        )
-        self._tasks: dict[str, rich.progress.TaskID] = {}
-        self._began = time.perf_counter()
-        self._num_done_before = 0  # steps before this process resumed the run
-        self._speed = ""
+    A notebook needs the package ipywidgets for the live display.
+    """
 
-    def __enter__(self) -> "Progress":
-        self._bars.start()
-        self._began = time.perf_counter()
-        self._num_done_before = self._num_done()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._bars.stop()
-
-    def update(self, speed: str | None = None) -> None:
-        """Updates the bars.
+    def __init__(
+        self,
+        tracker: StatusTracker,
+        *,
+        log_every: int = 1,
+        on: Console = console.stderr,
+    ):
+        """Makes the object; `start` shows the display.
 
         Args:
-            speed: Speed in the latest window, as words; None: unchanged.
+            tracker: Follows the same events, and receives them first.
+            log_every: Rounds between lines of the log.
+            on: Console to show the display on.
         """
-        if speed is not None:
-            self._speed = f"  {speed}"
-        for run in self._runs:
-            name = run.job.name
-            if run.progress.status == "waiting":
-                continue
-            if name not in self._tasks:
-                self._tasks[name] = self._bars.add_task(
-                    name, total=run.num_steps, loss=""
-                )
-            loss = run.progress.last_loss
-            self._bars.update(
-                self._tasks[name],
-                completed=run.progress.step,
-                loss=f"loss {loss:.3f}{self._speed}" if loss is not None else "",
+        self._tracker, self._log_every, self._console = tracker, log_every, on
+        self._losses: dict[str, float] = {}  # of the latest step in the window, by job
+        self._live: Live | None = None
+        if on.is_terminal or (on.is_jupyter and importlib.util.find_spec("ipywidgets")):
+            self._live = Live(
+                get_renderable=self._view,
+                console=on,
+                refresh_per_second=_REFRESH_PER_SECOND,
+                transient=False,
             )
 
-    def log_line(
-        self,
-        number: int,
-        outcomes: Mapping[str, StepOutcome],
-        speed: str,
-    ) -> None:
-        """Logs one line, if no bars are shown.
+    def start(self) -> None:
+        """Shows the display."""
+        if self._live is not None:
+            self._live.start()
 
-        Args:
-            number: Rounds done.
-            outcomes: The latest step of each job, by job name.
-            speed: Speed in the latest window, as words.
-        """
-        if self._on_terminal or not self._is_shown:
+    def close(self) -> None:
+        """Leaves the last state on the screen."""
+        if self._live is not None:
+            self._live.stop()
+
+    def _view(self) -> StatusView:
+        # One line stays free, as rich clears the screen if a display fills all of it.
+        height = None if self._console.is_jupyter else self._console.size.height - 1
+        return StatusView(
+            status=self._tracker.status(),
+            max_lines=None if height is None else max(4, height),
+        )
+
+    def on_event(self, event: Event) -> None:
+        """Logs a line after a window, if no display is shown."""
+        if self._live is not None:
+            if isinstance(event, RunEndEvent):
+                self._live.refresh()
             return
-        losses = ", ".join(f"{name} {o.loss:.3f}" for name, o in outcomes.items())
-        logger.info(
-            "round %d: %s | %s | %s left",
-            number,
-            losses,
-            speed,
-            self._time_left(),
-        )
+        if isinstance(event, StepEvent):
+            self._losses[event.job] = event.loss
+        elif isinstance(event, WindowEvent):
+            before = event.round - event.num_rounds
+            if event.round // self._log_every > before // self._log_every:
+                logger.info("%s", log_line(self._tracker.status(), self._losses))
+            self._losses = {}
 
-    def _time_left(self) -> str:
-        """Estimates the time left from the share of all jobs' optimizer steps done."""
-        done = self._num_done()
-        total = sum(
-            run.progress.step if run.progress.is_over else run.num_steps
-            for run in self._runs
-        )
-        done_here = done - self._num_done_before
-        if not done_here:
-            return "?"
-        seconds = (time.perf_counter() - self._began) * (total - done) / done_here
-        return f"{seconds:.0f} s"
 
-    def _num_done(self) -> int:
-        return sum(run.progress.step for run in self._runs)
+def log_line(status: RunStatus, losses: dict[str, float]) -> str:
+    """Describes the state of a run in one line.
+
+    Args:
+        status: State of the run.
+        losses: Training loss of the latest step of each running job, by name.
+    """
+    named = [f"{name} {loss:.3f}" for name, loss in list(losses.items())[:_MAX_NAMED]]
+    if len(losses) > _MAX_NAMED:
+        named.append(f"and {len(losses) - _MAX_NAMED} more")
+    parts = [f"round {status.round}: {', '.join(named)}"]
+    if len(status.jobs) > len(losses):
+        parts.append(", ".join(f"{n} {kind}" for kind, n in status.counts.items()))
+    if status.tokens_per_second is not None:
+        parts.append(f"{status.tokens_per_second:,.0f} tok/s")
+    if status.bubble is not None:
+        parts.append(f"bubble {status.bubble:.1%} by estimate")
+    return " | ".join([*parts, f"{format_seconds(status.seconds_left)} left"])

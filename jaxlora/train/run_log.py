@@ -1,30 +1,24 @@
-"""Logs the events of a run as JSON lines and for TensorBoard."""
+"""Logs the events of a run as JSON lines, and reads them."""
 
 import json
 import math
 import os
 import pathlib
-import socket
 import time
 from typing import Any
 
-from tensorboardX.proto import event_pb2
-from tensorboardX.record_writer import RecordWriter
-from tensorboardX.summary import scalar
-
-from jaxlora.atomic import make_folder, wrap_os_errors, write_text
+from jaxlora.atomic import wrap_os_errors, write_text
 from jaxlora.errors import CheckpointError
 from jaxlora.json_file import check_regular_file
+from jaxlora.train.callback import Callback
+from jaxlora.train.events import Event
 
 METRICS_FILE = "metrics.jsonl"
-_proto: Any = event_pb2  # its classes are made when it is imported
-_PLOTTED_KEYS = ("loss", "eval_loss", "grad_norm", "learning_rate")
 _LOSS_KEYS = {"step": ("loss",), "eval": ("eval_loss",)}
-_FLUSH_SECONDS = 30.0
 
 
-class RunLog:
-    """Writes events as JSON lines and to TensorBoard.
+class RunLog(Callback):
+    """Writes metrics.jsonl: one JSON object for each event that is logged.
 
     Every event has its round, so that a resumed run can drop the events after its
     checkpoint, which will happen again.
@@ -34,7 +28,7 @@ class RunLog:
         """Opens the log of a run.
 
         Args:
-            folder: Folder for metrics.jsonl and tensorboard/.
+            folder: Folder for metrics.jsonl.
             keep_rounds: Rounds done at the checkpoint that the run resumes from; later
                 events are dropped. None: the run is new.
 
@@ -48,32 +42,23 @@ class RunLog:
         write_text(self._path, "".join(json.dumps(e) + "\n" for e in kept))
         with wrap_os_errors(self._path):
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
-        self._board = _Board(folder / "tensorboard", first_step=last + 1)
 
-    def event(self, kind: str, round_number: int, **values: Any) -> None:
-        """Writes one event.
-
-        Args:
-            kind: Kind of the event: window, step, eval, paused, resumed or job.
-            round_number: Round that the event belongs to.
-            **values: Numbers and texts, such as `job` and `step`.
+    def on_event(self, event: Event) -> None:
+        """Writes a line for an event, if events of its kind are logged.
 
         Raises:
             StorageError: The file cannot be written, for example because the disk is
                 full. No part of the event is written.
         """
+        if not event.is_logged:
+            return
         record = {
-            "event": kind,
-            "round": round_number,
+            "event": event.kind,
+            "round": event.round,
             "time": round(time.time(), 3),
-            **values,
+            **event.values(),
         }
         self._write(json.dumps(record, allow_nan=False).encode() + b"\n")
-        job, step = values.get("job"), values.get("step", round_number)
-        for key in _PLOTTED_KEYS if job else ("tokens_per_second",):
-            if key in values:
-                tag = f"{key}/{job}" if job else key
-                self._board.add(tag, values[key], step)
 
     def _write(self, line: bytes) -> None:
         with wrap_os_errors(self._path):
@@ -87,60 +72,8 @@ class RunLog:
                 raise
 
     def close(self) -> None:
-        """Closes both logs.
-
-        Raises:
-            StorageError: The last values for TensorBoard cannot be written.
-        """
+        """Closes the file."""
         os.close(self._file)
-        self._board.close()
-
-
-class NoLog:
-    """The log of a process that writes none."""
-
-    def event(self, kind: str, round_number: int, **values: Any) -> None:
-        """Does nothing; see `RunLog.event`."""
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
-class _Board:
-    """Writes TensorBoard files in the calling thread, so that errors are raised.
-
-    The writer of tensorboardX uses a thread, which only prints its errors.
-    """
-
-    def __init__(self, folder: pathlib.Path, *, first_step: int):
-        # Two runs that start in the same second must not share a file.
-        name = f"{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
-        self._path = folder / f"events.out.tfevents.{name}.{time.time_ns()}"
-        with wrap_os_errors(self._path):
-            make_folder(folder)
-            self._writer = RecordWriter(str(self._path))
-        self._flushed = time.monotonic()
-        self._write(file_version="brain.Event:2")
-        start = _proto.SessionLog(status=_proto.SessionLog.START)
-        self._write(step=first_step, session_log=start)
-
-    def add(self, tag: str, value: float, step: int) -> None:
-        self._write(step=step, summary=scalar(tag, value))
-
-    def _write(self, **fields: Any) -> None:
-        event = _proto.Event(wall_time=time.time(), **fields)
-        with wrap_os_errors(self._path):
-            self._writer.write(event.SerializeToString())
-            if time.monotonic() - self._flushed > _FLUSH_SECONDS:
-                self._writer.flush()
-                self._flushed = time.monotonic()
-
-    def close(self) -> None:
-        with wrap_os_errors(self._path):
-            try:
-                self._writer.flush()
-            finally:
-                self._writer.close()
 
 
 def read_events(path: pathlib.Path) -> list[dict[str, Any]]:

@@ -7,29 +7,35 @@ import logging
 import pathlib
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from jaxlora.adapters.export_record import ExportRecord
-from jaxlora.adapters.peft_export import export_peft
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.distributed import processes
 from jaxlora.errors import ConfigError
 from jaxlora.hf.files import tokenizer_folder
 from jaxlora.hf.load import BaseModel, load_model
-from jaxlora.hf.names import linear_names
 from jaxlora.memory.capacity import settle
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.train import agreement
-from jaxlora.train.checkpoint import Checkpoints
+from jaxlora.train.callback import Callback, Listeners
 from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.compile_passes import compile_stages, compile_step
 from jaxlora.train.continue_job import continue_job, copy_best_export
 from jaxlora.train.describe_run import check_resumes, run_identity, saved_run
 from jaxlora.train.device_error import explained
+from jaxlora.train.events import (
+    CheckpointEvent,
+    Event,
+    JobAddEvent,
+    JobInfo,
+    RunEndEvent,
+    RunStartEvent,
+    WindowEvent,
+)
 from jaxlora.train.interrupt import StopRequest
 from jaxlora.train.job_run import JobProgress, JobRun
 from jaxlora.train.job_states import job_states, restore_jobs
@@ -38,29 +44,23 @@ from jaxlora.train.mesh_plan import plan_layout, plan_mesh
 from jaxlora.train.planned_model import PlannedModel, planned_model
 from jaxlora.train.prepare import check_fits, start_job
 from jaxlora.train.prepared_job import prepare_job, prepare_jobs
-from jaxlora.train.progress import Progress
 from jaxlora.train.quantized_base import log_base, with_copies
+from jaxlora.train.read_checkpoint import ReadCheckpoint
 from jaxlora.train.report import RunResult, job_result, write_report
 from jaxlora.train.requests import Requests
+from jaxlora.train.run_callbacks import open_callbacks
 from jaxlora.train.run_folder import (
     ADAPTERS,
-    CHECKPOINTS,
     begun_settings,
     check_folder,
     check_writable,
     clean_up,
-    prepare_export_folder,
-    read_run_record,
     start_time,
-    write_run_record,
 )
 from jaxlora.train.run_identity import RunIdentity
 from jaxlora.train.run_lock import RunLock, check_not_in_use
-from jaxlora.train.run_log import NoLog, RunLog
-from jaxlora.train.saved_run import (
-    RunRecord,
-    SavedRequests,
-)
+from jaxlora.train.run_store import RunStore, export_job
+from jaxlora.train.saved_run import RunRecord, SavedRequests
 from jaxlora.train.settle_run import settle_mesh, settle_run
 from jaxlora.train.staged_executor import StagedExecutor
 from jaxlora.train.windows import Windows
@@ -134,7 +134,7 @@ class Trainer:
         self._added: deque[JobRun] = deque()  # jobs that join before the next window
         self._has_begun = False
         self._lock = RunLock(self.output_dir)
-        self._recorded: RunRecord | None = None
+        self._listeners = Listeners([])
 
     @property
     def _spec(self) -> DecoderSpec:
@@ -215,6 +215,7 @@ class Trainer:
         for run in agreement.take_added(tuple(self._added)):
             self._added.remove(run)
             self.runs.append(run)
+            self._send(JobAddEvent(round=self._round, info=JobInfo.of(run)))
 
     # ---- the run -------------------------------------------------------------------
 
@@ -222,7 +223,7 @@ class Trainer:
         self,
         *,
         resume: bool = False,
-        on_window: Callable[["Trainer"], None] | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> RunResult:
         """Trains until every job has ended, or until it is interrupted.
 
@@ -231,8 +232,8 @@ class Trainer:
 
         Args:
             resume: Continue from the newest checkpoint in `output_dir`.
-            on_window: Called after each window. It may add, stop, pause and resume
-                jobs; so may other threads at any time.
+            callbacks: Follow the run's events; see `Callback`. They may add, stop,
+                pause and resume jobs; so may other threads at any time.
 
         Raises:
             CheckpointError: `output_dir` holds another run or nothing to resume, is in
@@ -240,6 +241,7 @@ class Trainer:
             StorageError: A file cannot be written: the disk is full, for example.
             ConfigError: The device's memory cannot hold the run.
             DeviceError: A device failed.
+            Exception: A callback raised it; the run can be resumed.
         """
         # Until the report is written, no other process may write to the folder.
         with agreement.held(RunLock(self.output_dir)) as self._lock:
@@ -247,6 +249,7 @@ class Trainer:
             if self._has_begun:
                 self._reset()
             self._has_begun = True
+            self._listeners = Listeners([])
             self._take_added()
             if resume:
                 # A refusal comes before anything is compiled.
@@ -255,7 +258,7 @@ class Trainer:
             compiled_before = self._layout.num_compilations()
             with explained(self.output_dir):
                 self._compile()
-                interrupted = self._run(resume, on_window)
+                interrupted = self._run(resume, callbacks)
             result = RunResult(
                 jobs=tuple(job_result(run, self._folder(run)) for run in self.runs),
                 output_dir=self.output_dir,
@@ -280,49 +283,64 @@ class Trainer:
             is_pinned=self._placed.lanes.pinned,
         )
 
-    def _run(self, resume: bool, on_window: Callable[["Trainer"], None] | None) -> bool:
+    def _run(self, resume: bool, callbacks: Sequence[Callback]) -> bool:
         """Runs one window after another; returns whether a signal ended it early."""
         # Signals take effect only between windows, and never interrupt a checkpoint.
         with StopRequest() as stop, contextlib.ExitStack() as opened:
-            checkpoints = self._open_checkpoints(resume, opened)
-            is_first, newest = processes.is_first(), checkpoints.latest()
-            log = RunLog(self.output_dir, keep_rounds=newest) if is_first else NoLog()
-            opened.callback(log.close)
-            progress = Progress(self.runs, is_shown=is_first)
-            opened.enter_context(progress)
-            with self._windows(log, progress) as windows:
-                while not (stops := processes.any_of(stop.requested)):
-                    if not windows.start():
-                        break
+            store = self._open_store(resume, opened)
+            self._listen(callbacks, store.latest(), opened)
+            self._send(self._start_event(resume))
+            with self._windows() as windows:
+                while not (stops := self._must_end(stop)) and windows.start():
                     before = self._round
                     windows.run_next()
-                    self._round = windows.round
-                    if on_window is not None:
-                        self._call(on_window, checkpoints)
-                    self._record()
+                    self._record(store)
                     every = self.config.checkpoint_every
                     if every and self._round // every > before // every:
-                        self._save(checkpoints)
+                        self._save(store)
                 self._round = windows.round
-            self._save_latest(checkpoints)
+            if store.latest() != self._round:
+                self._save(store)
             is_over = all(run.progress.is_over for run in self.runs)
-            return stops and not is_over
+            is_interrupted = stops and not is_over
+            self._send(RunEndEvent(round=self._round, is_interrupted=is_interrupted))
+            self._listeners.raise_failure()
+            return is_interrupted
 
-    def _call(
-        self, on_window: Callable[["Trainer"], None], checkpoints: Checkpoints
+    def _must_end(self, stop: StopRequest) -> bool:
+        """Whether a signal or a failed callback, on any process, ends the run."""
+        has_failed = self._listeners.failure is not None
+        return processes.any_of(stop.requested or has_failed)
+
+    # ---- events --------------------------------------------------------------------
+
+    def _listen(
+        self,
+        callbacks: Sequence[Callback],
+        keep_rounds: int | None,
+        opened: contextlib.ExitStack,
     ) -> None:
-        """Calls the user's function; if it fails, all windows so far are saved."""
-        try:
-            on_window(self)
-        except BaseException:
-            # A checkpoint needs all processes, and the function may fail on one only.
-            if processes.count() == 1:
-                logger.exception("on_window failed; writing a checkpoint first")
-                self._record()
-                self._save_latest(checkpoints)
-            raise
+        own = open_callbacks(self.config, self.output_dir, keep_rounds, opened)
+        for callback in callbacks:
+            callback.trainer = self
+        self._listeners = Listeners(own, callbacks)
 
-    def _windows(self, log: RunLog | NoLog, progress: Progress) -> Windows:
+    def _send(self, event: Event) -> None:
+        if isinstance(event, WindowEvent):
+            self._round = event.round
+        self._listeners.send(event)
+
+    def _start_event(self, is_resumed: bool) -> RunStartEvent:
+        assert self._spec.slots is not None
+        return RunStartEvent(
+            round=self._round,
+            jobs=tuple(JobInfo.of(run) for run in self.runs),
+            output_dir=self.output_dir,
+            num_slots=self._spec.slots.num_slots,
+            is_resumed=is_resumed,
+        )
+
+    def _windows(self) -> Windows:
         assert self._spec.slots is not None
         executor = StagedExecutor(
             self._layout, self.model.params, self._slots, self.config.limits
@@ -336,32 +354,19 @@ class Trainer:
             first_round=self._round,
             requests=self._requests,
             export=self._export,
-            log=log,
-            progress=progress,
+            send=self._send,
         )
 
     def _folder(self, run: JobRun) -> pathlib.Path:
         return self.output_dir / ADAPTERS / run.job.name
 
     def _export(self, run: JobRun) -> None:
-        step = run.progress.step
         if run.parked is not None:
             adapter = run.parked.adapter(run.start)
         else:
             adapter = self._slots.read(run.slot, run.start)
-        if not processes.is_first():
-            return
-        self._lock.check()
-        if not prepare_export_folder(self._folder(run), step):
-            return
-        export_peft(
-            adapter,
-            self._folder(run),
-            base_model=self.model.source,
-            revision=self.model.revision,
-            linear_names=linear_names(self.model.config),
-            record=ExportRecord(job=run.job.name, step=step),
-        )
+        if processes.is_first():
+            export_job(run, adapter, self.model, self.output_dir, self._lock)
 
     # ---- checkpoints ---------------------------------------------------------------
 
@@ -369,39 +374,39 @@ class Trainer:
         jobs = self.runs if runs is None else runs
         return run_identity(self.config, self.model.fingerprint, self._spec, jobs)
 
-    def _open_checkpoints(
-        self, resume: bool, opened: contextlib.ExitStack
-    ) -> Checkpoints:
-        folder = self.output_dir / CHECKPOINTS
-        is_first = processes.is_first()
-        record: RunRecord | None = None
-
-        def saved_requests() -> dict[str, Any] | None:
-            nonlocal record
-            record = read_run_record(self.output_dir) if resume else None
-            return None if record is None else dataclasses.asdict(record.requests)
-
-        # All processes put the same requests into force.
-        requests = processes.from_first(saved_requests)
-        is_anew = agreement.newest_for_all(folder) is None
-        if resume and is_anew:
-            logger.warning("there is no complete checkpoint: training from the start")
+    def _open_store(self, resume: bool, opened: contextlib.ExitStack) -> RunStore:
         keep = self.config.keep_checkpoints
-        checkpoints = Checkpoints(folder, keep=keep, is_writer=is_first)
-        opened.callback(checkpoints.close)
-        if requests is not None:
-            self._requests.restore(SavedRequests(**requests))
-        if not is_anew:
-            self._restore(checkpoints)
+        store = RunStore(self.output_dir, self._lock, keep=keep, is_resumed=resume)
+        opened.callback(store.close)
+        found = store.restore(self._identity())
+        if found is not None:
+            self._round = found.number
+            assert self._spec.slots is not None
+            restore_jobs(self.runs, found, self._slots, self._spec.slots.num_slots)
+            logger.info("resumed after round %d", self._round)
+        self._restore_requests(store, found)
         self._continue(self.runs)
         # This comes last, so that a refused resume leaves the folder unchanged.
-        if is_first:
+        if processes.is_first():
             clean_up(self.output_dir, [run.job.name for run in self.runs])
-        self._recorded = record
-        self._record()
-        return checkpoints
+        self._record(store)
+        return store
 
-    def _record(self) -> None:
+    def _restore_requests(self, store: RunStore, found: ReadCheckpoint | None) -> None:
+        """Puts the same saved requests into force on all processes.
+
+        The record is written before each checkpoint, so it is never the older one.
+        """
+
+        def saved() -> dict[str, Any]:
+            if store.record is not None:
+                return dataclasses.asdict(store.record.requests)
+            requests = SavedRequests() if found is None else found.run.requests
+            return dataclasses.asdict(requests)
+
+        self._requests.restore(SavedRequests(**processes.from_first(saved)))
+
+    def _record(self, store: RunStore) -> None:
         """Takes up jobs that were added, and writes the run's record if it changed."""
         self._take_added()
         self._requests.agree()
@@ -414,9 +419,7 @@ class Trainer:
             identity=self._identity(),
             requests=self._saved_requests(),
         )
-        if record != self._recorded:
-            write_run_record(self.output_dir, record)
-            self._recorded = record
+        store.write_record(record)
 
     def _saved_requests(self) -> SavedRequests:
         """Returns the requests for jobs that have joined the run."""
@@ -438,23 +441,10 @@ class Trainer:
             if run.job.continue_from and run.progress.status == "waiting":
                 continue_job(run, self._identity([run]))
 
-    def _restore(self, checkpoints: Checkpoints) -> None:
-        found = checkpoints.restore(self._identity())
-        self._round = found.number
-        self._requests.restore(found.run.requests)
-        assert self._spec.slots is not None
-        restore_jobs(self.runs, found, self._slots, self._spec.slots.num_slots)
-        logger.info("resumed after round %d", self._round)
-
-    def _save_latest(self, checkpoints: Checkpoints) -> None:
-        """Writes a checkpoint of the current round, unless it exists."""
-        if checkpoints.latest() != self._round:
-            self._save(checkpoints)
-
-    def _save(self, checkpoints: Checkpoints) -> None:
-        if processes.is_first():
-            self._lock.check()
-        requests = self._saved_requests()
+    def _save(self, store: RunStore) -> None:
+        # Requests that were made after the record was written are in the next one.
+        requests = SavedRequests() if store.record is None else store.record.requests
         saved = saved_run(self._identity(), self.runs, self.model, requests)
         states = job_states(self.runs, self._slots)
-        checkpoints.save(self._round, states, saved)
+        folder = store.save(self._round, states, saved)
+        self._send(CheckpointEvent(round=self._round, folder=folder))

@@ -6,17 +6,26 @@ samples do not run. Jobs start, pause and continue only between windows.
 """
 
 import contextlib
-import dataclasses
 import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from jaxlora.config import RunConfig
 from jaxlora.scheduler import Sample
 from jaxlora.scheduler.lanes import ONE_LANE
 from jaxlora.scheduler.stream import PlanAhead, Planned
+from jaxlora.train.events import (
+    EvalEvent,
+    Event,
+    JobEndEvent,
+    JobEvent,
+    JobPauseEvent,
+    JobResumeEvent,
+    JobStartEvent,
+    StepEvent,
+    WindowEvent,
+)
 from jaxlora.train.executor import Executor, Outcomes, StepOutcome, Window
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.mesh_plan import PlacedRun
@@ -27,9 +36,7 @@ from jaxlora.train.next_window import (
     positions_after,
     window_samples,
 )
-from jaxlora.train.progress import Progress
 from jaxlora.train.requests import Requests
-from jaxlora.train.run_log import NoLog, RunLog
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +61,7 @@ class Windows:
         first_round: int,
         requests: Requests,
         export: Callable[[JobRun], None],
-        log: RunLog | NoLog,
-        progress: Progress,
+        send: Callable[[Event], None],
     ):
         """Makes the object; `start` starts the first jobs.
 
@@ -68,21 +74,19 @@ class Windows:
             first_round: Rounds done before.
             requests: Requests to stop and to pause jobs; more may come at any time.
             export: Writes a job's adapter.
-            log: Log for the events.
-            progress: Display of the progress.
+            send: Sends an event to the callbacks.
         """
         self._config, self._runs = config, runs
         self._executor, self._num_slots = executor, num_slots
         self._placed = placed
         self._lanes = lanes = ONE_LANE if placed is None else placed.lanes
         self._requests, self._export = requests, export
-        self._log, self._progress = log, progress
+        self._send = send
         self._plans = PlanAhead(
             lambda s: pack_window(s, config.limits, config.packer, lanes), lanes
         )
         self.round = first_round
         self._steps_now: dict[str, int] = {}  # of each job in the current window
-        self._latest: dict[str, StepOutcome] = {}  # of each job in the window
         self._left_out: dict[str, int] = {}  # samples that do not run, by job
         self._untimed_seconds = 0.0  # time in the window that is not spent on training
 
@@ -183,7 +187,7 @@ class Windows:
         run.parked = self._executor.park(run.slot)
         run.update(status="paused", reason=reason, slot=None)
         logger.info("%s: paused. %s", run.job.name, reason)
-        self._log_event("paused", run, reason=reason)
+        self._send_of(run, JobPauseEvent, reason=reason)
 
     def _start(self, run: JobRun, slot: int) -> None:
         """Loads a job into a free slot: its first adapter, or its parked state."""
@@ -192,20 +196,22 @@ class Windows:
         if parked is None:
             self._executor.load(slot, run.start)
             logger.info("%s starts in slot %d", run.job.name, slot)
+            self._send_of(run, JobStartEvent, slot=slot)
             return
         self._executor.restore(slot, parked, run.start)
         logger.info("%s continues in slot %d", run.job.name, slot)
-        self._log_event("resumed", run, slot=slot)
+        self._send_of(run, JobResumeEvent, slot=slot)
 
-    def _log_event(self, kind: str, run: JobRun, **values) -> None:
-        """Logs an event of a job at the step that it has reached."""
-        self._log.event(
-            kind,
-            self._round_of(run),
+    def _send_of(self, run: JobRun, kind: type[JobEvent], **values) -> None:
+        """Sends an event of a job at the step that it has reached."""
+        event = kind(
+            round=self._round_of(run),
             job=run.job.name,
-            step=run.progress.step,
+            progress=run.progress,
+            num_steps=run.num_steps,
             **values,
         )
+        self._send(event)
 
     # ---- a window ------------------------------------------------------------------
 
@@ -217,7 +223,7 @@ class Windows:
         positions = self._positions()
         planned = self._plans.take(self._samples(positions))
         self._plan_ahead(positions)
-        self._latest, self._left_out, self._untimed_seconds = {}, {}, 0.0
+        self._left_out, self._untimed_seconds = {}, 0.0
         num_microbatches = num_tokens = 0
         began = time.perf_counter()
         runs = {run.slot: run for run in running}
@@ -227,16 +233,8 @@ class Windows:
             num_tokens += outcomes.num_tokens
             self._handle(outcomes)
         seconds = time.perf_counter() - began - self._untimed_seconds
-        before = self.round
         self.round += max(self._steps_now.values())
-        figures = self._log_window(planned, num_microbatches, num_tokens, seconds)
-        speed = f"{num_tokens / seconds:,.0f} tok/s"
-        if "bubble" in figures:
-            speed += f" | bubble {figures['bubble']:.1%} by estimate"
-        self._progress.update(speed)
-        every = self._config.log_every
-        if self.round // every > before // every:
-            self._progress.log_line(self.round, self._latest, speed)
+        self._end_window(planned, num_microbatches, num_tokens, seconds)
 
     def _plan_ahead(self, positions: Sequence[JobPosition]) -> None:
         """Starts planning the window that follows if no job joins or ends early."""
@@ -250,12 +248,10 @@ class Windows:
         for run in stepped:
             outcome = outcomes.steps[run.slot]
             self._note(run, outcome)
-            self._latest[run.job.name] = outcome
         self._evaluate(
             [r for r in stepped if r.progress.status == "running" and r.wants_eval()]
         )
         self._end_jobs(stepped)
-        self._progress.update()
 
     @contextlib.contextmanager
     def _untimed(self) -> Iterator[None]:
@@ -281,19 +277,30 @@ class Windows:
             )
             return
         run.note_step(outcome.loss, outcome.num_tokens)
-        self._log_event("step", run, **dataclasses.asdict(outcome))
+        self._send_of(
+            run,
+            StepEvent,
+            loss=outcome.loss,
+            grad_norm=outcome.grad_norm,
+            learning_rate=outcome.learning_rate,
+            num_tokens=outcome.num_tokens,
+            num_target_tokens=outcome.num_target_tokens,
+        )
 
-    def _log_window(
+    def _end_window(
         self, planned: Planned, num_microbatches: int, num_tokens: int, seconds: float
-    ) -> dict[str, Any]:
-        """Logs the figures of a window; returns those of its pipeline."""
-        figures = {}
-        if self._placed is not None:
-            figures = self._placed.pipeline_figures(planned.schedule)
+    ) -> None:
+        """Sends the figures of a window."""
+        for name, count in self._left_out.items():
+            logger.info(
+                "%s: %d samples of this window did not run, as it had ended",
+                name,
+                count,
+            )
+        placed, schedule = self._placed, planned.schedule
         rows = num_microbatches * self._config.limits.capacity
-        self._log.event(
-            "window",
-            self.round,
+        event = WindowEvent(
+            round=self.round,
             num_rounds=max(self._steps_now.values()),
             num_tokens=num_tokens,
             seconds=round(seconds, 4),
@@ -303,15 +310,9 @@ class Windows:
             planned_ahead=planned.ahead,
             planning_seconds=round(planned.waited_seconds, 4),
             left_out=self._left_out,
-            **figures,
+            pipeline={} if placed is None else placed.pipeline_figures(schedule),
         )
-        for name, count in self._left_out.items():
-            logger.info(
-                "%s: %d samples of this window did not run, as it had ended",
-                name,
-                count,
-            )
-        return figures
+        self._send(event)
 
     def _evaluate(self, runs: Sequence[JobRun]) -> None:
         if not runs:
@@ -327,7 +328,7 @@ class Windows:
             if is_best and run.job.keep_best:
                 with self._untimed():
                     self._export(run)
-            self._log_event("eval", run, eval_loss=loss, is_best=is_best)
+            self._send_of(run, EvalEvent, eval_loss=loss, is_best=is_best)
 
     # ---- ending jobs ---------------------------------------------------------------
 
@@ -367,7 +368,7 @@ class Windows:
             run.update(slot=None)
         ended = run.progress
         logger.info("%s: %s. %s", run.job.name, ended.status, ended.reason)
-        self._log_event("job", run, status=ended.status, reason=ended.reason)
+        self._send_of(run, JobEndEvent, status=ended.status, reason=ended.reason)
 
     def _decide(self, run: JobRun) -> None:
         """Marks a job as over if it ends here; it is between two batches, or waits."""

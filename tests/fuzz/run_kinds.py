@@ -79,8 +79,8 @@ def make_run(folder: pathlib.Path) -> None:
     def interrupt(_) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    with without_computing(_evaluate=lambda *_: None, run_next=lambda _: None):
-        train(folder, on_window=interrupt)
+    with without_computing(_evaluate=lambda *_: None, run_next=interrupt):
+        train(folder)
     write_events(folder / "run")
 
 
@@ -99,7 +99,7 @@ EVENTS = [
     {"event": "step", "round": 1, "job": "a", "step": 1, "loss": 3.0},
     {"event": "window", "round": 1, "num_tokens": 9, "tokens_per_second": 5.0},
     {"event": "step", "round": 2, "job": "a", "step": 2, "loss": 2.5},
-    {"event": "job", "round": 2, "job": "a", "step": 2, "status": "finished"},
+    {"event": "job_end", "round": 2, "job": "a", "step": 2, "status": "finished"},
 ]
 
 

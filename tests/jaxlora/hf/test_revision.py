@@ -16,6 +16,7 @@ from jaxlora.hf.files import model_folder
 from jaxlora.train.export import export_checkpoint
 from tests import tiny
 from tests.jaxlora.hf.loading import load_model
+from tests.jaxlora.train.at_window import AtWindow
 
 OLD, NEW = "a" * 40, "b" * 40
 NORM = "model.norm.weight"
@@ -124,7 +125,7 @@ def test_exports_name_the_commit(hub, tmp_path):
             raise Enough
 
     with pytest.raises(Enough):
-        Trainer(config).train(on_window=stop)
+        Trainer(config).train(callbacks=[AtWindow(stop)])
     exported = export_checkpoint(tmp_path / "run", tmp_path / "out").folders
     assert len(exported) == 2
     for folder in (tmp_path / "run" / "adapters" / "short", *exported):

@@ -8,6 +8,7 @@ import pytest
 from jaxlora import LoraJob, RunConfig, Trainer
 from jaxlora.hf.load import BaseModel, load_model
 from tests import tiny
+from tests.jaxlora.train.at_window import at_windows
 from tests.jaxlora.train.mesh_runs import MeshRuns
 from tests.jaxlora.train.outcome import Outcome
 
@@ -74,7 +75,7 @@ def train(model, tmp_path) -> Callable[..., Outcome]:
             **settings,
         )
         trainer = Trainer(config, model)
-        return Outcome(trainer, trainer.train(on_window=on_window), model)
+        return Outcome(trainer, trainer.train(callbacks=at_windows(on_window)), model)
 
     return run
 

@@ -14,6 +14,7 @@ import sys
 import jax
 
 from jaxlora import Trainer, load_run
+from tests.jaxlora.train.at_window import AtWindow
 
 
 @contextlib.contextmanager
@@ -55,7 +56,7 @@ def main(run_file: str, how: str) -> None:
     with counting() as (compiled, missed):
         if how == "interrupt":
             with contextlib.suppress(RuntimeError):
-                Trainer(config).train(on_window=interrupt)
+                Trainer(config).train(callbacks=[AtWindow(interrupt)])
         else:
             result = Trainer(config).train(resume=True)
             statuses = [job.progress.status for job in result.jobs]

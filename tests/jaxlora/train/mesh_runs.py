@@ -11,6 +11,7 @@ import safetensors.numpy
 from jaxlora import LoraJob, RunConfig, Trainer
 from jaxlora.hf.load import load_model
 from tests import tiny
+from tests.jaxlora.train.at_window import at_windows
 from tests.jaxlora.train.outcome import Outcome
 from tests.oracle import relative_error
 
@@ -73,7 +74,8 @@ class MeshRuns:
     ) -> Outcome:
         """Trains jobs on a mesh, whose devices read the weights from the disk."""
         trainer = Trainer(self.config(mesh, jobs, **settings))
-        return Outcome(trainer, trainer.train(on_window=on_window), self.model)
+        result = trainer.train(callbacks=at_windows(on_window))
+        return Outcome(trainer, result, self.model)
 
     def once(self, mesh: str, jobs: Sequence[LoraJob], **settings: Any) -> Outcome:
         """Like `train`, but the same run is trained only once in a session."""

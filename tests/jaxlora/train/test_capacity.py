@@ -26,6 +26,7 @@ from jaxlora.train.run_folder import begun_settings, write_run_record
 from jaxlora.train.run_identity import RunIdentity
 from jaxlora.train.saved_run import RunRecord
 from jaxlora.train.step import compiled_steps
+from tests.jaxlora.train.at_window import AtWindow
 
 
 @pytest.fixture
@@ -206,7 +207,7 @@ def test_a_run_that_is_resumed_keeps_its_number(config, model, have):
     have(2**40)
     first = config(checkpoint_every=1, window_steps=1)
     trainer = Trainer(first, model)
-    trainer.train(on_window=lambda t: t.stop_job("job0"))
+    trainer.train(callbacks=[AtWindow(lambda t: t.stop_job("job0"))])
     tokens = trainer.config.microbatch_tokens
     assert trainer._identity().settings["microbatch_tokens"] == tokens
     resident = resident_footprint(trainer._spec).total_bytes(0)

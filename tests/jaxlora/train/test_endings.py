@@ -23,6 +23,7 @@ from jaxlora.train.report import (
 )
 from jaxlora.train.run_log import read_events
 from jaxlora.train.staged_executor import StagedExecutor
+from tests.jaxlora.train.at_window import AtWindow
 from tests.jaxlora.train.conftest import folder_of
 
 # All runs here share one set of compiled programs.
@@ -43,7 +44,7 @@ def long(jobs):
 
 
 def stop(name, at=1):
-    """For `on_window`: asks for a stop after so many windows."""
+    """For `AtWindow`: asks for a stop after so many windows."""
     count = iter(range(1, 1000))
 
     def on_window(trainer):
@@ -72,7 +73,7 @@ def test_a_stopped_job_is_evaluated_like_a_finished_one(train, long, jobs):
     progress = stopped.progress["job0"]
     assert progress.last_eval == stopped.evals["job0"][-1] != progress.first_eval
     last = events_of(stopped, "job0")[-2:]
-    assert [(e["event"], e["step"]) for e in last] == [("eval", 4), ("job", 4)]
+    assert [(e["event"], e["step"]) for e in last] == [("eval", 4), ("job_end", 4)]
     assert last[0]["round"] == last[1]["round"] == 5
 
 
@@ -160,7 +161,7 @@ def test_a_stop_while_waiting(train, long, jobs):
     outcome = train([*jobs[1:3], late], on_window=stop("late"))
     assert outcome.progress["late"] == JobProgress(status="stopped", reason="enough")
     (event,) = events_of(outcome, "late")
-    assert (event["event"], event["status"]) == ("job", "stopped")
+    assert (event["event"], event["status"]) == ("job_end", "stopped")
     assert list(outcome.bytes) == ["job1", "job2"]
 
 
@@ -180,19 +181,19 @@ def config(model, long, jobs, tmp_path) -> RunConfig:
 
 
 def stop_all(trainer: Trainer) -> None:
-    """For `on_window`: asks for all jobs to stop."""
+    """For `AtWindow`: asks for all jobs to stop."""
     for run in trainer.runs:
         trainer.stop_job(run.job.name, "enough")
 
 
 def stop_all_and_end_the_run(trainer: Trainer) -> None:
-    """For `on_window`: Ctrl-C right after a stop of all jobs was asked for."""
+    """For `AtWindow`: Ctrl-C right after a stop of all jobs was asked for."""
     stop_all(trainer)
     end_the_run(trainer)
 
 
 def end_the_run(trainer: Trainer) -> None:
-    """For `on_window`: Ctrl-C."""
+    """For `AtWindow`: Ctrl-C."""
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -201,9 +202,9 @@ def test_a_stop_and_a_resume(model, config, when):
     """Asked for in the process that was interrupted, or in the one that resumes."""
     first = Trainer(config, model)
     if when == "before the interrupt":
-        assert first.train(on_window=stop_all_and_end_the_run).interrupted
+        assert first.train(callbacks=[AtWindow(stop_all_and_end_the_run)]).interrupted
     else:
-        assert first.train(on_window=end_the_run).interrupted
+        assert first.train(callbacks=[AtWindow(end_the_run)]).interrupted
     second = Trainer(config, model)
     if when == "before the resume":
         for job in config.jobs:
@@ -217,7 +218,7 @@ def test_a_stop_and_a_resume(model, config, when):
     again = Trainer(config, model).train(resume=True)
     assert {job.name: job.progress for job in again.jobs} == progress
     events = read_events(result.output_dir / "metrics.jsonl")
-    assert [e["job"] for e in events if e["event"] == "job"] == [
+    assert [e["job"] for e in events if e["event"] == "job_end"] == [
         "job0",
         "other",
         "job3",
@@ -229,7 +230,7 @@ def test_an_error_of_the_users_function_loses_no_window(model, config):
         raise LookupError("not in my table")
 
     with pytest.raises(LookupError, match="not in my table"):
-        Trainer(config, model).train(on_window=fail)
+        Trainer(config, model).train(callbacks=[AtWindow(fail)])
     checkpoints = pathlib.Path(config.output_dir) / "checkpoints"
     assert (checkpoints / "4").is_dir()
     events = checkpoints.parent / "metrics.jsonl"
@@ -245,7 +246,7 @@ def test_an_interrupt_while_the_last_checkpoint_is_written(model, config, monkey
         close(self)
 
     monkeypatch.setattr(Checkpoints, "close", interrupted_close)
-    result = Trainer(config, model).train(on_window=stop_all)
+    result = Trainer(config, model).train(callbacks=[AtWindow(stop_all)])
     assert {job.progress.status for job in result.jobs} == {"stopped"}
     assert (result.output_dir / "checkpoints" / "5").is_dir()
 

@@ -11,7 +11,6 @@ from jaxlora import LoraJob, RunConfig
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.data.tokenize import TokenizedData, TokenizedSample
 from jaxlora.train.job_run import JobRun
-from jaxlora.train.progress import Progress
 from jaxlora.train.requests import Requests
 from jaxlora.train.run_log import RunLog, read_events
 from jaxlora.train.windows import Windows
@@ -82,7 +81,7 @@ def drive(tmp_path):
             if run.job.name == "stalls":
                 requests.stop("asked", "enough")  # in the middle of a window
 
-        with contextlib.closing(log), Progress(runs) as progress:
+        with contextlib.closing(log):
             windows = Windows(
                 config,
                 runs,
@@ -91,8 +90,7 @@ def drive(tmp_path):
                 first_round=0,
                 requests=requests,
                 export=export,
-                log=log,
-                progress=progress,
+                send=log.on_event,
             )
             with windows:
                 for number in itertools.count(1):
@@ -160,9 +158,11 @@ def test_a_paused_job_continues_where_it_was(drive):
 
     runs, executor, exported, events = drive(2, after_window)
     mine = [(e["event"], e["step"]) for e in events if e.get("job") == "calm"]
-    changes = [change for change in mine if change[0] in ("paused", "resumed", "job")]
-    assert changes == [("paused", 6), ("resumed", 6), ("job", 12)]
-    assert mine.index(("resumed", 6)) == mine.index(("paused", 6)) + 1
+    changes = [
+        change for change in mine if change[0] in ("job_pause", "job_resume", "job_end")
+    ]
+    assert changes == [("job_pause", 6), ("job_resume", 6), ("job_end", 12)]
+    assert mine.index(("job_resume", 6)) == mine.index(("job_pause", 6)) + 1
     assert [step for kind, step in mine if kind == "step"] == list(range(1, 13))
     assert [step for kind, step in mine if kind == "eval"] == [0, 3, 6, 9, 12]
     assert exported["calm"] == 12 and not executor.steps

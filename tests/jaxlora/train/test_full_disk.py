@@ -9,11 +9,12 @@ import sys
 import pytest
 
 from jaxlora.errors import CheckpointError, StorageError
+from jaxlora.trackers import tensorboard
 from jaxlora.train import run_log
 from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.report import RunResult, write_report
 from jaxlora.train.run_log import RunLog, read_events
-from tests.jaxlora.train import made_run
+from tests.jaxlora.train import made_events, made_run
 
 FULL = """
 import pathlib, resource, sys
@@ -57,7 +58,7 @@ def no_space(*_, **__):
 def test_the_log(tmp_path, monkeypatch):
     """An event that has no room is left out whole, also if a part of it had room."""
     log = RunLog(tmp_path, keep_rounds=None)
-    log.event("window", 1, tokens_per_second=2.0)
+    log.on_event(made_events.window(1))
     write = os.write
 
     def partly(handle, data):
@@ -68,22 +69,20 @@ def test_the_log(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(run_log.os, "write", partly)
         with pytest.raises(StorageError, match=r"metrics\.jsonl cannot be written: No"):
-            log.event("window", 2, tokens_per_second=3.0)
-    log.event("window", 3, tokens_per_second=4.0)
+            log.on_event(made_events.window(2))
+    log.on_event(made_events.window(3))
     log.close()
     assert [e["round"] for e in read_events(tmp_path / "metrics.jsonl")] == [1, 3]
 
 
 @pytest.mark.parametrize("at", ["write", "flush"])
 def test_tensorboard(tmp_path, monkeypatch, capfd, at):
-    log = RunLog(tmp_path, keep_rounds=None)
-    monkeypatch.setattr(run_log.RecordWriter, at, no_space)
+    board = tensorboard.TensorBoard(tmp_path / "tensorboard")
+    monkeypatch.setattr(tensorboard.RecordWriter, at, no_space)
     match = r"tensorboard/events.* cannot be written: No space"
     with pytest.raises(StorageError, match=match):
-        log.event("window", 1, tokens_per_second=2.0)
-        log.close()
-    if at == "write":
-        log.close()
+        board.on_event(made_events.window(1))
+        board.close()
     assert capfd.readouterr().err == ""
 
 
@@ -123,9 +122,12 @@ LINES = [b'{"event": "step", "round": 1, "job": "a", "step": 1, "loss": 2.5}']
         (b'{"event": "window", "round": true}', "round is missing or not a count"),
         (b'{"event": "window", "round": -1}', "round is missing or not a count"),
         (b'{"round": 1}', "event is missing or not a string"),
-        (b'{"event": "job", "round": 1, "job": "a"}', "step is missing or not a count"),
         (
-            b'{"event": "job", "round": 1, "job": ["a"]}',
+            b'{"event": "job_end", "round": 1, "job": "a"}',
+            "step is missing or not a count",
+        ),
+        (
+            b'{"event": "job_end", "round": 1, "job": ["a"]}',
             "job is missing or not a string",
         ),
         (LINES[0].replace(b"2.5", b"NaN"), "NaN is not a number"),

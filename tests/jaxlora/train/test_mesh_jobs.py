@@ -70,7 +70,7 @@ def eventful(meshes, eventful_jobs):
 def changes_of(outcome) -> list[tuple]:
     """Returns what happens to each job between its steps, by round."""
     events = read_events(outcome.result.output_dir / "metrics.jsonl")
-    kinds = "paused", "resumed", "job", "eval"
+    kinds = "job_pause", "job_resume", "job_end", "eval"
     return sorted(
         (e["round"], e["job"], e["event"], e["step"])
         for e in events
@@ -88,8 +88,8 @@ def test_an_eventful_run(eventful, mesh):
     assert ends.pop("job0") == ("stopped early", 2)
     assert {status for status, _ in ends.values()} == {"finished"}
     no_evals = [change for change in changes_of(other) if change[2] != "eval"]
-    assert no_evals[1:3] == [(5, "job2", "paused", 4), (9, "job2", "resumed", 4)]
-    assert (9, "job3", "paused", 8) in no_evals
+    assert no_evals[1:3] == [(5, "job2", "job_pause", 4), (9, "job2", "job_resume", 4)]
+    assert (9, "job3", "job_pause", 8) in no_evals
     is_pinned = other.trainer._layout.stages[0].placement.is_pinned
     assert is_pinned == (mesh == MESHES[1])
 

@@ -12,6 +12,7 @@ from jaxlora.plan import plan_run
 from jaxlora.train.prepare import linear_shapes
 from jaxlora.train.run_log import read_events
 from jaxlora.train.windows import Windows
+from tests.jaxlora.train.at_window import AtWindow
 from tests.oracle import relative_error
 
 
@@ -59,7 +60,7 @@ def adapters(config: RunConfig) -> dict[str, bytes]:
 def changes(config: RunConfig) -> list[tuple]:
     """Returns the kind, job and step of each event."""
     events = read_events(pathlib.Path(config.output_dir) / "metrics.jsonl")
-    kinds = "paused", "resumed", "job"
+    kinds = "job_pause", "job_resume", "job_end"
     return [(e["event"], e["job"], e["step"]) for e in events if e["event"] in kinds]
 
 
@@ -69,13 +70,13 @@ def losses(config: RunConfig) -> list[float]:
 
 
 def at_round(number, call):
-    """For `on_window`: calls a function with the trainer after a round."""
+    """Returns a callback that calls a function with the trainer after a round."""
 
     def on_window(trainer):
         if trainer._round == number:
             call(trainer)
 
-    return on_window
+    return AtWindow(on_window)
 
 
 @pytest.fixture
@@ -89,12 +90,12 @@ def test_a_higher_priority_takes_the_slot(config, model, high, alone):
     """The paused job ends in the same bits, as both ran in windows of their own."""
     with_high = config()
     add = at_round(2, lambda trainer: trainer.add_job(high))
-    result = Trainer(with_high, model).train(on_window=add)
+    result = Trainer(with_high, model).train(callbacks=[add])
     assert changes(with_high) == [
-        ("paused", "low", 2),
-        ("job", "high", 3),
-        ("resumed", "low", 2),
-        ("job", "low", 8),
+        ("job_pause", "low", 2),
+        ("job_end", "high", 3),
+        ("job_resume", "low", 2),
+        ("job_end", "low", 8),
     ]
     assert adapters(with_high)["low"] == adapters(alone)["low"]
     assert losses(with_high) == losses(alone)
@@ -105,16 +106,16 @@ def test_a_higher_priority_takes_the_slot(config, model, high, alone):
 def test_without_preemption_it_waits(config, model, high):
     waits = config(preempt=False)
     add = at_round(2, lambda trainer: trainer.add_job(high))
-    Trainer(waits, model).train(on_window=add)
-    assert changes(waits) == [("job", "low", 8), ("job", "high", 3)]
+    Trainer(waits, model).train(callbacks=[add])
+    assert changes(waits) == [("job_end", "low", 8), ("job_end", "high", 3)]
 
 
 def test_equal_priorities_wait(config, model, high):
     waits = config()
     equal = high.model_copy(update={"priority": 0})
     add = at_round(2, lambda trainer: trainer.add_job(equal))
-    Trainer(waits, model).train(on_window=add)
-    assert changes(waits) == [("job", "low", 8), ("job", "high", 3)]
+    Trainer(waits, model).train(callbacks=[add])
+    assert changes(waits) == [("job_end", "low", 8), ("job_end", "high", 3)]
 
 
 class Killed(BaseException):
@@ -140,14 +141,14 @@ def test_a_kill_while_a_job_is_paused(config, model, low, high, alone, monkeypat
     with monkeypatch.context() as patch:
         killed_at(4, patch)  # two of high's steps are done
         with pytest.raises(Killed):
-            Trainer(killed, model).train(on_window=add)
-    assert changes(killed) == [("paused", "low", 2)]
+            Trainer(killed, model).train(callbacks=[add])
+    assert changes(killed) == [("job_pause", "low", 2)]
     both = config(jobs=(low, high), checkpoint_every=1)
     Trainer(both, model).train(resume=True)
     assert changes(both)[1:] == [
-        ("job", "high", 3),
-        ("resumed", "low", 2),
-        ("job", "low", 8),
+        ("job_end", "high", 3),
+        ("job_resume", "low", 2),
+        ("job_end", "low", 8),
     ]
     assert adapters(both)["low"] == adapters(alone)["low"]
     assert losses(both) == losses(alone)
@@ -157,7 +158,7 @@ def test_pausing_by_request(config, model, alone):
     """Only a paused job is left, so the run ends; a later process lets it continue."""
     paused = config()
     first = Trainer(paused, model)
-    result = first.train(on_window=at_round(4, lambda t: t.pause_job("low", "lunch")))
+    result = first.train(callbacks=[at_round(4, lambda t: t.pause_job("low", "lunch"))])
     (job,) = result.jobs
     assert (job.progress.status, job.progress.reason) == ("paused", "lunch")
     assert not result.interrupted and not adapters(paused)
@@ -167,9 +168,9 @@ def test_pausing_by_request(config, model, alone):
     last.resume_job("low")
     assert last.train(resume=True).jobs[0].progress.status == "finished"
     assert changes(paused) == [
-        ("paused", "low", 4),
-        ("resumed", "low", 4),
-        ("job", "low", 8),
+        ("job_pause", "low", 4),
+        ("job_resume", "low", 4),
+        ("job_end", "low", 8),
     ]
     assert adapters(paused) == adapters(alone)
     assert losses(paused) == losses(alone)
@@ -186,14 +187,14 @@ def test_a_paused_job_gives_its_slot_to_a_waiting_one(config, model, low, high):
         if trainer._round == 4:
             trainer.resume_job("low")
 
-    Trainer(both, model).train(on_window=on_window)
+    Trainer(both, model).train(callbacks=[AtWindow(on_window)])
     assert [(kind, name) for kind, name, _ in changes(both)] == [
-        ("paused", "low"),
-        ("paused", "high"),  # of lower priority
-        ("resumed", "low"),
-        ("job", "low"),
-        ("resumed", "high"),
-        ("job", "high"),
+        ("job_pause", "low"),
+        ("job_pause", "high"),  # of lower priority
+        ("job_resume", "low"),
+        ("job_end", "low"),
+        ("job_resume", "high"),
+        ("job_end", "high"),
     ]
 
 
@@ -201,12 +202,12 @@ def test_a_paused_job_that_is_stopped_is_exported(config, model, low, alone):
     """Its weights are those that it was paused with."""
     stopped = config()
     first = Trainer(stopped, model)
-    first.train(on_window=at_round(2, lambda trainer: trainer.pause_job("low")))
+    first.train(callbacks=[at_round(2, lambda trainer: trainer.pause_job("low"))])
     second = Trainer(stopped, model)
     second.stop_job("low")
     assert second.train(resume=True).jobs[0].progress.status == "stopped"
     short = config("short")
-    Trainer(short, model).train(on_window=at_round(2, lambda t: t.stop_job("low")))
+    Trainer(short, model).train(callbacks=[at_round(2, lambda t: t.stop_job("low"))])
     assert adapters(stopped) == adapters(short) != {}
 
 
@@ -217,7 +218,7 @@ def test_requests_outlive_a_kill(config, model, monkeypatch):
         killed_at(6, patch)
         with pytest.raises(Killed):
             stop = at_round(6, lambda trainer: trainer.stop_job("low", "enough"))
-            Trainer(killed, model).train(on_window=stop)
+            Trainer(killed, model).train(callbacks=[stop])
     (job,) = Trainer(killed, model).train(resume=True).jobs
     assert (job.progress.status, job.progress.reason) == ("stopped", "enough")
     assert job.progress.step == 4  # where the checkpoint was
@@ -248,7 +249,7 @@ def test_a_refused_resume_compiles_nothing(config, model, low, monkeypatch):
     def end_the_run(trainer):
         os.kill(os.getpid(), signal.SIGINT)
 
-    Trainer(config(), model).train(on_window=end_the_run)
+    Trainer(config(), model).train(callbacks=[AtWindow(end_the_run)])
     other = low.model_copy(update={"seed": 5})
 
     def compiles(self, limits):
@@ -266,7 +267,7 @@ def test_a_job_continues_in_another_run(config, model, low, jobs, alone):
     def leave(trainer):
         os.kill(os.getpid(), signal.SIGINT)
 
-    Trainer(left, model).train(on_window=at_round(4, leave))
+    Trainer(left, model).train(callbacks=[at_round(4, leave)])
     changed = low.model_copy(update={"seed": 5, "continue_from": left.output_dir})
     with pytest.raises(CheckpointError, match="job 'low': seed is 100 in the check"):
         Trainer(config("changed", jobs=(changed,)), model).train()
@@ -278,7 +279,7 @@ def test_a_job_continues_in_another_run(config, model, low, jobs, alone):
     assert {s.batch for s in foretold if s.job == 1} == {4, 5, 6, 7}
     result = Trainer(there, model).train()
     assert {job.progress.status for job in result.jobs} == {"finished"}
-    assert changes(there)[0] == ("resumed", "low", 4)
+    assert changes(there)[0] == ("job_resume", "low", 4)
     assert losses(left) + losses(there) == pytest.approx(losses(alone), rel=1e-5)
     shapes = linear_shapes(model)
     ours, wanted = (

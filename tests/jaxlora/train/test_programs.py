@@ -10,6 +10,7 @@ import pytest
 
 from jaxlora import RunConfig, Trainer
 from tests.jaxlora.train import fused
+from tests.jaxlora.train.at_window import AtWindow
 from tests.jaxlora.train.counted_run import counting, interrupt
 
 RUN = ("accumulate", "evaluate", "optimizer_step", "write_slot")
@@ -80,7 +81,7 @@ def test_a_resumed_run_compiles_what_a_fresh_one_does(make_trainer, tmp_path):
 
 def test_resuming_in_the_same_process_compiles_nothing(make_trainer):
     with pytest.raises(RuntimeError, match="stop here"):
-        make_trainer("cut").train(on_window=interrupt)
+        make_trainer("cut").train(callbacks=[AtWindow(interrupt)])
     with counting() as (compiled, _):
         make_trainer("cut").train(resume=True)
     assert {name: compiled[name] for name in RUN} == dict.fromkeys(RUN, 0)

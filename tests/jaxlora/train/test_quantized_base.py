@@ -10,6 +10,7 @@ from jaxlora import LoraJob, RunConfig, Trainer, load_model
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.plan import plan_run
 from tests import tiny
+from tests.jaxlora.train.at_window import AtWindow
 from tests.jaxlora.train.mesh_runs import SUM_ROUNDING
 from tests.jaxlora.train.outcome import Outcome
 
@@ -108,7 +109,7 @@ def test_same_bits_twice_and_after_an_interruption(config, train):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Trainer(settings).train(on_window=interrupt)
+        Trainer(settings).train(callbacks=[AtWindow(interrupt)])
     trainer = Trainer(settings)
     resumed = Outcome(trainer, trainer.train(resume=True), trainer.model)
     assert resumed.result.num_compilations == 0

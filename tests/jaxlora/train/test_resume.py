@@ -18,6 +18,7 @@ from jaxlora.train.run_folder import read_run_record, write_run_record
 from jaxlora.train.run_log import read_events
 from tests import tiny
 from tests.jaxlora.train import fused
+from tests.jaxlora.train.at_window import AtWindow
 
 # Kills itself at the given line of the metrics, wherever the run is just then: the
 # checkpoint of that round is still being written in the background.
@@ -25,14 +26,14 @@ KILL = """
 import os, signal, sys
 from jaxlora.train.prepare import linear_shapes
 from jaxlora.train.run_log import RunLog
-left, event = int(sys.argv[2]), RunLog.event
-def count(self, *args, **values):
+left, write = int(sys.argv[2]), RunLog._write
+def count(self, line):
     global left
-    event(self, *args, **values)
+    write(self, line)
     left -= 1
     if left == 0:
         os.kill(os.getpid(), getattr(signal, sys.argv[3]))
-RunLog.event = count
+RunLog._write = count
 from jaxlora.cli.main import main
 sys.exit(main(["train", sys.argv[1], *sys.argv[4:]]))
 """
@@ -202,7 +203,7 @@ def test_exports_from_a_checkpoint(make_run, tmp_path):
             raise Enough  # a checkpoint of this round is written before it leaves
 
     with pytest.raises(Enough):
-        trainer.train(on_window=stop)
+        trainer.train(callbacks=[AtWindow(stop)])
     run_dir = pathlib.Path(config.output_dir)
     export_checkpoint(run_dir, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job0", "job1"]
@@ -224,7 +225,7 @@ def test_refuses_what_is_not_its_own(make_run, tmp_path):
         if trainer._round == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
-    assert Trainer(config).train(on_window=stop).interrupted
+    assert Trainer(config).train(callbacks=[AtWindow(stop)]).interrupted
     with pytest.raises(CheckpointError, match=r"already holds a run\. Resume it"):
         Trainer(config).train()
 
@@ -267,7 +268,7 @@ def test_resumes_on_another_day(make_run, tmp_path):
         if trainer._round == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
-    assert Trainer(config).train(on_window=stop).interrupted
+    assert Trainer(config).train(callbacks=[AtWindow(stop)]).interrupted
     folder = pathlib.Path(config.output_dir)
     record = read_run_record(folder)
     assert record is not None

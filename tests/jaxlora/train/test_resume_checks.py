@@ -15,9 +15,9 @@ from jaxlora.errors import CheckpointError, DeviceError
 from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.in_flight import InFlight
 from jaxlora.train.prepare import linear_shapes
-from jaxlora.train.progress import Progress
 from jaxlora.train.read_checkpoint import read_newest
 from jaxlora.train.staged_executor import StagedExecutor
+from tests.jaxlora.train.at_window import AtWindow
 from tests.oracle import relative_error
 
 
@@ -63,7 +63,7 @@ def test_other_slots_and_a_job_added_on_resume(config, model, jobs, tmp_path):
     """
     whole = changed(config, output_dir=str(tmp_path / "whole"))
     Trainer(whole, model).train()
-    Trainer(config, model).train(on_window=interrupt_at(1))
+    Trainer(config, model).train(callbacks=[AtWindow(interrupt_at(1))])
     new = jobs[2].model_copy(update={"steps": 1})
     other = changed(
         config,
@@ -91,7 +91,7 @@ def test_more_steps_on_resume(config, model, tmp_path):
     config = changed(config, jobs=(job,), window_steps=1)
     whole = changed(config, jobs=(longer,), output_dir=str(tmp_path / "whole"))
     Trainer(whole, model).train()
-    Trainer(config, model).train(on_window=interrupt_at(2))
+    Trainer(config, model).train(callbacks=[AtWindow(interrupt_at(2))])
     Trainer(changed(config, jobs=(longer,)), model).train(resume=True)
     assert adapters(config) == adapters(whole)
     longest = longer.model_copy(update={"steps": 7})
@@ -101,7 +101,7 @@ def test_more_steps_on_resume(config, model, tmp_path):
 
 def test_a_refused_resume_leaves_the_folder(config, model):
     config = changed(config, jobs=config.jobs[:1], microbatch_tokens="auto")
-    Trainer(config, model).train(on_window=interrupt_at(1))
+    Trainer(config, model).train(callbacks=[AtWindow(interrupt_at(1))])
     folder = pathlib.Path(config.output_dir)
     before = (folder / "run.json").read_text()
     other = config.jobs[0].model_copy(update={"batch_size": 1})
@@ -114,7 +114,7 @@ def test_a_refused_resume_leaves_the_folder(config, model):
 def test_an_older_checkpoint_cannot_follow(config, model):
     config = changed(config, jobs=config.jobs[:1])
     trainer = Trainer(config, model)
-    trainer.train(on_window=interrupt_at(2))
+    trainer.train(callbacks=[AtWindow(interrupt_at(2))])
     folder = trainer.output_dir / "checkpoints"
     found = read_newest(folder)
     with contextlib.closing(Checkpoints(folder)) as saved:
@@ -180,7 +180,7 @@ def test_a_device_that_fails_ends_the_run_in_words(config, model, status, words)
 def test_a_stop_that_was_asked_for_is_kept(config, model):
     name = config.jobs[0].name
     stop = interrupt_at(1, lambda trainer: trainer.stop_job(name, "enough"))
-    Trainer(config, model).train(on_window=stop)
+    Trainer(config, model).train(callbacks=[AtWindow(stop)])
     result = Trainer(config, model).train(resume=True)
     progress = {job.name: job.progress for job in result.jobs}
     assert (progress[name].status, progress[name].reason) == ("stopped", "enough")
@@ -195,14 +195,14 @@ def test_other_held_out_data_is_refused(config, model, tmp_path):
     data = {"path": str(held_out)}
     job = type(job)(**job.model_dump(exclude={"eval_fraction"}) | {"eval_data": data})
     config = changed(config, jobs=(job,))
-    Trainer(config, model).train(on_window=interrupt_at(1))
+    Trainer(config, model).train(callbacks=[AtWindow(interrupt_at(1))])
     held_out.write_text("\n".join(lines[3:6]))
     with pytest.raises(CheckpointError, match="eval_data_fingerprint is"):
         Trainer(config, model).train(resume=True)
 
 
 def test_a_folder_with_checkpoints_is_not_begun_anew(config, model):
-    Trainer(config, model).train(on_window=interrupt_at(2))
+    Trainer(config, model).train(callbacks=[AtWindow(interrupt_at(2))])
     (pathlib.Path(config.output_dir) / "metrics.jsonl").unlink()
     with pytest.raises(CheckpointError, match="already holds a run"):
         Trainer(config, model).train()
@@ -210,7 +210,7 @@ def test_a_folder_with_checkpoints_is_not_begun_anew(config, model):
 
 def test_a_run_that_has_ended_was_not_interrupted(config, model):
     last = max(job.steps for job in config.jobs)
-    result = Trainer(config, model).train(on_window=interrupt_at(last))
+    result = Trainer(config, model).train(callbacks=[AtWindow(interrupt_at(last))])
     assert not result.interrupted
     assert {job.progress.status for job in result.jobs} == {"finished"}
 
@@ -226,14 +226,3 @@ def test_an_infinite_evaluation_ends_its_job(train, jobs, monkeypatch):
     outcome = train(jobs[:2])
     assert outcome.progress[jobs[0].name].status == "failed"
     assert outcome.progress[jobs[1].name].status == "finished"
-
-
-def test_time_left_counts_the_steps_of_this_process(config, model):
-    trainer = Trainer(config, model)
-    for run in trainer.runs:
-        run.update(status="running", slot=0, step=run.num_steps - 1)
-    with Progress(trainer.runs) as progress:
-        assert progress._time_left() == "?"
-        progress._began -= 100
-        trainer.runs[0].update(step=trainer.runs[0].num_steps)
-        assert progress._time_left() == "100 s"

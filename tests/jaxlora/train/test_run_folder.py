@@ -18,6 +18,7 @@ from jaxlora.train.export import export_checkpoint
 from jaxlora.train.run_folder import check_folder, clean_up, prepare_export_folder
 from jaxlora.train.run_log import read_events
 from tests.jaxlora.train import made_run
+from tests.jaxlora.train.at_window import AtWindow
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def test_beside_a_run_that_goes_on(config, model, tmp_path):
 
     second = Trainer(config, model)
     trainer = Trainer(config, model)
-    trainer.train(on_window=beside)
+    trainer.train(callbacks=[AtWindow(beside)])
     assert f"in use by process {os.getpid()} of" in said[0]
     assert re.search("checkpoint after round [12]", said[0])
     folder = trainer.output_dir
@@ -110,7 +111,7 @@ def test_a_run_without_its_checkpoints(config, model):
 
     folder = pathlib.Path(config.output_dir)
     trainer = Trainer(config, model)
-    trainer.train(on_window=interrupt_at(3))
+    trainer.train(callbacks=[AtWindow(interrupt_at(3))])
     other_seed = config.jobs[1].model_copy(update={"seed": 5})
     other = changed(jobs=(config.jobs[0], other_seed))
     is_refused(other, "job 'job1': seed is 101 in the checkpoint and 5 now")
@@ -123,7 +124,7 @@ def test_a_run_without_its_checkpoints(config, model):
     fewer = changed(jobs=config.jobs[:1])
     is_refused(fewer, f"{where}job 'job1' is in run.json but not in this run")
     before = contents(folder / "adapters")
-    Trainer(config, model).train(resume=True, on_window=interrupt_at(1))
+    Trainer(config, model).train(resume=True, callbacks=[AtWindow(interrupt_at(1))])
     assert contents(folder / "adapters") == before  # not the first evaluation's
     (folder / "run.json").unlink()
     is_refused(config, r"a run without run\.json")
@@ -144,7 +145,7 @@ def test_jobs_that_were_added_are_part_of_the_run(config, model):
         trainer.add_job(late)
 
     with pytest.raises(Killed):
-        Trainer(one, model).train(on_window=add)
+        Trainer(one, model).train(callbacks=[AtWindow(add)])
     with pytest.raises(CheckpointError, match="job 'late' is in the checkpoint but"):
         Trainer(one, model).train(resume=True)
     shutil.rmtree(pathlib.Path(one.output_dir) / "checkpoints")

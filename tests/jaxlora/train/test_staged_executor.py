@@ -13,6 +13,7 @@ from jaxlora.train.executor import Window
 from jaxlora.train.layout import Layout
 from jaxlora.train.next_window import pack_window
 from jaxlora.train.staged_executor import StagedExecutor
+from tests.jaxlora.train.at_window import AtWindow
 
 
 class Watched:
@@ -68,7 +69,7 @@ def watched(model, jobs, tmp_path, monkeypatch):
 
     monkeypatch.setattr(jax, "device_get", read)
     monkeypatch.setattr(StagedExecutor, "run", guarded)
-    trainer.train(on_window=on_window)
+    trainer.train(callbacks=[AtWindow(on_window)])
     return "".join(events)
 
 

@@ -15,6 +15,7 @@ from jaxlora.train.next_window import (
     window_samples,
 )
 from jaxlora.train.run_log import read_events
+from tests.jaxlora.train.at_window import AtWindow
 from tests.jaxlora.train.conftest import folder_of
 from tests.jaxlora.train.test_contracts import assert_same_training
 
@@ -95,7 +96,7 @@ def test_rounds_are_steps(train, jobs):
     outcome = train(jobs[:2], window_steps=3)
     events = read_events(folder_of(outcome) / "metrics.jsonl")
     for e in events:
-        if e["event"] in ("step", "eval", "job"):
+        if e["event"] in ("step", "eval", "job_end"):
             assert e["round"] == max(1, e["step"]), e
     assert [e["round"] for e in window_events(outcome)] == [3, 4]
     assert [e["num_rounds"] for e in window_events(outcome)] == [3, 1]
@@ -128,11 +129,12 @@ def test_a_stop_after_a_checkpoint_is_kept(model, jobs, tmp_path):
         window_steps=2,
         checkpoint_every=1,
     )
-    Trainer(config, model).train(on_window=lambda trainer: trainer.stop_job("job1"))
+    stop = AtWindow(lambda trainer: trainer.stop_job("job1"))
+    Trainer(config, model).train(callbacks=[stop])
     (job,) = Trainer(config, model).train(resume=True).jobs
     assert job.progress.status == "stopped" and job.progress.step == 2
     events = read_events(tmp_path / "run" / "metrics.jsonl")
-    assert [e["event"] for e in events].count("job") == 1
+    assert [e["event"] for e in events].count("job_end") == 1
     assert [e["step"] for e in events if e["event"] == "eval"] == [0, 2]
 
 

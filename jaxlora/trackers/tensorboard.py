@@ -1,0 +1,143 @@
+"""Writes TensorBoard files: a run for each job, with the same tags for all."""
+
+import os
+import pathlib
+import socket
+import time
+from typing import Any
+
+from tensorboardX.proto import event_pb2
+from tensorboardX.record_writer import RecordWriter
+from tensorboardX.summary import hparams, scalar
+
+from jaxlora.atomic import make_folder, wrap_os_errors
+from jaxlora.trackers.metrics import (
+    EVAL_LOSS,
+    TRAIN_LOSS,
+    hyperparameters,
+    job_metrics,
+    run_metrics,
+)
+from jaxlora.train.callback import Callback
+from jaxlora.train.events import (
+    Event,
+    JobAddEvent,
+    JobEndEvent,
+    JobEvent,
+    JobInfo,
+    RunStartEvent,
+    WindowEvent,
+)
+
+_proto: Any = event_pb2  # its classes are made when it is imported
+_FLUSH_SECONDS = 30.0
+
+
+class TensorBoard(Callback):
+    """Writes each job's metrics and settings to a folder of its own.
+
+    `tensorboard --logdir` shows each folder as a run, so the curves of all jobs are in
+    one chart. The folder itself holds the metrics of the whole run.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        """Makes the object; files are opened when they are needed.
+
+        Args:
+            folder: Folder for one folder per job.
+        """
+        self._folder = folder
+        self._infos: dict[str, JobInfo] = {}
+        self._boards: dict[pathlib.Path, _Board] = {}
+
+    def on_event(self, event: Event) -> None:
+        """Writes the metrics of an event.
+
+        Raises:
+            StorageError: A file cannot be written.
+        """
+        if isinstance(event, RunStartEvent):
+            self._infos = {info.settings.name: info for info in event.jobs}
+        elif isinstance(event, JobAddEvent):
+            self._infos[event.info.settings.name] = event.info
+        elif isinstance(event, WindowEvent):
+            self._board(self._folder, event.round).add(run_metrics(event), event.round)
+        elif isinstance(event, JobEvent):
+            self._on_job(event)
+
+    def _on_job(self, event: JobEvent) -> None:
+        folder, metrics = self._folder / event.job, job_metrics(event)
+        if metrics:
+            is_new = folder not in self._boards
+            board = self._board(folder, event.step)
+            if is_new and event.job in self._infos:
+                board.add_settings(hyperparameters(self._infos[event.job]))
+            board.add(metrics, event.step)
+        elif isinstance(event, JobEndEvent) and folder in self._boards:
+            self._boards.pop(folder).close()
+
+    def _board(self, folder: pathlib.Path, first_step: int) -> "_Board":
+        if folder not in self._boards:
+            self._boards[folder] = _Board(folder, first_step=first_step)
+        return self._boards[folder]
+
+    def close(self) -> None:
+        """Closes all files.
+
+        Raises:
+            StorageError: The last values cannot be written.
+        """
+        while self._boards:
+            self._boards.popitem()[1].close()
+
+
+class _Board:
+    """Writes a TensorBoard file in the calling thread, so that errors are raised.
+
+    The writer of tensorboardX uses a thread, which only prints its errors.
+    """
+
+    def __init__(self, folder: pathlib.Path, *, first_step: int):
+        # Two runs that start in the same second must not share a file.
+        name = f"{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._path = folder / f"events.out.tfevents.{name}.{time.time_ns()}"
+        with wrap_os_errors(self._path):
+            make_folder(folder)
+            self._writer = RecordWriter(str(self._path))
+        self._flushed = time.monotonic()
+        try:
+            self._write(file_version="brain.Event:2")
+            # TensorBoard drops what a killed process wrote from this step on.
+            start = _proto.SessionLog(status=_proto.SessionLog.START)
+            self._write(step=first_step, session_log=start)
+        except BaseException:
+            self._writer.close()
+            raise
+
+    def add_settings(self, settings: dict[str, str | float | bool]) -> None:
+        """Writes the settings of a job for TensorBoard's table of hyperparameters."""
+        metrics = {TRAIN_LOSS: 0.0, EVAL_LOSS: 0.0}
+        experiment, start, _ = hparams(settings, metrics)
+        self._write(summary=experiment)
+        self._write(summary=start)
+
+    def add(self, metrics: dict[str, float], step: int) -> None:
+        """Writes values of one step, by tag."""
+        for tag, value in metrics.items():
+            self._write(step=step, summary=scalar(tag, value))
+
+    def _write(self, **fields: Any) -> None:
+        event = _proto.Event(wall_time=time.time(), **fields)
+        with wrap_os_errors(self._path):
+            self._writer.write(event.SerializeToString())
+            if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+                self._writer.flush()
+                self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        """Writes what is left, and closes the file."""
+        with wrap_os_errors(self._path):
+            try:
+                self._writer.flush()
+            finally:
+                self._writer.close()

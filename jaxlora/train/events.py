@@ -1,0 +1,286 @@
+"""Events of a run, as callbacks receive them.
+
+Every event is a frozen dataclass. A callback has one method for each kind of event; see
+`jaxlora.train.callback`. Events are sent by the thread that trains, in the order in
+which things happen.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from jaxlora.config import LoraJob
+from jaxlora.train.job_run import JobProgress, JobRun
+
+# The fields of a job's event that metrics.jsonl does not repeat in every line.
+_NOT_LOGGED = ("progress", "num_steps", "round", "job")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JobInfo:
+    """A job when it enters a run.
+
+    Attributes:
+        settings: Settings of the job.
+        rank: Largest LoRA rank of its modules.
+        num_modules: Number of modules that it adapts.
+        num_steps: Optimizer steps in all.
+        batch_tokens: Mean number of tokens of a global batch.
+        progress: Its progress, which is not at its start if the run was resumed.
+    """
+
+    settings: LoraJob
+    rank: int
+    num_modules: int
+    num_steps: int
+    batch_tokens: float
+    progress: JobProgress
+
+    @staticmethod
+    def of(run: JobRun) -> "JobInfo":
+        """Describes a job of a run."""
+        return JobInfo(
+            settings=run.job,
+            rank=run.largest_rank,
+            num_modules=len(run.start.modules),
+            num_steps=run.num_steps,
+            batch_tokens=run.batch_tokens,
+            progress=run.progress,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """Something that happened in a run.
+
+    Attributes:
+        kind: Kind of the event. Callbacks receive it in the method `on_<kind>`.
+        is_logged: Whether metrics.jsonl has a line for each event of this kind.
+        round: Round that it belongs to. A round is one optimizer step of every
+            running job.
+    """
+
+    kind: ClassVar[str]
+    is_logged: ClassVar[bool] = False
+
+    round: int
+
+    def values(self) -> dict[str, Any]:
+        """Returns the JSON values that describe the event in metrics.jsonl."""
+        fields = (field.name for field in dataclasses.fields(self))
+        return {name: getattr(self, name) for name in fields if name != "round"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunStartEvent(Event):
+    """The run begins, or goes on in this process.
+
+    Attributes:
+        jobs: The jobs, in the order in which they were given.
+        output_dir: Folder of the run.
+        num_slots: Number of jobs that train at the same time.
+        is_resumed: Whether the run goes on from a checkpoint.
+    """
+
+    kind = "run_start"
+
+    jobs: tuple[JobInfo, ...]
+    output_dir: pathlib.Path
+    num_slots: int
+    is_resumed: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JobAddEvent(Event):
+    """A job joins the run while it trains; it starts when a slot is free.
+
+    Attributes:
+        info: The job.
+    """
+
+    kind = "job_add"
+
+    info: JobInfo
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JobEvent(Event):
+    """Something that happened to one job.
+
+    Attributes:
+        job: Name of the job.
+        progress: Its status, steps and losses after the event.
+        num_steps: Its optimizer steps in all.
+    """
+
+    is_logged = True
+
+    job: str
+    progress: JobProgress
+    num_steps: int
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that the job has done."""
+        return self.progress.step
+
+    def values(self) -> dict[str, Any]:
+        """Returns the JSON values that describe the event in metrics.jsonl."""
+        fields = (field.name for field in dataclasses.fields(self))
+        own = {name: getattr(self, name) for name in fields if name not in _NOT_LOGGED}
+        return {"job": self.job, "step": self.step} | own
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JobStartEvent(JobEvent):
+    """A job gets a slot for the first time.
+
+    Attributes:
+        slot: The slot.
+    """
+
+    kind = "job_start"
+
+    slot: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JobPauseEvent(JobEvent):
+    """A job leaves its slot with all its state.
+
+    Attributes:
+        reason: Text that says why.
+    """
+
+    kind = "job_pause"
+
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JobResumeEvent(JobEvent):
+    """A job that was paused continues.
+
+    Attributes:
+        slot: The slot, possibly another one than before.
+    """
+
+    kind = "job_resume"
+
+    slot: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepEvent(JobEvent):
+    """A job has done an optimizer step.
+
+    Attributes:
+        loss: Mean over the global batch's target tokens before the step, in nats.
+        grad_norm: Norm of the adapter's gradient, before clipping.
+        learning_rate: Learning rate of the step.
+        num_tokens: Tokens of the global batch, prompts included.
+        num_target_tokens: Tokens whose loss counts.
+    """
+
+    kind = "step"
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    num_tokens: int
+    num_target_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EvalEvent(JobEvent):
+    """A job was evaluated on its held-out samples.
+
+    Attributes:
+        eval_loss: Mean over the held-out target tokens, in nats.
+        is_best: Whether it is the job's lowest loss so far.
+    """
+
+    kind = "eval"
+
+    eval_loss: float
+    is_best: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JobEndEvent(JobEvent):
+    """A job has ended; its adapter is exported, unless it failed or never began.
+
+    Attributes:
+        status: `finished`, `stopped`, `stopped early` or `failed`.
+        reason: Text that says why.
+    """
+
+    kind = "job_end"
+
+    status: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WindowEvent(Event):
+    """A window has ended: some optimizer steps of every running job.
+
+    Attributes:
+        num_rounds: Rounds of the window.
+        num_tokens: Tokens trained on, without padding.
+        seconds: Duration, without evaluations and exports.
+        tokens_per_second: Speed of the window.
+        num_microbatches: Microbatches that ran.
+        fill: Share of their rows that hold tokens.
+        planned_ahead: Whether the window was planned while the one before ran.
+        planning_seconds: Time that training waited for the plan.
+        left_out: Samples that did not run because their job had ended, by job.
+        pipeline: Estimates for a pipeline of stages, by name; empty without stages.
+    """
+
+    kind = "window"
+    is_logged = True
+
+    num_rounds: int
+    num_tokens: int
+    seconds: float
+    tokens_per_second: float
+    num_microbatches: int
+    fill: float
+    planned_ahead: bool
+    planning_seconds: float
+    left_out: Mapping[str, int]
+    pipeline: Mapping[str, Any]
+
+    def values(self) -> dict[str, Any]:
+        """Returns the JSON values that describe the event in metrics.jsonl."""
+        fields = (field.name for field in dataclasses.fields(self))
+        own = {n: getattr(self, n) for n in fields if n not in ("round", "pipeline")}
+        return own | dict(self.pipeline)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointEvent(Event):
+    """A checkpoint is being written; its folder appears when it is complete.
+
+    Attributes:
+        folder: Folder of the checkpoint.
+    """
+
+    kind = "checkpoint"
+
+    folder: pathlib.Path
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunEndEvent(Event):
+    """The run ends in this process, and its last checkpoint is written.
+
+    Attributes:
+        is_interrupted: Whether jobs are left that `--resume` can continue.
+    """
+
+    kind = "run_end"
+
+    is_interrupted: bool

@@ -1,0 +1,47 @@
+"""Opens the callbacks that every run has: its log, its display and its trackers."""
+
+import contextlib
+import pathlib
+
+from jaxlora.config import RunConfig
+from jaxlora.distributed import processes
+from jaxlora.trackers.tensorboard import TensorBoard
+from jaxlora.train.callback import Callback
+from jaxlora.train.progress import Progress
+from jaxlora.train.run_log import RunLog
+from jaxlora.train.run_status import StatusTracker
+
+
+def open_callbacks(
+    config: RunConfig,
+    folder: pathlib.Path,
+    keep_rounds: int | None,
+    opened: contextlib.ExitStack,
+) -> list[Callback]:
+    """Opens the callbacks of a run, in the order in which they receive events.
+
+    Args:
+        config: The run.
+        folder: Folder of the run.
+        keep_rounds: Rounds done at the checkpoint that the run resumes from; None if
+            it is new.
+        opened: Closes them.
+
+    Returns:
+        The callbacks; none on processes other than the first.
+
+    Raises:
+        CheckpointError: The log of the resumed run is damaged.
+        StorageError: A file cannot be written.
+    """
+    if not processes.is_first():
+        return []
+    log = RunLog(folder, keep_rounds=keep_rounds)
+    opened.callback(log.close)
+    board = TensorBoard(folder / "tensorboard")
+    opened.callback(board.close)
+    tracker = StatusTracker()
+    progress = Progress(tracker, log_every=config.log_every)
+    opened.callback(progress.close)
+    progress.start()
+    return [log, board, tracker, progress]

@@ -1,0 +1,155 @@
+"""The state of a run as its events tell it, for displays and for other processes."""
+
+import collections
+import dataclasses
+import time
+
+from jaxlora.train.callback import Callback
+from jaxlora.train.events import (
+    Event,
+    JobAddEvent,
+    JobEvent,
+    JobInfo,
+    RunStartEvent,
+    WindowEvent,
+)
+from jaxlora.train.job_run import JobProgress
+from jaxlora.train.saved_fields import STRICT, JobName
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JobStatus:
+    """State of one job.
+
+    Attributes:
+        name: Name of the job.
+        rank: Largest LoRA rank of its modules.
+        num_steps: Optimizer steps in all.
+        batch_tokens: Mean number of tokens of a global batch.
+        progress: Its status, slot, steps and losses.
+    """
+
+    __pydantic_config__ = STRICT
+
+    name: JobName
+    rank: int
+    num_steps: int
+    batch_tokens: float
+    progress: JobProgress
+
+    @staticmethod
+    def of(info: JobInfo) -> "JobStatus":
+        """Returns the state of a job when it enters a run."""
+        return JobStatus(
+            name=info.settings.name,
+            rank=info.rank,
+            num_steps=info.num_steps,
+            batch_tokens=info.batch_tokens,
+            progress=info.progress,
+        )
+
+    @property
+    def done_tokens(self) -> float:
+        """Tokens of the optimizer steps done, by the mean size of a global batch."""
+        return self.progress.step * self.batch_tokens
+
+    @property
+    def total_tokens(self) -> float:
+        """Tokens of all steps; a job that has ended does no further ones."""
+        steps = self.progress.step if self.progress.is_over else self.num_steps
+        return steps * self.batch_tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunStatus:
+    """State of a run.
+
+    Attributes:
+        jobs: The jobs, in the order in which they joined.
+        round: Rounds done.
+        num_slots: Number of jobs that train at the same time.
+        tokens_per_second: Speed of the latest window; None before the first.
+        bubble: Estimated share of the time in which pipeline stages are idle in the
+            latest window; None without stages.
+        seconds_left: Estimated time until all jobs have ended; None if unknown.
+    """
+
+    __pydantic_config__ = STRICT
+
+    jobs: tuple[JobStatus, ...]
+    round: int
+    num_slots: int
+    tokens_per_second: float | None = None
+    bubble: float | None = None
+    seconds_left: float | None = None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of jobs by status, of those that occur."""
+        found = collections.Counter(str(job.progress.status) for job in self.jobs)
+        order = ("running", "waiting", "paused", "finished")
+        return {s: found[s] for s in dict.fromkeys((*order, *found)) if found[s]}
+
+    @property
+    def done_fraction(self) -> float:
+        """Share of the tokens of all jobs that is done, between 0 and 1."""
+        total = sum(job.total_tokens for job in self.jobs)
+        return sum(job.done_tokens for job in self.jobs) / total if total else 1.0
+
+
+class StatusTracker(Callback):
+    """Follows a run's events, and returns its state at any time."""
+
+    def __init__(self):
+        self._status = RunStatus(jobs=(), round=0, num_slots=0)
+        self._jobs: dict[str, JobStatus] = {}
+        self._began = time.perf_counter()
+        self._done_before: dict[str, float] = {}  # tokens before this process
+
+    def on_event(self, event: Event) -> None:
+        """Takes up an event."""
+        if isinstance(event, RunStartEvent):
+            self._start(event)
+        elif isinstance(event, JobAddEvent):
+            self._add(event.info)
+        elif isinstance(event, JobEvent):
+            self._jobs[event.job] = dataclasses.replace(
+                self._jobs[event.job], progress=event.progress
+            )
+        elif isinstance(event, WindowEvent):
+            self._status = dataclasses.replace(
+                self._status,
+                round=event.round,
+                tokens_per_second=event.tokens_per_second,
+                bubble=event.pipeline.get("bubble"),
+            )
+
+    def _start(self, event: RunStartEvent) -> None:
+        self._status = RunStatus(jobs=(), round=event.round, num_slots=event.num_slots)
+        self._began = time.perf_counter()
+        self._jobs.clear()
+        self._done_before.clear()
+        for info in event.jobs:
+            self._add(info)
+
+    def _add(self, info: JobInfo) -> None:
+        job = JobStatus.of(info)
+        self._jobs[job.name], self._done_before[job.name] = job, job.done_tokens
+
+    def status(self) -> RunStatus:
+        """Returns the state of the run now."""
+        jobs = tuple(self._jobs.values())
+        return dataclasses.replace(
+            self._status, jobs=jobs, seconds_left=self._seconds_left(jobs)
+        )
+
+    def _seconds_left(self, jobs: tuple[JobStatus, ...]) -> float | None:
+        """Estimates the time left from the share of all tokens done in this process."""
+        done = sum(job.done_tokens for job in jobs)
+        done_here = done - sum(self._done_before.values())
+        left = sum(job.total_tokens for job in jobs) - done
+        if not left:
+            return 0.0
+        if not done_here:
+            return None
+        return (time.perf_counter() - self._began) * left / done_here

@@ -1,0 +1,125 @@
+"""The files by which a run is resumed: record, checkpoints, exported adapters."""
+
+import logging
+import pathlib
+from collections.abc import Mapping
+
+from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.export_record import ExportRecord
+from jaxlora.adapters.peft_export import export_peft
+from jaxlora.adapters.slots import ParkedSlot
+from jaxlora.distributed import processes
+from jaxlora.hf.load import BaseModel
+from jaxlora.hf.names import linear_names
+from jaxlora.train import agreement
+from jaxlora.train.checkpoint import Checkpoints
+from jaxlora.train.job_run import JobRun
+from jaxlora.train.read_checkpoint import ReadCheckpoint
+from jaxlora.train.run_folder import (
+    ADAPTERS,
+    CHECKPOINTS,
+    prepare_export_folder,
+    read_run_record,
+    write_run_record,
+)
+from jaxlora.train.run_identity import RunIdentity
+from jaxlora.train.run_lock import RunLock
+from jaxlora.train.saved_run import RunRecord, SavedRun
+
+logger = logging.getLogger(__name__)
+
+
+class RunStore:
+    """Writes the record and the checkpoints of a run, and finds them on resume.
+
+    Of several processes only the first writes; the others make the same calls.
+
+    Attributes:
+        record: Record of the run as it is on the disk; None if there is none yet.
+    """
+
+    def __init__(
+        self, folder: pathlib.Path, lock: RunLock, *, keep: int, is_resumed: bool
+    ):
+        """Opens the files of a run; changes none of them.
+
+        Args:
+            folder: Folder of the run.
+            lock: Lock of the folder, which is held.
+            keep: Number of checkpoints to keep.
+            is_resumed: Whether the run goes on from what is on the disk.
+
+        Raises:
+            CheckpointError: A file is damaged, or processes see different checkpoints.
+        """
+        self._folder, self._lock = folder, lock
+        self.record: RunRecord | None = None
+        if is_resumed and processes.is_first():
+            self.record = read_run_record(folder)
+        checkpoints = folder / CHECKPOINTS
+        self._is_anew = agreement.newest_for_all(checkpoints) is None
+        if is_resumed and self._is_anew:
+            logger.warning("there is no complete checkpoint: training from the start")
+        is_first = processes.is_first()
+        self._checkpoints = Checkpoints(checkpoints, keep=keep, is_writer=is_first)
+
+    def restore(self, identity: RunIdentity) -> ReadCheckpoint | None:
+        """Reads the newest checkpoint; None if there is none.
+
+        Raises:
+            CheckpointError: It is damaged, or is of another run.
+        """
+        return None if self._is_anew else self._checkpoints.restore(identity)
+
+    def latest(self) -> int | None:
+        """Rounds done at the newest checkpoint; None if there is none."""
+        return self._checkpoints.latest()
+
+    def write_record(self, record: RunRecord) -> None:
+        """Writes the run's record if it has changed."""
+        if processes.is_first() and record != self.record:
+            write_run_record(self._folder, record)
+            self.record = record
+
+    def save(
+        self, number: int, states: Mapping[str, ParkedSlot], run: SavedRun
+    ) -> pathlib.Path:
+        """Starts writing a checkpoint, and returns its folder; see `Checkpoints.save`.
+
+        Raises:
+            CheckpointError: This checkpoint, or the one before, could not be written.
+        """
+        if processes.is_first():
+            self._lock.check()
+        self._checkpoints.save(number, states, run)
+        return self._folder / CHECKPOINTS / str(number)
+
+    def close(self) -> None:
+        """Waits until the last checkpoint is on the disk."""
+        self._checkpoints.close()
+
+
+def export_job(
+    run: JobRun, adapter: Adapter, model: BaseModel, folder: pathlib.Path, lock: RunLock
+) -> None:
+    """Writes a job's adapter to its folder in a run, unless a later one is there.
+
+    Args:
+        run: The job.
+        adapter: Its weights now.
+        model: The base model.
+        folder: Folder of the run.
+        lock: Lock of that folder, which is held.
+    """
+    step, target = run.progress.step, folder / ADAPTERS / run.job.name
+    lock.check()
+    if not prepare_export_folder(target, step):
+        return
+    export_peft(
+        adapter,
+        target,
+        base_model=model.source,
+        revision=model.revision,
+        linear_names=linear_names(model.config),
+        record=ExportRecord(job=run.job.name, step=step),
+    )

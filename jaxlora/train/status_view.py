@@ -1,0 +1,109 @@
+"""Shows the state of a run in a few lines, in the order that matters.
+
+One overall bar comes first, then the number of jobs by status, then a line for each job
+that runs; jobs that have ended are only counted. So forty jobs fit on a terminal of 24
+lines, and what does not fit is counted as well.
+"""
+
+import dataclasses
+import datetime
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from jaxlora.console import literal
+from jaxlora.train.run_status import JobStatus, RunStatus
+
+_NARROW = 64  # columns below which jobs have no bars
+_ORDER = ("running", "paused", "waiting")
+_STYLES = {"failed": "red", "running": "green", "paused": "yellow"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StatusView:
+    """What rich prints for the state of a run.
+
+    Attributes:
+        status: State of the run.
+        max_lines: Lines that may be used, at least 4; None: as many as needed.
+    """
+
+    status: RunStatus
+    max_lines: int | None = None
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        is_narrow = options.max_width < _NARROW
+        yield from _head(self.status, is_narrow)
+        jobs = _current(self.status.jobs)
+        room = len(jobs) if self.max_lines is None else self.max_lines - 3
+        shown = jobs if len(jobs) <= room + 1 else jobs[:room]
+        if shown:
+            yield _job_lines(shown, is_narrow)
+        if left := jobs[len(shown) :]:
+            yield Text(f"+ {len(left)} more", style="dim")
+
+
+def _current(jobs: Sequence[JobStatus]) -> list[JobStatus]:
+    """Returns the jobs that have not ended, running ones first."""
+    current = [job for job in jobs if not job.progress.is_over]
+    return sorted(current, key=lambda job: _ORDER.index(job.progress.status))
+
+
+def _head(status: RunStatus, is_narrow: bool) -> Iterator[Table | Text]:
+    """Yields the overall bar, and the number of jobs by status."""
+    line = Table.grid(padding=(0, 1), expand=True)
+    line.add_column(ratio=1)
+    line.add_column(no_wrap=True, justify="right")
+    words = [f"{status.done_fraction:.0%}"]
+    if status.tokens_per_second is not None and not is_narrow:
+        words.append(f"{status.tokens_per_second:,.0f} tok/s")
+    if status.bubble is not None and not is_narrow:
+        words.append(f"bubble {status.bubble:.1%} by estimate")
+    words.append(f"{format_seconds(status.seconds_left)} left")
+    bar = ProgressBar(total=1.0, completed=status.done_fraction)
+    line.add_row(bar, literal("  ".join(words)))
+    yield line
+    counts = Text(no_wrap=True, overflow="ellipsis")
+    for kind, count in status.counts.items():
+        counts.append(f"{', ' if counts else ''}{count} {kind}", _STYLES.get(kind, ""))
+    yield counts
+
+
+def _job_lines(jobs: Sequence[JobStatus], is_narrow: bool) -> Table:
+    lines = Table.grid(padding=(0, 1), expand=True)
+    lines.add_column(no_wrap=True, overflow="ellipsis", ratio=None if is_narrow else 2)
+    if not is_narrow:
+        lines.add_column(ratio=3)
+    for _ in range(3):
+        lines.add_column(no_wrap=True, justify="right")
+    for job in jobs:
+        p = job.progress
+        is_running = p.status == "running"
+        cells = [
+            literal(job.name),
+            ProgressBar(total=job.num_steps, completed=p.step),
+            literal(f"{p.step}/{job.num_steps}"),
+            literal(format_loss("loss", p.last_loss) if is_running else p.status),
+            literal(format_loss("eval", p.best_eval)),
+        ]
+        if is_narrow:
+            del cells[1]
+        lines.add_row(*cells, style="" if is_running else "dim")
+    return lines
+
+
+def format_loss(name: str, loss: float | None) -> str:
+    """Formats a loss with its name; empty if there is none."""
+    return "" if loss is None else f"{name} {loss:.3f}"
+
+
+def format_seconds(seconds: float | None) -> str:
+    """Formats a duration as hours, minutes and seconds; `?` if it is unknown."""
+    if seconds is None:
+        return "?"
+    return str(datetime.timedelta(seconds=round(seconds)))

@@ -1,0 +1,108 @@
+"""Callbacks receive every event with what it carries, and may steer the run."""
+
+import pathlib
+
+import pytest
+
+from jaxlora import Callback, RunConfig, Trainer
+from jaxlora.train.run_log import read_events
+
+
+@pytest.fixture
+def config(model, jobs, tmp_path) -> RunConfig:
+    """Three jobs in two slots."""
+    return RunConfig(
+        model=str(model.folder),
+        output_dir=str(tmp_path / "run"),
+        jobs=[jobs[0], jobs[1].model_copy(update={"steps": 6}), jobs[2]],
+        max_concurrent_jobs=2,
+        slot_rank=8,
+        slot_targets="all-linear",
+        slot_dropout=True,
+        microbatch_tokens=512,
+        block_tokens=16,
+        checkpoint_every=4,
+    )
+
+
+class Recorder(Callback):
+    """Keeps all events."""
+
+    def __init__(self):
+        self.events = []
+
+    def on_event(self, event):
+        super().on_event(event)
+        self.events.append(event)
+
+    def kinds(self, job: str | None = None) -> list[str]:
+        found = [e for e in self.events if job in (None, getattr(e, "job", None))]
+        return [event.kind for event in found]
+
+
+def test_events_carry_what_happened(config, model):
+    recorder = Recorder()
+    result = Trainer(config, model).train(callbacks=[recorder])
+    events = recorder.events
+    assert recorder.kinds()[0] == "run_start" and recorder.kinds()[-1] == "run_end"
+    assert [i.settings for i in events[0].jobs] == list(config.jobs)
+    assert recorder.kinds("job2")[:2] == ["job_start", "eval"]
+    assert recorder.kinds("job2")[-1] == "job_end"
+    for job in result.jobs:
+        mine = [e for e in events if getattr(e, "job", None) == job.name]
+        assert mine[-1].progress == job.progress
+        steps = [e for e in mine if e.kind == "step"]
+        assert [e.step for e in steps] == list(range(1, job.num_steps + 1))
+        assert steps[-1].loss == job.progress.last_loss
+        assert sum(e.num_tokens for e in steps) == job.progress.num_tokens
+        assert {e.num_steps for e in mine} == {job.num_steps}
+        best = min((e for e in mine if e.kind == "eval"), key=lambda e: e.eval_loss)
+        assert best.is_best and best.step == job.progress.best_step
+    folders = [e.folder for e in events if e.kind == "checkpoint"]
+    assert all(folder.parent.name == "checkpoints" for folder in folders)
+    assert folders[-1].is_dir() and folders[-1].name == str(events[-1].round)
+    assert not events[-1].is_interrupted
+    # The log has the same events, in the same order.
+    logged = read_events(pathlib.Path(config.output_dir) / "metrics.jsonl")
+    assert [e["event"] for e in logged] == [e.kind for e in events if e.is_logged]
+
+
+class StopAt(Callback):
+    """Stops a job at a step, and pauses another."""
+
+    def on_step(self, event):
+        if (event.job, event.step) == ("job0", 2):
+            self.trainer.stop_job("job0", f"loss {event.loss:.1f} is good")
+            self.trainer.pause_job("job1")
+
+
+def test_a_callback_stops_and_pauses_jobs(config, model):
+    result = Trainer(config, model).train(callbacks=[StopAt()])
+    first, second, _ = (job.progress for job in result.jobs)
+    assert (first.status, first.step) == ("stopped", 2)
+    assert first.reason.endswith("is good") and second.status == "paused"
+
+
+class FailsAt(Callback):
+    """Raises an exception in the middle of a window."""
+
+    def on_step(self, event):
+        if event.step == 2:
+            raise LookupError("not in my table")
+
+
+def test_a_callback_that_fails_loses_no_step(config, model, tmp_path):
+    """The window ends and is saved; a resumed run ends like one without a failure."""
+    recorder = Recorder()
+    with pytest.raises(LookupError, match="not in my table") as raised:
+        Trainer(config, model).train(callbacks=[FailsAt(), recorder])
+    assert raised.value.__notes__ == ["It was raised by FailsAt.on_step."]
+    assert recorder.kinds()[-3:] == ["window", "checkpoint", "run_end"]
+    assert recorder.events[-1].is_interrupted and recorder.events[-1].round == 4
+    resumed = Trainer(config, model).train(resume=True)
+    whole = config.model_copy(update={"output_dir": str(tmp_path / "whole")})
+    calm = Trainer(whole, model).train()
+    for ours, wanted in zip(resumed.jobs, calm.jobs, strict=True):
+        assert ours.progress == wanted.progress
+        path = "adapter_model.safetensors"
+        assert (ours.folder / path).read_bytes() == (wanted.folder / path).read_bytes()
