@@ -161,9 +161,9 @@ def with_other_rows(p: Problem, slot: int) -> Problem:
 
 
 CASES = {
-    "y": ({"features": (192,), "n": 320, "columns": True, "bias": True}, False),
-    "dx with outer products": ({"features": (128, 320), "n": 320}, True),
-    "masked dx": ({"features": (128, 192), "n": 192, "dropout": True}, False),
+    "y": ({"features": (128,), "n": 384, "columns": True, "bias": True}, False),
+    "dx with outer products": ({"features": (128, 384), "n": 384}, True),
+    "masked dx": ({"features": (128, 256), "n": 128, "dropout": True}, False),
 }
 
 

@@ -50,8 +50,8 @@ def _masks(kind, x, num_projections):
 @pytest.mark.parametrize(
     ("k", "rank", "num_projections", "dtype", "masks", "has_factors"),
     [
-        (192, 16, 1, jnp.bfloat16, None, True),
-        (320, 16, 2, jnp.float16, "words", False),
+        (128, 16, 1, jnp.bfloat16, None, True),
+        (384, 16, 2, jnp.float16, "words", False),
         (128, 128, 3, jnp.bfloat16, "bits", False),
     ],
     ids=["factors", "masks", "too many ranks for one read"],

@@ -65,30 +65,30 @@ def time_jax(
 ) -> Iterator[Timed]:
     """Times JAX methods; the name of the pass says whether a time is sustained."""
     groups, routing = operands(case)
-    runs: dict[tuple[str, str], Callable] = {}
+    runs: dict[tuple[str, str], tuple] = {}  # functions with their arguments
     for name in methods:
-        inputs = prepared(name, groups)
+        inputs = prepared(name, groups), routing
         for what in ("forward", "both"):
-            run = jax.jit(call(name, routing, with_gradient=what == "both"))
-            runs[name, what] = functools.partial(run, inputs)
+            run = jax.jit(call(name, with_gradient=what == "both"))
+            runs[name, what] = run, *inputs
     repeats_a_round = -(-repeats // ROUNDS)
-    cool = lambda run: device_times(run, repeats=repeats_a_round)
+    cool = lambda run, *args: device_times(run, *args, repeats=repeats_a_round)
     for (name, what), found in _in_rounds(runs, cool).items():
         yield name, what, Timing.of(found)
     if not seconds:
         return
-    busy = lambda run: [sustained(run, seconds / ROUNDS)]
+    busy = lambda *run: [sustained(functools.partial(*run), seconds / ROUNDS)]
     for (name, what), found in _in_rounds(runs, busy).items():
         yield name, f"{what}, sustained", Timing.of(found)
 
 
 def _in_rounds[Key](
-    runs: dict[Key, Callable], measure: Callable[[Callable], list[float]]
+    runs: dict[Key, tuple], measure: Callable[..., list[float]]
 ) -> dict[Key, list[float]]:
     times: dict[Key, list[float]] = {key: [] for key in runs}
     for _ in range(ROUNDS):
         for key, run in runs.items():
-            times[key] += measure(run)
+            times[key] += measure(*run)
     return times
 
 

@@ -42,7 +42,7 @@ jax.tree_util.register_dataclass(Group)
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Inputs that all linears of a case share.
+    """Inputs that all linears of a case share, as a pytree.
 
     Attributes:
         scaling: Scaling of each adapter, float32 G.
@@ -66,6 +66,13 @@ class Routing:
         seed, step = jnp.arange(g), jnp.zeros(g, jnp.int32)
         key = dropout_keys(seed, step, layer=0, projection=projection)
         return Dropout(key, jnp.full(g, self.rate), self.token_index)
+
+
+jax.tree_util.register_dataclass(
+    Routing,
+    data_fields=["scaling", "rank", "block_adapter", "token_index"],
+    meta_fields=["rate"],
+)
 
 
 def operands(case: KernelCase) -> tuple[list[Group], Routing]:
@@ -237,11 +244,13 @@ def prepared(method: str, groups: Sequence[Group]) -> list[Group]:
     ]
 
 
-def call(method: str, routing: Routing, *, with_gradient: bool) -> Callable:
-    """Returns a function that applies a method, by name, to a case's groups."""
-    return functools.partial(
-        passes, METHODS[method], routing=routing, with_gradient=with_gradient
-    )
+def call(method: str, *, with_gradient: bool) -> Callable:
+    """Returns a function that applies a method, by name, to (groups, routing).
+
+    They must be arguments of the compiled program. XLA computes in advance what follows
+    from constants, which took minutes, and which no model's operands are.
+    """
+    return functools.partial(passes, METHODS[method], with_gradient=with_gradient)
 
 
 def unsupported(method: str, case: KernelCase) -> str | None:

@@ -35,10 +35,10 @@ def run(case_index: int, method: str, calls: int) -> None:
             step()
         return
     groups, routing = operands(case)
-    function = jax.jit(call(method, routing, with_gradient=True))
+    function = jax.jit(call(method, with_gradient=True))
     inputs = prepared(method, groups)
     for _ in range(calls):
-        jax.block_until_ready(function(inputs))
+        jax.block_until_ready(function(inputs, routing))
 
 
 def bytes_per_call(case_index: int, method: str) -> float:

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 
+from jaxlora.bench.kernels import benchmark
 from jaxlora.bench.kernels.methods import (
     FROZEN,
     METHODS,
@@ -18,7 +19,7 @@ CASE = KernelCase("small", 512, ((128, (128, 64)),), ranks=(8, 16), rate=0.0)
 def test_methods_without_dropout_agree():
     groups, routing = operands(CASE)
     outputs = {
-        name: jax.jit(call(name, routing, with_gradient=False))(groups)[0]
+        name: jax.jit(call(name, with_gradient=False))(groups, routing)[0]
         for name in METHODS
         if name != FROZEN and unsupported(name, CASE) is None
     }
@@ -28,6 +29,20 @@ def test_methods_without_dropout_agree():
         for y, right in zip(found, expected, strict=True):
             error = np.abs(np.float32(y) - np.float32(right)).max()
             assert error < 0.05 * np.abs(np.float32(right)).max()
+
+
+def test_programs_get_their_operands_as_arguments(monkeypatch):
+    """XLA would compute products of constants when it compiles."""
+
+    def device_times(run, *args, repeats):
+        assert jax.make_jaxpr(run)(*args).consts == []
+        return [1.0] * repeats
+
+    monkeypatch.setattr(benchmark, "device_times", device_times)
+    found = list(benchmark.time_jax(CASE, 3, [FROZEN, "jaxlora xla"], 0.0))
+    assert [(name, what) for name, what, _ in found] == [
+        (name, what) for name in (FROZEN, "jaxlora xla") for what in ("forward", "both")
+    ]
 
 
 def test_shapes_of_a_layer():
