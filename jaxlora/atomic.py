@@ -9,6 +9,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
+from typing import IO
 
 import safetensors
 
@@ -32,6 +33,17 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 
 def write_bytes(path: str | os.PathLike, data: bytes) -> None:
     """Writes a file of bytes in the same way as `write_text`."""
+    with new_file(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def new_file(path: str | os.PathLike) -> Iterator[IO[bytes]]:
+    """Yields a file that replaces `path` when the block ends without an error.
+
+    Raises:
+        StorageError: The file cannot be written; the old file is unchanged.
+    """
     path = pathlib.Path(path)
     with wrap_os_errors(path):
         make_folder(path.parent)
@@ -41,7 +53,7 @@ def write_bytes(path: str | os.PathLike, data: bytes) -> None:
         try:
             with os.fdopen(handle, "wb") as file:
                 _try_lock(file.fileno())
-                file.write(data)
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
                 os.replace(temporary, path)

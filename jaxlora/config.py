@@ -278,6 +278,8 @@ class RunConfig(BaseSettings):
         keep_checkpoints: Number of checkpoints to keep.
         log_every: Rounds between lines of the training log, each at the end of its
             window.
+        token_cache: Whether the tokens of data are kept in ~/.cache/jaxlora/tokens, so
+            that later runs on the same data need not make them again.
     """
 
     other_names = OF_RUN
@@ -308,6 +310,7 @@ class RunConfig(BaseSettings):
     checkpoint_every: PositiveInt | None = 50
     keep_checkpoints: PositiveInt = 2
     log_every: PositiveInt = 1
+    token_cache: Bool = True
 
     @property
     def limits(self) -> Limits:

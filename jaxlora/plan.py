@@ -37,7 +37,7 @@ from jaxlora.train.next_window import (
     window_samples,
 )
 from jaxlora.train.planned_model import planned_model
-from jaxlora.train.prepared_job import PreparedJob, prepare_jobs
+from jaxlora.train.prepared_job import PreparedJob, data_reader, prepare_jobs
 from jaxlora.train.run_folder import (
     begun_settings,
     check_folder,
@@ -131,7 +131,8 @@ def plan_run(
     folder = tokenizer_folder(config.model, config.revision)
     model = planned_model(config, folder)
     now = datetime.datetime.fromisoformat(start_time(output_dir))
-    jobs = prepare_jobs(config.jobs, model.config, load_tokenizer(folder, now=now))
+    reader = data_reader(config, load_tokenizer(folder, now=now))
+    jobs = prepare_jobs(config.jobs, model.config, reader)
     if other_machine:
         config = settle_elsewhere(config, model, jobs)
     else:

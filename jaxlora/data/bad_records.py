@@ -1,11 +1,8 @@
 """Handling of records that cannot be used: raise an error, or drop and count them."""
 
-import logging
-
 from jaxlora.config import DataConfig
+from jaxlora.data.notes import Notes
 from jaxlora.errors import DataError
-
-_log = logging.getLogger(__name__)
 
 _NUM_NAMED = 5
 
@@ -14,12 +11,13 @@ class BadRecords:
     """Applies the setting `data.bad_records` and counts the dropped records.
 
     Attributes:
+        first: Describes the first record that was left out; "" if there is none.
         num: Records that were left out.
     """
 
-    def __init__(self, data: DataConfig):
-        self._data = data
-        self._first = ""
+    def __init__(self, data: DataConfig, notes: Notes):
+        self._data, self._notes = data, notes
+        self.first = ""
         self.num = 0
 
     def add(self, number: int, error: DataError) -> None:
@@ -35,17 +33,8 @@ class BadRecords:
                 "records.)"
             ) from error
         self.num += 1
-        self._first = self._first or what
+        self.first = self.first or what
         if self.num <= _NUM_NAMED:
-            _log.warning("%s: dropped %s", self._data.path, what)
+            self._notes.add(f"dropped {what}")
         if self.num == _NUM_NAMED:
-            _log.warning(
-                "%s: further records that are dropped are only counted.",
-                self._data.path,
-            )
-
-    def describe(self) -> str:
-        """Describes the dropped records for an error: their number, and the first."""
-        if not self.num:
-            return ""
-        return f", and {self.num} cannot be used (the first: {self._first})"
+            self._notes.add("further records that are dropped are only counted.")

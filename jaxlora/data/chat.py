@@ -3,12 +3,15 @@
 import dataclasses
 import datetime
 import functools
+import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from jaxlora.data.messages import Conversation, Message
-from jaxlora.data.template import Answer, Failure, run_task
+from jaxlora.data.template import Answer, Failure
+from jaxlora.data.template_pool import run_task
 from jaxlora.data.template_tasks import Payload, Task
 from jaxlora.errors import DataError, ModelError
 
@@ -28,6 +31,9 @@ class ModelChat:
 
     It is parsed when it is first used, because not every run has chats. It runs in a
     sandbox in a child process with limits (`jaxlora/data/template.py`).
+
+    Attributes:
+        now: The time that the template sees.
     """
 
     def __init__(
@@ -49,7 +55,20 @@ class ModelChat:
         self._template = template
         self._special_tokens = special_tokens
         self._source = source
-        self._now = now
+        self.now = now
+
+    @property
+    def sources(self) -> list[str]:
+        """The templates, of which there may be none."""
+        if isinstance(self._template, Mapping):
+            return list(self._template.values())
+        return [] if self._template is None else [self._template]
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the templates and of the special tokens that they see."""
+        given = [self._template, sorted(self._special_tokens.items())]
+        return hashlib.sha256(json.dumps(given).encode()).hexdigest()
 
     @functools.cached_property
     def variables(self) -> frozenset[str]:
@@ -170,7 +189,7 @@ class ModelChat:
         """Tasks for conversations without tools and with tools."""
         common = {"tools": None, "documents": None, **self._special_tokens}
         sources = self._choose_template("default"), self._choose_template("tool_use")
-        without, with_tools = (Task(source, self._now, common) for source in sources)
+        without, with_tools = (Task(source, self.now, common) for source in sources)
         return without, with_tools
 
     def _choose_template(self, name: str) -> str:

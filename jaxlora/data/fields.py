@@ -1,17 +1,16 @@
 """Fields of records: reading them as text, and logging those that are not used."""
 
 import functools
-import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxlora.data.messages import Conversation, check_text
+from jaxlora.data.notes import Notes
 from jaxlora.data.read import Record
-from jaxlora.data.template import Failure, run_task
+from jaxlora.data.template import Failure
+from jaxlora.data.template_pool import run_task
 from jaxlora.data.template_tasks import Payload, Task
 from jaxlora.errors import DataError
-
-_log = logging.getLogger(__name__)
 
 # Fields that change the meaning of a record in common formats.
 _SIGNIFICANT_FIELDS = frozenset(
@@ -103,9 +102,8 @@ def _names(record: Record) -> str:
 class UnusedFields:
     """Warns once about each unused field that probably should have an effect."""
 
-    def __init__(self, path: str):
-        self._path = path
-        self._named: set[str] = set()
+    def __init__(self, notes: Notes):
+        self._notes = notes
 
     def check_fields(self, records: Iterable[Record], used: Sequence[Field]) -> None:
         """Warns about unused fields of records.
@@ -118,7 +116,7 @@ class UnusedFields:
         for record in records:
             for name in candidates & record.keys():
                 if record[name] not in (None, "", [], {}):
-                    self._name(name, f"the field {name!r}")
+                    self._name(f"the field {name!r}")
 
     def check_messages(
         self, conversations: Iterable[Conversation], keys: Sequence[str]
@@ -133,15 +131,10 @@ class UnusedFields:
             for message in conversation.messages:
                 for key in keys:
                     if message.get(key) not in (None, "", [], {}):
-                        self._name(f"message.{key}", f"the key {key!r} of messages")
+                        self._name(f"the key {key!r} of messages")
 
-    def _name(self, name: str, what: str) -> None:
-        if name in self._named:
-            return
-        self._named.add(name)
-        _log.warning(
-            "%s: %s is not used, because neither the chat template nor the configured "
-            "fields refer to it.",
-            self._path,
-            what,
+    def _name(self, what: str) -> None:
+        self._notes.add_once(
+            f"{what} is not used, because neither the chat template nor the configured "
+            "fields refer to it."
         )

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import hashlib
+import io
 import itertools
 import os
 import stat
@@ -9,11 +11,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.ipc
+
 from jaxlora.config import DataConfig
 from jaxlora.data.files import READERS, Record, arrow_rows
 from jaxlora.errors import DataError
 
 _DATASET_ROWS = 128
+_HASHED_ROWS = 1000
+_BLOCK_BYTES = 2**20
+
+_Feed = Callable[[bytes], object]
+# Functions that read the records, and that pass all stored bytes to a function.
+_Source = tuple[Callable[[], Iterator[Record]], Callable[[_Feed], None]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,11 +34,13 @@ class Records:
     Attributes:
         path: Path or dataset id, as given by the user.
         read: Returns an iterator that starts at the first record.
+        feed: Passes all stored bytes to a function, such as `update` of a hash.
         limit: Maximum number of records to read; None reads all.
     """
 
     path: str
     read: Callable[[], Iterator[Record]]
+    feed: Callable[[_Feed], None]
     limit: int | None
 
     def __iter__(self) -> Iterator[Record]:
@@ -46,6 +59,17 @@ class Records:
                 f"{self.path}: holds no records. Give data with at least one."
             )
 
+    def content_hash(self) -> str:
+        """Hashes the stored bytes, from which the records are read.
+
+        Raises:
+            DataError: They cannot be read.
+        """
+        digest = hashlib.sha256()
+        with _os_errors(self.path):
+            self.feed(digest.update)
+        return digest.hexdigest()
+
 
 def open_records(data: DataConfig) -> Records:
     """Finds the records of `data`.
@@ -61,9 +85,9 @@ def open_records(data: DataConfig) -> Records:
     """
     path, mode = _find(data.path)
     if stat.S_ISREG(mode):
-        read = _open_file(path, data)
+        source = _open_file(path, data)
     elif stat.S_ISDIR(mode):
-        read = _open_saved_dataset(path, data)
+        source = _open_saved_dataset(path, data)
     elif mode:
         raise DataError(f"{data.path}: is neither a file nor a folder. Name one.")
     elif path.suffix in READERS or _is_no_hub_id(data.path):
@@ -72,8 +96,9 @@ def open_records(data: DataConfig) -> Records:
             "data.path, or give a dataset id such as 'owner/name'."
         )
     else:
-        read = _open_hub(data)
-    return Records(path=data.path, read=read, limit=data.limit)
+        source = _open_hub(data)
+    read, feed = source
+    return Records(path=data.path, read=read, feed=feed, limit=data.limit)
 
 
 @contextlib.contextmanager
@@ -122,7 +147,7 @@ def _refuse(data: DataConfig, keys: tuple[str, ...], rule: str) -> None:
             raise DataError(f"{data.path}: {key}={value!r} {rule}. Remove data.{key}.")
 
 
-def _open_file(path: Path, data: DataConfig) -> Callable[[], Iterator[Record]]:
+def _open_file(path: Path, data: DataConfig) -> _Source:
     if path.suffix not in READERS:
         raise DataError(
             f"{data.path}: unknown suffix {path.suffix!r}. Convert the file to one of: "
@@ -130,7 +155,13 @@ def _open_file(path: Path, data: DataConfig) -> Callable[[], Iterator[Record]]:
         )
     rule = "is for Hugging Face datasets, and this is one file"
     _refuse(data, ("split", "subset", "revision"), rule)
-    return lambda: READERS[path.suffix](path)
+    return lambda: READERS[path.suffix](path), lambda feed: _feed_file(path, feed)
+
+
+def _feed_file(path: Path, feed: _Feed) -> None:
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            feed(block)
 
 
 def _import_datasets(path: str):
@@ -144,7 +175,7 @@ def _import_datasets(path: str):
     return datasets
 
 
-def _open_saved_dataset(path: Path, data: DataConfig) -> Callable[[], Iterator[Record]]:
+def _open_saved_dataset(path: Path, data: DataConfig) -> _Source:
     marks = ("state.json", "dataset_dict.json")
     if not any((path / mark).is_file() for mark in marks):
         raise DataError(
@@ -169,7 +200,7 @@ def _open_saved_dataset(path: Path, data: DataConfig) -> Callable[[], Iterator[R
     return _open_dataset(_choose_split(loaded, data), data)
 
 
-def _open_hub(data: DataConfig) -> Callable[[], Iterator[Record]]:
+def _open_hub(data: DataConfig) -> _Source:
     datasets = _import_datasets(data.path)
     options: dict[str, Any] = {"split": data.split}
     if data.revision is not None:
@@ -211,20 +242,49 @@ def _choose_split(loaded, data: DataConfig):
     return loaded[data.split]
 
 
-def _open_dataset(dataset: Any, data: DataConfig) -> Callable[[], Iterator[Record]]:
+def _open_dataset(dataset: Any, data: DataConfig) -> _Source:
     # In Arrow format, a dataset gives the stored values, without decoding images.
     tables = dataset.with_format("arrow")
 
     def read() -> Iterator[Record]:
-        try:
+        with _dataset_errors(data.path):
             for table in tables.iter(batch_size=_DATASET_ROWS):
                 yield from arrow_rows(table, data.path)
-        except DataError:
-            raise
-        except Exception as error:
-            raise DataError(
-                f"{data.path}: the dataset cannot be read ({type(error).__name__}: "
-                f"{error}). Fetch or save it again."
-            ) from error
 
-    return read
+    def feed_all(feed: _Feed) -> None:
+        with _dataset_errors(data.path):
+            for table in tables.iter(batch_size=_HASHED_ROWS):
+                with pa.ipc.new_stream(_Sink(feed), table.schema) as stream:
+                    stream.write_table(table)
+
+    return read, feed_all
+
+
+@contextlib.contextmanager
+def _dataset_errors(path: str) -> Iterator[None]:
+    """Converts whatever the package `datasets` raises to our error."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{path}: the dataset cannot be read ({type(error).__name__}: {error}). "
+            "Fetch or save it again."
+        ) from error
+
+
+class _Sink(io.RawIOBase):
+    """A file for pyarrow that passes what is written to a function."""
+
+    def __init__(self, feed: _Feed):
+        self._feed = feed
+
+    def writable(self) -> bool:
+        """Tells pyarrow that the file can be written to."""
+        return True
+
+    def write(self, data, /) -> int:
+        """Passes bytes on."""
+        self._feed(data)
+        return memoryview(data).nbytes

@@ -14,6 +14,7 @@ from jaxlora.data.messages import (
     read_messages,
     read_tools,
 )
+from jaxlora.data.notes import Notes
 from jaxlora.data.read import Record
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.errors import DataError
@@ -61,7 +62,7 @@ Renderer = Callable[[Sequence[Record]], "list[Rendered | DataError]"]
 
 
 def make_renderer(
-    data: DataConfig, first: Record, tokenizer: Tokenizer, *, warn_unused: bool = True
+    data: DataConfig, first: Record, tokenizer: Tokenizer, notes: Notes
 ) -> Renderer:
     """Chooses how records become text.
 
@@ -69,8 +70,8 @@ def make_renderer(
         data: The user's settings for the records.
         first: The first record; its fields decide the kind if `data.kind` is `auto`.
         tokenizer: Holds the chat template.
-        warn_unused: Whether to log, once each, fields that the user probably meant but
-            that are not used.
+        notes: Gets a line for each field that the user probably meant but that is not
+            used.
 
     Returns:
         A function from records to texts. For a record that cannot be used, it returns a
@@ -91,7 +92,7 @@ def make_renderer(
             f"system={data.system!r} is used only with data.chat. Set data.chat to "
             "true, or remove data.system."
         )
-    unused = UnusedFields(data.path) if warn_unused else None
+    unused = UnusedFields(notes)
     if kind == "text":
         return _TextRenderer(data, unused)
     if kind == "messages" or data.chat:
@@ -148,25 +149,23 @@ def _kinds_that_fit(data: DataConfig, record: Record) -> list[Kind]:
 
 
 class _TextRenderer:
-    def __init__(self, data: DataConfig, unused: UnusedFields | None):
+    def __init__(self, data: DataConfig, unused: UnusedFields):
         self._text = Field(data.text)
         self._unused = unused
 
     def __call__(self, records: Sequence[Record]) -> list[Rendered | DataError]:
-        if self._unused is not None:
-            self._unused.check_fields(records, [self._text])
+        self._unused.check_fields(records, [self._text])
         texts = self._text.read(records)
         return [t if isinstance(t, DataError) else PlainText(t) for t in texts]
 
 
 class _PromptCompletionRenderer:
-    def __init__(self, data: DataConfig, unused: UnusedFields | None):
+    def __init__(self, data: DataConfig, unused: UnusedFields):
         self._prompt, self._completion = Field(data.prompt), Field(data.completion)
         self._unused = unused
 
     def __call__(self, records: Sequence[Record]) -> list[Rendered | DataError]:
-        if self._unused is not None:
-            self._unused.check_fields(records, self.fields)
+        self._unused.check_fields(records, self.fields)
         return list(self.pairs(records))
 
     @property
@@ -201,12 +200,12 @@ class _ChatRenderer:
         data: DataConfig,
         kind: Kind,
         tokenizer: Tokenizer,
-        unused: UnusedFields | None,
+        unused: UnusedFields,
     ):
         self._data = data
         self._chat = tokenizer.chat
         is_wrapped = kind == "prompt_completion"
-        self._pairs = _PromptCompletionRenderer(data, None) if is_wrapped else None
+        self._pairs = _PromptCompletionRenderer(data, unused) if is_wrapped else None
         self._is_columnar = Path(data.path).suffix not in (".jsonl", ".json")
         self._has_tools = "tools" in self._chat.variables
         self._fields = [Field("tools")] if self._has_tools else []
@@ -221,9 +220,8 @@ class _ChatRenderer:
             read = list(map(self._wrap, self._pairs.pairs(records)))
         read = list(map(self._with_tools, read, records))
         good = [c for c in read if not isinstance(c, DataError)]
-        if self._unused is not None:
-            self._unused.check_fields(records, self._fields)
-            self._unused.check_messages(good, self._unused_keys)
+        self._unused.check_fields(records, self._fields)
+        self._unused.check_messages(good, self._unused_keys)
         chats = iter(self._chat.render_all(good, self._data.loss_on))
         return [c if isinstance(c, DataError) else _checked(next(chats)) for c in read]
 

@@ -1,4 +1,4 @@
-"""Samples in flat arrays, with an overhead of a few bytes per sample."""
+"""The tokens of a data set in flat arrays, and samples that are read from them."""
 
 import array
 import dataclasses
@@ -9,15 +9,15 @@ from collections.abc import Iterator, Sequence
 from typing import IO, overload
 
 import numpy as np
-from jaxtyping import Bool, Int, Int32
+from jaxtyping import Bool, Int, Int32, Int64
 
+from jaxlora.data.notes import Note
 from jaxlora.errors import DataError
 
-# Jobs with more tokens than this keep them in a file instead of memory.
-_TOKENS_IN_MEMORY = 2**22
-_TOKENS_PER_PART = 2**20
-# Samples, or tokens, that are collected before they are put into an array.
-_PENDING_SAMPLES = 1000
+# Data sets with more tokens than this keep them in a file instead of memory.
+TOKENS_IN_MEMORY = 2**22
+# Records, or tokens, that are collected before they are put into an array.
+_PENDING_RECORDS = 1000
 _PENDING_TOKENS = 2**18
 _READ_SAMPLES = 64
 
@@ -36,34 +36,58 @@ class TokenizedSample:
     is_target: Bool[np.ndarray, " T"]
 
 
-class Samples(Sequence[TokenizedSample]):
-    """A sequence of samples over two arrays.
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class EncodedRecords:
+    """The tokens of all records of a data set, which all jobs that use it share.
 
     Attributes:
-        tokens: The tokens of all samples; a target is stored as its complement, ~id,
-            which is negative. The array may be mapped from a file.
-        offsets: Index in `tokens` of each sample's first token, then of the end.
+        tokens: The first tokens of all records, one record after another; a target is
+            stored as its complement, ~id, which is negative. The array may be mapped
+            from a file.
+        offsets: Index in `tokens` of each record's first token, then of the end. A
+            record that cannot be used has no tokens.
+        lengths: Number of tokens of each record, which may be more than are stored.
+        num_targets: Number of each record's stored tokens that are targets.
+        is_whole: Whether `lengths` is exact; otherwise it is a lower bound.
+        is_bad: Whether each record is left out, because it cannot be used.
+        first_bad: Describes the first record that cannot be used; "" if there is none.
+        notes: Lines for the log about the data set.
     """
 
-    def __init__(self, tokens: Int32[np.ndarray, " T"], offsets: Int[np.ndarray, " _"]):
-        self.tokens, self.offsets = tokens, offsets
+    tokens: Int32[np.ndarray, " T"]
+    offsets: Int64[np.ndarray, " _"]
+    lengths: Int64[np.ndarray, " R"]
+    num_targets: Int64[np.ndarray, " R"]
+    is_whole: Bool[np.ndarray, " R"]
+    is_bad: Bool[np.ndarray, " R"]
+    first_bad: str
+    notes: tuple[Note, ...]
+
+
+class Samples(Sequence[TokenizedSample]):
+    """Some records of a data set as samples.
+
+    Attributes:
+        records: The tokens of the data set.
+        numbers: Index of each sample's record.
+    """
+
+    def __init__(self, records: EncodedRecords, numbers: Int[np.ndarray, " S"]):
+        self.records, self.numbers = records, numbers
 
     @property
-    def lengths(self) -> Int[np.ndarray, " S"]:
+    def lengths(self) -> Int64[np.ndarray, " S"]:
         """Tokens of each sample."""
-        return np.diff(self.offsets)
+        offsets = self.records.offsets
+        return offsets[self.numbers + 1] - offsets[self.numbers]
 
     @property
     def num_target_tokens(self) -> int:
         """Number of target tokens of all samples."""
-        parts = range(0, len(self.tokens), _TOKENS_PER_PART)
-        return sum(
-            int(np.count_nonzero(self.tokens[i : i + _TOKENS_PER_PART] < 0))
-            for i in parts
-        )
+        return int(self.records.num_targets[self.numbers].sum())
 
     def __len__(self) -> int:
-        return len(self.offsets) - 1
+        return len(self.numbers)
 
     @overload
     def __getitem__(self, index: int) -> TokenizedSample: ...
@@ -72,17 +96,23 @@ class Samples(Sequence[TokenizedSample]):
     def __getitem__(self, index):
         if isinstance(index, slice):
             return tuple(self[i] for i in range(*index.indices(len(self))))
-        index = range(len(self))[index]
-        return _sample(self.tokens[self.offsets[index] : self.offsets[index + 1]])
+        return _sample(self._stored(int(self.numbers[range(len(self))[index]])))
 
     def __iter__(self) -> Iterator[TokenizedSample]:
         # Samples are converted in groups, because the overhead per call is high.
-        for number in range(0, len(self), _READ_SAMPLES):
-            offsets = self.offsets[number : number + _READ_SAMPLES + 1]
-            whole = _sample(self.tokens[offsets[0] : offsets[-1]])
-            for first, end in itertools.pairwise((offsets - offsets[0]).tolist()):
-                part = slice(first, end)
+        for first in range(0, len(self), _READ_SAMPLES):
+            numbers = self.numbers[first : first + _READ_SAMPLES].tolist()
+            parts = [self._stored(number) for number in numbers]
+            whole = _sample(np.concatenate(parts))
+            ends = itertools.accumulate(map(len, parts), initial=0)
+            for start, end in itertools.pairwise(ends):
+                part = slice(start, end)
                 yield TokenizedSample(whole.token_ids[part], whole.is_target[part])
+
+    def _stored(self, number: int) -> np.ndarray:
+        """Returns the stored tokens of a record."""
+        offsets = self.records.offsets
+        return self.records.tokens[offsets[number] : offsets[number + 1]]
 
 
 def _sample(stored: np.ndarray) -> TokenizedSample:
@@ -94,42 +124,70 @@ def _complemented(values: np.ndarray, where: np.ndarray) -> np.ndarray:
     return np.where(where, ~values, values)
 
 
-class SampleWriter:
-    """Collects samples; a large number of tokens goes to a temporary file.
+class RecordWriter:
+    """Collects the tokens of records; a large number goes to a temporary file.
 
     The file has no name, so it disappears however the process ends.
     """
 
-    def __init__(self, source: str):
-        """Starts with no samples.
+    def __init__(self, source: str, max_length: int):
+        """Starts with no records.
 
         Args:
-            source: Where the samples come from, for errors.
+            source: Where the records come from, for errors.
+            max_length: Number of first tokens of each record that are kept.
         """
         self._source = source
+        self._max_length = max_length
         self._offsets = array.array("q", [0])
+        self._lengths, self._num_targets = array.array("q"), array.array("q")
+        self._is_whole, self._is_bad = bytearray(), bytearray()
         self._pending: list[TokenizedSample] = []
         self._parts: list[np.ndarray] = []
         self._file: IO[bytes] | None = None
 
     def __len__(self) -> int:
-        return len(self._offsets) - 1
+        return len(self._lengths)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the samples so far."""
+        """Number of tokens that were kept so far."""
         return self._offsets[-1]
 
-    def add(self, sample: TokenizedSample) -> None:
-        """Takes one more sample.
+    def add(self, sample: TokenizedSample, *, is_whole: bool = True) -> None:
+        """Takes the tokens of the next record.
+
+        Args:
+            sample: All tokens of the record, or more than `max_length` of them.
+            is_whole: Whether these are known to be all of its tokens.
 
         Raises:
             DataError: The disk is full, or cannot be written to.
         """
+        length, limit = len(sample.token_ids), self._max_length
+        if length > limit:
+            # The arrays are copied so that the long ones can be freed.
+            sample = TokenizedSample(
+                sample.token_ids[:limit].copy(), sample.is_target[:limit].copy()
+            )
+        self._append(sample, length, is_whole, is_bad=False)
+
+    def add_bad(self) -> None:
+        """Counts the next record, which cannot be used."""
+        nothing = TokenizedSample(np.zeros(0, np.int32), np.zeros(0, bool))
+        self._append(nothing, 0, is_whole=True, is_bad=True)
+
+    def _append(
+        self, sample: TokenizedSample, length: int, is_whole: bool, *, is_bad: bool
+    ) -> None:
         self._pending.append(sample)
         self._offsets.append(self.num_tokens + len(sample.token_ids))
+        self._lengths.append(length)
+        self._num_targets.append(int(np.count_nonzero(sample.is_target)))
+        self._is_whole.append(is_whole)
+        self._is_bad.append(is_bad)
         num_pending = self.num_tokens - self._offsets[-1 - len(self._pending)]
-        if len(self._pending) == _PENDING_SAMPLES or num_pending > _PENDING_TOKENS:
+        if len(self._pending) == _PENDING_RECORDS or num_pending > _PENDING_TOKENS:
             self._store()
 
     def _store(self) -> None:
@@ -139,7 +197,7 @@ class SampleWriter:
             is_target = np.concatenate([s.is_target for s in self._pending])
             self._parts.append(_complemented(token_ids, is_target))
             self._pending.clear()
-        if self._file is None and self.num_tokens <= _TOKENS_IN_MEMORY:
+        if self._file is None and self.num_tokens <= TOKENS_IN_MEMORY:
             return
         try:
             if self._file is None:
@@ -152,18 +210,31 @@ class SampleWriter:
             raise self._error(error) from error
         self._parts.clear()
 
-    def finish(self) -> Samples:
-        """Returns the samples, of which there must be at least one."""
+    def finish(
+        self, *, first_bad: str = "", notes: Sequence[Note] = ()
+    ) -> EncodedRecords:
+        """Returns the records, of which there must be at least one."""
         self._store()
-        offsets = np.array(self._offsets, np.int64)
+        return EncodedRecords(
+            tokens=self._tokens(),
+            offsets=np.array(self._offsets, np.int64),
+            lengths=np.array(self._lengths, np.int64),
+            num_targets=np.array(self._num_targets, np.int64),
+            is_whole=np.frombuffer(bytes(self._is_whole), bool),
+            is_bad=np.frombuffer(bytes(self._is_bad), bool),
+            first_bad=first_bad,
+            notes=tuple(notes),
+        )
+
+    def _tokens(self) -> np.ndarray:
         if self._file is None:
-            return Samples(np.concatenate(self._parts), offsets)
+            return np.concatenate(self._parts)
         try:
             tokens = np.memmap(self._file, np.int32, "r", shape=(self.num_tokens,))
         except OSError as error:
             raise self._error(error) from error
         self._file.close()  # the memory mapping keeps the file alive
-        return Samples(np.asarray(tokens), offsets)
+        return np.asarray(tokens)
 
     def _error(self, error: OSError) -> DataError:
         return DataError(

@@ -2,14 +2,14 @@
 
 A sandbox keeps a template from unsafe objects. But only the system can limit its time
 and memory, because a single operation of a template may be arbitrarily long. So all
-templates run in one child process (`template_worker`). It is started when it is first
-needed and restarted after it was killed. It ends by itself when it is idle or when this
-process ends, for whatever reason.
+templates run in child processes (`template_worker`), of which each thread that renders
+uses one. They are started when they are first needed and restarted after they were
+killed. They end by themselves when they are idle or when this process ends, for
+whatever reason.
 """
 
 import contextlib
 import dataclasses
-import functools
 import importlib.util
 import json
 import os
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,20 +69,19 @@ class Failure:
 Answer = dict[str, Any] | Failure
 
 
-def run_task(task: Task, payloads: Sequence[Payload]) -> list[Answer]:
-    """Renders a template in the shared child process.
+def abort(threads: Collection[int]) -> None:
+    """Ends the renderings that these threads wait for; their answers are useless.
 
     Args:
-        task: The template.
-        payloads: The renderings to do; many in one call cost little each.
-
-    Returns:
-        An answer for each payload, in their order.
-
-    Raises:
-        DataError: The child process cannot be started.
+        threads: Identifiers of threads, as in `threading.get_ident`.
     """
-    return _shared().run(task, payloads)
+    for thread, process in list(_running.items()):
+        if thread in threads:
+            process.abort()
+
+
+# The process that each thread waits for, by the thread's identifier.
+_running: dict[int, "TemplateProcess"] = {}
 
 
 class TemplateProcess:
@@ -100,6 +99,7 @@ class TemplateProcess:
         self._limits = limits or TemplateLimits()
         self._lock = threading.Lock()
         self._child: _Child | None = None
+        self._is_aborted = False
 
     def run(self, task: Task, payloads: Sequence[Payload]) -> list[Answer]:
         """Renders a template in this child process; see `run_task`."""
@@ -113,8 +113,20 @@ class TemplateProcess:
                 why = f"a value cannot be sent to a template: {error}"
                 answers[i] = Failure("other", why)
         with self._lock:
-            self._answer_all(task, waiting, answers)
+            self._is_aborted = False
+            _running[threading.get_ident()] = self
+            try:
+                self._answer_all(task, waiting, answers)
+            finally:
+                del _running[threading.get_ident()]
         return answers
+
+    def abort(self) -> None:
+        """Ends the call of `run` in another thread soon; its answers are useless."""
+        self._is_aborted = True
+        child = self._child
+        if child is not None:
+            child.process.kill()
 
     def _answer_all(
         self, task: Task, waiting: list[tuple[int, bytes]], answers: list[Answer]
@@ -122,7 +134,7 @@ class TemplateProcess:
         # After a death, the rest of the batch is sent one by one, because it is not
         # known which payload killed the child.
         num_alone = num_deaths = 0
-        while waiting:
+        while waiting and not self._is_aborted:
             batch = waiting[:1] if num_alone else _first_batch(waiting)
             done, death = self._run_batch(task, [payload for _, payload in batch])
             if done:
@@ -170,11 +182,6 @@ class TemplateProcess:
             return answers, None
         self._child = None
         return answers, child.cause_of_death()
-
-
-@functools.cache
-def _shared() -> TemplateProcess:
-    return TemplateProcess()
 
 
 def _first_batch(waiting: list[tuple[int, bytes]]) -> list[tuple[int, bytes]]:

@@ -2,23 +2,22 @@
 
 import dataclasses
 import functools
+import hashlib
 import logging
 import math
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 from jaxlora.config import DataConfig, LoraJob
-from jaxlora.data.bad_records import BadRecords
-from jaxlora.data.encode import Encoder
-from jaxlora.data.files import Record
+from jaxlora.data.encode_records import encode_records
+from jaxlora.data.notes import log_notes
 from jaxlora.data.order import permutation
-from jaxlora.data.read import Records, open_records
-from jaxlora.data.render import has_kind, make_renderer
-from jaxlora.data.samples import Samples, SampleWriter, TokenizedSample
+from jaxlora.data.read import open_records
+from jaxlora.data.samples import EncodedRecords, Samples, TokenizedSample
+from jaxlora.data.token_cache import TokenCache, cache_key
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.errors import DataError
 
@@ -26,12 +25,6 @@ _Flags = Bool[np.ndarray, "..."]
 
 logger = logging.getLogger(__name__)
 
-# Limits of the records, and of their text, that are rendered at a time.
-_CHUNK_RECORDS = 500
-_CHUNK_CHARS = 2**20
-# Progress is logged when this many records or seconds have passed.
-_LOG_RECORDS = 100_000
-_LOG_SECONDS = 10.0
 # The random stream of the held-out records; no epoch number is as large.
 _HELD_OUT_STREAM = 2**63
 
@@ -42,7 +35,7 @@ class TokenizedData:
 
     Attributes:
         source: Path of the records.
-        samples: The samples, in the order of the records. `tokenize_job` returns
+        samples: The samples, in the order of the records. `DataReader` returns
             `Samples`, which hold millions of samples in little memory.
         max_length: Longest allowed sample, in tokens.
         num_records: Number of records, each of which became a sample or was dropped.
@@ -91,6 +84,16 @@ class TokenizedData:
             return self.samples.num_target_tokens
         return sum(int(s.is_target.sum()) for s in self.samples)
 
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A hash of every token, and of whether it is a target."""
+        digest = hashlib.sha256()
+        for sample in self.samples:
+            digest.update(len(sample.token_ids).to_bytes(8, "little"))
+            digest.update(sample.token_ids.tobytes())
+            digest.update(sample.is_target.tobytes())
+        return digest.hexdigest()
+
     def summary(self) -> str:
         """Describes the size of the data and the dropped records in one line."""
         line = (
@@ -110,122 +113,97 @@ class TokenizedData:
         return line + "."
 
 
+class DataReader:
+    """Reads the data of jobs; jobs that share a data set share its tokens.
+
+    A data set is read, rendered and encoded once, if jobs name the same contents and
+    the same settings for their tokens. The jobs may differ in the records that they
+    hold out, in `too_long`, and in everything that is not about data.
+
+    Attributes:
+        tokenizer: The base model's tokenizer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, cache: TokenCache | None = None):
+        """Makes a reader.
+
+        Args:
+            tokenizer: The base model's tokenizer.
+            cache: Keeps tokens on disk for later runs; None: they are not kept.
+        """
+        self.tokenizer = tokenizer
+        self._cache = cache
+        self._encoded: dict[str, EncodedRecords] = {}
+        self._tokenized: dict[tuple, TokenizedData] = {}
+
+    def read(
+        self, job: LoraJob, which: Literal["train", "eval"] = "train"
+    ) -> TokenizedData:
+        """Reads a job's records and turns them into tokens.
+
+        Args:
+            job: The job's settings. With `eval_fraction`, only `job.eval_seed` decides
+                which records are held out.
+            which: The training records, or the held-out ones.
+
+        Returns:
+            At least one sample. Jobs with the same samples get the same object.
+
+        Raises:
+            DataError: A record cannot be used (the error names it), or none is left.
+            ModelError: The records are chats, and the tokenizer has no chat template.
+        """
+        data, fraction = job.data, job.eval_fraction
+        if which == "eval" and job.eval_data is not None:
+            data, fraction = job.eval_data, 0.0
+        elif which == "eval" and not fraction:
+            raise DataError(
+                f"job {job.name!r} has no held-out records. Set eval_data or "
+                "eval_fraction."
+            )
+        key, records = self._encode(data, job.max_length)
+        split = (which, fraction, job.eval_seed) if fraction else ()
+        choice = (key, data.path, split, job.too_long)
+        if choice not in self._tokenized:
+            num_records = len(records.lengths)
+            is_included = np.ones(num_records, bool)
+            if split:
+                is_held_out = _choose_held_out(job, num_records)
+                is_included = is_held_out == (which == "eval")
+            chosen = _choose_samples(records, is_included, job, data.path)
+            self._tokenized[choice] = chosen
+        return self._tokenized[choice]
+
+    def _encode(self, data: DataConfig, max_length: int) -> tuple[str, EncodedRecords]:
+        """Returns the tokens of a data set, and the key by which they are shared."""
+        records = open_records(data)
+        content = records.content_hash()
+        key = cache_key(data, content, self.tokenizer, max_length)
+        if key in self._encoded:
+            return key, self._encoded[key]
+        found = None
+        if self._cache is not None:
+            found = self._cache.load(key, data.path)
+        if found is not None:
+            log_notes(data.path, found.notes)
+        else:
+            found = encode_records(data, records, self.tokenizer, max_length)
+            if records.content_hash() != content:
+                raise DataError(
+                    f"{data.path}: changed while it was read. Do not change data while "
+                    "they are read."
+                )
+            if self._cache is not None:
+                self._cache.store(key, found)
+        self._encoded[key] = found
+        return key, found
+
+
 def tokenize_job(
     job: LoraJob, tokenizer: Tokenizer, which: Literal["train", "eval"] = "train"
 ) -> TokenizedData:
-    """Reads a job's records and turns them into tokens.
-
-    Args:
-        job: The job's settings. With `eval_fraction`, only `job.eval_seed` decides
-            which records are held out.
-        tokenizer: The base model's tokenizer.
-        which: The training records, or the held-out ones.
-
-    Returns:
-        At least one sample.
-
-    Raises:
-        DataError: A record cannot be used (the error names it), or none is left.
-        ModelError: The records are chats, and the tokenizer has no chat template.
-    """
-    data, split = _read_split(job, which)
-    encode = Encoder(data, tokenizer, job.max_length)
-    try:
-        # Held-out records of the same file have the same fields as those to train on.
-        is_same_file = which == "eval" and data is job.data
-        render = make_renderer(
-            data, _representative(data, split), tokenizer, warn_unused=not is_same_file
-        )
-    except DataError as error:
-        raise DataError(f"{data.path}: {error}") from error
-    cut, bad = _LengthLimiter(job, data.path), BadRecords(data)
-    for chunk in _chunks(split):
-        numbers, records = zip(*chunk, strict=True)
-        rendered = render(records)
-        wholes = map(encode.is_whole, rendered)
-        samples = encode(rendered)
-        for number, sample, whole in zip(numbers, samples, wholes, strict=True):
-            if isinstance(sample, DataError):
-                bad.add(number, sample)
-            else:
-                cut.add(number, TokenizedSample(*sample), is_whole=whole)
-        cut.log_progress()
-    return cut.finish(bad)
-
-
-def _representative(data: DataConfig, split: "_Split") -> Record:
-    """Returns the record that determines the kind: the first valid one."""
-    _, first = next(iter(split))
-    if data.bad_records == "error":
-        return first
-    return next((record for _, record in split if has_kind(data, record)), first)
-
-
-def _chunks(
-    numbered: Iterable[tuple[int, Record]],
-) -> Iterator[list[tuple[int, Record]]]:
-    """Groups records into chunks that are rendered together and hold little text."""
-    chunk: list[tuple[int, Record]] = []
-    num_chars = 0
-    for item in numbered:
-        chunk.append(item)
-        num_chars += _num_chars(item[1])
-        if len(chunk) == _CHUNK_RECORDS or num_chars > _CHUNK_CHARS:
-            yield chunk
-            chunk, num_chars = [], 0
-    if chunk:
-        yield chunk
-
-
-def _num_chars(value: Any) -> int:
-    if isinstance(value, str | bytes):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(_num_chars, value.values()))
-    return sum(map(_num_chars, value)) if isinstance(value, list) else 1
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Split:
-    """The training records or the held-out ones; they can be read more than once.
-
-    Attributes:
-        records: All records of the data.
-        is_included: Whether each record is in this split; None: all of them are.
-    """
-
-    records: Records
-    is_included: _Flags | None = None
-
-    def __iter__(self) -> Iterator[tuple[int, Record]]:
-        """Yields the records of this split with their numbers, which start at 1."""
-        if self.is_included is None:
-            yield from enumerate(self.records, start=1)
-            return
-        number, num_records = 0, len(self.is_included)
-        for number, record in enumerate(self.records, start=1):
-            if number <= num_records and self.is_included[number - 1]:
-                yield number, record
-        if number != num_records:
-            raise DataError(
-                f"{self.records.path}: held {num_records} records, and {number} when "
-                "it was read again. Do not change the data while they are read."
-            )
-
-
-def _read_split(job: LoraJob, which: str) -> tuple[DataConfig, _Split]:
-    """Returns the records of one split, and the settings for reading them."""
-    if which == "eval" and job.eval_data is not None:
-        return job.eval_data, _Split(open_records(job.eval_data))
-    if which == "eval" and job.eval_fraction == 0:
-        raise DataError(
-            f"job {job.name!r} has no held-out records. Set eval_data or eval_fraction."
-        )
-    records = open_records(job.data)
-    if job.eval_fraction == 0:
-        return job.data, _Split(records)
-    is_held_out = _choose_held_out(job, sum(1 for _ in records))
-    return job.data, _Split(records, is_held_out == (which == "eval"))
+    """Reads the data of a single job; see `DataReader.read`."""
+    return DataReader(tokenizer).read(job, which)
 
 
 def _choose_held_out(job: LoraJob, num_records: int) -> _Flags:
@@ -244,88 +222,57 @@ def _choose_held_out(job: LoraJob, num_records: int) -> _Flags:
     return is_held_out
 
 
-class _LengthLimiter:
-    """Applies `too_long` to samples, and counts the affected ones."""
+def _choose_samples(
+    records: EncodedRecords, is_included: _Flags, job: LoraJob, path: str
+) -> TokenizedData:
+    """Applies `too_long` to the records of a split, and counts the affected ones.
 
-    def __init__(self, job: LoraJob, path: str):
-        self._job = job
-        self._path = path
-        self._samples = SampleWriter(path)
-        self._num_records = 0
-        self._num_truncated = self._num_dropped = self._num_without_target = 0
-        self._logged_at, self._num_logged = time.monotonic(), 0
+    Args:
+        records: The tokens of all records.
+        is_included: Whether each record belongs to the split.
+        job: The job.
+        path: Path of the records, for errors.
 
-    def add(self, number: int, sample: TokenizedSample, *, is_whole: bool) -> None:
-        """Adds the sample of a record, truncates it, or drops it.
-
-        Args:
-            number: Number of the record, from 1.
-            sample: All tokens of the record, or at least `max_length` + 1 of them.
-            is_whole: Whether the sample is known to have all tokens.
-
-        Raises:
-            DataError: The sample is too long, and `too_long` is `error`.
-        """
-        self._num_records += 1
-        limit = self._job.max_length
-        length = len(sample.token_ids)
-        if length > limit and self._job.too_long == "error":
-            count = f"{length} tokens, more" if is_whole else "more tokens"
-            raise DataError(
-                f"{self._path}: record {number} has {count} than max_length={limit} of "
-                f"job {self._job.name!r}. Raise max_length, shorten the record, or set "
-                "too_long to truncate or drop."
-            )
-        if length > limit and self._job.too_long == "drop":
-            self._num_dropped += 1
-            return
-        if length > limit:
-            # The arrays are copied so that the long ones can be freed.
-            sample = TokenizedSample(
-                sample.token_ids[:limit].copy(), sample.is_target[:limit].copy()
-            )
-        if not sample.is_target.any():
-            self._num_without_target += 1
-            return
-        self._num_truncated += length > limit
-        self._samples.add(sample)
-
-    def log_progress(self) -> None:
-        """Logs the progress at intervals."""
-        since = self._num_records - self._num_logged
-        now = time.monotonic()
-        if since < _LOG_RECORDS and now - self._logged_at < _LOG_SECONDS:
-            return
-        self._logged_at, self._num_logged = now, self._num_records
-        logger.info(
-            "%s: %s records read so far, %s tokens",
-            self._path,
-            f"{self._num_records:,}",
-            f"{self._samples.num_tokens:,}",
+    Raises:
+        DataError: A sample is too long, and `too_long` is `error`, or none is left.
+    """
+    is_bad = is_included & records.is_bad
+    is_usable = is_included & ~records.is_bad
+    is_long = is_usable & (records.lengths > job.max_length)
+    if job.too_long == "error" and is_long.any():
+        raise _too_long(records, int(is_long.argmax()), job, path)
+    is_dropped = is_long if job.too_long == "drop" else np.zeros_like(is_long)
+    is_sample = is_usable & ~is_dropped & (records.num_targets > 0)
+    out = TokenizedData(
+        source=path,
+        samples=Samples(records, np.flatnonzero(is_sample)),
+        max_length=job.max_length,
+        num_records=int(is_included.sum()),
+        num_truncated=int((is_sample & is_long).sum()),
+        num_dropped=int(is_dropped.sum()),
+        num_without_target=int((is_usable & ~is_dropped & ~is_sample).sum()),
+        num_bad=int(is_bad.sum()),
+    )
+    if not len(out.samples):
+        bad = f", and {out.num_bad} cannot be used (the first: {records.first_bad})"
+        raise DataError(
+            f"{path}: none of {out.num_records} records can be used by job "
+            f"{job.name!r}: {out.num_dropped} are longer than max_length="
+            f"{job.max_length}, and {out.num_without_target} have no token to predict "
+            f"within it{bad if out.num_bad else ''}. Raise max_length or give other "
+            "records."
         )
+    return out
 
-    def finish(self, bad: BadRecords) -> TokenizedData:
-        """Returns the samples that were not dropped.
 
-        Raises:
-            DataError: All records were dropped.
-        """
-        num_records = self._num_records + bad.num
-        if not len(self._samples):
-            raise DataError(
-                f"{self._path}: none of {num_records} records can be used by job "
-                f"{self._job.name!r}: {self._num_dropped} are longer than "
-                f"max_length={self._job.max_length}, and {self._num_without_target} "
-                f"have no token to predict within it{bad.describe()}. Raise max_length "
-                "or give other records."
-            )
-        return TokenizedData(
-            source=self._path,
-            samples=self._samples.finish(),
-            max_length=self._job.max_length,
-            num_records=num_records,
-            num_truncated=self._num_truncated,
-            num_dropped=self._num_dropped,
-            num_without_target=self._num_without_target,
-            num_bad=bad.num,
-        )
+def _too_long(
+    records: EncodedRecords, index: int, job: LoraJob, path: str
+) -> DataError:
+    count = "more tokens"
+    if records.is_whole[index]:
+        count = f"{records.lengths[index]} tokens, more"
+    return DataError(
+        f"{path}: record {index + 1} has {count} than max_length={job.max_length} of "
+        f"job {job.name!r}. Raise max_length, shorten the record, or set too_long to "
+        "truncate or drop."
+    )

@@ -3,7 +3,9 @@
 import contextlib
 import datetime
 import functools
+import hashlib
 import itertools
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -107,6 +109,15 @@ class Tokenizer:
     def longest_token(self) -> int:
         """Number of characters of the longest token in the vocabulary."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A hash of everything that the tokens of texts and chats depend on."""
+        digest = hashlib.sha256(self._backend.to_str().encode())
+        around = [self.prefix_ids, self.suffix_ids, self.eos_id]
+        digest.update(json.dumps(around).encode())
+        digest.update(self.chat.fingerprint.encode())
+        return digest.hexdigest()
 
     def _required_id(self, key: str) -> int | None:
         text = self._special_tokens.get(key)

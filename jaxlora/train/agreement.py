@@ -19,8 +19,8 @@ _SAME_FILES = (
     "Give all processes the same run file, data, base model and version of jaxlora; "
     "start runs that have nothing to do with each other with --num-processes 1."
 )
-# Each host may have its own copy of these files; their contents are compared.
-_FILES = ("model", "jobs")
+# Each host may have its own copies and caches of files; their contents are compared.
+_FILES = ("model", "jobs", "token_cache")
 _JOB_FILES = ("data", "eval_data", "init_from", "continue_from")
 
 

@@ -1,11 +1,11 @@
 """Keeps compiled programs on disk, so later runs of the same shapes reuse them."""
 
 import logging
-import os
-import pathlib
 import tempfile
 
 import jax
+
+from jaxlora.cache_home import cache_home
 
 logger = logging.getLogger(__name__)
 
@@ -19,13 +19,11 @@ def keep_compiled_programs() -> None:
     chosen = jax.config.jax_compilation_cache_dir is not None
     if chosen or not jax.config.jax_enable_compilation_cache:
         return
-    cache = os.environ.get("XDG_CACHE_HOME")
     try:
-        home = pathlib.Path(cache) if cache else pathlib.Path.home() / ".cache"
+        folder = cache_home() / "xla"
     except RuntimeError:
         logger.info("compiled programs are not kept: there is no home folder")
         return
-    folder = home / "jaxlora" / "xla"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -91,8 +91,8 @@ def fingerprints(
         start: Adapter of `init_from`, if any.
     """
     return {
-        "data_fingerprint": _hash_data(train),
-        "eval_data_fingerprint": None if held_out is None else _hash_data(held_out),
+        "data_fingerprint": train.fingerprint,
+        "eval_data_fingerprint": None if held_out is None else held_out.fingerprint,
         "init_from_fingerprint": None if start is None else _hash_adapter(start),
     }
 
@@ -220,16 +220,6 @@ class JobRun:
         """Whether early stopping ends the job."""
         patience = self.job.early_stopping
         return bool(patience and self.progress.evals_without_gain >= patience)
-
-
-def _hash_data(data: TokenizedData) -> str:
-    """Hashes every token, and whether it is a target."""
-    digest = hashlib.sha256()
-    for sample in data.samples:
-        digest.update(len(sample.token_ids).to_bytes(8, "little"))
-        digest.update(sample.token_ids.tobytes())
-        digest.update(sample.is_target.tobytes())
-    return digest.hexdigest()
 
 
 def _hash_adapter(adapter: Adapter) -> str:

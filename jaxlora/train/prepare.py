@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from jaxlora.adapters.slots import fresh_adapter
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.config import LoraJob, RunConfig
-from jaxlora.data.tokenize import TokenizedData
-from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.data.tokenize import DataReader, TokenizedData
 from jaxlora.errors import ConfigError
 from jaxlora.hf import names
 from jaxlora.hf.load import BaseModel
@@ -28,13 +27,13 @@ def linear_shapes(model: BaseModel) -> dict[str, tuple[int, int]]:
     return names.linear_shapes(model.config)
 
 
-def open_job(job: LoraJob, model: BaseModel, tokenizer: Tokenizer) -> JobRun:
+def open_job(job: LoraJob, model: BaseModel, reader: DataReader) -> JobRun:
     """Prepares a job and makes the adapter that it starts from.
 
     Raises:
         JaxloraError: The data, the targets or the adapter to start from cannot be used.
     """
-    return start_job(prepare_job(job, model.config, tokenizer), model)
+    return start_job(prepare_job(job, model.config, reader), model)
 
 
 def start_job(prepared: PreparedJob, model: BaseModel) -> JobRun:

@@ -13,9 +13,10 @@ import numpy as np
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.peft_import import import_peft
 from jaxlora.adapters.targets import ModuleLora, check_ranks, resolve_targets
-from jaxlora.config import LoraJob
+from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.order import JobOrder
-from jaxlora.data.tokenize import TokenizedData, tokenize_job
+from jaxlora.data.token_cache import user_token_cache
+from jaxlora.data.tokenize import DataReader, TokenizedData
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
@@ -87,14 +88,19 @@ class PreparedJob:
         return dataclasses.replace(self, job=job)
 
 
-def prepare_job(job: LoraJob, model: ModelConfig, tokenizer: Tokenizer) -> PreparedJob:
+def data_reader(config: RunConfig, tokenizer: Tokenizer) -> DataReader:
+    """Returns the reader that all jobs of a run share."""
+    return DataReader(tokenizer, user_token_cache() if config.token_cache else None)
+
+
+def prepare_job(job: LoraJob, model: ModelConfig, reader: DataReader) -> PreparedJob:
     """Selects the modules that a job adapts, and reads its samples; logs both.
 
     Raises:
         JaxloraError: The targets, the adapter to start from or the data cannot be used.
     """
     modules, start = _choose_modules(job, model)
-    train, held_out = _read_data(job, tokenizer)
+    train, held_out = _read_data(job, reader)
     _warn_about_positions(job.name, train, held_out, model.max_positions)
     logger.info(
         "%s: rank %s on %d modules: %s",
@@ -111,21 +117,21 @@ def prepare_job(job: LoraJob, model: ModelConfig, tokenizer: Tokenizer) -> Prepa
 def prepare_jobs(
     jobs: Sequence[LoraJob],
     model: ModelConfig,
-    tokenizer: Tokenizer,
+    reader: DataReader,
 ) -> list[PreparedJob]:
     """Prepares the jobs of a run.
 
     Args:
         jobs: The jobs.
         model: Architecture of the base model.
-        tokenizer: Tokenizer of the base model.
+        reader: Reads the data with the tokenizer of the base model.
 
     Raises:
         JaxloraError: A job cannot be used, or the model has no embeddings for some
             token ids of the tokenizer.
     """
-    tokenizer.check_fits(model.vocab_size)
-    return [prepare_job(job, model, tokenizer) for job in jobs]
+    reader.tokenizer.check_fits(model.vocab_size)
+    return [prepare_job(job, model, reader) for job in jobs]
 
 
 def _choose_modules(
@@ -182,12 +188,12 @@ def _check_stated_settings(
 
 
 def _read_data(
-    job: LoraJob, tokenizer: Tokenizer
+    job: LoraJob, reader: DataReader
 ) -> tuple[TokenizedData, TokenizedData | None]:
     """Reads a job's training samples and its held-out ones, if any; logs both."""
-    train, held_out = tokenize_job(job, tokenizer, "train"), None
+    train, held_out = reader.read(job, "train"), None
     if job.eval_data is not None or job.eval_fraction > 0:
-        held_out = tokenize_job(job, tokenizer, "eval")
+        held_out = reader.read(job, "eval")
     for data in filter(None, (train, held_out)):
         logger.info("%s: %s", job.name, data.summary())
     return train, held_out

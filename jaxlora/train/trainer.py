@@ -43,7 +43,7 @@ from jaxlora.train.layout import Layout
 from jaxlora.train.mesh_plan import plan_layout, plan_mesh
 from jaxlora.train.planned_model import PlannedModel, planned_model
 from jaxlora.train.prepare import check_fits, start_job
-from jaxlora.train.prepared_job import prepare_job, prepare_jobs
+from jaxlora.train.prepared_job import data_reader, prepare_job, prepare_jobs
 from jaxlora.train.quantized_base import log_base, with_copies
 from jaxlora.train.read_checkpoint import ReadCheckpoint
 from jaxlora.train.report import RunResult, job_result, write_report
@@ -106,8 +106,8 @@ class Trainer:
         else:
             folder, planned = model.folder, PlannedModel.of(config, model)
         now = datetime.datetime.fromisoformat(self._started)
-        self._tokenizer = load_tokenizer(folder, now=now)
-        jobs = prepare_jobs(config.jobs, planned.config, self._tokenizer)
+        self._reader = data_reader(config, load_tokenizer(folder, now=now))
+        jobs = prepare_jobs(config.jobs, planned.config, self._reader)
         config = settle_mesh(config, planned, jobs)
         agreement.check_mesh(config)
         self.model = model or load_model(
@@ -165,7 +165,7 @@ class Trainer:
         with self._adding:
             if job.name.lower() in {name.lower() for name in self._names}:
                 raise ConfigError(f"a job named {job.name!r} is in this run already.")
-            prepared = prepare_job(job, self.model.config, self._tokenizer)
+            prepared = prepare_job(job, self.model.config, self._reader)
             check_fits(prepared, self._spec)
             run = start_job(prepared, self.model)
             self._continue([run])

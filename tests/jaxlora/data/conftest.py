@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from jaxlora.config import DataConfig, LoraJob
-from jaxlora.data import template
+from jaxlora.data import template_pool
 from jaxlora.data.template import TemplateLimits, TemplateProcess
 from jaxlora.data.tokenize import tokenize_job
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
@@ -84,7 +84,7 @@ def tight_limits(monkeypatch):
     """Limits templates to little time and memory; returns the process."""
     limits = TemplateLimits(seconds=0.3, bytes=2**28, characters=10**6)
     process = TemplateProcess(limits)
-    monkeypatch.setattr(template, "_shared", lambda: process)
+    monkeypatch.setattr(template_pool, "_shared", lambda: process)
     yield process
     process.stop()
 

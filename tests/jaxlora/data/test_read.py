@@ -245,6 +245,21 @@ def test_saved_datasets(saved):
     assert read(saved / "single") == RECORDS
 
 
+def test_the_content_of_a_saved_dataset_has_a_hash(tmp_path):
+    tables = {
+        "a": pa.table({"text": pa.array(["x", "y"]).dictionary_encode()}),
+        "b": pa.table({"text": pa.array(["x", "z"]).dictionary_encode()}),
+        "c": pa.table({"other": pa.array(["x", "y"]).dictionary_encode()}),
+    }
+    hashes = set()
+    for name, table in tables.items():
+        for copy in range(2):
+            path = str(tmp_path / f"{name}{copy}")
+            datasets.Dataset(table).save_to_disk(path)
+            hashes.add(open_records(DataConfig(path=path)).content_hash())
+    assert len(hashes) == len(tables)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "match"),
     [

@@ -367,7 +367,6 @@ def test_calls_that_the_template_does_not_print(run, make_tokenizer):
 )
 def test_unused_fields_are_reported_once(run, record, named, caplog):
     run([record] * 3, eval_fraction=0.3)
-    run([record] * 3, which="eval", eval_fraction=0.3)
     (said,) = [entry.getMessage() for entry in caplog.records]
     assert f"records.jsonl: {named} is not used" in said
 

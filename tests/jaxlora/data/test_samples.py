@@ -1,4 +1,4 @@
-"""Tests samples in flat arrays, in memory and in a file without a name."""
+"""Tests the tokens of records in flat arrays, in memory and in a temporary file."""
 
 import errno
 import gc
@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxlora.data import samples as module
-from jaxlora.data.samples import Samples, SampleWriter, TokenizedSample
+from jaxlora.data.samples import RecordWriter, Samples, TokenizedSample
 from jaxlora.errors import DataError
 
 
@@ -20,11 +20,11 @@ def sample(ids, targets):
 
 
 def write(given: list[TokenizedSample]) -> Samples:
-    writer = SampleWriter("data.jsonl")
+    writer = RecordWriter("data.jsonl", max_length=100)
     for one in given:
         writer.add(one)
     assert len(writer) == len(given)
-    return writer.finish()
+    return Samples(writer.finish(), np.arange(len(given)))
 
 
 def same(got, wanted) -> bool:
@@ -48,8 +48,8 @@ tokens = st.lists(
 )
 @given(given=st.lists(tokens, min_size=1, max_size=20), most=st.integers(0, 90))
 def test_samples_come_back(monkeypatch, given, most):
-    monkeypatch.setattr(module, "_TOKENS_IN_MEMORY", most)
-    monkeypatch.setattr(module, "_PENDING_SAMPLES", 3)
+    monkeypatch.setattr(module, "TOKENS_IN_MEMORY", most)
+    monkeypatch.setattr(module, "_PENDING_RECORDS", 3)
     wanted = [sample(*zip(*one, strict=True)) for one in given]
     found = write(wanted)
     assert len(found) == len(wanted)
@@ -63,6 +63,25 @@ def test_samples_come_back(monkeypatch, given, most):
         found[len(wanted)]
 
 
+def test_some_of_the_records():
+    """Bad records have no tokens, and the end of long ones is not kept."""
+    writer = RecordWriter("data.jsonl", max_length=3)
+    writer.add(sample([1, 2, 3, 4, 5], [False, False, True, True, True]))
+    writer.add_bad()
+    writer.add(sample([6, 7], [False, True]), is_whole=False)
+    writer.add(sample([8], [False]))
+    records = writer.finish(first_bad="record 2: bad", notes=[(20, "a note")])
+    assert records.lengths.tolist() == [5, 0, 2, 1]
+    assert records.num_targets.tolist() == [1, 0, 1, 0]
+    assert records.is_bad.tolist() == [False, True, False, False]
+    assert records.is_whole.tolist() == [True, True, False, True]
+    assert (records.first_bad, records.notes) == ("record 2: bad", ((20, "a note"),))
+    some = Samples(records, np.array([2, 0]))
+    assert [s.token_ids.tolist() for s in some] == [[6, 7], [1, 2, 3]]
+    assert some[1].is_target.tolist() == [False, False, True]
+    assert some.lengths.tolist() == [2, 3] and some.num_target_tokens == 2
+
+
 def test_a_sample_has_its_own_arrays():
     found = write([sample([1, 2], [False, True])])
     found[0].token_ids[:] = 7
@@ -74,7 +93,7 @@ def num_open_files() -> int:
 
 
 def test_the_file_has_no_name_and_goes_with_the_samples(monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "_TOKENS_IN_MEMORY", 4)
+    monkeypatch.setattr(module, "TOKENS_IN_MEMORY", 4)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = num_open_files()
     found = write([sample([1, 2, 3], [0, 1, 1])] * 2)
@@ -95,7 +114,7 @@ def test_a_full_disk_is_reported(monkeypatch, step):
         write = staticmethod(fail)
         close = staticmethod(lambda: None)
 
-    monkeypatch.setattr(module, "_TOKENS_IN_MEMORY", 4)
+    monkeypatch.setattr(module, "TOKENS_IN_MEMORY", 4)
     if step == "map":
         monkeypatch.setattr(np, "memmap", fail)
     else:

@@ -7,12 +7,15 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 
 import psutil
 import pytest
 
 from jaxlora.data import template
-from jaxlora.data.template import Failure, TemplateLimits, TemplateProcess, run_task
+from jaxlora.data.template import Failure, TemplateLimits, TemplateProcess, abort
+from jaxlora.data.template_pool import run_task
 from jaxlora.data.template_tasks import Payload, Task
 
 HELLO = Task("{{ a }}!")
@@ -201,6 +204,25 @@ def test_names_of_a_template():
     assert answer == {"names": ["a", "c"]}
 
 
+def test_renderings_of_a_thread_can_be_aborted():
+    process = TemplateProcess(TemplateLimits(seconds=60))
+    loop = "{% for i in range(10**5) %}"
+    endless = loop * 2 + "{% endfor %}" * 2
+    payloads = [Payload("text", {})] * 100
+    thread = threading.Thread(target=process.run, args=(Task(endless), payloads))
+    thread.start()
+    while process.pid is None:
+        time.sleep(0.01)
+    abort([threading.get_ident()])
+    assert thread.is_alive()
+    began = time.monotonic()
+    abort([thread.ident])
+    thread.join()
+    assert time.monotonic() - began < 2
+    assert text_of(process, "{{ 1 }}") == "1"
+    process.stop()
+
+
 # --- The process -------------------------------------------------------------
 
 
@@ -238,14 +260,15 @@ import sys
 # A shell starts background jobs with SIGINT ignored, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from jaxlora.data.template import TemplateProcess, run_task
+from jaxlora.data.template import TemplateProcess
+from jaxlora.data.template_pool import run_task
 from jaxlora.data.template_tasks import Payload, Task
 import jax
 
 jax.numpy.zeros(3).block_until_ready()
 answers = run_task(Task("{{ a }}!"), [Payload("text", {"a": "hello"})])
-from jaxlora.data import template
-print(answers[0]["text"], template._shared().pid, flush=True)
+from jaxlora.data import template_pool
+print(answers[0]["text"], *template_pool._shared().pids, flush=True)
 """
 
 

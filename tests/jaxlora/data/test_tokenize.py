@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
@@ -6,8 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxlora.config import DataConfig, LoraJob
-from jaxlora.data import tokenize
-from jaxlora.data.read import Records
+from jaxlora.data import encode_records, tokenize
 from jaxlora.data.tokenize import tokenize_job
 from jaxlora.errors import DataError
 from tests.jaxlora.data import templates
@@ -292,8 +293,8 @@ def test_a_truncated_chat_has_the_targets_of_the_complete_one(run, make_tokenize
 
 
 def test_progress_is_logged(run, monkeypatch, caplog):
-    monkeypatch.setattr(tokenize, "_LOG_RECORDS", 1000)
-    monkeypatch.setattr(tokenize, "_CHUNK_RECORDS", 500)
+    monkeypatch.setattr(encode_records, "_LOG_RECORDS", 1000)
+    monkeypatch.setattr(encode_records, "_CHUNK_RECORDS", 500)
     with caplog.at_level("INFO", logger="jaxlora"):
         run([{"text": "abc"}] * 2300)
     lines = [r.getMessage() for r in caplog.records]
@@ -304,8 +305,8 @@ def test_progress_is_logged(run, monkeypatch, caplog):
 
 
 def test_progress_is_logged_at_intervals(run, monkeypatch, caplog):
-    monkeypatch.setattr(tokenize, "_LOG_SECONDS", 0.0)
-    monkeypatch.setattr(tokenize, "_CHUNK_CHARS", 2)
+    monkeypatch.setattr(encode_records, "_LOG_SECONDS", 0.0)
+    monkeypatch.setattr(encode_records, "_CHUNK_CHARS", 2)
     with caplog.at_level("INFO", logger="jaxlora"):
         run([{"text": "abc"}] * 3)
     assert len(caplog.records) == 3
@@ -366,11 +367,13 @@ def test_nothing_left_to_train_on(run):
         run(NUMBERED[:1], eval_fraction=0.5)
 
 
-def test_records_that_change_during_reading(run, monkeypatch):
-    rows = iter([NUMBERED, NUMBERED, NUMBERED[:-1]])
-    records = Records(path="a.jsonl", read=lambda: iter(next(rows)), limit=None)
-    monkeypatch.setattr(tokenize, "open_records", lambda _: records)
-    with pytest.raises(DataError, match="held 41 records, and 40 when it was read ag"):
+def test_records_that_change_during_reading(run, monkeypatch, tmp_path):
+    def change_and_encode(*arguments):
+        (tmp_path / "records.jsonl").write_text(json.dumps(PAIR))
+        return encode_records.encode_records(*arguments)
+
+    monkeypatch.setattr(tokenize, "encode_records", change_and_encode)
+    with pytest.raises(DataError, match=r"records\.jsonl: changed while it was read"):
         run(NUMBERED, eval_fraction=0.1)
 
 

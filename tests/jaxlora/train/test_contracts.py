@@ -11,6 +11,7 @@ from jaxlora import RunConfig, load_model
 from jaxlora.adapters.optimizer import Hyper
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.data.pack import pack_microbatch, split_by_segment_limit
+from jaxlora.data.tokenize import DataReader
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.models.forward import SlotKeys
 from jaxlora.modules.trained_tensors import rate_ratios
@@ -150,8 +151,8 @@ def bench(request, model, jobs, tmp_path_factory):
         settings = {"microbatch_tokens": 4096} | fused.SETTINGS
         model = fused.wide_model(tmp_path_factory.mktemp("base") / "wide")
     config = RunConfig(model=str(model.folder), jobs=jobs[:3], **settings)
-    tokenizer = load_tokenizer(model.folder)
-    runs = [prepare.open_job(job, model, tokenizer) for job in jobs[:3]]
+    reader = DataReader(load_tokenizer(model.folder))
+    runs = [prepare.open_job(job, model, reader) for job in jobs[:3]]
     spec = prepare.decoder_spec(config, model, runs, config.limits.capacity)
     steps = CompiledSteps(spec)
     rng = np.random.default_rng(0)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxlora import RunConfig, Trainer
+from jaxlora.data.tokenize import DataReader
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.train import prepare
 from jaxlora.train.executor import Window
@@ -101,8 +102,8 @@ def by_hand(model, jobs):
     config = RunConfig(
         model=str(model.folder), jobs=some, microbatch_tokens=256, block_tokens=16
     )
-    tokenizer = load_tokenizer(model.folder)
-    runs = {i: prepare.open_job(j, model, tokenizer) for i, j in enumerate(some)}
+    reader = DataReader(load_tokenizer(model.folder))
+    runs = {i: prepare.open_job(j, model, reader) for i, j in enumerate(some)}
     spec = prepare.decoder_spec(
         config, model, list(runs.values()), config.limits.capacity
     )

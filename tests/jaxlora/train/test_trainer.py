@@ -11,6 +11,7 @@ import safetensors.numpy
 
 from jaxlora import LoraJob, RunConfig, Trainer
 from jaxlora.adapters import peft_export
+from jaxlora.data.tokenize import DataReader
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.train.job_run import JobRun
@@ -240,15 +241,15 @@ def adapters_of(config: RunConfig) -> dict[str, bytes]:
 
 def test_samples_beyond_the_models_positions_are_counted(model, jobs, caplog):
     """One warning a job, however many of its samples and whichever side they are on."""
-    tokenizer = load_tokenizer(model.folder)
-    run = open_job(jobs[0], model, tokenizer)
+    reader = DataReader(load_tokenizer(model.folder))
+    run = open_job(jobs[0], model, reader)
     assert run.eval_data is not None
     samples = (*run.train_data.samples, *run.eval_data.samples)
     lengths = sorted(len(sample.token_ids) for sample in samples)
     positions = lengths[-4] - 1
     caplog.clear()
     short = dataclasses.replace(model.config, max_positions=positions)
-    open_job(jobs[0], dataclasses.replace(model, config=short), tokenizer)
+    open_job(jobs[0], dataclasses.replace(model, config=short), reader)
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     count = sum(length > positions for length in lengths)
     assert warnings == [

@@ -11,10 +11,10 @@ import pytest
 MIB = 2**20
 PROGRAM = """
 import dataclasses, json
-from jaxlora.bench.data import measure
-many = measure(12_000, 30, 1024)
-documents = measure(200, 20_000, 512)
-line = measure(1, 2_000_000, 512)
+from jaxlora.bench.data import Case, measure
+many, _ = measure(Case(records=12_000, chars=30, max_length=1024, jobs=2))
+documents, _ = measure(Case(records=200, chars=20_000, max_length=512, jobs=1))
+line, _ = measure(Case(records=1, chars=2_000_000, max_length=512, jobs=1))
 print(json.dumps([dataclasses.asdict(m) for m in (many, documents, line)]))
 """
 

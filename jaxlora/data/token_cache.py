@@ -1,0 +1,247 @@
+"""Keeps the tokens of data sets on disk, so that later runs need not make them again.
+
+An entry is one file. Its name is a hash of everything that determines the tokens: the
+bytes of the data, the settings, the tokenizer with its chat template, the versions of
+libraries, and the source code of this package. It ends with a checksum. Entries are
+written under a temporary name and renamed, so several processes may read and write them
+at the same time.
+"""
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import pyarrow
+import tokenizers
+
+from jaxlora import atomic
+from jaxlora.cache_home import cache_home
+from jaxlora.config import DataConfig
+from jaxlora.data.samples import TOKENS_IN_MEMORY, EncodedRecords
+from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.errors import StorageError
+
+_log = logging.getLogger(__name__)
+
+_MAGIC = b"jaxlora tokens 1"
+_ALIGNMENT = 64
+_DIGEST_BYTES = 32
+_SUFFIX = ".tokens"
+_MAX_BYTES = 10 * 2**30
+_ARRAYS: dict[str, type] = {
+    "tokens": np.int32,
+    "offsets": np.int64,
+    "lengths": np.int64,
+    "num_targets": np.int64,
+    "is_whole": np.bool_,
+    "is_bad": np.bool_,
+}
+# Where the data lie does not affect their tokens.
+_PLACES = {"path", "split", "subset", "revision"}
+_CLOCK = re.compile(
+    r"strftime_now\s*(?:is\s+defined|\(\s*(?:'([^'\\]*)'|\"([^\"\\]*)\")\s*\))"
+)
+
+
+def cache_key(
+    data: DataConfig, content_hash: str, tokenizer: Tokenizer, max_length: int
+) -> str:
+    """Returns a hash of everything that determines the tokens of a data set.
+
+    Args:
+        data: Settings of the data set.
+        content_hash: Hash of its stored bytes.
+        tokenizer: The tokenizer, with its chat template.
+        max_length: Number of first tokens of each record that are needed.
+    """
+    inputs = {
+        "data": data.model_dump(mode="json", exclude=_PLACES),
+        "suffix": Path(data.path).suffix,
+        "content": content_hash,
+        "tokenizer": tokenizer.fingerprint,
+        "clock": _clock(tokenizer),
+        "max_length": max_length,
+        "versions": [tokenizers.__version__, jinja2.__version__, pyarrow.__version__],
+        "code": _code_hash(),
+    }
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+
+
+def _clock(tokenizer: Tokenizer) -> list[str]:
+    """Returns what the chat templates can see of the time.
+
+    Most templates see no time or only the date, so their tokens stay valid longer.
+    """
+    now, seen = tokenizer.chat.now, []
+    for source in tokenizer.chat.sources:
+        formats = [one or other for one, other in _CLOCK.findall(source)]
+        seen += [now.strftime(form) for form in formats if form]
+        if "strftime_now" in _CLOCK.sub("", source):
+            seen.append(now.isoformat())
+    return seen
+
+
+@functools.cache
+def _code_hash() -> str:
+    """Hashes the modules of this package, which turn records into tokens."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class TokenCache:
+    """A folder of entries; the ones that were not used for longest are removed.
+
+    No method raises an error about the folder: a run can do without a cache. What
+    fails is logged.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int = _MAX_BYTES):
+        """Makes a cache.
+
+        Args:
+            folder: Its folder, which need not exist.
+            max_bytes: Size above which entries are removed.
+        """
+        self._folder = folder
+        self._max_bytes = max_bytes
+
+    def load(self, key: str, path: str) -> EncodedRecords | None:
+        """Returns an entry; None if there is none, or if it is damaged.
+
+        Args:
+            key: The entry's name, from `cache_key`.
+            path: Path of the data, for the log.
+        """
+        entry = self._entry(key)
+        try:
+            records = _parse(_read(entry))
+            os.utime(entry)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._warn("read", error)
+            return None
+        # Damage may show in any of the steps, and none of them runs code of the file.
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            _log.warning(
+                "%s: these kept tokens are damaged (%s), so they are made again.",
+                entry,
+                error,
+            )
+            return None
+        _log.info("%s: its tokens are taken from %s", path, self._folder)
+        return records
+
+    def store(self, key: str, records: EncodedRecords) -> None:
+        """Adds an entry, and removes old ones if there are too many."""
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            atomic.remove_leftovers(self._folder)
+            with atomic.new_file(self._entry(key)) as file:
+                digest = hashlib.sha256()
+                for part in _format(records):
+                    digest.update(part)
+                    file.write(part)
+                file.write(digest.digest())
+            self._evict(keep=self._entry(key))
+        except (OSError, StorageError) as error:
+            self._warn("written", error)
+
+    def _entry(self, key: str) -> Path:
+        return self._folder / f"{key}{_SUFFIX}"
+
+    def _evict(self, keep: Path) -> None:
+        """Removes the entries that were used least recently, until the size fits."""
+        entries = []
+        for path in self._folder.glob(f"*{_SUFFIX}"):
+            try:
+                status = path.stat()
+            except FileNotFoundError:  # another process removed it
+                continue
+            entries.append((status.st_mtime, status.st_size, path))
+        total = sum(size for _, size, _ in entries)
+        for _, size, path in sorted(entries):
+            if total <= self._max_bytes:
+                return
+            if path != keep:
+                path.unlink(missing_ok=True)
+                total -= size
+
+    def _warn(self, what: str, error: Exception) -> None:
+        reason = error.strerror if isinstance(error, OSError) else None
+        _log.warning(
+            "kept tokens cannot be %s in %s (%s). The next run makes them again. Set "
+            "XDG_CACHE_HOME to another folder, or token_cache to false.",
+            what,
+            self._folder,
+            reason or error,
+        )
+
+
+def user_token_cache() -> TokenCache | None:
+    """Returns the user's cache; None, and a line in the log, if there is no home."""
+    try:
+        return TokenCache(cache_home() / "tokens")
+    except RuntimeError:
+        _log.info("tokens are not kept on disk: there is no home folder")
+        return None
+
+
+def _format(records: EncodedRecords) -> Iterator[bytes | memoryview]:
+    """Yields the bytes of an entry, except its checksum."""
+    header = {
+        "sizes": {name: len(getattr(records, name)) for name in _ARRAYS},
+        "first_bad": records.first_bad,
+        "notes": records.notes,
+    }
+    text = json.dumps(header).encode()
+    start = _MAGIC + len(text).to_bytes(8, "little") + text
+    yield start + bytes(-len(start) % _ALIGNMENT)
+    for name, dtype in _ARRAYS.items():
+        array = np.ascontiguousarray(getattr(records, name), dtype)
+        yield memoryview(array).cast("B") if len(array) else b""
+        yield bytes(-array.nbytes % _ALIGNMENT)
+
+
+def _read(entry: Path) -> np.ndarray:
+    """Returns the bytes of a file, in memory or, if it is large, mapped from it."""
+    with entry.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= 8 * TOKENS_IN_MEMORY:
+            return np.frombuffer(file.read(), np.uint8)
+        return np.asarray(np.memmap(file, np.uint8, "r"))
+
+
+def _parse(content: np.ndarray) -> EncodedRecords:
+    """Checks the bytes of an entry, and returns the records in it.
+
+    Raises:
+        ValueError: The bytes are not those that were written.
+    """
+    body = content[:-_DIGEST_BYTES]
+    digest = hashlib.sha256(body)
+    if digest.digest() != content[-_DIGEST_BYTES:].tobytes():
+        raise ValueError("its checksum is wrong")
+    start = len(_MAGIC) + 8
+    if body[: len(_MAGIC)].tobytes() != _MAGIC:
+        raise ValueError("its first bytes are wrong")
+    length = int.from_bytes(body[len(_MAGIC) : start].tobytes(), "little")
+    header: dict[str, Any] = json.loads(body[start : start + length].tobytes())
+    place = start + length + -(start + length) % _ALIGNMENT
+    arrays: dict[str, Any] = {}
+    for name, dtype in _ARRAYS.items():
+        num_bytes = header["sizes"][name] * np.dtype(dtype).itemsize
+        arrays[name] = body[place : place + num_bytes].view(dtype)
+        place += num_bytes + -num_bytes % _ALIGNMENT
+    notes = tuple((int(level), str(text)) for level, text in header["notes"])
+    return EncodedRecords(first_bad=str(header["first_bad"]), notes=notes, **arrays)
