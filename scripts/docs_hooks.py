@@ -1,22 +1,20 @@
 """Hooks of the documentation site: MkDocs calls them while it builds the pages.
 
-The pages link to files of the repository, such as `../examples/two_jobs.yaml`, so that
-the links work on a Git host. The site has copies of the examples, and here the links
-are turned to the copies.
+The pages link to the examples as they lie in the repository, `../examples/sweep.py`, so
+that the links work on a Git host. The site has copies of them in a folder of its root,
+and here the links are turned to these.
 """
 
 import argparse
-import os
+import functools
 import pathlib
-import posixpath
-import re
 from typing import Any
 
 from mkdocs.structure.files import File
 
 ROOT = pathlib.Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-_SUFFIXES = (".py", ".yaml", ".jsonl", ".ipynb")
+_SUFFIXES = (".md", ".py", ".yaml", ".jsonl", ".ipynb")
 _COMMAND_LINE = "<!-- command line -->"
 
 
@@ -34,11 +32,12 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turns links to the copies, and fills in the help of the commands."""
-    folder = posixpath.dirname(page.file.src_uri)
-    up = posixpath.relpath("..", folder or ".")
-    copies = posixpath.relpath("examples", folder or ".")
-    markdown = re.sub(rf"\]\({re.escape(up)}/examples/", f"]({copies}/", markdown)
+    """Turns links to the places that files have on the site; fills in the commands."""
+    folder = pathlib.PurePosixPath(page.file.src_uri).parent
+    up = "../" * len(folder.parts)
+    if folder.parts[:1] == ("examples",):
+        markdown = markdown.replace(f"]({up}docs/", f"]({up}")
+    markdown = markdown.replace(f"](../{up}examples/", f"]({up}examples/")
     if _COMMAND_LINE in markdown:
         markdown = markdown.replace(_COMMAND_LINE, command_line())
     return markdown
@@ -48,7 +47,6 @@ def command_line() -> str:
     """Returns the help of every command, as Markdown."""
     from jaxlora.cli.main import _parser
 
-    os.environ["COLUMNS"] = "88"
     parser = _parser()
     (commands,) = (
         action
@@ -56,7 +54,10 @@ def command_line() -> str:
         if isinstance(action, argparse._SubParsersAction)
     )
     parts = [("jaxlora", parser), *commands.choices.items()]
-    return "\n\n".join(
-        f"## {name}\n\n```text\n{sub.format_help().rstrip()}\n```"
-        for name, sub in parts
-    )
+    return "\n\n".join(f"## {name}\n\n{_help(sub)}" for name, sub in parts)
+
+
+def _help(parser: Any) -> str:
+    """Returns a command's help at a width that does not depend on the terminal."""
+    parser.formatter_class = functools.partial(parser.formatter_class, width=88)
+    return f"```text\n{parser.format_help().rstrip()}\n```"

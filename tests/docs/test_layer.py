@@ -1,15 +1,14 @@
-import pathlib
-import re
+"""The code of the page on your own Flax model runs as it is written."""
 
 import jax
 import jax.numpy as jnp
 
-README = pathlib.Path(__file__).parents[1] / "README.md"
+from tests.docs import pages
 
 
 def test_the_layer_runs_as_written():
-    code = re.search(r"```python\n(import jax.numpy.*?)```", README.read_text(), re.S)
-    assert code is not None
+    page = pages.DOCS / "howto" / "own_flax_model.md"
+    code, _ = pages.code_blocks(page, "python")
     keys = jax.random.split(jax.random.key(0), 4)
     names = {
         "frozen_kernel": jax.random.normal(keys[0], (512, 1024), jnp.bfloat16),
@@ -17,7 +16,7 @@ def test_the_layer_runs_as_written():
         "b": jax.random.normal(keys[2], (4, 1024)),
         "x": jax.random.normal(keys[3], (256, 512), jnp.bfloat16),
     }
-    exec(code[1], names)
+    exec(code, names)
     y = names["y"].reshape(4, 64, 1024)
     frozen = (names["x"] @ names["frozen_kernel"]).reshape(4, 64, 1024)
     assert (y[1] == frozen[1]).all()  # an empty slot

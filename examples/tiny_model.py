@@ -1,0 +1,67 @@
+"""Writes a tiny random Llama into models/tiny, so that the examples need no download.
+
+    python examples/tiny_model.py
+
+It has two layers of width 64 and a token for each byte. Its text is nonsense, before
+and after training: it shows how things run, in seconds. For a model that can write,
+replace `models/tiny` by a folder of a Hugging Face checkpoint, or by a hub id.
+"""
+
+import json
+import pathlib
+
+import numpy as np
+import safetensors.numpy
+
+from jaxlora.bench.byte_data import write_tokenizer
+
+FOLDER = pathlib.Path("models/tiny")
+WIDTH, INNER, LAYERS, HEADS, VOCAB = 64, 128, 2, 4, 288
+
+
+def main() -> None:
+    rng = np.random.default_rng(0)
+
+    def matrix(rows: int, columns: int) -> np.ndarray:
+        return (rng.normal(size=(rows, columns)) * columns**-0.5).astype(np.float32)
+
+    weights = {"model.embed_tokens.weight": matrix(VOCAB, WIDTH)}
+    for i in range(LAYERS):
+        layer = f"model.layers.{i}"
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            weights[f"{layer}.self_attn.{name}.weight"] = matrix(WIDTH, WIDTH)
+        for name in ("gate_proj", "up_proj"):
+            weights[f"{layer}.mlp.{name}.weight"] = matrix(INNER, WIDTH)
+        weights[f"{layer}.mlp.down_proj.weight"] = matrix(WIDTH, INNER)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{layer}.{name}.weight"] = np.ones(WIDTH, np.float32)
+    weights["model.norm.weight"] = np.ones(WIDTH, np.float32)
+
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    safetensors.numpy.save_file(weights, FOLDER / "model.safetensors")
+    write_tokenizer(FOLDER)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": WIDTH,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "torch_dtype": "float32",
+    }
+    (FOLDER / "config.json").write_text(json.dumps(config, indent=2))
+    print(f"wrote {FOLDER}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The reference pages have what the code has."""
+
+import dataclasses
+import pathlib
+import re
+
+import pydantic
+import pytest
+
+from jaxlora.config import DataConfig, LoraJob, RunConfig
+from jaxlora.trackers import metrics
+from jaxlora.train import events
+from jaxlora.train.job_run import JobProgress
+from tests.docs import pages
+
+_ROW = re.compile(r"^\| (`[^|]*) \|([^|]*)\|", re.M)
+
+
+def rows(section: str) -> dict[str, str]:
+    """Returns the default of each key in the table of a section, as it is written."""
+    text = (pages.DOCS / "run_file.md").read_text()
+    part = re.search(rf"^## {section}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
+    assert part is not None
+    out = {}
+    for cell, defaults in _ROW.findall(part[1]):
+        keys = re.findall(r"`(\w+)`", cell)
+        given = [text.strip() for text in defaults.split(",")]
+        for i, key in enumerate(keys):
+            out[key] = given[i] if len(given) == len(keys) else defaults.strip()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("model", "section"),
+    [(RunConfig, "The run"), (LoraJob, "A job"), (DataConfig, "Data")],
+)
+def test_defaults_of_the_run_file(model: type[pydantic.BaseModel], section: str):
+    """Where a default is a plain value, the table has it."""
+    table = rows(section)
+    assert set(model.model_fields) == set(table)
+    for name, field in model.model_fields.items():
+        written = table[name].strip("`")
+        if field.is_required():
+            assert written == "required", name
+        elif isinstance(field.default, bool):
+            assert written == str(field.default).lower(), name
+        elif isinstance(field.default, int | float) and written:
+            assert float(written) == field.default, name
+
+
+def test_every_field_of_the_log():
+    """The table of metrics.jsonl has the events that are logged, and their fields."""
+    text = (pages.DOCS / "reference" / "metrics.md").read_text()
+    part = text.split("## `metrics.jsonl`")[1].split("\n## ")[0]
+    table: dict[str, set[str]] = {}
+    for event, fields in re.findall(r"^\| (`\w+`)? ?\| ?([^|]*?) ?\|", part, re.M):
+        if event:
+            current = table.setdefault(event.strip("`"), set())
+        elif table:
+            current.update(re.findall(r"`(\w+)`", fields))
+    for kind in event_kinds():
+        if kind.is_logged:
+            names = {field.name for field in dataclasses.fields(kind)}
+            names -= {"round", "job", "progress", "num_steps", "pipeline"}
+            assert names <= table.pop(kind.kind), kind.kind
+    assert not table
+
+
+def event_kinds() -> list[type[events.Event]]:
+    """Returns the classes of events that happen: those with a kind."""
+    classes = vars(events).values()
+    kinds = (c for c in classes if isinstance(c, type) and hasattr(c, "kind"))
+    return [kind for kind in kinds if issubclass(kind, events.Event)]
+
+
+def test_every_tag_and_every_field_of_the_summary():
+    text = (pages.DOCS / "reference" / "metrics.md").read_text()
+    source = pathlib.Path(metrics.__file__).read_text()
+    tags = re.findall(r'"((?:train|eval|run)/\w+)"', source)
+    names = [field.name for field in dataclasses.fields(JobProgress)]
+    assert len(tags) >= 7
+    assert [name for name in (*tags, *names) if f"`{name}`" not in text] == []

@@ -1,0 +1,60 @@
+"""The examples run as they are."""
+
+import json
+import runpy
+
+from jaxlora.cli.main import main
+
+
+def run_script(name: str) -> dict:
+    return runpy.run_path(f"examples/{name}.py", run_name="__main__")
+
+
+def test_two_jobs(clone):
+    assert main(["train", "examples/two_jobs.yaml"]) == 0
+    summary = json.loads((clone / "runs/two_jobs/summary.json").read_text())
+    for job in summary["jobs"].values():
+        assert job["status"] == "finished"
+        assert job["last_eval"] < job["first_eval"] - 0.5
+        assert (clone / job["folder"] / "adapter_config.json").is_file()
+
+
+def test_sweep(clone, capsys):
+    names = run_script("sweep")
+    statuses = {job.name: job.progress.status for job in names["result"].jobs}
+    assert "stopped early" in statuses.values()
+    assert f"best: {names['best'].name}" in capsys.readouterr().out
+    assert names["best"].name == "rank8-rate0.01"
+
+
+def test_callbacks(clone):
+    result = run_script("callbacks")["result"]
+    statuses = {job.name: job.progress.status for job in result.jobs}
+    assert statuses == {
+        "steady": "finished",
+        "wild": "stopped",
+        "wild-slower": "finished",
+    }
+
+
+def test_resume(clone, capsys):
+    run_script("resume")
+    assert capsys.readouterr().out.count("the same bits") == 2
+
+
+def test_own_flax_model(clone):
+    first, last = runpy.run_path("examples/own_flax_model.py")["main"]()
+    assert (last < first / 4).all()
+
+
+def test_notebook(clone):
+    """The cells run one after the other in one namespace, as in Jupyter."""
+    notebook = json.loads((clone / "examples/quickstart.ipynb").read_text())
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    names = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"] and cell["execution_count"] is None
+            exec("".join(cell["source"]), names)
+    assert all(job.progress.status == "finished" for job in names["result"].jobs)
+    assert len(names["axes"].lines) == 2
