@@ -8,6 +8,10 @@ from .errors import JaxloraError
 from .families.model_config import ModelConfig
 from .fuse.api import fuse
 from .fuse.explain import explain
+from .generate.api import generate
+from .generate.generator import Generator
+from .generate.prompt import Generation, Prompt
+from .generation_settings import GenerationSettings
 from .hf.load import BaseModel, load_model
 from .models.decoder import Decoder, DecoderOptions
 from .models.spec import DecoderSpec
@@ -32,12 +36,16 @@ __all__ = [
     "Decoder",
     "DecoderOptions",
     "DecoderSpec",
+    "Generation",
+    "GenerationSettings",
+    "Generator",
     "JaxloraError",
     "JobResult",
     "LoraJob",
     "LoraWeights",
     "ModelConfig",
     "MultiLoraLinear",
+    "Prompt",
     "Routing",
     "RunConfig",
     "RunResult",
@@ -48,6 +56,7 @@ __all__ = [
     "explain",
     "export_peft",
     "fuse",
+    "generate",
     "import_peft",
     "load_model",
     "load_run",

@@ -100,17 +100,35 @@ def _text(config: dict[str, Any], key: str, folder: Path) -> str | None:
     )
 
 
+def model_eos_ids(folder: Path) -> tuple[int, ...]:
+    """The tokens that end a model's texts, of generation_config.json or config.json.
+
+    Raises:
+        ModelError: A file is damaged, or an id is none.
+    """
+    for name in ("generation_config.json", "config.json"):
+        if ids := _eos_ids(folder / name):
+            return ids
+    return ()
+
+
+def _eos_ids(path: Path) -> tuple[int, ...]:
+    given = read_object(path).get("eos_token_id")
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    for value in ids:
+        is_id = isinstance(value, int) and not isinstance(value, bool)
+        if not (is_id and 0 <= value < 2**31):
+            raise ModelError(
+                f"{path}: eos_token_id is {shown(given)}; expected the id of a token "
+                "or a list of ids."
+            )
+    return tuple(ids)
+
+
 def _eos_of_model(folder: Path, backend) -> dict[str, str]:
     for name in ("generation_config.json", "config.json"):
-        ids = read_object(folder / name).get("eos_token_id")
-        first = ids[0] if isinstance(ids, list) and ids else ids
-        is_id = isinstance(first, int) and not isinstance(first, bool)
-        if first is not None and not (is_id and 0 <= first < 2**31):
-            raise ModelError(
-                f"{folder / name}: eos_token_id is {shown(ids)}; expected the id of a "
-                "token or a list of ids."
-            )
-        text = None if first is None else backend.id_to_token(first)
+        ids = _eos_ids(folder / name)
+        text = backend.id_to_token(ids[0]) if ids else None
         if text is not None:
             return {"eos_token": text}
     return {}

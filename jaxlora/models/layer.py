@@ -56,6 +56,12 @@ class DecoderLayer(nnx.Module):
     ) -> Float[Array, "T D"]:
         """Applies the first half of the layer, attention."""
         y = self.self_attn(self.attention_norm(h), rows, routing)
+        return self.add_attention(h, y)
+
+    def add_attention(
+        self, h: Float[Array, "T D"], y: Float[Array, "T D"]
+    ) -> Float[Array, "T D"]:
+        """Adds the output of attention to the hidden states before it."""
         return h + (self.attention_output_norm or _identity)(y)
 
     def feed_forward(

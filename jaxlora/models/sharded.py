@@ -126,9 +126,9 @@ def run_sharded_layers(
 
 def _run_whole(remat, lengths, graph, tree, h, tables, weights, inputs):
     """Runs a layer whose weights were gathered."""
-    rest, (rope, local_rope, segment_ids), routing = inputs
+    rest, (ropes, segment_ids), routing = inputs
     layer = nnx.merge(graph, tables, tree.unflatten(weights), rest)
-    rows = PackedRows(rope, local_rope, segment_ids, lengths)
+    rows = PackedRows(ropes, segment_ids, lengths)
     return run_layer(layer, remat, h, rows, routing)
 
 

@@ -30,26 +30,51 @@ AttentionImplementation = Literal["xla", "cudnn", "triton"]
 _LIMIT = 2.0**56
 
 
-class PackedRows(NamedTuple):
-    """Attention inputs that all layers share.
+class LayerRopes(NamedTuple):
+    """Rotary tables of the positions of rows, for all layers.
 
     Attributes:
         rope: Rotary table of the rows' positions.
         local_rope: Rotary table of layers with a window; None: they use `rope`.
-        segment_ids: Segment of each row; negative for padding.
-        lengths: Lengths of the segments.
     """
 
     rope: RopeTable
     local_rope: RopeTable | None
-    segment_ids: Int[Array, " T"]
-    lengths: SegmentLengths
 
-    def rope_of(self, scoring: Scoring) -> RopeTable:
+    def of(self, scoring: Scoring) -> RopeTable:
         """Returns the rotary table of layers with these settings."""
         if scoring.window is None or self.local_rope is None:
             return self.rope
         return self.local_rope
+
+
+def layer_ropes(config: ModelConfig, positions: Int[Array, " T"]) -> LayerRopes:
+    """Makes the rotary tables of all layers.
+
+    Args:
+        config: The model.
+        positions: Position of each row in its own sequence.
+    """
+
+    def table(rope: Rope) -> RopeTable:
+        return rope_table(positions, rope_frequencies(rope, config.head_dim))
+
+    local = None if config.local_rope is None else table(config.local_rope)
+    return LayerRopes(table(config.rope), local)
+
+
+class PackedRows(NamedTuple):
+    """Attention inputs that all layers share.
+
+    Attributes:
+        ropes: Rotary tables of the rows' positions.
+        segment_ids: Segment of each row; negative for padding.
+        lengths: Lengths of the segments.
+    """
+
+    ropes: LayerRopes
+    segment_ids: Int[Array, " T"]
+    lengths: SegmentLengths
 
 
 def packed_rows(
@@ -66,12 +91,7 @@ def packed_rows(
         segment_ids: Segment of each row; negative for padding.
         lengths: Lengths of the segments.
     """
-
-    def table(rope: Rope) -> RopeTable:
-        return rope_table(positions, rope_frequencies(rope, config.head_dim))
-
-    local = None if config.local_rope is None else table(config.local_rope)
-    return PackedRows(table(config.rope), local, segment_ids, lengths)
+    return PackedRows(layer_ropes(config, positions), segment_ids, lengths)
 
 
 def compiler_options(implementation: AttentionImplementation) -> dict[str, bool]:
@@ -180,15 +200,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "T D"], rows: PackedRows, routing: Routing
     ) -> Float[Array, "T D"]:
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (
-            y.reshape(x.shape[0], -1, self.head_dim)
-            for y in apply_together(projections, x, routing)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        rope = rows.rope_of(self.scoring)
-        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        q, k, v = self.project(x, rows.ropes, routing)
         out = packed_attention(
             q,
             k,
@@ -199,3 +211,17 @@ class Attention(nnx.Module):
             implementation=self.implementation,
         )
         return self.o_proj(out.reshape(x.shape[0], -1), routing)
+
+    def project(
+        self, x: Float[Array, "T D"], ropes: LayerRopes, routing: Routing
+    ) -> tuple[Float[Array, "T H E"], Float[Array, "T HK E"], Float[Array, "T HK E"]]:
+        """Computes queries, keys and values, with norms and rotary positions."""
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (
+            y.reshape(x.shape[0], -1, self.head_dim)
+            for y in apply_together(projections, x, routing)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        rope = ropes.of(self.scoring)
+        return apply_rope(q, *rope), apply_rope(k, *rope), v

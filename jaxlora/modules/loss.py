@@ -132,9 +132,25 @@ def _product(x, head, axis: int):
     return jax.lax.dot_general(x, head, dims, preferred_element_type=jnp.float32)
 
 
+def head_logits(
+    hidden: Float[Array, "T D"],
+    head: Float[Array, "D V"] | Float[Array, "V D"],
+    *,
+    head_transposed: bool = False,
+    logit_softcap: float | None = None,
+) -> Float[Array, "T V"]:
+    """Computes the logits of rows, in float32; for the arguments see `target_nll`."""
+    logits = _product(hidden, head, 1 if head_transposed else 0)
+    return softcap(logits, logit_softcap)
+
+
 def _nll(hidden, head, labels, options: _Head):
-    logits = _product(hidden, head, 1 if options.transposed else 0)
-    logits = softcap(logits, options.softcap)
+    logits = head_logits(
+        hidden,
+        head,
+        head_transposed=options.transposed,
+        logit_softcap=options.softcap,
+    )
     log_total = jax.nn.logsumexp(logits, axis=-1)
     picked = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
     return log_total - picked, logits, log_total

@@ -1,0 +1,178 @@
+"""`jaxlora generate`."""
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from jaxlora.cli.command import Command
+from jaxlora.cli.options import add_revision, positive_int
+from jaxlora.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxlora.generate.generator import Generator
+    from jaxlora.generate.prompt import Generation, Prompt
+    from jaxlora.generation_settings import GenerationSettings
+
+_SETTINGS = ("max_new_tokens", "temperature", "top_p", "stop", "seed")
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", nargs="?", help="checkpoint folder or hub id; with --run, its base"
+    )
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="[NAME=]FOLDER",
+        help="PEFT folder; repeatable. Each prompt is answered by every adapter",
+    )
+    parser.add_argument(
+        "--run",
+        dest="run_dir",
+        metavar="RUN_DIR",
+        help="use the latest weights of a run's jobs, which may be training",
+    )
+    parser.add_argument(
+        "--job", action="append", help="with --run: only this job; repeatable"
+    )
+    _add_prompts(parser)
+    _add_settings(parser)
+    parser.add_argument("--batch-size", type=positive_int, default=16, metavar="N")
+    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
+    parser.add_argument("--quantize", choices=("fp8", "int8", "nf4"))
+    add_revision(parser)
+
+
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="prompt; repeatable"
+    )
+    asked.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="text file of one prompt a line, or .jsonl with prompt or messages",
+    )
+    asked.add_argument(
+        "-i", "--interactive", action="store_true", help="chat in the terminal"
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="send each prompt as a message, through the model's chat template",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system message of chats")
+    parser.add_argument(
+        "--output", metavar="FILE", help="also write the texts as .jsonl"
+    )
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="default 128")
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help="default 0, which is greedy"
+    )
+    parser.add_argument("--top-p", type=float, metavar="P", help="default 1")
+    parser.add_argument(
+        "--stop", action="append", metavar="TEXT", help="ends a text; repeatable"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="default 0")
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    _check(arguments)
+    from jaxlora.generate.api import generation_settings
+    from jaxlora.memory.gpu_share import take_free_gpus
+    from jaxlora.train.compilation_cache import keep_compiled_programs
+
+    values = {name: getattr(arguments, name) for name in _SETTINGS}
+    given = {name: value for name, value in values.items() if value is not None}
+    settings, prompts = generation_settings(given), _prompts(arguments)
+    take_free_gpus()
+    keep_compiled_programs()
+    generator = _generator(arguments)
+    if arguments.interactive:
+        from jaxlora.generate.terminal import Chat, read_line
+
+        return Chat(generator, settings, system=arguments.system).run(read_line)
+    return _print_all(arguments, generator, prompts, settings)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.model is None and arguments.run_dir is None:
+        raise ConfigError("there is nothing to generate with: name a model, or --run.")
+    if arguments.job and arguments.run_dir is None:
+        raise ConfigError(f"--job {arguments.job[0]} needs --run, the folder of a run.")
+    if arguments.run_dir is not None:
+        for option in ("dtype", "quantize", "revision"):
+            if getattr(arguments, option) is not None:
+                raise ConfigError(
+                    f"--{option} cannot be combined with --run, which takes it from "
+                    "the run. Leave it out."
+                )
+    if arguments.system is not None and not (arguments.chat or arguments.interactive):
+        raise ConfigError("--system is a message of a chat: add --chat.")
+
+
+def _prompts(arguments: argparse.Namespace) -> "list[Prompt]":
+    from jaxlora.generate.prompt import Prompt
+    from jaxlora.generate.prompt_file import read_prompts
+
+    if arguments.interactive:
+        return []
+    if arguments.prompts is not None:
+        prompts = read_prompts(arguments.prompts)
+    else:
+        prompts = [Prompt(text) for text in arguments.prompt]
+    if not arguments.chat:
+        return prompts
+    return [prompt.as_chat(arguments.system) for prompt in prompts]
+
+
+def _generator(arguments: argparse.Namespace) -> "Generator":
+    from jaxlora.generate.generator import Generator, named_folders
+    from jaxlora.hf.load import load_model
+    from jaxlora.train.run_adapters import load_run_adapters
+
+    adapters: dict[str, Any] = named_folders(arguments.adapter)
+    if arguments.run_dir is None:
+        model = load_model(
+            arguments.model,
+            dtype=arguments.dtype or "auto",
+            revision=arguments.revision,
+            quantize=arguments.quantize,
+        )
+    else:
+        model, jobs, notes = load_run_adapters(
+            arguments.run_dir, arguments.job, model=arguments.model
+        )
+        adapters = jobs | adapters
+        for name, note in notes.items():
+            print(f"{name}: {note}", file=sys.stderr)
+    return Generator(model, adapters, batch_size=arguments.batch_size)
+
+
+def _print_all(
+    arguments: argparse.Namespace,
+    generator: "Generator",
+    prompts: "list[Prompt]",
+    settings: "GenerationSettings",
+) -> None:
+    from jaxlora.generate.write import describe, write_generations
+
+    made: list[Generation] = generator.generate(prompts, settings)
+    is_only = len(made) == 1
+    for generation in made:
+        print(generation.text if is_only else describe(generation))
+    if arguments.output is not None:
+        write_generations(arguments.output, made)
+
+
+COMMAND = Command(
+    name="generate",
+    text="Generate text with a model, with adapters, or with the latest weights of a "
+    "run; several adapters answer in one batch. With --interactive, chat.",
+    add_arguments=_add_arguments,
+    run=_run,
+)

@@ -1,0 +1,83 @@
+"""Loads adapters for generation, each into a slot of its own."""
+
+from collections.abc import Iterable
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlora.adapters.adapter import Adapter
+from jaxlora.generate.batch import LoadedDecoder
+from jaxlora.generate.programs import Tables, Weights
+from jaxlora.hf.load import BaseModel
+from jaxlora.hf.names import linear_path
+from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.spec import DecoderSpec, SlotSettings
+from jaxlora.models.stacks import to_paths
+from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.trained_tensors import tensor_settings, unpadded
+
+NO_ADAPTER = 0  # the slot of the base model, which stays empty
+
+
+def load_decoder(model: BaseModel, adapters: Iterable[Adapter]) -> LoadedDecoder:
+    """Makes a decoder with a slot for the base model and one for each adapter.
+
+    The adapters are rounded to the model's dtype, as training does for its products.
+
+    Args:
+        model: The base model, on one device.
+        adapters: The adapters; their slots are numbered from 1.
+    """
+    adapters = tuple(adapters)
+    options = DecoderOptions(
+        dtype=model.dtype, base_format=model.base_format, max_segment_tokens=1
+    )
+    spec = DecoderSpec(
+        config=model.config,
+        options=options,
+        slots=_slot_shape(adapters),
+        adapted=tuple(sorted({linear_path(n) for a in adapters for n in a.modules})),
+    )
+    if not adapters:
+        return LoadedDecoder(spec=spec, weights=Weights(model.params, {}, None))
+    tables, settings = _tables(spec, adapters), _settings(spec, adapters)
+    return LoadedDecoder(spec=spec, weights=Weights(model.params, tables, settings))
+
+
+def _slot_shape(adapters: tuple[Adapter, ...]) -> SlotShape | None:
+    if not adapters:
+        return None
+    return SlotShape(
+        num_slots=len(adapters) + 1,
+        rank=max(w.rank for a in adapters for w in a.modules.values()),
+        use_dropout=False,
+        settings=tuple(
+            s for s in tensor_settings() if any(a.is_set(s) for a in adapters)
+        ),
+    )
+
+
+def _tables(spec: DecoderSpec, adapters: tuple[Adapter, ...]) -> Tables:
+    dtype = spec.options.dtype
+    arrays = {n: np.zeros(s.shape, dtype) for n, s in spec.adapter_shapes().items()}
+    tables = to_paths(spec.stacks, arrays, axis=1)  # views
+    for slot, adapter in enumerate(adapters, NO_ADAPTER + 1):
+        for path, tensor in adapter.by_path().items():
+            tables[path][slot][unpadded(tensor.shape)] = tensor
+    return {name: jnp.asarray(array) for name, array in arrays.items()}
+
+
+def _settings(spec: DecoderSpec, adapters: tuple[Adapter, ...]) -> SlotSettings:
+    places = {path: i for i, path in enumerate(spec.adapted)}
+    shape = len(places), len(adapters) + 1
+    scaling, dropout = np.zeros((2, *shape), np.float32)
+    rank = np.zeros(shape, np.int32)
+    for slot, adapter in enumerate(adapters, NO_ADAPTER + 1):
+        for name, weights in adapter.modules.items():
+            place = places[linear_path(name)], slot
+            scaling[place], rank[place] = adapter.scaling(weights), weights.rank
+    return SlotSettings(
+        scaling=jnp.asarray(scaling),
+        dropout=jnp.asarray(dropout),
+        rank=jnp.asarray(rank),
+    )

@@ -1,0 +1,211 @@
+"""Generates the tokens of one batch of prompts, a few steps at a time."""
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, Int32
+
+from jaxlora.generate.batch_shape import BatchShape, batch_shape
+from jaxlora.generate.choose_token import method_of
+from jaxlora.generate.programs import (
+    MAX_STEPS,
+    NO_TOKEN,
+    Rows,
+    Sampling,
+    Weights,
+    programs_of,
+)
+from jaxlora.generation_settings import GenerationSettings
+from jaxlora.models.spec import DecoderSpec
+
+FinishReason = Literal["eos_token", "stop_sequence", "length"]
+
+_END_IDS_MULTIPLE = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LoadedDecoder:
+    """A decoder on its device, ready to generate.
+
+    Attributes:
+        spec: The whole decoder.
+        weights: Its arrays.
+    """
+
+    spec: DecoderSpec
+    weights: Weights
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Request:
+    """A prompt as tokens.
+
+    Attributes:
+        token_ids: The prompt, of at least one token.
+        slot: Slot of its adapter.
+        seed: Its random seed.
+        max_new_tokens: Largest number of tokens to generate.
+        num_until_stop: Given the tokens so far, and how many of them were given before,
+            returns the number of tokens that end the text because of a stop text; None:
+            nothing ends it.
+    """
+
+    token_ids: Int32[np.ndarray, " T"]
+    slot: int
+    seed: int
+    max_new_tokens: int
+    num_until_stop: Callable[[Sequence[int], int], int | None] | None = None
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Answer:
+    """The tokens that were generated for a request so far.
+
+    Attributes:
+        token_ids: The tokens, including one that ends the sequence.
+        logprobs: Log probability of each token, in nats, as the model gives it.
+        finish_reason: Why it has ended; None: it has not.
+    """
+
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def extend(
+        self,
+        request: Request,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        end_ids: Collection[int],
+    ) -> None:
+        """Adds tokens, and ends the answer where it ends first."""
+        before = len(self.token_ids)
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        ends: list[tuple[int, FinishReason]] = []
+        if request.num_until_stop is not None:
+            num = request.num_until_stop(self.token_ids, before)
+            if num is not None:
+                ends.append((num, "stop_sequence"))
+        if self.token_ids and self.token_ids[-1] in end_ids:
+            ends.append((len(self.token_ids), "eos_token"))
+        if len(self.token_ids) >= request.max_new_tokens:
+            ends.append((request.max_new_tokens, "length"))
+        if ends:
+            num, self.finish_reason = min(ends, key=lambda end: end[0])
+            del self.token_ids[num:], self.logprobs[num:]
+
+
+class Batch:
+    """A batch of prompts whose tokens are generated together.
+
+    Prompts are padded in front, so that all of them end at the same place.
+
+    Attributes:
+        answers: The tokens so far, in the order of the requests.
+    """
+
+    def __init__(
+        self,
+        decoder: LoadedDecoder,
+        requests: Sequence[Request],
+        settings: GenerationSettings,
+        end_ids: Sequence[int],
+        shape: BatchShape | None = None,
+    ):
+        """Runs the prompts; no token is generated yet.
+
+        Args:
+            decoder: The decoder.
+            requests: The prompts.
+            settings: How tokens are chosen. Length, stop texts and seed are those of
+                the requests.
+            end_ids: Tokens that end a sequence.
+            shape: Shape of the batch, at least as large as the requests need; None: the
+                smallest one.
+        """
+        self.answers = [Answer() for _ in requests]
+        self._requests, self._end_ids = requests, frozenset(end_ids)
+        self._programs = programs_of(decoder.spec)
+        self._weights = decoder.weights
+        self._method = method_of(settings.temperature, settings.top_p)
+        self._sampling = Sampling(
+            temperature=jnp.float32(settings.temperature),
+            top_p=jnp.float32(settings.top_p),
+            end_ids=_padded(end_ids),
+            num_steps=jnp.int32(MAX_STEPS),
+        )
+        self._prefill(shape or _smallest_shape(requests))
+
+    def _prefill(self, shape: BatchShape) -> None:
+        token_ids = np.zeros((shape.num_rows, shape.prompt_tokens), np.int32)
+        starts = np.full(shape.num_rows, shape.prompt_tokens, np.int32)
+        slots, seeds = np.zeros((2, shape.num_rows), np.int32)
+        for i, request in enumerate(self._requests):
+            starts[i] -= len(request.token_ids)
+            token_ids[i, starts[i] :] = request.token_ids
+            slots[i], seeds[i] = request.slot, request.seed
+        self._rows = Rows(*map(jnp.asarray, (starts, slots, seeds)))
+        state = self._programs.empty(shape.num_rows, shape.cache_tokens)
+        for begin in range(0, shape.prompt_tokens, shape.part_tokens):
+            ids = jnp.asarray(token_ids[:, begin : begin + shape.part_tokens])
+            state = self._programs.prefill(state, self._weights, self._rows, ids)
+        self._state = state
+
+    @property
+    def logits(self) -> Float32[np.ndarray, "B V"]:
+        """The logits of each sequence's next token."""
+        return jax.device_get(self._state.logits)[: len(self.answers)]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all answers have ended."""
+        return all(answer.finish_reason for answer in self.answers)
+
+    def advance(self, num_steps: int = MAX_STEPS) -> None:
+        """Generates up to so many more tokens of each sequence that has not ended."""
+        left = max(
+            request.max_new_tokens - len(answer.token_ids)
+            for request, answer in zip(self._requests, self.answers, strict=True)
+            if answer.finish_reason is None
+        )
+        num_steps = min(num_steps, MAX_STEPS, left)
+        is_done = np.ones(len(self._rows.slots), bool)
+        for i, answer in enumerate(self.answers):
+            is_done[i] = answer.finish_reason is not None
+        self._state, *made = self._programs.decode(
+            self._state,
+            self._weights,
+            self._rows,
+            self._sampling._replace(num_steps=jnp.int32(num_steps)),
+            jnp.asarray(is_done),
+            self._method,
+        )
+        token_ids, logprobs = jax.device_get(made)
+        for i, (request, answer) in enumerate(
+            zip(self._requests, self.answers, strict=True)
+        ):
+            if answer.finish_reason is None:
+                num = int((token_ids[i] != NO_TOKEN).sum())
+                answer.extend(
+                    request,
+                    token_ids[i, :num].tolist(),
+                    logprobs[i, :num].tolist(),
+                    self._end_ids,
+                )
+
+
+def _smallest_shape(requests: Sequence[Request]) -> BatchShape:
+    longest = max(len(request.token_ids) for request in requests)
+    return batch_shape(len(requests), longest, max(r.max_new_tokens for r in requests))
+
+
+def _padded(end_ids: Sequence[int]) -> Int32[Array, " N"]:
+    size = -(-max(len(end_ids), 1) // _END_IDS_MULTIPLE) * _END_IDS_MULTIPLE
+    padded = np.full(size, NO_TOKEN, np.int32)
+    padded[: len(end_ids)] = end_ids
+    return jnp.asarray(padded)

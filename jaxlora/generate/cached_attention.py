@@ -1,0 +1,90 @@
+"""Attention over cached keys and values, in plain JAX, for any device."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxlora.families.model_config import ModelConfig
+from jaxlora.modules.scoring import Scoring, softcap
+
+# It is finite, as a query of the padding sees nothing, and would get NaN from infinity.
+_MASKED = -1e30
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of one layer, with B sequences of up to C tokens.
+
+    Heads come before tokens, so that the products of decoding read the arrays as they
+    are stored.
+
+    Attributes:
+        keys: Keys, after their norm and rotation.
+        values: Values.
+    """
+
+    keys: Float[Array, "B HK C E"]
+    values: Float[Array, "B HK C E"]
+
+
+def empty_cache(
+    config: ModelConfig, num_rows: int, num_tokens: int, dtype: DTypeLike
+) -> tuple[LayerCache, ...]:
+    """Returns an empty cache for every layer of a model."""
+    shape = num_rows, config.num_kv_heads, num_tokens, config.head_dim
+    return tuple(
+        LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        for _ in range(config.num_layers)
+    )
+
+
+def cached_attention(
+    q: Float[Array, "B S H E"],
+    k: Float[Array, "B S HK E"],
+    v: Float[Array, "B S HK E"],
+    cache: LayerCache,
+    place: Int[Array, ""],
+    starts: Int[Array, " B"],
+    scoring: Scoring,
+) -> tuple[Float[Array, "B S H E"], LayerCache]:
+    """Adds S tokens of each sequence to the cache, and lets them attend to it.
+
+    Args:
+        q: Queries of the new tokens; H is a multiple of HK (grouped-query attention).
+        k: Keys of the new tokens.
+        v: Values of the new tokens.
+        cache: The tokens before.
+        place: Place in the cache of the first new token, the same for all sequences.
+        starts: Place in the cache of each sequence's first token. Places before it are
+            padding. The output for a query at such a place means nothing.
+        scoring: Settings of the scores.
+
+    Returns:
+        The output of attention, and the cache with the new tokens.
+    """
+    cache = LayerCache(_put(cache.keys, k, place), _put(cache.values, v, place))
+    num_rows, num_new, _, head_dim = q.shape
+    num_kv_heads, num_tokens = cache.keys.shape[1:3]
+    grouped = q.reshape(num_rows, num_new, num_kv_heads, -1, head_dim)
+    scores = jnp.einsum(
+        "bsgre,bgce->bgrsc", grouped, cache.keys, preferred_element_type=jnp.float32
+    )
+    scores = softcap(scores * scoring.scale_of(head_dim), scoring.softcap)
+    own, other = place + jnp.arange(num_new), jnp.arange(num_tokens)
+    back = own[:, None] - other
+    mask = (back >= 0) & (other >= starts[:, None])[:, None]
+    if scoring.window is not None:
+        mask &= back < scoring.window
+    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, _MASKED), axis=-1)
+    out = jnp.einsum("bgrsc,bgce->bsgre", weights.astype(v.dtype), cache.values)
+    return out.reshape(q.shape), cache
+
+
+def _put(
+    cached: Float[Array, "B HK C E"],
+    new: Float[Array, "B S HK E"],
+    place: Int[Array, ""],
+) -> Float[Array, "B HK C E"]:
+    return jax.lax.dynamic_update_slice(cached, new.swapaxes(1, 2), (0, 0, place, 0))

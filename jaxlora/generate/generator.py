@@ -1,0 +1,294 @@
+"""Generates text with a base model and adapters that are loaded once."""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.peft_import import import_peft
+from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
+from jaxlora.data.tokenizer_files import model_eos_ids
+from jaxlora.errors import ConfigError
+from jaxlora.generate.adapter_slots import NO_ADAPTER, load_decoder
+from jaxlora.generate.answer_text import AnswerText
+from jaxlora.generate.batch import Answer, Batch, LoadedDecoder, Request
+from jaxlora.generate.batch_shape import chat_shape
+from jaxlora.generate.prompt import BASE, Generation, Message, Prompt
+from jaxlora.generation_settings import GenerationSettings
+from jaxlora.hf.load import BaseModel
+from jaxlora.hf.names import linear_shapes
+
+Adapters = Mapping[str, str | pathlib.Path | Adapter]
+
+_STREAM_STEPS = 4  # tokens between two pieces of text that are streamed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TextDecoder:
+    """A decoder with its tokenizer and the names of its slots.
+
+    Attributes:
+        decoder: The decoder.
+        tokenizer: The model's tokenizer.
+        slots: Slot of each adapter, by name, and of `base`.
+        end_ids: Tokens that end a text.
+    """
+
+    decoder: LoadedDecoder
+    tokenizer: Tokenizer
+    slots: Mapping[str, int]
+    end_ids: tuple[int, ...]
+
+    def generate(
+        self, prompts: Sequence[Prompt], settings: GenerationSettings, batch_size: int
+    ) -> list[Generation]:
+        """Generates a text for each prompt; see `Generator.generate`."""
+        encoded = [self._encode(prompt, settings) for prompt in prompts]
+        # Prompts of similar length share a batch, which so has little padding.
+        order = sorted(range(len(prompts)), key=lambda i: len(encoded[i][0].token_ids))
+        made: dict[int, Generation] = {}
+        for begin in range(0, len(order), batch_size):
+            numbers = order[begin : begin + batch_size]
+            requests = [encoded[i][0] for i in numbers]
+            batch = Batch(self.decoder, requests, settings, self.end_ids)
+            while not batch.is_done:
+                batch.advance()
+            for i, answer in zip(numbers, batch.answers, strict=True):
+                made[i] = _generation(prompts[i], encoded[i][1], answer)
+        return [made[i] for i in range(len(prompts))]
+
+    def stream(self, prompt: Prompt, settings: GenerationSettings) -> Iterator[str]:
+        """Generates a text, and yields it in pieces; see `Generator.stream`."""
+        request, text = self._encode(prompt, settings)
+        positions = self.decoder.spec.config.max_positions
+        shape = chat_shape(len(request.token_ids), request.max_new_tokens, positions)
+        batch = Batch(self.decoder, [request], settings, self.end_ids, shape)
+        done = ""
+        (answer,) = batch.answers
+        while not batch.is_done:
+            batch.advance(_STREAM_STEPS)
+            is_last = answer.finish_reason is not None
+            now = (text.of if is_last else text.settled)(answer.token_ids)
+            if len(now) > len(done):
+                yield now[len(done) :]
+                done = now
+
+    def _encode(
+        self, prompt: Prompt, settings: GenerationSettings
+    ) -> tuple[Request, AnswerText]:
+        if prompt.adapter not in self.slots:
+            raise ConfigError(
+                f"a prompt names the adapter {prompt.adapter!r}; there are: "
+                f"{', '.join(self.slots)}."
+            )
+        token_ids = self._token_ids(prompt)
+        positions = self.decoder.spec.config.max_positions
+        if len(token_ids) >= positions:
+            raise ConfigError(
+                f"a prompt has {len(token_ids)} tokens, and the model has positions "
+                f"for {positions} (max_position_embeddings) with the answer. Shorten "
+                "the prompt."
+            )
+        text = AnswerText(self.tokenizer, token_ids, settings.stop, self.end_ids)
+        request = Request(
+            token_ids=np.array(token_ids, np.int32),
+            slot=self.slots[prompt.adapter],
+            seed=settings.seed if prompt.seed is None else prompt.seed,
+            max_new_tokens=min(settings.max_new_tokens, positions - len(token_ids)),
+            num_until_stop=text.num_until_stop,
+        )
+        return request, text
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt.text, str):
+            # Ids that go after a text would end it.
+            ids = self.tokenizer.encode(prompt.text, add_special_tokens=False)
+            ids = [*self.tokenizer.prefix_ids, *ids]
+        else:
+            messages = [dict(message) for message in prompt.text]
+            text = self.tokenizer.chat.render(messages, add_generation_prompt=True)
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if not ids:
+            raise ConfigError(
+                "a prompt is empty, and the tokenizer puts no token before a text. "
+                "Give a text of at least one token."
+            )
+        return ids
+
+
+def _generation(prompt: Prompt, text: AnswerText, answer: Answer) -> Generation:
+    assert answer.finish_reason is not None
+    return Generation(
+        prompt=prompt,
+        text=text.of(answer.token_ids),
+        token_ids=tuple(answer.token_ids),
+        logprobs=tuple(answer.logprobs),
+        finish_reason=answer.finish_reason,
+    )
+
+
+class Generator:
+    """Generates text with a base model and adapters, all in the same batches.
+
+    A sample depends on its prompt, adapter, seed and settings, and not on the other
+    prompts of its batch, except that a batch of another shape rounds differently.
+
+    Attributes:
+        model: The base model.
+        adapters: Names of the adapters.
+    """
+
+    def __init__(
+        self,
+        model: BaseModel,
+        adapters: Adapters | None = None,
+        *,
+        batch_size: int = 16,
+    ):
+        """Loads the adapters and the tokenizer; nothing is compiled yet.
+
+        Args:
+            model: The base model, on one device.
+            adapters: PEFT folders or adapters, by name.
+            batch_size: Most prompts that are generated together.
+
+        Raises:
+            AdapterError: A folder cannot be read, or does not fit the model.
+            ConfigError: The model is divided among devices, `batch_size` is below 1, or
+                an adapter is named `base`.
+            ModelError: The tokenizer cannot be read.
+        """
+        if batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size} must be at least 1.")
+        if BASE in (adapters or {}):
+            raise ConfigError(
+                f"an adapter is named {BASE!r}, which is the name of the base model. "
+                "Give it another name."
+            )
+        _check_one_device(model)
+        self.model, self.adapters = model, tuple(adapters or ())
+        self._batch_size = batch_size
+        tokenizer = load_tokenizer(model.folder)
+        tokenizer.check_fits(model.config.vocab_size)
+        loaded = [_read(model, adapter) for adapter in (adapters or {}).values()]
+        numbered = enumerate(self.adapters, NO_ADAPTER + 1)
+        self._text_decoder = TextDecoder(
+            decoder=load_decoder(model, loaded),
+            tokenizer=tokenizer,
+            slots={BASE: NO_ADAPTER, **{name: slot for slot, name in numbered}},
+            end_ids=end_ids(model, tokenizer),
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[Message] | Prompt],
+        settings: GenerationSettings | None = None,
+        *,
+        chat: bool = False,
+    ) -> list[Generation]:
+        """Generates a text for each prompt.
+
+        Args:
+            prompts: The prompts: texts, chats or `Prompt`s. One that names no adapter
+                is answered by every adapter in turn, or by the base model if there are
+                no adapters.
+            settings: How tokens are chosen; None: the defaults, which are greedy.
+            chat: Whether plain texts are messages of a user, for the chat template.
+
+        Returns:
+            The texts, in the order of the prompts, and for each prompt in the order of
+            the adapters.
+
+        Raises:
+            ConfigError: A prompt is too long or empty, or names an unknown adapter.
+            DataError: The chat template refuses the messages of a prompt.
+            ModelError: A prompt is a chat, and the tokenizer has no chat template.
+        """
+        named = [p for prompt in prompts for p in self._for_adapters(prompt, chat)]
+        settings = settings or GenerationSettings()
+        return self._text_decoder.generate(named, settings, self._batch_size)
+
+    def stream(
+        self,
+        prompt: str | Sequence[Message] | Prompt,
+        settings: GenerationSettings | None = None,
+        *,
+        chat: bool = False,
+    ) -> Iterator[str]:
+        """Generates a text, and yields it in pieces as it comes.
+
+        The pieces together are the text that `generate` returns. The generation ends
+        when the iterator is closed.
+
+        Args:
+            prompt: The prompt. It must name an adapter if there are several.
+            settings: How tokens are chosen; None: the defaults, which are greedy.
+            chat: Whether a plain text is a message of a user, for the chat template.
+
+        Raises:
+            JaxloraError: As for `generate`, when the first piece is asked for.
+        """
+        named, *others = self._for_adapters(prompt, chat)
+        if others:
+            raise ConfigError(
+                "the prompt names no adapter; there are: "
+                f"{', '.join(self.adapters)}. Name one of them, or base."
+            )
+        return self._text_decoder.stream(named, settings or GenerationSettings())
+
+    def _for_adapters(
+        self, prompt: str | Sequence[Message] | Prompt, chat: bool
+    ) -> list[Prompt]:
+        """Returns a prompt once for each adapter that answers it."""
+        if not isinstance(prompt, Prompt):
+            prompt = Prompt(prompt)
+        prompt = prompt.as_chat() if chat else prompt
+        if prompt.adapter is not None:
+            return [prompt]
+        names = self.adapters or (BASE,)
+        return [dataclasses.replace(prompt, adapter=name) for name in names]
+
+
+def named_folders(folders: Sequence[str]) -> dict[str, str]:
+    """Names adapters that are given as `NAME=FOLDER`, or as `FOLDER` by its own name.
+
+    Raises:
+        ConfigError: Two adapters have the same name.
+    """
+    named: dict[str, str] = {}
+    for given in folders:
+        name, _, folder = given.rpartition("=")
+        name = name or pathlib.Path(folder).resolve().name
+        if name in named:
+            raise ConfigError(
+                f"two adapters are named {name!r}: {named[name]} and {folder}. Give "
+                "one of them another name: NAME=FOLDER."
+            )
+        named[name] = folder
+    return named
+
+
+def end_ids(model: BaseModel, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Returns the tokens that end a text: the tokenizer's and the model's."""
+    own = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    return tuple(dict.fromkeys([*own, *model_eos_ids(model.folder)]))
+
+
+def _check_one_device(model: BaseModel) -> None:
+    for array in model.params.values():
+        where: Any = array.sharding
+        if isinstance(where, NamedSharding) and where.mesh.size > 1:
+            raise ConfigError(
+                f"the model lies on {where.mesh.size} devices, and generation runs on "
+                "one. Load it with load_model(...) without `place`."
+            )
+
+
+def _read(model: BaseModel, adapter: str | pathlib.Path | Adapter) -> Adapter:
+    if isinstance(adapter, Adapter):
+        return adapter
+    return import_peft(adapter, linear_shapes(model.config))

@@ -1,0 +1,239 @@
+"""The compiled functions of generation, of fixed shapes."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxlora.generate.cached_attention import LayerCache, empty_cache
+from jaxlora.generate.cached_forward import next_logits
+from jaxlora.generate.choose_token import Method, choose_tokens
+from jaxlora.models.decoder import Decoder
+from jaxlora.models.forward import Base
+from jaxlora.models.spec import DecoderSpec, SlotSettings
+from jaxlora.models.stacks import to_paths
+
+MAX_STEPS = 32  # most tokens of each sequence that one call of `decode` generates
+NO_TOKEN = -1  # stands in the output of `decode` where no token was generated
+
+# XLA would copy the weights of q, k and v into one matrix for each token.
+_OPTIONS = {"xla_disable_hlo_passes": "dot-merger"}
+
+Tables = dict[str, Float[Array, "G L P Q"]]
+
+
+class Weights(NamedTuple):
+    """Arrays of a decoder.
+
+    Attributes:
+        base: Frozen weights, by path.
+        adapters: Slot tables, by name of the stack; empty without slots.
+        settings: Settings of the slots; None without slots.
+    """
+
+    base: Base
+    adapters: Tables
+    settings: SlotSettings | None
+
+
+class Rows(NamedTuple):
+    """Properties of the sequences of a batch that stay the same.
+
+    Attributes:
+        starts: Place in the cache of each sequence's first token.
+        slots: Slot of each sequence's adapter.
+        seeds: Random seed of each sequence.
+    """
+
+    starts: Int[Array, " B"]
+    slots: Int[Array, " B"]
+    seeds: Int[Array, " B"]
+
+
+class State(NamedTuple):
+    """State of a batch between two calls of `decode`.
+
+    Attributes:
+        cache: Keys and values, for each layer.
+        logits: Logits of each sequence's next token.
+        is_done: Whether a sequence has ended.
+        place: Place in the cache of the next token.
+        step: Number of tokens of each sequence that were generated.
+    """
+
+    cache: tuple[LayerCache, ...]
+    logits: Float[Array, "B V"]
+    is_done: Bool[Array, " B"]
+    place: Int[Array, ""]
+    step: Int[Array, ""]
+
+
+class Sampling(NamedTuple):
+    """Settings of a call of `decode`, which change no shapes.
+
+    Attributes:
+        temperature: Divisor of the logits.
+        top_p: Total probability of the tokens to sample from.
+        end_ids: Tokens that end a sequence; `NO_TOKEN` fills the rest.
+        num_steps: Number of tokens to generate, at most `MAX_STEPS`.
+    """
+
+    temperature: Float[Array, ""]
+    top_p: Float[Array, ""]
+    end_ids: Int[Array, " N"]
+    num_steps: Int[Array, ""]
+
+
+class Programs:
+    """The jitted functions for a decoder; each compiles once for each shape.
+
+    Attributes:
+        empty: Makes the state of a batch before its prompts.
+        prefill: Runs the next S tokens of the prompts.
+        decode: Generates up to `MAX_STEPS` tokens of each sequence.
+    """
+
+    def __init__(self, spec: DecoderSpec):
+        """Makes the functions; none is traced yet.
+
+        Args:
+            spec: The whole decoder.
+        """
+        self._spec = spec
+        self.empty = jax.jit(self._empty, static_argnums=(0, 1))
+        self.prefill = jax.jit(
+            self._prefill, donate_argnums=0, compiler_options=_OPTIONS
+        )
+        self.decode = jax.jit(
+            self._decode,
+            donate_argnums=0,
+            static_argnums=5,
+            compiler_options=_OPTIONS,
+        )
+
+    def num_compilations(self) -> int:
+        """Programs compiled so far."""
+        functions: tuple[Any, ...] = self.empty, self.prefill, self.decode
+        return sum(function._cache_size() for function in functions)
+
+    def _empty(self, num_rows: int, num_tokens: int) -> State:
+        config, options = self._spec.config, self._spec.options
+        return State(
+            cache=empty_cache(config, num_rows, num_tokens, options.dtype),
+            logits=jnp.zeros((num_rows, config.vocab_size), jnp.float32),
+            is_done=jnp.zeros(num_rows, bool),
+            place=jnp.zeros((), jnp.int32),
+            step=jnp.zeros((), jnp.int32),
+        )
+
+    def _bind(self, weights: Weights) -> Decoder:
+        tables = to_paths(self._spec.stacks, weights.adapters, axis=1)
+        dtype = self._spec.options.dtype
+        # The linears would cast them anyway, and again for each token.
+        cast = {path: table.astype(dtype) for path, table in tables.items()}
+        return self._spec.bind(weights.base, cast, settings=weights.settings)
+
+    def _prefill(
+        self,
+        state: State,
+        weights: Weights,
+        rows: Rows,
+        token_ids: Int[Array, "B S"],
+    ) -> State:
+        logits, cache = next_logits(
+            self._bind(weights),
+            state.cache,
+            token_ids,
+            state.place,
+            rows.starts,
+            rows.slots,
+        )
+        place = state.place + token_ids.shape[1]
+        return state._replace(cache=cache, logits=logits, place=place)
+
+    def _decode(
+        self,
+        state: State,
+        weights: Weights,
+        rows: Rows,
+        sampling: Sampling,
+        is_done: Bool[Array, " B"],
+        method: Method,
+    ) -> tuple[State, Int[Array, "B M"], Float[Array, "B M"]]:
+        """Generates tokens until all sequences have ended, or all steps are done.
+
+        Args:
+            state: State of the batch.
+            weights: Arrays of the decoder.
+            rows: Properties of the sequences.
+            sampling: Settings.
+            is_done: Sequences that the caller has ended.
+            method: How tokens are chosen.
+
+        Returns:
+            The state; and for each sequence and step its token and the log probability
+            that the model gives it, in nats.
+        """
+        graph, variables = nnx.split(self._bind(weights))
+        shape = len(is_done), MAX_STEPS
+        tokens = jnp.full(shape, NO_TOKEN, jnp.int32)
+        logprobs = jnp.zeros(shape, jnp.float32)
+        state = state._replace(is_done=state.is_done | is_done)
+
+        def goes_on(loop):
+            i, state, *_ = loop
+            return (i < sampling.num_steps) & ~state.is_done.all()
+
+        def generate_one(loop):
+            i, state, tokens, logprobs = loop
+            token, logprob = _choose(method, state, rows, sampling)
+            column = jnp.where(state.is_done, NO_TOKEN, token)
+            tokens, logprobs = (
+                tokens.at[:, i].set(column),
+                logprobs.at[:, i].set(logprob),
+            )
+            is_end = (token[:, None] == sampling.end_ids).any(1)
+            logits, cache = next_logits(
+                nnx.merge(graph, variables),
+                state.cache,
+                token[:, None],
+                state.place,
+                rows.starts,
+                rows.slots,
+            )
+            state = State(
+                cache=cache,
+                logits=logits,
+                is_done=state.is_done | is_end,
+                place=state.place + 1,
+                step=state.step + 1,
+            )
+            return i + 1, state, tokens, logprobs
+
+        begin = jnp.zeros((), jnp.int32), state, tokens, logprobs
+        _, state, tokens, logprobs = jax.lax.while_loop(goes_on, generate_one, begin)
+        return state, tokens, logprobs
+
+
+def _choose(
+    method: Method, state: State, rows: Rows, sampling: Sampling
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    token = choose_tokens(
+        state.logits,
+        method,
+        rows.seeds,
+        state.step,
+        sampling.temperature,
+        sampling.top_p,
+    )
+    picked = jnp.take_along_axis(state.logits, token[:, None], axis=-1)[:, 0]
+    return token, picked - jax.nn.logsumexp(state.logits, axis=-1)
+
+
+@functools.lru_cache(maxsize=16)
+def programs_of(spec: DecoderSpec) -> Programs:
+    """Returns the functions for a decoder, which all of this process share."""
+    return Programs(spec)

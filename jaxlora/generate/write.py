@@ -1,0 +1,45 @@
+"""Writes generated texts for people and for programs."""
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from jaxlora.atomic import write_text
+from jaxlora.generate.prompt import Generation, Prompt
+
+
+def describe(generation: Generation) -> str:
+    """Returns the adapter, the prompt and the text, over several lines."""
+    asked = prompt_text(generation.prompt)
+    return f"[{generation.prompt.adapter}] {asked}\n{generation.text}\n"
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """Returns the text of a prompt, or the last message of a chat."""
+    return prompt.text if isinstance(prompt.text, str) else prompt.text[-1]["content"]
+
+
+def write_generations(
+    path: str | pathlib.Path, generations: Sequence[Generation]
+) -> None:
+    """Writes one JSON object a line.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    text = "".join(json.dumps(_record(one), default=list) + "\n" for one in generations)
+    write_text(pathlib.Path(path), text)
+
+
+def _record(generation: Generation) -> dict[str, Any]:
+    prompt = generation.prompt
+    key = "prompt" if isinstance(prompt.text, str) else "messages"
+    return {
+        key: prompt.text,
+        "adapter": prompt.adapter,
+        "text": generation.text,
+        "finish_reason": generation.finish_reason,
+        "token_ids": generation.token_ids,
+        "logprobs": generation.logprobs,
+    }

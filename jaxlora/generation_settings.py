@@ -1,0 +1,52 @@
+"""Settings of text generation."""
+
+from typing import Annotated
+
+import pydantic
+from pydantic import Field
+
+from jaxlora.strict import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    Number,
+    PositiveInt,
+    StrictModel,
+)
+
+TopP = Annotated[float, Field(gt=0.0, le=1.0), Number]
+Seed = Annotated[NonNegativeInt, Field(lt=2**31)]
+
+
+class GenerationSettings(StrictModel):
+    """How tokens are chosen, and when a text ends.
+
+    Attributes:
+        max_new_tokens: Largest number of tokens to generate.
+        temperature: Divisor of the logits; 0 takes the most likely token (greedy).
+        top_p: Samples from the fewest tokens whose probabilities add up to this
+            (nucleus sampling, arXiv 1904.09751); 1 samples from all tokens.
+        stop: Texts that end the generated text, which does not contain them.
+        seed: Random seed of every prompt without a seed of its own. A sample depends
+            on its prompt and its seed, and not on the other prompts of the batch.
+    """
+
+    max_new_tokens: PositiveInt = 128
+    temperature: NonNegativeFloat = 0.0
+    top_p: TopP = 1.0
+    stop: tuple[str, ...] = ()
+    seed: Seed = 0
+
+    @pydantic.field_validator("stop", mode="before")
+    @classmethod
+    def _one_text_is_a_list_of_one(cls, stop: object) -> object:
+        return (stop,) if isinstance(stop, str) else stop
+
+    @pydantic.field_validator("stop")
+    @classmethod
+    def _texts_are_not_empty(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in stop:
+            raise ValueError(
+                "stop holds an empty text, which would end every answer at once. "
+                "Remove it."
+            )
+        return stop

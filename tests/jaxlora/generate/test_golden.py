@@ -1,0 +1,61 @@
+"""Greedy generation equals that of transformers; see tests/golden."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from jaxlora import load_model
+from jaxlora.generate.adapter_slots import load_decoder
+from jaxlora.generate.batch import Batch, Request
+from jaxlora.generation_settings import GenerationSettings
+from tests import tiny
+from tests.jaxlora.models.test_logits import packed_logits
+from tests.oracle import relative_error
+
+MODELS = pathlib.Path(__file__).parents[2] / "golden" / "models"
+CASES = sorted(path.name for path in MODELS.iterdir())
+# The prompts of make_generation.py: number of a sequence, and tokens of it.
+PROMPTS = ((0, 83), (0, 9), (1, 21), (1, 1))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_equal_those_of_transformers(case):
+    """The logits after the last token are compared, too, as some models repeat one."""
+    model = load_model(MODELS / case, dtype="float32")
+    golden = np.load(MODELS / case / "logits.npz")
+    generated = np.load(MODELS / case / "generation.npz")
+    num_tokens = generated["tokens"].shape[1]
+    batch = Batch(
+        load_decoder(model, ()),
+        [
+            Request(
+                token_ids=golden[f"tokens_{i}"][:length],
+                slot=0,
+                seed=0,
+                max_new_tokens=num_tokens,
+            )
+            for i, length in PROMPTS
+        ],
+        GenerationSettings(),
+        end_ids=(),
+    )
+    prefill = np.stack([golden[f"logits_{i}"][n - 1] for i, n in PROMPTS])
+    assert relative_error(batch.logits, prefill) < 1e-5
+    while not batch.is_done:
+        batch.advance()
+    assert [answer.token_ids for answer in batch.answers] == generated[
+        "tokens"
+    ].tolist()
+    assert relative_error(batch.logits, generated["logits"]) < 2e-5
+
+
+def test_layers_run_in_the_order_of_their_numbers(tmp_path):
+    """With more than ten layers, this is not the order of their names."""
+    config = {**tiny.CONFIG, "num_hidden_layers": 11}
+    model = load_model(tiny.write_model(tmp_path, config=config), dtype="float32")
+    prompt = np.arange(9, dtype=np.int32)
+    request = Request(token_ids=prompt, slot=0, seed=0, max_new_tokens=1)
+    batch = Batch(load_decoder(model, ()), [request], GenerationSettings(), ())
+    (wanted,) = packed_logits(model, [prompt], total=64)
+    assert relative_error(batch.logits[0], wanted[-1]) < 1e-5
