@@ -1,0 +1,125 @@
+"""`jaxlora generate`."""
+
+import json
+
+import pytest
+
+from jaxlora import Generation, Prompt
+from jaxlora.cli.main import main
+from jaxlora.generate.generator import named_folders
+from jaxlora.generate.prompt_file import read_prompts
+from jaxlora.generate.write import describe
+
+
+def run(capsys, *words):
+    """Returns the exit status, and what was printed on both streams."""
+    status = main(["generate", *map(str, words)])
+    return status, *capsys.readouterr()
+
+
+def test_prompts_of_a_file_go_to_every_adapter(
+    folder, export, make_adapter, tmp_path, capsys
+):
+    one = export(make_adapter(seed=1), "one")
+    other = export(make_adapter(seed=2), "two")
+    prompts = tmp_path / "prompts.jsonl"
+    records = [{"prompt": "ab", "completion": "-"}, {"prompt": "c", "adapter": "base"}]
+    prompts.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    options = [
+        "--max-new-tokens",
+        "4",
+        "--temperature",
+        "1.5",
+        "--top-p",
+        "0.9",
+        "--seed",
+        "3",
+    ]
+    adapters = "--adapter", one, "--adapter", f"other={other}"
+    out = tmp_path / "out.jsonl"
+    status, printed, _ = run(
+        capsys, folder, *adapters, "--prompts", prompts, "--output", out, *options
+    )
+    made = [json.loads(line) for line in out.read_text().splitlines()]
+    asked = [("ab", "one"), ("ab", "other"), ("c", "base")]
+    assert status == 0
+    assert [(m["prompt"], m["adapter"]) for m in made] == asked
+    assert all(len(m["token_ids"]) == len(m["logprobs"]) == 4 for m in made)
+    assert all(f"[{name}] {text}\n" in printed for text, name in asked)
+
+
+def test_a_chat_in_the_terminal(folder, monkeypatch, capsys):
+    lines = iter(["hello", "/adapter nobody", "/reset", "", "what"])
+
+    def read(prompt):
+        line = next(lines, None)
+        if line is None:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+    status, printed, _ = run(capsys, folder, "-i", "--max-new-tokens", "5")
+    assert status == 0
+    assert "There is no adapter 'nobody'; there are: base." in printed
+    assert "Ctrl-D leaves" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--prompt", "a"], "name a model, or --run"),
+        (["m", "--job", "a", "--prompt", "a"], "--job a needs --run"),
+        (["--run", "r", "--quantize", "nf4", "--prompt", "a"], "--quantize cannot be"),
+        (["m", "--system", "a", "--prompt", "a"], "add --chat"),
+        (["m", "--prompt", "a", "--top-p", "2"], "top_p: Input should be less than"),
+        (["m", "--prompt", "a", "--stop", ""], "stop holds an empty text"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_loaded(capsys, words, text):
+    status, _, errors = run(capsys, *words)
+    assert status == 1
+    assert text in errors
+
+
+def test_adapters_are_named_by_their_folders():
+    assert named_folders(["a/b/", "x=a/b", "c"]) == {"b": "a/b/", "x": "a/b", "c": "c"}
+    with pytest.raises(ValueError, match="two adapters are named 'b': a/b and c/b"):
+        named_folders(["a/b", "c/b"])
+
+
+def test_prompts_of_a_text_file_are_its_lines(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("one\n\n two \n")
+    assert read_prompts(path) == [Prompt("one"), Prompt(" two ")]
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="holds no prompts"):
+        read_prompts(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("{", "line 1 is not JSON"),
+        ("3", "with either prompt or messages; got 3"),
+        ('{"prompt": "a", "messages": []}', "either prompt or messages"),
+        ('{"prompt": ["a"]}', "prompt is \\['a'\\]"),
+        ('{"messages": ["a"]}', "messages is 'a'"),
+        ('{"prompt": "a", "seed": true}', "seed is True"),
+        ('{"prompt": "a", "seed": -1}', "seed=-1"),
+    ],
+)
+def test_a_wrong_record_is_named(tmp_path, line, text):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(ValueError, match=text):
+        read_prompts(path)
+
+
+def test_the_last_message_of_a_chat_is_printed():
+    prompt = Prompt("hello", adapter="one").as_chat("be kind")
+    assert [m["role"] for m in prompt.text] == ["system", "user"]
+    assert prompt.as_chat("again") == prompt
+    made = Generation(
+        prompt=prompt, text="hi", token_ids=(), logprobs=(), finish_reason="length"
+    )
+    assert describe(made) == "[one] hello\nhi\n"
