@@ -4,26 +4,20 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
 import pathlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import orbax.checkpoint as ocp
 import safetensors
 import safetensors.numpy
 
 from jaxlora.adapters.slots import KINDS, Kind, ParkedSlot
-from jaxlora.atomic import make_folder, sync_files
-from jaxlora.distributed import processes
+from jaxlora.atomic import make_folder
 from jaxlora.errors import CheckpointError
 from jaxlora.train.read_checkpoint import (
     FORMAT,
-    ITEM,
-    META_FILE,
-    TENSORS_FILE,
     ReadCheckpoint,
     array_name,
     checksum,
@@ -34,29 +28,6 @@ from jaxlora.train.run_identity import RunIdentity, check_same_run
 from jaxlora.train.saved_run import SavedCheckpoint, SavedRun, SavedTensors, sealed
 
 logger = logging.getLogger(__name__)
-
-
-class _Handler(ocp.CheckpointHandler):
-    """Writes the two files of a checkpoint; orbax makes and renames its folder."""
-
-    def save(self, directory: os.PathLike, args: "_Files") -> None:
-        folder = pathlib.Path(directory)
-        safetensors.numpy.save_file(args.arrays, folder / TENSORS_FILE)
-        (folder / META_FILE).write_text(args.meta + "\n", encoding="utf-8")
-        sync_files(folder)
-
-    def restore(self, directory: os.PathLike, args: Any = None) -> None:
-        """Not supported: `read_newest` reads checkpoints."""
-        raise NotImplementedError
-
-
-@ocp.args.register_with_handler(_Handler, for_save=True, for_restore=True)
-@dataclasses.dataclass
-class _Files(ocp.args.CheckpointArgs):
-    """Contents of a checkpoint's two files."""
-
-    arrays: dict[str, np.ndarray]
-    meta: str
 
 
 class Checkpoints:
@@ -92,22 +63,13 @@ class Checkpoints:
         self._manager = self._open(keep) if is_writer else None
         self._latest = newest_checkpoint(self._folder)
 
-    def _open(self, keep: int | None) -> ocp.CheckpointManager:
-        only_this = {processes.index()}
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
-            enable_async_checkpointing=False,
-            cleanup_tmp_directories=True,
-            lightweight_initialize=True,  # reads no metadata of orbax's own
-            create=False,
-            # Without it, orbax would wait for the other processes of the run.
-            multiprocessing_options=ocp.options.MultiprocessingOptions(
-                primary_host=processes.index(), active_processes=only_this
-            ),
-        )
+    def _open(self, keep: int | None) -> Any:
+        # Importing orbax takes half a second, which a run that is refused need not pay.
+        from jaxlora.train.orbax_folder import open_manager
+
         with self._explaining():
             make_folder(self._folder)
-            return ocp.CheckpointManager(self._folder, options=options)
+            return open_manager(self._folder, keep)
 
     def latest(self) -> int | None:
         """Rounds done at the newest checkpoint, which may still be being written."""
@@ -153,9 +115,10 @@ class Checkpoints:
         }
         saved = SavedCheckpoint(run=run, tensors=tensors)
         meta = json.dumps(sealed({"format": FORMAT, **dataclasses.asdict(saved)}))
-        items = ocp.args.Composite(**{ITEM: _Files(arrays, meta)})
+        from jaxlora.train.orbax_folder import save_files
+
         assert self._manager is not None
-        return self._manager.save(number, args=items)
+        return save_files(self._manager, number, arrays, meta)
 
     def _wait(self) -> None:
         """Waits until the pending checkpoint is on the disk."""
