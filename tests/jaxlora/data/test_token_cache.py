@@ -3,6 +3,7 @@
 import datetime
 import json
 import logging
+import os
 import threading
 
 import numpy as np
@@ -191,9 +192,11 @@ def encoded(num_tokens):
 
 def test_the_oldest_entries_make_room(tmp_path):
     cache = TokenCache(tmp_path, max_bytes=10_000)
-    for key in "abc":
+    for key in "ab":
         cache.store(key, encoded(1000))
-        assert cache.load("a", "x")  # which makes it the one that was used last
+        os.utime(tmp_path / f"{key}.tokens", (0, 0))
+    assert cache.load("a", "x")  # which makes it the one that was used last
+    cache.store("c", encoded(1000))
     names = sorted(entry.name for entry in tmp_path.iterdir())
     assert names == ["a.tokens", "c.tokens"]
     cache.store("d", encoded(5000))
