@@ -42,7 +42,8 @@ def check_job_name(name: str) -> str:
 class DataConfig(StrictModel):
     """Where a job's records are, and how a record becomes tokens.
 
-    A record is a prompt with its completion, a list of chat messages, or plain text.
+    A record is a prompt with its completion (both texts, or both lists of messages), a
+    list of chat messages, plain text, or an instruction with its input and output.
 
     Attributes:
         path: A .jsonl, .json, .parquet, .csv, .arrow or .feather file, a folder written
@@ -50,11 +51,14 @@ class DataConfig(StrictModel):
         split: Split of a Hugging Face dataset.
         subset: Configuration name of a dataset on the hub.
         revision: Branch, tag or commit of a dataset on the hub.
-        kind: Which fields to read; `auto` decides by the first record's fields.
+        kind: Which fields to read; `auto` decides by the first record's fields, and
+            refuses records that can be read in two ways. `alpaca` reads `instruction`,
+            `input` and `output`.
         prompt: Field of the prompt, or a Jinja template over the record's fields
             (anything that contains `{{`).
         completion: Field of the completion, or a Jinja template.
-        messages: Field of the list of {role, content} messages.
+        messages: Field of the list of messages, {role, content} or {from, value}; with
+            its default, also `conversations`.
         text: Field of the plain text.
         chat: Wrap prompt and completion as a user's and an assistant's message in
             the tokenizer's own chat template.
@@ -74,7 +78,7 @@ class DataConfig(StrictModel):
     split: str | None = None
     subset: str | None = None
     revision: str | None = None
-    kind: Literal["auto", "prompt_completion", "messages", "text"] = "auto"
+    kind: Literal["auto", "prompt_completion", "messages", "text", "alpaca"] = "auto"
     prompt: str = "prompt"
     completion: str = "completion"
     messages: str = "messages"

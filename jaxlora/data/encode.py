@@ -12,7 +12,8 @@ from jaxlora.data.boundary import MOST_ANCHOR_TOKENS, BoundaryEncoder, BoundaryT
 from jaxlora.data.chat import Span
 from jaxlora.data.pairs import join_pairs
 from jaxlora.data.prefix import PrefixEncoder
-from jaxlora.data.render import PlainText, PromptCompletion, Rendered
+from jaxlora.data.prompts import PromptCompletion
+from jaxlora.data.render import PlainText, Rendered
 from jaxlora.data.tokenizer import Encoded, Tokenizer
 from jaxlora.errors import DataError
 

@@ -13,9 +13,11 @@ from jaxlora.config import DataConfig
 from jaxlora.data.bad_records import BadRecords
 from jaxlora.data.encode import Encoder
 from jaxlora.data.files import Record
+from jaxlora.data.kinds import choose_reading, has_kind
+from jaxlora.data.marked_text import describe_sample
 from jaxlora.data.notes import Notes
 from jaxlora.data.read import Records
-from jaxlora.data.render import Rendered, Renderer, has_kind, make_renderer
+from jaxlora.data.render import Rendered, Renderer, make_renderer
 from jaxlora.data.samples import EncodedRecords, RecordWriter, TokenizedSample
 from jaxlora.data.template import abort
 from jaxlora.data.template_pool import num_processes
@@ -53,11 +55,13 @@ def encode_records(
     notes = Notes(data.path)
     encode = Encoder(data, tokenizer, max_length)
     try:
-        render = make_renderer(data, _representative(data, records), tokenizer, notes)
+        reading = choose_reading(data, _representative(data, records))
+        render = make_renderer(data, reading, tokenizer, notes)
     except DataError as error:
         raise DataError(f"{data.path}: {error}") from error
     bad, writer = BadRecords(data, notes), RecordWriter(data.path, max_length)
     progress = _Progress(writer, data.path)
+    first: TokenizedSample | None = None
     with contextlib.closing(_render_ahead(render, _chunks(records))) as chunks:
         for rendered in chunks:
             wholes = map(encode.is_whole, rendered)
@@ -66,8 +70,16 @@ def encode_records(
                     bad.add(len(writer) + 1, sample)
                     writer.add_bad()
                 else:
+                    if first is None and sample.is_target.any():
+                        first = TokenizedSample(*sample)
                     writer.add(TokenizedSample(*sample), is_whole=is_whole)
             progress.log()
+    shown = "none has a token to predict"
+    if first is not None:
+        shown = "the first, with what is trained on in [[ ]]: " + describe_sample(
+            tokenizer, first.token_ids, first.is_target
+        )
+    notes.add(f"{len(writer):,} records are read as {reading}; {shown}", logging.INFO)
     return writer.finish(first_bad=bad.first, notes=notes.lines)
 
 

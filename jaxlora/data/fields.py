@@ -18,6 +18,7 @@ _SIGNIFICANT_FIELDS = frozenset(
         "tools",
         "functions",
         "system",
+        "history",
         "weight",
         "images",
         "image",

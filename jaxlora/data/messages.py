@@ -10,7 +10,16 @@ from jaxlora.errors import DataError
 
 Message = dict[str, Any]
 
-_ROLE_OF_SPEAKER = {"human": "user", "gpt": "assistant"}
+# The roles of ShareGPT's speakers; other names of speakers are roles themselves.
+_ROLE_OF_SPEAKER = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +43,8 @@ def read_messages(record: Record, field: str, *, is_columnar: bool) -> Conversat
     Args:
         record: The record.
         field: Name of the field with the messages: {role, content}, or {from, value} as
-            in ShareGPT. The content is text, or a list of {type: text, text} parts.
+            in ShareGPT. The content is text, or a list of {type: text, text} parts. The
+            value of a `function_call` is JSON text.
         is_columnar: Whether null stands for an absent key, at any depth.
 
     Raises:
@@ -51,6 +61,36 @@ def read_messages(record: Record, field: str, *, is_columnar: bool) -> Conversat
     read = [_read_message(m, f"{field}[{i}]") for i, m in enumerate(messages)]
     untrained = tuple(i for i, (_, is_trained) in enumerate(read) if not is_trained)
     return Conversation([message for message, _ in read], untrained)
+
+
+def join_prompt(
+    prompt: Conversation, completion: Conversation, *, is_prompt_trained: bool
+) -> Conversation:
+    """Joins the messages of a prompt and of its completion.
+
+    Args:
+        prompt: The messages of the prompt.
+        completion: The messages of the completion.
+        is_prompt_trained: Whether answers of the assistant in the prompt are trained
+            on, too.
+
+    Raises:
+        DataError: There is no answer in the completion.
+    """
+    if all(message["role"] != "assistant" for message in completion.messages):
+        roles = ", ".join(message["role"] for message in completion.messages)
+        raise DataError(
+            "the completion has no message with the role 'assistant', so there is "
+            f"nothing to learn (roles: {roles})."
+        )
+    untrained = prompt.untrained
+    if not is_prompt_trained:
+        untrained = tuple(
+            i for i, m in enumerate(prompt.messages) if m["role"] == "assistant"
+        )
+    after = tuple(len(prompt.messages) + i for i in completion.untrained)
+    messages = [*prompt.messages, *completion.messages]
+    return Conversation(messages, (*untrained, *after))
 
 
 def read_tools(tools: Any, field: str, *, is_columnar: bool) -> list[Any] | None:
@@ -123,7 +163,7 @@ def check_text(text: Any, what: str) -> str:
 def _read_message(message: Any, where: str) -> tuple[Message, bool]:
     """Checks a message; returns it without its weight, and whether it is trained."""
     if isinstance(message, dict) and {"from", "value"} <= message.keys():
-        message = _from_speaker(message)
+        message = _from_speaker(message, where)
     if not isinstance(message, dict) or "role" not in message:
         raise DataError(
             f"{where} is {message!r:.80}, not a message. Write "
@@ -145,13 +185,32 @@ def _read_message(message: Any, where: str) -> tuple[Message, bool]:
     return message | {"content": content}, is_trained
 
 
-def _from_speaker(message: Message) -> Message:
+def _from_speaker(message: Message, where: str) -> Message:
     """Converts {from, value} to {role, content}; other keys stay."""
     others = {k: v for k, v in message.items() if k not in ("from", "value")}
     speaker = message["from"]
+    if speaker == "function_call":
+        calls = _read_calls(message["value"], f"{where}.value")
+        others = {"tool_calls": calls, **others}
+        return {"role": "assistant", "content": "", **others}
     known = isinstance(speaker, str) and speaker in _ROLE_OF_SPEAKER
     role = _ROLE_OF_SPEAKER[speaker] if known else speaker
     return {"role": role, "content": message["value"], **others}
+
+
+def _read_calls(value: Any, where: str) -> list[Any]:
+    """Reads the calls of tools that ShareGPT stores as JSON text."""
+    try:
+        calls = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        calls = None
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise DataError(
+            f"{where} is {value!r:.80}, not the call of a function. Write "
+            '{"name": ..., "arguments": {...}} as JSON text.'
+        )
+    return [{"type": "function", "function": call} for call in calls]
 
 
 def _is_trained(weight: Any, where: str) -> bool:
@@ -169,6 +228,11 @@ def _read_content(content: Any, where: str) -> str:
         return check_text(content, where)
     texts = []
     for i, part in enumerate(content):
+        if isinstance(part, dict) and part.get("type") not in (None, "text"):
+            raise DataError(
+                f"{where}[{i}] is a part of type {part['type']!r:.80}. Only text can "
+                "be trained on: remove the part or the record."
+            )
         if not isinstance(part, dict) or part.get("type") != "text":
             raise DataError(
                 f"{where}[{i}] is {part!r:.80}, of type {type(part).__name__}, not a "

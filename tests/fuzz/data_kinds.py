@@ -1,5 +1,6 @@
 """Kinds of inputs: run files, data, templates over records, regular expressions."""
 
+import dataclasses
 import json
 import pathlib
 import random
@@ -87,11 +88,40 @@ CHATS = [
     }
     for i in range(3)
 ]
+ALPACA = [
+    {"instruction": f"say {i}", "input": "x" * (i % 2), "output": f"number {i}"}
+    for i in range(4)
+]
+SHAREGPT = [
+    {
+        "conversations": [
+            {"from": "human", "value": f"say {i}"},
+            {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'},
+            {"from": "observation", "value": "done"},
+            {"from": "gpt", "value": "done"},
+        ],
+        "tools": '[{"type": "function", "function": {"name": "f"}}]',
+    }
+    for i in range(3)
+]
+TALKS = [
+    {
+        "prompt": [{"role": "user", "content": [{"type": "text", "text": f"say {i}"}]}],
+        "completion": [{"role": "assistant", "content": "done", "weight": 1}],
+    }
+    for i in range(3)
+]
 
 
 def make_tokenizer(folder: pathlib.Path) -> None:
     (folder / "model").mkdir(exist_ok=True)
     tiny.write_tokenizer(folder / "model")
+
+
+def make_calls(folder: pathlib.Path) -> None:
+    make_records("a.jsonl", SHAREGPT)(folder)
+    template = tiny.CHATML.replace("}}", "}}{{ message.tool_calls or '' }}", 1)
+    (folder / "model" / "chat_template.jinja").write_text(template)
 
 
 def make_records(name: str, records: list[dict]) -> Callable[[pathlib.Path], None]:
@@ -119,7 +149,7 @@ def read_records(name: str, **options) -> Callable[[pathlib.Path], None]:
         asked = {
             "name": "a",
             "data": {"path": str(folder / name), **options},
-            "max_length": 64,
+            "max_length": 400,
             "eval_fraction": 0.2,
         }
         run = {"model": "m", "jobs": [asked]}
@@ -233,8 +263,13 @@ KINDS = {
         # A run file may well come through a pipe, for whose writer it waits.
         entries=("folder", "missing", "loop", "dangling"),
     ),
-    "jsonl": _data("a.jsonl", PAIRS, damage_lines, 150),
-    "jsonl_chat": _data("a.jsonl", CHATS, damage_lines, 150),
+    "jsonl": _data("a.jsonl", PAIRS, damage_lines, 60),
+    "jsonl_chat": _data("a.jsonl", CHATS, damage_lines, 60),
+    "jsonl_alpaca": _data("a.jsonl", ALPACA, damage_lines, 60),
+    "jsonl_sharegpt": dataclasses.replace(
+        _data("a.jsonl", SHAREGPT, damage_lines, 60), make=make_calls
+    ),
+    "jsonl_talks": _data("a.jsonl", TALKS, damage_lines, 60),
     "json": _data("a.json", PAIRS, damage_json, 150),
     "csv": _data("a.csv", PAIRS, damage_bytes, 150),
     "parquet": _data("a.parquet", PAIRS, damage_parquet, 150),

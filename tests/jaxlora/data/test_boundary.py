@@ -13,7 +13,8 @@ from jaxlora.config import DataConfig
 from jaxlora.data.boundary import BoundaryEncoder, BoundaryText
 from jaxlora.data.chat import Chat
 from jaxlora.data.encode import Encoder
-from jaxlora.data.render import PlainText, PromptCompletion
+from jaxlora.data.prompts import PromptCompletion
+from jaxlora.data.render import PlainText
 from jaxlora.data.tokenizer import Tokenizer
 
 CORPUS = [

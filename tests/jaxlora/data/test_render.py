@@ -5,7 +5,7 @@ import pyarrow.parquet
 import pytest
 
 from jaxlora.config import DataConfig, LoraJob
-from jaxlora.data.render import choose_kind
+from jaxlora.data.kinds import choose_reading
 from jaxlora.data.tokenize import tokenize_job
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import DataError, ModelError
@@ -31,17 +31,19 @@ PAIR = {"prompt": "How are you? ", "completion": "Fine."}
 )
 def test_kind(fields, options, kind):
     first = dict.fromkeys(fields.split(), "x")
-    assert choose_kind(DataConfig(path="x", **options), first) == kind
+    assert choose_reading(DataConfig(path="x", **options), first).kind == kind
 
 
 def test_ambiguous_kind(run):
     match = (
         r"records\.jsonl: records have the fields q, a; expected 'prompt' and "
-        "'completion', or 'messages', or 'text'"
+        "'completion', or 'messages', or 'conversations', or 'text', or 'instruction'"
     )
     with pytest.raises(DataError, match=match):
         run([{"q": "x", "a": "y"}])
-    match = r"can be read as messages or as text \(fields found: messages, text\)"
+    match = (
+        r"can be read as messages \(messages\) or as text \(text\) \(fields found: mess"
+    )
     with pytest.raises(DataError, match=match):
         run([{"messages": TALK, "text": "x"}])
 

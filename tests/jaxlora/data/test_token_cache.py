@@ -131,7 +131,7 @@ def test_a_later_run_takes_the_tokens_from_the_disk(
     assert len(encodings) == 1 and len(entries(tmp_path)) == 1
     assert f"{path}: its tokens are taken from {tmp_path / 'cache'}" in logged[1][0]
     # What the log says about the data, it says in each run, and once for both splits.
-    assert len(logged[0]) == 3 and logged[1][1:] == logged[0]
+    assert len(logged[0]) == 4 and logged[1][1:] == logged[0]
 
 
 def test_a_moved_file_has_its_tokens(path, make_tokenizer, encodings, cache):
