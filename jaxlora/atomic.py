@@ -31,15 +31,25 @@ def write_text(path: str | os.PathLike, text: str) -> None:
     write_bytes(path, text.encode())
 
 
-def write_bytes(path: str | os.PathLike, data: bytes) -> None:
-    """Writes a file of bytes in the same way as `write_text`."""
-    with new_file(path) as file:
+def write_bytes(path: str | os.PathLike, data: bytes, *, mode: int = 0o666) -> None:
+    """Writes a file of bytes in the same way as `write_text`.
+
+    Args:
+        path: The file.
+        data: Its contents.
+        mode: Its permissions, from which the kernel removes the umask.
+    """
+    with new_file(path, mode=mode) as file:
         file.write(data)
 
 
 @contextlib.contextmanager
-def new_file(path: str | os.PathLike) -> Iterator[IO[bytes]]:
+def new_file(path: str | os.PathLike, *, mode: int = 0o666) -> Iterator[IO[bytes]]:
     """Yields a file that replaces `path` when the block ends without an error.
+
+    Args:
+        path: The file.
+        mode: Its permissions, from which the kernel removes the umask.
 
     Raises:
         StorageError: The file cannot be written; the old file is unchanged.
@@ -48,8 +58,7 @@ def new_file(path: str | os.PathLike) -> Iterator[IO[bytes]]:
     with wrap_os_errors(path):
         make_folder(path.parent)
         temporary = _temporary_name(path)
-        # The kernel removes the umask from these permissions, as for any new file.
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         try:
             with os.fdopen(handle, "wb") as file:
                 _try_lock(file.fileno())

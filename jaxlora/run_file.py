@@ -25,6 +25,28 @@ def load_run(path: str | pathlib.Path, **settings: Any) -> RunConfig:
         ConfigError: The file is missing or is not YAML, a key is unknown, or a value
             is invalid. The message names the key and the value.
     """
+    values = _read_mapping(path, "a run file", "the keys model, output_dir and jobs")
+    return run_config({**values, **settings}, where=str(path))
+
+
+def load_job(path: str | pathlib.Path) -> LoraJob:
+    """Reads one job from a YAML file, which has the keys of `LoraJob`.
+
+    Args:
+        path: A YAML file. Paths in it are relative to the working directory.
+
+    Raises:
+        ConfigError: As in `load_run`.
+    """
+    values = _read_mapping(path, "a job", "the keys of a job, such as name and data")
+    try:
+        return LoraJob.model_validate(_translated(values, str(path)))
+    except pydantic.ValidationError as error:
+        raise ConfigError(format_errors(error, str(path))) from error
+
+
+def _read_mapping(path: str | pathlib.Path, kind: str, keys: str) -> dict[str, Any]:
+    """Reads a YAML file that must hold a mapping."""
     path = pathlib.Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -36,10 +58,9 @@ def load_run(path: str | pathlib.Path, **settings: Any) -> RunConfig:
     values = parse_yaml(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{path}: a run file is a mapping with the keys model, output_dir and "
-            f"jobs, not a {type(values).__name__}."
+            f"{path}: {kind} is a mapping with {keys}, not a {type(values).__name__}."
         )
-    return run_config({**values, **settings}, where=str(path))
+    return values
 
 
 def run_config(values: dict[str, Any], *, where: str = "run") -> RunConfig:

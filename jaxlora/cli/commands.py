@@ -6,15 +6,22 @@ from jaxlora.cli import (
     export,
     generate,
     inspect,
+    live,
     merge,
     migrate,
     plan,
+    status,
     train,
 )
 
 COMMANDS = (
     train.COMMAND,
     plan.COMMAND,
+    status.COMMAND,
+    live.ADD,
+    live.STOP,
+    live.PAUSE,
+    live.RESUME,
     generate.COMMAND,
     migrate.COMMAND,
     convert.COMMAND,

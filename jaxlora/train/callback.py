@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxlora.config import LoraJob
 from jaxlora.train import events
@@ -11,6 +11,7 @@ from jaxlora.train.events import Event
 logger = logging.getLogger(__name__)
 
 
+@runtime_checkable
 class JobControl(Protocol):
     """The methods of a `Trainer` by which jobs come and go."""
 

@@ -4,6 +4,7 @@ import contextlib
 import pathlib
 
 from jaxlora.config import RunConfig
+from jaxlora.control.status_file import StatusFile
 from jaxlora.distributed import processes
 from jaxlora.trackers.tensorboard import TensorBoard
 from jaxlora.train.callback import Callback
@@ -44,4 +45,4 @@ def open_callbacks(
     progress = Progress(tracker, log_every=config.log_every)
     opened.callback(progress.close)
     progress.start()
-    return [log, board, tracker, progress]
+    return [log, board, tracker, StatusFile(folder, tracker), progress]

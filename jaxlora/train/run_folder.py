@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxlora.adapters.export_record import is_ours, read_export
 from jaxlora.atomic import recover_folder, remove_leftovers, write_text
-from jaxlora.config import RunConfig
+from jaxlora.config import LoraJob, RunConfig
 from jaxlora.errors import AdapterError, CheckpointError, StorageError
 from jaxlora.train.run_log import METRICS_FILE
 from jaxlora.train.saved_run import RunRecord, read_sealed, sealed
@@ -66,8 +66,9 @@ def begun_settings(config: RunConfig) -> dict[str, Any]:
         config: The run.
 
     Returns:
-        Values of `microbatch_tokens` and `remat`, of those that are `auto`; empty if no
-        run has begun in its `output_dir`.
+        Values of `microbatch_tokens` and `remat`, of those that are `auto`, and the
+        number and rank of the slots if jobs have joined since; empty if no run has
+        begun in its `output_dir`.
 
     Raises:
         CheckpointError: `block_tokens` differs from what the run began with, or the
@@ -91,7 +92,38 @@ def begun_settings(config: RunConfig) -> dict[str, Any]:
         begun["remat"] = record.remat
     for name, value in begun.items():
         logger.info("%s: auto: %s, as when the run began", name, value)
+    if record.added:
+        # The slots were made for the jobs that the run began with.
+        then = record.identity.settings
+        for name in ("max_concurrent_jobs", "slot_rank"):
+            if getattr(config, name) is None and name in then:
+                begun[name] = then[name]
     return begun
+
+
+def added_jobs(config: RunConfig) -> list[dict[str, Any]]:
+    """Returns the jobs that joined while the run trained and are not in its run file.
+
+    Args:
+        config: The run.
+
+    Returns:
+        Their settings, as JSON values, in the order in which they joined.
+
+    Raises:
+        CheckpointError: The run's record is damaged.
+    """
+    record = read_run_record(pathlib.Path(config.output_dir))
+    if record is None:
+        return []
+    names = {job.name for job in config.jobs}
+    found = []
+    for name in record.added:
+        if name not in names:
+            logger.info("%s: joined while the run trained; it is in the run", name)
+            values = record.identity.jobs[name].items()
+            found.append({k: v for k, v in values if k in LoraJob.model_fields})
+    return found
 
 
 def check_folder(folder: pathlib.Path, *, resume: bool) -> None:

@@ -80,6 +80,9 @@ class Owner:
         )
 
 
+_UNKNOWN = Owner(host="?", boot="?", pid=0, user="?", command="?", since="?")
+
+
 class RunLock:
     """Keeps other processes, and other trainers of this one, out of a run's folder."""
 
@@ -222,6 +225,26 @@ def is_in_use(folder: pathlib.Path) -> bool:
     return False
 
 
+def find_owner(folder: pathlib.Path) -> Owner | None:
+    """Returns the process that writes to a run's folder, on any host.
+
+    For a process on another host, it waits up to 12 s to see whether it is alive.
+
+    Returns:
+        The process; None if there is none. If `run.lock` is damaged, its fields say so.
+    """
+    owner = read_owner(folder / LOCK_FILE)
+    if is_in_use(folder):
+        return owner or _UNKNOWN
+    if owner is None or owner.boot == _boot():
+        return None
+    path, wait = folder / LOCK_FILE, 2 * _TOUCH_SECONDS + 2
+    try:
+        return owner if _is_touched(path, wait) else None
+    except OSError:
+        return None  # the process ended and removed the file
+
+
 def read_owner(path: pathlib.Path) -> Owner | None:
     """Reads the owner from a lock file; None if the file is missing or damaged."""
     try:
@@ -265,20 +288,21 @@ def _is_same(handle: int, path: pathlib.Path) -> bool:
         return False
 
 
-def _is_touched(path: pathlib.Path) -> bool:
+def _is_touched(path: pathlib.Path, timeout: float | None = None) -> bool:
     """Watches whether the owner of a lock file, on any host, keeps touching it."""
+    timeout = _TIMEOUT_SECONDS if timeout is None else timeout
     if not path.stat().st_size:
         return False  # no owner is named yet
     logger.warning(
         "%s names %s; waiting up to %g s to see whether it is alive",
         path,
         read_owner(path) or "an owner that cannot be read",
-        _TIMEOUT_SECONDS,
+        timeout,
     )
     first = _touched_at(path)
-    end = time.monotonic() + _TIMEOUT_SECONDS
+    end = time.monotonic() + timeout
     while time.monotonic() < end:
-        time.sleep(_TIMEOUT_SECONDS / 30)
+        time.sleep(timeout / 30)
         if _touched_at(path) != first:
             return True
     return False

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.slots import Kind
+from jaxlora.control.message import Answer
 from jaxlora.errors import CheckpointError
 from jaxlora.hf.names import linear_path
 from jaxlora.json_file import check_regular_file
@@ -223,6 +224,10 @@ class RunRecord:
         identity: Identity at the start, with the jobs that were added since.
         requests: Requests to stop and to pause jobs. Here they also outlive a kill
             before the next checkpoint.
+        added: Jobs that joined while the run trained. A run that resumes has them, even
+            if they are not in its run file.
+        answers: Answers to requests of users that may not have been delivered yet, by
+            the request's id.
     """
 
     __pydantic_config__ = STRICT
@@ -230,6 +235,8 @@ class RunRecord:
     started: IsoTime
     identity: RunIdentity
     requests: SavedRequests = dataclasses.field(default_factory=SavedRequests)
+    added: list[JobName] = dataclasses.field(default_factory=list)
+    answers: dict[str, Answer] = dataclasses.field(default_factory=dict)
 
     @property
     def microbatch_tokens(self) -> int:
@@ -250,6 +257,8 @@ class RunRecord:
         if remat not in (None, *get_args(Remat)):
             raise ValueError(f"remat is {remat!r}, which there is not.")
         self.requests.check_names(self.identity.jobs)
+        if not set(self.added) <= self.identity.jobs.keys():
+            raise ValueError("added has other jobs than identity.")
 
 
 def sealed(values: dict[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,8 @@ class StatusView:
     ) -> Iterator[RenderableType]:
         is_narrow = options.max_width < _NARROW
         yield from _head(self.status, is_narrow)
-        jobs = _current(self.status.jobs)
+        current = [job for job in self.status.jobs if not job.progress.is_over]
+        jobs = in_display_order(current)
         room = len(jobs) if self.max_lines is None else self.max_lines - 3
         shown = jobs if len(jobs) <= room + 1 else jobs[:room]
         if shown:
@@ -48,10 +49,10 @@ class StatusView:
             yield Text(f"+ {len(left)} more", style="dim")
 
 
-def _current(jobs: Sequence[JobStatus]) -> list[JobStatus]:
-    """Returns the jobs that have not ended, running ones first."""
-    current = [job for job in jobs if not job.progress.is_over]
-    return sorted(current, key=lambda job: _ORDER.index(job.progress.status))
+def in_display_order(jobs: Sequence[JobStatus]) -> list[JobStatus]:
+    """Sorts jobs: running ones first, then paused, waiting and ended ones."""
+    place = {status: i for i, status in enumerate(_ORDER)}
+    return sorted(jobs, key=lambda job: place.get(job.progress.status, len(place)))
 
 
 def _head(status: RunStatus, is_narrow: bool) -> Iterator[Table | Text]:

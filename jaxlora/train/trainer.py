@@ -5,17 +5,15 @@ import dataclasses
 import datetime
 import logging
 import pathlib
-import threading
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from jaxlora.config import LoraJob, RunConfig
+from jaxlora.control.inbox import Inbox
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.distributed import processes
-from jaxlora.errors import ConfigError
 from jaxlora.hf.files import tokenizer_folder
 from jaxlora.hf.load import BaseModel, load_model
 from jaxlora.memory.capacity import settle
@@ -39,6 +37,7 @@ from jaxlora.train.events import (
 from jaxlora.train.interrupt import StopRequest
 from jaxlora.train.job_run import JobProgress, JobRun
 from jaxlora.train.job_states import job_states, restore_jobs
+from jaxlora.train.joining import Joining
 from jaxlora.train.layout import Layout
 from jaxlora.train.mesh_plan import plan_layout, plan_mesh
 from jaxlora.train.planned_model import PlannedModel, planned_model
@@ -51,6 +50,7 @@ from jaxlora.train.requests import Requests
 from jaxlora.train.run_callbacks import open_callbacks
 from jaxlora.train.run_folder import (
     ADAPTERS,
+    added_jobs,
     begun_settings,
     check_folder,
     check_writable,
@@ -97,7 +97,9 @@ class Trainer:
         processes.from_first(lambda: check_writable(self.output_dir))
         processes.from_first(lambda: check_not_in_use(self.output_dir))
         begun = processes.from_first(lambda: begun_settings(config))
-        config = config.replace(**begun)
+        added = processes.from_first(lambda: added_jobs(config))
+        joined = [LoraJob.model_validate(job) for job in added]
+        config = config.replace(**begun, jobs=(*config.jobs, *joined))
         self._started = processes.from_first(lambda: start_time(self.output_dir))
         # What the settings and the data decide is refused before weights are loaded.
         if model is None:
@@ -129,9 +131,8 @@ class Trainer:
         self._slots = self._layout.empty_slots()
         self._round = 0
         self._requests = Requests()
-        self._adding = threading.Lock()
-        self._names = [run.job.name for run in self.runs]  # also of jobs in _added
-        self._added: deque[JobRun] = deque()  # jobs that join before the next window
+        self._joining = Joining([run.job.name for run in self.runs], self._open_job)
+        self._added = [job.name for job in joined]  # while the run trained
         self._has_begun = False
         self._lock = RunLock(self.output_dir)
         self._listeners = Listeners([])
@@ -162,15 +163,14 @@ class Trainer:
         Raises:
             JaxloraError: The name is taken, or the job does not fit the slots.
         """
-        with self._adding:
-            if job.name.lower() in {name.lower() for name in self._names}:
-                raise ConfigError(f"a job named {job.name!r} is in this run already.")
-            prepared = prepare_job(job, self.model.config, self._reader)
-            check_fits(prepared, self._spec)
-            run = start_job(prepared, self.model)
-            self._continue([run])
-            self._names.append(job.name)
-            self._added.append(run)
+        self._joining.add(job)
+
+    def _open_job(self, job: LoraJob) -> JobRun:
+        prepared = prepare_job(job, self.model.config, self._reader)
+        check_fits(prepared, self._spec)
+        run = start_job(prepared, self.model)
+        self._continue([run])
+        return run
 
     def stop_job(self, name: str, reason: str = "stopped by request") -> None:
         """Stops a job after its current global batch; it is evaluated and exported.
@@ -180,7 +180,7 @@ class Trainer:
         Raises:
             ConfigError: There is no such job.
         """
-        self._check_name(name)
+        self._joining.check_name(name)
         self._requests.stop(name, reason)
 
     def pause_job(self, name: str, reason: str = "paused by request") -> None:
@@ -192,7 +192,7 @@ class Trainer:
         Raises:
             ConfigError: There is no such job.
         """
-        self._check_name(name)
+        self._joining.check_name(name)
         self._requests.pause(name, reason)
 
     def resume_job(self, name: str) -> None:
@@ -201,20 +201,14 @@ class Trainer:
         Raises:
             ConfigError: There is no such job.
         """
-        self._check_name(name)
+        self._joining.check_name(name)
         self._requests.resume(name)
-
-    def _check_name(self, name: str) -> None:
-        if name not in self._names:
-            raise ConfigError(
-                f"there is no job {name!r}; there are: {', '.join(self._names)}."
-            )
 
     def _take_added(self) -> None:
         """Moves the jobs that were added into the run, in the thread that trains."""
-        for run in agreement.take_added(tuple(self._added)):
-            self._added.remove(run)
+        for run in self._joining.take():
             self.runs.append(run)
+            self._added.append(run.job.name)
             self._send(JobAddEvent(round=self._round, info=JobInfo.of(run)))
 
     # ---- the run -------------------------------------------------------------------
@@ -290,11 +284,16 @@ class Trainer:
             store = self._open_store(resume, opened)
             self._listen(callbacks, store.latest(), opened)
             self._send(self._start_event(resume))
+            self._take_requests(store)
             with self._windows() as windows:
-                while not (stops := self._must_end(stop)) and windows.start():
+                while not (stops := self._must_end(stop)):
+                    if not windows.start():
+                        if self._take_requests(store, waits=True):
+                            continue
+                        break
                     before = self._round
                     windows.run_next()
-                    self._record(store)
+                    self._take_requests(store)
                     every = self.config.checkpoint_every
                     if every and self._round // every > before // every:
                         self._save(store)
@@ -321,6 +320,7 @@ class Trainer:
         opened: contextlib.ExitStack,
     ) -> None:
         own = open_callbacks(self.config, self.output_dir, keep_rounds, opened)
+        own.append(self._inbox)
         for callback in callbacks:
             callback.trainer = self
         self._listeners = Listeners(own, callbacks)
@@ -389,6 +389,9 @@ class Trainer:
         # This comes last, so that a refused resume leaves the folder unchanged.
         if processes.is_first():
             clean_up(self.output_dir, [run.job.name for run in self.runs])
+        answered = {} if store.record is None else store.record.answers
+        self._inbox = Inbox(self.output_dir, self, self._joining, answered)
+        opened.callback(self._inbox.close)
         self._record(store)
         return store
 
@@ -406,6 +409,18 @@ class Trainer:
 
         self._requests.restore(SavedRequests(**processes.from_first(saved)))
 
+    def _take_requests(self, store: RunStore, *, waits: bool = False) -> bool:
+        """Takes users' requests, and records and answers them; whether there were any.
+
+        Args:
+            store: Writes the record.
+            waits: Whether to wait for the data of jobs that are being added.
+        """
+        has_taken = self._inbox.poll(waits=waits)
+        self._record(store)
+        self._inbox.deliver()
+        return has_taken
+
     def _record(self, store: RunStore) -> None:
         """Takes up jobs that were added, and writes the run's record if it changed."""
         self._take_added()
@@ -417,13 +432,11 @@ class Trainer:
         record = RunRecord(
             started=self._started,
             identity=self._identity(),
-            requests=self._saved_requests(),
+            requests=self._requests.saved([run.job.name for run in self.runs]),
+            added=list(self._added),
+            answers=self._inbox.answers,
         )
         store.write_record(record)
-
-    def _saved_requests(self) -> SavedRequests:
-        """Returns the requests for jobs that have joined the run."""
-        return self._requests.saved([run.job.name for run in self.runs])
 
     def _reset(self) -> None:
         """Discards the state of an earlier call of `train`, except requests to stop.

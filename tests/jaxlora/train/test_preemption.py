@@ -231,7 +231,7 @@ def test_jobs_may_be_added_at_any_time(config, model, high, monkeypatch):
 
     def handle_and_add(self, outcomes):
         before = len(trainer.runs)
-        if before == 1 and not trainer._added:
+        if before == 1 and not trainer._joining.num_waiting:
             trainer.add_job(high)
             with pytest.raises(ConfigError, match="a job named 'high' is in this run"):
                 trainer.add_job(high)

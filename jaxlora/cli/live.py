@@ -1,0 +1,100 @@
+"""`jaxlora stop`, `pause`, `resume` and `add`: requests to a live run."""
+
+import argparse
+import pathlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from jaxlora.cli.command import Command
+from jaxlora.cli.options import positive_int
+
+if TYPE_CHECKING:
+    from jaxlora.control.message import Action
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", help="output_dir of a run that trains")
+    parser.add_argument(
+        "--timeout",
+        type=positive_int,
+        help="wait N seconds for the answer, which comes when the run ends its window; "
+        "by default until the run ends",
+        metavar="N",
+    )
+
+
+def _add_job(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument("job", help="name of the job")
+
+
+def _add_job_and_reason(parser: argparse.ArgumentParser) -> None:
+    _add_job(parser)
+    parser.add_argument("--reason", default="", help="is shown with the job's status")
+
+
+def _add_job_file(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument("job_file", help="YAML with the keys of one job of a run file")
+
+
+def _ask(arguments: argparse.Namespace, action: "Action", job: str, **values) -> int:
+    """Sends a request, and prints the answer."""
+    from jaxlora.control.client import send
+
+    folder = pathlib.Path(arguments.run_dir)
+    answer = send(folder, action, job, timeout=arguments.timeout, **values)
+    if answer.is_accepted:
+        print(answer.text)
+        return 0
+    print(f"jaxlora: refused: {answer.text}", file=sys.stderr)
+    return 1
+
+
+def _stop(arguments: argparse.Namespace) -> int:
+    return _ask(arguments, "stop", arguments.job, reason=arguments.reason)
+
+
+def _pause(arguments: argparse.Namespace) -> int:
+    return _ask(arguments, "pause", arguments.job, reason=arguments.reason)
+
+
+def _resume(arguments: argparse.Namespace) -> int:
+    return _ask(arguments, "resume", arguments.job)
+
+
+def _add(arguments: argparse.Namespace) -> int:
+    from jaxlora.control.client import job_settings
+
+    settings: dict[str, Any] = job_settings(pathlib.Path(arguments.job_file))
+    return _ask(arguments, "add", settings["name"], settings=settings)
+
+
+STOP = Command(
+    name="stop",
+    text="Stop a job of a run that trains: it ends after its current global batch, and "
+    "is evaluated and exported.",
+    add_arguments=_add_job_and_reason,
+    run=_stop,
+)
+PAUSE = Command(
+    name="pause",
+    text="Take a job of a run that trains out of its slot, with all its state. If only "
+    "paused jobs are left, the run ends.",
+    add_arguments=_add_job_and_reason,
+    run=_pause,
+)
+RESUME = Command(
+    name="resume",
+    text="Let a paused job of a run that trains continue when a slot is free. To "
+    "continue a run that has ended, use `jaxlora train --resume`.",
+    add_arguments=_add_job,
+    run=_resume,
+)
+ADD = Command(
+    name="add",
+    text="Add a job to a run that trains. It must fit the run's slots: their rank, "
+    "their modules, and dropout.",
+    add_arguments=_add_job_file,
+    run=_add,
+)

@@ -1,0 +1,39 @@
+"""`jaxlora status`."""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+
+from jaxlora.cli.command import Command
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", help="output_dir of a run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from jaxlora.control.status_file import read_status
+    from jaxlora.control.status_table import print_status
+    from jaxlora.train.run_lock import find_owner
+
+    folder = pathlib.Path(arguments.run_dir)
+    saved, owner = read_status(folder), find_owner(folder)
+    if arguments.json:
+        process = None if owner is None else dataclasses.asdict(owner)
+        print(json.dumps({"process": process, **dataclasses.asdict(saved)}))
+    else:
+        print_status(saved, owner, Console())
+    return 0
+
+
+COMMAND = Command(
+    name="status",
+    text="Show the jobs of a run, their losses, the speed and the time left, and "
+    "whether a process trains it now.",
+    add_arguments=_add_arguments,
+    run=_run,
+)

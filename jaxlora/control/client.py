@@ -1,0 +1,112 @@
+"""Sends requests to a live run, and waits for the answers."""
+
+import pathlib
+import time
+from typing import Any
+
+from jaxlora.control.mailbox import Mailbox
+from jaxlora.control.message import Action, Answer, ControlRequest
+from jaxlora.errors import ConfigError
+from jaxlora.run_file import load_job
+from jaxlora.train.run_folder import read_run_record
+from jaxlora.train.run_lock import find_owner
+
+_POLL_SECONDS = 0.2
+_LIVENESS_SECONDS = 2.0
+
+
+def send(
+    folder: pathlib.Path,
+    action: Action,
+    job: str,
+    *,
+    reason: str = "",
+    settings: dict[str, Any] | None = None,
+    timeout: float | None = None,
+) -> Answer:
+    """Makes a request to the run that trains in a folder, and returns the answer.
+
+    Args:
+        folder: Folder of the run.
+        action: What is asked for.
+        job: Name of the job.
+        reason: Text that says why, for `stop` and `pause`.
+        settings: Settings of the job to add; see `job_settings`.
+        timeout: Seconds to wait for the answer; None: until the run ends.
+
+    Raises:
+        ConfigError: No run trains in the folder, this user may not steer it, or it did
+            not answer in time.
+    """
+    mailbox = Mailbox(folder)
+    mailbox.check()
+    if find_owner(folder) is None:
+        raise _not_running(folder)
+    request = ControlRequest(action=action, job=job, reason=reason, settings=settings)
+    name, end = mailbox.post(request), _after(timeout)
+    checked = time.monotonic()
+    while (answer := mailbox.take_answer(name)) is None:
+        now = time.monotonic()
+        if now > end:
+            raise ConfigError(
+                f"the run in {folder} has not answered in {timeout:g} s. The request "
+                "stays, and takes effect when its window ends."
+            )
+        if now - checked > _LIVENESS_SECONDS:
+            if find_owner(folder) is None:
+                return _last_answer(folder, mailbox, name)
+            checked = now
+        time.sleep(_POLL_SECONDS)
+    return answer
+
+
+def _after(timeout: float | None) -> float:
+    return float("inf") if timeout is None else time.monotonic() + timeout
+
+
+def _last_answer(folder: pathlib.Path, mailbox: Mailbox, name: str) -> Answer:
+    """Returns the answer of a run that has ended, or takes the request back."""
+    answer = mailbox.take_answer(name)
+    if answer is None and (record := read_run_record(folder)) is not None:
+        answer = record.answers.get(name)
+    if answer is None:
+        mailbox.withdraw(name)
+        raise _not_running(folder)
+    return answer
+
+
+def _not_running(folder: pathlib.Path) -> ConfigError:
+    return ConfigError(
+        f"no process trains the run in {folder}, so the request was not made. Continue "
+        "the run with jaxlora train --resume first."
+    )
+
+
+def job_settings(path: pathlib.Path) -> dict[str, Any]:
+    """Reads the settings of a job to add from a YAML file.
+
+    Paths that exist are made absolute, as the run may have another working directory.
+
+    Args:
+        path: A mapping with the keys of a job in a run file.
+
+    Returns:
+        The settings that the file has, as JSON values.
+
+    Raises:
+        ConfigError: The file or a setting is invalid.
+    """
+    job = load_job(path)
+    settings = job.model_dump(mode="json", exclude_unset=True)
+    for name in ("data", "eval_data"):
+        if settings.get(name):
+            settings[name]["path"] = _absolute(settings[name]["path"])
+    for name in ("init_from", "continue_from"):
+        if settings.get(name):
+            settings[name] = _absolute(settings[name])
+    return settings
+
+
+def _absolute(path: str) -> str:
+    found = pathlib.Path(path)
+    return str(found.absolute()) if found.exists() else path  # or an id on the hub

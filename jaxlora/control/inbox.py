@@ -1,0 +1,221 @@
+"""Takes the requests of users to a live run, and answers each exactly once.
+
+A request takes effect in memory first. Then the run's record is written, with the
+effect and the answer together, and only then the requester gets the answer and the
+request is removed. So after a kill at any time, a request is either in the record with
+its answer, or it is still there and is taken by the run that resumes.
+"""
+
+import dataclasses
+import logging
+import pathlib
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, Protocol, runtime_checkable
+
+import pydantic
+
+from jaxlora.config import LoraJob
+from jaxlora.control.mailbox import Mailbox
+from jaxlora.control.message import Answer, ControlRequest
+from jaxlora.distributed import processes
+from jaxlora.errors import ConfigError, JaxloraError
+from jaxlora.strict import format_errors
+from jaxlora.train.callback import Callback, JobControl
+from jaxlora.train.events import StepEvent
+from jaxlora.train.job_run import JobRun
+from jaxlora.train.joining import Joining
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.5  # between looks into the folder within a window
+_DONE = {
+    "stop": "stops after its current global batch",
+    "pause": "leaves its slot after this window",
+    "resume": "continues when a slot is free",
+}
+
+
+@runtime_checkable
+class LiveRun(JobControl, Protocol):
+    """The parts of a trainer that requests use."""
+
+    @property
+    def runs(self) -> Sequence[JobRun]:
+        """The jobs of the run."""
+
+
+class Inbox(Callback):
+    """Takes requests between windows, in the thread that trains.
+
+    Within a window it only looks for requests that take effect there, such as a stop.
+    The data of a job to add are read by another thread, while training goes on.
+    """
+
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        live: LiveRun,
+        joining: Joining,
+        answered: Mapping[str, Answer],
+    ):
+        """Opens the folder of the requests.
+
+        Args:
+            folder: Folder of the run.
+            live: The run.
+            joining: Takes the jobs that are added.
+            answered: Answers that an earlier process recorded, by the request's id.
+
+        Raises:
+            ConfigError: Other users may write to the folder of the requests.
+        """
+        self._live, self._joining = live, joining
+        self._mailbox = Mailbox(folder)
+        self._answers = dict(answered)
+        self._adds: dict[str, tuple[str, Future[JobRun]]] = {}
+        self._opener = ThreadPoolExecutor(1, thread_name_prefix="add")
+        self._looked = 0.0
+        if processes.is_first():
+            self._mailbox.create()
+
+    @property
+    def answers(self) -> dict[str, Answer]:
+        """Answers that must be in the run's record before `deliver`, by request."""
+        return dict(self._answers)
+
+    def on_event(self, event) -> None:
+        """Looks for requests within a window, if only one process trains."""
+        if isinstance(event, StepEvent) and processes.count() == 1:
+            now = time.monotonic()
+            if now - self._looked > _POLL_SECONDS:
+                self._take()
+
+    def poll(self, *, waits: bool = False) -> bool:
+        """Takes new requests, and jobs whose data have been read, between windows.
+
+        Args:
+            waits: Whether to wait for the data of jobs that are being added.
+
+        Returns:
+            Whether a request was taken or a job was added.
+        """
+        before = len(self._answers)
+        has_taken = self._take()
+        if waits:
+            wait([future for _, future in self._adds.values()])
+        self._finish_adds()
+        return has_taken or len(self._answers) > before
+
+    def deliver(self) -> None:
+        """Gives the requesters their answers, which are in the record by now."""
+        if processes.is_first():
+            for name, answer in self._answers.items():
+                self._mailbox.answer(name, answer)
+        self._answers.clear()
+
+    def close(self) -> None:
+        """Ends the thread that reads data."""
+        self._opener.shutdown(cancel_futures=True)
+
+    # ---- requests ------------------------------------------------------------------
+
+    def _take(self) -> bool:
+        """Takes the new requests; returns whether there were any."""
+        self._looked = time.monotonic()
+        new = processes.from_first(self._new)
+        for name, values in new:
+            if isinstance(values, str):
+                self._refuse(name, values)
+            else:
+                self._begin(name, ControlRequest(**values))
+        return bool(new)
+
+    def _new(self) -> list[tuple[str, Any]]:
+        """Reads the requests that were not taken yet; a text says what is wrong."""
+        found: list[tuple[str, Any]] = []
+        for name in self._mailbox.names():
+            if name in self._answers or name in self._adds:
+                continue
+            try:
+                request = self._mailbox.read(name)
+                found.append((name, dataclasses.asdict(request)))
+            except FileNotFoundError:
+                continue  # withdrawn
+            except ConfigError as error:
+                found.append((name, str(error)))
+        return found
+
+    def _begin(self, name: str, request: ControlRequest) -> None:
+        logger.info("request: %s %s", request.action, request.job)
+        try:
+            if request.settings is not None:
+                self._begin_add(name, request.settings)
+                return
+            self._change(request)
+        except JaxloraError as error:
+            self._refuse(name, str(error))
+            return
+        text = f"job {request.job!r} {_DONE[request.action]}."
+        self._answers[name] = Answer(is_accepted=True, text=text)
+
+    def _refuse(self, name: str, reason: str) -> None:
+        logger.warning("a request was refused: %s", reason)
+        self._answers[name] = Answer(is_accepted=False, text=reason)
+
+    def _change(self, request: ControlRequest) -> None:
+        """Stops, pauses or resumes a job."""
+        runs = {run.job.name: run for run in self._live.runs}
+        run = runs.get(request.job)
+        if run is not None and run.progress.is_over:
+            raise ConfigError(
+                f"job {request.job!r} has ended already ({run.progress.status}): "
+                f"{run.progress.reason}."
+            )
+        given = {"reason": request.reason} if request.reason else {}
+        if request.action == "stop":
+            self._live.stop_job(request.job, **given)
+        elif request.action == "pause":
+            self._live.pause_job(request.job, **given)
+        else:
+            self._live.resume_job(request.job)
+
+    def _begin_add(self, name: str, settings: dict[str, Any]) -> None:
+        try:
+            job = LoraJob.model_validate(settings)
+        except pydantic.ValidationError as error:
+            raise ConfigError(format_errors(error, "the job to add")) from None
+        self._joining.reserve(job)
+        future = self._opener.submit(self._joining.open, job)
+        self._adds[name] = job.name, future
+
+    def _finish_adds(self) -> None:
+        """Adds the jobs whose data every process has read, or refuses them."""
+        mine = {name: _result(future) for name, (_, future) in self._adds.items()}
+        everywhere = processes.gather(mine)
+        for name in mine:
+            results = [states[name] for states in everywhere]
+            if None in results:
+                continue
+            job, future = self._adds.pop(name)
+            if reasons := [reason for reason in results if reason]:
+                self._joining.release(job)
+                self._refuse(name, reasons[0])
+                continue
+            self._joining.join(future.result())
+            text = f"job {job!r} has joined the run; it starts when a slot is free."
+            self._answers[name] = Answer(is_accepted=True, text=text)
+
+
+def _result(future: Future[JobRun]) -> str | None:
+    """Returns why reading failed, an empty text if it did not, None if it goes on."""
+    if not future.done():
+        return None
+    error = future.exception()
+    if error is None:
+        return ""
+    if not isinstance(error, JaxloraError):
+        logger.error("a job could not be added", exc_info=error)
+        return f"{type(error).__name__}: {error}"
+    return str(error)

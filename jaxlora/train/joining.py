@@ -1,0 +1,96 @@
+"""Jobs that join a run while it trains."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from jaxlora.config import LoraJob
+from jaxlora.errors import ConfigError
+from jaxlora.train import agreement
+from jaxlora.train.job_run import JobRun
+
+
+class Joining:
+    """The names of a run's jobs, and the jobs that join before the next window.
+
+    Any thread may call the methods, except `take`.
+    """
+
+    def __init__(self, names: Iterable[str], open_job: Callable[[LoraJob], JobRun]):
+        """Makes the object.
+
+        Args:
+            names: Names of the jobs that the run starts with.
+            open_job: Reads a job's data and checks that it fits the run.
+        """
+        self._names = list(names)  # also of jobs whose data are being read
+        self._open_job = open_job
+        self._lock = threading.Lock()
+        self._opening = threading.Lock()
+        self._waiting: deque[JobRun] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of jobs that join before the next window."""
+        return len(self._waiting)
+
+    def check_name(self, name: str) -> None:
+        """Checks that there is a job of this name.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        if name not in self._names:
+            raise ConfigError(
+                f"there is no job {name!r}; there are: {', '.join(self._names)}."
+            )
+
+    def add(self, job: LoraJob) -> None:
+        """Adds a job: reserves its name, opens it and lets it join.
+
+        Raises:
+            JaxloraError: The name is taken, or the job does not fit the run.
+        """
+        self.reserve(job)
+        try:
+            run = self.open(job)
+        except BaseException:
+            self.release(job.name)
+            raise
+        self.join(run)
+
+    def reserve(self, job: LoraJob) -> None:
+        """Takes the name of a job that will join.
+
+        Raises:
+            ConfigError: A job has this name already.
+        """
+        with self._lock:
+            if job.name.lower() in {name.lower() for name in self._names}:
+                raise ConfigError(f"a job named {job.name!r} is in this run already.")
+            self._names.append(job.name)
+
+    def release(self, name: str) -> None:
+        """Gives up the name of a job that does not join."""
+        with self._lock:
+            self._names.remove(name)
+
+    def open(self, job: LoraJob) -> JobRun:
+        """Reads a job's data, one job at a time.
+
+        Raises:
+            JaxloraError: The job does not fit the run.
+        """
+        with self._opening:
+            return self._open_job(job)
+
+    def join(self, run: JobRun) -> None:
+        """Lets an opened job join before the next window."""
+        self._waiting.append(run)
+
+    def take(self) -> list[JobRun]:
+        """Returns the jobs that join now, which are the same on all processes."""
+        taken = agreement.take_added(tuple(self._waiting))
+        for run in taken:
+            self._waiting.remove(run)
+        return taken

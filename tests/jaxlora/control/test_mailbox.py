@@ -1,0 +1,143 @@
+"""Requests and answers are files that only the owner of a run can write."""
+
+import json
+import os
+
+import pytest
+
+from jaxlora.control import client, mailbox
+from jaxlora.control.mailbox import Mailbox
+from jaxlora.control.message import Answer, ControlRequest
+from jaxlora.errors import ConfigError
+from jaxlora.train.run_lock import Owner, RunLock
+from tests.jaxlora.train import made_run
+
+STOP = ControlRequest(action="stop", job="a", reason="enough")
+
+
+@pytest.fixture
+def box(tmp_path) -> Mailbox:
+    box = Mailbox(tmp_path)
+    box.create()
+    return box
+
+
+def test_a_request_and_its_answer(box, tmp_path):
+    first = box.post(STOP)
+    second = box.post(ControlRequest(action="resume", job="a"))
+    assert box.names() == [first, second] and box.read(first) == STOP
+    assert box.take_answer(first) is None
+    answer = Answer(is_accepted=True, text="it stops")
+    box.answer(first, answer)
+    box.answer(first, Answer(is_accepted=False, text="twice"))  # it is answered already
+    assert box.names() == [second]
+    assert box.take_answer(first) == answer and box.take_answer(first) is None
+    assert box.withdraw(second) and not box.withdraw(second)
+    assert not list((tmp_path / "control").iterdir())
+
+
+def test_only_the_owner_may_enter(box, tmp_path):
+    folder = tmp_path / "control"
+    name = box.post(STOP)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (file,) = folder.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    folder.chmod(0o770)
+    for use in (box.check, box.create):
+        with pytest.raises(ConfigError, match=r"other users \(mode 770\).*chmod 700"):
+            use()
+    folder.chmod(0o700)
+    box.create()
+    assert box.names() == [name]
+
+
+def test_another_user_is_refused(box, monkeypatch):
+    name = box.post(STOP)
+    monkeypatch.setattr(mailbox.os, "geteuid", lambda: 12345)
+    with pytest.raises(ConfigError, match="only its owner may send"):
+        box.check()
+    with pytest.raises(ConfigError, match="is not a file of this user"):
+        box.read(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "has another form"),
+        (json.dumps({"action": "run", "job": "a"}), "has another form"),
+        (json.dumps({"action": "stop", "job": "../a"}), "has another form"),
+        (json.dumps({"action": "stop", "job": "a", "then": 1}), "has another form"),
+        (json.dumps({"action": "add", "job": "a"}), "settings contradict"),
+        (" " * ((1 << 20) + 1), "more than 1,048,576 bytes"),
+    ],
+)
+def test_files_of_another_form_are_refused(box, tmp_path, text, message):
+    name = box.post(STOP)
+    (tmp_path / "control" / f"{name}.request.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        box.read(name)
+
+
+def test_links_and_pipes_are_refused(box, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text(json.dumps({"action": "stop", "job": "a"}))
+    for make in (lambda path: path.symlink_to(secret), os.mkfifo):
+        name = box.post(STOP)
+        path = tmp_path / "control" / f"{name}.request.json"
+        path.unlink()
+        make(path)
+        with pytest.raises(ConfigError, match=r"cannot be read|not a file of"):
+            box.read(name)
+
+
+def test_a_run_that_does_not_train_takes_no_request(tmp_path):
+    with pytest.raises(ConfigError, match="it has no folder control"):
+        client.send(tmp_path, "stop", "a")
+    box = Mailbox(tmp_path)
+    box.create()
+    with pytest.raises(ConfigError, match="no process trains the run in"):
+        client.send(tmp_path, "stop", "a")
+    assert not box.names()
+
+
+def test_a_run_that_ends_first_takes_no_request(tmp_path, monkeypatch):
+    """The request is taken back, unless the run has recorded an answer."""
+    folder = made_run.write_run(tmp_path / "run")
+    Mailbox(folder).create()
+    monkeypatch.setattr(client, "_LIVENESS_SECONDS", 0.0)
+    monkeypatch.setattr(client, "_POLL_SECONDS", 0.001)
+    owners = iter([Owner.this_process(), None])
+    monkeypatch.setattr(client, "find_owner", lambda folder: next(owners))
+    with pytest.raises(ConfigError, match="so the request was not made"):
+        client.send(folder, "stop", "now")
+    assert not Mailbox(folder).names()
+
+
+def test_no_answer_in_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "_POLL_SECONDS", 0.001)
+    Mailbox(tmp_path).create()
+    with (
+        RunLock(tmp_path),
+        pytest.raises(ConfigError, match=r"not answered in 0\.01 s"),
+    ):
+        client.send(tmp_path, "stop", "a", timeout=0.01)
+    assert len(Mailbox(tmp_path).names()) == 1
+
+
+def test_a_job_file(tmp_path, monkeypatch):
+    """Paths that exist become absolute; ids on the hub stay."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").touch()
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "name: a\ndata: {path: a.jsonl}\neval_data: {path: nobody/data}\nr: 8\n"
+    )
+    assert client.job_settings(path) == {
+        "name": "a",
+        "data": {"path": str(tmp_path / "a.jsonl")},
+        "eval_data": {"path": "nobody/data"},
+        "rank": 8,
+    }
+    path.write_text("name: a\n")
+    with pytest.raises(ConfigError, match=r"job\.yaml: data: "):
+        client.job_settings(path)

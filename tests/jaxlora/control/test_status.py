@@ -1,0 +1,65 @@
+"""`jaxlora status` shows the state that a run has written, and whether it is alive."""
+
+import json
+
+import pytest
+
+from jaxlora.cli.main import main
+from jaxlora.control.status_file import StatusFile, read_status
+from jaxlora.errors import CheckpointError, ConfigError
+from jaxlora.train.run_lock import RunLock
+from jaxlora.train.run_status import StatusTracker
+from tests.jaxlora.train import made_events
+
+EVENTS = [
+    made_events.run_start(*(made_events.info(name) for name in "abcd")),
+    made_events.evaluation("b", 0, loss=2.25),
+    made_events.step("c", 4, loss=1.5),
+    made_events.window(4),
+    made_events.job_end("a", 10),
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tracker = StatusTracker()
+    file = StatusFile(tmp_path, tracker)
+    for event in EVENTS:
+        tracker.on_event(event)
+        file.on_event(event)
+    return tmp_path
+
+
+def test_a_run_that_trains(folder, capsys):
+    with RunLock(folder):
+        assert main(["status", str(folder)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert main(["status", str(folder), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+    assert lines[0].startswith("trained by process ")
+    assert "200 tok/s" in lines[1] and "left" in lines[1]
+    assert lines[2].endswith("round 4, 2 running, 1 waiting, 1 finished")
+    jobs = [line.split() for line in lines[3:] if "/" in line]
+    assert [cells[0] for cells in jobs] == ["b", "c", "d", "a"]
+    assert jobs[0][-3:] == ["2.250", "at", "0"] and jobs[1][-3:] == [
+        "4/10",
+        "1.500",
+        "-",
+    ]
+    assert found["process"]["pid"] and found["run"]["tokens_per_second"] == 200
+    assert found["run"]["jobs"][0]["progress"]["status"] == "finished"
+
+
+def test_a_run_that_has_ended(folder, capsys):
+    assert main(["status", str(folder)]) == 0
+    assert "not running; `jaxlora train --resume`" in capsys.readouterr().out
+    assert main(["stop", str(folder), "b"]) == 1
+    assert "takes no requests" in capsys.readouterr().err
+
+
+def test_what_is_no_run(tmp_path):
+    with pytest.raises(ConfigError, match="holds no run that has begun to train"):
+        read_status(tmp_path)
+    (tmp_path / "status.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"status\.json: written: "):
+        read_status(tmp_path)

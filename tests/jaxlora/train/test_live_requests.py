@@ -1,0 +1,205 @@
+"""Requests to a live run: each is answered once, and changes no other job."""
+
+import pathlib
+
+import pytest
+
+from jaxlora import LoraJob, RunConfig, Trainer
+from jaxlora.control.inbox import Inbox
+from jaxlora.control.mailbox import Mailbox
+from jaxlora.control.message import ControlRequest
+from jaxlora.control.status_file import read_status
+from jaxlora.errors import ConfigError
+from jaxlora.train.run_folder import read_run_record
+from jaxlora.train.windows import Windows
+from tests.jaxlora.train.at_window import AtWindow
+from tests.jaxlora.train.test_preemption import Killed
+
+
+@pytest.fixture
+def config(model, jobs, tmp_path):
+    """A run of one slot, so that jobs never share a microbatch."""
+
+    def make(name: str = "run") -> RunConfig:
+        return RunConfig(
+            model=str(model.folder),
+            output_dir=str(tmp_path / name),
+            jobs=[jobs[0].model_copy(update={"name": "first", "steps": 8})],
+            max_concurrent_jobs=1,
+            slot_rank=8,
+            slot_targets=["q_proj", "k_proj", "v_proj", "down_proj"],
+            slot_dropout=True,
+            microbatch_tokens=512,
+            block_tokens=16,
+            window_steps=2,
+            checkpoint_every=2,
+        )
+
+    return make
+
+
+@pytest.fixture
+def late(jobs) -> LoraJob:
+    return jobs[2].model_copy(update={"name": "late", "steps": 3})
+
+
+def add(job: LoraJob) -> ControlRequest:
+    settings = job.model_dump(mode="json", exclude_unset=True)
+    return ControlRequest(action="add", job=job.name, settings=settings)
+
+
+def stop(name: str, reason: str = "enough") -> ControlRequest:
+    return ControlRequest(action="stop", job=name, reason=reason)
+
+
+class Requester(AtWindow):
+    """Makes requests after the first window."""
+
+    def __init__(self, config: RunConfig, *requests: ControlRequest):
+        super().__init__(self._make)
+        self._box, self._requests = Mailbox(pathlib.Path(config.output_dir)), requests
+        self.ids: list[str] = []
+
+    def _make(self, _):
+        if not self.ids:
+            self.ids = [self._box.post(request) for request in self._requests]
+
+    def answers(self) -> list[tuple[bool, str]]:
+        """Takes the answers; a request that has none, or two, is an error."""
+        found = [self._box.take_answer(name) for name in self.ids]
+        assert None not in found and not self._box.names()
+        assert all(self._box.take_answer(name) is None for name in self.ids)
+        return [(answer.is_accepted, answer.text) for answer in found]
+
+
+def weights(config: RunConfig) -> dict[str, bytes]:
+    folder = pathlib.Path(config.output_dir) / "adapters"
+    return {
+        path.parent.name: path.read_bytes()
+        for path in folder.glob("*/adapter_model.safetensors")
+    }
+
+
+@pytest.fixture
+def alone(config, model) -> bytes:
+    Trainer(config("alone"), model).train()
+    return weights(config("alone"))["first"]
+
+
+def test_requests_are_answered_and_change_no_other_job(config, model, late, alone):
+    run = config()
+    bad_data = late.data.model_copy(update={"path": "/nowhere.jsonl"})
+    requester = Requester(
+        run,
+        add(late),
+        add(late.model_copy(update={"name": "First"})),
+        add(late.model_copy(update={"name": "big", "rank": 16})),
+        add(late.model_copy(update={"name": "wide", "target_modules": "all-linear"})),
+        add(late.model_copy(update={"name": "lost", "data": bad_data})),
+        stop("nobody"),
+        ControlRequest(action="add", job="x", settings={"name": "x", "data": 3}),
+    )
+    result = Trainer(run, model).train(callbacks=[requester])
+    answers = requester.answers()
+    assert [accepted for accepted, _ in answers] == [True] + [False] * 6
+    for (_, text), words in zip(
+        answers,
+        [
+            "job 'late' has joined the run",
+            "a job named 'First' is in this run already",
+            "rank 16, above the slots' rank 8",
+            "which has no slots in this run. Add the module to slot_targets",
+            "/nowhere.jsonl",
+            "there is no job 'nobody'",
+            "the job to add: data:",
+        ],
+        strict=True,
+    ):
+        assert words in text
+    assert [job.name for job in result.jobs] == ["first", "late"]
+    assert result.num_compilations == 0  # the run before has compiled the programs
+    assert weights(run)["first"] == alone
+    status = read_status(result.output_dir).run
+    assert [job.name for job in status.jobs] == ["first", "late"]
+    assert status.counts == {"finished": 2} and status.seconds_left == 0
+
+
+def test_stopping_pausing_and_resuming(config, model, late):
+    run = config()
+    requester = Requester(
+        run,
+        ControlRequest(action="pause", job="first", reason="lunch"),
+        ControlRequest(action="resume", job="first"),
+        stop("first", "good enough"),
+    )
+    result = Trainer(run, model).train(callbacks=[requester])
+    assert [accepted for accepted, _ in requester.answers()] == [True] * 3
+    (job,) = result.jobs
+    assert (job.progress.status, job.progress.reason) == ("stopped", "good enough")
+    assert job.progress.step == 2
+
+
+def killed_once_it_joined(self) -> bool:
+    if len(self._runs) > 1:
+        raise Killed
+    return start(self)
+
+
+def killed_while_data_are_read(self) -> None:
+    if self._adds:
+        raise Killed
+
+
+def killed_before_the_answer(self) -> None:
+    if self.answers:
+        raise Killed
+
+
+start = Windows.start
+
+
+@pytest.mark.parametrize(
+    ("place", "method", "kill"),
+    [
+        (Inbox, "_finish_adds", killed_while_data_are_read),
+        (Inbox, "deliver", killed_before_the_answer),
+        (Windows, "start", killed_once_it_joined),
+    ],
+)
+def test_an_added_job_outlives_a_kill(
+    config, model, late, alone, monkeypatch, place, method, kill
+):
+    """The resumed run has it, though its run file does not, and answers once."""
+    run = config()
+    requester = Requester(run, add(late))
+    with monkeypatch.context() as patch:
+        patch.setattr(place, method, kill)
+        with pytest.raises(Killed):
+            Trainer(run, model).train(callbacks=[requester])
+    result = Trainer(run, model).train(resume=True)
+    assert [job.name for job in result.jobs] == ["first", "late"]
+    assert {job.progress.status for job in result.jobs} == {"finished"}
+    assert [accepted for accepted, _ in requester.answers()] == [True]
+    assert weights(run)["first"] == alone
+    record = read_run_record(result.output_dir)
+    assert record is not None and record.added == ["late"]
+
+
+def test_a_run_that_ends_takes_the_last_requests(config, model, late):
+    """A job that was asked for in the last window still joins."""
+    run = config()
+    requester = Requester(run, add(late))
+    requester._call = lambda trainer: (
+        trainer.runs[0].progress.step == 8 and (Requester._make(requester, trainer))
+    )
+    result = Trainer(run, model).train(callbacks=[requester])
+    assert [accepted for accepted, _ in requester.answers()] == [True]
+    assert [job.progress.status for job in result.jobs] == ["finished"] * 2
+
+
+def test_a_folder_that_others_may_use_is_refused(config, model):
+    run = config()
+    (pathlib.Path(run.output_dir) / "control").mkdir(parents=True, mode=0o700)
+    (pathlib.Path(run.output_dir) / "control").chmod(0o777)
+    with pytest.raises(ConfigError, match="may be used by other users"):
+        Trainer(run, model).train()
