@@ -67,6 +67,27 @@ def parse_yaml(text: str, where: str) -> Any:
         ) from None
 
 
+def dump_yaml(values: Any) -> str:
+    """Returns JSON values as YAML, which `parse_yaml` reads as the same values."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts that YAML 1.2 would read as other values, and no others."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_text(self, text: str) -> yaml.Node:
+        style = "|" if "\n" in text else None
+        if any(pattern.fullmatch(text) for pattern in _PLAIN.values()):
+            style = '"'
+        return self.represent_scalar(_TAG + "str", text, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
 def _explain(error: yaml.MarkedYAMLError, where: str) -> str:
     mark = error.problem_mark or error.context_mark
     place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""

@@ -47,19 +47,21 @@ def _run(arguments: argparse.Namespace) -> int:
     local_ids = None if member is None else member.local_device_ids
     take_free_gpus(local_ids, gathers=config.may_gather)
     if member is None:
-        return _train_in_process(config, resume=arguments.resume)
+        return _train_in_process(config, arguments)
     from jaxlora.distributed.start import joined
 
     with joined(member):
-        return _train_in_process(config, resume=arguments.resume)
+        return _train_in_process(config, arguments)
 
 
-def _train_in_process(config: "RunConfig", *, resume: bool) -> int:
+def _train_in_process(config: "RunConfig", arguments: argparse.Namespace) -> int:
     from jaxlora.distributed import processes
+    from jaxlora.train.keep_run_file import KeepRunFile
     from jaxlora.train.report import print_summary
     from jaxlora.train.trainer import Trainer
 
-    result = Trainer(config).train(resume=resume)
+    callbacks = [KeepRunFile(arguments.run_file)] if processes.is_first() else []
+    result = Trainer(config).train(resume=arguments.resume, callbacks=callbacks)
     if processes.is_first():
         print_summary(result)
     if result.interrupted:

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import pydantic
-import yaml
 
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.errors import ConfigError
 from jaxlora.other_names import OF_JOB, OF_RUN
+from jaxlora.yaml_file import dump_yaml
 
 # Settings that have the same name and the same meaning in all tools.
 _SAME_NAME = {
@@ -119,21 +119,8 @@ class Migration:
         if self.left_out:
             lines += ["Left out:", *(f"- {k}: {v}" for k, v in self.left_out.items())]
         header = "".join(f"# {line}".rstrip() + "\n" for line in lines)
-        body = yaml.dump(
-            self.run_file, Dumper=_Dumper, sort_keys=False, allow_unicode=True
-        )
+        body = dump_yaml(self.run_file)
         return f"{header.rstrip('# ')}\n{body}"
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as such."""
-
-    def represent_text(self, text: str) -> yaml.Node:
-        style = "|" if "\n" in text else None
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def _is_empty(value: Any) -> bool:

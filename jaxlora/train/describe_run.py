@@ -68,6 +68,30 @@ def _base_settings(base: BaseFormat | None) -> dict[str, Any]:
     return settings
 
 
+def resolved_settings(
+    config: RunConfig, model: BaseModel, spec: DecoderSpec, runs: Sequence[JobRun]
+) -> dict[str, Any]:
+    """Returns all settings of a run as a run file, with values in the place of `auto`.
+
+    Args:
+        config: The run, with settled values.
+        model: The base model.
+        spec: The decoder with its slots.
+        runs: The jobs, with those that have joined.
+    """
+    assert spec.slots is not None
+    resolved = config.replace(
+        dtype=jnp.dtype(model.dtype).name,
+        implementation=spec.options.implementation,
+        attention=spec.options.attention,
+        max_concurrent_jobs=spec.slots.num_slots,
+        slot_rank=spec.slots.rank,
+        slot_dropout=spec.slots.use_dropout,
+        jobs=tuple(run.job for run in runs),
+    )
+    return resolved.model_dump(mode="json")
+
+
 def saved_run(
     identity: RunIdentity,
     runs: Sequence[JobRun],

@@ -19,6 +19,7 @@ from jaxlora.train.saved_run import RunRecord, read_sealed, sealed
 logger = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
+SETTINGS_FILE = "settings.yaml"
 ADAPTERS = "adapters"
 CHECKPOINTS = "checkpoints"
 _VERSION = 1

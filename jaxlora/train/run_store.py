@@ -2,12 +2,14 @@
 
 import logging
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.export_record import ExportRecord
 from jaxlora.adapters.peft_export import export_peft
 from jaxlora.adapters.slots import ParkedSlot
+from jaxlora.atomic import write_text
 from jaxlora.distributed import processes
 from jaxlora.hf.load import BaseModel
 from jaxlora.hf.names import linear_names
@@ -18,6 +20,7 @@ from jaxlora.train.read_checkpoint import ReadCheckpoint
 from jaxlora.train.run_folder import (
     ADAPTERS,
     CHECKPOINTS,
+    SETTINGS_FILE,
     prepare_export_folder,
     read_run_record,
     write_run_record,
@@ -25,6 +28,7 @@ from jaxlora.train.run_folder import (
 from jaxlora.train.run_identity import RunIdentity
 from jaxlora.train.run_lock import RunLock
 from jaxlora.train.saved_run import RunRecord, SavedRun
+from jaxlora.yaml_file import dump_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +79,18 @@ class RunStore:
         """Rounds done at the newest checkpoint; None if there is none."""
         return self._checkpoints.latest()
 
-    def write_record(self, record: RunRecord) -> None:
-        """Writes the run's record if it has changed."""
+    def write_record(
+        self, record: RunRecord, settings: Callable[[], dict[str, Any]]
+    ) -> None:
+        """Writes the run's record and its settings if the record has changed.
+
+        Args:
+            record: The record.
+            settings: Returns all settings of the run, as JSON values.
+        """
         if processes.is_first() and record != self.record:
             write_run_record(self._folder, record)
+            write_text(self._folder / SETTINGS_FILE, dump_yaml(settings()))
             self.record = record
 
     def save(

@@ -23,7 +23,12 @@ from jaxlora.train.callback import Callback, Listeners
 from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.compile_passes import compile_stages, compile_step
 from jaxlora.train.continue_job import continue_job, copy_best_export
-from jaxlora.train.describe_run import check_resumes, run_identity, saved_run
+from jaxlora.train.describe_run import (
+    check_resumes,
+    resolved_settings,
+    run_identity,
+    saved_run,
+)
 from jaxlora.train.device_error import explained
 from jaxlora.train.events import (
     CheckpointEvent,
@@ -436,7 +441,10 @@ class Trainer:
             added=list(self._added),
             answers=self._inbox.answers,
         )
-        store.write_record(record)
+        store.write_record(
+            record,
+            lambda: resolved_settings(self.config, self.model, self._spec, self.runs),
+        )
 
     def _reset(self) -> None:
         """Discards the state of an earlier call of `train`, except requests to stop.

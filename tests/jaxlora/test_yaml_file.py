@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlora.errors import ConfigError
-from jaxlora.yaml_file import parse_yaml
+from jaxlora.yaml_file import dump_yaml, parse_yaml
 
 
 def parse(text):
@@ -115,3 +115,23 @@ def test_any_text_is_read_or_refused(text):
         parse(text)
     except ConfigError as error:
         assert str(error).startswith("run.yaml")
+
+
+def test_what_is_dumped_is_read_as_the_same():
+    texts = [
+        "on",
+        "1e-4",
+        "1.",
+        "0x1f",
+        "~",
+        "",
+        "null",
+        "a: b",
+        "two\nlines\n",
+        "é",
+        ".5",
+    ]
+    values = {"texts": texts, "numbers": [1e-5, 2e30, 3, -0.5, True, None], "empty": {}}
+    assert parse_yaml(dump_yaml(values), "here") == values
+    shared = {"a": 1}
+    assert "&" not in dump_yaml([shared, shared])

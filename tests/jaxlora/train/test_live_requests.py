@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from jaxlora import LoraJob, RunConfig, Trainer
+from jaxlora import LoraJob, RunConfig, Trainer, load_run
 from jaxlora.control.inbox import Inbox
 from jaxlora.control.mailbox import Mailbox
 from jaxlora.control.message import ControlRequest
@@ -183,6 +183,13 @@ def test_an_added_job_outlives_a_kill(
     assert weights(run)["first"] == alone
     record = read_run_record(result.output_dir)
     assert record is not None and record.added == ["late"]
+    # The settings are a run file, with the job and without `auto`.
+    settings = load_run(result.output_dir / "settings.yaml")
+    assert [job.name for job in settings.jobs] == ["first", "late"]
+    assert settings.jobs[0] == run.jobs[0] and settings.dtype == "float32"
+    assert settings.implementation == "xla" and settings.attention == "xla"
+    again = Trainer(settings, model).train(resume=True)
+    assert [job.progress for job in again.jobs] == [j.progress for j in result.jobs]
 
 
 def test_a_run_that_ends_takes_the_last_requests(config, model, late):
