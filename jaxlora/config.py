@@ -284,6 +284,8 @@ class RunConfig(BaseSettings):
             window.
         token_cache: Whether the tokens of data are kept in ~/.cache/jaxlora/tokens, so
             that later runs on the same data need not make them again.
+        report_to: Experiment trackers that receive each job's metrics: `tensorboard`,
+            `wandb` (W&B) and `trackio`; one name or a list. `none`: no tracker.
     """
 
     other_names = OF_RUN
@@ -315,6 +317,7 @@ class RunConfig(BaseSettings):
     keep_checkpoints: PositiveInt = 2
     log_every: PositiveInt = 1
     token_cache: Bool = True
+    report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
 
     @property
     def limits(self) -> Limits:
@@ -346,6 +349,13 @@ class RunConfig(BaseSettings):
         if not isinstance(mesh, str) or mesh == "auto":
             return mesh
         return str(MeshSizes.parse(mesh))
+
+    @pydantic.field_validator("report_to", mode="before")
+    @classmethod
+    def _trackers_are_a_list(cls, names: object) -> object:
+        if names in ("none", None):
+            return ()
+        return (names,) if isinstance(names, str) else names
 
     @pydantic.field_validator("microbatch_tokens", mode="before")
     @classmethod

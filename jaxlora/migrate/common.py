@@ -11,7 +11,10 @@ CHECKPOINTS = (
     "checkpoint_every counts rounds, and is 50 by default; a checkpoint is also "
     "written at the end and on Ctrl-C."
 )
-TRACKING = "metrics.jsonl, losses.png and TensorBoard are written without settings."
+TRACKING = (
+    "Set report_to of the run: tensorboard (the default), wandb or trackio; the "
+    "environment variables of W&B and Trackio choose the project."
+)
 KERNELS = "The kernels are chosen by the device; see implementation and attention."
 DEVICES = "Set mesh of the run (or --mesh): data, stage and fsdp, or auto."
 EVERY_EVALUATION = (

@@ -44,9 +44,9 @@ class TensorBoard(Callback):
         """Makes the object; files are opened when they are needed.
 
         Args:
-            folder: Folder for one folder per job.
+            folder: Folder of the run, where a folder `tensorboard` is made.
         """
-        self._folder = folder
+        self._folder = folder / "tensorboard"
         self._infos: dict[str, JobInfo] = {}
         self._boards: dict[pathlib.Path, _Board] = {}
 

@@ -94,7 +94,10 @@ def read_newest(folder: pathlib.Path, kinds: Sequence[Kind] = ()) -> ReadCheckpo
 def _read(folder: pathlib.Path, number: int, kinds: Sequence[Kind]) -> ReadCheckpoint:
     place, cure = folder / str(number) / ITEM, _cure(folder, number)
     saved = read_sealed(place / META_FILE, SavedCheckpoint, version=FORMAT, cure=cure)
-    tensors = {}
+    # Without kinds, the tables are not read, and each job has an empty one.
+    tensors: dict[str, dict[Kind, dict[str, np.ndarray]]] = {
+        n: {} for n in saved.tensors
+    }
     if kinds:
         tensors = _read_tensors(place / TENSORS_FILE, saved.tensors, kinds, cure)
     return ReadCheckpoint(number=number, run=saved.run, tensors=tensors)

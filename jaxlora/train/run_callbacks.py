@@ -6,7 +6,7 @@ import pathlib
 from jaxlora.config import RunConfig
 from jaxlora.control.status_file import StatusFile
 from jaxlora.distributed import processes
-from jaxlora.trackers.tensorboard import TensorBoard
+from jaxlora.trackers.table import open_trackers
 from jaxlora.train.callback import Callback
 from jaxlora.train.progress import Progress
 from jaxlora.train.run_log import RunLog
@@ -39,10 +39,11 @@ def open_callbacks(
         return []
     log = RunLog(folder, keep_rounds=keep_rounds)
     opened.callback(log.close)
-    board = TensorBoard(folder / "tensorboard")
-    opened.callback(board.close)
+    trackers = open_trackers(config.report_to, folder)
+    for opened_tracker in trackers:
+        opened.callback(opened_tracker.close)
     tracker = StatusTracker()
     progress = Progress(tracker, log_every=config.log_every)
     opened.callback(progress.close)
     progress.start()
-    return [log, board, tracker, StatusFile(folder, tracker), progress]
+    return [log, *trackers, tracker, StatusFile(folder, tracker), progress]

@@ -18,6 +18,7 @@ from jaxlora.hf.files import tokenizer_folder
 from jaxlora.hf.load import BaseModel, load_model
 from jaxlora.memory.capacity import settle
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.trackers.table import check_installed
 from jaxlora.train import agreement
 from jaxlora.train.callback import Callback, Listeners
 from jaxlora.train.compilation_cache import keep_compiled_programs
@@ -99,6 +100,7 @@ class Trainer:
         keep_compiled_programs()
         self.output_dir = pathlib.Path(config.output_dir)
         agreement.check_settings(config)
+        check_installed(config.report_to)
         processes.from_first(lambda: check_writable(self.output_dir))
         processes.from_first(lambda: check_not_in_use(self.output_dir))
         begun = processes.from_first(lambda: begun_settings(config))

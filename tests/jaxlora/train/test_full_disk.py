@@ -77,7 +77,7 @@ def test_the_log(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("at", ["write", "flush"])
 def test_tensorboard(tmp_path, monkeypatch, capfd, at):
-    board = tensorboard.TensorBoard(tmp_path / "tensorboard")
+    board = tensorboard.TensorBoard(tmp_path)
     monkeypatch.setattr(tensorboard.RecordWriter, at, no_space)
     match = r"tensorboard/events.* cannot be written: No space"
     with pytest.raises(StorageError, match=match):

@@ -1,0 +1,31 @@
+"""Reports to Trackio: a run for each job, in a project that the environment names.
+
+TRACKIO_PROJECT names the project, and TRACKIO_DIR the local folder.
+"""
+
+import os
+from typing import Any
+
+from jaxlora.trackers.tracker import JobTracker
+
+
+class Trackio(JobTracker):
+    """Sends each job's metrics to a run of Trackio; a resumed job continues its run."""
+
+    def _open(self, job: str, settings: dict[str, Any]) -> Any:
+        import trackio
+
+        return trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", "jaxlora"),
+            name=f"{self._folder.name}/{job}",
+            group=self._folder.name,
+            resume="allow",
+            config=settings,
+            embed=False,
+        )
+
+    def _send(self, run: Any, metrics: dict[str, float], step: int) -> None:
+        run.log(metrics, step=step)
+
+    def _close(self, run: Any) -> None:
+        run.finish()

@@ -1,0 +1,45 @@
+"""Reports to Weights & Biases: a run for each job, in a group for the whole run.
+
+The environment variables of W&B choose the rest: WANDB_PROJECT, WANDB_ENTITY,
+WANDB_MODE=offline.
+"""
+
+import hashlib
+import os
+from typing import Any
+
+from jaxlora.trackers.tracker import JobTracker
+
+
+class Wandb(JobTracker):
+    """Sends each job's metrics to a run of W&B.
+
+    A resumed job continues its run, as the run's id follows from the folder's path and
+    the job's name.
+    """
+
+    def _open(self, job: str, settings: dict[str, Any]) -> Any:
+        import wandb
+
+        identity = f"{self._folder.absolute()}/{job}".encode()
+        run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "jaxlora"),
+            group=self._folder.name,
+            name=job,
+            id=hashlib.sha256(identity).hexdigest()[:16],
+            resume="allow",
+            reinit="create_new",  # the jobs' runs are open at the same time
+            config=settings,
+            dir=str(self._folder),
+        )
+        # Steps that are done again after a kill are sent again, which W&B accepts for
+        # a metric but not for its own count of steps.
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+        return run
+
+    def _send(self, run: Any, metrics: dict[str, float], step: int) -> None:
+        run.log({**metrics, "step": step})
+
+    def _close(self, run: Any) -> None:
+        run.finish()
