@@ -2,7 +2,7 @@
 
     python examples/tiny_model.py
 
-It has two layers of width 64 and a token for each byte. Its text is nonsense, before
+It has one layer of width 64 and a token for each byte. Its text is nonsense, before
 and after training: it shows how things run, in seconds. For a model that can write,
 replace `models/tiny` by a folder of a Hugging Face checkpoint, or by a hub id.
 """
@@ -16,7 +16,7 @@ import safetensors.numpy
 from jaxlora.bench.byte_data import write_tokenizer
 
 FOLDER = pathlib.Path("models/tiny")
-WIDTH, INNER, LAYERS, HEADS, VOCAB = 64, 128, 2, 4, 288
+WIDTH, INNER, LAYERS, HEADS, VOCAB = 64, 128, 1, 4, 288
 
 
 def main() -> None:

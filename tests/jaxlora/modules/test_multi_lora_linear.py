@@ -89,7 +89,7 @@ def test_dropout_is_keyed_by_seed_step_layer_and_projection():
 
 
 def test_trains_in_a_users_own_flax_model():
-    """The example of the README: only the adapters train, each on its own rows."""
+    """Only the adapters train, each on its own rows (docs/howto/own_flax_model.md)."""
 
     class Regressor(nnx.Module):
         def __init__(self, rngs):
