@@ -7,6 +7,7 @@ import pydantic
 from pydantic import Field
 
 from jaxlora.base_settings import BaseSettings
+from jaxlora.generation_settings import SamplesConfig
 from jaxlora.other_names import OF_DATA, OF_JOB, OF_RUN
 from jaxlora.scheduler import Limits, PackerName
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
@@ -286,6 +287,8 @@ class RunConfig(BaseSettings):
             that later runs on the same data need not make them again.
         report_to: Experiment trackers that receive each job's metrics: `tensorboard`,
             `wandb` (W&B) and `trackio`; one name or a list. `none`: no tracker.
+        samples: Prompts whose answers by each job are logged at its evaluations, to see
+            what it learns. Training does the same with and without them.
     """
 
     other_names = OF_RUN
@@ -318,6 +321,7 @@ class RunConfig(BaseSettings):
     log_every: PositiveInt = 1
     token_cache: Bool = True
     report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
+    samples: SamplesConfig | None = None
 
     @property
     def limits(self) -> Limits:
@@ -393,6 +397,17 @@ class RunConfig(BaseSettings):
                 f"microbatch_tokens={self.microbatch_tokens} is not a multiple of "
                 f"block_tokens={self.block_tokens}."
             )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _samples_can_be_generated(self):
+        if self.samples is None:
+            return self
+        self.samples.check_evaluated(
+            any(job.eval_data or job.eval_fraction for job in self.jobs)
+        )
+        if self.mesh != "auto":
+            self.samples.check_mesh(self.mesh_sizes)
         return self
 
     @pydantic.model_validator(mode="after")

@@ -5,7 +5,10 @@ from typing import Annotated
 import pydantic
 from pydantic import Field
 
+from jaxlora.errors import ConfigError
+from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.strict import (
+    Bool,
     NonNegativeFloat,
     NonNegativeInt,
     Number,
@@ -50,3 +53,54 @@ class GenerationSettings(StrictModel):
                 "Remove it."
             )
         return stop
+
+
+class SamplesConfig(GenerationSettings):
+    """Texts that every job of a run generates at each of its evaluations.
+
+    Attributes:
+        prompts: The prompts.
+        chat: Whether each prompt is a message of a user, for the chat template.
+        system: System message before it (with `chat`).
+        max_new_tokens: Largest number of tokens to generate.
+    """
+
+    prompts: tuple[str, ...]
+    chat: Bool = False
+    system: str | None = None
+    max_new_tokens: PositiveInt = 64
+
+    @pydantic.model_validator(mode="after")
+    def _prompts_can_be_asked(self):
+        if not self.prompts:
+            raise ValueError("prompts is empty. Give prompts, or leave samples out.")
+        if self.system is not None and not self.chat:
+            raise ValueError("system is a message of a chat: set chat: true.")
+        return self
+
+    def check_evaluated(self, has_held_out: bool) -> None:
+        """Checks that a run makes evaluations.
+
+        Args:
+            has_held_out: Whether a job of the run has held-out records.
+
+        Raises:
+            ConfigError: No job has.
+        """
+        if not has_held_out:
+            raise ConfigError(
+                "samples are generated at evaluations, and no job has held-out "
+                "records: set eval_data or eval_fraction, or leave samples out."
+            )
+
+    def check_mesh(self, sizes: MeshSizes) -> None:
+        """Checks that a run has one device.
+
+        Raises:
+            ConfigError: It has several.
+        """
+        if sizes.num_devices > 1:
+            raise ConfigError(
+                f"samples are generated on one device, and mesh is {sizes}. Leave "
+                "samples out, and run `jaxlora generate --run` beside the run."
+            )

@@ -45,6 +45,7 @@ from jaxlora.train.run_folder import (
     read_run_record,
     start_time,
 )
+from jaxlora.train.samples import sample_prompts
 from jaxlora.train.settle_run import (
     first_positions,
     settle_elsewhere,
@@ -131,8 +132,10 @@ def plan_run(
     folder = tokenizer_folder(config.model, config.revision)
     model = planned_model(config, folder)
     now = datetime.datetime.fromisoformat(start_time(output_dir))
-    reader = data_reader(config, load_tokenizer(folder, now=now))
-    jobs = prepare_jobs(config.jobs, model.config, reader)
+    tokenizer = load_tokenizer(folder, now=now)
+    jobs = prepare_jobs(config.jobs, model.config, data_reader(config, tokenizer))
+    if config.samples is not None:
+        sample_prompts(config.samples, model.config, tokenizer)
     if other_machine:
         config = settle_elsewhere(config, model, jobs)
     else:

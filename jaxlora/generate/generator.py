@@ -85,14 +85,8 @@ class TextDecoder:
                 f"a prompt names the adapter {prompt.adapter!r}; there are: "
                 f"{', '.join(self.slots)}."
             )
-        token_ids = self._token_ids(prompt)
         positions = self.decoder.spec.config.max_positions
-        if len(token_ids) >= positions:
-            raise ConfigError(
-                f"a prompt has {len(token_ids)} tokens, and the model has positions "
-                f"for {positions} (max_position_embeddings) with the answer. Shorten "
-                "the prompt."
-            )
+        token_ids = prompt_ids(prompt, self.tokenizer, positions)
         text = AnswerText(self.tokenizer, token_ids, settings.stop, self.end_ids)
         request = Request(
             token_ids=np.array(token_ids, np.int32),
@@ -103,21 +97,40 @@ class TextDecoder:
         )
         return request, text
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt.text, str):
-            # Ids that go after a text would end it.
-            ids = self.tokenizer.encode(prompt.text, add_special_tokens=False)
-            ids = [*self.tokenizer.prefix_ids, *ids]
-        else:
-            messages = [dict(message) for message in prompt.text]
-            text = self.tokenizer.chat.render(messages, add_generation_prompt=True)
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
-        if not ids:
-            raise ConfigError(
-                "a prompt is empty, and the tokenizer puts no token before a text. "
-                "Give a text of at least one token."
-            )
-        return ids
+
+def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, max_positions: int) -> list[int]:
+    """Returns the tokens of a prompt.
+
+    Args:
+        prompt: The prompt.
+        tokenizer: The model's tokenizer.
+        max_positions: Longest sequence that the model was made for, in tokens.
+
+    Raises:
+        ConfigError: The prompt is empty, or too long.
+        DataError: The chat template refuses the messages.
+        ModelError: The prompt is a chat, and the tokenizer has no chat template.
+    """
+    if isinstance(prompt.text, str):
+        # The ids that the tokenizer puts after a text would end it.
+        ids = tokenizer.encode(prompt.text, add_special_tokens=False)
+        ids = [*tokenizer.prefix_ids, *ids]
+    else:
+        messages = [dict(message) for message in prompt.text]
+        text = tokenizer.chat.render(messages, add_generation_prompt=True)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+    if not ids:
+        raise ConfigError(
+            "a prompt is empty, and the tokenizer puts no token before a text. Give a "
+            "text of at least one token."
+        )
+    if len(ids) >= max_positions:
+        raise ConfigError(
+            f"a prompt has {len(ids)} tokens, and the model has positions for "
+            f"{max_positions} (max_position_embeddings) with the answer. Shorten the "
+            "prompt."
+        )
+    return ids
 
 
 def _generation(prompt: Prompt, text: AnswerText, answer: Answer) -> Generation:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import RecordWriter
-from tensorboardX.summary import hparams, scalar
+from tensorboardX.summary import hparams, scalar, text
 
 from jaxlora.atomic import make_folder, wrap_os_errors
 from jaxlora.trackers.metrics import (
@@ -26,6 +26,7 @@ from jaxlora.train.events import (
     JobEvent,
     JobInfo,
     RunStartEvent,
+    SampleEvent,
     WindowEvent,
 )
 
@@ -73,6 +74,9 @@ class TensorBoard(Callback):
             if is_new and event.job in self._infos:
                 board.add_settings(hyperparameters(self._infos[event.job]))
             board.add(metrics, event.step)
+        elif isinstance(event, SampleEvent):
+            tag, board = f"samples/{event.number}", self._board(folder, event.step)
+            board.add_text(tag, f"{event.prompt}\n\n---\n\n{event.text}", event.step)
         elif isinstance(event, JobEndEvent) and folder in self._boards:
             self._boards.pop(folder).close()
 
@@ -125,6 +129,10 @@ class _Board:
         """Writes values of one step, by tag."""
         for tag, value in metrics.items():
             self._write(step=step, summary=scalar(tag, value))
+
+    def add_text(self, tag: str, markdown: str, step: int) -> None:
+        """Writes a text of one step."""
+        self._write(step=step, summary=text(tag, markdown))
 
     def _write(self, **fields: Any) -> None:
         event = _proto.Event(wall_time=time.time(), **fields)

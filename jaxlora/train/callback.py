@@ -77,6 +77,9 @@ class Callback:
     def on_eval(self, event: events.EvalEvent) -> None:
         """A job was evaluated on its held-out samples."""
 
+    def on_sample(self, event: events.SampleEvent) -> None:
+        """A job has generated a text at an evaluation."""
+
     def on_job_end(self, event: events.JobEndEvent) -> None:
         """A job has ended."""
 

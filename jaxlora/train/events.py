@@ -208,6 +208,25 @@ class EvalEvent(JobEvent):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SampleEvent(JobEvent):
+    """A job has generated a text at an evaluation; see `RunConfig.samples`.
+
+    Attributes:
+        number: Number of the prompt, from 0.
+        prompt: The prompt.
+        text: The text that was generated for it.
+        finish_reason: Why the text ends; see `Generation`.
+    """
+
+    kind = "sample"
+
+    number: int
+    prompt: str
+    text: str
+    finish_reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class JobEndEvent(JobEvent):
     """A job has ended; its adapter is exported, unless it failed or never began.
 

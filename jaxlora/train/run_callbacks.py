@@ -11,6 +11,7 @@ from jaxlora.train.callback import Callback
 from jaxlora.train.progress import Progress
 from jaxlora.train.run_log import RunLog
 from jaxlora.train.run_status import StatusTracker
+from jaxlora.train.sample_file import SampleFile
 
 
 def open_callbacks(
@@ -46,4 +47,6 @@ def open_callbacks(
     progress = Progress(tracker, log_every=config.log_every)
     opened.callback(progress.close)
     progress.start()
-    return [log, *trackers, tracker, StatusFile(folder, tracker), progress]
+    samples = [] if config.samples is None else [SampleFile(folder)]
+    status = StatusFile(folder, tracker)
+    return [log, *trackers, tracker, status, *samples, progress]

@@ -135,6 +135,8 @@ def _with_mesh(
     spec = _spec(config, model, jobs, bounds)
     choice = choose_mesh(config, spec, demand, this_machine())
     logger.info("%s", choice.reason)
+    if config.samples is not None:
+        config.samples.check_mesh(choice.sizes)
     return config.replace(mesh=str(choice.sizes), remat=choice.remat)
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import datetime
 import logging
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -66,6 +66,7 @@ from jaxlora.train.run_folder import (
 from jaxlora.train.run_identity import RunIdentity
 from jaxlora.train.run_lock import RunLock, check_not_in_use
 from jaxlora.train.run_store import RunStore, export_job
+from jaxlora.train.samples import Sampler, sample_prompts
 from jaxlora.train.saved_run import RunRecord, SavedRequests
 from jaxlora.train.settle_run import settle_mesh, settle_run
 from jaxlora.train.staged_executor import StagedExecutor
@@ -115,8 +116,11 @@ class Trainer:
         else:
             folder, planned = model.folder, PlannedModel.of(config, model)
         now = datetime.datetime.fromisoformat(self._started)
-        self._reader = data_reader(config, load_tokenizer(folder, now=now))
+        tokenizer = load_tokenizer(folder, now=now)
+        self._reader = data_reader(config, tokenizer)
         jobs = prepare_jobs(config.jobs, planned.config, self._reader)
+        if config.samples is not None:
+            sample_prompts(config.samples, planned.config, tokenizer)
         config = settle_mesh(config, planned, jobs)
         agreement.check_mesh(config)
         self.model = model or load_model(
@@ -136,6 +140,10 @@ class Trainer:
         mesh = plan_mesh(self.config, self.model.config)
         self._placed = plan_layout(self.config, mesh, spec, self.model, self.runs)
         self._slots = self._layout.empty_slots()
+        self._sampler: Sampler | None = None
+        if self.config.samples is not None:
+            samples = self.config.samples
+            self._sampler = Sampler(samples, self.model, spec, tokenizer)
         self._round = 0
         self._requests = Requests()
         self._joining = Joining([run.job.name for run in self.runs], self._open_job)
@@ -362,7 +370,13 @@ class Trainer:
             requests=self._requests,
             export=self._export,
             send=self._send,
+            make_samples=None if self._sampler is None else self._make_samples,
         )
+
+    def _make_samples(self, slots: Mapping[str, int]) -> dict[str, list[dict]]:
+        assert self._sampler is not None
+        (table,) = self._slots.tables
+        return self._sampler.generate(slots, table)
 
     def _folder(self, run: JobRun) -> pathlib.Path:
         return self.output_dir / ADAPTERS / run.job.name

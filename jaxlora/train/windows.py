@@ -23,6 +23,7 @@ from jaxlora.train.events import (
     JobPauseEvent,
     JobResumeEvent,
     JobStartEvent,
+    SampleEvent,
     StepEvent,
     WindowEvent,
 )
@@ -37,6 +38,7 @@ from jaxlora.train.next_window import (
     window_samples,
 )
 from jaxlora.train.requests import Requests
+from jaxlora.train.samples import MakeSamples
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ class Windows:
         requests: Requests,
         export: Callable[[JobRun], None],
         send: Callable[[Event], None],
+        make_samples: MakeSamples | None = None,
     ):
         """Makes the object; `start` starts the first jobs.
 
@@ -75,13 +78,14 @@ class Windows:
             requests: Requests to stop and to pause jobs; more may come at any time.
             export: Writes a job's adapter.
             send: Sends an event to the callbacks.
+            make_samples: Generates texts with the adapters in slots, for evaluations.
         """
         self._config, self._runs = config, runs
         self._executor, self._num_slots = executor, num_slots
         self._placed = placed
         self._lanes = lanes = ONE_LANE if placed is None else placed.lanes
         self._requests, self._export = requests, export
-        self._send = send
+        self._send, self._make_samples = send, make_samples
         self._plans = PlanAhead(
             lambda s: pack_window(s, config.limits, config.packer, lanes), lanes
         )
@@ -319,6 +323,7 @@ class Windows:
             return
         with self._untimed():
             losses = self._executor.evaluate({run.slot: run for run in runs})
+        sound = [run for run in runs if math.isfinite(losses[run.slot])]
         for run in runs:
             loss = losses[run.slot]
             if not math.isfinite(loss):
@@ -329,6 +334,17 @@ class Windows:
                 with self._untimed():
                     self._export(run)
             self._send_of(run, EvalEvent, eval_loss=loss, is_best=is_best)
+        self._send_samples(sound)
+
+    def _send_samples(self, runs: Sequence[JobRun]) -> None:
+        """Generates texts with the adapters of jobs that were evaluated."""
+        if self._make_samples is None or not runs:
+            return
+        with self._untimed():
+            samples = self._make_samples({run.job.name: run.slot for run in runs})
+        for run in runs:
+            for values in samples[run.job.name]:
+                self._send_of(run, SampleEvent, **values)
 
     # ---- ending jobs ---------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import pydantic
 import pytest
 
 from jaxlora.config import DataConfig, LoraJob, RunConfig
+from jaxlora.generation_settings import SamplesConfig
 from jaxlora.trackers import metrics
 from jaxlora.train import events
 from jaxlora.train.job_run import JobProgress
@@ -32,7 +33,12 @@ def rows(section: str) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("model", "section"),
-    [(RunConfig, "The run"), (LoraJob, "A job"), (DataConfig, "Data")],
+    [
+        (RunConfig, "The run"),
+        (LoraJob, "A job"),
+        (DataConfig, "Data"),
+        (SamplesConfig, "Samples"),
+    ],
 )
 def test_defaults_of_the_run_file(model: type[pydantic.BaseModel], section: str):
     """Where a default is a plain value, the table has it."""
