@@ -114,4 +114,5 @@ def _round_rows(x: Array, largest: Array) -> Array:
     """Rounds to what e4m3 with one scale per row can hold; `largest` becomes 448."""
     scale = jnp.maximum(largest * (1 / 448), jnp.finfo(jnp.float32).tiny)
     rounded = jnp.clip(x * (1 / scale), -448, 448).astype(jnp.float8_e4m3fn)
-    return rounded.astype(jnp.float32) * scale
+    # Without the barrier, XLA would leave out this rounding on GPUs.
+    return jax.lax.optimization_barrier(rounded).astype(jnp.float32) * scale

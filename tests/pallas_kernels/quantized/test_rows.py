@@ -1,11 +1,13 @@
 """Rows in e4m3: scales, rounding, and values that are not finite."""
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxlora.pallas_kernels import quantize_rows, row_scale
+from jaxlora.pallas_kernels import Fp8Weight, quantize_rows, row_scale
+from tests.deviceless import compile_deviceless
 
 
 def random_rows(t=24, k=96):
@@ -38,6 +40,17 @@ def test_rows_match_numpy_to_the_bit(dtype, has_factor):
     np.testing.assert_array_equal(as_bytes(values), as_bytes(wanted))
     largest = np.abs(np.asarray(values, np.float32)).max(axis=1)
     np.testing.assert_array_equal(largest, 448)
+
+
+def test_a_program_that_converts_back_rounds_too():
+    w = jnp.asarray(random_rows())
+    weight = Fp8Weight.quantize(w)
+    both = jax.jit(lambda w: Fp8Weight.quantize(w).dequantize(jnp.float32))(w)
+    np.testing.assert_array_equal(both, weight.dequantize(jnp.float32))
+
+
+def test_programs_for_a_gpu_round():
+    compile_deviceless("tests.pallas_kernels.quantized.h200_rounding")
 
 
 def test_extreme_rows():
