@@ -27,6 +27,12 @@ def test_every_public_name_is_in_the_reference():
     assert listed == set(jaxlora.__all__) - {"__version__"}
 
 
+def test_the_tutorial_shows_its_run_file():
+    (shown,) = pages.code_blocks(pages.DOCS / "tutorial.md", "yaml")
+    written = (pages.ROOT / "examples" / "tutorial.yaml").read_text()
+    assert written.endswith(shown)
+
+
 def test_anchors_of_a_page(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# A `b.c` & [D](e.md)\n\n```text\n# not one\n```\n\n## E, f\n")
