@@ -11,15 +11,6 @@ The public names are listed in `__init__.pyi` and are imported on first use. So 
 that needs no JAX, such as `jaxlora.scheduler`, can be imported without it.
 """
 
-import sys
-
-if sys.platform == "win32":
-    raise ImportError(
-        "jaxlora does not run on Windows itself: it locks and syncs files as Linux "
-        "does, and JAX has no GPU support there. Install it in WSL 2 (`wsl --install`)."
-    )
-
-# isort: split
 # First, so that a checkout that is not installed says so, not what it lacks.
 from jaxlora._version import __version__ as __version__
 

@@ -2,6 +2,13 @@
 
 import importlib.metadata
 import pathlib
+import sys
+
+if sys.platform == "win32":
+    raise ImportError(
+        "jaxlora does not run on Windows itself: it locks and syncs files as Linux "
+        "does, and JAX has no GPU support there. Install it in WSL 2 (`wsl --install`)."
+    )
 
 try:
     __version__ = importlib.metadata.version("jaxlora")

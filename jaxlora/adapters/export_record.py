@@ -13,6 +13,7 @@ import pydantic
 import xxhash
 from pydantic import Field
 
+from jaxlora.adapters.model_card import CARD_FILE, is_our_card
 from jaxlora.atomic import check_no_file
 from jaxlora.errors import AdapterError
 from jaxlora.strict import StrictModel, format_errors
@@ -160,7 +161,9 @@ def is_ours(folder: pathlib.Path) -> bool:
     names = {path.name for path in folder.iterdir()}
     if not names:
         return True
-    if not set(_FILES) <= names <= {*_FILES, RECORD_FILE}:
+    if CARD_FILE in names and not is_our_card(folder / CARD_FILE):
+        return False
+    if not set(_FILES) <= names <= {*_FILES, RECORD_FILE, CARD_FILE}:
         return False
     if RECORD_FILE in names:
         try:

@@ -18,6 +18,7 @@ from jaxlora.adapters.export_record import (
     check_replaceable,
     write_record,
 )
+from jaxlora.adapters.model_card import write_card
 from jaxlora.atomic import replace_folder, sync_files
 from jaxlora.modules.trained_tensors import tensor_settings, tensors_with
 
@@ -35,6 +36,7 @@ def export_peft(
     revision: str | None = None,
     overwrite: bool = False,
     record: ExportRecord | None = None,
+    card: str | None = None,
 ) -> pathlib.Path:
     """Writes adapter_config.json and adapter_model.safetensors, in float32.
 
@@ -51,6 +53,7 @@ def export_peft(
             `BaseModel.revision`; peft loads this revision of the base.
         overwrite: Whether to replace a folder that holds files other than an export's.
         record: Record to write as jaxlora.json, with the checksums of the files.
+        card: Text of a model card to write as README.md; None: there is none.
 
     Raises:
         AdapterError: The folder holds files that this program did not write.
@@ -82,6 +85,8 @@ def export_peft(
         (temporary / CONFIG_FILE).write_text(text, encoding="utf-8")
         if record is not None:
             write_record(temporary, record)
+        if card is not None:
+            write_card(temporary, card)
         sync_files(temporary)
     return folder
 

@@ -7,13 +7,31 @@ from jaxlora.cli.options import add_revision
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="GGUF file, checkpoint folder or hub id")
-    parser.add_argument("out", help="folder to write; must not exist")
+    parser.add_argument(
+        "source", help="GGUF file, checkpoint folder, hub id or PEFT folder"
+    )
+    parser.add_argument(
+        "out", help="folder to write, or .gguf file of an adapter; must not exist"
+    )
+    parser.add_argument(
+        "--base", help="base model of a PEFT folder, if not the one that it names"
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add_revision(parser)
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    if arguments.out.endswith(".gguf"):
+        from jaxlora.adapters.gguf_export import export_gguf
+
+        out = export_gguf(
+            arguments.source,
+            arguments.out,
+            base=arguments.base,
+            revision=arguments.revision,
+        )
+        print(f"wrote {out}")
+        return
     from jaxlora.hf.convert import convert
 
     folder = convert(
@@ -28,7 +46,7 @@ def _run(arguments: argparse.Namespace) -> None:
 COMMAND = Command(
     name="convert",
     text="Convert a GGUF file, or a checkpoint in another dtype, to a Hugging Face "
-    "folder of safetensors.",
+    "folder of safetensors; or a PEFT folder to a GGUF adapter for llama.cpp.",
     add_arguments=_add_arguments,
     run=_run,
 )

@@ -16,11 +16,26 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="replace folders in OUT that jaxlora did not write",
     )
+    parser.add_argument(
+        "--push",
+        help="upload the folders to the hub: one job to OWNER/NAME, several to "
+        "OWNER/NAME-JOB each",
+        metavar="OWNER/NAME",
+    )
+    parser.add_argument(
+        "--private", action="store_true", help="with --push: new repositories are so"
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from jaxlora.hf.push import open_hub, push, repositories
     from jaxlora.train.export import export_checkpoint
 
+    hub = None
+    # A name or a token that is wrong is refused before anything is written.
+    if arguments.push is not None:
+        repositories(arguments.push, [])
+        hub = open_hub()
     exported = export_checkpoint(
         pathlib.Path(arguments.run_dir),
         pathlib.Path(arguments.out),
@@ -31,13 +46,19 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"wrote {folder}")
     for name, reason in exported.left_out.items():
         print(f"jaxlora: not exported: {name}: {reason}", file=sys.stderr)
+    if arguments.push is not None:
+        names = repositories(arguments.push, [f.name for f in exported.folders])
+        folders = {names[folder.name]: folder for folder in exported.folders}
+        for address in push(folders, private=arguments.private, hub=hub):
+            print(f"uploaded {address}")
     return int(bool(exported.left_out))
 
 
 COMMAND = Command(
     name="export",
     text="Write a PEFT folder for each job of a run: as the run exported it, or as of "
-    "the newest checkpoint. The exit status is 1 if a job has nothing to write.",
+    "the newest checkpoint, with a model card. The exit status is 1 if a job has "
+    "nothing to write.",
     add_arguments=_add_arguments,
     run=_run,
 )

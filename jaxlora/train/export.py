@@ -4,17 +4,22 @@ The run may be active: nothing in its folder is changed.
 """
 
 import dataclasses
+import json
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from jaxlora import __version__
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.export_record import (
+    CONFIG_FILE,
     Export,
     ExportRecord,
     check_replaceable,
     read_export,
 )
+from jaxlora.adapters.model_card import model_card, write_card
 from jaxlora.adapters.peft_export import export_peft
 from jaxlora.atomic import (
     find_complete_folder,
@@ -54,11 +59,13 @@ class _Run:
         folder: The run's `output_dir`.
         jobs: Names of the run's jobs.
         checkpoint: The newest checkpoint, if there is one.
+        settings: Settings of each job, by its name.
     """
 
     folder: pathlib.Path
     jobs: tuple[str, ...]
     checkpoint: ReadCheckpoint | None
+    settings: Mapping[str, Mapping[str, Any]]
 
 
 def export_checkpoint(
@@ -111,10 +118,12 @@ def _read_run(folder: pathlib.Path) -> _Run:
         checkpoint = read_newest(folder / CHECKPOINTS, ["params"])
     elif record is None:
         raise CheckpointError(f"{folder} holds no checkpoints, so it is no run.")
-    saved = [] if checkpoint is None else list(checkpoint.run.identity.jobs)
-    begun = [] if record is None else list(record.identity.jobs)
-    jobs = tuple(dict.fromkeys([*saved, *begun]))
-    return _Run(folder=folder, jobs=jobs, checkpoint=checkpoint)
+    saved = {} if checkpoint is None else checkpoint.run.identity.jobs
+    begun = {} if record is None else record.identity.jobs
+    settings = {**saved, **begun}
+    return _Run(
+        folder=folder, jobs=tuple(settings), checkpoint=checkpoint, settings=settings
+    )
 
 
 def _source(run: _Run, name: str) -> Export | Adapter | str:
@@ -184,10 +193,12 @@ def check_out(
 def _write(
     run: _Run, source: Export | Adapter | str, folder: pathlib.Path, overwrite: bool
 ) -> None:
+    card = _card(run, source, folder.name)
     if isinstance(source, Export):
         with replace_folder(folder) as temporary:
             for name, data in source.files.items():
                 (temporary / name).write_bytes(data)
+            write_card(temporary, card)
             sync_files(temporary)
     elif isinstance(source, Adapter):
         assert run.checkpoint is not None
@@ -201,4 +212,45 @@ def _write(
             linear_names=saved.linear_names,
             overwrite=overwrite,
             record=ExportRecord(job=folder.name, step=step),
+            card=card,
         )
+
+
+def _card(run: _Run, source: Export | Adapter | str, name: str) -> str:
+    """Returns the model card of a job, by what the run knows of it."""
+    saved = None if run.checkpoint is None else run.checkpoint.run
+    progress = None if saved is None else saved.progress.get(name)
+    if isinstance(source, Export):
+        step = source.record.step
+        base = json.loads(source.files[CONFIG_FILE])
+    else:
+        assert saved is not None
+        step = saved.progress[name].step
+        base = {
+            "base_model_name_or_path": saved.base_model,
+            "revision": saved.base_revision,
+        }
+    figures: dict[str, Any] = {"optimizer steps": step}
+    # The figures of the checkpoint may be of other weights than those of the export.
+    if progress is not None and step == progress.step:
+        figures |= {
+            "tokens trained on": progress.num_tokens,
+            "training loss, first step": progress.first_loss,
+            "training loss, last step": progress.last_loss,
+            "held-out loss, before training": progress.first_eval,
+            "held-out loss": progress.last_eval,
+            "best held-out loss": progress.best_eval,
+        }
+    elif progress is not None and step == progress.best_step:
+        figures |= {
+            "held-out loss, before training": progress.first_eval,
+            "held-out loss": progress.best_eval,
+        }
+    return model_card(
+        name=name,
+        base_model=base.get("base_model_name_or_path") or "unknown",
+        revision=base.get("revision"),
+        job=run.settings.get(name, {}),
+        figures=figures,
+        version=__version__,
+    )

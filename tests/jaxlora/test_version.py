@@ -3,8 +3,10 @@
 import importlib.metadata
 import pathlib
 import runpy
+import tomllib
 
 import pytest
+import yaml
 
 import jaxlora
 
@@ -29,3 +31,13 @@ def test_the_version_is_imported_first():
     lines = (PACKAGE / "__init__.py").read_text(encoding="utf-8").splitlines()
     imports = [line for line in lines if line.startswith(("import ", "from "))]
     assert imports[0] == "from jaxlora._version import __version__ as __version__"
+
+
+def test_the_citation_has_the_version():
+    root = pathlib.Path(__file__).parents[2]
+    citation = yaml.safe_load((root / "CITATION.cff").read_text())
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    assert citation["version"] == project["version"]
+    assert citation["license"] == project["license"]
+    required = {"cff-version", "message", "title", "authors"}
+    assert required <= citation.keys() and citation["authors"][0]["name"]

@@ -1,0 +1,132 @@
+"""Writes an adapter as a GGUF file, which llama.cpp loads with `--lora`.
+
+The format is that of llama.cpp's `convert_lora_to_gguf.py`. llama.cpp adds
+`alpha / rank * A B` with one alpha for the whole file. So if modules have other
+scalings, or rsLoRA is used, the ratio is multiplied into B.
+"""
+
+import pathlib
+import tempfile
+
+import numpy as np
+
+from jaxlora.adapters.adapter import Adapter, LoraWeights
+from jaxlora.adapters.peft_import import import_peft
+from jaxlora.errors import AdapterError
+from jaxlora.families.model_config import ModelConfig
+from jaxlora.families.table import FAMILIES
+from jaxlora.hf.checkpoint import planned_config
+from jaxlora.hf.files import read_json, tokenizer_folder
+from jaxlora.hf.names import linear_shapes
+
+# llama.cpp's architectures by model_type. It reads Mistral's models as Llama's.
+_ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+}
+_LINEARS = {linear.name: linear.gguf for linear in FAMILIES["llama"].linears}
+# llama.cpp rotates interleaved pairs of features in these, not halves of a head.
+_INTERLEAVED = {"llama"}
+
+
+def export_gguf(
+    adapter_folder: str | pathlib.Path,
+    out: str | pathlib.Path,
+    *,
+    base: str | None = None,
+    revision: str | None = None,
+) -> pathlib.Path:
+    """Writes a PEFT folder as a GGUF adapter, in float32.
+
+    Args:
+        adapter_folder: PEFT folder of a LoRA adapter.
+        out: File to write; it must not exist.
+        base: Folder or hub id of the base model, of which only config.json is read;
+            None: the one that the adapter names.
+        revision: Branch, tag or commit of the base on the hub.
+
+    Raises:
+        JaxloraError: The adapter or the base's config.json cannot be read, they do not
+            fit, or the `gguf` package is missing.
+        FileExistsError: `out` exists.
+    """
+    adapter_folder, out = pathlib.Path(adapter_folder), pathlib.Path(out)
+    if base is None:
+        stated = read_json(adapter_folder / "adapter_config.json")
+        base = stated.get("base_model_name_or_path") or ""
+        revision = revision or stated.get("revision")
+    if not base:
+        raise AdapterError(
+            f"{adapter_folder} does not name its base model. Give its folder or hub "
+            "id: --base MODEL."
+        )
+    if out.exists():
+        raise FileExistsError(f"{out} exists. Remove it, or choose another name.")
+    model = planned_config(tokenizer_folder(base, revision))
+    adapter = import_peft(adapter_folder, linear_shapes(model))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent) as temporary:
+        part = pathlib.Path(temporary) / out.name
+        _write(adapter, model, part, adapter_folder.name)
+        part.rename(out)
+    return out
+
+
+def _write(adapter: Adapter, model: ModelConfig, path: pathlib.Path, name: str) -> None:
+    try:
+        import gguf
+    except ImportError as error:
+        raise AdapterError(
+            "writing GGUF files needs the gguf package: pip install 'jaxlora[gguf]'."
+        ) from error
+    alpha = _alpha(adapter, next(iter(adapter.modules.values())))
+    writer = gguf.GGUFWriter(path, _ARCHITECTURES[model.model_type])
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_name(name)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
+    for module, weights in adapter.modules.items():
+        a, b = weights.a.T, rows_in_gguf(weights.b.T, module, model)
+        if (ratio := _alpha(adapter, weights) / alpha) != 1:
+            b = b * np.float32(ratio)
+        tensor = gguf_name(module)
+        writer.add_tensor(f"{tensor}.lora_a", np.ascontiguousarray(a, np.float32))
+        writer.add_tensor(f"{tensor}.lora_b", np.ascontiguousarray(b, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _alpha(adapter: Adapter, weights: LoraWeights) -> float:
+    """Returns the alpha with which llama.cpp's scaling equals ours."""
+    return adapter.scaling(weights) * weights.rank
+
+
+def gguf_name(module: str) -> str:
+    """Returns the name of a linear's weight in GGUF files, `blk.0.attn_q.weight`."""
+    layer, _, name = module.removeprefix("model.layers.").partition(".")
+    return f"blk.{layer}.{_LINEARS[name]}.weight"
+
+
+def rows_in_gguf(rows: np.ndarray, module: str, model: ModelConfig) -> np.ndarray:
+    """Reorders the output features of q and k for llama.cpp's rotary embedding.
+
+    Hugging Face's rotates the features i and i + E / 2 of a head of E features. Where
+    llama.cpp rotates 2 i and 2 i + 1 instead, they have to be interleaved.
+
+    Args:
+        rows: N rows, such as those of B in PEFT's layout, N R.
+        module: Name of the linear.
+        model: The base model.
+    """
+    heads = {"q_proj": model.num_heads, "k_proj": model.num_kv_heads}
+    count = heads.get(module.rpartition(".")[2])
+    if count is None or _ARCHITECTURES[model.model_type] not in _INTERLEAVED:
+        return rows
+    halves = rows.reshape(count, 2, -1, *rows.shape[1:])
+    return halves.swapaxes(1, 2).reshape(rows.shape)

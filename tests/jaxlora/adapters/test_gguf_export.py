@@ -1,0 +1,118 @@
+"""GGUF adapters have llama.cpp's names, metadata and order of rotary features."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxlora.adapters.gguf_export import export_gguf, rows_in_gguf
+from jaxlora.adapters.peft_import import import_peft
+from jaxlora.cli.main import main
+from jaxlora.errors import AdapterError
+from jaxlora.hf.config import model_config
+from tests import tiny
+
+gguf_file = pytest.importorskip("jaxlora.hf.gguf_file")
+HEADS = {"attn_q": 4, "attn_k": 2}
+NAMES = {"q_proj": "attn_q", "k_proj": "attn_k", "down_proj": "ffn_down"}
+
+
+def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
+    """The definition: features i and i + E / 2 of a head become 2 i and 2 i + 1."""
+    out = np.empty_like(rows)
+    size = len(rows) // heads
+    for head in range(heads):
+        for i in range(size // 2):
+            start = head * size
+            out[start + 2 * i] = rows[start + i]
+            out[start + 2 * i + 1] = rows[start + i + size // 2]
+    return out
+
+
+@pytest.fixture
+def written(make_adapter, export, folder, tmp_path):
+    """Exports an adapter as PEFT and as GGUF; returns both as they are read."""
+
+    def write(**options):
+        peft = export(make_adapter(suffixes=tuple(NAMES), **options))
+        out = export_gguf(peft, tmp_path / "adapter.gguf", base=str(folder))
+        return peft, gguf_file.open_gguf(out)
+
+    return write
+
+
+def updates(file, heads=HEADS) -> dict[str, np.ndarray]:
+    """What llama.cpp adds to each weight, by the name of the weight."""
+    alpha, out = file.fields["adapter.lora.alpha"], {}
+    for name in file.tensors:
+        weight, _, kind = name.rpartition(".")
+        if kind == "lora_a":
+            a, b = file.array(name), file.array(f"{weight}.lora_b")
+            assert a.shape[0] == b.shape[1]
+            out[weight] = alpha / a.shape[0] * (b @ a)
+    return out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_rslora": True},
+        {"rank": lambda name: 2 + 2 * ("q_proj" in name)},
+        {"lora_alpha": lambda name: 3.0 + ("layers.1" in name)},
+    ],
+    ids=["plain", "rslora", "ranks", "alphas"],
+)
+def test_llama_cpp_adds_the_same_update(written, linear_shapes, options):
+    peft, file = written(**options)
+    assert file.fields["general.type"] == "adapter"
+    assert file.fields["general.architecture"] == "llama"
+    assert file.fields["adapter.type"] == "lora"
+    adapter = import_peft(peft, linear_shapes)
+    found = updates(file)
+    assert len(found) == len(adapter.modules) == 6
+    for module, weights in adapter.modules.items():
+        _, _, layer, *_, suffix = module.split(".")
+        update = adapter.scaling(weights) * (weights.a @ weights.b).T
+        if NAMES[suffix] in HEADS:
+            update = interleaved(update, HEADS[NAMES[suffix]])
+        name = f"blk.{layer}.{NAMES[suffix]}.weight"
+        np.testing.assert_allclose(found[name], update, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_are_copied_to_the_bit(written, linear_shapes):
+    peft, file = written()
+    adapter = import_peft(peft, linear_shapes)
+    assert file.fields["adapter.lora.alpha"] == 8.0
+    weights = adapter.modules["model.layers.1.mlp.down_proj"]
+    name = "blk.1.ffn_down.weight"
+    assert (file.array(f"{name}.lora_a") == weights.a.T).all()
+    assert (file.array(f"{name}.lora_b") == weights.b.T).all()
+
+
+def test_other_families_keep_the_order_of_features():
+    rows = np.arange(32.0)[:, None]
+    module = "model.layers.0.self_attn.q_proj"
+    for model_type in ("llama", "mistral", "qwen2", "qwen3"):
+        model = model_config(tiny.CONFIG | {"model_type": model_type, "head_dim": 8})
+        found = rows_in_gguf(rows, module, model)
+        is_llama = model_type in ("llama", "mistral")
+        assert (found == (interleaved(rows, 4) if is_llama else rows)).all()
+
+
+def test_the_command(make_adapter, export, folder, tmp_path, capsys):
+    peft, out = export(make_adapter()), tmp_path / "adapter.gguf"
+    command = ["convert", str(peft), str(out), "--base", str(folder)]
+    assert main(command) == 0
+    assert f"wrote {out}" in capsys.readouterr().out
+    assert main(command) == 1
+    assert "adapter.gguf" in capsys.readouterr().err
+
+
+def test_an_adapter_without_a_base(make_adapter, export, tmp_path):
+    peft = export(make_adapter())
+    config = json.loads((peft / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = None
+    (peft / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(AdapterError, match="--base MODEL"):
+        export_gguf(peft, tmp_path / "a.gguf")
