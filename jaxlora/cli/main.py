@@ -1,11 +1,12 @@
 """The `jaxlora` command."""
 
 import argparse
+import contextlib
 import io
 import logging
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.logging import RichHandler
 
@@ -24,7 +25,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     arguments = _parser().parse_args(argv)
-    _set_up_logging(arguments.verbose)
+    with _logging(arguments.verbose):
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Runs a command; a user's error becomes a line on stderr."""
     try:
         return arguments.run(arguments) or 0
     except JaxloraError as error:
@@ -43,18 +49,27 @@ def _describe(error: OSError) -> str:
     return f"{where}{error.strerror or error}"
 
 
-def _set_up_logging(verbose: bool) -> None:
+@contextlib.contextmanager
+def _logging(verbose: bool) -> Iterator[None]:
+    """Logs to stderr while a command runs."""
     handler: logging.Handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     if console.stderr.is_terminal:
         handler = RichHandler(console=console.stderr, show_path=False)
     logger = logging.getLogger("jaxlora")
+    before = logger.level, logger.propagate, warnings.showwarning
     logger.setLevel(logging.DEBUG if verbose else logging.INFO)
     logger.addHandler(handler)
     logger.propagate = False
     warnings.showwarning = _log_warning
     # Orbax logs every phase of every save.
     logging.getLogger("absl").setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        level, logger.propagate, warnings.showwarning = before
+        logger.setLevel(level)
 
 
 def _log_warning(message: Warning | str, *_: object, **__: object) -> None:

@@ -19,14 +19,6 @@ from tests import tiny
 DOCS = pathlib.Path(__file__).parents[3] / "docs"
 
 
-@pytest.fixture(autouse=True)
-def logger_as_before():
-    logger = logging.getLogger("jaxlora")
-    handlers, propagate = list(logger.handlers), logger.propagate
-    yield
-    logger.handlers[:], logger.propagate = handlers, propagate
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model, a run file, and what the run left."""
@@ -83,6 +75,14 @@ def test_train_ends_with_a_table(folder, capsys):
     assert "2 adapters, trained together on one base" in text
     assert re.search(r"first .* 2/2 .* → .* → .*finished", text)
     assert f"PEFT folder: {folder / 'again' / 'adapters' / 'second'}" in text
+
+
+def test_logging_is_as_before(capsys):
+    """A command may run in a process that logs on its own."""
+    logger = logging.getLogger("jaxlora")
+    before = list(logger.handlers), logger.level, logger.propagate
+    assert main(["inspect", "/nowhere"]) == 1
+    assert (list(logger.handlers), logger.level, logger.propagate) == before
 
 
 def test_mistakes_are_one_line_and_exit_1(folder, capsys, tmp_path):

@@ -1,21 +1,11 @@
 """The command `jaxlora bench`."""
 
-import logging
 import sys
 
 import pytest
 
 from jaxlora.bench.subjects import SUBJECTS
 from jaxlora.cli.main import main
-
-
-@pytest.fixture(autouse=True)
-def logger_as_before():
-    """Removes the handlers that the command adds, which hold the captured streams."""
-    logger = logging.getLogger("jaxlora")
-    handlers, propagate = list(logger.handlers), logger.propagate
-    yield
-    logger.handlers[:], logger.propagate = handlers, propagate
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
