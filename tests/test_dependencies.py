@@ -101,7 +101,7 @@ def test_every_command_is_listed_without_jax():
 
 
 def test_windows_is_refused_in_plain_words():
-    code = "import sys; sys.platform = 'win32'; import jaxlora"
+    code = "import importlib.metadata, sys; sys.platform = 'win32'; import jaxlora"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
