@@ -3,6 +3,7 @@
 from jaxlora.cli import (
     bench,
     convert,
+    data,
     export,
     generate,
     inspect,
@@ -17,6 +18,7 @@ from jaxlora.cli import (
 COMMANDS = (
     train.COMMAND,
     plan.COMMAND,
+    data.COMMAND,
     status.COMMAND,
     live.ADD,
     live.STOP,

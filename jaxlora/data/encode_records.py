@@ -79,7 +79,8 @@ def encode_records(
         shown = "the first, with what is trained on in [[ ]]: " + describe_sample(
             tokenizer, first.token_ids, first.is_target
         )
-    notes.add(f"{len(writer):,} records are read as {reading}; {shown}", logging.INFO)
+    count = "1 record is" if len(writer) == 1 else f"{len(writer):,} records are"
+    notes.add(f"{count} read as {reading}; {shown}", logging.INFO)
     return writer.finish(first_bad=bad.first, notes=notes.lines)
 
 
