@@ -77,6 +77,7 @@ def modules(wheel: pathlib.Path) -> set[str]:
 def test_the_wheel_holds_every_file_of_every_part(wheel):
     found = modules(wheel)
     assert {name.split("/")[0] for name in found} == {"jaxlora"}
+    assert "jaxlora/py.typed" in found
     for part in PARTS:
         files = [p for p in (ROOT / part).rglob("*") if p.suffix in (".py", ".json")]
         assert files
