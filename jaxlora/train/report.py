@@ -1,18 +1,20 @@
 """The report of a run: a table, a plot and a summary file."""
 
 import dataclasses
-import io
 import json
+import math
 import pathlib
+from collections.abc import Iterable
 
 import rich.box
 from rich.console import Console
 from rich.table import Table
 
-from jaxlora.atomic import write_bytes, write_text
+from jaxlora.atomic import write_text
 from jaxlora.console import literal, show
 from jaxlora.train.job_run import JobProgress, JobRun
-from jaxlora.train.run_log import METRICS_FILE, read_events
+from jaxlora.train.plot import PICTURE, plot_losses
+from jaxlora.train.run_log import METRICS_FILE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,8 +90,25 @@ def _change(first: float | None, last: float | None, *, is_same: bool) -> str:
     return f"{first:.3f} → {'-' if is_same else f'{last:.3f}'}"
 
 
+def _best(progress: JobProgress) -> str:
+    """Formats the first held-out loss, and the lowest one with its step."""
+    first, best, step = progress.first_eval, progress.best_eval, progress.best_step
+    change = _change(first, best, is_same=progress.last_eval_step == 0)
+    return change if progress.last_eval_step in (None, 0) else f"{change} at {step}"
+
+
+def ranked(jobs: Iterable[JobResult]) -> list[JobResult]:
+    """Sorts jobs by their lowest held-out loss; those without one come last."""
+
+    def place(job: JobResult) -> float:
+        best = job.progress.best_eval
+        return math.inf if best is None else best
+
+    return sorted(jobs, key=place)
+
+
 def summary_table(result: RunResult) -> Table:
-    """Makes a table with one row per job: its shape, and its first and last losses."""
+    """Makes a table with one row per job, the lowest held-out loss first."""
     table = Table(
         title=f"{len(result.jobs)} adapters, trained together on one base",
         title_justify="left",
@@ -100,9 +119,9 @@ def summary_table(result: RunResult) -> Table:
     table.add_column("job", no_wrap=True)
     for column in ("rank", "steps", "tokens"):
         table.add_column(column, justify="right", no_wrap=True)
-    for column in ("train loss", "held-out loss", "status"):
+    for column in ("train loss", "best held-out loss", "status"):
         table.add_column(column, no_wrap=True)
-    for job in result.jobs:
+    for job in ranked(result.jobs):
         p = job.progress
         table.add_row(
             literal(job.name),
@@ -110,7 +129,7 @@ def summary_table(result: RunResult) -> Table:
             f"{p.step}/{job.num_steps}",
             f"{p.num_tokens:,}",
             _change(p.first_loss, p.last_loss, is_same=p.step == 1),
-            _change(p.first_eval, p.last_eval, is_same=p.last_eval_step == 0),
+            _best(p),
             p.status,
         )
     return table
@@ -144,41 +163,4 @@ def write_report(result: RunResult) -> None:
     }
     text = json.dumps({"jobs": jobs, "interrupted": result.interrupted}, indent=2)
     write_text(result.output_dir / "summary.json", text + "\n")
-    plot_losses(result.output_dir / METRICS_FILE, result.output_dir / "losses.png")
-
-
-def plot_losses(metrics: pathlib.Path, picture: pathlib.Path) -> None:
-    """Draws each job's training loss (line) and evaluation loss (dots) over its steps.
-
-    Args:
-        metrics: A run's metrics.jsonl.
-        picture: PNG file to write.
-    """
-    # matplotlib's object API needs no display and has no global state, unlike pyplot.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    events = read_events(metrics)
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for i, name in enumerate(dict.fromkeys(e["job"] for e in events if "job" in e)):
-        color = f"C{i % 10}"
-        for kind, key, marker in (("step", "loss", ""), ("eval", "eval_loss", "o")):
-            points = [
-                (e["step"], e[key])
-                for e in events
-                if e["event"] == kind and e["job"] == name
-            ]
-            if points:
-                label = name if kind == "step" else f"{name} (held out)"
-                steps, losses = zip(*points, strict=True)
-                line = "--" if kind == "eval" else "-"
-                axes.plot(steps, losses, line, color=color, label=label, marker=marker)
-    axes.set_xlabel("optimizer step of the job")
-    axes.set_ylabel("loss, nats per target token")
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend(fontsize="small")
-    drawn = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(drawn)
-    write_bytes(picture, drawn.getvalue())
+    plot_losses(result.output_dir / METRICS_FILE, result.output_dir / PICTURE)

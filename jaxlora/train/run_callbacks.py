@@ -8,6 +8,7 @@ from jaxlora.control.status_file import StatusFile
 from jaxlora.distributed import processes
 from jaxlora.trackers.table import open_trackers
 from jaxlora.train.callback import Callback
+from jaxlora.train.plot import LossPlot
 from jaxlora.train.progress import Progress
 from jaxlora.train.run_log import RunLog
 from jaxlora.train.run_status import StatusTracker
@@ -48,5 +49,5 @@ def open_callbacks(
     opened.callback(progress.close)
     progress.start()
     samples = [] if config.samples is None else [SampleFile(folder)]
-    status = StatusFile(folder, tracker)
-    return [log, *trackers, tracker, status, *samples, progress]
+    files = [StatusFile(folder, tracker), LossPlot(folder), *samples]
+    return [log, *trackers, tracker, *files, progress]

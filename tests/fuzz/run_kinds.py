@@ -14,7 +14,7 @@ from jaxlora.inspect import inspect_path
 from jaxlora.memory.capacity import settle
 from jaxlora.train import trainer, windows
 from jaxlora.train.export import export_checkpoint
-from jaxlora.train.report import plot_losses
+from jaxlora.train.plot import plot_losses
 from tests.fuzz.data_kinds import PAIRS, make_records
 from tests.fuzz.kind import Kind, quiet
 from tests.fuzz.model_kinds import make_model

@@ -19,6 +19,7 @@ from jaxlora.train.report import (
     JobResult,
     RunResult,
     print_summary,
+    ranked,
     write_report,
 )
 from jaxlora.train.run_log import read_events
@@ -280,14 +281,23 @@ def printed(progress: JobProgress) -> str:
     return text.getvalue()
 
 
-BEGUN = {"status": "running", "first_eval": 4.0, "last_eval": 4.0, "last_eval_step": 0}
+BEGUN = {
+    "status": "running",
+    "first_eval": 4.0,
+    "last_eval": 4.0,
+    "last_eval_step": 0,
+    "best_eval": 4.0,
+    "best_step": 0,
+}
 STEPPED = BEGUN | {"first_loss": 3.0, "last_loss": 3.0, "step": 1, "num_tokens": 10}
 STOPPED = STEPPED | {
     "status": "stopped",
     "step": 2,
     "last_loss": 2.5,
-    "last_eval": 3.5,
+    "last_eval": 3.6,
     "last_eval_step": 2,
+    "best_eval": 3.5,
+    "best_step": 1,
 }
 UNCHANGED = STEPPED | {"status": "finished", "step": 2, "last_eval_step": 2}
 
@@ -298,10 +308,25 @@ UNCHANGED = STEPPED | {"status": "finished", "step": 2, "last_eval_step": 2}
         ({}, "0 - - waiting"),
         (BEGUN, "0 - 4.000 → - running"),
         (STEPPED, "10 3.000 → - 4.000 → - running"),
-        (STOPPED, "10 3.000 → 2.500 4.000 → 3.500 stopped"),
-        (UNCHANGED, "10 3.000 → 3.000 4.000 → 4.000 finished"),
+        (STOPPED, "10 3.000 → 2.500 4.000 → 3.500 at 1 stopped"),
+        (UNCHANGED, "10 3.000 → 3.000 4.000 → 4.000 at 0 finished"),
     ],
 )
 def test_a_loss_is_shown_once(progress, shown):
     """A dash where there is no later one; equal losses of two steps are shown."""
     assert shown in " ".join(printed(JobProgress(**progress)).split())
+
+
+def test_the_lowest_held_out_loss_comes_first():
+    def result(name: str, best: float | None) -> JobResult:
+        return JobResult(
+            name=name,
+            rank=4,
+            num_modules=2,
+            num_steps=9,
+            progress=JobProgress(best_eval=best),
+            folder=None,
+        )
+
+    jobs = [result("none", None), result("worse", 3.0), result("best", 2.0)]
+    assert [job.name for job in ranked(jobs)] == ["best", "worse", "none"]
