@@ -1,5 +1,6 @@
 """The files by which a run is resumed: record, checkpoints, exported adapters."""
 
+import dataclasses
 import logging
 import pathlib
 from collections.abc import Callable, Mapping
@@ -27,7 +28,7 @@ from jaxlora.train.run_folder import (
 )
 from jaxlora.train.run_identity import RunIdentity
 from jaxlora.train.run_lock import RunLock
-from jaxlora.train.saved_run import RunRecord, SavedRun
+from jaxlora.train.saved_run import RunRecord, SavedRequests, SavedRun
 from jaxlora.yaml_file import dump_yaml
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,23 @@ class RunStore:
             CheckpointError: It is damaged, or is of another run.
         """
         return None if self._is_anew else self._checkpoints.restore(identity)
+
+    def saved_requests(self, found: ReadCheckpoint | None) -> SavedRequests:
+        """Returns the saved requests to stop and pause jobs, the same on all processes.
+
+        The record is written before each checkpoint, so it is never the older one.
+
+        Args:
+            found: The newest checkpoint; None if there is none.
+        """
+
+        def saved() -> dict[str, Any]:
+            if self.record is not None:
+                return dataclasses.asdict(self.record.requests)
+            requests = SavedRequests() if found is None else found.run.requests
+            return dataclasses.asdict(requests)
+
+        return SavedRequests(**processes.from_first(saved))
 
     def latest(self) -> int | None:
         """Rounds done at the newest checkpoint; None if there is none."""

@@ -1,25 +1,19 @@
 """The trainer: many jobs on one base, from first window to exported adapters."""
 
 import contextlib
-import dataclasses
-import datetime
 import logging
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.control.inbox import Inbox
-from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.distributed import processes
-from jaxlora.hf.files import tokenizer_folder
-from jaxlora.hf.load import BaseModel, load_model
+from jaxlora.hf.load import BaseModel
 from jaxlora.memory.capacity import settle
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.trackers.table import check_installed
-from jaxlora.train import agreement
+from jaxlora.train import agreement, events
 from jaxlora.train.callback import Callback, Listeners
 from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.compile_passes import compile_stages, compile_step
@@ -31,44 +25,22 @@ from jaxlora.train.describe_run import (
     saved_run,
 )
 from jaxlora.train.device_error import explained
-from jaxlora.train.events import (
-    CheckpointEvent,
-    Event,
-    JobAddEvent,
-    JobInfo,
-    RunEndEvent,
-    RunStartEvent,
-    WindowEvent,
-)
 from jaxlora.train.interrupt import StopRequest
 from jaxlora.train.job_run import JobProgress, JobRun
 from jaxlora.train.job_states import job_states, restore_jobs
 from jaxlora.train.joining import Joining
 from jaxlora.train.layout import Layout
-from jaxlora.train.mesh_plan import plan_layout, plan_mesh
-from jaxlora.train.planned_model import PlannedModel, planned_model
+from jaxlora.train.open_run import open_run
 from jaxlora.train.prepare import check_fits, start_job
-from jaxlora.train.prepared_job import data_reader, prepare_job, prepare_jobs
-from jaxlora.train.quantized_base import log_base, with_copies
-from jaxlora.train.read_checkpoint import ReadCheckpoint
+from jaxlora.train.prepared_job import prepare_job
 from jaxlora.train.report import RunResult, job_result, write_report
 from jaxlora.train.requests import Requests
 from jaxlora.train.run_callbacks import open_callbacks
-from jaxlora.train.run_folder import (
-    ADAPTERS,
-    added_jobs,
-    begun_settings,
-    check_folder,
-    check_writable,
-    clean_up,
-    start_time,
-)
+from jaxlora.train.run_folder import ADAPTERS, check_folder, clean_up
 from jaxlora.train.run_identity import RunIdentity
-from jaxlora.train.run_lock import RunLock, check_not_in_use
+from jaxlora.train.run_lock import RunLock
 from jaxlora.train.run_store import RunStore, export_job
-from jaxlora.train.samples import Sampler, sample_prompts
 from jaxlora.train.saved_run import RunRecord, SavedRequests
-from jaxlora.train.settle_run import settle_mesh, settle_run
 from jaxlora.train.staged_executor import StagedExecutor
 from jaxlora.train.windows import Windows
 
@@ -99,55 +71,14 @@ class Trainer:
             JaxloraError: A setting, the model or a job's data cannot be used.
         """
         keep_compiled_programs()
+        opened = open_run(config, model)
+        self.config, self.model, self.runs = opened.config, opened.model, opened.runs
         self.output_dir = pathlib.Path(config.output_dir)
-        agreement.check_settings(config)
-        check_installed(config.report_to)
-        processes.from_first(lambda: check_writable(self.output_dir))
-        processes.from_first(lambda: check_not_in_use(self.output_dir))
-        begun = processes.from_first(lambda: begun_settings(config))
-        added = processes.from_first(lambda: added_jobs(config))
-        joined = [LoraJob.model_validate(job) for job in added]
-        config = config.replace(**begun, jobs=(*config.jobs, *joined))
-        self._started = processes.from_first(lambda: start_time(self.output_dir))
-        # What the settings and the data decide is refused before weights are loaded.
-        if model is None:
-            folder = tokenizer_folder(config.model, config.revision)
-            planned = planned_model(config, folder)
-        else:
-            folder, planned = model.folder, PlannedModel.of(config, model)
-        now = datetime.datetime.fromisoformat(self._started)
-        tokenizer = load_tokenizer(folder, now=now)
-        self._reader = data_reader(config, tokenizer)
-        jobs = prepare_jobs(config.jobs, planned.config, self._reader)
-        if config.samples is not None:
-            sample_prompts(config.samples, planned.config, tokenizer)
-        config = settle_mesh(config, planned, jobs)
-        agreement.check_mesh(config)
-        self.model = model or load_model(
-            config.model,
-            dtype=config.dtype,
-            revision=config.revision,
-            quantize=config.quantize_base,
-            keep_bf16=config.keep_bf16,
-            place=lambda found, _: plan_mesh(config, found).place(),
-        )
-        self.runs = [start_job(job, self.model) for job in jobs]
-        agreement.check_inputs(self.model.fingerprint, self.runs)
-        settled = settle_run(config, PlannedModel.of(config, self.model), jobs)
-        self.config, self._bounds, spec = settled.config, settled.bounds, settled.spec
-        self.model = with_copies(self.model, spec.options.base_format)
-        log_base(spec)
-        mesh = plan_mesh(self.config, self.model.config)
-        self._placed = plan_layout(self.config, mesh, spec, self.model, self.runs)
+        self._opened, self._placed, self._bounds = opened, opened.placed, opened.bounds
         self._slots = self._layout.empty_slots()
-        self._sampler: Sampler | None = None
-        if self.config.samples is not None:
-            samples = self.config.samples
-            self._sampler = Sampler(samples, self.model, spec, tokenizer)
-        self._round = 0
-        self._requests = Requests()
+        self._round, self._requests = 0, Requests()
         self._joining = Joining([run.job.name for run in self.runs], self._open_job)
-        self._added = [job.name for job in joined]  # while the run trained
+        self._added = list(opened.joined)
         self._has_begun = False
         self._lock = RunLock(self.output_dir)
         self._listeners = Listeners([])
@@ -157,6 +88,11 @@ class Trainer:
         return self._placed.spec
 
     @property
+    def _num_slots(self) -> int:
+        assert self._spec.slots is not None
+        return self._spec.slots.num_slots
+
+    @property
     def _layout(self) -> Layout:
         return self._placed.layout
 
@@ -164,8 +100,8 @@ class Trainer:
         """Compiles the training step with other settings, which then stay."""
         if config.least_remat != self._spec.options.remat:
             self._placed = self._placed.with_remat(config.least_remat)
-        params, limits = self.model.params, config.limits
-        return compile_step(self._layout, params, self._slots, limits)
+        params = self.model.params
+        return compile_step(self._layout, params, self._slots, config.limits)
 
     # ---- jobs come and go: any thread may call these -------------------------------
 
@@ -181,7 +117,7 @@ class Trainer:
         self._joining.add(job)
 
     def _open_job(self, job: LoraJob) -> JobRun:
-        prepared = prepare_job(job, self.model.config, self._reader)
+        prepared = prepare_job(job, self.model.config, self._opened.reader)
         check_fits(prepared, self._spec)
         run = start_job(prepared, self.model)
         self._continue([run])
@@ -224,7 +160,8 @@ class Trainer:
         for run in self._joining.take():
             self.runs.append(run)
             self._added.append(run.job.name)
-            self._send(JobAddEvent(round=self._round, info=JobInfo.of(run)))
+            info = events.JobInfo.of(run)
+            self._send(events.JobAddEvent(round=self._round, info=info))
 
     # ---- the run -------------------------------------------------------------------
 
@@ -257,8 +194,7 @@ class Trainer:
             processes.from_first(lambda: check_folder(self.output_dir, resume=resume))
             if self._has_begun:
                 self._reset()
-            self._has_begun = True
-            self._listeners = Listeners([])
+            self._has_begun, self._listeners = True, Listeners([])
             self._take_added()
             if resume:
                 # A refusal comes before anything is compiled.
@@ -281,8 +217,8 @@ class Trainer:
     def _compile(self) -> None:
         """Compiles the passes; a step that does not fit into memory is refused."""
         if len(self._layout.stages) > 1:
-            params, limits = self.model.params, self.config.limits
-            compile_stages(self._layout, params, self._slots, limits)
+            limits = self.config.limits
+            compile_stages(self._layout, self.model.params, self._slots, limits)
             return
         self.config = settle(
             self.config,
@@ -297,15 +233,15 @@ class Trainer:
         # Signals take effect only between windows, and never interrupt a checkpoint.
         with StopRequest() as stop, contextlib.ExitStack() as opened:
             store = self._open_store(resume, opened)
-            self._listen(callbacks, store.latest(), opened)
-            self._send(self._start_event(resume))
+            own = open_callbacks(self.config, self.output_dir, store.latest(), opened)
+            self._listen(callbacks, own, resume)
             self._take_requests(store)
             with self._windows() as windows:
-                while not (stops := self._must_end(stop)):
+                while not (stops := self._must_end(stop.requested)):
                     if not windows.start():
-                        if self._take_requests(store, waits=True):
-                            continue
-                        break
+                        if not self._take_requests(store, waits=True):
+                            break
+                        continue
                     before = self._round
                     windows.run_next()
                     self._take_requests(store)
@@ -316,67 +252,58 @@ class Trainer:
             if store.latest() != self._round:
                 self._save(store)
             is_over = all(run.progress.is_over for run in self.runs)
-            is_interrupted = stops and not is_over
-            self._send(RunEndEvent(round=self._round, is_interrupted=is_interrupted))
+            end = events.RunEndEvent(
+                round=self._round, is_interrupted=stops and not is_over
+            )
+            self._send(end)
             self._listeners.raise_failure()
-            return is_interrupted
+            return end.is_interrupted
 
-    def _must_end(self, stop: StopRequest) -> bool:
+    def _must_end(self, is_asked: bool) -> bool:
         """Whether a signal or a failed callback, on any process, ends the run."""
-        has_failed = self._listeners.failure is not None
-        return processes.any_of(stop.requested or has_failed)
-
-    # ---- events --------------------------------------------------------------------
+        return processes.any_of(is_asked or self._listeners.failure is not None)
 
     def _listen(
-        self,
-        callbacks: Sequence[Callback],
-        keep_rounds: int | None,
-        opened: contextlib.ExitStack,
+        self, callbacks: Sequence[Callback], own: Sequence[Callback], is_resumed: bool
     ) -> None:
-        own = open_callbacks(self.config, self.output_dir, keep_rounds, opened)
-        own.append(self._inbox)
+        """Sends the events that follow to callbacks of the user and of the run."""
         for callback in callbacks:
             callback.trainer = self
-        self._listeners = Listeners(own, callbacks)
+        self._listeners = Listeners([*own, self._inbox], callbacks)
+        event = events.RunStartEvent(
+            round=self._round,
+            jobs=tuple(events.JobInfo.of(run) for run in self.runs),
+            output_dir=self.output_dir,
+            num_slots=self._num_slots,
+            is_resumed=is_resumed,
+        )
+        self._send(event)
 
-    def _send(self, event: Event) -> None:
-        if isinstance(event, WindowEvent):
+    def _send(self, event: events.Event) -> None:
+        if isinstance(event, events.WindowEvent):
             self._round = event.round
         self._listeners.send(event)
 
-    def _start_event(self, is_resumed: bool) -> RunStartEvent:
-        assert self._spec.slots is not None
-        return RunStartEvent(
-            round=self._round,
-            jobs=tuple(JobInfo.of(run) for run in self.runs),
-            output_dir=self.output_dir,
-            num_slots=self._spec.slots.num_slots,
-            is_resumed=is_resumed,
-        )
-
     def _windows(self) -> Windows:
-        assert self._spec.slots is not None
-        executor = StagedExecutor(
-            self._layout, self.model.params, self._slots, self.config.limits
-        )
+        params, limits = self.model.params, self.config.limits
+        executor = StagedExecutor(self._layout, params, self._slots, limits)
         return Windows(
             self.config,
             self.runs,
             executor,
-            num_slots=self._spec.slots.num_slots,
+            num_slots=self._num_slots,
             placed=self._placed,
             first_round=self._round,
             requests=self._requests,
             export=self._export,
             send=self._send,
-            make_samples=None if self._sampler is None else self._make_samples,
+            make_samples=None if self._opened.sampler is None else self._make_samples,
         )
 
     def _make_samples(self, slots: Mapping[str, int]) -> dict[str, list[dict]]:
-        assert self._sampler is not None
         (table,) = self._slots.tables
-        return self._sampler.generate(slots, table)
+        assert self._opened.sampler is not None
+        return self._opened.sampler.generate(slots, table)
 
     def _folder(self, run: JobRun) -> pathlib.Path:
         return self.output_dir / ADAPTERS / run.job.name
@@ -402,10 +329,9 @@ class Trainer:
         found = store.restore(self._identity())
         if found is not None:
             self._round = found.number
-            assert self._spec.slots is not None
-            restore_jobs(self.runs, found, self._slots, self._spec.slots.num_slots)
+            restore_jobs(self.runs, found, self._slots, self._num_slots)
             logger.info("resumed after round %d", self._round)
-        self._restore_requests(store, found)
+        self._requests.restore(store.saved_requests(found))
         self._continue(self.runs)
         # This comes last, so that a refused resume leaves the folder unchanged.
         if processes.is_first():
@@ -415,20 +341,6 @@ class Trainer:
         opened.callback(self._inbox.close)
         self._record(store)
         return store
-
-    def _restore_requests(self, store: RunStore, found: ReadCheckpoint | None) -> None:
-        """Puts the same saved requests into force on all processes.
-
-        The record is written before each checkpoint, so it is never the older one.
-        """
-
-        def saved() -> dict[str, Any]:
-            if store.record is not None:
-                return dataclasses.asdict(store.record.requests)
-            requests = SavedRequests() if found is None else found.run.requests
-            return dataclasses.asdict(requests)
-
-        self._requests.restore(SavedRequests(**processes.from_first(saved)))
 
     def _take_requests(self, store: RunStore, *, waits: bool = False) -> bool:
         """Takes users' requests, and records and answers them; whether there were any.
@@ -451,7 +363,7 @@ class Trainer:
         for run in self.runs:
             copy_best_export(run, self._folder(run))
         record = RunRecord(
-            started=self._started,
+            started=self._opened.started,
             identity=self._identity(),
             requests=self._requests.saved([run.job.name for run in self.runs]),
             added=list(self._added),
@@ -484,4 +396,4 @@ class Trainer:
         saved = saved_run(self._identity(), self.runs, self.model, requests)
         states = job_states(self.runs, self._slots)
         folder = store.save(self._round, states, saved)
-        self._send(CheckpointEvent(round=self._round, folder=folder))
+        self._send(events.CheckpointEvent(round=self._round, folder=folder))
