@@ -87,7 +87,7 @@ class RunStatus:
     def counts(self) -> dict[str, int]:
         """Number of jobs by status, of those that occur."""
         found = collections.Counter(str(job.progress.status) for job in self.jobs)
-        order = ("running", "waiting", "paused", "finished")
+        order = ("running", "failed", "waiting", "paused", "finished")
         return {s: found[s] for s in dict.fromkeys((*order, *found)) if found[s]}
 
     @property

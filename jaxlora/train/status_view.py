@@ -76,31 +76,35 @@ def _head(status: RunStatus, is_narrow: bool) -> Iterator[Table | Text]:
 
 
 def _job_lines(jobs: Sequence[JobStatus], is_narrow: bool) -> Table:
+    rows = [_cells(job, is_narrow) for job in jobs]
     lines = Table.grid(padding=(0, 1), expand=True)
-    lines.add_column(no_wrap=True, overflow="ellipsis", ratio=None if is_narrow else 2)
+    lines.add_column(no_wrap=True, overflow="ellipsis", ratio=2)
     if not is_narrow:
         lines.add_column(ratio=3)
-    for _ in range(3):
-        lines.add_column(no_wrap=True, justify="right")
-    for job in jobs:
-        p = job.progress
-        is_running = p.status == "running"
-        cells = [
-            literal(job.name),
-            ProgressBar(total=job.num_steps, completed=p.step),
-            literal(f"{p.step}/{job.num_steps}"),
-            literal(format_loss("loss", p.last_loss) if is_running else p.status),
-            literal(format_loss("eval", p.best_eval)),
-        ]
-        if is_narrow:
-            del cells[1]
+    for texts in zip(*rows, strict=True):
+        width = max(map(len, texts))  # names are cut short before numbers are
+        lines.add_column(no_wrap=True, justify="right", min_width=width)
+    for job, texts in zip(jobs, rows, strict=True):
+        bar = ProgressBar(total=job.num_steps, completed=job.progress.step)
+        cells: list[RenderableType] = [literal(job.name), *map(literal, texts)]
+        if not is_narrow:
+            cells.insert(1, bar)
+        is_running = job.progress.status == "running"
         lines.add_row(*cells, style="" if is_running else "dim")
     return lines
 
 
-def format_loss(name: str, loss: float | None) -> str:
-    """Formats a loss with its name; empty if there is none."""
-    return "" if loss is None else f"{name} {loss:.3f}"
+def _cells(job: JobStatus, is_narrow: bool) -> tuple[str, ...]:
+    """Returns steps, training loss and best held-out loss; no words if narrow."""
+    p = job.progress
+    words = ("", "") if is_narrow else ("loss ", "eval ")
+    loss, best = map(_format_loss, words, (p.last_loss, p.best_eval))
+    state = loss if p.status == "running" else p.status
+    return f"{p.step}/{job.num_steps}", state, best
+
+
+def _format_loss(name: str, loss: float | None) -> str:
+    return "" if loss is None else f"{name}{loss:.3f}"
 
 
 def format_seconds(seconds: float | None) -> str:

@@ -47,12 +47,23 @@ def test_forty_jobs_on_a_small_terminal(width):
     """The running ones are there, and no line is lost or wrapped."""
     lines = shown(many_jobs(), width, max_lines=23)
     assert len(lines) <= 23 and max(map(len, lines)) <= width
-    counts = "8 running, 27 waiting, 1 paused, 3 finished, 1 failed"
+    counts = "8 running, 1 failed, 27 waiting, 1 paused, 3 finished"
     assert lines[1].startswith(counts[: width - 1])
     names = [line.split()[0] for line in lines[2:-1]]
     assert names[:9] == [f"job-{i:02}" for i in (*range(5, 13), 4)]
-    assert "loss 1.5" in lines[2] and "2/10" in lines[2]
+    words = ["2/10", "1.500"] if width == 40 else ["2/10", "loss", "1.500"]
+    assert lines[2].split()[-len(words) :] == words
     assert lines[-1] == f"+ {NUM_JOBS - 4 - len(names)} more"
+
+
+def test_numbers_are_whole_where_names_are_cut():
+    tracker = StatusTracker()
+    name = "a-long-name-" * 5
+    tracker.on_event(made_events.run_start(made_events.info(name)))
+    tracker.on_event(made_events.step(name, 7, loss=1.25))
+    (line,) = shown(tracker, 40, max_lines=10)[2:]
+    assert line.startswith("a-long-name-") and "…" in line
+    assert line.split()[-2:] == ["7/10", "1.250"]
 
 
 def test_all_jobs_that_fit_are_shown():
@@ -78,7 +89,9 @@ def test_a_line_of_the_log_names_a_few_jobs():
     losses = {f"job-{i:02}": 1.5 for i in range(5, 13)}
     line = log_line(many_jobs().status(), losses)
     assert line.startswith("round 9: job-05 1.500, job-06 1.500, job-07 1.500, job-08")
-    assert "and 4 more | 8 running, 27 waiting" in line and "200 tok/s" in line
+    assert (
+        "and 4 more | 8 running, 1 failed, 27 waiting" in line and "200 tok/s" in line
+    )
 
 
 @pytest.mark.parametrize(("log_every", "num_lines"), [(1, 3), (2, 1)])
