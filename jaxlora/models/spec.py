@@ -95,7 +95,8 @@ class DecoderSpec:
 
     def with_remat(self, remat: Remat) -> "DecoderSpec":
         """Returns this decoder with another part of each layer recomputed."""
-        return _with_remat(self, remat)
+        options = dataclasses.replace(self.options, remat=remat)
+        return dataclasses.replace(self, options=options)
 
     def stage(self, start: int, stop: int) -> "DecoderSpec":
         """The part of this decoder that runs on one pipeline stage.
@@ -143,17 +144,7 @@ class DecoderSpec:
     @functools.cached_property
     def _split(self) -> tuple[Any, Any]:
         """Modules without arrays, and the shapes of their variables."""
-        return nnx.split(
-            nnx.eval_shape(
-                lambda: Decoder(
-                    self.config,
-                    self.options,
-                    self.slots,
-                    frozenset(self.adapted),
-                    layers=self.layer_numbers,
-                )
-            )
-        )
+        return _split(self)
 
     def bind(
         self, *arrays: Mapping[str, Array], settings: SlotSettings | None = None
@@ -243,10 +234,11 @@ class DecoderSpec:
         return stacked_shapes(self.stacks, self.shapes(nnx.LoRAParam))
 
 
-@functools.lru_cache(maxsize=16)  # the shapes of an equal spec take a second to find
-def _with_remat(spec: DecoderSpec, remat: Remat) -> DecoderSpec:
-    options = dataclasses.replace(spec.options, remat=remat)
-    return dataclasses.replace(spec, options=options)
+@functools.lru_cache(maxsize=32)  # tracing a model of 80 layers takes seconds
+def _split(spec: DecoderSpec) -> tuple[Any, Any]:
+    layers = spec.layer_numbers
+    arguments = spec.config, spec.options, spec.slots, frozenset(spec.adapted)
+    return nnx.split(nnx.eval_shape(lambda: Decoder(*arguments, layers=layers)))
 
 
 def _by_dotted_path(state: Any) -> dict[str, tuple[tuple, Any]]:
