@@ -24,8 +24,9 @@ def print_status(saved: SavedStatus, owner: Owner | None, console: Console) -> N
         show(console, f"trained by {owner}", soft_wrap=True)
         show(console, _speed(run))
     else:
-        text = "not running; `jaxlora train --resume` continues what is left"
-        show(console, text, soft_wrap=True)
+        is_over = all(job.progress.is_over for job in run.jobs)
+        rest = "; `jaxlora train --resume` continues what is left"
+        show(console, "not running" + ("" if is_over else rest), soft_wrap=True)
     show(console, f"as of {saved.written}: round {run.round}, {_counts(run)}")
     show(console, _table(run))
 

@@ -10,7 +10,6 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxlora import __version__
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.export_record import (
     CONFIG_FILE,
@@ -19,7 +18,7 @@ from jaxlora.adapters.export_record import (
     check_replaceable,
     read_export,
 )
-from jaxlora.adapters.model_card import model_card, write_card
+from jaxlora.adapters.model_card import write_card
 from jaxlora.adapters.peft_export import export_peft
 from jaxlora.atomic import (
     find_complete_folder,
@@ -28,6 +27,7 @@ from jaxlora.atomic import (
     sync_files,
 )
 from jaxlora.errors import AdapterError, CheckpointError
+from jaxlora.train.job_card import job_card
 from jaxlora.train.job_run import JobProgress
 from jaxlora.train.read_checkpoint import (
     ReadCheckpoint,
@@ -230,27 +230,11 @@ def _card(run: _Run, source: Export | Adapter | str, name: str) -> str:
             "base_model_name_or_path": saved.base_model,
             "revision": saved.base_revision,
         }
-    figures: dict[str, Any] = {"optimizer steps": step}
-    # The figures of the checkpoint may be of other weights than those of the export.
-    if progress is not None and step == progress.step:
-        figures |= {
-            "tokens trained on": progress.num_tokens,
-            "training loss, first step": progress.first_loss,
-            "training loss, last step": progress.last_loss,
-            "held-out loss, before training": progress.first_eval,
-            "held-out loss": progress.last_eval,
-            "best held-out loss": progress.best_eval,
-        }
-    elif progress is not None and step == progress.best_step:
-        figures |= {
-            "held-out loss, before training": progress.first_eval,
-            "held-out loss": progress.best_eval,
-        }
-    return model_card(
+    return job_card(
         name=name,
+        step=step,
         base_model=base.get("base_model_name_or_path") or "unknown",
         revision=base.get("revision"),
-        job=run.settings.get(name, {}),
-        figures=figures,
-        version=__version__,
+        settings=run.settings.get(name, {}),
+        progress=progress,
     )

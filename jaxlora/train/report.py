@@ -107,10 +107,16 @@ def ranked(jobs: Iterable[JobResult]) -> list[JobResult]:
     return sorted(jobs, key=place)
 
 
+def _title(num_jobs: int) -> str:
+    if num_jobs == 1:
+        return "1 adapter"
+    return f"{num_jobs} adapters, trained together on one base"
+
+
 def summary_table(result: RunResult) -> Table:
     """Makes a table with one row per job, the lowest held-out loss first."""
     table = Table(
-        title=f"{len(result.jobs)} adapters, trained together on one base",
+        title=_title(len(result.jobs)),
         title_justify="left",
         box=rich.box.SIMPLE_HEAD,
         pad_edge=False,

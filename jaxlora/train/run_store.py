@@ -16,6 +16,7 @@ from jaxlora.hf.load import BaseModel
 from jaxlora.hf.names import linear_names
 from jaxlora.train import agreement
 from jaxlora.train.checkpoint import Checkpoints
+from jaxlora.train.job_card import job_card
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.read_checkpoint import ReadCheckpoint
 from jaxlora.train.run_folder import (
@@ -152,4 +153,12 @@ def export_job(
         revision=model.revision,
         linear_names=linear_names(model.config),
         record=ExportRecord(job=run.job.name, step=step),
+        card=job_card(
+            name=run.job.name,
+            step=step,
+            base_model=model.source,
+            revision=model.revision,
+            settings=run.job.model_dump(mode="json"),
+            progress=run.progress,
+        ),
     )

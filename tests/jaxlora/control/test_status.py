@@ -53,6 +53,18 @@ def test_a_run_that_trains(folder, capsys):
 def test_a_run_that_has_ended(folder, capsys):
     assert main(["status", str(folder)]) == 0
     assert "not running; `jaxlora train --resume`" in capsys.readouterr().out
+
+
+def test_nothing_is_left_of_a_run_whose_jobs_have_ended(tmp_path, capsys):
+    tracker = StatusTracker()
+    file = StatusFile(tmp_path, tracker)
+    start = made_events.run_start(made_events.info("a"))
+    for event in (start, made_events.job_end("a", 10)):
+        tracker.on_event(event)
+        file.on_event(event)
+    assert main(["status", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "not running" in text and "--resume" not in text
     assert main(["stop", str(folder), "b"]) == 1
     assert "takes no requests" in capsys.readouterr().err
 

@@ -58,6 +58,10 @@ def test_what_a_run_leaves(train, jobs):
     evals = [e["step"] for e in events if e["event"] == "eval" and e["job"] == "job1"]
     assert evals == [0, 2, 4]
     assert outcome.progress["job1"].last_eval < outcome.progress["job1"].first_eval
+    card = (folder / "adapters" / "job1" / "README.md").read_text()
+    loss = outcome.progress["job1"].last_eval
+    assert f"| held-out loss | {loss:.4g} |" in card
+    assert "| optimizer steps | 4 |" in card
 
 
 def test_early_stopping_keeps_the_best(train, jobs):

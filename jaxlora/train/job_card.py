@@ -1,0 +1,53 @@
+"""The model card of a job's adapter: its data, its settings and what was measured."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxlora._version import __version__
+from jaxlora.adapters.model_card import model_card
+from jaxlora.train.job_run import JobProgress
+
+
+def job_card(
+    *,
+    name: str,
+    step: int,
+    base_model: str,
+    revision: str | None,
+    settings: Mapping[str, Any],
+    progress: JobProgress | None,
+) -> str:
+    """Returns the text of the card of a job's adapter.
+
+    Args:
+        name: Name of the job.
+        step: Optimizer steps that the exported weights have had.
+        base_model: Folder or hub id of the base.
+        revision: Commit of a base from the hub.
+        settings: Settings of the job, by the names of `LoraJob`.
+        progress: What is known of the job's losses. Figures of other weights than those
+            of `step` are left out.
+    """
+    figures: dict[str, Any] = {"optimizer steps": step}
+    if progress is not None and step == progress.step:
+        figures |= {
+            "tokens trained on": progress.num_tokens,
+            "training loss, first step": progress.first_loss,
+            "training loss, last step": progress.last_loss,
+            "held-out loss, before training": progress.first_eval,
+            "held-out loss": progress.last_eval,
+            "best held-out loss": progress.best_eval,
+        }
+    elif progress is not None and step == progress.best_step:
+        figures |= {
+            "held-out loss, before training": progress.first_eval,
+            "held-out loss": progress.best_eval,
+        }
+    return model_card(
+        name=name,
+        base_model=base_model,
+        revision=revision,
+        job=settings,
+        figures=figures,
+        version=__version__,
+    )
