@@ -86,8 +86,8 @@ PAUSE = Command(
 )
 RESUME = Command(
     name="resume",
-    text="Let a paused job of a run that trains continue when a slot is free. To "
-    "continue a run that has ended, use `jaxlora train --resume`.",
+    text="Let a paused job continue when a slot is free. If the run does not train, "
+    "this waits for `jaxlora train --resume`, which continues the run itself.",
     add_arguments=_add_job,
     run=_resume,
 )

@@ -26,6 +26,9 @@ def send(
 ) -> Answer:
     """Makes a request to the run that trains in a folder, and returns the answer.
 
+    A request to resume a job waits in the folder if no process trains the run: a run
+    ends when only paused jobs are left, and could not continue otherwise.
+
     Args:
         folder: Folder of the run.
         action: What is asked for.
@@ -40,9 +43,11 @@ def send(
     """
     mailbox = Mailbox(folder)
     mailbox.check()
-    if find_owner(folder) is None:
-        raise _not_running(folder)
     request = ControlRequest(action=action, job=job, reason=reason, settings=settings)
+    if find_owner(folder) is None:
+        if action != "resume":
+            raise _not_running(folder)
+        return _post_for_later(folder, mailbox, request)
     name, end = mailbox.post(request), _after(timeout)
     checked = time.monotonic()
     while (answer := mailbox.take_answer(name)) is None:
@@ -58,6 +63,20 @@ def send(
             checked = now
         time.sleep(_POLL_SECONDS)
     return answer
+
+
+def _post_for_later(
+    folder: pathlib.Path, mailbox: Mailbox, request: ControlRequest
+) -> Answer:
+    """Leaves a request for the process that continues the run."""
+    record = read_run_record(folder)
+    jobs = [] if record is None else list(record.identity.jobs)
+    if request.job not in jobs:
+        text = f"there is no job {request.job!r}; there are: {', '.join(jobs)}."
+        return Answer(is_accepted=False, text=text)
+    mailbox.post(request)
+    text = f"job {request.job!r} continues when you run jaxlora train --resume."
+    return Answer(is_accepted=True, text=text)
 
 
 def _after(timeout: float | None) -> float:

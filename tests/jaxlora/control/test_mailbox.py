@@ -100,6 +100,19 @@ def test_a_run_that_does_not_train_takes_no_request(tmp_path):
     assert not box.names()
 
 
+def test_a_request_to_resume_waits_for_the_run(tmp_path):
+    folder = made_run.write_run(tmp_path / "run")
+    box = Mailbox(folder)
+    box.create()
+    refused = client.send(folder, "resume", "nobody")
+    assert not refused.is_accepted and "no job 'nobody'" in refused.text
+    assert not box.names()
+    answer = client.send(folder, "resume", "now")
+    assert answer.is_accepted and "train --resume" in answer.text
+    (name,) = box.names()
+    assert box.read(name) == ControlRequest(action="resume", job="now")
+
+
 def test_a_run_that_ends_first_takes_no_request(tmp_path, monkeypatch):
     """The request is taken back, unless the run has recorded an answer."""
     folder = made_run.write_run(tmp_path / "run")

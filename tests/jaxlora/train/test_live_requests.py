@@ -5,6 +5,7 @@ import pathlib
 import pytest
 
 from jaxlora import LoraJob, RunConfig, Trainer, load_run
+from jaxlora.control import client
 from jaxlora.control.inbox import Inbox
 from jaxlora.control.mailbox import Mailbox
 from jaxlora.control.message import ControlRequest
@@ -210,3 +211,15 @@ def test_a_folder_that_others_may_use_is_refused(config, model):
     (pathlib.Path(run.output_dir) / "control").chmod(0o777)
     with pytest.raises(ConfigError, match="may be used by other users"):
         Trainer(run, model).train()
+
+
+def test_a_run_that_ended_with_a_paused_job_continues(config, model, alone):
+    run = config()
+    pause = ControlRequest(action="pause", job="first")
+    (job,) = Trainer(run, model).train(callbacks=[Requester(run, pause)]).jobs
+    assert job.progress.status == "paused"
+    answer = client.send(pathlib.Path(run.output_dir), "resume", "first")
+    assert answer.is_accepted
+    (job,) = Trainer(run, model).train(resume=True).jobs
+    assert job.progress.status == "finished"
+    assert weights(run)["first"] == alone
