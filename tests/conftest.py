@@ -9,11 +9,6 @@ import tempfile
 # XLA's pool while it waits for another: the pool must hold them all, also on two cores.
 os.environ.setdefault("NPROC", "32")
 
-# Compiling takes most of the tests' time. On CPUs it takes a quarter less like this.
-if not pathlib.Path("/dev/nvidiactl").exists():
-    quick = "--xla_backend_optimization_level=0"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}".strip()
-
 import jax
 import jaxtyping
 
