@@ -74,8 +74,7 @@ def test_merge_and_convert(hub, tmp_path, make_adapter, export):
     np.testing.assert_array_equal(norm(out), wanted)
 
 
-def test_commands(hub, tmp_path, make_adapter, export, capsys, monkeypatch):
-    monkeypatch.setattr("jaxlora.cli.main._set_up_logging", lambda verbose: None)
+def test_commands(hub, tmp_path, make_adapter, export, capsys):
     adapter = str(export(make_adapter()))
     wanted = tiny.random_weights(0)[NORM]
     revision = ["--revision", "v1"]

@@ -69,9 +69,9 @@ DAMAGED = """
 import sys, jax
 from jaxlora.cli import main as cli
 from jaxlora.train.compilation_cache import keep_compiled_programs
-cli._set_up_logging(False)
-keep_compiled_programs()
-print(jax.jit(lambda x: x + 1)(1))
+with cli._logging(False):
+    keep_compiled_programs()
+    print(jax.jit(lambda x: x + 1)(1))
 """
 
 

@@ -89,9 +89,12 @@ def test_beside_a_run_that_goes_on(config, model, tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == [
         "adapters",
         "checkpoints",
+        "control",
         "losses.png",
         "metrics.jsonl",
         "run.json",
+        "settings.yaml",
+        "status.json",
         "summary.json",
         "tensorboard",
     ]
@@ -146,11 +149,10 @@ def test_jobs_that_were_added_are_part_of_the_run(config, model):
 
     with pytest.raises(Killed):
         Trainer(one, model).train(callbacks=[AtWindow(add)])
-    with pytest.raises(CheckpointError, match="job 'late' is in the checkpoint but"):
-        Trainer(one, model).train(resume=True)
     shutil.rmtree(pathlib.Path(one.output_dir) / "checkpoints")
-    with pytest.raises(CheckpointError, match=r"job 'late' is in run\.json but"):
-        Trainer(one, model).train(resume=True)
+    result = Trainer(one, model).train(resume=True)
+    assert [job.name for job in result.jobs] == ["job1", "late"]
+    assert all(job.progress.status == "finished" for job in result.jobs)
 
 
 # ---- without training --------------------------------------------------------------
