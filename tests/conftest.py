@@ -12,10 +12,11 @@ os.environ.setdefault("NPROC", "32")
 import jax
 import jaxtyping
 
-# Runs of the same shapes compile once in a session, in subprocesses too, and no test
-# writes into the user's cache. JAXLORA_TESTS_CACHE_DIR keeps programs for the next one.
+# Runs of the same shapes compile once in a session, in all of its processes: those of
+# pytest-xdist start later than this one and take over the variable. No test writes into
+# the user's cache. JAXLORA_TESTS_CACHE_DIR keeps programs for the next session.
 _TEMPORARY = tempfile.TemporaryDirectory(prefix="jaxlora-tests-")
-_CACHE = os.environ.get("JAXLORA_TESTS_CACHE_DIR", _TEMPORARY.name)
+_CACHE = os.environ.setdefault("JAXLORA_TESTS_CACHE_DIR", _TEMPORARY.name)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
 os.environ["XDG_CACHE_HOME"] = _TEMPORARY.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"

@@ -16,7 +16,7 @@ from jaxlora.pallas_kernels.mosaic import device as mosaic
 from jaxlora.pallas_kernels.triton import device as triton
 from tests.oracle import assert_as_accurate_as
 from tests.pallas_kernels import interpreter, triton_interpreter
-from tests.pallas_kernels.problems import both_ways, problem
+from tests.pallas_kernels.problems import both_ways, compiled_both_ways, problem
 
 ON_HOPPER = mosaic.unsupported_device() is None
 ON_GPU = triton.unsupported_device() is None
@@ -71,12 +71,9 @@ class Fused:
 
         Returns the results of `run`.
         """
-        exact = both_ways(multi_lora_linear_reference, p)
+        exact = compiled_both_ways(multi_lora_linear_reference, p)
         low = p | {name: p[name].astype(p["x"].dtype) for name in "xwab"}
-        plain = both_ways(
-            lambda **q: multi_lora_linear(**q, implementation="xla"),
-            low | {"a": p["a"]},
-        )
+        plain = compiled_both_ways(multi_lora_linear, low | {"a": p["a"]})
         results = self.run(p, rank, **options)
         for got, base, want in zip(results, plain, exact, strict=True):
             assert_as_accurate_as(

@@ -1,5 +1,6 @@
 """Adjusts Pallas' GPU interpreter where it differs from the hardware.
 
+It runs a thread's jaxpr with NumPy, as compiling it would take longer than running it.
 It has no `wgmma` with the left operand in registers. Its race detector wants a proxy
 fence between a thread's load of shared memory and a bulk copy that overwrites it, even
 with a barrier between them. The hardware needs no fence there, because a load returns
@@ -15,8 +16,11 @@ from collections.abc import Iterator
 
 import jax
 import numpy as np
+from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
+
+from tests.pallas_kernels.numpy_jaxpr import evaluate
 
 _Copy = gpu_callbacks.AsyncCopyGmemToSmemTask
 _BLOCK_BYTES = 8192
@@ -100,10 +104,20 @@ def adjust(monkeypatch) -> list[_Races]:
         return found[-1]
 
     wgmma = _with_registers(gpu_callbacks.wgmma)
+    monkeypatch.setattr(thread_map, "_run_jaxpr", _run_thread)
+    monkeypatch.setattr(memory, "_to_int", _to_int)
     monkeypatch.setattr(gpu_callbacks, "wgmma", wgmma)
     monkeypatch.setattr(gpu_callbacks, "GPURaceDetectionState", races)
     monkeypatch.setattr(_Copy, "post_read", _after_loads(_Copy.post_read))
     return found
+
+
+def _run_thread(jaxpr, consts, *args):
+    evaluate(jaxpr, [*consts, *args])
+
+
+def _to_int(x):
+    return x if isinstance(x, jax.core.Tracer) else int(x)
 
 
 def _after_loads(post_read):

@@ -1,9 +1,18 @@
 """Random problems for the kernels' tests, and what runs an op both ways."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxlora.pallas_kernels import Dropout, GivenMask, dropout_keys, pack_mask
+
+# Compiling takes most of these tests' time.
+QUICK_TO_COMPILE = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
 
 
 def problem(
@@ -18,26 +27,35 @@ def problem(
     seed=0,
 ):
     """Makes arguments of the op with slots of mixed ranks and rates; and the ranks."""
-    keys = iter(jax.random.split(jax.random.key(seed), 8))
+    rng = np.random.default_rng(seed)
     t, g, r = block * len(blocks), len(ranks), max(ranks)
-    live = jnp.arange(r) < jnp.array(ranks)[:, None]  # G R
-    step = jnp.arange(g, dtype=jnp.int32) + 3
-    return {
-        "x": jax.random.normal(next(keys), (t, k), dtype),
-        "w": (jax.random.normal(next(keys), (k, n)) * k**-0.5).astype(dtype),
-        "a": jax.random.normal(next(keys), (g, k, r)) * live[:, None] * k**-0.5,
-        "b": jax.random.normal(next(keys), (g, r, n)) * live[:, :, None] * 0.3,
-        "scaling": jnp.linspace(0.5, 3.0, g),
-        "block_adapter": jnp.array(blocks, jnp.int32),
-        "bias": jax.random.normal(next(keys), (n,), dtype),
-        "dropout": None
-        if rates is None
-        else Dropout(
-            dropout_keys(jnp.arange(g), step, layer=1, projection=2),
-            jnp.array(rates),
-            jax.random.permutation(next(keys), t).astype(jnp.int32),
-        ),
-    }, jnp.array(ranks, jnp.int32)
+    live = np.arange(r) < np.array(ranks)[:, None]  # G R
+
+    def normal(*shape, scale=1.0):
+        return (scale * rng.standard_normal(shape)).astype(np.float32)
+
+    arrays = {
+        "x": normal(t, k).astype(dtype),
+        "w": normal(k, n, scale=k**-0.5).astype(dtype),
+        "a": normal(g, k, r, scale=k**-0.5) * live[:, None],
+        "b": normal(g, r, n, scale=0.3) * live[:, :, None],
+        "scaling": np.linspace(0.5, 3.0, g, dtype=np.float32),
+        "block_adapter": np.array(blocks, np.int32),
+        "bias": normal(n).astype(dtype),
+        "dropout": None,
+    }
+    if rates is not None:
+        arrays["dropout"] = Dropout(
+            _keys(np.arange(g), np.arange(g, dtype=np.int32) + 3),
+            np.array(rates, np.float32),
+            rng.permutation(t).astype(np.int32),
+        )
+    return jax.tree.map(jnp.asarray, arrays), jnp.array(ranks, jnp.int32)
+
+
+@jax.jit
+def _keys(seed, step):
+    return dropout_keys(seed, step, layer=1, projection=2)
 
 
 def given_mask(p):
@@ -49,7 +67,8 @@ def given_mask(p):
 
 def weight_of(p):
     """Returns the gradient of y."""
-    return jax.random.normal(jax.random.key(9), (p["x"].shape[0], p["b"].shape[2]))
+    shape = p["x"].shape[0], p["b"].shape[2]
+    return jnp.asarray(np.random.default_rng(9).standard_normal(shape, np.float32))
 
 
 def both_ways(op, p):
@@ -61,3 +80,22 @@ def both_ways(op, p):
 
     y, vjp = jax.vjp(forward, p["x"], p["a"], p["b"])
     return y, *vjp(weight.astype(y.dtype))
+
+
+def compiled_both_ways(op, p):
+    """Runs `both_ways` as one program, which compiles faster than its many parts.
+
+    It is compiled once for each op and all arrays of the same shapes and slots.
+    """
+    slots = tuple(np.asarray(p["block_adapter"]).tolist())
+    arrays = {name: p[name] for name in p if name != "block_adapter"}
+    return _both_ways(arrays, op, slots)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("op", "slots"), compiler_options=QUICK_TO_COMPILE
+)
+def _both_ways(arrays, op, slots):
+    with jax.ensure_compile_time_eval():  # the definition loops over the slots
+        blocks = jnp.array(slots, jnp.int32)
+    return both_ways(op, arrays | {"block_adapter": blocks})

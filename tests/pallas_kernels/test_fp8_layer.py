@@ -16,7 +16,12 @@ from jaxlora.pallas_kernels import (
 )
 from tests.oracle import assert_as_accurate_as
 from tests.pallas_kernels.fused import MOSAIC, mosaic_kernels
-from tests.pallas_kernels.problems import given_mask, problem, weight_of
+from tests.pallas_kernels.problems import (
+    QUICK_TO_COMPILE,
+    given_mask,
+    problem,
+    weight_of,
+)
 
 RANKS, RATES = (8, 3, 16), (0.0, 0.5, 0.1)
 
@@ -52,7 +57,7 @@ def _weight(p, **options):
     return Fp8Weight.quantize(p["w"].T, **options)
 
 
-def _run(problems, weights, *, implementation="mosaic", dtype=jnp.bfloat16):
+def _run(problems, weights, *, implementation="mosaic", dtype=jnp.bfloat16, jit=False):
     """Returns (y of each projection, dx, (da, db) of each projection)."""
     x = problems[0][0]["x"].astype(dtype)
     blocks = problems[0][0]["block_adapter"]
@@ -70,10 +75,16 @@ def _run(problems, weights, *, implementation="mosaic", dtype=jnp.bfloat16):
         ]
         return multi_lora_linears(x, made, blocks, implementation=implementation)
 
-    y, vjp = jax.vjp(op, x, [(p["a"], p["b"]) for p, _ in problems])
+    def both_ways(x, matrices, dy):
+        y, vjp = jax.vjp(op, x, matrices)
+        return y, *vjp(dy)
+
+    if jit:
+        both_ways = jax.jit(both_ways, compiler_options=QUICK_TO_COMPILE)
     # All runs get the same dy, which is quantized.
     dy = [p.get("dy", weight_of(p)).astype(jnp.bfloat16) for p, _ in problems]
-    return y, *vjp(tuple(d.astype(dtype) for d in dy))
+    matrices = [(p["a"], p["b"]) for p, _ in problems]
+    return both_ways(x, matrices, tuple(d.astype(dtype) for d in dy))
 
 
 CASES = {
@@ -94,7 +105,7 @@ def test_matches_the_definition(case):
     weights = [_weight(p, **options) for p, _ in problems]
     got = _run(problems, weights)
     low, exact = (
-        _run(problems, weights, implementation="xla", dtype=dtype)
+        _run(problems, weights, implementation="xla", dtype=dtype, jit=True)
         for dtype in (jnp.bfloat16, jnp.float32)
     )
     trees = map(jax.tree.leaves, (got, low, exact))

@@ -100,3 +100,10 @@ def test_what_is_not_installed_is_named(monkeypatch):
             "the package jax-triton is not installed (run `pip install "
             "'jaxlora[triton]'`)"
         )
+
+
+def test_packages_are_not_asked_for_on_a_device_that_cannot_use_them(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    reason = "the device is a tpu, not an NVIDIA GPU"
+    monkeypatch.setattr("jaxlora.pallas_kernels.device.not_nvidia", lambda: reason)
+    assert unsupported_device() == reason

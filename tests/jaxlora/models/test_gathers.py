@@ -29,7 +29,10 @@ def stepper(spec):
         return decoders.with_axis(out)
 
     replicated = jax.sharding.PartitionSpec()
-    run = decoders.on_devices(spec, local, replicated, decoders.PER_DEVICE)
+    # make_jaxpr refuses a nested jit with options.
+    run = decoders.on_devices(
+        spec, local, replicated, decoders.PER_DEVICE, compiler_options=None
+    )
     return run, (*decoders.arrays(spec), decoders.batches(FSDP))
 
 

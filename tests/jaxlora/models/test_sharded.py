@@ -20,6 +20,7 @@ from jaxlora.sharding.mesh import stage_meshes
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.residuals import join, split
 from tests import tiny
+from tests.pallas_kernels.problems import QUICK_TO_COMPILE
 
 LAYERS, SLOTS, TOKENS = 3, 2, 40
 PER_DEVICE = PartitionSpec(("data", "fsdp"))
@@ -106,10 +107,16 @@ def loss_and_gradients(spec: DecoderSpec, base, tables, batch):
 def wanted_losses_and_gradients(spec: DecoderSpec, base, tables, batch):
     """Those of a whole decoder, for the microbatch of each device."""
     run = functools.partial(loss_and_gradients, whole_spec(spec))
-    return jax.jit(jax.vmap(run, (None, None, 0)))(base, tables, batch)
+    program = jax.jit(jax.vmap(run, (None, None, 0)), compiler_options=QUICK_TO_COMPILE)
+    return program(base, tables, batch)
 
 
-def on_devices(spec: DecoderSpec, run, *args_specs: PartitionSpec):
+def on_devices(
+    spec: DecoderSpec,
+    run,
+    *args_specs: PartitionSpec,
+    compiler_options: dict | None = QUICK_TO_COMPILE,
+):
     """Runs `run(base, *args)` on each device of a mesh, with shards of the base."""
     (mesh,) = stage_meshes(MeshSizes(fsdp=spec.options.fsdp))
     return jax.jit(
@@ -119,7 +126,8 @@ def on_devices(spec: DecoderSpec, run, *args_specs: PartitionSpec):
             in_specs=(spec.base_specs(), *args_specs),
             out_specs=PER_DEVICE,
             check_vma=False,
-        )
+        ),
+        compiler_options=compiler_options,
     )
 
 

@@ -1,13 +1,11 @@
 """Random problems on quantized base weights."""
 
 import dataclasses
-import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.pallas_kernels.problems import both_ways, given_mask, problem
+from tests.pallas_kernels.problems import given_mask, problem
 from tests.pallas_kernels.quantized.weights import quantized
 
 # Every format, and every way to compute with it.
@@ -19,11 +17,6 @@ KINDS = {
     "nf4": ("nf4", {}),
 }
 BLOCK = 16
-# Compiling takes most of these tests' time.
-QUICK_TO_COMPILE = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}
 
 
 def quantize(kind, w):
@@ -43,31 +36,10 @@ def quantized_problem(kind, *, mask="dropout", **options):
     options = {"blocks": (2, -1, 0, 1), "ranks": (8, 3, 16, 5)} | options
     options = {"k": 128, "n": 72, "block": BLOCK, "dtype": jnp.bfloat16} | options
     rates = None if mask is None else (0.0, 0.5, 0.1, 0.2)
-    p = _problem(options.pop("seed", 0), tuple(options.items()), rates)
+    p, _ = problem(rates=rates, **options)
     if mask == "given":
         p["dropout"] = given_mask(p)
     return p | {"w": quantize(kind, p["w"].at[:, 3].set(0))}
-
-
-def compiled_both_ways(op, p):
-    """Runs `both_ways` as one program, which compiles faster than its many parts."""
-    slots = tuple(np.asarray(p["block_adapter"]).tolist())
-    arrays = {name: p[name] for name in p if name != "block_adapter"}
-    return _both_ways(arrays, op, slots)
-
-
-@functools.partial(
-    jax.jit, static_argnames=("op", "slots"), compiler_options=QUICK_TO_COMPILE
-)
-def _both_ways(arrays, op, slots):
-    with jax.ensure_compile_time_eval():  # the definition loops over the slots
-        blocks = jnp.array(slots, jnp.int32)
-    return both_ways(op, arrays | {"block_adapter": blocks})
-
-
-@functools.partial(jax.jit, static_argnames=("options", "rates"))
-def _problem(seed, options, rates):
-    return problem(seed=seed, rates=rates, **dict(options))[0]
 
 
 def padding_rows(p):
