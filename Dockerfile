@@ -3,7 +3,7 @@
 # the NVIDIA Container Toolkit:
 #
 #     docker build -t jaxlora .
-#     docker run --rm --gpus all -v "$PWD:/work" jaxlora train run.yaml
+#     docker run --rm --gpus all -v "$PWD:/work" -v jaxlora:/cache jaxlora train run.yaml
 FROM python:3.12-slim-bookworm
 
 # The Triton kernels (extra "triton") compile a launcher with gcc on first use.
@@ -14,9 +14,11 @@ RUN apt-get update \
 COPY . /source
 RUN pip install --no-cache-dir "/source[cuda,datasets,gguf,triton]" && rm -r /source
 
-# Models of the hub and compiled programs; mount a volume to keep them.
+# Models of the hub, compiled programs, and tokens of data (below jaxlora/); mount a
+# volume to keep them.
 ENV HF_HOME=/cache/huggingface \
-    JAX_COMPILATION_CACHE_DIR=/cache/xla
+    JAX_COMPILATION_CACHE_DIR=/cache/xla \
+    XDG_CACHE_HOME=/cache
 VOLUME /cache
 WORKDIR /work
 ENTRYPOINT ["jaxlora"]

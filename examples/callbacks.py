@@ -4,7 +4,13 @@ python examples/tiny_model.py
 python examples/callbacks.py
 """
 
+import logging
+import shutil
+
 import jaxlora
+
+logging.basicConfig(format="%(message)s")  # show what jaxlora logs
+logging.getLogger("jaxlora").setLevel("INFO")
 
 
 def make_job(name: str, rate: float) -> jaxlora.LoraJob:
@@ -35,6 +41,7 @@ class Tamer(jaxlora.Callback):
         print(f"{event.job}: {event.status}: {event.reason}")
 
 
+shutil.rmtree("runs/callbacks", ignore_errors=True)  # of an earlier call
 run = jaxlora.RunConfig(
     model="models/tiny",
     output_dir="runs/callbacks",

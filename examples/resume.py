@@ -4,10 +4,14 @@ python examples/tiny_model.py
 python examples/resume.py
 """
 
+import logging
 import pathlib
 import shutil
 
 import jaxlora
+
+logging.basicConfig(format="%(message)s")  # show what jaxlora logs
+logging.getLogger("jaxlora").setLevel("INFO")
 
 
 def make_run(output_dir: str) -> jaxlora.RunConfig:

@@ -5,8 +5,13 @@ python examples/sweep.py
 """
 
 import itertools
+import logging
+import shutil
 
 import jaxlora
+
+logging.basicConfig(format="%(message)s")  # show what jaxlora logs
+logging.getLogger("jaxlora").setLevel("INFO")
 
 jobs = [
     jaxlora.LoraJob(
@@ -27,6 +32,7 @@ jobs = [
     )
     for rank, rate in itertools.product((4, 8), (1e-2, 1e-5))
 ]
+shutil.rmtree("runs/sweep", ignore_errors=True)  # of an earlier call
 run = jaxlora.RunConfig(
     model="models/tiny",
     output_dir="runs/sweep",

@@ -22,8 +22,8 @@ from .modules.multi_lora_linear import (
     SlotShape,
     SlotVariable,
 )
+from .run.callback import Callback
 from .run_file import load_run
-from .train.callback import Callback
 from .train.report import JobResult, RunResult, print_summary
 from .train.trainer import Trainer
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from jaxlora.base_settings import BaseSettings
 from jaxlora.data_config import DataConfig
-from jaxlora.generation_settings import SamplesConfig
+from jaxlora.generation_settings import BASE, SamplesConfig
 from jaxlora.other_names import OF_JOB, OF_RUN
 from jaxlora.scheduler import Limits, PackerName
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
@@ -22,13 +22,14 @@ from jaxlora.strict import (
     PositiveFloat,
     PositiveInt,
     StrictModel,
+    Texts,
 )
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def check_job_name(name: str) -> str:
-    """Returns a job's name if it can name a folder.
+    """Returns a job's name if it can name a folder and an adapter.
 
     Raises:
         ValueError: It cannot.
@@ -37,6 +38,11 @@ def check_job_name(name: str) -> str:
         raise ValueError(
             f"job name {name!r} must be a plain folder name: letters, digits, '.', "
             "'_' and '-', at most 100, not starting with '.', '_' or '-'."
+        )
+    if name == BASE:
+        raise ValueError(
+            f"job name {name!r} is the name of the base model when text is generated. "
+            "Give the job another name."
         )
     return name
 
@@ -107,8 +113,8 @@ class LoraJob(StrictModel):
     lora_alpha: PositiveFloat = 32.0
     use_rslora: Bool = False
     dropout: Fraction = 0.0
-    target_modules: str | tuple[str, ...] = "all-linear"
-    exclude_modules: str | tuple[str, ...] = ()
+    target_modules: Texts = "all-linear"
+    exclude_modules: Texts = ()
     rank_pattern: dict[str, PositiveInt] = {}
     alpha_pattern: dict[str, PositiveFloat] = {}
     init_from: str | None = None
@@ -252,7 +258,7 @@ class RunConfig(BaseSettings):
     jobs: tuple[LoraJob, ...]
     max_concurrent_jobs: PositiveInt | None = None
     slot_rank: PositiveInt | None = None
-    slot_targets: str | tuple[str, ...] | None = None
+    slot_targets: Texts | None = None
     slot_dropout: Bool | None = None
     mesh: str = ONE_DEVICE
     pipeline_microbatches: PositiveInt | None = None

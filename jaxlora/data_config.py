@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+import pydantic
+
 from jaxlora.other_names import OF_DATA
 from jaxlora.strict import Bool, PositiveInt, StrictModel
 
@@ -56,3 +58,13 @@ class DataConfig(StrictModel):
     append_eos: Bool = True
     limit: PositiveInt | None = None
     bad_records: Literal["error", "drop"] = "error"
+
+    @pydantic.field_validator("path", mode="before")
+    @classmethod
+    def _path_is_one(cls, path: object) -> object:
+        if isinstance(path, list | tuple):
+            raise ValueError(
+                "expected one file, folder or hub id, not a list. Join the files into "
+                "one, or give each file a job."
+            )
+        return path

@@ -126,9 +126,9 @@ def _adapter(folder: pathlib.Path, console: Console) -> None:
 
 
 def _run(folder: pathlib.Path, console: Console) -> None:
+    from jaxlora.run.folder import CHECKPOINTS, read_run_record
+    from jaxlora.run.lock import LOCK_FILE, is_in_use, read_owner
     from jaxlora.train.read_checkpoint import newest_checkpoint, read_newest
-    from jaxlora.train.run_folder import CHECKPOINTS, read_run_record
-    from jaxlora.train.run_lock import LOCK_FILE, is_in_use, read_owner
 
     if is_in_use(folder):
         show(console, f"run {folder}: in use by {read_owner(folder / LOCK_FILE)}")

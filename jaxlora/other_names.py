@@ -31,7 +31,12 @@ class OtherNames:
         given: dict[str, str] = {}
         for key, value in values.items():
             if key in self.hints:
-                raise ValueError(f"{key!r} is not a setting here. {self.hints[key]}")
+                hint = self.hints[key]
+                if _is_off(value):
+                    hint = HINTS_IF_OFF.get(key, hint)
+                if value in (None, "", [], {}) and not hint.startswith(_LEAVE_OUT):
+                    hint = f"{_LEAVE_OUT}."
+                raise ValueError(f"{key!r} is not a setting here. {hint}")
             ours = self.same.get(key, key)
             if ours in out:
                 raise ValueError(
@@ -41,6 +46,14 @@ class OtherNames:
         return out
 
 
+def _is_off(value: Any) -> bool:
+    """Whether a value turns a setting off, in the words of YAML or of other tools."""
+    if isinstance(value, str):
+        return value.lower() in ("", "no", "none", "false", "off", "disabled")
+    return value in (None, 0, [], {})
+
+
+_LEAVE_OUT = "Leave it out"
 _BATCH = (
     "batch_size is the number of samples of one optimizer step: the samples per device "
     "times gradient_accumulation_steps times the number of devices, such as "
@@ -60,6 +73,11 @@ _CHECKPOINTS = (
     "Set checkpoint_every of the run, in rounds: one optimizer step of every job."
 )
 _DATASETS = "Give each job its data: {path: file, folder or hub id}."
+_TRACKING = (
+    "Set report_to of the run; environment variables of the tracker choose the project."
+)
+_PUSH = "Leave it out: `jaxlora export RUN OUT --push OWNER/NAME` uploads the adapters."
+_CACHED = "Leave it out: records are tokenized in parallel, and tokens are cached."
 _TEMPLATE = (
     "Leave it out: the tokenizer's own chat template is used. For prompt and "
     "completion, set chat: true in data."
@@ -74,6 +92,7 @@ _OF_MODELS = {
     "torch_dtype": _DTYPE,
     "gradient_checkpointing": _REMAT,
     "use_gradient_checkpointing": _REMAT,
+    "gradient_checkpointing_kwargs": _REMAT,
     "attn_implementation": "Set attention of the run: cudnn, triton, xla or auto.",
     "flash_attention": "Set attention of the run: cudnn, triton, xla or auto.",
     "flash_attn": "Set attention of the run: cudnn, triton, xla or auto.",
@@ -81,10 +100,69 @@ _OF_MODELS = {
     "save_strategy": _CHECKPOINTS,
     "saves_per_epoch": _CHECKPOINTS,
     "logging_steps": "Set log_every of the run, in rounds: a step of every job.",
+    "push_to_hub": _PUSH,
+    "hub_model_id": _PUSH,
+    "run_name": _TRACKING,
+    "wandb_project": _TRACKING,
+    "deepspeed": "Set mesh of the run: data, stage and fsdp, or auto.",
+    "fsdp": "Set mesh of the run: data, stage and fsdp, or auto.",
+    "fsdp_config": "Set mesh of the run: data, stage and fsdp, or auto.",
+    "dataset_num_proc": _CACHED,
     "datasets": _DATASETS,
     "dataset": _DATASETS,
+    "dataset_name": _DATASETS,
     "template": _TEMPLATE,
     "chat_template": _TEMPLATE,
+}
+
+_NOT_QUANTIZED = (
+    "Leave it out: without quantize_base, the base keeps the format of its checkpoint."
+)
+_NO_REMAT = "Leave it out: nothing is recomputed unless remat of the run is set."
+_NO_BFLOAT16 = "Leave it out; for float32, set dtype: float32 of the run."
+_NOT_FUSED = "Leave it out, or set attention: xla of the run."
+_NO_CHECKPOINTS = (
+    "Set checkpoint_every: null of the run, for a checkpoint at the end only."
+)
+_NOT_HELD_OUT = (
+    "Leave it out: no records are held out unless eval_fraction or eval_data is set."
+)
+_ONE_DEVICE = "Leave it out: a run uses one device unless mesh is set."
+_NOT_EVALUATED = (
+    "Leave it out: without eval_fraction or eval_data, a job is not evaluated."
+)
+_ON_ANSWERS = "Leave it out: only answers are trained on, unless data has loss_on: all."
+_ON_ALL = "Set loss_on: all in data, to train on every token."
+
+# What to write instead of a setting that is off: false, null, 0, no or none. The other
+# hints fit settings that are off as well.
+HINTS_IF_OFF: Mapping[str, str] = {
+    "load_in_4bit": _NOT_QUANTIZED,
+    "load_in_8bit": _NOT_QUANTIZED,
+    "quantization_bit": _NOT_QUANTIZED,
+    "bf16": _NO_BFLOAT16,
+    "fp16": _NO_BFLOAT16,
+    "gradient_checkpointing": _NO_REMAT,
+    "use_gradient_checkpointing": _NO_REMAT,
+    "flash_attention": _NOT_FUSED,
+    "flash_attn": _NOT_FUSED,
+    "save_steps": _NO_CHECKPOINTS,
+    "save_strategy": _NO_CHECKPOINTS,
+    "saves_per_epoch": _NO_CHECKPOINTS,
+    "eval_strategy": _NOT_EVALUATED,
+    "evals_per_epoch": _NOT_EVALUATED,
+    "val_set_size": _NOT_HELD_OUT,
+    "test_size": _NOT_HELD_OUT,
+    "test_split_size": _NOT_HELD_OUT,
+    "deepspeed": _ONE_DEVICE,
+    "fsdp": _ONE_DEVICE,
+    "fsdp_config": _ONE_DEVICE,
+    "lora_target_linear": "Leave it out, and set target_modules to a list of suffixes: "
+    "otherwise all linears are adapted.",
+    "train_on_inputs": _ON_ANSWERS,
+    "train_on_prompt": _ON_ANSWERS,
+    "completion_only_loss": _ON_ALL,
+    "assistant_only_loss": _ON_ALL,
 }
 
 OF_JOB = OtherNames(
@@ -121,6 +199,7 @@ OF_JOB = OtherNames(
         "cutoff_len": "Set max_length; a longer sample is cut at its end.",
         "val_set_size": "Set eval_fraction, the share of the records that is held out.",
         "test_size": "Set eval_fraction, the share of the records that is held out.",
+        "test_split_size": "Set eval_fraction, the share of the records held out.",
         "eval_strategy": "Set eval_every, in optimizer steps.",
         "evals_per_epoch": "Set eval_every, in optimizer steps.",
         "lora_target": "Set target_modules: a list of suffixes, or all-linear.",
@@ -152,6 +231,8 @@ OF_JOB = OtherNames(
         "assistant_only_loss": _LOSS_ON,
         "dataset_text_field": "Set text in data.",
         "max_samples": "Set limit in data.",
+        "neftune_noise_alpha": "Leave it out: no noise is added to embeddings.",
+        "lr_scheduler_kwargs": "Leave it out: the rate ends at 0, or is constant.",
         **_OF_MODELS,
     },
 )

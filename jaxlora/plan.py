@@ -15,6 +15,13 @@ from jaxlora.hf.files import tokenizer_folder
 from jaxlora.memory.footprint import num_bytes
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.run.folder import (
+    as_begun,
+    check_folder,
+    check_writable,
+    read_run_record,
+    start_time,
+)
 from jaxlora.scheduler import (
     CostModel,
     Lanes,
@@ -27,6 +34,7 @@ from jaxlora.scheduler import (
 from jaxlora.scheduler.plan import evaluate
 from jaxlora.scheduler.replicas import Load
 from jaxlora.sharding.mesh_sizes import MeshSizes
+from jaxlora.trackers.table import check_installed
 from jaxlora.train.continue_job import check_continues
 from jaxlora.train.describe_run import check_resumes, run_identity
 from jaxlora.train.lanes import run_lanes, window_cost
@@ -38,13 +46,6 @@ from jaxlora.train.next_window import (
 )
 from jaxlora.train.planned_model import planned_model
 from jaxlora.train.prepared_job import PreparedJob, data_reader, prepare_jobs
-from jaxlora.train.run_folder import (
-    begun_settings,
-    check_folder,
-    check_writable,
-    read_run_record,
-    start_time,
-)
 from jaxlora.train.samples import sample_prompts
 from jaxlora.train.settle_run import (
     first_positions,
@@ -126,9 +127,11 @@ def plan_run(
         JaxloraError: The run cannot be trained.
     """
     output_dir = pathlib.Path(config.output_dir)
+    if not other_machine:
+        check_installed(config.report_to)
     check_writable(output_dir)
     check_folder(output_dir, resume=read_run_record(output_dir) is not None)
-    config = config.replace(**begun_settings(config))
+    config = as_begun(config)
     folder = tokenizer_folder(config.model, config.revision)
     model = planned_model(config, folder)
     now = datetime.datetime.fromisoformat(start_time(output_dir))
@@ -166,7 +169,7 @@ def _check_saved_states(
     identity = run_identity(config, "", spec, jobs)
     folder = pathlib.Path(config.output_dir)
     if read_run_record(folder) is not None:
-        check_resumes(folder, identity)
+        check_resumes(folder, identity, jobs)
         return
     for job in jobs:
         if job.job.continue_from is not None:

@@ -25,7 +25,7 @@ def load_run(path: str | pathlib.Path, **settings: Any) -> RunConfig:
         ConfigError: The file is missing or is not YAML, a key is unknown, or a value
             is invalid. The message names the key and the value.
     """
-    values = _read_mapping(path, "a run file", "the keys model, output_dir and jobs")
+    values = _read_mapping(path, "run file", "the keys model, output_dir and jobs")
     return run_config({**values, **settings}, where=str(path))
 
 
@@ -38,7 +38,7 @@ def load_job(path: str | pathlib.Path) -> LoraJob:
     Raises:
         ConfigError: As in `load_run`.
     """
-    values = _read_mapping(path, "a job", "the keys of a job, such as name and data")
+    values = _read_mapping(path, "job file", "the keys of a job, such as name and data")
     try:
         return LoraJob.model_validate(_translated(values, str(path)))
     except pydantic.ValidationError as error:
@@ -51,14 +51,14 @@ def _read_mapping(path: str | pathlib.Path, kind: str, keys: str) -> dict[str, A
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: this run file does not exist.") from None
+        raise ConfigError(f"{path}: this {kind} does not exist.") from None
     # A ValueError is a byte that is not UTF-8, or a NUL in the path.
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
     values = parse_yaml(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{path}: {kind} is a mapping with {keys}, not a {type(values).__name__}."
+            f"{path}: a {kind} is a mapping with {keys}, not a {type(values).__name__}."
         )
     return values
 

@@ -29,9 +29,21 @@ def _check_bool(value: Any) -> Any:
     return value
 
 
+def _check_texts(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list | tuple):
+        raise ValueError("expected text, or a list of texts, such as [q_proj, v_proj]")
+    for item in value:
+        if not isinstance(item, str):
+            raise ValueError(f"{item!r:.80} in the list is not text: put it in quotes")
+    return value
+
+
 # This validator must come after the constraints of a number.
 Number = BeforeValidator(_check_number)
 
+Texts = Annotated[str | tuple[str, ...], BeforeValidator(_check_texts)]
 Bool = Annotated[bool, BeforeValidator(_check_bool)]
 Int = Annotated[int, Field(ge=-_LARGEST_INT, le=_LARGEST_INT), Number]
 PositiveInt = Annotated[int, Field(gt=0, le=_LARGEST_INT), Number]
@@ -87,8 +99,13 @@ class StrictModel(pydantic.BaseModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _check_keys(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
+        if isinstance(values, cls):
             return values
+        if not isinstance(values, dict):
+            fields = cls.model_fields
+            needed = [name for name in fields if fields[name].is_required()]
+            example = [*needed, *fields][0]
+            raise ValueError(f"expected a mapping, such as {{{example}: ...}}")
         values = cls.translate(values)
         for key, value in values.items():
             if isinstance(value, str) and not _is_text(value):
@@ -120,16 +137,45 @@ def format_errors(error: pydantic.ValidationError, where: str) -> str:
     for item in error.errors(include_url=False):
         parts = map(str, item["loc"])
         path = ".".join(part for part in parts if not part.startswith("function-"))
-        text = item["msg"].removeprefix("Value error, ")
         given = item["input"]
-        if item["type"] == "string_type":
-            text += ", in quotes if need be"
+        text = _expected(item["type"], given)
+        text = text or item["msg"].removeprefix("Value error, ")
         shown = "" if isinstance(given, dict | list) else f" (given: {_shown(given)})"
         lines.append(f"{where}: {path + ': ' if path else ''}{text}{shown}")
     return "\n".join(lines)
 
 
+def _expected(error_type: str, given: Any) -> str | None:
+    """Describes what a value of the wrong type should have been.
+
+    Args:
+        error_type: Pydantic's name of the error.
+        given: The value.
+
+    Returns:
+        The description; None for errors that are not about types.
+    """
+    if error_type == "string_type":
+        if isinstance(given, list | tuple):
+            return "expected one text, not a list"
+        return "expected text, in quotes if need be"
+    a_list = "expected a list: in brackets, or with '- ' before each item"
+    return {
+        "missing": "this key is required",
+        "tuple_type": a_list,
+        "list_type": a_list,
+        "model_type": "expected a mapping",
+        "dict_type": "expected a mapping, such as {name: value}",
+        "int_type": "expected a whole number, such as 8",
+        "int_from_float": "expected a whole number, such as 8",
+        "float_type": "expected a number, such as 8 or 2e-4",
+        "bool_type": "expected true or false",
+    }.get(error_type)
+
+
 def _shown(value: Any) -> str:
+    if value is None:
+        return "nothing"
     try:
         return f"{value!r:.100}"
     except ValueError:  # an integer with more digits than Python prints

@@ -10,9 +10,9 @@ import pathlib
 
 from rich.console import Console
 
-from jaxlora.train.job_run import JobProgress
-from jaxlora.train.run_status import JobStatus, RunStatus
-from jaxlora.train.status_view import StatusView
+from jaxlora.run.job_progress import JobProgress
+from jaxlora.run.status import JobStatus, RunStatus
+from jaxlora.run.status_view import StatusView
 
 PICTURE = pathlib.Path(__file__).parent.parent / "docs" / "progress.svg"
 NUM_JOBS, NUM_SLOTS, WIDTH, HEIGHT = 40, 16, 88, 24

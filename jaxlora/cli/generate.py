@@ -52,7 +52,7 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     asked.add_argument(
         "--prompts",
         metavar="FILE",
-        help="text file of one prompt a line, or .jsonl with prompt or messages",
+        help="text file of one prompt a line, or records with prompt or messages",
     )
     asked.add_argument(
         "-i", "--interactive", action="store_true", help="chat in the terminal"
@@ -113,6 +113,11 @@ def _check(arguments: argparse.Namespace) -> None:
                 )
     if arguments.system is not None and not (arguments.chat or arguments.interactive):
         raise ConfigError("--system is a message of a chat: add --chat.")
+    if arguments.interactive and arguments.output is not None:
+        raise ConfigError(
+            "--output is for --prompt and --prompts, and has no effect on a chat in "
+            "the terminal. Leave it out."
+        )
 
 
 def _prompts(arguments: argparse.Namespace) -> "list[Prompt]":
@@ -122,7 +127,7 @@ def _prompts(arguments: argparse.Namespace) -> "list[Prompt]":
     if arguments.interactive:
         return []
     if arguments.prompts is not None:
-        prompts = read_prompts(arguments.prompts)
+        prompts = read_prompts(arguments.prompts, chat=arguments.chat)
     else:
         prompts = [Prompt(text) for text in arguments.prompt]
     if not arguments.chat:
@@ -131,7 +136,8 @@ def _prompts(arguments: argparse.Namespace) -> "list[Prompt]":
 
 
 def _generator(arguments: argparse.Namespace) -> "Generator":
-    from jaxlora.generate.generator import Generator, named_folders
+    from jaxlora.generate.adapter_names import named_folders
+    from jaxlora.generate.generator import Generator
     from jaxlora.hf.load import load_model
     from jaxlora.train.run_adapters import load_run_adapters
 
@@ -147,6 +153,11 @@ def _generator(arguments: argparse.Namespace) -> "Generator":
         model, jobs, notes = load_run_adapters(
             arguments.run_dir, arguments.job, model=arguments.model
         )
+        for name in jobs.keys() & adapters.keys():
+            raise ConfigError(
+                f"the run has a job {name!r}, and {adapters[name]} has the same name. "
+                f"Give the folder another one: --adapter NAME={adapters[name]}."
+            )
         adapters = jobs | adapters
         for name, note in notes.items():
             print(f"{name}: {note}", file=sys.stderr)

@@ -9,7 +9,7 @@ from jaxlora.cli.command import Command
 from jaxlora.cli.options import positive_int
 
 if TYPE_CHECKING:
-    from jaxlora.control.message import Action
+    from jaxlora.run.message import Action
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:

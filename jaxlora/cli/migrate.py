@@ -9,7 +9,8 @@ from jaxlora.cli.command import Command
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "file", help="Axolotl's or LLaMA-Factory's YAML, or PEFT's adapter_config.json"
+        "file",
+        help="YAML of Axolotl, LLaMA-Factory or TRL, or PEFT's adapter_config.json",
     )
     parser.add_argument(
         "-o", "--output", help="run file to write; must not exist", metavar="FILE"
@@ -35,8 +36,8 @@ def _run(arguments: argparse.Namespace) -> None:
 
 COMMAND = Command(
     name="migrate",
-    text="Write a run file from the settings of Axolotl, LLaMA-Factory or PEFT, and "
-    "say what is left out.",
+    text="Write a run file from the settings of Axolotl, LLaMA-Factory, TRL or PEFT, "
+    "and say what is left out.",
     add_arguments=_add_arguments,
     run=_run,
 )

@@ -16,14 +16,19 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from jaxlora.control.status_file import read_status
+    from jaxlora.control.status_file import STATUS_FILE, read_status
     from jaxlora.control.status_table import print_status
-    from jaxlora.train.run_lock import find_owner
+    from jaxlora.run.lock import find_owner
 
     folder = pathlib.Path(arguments.run_dir)
-    saved, owner = read_status(folder), find_owner(folder)
+    owner = find_owner(folder)
+    process = None if owner is None else dataclasses.asdict(owner)
+    if owner is not None and not (folder / STATUS_FILE).exists():
+        is_json, text = arguments.json, f"{owner} is compiling; no job has begun"
+        print(json.dumps({"process": process, "run": None}) if is_json else text)
+        return 0
+    saved = read_status(folder)
     if arguments.json:
-        process = None if owner is None else dataclasses.asdict(owner)
         print(json.dumps({"process": process, **dataclasses.asdict(saved)}))
     else:
         print_status(saved, owner, Console())

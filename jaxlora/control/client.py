@@ -5,11 +5,11 @@ import time
 from typing import Any
 
 from jaxlora.control.mailbox import Mailbox
-from jaxlora.control.message import Action, Answer, ControlRequest
 from jaxlora.errors import ConfigError
+from jaxlora.run.folder import read_run_record
+from jaxlora.run.lock import find_owner
+from jaxlora.run.message import Action, Answer, ControlRequest
 from jaxlora.run_file import load_job
-from jaxlora.train.run_folder import read_run_record
-from jaxlora.train.run_lock import find_owner
 
 _POLL_SECONDS = 0.2
 _LIVENESS_SECONDS = 2.0
@@ -38,10 +38,15 @@ def send(
         timeout: Seconds to wait for the answer; None: until the run ends.
 
     Raises:
-        ConfigError: No run trains in the folder, this user may not steer it, or it did
-            not answer in time.
+        ConfigError: No run trains in the folder, it is still compiling, this user may
+            not steer it, or it did not answer in time.
     """
     mailbox = Mailbox(folder)
+    if not mailbox.exists() and (owner := find_owner(folder)) is not None:
+        raise ConfigError(
+            f"the run in {folder} takes no requests yet: {owner} is still compiling. "
+            "Make the request again once jaxlora status shows the jobs."
+        )
     mailbox.check()
     request = ControlRequest(action=action, job=job, reason=reason, settings=settings)
     if find_owner(folder) is None:

@@ -23,8 +23,8 @@ import time
 import pydantic
 
 from jaxlora.atomic import make_folder, wrap_os_errors, write_bytes
-from jaxlora.control.message import Answer, ControlRequest
 from jaxlora.errors import ConfigError
+from jaxlora.run.message import Answer, ControlRequest
 
 FOLDER = "control"
 _REQUEST, _ANSWER = ".request.json", ".answer.json"
@@ -44,6 +44,10 @@ class Mailbox:
             run_folder: Folder of the run.
         """
         self._folder = run_folder / FOLDER
+
+    def exists(self) -> bool:
+        """Returns whether a run has made the folder."""
+        return self._folder.exists()
 
     def create(self) -> None:
         """Makes the folder if there is none, and removes answers that nobody reads.

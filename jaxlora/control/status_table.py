@@ -6,9 +6,9 @@ from rich.table import Table
 
 from jaxlora.console import literal, show
 from jaxlora.control.status_file import SavedStatus
-from jaxlora.train.run_lock import Owner
-from jaxlora.train.run_status import JobStatus, RunStatus
-from jaxlora.train.status_view import format_seconds, in_display_order
+from jaxlora.run.lock import Owner
+from jaxlora.run.status import JobStatus, RunStatus
+from jaxlora.run.status_view import format_seconds, in_display_order
 
 
 def print_status(saved: SavedStatus, owner: Owner | None, console: Console) -> None:

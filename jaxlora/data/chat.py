@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from jaxlora.data.messages import Conversation, Message
+from jaxlora.data.messages import RENAME_CURE, Conversation, Message
 from jaxlora.data.template import Answer, Failure
 from jaxlora.data.template_pool import run_task
 from jaxlora.data.template_tasks import Payload, Task
@@ -167,6 +167,10 @@ class ModelChat:
             return ModelError(
                 f"{self._source}: the chat template does not parse ({failure.why}). "
                 "Fix it, or put another one in chat_template.jinja."
+            )
+        if failure.kind == "no answer":
+            return DataError(
+                f"{failure.why}. {RENAME_CURE}, or set data.loss_on to all."
             )
         what = f"the chat template of {self._source}"
         if failure.kind == "unclear":

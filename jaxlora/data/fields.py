@@ -4,12 +4,13 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxlora.data.messages import Conversation, check_text
+from jaxlora.data.messages import Conversation
 from jaxlora.data.notes import Notes
 from jaxlora.data.read import Record
 from jaxlora.data.template import Failure
 from jaxlora.data.template_pool import run_task
 from jaxlora.data.template_tasks import Payload, Task
+from jaxlora.data.values import check_text
 from jaxlora.errors import DataError
 
 # Fields that change the meaning of a record in common formats.
@@ -29,6 +30,14 @@ _SIGNIFICANT_FIELDS = frozenset(
         "documents",
         "chat_template_kwargs",
     )
+)
+
+
+_TEXT_CURE = "Store it as text, or use a template such as '{{ field }}'."
+
+# Roles that are as the user expects: `assistant` is trained on, the others are not.
+_KNOWN_ROLES = frozenset(
+    ("system", "developer", "user", "assistant", "tool", "function")
 )
 
 
@@ -83,7 +92,7 @@ class Field:
 
     def _check(self, text: Any) -> str | DataError:
         try:
-            return check_text(text, f"field {self.source!r}")
+            return check_text(text, f"field {self.source!r}", cure=_TEXT_CURE)
         except DataError as error:
             return error
 
@@ -101,7 +110,7 @@ def _names(record: Record) -> str:
 
 
 class UnusedFields:
-    """Warns once about each unused field that probably should have an effect."""
+    """Warns once about each field or role without effect that should have one."""
 
     def __init__(self, notes: Notes):
         self._notes = notes
@@ -133,6 +142,21 @@ class UnusedFields:
                 for key in keys:
                     if message.get(key) not in (None, "", [], {}):
                         self._name(f"the key {key!r} of messages")
+
+    def check_roles(self, conversations: Iterable[Conversation]) -> None:
+        """Warns about roles that are not trained on and may be the assistant's.
+
+        Args:
+            conversations: The messages.
+        """
+        for conversation in conversations:
+            for message in conversation.messages:
+                if message["role"] not in _KNOWN_ROLES:
+                    self._notes.add_once(
+                        f"messages with the role {message['role']!r:.80} are not "
+                        "trained on. If they are the assistant's, rename the role to "
+                        "'assistant'."
+                    )
 
     def _name(self, what: str) -> None:
         self._notes.add_once(

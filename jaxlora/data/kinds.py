@@ -45,8 +45,9 @@ class Reading:
 
 
 def has_kind(data: DataConfig, record: Record) -> bool:
-    """Whether a record has the fields of at least one kind."""
-    return bool(_readings_that_fit(data, record))
+    """Whether a record can be read as at least one kind, with the user's settings."""
+    readings = _readings_that_fit(data, record)
+    return any(not _settings_of_other_kinds(data, r.kind) for r in readings)
 
 
 def choose_reading(data: DataConfig, first: Record) -> Reading:
@@ -55,8 +56,8 @@ def choose_reading(data: DataConfig, first: Record) -> Reading:
     If several kinds fit, one whose field names the user set is preferred.
 
     Raises:
-        DataError: No kind fits, or more than one, or the prompt is a list of messages
-            and the completion is not.
+        DataError: No kind fits, or more than one, or the user named a field of another
+            kind, or the prompt is a list of messages and the completion is not.
     """
     fits = _readings_that_fit(data, first)
     if data.kind != "auto":
@@ -65,9 +66,11 @@ def choose_reading(data: DataConfig, first: Record) -> Reading:
         r for r in fits if any(_is_changed(data, key) for key in _SETTINGS[r.kind])
     ]
     choice = renamed or fits
+    found = ", ".join(map(str, first)) or "none"
+    for reading in choice:
+        _check_settings(data, reading, found)
     if len(choice) == 1:
         return _with_messages(choice[0], first)
-    found = ", ".join(map(str, first)) or "none"
     if choice:
         kinds = dict.fromkeys(r.kind for r in choice)
         key, values = "kind", list(kinds)
@@ -83,6 +86,28 @@ def choose_reading(data: DataConfig, first: Record) -> Reading:
         f"{data.text!r}, or {ALPACA[0]!r} and {ALPACA[2]!r}. Name the fields in "
         "data.prompt and data.completion, data.messages or data.text."
     )
+
+
+def _check_settings(data: DataConfig, reading: Reading, found: str) -> None:
+    """Checks that the user named no field that would be ignored."""
+    for kind, key in _settings_of_other_kinds(data, reading.kind):
+        keys = " and ".join(f"data.{name}" for name in _SETTINGS[kind])
+        raise DataError(
+            f"data.{key} is {getattr(data, key)!r:.80}, but the records are read as "
+            f"{reading} (fields found: {found}), which does not use it. Remove "
+            f"data.{key}; or set data.kind to {kind}, and {keys} to fields that the "
+            "records have."
+        )
+
+
+def _settings_of_other_kinds(data: DataConfig, kind: Kind) -> list[tuple[Kind, str]]:
+    """Returns the field settings that the user changed and that `kind` does not use."""
+    return [
+        (other, key)
+        for other, keys in _SETTINGS.items()
+        for key in keys
+        if other != kind and _is_changed(data, key)
+    ]
 
 
 def _asked_reading(data: DataConfig) -> Reading:

@@ -1,25 +1,31 @@
-"""Checks a record's messages and tools, and converts them for chat templates."""
+"""Checks a record's messages, and converts them for chat templates."""
 
 import dataclasses
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxlora.data.read import Record
+from jaxlora.data.tool_calls import read_calls, read_said_calls
+from jaxlora.data.values import check_text, without_nulls
 from jaxlora.errors import DataError
 
 Message = dict[str, Any]
 
-# The roles of ShareGPT's speakers; other names of speakers are roles themselves.
+# Advice for records in which nobody has the role of the assistant.
+RENAME_CURE = (
+    "If the assistant has another name there, rename its role to 'assistant'; if not, "
+    "remove the record"
+)
+
+# The roles of ShareGPT's speakers, in lower case; other names of speakers are roles
+# themselves.
 _ROLE_OF_SPEAKER = {
+    **{role: role for role in ("system", "user", "assistant", "tool")},
     "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot"), "assistant"),
+    **dict.fromkeys(("observation", "function_response", "tool_response"), "tool"),
 }
+_CALLING_SPEAKERS = ("function_call", "tool_call")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +87,7 @@ def join_prompt(
         roles = ", ".join(message["role"] for message in completion.messages)
         raise DataError(
             "the completion has no message with the role 'assistant', so there is "
-            f"nothing to learn (roles: {roles})."
+            f"nothing to learn (roles: {roles}). {RENAME_CURE}."
         )
     untrained = prompt.untrained
     if not is_prompt_trained:
@@ -91,73 +97,6 @@ def join_prompt(
     after = tuple(len(prompt.messages) + i for i in completion.untrained)
     messages = [*prompt.messages, *completion.messages]
     return Conversation(messages, (*untrained, *after))
-
-
-def read_tools(tools: Any, field: str, *, is_columnar: bool) -> list[Any] | None:
-    """Reads a record's tools: a list, or a list as JSON text; None if there are none.
-
-    Args:
-        tools: The field's value.
-        field: Its name, for errors.
-        is_columnar: Whether null stands for an absent key, at any depth.
-
-    Raises:
-        DataError: The value is neither a list nor a list as JSON.
-    """
-    given = tools
-    if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"field {field!r} is {given!r:.80}, which is not valid JSON ({error}). "
-                "Write a list of tools."
-            ) from error
-    if not tools:
-        return None
-    if not isinstance(tools, list):
-        raise DataError(
-            f"field {field!r} is {given!r:.80}, not a list of tools. Write "
-            '[{"type": "function", "function": {"name": ...}}, ...], or that as JSON.'
-        )
-    return without_nulls(tools) if is_columnar else tools
-
-
-def without_nulls(value: Any) -> Any:
-    """Returns `value` without the keys whose value is null, at any depth.
-
-    Columnar files fill absent keys with null, but templates test if a key exists.
-    """
-    if isinstance(value, Mapping):
-        return {k: without_nulls(v) for k, v in value.items() if v is not None}
-    if isinstance(value, list | tuple):
-        return [without_nulls(item) for item in value]
-    return value
-
-
-def check_text(text: Any, what: str) -> str:
-    """Returns `text` if it is a string that UTF-8 can encode.
-
-    Args:
-        text: The value.
-        what: Describes the value in errors.
-
-    Raises:
-        DataError: The value is not a string, or cannot be encoded.
-    """
-    if not isinstance(text, str):
-        raise DataError(
-            f"{what} is {text!r:.80}, of type {type(text).__name__}, not a string. "
-            "Store it as text, or use a template such as '{{ field }}'."
-        )
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{what} holds half of a surrogate pair at character {error.start}, which "
-            "UTF-8 cannot encode. Remove it."
-        ) from error
-    return text
 
 
 def _read_message(message: Any, where: str) -> tuple[Message, bool]:
@@ -173,9 +112,11 @@ def _read_message(message: Any, where: str) -> tuple[Message, bool]:
     message = {key: value for key, value in message.items() if value is not None}
     check_text(message.get("role"), f"{where}.role")
     is_trained = _is_trained(message.pop("weight", 1), f"{where}.weight")
-    if message.get("tool_calls") and "content" not in message:
-        return message | {"content": ""}, is_trained
-    content = _read_content(message.get("content"), f"{where}.content")
+    if message.get("tool_calls"):
+        message["tool_calls"] = read_calls(message["tool_calls"], f"{where}.tool_calls")
+        message.setdefault("content", "")
+    _check_content(message, where)
+    content = _read_content(message["content"], f"{where}.content")
     is_empty = not content and not message.get("tool_calls")
     if message["role"] == "assistant" and is_empty and is_trained:
         raise DataError(
@@ -185,32 +126,31 @@ def _read_message(message: Any, where: str) -> tuple[Message, bool]:
     return message | {"content": content}, is_trained
 
 
+def _check_content(message: Message, where: str) -> None:
+    if message.get("function_call") and not message.get("content"):
+        raise DataError(
+            f"{where} has function_call, which OpenAI has replaced by tool_calls. "
+            'Write "tool_calls": [{"type": "function", "function": {"name": ..., '
+            "\"arguments\": ...}}], and give the results of calls the role 'tool'."
+        )
+    if "content" not in message:
+        raise DataError(
+            f"{where} has no content (keys: {', '.join(map(str, message))}). Write "
+            '{"role": ..., "content": ...} or {"from": ..., "value": ...}.'
+        )
+
+
 def _from_speaker(message: Message, where: str) -> Message:
     """Converts {from, value} to {role, content}; other keys stay."""
     others = {k: v for k, v in message.items() if k not in ("from", "value")}
     speaker = message["from"]
-    if speaker == "function_call":
-        calls = _read_calls(message["value"], f"{where}.value")
+    name = speaker.lower() if isinstance(speaker, str) else ""
+    if name in _CALLING_SPEAKERS:
+        calls = read_said_calls(message["value"], f"{where}.value")
         others = {"tool_calls": calls, **others}
         return {"role": "assistant", "content": "", **others}
-    known = isinstance(speaker, str) and speaker in _ROLE_OF_SPEAKER
-    role = _ROLE_OF_SPEAKER[speaker] if known else speaker
+    role = _ROLE_OF_SPEAKER.get(name, speaker)
     return {"role": role, "content": message["value"], **others}
-
-
-def _read_calls(value: Any, where: str) -> list[Any]:
-    """Reads the calls of tools that ShareGPT stores as JSON text."""
-    try:
-        calls = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        calls = None
-    calls = calls if isinstance(calls, list) else [calls]
-    if not all(isinstance(call, dict) and "name" in call for call in calls):
-        raise DataError(
-            f"{where} is {value!r:.80}, not the call of a function. Write "
-            '{"name": ..., "arguments": {...}} as JSON text.'
-        )
-    return [{"type": "function", "function": call} for call in calls]
 
 
 def _is_trained(weight: Any, where: str) -> bool:

@@ -6,8 +6,8 @@ from typing import Protocol, runtime_checkable
 
 from jaxlora.data.fields import Field
 from jaxlora.data.kinds import ALPACA
-from jaxlora.data.messages import check_text
 from jaxlora.data.read import Record
+from jaxlora.data.values import check_text
 from jaxlora.errors import DataError
 
 # The prompts of Stanford Alpaca, with the line break that its data set and later tools

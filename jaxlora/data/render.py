@@ -11,10 +11,8 @@ from jaxlora.data.fields import Field, UnusedFields, missing_field
 from jaxlora.data.kinds import Reading
 from jaxlora.data.messages import (
     Conversation,
-    check_text,
     join_prompt,
     read_messages,
-    read_tools,
 )
 from jaxlora.data.notes import Notes
 from jaxlora.data.prompts import (
@@ -25,6 +23,8 @@ from jaxlora.data.prompts import (
 )
 from jaxlora.data.read import Record
 from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.data.tool_calls import read_tools
+from jaxlora.data.values import check_text
 from jaxlora.errors import DataError
 
 # Keys that change the meaning of a message, if the chat template reads them.
@@ -219,6 +219,9 @@ class _ChatRenderer:
         self._is_columnar = _is_columnar(data)
         self._has_tools = "tools" in self._chat.variables
         self._fields = [*source.fields, *([Field("tools")] if self._has_tools else [])]
+        # A template with {% generation %} itself says what is trained on.
+        marks_targets = self._chat.mentions("endgeneration")
+        self._trains_one_role = data.loss_on == "completion" and not marks_targets
         self._unused_keys = [k for k in _SIGNIFICANT_KEYS if not self._chat.mentions(k)]
         self._unused = unused
 
@@ -227,6 +230,8 @@ class _ChatRenderer:
         good = [c for c in read if not isinstance(c, DataError)]
         self._unused.check_fields(records, self._fields)
         self._unused.check_messages(good, self._unused_keys)
+        if self._trains_one_role:
+            self._unused.check_roles(good)
         chats = iter(self._chat.render_all(good, self._data.loss_on))
         return [c if isinstance(c, DataError) else _checked(next(chats)) for c in read]
 

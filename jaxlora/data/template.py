@@ -58,7 +58,8 @@ class Failure:
     """Why a payload has no text.
 
     Attributes:
-        kind: `limit`, `unclear` (a turn of a conversation), `syntax`, or `other`.
+        kind: `limit`, `unclear` (a turn of a conversation), `no answer` (no message of
+            the assistant), `syntax`, or `other`.
         why: The reason, without the name of the record or template.
     """
 
@@ -214,6 +215,8 @@ def _read_answer(line: bytes, limits: TemplateLimits) -> Answer:
         return Failure("limit", f"it prints more than {limits.characters} characters")
     if error == "Unclear":
         return Failure("unclear", answer["why"])
+    if error == "NoAnswer":
+        return Failure("no answer", answer["why"])
     kind = "syntax" if error == "TemplateSyntaxError" else "other"
     return Failure(kind, f"{error}: {answer['why']}")
 

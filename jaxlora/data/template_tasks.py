@@ -11,8 +11,9 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from jaxlora.data.call_arguments import with_arguments
 from jaxlora.data.sandbox import ChatTemplate, RecordTemplate
-from jaxlora.data.turns import RenderedConversation, UnclearTurnError
+from jaxlora.data.turns import NoAnswerError, RenderedConversation, UnclearTurnError
 
 _PLAIN_MODULES = {"collections", "datetime", "decimal", "pytz", "uuid", "zoneinfo"}
 
@@ -76,6 +77,8 @@ class TaskRunner:
             answer = _carry_out(template, task.common, Payload(*fields))
         except UnclearTurnError as error:
             return {"error": "Unclear", "why": str(error)}
+        except NoAnswerError as error:
+            return {"error": "NoAnswer", "why": str(error)}
         # A template is an untrusted program, which may raise any error.
         except Exception as error:
             return {"error": type(error).__name__, "why": str(error)[:2000]}
@@ -108,6 +111,8 @@ def _carry_out(
     values = {**common, **payload.values}
     if payload.wanted == "names":
         return {"names": sorted(template.names)}
+    if isinstance(template, ChatTemplate):
+        values["messages"] = with_arguments(values["messages"])
     if payload.wanted == "text":
         return {"text": template.render(values)}
     assert isinstance(template, ChatTemplate)

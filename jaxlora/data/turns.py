@@ -23,6 +23,10 @@ class UnclearTurnError(Exception):
     """It is unclear which text a message printed; the error says why."""
 
 
+class NoAnswerError(Exception):
+    """No message is an answer of the assistant; the error lists the roles."""
+
+
 class RenderedConversation:
     """One conversation as text, with the spans that are to be learned.
 
@@ -48,13 +52,14 @@ class RenderedConversation:
         """Spans of the assistant's answers, except of the messages in `skip`.
 
         Raises:
+            NoAnswerError: There is no answer.
             UnclearTurnError: It is unclear where an answer is.
         """
         if self._template.has_generation:
             return self._generations(skip)
         turns = [i for i in range(len(self._messages)) if self._is_answer(i)]
         if not turns:
-            raise UnclearTurnError(
+            raise NoAnswerError(
                 "no message has the role 'assistant', so there is nothing to learn "
                 f"(roles: {', '.join(m['role'] for m in self._messages)})"
             )

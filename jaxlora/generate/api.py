@@ -1,25 +1,25 @@
 """The function `jaxlora.generate`."""
 
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pydantic
 
-from jaxlora.adapters.adapter import Adapter
 from jaxlora.errors import ConfigError
+from jaxlora.generate.adapter_names import Adapters
 from jaxlora.generate.generator import Generator
-from jaxlora.generate.prompt import Generation, Message, Prompt
+from jaxlora.generate.prompt import Generation, Prompts, as_prompts
 from jaxlora.generation_settings import GenerationSettings
-from jaxlora.hf.load import BaseModel, load_model
+from jaxlora.hf.load import BaseModel
 from jaxlora.strict import format_errors
 
 
 def generate(
     model: BaseModel | str | pathlib.Path,
-    prompts: Sequence[str | Sequence[Message] | Prompt],
+    prompts: Prompts,
     *,
-    adapters: Mapping[str, str | pathlib.Path | Adapter] | None = None,
+    adapters: Adapters | None = None,
     chat: bool = False,
     batch_size: int = 16,
     **settings: Any,
@@ -35,14 +35,16 @@ def generate(
         )
         print(out[0].prompt.adapter, out[0].text)
 
-    For several calls, make a `Generator` once: it keeps the adapters loaded.
+    `model.generate(prompts, ...)` does the same with a model from `load_model`. For
+    several calls, make a `Generator` once: it keeps the adapters loaded.
 
     Args:
         model: A model that `load_model` returned, a folder, or a hub id.
-        prompts: The prompts: texts, chats (lists of {role, content} messages) or
-            `Prompt`s. One that names no adapter is answered by every adapter in turn,
-            or by the base model if there are none.
-        adapters: PEFT folders or adapters, by name.
+        prompts: One prompt or several: texts, chats (lists of {role, content} messages)
+            or `Prompt`s. One that names no adapter is answered by every adapter in
+            turn, or by the base model if there are none.
+        adapters: PEFT folders or adapters, by name; or folders, which are named like
+            the last part of their path.
         chat: Whether plain texts are messages of a user, for the chat template.
         batch_size: Most prompts that are generated together.
         **settings: Fields of `GenerationSettings`, such as `temperature`.
@@ -54,11 +56,10 @@ def generate(
     Raises:
         JaxloraError: A setting, a prompt, an adapter or the model cannot be used.
     """
-    chosen = generation_settings(settings)
-    if not isinstance(model, BaseModel):
-        model = load_model(model)
+    # A model takes long to load, so wrong prompts are refused before.
+    chosen, asked = generation_settings(settings), as_prompts(prompts)
     generator = Generator(model, adapters, batch_size=batch_size)
-    return generator.generate(prompts, chosen, chat=chat)
+    return generator.generate(asked, chosen, chat=chat)
 
 
 def generation_settings(values: Mapping[str, Any]) -> GenerationSettings:

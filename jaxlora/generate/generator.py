@@ -10,19 +10,28 @@ from jax.sharding import NamedSharding
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.peft_import import import_peft
+from jaxlora.data.chat import ModelChat
+from jaxlora.data.messages import Message
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
 from jaxlora.data.tokenizer_files import model_eos_ids
-from jaxlora.errors import ConfigError
+from jaxlora.errors import ConfigError, DataError
+from jaxlora.generate.adapter_names import Adapters, named_adapters
 from jaxlora.generate.adapter_slots import NO_ADAPTER, load_decoder
 from jaxlora.generate.answer_text import AnswerText
 from jaxlora.generate.batch import Answer, Batch, LoadedDecoder, Request
 from jaxlora.generate.batch_shape import chat_shape
-from jaxlora.generate.prompt import BASE, Generation, Message, Prompt
-from jaxlora.generation_settings import GenerationSettings
-from jaxlora.hf.load import BaseModel
+from jaxlora.generate.prompt import (
+    Generation,
+    OnePrompt,
+    Prompt,
+    Prompts,
+    as_prompt,
+    as_prompts,
+)
+from jaxlora.generate.write import prompt_text
+from jaxlora.generation_settings import BASE, GenerationSettings
+from jaxlora.hf.load import BaseModel, load_model
 from jaxlora.hf.names import linear_shapes
-
-Adapters = Mapping[str, str | pathlib.Path | Adapter]
 
 _STREAM_STEPS = 4  # tokens between two pieces of text that are streamed
 
@@ -107,17 +116,20 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, max_positions: int) -> list
         max_positions: Longest sequence that the model was made for, in tokens.
 
     Raises:
-        ConfigError: The prompt is empty, or too long.
-        DataError: The chat template refuses the messages.
+        ConfigError: The prompt is empty or too long, or has tools and is no chat.
+        DataError: The chat template refuses the messages, or prints no tools.
         ModelError: The prompt is a chat, and the tokenizer has no chat template.
     """
+    shown = f"the prompt {prompt_text(prompt)[:40]!r}"
     if isinstance(prompt.text, str):
+        if prompt.tools:
+            raise ConfigError(f"{shown} has tools and is no chat: set chat.")
         # The ids that the tokenizer puts after a text would end it.
         ids = tokenizer.encode(prompt.text, add_special_tokens=False)
         ids = [*tokenizer.prefix_ids, *ids]
     else:
         messages = [dict(message) for message in prompt.text]
-        text = tokenizer.chat.render(messages, add_generation_prompt=True)
+        text = _render(messages, prompt.tools, tokenizer.chat, shown)
         ids = tokenizer.encode(text, add_special_tokens=False)
     if not ids:
         raise ConfigError(
@@ -126,11 +138,27 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, max_positions: int) -> list
         )
     if len(ids) >= max_positions:
         raise ConfigError(
-            f"a prompt has {len(ids)} tokens, and the model has positions for "
+            f"{shown} has {len(ids)} tokens, and the model has positions for "
             f"{max_positions} (max_position_embeddings) with the answer. Shorten the "
             "prompt."
         )
     return ids
+
+
+def _render(
+    messages: list[Message], tools: Sequence[Any] | None, chat: ModelChat, shown: str
+) -> str:
+    """Returns the text of a chat up to the answer."""
+    if tools and "tools" not in chat.variables:
+        raise DataError(
+            f"{shown} has tools, which the chat template does not print. Leave them "
+            "out, or use a template that prints them."
+        )
+    extras = {"tools": list(tools)} if tools else {}
+    try:
+        return chat.render(messages, add_generation_prompt=True, **extras)
+    except DataError as error:
+        raise DataError(f"{shown}: {error}") from error
 
 
 def _generation(prompt: Prompt, text: AnswerText, answer: Answer) -> Generation:
@@ -157,7 +185,7 @@ class Generator:
 
     def __init__(
         self,
-        model: BaseModel,
+        model: BaseModel | str | pathlib.Path,
         adapters: Adapters | None = None,
         *,
         batch_size: int = 16,
@@ -165,29 +193,28 @@ class Generator:
         """Loads the adapters and the tokenizer; nothing is compiled yet.
 
         Args:
-            model: The base model, on one device.
-            adapters: PEFT folders or adapters, by name.
+            model: The base model, on one device; or a folder or hub id, from which it
+                is loaded.
+            adapters: PEFT folders or adapters, by name; or folders, which are named
+                like the last part of their path.
             batch_size: Most prompts that are generated together.
 
         Raises:
             AdapterError: A folder cannot be read, or does not fit the model.
-            ConfigError: The model is divided among devices, `batch_size` is below 1, or
-                an adapter is named `base`.
-            ModelError: The tokenizer cannot be read.
+            ConfigError: The model is divided among devices, `batch_size` is below 1,
+                an adapter is named `base`, or two have the same name.
+            ModelError: The model or the tokenizer cannot be read.
         """
-        if batch_size < 1:
-            raise ConfigError(f"batch_size={batch_size} must be at least 1.")
-        if BASE in (adapters or {}):
-            raise ConfigError(
-                f"an adapter is named {BASE!r}, which is the name of the base model. "
-                "Give it another name."
-            )
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size!r} must be at least 1.")
+        named = {} if adapters is None else named_adapters(adapters)
+        model = _loaded(model)
         _check_one_device(model)
-        self.model, self.adapters = model, tuple(adapters or ())
+        self.model, self.adapters = model, tuple(named)
         self._batch_size = batch_size
         tokenizer = load_tokenizer(model.folder)
         tokenizer.check_fits(model.config.vocab_size)
-        loaded = [_read(model, adapter) for adapter in (adapters or {}).values()]
+        loaded = [_read(model, adapter) for adapter in named.values()]
         numbered = enumerate(self.adapters, NO_ADAPTER + 1)
         self._text_decoder = TextDecoder(
             decoder=load_decoder(model, loaded),
@@ -198,7 +225,7 @@ class Generator:
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[Message] | Prompt],
+        prompts: Prompts,
         settings: GenerationSettings | None = None,
         *,
         chat: bool = False,
@@ -206,9 +233,9 @@ class Generator:
         """Generates a text for each prompt.
 
         Args:
-            prompts: The prompts: texts, chats or `Prompt`s. One that names no adapter
-                is answered by every adapter in turn, or by the base model if there are
-                no adapters.
+            prompts: One prompt or several: texts, chats or `Prompt`s. One that names no
+                adapter is answered by every adapter in turn, or by the base model if
+                there are no adapters.
             settings: How tokens are chosen; None: the defaults, which are greedy.
             chat: Whether plain texts are messages of a user, for the chat template.
 
@@ -218,16 +245,16 @@ class Generator:
 
         Raises:
             ConfigError: A prompt is too long or empty, or names an unknown adapter.
-            DataError: The chat template refuses the messages of a prompt.
+            DataError: A chat cannot be answered, or the chat template refuses it.
             ModelError: A prompt is a chat, and the tokenizer has no chat template.
         """
-        named = [p for prompt in prompts for p in self._for_adapters(prompt, chat)]
-        settings = settings or GenerationSettings()
-        return self._text_decoder.generate(named, settings, self._batch_size)
+        given = as_prompts(prompts)
+        named = [p for prompt in given for p in self._for_adapters(prompt, chat)]
+        return self._text_decoder.generate(named, _chosen(settings), self._batch_size)
 
     def stream(
         self,
-        prompt: str | Sequence[Message] | Prompt,
+        prompt: OnePrompt,
         settings: GenerationSettings | None = None,
         *,
         chat: bool = False,
@@ -245,44 +272,21 @@ class Generator:
         Raises:
             JaxloraError: As for `generate`, when the first piece is asked for.
         """
-        named, *others = self._for_adapters(prompt, chat)
+        named, *others = self._for_adapters(as_prompt(prompt), chat)
         if others:
             raise ConfigError(
                 "the prompt names no adapter; there are: "
                 f"{', '.join(self.adapters)}. Name one of them, or base."
             )
-        return self._text_decoder.stream(named, settings or GenerationSettings())
+        return self._text_decoder.stream(named, _chosen(settings))
 
-    def _for_adapters(
-        self, prompt: str | Sequence[Message] | Prompt, chat: bool
-    ) -> list[Prompt]:
+    def _for_adapters(self, prompt: Prompt, chat: bool) -> list[Prompt]:
         """Returns a prompt once for each adapter that answers it."""
-        if not isinstance(prompt, Prompt):
-            prompt = Prompt(prompt)
         prompt = prompt.as_chat() if chat else prompt
         if prompt.adapter is not None:
             return [prompt]
         names = self.adapters or (BASE,)
         return [dataclasses.replace(prompt, adapter=name) for name in names]
-
-
-def named_folders(folders: Sequence[str]) -> dict[str, str]:
-    """Names adapters that are given as `NAME=FOLDER`, or as `FOLDER` by its own name.
-
-    Raises:
-        ConfigError: Two adapters have the same name.
-    """
-    named: dict[str, str] = {}
-    for given in folders:
-        name, _, folder = given.rpartition("=")
-        name = name or pathlib.Path(folder).resolve().name
-        if name in named:
-            raise ConfigError(
-                f"two adapters are named {name!r}: {named[name]} and {folder}. Give "
-                "one of them another name: NAME=FOLDER."
-            )
-        named[name] = folder
-    return named
 
 
 def end_ids(model: BaseModel, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -299,6 +303,25 @@ def _check_one_device(model: BaseModel) -> None:
                 f"the model lies on {where.mesh.size} devices, and generation runs on "
                 "one. Load it with load_model(...) without `place`."
             )
+
+
+def _loaded(model: Any) -> BaseModel:
+    if isinstance(model, BaseModel):
+        return model
+    if not isinstance(model, str | pathlib.Path):
+        raise ConfigError(
+            f"the model is of type {type(model).__name__}. Give what load_model "
+            "returned, a folder, or a hub id."
+        )
+    return load_model(model)
+
+
+def _chosen(settings: GenerationSettings | None) -> GenerationSettings:
+    if not isinstance(settings, GenerationSettings | None):
+        raise ConfigError(
+            f"the settings are {settings!r:.80}. Give GenerationSettings(...)."
+        )
+    return settings or GenerationSettings()
 
 
 def _read(model: BaseModel, adapter: str | pathlib.Path | Adapter) -> Adapter:

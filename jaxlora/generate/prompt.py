@@ -1,15 +1,18 @@
 """Prompts of generation, and its results."""
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxlora.errors import ConfigError
+from jaxlora.data.messages import read_messages
+from jaxlora.data.values import check_text
+from jaxlora.errors import ConfigError, DataError, JaxloraError
 from jaxlora.generate.batch import FinishReason
 
 Message = Mapping[str, Any]  # {role, content}, as chat templates take them
 
-BASE = "base"  # names the base model where a prompt names its adapter
+_SYSTEM_ROLES = ("system", "developer")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -17,35 +20,64 @@ class Prompt:
     """A prompt, and what answers it.
 
     Attributes:
-        text: The text to continue, or the messages of a chat to answer.
+        text: The text to continue, or the messages of a chat to answer, in any form
+            that training data may have: {role, content} or {from, value}, with a text
+            or a list of text parts. They are kept as {role, content} with a text.
         adapter: Name of the adapter that answers; `base`: the base model; None: every
             adapter in turn, or the base model if there are none.
         seed: Random seed of the samples; None: the seed of the settings.
+        tools: Tools that the chat template shows to the model; None: there are none.
 
     Raises:
-        ConfigError: The seed is not from 0 to 2**31 - 1.
+        ConfigError: A field is of a wrong type, or the seed is not from 0 to 2**31 - 1.
+        DataError: The messages are none, or their last one is the assistant's own.
     """
 
     text: str | Sequence[Message]
     adapter: str | None = None
     seed: int | None = None
+    tools: Sequence[Any] | None = None
 
     def __post_init__(self):
-        if self.seed is not None and not 0 <= self.seed < 2**31:
+        if isinstance(self.text, str):
+            check_text(self.text, "the prompt")
+        else:
+            object.__setattr__(self, "text", tuple(_read_question(self.text)))
+        if not isinstance(self.adapter, str | None):
             raise ConfigError(
-                f"a prompt has seed={self.seed}; give an integer from 0 to 2147483647."
+                f"a prompt has adapter={self.adapter!r:.80}; give the name of an "
+                "adapter."
+            )
+        if not isinstance(self.tools, list | tuple | None):
+            raise ConfigError(
+                f"a prompt has tools={self.tools!r:.80}; give a list of tools."
+            )
+        is_integer = isinstance(self.seed, int) and not isinstance(self.seed, bool)
+        if self.seed is not None and not (is_integer and 0 <= self.seed < 2**31):
+            raise ConfigError(
+                f"a prompt has seed={self.seed!r:.80}; give an integer from 0 to "
+                "2147483647."
             )
 
     def as_chat(self, system: str | None = None) -> "Prompt":
         """Returns a plain text as the message of a user; a chat stays as it is.
 
         Args:
-            system: System message before it; None: there is none.
+            system: System message before it; None: no other one than that of a chat.
+
+        Raises:
+            ConfigError: There is a second system message.
         """
-        if not isinstance(self.text, str):
-            return self
-        first = () if system is None else ({"role": "system", "content": system},)
-        messages = *first, {"role": "user", "content": self.text}
+        messages = self.text
+        if isinstance(messages, str):
+            messages = ({"role": "user", "content": messages},)
+        if system is not None:
+            if messages[0]["role"] in _SYSTEM_ROLES:
+                raise ConfigError(
+                    f"a chat has a system message ({messages[0]['content']!r:.80}), "
+                    f"and another one is given: {system!r:.80}. Leave one of them out."
+                )
+            messages = ({"role": "system", "content": system}, *messages)
         return dataclasses.replace(self, text=messages)
 
 
@@ -69,3 +101,89 @@ class Generation:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
+
+
+# What one prompt may be given as, and what several may be given as.
+OnePrompt = str | Sequence[Message] | Prompt
+Prompts = OnePrompt | Iterable[OnePrompt]
+
+
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """Returns one prompt, or several, as a list.
+
+    Args:
+        prompts: A text, a chat or a `Prompt`, which is one prompt; or several of them.
+
+    Raises:
+        JaxloraError: One of them is no prompt; the error says which.
+    """
+    if isinstance(prompts, str | Prompt) or _is_chat(prompts):
+        return [as_prompt(prompts)]
+    if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Iterable):
+        raise ConfigError(
+            f"the prompts are {prompts!r:.80}, of type {type(prompts).__name__}. Give "
+            "a list of texts, of chats (lists of {role, content} messages) or of "
+            "jaxlora.Prompt."
+        )
+    made = []
+    for number, prompt in enumerate(prompts, 1):
+        with errors_in(f"prompt {number}"):
+            made.append(as_prompt(prompt))
+    return made
+
+
+def as_prompt(prompt: OnePrompt) -> Prompt:
+    """Returns a text or a chat as a `Prompt`, and a `Prompt` as it is.
+
+    Raises:
+        JaxloraError: It is no prompt.
+    """
+    return prompt if isinstance(prompt, Prompt) else Prompt(prompt)
+
+
+def read_chat(messages: Sequence[Any], *, is_columnar: bool = False) -> list[Message]:
+    """Reads messages in the forms of training data, but with no rule about answers.
+
+    Args:
+        messages: The messages.
+        is_columnar: Whether null stands for an absent key, at any depth.
+
+    Raises:
+        DataError: They are not messages, or there are none.
+    """
+    # Nothing is trained on, so it does not matter whether an answer is empty.
+    unweighted = [{**m, "weight": 0} if isinstance(m, Mapping) else m for m in messages]
+    record = {"messages": unweighted}
+    return [*read_messages(record, "messages", is_columnar=is_columnar).messages]
+
+
+@contextlib.contextmanager
+def errors_in(what: str) -> Iterator[None]:
+    """Puts the name of a prompt before the text of the errors that it raises."""
+    try:
+        yield
+    except JaxloraError as error:
+        raise type(error)(f"{what}: {error}") from error
+
+
+def _read_question(messages: Any) -> list[Message]:
+    """Reads the messages of a chat that the model is to answer."""
+    if not isinstance(messages, list | tuple):
+        raise ConfigError(
+            f"a prompt is {messages!r:.80}, of type {type(messages).__name__}. Give a "
+            "text, or a list of {role, content} messages."
+        )
+    read = read_chat(messages)
+    if read[-1]["role"] == "assistant":
+        raise DataError(
+            "the chat ends with a message of the assistant, so there is nothing to "
+            "answer. Leave that message out, or give the whole text to continue as a "
+            "text."
+        )
+    return read
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list | tuple) and any(
+        isinstance(item, Mapping) for item in value
+    )

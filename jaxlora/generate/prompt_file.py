@@ -1,20 +1,36 @@
 """Reads prompts from a file."""
 
-import json
+import logging
 import pathlib
 from typing import Any
 
+from jaxlora.data.files import READERS, Record
+from jaxlora.data.prompts import AlpacaPrompts
+from jaxlora.data.tool_calls import read_tools
 from jaxlora.errors import DataError
-from jaxlora.generate.prompt import Prompt
+from jaxlora.generate.prompt import Message, Prompt, errors_in, read_chat
 from jaxlora.json_file import check_regular_file
 
+logger = logging.getLogger(__name__)
 
-def read_prompts(path: str | pathlib.Path) -> list[Prompt]:
-    """Reads a text file of one prompt a line, or a .jsonl file of records.
+_FIELDS = ("prompt", "messages", "conversations", "instruction")
+_OF_FILES = (".json", ".jsonl")  # in files of columns, null stands for an absent key
 
-    A record has `prompt`, a text, or `messages`, a chat. It may also have `adapter`,
-    the name of the adapter that answers, and `seed`. Other keys have no effect, so that
-    a file of training records can be used.
+
+def read_prompts(path: str | pathlib.Path, *, chat: bool = False) -> list[Prompt]:
+    """Reads a text file of one prompt a line, or a file of records.
+
+    Files of records are those that hold training data: .jsonl, .json, .csv, .parquet,
+    .arrow and .feather. A record has `prompt`, a text or a chat; `messages` or
+    `conversations`, a chat; or `instruction` and maybe `input`, as in Alpaca. It may
+    also have `tools`; `adapter`, the name of the adapter that answers; and `seed`.
+    Other keys have no effect. So a file of training records can be used: the messages
+    of the assistant that end a chat are left out, and the log says so.
+
+    Args:
+        path: The file.
+        chat: Whether the prompts will be messages of a chat, where an instruction of
+            Alpaca stands without Alpaca's text around it.
 
     Raises:
         DataError: The file cannot be read, holds no prompts, or has a wrong record.
@@ -22,46 +38,96 @@ def read_prompts(path: str | pathlib.Path) -> list[Prompt]:
     path = pathlib.Path(path)
     try:
         check_regular_file(path)
-        lines = path.read_text(encoding="utf-8").splitlines()
+        if path.suffix in READERS:
+            prompts = _RecordFile(path, chat=chat).read()
+        else:
+            lines = path.read_text(encoding="utf-8-sig").split("\n")
+            prompts = [Prompt(line) for line in lines if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read as text: {error}.") from error
-    read = _record if path.suffix == ".jsonl" else _text
-    prompts = [
-        read(line, f"{path}, line {number}")
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
     if not prompts:
         raise DataError(f"{path} holds no prompts. Write one a line.")
     return prompts
 
 
-def _text(line: str, where: str) -> Prompt:
-    return Prompt(line)
+class _RecordFile:
+    """Reads the prompts of a file of records, and counts the answers left out."""
 
+    def __init__(self, path: pathlib.Path, *, chat: bool):
+        self._path = path
+        self._is_columnar = path.suffix not in _OF_FILES
+        self._alpaca = AlpacaPrompts(chat=chat)
+        self._num_answered = 0
 
-def _record(line: str, where: str) -> Prompt:
-    try:
-        record: Any = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where} is not JSON: {error}. Correct the line.") from None
-    fields = record if isinstance(record, dict) else {}
-    given = [key for key in ("prompt", "messages") if key in fields]
-    if len(given) != 1:
-        raise DataError(
-            f"{where} must be an object with either prompt or messages; got {line:.80}."
+    def read(self) -> list[Prompt]:
+        """Returns the prompts of all records."""
+        prompts = []
+        for number, record in enumerate(READERS[self._path.suffix](self._path), 1):
+            with errors_in(f"{self._path}, record {number}"):
+                prompts.append(self._prompt(record))
+        if self._num_answered:
+            logger.info(
+                "%s: %d of %d chats end with messages of the assistant, which are left "
+                "out: the model is to answer.",
+                self._path,
+                self._num_answered,
+                len(prompts),
+            )
+        return prompts
+
+    def _prompt(self, record: Record) -> Prompt:
+        absent = (None, "") if self._path.suffix == ".csv" else (None,)
+        fields = {key: value for key, value in record.items() if value not in absent}
+        given = [key for key in _FIELDS if key in fields]
+        if len(given) != 1:
+            raise DataError(
+                f"has the fields {', '.join(map(str, record)) or 'none'}, and exactly "
+                f"one of {', '.join(_FIELDS)} is the prompt. Rename or remove fields."
+            )
+        tools = fields.get("tools")
+        return Prompt(
+            self._text(given[0], fields),
+            adapter=_check(fields, "adapter", str),
+            seed=_check(fields, "seed", int),
+            tools=read_tools(tools, "tools", is_columnar=self._is_columnar),
         )
-    text, adapter, seed = fields[given[0]], fields.get("adapter"), fields.get("seed")
-    is_chat = given[0] == "messages"
-    _check(where, given[0], text, list if is_chat else str)
-    if is_chat:
-        for message in text:
-            _check(where, "messages", message, dict)
-    _check(where, "adapter", adapter, str | None)
-    _check(where, "seed", seed, int | None)
-    return Prompt(text, adapter=adapter, seed=seed)
+
+    def _text(self, key: str, fields: Record) -> str | list[Message]:
+        if key == "instruction":
+            # The answer may be absent.
+            (pair,) = self._alpaca.read([{**fields, "output": "-"}])
+            if isinstance(pair, DataError):
+                raise pair
+            return pair.prompt
+        if key == "prompt" and not isinstance(fields[key], list):
+            return str(_check(fields, key, str))
+        return self._question(_check(fields, key, list))
+
+    def _question(self, messages: list[Any]) -> list[Message]:
+        """Returns the messages of a chat before the assistant's last answer."""
+        read = read_chat(messages, is_columnar=self._is_columnar)
+        end = len(read)
+        while end and read[end - 1]["role"] == "assistant":
+            end -= 1
+        if not end:
+            raise DataError(
+                "all messages are the assistant's own, so there is nothing to answer. "
+                "Put a message of the user before them."
+            )
+        self._num_answered += end < len(read)
+        return read[:end]
 
 
-def _check(where: str, key: str, value: Any, kind: Any) -> None:
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise DataError(f"{where}: {key} is {value!r:.80}, which is of a wrong kind.")
+def _check(fields: Record, key: str, kind: type) -> Any:
+    """Returns a field's value if it is absent or of a type."""
+    value = fields.get(key)
+    if kind is int and isinstance(value, str) and value.isdecimal():
+        return int(value)  # as a .csv file has it
+    if value is not None and type(value) is not kind:
+        kinds: dict[type, str] = {
+            str: "a text",
+            int: "an integer",
+            list: "a list of messages",
+        }
+        raise DataError(f"{key} is {value!r:.80}; write {kinds[kind]}.")
+    return value

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from jaxlora.errors import JaxloraError
 from jaxlora.generate.generator import Generator
-from jaxlora.generate.prompt import BASE, Message, Prompt
-from jaxlora.generation_settings import GenerationSettings
+from jaxlora.generate.prompt import Message, Prompt
+from jaxlora.generation_settings import BASE, GenerationSettings
 
 _HELP = """\
 /reset           forgets the conversation

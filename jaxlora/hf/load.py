@@ -5,13 +5,14 @@ import hashlib
 import logging
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import xxhash
 
+import jaxlora
 from jaxlora.errors import ModelError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.base_format import find_base_format
@@ -57,6 +58,22 @@ class BaseModel:
     fingerprint: str
     revision: str | None = None
     base_format: BaseFormat | None = None
+
+    def generate(self, prompts: Any, **options: Any) -> list[Any]:
+        """Generates text with the model, or with adapters on it.
+
+        Args:
+            prompts: One prompt or several: texts, chats or `Prompt`s.
+            **options: Further arguments of `jaxlora.generate`, such as `adapters`,
+                `chat` and `max_new_tokens`.
+
+        Returns:
+            The `Generation`s, as `jaxlora.generate` returns them.
+
+        Raises:
+            JaxloraError: As for `jaxlora.generate`.
+        """
+        return jaxlora.generate(self, prompts, **options)
 
 
 def load_model(

@@ -1,93 +1,71 @@
 """Axolotl's YAML."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from jaxlora.errors import ConfigError
-from jaxlora.migrate import common
+from jaxlora.migrate import axolotl_data, common, reasons
 from jaxlora.migrate.migration import Migration
 
-_ALPACA = """\
-{% if input is defined and input %}\
-Below is an instruction that describes a task, paired with an input that provides \
-further context. Write a response that appropriately completes the request.
-
-### Instruction:
-{{ instruction }}
-
-### Input:
-{{ input }}
-
-### Response:
-{% else %}\
-Below is an instruction that describes a task. Write a response that appropriately \
-completes the request.
-
-### Instruction:
-{{ instruction }}
-
-### Response:
-{% endif %}"""
-_TYPES: Mapping[str, dict[str, Any]] = {
-    "alpaca": {
-        "kind": "prompt_completion",
-        "prompt": _ALPACA,
-        "completion": "output",
-    },
-    "completion": {"kind": "text"},
-    "chat_template": {"kind": "messages"},
-    "sharegpt": {"kind": "messages", "messages": "conversations"},
-}
 _TOO_LONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
-_PREPARED = "Samples are prepared at the start of each run."
 _KEPT_TOKENS = (
     "The tokenizer is used as it is in the checkpoint. Samples are packed, so no "
     "padding token is needed."
 )
+_PLUGINS = "Plugins of Axolotl do not run here; the kernels are chosen by the device."
+_NOT_FINITE = "A job whose loss is not finite fails by itself."
 _REASONS = {
     "model_type": "The family is read from config.json.",
+    "model_config": "The model is that of the checkpoint's config.json.",
+    "model_config_type": "The family is read from config.json.",
+    "overrides_of_model_config": "The model is that of the checkpoint's config.json.",
+    "base_model_config": "config.json is read from the folder of the model.",
+    "tokenizer_config": "The tokenizer is read from the folder of the model.",
     "tokenizer_type": "The tokenizer is read from tokenizer.json.",
-    "trust_remote_code": common.TRUST,
+    "tokenizer_use_fast": "The tokenizer is read from tokenizer.json.",
+    "tokenizer_legacy": "The tokenizer is read from tokenizer.json.",
+    "tokenizer_use_mistral_common": "The tokenizer is read from tokenizer.json.",
+    "resize_token_embeddings_to_32x": _KEPT_TOKENS,
+    "hf_use_auth_token": "Set the environment variable HF_TOKEN.",
     "strict": "Unknown keys are always errors.",
-    "dataset_prepared_path": _PREPARED,
-    "dataset_processes": _PREPARED,
-    "sequence_len": "It became max_length.",
+    "dataset_prepared_path": reasons.PREPARED,
+    "dataset_processes": reasons.PREPARED,
+    "skip_prepare_dataset": reasons.TEXT_ONLY,
+    "shuffle_merged_datasets": "shuffle is on; a job has one data set.",
     "eval_sample_packing": "Samples are always packed, in evaluations too.",
-    "evals_per_epoch": common.EVERY_EVALUATION,
-    "saves_per_epoch": common.CHECKPOINTS,
-    "save_steps": common.CHECKPOINTS,
-    "save_strategy": common.CHECKPOINTS,
-    "save_first_step": common.CHECKPOINTS,
-    "resume_from_checkpoint": "`jaxlora train --resume` continues a run.",
-    "logging_steps": "log_every counts rounds, and is 1 by default.",
-    "wandb_project": common.TRACKING,
-    "wandb_entity": common.TRACKING,
-    "wandb_watch": common.TRACKING,
-    "wandb_name": common.TRACKING,
-    "wandb_log_model": common.TRACKING,
-    "hub_model_id": "`jaxlora export RUN OUT --push OWNER/NAME` uploads the adapters.",
+    "evals_per_epoch": reasons.EVERY_EVALUATION,
+    "saves_per_epoch": reasons.CHECKPOINTS,
     "special_tokens": _KEPT_TOKENS,
     "tokens": _KEPT_TOKENS,
-    "flash_attention": common.KERNELS,
-    "xformers_attention": common.KERNELS,
-    "sdp_attention": common.KERNELS,
-    "lora_mlp_kernel": common.KERNELS,
-    "lora_qkv_kernel": common.KERNELS,
-    "lora_o_kernel": common.KERNELS,
-    "plugins": common.KERNELS,
-    "torch_compile": common.KERNELS,
-    "tf32": "Products of float32 are computed as JAX does by default.",
-    "gradient_checkpointing_kwargs": "Set remat of the run, if memory is short.",
-    "deepspeed": common.DEVICES,
-    "fsdp": common.DEVICES,
-    "fsdp_config": common.DEVICES,
-    "fsdp_version": common.DEVICES,
-    "eval_table_size": "Nothing is generated during evaluations.",
-    "eval_max_new_tokens": "Nothing is generated during evaluations.",
-    "loss_watchdog_threshold": "A job whose loss is not finite fails by itself.",
-    "loss_watchdog_patience": "A job whose loss is not finite fails by itself.",
+    "eot_tokens": "Which tokens end a message is found out from the chat template.",
+    "flash_attention": reasons.KERNELS,
+    "xformers_attention": reasons.KERNELS,
+    "sdp_attention": reasons.KERNELS,
+    "flex_attention": reasons.KERNELS,
+    "lora_mlp_kernel": reasons.KERNELS,
+    "lora_qkv_kernel": reasons.KERNELS,
+    "lora_o_kernel": reasons.KERNELS,
+    "plugins": _PLUGINS,
+    "eval_table_size": "Set samples of the run for texts generated at evaluations.",
+    "eval_max_new_tokens": "Set max_new_tokens in samples of the run.",
+    "eval_causal_lm_metrics": "Evaluations measure the loss.",
+    "do_causal_lm_eval": "Evaluations measure the loss.",
+    "loss_watchdog_threshold": _NOT_FINITE,
+    "loss_watchdog_patience": _NOT_FINITE,
     "lora_fan_in_fan_out": "Linears are never transposed here.",
+    "lora_target_parameters": "Adapters are on linears; experts are not supported.",
+    "quantize_moe_experts": "Mixtures of experts are not supported.",
+    "peft_init_lora_weights": reasons.START,
+    "loraplus_lr_embedding": "The embedding stays frozen.",
+    "unfrozen_parameters": "The weights of the base stay frozen.",
+    "sample_packing_sequentially": "Each optimizer step is packed by itself.",
+    "batch_size": "It follows from gradient_accumulation_steps.",
+    "debug": "`jaxlora data show` prints samples.",
 }
+# Settings of training that is not on given answers, or of more than an adapter.
+_OTHER_TRAINING = (
+    *("rl", "reward_model", "process_reward_model", "kd_trainer", "diffusion"),
+    *("relora", "num_labels", "trainer_cls"),
+)
 
 
 def migrate(given: dict[str, Any]) -> Migration:
@@ -101,108 +79,76 @@ def migrate(given: dict[str, Any]) -> Migration:
     migration.run["model"] = migration.take("base_model")
     output_dir = migration.take("output_dir", "./model-out")
     migration.run["output_dir"] = output_dir
-    _set_base(migration)
+    four, eight = migration.take("load_in_4bit"), migration.take("load_in_8bit")
+    common.set_quantized_base(migration, 4 if four else 8 if eight else None)
     migration.job["name"] = common.job_name(output_dir, "adapter")
     _set_data(migration)
     _set_adapter(migration)
     _set_length(migration)
-    common.set_schedule(migration, "lr_scheduler", "cosine")
+    _set_schedule(migration)
     _set_batch(migration)
+    common.set_optimizer(migration, "optimizer")
+    _note_end_token(migration)
     migration.job["epochs"] = migration.take("num_epochs", 1.0)
-    _set_false_as_unset(migration)
-    migration.take_rest(_REASONS)
-    migration.job.setdefault("seed", 42)
-    common.check_evaluation(migration)
+    common.take_trainer_rest(migration, _REASONS)
     return migration
 
 
 def _check_kind(migration: Migration) -> None:
-    adapter, rl = migration.take("adapter"), migration.take("rl")
+    adapter = migration.take("adapter")
     if adapter not in ("lora", "qlora"):
         raise ConfigError(
             f"adapter is {adapter!r}, and jaxlora trains LoRA adapters. Only files "
             "with adapter: lora or adapter: qlora can be converted."
         )
-    if rl is not None:
-        raise ConfigError(
-            f"rl is {rl!r}, and jaxlora trains on given answers only. Files with rl "
-            "cannot be converted."
-        )
-
-
-def _set_base(migration: Migration) -> None:
-    four, eight = migration.take("load_in_4bit"), migration.take("load_in_8bit")
-    common.set_quantized_base(migration, 4 if four else 8 if eight else None)
+    for key in _OTHER_TRAINING:
+        if value := migration.take(key):
+            raise ConfigError(
+                f"{key} is {value!r}, and jaxlora trains LoRA adapters on given "
+                f"answers only. Files with {key} cannot be converted."
+            )
 
 
 def _set_data(migration: Migration) -> None:
-    datasets = migration.take("datasets", [])
-    held_out = migration.take("test_datasets", [])
+    datasets = migration.take("datasets") or _pretraining(migration)
+    held_out = migration.take("test_datasets")
     template = migration.take("chat_template")
-    on_all = migration.take("train_on_inputs", False)
     if template not in (None, "tokenizer_default"):
         migration.left_out["chat_template"] = (
-            f"{template!r}: the tokenizer's own chat template is used."
+            f"{template!r} is not used. {reasons.OWN_TEMPLATE}"
         )
+    on_all = migration.take("train_on_inputs") is True
     job = migration.job
-    job["data"] = {"path": "records.jsonl"}
     if datasets:
-        job["data"] = _dataset(migration, "datasets", datasets, on_all)
+        job["data"] = axolotl_data.take_data(migration, "datasets", datasets, on_all)
     else:
+        job["data"] = {"path": "records.jsonl"}
         migration.to_do.append("data.path: there were no datasets. Give a file.")
     if held_out:
-        job["eval_data"] = _dataset(migration, "test_datasets", held_out, on_all)
-    share = migration.take("val_set_size")
-    if isinstance(share, float) and 0 < share < 1:
-        job["eval_fraction"] = share
-    elif share:
-        migration.left_out["val_set_size"] = (
-            f"{share} records: eval_fraction is a share. Set it to {share} divided by "
-            "the number of records."
+        job["eval_data"] = axolotl_data.take_data(
+            migration, "test_datasets", held_out, on_all
         )
+    common.set_held_out_share(migration, "val_set_size")
+    if migration.take("curriculum_sampling"):
+        job["shuffle"] = False
 
 
-def _dataset(
-    migration: Migration, where: str, datasets: list[Any], on_all: bool
-) -> dict[str, Any]:
-    """Converts the first of some data sets; names the others."""
-    first = dict(datasets[0]) if isinstance(datasets[0], dict) else {}
-    kind = str(first.pop("type", "completion"))
-    path = str(first.pop("path", "records.jsonl"))
-    files = first.pop("data_files", None)
-    if files:
-        path = str(files[0] if isinstance(files, list) else files)
-    data: dict[str, Any] = {"path": path, **_TYPES.get(kind.split(":")[0], {})}
-    common.note_dataset(migration, path)
-    if kind.split(":")[0] not in _TYPES:
-        migration.to_do.append(
-            f"data: type {kind!r} has no counterpart. Name the fields: prompt and "
-            "completion (which may be templates), messages or text."
-        )
-    for key, ours in (
-        ("name", "subset"),
-        ("split", "split"),
-        ("revision", "revision"),
-        ("field_messages", "messages"),
-        ("field", "text"),
-    ):
-        if value := first.pop(key, None):
-            data[ours] = value
-    if on_all:
-        data["loss_on"] = "all"
-    first.pop("ds_type", None)
-    for key, value in first.items():
-        if value not in (None, "", [], {}):
-            migration.left_out[f"{where}.0.{key}"] = (
-                "Check with `jaxlora plan` and the log that the records are read as "
-                "you expect."
-            )
-    for number, other in enumerate(datasets[1:], start=1):
-        name = other.get("path") if isinstance(other, dict) else other
-        migration.left_out[f"{where}.{number}"] = (
-            f"{name}: a job has one data set. Join the files, or train a job on each."
-        )
-    return data
+def _pretraining(migration: Migration) -> Any:
+    """Returns the data sets of plain text, described like the others."""
+    given = migration.take("pretraining_dataset")
+    if isinstance(given, str):
+        given = {"path": given}
+    if isinstance(given, dict):
+        given = [given]
+    if not isinstance(given, list):
+        return given
+    return [
+        {"type": "completion", "field": one.get("text_column")}
+        | {k: v for k, v in one.items() if k not in ("text_column", "type")}
+        if isinstance(one, dict)
+        else one
+        for one in given
+    ]
 
 
 def _set_adapter(migration: Migration) -> None:
@@ -211,34 +157,61 @@ def _set_adapter(migration: Migration) -> None:
     job["lora_alpha"] = migration.take("lora_alpha", 16)
     job["dropout"] = migration.take("lora_dropout", 0.0)
     targets = migration.take("lora_target_modules")
-    if migration.take("lora_target_linear") or not targets:
+    if migration.take("lora_target_linear"):
+        if targets:
+            migration.left_out["lora_target_modules"] = (
+                "lora_target_linear adapts all linears."
+            )
         targets = "all-linear"
+    if not targets:
+        targets = "all-linear"
+        migration.to_do.append("target_modules: none were given, so it is all-linear.")
     job["target_modules"] = targets
-    if folder := migration.take("lora_model_dir"):
-        job["init_from"] = folder
+    for theirs, ours in (
+        ("lora_rank_pattern", "rank_pattern"),
+        ("lora_alpha_pattern", "alpha_pattern"),
+    ):
+        if pattern := migration.take(theirs):
+            job[ours] = pattern
+    common.set_start(migration, migration.take("lora_model_dir"))
 
 
 def _set_length(migration: Migration) -> None:
     job = migration.job
     job["max_length"] = migration.take("sequence_len", 512)
-    strategy = migration.take("excess_length_strategy", "drop")
+    strategy = str(migration.take("excess_length_strategy", "drop")).lower()
     job["too_long"] = _TOO_LONG.get(strategy, strategy)
 
 
-def _set_batch(migration: Migration) -> None:
-    samples = common.set_batch(migration, "micro_batch_size", 1)
-    if migration.take("sample_packing"):
-        tokens = migration.job["max_length"]
+def _set_schedule(migration: Migration) -> None:
+    common.set_schedule(migration, "lr_scheduler", "cosine")
+    given = migration.given.keys()
+    if migration.job["lr_schedule"] != "constant" and not (
+        given & {"warmup_steps", "warmup_ratio"}
+    ):
+        migration.job["warmup_ratio"] = 0.03
         migration.to_do.append(
-            f"batch_size: Axolotl packed samples, so its batch was {samples} sequences "
-            f"of {tokens} tokens, each with many samples. For as many tokens in a "
-            f"step, set batch_size to {samples} x {tokens} divided by the mean number "
-            "of tokens of a sample."
+            "warmup_ratio: Axolotl warms up for 3% of the steps by default, but for "
+            "100 at most. Set warmup_steps: 100 for a run of over 3,333 steps."
         )
 
 
-def _set_false_as_unset(migration: Migration) -> None:
-    """Drops settings that are false, which turn nothing on."""
-    for key, value in list(migration.given.items()):
-        if value is False:
-            del migration.given[key]
+def _set_batch(migration: Migration) -> None:
+    given = migration.given
+    if "batch_size" in given and not given.get("gradient_accumulation_steps"):
+        # An older setting: the samples of an optimizer step on one device.
+        given.pop("micro_batch_size", None)
+        samples = common.set_batch(migration, "batch_size", 1)
+    else:
+        samples = common.set_batch(migration, "micro_batch_size", 1)
+    if migration.take("sample_packing"):
+        common.note_packing(migration, samples)
+
+
+def _note_end_token(migration: Migration) -> None:
+    tokens = migration.given.get("special_tokens")
+    if isinstance(tokens, dict) and (end := tokens.get("eos_token")):
+        migration.to_do.append(
+            f"special_tokens: the eos_token was {end!r}. If that of the checkpoint is "
+            "another one, set it in tokenizer_config.json."
+        )

@@ -3,32 +3,19 @@
 import pathlib
 from typing import Any
 
-from jaxlora.config import check_job_name
+from jaxlora.config import LoraJob, check_job_name
+from jaxlora.migrate import reasons
 from jaxlora.migrate.migration import Migration
-
-TRUST = "Models are read by jaxlora itself; no code of a checkpoint runs."
-CHECKPOINTS = (
-    "checkpoint_every counts rounds, and is 50 by default; a checkpoint is also "
-    "written at the end and on Ctrl-C."
-)
-TRACKING = (
-    "Set report_to of the run: tensorboard (the default), wandb or trackio; the "
-    "environment variables of W&B and Trackio choose the project."
-)
-KERNELS = "The kernels are chosen by the device; see implementation and attention."
-DEVICES = "Set mesh of the run (or --mesh): data, stage and fsdp, or auto."
-EVERY_EVALUATION = (
-    "eval_every is a number of optimizer steps. Without it, a job is evaluated at its "
-    "start and its end."
-)
 
 # Defaults of transformers' TrainingArguments, which differ from ours.
 TRANSFORMERS = {"learning_rate": 5e-5, "lr_schedule": "linear", "epochs": 3.0}
+_TRACKERS = ("tensorboard", "wandb", "trackio")
+_OF_ADAPTER = ("rank", "lora_alpha", "target_modules")
 
 
-def job_name(output_dir: str | None, default: str) -> str:
+def job_name(output_dir: Any, default: str) -> str:
     """Returns a name for the job, after the folder that it was written to."""
-    name = pathlib.PurePath(output_dir or "").name
+    name = pathlib.PurePath(str(output_dir or "")).name
     try:
         return check_job_name(name)
     except ValueError:
@@ -36,7 +23,13 @@ def job_name(output_dir: str | None, default: str) -> str:
 
 
 def set_schedule(migration: Migration, key: str, default: str) -> None:
-    """Sets the job's schedule from transformers' name of it."""
+    """Sets the job's schedule and warm-up from transformers' settings.
+
+    Args:
+        migration: The settings.
+        key: The other tool's name of the schedule.
+        default: Its default.
+    """
     schedule = str(migration.take(key, default))
     migration.job["lr_schedule"] = schedule.removesuffix("_with_warmup")
     if schedule == "constant":
@@ -45,6 +38,9 @@ def set_schedule(migration: Migration, key: str, default: str) -> None:
                 migration.left_out[warmup] = (
                     "The schedule `constant` has no warm-up in transformers."
                 )
+    steps = migration.given.get("warmup_steps")
+    if isinstance(steps, float) and 0 < steps < 1:
+        migration.given["warmup_ratio"] = migration.take("warmup_steps")
 
 
 def set_batch(migration: Migration, key: str, default: int) -> int:
@@ -55,6 +51,9 @@ def set_batch(migration: Migration, key: str, default: int) -> int:
         key: The other tool's name of the samples per device.
         default: Its default.
     """
+    product = key
+    if "gradient_accumulation_steps" in migration.given:
+        product += " times gradient_accumulation_steps"
     accumulation = migration.take("gradient_accumulation_steps", 1)
     samples = migration.take(key, default)
     if not isinstance(accumulation, int) or not isinstance(samples, int):
@@ -62,20 +61,50 @@ def set_batch(migration: Migration, key: str, default: int) -> int:
             f"batch_size: {key} is {samples!r} and gradient_accumulation_steps is "
             f"{accumulation!r}. Set batch_size to their product."
         )
-        return LoraDefaults.batch_size
+        return LoraJob.model_fields["batch_size"].default
     migration.job["batch_size"] = samples * accumulation
     migration.to_do.append(
-        f"batch_size counts the samples of an optimizer step. It is {key} times "
-        "gradient_accumulation_steps; if you trained on several devices, multiply it "
+        "batch_size counts the samples of an optimizer step. It is "
+        f"{migration.tool}'s {product}; if you trained on several devices, multiply it "
         "by their number."
     )
     return samples * accumulation
 
 
-class LoraDefaults:
-    """Defaults of ours that are used where a value cannot be converted."""
+def note_packing(migration: Migration, samples: int) -> None:
+    """Says that a batch of packed sequences has more samples than sequences."""
+    tokens = migration.job["max_length"]
+    migration.to_do.append(
+        f"batch_size: {migration.tool} packed samples, so its batch was {samples} "
+        f"sequences of {tokens} tokens, each with many samples. For as many tokens in "
+        f"a step, set batch_size to {samples} x {tokens} divided by the mean number of "
+        "tokens of a sample."
+    )
 
-    batch_size = 8
+
+def set_optimizer(migration: Migration, key: str) -> None:
+    """Says what becomes of the optimizer, which is always AdamW here."""
+    name = migration.take(key)
+    if name is None:
+        return
+    if str(name).removeprefix("paged_").startswith("adamw"):
+        text = f"{name}: the optimizer is AdamW with its moments in float32."
+    else:
+        text = f"{name} is replaced by AdamW, which may need another learning_rate."
+        migration.to_do.append(f"learning_rate: {key} {text}")
+    migration.left_out[key] = text
+
+
+def set_trackers(migration: Migration) -> None:
+    """Sets the experiment trackers; says which ones are not there."""
+    names = migration.take("report_to")
+    if names is None or names == "all":
+        return
+    names = names if isinstance(names, list) else [names]
+    migration.run["report_to"] = [n for n in names if n in _TRACKERS] or "none"
+    others = [str(n) for n in names if n not in (*_TRACKERS, "none")]
+    if others:
+        migration.left_out["report_to"] = f"{', '.join(others)}: {reasons.TRACKING}"
 
 
 def set_quantized_base(migration: Migration, bits: Any) -> None:
@@ -83,18 +112,61 @@ def set_quantized_base(migration: Migration, bits: Any) -> None:
     formats = {4: "nf4", 8: "int8"}
     if bits is None:
         return
-    if bits in formats:
+    if bits in (4, 8):
         migration.run["quantize_base"] = formats[bits]
     else:
         migration.left_out["quantization_bit"] = "quantize_base has fp8, int8 and nf4."
 
 
-def check_evaluation(migration: Migration) -> None:
+def set_start(migration: Migration, folder: Any) -> None:
+    """Starts the job from an adapter, whose rank, lora_alpha and targets it takes."""
+    if not folder:
+        return
+    migration.job["init_from"] = folder
+    for key in _OF_ADAPTER:
+        migration.job.pop(key, None)
+        migration.left_out[key] = f"It is taken from the adapter in {folder}."
+
+
+def set_held_out_share(migration: Migration, key: str) -> None:
+    """Sets the share of the records that is held out, if it is a share."""
+    share = migration.take(key)
+    if not share:
+        return
+    if "eval_data" in migration.job:
+        migration.left_out[key] = f"{share}: there is a data set of held-out records."
+    elif isinstance(share, int | float) and 0 < share < 1:
+        migration.job["eval_fraction"] = share
+    else:
+        migration.left_out[key] = (
+            f"{share} records: eval_fraction is a share. Set it to {share} divided by "
+            "the number of records."
+        )
+
+
+def take_trainer_rest(migration: Migration, own_reasons: dict[str, str]) -> None:
+    """Takes what is left of the settings, by our names or with reasons why not.
+
+    Args:
+        migration: The settings.
+        own_reasons: Why settings of the tool are left out, by their keys.
+    """
+    given = migration.given
+    if given.get("max_steps") in (-1, 0):  # The number of epochs decides.
+        del given["max_steps"]
+    if given.get("max_grad_norm") == 0:
+        migration.job["max_grad_norm"] = migration.take("max_grad_norm") or None
+    migration.take_rest(own_reasons)
+    migration.job.setdefault("seed", 42)
+    _check_evaluation(migration)
+
+
+def _check_evaluation(migration: Migration) -> None:
     """Leaves out settings of the evaluation that have nothing to evaluate."""
     job = migration.job
     if not isinstance(job.get("eval_every", 1), int):
         share = job.pop("eval_every")
-        migration.left_out["eval_steps"] = f"{share}: {EVERY_EVALUATION}"
+        migration.left_out["eval_steps"] = f"{share}: {reasons.EVERY_EVALUATION}"
     has_data = bool(job.get("eval_fraction")) or "eval_data" in job
     if job.get("early_stopping") and not job.get("eval_every"):
         del job["early_stopping"]
@@ -106,13 +178,3 @@ def check_evaluation(migration: Migration) -> None:
         if key in job and not has_data:
             del job[key]
             migration.left_out[key] = "There are no held-out records."
-
-
-def note_dataset(migration: Migration, path: str) -> None:
-    """Says what a data set needs that is not a local file."""
-    is_file = bool(pathlib.PurePath(path).suffix) or path.startswith((".", "/"))
-    if not is_file:
-        migration.to_do.append(
-            f"data.path: {path} is a data set on the hub. It needs `pip install "
-            "'jaxlora[datasets]'`; or download it, and give the file."
-        )

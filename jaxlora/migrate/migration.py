@@ -8,6 +8,7 @@ import pydantic
 
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.errors import ConfigError
+from jaxlora.migrate.reasons import find_reason
 from jaxlora.other_names import OF_JOB, OF_RUN
 from jaxlora.yaml_file import dump_yaml
 
@@ -51,26 +52,25 @@ class Migration:
         value = self.given.pop(key, None)
         return default if _is_empty(value) else value
 
-    def take_rest(self, reasons: Mapping[str, str]) -> None:
+    def take_rest(self, own_reasons: Mapping[str, str]) -> None:
         """Takes all settings that are left: by their names, or with a reason.
 
         Args:
-            reasons: Why settings are left out, by their keys, if it is for another
-                reason than that of `jaxlora.other_names`.
+            own_reasons: Why settings of the tool are left out, by their keys. Others
+                have their reason in `reasons` or in `jaxlora.other_names`.
         """
         for key in list(self.given):
             value = self.take(key)
-            if value is None:
+            if value is None or value is False:  # It turns nothing on.
                 continue
-            if key in reasons:
-                self.left_out[key] = reasons[key]
+            if key in own_reasons:
+                self.left_out[key] = own_reasons[key]
             elif (ours := _same_meaning(key)) in LoraJob.model_fields:
                 self._put(self.job, ours, key, value)
             elif ours in RunConfig.model_fields:
                 self._put(self.run, ours, key, value)
             else:
-                hint = OF_JOB.hints.get(key, _NOT_KNOWN).removeprefix("Leave it out: ")
-                self.left_out[key] = hint[0].upper() + hint[1:]
+                self.left_out[key] = find_reason(key) or _hint(key) or _NOT_KNOWN
 
     def _put(self, place: dict[str, Any], ours: str, key: str, value: Any) -> None:
         if ours in place:
@@ -105,7 +105,14 @@ class Migration:
         if key not in place:
             raise ConfigError(f"the settings cannot be converted: {reason}")
         del place[key]
-        self.left_out[key] = f"{value!r:.80} cannot be used here: {reason}."
+        config = LoraJob if place is self.job else RunConfig
+        field = config.model_fields[key]
+        if field.is_required():
+            raise ConfigError(f"{key} is {value!r:.80}, which cannot be used: {reason}")
+        self.left_out[key] = (
+            f"{value!r:.80} cannot be used here ({reason.rstrip('.')}). The default is "
+            f"used: {field.default!r}."
+        )
 
     def text(self, source: str) -> str:
         """Returns the text of the run file, which begins with what was left out.
@@ -125,6 +132,11 @@ class Migration:
 
 def _is_empty(value: Any) -> bool:
     return value is None or value in ("", [], {})
+
+
+def _hint(key: str) -> str:
+    hint = OF_JOB.hints.get(key, "").removeprefix("Leave it out: ")
+    return hint[:1].upper() + hint[1:]
 
 
 def _same_meaning(key: str) -> str | None:

@@ -3,15 +3,31 @@
 from typing import Any
 
 from jaxlora.errors import ConfigError
+from jaxlora.migrate import reasons
 from jaxlora.migrate.migration import Migration
 
+_NO_SUCH_ADAPTER = "There are no such adapters here; this one is trained without it."
 _REASONS = {
     "auto_mapping": "It names the class of the model in transformers.",
     "task_type": "Models are causal language models.",
     "inference_mode": "It does not matter for training.",
     "bias": "Biases stay frozen.",
-    "init_lora_weights": "A starts as by PEFT's default, and B at zero.",
+    "init_lora_weights": reasons.START,
     "peft_version": "It does not matter for training.",
+    "layers_pattern": "Set target_modules to a regular expression for whole names.",
+    "fan_in_fan_out": "Linears are never transposed here.",
+    **dict.fromkeys(
+        ("use_qalora", "layer_replication", "alora_invocation_tokens", "arrow_config"),
+        _NO_SUCH_ADAPTER,
+    ),
+    **dict.fromkeys(("target_parameters", "trainable_token_indices"), _NO_SUCH_ADAPTER),
+}
+# PEFT's own values, which say nothing about the adapter.
+_DEFAULTS = {
+    "bias": "none",
+    "init_lora_weights": True,
+    "megatron_core": "megatron.core",
+    "qalora_group_size": 16,
 }
 
 
@@ -28,7 +44,7 @@ def migrate(given: dict[str, Any]) -> Migration:
             f"peft_type is {kind!r}, and jaxlora trains LoRA adapters. Only LORA can "
             "be converted."
         )
-    migration.run["model"] = migration.take("base_model_name_or_path", "")
+    migration.run["model"] = migration.take("base_model_name_or_path")
     if revision := migration.take("revision"):
         migration.run["revision"] = revision
     job = migration.job
@@ -38,16 +54,14 @@ def migrate(given: dict[str, Any]) -> Migration:
     job["dropout"] = migration.take("lora_dropout", 0.0)
     for key in ("target_modules", "rank_pattern", "alpha_pattern", "exclude_modules"):
         if value := migration.take(key):
-            job[key] = sorted(value) if isinstance(value, list) else value
+            job[key] = sorted(map(str, value)) if isinstance(value, list) else value
     migration.to_do.append("data.path: give the file to train on.")
     migration.to_do.append(
         "init_from: set it to the adapter's folder to train this adapter further, and "
         "leave out rank, lora_alpha and targets then."
     )
-    for key, value in list(migration.given.items()):
-        is_off = value is False or (key == "bias" and value == "none")
-        is_default = key == "init_lora_weights" and value is True
-        if is_off or is_default:
+    for key, value in _DEFAULTS.items():
+        if migration.given.get(key) == value:
             del migration.given[key]
     migration.take_rest(_REASONS)
     return migration

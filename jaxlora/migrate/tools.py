@@ -6,20 +6,27 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxlora.errors import ConfigError
-from jaxlora.migrate import axolotl, llama_factory, peft
+from jaxlora.migrate import axolotl, llama_factory, peft, trl
 from jaxlora.migrate.migration import Migration
 from jaxlora.yaml_file import parse_yaml
 
-# A key that only the files of the tool have, and the tool.
-_TOOLS: dict[str, Callable[[dict[str, Any]], Migration]] = {
-    "peft_type": peft.migrate,
-    "finetuning_type": llama_factory.migrate,
-    "base_model": axolotl.migrate,
-}
+_Convert = Callable[[dict[str, Any]], Migration]
+# Keys that only the files of a tool have, and the tool. The first that fits is taken.
+_TOOLS: tuple[tuple[tuple[str, ...], _Convert], ...] = (
+    (("peft_type",), peft.migrate),
+    (("finetuning_type", "stage", "lora_rank", "lora_target"), llama_factory.migrate),
+    (("base_model",), axolotl.migrate),
+    (
+        ("dataset_name", "use_peft", "lora_r", "per_device_train_batch_size"),
+        trl.migrate,
+    ),
+)
+# YAML 1.1, which the other tools read, has more words for true and false than ours.
+_WORDS = {"yes": True, "on": True, "no": False, "off": False}
 
 
 def migrate_file(path: str | os.PathLike) -> Migration:
-    """Converts a file of Axolotl or LLaMA-Factory, or PEFT's adapter_config.json.
+    """Converts a file of Axolotl, LLaMA-Factory or TRL, or PEFT's adapter_config.json.
 
     Raises:
         ConfigError: The file cannot be read, is of no tool that is known, or describes
@@ -35,13 +42,23 @@ def migrate_file(path: str | os.PathLike) -> Migration:
     values = parse_yaml(text, str(path))  # JSON is YAML
     if not isinstance(values, dict):
         raise ConfigError(f"{path} is not a mapping of settings.")
-    for key, migrate in _TOOLS.items():
-        if key in values:
-            migration = migrate(dict(values))
+    for keys, convert in _TOOLS:
+        if any(key in values for key in keys):
+            migration = convert({k: _as_yaml_1_1(v) for k, v in values.items()})
             migration.drop_invalid()
             return migration
     raise ConfigError(
         f"{path} is not a file that can be converted: it has none of the keys "
-        "base_model (Axolotl), finetuning_type (LLaMA-Factory) and peft_type (PEFT's "
-        "adapter_config.json). docs/run_file.md lists the settings of a run file."
+        "base_model (Axolotl), finetuning_type (LLaMA-Factory), dataset_name or "
+        "use_peft (TRL) and peft_type (PEFT's adapter_config.json). "
+        "docs/run_file.md lists the settings of a run file."
     )
+
+
+def _as_yaml_1_1(value: Any) -> Any:
+    """Returns a value as YAML 1.1 has it, in which `yes` and `off` are no texts."""
+    if isinstance(value, dict):
+        return {key: _as_yaml_1_1(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_as_yaml_1_1(item) for item in value]
+    return _WORDS.get(value.lower(), value) if isinstance(value, str) else value

@@ -4,7 +4,7 @@ Names are those of the Hugging Face trainers, so that curves of both overlay. A 
 the same names in every tracker, and each job is a run of its own there.
 """
 
-from jaxlora.train.events import EvalEvent, Event, JobInfo, StepEvent, WindowEvent
+from jaxlora.run.events import EvalEvent, Event, JobInfo, StepEvent, WindowEvent
 
 TRAIN_LOSS, EVAL_LOSS = "train/loss", "eval/loss"
 

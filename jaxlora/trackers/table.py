@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Iterable
 
 from jaxlora.errors import ConfigError
+from jaxlora.trackers.guard import GuardedTracker
 from jaxlora.trackers.tensorboard import TensorBoard
 from jaxlora.trackers.trackio import Trackio
 from jaxlora.trackers.wandb import Wandb
@@ -27,13 +28,11 @@ def check_installed(names: Iterable[str]) -> None:
             )
 
 
-def open_trackers(
-    names: Iterable[str], folder: pathlib.Path
-) -> list[TensorBoard | Wandb | Trackio]:
-    """Opens trackers by name.
+def open_trackers(names: Iterable[str], folder: pathlib.Path) -> list[GuardedTracker]:
+    """Opens trackers by name, whose errors do not end the run once it has begun.
 
     Args:
         names: Names of trackers.
         folder: Folder of the run.
     """
-    return [TRACKERS[name](folder) for name in dict.fromkeys(names)]
+    return [GuardedTracker(n, TRACKERS[n](folder)) for n in dict.fromkeys(names)]

@@ -1,5 +1,6 @@
 """Writes TensorBoard files: a run for each job, with the same tags for all."""
 
+import contextlib
 import os
 import pathlib
 import socket
@@ -11,15 +12,8 @@ from tensorboardX.record_writer import RecordWriter
 from tensorboardX.summary import hparams, scalar, text
 
 from jaxlora.atomic import make_folder, wrap_os_errors
-from jaxlora.trackers.metrics import (
-    EVAL_LOSS,
-    TRAIN_LOSS,
-    hyperparameters,
-    job_metrics,
-    run_metrics,
-)
-from jaxlora.train.callback import Callback
-from jaxlora.train.events import (
+from jaxlora.run.callback import Callback
+from jaxlora.run.events import (
     Event,
     JobAddEvent,
     JobEndEvent,
@@ -28,6 +22,13 @@ from jaxlora.train.events import (
     RunStartEvent,
     SampleEvent,
     WindowEvent,
+)
+from jaxlora.trackers.metrics import (
+    EVAL_LOSS,
+    TRAIN_LOSS,
+    hyperparameters,
+    job_metrics,
+    run_metrics,
 )
 
 _proto: Any = event_pb2  # its classes are made when it is imported
@@ -86,13 +87,14 @@ class TensorBoard(Callback):
         return self._boards[folder]
 
     def close(self) -> None:
-        """Closes all files.
+        """Closes all files, even if the last values of one cannot be written.
 
         Raises:
             StorageError: The last values cannot be written.
         """
-        while self._boards:
-            self._boards.popitem()[1].close()
+        with contextlib.ExitStack() as stack:
+            while self._boards:
+                stack.callback(self._boards.popitem()[1].close)
 
 
 class _Board:

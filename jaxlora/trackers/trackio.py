@@ -10,7 +10,10 @@ from jaxlora.trackers.tracker import JobTracker
 
 
 class Trackio(JobTracker):
-    """Sends each job's metrics to a run of Trackio; a resumed job continues its run."""
+    """Sends each job's metrics and texts to a run of Trackio.
+
+    A resumed job continues its run.
+    """
 
     def _open(self, job: str, settings: dict[str, Any]) -> Any:
         import trackio
@@ -24,8 +27,13 @@ class Trackio(JobTracker):
             embed=False,
         )
 
-    def _send(self, run: Any, metrics: dict[str, float], step: int) -> None:
-        run.log(metrics, step=step)
+    def _send(self, run: Any, values: dict[str, Any], step: int) -> None:
+        run.log(values, step=step)
+
+    def _table(self, row: dict[str, Any]) -> Any:
+        import trackio
+
+        return trackio.Table(data=[row])
 
     def _close(self, run: Any) -> None:
         run.finish()

@@ -12,7 +12,7 @@ from jaxlora.trackers.tracker import JobTracker
 
 
 class Wandb(JobTracker):
-    """Sends each job's metrics to a run of W&B.
+    """Sends each job's metrics and texts to a run of W&B.
 
     A resumed job continues its run, as the run's id follows from the folder's path and
     the job's name.
@@ -38,8 +38,13 @@ class Wandb(JobTracker):
         run.define_metric("*", step_metric="step")
         return run
 
-    def _send(self, run: Any, metrics: dict[str, float], step: int) -> None:
-        run.log({**metrics, "step": step})
+    def _send(self, run: Any, values: dict[str, Any], step: int) -> None:
+        run.log({**values, "step": step})
+
+    def _table(self, row: dict[str, Any]) -> Any:
+        import wandb
+
+        return wandb.Table(columns=list(row), data=[list(row.values())])
 
     def _close(self, run: Any) -> None:
         run.finish()

@@ -11,9 +11,9 @@ from jaxlora import __version__
 from jaxlora.config import RunConfig
 from jaxlora.distributed import processes
 from jaxlora.errors import CheckpointError, ConfigError
+from jaxlora.run.lock import RunLock
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.read_checkpoint import newest_checkpoint
-from jaxlora.train.run_lock import RunLock
 
 _SAME_FILES = (
     "Give all processes the same run file, data, base model and version of jaxlora; "

@@ -16,6 +16,8 @@ import safetensors.numpy
 from jaxlora.adapters.slots import KINDS, Kind, ParkedSlot
 from jaxlora.atomic import make_folder
 from jaxlora.errors import CheckpointError
+from jaxlora.run.identity import RunIdentity, check_same_run
+from jaxlora.run.saved_run import SavedCheckpoint, SavedRun, SavedTensors, sealed
 from jaxlora.train.read_checkpoint import (
     FORMAT,
     ReadCheckpoint,
@@ -24,8 +26,6 @@ from jaxlora.train.read_checkpoint import (
     newest_checkpoint,
     read_newest,
 )
-from jaxlora.train.run_identity import RunIdentity, check_same_run
-from jaxlora.train.saved_run import SavedCheckpoint, SavedRun, SavedTensors, sealed
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from jaxlora.adapters.slots import KINDS, Kind
 from jaxlora.atomic import find_complete_folder, replace_folder, sync_files
 from jaxlora.config import LoraJob
 from jaxlora.errors import CheckpointError
+from jaxlora.run.folder import ADAPTERS, CHECKPOINTS
+from jaxlora.run.identity import RunIdentity, check_same_run
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.read_checkpoint import ReadCheckpoint, read_newest
-from jaxlora.train.run_folder import ADAPTERS, CHECKPOINTS
-from jaxlora.train.run_identity import RunIdentity, check_same_run
 
 
 def continue_job(run: JobRun, identity: RunIdentity) -> None:

@@ -1,22 +1,24 @@
 """Describes a run for its files, and compares it with a run that is resumed."""
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from jaxlora.config import RunConfig
+from jaxlora.errors import CheckpointError
 from jaxlora.hf.load import BaseModel
 from jaxlora.hf.names import linear_names
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.run.folder import CHECKPOINTS, RUN_FILE, read_run_record
+from jaxlora.run.identity import RunIdentity, check_same_run
+from jaxlora.run.job_progress import JobProgress
+from jaxlora.run.saved_run import SavedAdapter, SavedRequests, SavedRun
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.prepared_job import PreparedJob
 from jaxlora.train.read_checkpoint import newest_checkpoint, read_newest
-from jaxlora.train.run_folder import CHECKPOINTS, RUN_FILE, read_run_record
-from jaxlora.train.run_identity import RunIdentity, check_same_run
-from jaxlora.train.saved_run import SavedAdapter, SavedRequests, SavedRun
 
 
 def run_identity(
@@ -117,6 +119,21 @@ def saved_run(
     )
 
 
+def _check_not_extended(
+    progress: Mapping[str, JobProgress], jobs: Sequence[JobRun | PreparedJob]
+) -> None:
+    for job in jobs:
+        name, wanted = job.job.name, job.num_steps
+        done = progress.get(name, JobProgress())
+        if done.status == "finished" and wanted > done.step:
+            raise CheckpointError(
+                f"job {name!r} has finished its {done.step} steps, and {wanted} are "
+                "wanted now. Its optimizer state was dropped when it finished, so it "
+                "cannot go on: set steps back, and add another job with init_from on "
+                "its adapter."
+            )
+
+
 def _saved_adapter(run: JobRun) -> SavedAdapter:
     return SavedAdapter(
         modules={
@@ -129,20 +146,25 @@ def _saved_adapter(run: JobRun) -> SavedAdapter:
     )
 
 
-def check_resumes(folder: pathlib.Path, identity: RunIdentity) -> None:
-    """Refuses to resume a run other than the one in a folder; reads no tables.
+def check_resumes(
+    folder: pathlib.Path, identity: RunIdentity, jobs: Sequence[JobRun | PreparedJob]
+) -> None:
+    """Refuses to resume what the run in a folder cannot become; reads no tables.
 
     Args:
         folder: Folder of a run that has begun.
         identity: Identity of the run to resume.
+        jobs: Its jobs.
 
     Raises:
-        CheckpointError: The identities differ, or a file is damaged.
+        CheckpointError: The identities differ, a job that has finished has more steps
+            now, or a file is damaged.
     """
     checkpoints = folder / CHECKPOINTS
     if newest_checkpoint(checkpoints) is not None:
         found = read_newest(checkpoints)
         path = checkpoints / str(found.number)
         check_same_run(identity, found.run.identity, path, "the checkpoint")
+        _check_not_extended(found.run.progress, jobs)
     elif (record := read_run_record(folder)) is not None:
         check_same_run(identity, record.identity, folder / RUN_FILE, RUN_FILE)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import jax
 
 from jaxlora.errors import DeviceError
+from jaxlora.run.folder import CHECKPOINTS
 from jaxlora.train.read_checkpoint import newest_checkpoint
-from jaxlora.train.run_folder import CHECKPOINTS
 
 _NO_MEMORY = "RESOURCE_EXHAUSTED"
 

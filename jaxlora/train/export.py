@@ -27,15 +27,15 @@ from jaxlora.atomic import (
     sync_files,
 )
 from jaxlora.errors import AdapterError, CheckpointError
+from jaxlora.run.folder import ADAPTERS, CHECKPOINTS, read_run_record
+from jaxlora.run.job_progress import JobProgress
+from jaxlora.run.saved_run import SavedRun
 from jaxlora.train.job_card import job_card
-from jaxlora.train.job_run import JobProgress
 from jaxlora.train.read_checkpoint import (
     ReadCheckpoint,
     newest_checkpoint,
     read_newest,
 )
-from jaxlora.train.run_folder import ADAPTERS, CHECKPOINTS, read_run_record
-from jaxlora.train.saved_run import SavedRun
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxlora._version import __version__
 from jaxlora.adapters.model_card import model_card
-from jaxlora.train.job_run import JobProgress
+from jaxlora.run.job_progress import JobProgress
 
 
 def job_card(

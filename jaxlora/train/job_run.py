@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import hashlib
 import math
-from typing import Literal
 
 import numpy as np
 
@@ -16,51 +15,8 @@ from jaxlora.data.order import JobOrder
 from jaxlora.data.pack import JobBatch
 from jaxlora.data.tokenize import TokenizedData
 from jaxlora.modules.trained_tensors import tensors_with
-
-Status = Literal[
-    "waiting", "running", "paused", "finished", "stopped", "stopped early", "failed"
-]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class JobProgress:
-    """State of a job that a checkpoint keeps, besides the weights.
-
-    Attributes:
-        status: Whether the job waits, runs, is paused or has ended, and how it ended.
-        reason: Text that says why the job is paused or has ended.
-        slot: Slot of the job while it runs.
-        step: Optimizer steps done; the position in the data follows from it.
-        num_tokens: Tokens trained on, prompts included.
-        first_loss: Training loss of the first step, in nats per target token.
-        last_loss: Training loss of the latest step.
-        first_eval: Evaluation loss before the first step.
-        last_eval: Latest evaluation loss.
-        last_eval_step: Optimizer steps done at `last_eval`.
-        best_eval: Lowest evaluation loss.
-        best_step: Optimizer steps done at `best_eval`.
-        evals_without_gain: Evaluations since the last improvement that early stopping
-            counted as one.
-    """
-
-    status: Status = "waiting"
-    reason: str = ""
-    slot: int | None = None
-    step: int = 0
-    num_tokens: int = 0
-    first_loss: float | None = None
-    last_loss: float | None = None
-    first_eval: float | None = None
-    last_eval: float | None = None
-    last_eval_step: int | None = None
-    best_eval: float | None = None
-    best_step: int | None = None
-    evals_without_gain: int = 0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the job has ended, for any reason."""
-        return self.status not in ("waiting", "running", "paused")
+from jaxlora.run.events import JobInfo
+from jaxlora.run.job_progress import JobProgress
 
 
 def job_order(job: LoraJob, data: TokenizedData) -> JobOrder:
@@ -220,6 +176,17 @@ class JobRun:
         """Whether early stopping ends the job."""
         patience = self.job.early_stopping
         return bool(patience and self.progress.evals_without_gain >= patience)
+
+    def info(self) -> JobInfo:
+        """Describes the job as it enters a run."""
+        return JobInfo(
+            settings=self.job,
+            rank=self.largest_rank,
+            num_modules=len(self.start.modules),
+            num_steps=self.num_steps,
+            batch_tokens=self.batch_tokens,
+            progress=self.progress,
+        )
 
 
 def _hash_adapter(adapter: Adapter) -> str:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from jaxlora.adapters.slots import ParkedSlot
 from jaxlora.adapters.staged_slots import StagedSlots
-from jaxlora.errors import CheckpointError
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.read_checkpoint import ReadCheckpoint
 
@@ -39,16 +38,12 @@ def restore_jobs(
         found: The checkpoint.
         slots: The slots of the run, all empty.
         num_slots: Number of slots.
-
-    Raises:
-        CheckpointError: A job that has finished has more steps now.
     """
     for run in runs:
         name = run.job.name
         if name not in found.run.progress:
             continue
         run.progress = found.run.progress[name]
-        _check_not_extended(run)
         if name not in found.tensors:
             continue
         slot, parked = run.progress.slot, found.parked(name)
@@ -59,14 +54,3 @@ def restore_jobs(
         if slot is not None:
             reason = f"this run has no slot {slot}"
             run.update(status="paused", reason=reason, slot=None)
-
-
-def _check_not_extended(run: JobRun) -> None:
-    progress = run.progress
-    if progress.status == "finished" and run.num_steps > progress.step:
-        raise CheckpointError(
-            f"job {run.job.name!r} has finished its {progress.step} steps, and "
-            f"{run.num_steps} are wanted now. Its optimizer state was dropped when it "
-            "finished, so it cannot go on: set steps back, and add another job with "
-            "init_from on its adapter."
-        )

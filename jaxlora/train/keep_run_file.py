@@ -3,8 +3,8 @@
 import pathlib
 
 from jaxlora.atomic import write_bytes
-from jaxlora.train.callback import Callback
-from jaxlora.train.events import RunStartEvent
+from jaxlora.run.callback import Callback
+from jaxlora.run.events import RunStartEvent
 
 RUN_FILE_COPY = "run_file.yaml"
 

@@ -4,12 +4,18 @@ import dataclasses
 import datetime
 import pathlib
 
-from jaxlora.config import LoraJob, RunConfig
+from jaxlora.config import RunConfig
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.distributed import processes
 from jaxlora.hf.files import tokenizer_folder
 from jaxlora.hf.load import BaseModel, load_model
 from jaxlora.memory.bounds import Bounds
+from jaxlora.run.folder import (
+    as_begun,
+    check_writable,
+    start_time,
+)
+from jaxlora.run.lock import check_not_in_use
 from jaxlora.trackers.table import check_installed
 from jaxlora.train import agreement
 from jaxlora.train.job_run import JobRun
@@ -18,13 +24,6 @@ from jaxlora.train.planned_model import PlannedModel, planned_model
 from jaxlora.train.prepare import start_job
 from jaxlora.train.prepared_job import DataReader, data_reader, prepare_jobs
 from jaxlora.train.quantized_base import log_base, with_copies
-from jaxlora.train.run_folder import (
-    added_jobs,
-    begun_settings,
-    check_writable,
-    start_time,
-)
-from jaxlora.train.run_lock import check_not_in_use
 from jaxlora.train.samples import Sampler, sample_prompts
 from jaxlora.train.settle_run import settle_mesh, settle_run
 
@@ -117,10 +116,7 @@ def _begun(config: RunConfig) -> RunConfig:
     check_installed(config.report_to)
     processes.from_first(lambda: check_writable(folder))
     processes.from_first(lambda: check_not_in_use(folder))
-    begun = processes.from_first(lambda: begun_settings(config))
-    added = processes.from_first(lambda: added_jobs(config))
-    joined = [LoraJob.model_validate(job) for job in added]
-    return config.replace(**begun, jobs=(*config.jobs, *joined))
+    return as_begun(config)
 
 
 def _load(config: RunConfig) -> BaseModel:

@@ -7,9 +7,9 @@ import time
 from typing import Any
 
 from jaxlora.atomic import write_bytes
-from jaxlora.train.callback import Callback
-from jaxlora.train.events import WindowEvent
-from jaxlora.train.run_log import METRICS_FILE, read_events
+from jaxlora.run.callback import Callback
+from jaxlora.run.events import WindowEvent
+from jaxlora.run.log import METRICS_FILE, read_events
 
 PICTURE = "losses.png"
 _NUM_NAMED = 8  # jobs in colors; the others are grey

@@ -2,15 +2,16 @@
 
 import importlib.util
 import logging
+import sys
 
 from rich.console import Console
 from rich.live import Live
 
 from jaxlora import console
-from jaxlora.train.callback import Callback
-from jaxlora.train.events import Event, RunEndEvent, StepEvent, WindowEvent
-from jaxlora.train.run_status import RunStatus, StatusTracker
-from jaxlora.train.status_view import StatusView, format_seconds
+from jaxlora.run.callback import Callback
+from jaxlora.run.events import Event, RunEndEvent, StepEvent, WindowEvent
+from jaxlora.run.status import RunStatus, StatusTracker
+from jaxlora.run.status_view import StatusView, format_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +51,18 @@ class Progress(Callback):
             )
 
     def start(self) -> None:
-        """Shows the display."""
+        """Shows the display; lines of the log go above it."""
         if self._live is not None:
+            before = sys.stderr
             self._live.start()
+            _move_log(before)
 
     def close(self) -> None:
         """Leaves the last state on the screen."""
         if self._live is not None:
+            above = sys.stderr
             self._live.stop()
+            _move_log(above)
 
     def _view(self) -> StatusView:
         # One line stays free, as rich clears the screen if a display fills all of it.
@@ -80,6 +85,18 @@ class Progress(Callback):
             if event.round // self._log_every > before // self._log_every:
                 logger.info("%s", log_line(self._tracker.status(), self._losses))
             self._losses = {}
+
+
+def _move_log(before: object) -> None:
+    """Lets the handlers of the log that write to a stream write to the present stderr.
+
+    A script's `logging.basicConfig` writes to stderr itself, past what rich puts in its
+    place while a display is shown. Such lines would end up inside the display.
+    """
+    for name in (None, "jaxlora"):
+        for handler in logging.getLogger(name).handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream is before:
+                handler.setStream(sys.stderr)
 
 
 def log_line(status: RunStatus, losses: dict[str, float]) -> str:

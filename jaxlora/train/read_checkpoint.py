@@ -14,7 +14,7 @@ from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.slots import Kind, ParkedSlot
 from jaxlora.errors import CheckpointError
 from jaxlora.json_file import check_regular_file
-from jaxlora.train.saved_run import (
+from jaxlora.run.saved_run import (
     SavedCheckpoint,
     SavedRun,
     SavedTensors,

@@ -12,9 +12,10 @@ from rich.table import Table
 
 from jaxlora.atomic import write_text
 from jaxlora.console import literal, show
-from jaxlora.train.job_run import JobProgress, JobRun
+from jaxlora.run.job_progress import JobProgress
+from jaxlora.run.log import METRICS_FILE
+from jaxlora.train.job_run import JobRun
 from jaxlora.train.plot import PICTURE, plot_losses
-from jaxlora.train.run_log import METRICS_FILE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,11 +123,13 @@ def summary_table(result: RunResult) -> Table:
         pad_edge=False,
         collapse_padding=True,
     )
-    table.add_column("job", no_wrap=True)
+    # On narrow terminals, names and statuses are folded, and numbers stay whole.
+    table.add_column("job", overflow="fold")
     for column in ("rank", "steps", "tokens"):
         table.add_column(column, justify="right", no_wrap=True)
-    for column in ("train loss", "best held-out loss", "status"):
+    for column in ("train loss", "best held-out loss"):
         table.add_column(column, no_wrap=True)
+    table.add_column("status")
     for job in ranked(result.jobs):
         p = job.progress
         table.add_row(

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from jaxlora.distributed import processes
-from jaxlora.train.saved_run import SavedRequests
+from jaxlora.run.saved_run import SavedRequests
 
 
 class Requests:

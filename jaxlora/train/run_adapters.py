@@ -12,8 +12,8 @@ from jaxlora.errors import CheckpointError
 from jaxlora.hf.load import BaseModel, load_model
 from jaxlora.hf.names import linear_shapes
 from jaxlora.json_file import read_json_file
+from jaxlora.run.folder import read_run_record
 from jaxlora.train.export import export_checkpoint
-from jaxlora.train.run_folder import read_run_record
 
 
 def load_run_adapters(

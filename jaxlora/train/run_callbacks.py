@@ -6,12 +6,12 @@ import pathlib
 from jaxlora.config import RunConfig
 from jaxlora.control.status_file import StatusFile
 from jaxlora.distributed import processes
+from jaxlora.run.callback import Callback
+from jaxlora.run.log import RunLog
+from jaxlora.run.status import StatusTracker
 from jaxlora.trackers.table import open_trackers
-from jaxlora.train.callback import Callback
 from jaxlora.train.plot import LossPlot
 from jaxlora.train.progress import Progress
-from jaxlora.train.run_log import RunLog
-from jaxlora.train.run_status import StatusTracker
 from jaxlora.train.sample_file import SampleFile
 
 

@@ -14,12 +14,7 @@ from jaxlora.atomic import write_text
 from jaxlora.distributed import processes
 from jaxlora.hf.load import BaseModel
 from jaxlora.hf.names import linear_names
-from jaxlora.train import agreement
-from jaxlora.train.checkpoint import Checkpoints
-from jaxlora.train.job_card import job_card
-from jaxlora.train.job_run import JobRun
-from jaxlora.train.read_checkpoint import ReadCheckpoint
-from jaxlora.train.run_folder import (
+from jaxlora.run.folder import (
     ADAPTERS,
     CHECKPOINTS,
     SETTINGS_FILE,
@@ -27,9 +22,14 @@ from jaxlora.train.run_folder import (
     read_run_record,
     write_run_record,
 )
-from jaxlora.train.run_identity import RunIdentity
-from jaxlora.train.run_lock import RunLock
-from jaxlora.train.saved_run import RunRecord, SavedRequests, SavedRun
+from jaxlora.run.identity import RunIdentity
+from jaxlora.run.lock import RunLock
+from jaxlora.run.saved_run import RunRecord, SavedRequests, SavedRun
+from jaxlora.train import agreement
+from jaxlora.train.checkpoint import Checkpoints
+from jaxlora.train.job_card import job_card
+from jaxlora.train.job_run import JobRun
+from jaxlora.train.read_checkpoint import ReadCheckpoint
 from jaxlora.yaml_file import dump_yaml
 
 logger = logging.getLogger(__name__)

@@ -5,9 +5,9 @@ import pathlib
 from typing import Any
 
 from jaxlora.atomic import wrap_os_errors, write_text
-from jaxlora.train.callback import Callback
-from jaxlora.train.events import SampleEvent
-from jaxlora.train.run_log import METRICS_FILE, read_events
+from jaxlora.run.callback import Callback
+from jaxlora.run.events import SampleEvent
+from jaxlora.run.log import METRICS_FILE, read_events
 
 logger = logging.getLogger(__name__)
 

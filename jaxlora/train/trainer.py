@@ -8,13 +8,18 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from jaxlora.config import LoraJob, RunConfig
-from jaxlora.control.inbox import Inbox
 from jaxlora.distributed import processes
 from jaxlora.hf.load import BaseModel
 from jaxlora.memory.capacity import settle
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.train import agreement, events
-from jaxlora.train.callback import Callback, Listeners
+from jaxlora.run import events
+from jaxlora.run.callback import Callback, Listeners
+from jaxlora.run.folder import ADAPTERS, check_folder, clean_up
+from jaxlora.run.identity import RunIdentity
+from jaxlora.run.job_progress import JobProgress
+from jaxlora.run.lock import RunLock
+from jaxlora.run.saved_run import RunRecord, SavedRequests
+from jaxlora.train import agreement
 from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.compile_passes import compile_stages, compile_step
 from jaxlora.train.continue_job import continue_job, copy_best_export
@@ -25,8 +30,9 @@ from jaxlora.train.describe_run import (
     saved_run,
 )
 from jaxlora.train.device_error import explained
+from jaxlora.train.inbox import Inbox
 from jaxlora.train.interrupt import StopRequest
-from jaxlora.train.job_run import JobProgress, JobRun
+from jaxlora.train.job_run import JobRun
 from jaxlora.train.job_states import job_states, restore_jobs
 from jaxlora.train.joining import Joining
 from jaxlora.train.layout import Layout
@@ -36,11 +42,7 @@ from jaxlora.train.prepared_job import prepare_job
 from jaxlora.train.report import RunResult, job_result, write_report
 from jaxlora.train.requests import Requests
 from jaxlora.train.run_callbacks import open_callbacks
-from jaxlora.train.run_folder import ADAPTERS, check_folder, clean_up
-from jaxlora.train.run_identity import RunIdentity
-from jaxlora.train.run_lock import RunLock
 from jaxlora.train.run_store import RunStore, export_job
-from jaxlora.train.saved_run import RunRecord, SavedRequests
 from jaxlora.train.staged_executor import StagedExecutor
 from jaxlora.train.windows import Windows
 
@@ -160,8 +162,7 @@ class Trainer:
         for run in self._joining.take():
             self.runs.append(run)
             self._added.append(run.job.name)
-            info = events.JobInfo.of(run)
-            self._send(events.JobAddEvent(round=self._round, info=info))
+            self._send(events.JobAddEvent(round=self._round, info=run.info()))
 
     # ---- the run -------------------------------------------------------------------
 
@@ -198,8 +199,8 @@ class Trainer:
             self._take_added()
             if resume:
                 # A refusal comes before anything is compiled.
-                identity = self._identity()
-                processes.from_first(lambda: check_resumes(self.output_dir, identity))
+                identity, folder = self._identity(), self.output_dir
+                processes.from_first(lambda: check_resumes(folder, identity, self.runs))
             compiled_before = self._layout.num_compilations()
             with explained(self.output_dir):
                 self._compile()
@@ -272,7 +273,7 @@ class Trainer:
         self._listeners = Listeners([*own, self._inbox], callbacks)
         event = events.RunStartEvent(
             round=self._round,
-            jobs=tuple(events.JobInfo.of(run) for run in self.runs),
+            jobs=tuple(run.info() for run in self.runs),
             output_dir=self.output_dir,
             num_slots=self._num_slots,
             is_resumed=is_resumed,

@@ -12,10 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from jaxlora.config import RunConfig
-from jaxlora.scheduler import Sample
-from jaxlora.scheduler.lanes import ONE_LANE
-from jaxlora.scheduler.stream import PlanAhead, Planned
-from jaxlora.train.events import (
+from jaxlora.run.events import (
     EvalEvent,
     Event,
     JobEndEvent,
@@ -27,6 +24,9 @@ from jaxlora.train.events import (
     StepEvent,
     WindowEvent,
 )
+from jaxlora.scheduler import Sample
+from jaxlora.scheduler.lanes import ONE_LANE
+from jaxlora.scheduler.stream import PlanAhead, Planned
 from jaxlora.train.executor import Executor, Outcomes, StepOutcome, Window
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.mesh_plan import PlacedRun

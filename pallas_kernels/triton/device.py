@@ -86,15 +86,14 @@ def unsupported_device() -> str | None:
     forced: Target | None = _TARGET.value
     if forced is not None and forced.interpreter is not None:
         return None
+    if forced is None:
+        if (reason := device.not_nvidia()) is not None:
+            return reason
+        if (capability := device.capability()) < _OLDEST:
+            return f"the GPU's compute capability is {capability / 10}, less than 8.0"
     needed = ("triton", "jax_triton")
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         return _MISSING(missing[0].replace("_", "-"))
-    if forced is not None:
-        return None
-    if (reason := device.not_nvidia()) is not None:
-        return reason
-    if (capability := device.capability()) < _OLDEST:
-        return f"the GPU's compute capability is {capability / 10}, less than 8.0"
     return None
 
 

@@ -39,13 +39,14 @@ from jaxlora.hf.config import model_config
 from jaxlora.hf.files import read_json, tokenizer_files
 from jaxlora.hf.names import tensor_specs
 from jaxlora.hf.save import save_checkpoint
-from jaxlora.train.run_log import METRICS_FILE, read_events
+from jaxlora.run.log import METRICS_FILE, read_events
 
 Record = dict[str, str]
 Rows = Sequence[Mapping[str, Any]]
 FORMATS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "fp8": {"quantize_base": "fp8"},
+    "fp8, down_proj kept": {"quantize_base": "fp8", "keep_bf16": ["down_proj"]},
     "fp8, forward only": {"quantize_base": "fp8", "fp8_backward": False},
     "int8": {"quantize_base": "int8"},
     "nf4": {"quantize_base": "nf4"},

@@ -37,7 +37,7 @@ from jaxlora.data.pack import PackedBatch, pack_microbatch
 from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.train.run_log import METRICS_FILE, read_events
+from jaxlora.run.log import METRICS_FILE, read_events
 
 Columns = dict[str, Any]
 Dtype = Literal["float32", "bfloat16"]

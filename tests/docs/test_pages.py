@@ -1,10 +1,17 @@
 """The pages lead somewhere, and the reference pages leave nothing out."""
 
 import pathlib
+import pkgutil
 import re
+import types
+
+import pytest
 
 import jaxlora
+from jaxlora import pallas_kernels, scheduler
 from tests.docs import pages
+
+REFERENCE = pages.DOCS / "reference"
 
 
 def test_links_lead_to_files_and_headings():
@@ -21,10 +28,49 @@ def test_links_lead_to_files_and_headings():
     assert not broken
 
 
-def test_every_public_name_is_in_the_reference():
-    text = (pages.DOCS / "reference" / "python.md").read_text()
-    listed = set(re.findall(r"^::: jaxlora\.(\w+)$", text, re.M))
-    assert listed == set(jaxlora.__all__) - {"__version__"}
+@pytest.mark.parametrize(
+    ("package", "page"),
+    [
+        (jaxlora, "python.md"),
+        (pallas_kernels, "kernels.md"),
+        (scheduler, "scheduler.md"),
+    ],
+)
+def test_every_public_name_is_in_the_reference(package: types.ModuleType, page: str):
+    """By its docstring, in a table of constants, or as a module of listed functions."""
+    text = (REFERENCE / page).read_text()
+    listed = re.findall(r"^::: ([\w.]+)$", text, re.M)
+    rows = re.findall(r"^\| `(\w+)` \|", text, re.M)
+    found = {*rows, *(name.rpartition(".")[2] for name in listed)}
+    found |= {name.split(".")[-2] for name in listed}
+    assert set(package.__all__) - {"__version__"} - found == set()
+
+
+def test_the_reference_shows_functions_and_classes():
+    """A package with the name of its function (`jaxlora.fuse`) has another docstring."""
+    for page in REFERENCE.glob("*.md"):
+        listed = re.findall(r"^::: ([\w.]+)$", page.read_text(), re.M)
+        assert len(set(listed)) == len(listed), f"{page.name} has a name twice"
+        shown = {name: pkgutil.resolve_name(name) for name in listed}
+        modules = {n for n, v in shown.items() if isinstance(v, types.ModuleType)}
+        assert modules <= {"jaxlora.run.events"}
+
+
+def test_the_run_file_of_the_readme(tmp_path: pathlib.Path):
+    """It is valid, and a clone has its data."""
+    (text,) = pages.code_blocks(pages.ROOT / "README.md", "yaml")
+    (tmp_path / "run.yaml").write_text(text)
+    for job in jaxlora.load_run(tmp_path / "run.yaml").jobs:
+        assert (pages.ROOT / job.data.path).is_file()
+
+
+def test_the_readme_is_short():
+    """It is read on one screen: at most one picture, one table and three code blocks."""
+    text = (pages.ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 60
+    assert len(re.findall(r"^\|---", text, re.M)) == 1
+    assert text.count("![") <= 1
+    assert text.count("```") <= 6
 
 
 def test_the_tutorial_shows_its_run_file():

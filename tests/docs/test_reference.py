@@ -10,8 +10,8 @@ import pytest
 from jaxlora.config import DataConfig, LoraJob, RunConfig
 from jaxlora.generation_settings import SamplesConfig
 from jaxlora.trackers import metrics
-from jaxlora.train import events
-from jaxlora.train.job_run import JobProgress
+from jaxlora.run import events
+from jaxlora.run.job_progress import JobProgress
 from tests.docs import pages
 
 _ROW = re.compile(r"^\| (`[^|]*) \|([^|]*)\|", re.M)
@@ -25,6 +25,7 @@ def rows(section: str) -> dict[str, str]:
     out = {}
     for cell, defaults in _ROW.findall(part[1]):
         keys = re.findall(r"`(\w+)`", cell)
+        assert not out.keys() & keys, f"{cell} is there twice"
         given = [text.strip() for text in defaults.split(",")]
         for i, key in enumerate(keys):
             out[key] = given[i] if len(given) == len(keys) else defaults.strip()
@@ -61,15 +62,28 @@ def test_every_field_of_the_log():
     table: dict[str, set[str]] = {}
     for event, fields in re.findall(r"^\| (`\w+`)? ?\| ?([^|]*?) ?\|", part, re.M):
         if event:
+            assert event.strip("`") not in table, f"{event} is there twice"
             current = table.setdefault(event.strip("`"), set())
         elif table:
-            current.update(re.findall(r"`(\w+)`", fields))
+            names = re.findall(r"`(\w+)`", fields)
+            assert not current & set(names), f"{fields} are there twice"
+            current.update(names)
     for kind in event_kinds():
         if kind.is_logged:
             names = {field.name for field in dataclasses.fields(kind)}
             names -= {"round", "job", "progress", "num_steps", "pipeline"}
             assert names <= table.pop(kind.kind), kind.kind
     assert not table
+
+
+def test_no_tag_and_no_field_is_there_twice():
+    text = (pages.DOCS / "reference" / "metrics.md").read_text()
+    tables = re.findall(r"^\|[-|]+\|\n((?:\|.*\n)+)", text, re.M)
+    assert len(tables) == 3
+    for table in tables[1:]:  # the first one is that of the log
+        cells = [row.split("|")[1] for row in table.splitlines()]
+        names = re.findall(r"`([^`]+)`", " ".join(cells))
+        assert sorted(set(names)) == sorted(names)
 
 
 def event_kinds() -> list[type[events.Event]]:

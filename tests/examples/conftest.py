@@ -25,11 +25,15 @@ def written_model(tmp_path_factory) -> pathlib.Path:
 def clone(written_model, tmp_path, monkeypatch):
     """Runs a test in a folder with the examples and the model.
 
-    The model is there a second time by the name of the tutorial's model.
+    The model is there a second time by the name of the tutorial's model. Each example
+    has run before: its run folder is not empty.
     """
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     for name in ("tiny", "SmolLM2-135M-Instruct"):
         shutil.copytree(written_model, tmp_path / "models" / name)
+    for name in ("sweep", "callbacks", "whole", "broken", "notebook"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "metrics.jsonl").write_text("{}\n")
     monkeypatch.chdir(tmp_path)
     logger = logging.getLogger("jaxlora")
     before = logger.level, logger.propagate, list(logger.handlers)

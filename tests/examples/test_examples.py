@@ -51,6 +51,8 @@ def test_notebook(clone):
     """The cells run one after the other in one namespace, as in Jupyter."""
     notebook = json.loads((clone / "examples/quickstart.ipynb").read_text())
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    ids = [cell["id"] for cell in notebook["cells"]]
+    assert len(set(ids)) == len(ids)
     names = {}
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
@@ -58,3 +60,5 @@ def test_notebook(clone):
             exec("".join(cell["source"]), names)
     assert all(job.progress.status == "finished" for job in names["result"].jobs)
     assert len(names["axes"].lines) == 2
+    assert names["plt"].get_fignums()  # a notebook shows the figures of pyplot
+    names["plt"].close("all")

@@ -6,7 +6,7 @@ import pytest
 
 from jaxlora.config import DataConfig, LoraJob, RunConfig
 from jaxlora.errors import ConfigError
-from jaxlora.run_file import load_run, run_config
+from jaxlora.run_file import load_job, load_run, run_config
 from jaxlora.sharding.mesh_sizes import MeshSizes
 
 DATA = {"path": "a.jsonl"}
@@ -131,6 +131,11 @@ def test_names_that_are_no_folder_names(name):
         run(job(name=name))
 
 
+def test_a_job_that_is_named_like_the_base_model():
+    with pytest.raises(ConfigError, match="'base' is the name of the base model"):
+        run(job(name="base"))
+
+
 @pytest.mark.parametrize(
     ("jobs", "more", "match"),
     [
@@ -151,7 +156,7 @@ def test_names_that_are_no_folder_names(name):
         ([], {"defaults": {"rnak": 8}}, r"defaults: unknown key 'rnak'\. .*'rank'"),
         ([], {"defaults": [8]}, r"defaults must be a mapping, got \[8\]"),
         ([job(rank=0)], {}, r"jobs\.0\.rank: .*greater than 0 \(given: 0\)"),
-        ([job(rank=1.5)], {}, r"jobs\.0\.rank: .*integer.* \(given: 1\.5\)"),
+        ([job(rank=1.5)], {}, r"jobs\.0\.rank: .*whole number.* \(given: 1\.5\)"),
         ([job(rank="many")], {}, r"jobs\.0\.rank: .*\(given: 'many'\)"),
         ([job(lora_alpha=0)], {}, r"jobs\.0\.lora_alpha: .*greater than 0"),
         ([job(dropout=1.0)], {}, r"jobs\.0\.dropout: .*less than 1"),
@@ -164,9 +169,13 @@ def test_names_that_are_no_folder_names(name):
         ([job(target_modules="")], {}, "target_modules is empty, so nothing would"),
         ([job(lr_schedule="step")], {}, r"lr_schedule: .*'constant', 'linear' or"),
         ([job(too_long="cut")], {}, r"too_long: .*'truncate', 'drop' or 'error'"),
-        ([{"name": "a"}], {}, r"jobs\.0\.data: Field required"),
-        ([{"data": DATA}], {}, r"jobs\.0\.name: Field required"),
-        (["a"], {}, r"jobs\.0: .*\(given: 'a'\)"),
+        ([{"name": "a"}], {}, r"jobs\.0\.data: this key is required"),
+        ([{"data": DATA}], {}, r"jobs\.0\.name: this key is required"),
+        (
+            ["a"],
+            {},
+            r"jobs\.0: expected a mapping, such as {name: \.\.\.} \(given: 'a'\)",
+        ),
         (
             [job(eval_every=5)],
             {},
@@ -211,7 +220,7 @@ def test_names_that_are_no_folder_names(name):
             r"expected auto or one of mosaic, triton, xla\. \(given: 'cuda'\)",
         ),
         ([], {"max_concurrent_jobs": 0}, r"max_concurrent_jobs: .*greater than 0"),
-        ([], {"mesh": 4}, r"mesh: .*valid string, in quotes if need be \(given: 4\)"),
+        ([], {"mesh": 4}, r"mesh: expected text, in quotes if need be \(given: 4\)"),
         ([], {"mesh": "tensor=2"}, r"mesh: .*no axis 'tensor'.*\(given: 'tensor=2'\)"),
         ([], {"mesh": {"stage": 0}}, r"mesh: .*'stage=0', but '0' is not a positive"),
         ([], {"mesh": {}}, "mesh: the mesh is empty"),
@@ -253,7 +262,7 @@ def test_all_mistakes_are_reported_together():
 def test_no_jobs(write):
     with pytest.raises(ConfigError, match="jobs is empty, so there is nothing"):
         run_config({"model": "m", "jobs": []})
-    with pytest.raises(ConfigError, match="jobs: Field required"):
+    with pytest.raises(ConfigError, match="jobs: this key is required"):
         load_run(write("model: m"))
 
 
@@ -278,6 +287,8 @@ def test_run_files_that_are_refused(write, text, match):
 def test_missing_run_file(tmp_path):
     with pytest.raises(ConfigError, match=r"no\.yaml: this run file does not exist"):
         load_run(tmp_path / "no.yaml")
+    with pytest.raises(ConfigError, match=r"no\.yaml: this job file does not exist"):
+        load_job(tmp_path / "no.yaml")
     with pytest.raises(ConfigError, match="cannot be read as YAML"):
         load_run(tmp_path)
 

@@ -17,7 +17,7 @@ from jaxlora import console
 from jaxlora.config import DataConfig, LoraJob, RunConfig
 from jaxlora.console import literal, show
 from jaxlora.inspect import inspect_path
-from jaxlora.train.job_run import JobProgress
+from jaxlora.run.job_progress import JobProgress
 from jaxlora.train.report import JobResult, RunResult, print_summary
 
 NAMES = ["[qv]_proj", "[/x]", "[bold]", ":smile:", "[red]a[/red]", r"\[b]", "[0]"]

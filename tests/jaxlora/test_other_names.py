@@ -7,7 +7,7 @@ import pytest
 
 from jaxlora import DataConfig, LoraJob, RunConfig
 from jaxlora.errors import ConfigError
-from jaxlora.other_names import OF_DATA, OF_JOB, OF_RUN
+from jaxlora.other_names import HINTS_IF_OFF, OF_DATA, OF_JOB, OF_RUN
 from jaxlora.run_file import run_config
 
 TABLES = {LoraJob: OF_JOB, RunConfig: OF_RUN, DataConfig: OF_DATA}
@@ -84,6 +84,36 @@ def test_a_setting_that_has_to_be_converted():
             run_config({"model": "m", **given})
     with pytest.raises(ConfigError, match="Set quantize_base: nf4 for the run"):
         run_config({"model": "m", "jobs": [job], "load_in_4bit": True})
+
+
+@pytest.mark.parametrize(
+    ("setting", "hint"),
+    [
+        ({"load_in_4bit": False}, r"Leave it out: without quantize_base, the base"),
+        ({"load_in_4bit": None}, r"Leave it out: without quantize_base, the base"),
+        ({"load_in_8bit": "false"}, r"Leave it out: without quantize_base"),
+        ({"bf16": False}, r"Leave it out; for float32, set dtype: float32"),
+        ({"bf16": True}, r"Set dtype of the run"),
+        ({"save_strategy": "no"}, r"Set checkpoint_every: null of the run, for"),
+        ({"save_steps": 500}, r"Set checkpoint_every of the run, in rounds"),
+        ({"save_steps": None}, r"Leave it out\.$"),
+        ({"wandb_project": ""}, r"Leave it out\.$"),
+        ({"fsdp": []}, r"Leave it out: a run uses one device unless mesh is set"),
+        ({"val_set_size": 0.0}, r"Leave it out: no records are held out unless"),
+        ({"train_on_inputs": False}, r"Leave it out: only answers are trained on"),
+        ({"completion_only_loss": False}, r"Set loss_on: all in data"),
+        ({"completion_only_loss": None}, r"Leave it out\.$"),
+        ({"gradient_checkpointing": False}, r"Leave it out: nothing is recomputed"),
+        ({"packing": False}, r"Leave it out: samples are always packed"),
+        ({"modules_to_save": None}, r"Leave it out: the embedding, the head"),
+    ],
+)
+def test_hints_answer_the_value(setting, hint):
+    for kind in (OF_JOB, OF_RUN):
+        with pytest.raises(ValueError, match=hint):
+            kind.translate(setting)
+    known = {key for table in TABLES.values() for key in table.hints}
+    assert HINTS_IF_OFF.keys() <= known
 
 
 def test_two_names_may_be_given_in_defaults_and_in_a_job():

@@ -7,8 +7,8 @@ import pytest
 from jaxlora import LoraJob, RunConfig, Trainer
 from jaxlora.errors import ConfigError
 from jaxlora.plan import plan_run
+from jaxlora.run.log import read_events
 from jaxlora.scheduler import violations
-from jaxlora.train.run_log import read_events
 from tests import tiny
 
 

@@ -2,11 +2,12 @@
 
 import json
 import pathlib
+import sys
 from collections.abc import Callable
 
 import pytest
 
-from jaxlora import LoraJob, RunConfig, Trainer
+from jaxlora import Callback, LoraJob, RunConfig, Trainer
 from jaxlora.errors import JaxloraError
 from jaxlora.plan import plan_run
 from tests import tiny
@@ -130,18 +131,41 @@ def test_a_plan_refuses_what_training_refuses(config, tmp_path, kind):
     assert str(of_training.value) == str(of_plan.value)
 
 
-def test_a_plan_refuses_to_resume_another_run(config, tmp_path):
-    """A run that has begun is planned as `--resume` would continue it."""
+def test_a_plan_of_a_run_that_has_begun(config, tmp_path):
+    """It is planned, and refused, as `--resume` would continue it."""
     begun = config.replace(output_dir=str(tmp_path / "run"))
     begun = job(steps=1)(begun, tmp_path)
-    Trainer(begun).train()
-    plan_run(begun)
-    other = job(steps=1, batch_size=3)(begun, tmp_path)
-    with pytest.raises(JaxloraError, match=r"batch_size is 8 .* and 3 now") as of_plan:
-        plan_run(other)
+    late = begun.jobs[0].replace(name="late")
+
+    class AddsAJob(Callback):
+        def on_step(self, event):
+            if event.job == "job":
+                self.trainer.add_job(late)
+
+    Trainer(begun).train(callbacks=[AddsAJob()])
+    planned = plan_run(begun)
+    assert [job.job.name for job in planned.jobs] == ["job", "late"]
+    for settings, message in (
+        ({"steps": 1, "batch_size": 3}, r"batch_size is 8 .* and 3 now"),
+        ({"steps": 2}, "'job' has finished its 1 steps, and 2 are wanted"),
+    ):
+        other = job(**settings)(begun, tmp_path)
+        with pytest.raises(JaxloraError, match=message) as of_plan:
+            plan_run(other)
+        with pytest.raises(JaxloraError) as of_training:
+            Trainer(other).train(resume=True)
+        assert str(of_training.value) == str(of_plan.value)
+
+
+def test_a_plan_refuses_trackers_that_are_not_installed(config, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    bad = config.replace(output_dir=str(tmp_path / "run"), report_to=("wandb",))
+    with pytest.raises(JaxloraError, match="needs the package wandb") as of_plan:
+        plan_run(bad)
     with pytest.raises(JaxloraError) as of_training:
-        Trainer(other).train(resume=True)
+        Trainer(bad).train()
     assert str(of_training.value) == str(of_plan.value)
+    plan_run(bad, other_machine=True)
 
 
 def test_a_plan_for_another_machine(config, tmp_path):

@@ -62,6 +62,7 @@ class Row:
         has_adapters: Whether it trains adapters, or runs the base alone.
         implementation: LoRA kernels, for jaxlora.
         base_format: How the base is quantized, for jaxlora; None: it is not.
+        keep_bf16: Linears that are not quantized, as in a run file.
         remat: What the backward pass recomputes. For torch, every value but `none`
             means transformers' gradient checkpointing.
         layout: Layout of samples for torch: `packed` under a block mask, `padded`, or
@@ -72,17 +73,24 @@ class Row:
     has_adapters: bool = True
     implementation: str = "xla"
     base_format: BaseFormat | None = None
+    keep_bf16: tuple[str, ...] = ()
     remat: str = "none"
     layout: str = "packed"
 
 
-def _quantized(name: str, *, remat: str = "none", **options: Any) -> Row:
+def _quantized(
+    name: str,
+    *,
+    remat: str = "none",
+    keep_bf16: tuple[str, ...] = (),
+    **options: Any,
+) -> Row:
     """Returns the row of the fused kernels on a quantized base."""
-    base_format = BaseFormat(name=name, **options)
     return Row(
         library="jaxlora",
         implementation="mosaic",
-        base_format=base_format,
+        base_format=BaseFormat(name=name, **options),
+        keep_bf16=keep_bf16,
         remat=remat,
     )
 
@@ -106,6 +114,9 @@ ROWS = {
     "jaxlora mosaic, fp8, one copy": _quantized("fp8"),
     "jaxlora mosaic, fp8, one copy, remat elementwise": _quantized(
         "fp8", remat="elementwise"
+    ),
+    "jaxlora mosaic, fp8, down_proj kept": _quantized(
+        "fp8", transposed=True, keep_bf16=("down_proj",)
     ),
     "jaxlora mosaic, fp8 forward": _quantized("fp8", fp8_backward=False),
     "jaxlora mosaic, int8": _quantized("int8"),

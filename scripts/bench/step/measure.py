@@ -9,6 +9,7 @@ Waiting for a turn does not count.
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import functools
 import json
@@ -30,6 +31,7 @@ from jaxlora.bench.step.cases import ROWS, Case, Row, microbatches, result
 from jaxlora.bench.tokens import Microbatch
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.config import model_config
+from jaxlora.hf.kept_linears import kept_linears
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.pallas_kernels.triton.device import forced_capability
 from jaxlora.profile import step_parts
@@ -75,7 +77,7 @@ def _measure_jaxlora(
         return {"skipped": reason}
     batches = [m.packed for m in drawn]
     shapes = setup.spec().base_shapes()
-    base = weights.random_base(shapes, base_format=row.base_format)
+    base = weights.random_base(shapes, base_format=setup.options.base_format)
     base = jax.block_until_ready(base)
     trained = training.Training(setup, base, batches[0])
     take_device()
@@ -96,10 +98,13 @@ def _measure_jaxlora(
 def _setup(
     case: Case, row: Row, model: ModelConfig, drawn: Sequence[Microbatch]
 ) -> training.Setup:
-    dtype = jnp.dtype(case.dtype)
+    dtype, base_format = jnp.dtype(case.dtype), row.base_format
+    if base_format is not None:
+        kept = kept_linears(model, row.keep_bf16)
+        base_format = dataclasses.replace(base_format, kept=kept)
     options = DecoderOptions(
         dtype=dtype,
-        base_format=row.base_format,
+        base_format=base_format,
         remat=row.remat,  # type: ignore[arg-type]
         implementation=row.implementation,
         attention=choose_attention(case.attention, dtype, model).name,

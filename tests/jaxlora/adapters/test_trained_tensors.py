@@ -23,10 +23,10 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules import trained_tensors as tensors
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.modules.trained_tensors import TrainedTensor
+from jaxlora.run.identity import RunIdentity
+from jaxlora.run.job_progress import JobProgress
+from jaxlora.run.saved_run import SavedAdapter, SavedRequests, SavedRun
 from jaxlora.train.checkpoint import Checkpoints
-from jaxlora.train.job_run import JobProgress
-from jaxlora.train.run_identity import RunIdentity
-from jaxlora.train.saved_run import SavedAdapter, SavedRequests, SavedRun
 from jaxlora.train.step import CompiledSteps
 from tests import tiny
 

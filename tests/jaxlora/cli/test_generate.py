@@ -6,7 +6,7 @@ import pytest
 
 from jaxlora import Generation, Prompt
 from jaxlora.cli.main import main
-from jaxlora.generate.generator import named_folders
+from jaxlora.generate.adapter_names import named_folders
 from jaxlora.generate.prompt_file import read_prompts
 from jaxlora.generate.write import describe
 
@@ -73,6 +73,7 @@ def test_a_chat_in_the_terminal(folder, monkeypatch, capsys):
         (["m", "--system", "a", "--prompt", "a"], "add --chat"),
         (["m", "--prompt", "a", "--top-p", "2"], "top_p: Input should be less than"),
         (["m", "--prompt", "a", "--stop", ""], "stop holds an empty text"),
+        (["m", "-i", "--output", "a.jsonl"], "--output is for --prompt and --prompts"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_loaded(capsys, words, text):
@@ -81,10 +82,16 @@ def test_wrong_options_are_refused_before_anything_is_loaded(capsys, words, text
     assert text in errors
 
 
-def test_adapters_are_named_by_their_folders():
+def test_adapters_are_named_by_their_folders(tmp_path):
     assert named_folders(["a/b/", "x=a/b", "c"]) == {"b": "a/b/", "x": "a/b", "c": "c"}
     with pytest.raises(ValueError, match="two adapters are named 'b': a/b and c/b"):
         named_folders(["a/b", "c/b"])
+    with pytest.raises(ValueError, match=r"a/base is named 'base'.*NAME=FOLDER"):
+        named_folders(["a/base"])
+    folder = tmp_path / "lr=1" / "b"
+    folder.mkdir(parents=True)
+    assert named_folders([f"{folder}"]) == {"b": f"{folder}"}
+    assert named_folders([f"x={folder}"]) == {"x": f"{folder}"}
 
 
 def test_prompts_of_a_text_file_are_its_lines(tmp_path):
@@ -96,16 +103,65 @@ def test_prompts_of_a_text_file_are_its_lines(tmp_path):
         read_prompts(path)
 
 
+ASK, ANSWER, SYSTEM = (
+    {"role": role, "content": role[:3]} for role in ("user", "assistant", "system")
+)
+SPOKEN = [{"from": "human", "value": "use"}, {"from": "gpt", "value": "-"}]
+
+
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        ({"prompt": "a", "completion": "-"}, "a"),
+        ({"prompt": [ASK], "completion": [ANSWER]}, (ASK,)),
+        ({"messages": [ASK, ANSWER]}, (ASK,)),
+        ({"messages": [SYSTEM, ASK, ANSWER, ASK]}, (SYSTEM, ASK, ANSWER, ASK)),
+        ({"messages": [SYSTEM, ASK, ANSWER, ANSWER]}, (SYSTEM, ASK)),
+        ({"conversations": SPOKEN, "messages": None}, (ASK,)),
+        ({"instruction": "a", "input": "b", "output": "-"}, "a\nb"),
+        ({"instruction": "a"}, "a"),
+    ],
+)
+def test_training_records_are_prompts(tmp_path, record, text):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    assert read_prompts(path, chat=True) == [Prompt(text)]
+
+
+def test_answers_left_out_are_counted(tmp_path, caplog):
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps([{"messages": [ASK, ANSWER]}, {"messages": [ASK]}]))
+    with caplog.at_level("INFO"):
+        assert read_prompts(path) == [Prompt([ASK])] * 2
+    assert "1 of 2 chats end with messages of the assistant" in caplog.text
+
+
+def test_records_of_other_files(tmp_path):
+    path = tmp_path / "prompts.csv"
+    path.write_text("prompt,adapter,seed\na,one,3\nb,,\n")
+    assert read_prompts(path) == [Prompt("a", adapter="one", seed=3), Prompt("b")]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"instruction": "a", "tools": '[{"name": "f"}]'}))
+    (prompt,) = read_prompts(path)
+    assert str(prompt.text).startswith("Below is an instruction")
+    assert prompt.tools == [{"name": "f"}]
+
+
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ("{", "line 1 is not JSON"),
-        ("3", "with either prompt or messages; got 3"),
-        ('{"prompt": "a", "messages": []}', "either prompt or messages"),
-        ('{"prompt": ["a"]}', "prompt is \\['a'\\]"),
-        ('{"messages": ["a"]}', "messages is 'a'"),
+        ("{", "line 1: is not valid JSON"),
+        ("3", "holds a number, not an object"),
+        ('{"text": "a"}', "record 1: has the fields text, and exactly one of prompt"),
+        ('{"prompt": "a", "messages": []}', "exactly one of prompt, messages"),
+        ('{"prompt": 3}', "prompt is 3; write a text"),
+        ('{"prompt": ["a"]}', r"messages\[0\] is 'a', not a message"),
+        ('{"messages": []}', r"record 1: field 'messages' is \[\]"),
+        ('{"messages": "a"}', "messages is 'a'; write a list of messages"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "nothing to answer"),
         ('{"prompt": "a", "seed": true}', "seed is True"),
-        ('{"prompt": "a", "seed": -1}', "seed=-1"),
+        ('{"prompt": "a", "adapter": 3}', "adapter is 3"),
+        ('{"prompt": "a", "seed": -1}', "record 1: .*seed=-1"),
     ],
 )
 def test_a_wrong_record_is_named(tmp_path, line, text):
@@ -118,7 +174,6 @@ def test_a_wrong_record_is_named(tmp_path, line, text):
 def test_the_last_message_of_a_chat_is_printed():
     prompt = Prompt("hello", adapter="one").as_chat("be kind")
     assert [m["role"] for m in prompt.text] == ["system", "user"]
-    assert prompt.as_chat("again") == prompt
     made = Generation(
         prompt=prompt, text="hi", token_ids=(), logprobs=(), finish_reason="length"
     )

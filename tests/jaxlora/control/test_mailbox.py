@@ -7,9 +7,9 @@ import pytest
 
 from jaxlora.control import client, mailbox
 from jaxlora.control.mailbox import Mailbox
-from jaxlora.control.message import Answer, ControlRequest
 from jaxlora.errors import ConfigError
-from jaxlora.train.run_lock import Owner, RunLock
+from jaxlora.run.lock import Owner, RunLock
+from jaxlora.run.message import Answer, ControlRequest
 from tests.jaxlora.train import made_run
 
 STOP = ControlRequest(action="stop", job="a", reason="enough")

@@ -7,9 +7,9 @@ import pytest
 from jaxlora.cli.main import main
 from jaxlora.control.status_file import StatusFile, read_status
 from jaxlora.errors import CheckpointError, ConfigError
-from jaxlora.train.run_lock import RunLock
-from jaxlora.train.run_status import StatusTracker
-from tests.jaxlora.train import made_events
+from jaxlora.run.lock import RunLock
+from jaxlora.run.status import StatusTracker
+from tests.jaxlora.run import made_events
 
 EVENTS = [
     made_events.run_start(*(made_events.info(name) for name in "abcd")),
@@ -50,9 +50,22 @@ def test_a_run_that_trains(folder, capsys):
     assert found["run"]["jobs"][0]["progress"]["status"] == "finished"
 
 
+def test_a_run_that_compiles(tmp_path, capsys):
+    with RunLock(tmp_path):
+        assert main(["status", str(tmp_path)]) == 0
+        assert "is compiling; no job has begun" in capsys.readouterr().out
+        assert main(["status", str(tmp_path), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["process"]["pid"] and found["run"] is None
+        assert main(["stop", str(tmp_path), "a"]) == 1
+        assert "is still compiling. Make the request" in capsys.readouterr().err
+
+
 def test_a_run_that_has_ended(folder, capsys):
     assert main(["status", str(folder)]) == 0
     assert "not running; `jaxlora train --resume`" in capsys.readouterr().out
+    assert main(["stop", str(folder), "b"]) == 1
+    assert "takes no requests" in capsys.readouterr().err
 
 
 def test_nothing_is_left_of_a_run_whose_jobs_have_ended(tmp_path, capsys):
@@ -65,8 +78,6 @@ def test_nothing_is_left_of_a_run_whose_jobs_have_ended(tmp_path, capsys):
     assert main(["status", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "not running" in text and "--resume" not in text
-    assert main(["stop", str(folder), "b"]) == 1
-    assert "takes no requests" in capsys.readouterr().err
 
 
 def test_what_is_no_run(tmp_path):

@@ -106,6 +106,47 @@ def test_sharegpt_with_calls(run, make_tokenizer):
     )
 
 
+def test_names_of_speakers(run, make_tokenizer, caplog):
+    names = ("human", "model", "User", "Bot", "HUMAN", "GPT", "user", "chatgpt")
+    names += ("Tool", "tool_response")
+    talk = [{"from": name, "value": f"{i}"} for i, name in enumerate(names)]
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    assert shown(run, make_tokenizer(template), {"conversations": talk}) == (
+        "<user>0<assistant>[[1]]<user>2<assistant>[[3]]<user>4<assistant>[[5]]<user>6"
+        "<assistant>[[7]]<tool>8<tool>9"
+    )
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("keys", [("role", "content"), ("from", "value")])
+def test_roles_that_are_not_trained_on_are_reported_once(
+    run, make_tokenizer, caplog, keys
+):
+    def talk(*roles):
+        return {"messages": [dict(zip(keys, (r, "x"), strict=True)) for r in roles]}
+
+    tokenizer = make_tokenizer(templates.CHATML)
+    records = [talk("developer", "user", "agent", "assistant", "tool")] * 2
+    run(records, tokenizer)
+    (said,) = [entry.getMessage() for entry in caplog.records]
+    assert said.endswith(
+        "records.jsonl: messages with the role 'agent' are not trained on. If they are "
+        "the assistant's, rename the role to 'assistant'."
+    )
+    caplog.clear()
+    run(records, tokenizer, data={"loss_on": "all"})
+    run(records, make_tokenizer(templates.GENERATION))
+    assert not caplog.records
+    match = (
+        r"no message has the role 'assistant', .* \(roles: user, agent\)\. If the "
+        r"assistant has another name there, rename its role to 'assistant'; if not, "
+        r"remove the record, or set data\.loss_on to all\."
+    )
+    with pytest.raises(DataError, match=match):
+        run([talk("user", "agent")], tokenizer)
+
+
 @pytest.mark.parametrize("value", ["now()", "3", '["x"]', "[" * 10_000, None])
 def test_bad_calls_of_sharegpt(run, make_tokenizer, value):
     talk = [{"from": "human", "value": "x"}, {"from": "function_call", "value": value}]
@@ -266,6 +307,39 @@ def test_readings(record, options, reading):
             {"question": 1},
             {},
             "records have the fields question; expected 'prompt' and",
+        ),
+        (
+            {"messages": []},
+            {"text": "body"},
+            r"data\.text is 'body', but the records are read as messages \(messages\) "
+            r"\(fields found: messages\), .* Remove data\.text; or set "
+            r"data\.kind to text, and data\.text to fields that the records have\.",
+        ),
+        (
+            {"text": "x", "talk": []},
+            {"messages": "tlk"},
+            r"data\.messages is 'tlk', but .* text \(text\) .*found: text, talk\)",
+        ),
+        (
+            ALPACA,
+            {"prompt": "{{ instruction }}"},
+            r"data\.prompt is .* read as alpaca .* set data\.kind to "
+            r"prompt_completion, and data\.prompt and data\.completion to fields",
+        ),
+        (
+            ALPACA | {"p": "x"},
+            {"kind": "alpaca", "prompt": "p"},
+            r"data\.prompt is 'p', but the records are read as alpaca",
+        ),
+        (
+            {"talk": [], "body": "x"},
+            {"messages": "talk", "text": "body"},
+            r"data\.text is 'body', but the records are read as messages \(talk\)",
+        ),
+        (
+            {"messages": [], "text": "x"},
+            {"completion": "answer"},
+            r"data\.completion is 'answer', but",
         ),
     ],
 )

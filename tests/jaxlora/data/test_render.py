@@ -183,6 +183,13 @@ def test_a_bad_record_may_come_first(run):
     assert (len(result.samples), result.num_bad) == (1, 2)
 
 
+def test_a_bad_record_does_not_hide_the_named_field(run):
+    records = [{"text": "x"}, {"talk": TALK}]
+    data = {"messages": "talk", "bad_records": "drop"}
+    result = run(records, data=data)
+    assert (len(result.samples), result.num_bad) == (1, 1)
+
+
 def test_an_error_says_how_to_drop_records(run):
     with pytest.raises(DataError, match=r"\(data\.bad_records: drop leaves out such"):
         run([talk(*TALK), {"x": 1}])

@@ -148,7 +148,7 @@ def test_absent_keys_of_columnar_files_are_absent(tmp_path, make_tokenizer):
     job = LoraJob(name="job", data=DataConfig(path=str(path)))
     (sample,) = tokenize_job(job, tokenizer).samples
     assert [text for target, text in show(tokenizer, sample) if target] == [
-        '{"name": "f", "arguments": "{}"}<|eot_id|>',
+        '{"name": "f", "arguments": {}}<|eot_id|>',
         "Fine.<|eot_id|>",
     ]
 

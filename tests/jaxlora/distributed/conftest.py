@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from jaxlora.train.run_log import read_events
+from jaxlora.cli.main import main
+from jaxlora.run.log import read_events
 from tests import tiny
 
 # Ends its process, by a signal to itself, at the given event of the run.
@@ -173,8 +174,7 @@ def folder_of(run_file: pathlib.Path) -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def in_one_process(make_run):
-    """Returns the results of the run in one process, on the same mesh."""
+    """Returns the results of the run in this process, on the same mesh."""
     run_file = make_run()
-    ended = wait(start([run_file], devices=4))
-    assert ended.status == 0, ended.stderr
+    assert main(["train", str(run_file)]) == 0
     return results(run_file)

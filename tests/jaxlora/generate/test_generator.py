@@ -2,14 +2,17 @@
 
 import json
 
+import jaxtyping
 import numpy as np
 import pytest
 
 import jaxlora
 from jaxlora import Generator, Prompt, load_model, merge_adapter
-from jaxlora.errors import ConfigError
-from jaxlora.generate.generator import end_ids
+from jaxlora.data.tokenizer import load_tokenizer
+from jaxlora.errors import ConfigError, DataError, JaxloraError
+from jaxlora.generate.generator import end_ids, prompt_ids
 from jaxlora.generate.programs import programs_of
+from jaxlora.generate.prompt import as_prompts
 from jaxlora.generation_settings import GenerationSettings
 
 LIVELY = GenerationSettings(max_new_tokens=12, temperature=2.0, top_p=0.95, seed=3)
@@ -64,12 +67,10 @@ def test_another_seed_gives_another_sample_and_the_same_seed_the_same(model):
 def test_an_adapter_generates_what_its_merged_model_generates(
     model, adapters, export, tiny_folder, tmp_path
 ):
-    folder = export(adapters["three"])
+    folder = export(adapters["three"], "three")
     merge_adapter(tiny_folder, folder, tmp_path / "merged")
     merged = load_model(tmp_path / "merged", dtype="float32")
-    given = jaxlora.generate(
-        model, TEXTS, adapters={"three": folder}, max_new_tokens=12
-    )
+    given = model.generate(TEXTS, adapters=[folder], max_new_tokens=12)
     wanted = jaxlora.generate(merged, TEXTS, max_new_tokens=12)
     assert [g.token_ids for g in given] == [w.token_ids for w in wanted]
     assert [g.prompt.adapter for g in given] == ["three"] * len(TEXTS)
@@ -111,6 +112,98 @@ def test_chats_go_through_the_chat_template(model):
     assert out[0].token_ids == out[1].token_ids
     (same,) = jaxlora.generate(model, ["ab"], chat=True, **LIVELY.model_dump())
     assert same.token_ids == out[0].token_ids
+    (one,) = model.generate("ab", chat=True, **LIVELY.model_dump())
+    assert one == same
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Types in signatures are not checked, as for a user."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+USER = {"role": "user", "content": "ab"}
+CHAT = ({"role": "user", "content": "ab"},)
+
+
+@pytest.mark.parametrize(
+    ("given", "texts"),
+    [
+        ("ab", ["ab"]),
+        (["ab", "c"], ["ab", "c"]),
+        (iter(["ab"]), ["ab"]),
+        (np.array(["ab"]), ["ab"]),
+        (Prompt("ab"), ["ab"]),
+        ([USER], [CHAT]),
+        (CHAT, [CHAT]),
+        ([CHAT, "ab"], [CHAT, "ab"]),
+        ([[{"from": "human", "value": "ab"}]], [CHAT]),
+        ([{"role": "user", "content": [{"type": "text", "text": "ab"}]}], [CHAT]),
+        ([{**USER, "weight": 0, "name": None}], [CHAT]),
+        ([], []),
+    ],
+)
+def test_one_prompt_or_several_in_every_form_of_the_data(given, texts):
+    assert [prompt.text for prompt in as_prompts(given)] == texts
+
+
+def test_a_conversation_may_have_empty_answers():
+    """The model may have ended its answer at once."""
+    chat = [USER, {"role": "assistant", "content": ""}, USER]
+    assert Prompt(chat).text == tuple(chat)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (None, "the prompts are None"),
+        (b"ab", "of type bytes"),
+        (USER, "of type dict. Give a list"),
+        ([3], "prompt 1: a prompt is 3, of type int"),
+        (["ab", None], "prompt 2: a prompt is None"),
+        (["a\ud800"], "prompt 1: the prompt holds half of a surrogate"),
+        ([[]], r"prompt 1: field 'messages' is \[\], not a list of messages"),
+        ([["ab"]], r"messages\[0\] is 'ab', not a message"),
+        ([USER, "ab"], r"messages\[1\] is 'ab', not a message"),
+        ([{"prompt": "ab"}], "not a message"),
+        ([{"role": "user"}], r"messages\[0\].*content"),
+        ([{**USER, "content": [{"type": "image"}]}], "a part of type 'image'"),
+        ([USER, {"role": "assistant", "content": "c"}], "ends with a message of the"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(unchecked, given, text):
+    with pytest.raises(JaxloraError, match=text):
+        as_prompts(given)
+
+
+def test_fields_of_a_prompt_are_checked(unchecked):
+    seeds = [{"seed": seed} for seed in ("1", True, 2**31)]
+    for options in (*seeds, {"adapter": 1}, {"tools": "clock"}):
+        with pytest.raises(ConfigError, match="a prompt has"):
+            Prompt("ab", **options)
+
+
+def test_a_system_message_is_put_before_a_chat_that_has_none():
+    chat = Prompt("ab").as_chat()
+    assert chat.text == CHAT
+    assert chat.as_chat() == chat
+    assert chat.as_chat("S").text == ({"role": "system", "content": "S"}, *CHAT)
+    with pytest.raises(ConfigError, match=r"has a system message \('S'\), and another"):
+        chat.as_chat("S").as_chat("T")
+
+
+def test_tools_go_to_the_chat_template(folder):
+    prompt = Prompt(CHAT, tools=[{"name": "clock"}])
+    with pytest.raises(DataError, match=r"the prompt 'ab' has tools, which"):
+        prompt_ids(prompt, load_tokenizer(folder), 512)
+    (folder / "chat_template.jinja").write_text("{{ tools[0].name }}")
+    tokenizer = load_tokenizer(folder)
+    assert prompt_ids(prompt, tokenizer, 512) == tokenizer.encode("clock")
+    with pytest.raises(ConfigError, match="is no chat: set chat"):
+        prompt_ids(Prompt("ab", tools=[{}]), tokenizer, 512)
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    with pytest.raises(DataError, match=r"the prompt 'ab': the chat template"):
+        prompt_ids(Prompt(CHAT), load_tokenizer(folder), 512)
 
 
 def test_prompts_and_answers_of_other_lengths_reuse_the_programs(model):
@@ -132,7 +225,7 @@ def test_an_answer_ends_at_the_models_last_position(model):
         Generator(model).generate([Prompt("a" * 512)], LIVELY)
 
 
-def test_wrong_input_is_refused_with_the_cure(model, make_adapter):
+def test_wrong_input_is_refused_with_the_cure(model, make_adapter, unchecked):
     generator = Generator(model, {"one": make_adapter()})
     with pytest.raises(ConfigError, match=r"'two'; there are: base, one\."):
         generator.generate([Prompt("ab", adapter="two")], LIVELY)
@@ -147,5 +240,15 @@ def test_wrong_input_is_refused_with_the_cure(model, make_adapter):
         jaxlora.generate(model, ["ab"], temprature=1.0)
     with pytest.raises(ConfigError, match="stop holds an empty text"):
         jaxlora.generate(model, ["ab"], stop=["a", ""])
-    with pytest.raises(ConfigError, match="batch_size=0"):
-        jaxlora.generate(model, ["ab"], batch_size=0)
+    for size in (0, "4"):
+        with pytest.raises(ConfigError, match=f"batch_size={size!r}"):
+            jaxlora.generate(model, ["ab"], batch_size=size)
+    for wrong in ([make_adapter()], {"a": 1}, {1: "a"}, 3):
+        with pytest.raises(ConfigError, match="adapters"):
+            jaxlora.generate(model, ["ab"], adapters=wrong)
+    with pytest.raises(ConfigError, match="a/base is named 'base'"):
+        Generator(model, ["a/base"])
+    with pytest.raises(ConfigError, match="the model is of type NoneType"):
+        Generator(None)
+    with pytest.raises(ConfigError, match="the settings are"):
+        generator.generate("ab", {"temperature": 1.0})

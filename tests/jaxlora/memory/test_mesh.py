@@ -149,18 +149,20 @@ def test_a_pipeline_takes_the_most_that_fits_its_tightest_stage(have):
     assert found.tightest(5000) == 0
     have(limit)
     run = config(mesh="stage=2", pipeline_microbatches=4, microbatch_tokens="auto")
-    settled = settle(run, SPEC, BOUNDS)
+    # Attention's gradient is compiled for every number of tokens that is tried.
+    settled = settle(run, SPEC, dataclasses.replace(BOUNDS, largest=5632))
     assert settled.microbatch_tokens == 5000 // 256 * 256
     assert found.fitting_tokens(limit) in range(5000, 5002)
 
 
-@pytest.mark.parametrize("tokens", [16384, "auto"])
+@pytest.mark.parametrize("tokens", [8704, "auto"])
 def test_a_stage_that_does_not_fit_is_named(have, tokens):
     mesh = "stage=2,fsdp=2"
     settings = dict(mesh=mesh, pipeline_microbatches=4)
     found = estimate(**settings)
     fixed = None if tokens == "auto" else tokens
-    bounds = dataclasses.replace(BOUNDS, smallest=8192, fixed=fixed)
+    # Few numbers are tried, as above.
+    bounds = Bounds(smallest=8192, largest=8704, unit=256, fixed=fixed)
     run = config(**settings, microbatch_tokens=tokens)
     have(found.total_bytes(8192) - 1)
     match = (

@@ -1,9 +1,10 @@
 """Settings of other tools become run files, and nothing is left out in silence."""
 
+import contextlib
+import itertools
 import json
 import re
 
-import jinja2
 import pytest
 
 from jaxlora.cli.main import main
@@ -12,6 +13,7 @@ from jaxlora.errors import ConfigError
 from jaxlora.migrate import migrate_file
 from jaxlora.run_file import load_run
 from jaxlora.yaml_file import parse_yaml
+from tests.jaxlora.migrate.texts import AXOLOTL, MODEL, ON_DATA
 
 AXOLOTL_ALPACA = """
 base_model: someone/Llama-8B
@@ -128,25 +130,42 @@ PEFT = json.dumps(
         "modules_to_save": ["lm_head"],
     }
 )
+TRL = """
+model_name_or_path: someone/Qwen-0.6B
+use_peft: true
+lora_r: 32
+lora_alpha: 16
+lora_target_modules: [q_proj, v_proj]
+load_in_4bit: true
+dataset_name: someone/chats
+dataset_train_split: train_sft
+dataset_test_split: test_sft
+eval_strategy: steps
+eval_steps: 50
+load_best_model_at_end: true
+max_length: 2048
+packing: true
+assistant_only_loss: true
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 8
+num_train_epochs: 2
+learning_rate: 2.0e-4
+lr_scheduler_type: cosine
+warmup_steps: 0.1
+optim: adafactor
+report_to: [wandb, mlflow]
+push_to_hub: true
+run_name: first
+gradient_checkpointing_kwargs: {use_reentrant: false}
+seed: 7
+"""
 FILES = {
     "axolotl_alpaca": AXOLOTL_ALPACA,
     "axolotl_chat": AXOLOTL_CHAT,
     "llama_factory": LLAMA_FACTORY,
     "peft": PEFT,
+    "trl": TRL,
 }
-
-
-@pytest.fixture
-def migrated(tmp_path):
-    """Converts a file and reads the result as a run file; returns both."""
-
-    def convert(text: str):
-        (tmp_path / "other.yml").write_text(text)
-        migration = migrate_file(tmp_path / "other.yml")
-        (tmp_path / "run.yaml").write_text(migration.text("other.yml"))
-        return migration, load_run(tmp_path / "run.yaml")
-
-    return convert
 
 
 def settings(job: LoraJob, *names: str) -> tuple:
@@ -163,26 +182,12 @@ def test_axolotl_on_instructions(migrated):
     assert settings(job, "weight_decay", "warmup_ratio", "seed") == (0.01, 0.1, 42)
     assert settings(job, "eval_fraction", "target_modules") == (0.05, "all-linear")
     assert job.name == "lora-out" and job.data.split == "train[:90%]"
+    assert job.data.kind == "alpaca"
     assert any("8 sequences of 4096 tokens" in text for text in migration.to_do)
     assert any("jaxlora[datasets]" in text for text in migration.to_do)
+    assert "warmup" not in str(migration.to_do)
     wanted = {"lora_modules_to_save", "evals_per_epoch", "special_tokens", "optimizer"}
     assert wanted <= migration.left_out.keys()
-
-
-def test_the_prompt_of_alpaca(migrated):
-    """With an input and without, it is Alpaca's own."""
-    _, run = migrated(AXOLOTL_ALPACA)
-    template = jinja2.Template(run.jobs[0].data.prompt)
-    record = {"instruction": "Add.", "input": "1 2"}
-    whole, plain = (
-        template.render(record).splitlines(),
-        template.render(record | {"input": ""}).splitlines(),
-    )
-    sections = "### Instruction:", "Add.", "", "### Input:", "1 2", "", "### Response:"
-    assert whole[2:] == list(sections)
-    assert plain[2:] == ["### Instruction:", "Add.", "", "### Response:"]
-    assert whole[0].startswith("Below is an instruction that describes a task, paired")
-    assert plain[0].startswith("Below is an instruction that describes a task. Write")
 
 
 def test_axolotl_on_chats(migrated):
@@ -199,8 +204,8 @@ def test_axolotl_on_chats(migrated):
     assert settings(job, "lr_schedule", "warmup_steps") == ("constant", None)
     left = migration.left_out
     assert {"warmup_steps", "chat_template", "neftune_noise_alpha"} <= left.keys()
-    assert {"datasets.0.roles_to_train", "datasets.1"} <= left.keys()
-    assert "not known" in left["neftune_noise_alpha"]
+    assert "datasets.1" in left and "datasets.0.roles_to_train" not in left
+    assert left["neftune_noise_alpha"] == "No noise is added to embeddings."
 
 
 def test_llama_factory(migrated):
@@ -225,29 +230,73 @@ def test_peft(migrated):
     assert migration.left_out.keys() == {"task_type", "modules_to_save"}
 
 
+def test_trl(migrated):
+    migration, run = migrated(TRL)
+    [job] = run.jobs
+    assert (run.model, run.quantize_base) == ("someone/Qwen-0.6B", "nf4")
+    assert run.report_to == ("wandb",) and "mlflow" in migration.left_out["report_to"]
+    # TRL's own default of lora_dropout is 0.05.
+    assert settings(job, "rank", "lora_alpha", "dropout") == (32, 16.0, 0.05)
+    assert settings(job, "batch_size", "epochs", "max_length") == (16, 2.0, 2048)
+    assert settings(job, "warmup_ratio", "warmup_steps", "seed") == (0.1, None, 7)
+    assert (job.data.split, job.data.loss_on) == ("train_sft", "completion")
+    assert job.eval_data is not None and job.eval_data.split == "test_sft"
+    assert settings(job, "eval_every", "keep_best") == (50, True)
+    to_do = str(migration.to_do)
+    assert "16 sequences of 2048 tokens" in to_do and "replaced by AdamW" in to_do
+    wanted = {"push_to_hub", "run_name", "gradient_checkpointing_kwargs", "optim"}
+    assert wanted <= migration.left_out.keys()
+
+
+def test_defaults_of_trl(migrated):
+    migration, run = migrated("dataset_name: records.jsonl\nuse_peft: true\n" + MODEL)
+    [job] = run.jobs
+    assert settings(job, "rank", "lora_alpha", "target_modules") == (
+        *(16, 32.0),
+        ("q_proj", "v_proj"),
+    )
+    assert settings(job, "learning_rate", "lr_schedule", "epochs") == (
+        2e-5,
+        "linear",
+        3,
+    )
+    assert settings(job, "batch_size", "max_length") == (8, 1024)
+    assert (job.data.path, job.data.split) == ("records.jsonl", None)
+    assert "trains on every token of records with messages" in str(migration.to_do)
+
+
 @pytest.mark.parametrize("kind", FILES)
-def test_every_key_is_used_or_named(migrated, kind):
+def test_every_key_is_used_or_named(tmp_path, kind):
     """A key that nobody knows, and each of the others alone, is never just dropped."""
-    given = parse_yaml(FILES[kind], kind)
-    before, _ = migrated(json.dumps(given | {"a_new_key": 3}))
+
+    def convert(**changes):
+        (tmp_path / "other.json").write_text(json.dumps(given | changes))
+        return migrate_file(tmp_path / "other.json")
+
+    given = parse_yaml(FILES[kind], kind) | {"a_new_key": 3}
+    before = convert()
     assert "not known" in before.left_out["a_new_key"]
+    odd_values = itertools.cycle([3, [1], {"a": 1}, "-"])
     for key, value in given.items():
         if value in (None, "", False, [], {}):
             continue
+        with contextlib.suppress(ConfigError):  # A wrong value is at most refused.
+            convert(**{key: next(odd_values)})
         try:
-            after, _ = migrated(json.dumps({**given, key: None, "a_new_key": 3}))
+            after = convert(**{key: None})
         except ConfigError:
             continue  # it cannot be left out
-        changed = (after.run_file, after.left_out) != (
+        is_told = (after.run_file, after.left_out, after.to_do) != (
             before.run_file,
             before.left_out,
+            before.to_do,
         )
-        is_default = key in IS_DEFAULT
-        assert changed or is_default, key
+        assert is_told or key in IS_DEFAULT, key
 
 
 # Keys whose values in the examples are the other tool's defaults.
 IS_DEFAULT = {
+    "finetuning_type",
     *("num_train_epochs", "lora_target", "lr_scheduler", "bias", "stage", "lora_r"),
     *("cutoff_len", "lora_alpha", "init_lora_weights", "gradient_accumulation_steps"),
     *("lora_target_linear", "sample_packing", "output_dir", "lora_rank"),
@@ -269,7 +318,15 @@ def test_values_that_cannot_be_converted(migrated):
     [
         ("base_model: m\n", "adapter is None"),
         ("base_model: m\nadapter: lora\nrl: dpo\n", "rl is 'dpo'"),
+        ("base_model: m\nadapter: lora\nreward_model: true\n", "reward_model is True"),
+        (AXOLOTL + "datasets: {path: a.jsonl}\n", "is not a list of data sets"),
+        (AXOLOTL + "datasets: [a.jsonl]\n", "is not a list of data sets"),
+        (AXOLOTL + "datasets: [{type: alpaca}]\n", "is not a list of data sets"),
         ("finetuning_type: full\n", "finetuning_type is 'full'"),
+        (ON_DATA + "export_dir: merged\n", "export_dir is set"),
+        (MODEL + "dataset_name: a\n", "use_peft is not true"),
+        (MODEL + "use_peft: true\nbeta: 0.1\n", "beta is a setting of training with"),
+        ("use_peft: true\n", "model"),
         ("finetuning_type: lora\nstage: dpo\n", "stage is 'dpo'"),
         ('{"peft_type": "IA3"}', "peft_type is 'IA3'"),
         ("model: m\njobs: []\n", "is not a file that can be converted"),

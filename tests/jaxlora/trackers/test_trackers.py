@@ -8,16 +8,17 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from jaxlora import RunConfig
-from jaxlora.errors import ConfigError, JaxloraError
+from jaxlora.errors import ConfigError, JaxloraError, StorageError
 from jaxlora.run_file import run_config
 from jaxlora.trackers import table
 from jaxlora.trackers.metrics import hyperparameters, job_metrics
 from jaxlora.trackers.table import check_installed, open_trackers
-from tests.jaxlora.train import made_events
+from tests.jaxlora.run import made_events
 
 EVENTS = [
     made_events.run_start(made_events.info("a"), made_events.info("b", rank=8)),
     made_events.evaluation("a", 0, loss=3.5),
+    made_events.sample("a", 0, "hello"),
     made_events.step("a", 1, loss=2.5),
     made_events.step("b", 1, loss=2.25),
     made_events.window(1),
@@ -89,12 +90,19 @@ class StandIn:
         self.is_finished = True
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_wandb_and_trackio(name, tmp_path, monkeypatch):
+def stand_in(name: str, monkeypatch) -> list[StandIn]:
+    """Puts a stand-in for a package in its place; returns the runs that it opens."""
     opened: list[StandIn] = []
     module = types.ModuleType(name)
     module.init = lambda **options: StandIn(opened, **options)
+    module.Table = lambda **options: options
     monkeypatch.setitem(sys.modules, name, module)
+    return opened
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_wandb_and_trackio(name, tmp_path, monkeypatch):
+    opened = stand_in(name, monkeypatch)
     monkeypatch.setenv(f"{name.upper()}_PROJECT", "mine")
     report(name, tmp_path / "sweep")
     a, b = opened
@@ -107,6 +115,64 @@ def test_wandb_and_trackio(name, tmp_path, monkeypatch):
     assert a.logged[0][0]["eval/loss"] == 3.5 and a.logged[0][1] == 0
     assert [m["train/loss"] for m, _ in b.logged] == [2.25, 2.0]
     assert [step for _, step in b.logged] == [1, 2]
+    row = {"step": 0, "prompt": "p", "text": "hello"}
+    table = {"columns": list(row), "data": [[*row.values()]]}
+    sent, step = a.logged[1]
+    assert sent["samples/0"] == (table if name == "wandb" else {"data": [row]})
+    assert step == 0
+
+
+def lost(*_, **__):
+    raise ConnectionError("no network")
+
+
+def test_a_tracker_that_fails_is_switched_off_with_one_warning(
+    tmp_path, monkeypatch, caplog
+):
+    opened = stand_in("wandb", monkeypatch)
+    tracker, board = open_trackers(["wandb", "tensorboard"], tmp_path)
+    for number, event in enumerate(EVENTS):
+        if number == 3:
+            monkeypatch.setattr(StandIn, "log", lost)
+            monkeypatch.setattr(StandIn, "finish", lost)
+        tracker.on_event(event)
+        board.on_event(event)
+    tracker.close()
+    board.close()
+    (run,) = opened
+    assert len(run.logged) == 2
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "wandb has failed (ConnectionError: no network)" in record.message
+    assert "The run goes on" in record.message
+    assert list((tmp_path / "tensorboard" / "b").iterdir())
+
+
+def test_a_tracker_that_cannot_be_closed(tmp_path, monkeypatch, caplog):
+    """All runs are ended, and the run's result is not lost."""
+    opened = stand_in("trackio", monkeypatch)
+    monkeypatch.setattr(StandIn, "finish", lambda run: ended.append(run) or lost())
+    ended: list[StandIn] = []
+    (tracker,) = open_trackers(["trackio"], tmp_path)
+    for event in EVENTS[:-3]:
+        tracker.on_event(event)
+    tracker.close()
+    assert len(opened) == len(ended) == 2
+    assert caplog.text.count("trackio has failed") == 1
+
+
+def test_a_tracker_that_cannot_start_ends_the_run(tmp_path, monkeypatch):
+    """Nothing is trained yet, and the user can correct a key or a folder."""
+    stand_in("wandb", monkeypatch)
+    monkeypatch.setattr(sys.modules["wandb"], "init", lost)
+    (tmp_path / "tensorboard").write_text("no folder")
+    tracker, board = open_trackers(["wandb", "tensorboard"], tmp_path)
+    for one in (tracker, board):
+        one.on_event(EVENTS[0])
+    with pytest.raises(ConfigError, match=r"wandb cannot be used .*leave wandb out of"):
+        tracker.on_event(EVENTS[1])
+    with pytest.raises(StorageError, match="tensorboard"):
+        board.on_event(EVENTS[1])
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])

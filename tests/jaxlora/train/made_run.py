@@ -10,11 +10,11 @@ from jaxlora.adapters.export_record import ExportRecord
 from jaxlora.adapters.peft_export import export_peft
 from jaxlora.adapters.slots import ParkedSlot
 from jaxlora.modules.trained_tensors import tensor_paths
+from jaxlora.run.folder import write_run_record
+from jaxlora.run.identity import RunIdentity
+from jaxlora.run.job_progress import JobProgress
+from jaxlora.run.saved_run import RunRecord, SavedAdapter, SavedRequests, SavedRun
 from jaxlora.train.checkpoint import Checkpoints
-from jaxlora.train.job_run import JobProgress
-from jaxlora.train.run_folder import write_run_record
-from jaxlora.train.run_identity import RunIdentity
-from jaxlora.train.saved_run import RunRecord, SavedAdapter, SavedRequests, SavedRun
 
 K, N, RANK = 6, 5, 2
 LINEARS = [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]

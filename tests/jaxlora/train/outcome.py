@@ -3,8 +3,8 @@
 from jaxlora import Trainer
 from jaxlora.adapters.peft_import import import_peft
 from jaxlora.hf.load import BaseModel
+from jaxlora.run.log import read_events
 from jaxlora.train.prepare import linear_shapes
-from jaxlora.train.run_log import read_events
 
 
 class Outcome:

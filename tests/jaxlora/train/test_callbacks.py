@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 from jaxlora import Callback, RunConfig, Trainer
-from jaxlora.train.run_log import read_events
+from jaxlora.run.log import read_events
 
 
 @pytest.fixture

@@ -22,9 +22,9 @@ from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.plan import plan_run
-from jaxlora.train.run_folder import begun_settings, write_run_record
-from jaxlora.train.run_identity import RunIdentity
-from jaxlora.train.saved_run import RunRecord
+from jaxlora.run.folder import begun_settings, write_run_record
+from jaxlora.run.identity import RunIdentity
+from jaxlora.run.saved_run import RunRecord
 from jaxlora.train.step import compiled_steps
 from tests.jaxlora.train.at_window import AtWindow
 
@@ -43,12 +43,14 @@ def have(monkeypatch):
 @pytest.fixture
 def config(model, jobs, tmp_path):
     numbers = itertools.count()
+    # With few adapted linears, a step is compiled in half the time.
+    small = {"max_length": 64, "target_modules": ("down_proj",)}
 
     def make(**settings) -> RunConfig:
         defaults = {
             "model": str(model.folder),
             "output_dir": str(tmp_path / f"run{next(numbers)}"),
-            "jobs": [job.model_copy(update={"max_length": 64}) for job in jobs[:2]],
+            "jobs": [job.model_copy(update=small) for job in jobs[:2]],
             "microbatch_tokens": "auto",
             "block_tokens": 16,
             "dtype": "float32",
@@ -114,6 +116,8 @@ def test_the_compiled_step_has_the_last_word(config, model, have):
     limit = (most + needed(smallest)) // 2
     have(limit)
     trainer = Trainer(config(), model)
+    # As if it had been estimated to fit.
+    trainer.config = trainer.config.replace(microbatch_tokens=bounds.largest)
     trainer.config = settled(trainer)
     tokens = trainer.config.microbatch_tokens
     assert bounds.smallest <= tokens < bounds.largest and tokens % bounds.unit == 0

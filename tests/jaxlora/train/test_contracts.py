@@ -15,15 +15,17 @@ from jaxlora.data.tokenize import DataReader
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.models.forward import SlotKeys
 from jaxlora.modules.trained_tensors import rate_ratios
-from jaxlora.scheduler import Limits, greedy
+from jaxlora.scheduler import greedy
 from jaxlora.train import prepare
+from jaxlora.train.layout import Layout
 from jaxlora.train.staged_executor import StagedExecutor
-from jaxlora.train.step import CompiledSteps
 from tests.jaxlora.train import fused
 from tests.oracle import relative_error
 
 # Sums in another order differ by rounding; Adam divides by their root.
 ROUNDING = 2e-4
+# Jobs that run alone share programs, because compiling takes longest.
+ALONE = {"microbatch_tokens": 256}
 
 
 def assert_same_training(one, other, names):
@@ -44,7 +46,7 @@ def test_alone_equals_together(train, jobs, count):
     together = train(jobs[:count])
     assert together.result.num_compilations <= 4
     for job in jobs[:count] if count < 8 else jobs[3:5]:
-        alone = train([job], microbatch_tokens=256)
+        alone = train([job], **ALONE)
         assert_same_training(together, alone, [job.name])
 
 
@@ -64,7 +66,8 @@ def test_a_neighbour_that_finishes_early_changes_nothing(train, jobs):
     short = jobs[1].model_copy(update={"name": "short", "steps": 1})
     with_short = train([short, jobs[2]])
     assert with_short.progress["short"].step == 1
-    assert_same_training(with_short, train([jobs[2]]), [jobs[2].name])
+    alone = train([jobs[2]], **ALONE)
+    assert_same_training(with_short, alone, [jobs[2].name])
 
 
 def test_same_bits_twice(train, jobs):
@@ -76,11 +79,9 @@ def test_same_bits_twice(train, jobs):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"remat": "elementwise"},
-        {"remat": "mlp"},
+        {"remat": "elementwise", "max_concurrent_jobs": 5},
+        {"remat": "mlp", "microbatch_tokens": 128, "block_tokens": 32},
         {"remat": "layer"},
-        {"microbatch_tokens": 128, "block_tokens": 32},
-        {"max_concurrent_jobs": 5},
         {"window_steps": 1, "packer": "greedy"},
         {"window_steps": 2, "packer": "lorafusion"},
     ],
@@ -105,7 +106,7 @@ def test_microbatches_in_parts_teach_the_same(train, jobs, monkeypatch):
 def test_seeds_matter(train, jobs):
     """The negative control: what keys the streams changes the result."""
     other = jobs[0].model_copy(update={"seed": 5})
-    assert train([jobs[0]]).bytes != train([other]).bytes
+    assert train([jobs[0]], **ALONE).bytes != train([other], **ALONE).bytes
 
 
 @pytest.mark.parametrize("window_steps", [1, 2])
@@ -130,8 +131,8 @@ def test_jobs_come_and_go_without_recompiling(train, jobs, window_steps):
     finished = [n for n, p in outcome.progress.items() if p.status == "finished"]
     assert len(finished) == 8 and "late" in finished
     # A job that came into a used slot trains as in a new one.
-    assert_same_training(outcome, train([jobs[7]]), [jobs[7].name])
-    assert_same_training(outcome, train([late]), ["late"])
+    assert_same_training(outcome, train([jobs[7]], **ALONE), [jobs[7].name])
+    assert_same_training(outcome, train([late], **ALONE), ["late"])
 
 
 # ---- one step, to the bit ------------------------------------------------------------
@@ -142,19 +143,23 @@ def test_jobs_come_and_go_without_recompiling(train, jobs, window_steps):
     params=["plain", "fp8", pytest.param("fused", marks=fused.only_where_it_runs)],
 )
 def bench(request, model, jobs, tmp_path_factory):
-    """Three jobs in three slots, and one microbatch that holds some of each."""
-    settings = {"microbatch_tokens": 4096, "block_tokens": 16}
+    """Three jobs in three slots, and one microbatch that holds some of each.
+
+    Without `fused` and fp8, the programs are those of `train(jobs[:3])`.
+    """
+    settings = {"microbatch_tokens": 512, "block_tokens": 16}
+    settings |= {"slot_rank": 8, "slot_targets": "all-linear"}
     if request.param == "fp8":
         settings["quantize_base"] = "fp8"
         model = load_model(model.folder, dtype="float32", quantize="fp8")
     if request.param == "fused":
-        settings = {"microbatch_tokens": 4096} | fused.SETTINGS
+        settings = {"microbatch_tokens": 2048} | fused.SETTINGS
         model = fused.wide_model(tmp_path_factory.mktemp("base") / "wide")
     config = RunConfig(model=str(model.folder), jobs=jobs[:3], **settings)
     reader = DataReader(load_tokenizer(model.folder))
     runs = [prepare.open_job(job, model, reader) for job in jobs[:3]]
     spec = prepare.decoder_spec(config, model, runs, config.limits.capacity)
-    steps = CompiledSteps(spec)
+    [stage] = Layout.on_one_device(spec, model.params).stages
     rng = np.random.default_rng(0)
     batches, adapters = {}, {}
     for slot, run in enumerate(runs):
@@ -169,18 +174,17 @@ def bench(request, model, jobs, tmp_path_factory):
             for name, w in run.start.modules.items()
         }
         adapters[slot] = dataclasses.replace(run.start, modules=modules)
-    limits = Limits(capacity=2048, block_tokens=config.block_tokens)
-    samples = [s for batch in batches.values() for s in batch.to_schedule()]
-    (microbatch,) = greedy.pack(samples, limits).microbatches
-    packed = pack_microbatch(microbatch, batches, limits)
+    samples = [s for batch in batches.values() for s in batch.to_schedule()[:2]]
+    (microbatch,) = greedy.pack(samples, config.limits).microbatches
+    packed = pack_microbatch(microbatch, batches, config.limits)
 
     def table() -> SlotTable:
-        new = SlotTable(spec, steps.write_slot)
+        new = SlotTable(spec, stage.steps.write_slot, stage.placement)
         for slot in range(len(runs)):
             new.load(slot, adapters[slot])
         return new
 
-    return model, steps, table, packed
+    return model, stage, table, packed
 
 
 KEYS = SlotKeys(seed=np.array([7, 8, 9], np.int32), step=np.array([2, 2, 2], np.int32))
@@ -218,19 +222,20 @@ def all_alike(*, steps_now, count) -> Hyper:
 
 def one_step(bench, packed, spoil=lambda state: state):
     """Gradients, losses, and weights after an optimizer step, by slot."""
-    model, steps, table, _ = bench
+    model, stage, table, _ = bench
     slots = table()
-    state, out = accumulated(model, steps, spoil(slots.state), slots.settings, packed)
+    state, out = accumulated(model, stage, spoil(slots.state), slots.settings, packed)
     gradients = jax.tree.map(np.array, state.pending.gradients)
     hyper = all_alike(steps_now=[True, True, True], count=2)
-    state, result = steps.step(state, hyper, ())
+    state, result = stage.steps.step(state, hyper, ())
     return gradients, *jax.device_get((out, state.params, result))
 
 
-def accumulated(model, steps, state, settings, packed):
+def accumulated(model, stage, state, settings, packed):
     """The state after a microbatch, and the losses."""
-    pending, out, _ = steps.accumulate(
-        model.params, state.params, state.pending, settings, packed, KEYS
+    rows = jax.device_put(packed, stage.placement.sharding(stage.placement.rows))
+    pending, out, _ = stage.steps.accumulate(
+        model.params, state.params, state.pending, settings, rows, KEYS
     )
     return dataclasses.replace(state, pending=pending), out
 
@@ -271,7 +276,7 @@ def test_a_diverged_neighbour_changes_no_bit(bench, sick, bad):
 
 def test_a_batch_that_is_not_finite_leaves_its_slot_as_it_is(bench):
     """Also one whose gradient is; and the next batch starts afresh."""
-    _, steps, table, _ = bench
+    _, stage, table, _ = bench
     slots = table()
     sick = jnp.array([True, False, True])
 
@@ -284,7 +289,7 @@ def test_a_batch_that_is_not_finite_leaves_its_slot_as_it_is(bench):
 
     before = jax.tree.map(np.array, slots.state.params)
     hyper = all_alike(steps_now=[True, True, False], count=2)
-    state, result = steps.step(spoil(slots.state), hyper, ())
+    state, result = stage.steps.step(spoil(slots.state), hyper, ())
     assert np.isfinite(result.norm).all()
     assert result.is_finite.tolist() == [True, False, True]
     for path, now in state.params.items():
@@ -296,13 +301,13 @@ def test_a_batch_that_is_not_finite_leaves_its_slot_as_it_is(bench):
 
 
 def test_a_slot_without_a_whole_batch_stays_as_it_is(bench):
-    model, steps, table, packed = bench
+    model, stage, table, packed = bench
     slots = table()
     before = jax.tree.map(np.array, slots.state.params)
-    state, _ = accumulated(model, steps, slots.state, slots.settings, packed)
+    state, _ = accumulated(model, stage, slots.state, slots.settings, packed)
     gradients = jax.tree.map(np.array, state.pending.gradients)
     hyper = all_alike(steps_now=[True, False, True], count=0)
-    state, _ = steps.step(state, hyper, ())
+    state, _ = stage.steps.step(state, hyper, ())
     for path, table_now in state.params.items():
         np.testing.assert_array_equal(table_now[1], before[path][1])
         kept = state.pending.gradients[path]

@@ -12,9 +12,10 @@ from rich.console import Console
 
 from jaxlora import RunConfig, Trainer
 from jaxlora.errors import JaxloraError
+from jaxlora.run.job_progress import JobProgress
+from jaxlora.run.log import read_events
 from jaxlora.train import windows
 from jaxlora.train.checkpoint import Checkpoints
-from jaxlora.train.job_run import JobProgress
 from jaxlora.train.report import (
     JobResult,
     RunResult,
@@ -22,7 +23,6 @@ from jaxlora.train.report import (
     ranked,
     write_report,
 )
-from jaxlora.train.run_log import read_events
 from jaxlora.train.staged_executor import StagedExecutor
 from tests.jaxlora.train.at_window import AtWindow
 from tests.jaxlora.train.conftest import folder_of
@@ -266,9 +266,9 @@ def test_the_summary_is_written_before_the_picture(tmp_path):
 # ---- the summary ---------------------------------------------------------------------
 
 
-def printed(progress: JobProgress) -> str:
+def printed(progress: JobProgress, name: str = "a", width: int = 120) -> str:
     job = JobResult(
-        name="a", rank=4, num_modules=2, num_steps=9, progress=progress, folder=None
+        name=name, rank=4, num_modules=2, num_steps=9, progress=progress, folder=None
     )
     result = RunResult(
         jobs=(job,),
@@ -277,7 +277,7 @@ def printed(progress: JobProgress) -> str:
         num_compilations=0,
     )
     text = io.StringIO()
-    print_summary(result, Console(file=text, width=120))
+    print_summary(result, Console(file=text, width=width))
     return text.getvalue()
 
 
@@ -315,6 +315,16 @@ UNCHANGED = STEPPED | {"status": "finished", "step": 2, "last_eval_step": 2}
 def test_a_loss_is_shown_once(progress, shown):
     """A dash where there is no later one; equal losses of two steps are shown."""
     assert shown in " ".join(printed(JobProgress(**progress)).split())
+
+
+def test_numbers_are_whole_on_eighty_columns():
+    """A long name and a long status are folded instead."""
+    lines = printed(
+        JobProgress(**STOPPED | {"status": "stopped early"}), "a-long-name" * 3, 80
+    ).splitlines()
+    assert max(map(len, lines)) <= 80
+    (row,) = (line for line in lines if " 2/9 " in line)
+    assert "3.000 → 2.500  4.000 → 3.500 at 1" in row
 
 
 def test_the_lowest_held_out_loss_comes_first():

@@ -10,9 +10,9 @@ import pytest
 from jaxlora import LoraJob, RunConfig
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.data.tokenize import TokenizedData, TokenizedSample
+from jaxlora.run.log import RunLog, read_events
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.requests import Requests
-from jaxlora.train.run_log import RunLog, read_events
 from jaxlora.train.windows import Windows
 from tests.jaxlora.train.late_executor import LateExecutor
 

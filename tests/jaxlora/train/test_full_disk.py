@@ -9,12 +9,13 @@ import sys
 import pytest
 
 from jaxlora.errors import CheckpointError, StorageError
+from jaxlora.run import log as run_log
+from jaxlora.run.log import RunLog, read_events
 from jaxlora.trackers import tensorboard
-from jaxlora.train import run_log
 from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.report import RunResult, write_report
-from jaxlora.train.run_log import RunLog, read_events
-from tests.jaxlora.train import made_events, made_run
+from tests.jaxlora.run import made_events
+from tests.jaxlora.train import made_run
 
 FULL = """
 import pathlib, resource, sys

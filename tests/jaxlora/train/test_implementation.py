@@ -9,7 +9,7 @@ import pytest
 from jaxlora import RunConfig, Trainer
 from jaxlora.errors import ConfigError
 from jaxlora.pallas_kernels import BACKENDS
-from jaxlora.train.run_log import read_events
+from jaxlora.run.log import read_events
 from tests.jaxlora.train import fused
 
 

@@ -6,12 +6,12 @@ import pytest
 
 from jaxlora import LoraJob, RunConfig, Trainer, load_run
 from jaxlora.control import client
-from jaxlora.control.inbox import Inbox
 from jaxlora.control.mailbox import Mailbox
-from jaxlora.control.message import ControlRequest
 from jaxlora.control.status_file import read_status
 from jaxlora.errors import ConfigError
-from jaxlora.train.run_folder import read_run_record
+from jaxlora.run.folder import read_run_record
+from jaxlora.run.message import ControlRequest
+from jaxlora.train.inbox import Inbox
 from jaxlora.train.windows import Windows
 from tests.jaxlora.train.at_window import AtWindow
 from tests.jaxlora.train.test_preemption import Killed

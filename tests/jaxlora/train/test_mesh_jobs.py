@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxlora.train.run_log import read_events
+from jaxlora.run.log import read_events
 from tests.jaxlora.train.counted_run import counting
 from tests.jaxlora.train.mesh_runs import assert_empty_slot, assert_same_on_meshes
 

@@ -9,12 +9,12 @@ import signal
 import pytest
 
 from jaxlora import Trainer
+from jaxlora.run.folder import CHECKPOINTS
+from jaxlora.run.log import read_events
 from jaxlora.train.read_checkpoint import newest_checkpoint
-from jaxlora.train.run_folder import CHECKPOINTS
-from jaxlora.train.run_log import read_events
 from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
 from tests.jaxlora.train.outcome import Outcome
-from tests.jaxlora.train.test_resume import command
+from tests.jaxlora.train.test_resume import killed
 
 MESH = "stage=2"
 
@@ -56,7 +56,7 @@ def test_an_interrupted_run_continues_on_any_mesh(
         assert resumed.losses == whole.losses and resumed.evals == whole.evals
 
 
-def test_killed(meshes, mesh_jobs, resume, monkeypatch, tmp_path):
+def test_killed(meshes, mesh_jobs, resume, tmp_path):
     """kill -9 while the second checkpoint is written, so the first is complete."""
     whole = meshes.once(MESH, mesh_jobs)
     config = meshes.config(MESH, mesh_jobs, checkpoint_every=2)
@@ -65,9 +65,7 @@ def test_killed(meshes, mesh_jobs, resume, monkeypatch, tmp_path):
     events = read_events(whole.result.output_dir / "metrics.jsonl")
     kinds = [event["event"] for event in events]
     second_window = kinds.index("window", kinds.index("window") + 1)
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
-    ended = command(run_file, kill_at=second_window + 2)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    killed(run_file, at=second_window + 2)
     folder = pathlib.Path(config.output_dir)
     assert newest_checkpoint(folder / CHECKPOINTS) is not None
     resumed = resume(folder, MESH)

@@ -5,10 +5,10 @@ import pathlib
 
 import pytest
 
+from jaxlora.run.log import RunLog
 from jaxlora.train import plot
 from jaxlora.train.plot import LossPlot, plot_losses, rank_jobs
-from jaxlora.train.run_log import RunLog
-from tests.jaxlora.train import made_events
+from tests.jaxlora.run import made_events
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 from jaxlora import RunConfig, Trainer, import_peft
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.plan import plan_run
+from jaxlora.run.log import read_events
 from jaxlora.train.prepare import linear_shapes
-from jaxlora.train.run_log import read_events
 from jaxlora.train.windows import Windows
 from tests.jaxlora.train.at_window import AtWindow
 from tests.oracle import relative_error

@@ -1,7 +1,7 @@
 """Tests requests to stop, pause and resume jobs."""
 
+from jaxlora.run.saved_run import SavedRequests
 from jaxlora.train.requests import Requests
-from jaxlora.train.saved_run import SavedRequests
 
 
 def test_requests_count_after_saved_ones_are_restored():

@@ -1,6 +1,7 @@
 """A run that is killed or interrupted ends in the same bits as one that is not."""
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -8,14 +9,16 @@ import signal
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from jaxlora import Trainer, import_peft, load_run
+from jaxlora.cli.main import main
 from jaxlora.errors import CheckpointError
+from jaxlora.run.folder import read_run_record, write_run_record
+from jaxlora.run.log import RunLog, read_events
 from jaxlora.train.export import export_checkpoint
 from jaxlora.train.prepare import linear_shapes
-from jaxlora.train.run_folder import read_run_record, write_run_record
-from jaxlora.train.run_log import read_events
 from tests import tiny
 from tests.jaxlora.train import fused
 from tests.jaxlora.train.at_window import AtWindow
@@ -25,17 +28,17 @@ from tests.jaxlora.train.at_window import AtWindow
 KILL = """
 import os, signal, sys
 from jaxlora.train.prepare import linear_shapes
-from jaxlora.train.run_log import RunLog
+from jaxlora.run.log import RunLog
 left, write = int(sys.argv[2]), RunLog._write
 def count(self, line):
     global left
     write(self, line)
     left -= 1
     if left == 0:
-        os.kill(os.getpid(), getattr(signal, sys.argv[3]))
+        os.kill(os.getpid(), signal.SIGKILL)
 RunLog._write = count
 from jaxlora.cli.main import main
-sys.exit(main(["train", sys.argv[1], *sys.argv[4:]]))
+sys.exit(main(["train", sys.argv[1], *sys.argv[3:]]))
 """
 
 
@@ -80,16 +83,43 @@ def make_run(tmp_path_factory):
     return make
 
 
-def command(run_file, *arguments, kill_at=-1, signal_name="SIGKILL"):
-    """Trains in a process of its own; returns how it ended."""
-    env = os.environ | {"JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "")}
-    return subprocess.run(
-        [sys.executable, "-c", KILL, run_file, str(kill_at), signal_name, *arguments],
+def killed(run_file, *arguments, at: int) -> None:
+    """Trains in a process of its own, which kills itself."""
+    # With as many devices as here, it finds the programs of this process.
+    env = os.environ | {
+        "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", ""),
+        "JAX_NUM_CPU_DEVICES": str(jax.config.jax_num_cpu_devices),
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", KILL, run_file, str(at), *arguments],
         env=env,
         capture_output=True,
         text=True,
         check=False,
     )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+
+
+def command(run_file, *arguments) -> int:
+    """Trains in this process; returns the exit status of `jaxlora`."""
+    return main(["train", str(run_file), *arguments])
+
+
+@pytest.fixture
+def signal_at(monkeypatch):
+    """Sends this process a signal at the given line of the metrics."""
+
+    def prepare(line: int, signal_name: str) -> None:
+        left, write = itertools.count(line - 1, -1), RunLog._write
+
+        def count(self, text):
+            write(self, text)
+            if next(left) == 0:
+                os.kill(os.getpid(), getattr(signal, signal_name))
+
+        monkeypatch.setattr(RunLog, "_write", count)
+
+    return prepare
 
 
 def results(run_file):
@@ -113,8 +143,7 @@ def whole(make_run):
     out = {}
     for window_steps in (1, 4):
         run_file = make_run(f"whole{window_steps}", window_steps=window_steps)
-        ended = command(run_file)
-        assert ended.returncode == 0, ended.stderr
+        assert command(run_file) == 0
         out[window_steps] = results(run_file)
     return out
 
@@ -129,26 +158,23 @@ def test_killed_again_and_again(make_run, whole, window_steps, kills):
     one has begun; wherever it was not, earlier. None comes after the last window.
     """
     run_file = make_run(f"killed{window_steps}", window_steps=window_steps)
-    first = command(run_file, kill_at=9)
-    assert first.returncode == -signal.SIGKILL
-    for kill_at in kills:
-        ended = command(run_file, "--resume", kill_at=kill_at)
-        assert ended.returncode == -signal.SIGKILL, ended.stderr
-    ended = command(run_file, "--resume")
-    assert ended.returncode == 0, ended.stderr
+    killed(run_file, at=9)
+    for line in kills:
+        killed(run_file, "--resume", at=line)
+    assert command(run_file, "--resume") == 0
     assert results(run_file) == whole[window_steps]
 
 
 @pytest.mark.parametrize("signal_name", ["SIGINT", "SIGTERM"])
-def test_interrupted(make_run, whole, signal_name):
+def test_interrupted(make_run, whole, signal_at, capsys, signal_name):
     """Finishes the window, writes a checkpoint, leaves; nothing is done twice."""
     run_file = make_run(f"interrupted_{signal_name}", checkpoint_every=None)
-    ended = command(run_file, kill_at=8, signal_name=signal_name)
-    assert ended.returncode == 130
-    assert "finishing the window, then writing a checkpoint" in ended.stderr
-    assert "Continue with --resume" in ended.stdout
-    ended = command(run_file, "--resume")
-    assert ended.returncode == 0, ended.stderr
+    signal_at(8, signal_name)
+    assert command(run_file) == 130
+    printed = capsys.readouterr()
+    assert "finishing the window, then writing a checkpoint" in printed.err
+    assert "Continue with --resume" in printed.out
+    assert command(run_file, "--resume") == 0
     assert results(run_file) == whole[4]
 
 
@@ -168,21 +194,24 @@ def fused_run(make_run, tmp_path_factory):
 def fused_whole(fused_run):
     """The results of a fused run that nothing stopped."""
     run_file = fused_run("fused_whole")
-    ended = command(run_file)
-    assert ended.returncode == 0, ended.stderr
+    assert command(run_file) == 0
     return results(run_file)
 
 
 @fused.only_where_it_runs
 @pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGINT"])
-def test_a_fused_run_resumes_with_the_same_bits(fused_run, fused_whole, signal_name):
+def test_a_fused_run_resumes_with_the_same_bits(
+    fused_run, fused_whole, signal_at, capsys, signal_name
+):
     """The second checkpoint has begun by then, so the first one is complete."""
     run_file = fused_run(f"fused_{signal_name}")
-    ended = command(run_file, kill_at=16, signal_name=signal_name)
-    assert ended.returncode == (130 if signal_name == "SIGINT" else -signal.SIGKILL)
-    ended = command(run_file, "--resume")
-    assert ended.returncode == 0, ended.stderr
-    assert "resumed after round" in ended.stderr
+    if signal_name == "SIGKILL":
+        killed(run_file, at=16)
+    else:
+        signal_at(16, signal_name)
+        assert command(run_file) == 130
+    assert command(run_file, "--resume") == 0
+    assert "resumed after round" in capsys.readouterr().err
     assert results(run_file) == fused_whole
 
 

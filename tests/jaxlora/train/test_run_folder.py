@@ -14,9 +14,9 @@ from rich.console import Console
 from jaxlora import RunConfig, Trainer
 from jaxlora.errors import CheckpointError
 from jaxlora.inspect import inspect_path
+from jaxlora.run.folder import check_folder, clean_up, prepare_export_folder
+from jaxlora.run.log import read_events
 from jaxlora.train.export import export_checkpoint
-from jaxlora.train.run_folder import check_folder, clean_up, prepare_export_folder
-from jaxlora.train.run_log import read_events
 from tests.jaxlora.train import made_run
 from tests.jaxlora.train.at_window import AtWindow
 

@@ -14,12 +14,12 @@ import pytest
 
 from jaxlora import RunConfig, Trainer
 from jaxlora.errors import CheckpointError, StorageError
-from jaxlora.train import run_lock
-from jaxlora.train.run_lock import RunLock, check_not_in_use, is_in_use, read_owner
+from jaxlora.run import lock as run_lock
+from jaxlora.run.lock import RunLock, check_not_in_use, is_in_use, read_owner
 
 HOLDER = """
 import pathlib, sys
-from jaxlora.train.run_lock import RunLock
+from jaxlora.run.lock import RunLock
 with RunLock(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -9,11 +9,11 @@ from jaxlora import Generator, RunConfig, Trainer
 from jaxlora.cli.main import main
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.generation_settings import SamplesConfig
+from jaxlora.run.log import read_events
 from jaxlora.train.run_adapters import load_run_adapters
-from jaxlora.train.run_log import read_events
 from jaxlora.train.sample_file import SampleFile
 from tests import tiny
-from tests.jaxlora.train.made_events import step
+from tests.jaxlora.run.made_events import step
 from tests.jaxlora.train.outcome import Outcome
 
 SAMPLES = SamplesConfig(
@@ -86,6 +86,9 @@ def test_a_run_generates_from_its_folder(runs, capsys):
     shown = capsys.readouterr()
     assert "job1: weights of step" in shown.err
     assert len(shown.out.strip("\n")) == 3
+    same = f"{outcome.result.output_dir}/adapters/job1"
+    assert main(["generate", "--run", run, "--adapter", same, *words]) == 1
+    assert f"a job 'job1', and {same} has the same name" in capsys.readouterr().err
 
 
 def test_another_base_than_that_of_the_run_is_refused(runs, tmp_path):
@@ -120,5 +123,5 @@ def test_samples_that_cannot_be_made_are_refused(jobs, model, tmp_path):
     with pytest.raises(ValueError, match="set chat: true"):
         SamplesConfig(prompts=("a",), system="b")
     long = SAMPLES.replace(prompts=("a" * 600,))
-    with pytest.raises(ConfigError, match="a prompt has 600 tokens"):
+    with pytest.raises(ConfigError, match=r"the prompt 'a*' has 600 tokens"):
         Trainer(RunConfig(jobs=jobs[:1], samples=long, **run), model)

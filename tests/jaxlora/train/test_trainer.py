@@ -14,9 +14,9 @@ from jaxlora.adapters import peft_export
 from jaxlora.data.tokenize import DataReader
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import CheckpointError, ConfigError
+from jaxlora.run.log import read_events
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.prepare import open_job
-from jaxlora.train.run_log import read_events
 from tests import tiny
 from tests.jaxlora.train.conftest import folder_of
 

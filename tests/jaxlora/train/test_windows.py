@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxlora import RunConfig, Trainer
+from jaxlora.run.log import read_events
 from jaxlora.scheduler.stream import PlanAhead
 from jaxlora.train import windows
 from jaxlora.train.next_window import (
@@ -14,7 +15,6 @@ from jaxlora.train.next_window import (
     positions_after,
     window_samples,
 )
-from jaxlora.train.run_log import read_events
 from tests.jaxlora.train.at_window import AtWindow
 from tests.jaxlora.train.conftest import folder_of
 from tests.jaxlora.train.test_contracts import assert_same_training

@@ -37,6 +37,14 @@ TINY = (
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_quickly():
+    """Times are compared with each other only, and no results with others."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def of_kind(results, kind):
     return [row for row in results.rows if row["kind"] == kind]
 

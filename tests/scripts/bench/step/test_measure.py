@@ -32,12 +32,21 @@ def test_the_base_alone():
     assert found["p10_ms"] <= found["step_ms"] <= found["p90_ms"]
 
 
-def test_a_quantized_base(monkeypatch):
-    name = "jaxlora mosaic, fp8"
+def test_a_quantized_base_may_keep_linears(monkeypatch):
+    name, made = "jaxlora mosaic, fp8, down_proj kept", {}
     row = dataclasses.replace(ROWS[name], implementation="xla")
     monkeypatch.setitem(measure.ROWS, name, row)
+
+    def random_base(*args, **kwargs):
+        made.update(make(*args, **kwargs))
+        return made
+
+    make = weights.random_base
+    monkeypatch.setattr(weights, "random_base", random_base)
     found = measure.measure(dataclasses.replace(TINY, row=name))
     assert found["tokens"] == 128 and found["step_ms"] > 0
+    assert {k.split(".")[-1] for k in made if "up_proj" in k} > {"values", "scale"}
+    assert {k.split(".")[-1] for k in made if "down_proj" in k} == {"kernel"}
 
 
 @pytest.mark.parametrize("row", [FROZEN, "jaxlora xla"])

@@ -18,12 +18,12 @@ import pydantic
 
 from jaxlora.config import LoraJob
 from jaxlora.control.mailbox import Mailbox
-from jaxlora.control.message import Answer, ControlRequest
 from jaxlora.distributed import processes
 from jaxlora.errors import ConfigError, JaxloraError
+from jaxlora.run.callback import Callback, JobControl
+from jaxlora.run.events import StepEvent
+from jaxlora.run.message import Answer, ControlRequest
 from jaxlora.strict import format_errors
-from jaxlora.train.callback import Callback, JobControl
-from jaxlora.train.events import StepEvent
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.joining import Joining
 

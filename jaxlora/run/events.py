@@ -1,7 +1,7 @@
 """Events of a run, as callbacks receive them.
 
 Every event is a frozen dataclass. A callback has one method for each kind of event; see
-`jaxlora.train.callback`. Events are sent by the thread that trains, in the order in
+`jaxlora.run.callback`. Events are sent by the thread that trains, in the order in
 which things happen.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from jaxlora.config import LoraJob
-from jaxlora.train.job_run import JobProgress, JobRun
+from jaxlora.run.job_progress import JobProgress
 
 # The fields of a job's event that metrics.jsonl does not repeat in every line.
 _NOT_LOGGED = ("progress", "num_steps", "round", "job")
@@ -36,18 +36,6 @@ class JobInfo:
     num_steps: int
     batch_tokens: float
     progress: JobProgress
-
-    @staticmethod
-    def of(run: JobRun) -> "JobInfo":
-        """Describes a job of a run."""
-        return JobInfo(
-            settings=run.job,
-            rank=run.largest_rank,
-            num_modules=len(run.start.modules),
-            num_steps=run.num_steps,
-            batch_tokens=run.batch_tokens,
-            progress=run.progress,
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

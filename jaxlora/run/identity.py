@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlora.errors import CheckpointError
-from jaxlora.train.saved_fields import STRICT, JobName
+from jaxlora.run.saved_fields import STRICT, JobName
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jaxlora import LoraJob
-from jaxlora.train.run_identity import FIXED_IN_JOB, FREE_IN_JOB, RunIdentity
+from jaxlora.run.identity import FIXED_IN_JOB, FREE_IN_JOB, RunIdentity
 
 JOB = LoraJob.model_validate({"name": "a", "data": {"path": "a.jsonl"}, "steps": 4})
 PRINTS = {"data_fingerprint": "d", "eval_data_fingerprint": "e"}

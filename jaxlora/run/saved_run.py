@@ -13,16 +13,15 @@ from pydantic import Field
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.slots import Kind
-from jaxlora.control.message import Answer
 from jaxlora.errors import CheckpointError
 from jaxlora.hf.names import linear_path
 from jaxlora.json_file import check_regular_file
 from jaxlora.models.layer import Remat
 from jaxlora.modules.trained_tensors import tensor_paths
-from jaxlora.strict import format_errors
-from jaxlora.train.job_run import JobProgress
-from jaxlora.train.run_identity import RunIdentity
-from jaxlora.train.saved_fields import (
+from jaxlora.run.identity import RunIdentity
+from jaxlora.run.job_progress import JobProgress
+from jaxlora.run.message import Answer
+from jaxlora.run.saved_fields import (
     STRICT,
     IsoTime,
     JobName,
@@ -30,6 +29,7 @@ from jaxlora.train.saved_fields import (
     OneLine,
     Size,
 )
+from jaxlora.strict import format_errors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

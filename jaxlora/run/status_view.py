@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxlora.console import literal
-from jaxlora.train.run_status import JobStatus, RunStatus
+from jaxlora.run.status import JobStatus, RunStatus
 
 _NARROW = 64  # columns below which jobs have no bars
 _ORDER = ("running", "paused", "waiting")

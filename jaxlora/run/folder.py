@@ -12,9 +12,10 @@ from typing import Any
 from jaxlora.adapters.export_record import is_ours, read_export
 from jaxlora.atomic import recover_folder, remove_leftovers, write_text
 from jaxlora.config import LoraJob, RunConfig
+from jaxlora.distributed import processes
 from jaxlora.errors import AdapterError, CheckpointError, StorageError
-from jaxlora.train.run_log import METRICS_FILE
-from jaxlora.train.saved_run import RunRecord, read_sealed, sealed
+from jaxlora.run.log import METRICS_FILE
+from jaxlora.run.saved_run import RunRecord, read_sealed, sealed
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +126,26 @@ def added_jobs(config: RunConfig) -> list[dict[str, Any]]:
             values = record.identity.jobs[name].items()
             found.append({k: v for k, v in values if k in LoraJob.model_fields})
     return found
+
+
+def as_begun(config: RunConfig) -> RunConfig:
+    """Returns a run as `--resume` continues it, or unchanged if it has not begun.
+
+    Args:
+        config: The run.
+
+    Returns:
+        The run with the settings that it began with (`begun_settings`) and the jobs
+        that joined while it trained (`added_jobs`). All processes of a run get those
+        that the first one reads.
+
+    Raises:
+        CheckpointError: The run's record is damaged or contradicts the settings.
+    """
+    begun = processes.from_first(lambda: begun_settings(config))
+    added = processes.from_first(lambda: added_jobs(config))
+    joined = [LoraJob.model_validate(job) for job in added]
+    return config.replace(**begun, jobs=(*config.jobs, *joined))
 
 
 def check_folder(folder: pathlib.Path, *, resume: bool) -> None:

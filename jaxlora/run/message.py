@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
-from jaxlora.train.saved_fields import STRICT, JobName
+from jaxlora.run.saved_fields import STRICT, JobName
 
 Action = Literal["stop", "pause", "resume", "add"]
 

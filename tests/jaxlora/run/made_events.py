@@ -3,16 +3,17 @@
 import pathlib
 
 from jaxlora import LoraJob
-from jaxlora.train.events import (
+from jaxlora.run.events import (
     EvalEvent,
     JobEndEvent,
     JobInfo,
     JobStartEvent,
     RunStartEvent,
+    SampleEvent,
     StepEvent,
     WindowEvent,
 )
-from jaxlora.train.job_run import JobProgress
+from jaxlora.run.job_progress import JobProgress
 
 NUM_STEPS = 10
 
@@ -85,6 +86,19 @@ def evaluation(name: str, number: int, loss: float = 2.5) -> EvalEvent:
         num_steps=NUM_STEPS,
         eval_loss=loss,
         is_best=True,
+    )
+
+
+def sample(name: str, number: int, text: str) -> SampleEvent:
+    return SampleEvent(
+        round=number,
+        job=name,
+        progress=JobProgress(status="running", slot=0, step=number),
+        num_steps=NUM_STEPS,
+        number=0,
+        prompt="p",
+        text=text,
+        finish_reason="length",
     )
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from jaxlora.atomic import wrap_os_errors, write_text
 from jaxlora.errors import CheckpointError
 from jaxlora.json_file import check_regular_file
-from jaxlora.train.callback import Callback
-from jaxlora.train.events import Event
+from jaxlora.run.callback import Callback
+from jaxlora.run.events import Event
 
 METRICS_FILE = "metrics.jsonl"
 _LOSS_KEYS = {"step": ("loss",), "eval": ("eval_loss",)}

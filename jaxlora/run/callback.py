@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from jaxlora.config import LoraJob
-from jaxlora.train import events
-from jaxlora.train.events import Event
+from jaxlora.run import events
+from jaxlora.run.events import Event
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ import pytest
 
 from jaxlora.adapters.slots import KINDS
 from jaxlora.errors import CheckpointError
+from jaxlora.run.folder import read_run_record
+from jaxlora.run.saved_run import sealed
 from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.export import export_checkpoint
 from jaxlora.train.read_checkpoint import read_newest
-from jaxlora.train.run_folder import read_run_record
-from jaxlora.train.saved_run import sealed
 from tests.jaxlora.train import made_run
 
 
@@ -180,9 +180,9 @@ LINEAR = made_run.LINEARS[0]
         (set_in(*ADAPTER, "modules", LINEAR, [4, 4.0]), "R = 2 instead of 4"),
         (set_in(*ADAPTER, "modules", LINEAR, [0, 4.0]), "greater than 0"),
         (set_in(*ADAPTER, "modules", LINEAR, [2, -1]), "greater than 0"),
-        (set_in(*ADAPTER, "modules", LINEAR, ["2", 1]), "valid integer"),
+        (set_in(*ADAPTER, "modules", LINEAR, ["2", 1]), "expected a whole number"),
         (set_in(*ADAPTER, "dropout", 1.0), "less than 1"),
-        (set_in(*ADAPTER, "keep_best", 1), "valid boolean"),
+        (set_in(*ADAPTER, "keep_best", 1), "expected true or false"),
         (set_in(*ADAPTER, "other", 1), "other: Unexpected"),
         (set_in(*PROGRESS, "slot", -1), r"slots \[-1, 3\] are not different ones"),
         (set_in(*PROGRESS, "slot", 3), r"slots \[3, 3\] are not different ones"),
@@ -202,8 +202,8 @@ LINEAR = made_run.LINEARS[0]
         (set_in("tensors", {}), "tensors has the jobs"),
         (set_in(*PROGRESS, "status", "waiting"), "is waiting at step 4 in slot 1"),
         (set_in("run", "progress", "later", "slot", 2), "is waiting at step 0 in slot"),
-        (set_in("run", {}), "run.identity: Field required"),
-        (lambda m: m.pop("tensors"), "tensors: Field required"),
+        (set_in("run", {}), "run.identity: this key is required"),
+        (lambda m: m.pop("tensors"), "tensors: this key is required"),
     ],
 )
 def test_made_up_metadata(run, change, message):

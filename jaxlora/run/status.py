@@ -4,8 +4,8 @@ import collections
 import dataclasses
 import time
 
-from jaxlora.train.callback import Callback
-from jaxlora.train.events import (
+from jaxlora.run.callback import Callback
+from jaxlora.run.events import (
     Event,
     JobAddEvent,
     JobEvent,
@@ -13,8 +13,8 @@ from jaxlora.train.events import (
     RunStartEvent,
     WindowEvent,
 )
-from jaxlora.train.job_run import JobProgress
-from jaxlora.train.saved_fields import STRICT, JobName
+from jaxlora.run.job_progress import JobProgress
+from jaxlora.run.saved_fields import STRICT, JobName
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

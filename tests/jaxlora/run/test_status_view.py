@@ -8,12 +8,12 @@ import types
 import pytest
 from rich.console import Console
 
-from jaxlora.train.events import RunEndEvent
-from jaxlora.train.job_run import JobProgress
+from jaxlora.run.events import RunEndEvent
+from jaxlora.run.job_progress import JobProgress
+from jaxlora.run.status import StatusTracker
+from jaxlora.run.status_view import StatusView, format_seconds
 from jaxlora.train.progress import Progress, log_line
-from jaxlora.train.run_status import StatusTracker
-from jaxlora.train.status_view import StatusView, format_seconds
-from tests.jaxlora.train import made_events
+from tests.jaxlora.run import made_events
 
 NUM_JOBS = 40
 
@@ -64,6 +64,20 @@ def test_numbers_are_whole_where_names_are_cut():
     (line,) = shown(tracker, 40, max_lines=10)[2:]
     assert line.startswith("a-long-name-") and "…" in line
     assert line.split()[-2:] == ["7/10", "1.250"]
+
+
+def test_lines_of_the_log_go_above_the_display(monkeypatch):
+    raw, screen = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", raw)
+    handler = logging.StreamHandler()  # as logging.basicConfig makes it
+    logger = logging.getLogger("jaxlora")
+    monkeypatch.setattr(logger, "handlers", [handler])
+    progress = Progress(many_jobs(), on=Console(file=screen, force_terminal=True))
+    progress.start()
+    logger.warning("a line of the log")
+    progress.close()
+    assert "a line of the log" in screen.getvalue() and not raw.getvalue()
+    assert handler.stream is raw
 
 
 def test_all_jobs_that_fit_are_shown():

@@ -1,0 +1,151 @@
+"""The data sets of Axolotl's YAML."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxlora.migrate import messages, reasons, sources, templates
+from jaxlora.migrate.migration import Migration
+
+_TYPES: Mapping[str, dict[str, Any]] = {
+    "alpaca": {"kind": "alpaca"},
+    "completion": {"kind": "text"},
+    "pretrain": {"kind": "text"},
+    "chat_template": {"kind": "messages"},
+    "sharegpt": {"kind": "messages", "messages": "conversations"},
+}
+# Values that are Axolotl's defaults, or mean nothing else here.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "roles_to_train": (
+        ["assistant"],
+        ["gpt"],
+        ["assistant", "gpt"],
+        ["gpt", "assistant"],
+    ),
+    "train_on_eos": ("turn",),
+    "train_on_eot": ("turn",),
+    "field_tools": ("tools",),
+    "chat_template": ("tokenizer_default",),
+}
+_NO_SUCH_SETTING = "Change the records. `jaxlora data show` prints how they are read."
+_ON_ROLES = (
+    "loss_on: completion trains on what the assistant says, and all on every token. A "
+    "message with `weight: 0` is not trained on."
+)
+_REASONS = {
+    "conversation": reasons.OWN_TEMPLATE,
+    "chat_template": reasons.OWN_TEMPLATE,
+    "chat_template_jinja": reasons.TEMPLATE_FILE,
+    "roles_to_train": _ON_ROLES,
+    "message_field_training": _ON_ROLES,
+    "message_field_training_detail": _ON_ROLES,
+    "train_on_eos": "The token that ends a message that is trained on is trained on.",
+    "train_on_eot": "The token that ends a message that is trained on is trained on.",
+    "trust_remote_code": reasons.TRUST,
+    "preprocess_shards": reasons.PREPARED,
+    "shards": "Set limit to use the first records only.",
+    "shards_idx": "Set limit to use the first records only.",
+}
+
+
+def take_data(
+    migration: Migration, key: str, given: Any, on_all: bool
+) -> dict[str, Any]:
+    """Converts the first of some data sets into `data`; names the others.
+
+    Args:
+        migration: The settings; it is told what is left out and to do.
+        key: The setting that lists the data sets.
+        given: Its value.
+        on_all: Whether prompts are trained on, too.
+
+    Raises:
+        ConfigError: It is not a list of data sets.
+    """
+    datasets = sources.list_datasets(given, key)
+    sources.name_others(migration, key, datasets)
+    first, where = datasets[0], f"{key}.0"
+    kind = first.pop("type", None) or "completion"
+    split = "test" if key == "test_datasets" else "train"
+    data = sources.take_source(migration, where, first, split)
+    first.pop("ds_type", None)  # The suffix of the file says it.
+    if isinstance(kind, dict):
+        data |= _own_type(migration, where, kind)
+    else:
+        data |= _named_type(migration, str(kind))
+    for field, ours in (("field_messages", "messages"), ("field", "text")):
+        if value := first.pop(field, None):
+            data[ours] = value
+    if on_all:
+        data["loss_on"] = "all"
+    _note_messages(migration, first)
+    for setting, value in first.items():
+        neutral = value in (None, "", [], {}, False)
+        if not neutral and value not in _NEUTRAL.get(setting, ()):
+            migration.left_out[f"{where}.{setting}"] = _REASONS.get(
+                setting, _NO_SUCH_SETTING
+            )
+    return data
+
+
+def _named_type(migration: Migration, kind: str) -> dict[str, Any]:
+    base, _, style = kind.partition(":")
+    name = base.removesuffix(".default")
+    if name not in _TYPES:
+        migration.to_do.append(
+            f"data: type {kind!r} has no counterpart. Name the fields: prompt and "
+            "completion (which may be templates), messages or text."
+        )
+        return {}
+    if style:
+        migration.to_do.append(
+            f"data: type {kind!r} is read as {name!r}. If its prompts differ, set "
+            "prompt and completion, which may be templates, instead of kind."
+        )
+    if _TYPES[name]["kind"] == "text":
+        migration.to_do.append(
+            "data: Axolotl divides a text that is longer than sequence_len into "
+            "several samples; jaxlora does with it as too_long says. Divide long texts "
+            "in the file."
+        )
+    return dict(_TYPES[name])
+
+
+def _own_type(migration: Migration, where: str, kind: dict[str, Any]) -> dict[str, Any]:
+    """Converts a type that the user described by fields and formats."""
+    kind = {key: value for key, value in kind.items() if value not in (None, "")}
+    names = {
+        name: str(kind.pop(f"field_{name}", name)) for name in ("instruction", "input")
+    }
+    output = str(kind.pop("field_output", "output"))
+    given = str(kind.pop("format", "{instruction} {input} "))
+    plain = str(kind.pop("no_input_format", "{instruction} "))
+    with_it = templates.template_of(given, names)
+    without = templates.template_of(plain, names | {"input": ""})
+    for setting in kind:
+        migration.left_out[f"{where}.type.{setting}"] = (
+            "Write it into prompt, which is a template over the fields."
+        )
+    if with_it is None or without is None:
+        migration.to_do.append(
+            f"data.prompt: the formats {given!r} and {plain!r} cannot be converted. "
+            "Give a template, such as '{{ instruction }}'."
+        )
+        return {"kind": "prompt_completion", "completion": output}
+    prompt = with_it
+    if "{input}" in given:
+        prompt = templates.with_input(with_it, without, names["input"])
+    return {"kind": "prompt_completion", "prompt": prompt, "completion": output}
+
+
+def _note_messages(migration: Migration, dataset: dict[str, Any]) -> None:
+    """Says which names of fields and of speakers are not known here."""
+    given = dataset.pop("message_property_mappings", None)
+    fields = dict(given) if isinstance(given, dict) else {}
+    for ours in ("role", "content"):
+        old = dataset.pop(f"message_field_{ours}", None)
+        fields[ours] = fields.get(ours) or old or ours
+    messages.note_fields(migration, fields)
+    roles = dataset.pop("roles", None)
+    for role, speakers in (roles if isinstance(roles, dict) else {}).items():
+        known = speakers if isinstance(speakers, list) else [speakers]
+        messages.note_speakers(migration, role, known)

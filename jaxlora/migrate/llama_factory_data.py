@@ -1,0 +1,157 @@
+"""The data sets of LLaMA-Factory, which its dataset_info.json describes."""
+
+import pathlib
+from typing import Any
+
+from jaxlora.errors import ConfigError
+from jaxlora.json_file import read_json_file
+from jaxlora.migrate import messages, reasons, sources, templates
+from jaxlora.migrate.migration import Migration
+
+_ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
+_MEDIA = ("images", "videos", "audios")
+_ROLE_OF_TAG = {
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+    "system_tag": "system",
+    "observation_tag": "tool",
+    "function_tag": "function_call",
+}
+
+
+def take_data(
+    migration: Migration, key: str, names: Any, folder: str, *, is_text: bool
+) -> dict[str, Any]:
+    """Converts the first of some data sets into `data`; names the others.
+
+    Args:
+        migration: The settings; it is told what is left out and to do.
+        key: The setting that names the data sets.
+        names: Its value: a list, or names with commas between them.
+        folder: The folder of dataset_info.json, which is used if it is there.
+        is_text: Whether the records are trained on as plain text.
+
+    Raises:
+        ConfigError: dataset_info.json is damaged, or the records are preferences.
+    """
+    names = names if isinstance(names, list) else str(names).split(",")
+    first, *others = [str(name).strip() for name in names]
+    for other in others:
+        migration.left_out[f"{key}: {other}"] = reasons.ONE_DATA_SET
+    entry = {"hf_hub_url": first} if folder == "ONLINE" else _look_up(folder, first)
+    if entry is not None:
+        where = f"{key}: {first}"
+        data = _source(migration, where, entry, folder)
+        return data | _fields(migration, where, entry, is_text=is_text)
+    setting = "data" if key == "dataset" else "eval_data"
+    migration.to_do.append(
+        f"{setting}.path: look up {first!r} in {folder}/dataset_info.json, and give "
+        "its file or hub id. LLaMA-Factory renders all records by a chat template: for "
+        "records with instruction, input and output, set kind: alpaca and chat: true."
+    )
+    guess = {"path": f"{folder}/{first}.json"}
+    return guess | {"kind": "text"} if is_text else guess
+
+
+def _look_up(folder: str, name: str) -> dict[str, Any] | None:
+    """Returns the description of a data set; None if there is none."""
+    path = pathlib.Path(folder) / "dataset_info.json"
+    try:
+        found = read_json_file(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}. Correct it.") from error
+    entry = found.get(name) if isinstance(found, dict) else None
+    return entry if isinstance(entry, dict) else None
+
+
+def _source(
+    migration: Migration, where: str, entry: dict[str, Any], folder: str
+) -> dict[str, Any]:
+    dataset = {"split": entry.get("split")}
+    if hub_id := entry.get("hf_hub_url"):
+        dataset |= {"path": hub_id, "name": entry.get("subset")}
+    elif file := entry.get("file_name"):
+        dataset["path"] = str(pathlib.PurePath(folder, str(file)))
+    else:
+        migration.to_do.append(
+            f"data.path: {where} is in none of a file and the Hugging Face hub. "
+            "Download it, and give the file."
+        )
+        dataset["path"] = "records.jsonl"
+    source = sources.take_source(migration, where, dataset, "train")
+    if limit := entry.get("num_samples"):
+        source["limit"] = limit
+    return source
+
+
+def _fields(
+    migration: Migration, where: str, entry: dict[str, Any], *, is_text: bool
+) -> dict[str, Any]:
+    columns = entry.get("columns")
+    is_default = not isinstance(columns, dict)
+    given: dict[str, Any] = {} if is_default else dict(columns)
+    if entry.get("ranking") or "kto_tag" in given:
+        raise ConfigError(
+            f"{where} has records with preferences, and jaxlora trains on given "
+            "answers only."
+        )
+    if entry.get("formatting", "alpaca") != "alpaca":
+        field = given.pop("messages", None) or "conversations"
+        data = _conversations(migration, entry, str(field))
+    else:
+        used = _ALPACA if is_default else {k: given.pop(k, None) for k in _ALPACA}
+        data = _instructions(migration, used, is_text=is_text)
+    for column, field in given.items():
+        if (field and field != column) or column in ("history", *_MEDIA):
+            migration.left_out[f"{where}.{column}"] = (
+                reasons.TEXT_ONLY
+                if column in _MEDIA
+                else f"{field}: put it into the messages or the prompts of the records."
+            )
+    return data
+
+
+def _instructions(
+    migration: Migration, used: dict[str, Any], *, is_text: bool
+) -> dict[str, Any]:
+    prompt, query = str(used["prompt"] or "instruction"), used["query"]
+    if not used["response"] and not is_text:
+        migration.to_do.append(
+            "data.kind: there is no field of answers, so the records are read as text."
+        )
+    if is_text or not used["response"]:
+        return {"kind": "text", "text": prompt}
+    if used == _ALPACA:
+        return {"kind": "alpaca", "chat": True}
+    if query:
+        names = {"prompt": prompt, "query": str(query)}
+        both = templates.template_of("{prompt}\n{query}", names)
+        alone = templates.template_of("{prompt}", names)
+        if both is None or alone is None:
+            migration.to_do.append(
+                f"data.prompt: give a template of the fields {prompt!r} and {query!r}."
+            )
+        else:
+            prompt = templates.with_input(both, alone, str(query))
+    return {
+        "kind": "prompt_completion",
+        "prompt": prompt,
+        "completion": used["response"],
+        "chat": True,
+    }
+
+
+def _conversations(
+    migration: Migration, entry: dict[str, Any], field: str
+) -> dict[str, Any]:
+    tags = entry.get("tags")
+    tags = tags if isinstance(tags, dict) else {}
+    fields = {"role": tags.get("role_tag"), "content": tags.get("content_tag")}
+    if any(fields.values()):
+        messages.note_fields(migration, {k: str(v) for k, v in fields.items()})
+    for tag, role in _ROLE_OF_TAG.items():
+        if speaker := tags.get(tag):
+            messages.note_speakers(migration, role, [speaker])
+    return {"kind": "messages", "messages": field}

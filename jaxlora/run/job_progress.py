@@ -1,0 +1,49 @@
+"""The progress of a job."""
+
+import dataclasses
+from typing import Literal
+
+Status = Literal[
+    "waiting", "running", "paused", "finished", "stopped", "stopped early", "failed"
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JobProgress:
+    """State of a job that a checkpoint keeps, besides the weights.
+
+    Attributes:
+        status: Whether the job waits, runs, is paused or has ended, and how it ended.
+        reason: Text that says why the job is paused or has ended.
+        slot: Slot of the job while it runs.
+        step: Optimizer steps done; the position in the data follows from it.
+        num_tokens: Tokens trained on, prompts included.
+        first_loss: Training loss of the first step, in nats per target token.
+        last_loss: Training loss of the latest step.
+        first_eval: Evaluation loss before the first step.
+        last_eval: Latest evaluation loss.
+        last_eval_step: Optimizer steps done at `last_eval`.
+        best_eval: Lowest evaluation loss.
+        best_step: Optimizer steps done at `best_eval`.
+        evals_without_gain: Evaluations since the last improvement that early stopping
+            counted as one.
+    """
+
+    status: Status = "waiting"
+    reason: str = ""
+    slot: int | None = None
+    step: int = 0
+    num_tokens: int = 0
+    first_loss: float | None = None
+    last_loss: float | None = None
+    first_eval: float | None = None
+    last_eval: float | None = None
+    last_eval_step: int | None = None
+    best_eval: float | None = None
+    best_step: int | None = None
+    evals_without_gain: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job has ended, for any reason."""
+        return self.status not in ("waiting", "running", "paused")

@@ -1,0 +1,72 @@
+"""Errors of settings with values of the wrong type are in the words of a run file."""
+
+import pytest
+
+from jaxlora.errors import ConfigError
+from jaxlora.run_file import run_config
+
+JOB = {"name": "a", "data": {"path": "x.jsonl"}}
+A_LIST = "expected a list: in brackets, or with '- ' before each item"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"data": "x.jsonl"},
+            "data: expected a mapping, such as {path: ...} (given: 'x.jsonl')",
+        ),
+        (
+            {"data": None},
+            "data: expected a mapping, such as {path: ...} (given: nothing)",
+        ),
+        (
+            {"data": {"path": ["a", "b"]}},
+            "data.path: expected one file, folder or hub id, not a list. Join the "
+            "files into one, or give each file a job.",
+        ),
+        (
+            {"data": {"path": "a", "text": ["b"]}},
+            "data.text: expected one text, not a list",
+        ),
+        ({"data": {}}, "data.path: this key is required"),
+        (
+            {"target_modules": 3},
+            "target_modules: expected text, or a list of texts, such as [q_proj, "
+            "v_proj] (given: 3)",
+        ),
+        (
+            {"exclude_modules": ["a", 3]},
+            "exclude_modules: 3 in the list is not text: put it in quotes",
+        ),
+        ({"rank": None}, "rank: expected a whole number, such as 8 (given: nothing)"),
+        ({"dropout": [0.1]}, "dropout: expected a number, such as 8 or 2e-4"),
+        (
+            {"rank_pattern": "q_proj"},
+            "rank_pattern: expected a mapping, such as {name: value} (given: 'q_proj')",
+        ),
+    ],
+)
+def test_errors_of_types_are_in_words_of_yaml(settings, message):
+    with pytest.raises(ConfigError) as caught:
+        run_config({"model": "m", "jobs": [JOB | settings]})
+    assert str(caught.value) == f"run: jobs.0.{message}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"jobs": JOB}, f"jobs: {A_LIST}"),
+        ({"jobs": "a.yaml"}, f"jobs: {A_LIST} (given: 'a.yaml')"),
+        ({"samples": {"prompts": "a"}}, f"samples.prompts: {A_LIST} (given: 'a')"),
+        (
+            {"samples": "a"},
+            "samples: expected a mapping, such as {prompts: ...} (given: 'a')",
+        ),
+        ({"keep_bf16": "lm"}, f"keep_bf16: {A_LIST} (given: 'lm')"),
+    ],
+)
+def test_errors_of_lists_are_in_words_of_yaml(settings, message):
+    with pytest.raises(ConfigError) as caught:
+        run_config({"model": "m", "jobs": [JOB], **settings})
+    assert str(caught.value) == f"run: {message}"
