@@ -1,7 +1,10 @@
 """Two processes train a run as one process trains it on the same mesh."""
 
+import json
 import signal
 
+from jaxlora.control.mailbox import Mailbox
+from jaxlora.run.message import ControlRequest
 from tests.jaxlora.distributed.conftest import (
     folder_of,
     results,
@@ -44,6 +47,36 @@ def test_a_run_that_was_killed_and_interrupted_has_the_same_bits(
     both = train_in_two([run_file, run_file], "--resume")
     assert [one.status for one in both] == [0, 0], both
     assert results(run_file) == in_one_process
+
+
+def test_requests_reach_both_processes(make_run):
+    """One job is stopped, and one joins when both processes have read its data."""
+    run_file = make_run()
+    folder = folder_of(run_file)
+    mailbox = Mailbox(folder)
+    mailbox.create()
+    late = json.loads(run_file.read_text())["jobs"][1] | {"name": "late"}
+    requests = (
+        ControlRequest(action="stop", job="job0"),
+        ControlRequest(action="add", job="late", settings=late),
+        ControlRequest(
+            action="add",
+            job="lost",
+            settings=late | {"name": "lost", "data": {"path": "no.jsonl"}},
+        ),
+    )
+    posted = [mailbox.post(request) for request in requests]
+    for ended in train_in_two([run_file, run_file]):
+        assert ended.status == 0, ended.stderr
+    answers = [mailbox.take_answer(name) for name in posted]
+    assert [answer.is_accepted for answer in answers] == [True, True, False]
+    assert "no.jsonl" in answers[2].text
+    jobs = json.loads((folder / "summary.json").read_text())["jobs"]
+    assert {name: jobs[name]["status"] for name in jobs} == {
+        "job0": "stopped",
+        "job1": "finished",
+        "late": "finished",
+    }
 
 
 def test_processes_with_different_run_files_refuse_to_train(make_run):
