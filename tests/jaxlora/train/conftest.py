@@ -90,7 +90,7 @@ def mesh_jobs(jobs) -> tuple[LoraJob, ...]:
 
     The first one adapts only the first layer and the fourth one only the last layer, so
     all their gradients are on one pipeline stage. All but the second are clipped.
-    With Adam's usual epsilon of 1e-8, an element whose gradients are rounding alone gets
+    With Adam's usual epsilon of 1e-8, an element whose gradients are rounding gets
     updates as large as the others', and differs on some CPUs by 1e-3.
     """
     steady = {"adam_eps": 1e-4}
