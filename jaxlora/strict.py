@@ -4,6 +4,7 @@ A number cannot be given as true or as "8", and a boolean must be true or false.
 """
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
@@ -139,7 +140,7 @@ def format_errors(error: pydantic.ValidationError, where: str) -> str:
         path = ".".join(part for part in parts if not part.startswith("function-"))
         given = item["input"]
         text = _expected(item["type"], given)
-        text = text or item["msg"].removeprefix("Value error, ")
+        text = text or _in_our_words(item["msg"])
         shown = "" if isinstance(given, dict | list) else f" (given: {_shown(given)})"
         lines.append(f"{where}: {path + ': ' if path else ''}{text}{shown}")
     return "\n".join(lines)
@@ -171,6 +172,12 @@ def _expected(error_type: str, given: Any) -> str | None:
         "float_type": "expected a number, such as 8 or 2e-4",
         "bool_type": "expected true or false",
     }.get(error_type)
+
+
+def _in_our_words(message: str) -> str:
+    """Returns a message of pydantic's as the other errors of this project sound."""
+    message = message.removeprefix("Value error, ")
+    return re.sub("^Input should be", "must be", message)
 
 
 def _shown(value: Any) -> str:

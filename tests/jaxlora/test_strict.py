@@ -40,6 +40,11 @@ A_LIST = "expected a list: in brackets, or with '- ' before each item"
             "exclude_modules: 3 in the list is not text: put it in quotes",
         ),
         ({"rank": None}, "rank: expected a whole number, such as 8 (given: nothing)"),
+        ({"rank": 0}, "rank: must be greater than 0 (given: 0)"),
+        (
+            {"lr_schedule": "cosin"},
+            "lr_schedule: must be 'constant', 'linear' or 'cosine' (given: 'cosin')",
+        ),
         ({"dropout": [0.1]}, "dropout: expected a number, such as 8 or 2e-4"),
         (
             {"rank_pattern": "q_proj"},

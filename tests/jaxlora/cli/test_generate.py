@@ -71,7 +71,7 @@ def test_a_chat_in_the_terminal(folder, monkeypatch, capsys):
         (["m", "--job", "a", "--prompt", "a"], "--job a needs --run"),
         (["--run", "r", "--quantize", "nf4", "--prompt", "a"], "--quantize cannot be"),
         (["m", "--system", "a", "--prompt", "a"], "add --chat"),
-        (["m", "--prompt", "a", "--top-p", "2"], "top_p: Input should be less than"),
+        (["m", "--prompt", "a", "--top-p", "2"], "top_p: must be less than"),
         (["m", "--prompt", "a", "--stop", ""], "stop holds an empty text"),
         (["m", "-i", "--output", "a.jsonl"], "--output is for --prompt and --prompts"),
     ],

@@ -189,7 +189,7 @@ LINEAR = made_run.LINEARS[0]
         (set_in(*PROGRESS, "slot", None), "is running at step 4 in slot None"),
         (set_in(*PROGRESS, "step", -1), "is running at step -1"),
         (set_in(*PROGRESS, "step", 10**30), "running at step 1000"),
-        (set_in(*PROGRESS, "status", "asleep"), "status: Input should be"),
+        (set_in(*PROGRESS, "status", "asleep"), "status: must be"),
         (set_in(*PROGRESS, "unknown", 1), "unknown: Unexpected"),
         (set_in(*TENSORS, "shapes", {}), "lora_a has shape None"),
         (set_in(*TENSORS, "shapes", PATH_A, [6]), r"has shape \[6\]"),
