@@ -47,8 +47,9 @@ def test_own_flax_model(clone):
     assert (last < first / 4).all()
 
 
-def test_notebook(clone):
-    """The cells run one after the other in one namespace, as in Jupyter."""
+def test_notebook(clone, monkeypatch):
+    """The cells run in one namespace, in the folder where Jupyter starts them."""
+    monkeypatch.chdir(clone / "examples")
     notebook = json.loads((clone / "examples/quickstart.ipynb").read_text())
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     ids = [cell["id"] for cell in notebook["cells"]]
