@@ -11,6 +11,7 @@ os.environ.setdefault("NPROC", "32")
 
 import jax
 import jaxtyping
+import pytest
 
 # Runs of the same shapes compile once in a session, in all of its processes: those of
 # pytest-xdist start later than this one and take over the variable. No test writes into
@@ -40,3 +41,22 @@ _MODULES = [module.name for module in pkgutil.iter_modules([str(_PACKAGE)])]
 jaxtyping.install_import_hook(
     [f"jaxlora.{name}" for name in _MODULES if name != "scheduler"], "tests.check"
 )
+
+
+@pytest.fixture(scope="module")
+def compiled_quickly():
+    """On CPUs, a module's programs are compiled without XLA's costly optimizations.
+
+    It holds for processes that its tests start, too. It is for tests that compare only
+    what was compiled alike, and not for Mosaic's interpreter: one of its threads once
+    crashed in such a compilation.
+    """
+    if jax.default_backend() != "cpu":
+        yield
+        return
+    name = "jax_disable_most_optimizations"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name.upper(), "1")
+        jax.config.update(name, True)
+        yield
+        jax.config.update(name, False)

@@ -2,8 +2,12 @@
 
 import shutil
 
+import pytest
+
 from tests.docs import pages
 from tests.examples.commands import run_page
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 GUIDES = (pages.DOCS / "tutorial.md", *sorted((pages.DOCS / "howto").glob("*.md")))
 RUN = {

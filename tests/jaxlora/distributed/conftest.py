@@ -172,7 +172,7 @@ def folder_of(run_file: pathlib.Path) -> pathlib.Path:
     return pathlib.Path(json.loads(run_file.read_text())["output_dir"])
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def in_one_process(make_run):
     """Returns the results of the run in this process, on the same mesh."""
     run_file = make_run()

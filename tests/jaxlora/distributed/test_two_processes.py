@@ -3,6 +3,8 @@
 import json
 import signal
 
+import pytest
+
 from jaxlora.control.mailbox import Mailbox
 from jaxlora.run.message import ControlRequest
 from tests.jaxlora.distributed.conftest import (
@@ -10,6 +12,8 @@ from tests.jaxlora.distributed.conftest import (
     results,
     train_in_two,
 )
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 NEVER = -1, 0  # a process that sends itself no signal
 
