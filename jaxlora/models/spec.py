@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import typing
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import jax
@@ -21,6 +21,8 @@ from jaxlora.modules.base_param import BaseParam
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.modules.trained_tensors import tensor_path, trained_tensors
 from jaxlora.sharding.layerwise import compiler_options
+
+_FEW_LAYERS = 4  # are traced at once, as they are for `bind`
 
 
 @typing.no_type_check  # JAX rebuilds it around things that are no arrays
@@ -137,7 +139,11 @@ class DecoderSpec:
 
     def linear(self, path: str) -> LayerLinear:
         """Returns the sizes of the linear of this path."""
-        return self.config.linears()[path.split(".", 2)[2]]
+        return self._linears[path.split(".", 2)[2]]
+
+    @functools.cached_property
+    def _linears(self) -> dict[str, LayerLinear]:
+        return self.config.linears()
 
     # ---- binding ---------------------------------------------------------------------
 
@@ -190,12 +196,8 @@ class DecoderSpec:
 
     def shapes(self, kind: type[nnx.Variable]) -> dict[str, jax.ShapeDtypeStruct]:
         """Path -> shape and dtype of every variable of one kind."""
-        _, state = self._split
-        return {
-            name: jax.ShapeDtypeStruct(variable.shape, variable.dtype)
-            for name, (_, variable) in _by_dotted_path(state).items()
-            if isinstance(variable, kind)
-        }
+        # Recomputing changes no shape.
+        return dict(_shapes(self.with_remat("none"), kind))
 
     def base_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Path -> shape of the frozen weights, as a whole."""
@@ -239,6 +241,36 @@ def _split(spec: DecoderSpec) -> tuple[Any, Any]:
     layers = spec.layer_numbers
     arguments = spec.config, spec.options, spec.slots, frozenset(spec.adapted)
     return nnx.split(nnx.eval_shape(lambda: Decoder(*arguments, layers=layers)))
+
+
+@functools.lru_cache(maxsize=64)
+def _shapes(
+    spec: DecoderSpec, kind: type[nnx.Variable]
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Traces only the first of many layers that have the same variables."""
+    if len(spec.layer_numbers) <= _FEW_LAYERS:
+        _, state = spec._split
+        return {
+            name: jax.ShapeDtypeStruct(variable.shape, variable.dtype)
+            for name, (_, variable) in _by_dotted_path(state).items()
+            if isinstance(variable, kind)
+        }
+    shapes: dict[str, jax.ShapeDtypeStruct] = {}
+    alike: dict[Hashable, DecoderSpec] = {}
+    for i in spec.layer_numbers:
+        layer = spec.stage(i, i + 1)
+        first = alike.setdefault(_variables_of(layer), layer)
+        old, new = f"layers.{first.layer_numbers.start}.", f"layers.{i}."
+        for path, shape in _shapes(first, kind).items():
+            shapes[path.replace(old, new, 1)] = shape
+    return {path: shapes[path] for path in sorted(shapes, key=lambda p: p.split("."))}
+
+
+def _variables_of(layer: DecoderSpec) -> Hashable:
+    """What decides which variables a stage of one layer has, besides its number."""
+    formats = tuple(map(layer.options.weight_format, layer._linear_paths()))
+    adapted = tuple(path.split(".", 2)[2] for path in layer.adapted)
+    return layer.has_embedding, layer.has_head, adapted, formats
 
 
 def _by_dotted_path(state: Any) -> dict[str, tuple[tuple, Any]]:
