@@ -57,6 +57,8 @@ def compiled_quickly():
     name = "jax_disable_most_optimizations"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(name.upper(), "1")
+        jax.clear_caches()  # JAX would also take programs that were compiled otherwise
         jax.config.update(name, True)
         yield
         jax.config.update(name, False)
+        jax.clear_caches()
