@@ -134,8 +134,8 @@ _NOT_EVALUATED = (
 _ON_ANSWERS = "Leave it out: only answers are trained on, unless data has loss_on: all."
 _ON_ALL = "Set loss_on: all in data, to train on every token."
 
-# What to write instead of a setting that is off: false, null, 0, no or none. The other
-# hints fit settings that are off as well.
+# Hints at what to write instead of a setting that is off: false, null, 0, no or none.
+# The other hints fit settings that are off as well.
 HINTS_IF_OFF: Mapping[str, str] = {
     "load_in_4bit": _NOT_QUANTIZED,
     "load_in_8bit": _NOT_QUANTIZED,

@@ -103,7 +103,7 @@ class Generation:
     finish_reason: FinishReason
 
 
-# What one prompt may be given as, and what several may be given as.
+# The types of one prompt, and of several.
 OnePrompt = str | Sequence[Message] | Prompt
 Prompts = OnePrompt | Iterable[OnePrompt]
 

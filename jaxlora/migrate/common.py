@@ -1,4 +1,4 @@
-"""What the files of several tools have in common."""
+"""Helpers for the files of several tools."""
 
 import pathlib
 from typing import Any

@@ -267,7 +267,7 @@ def _shapes(
 
 
 def _variables_of(layer: DecoderSpec) -> Hashable:
-    """What decides which variables a stage of one layer has, besides its number."""
+    """Stages of one layer with equal keys have the same variables."""
     formats = tuple(map(layer.options.weight_format, layer._linear_paths()))
     adapted = tuple(path.split(".", 2)[2] for path in layer.adapted)
     return layer.has_embedding, layer.has_head, adapted, formats

@@ -24,7 +24,7 @@ _STYLES = {"failed": "red", "running": "green", "paused": "yellow"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StatusView:
-    """What rich prints for the state of a run.
+    """Prints the state of a run with rich.
 
     Attributes:
         status: State of the run.

@@ -1,4 +1,4 @@
-"""What all experiment trackers share: each job is a run of its own."""
+"""The base class of experiment trackers, to which each job is a run of its own."""
 
 import abc
 import contextlib

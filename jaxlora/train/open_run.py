@@ -68,7 +68,7 @@ def open_run(config: RunConfig, model: BaseModel | None) -> OpenedRun:
     given = [job.name for job in config.jobs]
     config = _begun(config)
     started = processes.from_first(lambda: start_time(pathlib.Path(config.output_dir)))
-    # What the settings and the data decide is refused before weights are loaded.
+    # Mistakes in the settings and the data are refused before weights are loaded.
     if model is None:
         folder = tokenizer_folder(config.model, config.revision)
         planned = planned_model(config, folder)
