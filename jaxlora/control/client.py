@@ -51,7 +51,7 @@ def send(
     request = ControlRequest(action=action, job=job, reason=reason, settings=settings)
     if find_owner(folder) is None:
         if action != "resume":
-            raise _not_running(folder)
+            raise _not_running(folder, action)
         return _post_for_later(folder, mailbox, request)
     name, end = mailbox.post(request), _after(timeout)
     checked = time.monotonic()
@@ -64,7 +64,7 @@ def send(
             )
         if now - checked > _LIVENESS_SECONDS:
             if find_owner(folder) is None:
-                return _last_answer(folder, mailbox, name)
+                return _last_answer(folder, mailbox, name, action)
             checked = now
         time.sleep(_POLL_SECONDS)
     return answer
@@ -88,21 +88,25 @@ def _after(timeout: float | None) -> float:
     return float("inf") if timeout is None else time.monotonic() + timeout
 
 
-def _last_answer(folder: pathlib.Path, mailbox: Mailbox, name: str) -> Answer:
+def _last_answer(
+    folder: pathlib.Path, mailbox: Mailbox, name: str, action: Action
+) -> Answer:
     """Returns the answer of a run that has ended, or takes the request back."""
     answer = mailbox.take_answer(name)
     if answer is None and (record := read_run_record(folder)) is not None:
         answer = record.answers.get(name)
     if answer is None:
         mailbox.withdraw(name)
-        raise _not_running(folder)
+        raise _not_running(folder, action)
     return answer
 
 
-def _not_running(folder: pathlib.Path) -> ConfigError:
+def _not_running(folder: pathlib.Path, action: Action) -> ConfigError:
+    cure = "Continue the run with jaxlora train --resume first."
+    if action == "add":
+        cure = "Add the job to the run file, and run jaxlora train --resume."
     return ConfigError(
-        f"no process trains the run in {folder}, so the request was not made. Continue "
-        "the run with jaxlora train --resume first."
+        f"no process trains the run in {folder}, so the request was not made. {cure}"
     )
 
 

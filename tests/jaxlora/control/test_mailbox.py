@@ -95,8 +95,10 @@ def test_a_run_that_does_not_train_takes_no_request(tmp_path):
         client.send(tmp_path, "stop", "a")
     box = Mailbox(tmp_path)
     box.create()
-    with pytest.raises(ConfigError, match="no process trains the run in"):
+    with pytest.raises(ConfigError, match=r"no process trains .* Continue the run"):
         client.send(tmp_path, "stop", "a")
+    with pytest.raises(ConfigError, match=r"no process trains .* to the run file"):
+        client.send(tmp_path, "add", "a", settings={"name": "a"})
     assert not box.names()
 
 
