@@ -77,11 +77,9 @@ def migrate(given: dict[str, Any]) -> Migration:
     migration = Migration(tool="Axolotl", given=given)
     _check_kind(migration)
     migration.run["model"] = migration.take("base_model")
-    output_dir = migration.take("output_dir", "./model-out")
-    migration.run["output_dir"] = output_dir
+    common.set_output(migration, "./model-out")
     four, eight = migration.take("load_in_4bit"), migration.take("load_in_8bit")
     common.set_quantized_base(migration, 4 if four else 8 if eight else None)
-    migration.job["name"] = common.job_name(output_dir, "adapter")
     _set_data(migration)
     _set_adapter(migration)
     _set_length(migration)

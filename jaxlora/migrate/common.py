@@ -13,13 +13,20 @@ _TRACKERS = ("tensorboard", "wandb", "trackio")
 _OF_ADAPTER = ("rank", "lora_alpha", "target_modules")
 
 
-def job_name(output_dir: Any, default: str) -> str:
-    """Returns a name for the job, after the folder that it was written to."""
-    name = pathlib.PurePath(str(output_dir or "")).name
+def set_output(migration: Migration, default: str) -> None:
+    """Sets the run's folder, and the name of the job after it.
+
+    Args:
+        migration: The settings.
+        default: The other tool's default of output_dir.
+    """
+    folder = migration.take("output_dir", default)
+    migration.run["output_dir"] = folder
     try:
-        return check_job_name(name)
+        name = check_job_name(pathlib.PurePath(str(folder or "")).name)
     except ValueError:
-        return default
+        name = "adapter"
+    migration.job["name"] = name
 
 
 def set_schedule(migration: Migration, key: str, default: str) -> None:

@@ -57,11 +57,9 @@ def migrate(given: dict[str, Any]) -> Migration:
                 f"Files with {key} cannot be converted."
             )
     migration.run["model"] = migration.take("model_name_or_path")
-    output_dir = migration.take("output_dir", "saves/lora")
-    migration.run["output_dir"] = output_dir
+    common.set_output(migration, "saves/lora")
     common.set_quantized_base(migration, migration.take("quantization_bit"))
     job = migration.job
-    job["name"] = common.job_name(output_dir, "adapter")
     _set_data(migration, stage)
     _set_adapter(migration)
     job["max_length"] = migration.take("cutoff_len", 2048)

@@ -43,11 +43,9 @@ def migrate(given: dict[str, Any]) -> Migration:
     migration = Migration(tool="TRL", given=given)
     _check_kind(migration)
     migration.run["model"] = migration.take("model_name_or_path")
-    output_dir = migration.take("output_dir", "trainer_output")
-    migration.run["output_dir"] = output_dir
+    common.set_output(migration, "trainer_output")
     bits = [b for b in (4, 8) if migration.take(f"load_in_{b}bit")]
     common.set_quantized_base(migration, bits[0] if bits else None)
-    migration.job["name"] = common.job_name(output_dir, "adapter")
     _set_data(migration)
     _set_adapter(migration)
     _set_length(migration)

@@ -142,8 +142,9 @@ def as_begun(config: RunConfig) -> RunConfig:
     Raises:
         CheckpointError: The run's record is damaged or contradicts the settings.
     """
-    begun = processes.from_first(lambda: begun_settings(config))
-    added = processes.from_first(lambda: added_jobs(config))
+    begun, added = processes.from_first(
+        lambda: (begun_settings(config), added_jobs(config))
+    )
     joined = [LoraJob.model_validate(job) for job in added]
     return config.replace(**begun, jobs=(*config.jobs, *joined))
 
