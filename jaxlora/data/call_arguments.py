@@ -1,15 +1,18 @@
-"""Gives chat templates the arguments of calls in the form that each expects.
+"""Gives chat templates messages that call tools in the form that each expects.
 
 Templates print arguments in three ways: most apply `tojson` to an object or loop over
 its items, some print JSON text as it is, and some test which of the two they got. Of
 text, the first kind makes a quoted string, which no tool can read; of an object, the
 second makes Python's notation, or fails. So arguments are given as an object whose text
-is JSON. This runs in the process of `template_worker`.
+is JSON. A content that is null is given as `AbsentText`. This runs in the process of
+`template_worker`.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from jaxlora.data.absent_text import ABSENT
 
 
 class Arguments(dict):
@@ -39,31 +42,42 @@ class Arguments(dict):
         return other + str(self)
 
 
-def with_arguments(messages: Sequence[Any]) -> list[Any]:
-    """Returns messages in which the arguments of all calls are `Arguments`."""
+def prepare_messages(messages: Sequence[Any]) -> list[Any]:
+    """Returns messages whose calls and absent contents suit all chat templates."""
     return [
-        message | {"tool_calls": [_with_arguments(c) for c in message["tool_calls"]]}
+        _prepared(message)
         if isinstance(message, dict) and isinstance(message.get("tool_calls"), list)
         else message
         for message in messages
     ]
 
 
-def _with_arguments(call: Any) -> Any:
+def _prepared(message: dict[str, Any]) -> dict[str, Any]:
+    message = {**message, "tool_calls": list(map(_call, message["tool_calls"]))}
+    if message.get("content") is None:
+        message["content"] = ABSENT
+    return message
+
+
+def _call(call: Any) -> Any:
     if not isinstance(call, dict):
         return call
     if "function" in call:
-        return call | {"function": _with_arguments(call["function"])}
-    arguments = call.get("arguments")
-    if isinstance(arguments, dict):
-        return call | {"arguments": Arguments(arguments)}
-    if not isinstance(arguments, str):
+        return call | {"function": _call(call["function"])}
+    if "arguments" not in call:
         return call
+    return call | {"arguments": _arguments(call["arguments"])}
+
+
+def _arguments(given: Any) -> Any:
+    if given is None or (isinstance(given, str) and not given.strip()):
+        return Arguments({})
+    if isinstance(given, dict):
+        return Arguments(given)
+    if not isinstance(given, str):
+        return given
     try:
-        values = json.loads(arguments) if arguments.strip() else {}
+        values = json.loads(given)
     except (ValueError, RecursionError):
-        return call
-    if not isinstance(values, dict):
-        return call
-    text = arguments if arguments.strip() else None
-    return call | {"arguments": Arguments(values, text)}
+        return given
+    return Arguments(values, given) if isinstance(values, dict) else given

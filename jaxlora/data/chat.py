@@ -110,7 +110,8 @@ class ModelChat:
             **extras: More variables of the template, such as `tools`.
 
         Raises:
-            DataError: The template refuses the messages, fails or exceeds a limit.
+            DataError: The template refuses the messages, fails, exceeds a limit, or
+                leaves out a call, the text beside it, its result or a tool.
             ModelError: There is no template, or it does not parse.
         """
         values = {
@@ -172,6 +173,8 @@ class ModelChat:
             return DataError(
                 f"{failure.why}. {RENAME_CURE}, or set data.loss_on to all."
             )
+        if failure.kind == "lost":
+            return DataError(f"{failure.why}; or remove the record.")
         what = f"the chat template of {self._source}"
         if failure.kind == "unclear":
             return DataError(

@@ -33,7 +33,8 @@ class Conversation:
     """A conversation to render.
 
     Attributes:
-        messages: {role, content} messages.
+        messages: {role, content} messages. The content is null where a message only
+            calls tools.
         untrained: Indices of the messages that have the weight 0.
         tools: The tools that the assistant may call, or None.
     """
@@ -112,22 +113,26 @@ def _read_message(message: Any, where: str) -> tuple[Message, bool]:
     message = {key: value for key, value in message.items() if value is not None}
     check_text(message.get("role"), f"{where}.role")
     is_trained = _is_trained(message.pop("weight", 1), f"{where}.weight")
-    if message.get("tool_calls"):
-        message["tool_calls"] = read_calls(message["tool_calls"], f"{where}.tool_calls")
-        message.setdefault("content", "")
+    calls = message.pop("tool_calls", None)
+    if calls:
+        calls = read_calls(calls, f"{where}.tool_calls")
+        message.setdefault("content", None)
+    if calls:
+        message["tool_calls"] = calls
     _check_content(message, where)
     content = _read_content(message["content"], f"{where}.content")
-    is_empty = not content and not message.get("tool_calls")
-    if message["role"] == "assistant" and is_empty and is_trained:
+    if message["role"] == "assistant" and not (content or calls) and is_trained:
         raise DataError(
             f"{where} is an empty answer of the assistant, so there is nothing to "
             "learn. Remove the message or the record, or give it the weight 0."
         )
-    return message | {"content": content}, is_trained
+    # Templates know by null, and not by an empty text, that a message only calls tools.
+    message["content"] = content or (None if calls else "")
+    return message, is_trained
 
 
 def _check_content(message: Message, where: str) -> None:
-    if message.get("function_call") and not message.get("content"):
+    if message.get("function_call"):
         raise DataError(
             f"{where} has function_call, which OpenAI has replaced by tool_calls. "
             'Write "tool_calls": [{"type": "function", "function": {"name": ..., '
@@ -148,7 +153,7 @@ def _from_speaker(message: Message, where: str) -> Message:
     if name in _CALLING_SPEAKERS:
         calls = read_said_calls(message["value"], f"{where}.value")
         others = {"tool_calls": calls, **others}
-        return {"role": "assistant", "content": "", **others}
+        return {"role": "assistant", "content": None, **others}
     role = _ROLE_OF_SPEAKER.get(name, speaker)
     return {"role": role, "content": message["value"], **others}
 
@@ -163,7 +168,9 @@ def _is_trained(weight: Any, where: str) -> bool:
 
 
 def _read_content(content: Any, where: str) -> str:
-    """Returns the text of a message; the parts of a list are joined."""
+    """Returns the text of a message, "" for null; the parts of a list are joined."""
+    if content is None:
+        return ""
     if not isinstance(content, list):
         return check_text(content, where)
     texts = []

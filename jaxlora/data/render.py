@@ -29,8 +29,6 @@ from jaxlora.errors import DataError
 
 # Keys that change the meaning of a message, if the chat template reads them.
 _SIGNIFICANT_KEYS = (
-    "tool_calls",
-    "function_call",
     "reasoning_content",
     "thinking",
     "images",
@@ -87,7 +85,7 @@ def make_renderer(
         )
     unused = UnusedFields(notes)
     if is_chat:
-        source = _Messages(data, reading, tokenizer)
+        source = _Messages(data, reading)
         return _ChatRenderer(data, source, tokenizer, unused)
     if reading.kind == "text":
         return _TextRenderer(data, unused)
@@ -164,11 +162,10 @@ class _WrappedPrompts:
 class _Messages:
     """Reads conversations from one field, or from a prompt and its completion."""
 
-    def __init__(self, data: DataConfig, reading: Reading, tokenizer: Tokenizer):
+    def __init__(self, data: DataConfig, reading: Reading):
         self._data = data
         self._reading = reading
         self._is_columnar = _is_columnar(data)
-        self._prints_calls = tokenizer.chat.mentions("tool_calls")
         self.fields = [Field(name) for name in reading.fields]
 
     def read(self, records: Sequence[Record]) -> list[Conversation | DataError]:
@@ -181,26 +178,14 @@ class _Messages:
             for field in self._reading.fields:
                 if field not in record:
                     return missing_field(field, record)
-                part = read_messages(record, field, is_columnar=self._is_columnar)
-                if not self._prints_calls:
-                    _check_calls(part, field)
-                parts.append(part)
+                parts.append(
+                    read_messages(record, field, is_columnar=self._is_columnar)
+                )
             if not self._reading.has_messages:
                 return parts[0]
             return join_prompt(*parts, is_prompt_trained=self._data.loss_on == "all")
         except DataError as error:
             return error
-
-
-def _check_calls(conversation: Conversation, field: str) -> None:
-    """Checks that no message is only a call of a tool, which would not be printed."""
-    for i, message in enumerate(conversation.messages):
-        if message.get("tool_calls") and not message["content"]:
-            raise DataError(
-                f"{field}[{i}] only calls tools, and the chat template does not print "
-                "tool_calls. Use a template that does, or write the call into the "
-                "content."
-            )
 
 
 class _ChatRenderer:

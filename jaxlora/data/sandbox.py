@@ -18,6 +18,8 @@ from jinja2 import meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.visitor import NodeTransformer
 
+from jaxlora.data.absent_text import tests_of_none, without_absent
+
 Span = tuple[int, int]
 
 
@@ -50,6 +52,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.marks = marks
         self.has_generation = False
         self.filters["tojson"] = _to_json
+        self.tests.update(tests_of_none(self.tests))
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
         # Jinja's default is a value that prints as "" and raises only on later use.
@@ -292,7 +295,7 @@ def _raise_exception(message: str) -> NoReturn:
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
     # Jinja's own filter escapes HTML. That of transformers does not, and has options.
     return json.dumps(
-        value,
+        without_absent(value),
         ensure_ascii=ensure_ascii,
         indent=indent,
         separators=separators,

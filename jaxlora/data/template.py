@@ -59,7 +59,8 @@ class Failure:
 
     Attributes:
         kind: `limit`, `unclear` (a turn of a conversation), `no answer` (no message of
-            the assistant), `syntax`, or `other`.
+            the assistant), `lost` (a part of a conversation is not printed), `syntax`,
+            or `other`.
         why: The reason, without the name of the record or template.
     """
 
@@ -217,6 +218,8 @@ def _read_answer(line: bytes, limits: TemplateLimits) -> Answer:
         return Failure("unclear", answer["why"])
     if error == "NoAnswer":
         return Failure("no answer", answer["why"])
+    if error == "LostPart":
+        return Failure("lost", answer["why"])
     kind = "syntax" if error == "TemplateSyntaxError" else "other"
     return Failure(kind, f"{error}: {answer['why']}")
 

@@ -11,7 +11,8 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from jaxlora.data.call_arguments import with_arguments
+from jaxlora.data.call_arguments import prepare_messages
+from jaxlora.data.lost_parts import LostPartError, check_parts
 from jaxlora.data.sandbox import ChatTemplate, RecordTemplate
 from jaxlora.data.turns import NoAnswerError, RenderedConversation, UnclearTurnError
 
@@ -79,6 +80,8 @@ class TaskRunner:
             return {"error": "Unclear", "why": str(error)}
         except NoAnswerError as error:
             return {"error": "NoAnswer", "why": str(error)}
+        except LostPartError as error:
+            return {"error": "LostPart", "why": str(error)}
         # A template is an untrusted program, which may raise any error.
         except Exception as error:
             return {"error": type(error).__name__, "why": str(error)[:2000]}
@@ -111,12 +114,15 @@ def _carry_out(
     values = {**common, **payload.values}
     if payload.wanted == "names":
         return {"names": sorted(template.names)}
-    if isinstance(template, ChatTemplate):
-        values["messages"] = with_arguments(values["messages"])
-    if payload.wanted == "text":
+    if isinstance(template, RecordTemplate):
         return {"text": template.render(values)}
-    assert isinstance(template, ChatTemplate)
+    values["messages"] = prepare_messages(values["messages"])
+    if payload.wanted == "text":
+        text = template.render(values)
+        check_parts(template, values, text)
+        return {"text": text}
     conversation = RenderedConversation(template, values)
+    check_parts(template, values, conversation.text)
     choose = (
         conversation.answers if payload.wanted == "answers" else conversation.all_but
     )

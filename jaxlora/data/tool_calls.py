@@ -10,6 +10,9 @@ from typing import Any
 from jaxlora.data.values import without_nulls
 from jaxlora.errors import DataError
 
+# What other formats call the arguments of a call.
+_OTHER_ARGUMENTS = ("parameters", "args", "input", "kwargs")
+
 
 def read_tools(tools: Any, field: str, *, is_columnar: bool) -> list[Any] | None:
     """Reads a record's tools: a list, or a list as JSON text; None if there are none.
@@ -20,8 +23,8 @@ def read_tools(tools: Any, field: str, *, is_columnar: bool) -> list[Any] | None
         is_columnar: Whether null stands for an absent key, at any depth.
 
     Raises:
-        DataError: The value is neither a list nor a list as JSON, or the parameters of
-            a tool are text that is not a JSON object.
+        DataError: The value is neither a list nor a list as JSON, or a tool or its
+            parameters are not an object.
     """
     given = tools
     if isinstance(tools, str) and tools.strip():
@@ -94,6 +97,12 @@ def _check_call(call: Any, where: str) -> None:
             '{"type": "function", "function": {"name": ..., "arguments": {...}}}.'
         )
     given = function.get("arguments")
+    for key in _OTHER_ARGUMENTS:
+        if given is None and function.get(key) is not None:
+            raise DataError(
+                f"{where} has {key!r}, and chat templates print 'arguments'. Rename "
+                "the key."
+            )
     if given is None or (isinstance(given, str) and not given.strip()):
         return
     arguments = _parse(given) if isinstance(given, str) else given
@@ -105,9 +114,14 @@ def _check_call(call: Any, where: str) -> None:
 
 
 def _with_parameters(tool: Any, where: str) -> Any:
-    """Returns a tool whose parameters, which may be JSON text, are an object."""
+    """Returns a tool as an object; it or its parameters may be JSON text."""
+    given = tool
+    tool = _parse(tool) if isinstance(tool, str) else tool
     if not isinstance(tool, dict):
-        return tool
+        raise DataError(
+            f"{where} is {given!r:.80}, not a tool. Write "
+            '{"type": "function", "function": {"name": ...}}, or that as JSON.'
+        )
     if isinstance(tool.get("function"), dict):
         return tool | {"function": _with_parameters(tool["function"], where)}
     parameters = tool.get("parameters")

@@ -198,7 +198,10 @@ class RenderedConversation:
         turns = []
         for content in ("A", "B"):
             messages = list(self._messages)
-            messages[i] = dict(messages[i], content=content)
+            message = dict(messages[i], content=content)
+            # A template may print either calls or text, or calls before text.
+            message.pop("tool_calls", None)
+            messages[i] = message
             values = dict(self._values, messages=messages)
             text = self._template.render(values)
             trace = self._template.trace(values, text)

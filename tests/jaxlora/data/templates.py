@@ -186,6 +186,28 @@ R1 = """\
 {{- '<|Assistant|><think>\\n' if add_generation_prompt }}
 """
 
+# As DeepSeek-R1-Distill with tools: calls are printed only where the content is none.
+R1_TOOLS = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {{- '<|User|>' + message.content }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|output|>' + message.content + '<|end|>' }}
+    {%- elif message.content is none %}
+        {{- '<|Assistant|>' }}
+        {%- for call in message.tool_calls %}
+            {{- '<|call|>' + call.type + '<|sep|>' + call.function.name + '\\n' }}
+            {{- call.function.arguments + '<|end|>' }}
+        {%- endfor %}
+        {{- eos_token }}
+    {%- else %}
+        {{- '<|Assistant|>' + message.content.split('</think>')[-1] + eos_token }}
+    {%- endif %}
+{%- endfor %}
+{{- '<|Assistant|><think>\\n' if add_generation_prompt }}
+"""
+
 # Messages of one role in a row make one turn.
 MERGING = """\
 {%- for message in messages %}

@@ -346,9 +346,11 @@ def test_parts_of_text(run, make_tokenizer):
 
 def test_calls_that_the_template_does_not_print(run, make_tokenizer):
     call = {"role": "assistant", "tool_calls": [{"name": "f"}]}
-    match = r"messages\[1\] only calls tools, and the chat template does not print"
-    with pytest.raises(DataError, match=match):
-        run([talk(TALK[0], call)], make_tokenizer(templates.CHATML))
+    match = r"does not print the name of the call of 'f' in message 1 \(assistant\)"
+    for content in (None, "Let me see."):
+        with pytest.raises(DataError, match=match):
+            answer = call | {"content": content}
+            run([talk(TALK[0], answer)], make_tokenizer(templates.CHATML))
 
 
 # --- Fields that are not used --------------------------------------------------
