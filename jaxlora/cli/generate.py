@@ -82,6 +82,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     _check(arguments)
+    _check_output(arguments)
     from jaxlora.generate.api import generation_settings
     from jaxlora.memory.gpu_share import take_free_gpus
     from jaxlora.train.compilation_cache import keep_compiled_programs
@@ -118,6 +119,16 @@ def _check(arguments: argparse.Namespace) -> None:
             "--output is for --prompt and --prompts, and has no effect on a chat in "
             "the terminal. Leave it out."
         )
+
+
+def _check_output(arguments: argparse.Namespace) -> None:
+    from jaxlora.atomic import check_output
+    from jaxlora.generate.adapter_names import named_folders
+
+    if arguments.output is None:
+        return
+    read = arguments.prompts, arguments.model, arguments.run_dir
+    check_output(arguments.output, [*read, *named_folders(arguments.adapter).values()])
 
 
 def _prompts(arguments: argparse.Namespace) -> "list[Prompt]":

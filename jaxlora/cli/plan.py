@@ -24,6 +24,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    from jaxlora.atomic import check_output
     from jaxlora.memory.gpu_share import take_free_gpus
     from jaxlora.plan import plan_run
     from jaxlora.plan_report import draw_plan, print_plan
@@ -31,6 +32,9 @@ def _run(arguments: argparse.Namespace) -> None:
 
     given = {} if arguments.mesh is None else {"mesh": arguments.mesh}
     config = load_run(arguments.run_file, **given)
+    if arguments.picture:
+        data = [job.data.path for job in config.jobs]
+        check_output(arguments.picture, [arguments.run_file, config.model, *data])
     take_free_gpus(gathers=config.may_gather)  # the memory that training has
     planned = plan_run(
         config, steps=arguments.steps, other_machine=arguments.other_machine

@@ -1,6 +1,7 @@
 """`jaxlora train`."""
 
 import argparse
+import pathlib
 from typing import TYPE_CHECKING
 
 from jaxlora.cli.command import Command
@@ -44,6 +45,8 @@ def _run(arguments: argparse.Namespace) -> int:
     options = {"output_dir": arguments.output_dir or None, "mesh": arguments.mesh}
     given = {key: value for key, value in options.items() if value is not None}
     config = load_run(arguments.run_file, **given)
+    if not arguments.resume:
+        _check_outputs(config, arguments.run_file)
     local_ids = None if member is None else member.local_device_ids
     take_free_gpus(local_ids, gathers=config.may_gather)
     if member is None:
@@ -52,6 +55,18 @@ def _run(arguments: argparse.Namespace) -> int:
 
     with joined(member):
         return _train_in_process(config, arguments)
+
+
+def _check_outputs(config: "RunConfig", run_file: str) -> None:
+    """Checks that a new run would replace neither its run file nor its data."""
+    from jaxlora.atomic import check_output
+    from jaxlora.control.status_file import STATUS_FILE
+    from jaxlora.run.folder import RUN_FILE, SETTINGS_FILE
+    from jaxlora.train.sample_file import SAMPLES_FILE
+
+    read = [run_file, *(job.data.path for job in config.jobs)]
+    for name in (RUN_FILE, SETTINGS_FILE, STATUS_FILE, SAMPLES_FILE, "summary.json"):
+        check_output(pathlib.Path(config.output_dir, name), read)
 
 
 def _train_in_process(config: "RunConfig", arguments: argparse.Namespace) -> int:

@@ -64,6 +64,26 @@ def test_a_chat_in_the_terminal(folder, monkeypatch, capsys):
     assert "Ctrl-D leaves" in printed
 
 
+@pytest.mark.parametrize("kind", ["same", "soft", "hard", "relative", "of adapter"])
+def test_an_output_that_is_read_is_refused(folder, tmp_path, monkeypatch, capsys, kind):
+    monkeypatch.chdir(tmp_path)
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "out"
+    prompts.write_text("ab\n")
+    (tmp_path / "adapter").mkdir()
+    config = tmp_path / "adapter" / "adapter_config.json"
+    config.write_text("{}")
+    if kind == "soft":
+        out.symlink_to(prompts)
+    elif kind == "hard":
+        out.hardlink_to(prompts)
+    else:
+        out = {"same": prompts, "relative": "adapter/../prompts.txt"}.get(kind, config)
+    words = folder, "--adapter", "a=adapter", "--prompts", prompts, "--output", out
+    status, _, errors = run(capsys, *words)
+    assert status == 1 and "would be replaced, and it is read as" in errors
+    assert prompts.read_text() == "ab\n" and config.read_text() == "{}"
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

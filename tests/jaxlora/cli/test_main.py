@@ -109,6 +109,20 @@ def test_mistakes_are_one_line_and_exit_1(folder, capsys, tmp_path):
         assert "Traceback" not in error
 
 
+def test_outputs_never_replace_what_is_read(folder, capsys, tmp_path):
+    text = (folder / "run.yaml").read_text()
+    (tmp_path / "settings.yaml").write_text(text)
+    (tmp_path / "plan.png").symlink_to(folder / "first.jsonl")
+    new_run = "train", tmp_path / "settings.yaml", "--output-dir", tmp_path
+    for arguments in (
+        new_run,
+        ("plan", folder / "run.yaml", "--picture", tmp_path / "plan.png"),
+    ):
+        assert main([str(argument) for argument in arguments]) == 1
+        assert "would be replaced, and it is read as" in capsys.readouterr().err
+    assert (tmp_path / "settings.yaml").read_text() == text
+
+
 def test_inspect(folder, capsys):
     text = said(capsys, "inspect", folder / "model")
     assert "hidden_size" in text and "tensors missing" in text and "none" in text
