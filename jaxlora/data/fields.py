@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxlora.data.messages import Conversation
 from jaxlora.data.notes import Notes
+from jaxlora.data.preference import describe_preference
 from jaxlora.data.read import Record
 from jaxlora.data.template import Failure
 from jaxlora.data.template_pool import run_task
@@ -99,6 +100,9 @@ class Field:
 
 def missing_field(field: str, record: Record) -> DataError:
     """Makes the error for a record without a field."""
+    preference = describe_preference(record)
+    if preference is not None:
+        return DataError(f"{preference} (Fields found: {_names(record)}.)")
     return DataError(
         f"field {field!r} is missing (fields found: {_names(record)}). Add it, or name "
         "another field in data."

@@ -6,6 +6,7 @@ from typing import Literal
 
 from jaxlora.config import DataConfig
 from jaxlora.data.fields import is_template
+from jaxlora.data.preference import describe_preference
 from jaxlora.data.read import Record
 from jaxlora.errors import DataError
 
@@ -57,16 +58,23 @@ def choose_reading(data: DataConfig, first: Record) -> Reading:
 
     Raises:
         DataError: No kind fits, or more than one, or the user named a field of another
-            kind, or the prompt is a list of messages and the completion is not.
+            kind, or the prompt is a list of messages and the completion is not, or the
+            record holds a preference and the user chose no kind.
     """
     fits = _readings_that_fit(data, first)
     if data.kind != "auto":
-        fits = [r for r in fits if r.kind == data.kind] or [_asked_reading(data)]
+        fits = [r for r in fits if r.kind == data.kind]
     renamed = [
         r for r in fits if any(_is_changed(data, key) for key in _SETTINGS[r.kind])
     ]
-    choice = renamed or fits
     found = ", ".join(map(str, first)) or "none"
+    is_chosen = bool(renamed) or (data.kind != "auto" and bool(fits))
+    preference = None if is_chosen else describe_preference(first)
+    if preference is not None:
+        raise DataError(f"{preference} (Fields found: {found}.)")
+    if data.kind != "auto" and not fits:
+        fits = [_asked_reading(data)]
+    choice = renamed or fits
     for reading in choice:
         _check_settings(data, reading, found)
     if len(choice) == 1:

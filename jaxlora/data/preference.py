@@ -1,0 +1,69 @@
+"""Recognizes records of preferences, which next-token training cannot learn from."""
+
+from collections.abc import Mapping
+from typing import Any
+
+# Parts of the names of the two answers of a pair: TRL, LLaMA-Factory and Axolotl;
+# OpenAI; others.
+_PAIRS = (
+    ("chosen", "rejected"),
+    ("preferred", "non_preferred"),
+    ("preferred", "dispreferred"),
+    ("accepted", "rejected"),
+)
+# Whether an answer is a good one, as KTO has it: TRL, LLaMA-Factory.
+_LABELS = ("label", "kto_tag")
+_ANSWERS = ("completion", "messages", "conversations", "output")
+_ONLY = "only next-token training is supported"
+
+
+def describe_preference(record: Mapping[str, Any]) -> str | None:
+    """Says that a record holds a preference and what to do; None if it holds none.
+
+    Args:
+        record: The record.
+    """
+    for good, bad in _PAIRS:
+        worse = [name for name in record if bad in str(name).lower()]
+        better = [n for n in record if good in str(n).lower() and n not in worse]
+        if better and worse:
+            return (
+                f"this is a preference record ({better[0]!r} and {worse[0]!r}, as for "
+                f"DPO), and {_ONLY}. {_cure(record, better[0])}"
+            )
+    if any(name in record for name in _ANSWERS):
+        for name in _LABELS:
+            if _is_label(record.get(name)):
+                return (
+                    f"this is a preference record ({name!r} says whether the answer is "
+                    f"a good one, as for KTO), and {_ONLY}. Keep the good answers and "
+                    f"remove {name!r}, or set data.kind to train on all of them."
+                )
+    for names in (("completions", "labels"), ("output",)):
+        if all(isinstance(record.get(name), list) for name in names):
+            return (
+                f"this is a preference record ({names[0]!r} holds several answers or "
+                f"steps to compare), and {_ONLY}. Keep one answer in each record."
+            )
+    return None
+
+
+def _is_label(value: Any) -> bool:
+    # A .csv file has texts.
+    is_text = isinstance(value, str) and value.lower() in ("true", "false")
+    return isinstance(value, bool) or is_text
+
+
+def _cure(record: Mapping[str, Any], better: str) -> str:
+    """Says how to train on the better answers alone."""
+    answer, prompt = record[better], record.get("prompt")
+    if isinstance(answer, list) and not isinstance(prompt, list):
+        return f"To train on the better answers, set data.messages to {better!r}."
+    if isinstance(answer, str) and len(record) == 2:  # each answer has its prompt
+        return f"To train on the better texts, set data.text to {better!r}."
+    if isinstance(answer, list | str):
+        also = "" if "prompt" in record else ", and data.prompt to the prompt's field"
+        return (
+            f"To train on the better answers, set data.completion to {better!r}{also}."
+        )
+    return "To train on the better answers, put them into the conversations."
