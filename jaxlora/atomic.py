@@ -215,7 +215,7 @@ def remove_leftovers(folder: pathlib.Path, *, alone: bool = False) -> None:
 
 def _is_in_use(path: pathlib.Path) -> bool:
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return True
     try:

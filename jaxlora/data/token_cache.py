@@ -4,7 +4,7 @@ An entry is one file. Its name is a hash of everything that determines the token
 bytes of the data, the settings, the tokenizer with its chat template, the versions of
 libraries, and the source code of this package. It ends with a checksum. Entries are
 written under a temporary name and renamed, so several processes may read and write them
-at the same time.
+at the same time. Only entries that nobody but this user may have written are used.
 """
 
 import functools
@@ -13,21 +13,24 @@ import json
 import logging
 import os
 import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import jinja2
 import numpy as np
 import pyarrow
+import pydantic
 import tokenizers
 
 from jaxlora import atomic
-from jaxlora.cache_home import cache_home
+from jaxlora.cache_home import cache_home, check_private, make_private
 from jaxlora.config import DataConfig
 from jaxlora.data.samples import TOKENS_IN_MEMORY, EncodedRecords
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.errors import StorageError
+from jaxlora.json_file import parse_json
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +47,7 @@ _ARRAYS: dict[str, type] = {
     "is_whole": np.bool_,
     "is_bad": np.bool_,
 }
+_FLAGS = ("is_whole", "is_bad")
 # Where the data lie does not affect their tokens.
 _PLACES = {"path", "split", "subset", "revision"}
 _CLOCK = re.compile(
@@ -116,7 +120,7 @@ class TokenCache:
         self._max_bytes = max_bytes
 
     def load(self, key: str, path: str) -> EncodedRecords | None:
-        """Returns an entry; None if there is none, or if it is damaged.
+        """Returns an entry; None if there is none, or if it cannot be used.
 
         Args:
             key: The entry's name, from `cache_key`.
@@ -124,20 +128,18 @@ class TokenCache:
         """
         entry = self._entry(key)
         try:
+            check_private(self._folder.stat(), self._folder)
             records = _parse(_read(entry))
-            os.utime(entry)
         except FileNotFoundError:
             return None
         except OSError as error:
             self._warn("read", error)
             return None
-        # Damage may show in any of the steps, and none of them runs code of the file.
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            _log.warning(
-                "%s: these kept tokens are damaged (%s), so they are made again.",
-                entry,
-                error,
-            )
+        # No step runs code of the file.
+        except ValueError as error:
+            what = "not trusted" if isinstance(error, _UntrustedError) else "damaged"
+            text = "%s: these kept tokens are %s (%s), so they are made again."
+            _log.warning(text, entry, what, error)
             return None
         _log.info("%s: its tokens are taken from %s", path, self._folder)
         return records
@@ -145,9 +147,9 @@ class TokenCache:
     def store(self, key: str, records: EncodedRecords) -> None:
         """Adds an entry, and removes old ones if there are too many."""
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(self._folder)
             atomic.remove_leftovers(self._folder)
-            with atomic.new_file(self._entry(key)) as file:
+            with atomic.new_file(self._entry(key), mode=0o600) as file:
                 digest = hashlib.sha256()
                 for part in _format(records):
                     digest.update(part)
@@ -165,8 +167,10 @@ class TokenCache:
         entries = []
         for path in self._folder.glob(f"*{_SUFFIX}"):
             try:
-                status = path.stat()
+                status = path.lstat()
             except FileNotFoundError:  # another process removed it
+                continue
+            if not stat.S_ISREG(status.st_mode):
                 continue
             entries.append((status.st_mtime, status.st_size, path))
         total = sum(size for _, size, _ in entries)
@@ -214,19 +218,56 @@ def _format(records: EncodedRecords) -> Iterator[bytes | memoryview]:
 
 
 def _read(entry: Path) -> np.ndarray:
-    """Returns the bytes of a file, in memory or, if it is large, mapped from it."""
-    with entry.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size <= 8 * TOKENS_IN_MEMORY:
+    """Returns the bytes of a file, in memory or, if it is large, mapped from it.
+
+    Raises:
+        OSError: It cannot be read.
+        _UntrustedError: It is no file that only this user may have written.
+    """
+    # Opening a pipe or a device may wait, or have an effect.
+    _check_entry(entry.lstat(), entry)
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    with os.fdopen(os.open(entry, flags), "rb") as file:
+        found = os.fstat(file.fileno())
+        _check_entry(found, entry)
+        os.utime(file.fileno())
+        if found.st_size <= 8 * TOKENS_IN_MEMORY:
             return np.frombuffer(file.read(), np.uint8)
         return np.asarray(np.memmap(file, np.uint8, "r"))
+
+
+class _UntrustedError(ValueError):
+    """Somebody else may have made an entry."""
+
+
+def _check_entry(found: os.stat_result, entry: Path) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise _UntrustedError("it is not a regular file")
+    try:
+        check_private(found, entry)
+    except OSError as error:
+        raise _UntrustedError(error.strerror) from error
+
+
+class _Header(pydantic.BaseModel):
+    """What an entry has beside the arrays.
+
+    Attributes:
+        sizes: Number of elements of each array, by name.
+        first_bad: As in `EncodedRecords`.
+        notes: As in `EncodedRecords`.
+    """
+
+    sizes: dict[str, Annotated[int, pydantic.Field(ge=0)]]
+    first_bad: str
+    notes: tuple[tuple[int, str], ...]
 
 
 def _parse(content: np.ndarray) -> EncodedRecords:
     """Checks the bytes of an entry, and returns the records in it.
 
     Raises:
-        ValueError: The bytes are not those that were written.
+        ValueError: The bytes are not those that were written, or do not fit together.
     """
     body = content[:-_DIGEST_BYTES]
     digest = hashlib.sha256(body)
@@ -236,12 +277,52 @@ def _parse(content: np.ndarray) -> EncodedRecords:
     if body[: len(_MAGIC)].tobytes() != _MAGIC:
         raise ValueError("its first bytes are wrong")
     length = int.from_bytes(body[len(_MAGIC) : start].tobytes(), "little")
-    header: dict[str, Any] = json.loads(body[start : start + length].tobytes())
+    header = _parse_header(body[start : start + length].tobytes())
     place = start + length + -(start + length) % _ALIGNMENT
-    arrays: dict[str, Any] = {}
+    arrays: dict[str, np.ndarray] = {}
     for name, dtype in _ARRAYS.items():
-        num_bytes = header["sizes"][name] * np.dtype(dtype).itemsize
+        num_bytes = header.sizes[name] * np.dtype(dtype).itemsize
         arrays[name] = body[place : place + num_bytes].view(dtype)
         place += num_bytes + -num_bytes % _ALIGNMENT
-    notes = tuple((int(level), str(text)) for level, text in header["notes"])
-    return EncodedRecords(first_bad=str(header["first_bad"]), notes=notes, **arrays)
+    if place != len(body):
+        raise ValueError("its size is wrong")
+    if any(arrays[name].view(np.uint8).max(initial=0) > 1 for name in _FLAGS):
+        raise ValueError("its flags are wrong")
+    _check_arrays(**arrays)
+    return EncodedRecords(first_bad=header.first_bad, notes=header.notes, **arrays)
+
+
+def _parse_header(text: bytes) -> _Header:
+    try:
+        header = _Header.model_validate(parse_json(text))
+    except pydantic.ValidationError as error:
+        raise ValueError(f"its header has {error.error_count()} errors") from error
+    if header.sizes.keys() != _ARRAYS.keys():
+        raise ValueError("it has other arrays")
+    return header
+
+
+def _check_arrays(
+    tokens: np.ndarray,
+    offsets: np.ndarray,
+    lengths: np.ndarray,
+    num_targets: np.ndarray,
+    is_whole: np.ndarray,
+    is_bad: np.ndarray,
+) -> None:
+    """Checks that arrays have the sizes and bounds of the same records.
+
+    Raises:
+        ValueError: They do not.
+    """
+    num = len(lengths)
+    others = len(offsets) - 1, len(num_targets), len(is_whole), len(is_bad)
+    if num == 0 or set(others) != {num}:
+        raise ValueError("its arrays have different sizes")
+    stored = np.diff(offsets)
+    if offsets[0] or offsets[-1] != len(tokens) or (stored < 0).any():
+        raise ValueError("its offsets are wrong")
+    if (lengths < stored).any() or (stored[is_bad] > 0).any():
+        raise ValueError("its lengths are wrong")
+    if (num_targets < 0).any() or (num_targets > stored).any():
+        raise ValueError("its numbers of targets are wrong")

@@ -5,7 +5,7 @@ import tempfile
 
 import jax
 
-from jaxlora.cache_home import cache_home
+from jaxlora.cache_home import cache_home, make_private
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,8 @@ def keep_compiled_programs() -> None:
         logger.info("compiled programs are not kept: there is no home folder")
         return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        # A program that somebody else wrote would run here.
+        make_private(folder)
         with tempfile.TemporaryFile(dir=folder):
             pass
         next(folder.iterdir(), None)

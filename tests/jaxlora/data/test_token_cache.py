@@ -1,5 +1,6 @@
 """Tests that jobs share the tokens of a data set, in a run and through the disk."""
 
+import copy
 import datetime
 import json
 import logging
@@ -169,6 +170,153 @@ def test_a_damaged_entry_is_made_again(
     assert len(encodings) == 2
     said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert len(said) == 1 and f"{entry}: these kept tokens are damaged" in said[0]
+
+
+def replace_by(make):
+    def replace(entry):
+        entry.unlink()
+        make(entry)
+
+    return replace
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (replace_by(os.mkfifo), "it is not a regular file"),
+        (replace_by(lambda entry: entry.symlink_to("/dev/zero")), "is not a regular"),
+        (replace_by(lambda entry: entry.symlink_to("nothing")), "is not a regular"),
+        (lambda entry: entry.chmod(0o620), r"other users may write to it (mode 620)"),
+        (lambda entry: entry.chmod(0o602), r"chmod go-w"),
+    ],
+)
+def test_an_entry_that_is_not_trusted_is_made_again(
+    path, tmp_path, make_tokenizer, encodings, cache, caplog, change, why
+):
+    wanted = DataReader(make_tokenizer(), cache).read(make_job(path))
+    (entry,) = entries(tmp_path)
+    change(entry)
+    for _ in range(2):
+        assert same(wanted, DataReader(make_tokenizer(), cache).read(make_job(path)))
+    assert len(encodings) == 2
+    (said,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert f"{entry}: these kept tokens are not trusted" in said and why in said
+    assert entry.stat().st_mode & 0o777 == 0o600
+
+
+def test_an_entry_of_another_user_is_not_used(tmp_path, monkeypatch, caplog):
+    cache = TokenCache(tmp_path)
+    cache.store("a", encoded(10))
+    check = token_cache.check_private
+
+    def check_as_another_user(found, path):
+        if not path.is_dir():
+            monkeypatch.setattr(os, "geteuid", lambda: found.st_uid + 1)
+        check(found, path)
+
+    monkeypatch.setattr(token_cache, "check_private", check_as_another_user)
+    assert cache.load("a", "x") is None
+    user = tmp_path.stat().st_uid
+    assert (
+        f"these kept tokens are not trusted (it belongs to user {user})" in caplog.text
+    )
+
+
+@pytest.mark.parametrize("others", ["own", "write"])
+def test_a_folder_that_others_may_write_to_is_not_used(
+    path, tmp_path, make_tokenizer, encodings, cache, caplog, monkeypatch, others
+):
+    DataReader(make_tokenizer(), cache).read(make_job(path))
+    (entry,) = entries(tmp_path)
+    if others == "own":
+        user = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+        why = f"it belongs to user {user}"
+    else:
+        entry.parent.chmod(0o777)
+        why = f"mode 777). If it is yours, run: chmod go-w {entry.parent}"
+    before = entry.stat()
+    DataReader(make_tokenizer(), cache).read(make_job(path))
+    assert len(encodings) == 2 and entry.stat() == before
+    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(said) == 2 and all(why in text for text in said)
+
+
+def changed(records, **arrays):
+    """Returns records with other arrays, whose shapes are not checked."""
+    records = copy.copy(records)
+    for name, array in arrays.items():
+        object.__setattr__(records, name, array)
+    return records
+
+
+def test_arrays_that_do_not_fit_together_are_made_again(tmp_path, caplog):
+    cache, good = TokenCache(tmp_path), encoded(30)
+    bad = {
+        "tokens": good.tokens[:-1],
+        "offsets": np.array([0, 31]),
+        "lengths": np.array([29]),
+        "num_targets": np.array([31]),
+        "is_whole": np.array([True, True]),
+        "is_bad": np.array([True]),
+    }
+    more = [
+        ("offsets", np.array([1, 30])),
+        ("offsets", np.array([0, 40, 30])),
+        ("offsets", np.zeros(0)),
+        ("num_targets", np.array([-1])),
+        ("is_whole", np.zeros(0)),
+    ]
+    for name, array in [*bad.items(), *more]:
+        cache.store("a", changed(good, **{name: array}))
+        caplog.clear()
+        assert cache.load("a", "x") is None, name
+        assert "these kept tokens are damaged (its " in caplog.text
+    nothing = {name: getattr(good, name)[:0] for name in token_cache._ARRAYS}
+    cache.store("a", changed(good, **nothing))
+    assert cache.load("a", "x") is None
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        [],
+        {},
+        {"sizes": {"others": 3}},
+        {"sizes": 3, "first_bad": "", "notes": []},
+        {"first_bad": 3},
+        {"notes": [[1e999, "x"]]},
+        {"notes": [["x"]]},
+        {"sizes": {"tokens": -1}},
+        {"sizes": {"tokens": 1.5}},
+        {"sizes": {"tokens": 10**30}},
+        {"sizes": {"tokens": None}},
+    ],
+)
+def test_headers_that_are_wrong_are_made_again(tmp_path, caplog, header, monkeypatch):
+    cache, good = TokenCache(tmp_path), encoded(30)
+    dumps = json.dumps
+
+    def change(values):
+        if not header:
+            return dumps(header)
+        sizes = header.get("sizes")
+        merged = {**values["sizes"], **sizes} if isinstance(sizes, dict) else sizes
+        return dumps({**values, **header, "sizes": merged or values["sizes"]})
+
+    monkeypatch.setattr(token_cache.json, "dumps", change)
+    cache.store("a", good)
+    assert cache.load("a", "x") is None
+    assert "these kept tokens are damaged (" in caplog.text
+
+
+def test_a_pipe_among_the_leftovers_does_not_wait(tmp_path):
+    pipe = tmp_path / ".a.tokens.01234567.jaxlora-tmp"
+    os.mkfifo(pipe)
+    (tmp_path / "b.tokens").mkdir()
+    cache = TokenCache(tmp_path, max_bytes=1)
+    cache.store("a", encoded(10))
+    assert cache.load("a", "x") is not None and not pipe.exists()
 
 
 def test_a_folder_that_cannot_be_used(path, tmp_path, make_tokenizer, caplog):

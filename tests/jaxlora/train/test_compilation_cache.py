@@ -65,6 +65,20 @@ def test_a_folder_that_cannot_be_used(tmp_path, caplog):
     assert "xla cannot be used: Not a directory. Every start compiles" in caplog.text
 
 
+@pytest.mark.parametrize("others", ["own", "write"])
+def test_a_folder_of_others_is_not_used(tmp_path, monkeypatch, caplog, others):
+    """A program that somebody else put there would run."""
+    folder = tmp_path / "cache" / "jaxlora" / "xla"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777 if others == "write" else 0o700)
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + (others == "own"))
+    keep_compiled_programs()
+    assert jax.config.jax_compilation_cache_dir is None
+    why = f"it belongs to user {user}" if others == "own" else f"chmod go-w {folder}"
+    assert f"{folder} cannot be used: " in caplog.text and why in caplog.text
+
+
 DAMAGED = """
 import sys, jax
 from jaxlora.cli import main as cli
