@@ -122,8 +122,8 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _check_output(arguments: argparse.Namespace) -> None:
-    from jaxlora.atomic import check_output
     from jaxlora.generate.adapter_names import named_folders
+    from jaxlora.outputs import check_output
 
     if arguments.output is None:
         return

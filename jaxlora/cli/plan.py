@@ -24,8 +24,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from jaxlora.atomic import check_output
     from jaxlora.memory.gpu_share import take_free_gpus
+    from jaxlora.outputs import check_output
     from jaxlora.plan import plan_run
     from jaxlora.plan_report import draw_plan, print_plan
     from jaxlora.run_file import load_run

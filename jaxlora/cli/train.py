@@ -59,8 +59,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _check_outputs(config: "RunConfig", run_file: str) -> None:
     """Checks that a new run would replace neither its run file nor its data."""
-    from jaxlora.atomic import check_output
     from jaxlora.control.status_file import STATUS_FILE
+    from jaxlora.outputs import check_output
     from jaxlora.run.folder import RUN_FILE, SETTINGS_FILE
     from jaxlora.train.sample_file import SAMPLES_FILE
 
