@@ -10,11 +10,12 @@ and value, and the marks are searched for. This runs in the process of
 import dataclasses
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxlora.data.call_arguments import Arguments
 from jaxlora.data.sandbox import ChatTemplate, Span
+from jaxlora.data.turns import UnclearTurnError
 
 # Capitals show that a template does not change them.
 _TEXT_MARK = f"Zq_{secrets.token_hex(4)}_"
@@ -50,6 +51,7 @@ class _Part:
         mark: What is printed if the marked value is printed.
         cure: What to do if it is not printed.
         caller: Index of the message that has to print it; None: any message may.
+        is_result: Whether it is the content of a message that is not trained on.
     """
 
     what: str
@@ -57,6 +59,7 @@ class _Part:
     mark: str
     cure: str
     caller: int | None = None
+    is_result: bool = False
 
 
 class _Marker:
@@ -101,7 +104,8 @@ class _Marker:
                 message["content"] = self._mark(content, what, _TEXT_CURE, i)
         elif has_text and message.get("role") not in _PLAIN_ROLES:
             what = f"the content {content!r:.80} of {where}"
-            message = message | {"content": self._mark(content, what, _RESULT_CURE)}
+            marked = self._mark(content, what, _RESULT_CURE, is_result=True)
+            message = message | {"content": marked}
         return message
 
     def _call(self, call: Any, i: int, where: str, cure: str) -> Any:
@@ -142,7 +146,15 @@ class _Marker:
         what = f"the tool {name!r:.80}"
         return tool | {"name": self._mark(name, what, _TOOL_CURE)}
 
-    def _mark(self, value: Any, what: str, cure: str, caller: int | None = None) -> Any:
+    def _mark(
+        self,
+        value: Any,
+        what: str,
+        cure: str,
+        caller: int | None = None,
+        *,
+        is_result: bool = False,
+    ) -> Any:
         """Notes a part, and returns its value with a mark."""
         number = len(self.parts)
         mark = f"{_TEXT_MARK}{number}_"
@@ -153,20 +165,27 @@ class _Marker:
             # A template may format numbers in another way than text.
             marked = _NUMBER_MARK + number + (0.5 if isinstance(value, float) else 0)
             mark = str(marked)
-        self.parts.append(_Part(what, value, mark, cure, caller))
+        self.parts.append(_Part(what, value, mark, cure, caller, is_result))
         return marked if self._only in (None, number) else value
 
 
-def check_parts(template: ChatTemplate, values: Mapping[str, Any], text: str) -> None:
+def check_parts(
+    template: ChatTemplate,
+    values: Mapping[str, Any],
+    text: str,
+    trained: Iterable[int] = (),
+) -> None:
     """Checks that a template prints all calls, the text beside them, results and tools.
 
     Args:
         template: The chat template.
         values: Its variables, including `messages`.
         text: What it prints.
+        trained: Indices of the messages whose turns are trained on.
 
     Raises:
         LostPartError: A part is not printed.
+        UnclearTurnError: A result is printed within a turn that is trained on.
     """
     if "tools" not in template.names:
         values = {**values, "tools": None}
@@ -181,6 +200,24 @@ def check_parts(template: ChatTemplate, values: Mapping[str, Any], text: str) ->
             raise LostPartError(
                 f"the chat template does not print {part.what}. {part.cure}"
             )
+
+    if rendering is not None:
+        _check_turns(rendering, marker.parts, trained)
+
+
+def _check_turns(
+    rendering: "_Rendering", parts: Sequence[_Part], trained: Iterable[int]
+) -> None:
+    """Checks that no result is printed within a turn that is trained on."""
+    results = [part for part in parts if part.is_result]
+    for i in trained:
+        turn = rendering.of(i) if i in rendering.turns else ""
+        for part in results:
+            if part.mark in turn:
+                raise UnclearTurnError(
+                    f"the turn of message {i} is unclear: the template prints "
+                    f"{part.what} in it"
+                )
 
 
 def _is_printed_alone(

@@ -122,8 +122,10 @@ def _carry_out(
         check_parts(template, values, text)
         return {"text": text}
     conversation = RenderedConversation(template, values)
-    check_parts(template, values, conversation.text)
-    choose = (
-        conversation.answers if payload.wanted == "answers" else conversation.all_but
-    )
-    return {"text": conversation.text, "spans": choose(payload.skip)}
+    text = conversation.text
+    if payload.wanted == "all":
+        check_parts(template, values, text)
+        return {"text": text, "spans": conversation.all_but(payload.skip)}
+    turns = () if template.has_generation else conversation.turns(payload.skip)
+    check_parts(template, values, text, turns)
+    return {"text": text, "spans": conversation.answers(payload.skip)}

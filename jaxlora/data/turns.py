@@ -57,13 +57,17 @@ class RenderedConversation:
         """
         if self._template.has_generation:
             return self._generations(skip)
-        turns = [i for i in range(len(self._messages)) if self._is_answer(i)]
-        if not turns:
+        if not any(map(self._is_answer, range(len(self._messages)))):
             raise NoAnswerError(
                 "no message has the role 'assistant', so there is nothing to learn "
                 f"(roles: {', '.join(m['role'] for m in self._messages)})"
             )
-        return [self._turn(i) for i in turns if i not in skip]
+        return [self._turn(i) for i in self.turns(skip)]
+
+    def turns(self, skip: Sequence[int]) -> list[int]:
+        """Indices of the assistant's messages, except of those in `skip`."""
+        numbers = range(len(self._messages))
+        return [i for i in numbers if self._is_answer(i) and i not in skip]
 
     def all_but(self, skip: Sequence[int]) -> list[Span]:
         """Spans of everything except the turns of the messages in `skip`.

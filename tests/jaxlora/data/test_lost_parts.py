@@ -220,6 +220,24 @@ def test_a_lost_result_is_named():
         render(template, USER, calling(None, call(city="x")), RESULT, ANSWER)
 
 
+def test_a_result_within_the_turn_of_a_call_is_not_trained_on():
+    template = (
+        "{% for m in messages if m.role != 'tool' %}{{ '<' ~ m.role ~ '>' }}"
+        "{{ m.content or m.tool_calls | tojson }}"
+        f"{{{{ messages[2].content if m.tool_calls }}}}{END}"
+    )
+    talk = USER, calling(None, call(city="x")), RESULT, ANSWER
+    match = r"turn of message 1 is unclear: the template prints the content '22 degrees"
+    with pytest.raises(DataError, match=match):
+        render(template, *talk)
+    talk = USER, calling(None, call(city="x")) | {"weight": 0}, RESULT, ANSWER
+    conversation = read_messages({"m": list(talk)}, "m", is_columnar=False)
+    chats = model_chat(template).render_all([conversation], "completion")
+    assert isinstance(chats[0], Chat)
+    (chat,) = model_chat(template).render_all([conversation], "all")
+    assert isinstance(chat, Chat)
+
+
 def test_lost_tools_are_named():
     template = (
         "{% if tools and messages[0].role == 'system' %}{{ tools | tojson }}{% endif %}"
