@@ -23,6 +23,7 @@ from jaxlora.hf.names import TensorSpec
 from jaxlora.hf.quantized.place import Place, put_linear
 from jaxlora.hf.tensor_file import TensorFile
 from jaxlora.models.base_format import BaseFormat
+from jaxlora.pallas_kernels import device
 from jaxlora.sharding.global_arrays import put
 
 logger = logging.getLogger(__name__)
@@ -204,7 +205,7 @@ def _log_differences(checkpoint: Checkpoint, squares: np.ndarray) -> None:
 def base_dtype(dtype: str) -> np.dtype:
     """Resolves `auto` to the dtype of the base on this machine."""
     if dtype == "auto":
-        dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+        dtype = "bfloat16" if device.platform() == "gpu" else "float32"
     elif dtype not in ("bfloat16", "float32"):
         raise ModelError(f"dtype={dtype!r}; wanted auto, bfloat16 or float32.")
     return jnp.dtype(dtype)
