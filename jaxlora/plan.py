@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from jaxlora.config import RunConfig
 from jaxlora.costs.gpus import GpuMachine
 from jaxlora.data.tokenizer import load_tokenizer
+from jaxlora.device_check import check_device
 from jaxlora.hf.files import tokenizer_folder
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.gpu_share import GATHERING_SHARE, SHARE
@@ -158,6 +159,7 @@ def plan_run(
 
 
 def _plan_here(config: RunConfig, steps: int | None) -> RunPlan:
+    check_device()
     output_dir = pathlib.Path(config.output_dir)
     check_installed(config.report_to)
     check_writable(output_dir)

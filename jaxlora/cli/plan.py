@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from jaxlora.cli.command import Command
-from jaxlora.cli.options import add_mesh, positive_int
+from jaxlora.cli.options import add_device, add_mesh, positive_int, use_device
 from jaxlora.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_file", help="YAML; see docs/run_file.md")
     add_mesh(parser)
+    add_device(parser)
     parser.add_argument(
         "--steps", type=positive_int, help="only each job's first N steps", metavar="N"
     )
@@ -54,14 +55,21 @@ def _price(text: str) -> float:
 
 
 def _run(arguments: argparse.Namespace) -> int | None:
+    from jaxlora.costs.gpus import parse_machine
+    from jaxlora.device_check import use_cpu
     from jaxlora.plan_report import draw_plan, picture_kind, print_plan
     from jaxlora.run_file import load_run
 
+    use_device(arguments)
+    machine = None
+    if arguments.gpu is not None:
+        machine = parse_machine(arguments.gpu)
+        use_cpu()  # the GPU that is here, if there is one, is of no use
     given = {} if arguments.mesh is None else {"mesh": arguments.mesh}
     config = load_run(arguments.run_file, **given)
     if arguments.picture:
         picture_kind(arguments.picture)
-    planned = _plan(config, arguments)
+    planned = _plan(config, machine, arguments.steps)
     if planned is None:
         return 1
     if arguments.price_per_hour is not None and planned.time is None:
@@ -82,28 +90,18 @@ def _run(arguments: argparse.Namespace) -> int | None:
     return None
 
 
-def _plan(config: "RunConfig", arguments: argparse.Namespace) -> "RunPlan | None":
-    """Plans a run; says why, and returns None, if it fits not into a given GPU."""
-    from jaxlora.costs.gpus import parse_machine
-    from jaxlora.memory.gpu_share import take_free_gpus
-    from jaxlora.plan import plan_run
-
-    if arguments.gpu is None:
-        take_free_gpus(gathers=config.may_gather)  # the memory that training has
-        return plan_run(config, steps=arguments.steps)
-    return _plan_elsewhere(config, parse_machine(arguments.gpu), arguments.steps)
-
-
-def _plan_elsewhere(
-    config: "RunConfig", machine: "GpuMachine", steps: int | None
+def _plan(
+    config: "RunConfig", machine: "GpuMachine | None", steps: int | None
 ) -> "RunPlan | None":
-    import jax
-
+    """Plans a run; if it does not fit into other GPUs, says so and returns None."""
+    from jaxlora.memory.gpu_share import take_free_gpus
     from jaxlora.memory.need import DoesNotFitError
     from jaxlora.plan import plan_run
     from jaxlora.plan_report import print_misfit
 
-    jax.config.update("jax_platforms", "cpu")  # a GPU that is here is of no use
+    if machine is None:
+        take_free_gpus(gathers=config.may_gather)  # the memory that training has
+        return plan_run(config, steps=steps)
     try:
         return plan_run(config, steps=steps, machine=machine)
     except DoesNotFitError as error:

@@ -13,6 +13,7 @@ import numpy as np
 import xxhash
 
 import jaxlora
+from jaxlora.device_check import check_device
 from jaxlora.errors import ModelError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.base_format import find_base_format
@@ -116,7 +117,9 @@ def load_model(
             checkpoint is quantized in another format.
         ConfigError: A setting is unknown, or an expression is invalid or matches
             nothing.
+        DeviceError: A GPU is visible, and JAX does not use it.
     """
+    check_device()
     folder = model_folder(source, revision)
     checkpoint = open_checkpoint(folder)
     checkpoint.check()
