@@ -74,8 +74,8 @@ def _colors(jobs: Sequence[int]) -> dict[int, Any]:
 
     if len(jobs) <= 10:
         return {job: f"C{i}" for i, job in enumerate(jobs)}
-    palette = colormaps["tab20"].colors
-    return {job: palette[i % _MAX_COLORS] for i, job in enumerate(jobs)}
+    palette = colormaps["tab20"]
+    return {job: palette(i % _MAX_COLORS) for i, job in enumerate(jobs)}
 
 
 def _draw_panel(

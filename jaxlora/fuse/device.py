@@ -96,7 +96,7 @@ def _rates(num_sms: int, gigahertz: float) -> dict[str, Any]:
 # Shares that differ from the defaults. An H200's share for products is fitted to the
 # frozen layers in docs/kernels.csv, and its share for loops is the 4 TB/s at which they
 # run. The defaults, among them that of thin products, are estimates.
-_SHARES: dict[str, dict[str, float]] = {
+_SHARES: dict[str, dict[str, Any]] = {
     "h200": {"matmul_share": 0.835, "memory_share": 0.83},
     "h100": {"matmul_share": 0.75},
 }
