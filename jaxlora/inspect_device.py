@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxlora.console import literal, show
+from jaxlora.device_check import check_device
 from jaxlora.hf.config import model_config
 from jaxlora.memory.device import device_memory
 from jaxlora.memory.gpu_share import choose_share, query_gpus
@@ -46,10 +47,14 @@ def inspect_device(console: Console) -> None:
 
     Args:
         console: Console to print to.
+
+    Raises:
+        DeviceError: A GPU is visible, and JAX does not use it.
     """
     # Another process may be training on the GPU.
     share = choose_share(None, os.environ)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    check_device()
     facts = _device_facts()
     if share is not None:
         facts["memory of a run"] = share.text

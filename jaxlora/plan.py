@@ -1,4 +1,4 @@
-"""Plans a run without training: its microbatches, their fill, and simulated time.
+"""Plans a run without training: whether it fits, its microbatches, and its time.
 
 This needs the tokenizer and the jobs' data, but no weights and no GPU.
 """
@@ -10,11 +10,17 @@ import pathlib
 from collections.abc import Iterator, Sequence
 
 from jaxlora.config import RunConfig
+from jaxlora.costs.gpus import GpuMachine
 from jaxlora.data.tokenizer import load_tokenizer
+from jaxlora.device_check import check_device
 from jaxlora.hf.files import tokenizer_folder
-from jaxlora.memory.footprint import num_bytes
+from jaxlora.memory.bounds import Bounds
+from jaxlora.memory.gpu_share import GATHERING_SHARE, SHARE
+from jaxlora.memory.need import MemoryNeed
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.pallas_kernels.device import planned_for
+from jaxlora.plan_cost import PlannedTime, check_fits, memory_need, run_seconds
 from jaxlora.run.folder import (
     as_begun,
     check_folder,
@@ -44,12 +50,12 @@ from jaxlora.train.next_window import (
     positions_after,
     window_samples,
 )
-from jaxlora.train.planned_model import planned_model
+from jaxlora.train.planned_model import PlannedModel, planned_model
 from jaxlora.train.prepared_job import PreparedJob, data_reader, prepare_jobs
 from jaxlora.train.samples import sample_prompts
 from jaxlora.train.settle_run import (
+    SettledRun,
     first_positions,
-    settle_elsewhere,
     settle_mesh,
     settle_run,
 )
@@ -77,19 +83,27 @@ class RunPlan:
     """The plan of a run in which no job ends early.
 
     Attributes:
+        config: The run; none of `mesh`, `microbatch_tokens` and `remat` is `auto`.
+        machine: GPUs that the plan is for; None: those of this machine.
         jobs: Jobs of the run.
         sizes: Mesh that the plan is for.
-        base_bytes: Bytes of the frozen weights, on all devices of a replica together.
+        dtype: Dtype of the weights that are not quantized.
         base_format: How linears of the base are quantized; None: they are not.
+        memory: What it needs on each device, by estimate.
+        time: How long it takes, predicted; None: the rates of the device are not known.
         parts: Windows of the run, in the order in which they run.
         whole: The whole run, checked and simulated.
         greedy: The same samples under `packer: greedy`.
     """
 
+    config: RunConfig
+    machine: GpuMachine | None
     jobs: tuple[PreparedJob, ...]
     sizes: MeshSizes
-    base_bytes: int
+    dtype: str
     base_format: BaseFormat | None
+    memory: MemoryNeed
+    time: PlannedTime | None
     parts: tuple[Part, ...]
     whole: Plan
     greedy: Plan
@@ -107,9 +121,12 @@ class RunPlan:
 
 
 def plan_run(
-    config: RunConfig, *, steps: int | None = None, other_machine: bool = False
+    config: RunConfig,
+    *,
+    steps: int | None = None,
+    machine: GpuMachine | None = None,
 ) -> RunPlan:
-    """Plans a run. Time is in units of what a device needs for one token.
+    """Plans a run. Simulated time is in units of what a device needs for one token.
 
     The plan has the same microbatches as the trainer, as long as no job ends early. A
     run that the trainer would refuse before its first step is refused, except for
@@ -117,49 +134,134 @@ def plan_run(
     pipeline drains between two windows.
 
     Args:
-        config: The run. If its mesh is `auto`, it is chosen for this machine.
+        config: The run. If its mesh is `auto`, it is chosen for the machine.
         steps: Number of optimizer steps of each job to plan; None: all.
-        other_machine: Plan for another machine than this one, whose devices, kernels
-            and memory then do not matter. `auto` for `microbatch_tokens` becomes what
-            the jobs can fill, and for `remat` it becomes `none`.
+        machine: GPUs to plan for, which need not be here (`parse_machine` reads their
+            name); None: the devices of this machine. If the run has no mesh of its own,
+            it is then chosen as by `auto`. Trackers and `output_dir` are those of the
+            other machine and are not looked at.
 
     Raises:
+        DoesNotFitError: The run does not fit into the memory of the GPUs.
         JaxloraError: The run cannot be trained.
     """
+    if machine is None:
+        return _plan_here(config, steps)
+    if machine.count > 1 and "mesh" not in config.model_fields_set:
+        config = config.replace(mesh="auto")
+    share = GATHERING_SHARE if config.may_gather else SHARE
+    with planned_for(machine.planned(share)):
+        opened = _open(config, datetime.datetime.now())
+        settled = _settle(opened)
+        lanes = _lanes(settled.config, opened.jobs)
+        check_fits(settled, lanes)
+        return _planned(opened, settled, steps, machine)
+
+
+def _plan_here(config: RunConfig, steps: int | None) -> RunPlan:
+    check_device()
     output_dir = pathlib.Path(config.output_dir)
-    if not other_machine:
-        check_installed(config.report_to)
+    check_installed(config.report_to)
     check_writable(output_dir)
     check_folder(output_dir, resume=read_run_record(output_dir) is not None)
     config = as_begun(config)
+    started = datetime.datetime.fromisoformat(start_time(output_dir))
+    opened = _open(config, started)
+    settled = _settle(opened)
+    _check_saved_states(settled.config, settled.spec, opened.jobs)
+    return _planned(opened, settled, steps, None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _OpenedRun:
+    """A run whose data is read."""
+
+    config: RunConfig
+    model: PlannedModel
+    jobs: Sequence[PreparedJob]
+
+
+def _open(config: RunConfig, started: datetime.datetime) -> _OpenedRun:
     folder = tokenizer_folder(config.model, config.revision)
     model = planned_model(config, folder)
-    now = datetime.datetime.fromisoformat(start_time(output_dir))
-    tokenizer = load_tokenizer(folder, now=now)
+    tokenizer = load_tokenizer(folder, now=started)
     jobs = prepare_jobs(config.jobs, model.config, data_reader(config, tokenizer))
     if config.samples is not None:
         sample_prompts(config.samples, model.config, tokenizer)
-    if other_machine:
-        config = settle_elsewhere(config, model, jobs)
-    else:
-        config = settle_mesh(config, model, jobs)
-        settled = settle_run(config, model, jobs)
-        config = settled.config
-        _check_saved_states(config, settled.spec, jobs)
+    return _OpenedRun(config=config, model=model, jobs=jobs)
+
+
+def _settle(opened: _OpenedRun) -> SettledRun:
+    config = settle_mesh(opened.config, opened.model, opened.jobs)
+    return settle_run(config, opened.model, opened.jobs)
+
+
+def _planned(
+    opened: _OpenedRun,
+    settled: SettledRun,
+    steps: int | None,
+    machine: GpuMachine | None,
+) -> RunPlan:
+    """Packs the windows of a run, and predicts what it needs."""
+    config, jobs = settled.config, opened.jobs
     if steps is not None:
         jobs = [job.first_steps(steps) for job in jobs]
     lanes = _lanes(config, jobs)
-    cost = window_cost(config, model.config)
+    cost = window_cost(config, opened.model.config)
     parts = tuple(_part(config, w, lanes, cost) for w in _windows(config, jobs, lanes))
     return RunPlan(
+        config=config,
+        machine=machine,
         jobs=tuple(jobs),
         sizes=config.mesh_sizes,
-        base_bytes=num_bytes(model.spec.base_shapes()),
-        base_format=model.base_format,
+        dtype=opened.model.dtype.name,
+        base_format=opened.model.base_format,
+        memory=memory_need(settled, lanes),
+        time=_time(settled, jobs, lanes, parts),
         parts=parts,
         whole=_join([p.schedule for p in parts], parts, lanes, cost),
         greedy=_join([p.greedy for p in parts], parts, lanes, cost),
     )
+
+
+def _time(
+    settled: SettledRun,
+    jobs: Sequence[PreparedJob],
+    lanes: Lanes,
+    parts: Sequence[Part],
+) -> PlannedTime | None:
+    schedules = [part.schedule for part in parts]
+    together = run_seconds(settled.config, settled.spec, lanes, schedules)
+    if together is None:
+        return None
+    apart = [together]
+    if len(jobs) > 1:
+        apart = [_seconds_alone(settled, job) for job in jobs]
+    return PlannedTime(together=together, apart=sum(apart))
+
+
+def _seconds_alone(settled: SettledRun, job: PreparedJob) -> float:
+    """Predicts the time of one job that has the mesh to itself."""
+    config = settled.config.replace(jobs=[job.job], max_concurrent_jobs=1)
+    held_out = [] if job.eval_data is None else [job.eval_data]
+    if settled.bounds.fixed is None:
+        auto = config.replace(microbatch_tokens="auto")
+        largest = Bounds.of(auto, [job.train_data], held_out).largest
+        tokens = min(largest, config.limits.capacity)
+        config = config.replace(microbatch_tokens=tokens)
+    lanes = _lanes(config, [job])
+    windows = _windows(config, [job], lanes)
+    schedules = [
+        pack_window(w.samples, config.limits, config.packer, lanes) for w in windows
+    ]
+    seconds = run_seconds(config, _one_slot(settled.spec), lanes, schedules)
+    assert seconds is not None
+    return seconds
+
+
+def _one_slot(spec: DecoderSpec) -> DecoderSpec:
+    assert spec.slots is not None
+    return dataclasses.replace(spec, slots=dataclasses.replace(spec.slots, num_slots=1))
 
 
 def _check_saved_states(

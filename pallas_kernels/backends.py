@@ -81,6 +81,8 @@ class Backend:
             call on more than one device must be inside `jax.shard_map`.
         transposes_fp8: Whether the backward pass on fp8 weights multiplies with their
             transpose: the second copy, or one that it makes each time.
+        traced_as: Back end that keeps the same arrays for the backward pass, and can be
+            traced where this one's packages or GPU are missing; None: itself.
         slow_device: Returns why `auto` passes over the back end on the default device
             although it can run there, as such a clause; None if it does not.
     """
@@ -93,6 +95,7 @@ class Backend:
     stores_masks: bool
     partitionable: bool
     transposes_fp8: bool = False
+    traced_as: str | None = None
     slow_device: Callable[[], str | None] = _nowhere
 
     def why_not(self, unsupported: str | None, *, is_auto: bool) -> str | None:
@@ -138,6 +141,7 @@ BACKENDS: dict[str, Backend] = _table(
         takes_shared_inputs=True,
         stores_masks=False,
         partitionable=False,
+        traced_as="mosaic",
     ),
     Backend(
         name="xla",

@@ -1,7 +1,8 @@
 """Draws timelines of a schedule as a Gantt chart."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxlora.scheduler.lanes import Tick, ticks_of
 from jaxlora.scheduler.timeline import Timeline
@@ -9,6 +10,7 @@ from jaxlora.scheduler.types import Schedule, tokens_by_job
 
 _OPACITY = {"F": 0.45, "B": 1.0, "step": 1.0}
 _STEP_COLOR = "black"
+_MAX_COLORS = 20
 
 
 def draw(
@@ -18,6 +20,7 @@ def draw(
     *,
     num_lanes: int = 1,
     until: float | None = None,
+    names: Mapping[int, str] | None = None,
 ) -> None:
     """Writes a Gantt chart of the stages over time.
 
@@ -36,6 +39,7 @@ def draw(
         num_lanes: Number of microbatches in a tick.
         until: Time after the first pass at which the chart ends; None draws the whole
             run.
+        names: Names of the jobs by number; None: they are `job 0`, `job 1`, ...
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -44,7 +48,7 @@ def draw(
     longest = max(t.makespan for t in timelines.values())
     end = longest if until is None else min(until, longest)
     jobs = sorted({s.job for m in schedule.microbatches for s in m})
-    colors = {job: f"C{i % 10}" for i, job in enumerate(jobs)}
+    colors = _colors(jobs)
     height = sum(1.2 + 0.7 * t.num_stages for t in timelines.values())
     figure = Figure(figsize=(14, height), layout="constrained")
     panels = figure.subplots(len(timelines), squeeze=False)[:, 0]
@@ -55,15 +59,27 @@ def draw(
         )
     panels[-1].set_xlabel("time")
     # With more jobs than colors, the legend would be ambiguous.
-    if 0 < len(jobs) <= 10:
-        handles = [Patch(color=colors[j], label=f"job {j}") for j in jobs]
+    if 0 < len(jobs) <= _MAX_COLORS:
+        if names is None:
+            names = {job: f"job {job}" for job in jobs}
+        handles = [Patch(color=colors[j], label=names[j]) for j in jobs]
         handles.append(Patch(color="0.85", label="bubble"))
         figure.legend(handles=handles, loc="outside right upper")
     figure.savefig(path, dpi=150)
 
 
+def _colors(jobs: Sequence[int]) -> dict[int, Any]:
+    """Returns a color for each job; they repeat beyond `_MAX_COLORS` jobs."""
+    from matplotlib import colormaps
+
+    if len(jobs) <= 10:
+        return {job: f"C{i}" for i, job in enumerate(jobs)}
+    palette = colormaps["tab20"]
+    return {job: palette(i % _MAX_COLORS) for i, job in enumerate(jobs)}
+
+
 def _draw_panel(
-    axes, timeline: Timeline, ticks: list[Tick], colors: dict[int, str], end: float
+    axes, timeline: Timeline, ticks: list[Tick], colors: dict[int, Any], end: float
 ) -> None:
     from matplotlib.collections import PolyCollection
 
@@ -80,8 +96,8 @@ def _draw_panel(
 
 
 def _bars(
-    timeline: Timeline, ticks: list[Tick], colors: dict[int, str], end: float
-) -> tuple[list[list[tuple[float, float]]], list[tuple[str, float]]]:
+    timeline: Timeline, ticks: list[Tick], colors: dict[int, Any], end: float
+) -> tuple[list[list[tuple[float, float]]], list[tuple[Any, float]]]:
     """Returns the corners and (color, opacity) of all bars that start before `end`."""
     bars, faces = [], []
     parts_of = [tokens_by_job(s for m in tick for s in m) for tick in ticks]

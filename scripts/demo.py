@@ -162,7 +162,13 @@ def has_gpu() -> bool:
     """Returns whether JAX finds a GPU.
 
     Another process looks, because JAX would reserve the GPU's memory in this one.
+
+    Raises:
+        DeviceError: A GPU is visible, and JAX does not use it.
     """
+    from jaxlora.device_check import check_device_in_child
+
+    check_device_in_child()
     command = [sys.executable, "-c", "import jax; print(jax.default_backend())"]
     out = subprocess.run(command, check=True, capture_output=True, text=True)
     return out.stdout.strip() == "gpu"

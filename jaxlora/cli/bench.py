@@ -5,6 +5,7 @@ import argparse
 from jaxlora.bench.subjects import SUBJECTS
 from jaxlora.bench.subjects import run as run_benchmark
 from jaxlora.cli.command import Command
+from jaxlora.cli.options import add_device, use_device
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,11 +18,16 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="see below; `jaxlora bench SUBJECT --help` lists its options",
         metavar="SUBJECT",
     )
+    add_device(parser)
     parser.add_argument("options", nargs=argparse.REMAINDER, metavar="...")
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    run_benchmark(arguments.subject, arguments.options)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_device(parser)
+    device, options = parser.parse_known_args(arguments.options)
+    use_device(device if device.device else arguments)
+    run_benchmark(arguments.subject, options)
 
 
 COMMAND = Command(

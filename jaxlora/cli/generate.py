@@ -5,7 +5,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from jaxlora.cli.command import Command
-from jaxlora.cli.options import add_revision, positive_int
+from jaxlora.cli.options import add_device, add_revision, positive_int, use_device
 from jaxlora.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
     parser.add_argument("--quantize", choices=("fp8", "int8", "nf4"))
     add_revision(parser)
+    add_device(parser)
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
@@ -83,6 +84,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     _check(arguments)
     _check_output(arguments)
+    use_device(arguments)
     from jaxlora.generate.api import generation_settings
     from jaxlora.memory.gpu_share import take_free_gpus
     from jaxlora.train.compilation_cache import keep_compiled_programs

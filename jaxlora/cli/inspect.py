@@ -5,7 +5,7 @@ import argparse
 from rich.console import Console
 
 from jaxlora.cli.command import Command
-from jaxlora.cli.options import add_revision
+from jaxlora.cli.options import add_revision, use_device
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -13,14 +13,18 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     inspected.add_argument("path", nargs="?", help="folder, run file or hub id")
     inspected.add_argument(
         "--device",
-        action="store_true",
-        help="describe the GPU (or CPU), and which kernels and attention can run there",
+        nargs="?",
+        const=True,
+        choices=("cpu",),
+        help="describe the GPU, and which kernels and attention can run there; with "
+        "cpu, the CPU",
     )
     add_revision(parser)
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    if arguments.device:
+    if arguments.device is not None:
+        use_device(arguments)
         from jaxlora.inspect_device import inspect_device
 
         return inspect_device(Console())

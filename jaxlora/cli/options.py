@@ -16,6 +16,22 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device",
+        choices=("cpu",),
+        help="cpu: compute on the CPU although there is a GPU",
+    )
+
+
+def use_device(arguments: argparse.Namespace) -> None:
+    """Does what `--device` asks for; JAX must not have started."""
+    from jaxlora.device_check import use_cpu
+
+    if arguments.device == "cpu":
+        use_cpu()
+
+
 def positive_int(text: str) -> int:
     """Reads a positive integer."""
     if not text.isdecimal() or int(text) < 1:

@@ -1,56 +1,123 @@
 """`jaxlora plan`."""
 
 import argparse
+import math
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from jaxlora.cli.command import Command
-from jaxlora.cli.options import add_mesh, positive_int
+from jaxlora.cli.options import add_device, add_mesh, positive_int, use_device
+from jaxlora.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxlora.config import RunConfig
+    from jaxlora.costs.gpus import GpuMachine
+    from jaxlora.plan import RunPlan
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_file", help="YAML; see docs/run_file.md")
     add_mesh(parser)
+    add_device(parser)
     parser.add_argument(
         "--steps", type=positive_int, help="only each job's first N steps", metavar="N"
     )
     parser.add_argument(
-        "--other-machine",
+        "--gpu",
+        metavar="NAME[xN]",
+        help="plan for GPUs that need not be here: a100-40, a100-80, h100, h200, l40s "
+        "or rtx4090, and how many, as in h100x4",
+    )
+    parser.add_argument(
+        "--price-per-hour",
+        type=_price,
+        metavar="P",
+        help="price of one GPU for an hour, in any currency; all GPUs of the machine "
+        "are paid for",
+    )
+    parser.add_argument(
+        "--details",
         action="store_true",
-        help="plan for another machine than this one, whose devices, kernels and "
-        "memory are then not checked",
+        help="also print the windows and what the scheduler reaches",
     )
     parser.add_argument("--picture", help="write a Gantt picture (.png, .svg or .pdf)")
 
 
-def _run(arguments: argparse.Namespace) -> None:
-    from jaxlora.memory.gpu_share import take_free_gpus
+def _price(text: str) -> float:
+    try:
+        price = float(text)
+    except ValueError:
+        price = math.nan
+    if not 0 <= price < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a price, such as 2.50")
+    return price
+
+
+def _run(arguments: argparse.Namespace) -> int | None:
+    from jaxlora.costs.gpus import parse_machine
+    from jaxlora.device_check import use_cpu
     from jaxlora.outputs import check_output
-    from jaxlora.plan import plan_run
-    from jaxlora.plan_report import draw_plan, print_plan
+    from jaxlora.plan_report import draw_plan, picture_kind, print_plan
     from jaxlora.run_file import load_run
 
+    use_device(arguments)
+    machine = None
+    if arguments.gpu is not None:
+        machine = parse_machine(arguments.gpu)
+        use_cpu()  # the GPU that is here, if there is one, is of no use
     given = {} if arguments.mesh is None else {"mesh": arguments.mesh}
     config = load_run(arguments.run_file, **given)
     if arguments.picture:
+        picture_kind(arguments.picture)
         data = [job.data.path for job in config.jobs]
         check_output(arguments.picture, [arguments.run_file, config.model, *data])
-    take_free_gpus(gathers=config.may_gather)  # the memory that training has
-    planned = plan_run(
-        config, steps=arguments.steps, other_machine=arguments.other_machine
+    planned = _plan(config, machine, arguments.steps)
+    if planned is None:
+        return 1
+    if arguments.price_per_hour is not None and planned.time is None:
+        raise ConfigError(
+            "--price-per-hour needs a predicted time, and the rates of this device are "
+            "not known. Name the GPU that is paid for, as in --gpu h100."
+        )
+    print_plan(
+        planned,
+        Console(),
+        price_per_hour=arguments.price_per_hour,
+        details=arguments.details,
     )
-    print_plan(planned, Console())
     if arguments.picture:
         drawn = draw_plan(planned, arguments.picture)
         total = len(planned.whole.schedule.microbatches)
         print(f"wrote {arguments.picture}: the first {drawn} of {total} microbatches")
+    return None
+
+
+def _plan(
+    config: "RunConfig", machine: "GpuMachine | None", steps: int | None
+) -> "RunPlan | None":
+    """Plans a run; if it does not fit into other GPUs, says so and returns None."""
+    from jaxlora.memory.gpu_share import take_free_gpus
+    from jaxlora.memory.need import DoesNotFitError
+    from jaxlora.plan import plan_run
+    from jaxlora.plan_report import print_misfit
+
+    if machine is None:
+        take_free_gpus(gathers=config.may_gather)  # the memory that training has
+        return plan_run(config, steps=steps)
+    try:
+        return plan_run(config, steps=steps, machine=machine)
+    except DoesNotFitError as error:
+        print_misfit(error, machine, Console())
+        return None
 
 
 COMMAND = Command(
     name="plan",
-    text="Show how a run's samples will be packed: microbatches, fill, simulated time. "
-    "Reads the tokenizer and the jobs' data; needs no weights and no GPU. Refuses what "
-    "`jaxlora train` would refuse before its first step.",
+    text="Show whether a run fits, how long it takes, and how well its samples are "
+    "packed, on this machine or with --gpu on another one. Reads the tokenizer and the "
+    "jobs' data; needs no weights and no GPU. Refuses what `jaxlora train` would "
+    "refuse before its first step; exits with 1 if the run does not fit.",
     add_arguments=_add_arguments,
     run=_run,
 )

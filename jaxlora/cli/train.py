@@ -5,7 +5,7 @@ import pathlib
 from typing import TYPE_CHECKING
 
 from jaxlora.cli.command import Command
-from jaxlora.cli.options import add_mesh, positive_int
+from jaxlora.cli.options import add_device, add_mesh, positive_int, use_device
 
 if TYPE_CHECKING:
     from jaxlora.config import RunConfig
@@ -15,6 +15,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_file", help="YAML; see docs/run_file.md")
     parser.add_argument("--output-dir", help="replaces output_dir of the run file")
     add_mesh(parser)
+    add_device(parser)
     _add_processes(parser)
     parser.add_argument(
         "--resume", action="store_true", help="continue from the newest checkpoint"
@@ -39,6 +40,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from jaxlora.memory.gpu_share import take_free_gpus
     from jaxlora.run_file import load_run
 
+    use_device(arguments)
     member = find_membership(
         arguments.coordinator, arguments.num_processes, arguments.process_id
     )

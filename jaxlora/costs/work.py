@@ -19,16 +19,19 @@ class Work:
     """Work of one token.
 
     Attributes:
-        flops: Floating point operations of matrix products.
+        flops: Floating point operations of matrix products, without those in fp8.
+        fp8_flops: Floating point operations of matrix products in fp8.
         memory_bytes: Bytes that operations other than matrix products read and write.
     """
 
     flops: float = 0.0
+    fp8_flops: float = 0.0
     memory_bytes: float = 0.0
 
     def __add__(self, other: "Work") -> "Work":
         return Work(
             flops=self.flops + other.flops,
+            fp8_flops=self.fp8_flops + other.fp8_flops,
             memory_bytes=self.memory_bytes + other.memory_bytes,
         )
 
@@ -52,16 +55,18 @@ def layer_work(spec: DecoderSpec, layer: int, mean_tokens: float) -> PassWork:
     linears = spec.config.linears()
     forward, backward = Work(), Work()
     for name, linear in linears.items():
-        is_adapted = f"layers.{layer}.{name}" in spec.adapted
+        path = f"layers.{layer}.{name}"
+        is_adapted = path in spec.adapted
         rank = spec.slots.rank if spec.slots is not None and is_adapted else 0
-        forward += _product_work(linear, rank)
-        backward += _product_work(linear, 2 * rank)
+        fp8_forward, fp8_backward = _fp8_passes(spec, path)
+        forward += _product_work(linear, rank, is_fp8=fp8_forward)
+        backward += _product_work(linear, 2 * rank, is_fp8=fp8_backward)
     attention = _attention_work(spec.config, layer, mean_tokens)
     elementwise = _elementwise_work(spec)
     forward += attention + elementwise
     # The backward pass computes the scores again, and then four products, not two.
     backward += Work(flops=2.5 * attention.flops) + elementwise + elementwise
-    backward += _remat_work(spec, forward, attention, elementwise)
+    backward += _remat_work(spec, layer, forward, attention, elementwise)
     return PassWork(forward=forward, backward=backward)
 
 
@@ -89,10 +94,21 @@ def head_work(spec: DecoderSpec, target_share: float = 1.0) -> PassWork:
     return PassWork(forward=forward, backward=Work())
 
 
-def _product_work(linear: LayerLinear, rank: int) -> Work:
+def _fp8_passes(spec: DecoderSpec, path: str) -> tuple[bool, bool]:
+    """Whether the forward and the backward pass of a linear multiply in fp8."""
+    base = spec.options.base_format
+    if base is None or not base.has_fp8_products or not base.quantizes(path):
+        return False, False
+    return True, base.fp8_backward
+
+
+def _product_work(linear: LayerLinear, rank: int, *, is_fp8: bool = False) -> Work:
     """Work of a linear and of products with A and B, each of the given rank."""
     k, n = linear.in_features, linear.out_features
-    return Work(flops=2 * k * n + 2 * rank * (k + n))
+    frozen, adapter = 2 * k * n, 2 * rank * (k + n)
+    if is_fp8:
+        return Work(flops=adapter, fp8_flops=frozen)
+    return Work(flops=frozen + adapter)
 
 
 def _attention_work(config: ModelConfig, layer: int, mean_tokens: float) -> Work:
@@ -111,7 +127,7 @@ def _elementwise_work(spec: DecoderSpec) -> Work:
 
 
 def _remat_work(
-    spec: DecoderSpec, forward: Work, attention: Work, elementwise: Work
+    spec: DecoderSpec, layer: int, forward: Work, attention: Work, elementwise: Work
 ) -> Work:
     """Work that the backward pass of a layer does again."""
     if spec.options.remat == "none":
@@ -120,10 +136,17 @@ def _remat_work(
         is_fused = spec.options.attention != "xla"
         return elementwise if is_fused else elementwise + attention
     linears = spec.config.linears()
+
+    def frozen(name: str) -> Work:
+        is_fp8, _ = _fp8_passes(spec, f"layers.{layer}.{name}")
+        return _product_work(linears[name], 0, is_fp8=is_fp8)
+
     if spec.options.remat == "layer":
         # Nothing in the backward pass needs the layer's output again.
-        down = _product_work(linears["mlp.down_proj"], 0)
-        return dataclasses.replace(forward, flops=forward.flops - down.flops)
-    gate_up = (linears["mlp.gate_proj"], linears["mlp.up_proj"])
-    work = [_product_work(linear, 0) for linear in gate_up]
-    return sum(work, Work())
+        down = frozen("mlp.down_proj")
+        return dataclasses.replace(
+            forward,
+            flops=forward.flops - down.flops,
+            fp8_flops=forward.fp8_flops - down.fp8_flops,
+        )
+    return frozen("mlp.gate_proj") + frozen("mlp.up_proj")

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxlora.costs.device_speed import UNKNOWN_DEVICE, DeviceSpeed, find_speed
+from jaxlora.costs.gpus import find_gpu
 
 # A tile of a large matrix product, on one multiprocessor.
 TILE_ROWS, TILE_COLUMNS = 128, 256
@@ -92,20 +93,12 @@ def _rates(num_sms: int, gigahertz: float) -> dict[str, Any]:
     }
 
 
-# Multiprocessors and clocks are from the data sheets. An H200's share for products is
-# fitted to the frozen layers in docs/kernels.csv, and its share for loops is the 4 TB/s
-# at which they run. The defaults, among them that of thin products, are estimates.
-_DEVICES: dict[str, dict[str, Any]] = {
-    "NVIDIA H200": {
-        **_rates(132, 1.98),
-        "matmul_share": 0.835,
-        "memory_share": 0.83,
-    },
-    "NVIDIA H100 80GB HBM3": {**_rates(132, 1.98), "matmul_share": 0.75},
-    "NVIDIA A100-SXM4-80GB": _rates(108, 1.41),
-    "NVIDIA A100-SXM4-40GB": _rates(108, 1.41),
-    "NVIDIA GeForce RTX 4090": _rates(128, 2.52),
-    "NVIDIA L40S": _rates(142, 2.52),
+# Shares that differ from the defaults. An H200's share for products is fitted to the
+# frozen layers in docs/kernels.csv, and its share for loops is the 4 TB/s at which they
+# run. The defaults, among them that of thin products, are estimates.
+_SHARES: dict[str, dict[str, Any]] = {
+    "h200": {"matmul_share": 0.835, "memory_share": 0.83},
+    "h100": {"matmul_share": 0.75},
 }
 # A device without a data sheet here has the proportions of a GPU of about 2020.
 _UNKNOWN_SPEED = dataclasses.replace(
@@ -123,7 +116,11 @@ def describe_device(kind: str | None = None) -> Device:
     """
     if kind is None:
         kind = jax.devices()[0].device_kind
-    speed = find_speed(kind)
-    if speed is UNKNOWN_DEVICE:
+    gpu = find_gpu(kind)
+    if gpu is None:
         return Device(speed=_UNKNOWN_SPEED, **_rates(108, 1.41))
-    return Device(speed=speed, **_DEVICES[speed.name])
+    return Device(
+        speed=find_speed(kind),
+        **_rates(gpu.num_sms, gpu.gigahertz),
+        **_SHARES.get(gpu.name, {}),
+    )

@@ -14,6 +14,7 @@ from jaxlora.data.chat import ModelChat
 from jaxlora.data.messages import Message
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
 from jaxlora.data.tokenizer_files import model_eos_ids
+from jaxlora.device_check import check_device
 from jaxlora.errors import ConfigError, DataError
 from jaxlora.generate.adapter_names import Adapters, named_adapters
 from jaxlora.generate.adapter_slots import NO_ADAPTER, load_decoder
@@ -203,10 +204,12 @@ class Generator:
             AdapterError: A folder cannot be read, or does not fit the model.
             ConfigError: The model is divided among devices, `batch_size` is below 1,
                 an adapter is named `base`, or two have the same name.
+            DeviceError: A GPU is visible, and JAX does not use it.
             ModelError: The model or the tokenizer cannot be read.
         """
         if not isinstance(batch_size, int) or batch_size < 1:
             raise ConfigError(f"batch_size={batch_size!r} must be at least 1.")
+        check_device()
         named = {} if adapters is None else named_adapters(adapters)
         model = _loaded(model)
         _check_one_device(model)

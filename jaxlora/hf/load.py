@@ -13,6 +13,7 @@ import numpy as np
 import xxhash
 
 import jaxlora
+from jaxlora.device_check import check_device
 from jaxlora.errors import ModelError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.base_format import find_base_format
@@ -23,6 +24,7 @@ from jaxlora.hf.names import TensorSpec
 from jaxlora.hf.quantized.place import Place, put_linear
 from jaxlora.hf.tensor_file import TensorFile
 from jaxlora.models.base_format import BaseFormat
+from jaxlora.pallas_kernels import device
 from jaxlora.sharding.global_arrays import put
 
 logger = logging.getLogger(__name__)
@@ -115,7 +117,9 @@ def load_model(
             checkpoint is quantized in another format.
         ConfigError: A setting is unknown, or an expression is invalid or matches
             nothing.
+        DeviceError: A GPU is visible, and JAX does not use it.
     """
+    check_device()
     folder = model_folder(source, revision)
     checkpoint = open_checkpoint(folder)
     checkpoint.check()
@@ -204,7 +208,7 @@ def _log_differences(checkpoint: Checkpoint, squares: np.ndarray) -> None:
 def base_dtype(dtype: str) -> np.dtype:
     """Resolves `auto` to the dtype of the base on this machine."""
     if dtype == "auto":
-        dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+        dtype = "bfloat16" if device.platform() == "gpu" else "float32"
     elif dtype not in ("bfloat16", "float32"):
         raise ModelError(f"dtype={dtype!r}; wanted auto, bfloat16 or float32.")
     return jnp.dtype(dtype)

@@ -5,11 +5,10 @@ import math
 from collections.abc import Sequence
 from typing import get_args
 
-import jax
-
 from jaxlora.config import RunConfig
 from jaxlora.data.tokenize import TokenizedData
 from jaxlora.models.layer import Remat
+from jaxlora.pallas_kernels.device import platform
 
 # A larger capacity is no faster.
 _MAX_TOKENS = 32768
@@ -69,7 +68,7 @@ class Bounds:
             in_flight *= config.pipeline_microbatches or sizes.stage
         a_step = sum(sorted(steps, reverse=True)[:num_slots])
         at_once = a_step / in_flight
-        is_cpu = jax.default_backend() == "cpu"
+        is_cpu = platform() == "cpu"
         useful = _MAX_TOKENS_OF_CPU if is_cpu else _MAX_TOKENS
         most = max(min(useful, at_once), longest)
         unit = block

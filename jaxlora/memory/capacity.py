@@ -19,6 +19,7 @@ from jaxlora.memory.device import DeviceMemory, format_bytes
 from jaxlora.memory.mesh import MeshFootprint, MeshStages
 from jaxlora.memory.refusal import refusal
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.pallas_kernels.device import device_kind
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ def _estimated(
     is_pipeline = stages.sizes.stage > 1
     if bounds.fixed is not None and not bounds.remats and not is_pipeline:
         return config.replace(microbatch_tokens=bounds.fixed)
-    speed = find_speed(jax.local_devices()[0].device_kind)
+    speed = find_speed(device_kind())
     found = options.find_options(config, stages, bounds, available, speed)
     chosen = options.fastest(found)
     if bounds.remats:

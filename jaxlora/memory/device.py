@@ -8,6 +8,7 @@ import jax
 
 from jaxlora.distributed import processes
 from jaxlora.memory.gpu_share import FRACTION, FRACTIONS, SHARE
+from jaxlora.pallas_kernels.device import planned_device
 
 _RESERVE = 0.05  # share of the memory that stays free for the allocator and others
 
@@ -36,6 +37,9 @@ def device_memory(own_bytes: int, num_devices: int = 1) -> DeviceMemory | None:
         own_bytes: Memory that the run holds on the device already.
         num_devices: Devices that the run uses.
     """
+    if (planned := planned_device()) is not None:
+        owner = f"the {planned.kind} memory that JAX is given"
+        return _less_reserve(planned.memory_bytes, 0, owner)
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
@@ -54,6 +58,10 @@ def device_memory(own_bytes: int, num_devices: int = 1) -> DeviceMemory | None:
     limit, others = min(
         processes.gather((limit, others)), key=lambda found: found[0] - found[1]
     )
+    return _less_reserve(limit, others, owner)
+
+
+def _less_reserve(limit: int, others: int, owner: str) -> DeviceMemory:
     reserved = math.ceil(_RESERVE * limit)
     source = f"{format_bytes(limit)} of {owner}, less {_RESERVE:.0%} in reserve"
     if others:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jax_core
 
+from jaxlora.memory import planned
 from jaxlora.memory.footprint import (
     SINGLE_DEVICE,
     Footprint,
@@ -26,6 +27,7 @@ from jaxlora.models.stacks import to_paths
 from jaxlora.modules.attention import packed_attention
 from jaxlora.modules.scoring import layer_scoring
 from jaxlora.pallas_kernels import get_backend
+from jaxlora.pallas_kernels.device import planned_device, planned_for
 from jaxlora.scheduler import Limits
 
 _TRACED_TOKENS = 4096  # at least, so that the bytes per token are exact enough
@@ -104,11 +106,18 @@ def step_bytes(
         num_tokens: Tokens of a microbatch; None: without attention's transient memory,
             which is a lower bound for every capacity.
     """
-    found = _step_bytes(spec, block_tokens)
+    is_planned = planned_device() is not None
+    if is_planned:
+        with planned_for(planned.TRACED_ON):
+            found = _step_bytes(planned.traceable(spec, block_tokens), block_tokens)
+    else:
+        found = _step_bytes(spec, block_tokens)
     if num_tokens is None:
         return found
+    attention = planned.attention_bytes(spec, num_tokens) if is_planned else None
+    if attention is None:
+        attention = _attention_bytes(spec.with_remat("none"), num_tokens)
     # The MLP's arrays are free again when attention's gradient begins.
-    attention = _attention_bytes(spec.with_remat("none"), num_tokens)
     attention -= _MLP_KEEPS * _mlp_bytes(spec)
     return dataclasses.replace(found, transient=max(found.transient, attention))
 

@@ -12,6 +12,7 @@ from jaxlora.memory.estimate import StepBytes
 from jaxlora.memory.footprint import Footprint, StageUse
 from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.pallas_kernels.device import device_kind
 from jaxlora.scheduler import Limits
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.sharding.pipeline import ticks_ahead
@@ -50,7 +51,7 @@ class MeshStages:
             ConfigError: The mesh has more stages than the model has layers.
         """
         sizes = config.mesh_sizes
-        speed = find_speed(jax.local_devices()[0].device_kind)
+        speed = find_speed(device_kind())
         return MeshStages(
             spec=spec,
             specs=stage_specs(spec, sizes.stage, speed),

@@ -7,12 +7,12 @@ import typing
 from collections.abc import Callable, Iterator
 
 from jaxlora.config import RunConfig
-from jaxlora.errors import ConfigError
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.device import DeviceMemory, format_bytes
 from jaxlora.memory.fitting import estimate_at, largest_fitting
 from jaxlora.memory.footprint import Footprint
 from jaxlora.memory.mesh import MeshFootprint, MeshStages
+from jaxlora.memory.need import DoesNotFitError, MemoryNeed
 from jaxlora.models.layer import Remat
 
 
@@ -22,7 +22,7 @@ def refusal(
     bounds: Bounds,
     found: MeshFootprint,
     available: DeviceMemory,
-) -> ConfigError:
+) -> DoesNotFitError:
     """Returns the error for a run that needs more memory than there is.
 
     Args:
@@ -36,7 +36,6 @@ def refusal(
     limit = available.num_bytes
     has_step = any(stage.bytes_per_token for stage in found.stages)
     tokens = config.limits.capacity if has_step else 0
-    tightest = found.tightest(tokens)
     cures = list(_slot_cures(stages, found, tokens, limit))
     if tokens:
         cures = [
@@ -52,20 +51,13 @@ def refusal(
             "slot_rank would make it fit; together they might."
         )
         advice += also if stages.sizes.num_devices > 1 else ""
-    return ConfigError(
-        f"this run needs {format_bytes(found.total_bytes(tokens))}"
-        f"{stages.describe(tightest)} ({_parts(found.stages[tightest], tokens)}), and "
-        f"there are {format_bytes(limit)} ({available.source}). {advice}"
+    need = MemoryNeed.of(stages, found, tokens, available)
+    text = (
+        f"this run needs {format_bytes(need.total_bytes)}{need.where} "
+        f"({need.describe_parts()}), and there are {format_bytes(limit)} "
+        f"({available.source}). {advice}"
     )
-
-
-def _parts(stage: Footprint, tokens: int) -> str:
-    base, adapters = stage.base_bytes, stage.adapter_bytes
-    parts = f"base {format_bytes(base)}, adapters {format_bytes(adapters)}"
-    if not tokens:
-        return parts
-    step = stage.total_bytes(tokens) - stage.resident_bytes
-    return f"{parts}, a training step of {tokens} tokens {format_bytes(step)}"
+    return DoesNotFitError(text, need, str(stages.sizes), tuple(cures))
 
 
 def _capacity_cures(

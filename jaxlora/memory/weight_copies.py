@@ -3,8 +3,6 @@
 import dataclasses
 import logging
 
-import jax
-
 from jaxlora.config import RunConfig
 from jaxlora.costs.device_speed import find_speed
 from jaxlora.memory import mesh, options
@@ -15,6 +13,7 @@ from jaxlora.memory.mesh import MeshStages
 from jaxlora.memory.options import Option
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels import get_backend
+from jaxlora.pallas_kernels.device import device_kind
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ def _choose(config: RunConfig, spec: DecoderSpec, bounds: Bounds) -> tuple[int, 
 def _best(
     config: RunConfig, stages: MeshStages, bounds: Bounds, available: DeviceMemory
 ) -> Option:
-    speed = find_speed(jax.local_devices()[0].device_kind)
+    speed = find_speed(device_kind())
     return options.fastest(
         options.find_options(config, stages, bounds, available, speed)
     )

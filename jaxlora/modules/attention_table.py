@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.modules.attention import AttentionImplementation
 from jaxlora.modules.cudnn_attention import cudnn_unsupported
+from jaxlora.modules.length_classes import SegmentLengths, length_classes
 from jaxlora.modules.triton_attention import triton_unsupported
 
 
@@ -20,10 +21,17 @@ class AttentionChoice:
         name: The value of `attention` that selects it.
         unsupported: Returns why it cannot run a model in a dtype on the default device,
             as a clause without a full stop; None if it can.
+        scratch_bytes: Returns the bytes that the backward pass of one layer takes for
+            itself with a number of tokens, where no compiler for the device is here;
+            None: a compiler for any device is good enough.
+        traced_as: Implementation that keeps the same arrays for the backward pass, and
+            can be traced where this one's packages are missing; None: itself.
     """
 
     name: AttentionImplementation
     unsupported: Callable[[DTypeLike, ModelConfig], str | None]
+    scratch_bytes: Callable[[ModelConfig, SegmentLengths, int], int] | None = None
+    traced_as: AttentionImplementation | None = None
 
 
 def _cudnn_unsupported(dtype: DTypeLike, model: ModelConfig) -> str | None:
@@ -36,12 +44,43 @@ def _triton_unsupported(dtype: DTypeLike, model: ModelConfig) -> str | None:
     return triton_unsupported(dtype=dtype, head_dim=model.head_dim)
 
 
+def _cudnn_scratch_bytes(
+    model: ModelConfig, lengths: SegmentLengths, num_tokens: int
+) -> int:
+    """Scratch as measured on an H200, and arrays of q's width.
+
+    Heads had 64 and 128 features, and samples up to 2,048 and 8,192 tokens; see
+    docs/memory.md.
+    """
+    scratch = max(
+        c.segments * c.tokens * (2 * c.tokens + 4 * model.head_dim + 8)
+        for c in length_classes(num_tokens, *lengths)
+    )
+    return model.num_heads * (scratch + 5 * model.head_dim * num_tokens)
+
+
+def _triton_scratch_bytes(
+    model: ModelConfig, lengths: SegmentLengths, num_tokens: int
+) -> int:
+    """A sum in float32 for each query and head, and arrays of q's width."""
+    return model.num_heads * (4 + 5 * model.head_dim) * num_tokens
+
+
 # In order of preference: `auto` takes the first that can run the model.
 ATTENTIONS: dict[str, AttentionChoice] = {
     choice.name: choice
     for choice in (
-        AttentionChoice(name="cudnn", unsupported=_cudnn_unsupported),
-        AttentionChoice(name="triton", unsupported=_triton_unsupported),
+        AttentionChoice(
+            name="cudnn",
+            unsupported=_cudnn_unsupported,
+            scratch_bytes=_cudnn_scratch_bytes,
+        ),
+        AttentionChoice(
+            name="triton",
+            unsupported=_triton_unsupported,
+            scratch_bytes=_triton_scratch_bytes,
+            traced_as="cudnn",
+        ),
         AttentionChoice(name="xla", unsupported=lambda dtype, model: None),
     )
 }

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxlora.modules.cudnn_call import class_backward, class_forward
 from jaxlora.modules.length_classes import SegmentLengths, length_classes, members_of
 from jaxlora.modules.scoring import ATTENTION_RESULTS, Scoring
+from jaxlora.pallas_kernels import device
 from jaxlora.pallas_kernels.operands import unsupported_dtype
 
 # Compiler options for the outermost `jax.jit`. XLA takes cuDNN's deterministic gradient
@@ -25,6 +26,7 @@ from jaxlora.pallas_kernels.operands import unsupported_dtype
 DETERMINISTIC: Mapping[str, bool] = {"xla_gpu_exclude_nondeterministic_ops": True}
 
 _FIRST_CUDNN = 91002  # the first whose backward pass of packed rows is free of bugs
+_FIRST_CUDNN_OF_10_3 = 91100
 _MAX_ELEMENTS = 2**31  # offsets are int32
 
 
@@ -38,17 +40,18 @@ def cudnn_unsupported(
         head_dim: Features of a head.
         softcap: Bound of the scores, if there is one.
     """
-    if jax.default_backend() != "gpu":
-        return f"the device is a {jax.default_backend()}, not an NVIDIA GPU"
-    capability = str(jax.devices()[0].compute_capability)
+    if device.platform() != "gpu":
+        return f"the device is a {device.platform()}, not an NVIDIA GPU"
+    capability = str(device.capability() / 10)
     if not capability.startswith(("9.", "10.")):
         return (
             f"the GPU's compute capability is {capability}, neither Hopper's 9 nor "
             "Blackwell's 10"
         )
-    if cuda_versions is None or cuda_versions.cudnn_get_version() < _FIRST_CUDNN:
+    version = _cudnn_version()
+    if version < _FIRST_CUDNN:
         return "cuDNN 9.10.2 or newer is not loaded"
-    if capability == "10.3" and cuda_versions.cudnn_get_version() < 91100:
+    if capability == "10.3" and version < _FIRST_CUDNN_OF_10_3:
         return "compute capability 10.3 takes cuDNN 9.11 or newer"
     if (reason := unsupported_dtype(dtype)) is not None:
         return reason
@@ -58,6 +61,13 @@ def cudnn_unsupported(
     if softcap is not None:
         return f"the model caps attention scores at {softcap:g}, which cuDNN cannot do"
     return None
+
+
+def _cudnn_version() -> int:
+    """Returns the version that is loaded, or that a planned machine is to have."""
+    if device.planned_device() is not None:
+        return _FIRST_CUDNN_OF_10_3
+    return 0 if cuda_versions is None else cuda_versions.cudnn_get_version()
 
 
 def cudnn_attention(

@@ -15,6 +15,7 @@ from jaxlora.modules.attention import AttentionImplementation
 from jaxlora.modules.attention_table import ATTENTIONS, AttentionChoice
 from jaxlora.modules.trained_tensors import LORA_A, LORA_B
 from jaxlora.pallas_kernels import BACKENDS, Backend, LinearShape
+from jaxlora.pallas_kernels.device import device_kind, planned_device
 
 logger = logging.getLogger(__name__)
 
@@ -152,15 +153,17 @@ def log_choices(
 
 def describe_device() -> str:
     """Names the present device, with its compute capability if it is a GPU."""
-    device = jax.local_devices()[0]
+    kind = device_kind()
     if (capability := present_capability()) is None:
-        return device.device_kind
+        return kind
     untested = ", Blackwell, untested" if is_blackwell(capability) else ""
-    return f"{device.device_kind} (compute capability {capability}{untested})"
+    return f"{kind} (compute capability {capability}{untested})"
 
 
 def present_capability() -> str | None:
     """Returns the compute capability of the present GPU; None without an NVIDIA GPU."""
+    if (planned := planned_device()) is not None:
+        return str(planned.capability / 10)
     found = getattr(jax.local_devices()[0], "compute_capability", None)
     return None if found is None else str(found)
 

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import jax
-
 from jaxlora.config import RunConfig
 from jaxlora.costs.device_speed import find_speed
 from jaxlora.costs.stages import decoder_seconds, stage_borders
@@ -11,6 +9,7 @@ from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import base_dtype
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.pallas_kernels.device import device_kind
 from jaxlora.scheduler import AffineCost, CostModel, Lanes, Pipeline, StageCost
 from jaxlora.scheduler.replicas import Load, Pinning, decide_pinning
 from jaxlora.train.next_window import fixed_shape_cost
@@ -48,7 +47,7 @@ def window_cost(config: RunConfig, model: ModelConfig) -> CostModel:
     if num_stages == 1:
         return fixed_shape_cost(capacity)
     dtype, remat = base_dtype(config.dtype), config.least_remat
-    speed = find_speed(jax.local_devices()[0].device_kind)
+    speed = find_speed(device_kind())
     borders = stage_borders(model, num_stages, speed, dtype=dtype, remat=remat)
     options = DecoderOptions(dtype=dtype, remat=remat, max_segment_tokens=1)
     spec = DecoderSpec(config=model, options=options)

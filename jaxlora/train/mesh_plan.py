@@ -5,8 +5,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from jaxlora.config import RunConfig
 from jaxlora.costs.device_speed import find_speed
 from jaxlora.costs.stages import stage_borders
@@ -15,6 +13,7 @@ from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import BaseModel, Place, base_dtype
 from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.pallas_kernels.device import device_kind, num_devices
 from jaxlora.scheduler import CostModel, Lanes, Schedule
 from jaxlora.scheduler.lanes import ONE_LANE
 from jaxlora.scheduler.replicas import Load
@@ -49,15 +48,12 @@ class MeshPlan:
         return base_placement(self.sizes, self.borders) if self.has_mesh else None
 
 
-def plan_mesh(
-    config: RunConfig, model: ModelConfig, *, num_devices: int | None = None
-) -> MeshPlan:
+def plan_mesh(config: RunConfig, model: ModelConfig) -> MeshPlan:
     """Chooses the mesh and divides the layers among its stages.
 
     Args:
         config: The run; its mesh is not `auto`.
         model: Architecture of the model.
-        num_devices: Number of devices that there are; None: those of this machine.
 
     Raises:
         ConfigError: The mesh fits neither the devices nor the model.
@@ -65,14 +61,14 @@ def plan_mesh(
     sizes = config.mesh_sizes
     dtype = base_dtype(config.dtype)
     try:
-        sizes.check_fits(num_devices or len(jax.devices()))
+        sizes.check_fits(num_devices())
         base_specs_of(model, dtype, sizes.fsdp)
     except ValueError as error:
         raise ConfigError(f"mesh: {error}") from error
     borders = stage_borders(
         model,
         sizes.stage,
-        find_speed(jax.devices()[0].device_kind),
+        find_speed(device_kind()),
         dtype=dtype,
         remat=config.least_remat,
     )

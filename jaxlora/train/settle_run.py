@@ -8,7 +8,6 @@ import logging
 from collections.abc import Sequence
 
 from jaxlora.config import RunConfig
-from jaxlora.errors import ConfigError
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.capacity import settle
 from jaxlora.memory.weight_copies import choose_copies
@@ -66,38 +65,6 @@ def settle_run(
     warn_of_low_fill(config, bounds)
     spec = spec.with_remat(config.least_remat)
     return SettledRun(config=config, spec=spec, bounds=bounds)
-
-
-def settle_elsewhere(
-    config: RunConfig, model: PlannedModel, jobs: Sequence[PreparedJob]
-) -> RunConfig:
-    """Chooses the settings of a run on another machine, and checks the others.
-
-    `microbatch_tokens: auto` becomes what the jobs can fill, and `remat: auto` becomes
-    `none`. Nothing is checked that depends on a machine: number of devices, memory,
-    kernels and attention.
-
-    Args:
-        config: The run.
-        model: The base model.
-        jobs: Jobs of the run.
-
-    Raises:
-        ConfigError: `mesh` is `auto` or does not fit the model, or the slots or a
-            microbatch cannot hold a job.
-    """
-    if config.mesh == "auto":
-        raise ConfigError(
-            "mesh: auto is chosen for this machine, and the plan is for another one. "
-            "Give sizes, such as --mesh fsdp=4."
-        )
-    plan_mesh(config, model.config, num_devices=config.mesh_sizes.num_devices)
-    bounds = _bounds(config, jobs)
-    anywhere = config.replace(implementation="xla", attention="xla")
-    spec = _spec(anywhere, model, jobs, bounds)
-    for job in jobs:
-        prepare.check_fits(job, spec)
-    return config.replace(microbatch_tokens=bounds.max_tokens, remat=config.least_remat)
 
 
 def settle_mesh(

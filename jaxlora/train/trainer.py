@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from jaxlora.config import LoraJob, RunConfig
+from jaxlora.device_check import check_device
 from jaxlora.distributed import processes
 from jaxlora.hf.load import BaseModel
 from jaxlora.memory.capacity import settle
@@ -70,8 +71,10 @@ class Trainer:
             model: The base model, if it is loaded already.
 
         Raises:
-            JaxloraError: A setting, the model or a job's data cannot be used.
+            JaxloraError: A setting, the model or a job's data cannot be used, or a GPU
+                is visible and JAX does not use it.
         """
+        check_device()
         keep_compiled_programs()
         opened = open_run(config, model)
         self.config, self.model, self.runs = opened.config, opened.model, opened.runs

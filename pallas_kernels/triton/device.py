@@ -91,6 +91,8 @@ def unsupported_device() -> str | None:
             return reason
         if (capability := device.capability()) < _OLDEST:
             return f"the GPU's compute capability is {capability / 10}, less than 8.0"
+    if device.planned_device() is not None:
+        return None  # it is to have the packages
     needed = ("triton", "jax_triton")
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         return _MISSING(missing[0].replace("_", "-"))

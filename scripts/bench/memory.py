@@ -5,7 +5,6 @@ dropout, as compiled on this machine.
 """
 
 import argparse
-import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 from jaxlora.bench.shapes import MODELS, config_json
 from jaxlora.config import RunConfig
 from jaxlora.costs.device_speed import find_speed
+from jaxlora.costs.gpus import GPUS, Gpu
 from jaxlora.hf.config import model_config
 from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.memory.bounds import Bounds
@@ -44,36 +44,19 @@ _CONFIG = RunConfig(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Gpu:
-    """A GPU of the table.
-
-    Attributes:
-        name: Its name, by which its rates are known.
-        gib: Its memory, as the driver reports it.
-    """
-
-    name: str
-    gib: float
-
-
-GPUS = (
-    Gpu("NVIDIA GeForce RTX 4090", 24.0),
-    Gpu("NVIDIA A100-SXM4-40GB", 40.0),
-    Gpu("NVIDIA L40S", 45.0),
-    Gpu("NVIDIA A100-SXM4-80GB", 80.0),
-    Gpu("NVIDIA H200", 139.8),
-)
+# A GPU of each memory size.
+_NAMES = ("rtx4090", "a100-40", "l40s", "a100-80", "h200")
+SHOWN = tuple(next(gpu for gpu in GPUS if gpu.name == name) for name in _NAMES)
 
 
 def cell(spec: DecoderSpec, gpu: Gpu) -> str:
     """Describes the settings that `auto` takes on a GPU that runs nothing else."""
-    num_bytes = int(gpu.gib * 2**30 * SHARE * (1 - _RESERVE))
+    num_bytes = int(gpu.memory_gib * 2**30 * SHARE * (1 - _RESERVE))
     available = DeviceMemory(num_bytes=num_bytes, source="a described device")
     stages = MeshStages.of(_CONFIG, spec)
     if resident_footprint(stages).total_bytes(0) > num_bytes:
         return "does not fit"
-    found = find_options(_CONFIG, stages, _BOUNDS, available, find_speed(gpu.name))
+    found = find_options(_CONFIG, stages, _BOUNDS, available, find_speed(gpu.kind))
     chosen = fastest(found)
     if not chosen.fits:
         return "does not fit"
@@ -119,10 +102,10 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the table in Markdown."""
     args = parser().parse_args(argv)
-    gpus = " | ".join(f"{g.name}, {g.gib:g} GiB" for g in GPUS)
+    gpus = " | ".join(f"{g.kind}, {g.memory_gib:g} GiB" for g in SHOWN)
     print(f"| model | base | {gpus} |")
-    print("|---" * (len(GPUS) + 2) + "|")
+    print("|---" * (len(SHOWN) + 2) + "|")
     for model, base in itertools.product(args.models, args.bases):
         spec = decoder(model, base)
-        cells = " | ".join(cell(spec, gpu) for gpu in GPUS)
+        cells = " | ".join(cell(spec, gpu) for gpu in SHOWN)
         print(f"| {model} | {base} | {cells} |", flush=True)

@@ -4,6 +4,8 @@ import dataclasses
 import importlib
 from collections.abc import Sequence
 
+from jaxlora.device_check import check_device_in_child
+
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
@@ -12,10 +14,12 @@ class Subject:
     Attributes:
         module: Module with the functions `parser()` and `main(argv)`.
         summary: What it measures, in a few words.
+        on_device: Whether it computes on the device.
     """
 
     module: str
     summary: str
+    on_device: bool = True
 
 
 SUBJECTS = {
@@ -23,17 +27,25 @@ SUBJECTS = {
     "step": Subject("step.benchmark", "training steps against peft and the base alone"),
     "joint": Subject("joint", "joint training against one job after the other"),
     "mesh": Subject("mesh.benchmark", "pipelines and FSDP on the GPUs of a machine"),
-    "scheduler": Subject("scheduler.benchmark", "packers on a simulated pipeline"),
-    "fill": Subject("scheduler.fill", "how full microbatches are"),
-    "scaling": Subject("scheduler.scaling", "simulated throughput of large meshes"),
+    "scheduler": Subject(
+        "scheduler.benchmark", "packers on a simulated pipeline", on_device=False
+    ),
+    "fill": Subject("scheduler.fill", "how full microbatches are", on_device=False),
+    "scaling": Subject(
+        "scheduler.scaling", "simulated throughput of large meshes", on_device=False
+    ),
     "compile": Subject("compile", "tracing, lowering and compiling a step"),
     "ops": Subject("ops", "operations around the linears of a step"),
     "fuse": Subject("fuse.benchmark", "functions as they are, and fused"),
     "traffic": Subject("kernels.traffic", "device memory traffic of LoRA linears"),
     "tune": Subject("kernels.tune", "tile choices, for the kernels' tuning table"),
-    "memory": Subject("memory", "by estimate, which settings fit into which GPUs"),
-    "data": Subject("data", "reading and tokenizing records"),
-    "templates": Subject("templates", "rendering templates in a child process"),
+    "memory": Subject(
+        "memory", "by estimate, which settings fit into which GPUs", on_device=False
+    ),
+    "data": Subject("data", "reading and tokenizing records", on_device=False),
+    "templates": Subject(
+        "templates", "rendering templates in a child process", on_device=False
+    ),
     "convergence": Subject("convergence", "losses with and without fused kernels"),
     "together": Subject("together", "differences of jobs alone and together"),
     "formats": Subject("formats", "held-out losses on quantized bases"),
@@ -46,5 +58,10 @@ def run(name: str, argv: Sequence[str]) -> None:
     Args:
         name: One of `SUBJECTS`.
         argv: The options; those of a subject are printed by `--help`.
+
+    Raises:
+        DeviceError: It computes, a GPU is visible, and JAX does not use it.
     """
+    if SUBJECTS[name].on_device and not {"-h", "--help"} & set(argv):
+        check_device_in_child()
     importlib.import_module(f"jaxlora.bench.{SUBJECTS[name].module}").main(argv)

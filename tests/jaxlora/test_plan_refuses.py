@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from jaxlora import Callback, LoraJob, RunConfig, Trainer
+from jaxlora.costs.gpus import parse_machine
 from jaxlora.errors import JaxloraError
 from jaxlora.plan import plan_run
 from tests import tiny
@@ -165,25 +166,4 @@ def test_a_plan_refuses_trackers_that_are_not_installed(config, tmp_path, monkey
     with pytest.raises(JaxloraError) as of_training:
         Trainer(bad).train()
     assert str(of_training.value) == str(of_plan.value)
-    plan_run(bad, other_machine=True)
-
-
-def test_a_plan_for_another_machine(config, tmp_path):
-    """Its devices, kernels and memory do not matter; the model and the jobs do."""
-    elsewhere = config.replace(
-        mesh="fsdp=16",
-        implementation="mosaic",
-        attention="cudnn",
-        microbatch_tokens="auto",
-        remat="auto",
-        output_dir=str(tmp_path / "run"),
-    )
-    planned = plan_run(elsewhere, other_machine=True)
-    assert planned.sizes.num_devices == 16
-    for change, message in (
-        (run(mesh="stage=3"), "the model has 2 layers"),
-        (run(mesh="auto"), "Give sizes"),
-        (run(slot_rank=1), "above the slots' rank 1"),
-    ):
-        with pytest.raises(JaxloraError, match=message):
-            plan_run(change(elsewhere, tmp_path), other_machine=True)
+    plan_run(bad, machine=parse_machine("h100"))

@@ -7,11 +7,11 @@ from typing import Literal, get_args
 
 from jaxlora.config import RunConfig
 from jaxlora.costs.stages import stage_specs
-from jaxlora.errors import ConfigError
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.device import format_bytes
 from jaxlora.memory.fitting import estimate_at, largest_fitting
 from jaxlora.memory.mesh import MeshFootprint, MeshStages
+from jaxlora.memory.need import DoesNotFitError
 from jaxlora.memory.refusal import refusal
 from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
@@ -258,11 +258,12 @@ def _memory_reason(chosen: _Candidate, machine: Machine) -> str:
     return f"{needed}, which has {there}"
 
 
-def _refused(tried: Sequence[_Candidate], machine: Machine) -> ConfigError:
+def _refused(tried: Sequence[_Candidate], machine: Machine) -> DoesNotFitError:
     assert machine.memory is not None
     best = min(tried, key=lambda candidate: candidate.needed_bytes)
     details = refusal(best.config, best.stages, best.bounds, best.found, machine.memory)
-    return ConfigError(
+    text = (
         f"mesh auto: no mesh of {machine.num_devices} devices has the memory for this "
         f"run, and {best.sizes} comes closest: {details}"
     )
+    return DoesNotFitError(text, details.need, details.mesh, details.cures)

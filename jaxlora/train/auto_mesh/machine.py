@@ -6,6 +6,7 @@ import jax
 
 from jaxlora.costs.device_speed import DeviceSpeed, find_speed
 from jaxlora.memory.device import DeviceMemory, device_memory
+from jaxlora.pallas_kernels import device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,11 +27,16 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Describes the devices of this process, before a run has put anything there."""
-    devices = jax.devices()
+    """Describes the devices of the run, before it has put anything there.
+
+    They are those of its processes, or those that it is planned for; a process on each
+    machine is then assumed.
+    """
+    planned = device.planned_device()
+    num_devices = device.num_devices()
     return Machine(
-        num_devices=len(devices),
-        speed=find_speed(devices[0].device_kind),
-        memory=device_memory(0, len(devices)),
-        num_processes=jax.process_count(),
+        num_devices=num_devices,
+        speed=find_speed(device.device_kind()),
+        memory=device_memory(0, num_devices),
+        num_processes=jax.process_count() if planned is None else planned.num_hosts,
     )

@@ -44,11 +44,13 @@ def window_seconds(
 def _cost_model(stages: MeshStages, capacity: int, speed: DeviceSpeed) -> CostModel:
     borders = (0, *(spec.layer_numbers.stop for spec in stages.specs))
     times = decoder_seconds(stages.spec, speed).stages(borders)
+    # A microbatch also takes the time of reading the weights, however small it is.
+    tokens = capacity + speed.weight_tokens
     costs = []
     for spec, time in zip(stages.specs, times, strict=True):
         gather = speed.transfer_seconds(_gathered_bytes(spec, stages.sizes.fsdp))
         forward, backward = (
-            _overlapped(capacity * seconds, gather)
+            _overlapped(tokens * seconds, gather)
             for seconds in (time.forward, time.backward)
         )
         costs.append(StageCost(forward=_fixed(forward), backward=_fixed(backward)))

@@ -14,7 +14,7 @@ from jaxlora.memory.estimate import StepBytes
 from jaxlora.memory.mesh import MeshStages
 from jaxlora.memory.options import Option, explain, fastest, find_options
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.modules.length_classes import length_classes
+from jaxlora.modules.attention_table import ATTENTIONS
 from tests.llama import LLAMA_1B, LLAMA_8B, decoder
 
 SPEED = find_speed("NVIDIA L40S")
@@ -117,18 +117,10 @@ def test_if_nothing_fits_the_smallest_is_tried():
 
 
 def attention_on_h200(spec: DecoderSpec, num_tokens: int) -> float:
-    """Bytes per token of the backward pass of cuDNN's attention, as measured.
-
-    They are cuDNN's scratch, for heads of 64 and 128 features and samples of up to
-    2,048 and 8,192 tokens, and arrays of q's width.
-    """
-    config, lengths = spec.config, spec.options.lengths
-    scratch = (
-        c.segments * c.tokens * (2 * c.tokens + 4 * config.head_dim + 8)
-        for c in length_classes(num_tokens, *lengths)
-    )
-    other = 2.5 * config.head_dim * spec.options.dtype.itemsize
-    return config.num_heads * (max(scratch) / num_tokens + other)
+    """Bytes per token of the backward pass of cuDNN's attention, as measured."""
+    scratch = ATTENTIONS["cudnn"].scratch_bytes
+    assert scratch is not None
+    return scratch(spec.config, spec.options.lengths, num_tokens) / num_tokens
 
 
 def test_a_capacity_has_the_scratch_of_its_own_classes_of_length(monkeypatch):

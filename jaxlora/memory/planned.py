@@ -1,0 +1,68 @@
+"""Stands in for kernels and a compiler that are not here, when memory is estimated."""
+
+import dataclasses
+
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.modules.attention_table import ATTENTIONS
+from jaxlora.pallas_kernels import LinearShape, get_backend
+from jaxlora.pallas_kernels.device import PlannedDevice, planned_for
+
+# A Hopper GPU, whose kernels can be traced anywhere.
+TRACED_ON = PlannedDevice(
+    kind="NVIDIA H200", capability=90, num_sms=132, memory_bytes=0
+)
+
+
+def traceable(spec: DecoderSpec, block_tokens: int) -> DecoderSpec:
+    """Returns a decoder that keeps the same arrays, and can be traced on `TRACED_ON`.
+
+    Linears that the other kernels cannot run are traced as plain XLA, which keeps more.
+    """
+    options = spec.options
+    attention = ATTENTIONS[options.attention]
+    if attention.traced_as is not None:
+        attention = ATTENTIONS[attention.traced_as]
+        if attention.unsupported(options.dtype, spec.config) is not None:
+            attention = ATTENTIONS["xla"]
+    name = get_backend(options.implementation).traced_as
+    if name is None:
+        name = options.implementation
+    elif not _runs(name, spec, block_tokens):
+        name = "xla"
+    options = dataclasses.replace(
+        options, implementation=name, attention=attention.name
+    )
+    return dataclasses.replace(spec, options=options)
+
+
+def _runs(name: str, spec: DecoderSpec, block_tokens: int) -> bool:
+    assert spec.slots is not None
+    backend, rank = get_backend(name), spec.slots.rank
+    linears = {path: spec.linear(path) for path in spec.adapted}
+    with planned_for(TRACED_ON):
+        return not any(
+            backend.unsupported(
+                LinearShape(
+                    dtype=spec.options.dtype,
+                    in_features=linear.in_features,
+                    out_features=linear.out_features,
+                    rank=rank,
+                    block_tokens=block_tokens,
+                    weight_format=spec.options.weight_format(path),
+                )
+            )
+            for path, linear in linears.items()
+        )
+
+
+def attention_bytes(spec: DecoderSpec, num_tokens: int) -> float | None:
+    """Bytes per token of attention's backward pass, by a formula; None: there is none.
+
+    Args:
+        spec: The decoder, with the attention of the planned device.
+        num_tokens: Tokens of a microbatch.
+    """
+    scratch = ATTENTIONS[spec.options.attention].scratch_bytes
+    if scratch is None:
+        return None
+    return scratch(spec.config, spec.options.lengths, num_tokens) / num_tokens
