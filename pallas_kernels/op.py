@@ -140,7 +140,8 @@ def multi_lora_linears(
     )
     _check_mesh(backend)
     index = jnp.asarray(layer if is_stack else 0, jnp.int32).reshape(1)
-    return tuple(_with_gradient(backend)(x, made, index, block_adapter, w_transposed))
+    op = _with_gradient(backend, jax.config.jax_default_matmul_precision)
+    return tuple(op(x, made, index, block_adapter, w_transposed))
 
 
 def _check_alike(projections: Sequence[Projection]) -> None:
@@ -329,8 +330,14 @@ def _trained(projection: Projection, gradients: dict[str, Array]) -> Projection:
 
 
 @functools.cache
-def _with_gradient(backend: Backend):
-    """Makes the op whose forward and backward pass are those of a back end."""
+def _with_gradient(backend: Backend, precision: str | None):
+    """Makes the op whose forward and backward pass are those of a back end.
+
+    Args:
+        backend: The back end.
+        precision: JAX's default precision of products when the op is called, which its
+            backward pass keeps, as the products of JAX do.
+    """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
     def op(x, projections, layer, block_adapter, w_transposed):
@@ -338,9 +345,10 @@ def _with_gradient(backend: Backend):
 
     def forward(x, projections, layer, block_adapter, w_transposed):
         readable, tied, is_n_k = forward_weights(projections, x, w_transposed)
-        y, s = backend.forward(
-            tied, readable, layer, block_adapter, w_transposed=is_n_k
-        )
+        with jax.default_matmul_precision(precision):
+            y, s = backend.forward(
+                tied, readable, layer, block_adapter, w_transposed=is_n_k
+            )
         y, s = checkpoint_name((y, s), LINEAR_RESULTS)
         # The residuals hold w itself, so that a caller which has it need not keep it.
         return y, (x, projections, s, layer, block_adapter)
@@ -348,7 +356,10 @@ def _with_gradient(backend: Backend):
     def backward(w_transposed, residuals, dy):
         x, projections, *rest = residuals
         readable, dy, is_n_k = backward_weights(projections, dy, x.dtype, w_transposed)
-        dx, gradients = backend.backward(dy, x, readable, *rest, w_transposed=is_n_k)
+        with jax.default_matmul_precision(precision):
+            dx, gradients = backend.backward(
+                dy, x, readable, *rest, w_transposed=is_n_k
+            )
         trained = tuple(map(_trained, projections, gradients))
         return dx, trained, None, None
 

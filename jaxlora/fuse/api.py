@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax._src.config import trace_context
+from jax._src.core import NamedAxisEffect
 from jax.extend import core
 
 from jaxlora.errors import ConfigError, FuseError
@@ -16,7 +18,9 @@ from jaxlora.fuse.backend import check_implementation
 from jaxlora.fuse.cost import decide
 from jaxlora.fuse.rewrite import Rewritten, rewrite
 
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+# As in `jax.jit`, a Python float is an array. Integers and truth values stay constants,
+# as shapes and conditions are made of them.
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, float, complex)
 _ANY_PLACE, _ANY_NAME = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 MAX_PROGRAMS = 128  # signatures of one function whose programs are kept
 
@@ -154,8 +158,10 @@ def trace(
             "nnx.Dropout its key at each call (rngs=key), or split the module outside "
             "of the function, merge it inside, and return the state that changes."
         )
-    if traced.effects:
-        effects = ", ".join(sorted(map(str, traced.effects)))
+    # A collective has the effect that an axis of this name must be mapped.
+    effects = [e for e in traced.effects if not isinstance(e, NamedAxisEffect)]
+    if effects:
+        effects = ", ".join(sorted(map(str, effects)))
         raise FuseError(
             f"{_name(fn)} has side effects: {effects}. Fuse a pure function: take "
             "prints, callbacks and writes to references out of it."
@@ -200,8 +206,8 @@ def _aval_key(array: Any) -> Hashable:
 
 
 def _context() -> Hashable:
-    """Returns the settings of JAX on which a trace depends."""
-    return jax.sharding.get_abstract_mesh(), jax.config.jax_enable_x64
+    """Returns the settings of JAX on which a trace depends, as `jax.jit` does."""
+    return trace_context()
 
 
 def _holds_tracers(program: Program) -> bool:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
+from jax import lax
 
 from jaxlora.errors import ConfigError
 from jaxlora.pallas_kernels import BACKENDS, LinearShape, get_backend
@@ -38,6 +39,7 @@ def choose_backend(
     features: tuple[int, int],
     rank: int,
     blocks: Sequence[int],
+    precision: lax.Precision = lax.Precision.DEFAULT,
 ) -> Chosen | str:
     """Returns the first back end to take for a linear, or why none is taken.
 
@@ -48,11 +50,18 @@ def choose_backend(
         features: K and N.
         rank: Sum of the branches' ranks.
         blocks: Rows of a token block, in order of preference.
+        precision: What the products are asked for.
     """
     is_auto = asked == "auto"
     reasons = []
     for backend in BACKENDS.values() if is_auto else [get_backend(asked)]:
         reason = None
+        if precision != lax.Precision.DEFAULT and not backend.stores_masks:
+            reasons.append(
+                f"{backend.name} computes products at default precision, and "
+                f"precision={precision.name} is asked for"
+            )
+            continue
         for block in blocks:
             shape = LinearShape(
                 dtype=dtype,

@@ -23,7 +23,26 @@ from jaxlora.fuse.segments import Joiner
 MAX_SAME = 6  # variables that hold the same product, but for a number; the latest
 MAX_FACTORS = 12  # a value with a longer product is an opaque array
 
-Rule = Callable[["Normalizer", Any], Form]  # the form of an equation's result
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How the form of an equation's result follows from those of its inputs.
+
+    Attributes:
+        form: Returns the form of the result, or raises `Opaque`.
+        reads: The parameters of the equation that `form` takes into account, or that
+            do not change the result. The result is an opaque array if another
+            parameter is set to anything but None, False or nothing.
+    """
+
+    form: Callable[["Normalizer", Any], Form]
+    reads: frozenset[str] = frozenset()
+
+    def covers(self, eqn: Any) -> bool:
+        """Tells whether the rule knows all that an equation's parameters ask for."""
+        return not any(
+            value for name, value in eqn.params.items() if name not in self.reads
+        )
 
 
 class Normalizer:
@@ -74,11 +93,13 @@ class Normalizer:
             self.made_by[out] = eqn
             self.numbers[out] = number
         rule = self._rules.get(eqn.primitive.name)
-        if rule is None or len(eqn.outvars) != 1:
+        if rule is None or len(eqn.outvars) != 1 or not rule.covers(eqn):
             return
         (out,) = eqn.outvars
+        if any(0 in v.aval.shape for v in (*eqn.invars, out)):
+            return  # empty arrays have no indices
         try:
-            form = rule(self, eqn)
+            form = rule.form(self, eqn)
         except Opaque:
             return
         terms = [t for t in form.terms if t.coefficient != 0] or list(form.terms[:1])

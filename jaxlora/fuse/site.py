@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import numpy as np
+from jax import lax
 from jax.extend import core
 
 Index = int  # names one dimension, or a part of one, of the arrays of a sum
@@ -17,10 +18,12 @@ class Operand:
         var: The variable, or a literal.
         dims: For each dimension the indices that it is made of, slowest first. A
             dimension of size 1 has none.
+        dtype: The dtype to which the traced function casts it.
     """
 
     var: core.Var | core.Literal
     dims: tuple[tuple[Index, ...], ...]
+    dtype: np.dtype
 
     @property
     def indices(self) -> tuple[Index, ...]:
@@ -131,6 +134,7 @@ class Site:
         row_indices: The other indices of the rows.
         in_indices: The indices of the input features.
         dtype: The dtype in which the frozen product reads x and w.
+        precision: What its products are asked for.
         implementation: Name of the back end.
         block_tokens: Rows of a token block of the kernels.
         keeps_s: Whether s is computed beside the kernels too, as in a function that
@@ -149,6 +153,7 @@ class Site:
     row_indices: tuple[Index, ...]
     in_indices: tuple[Index, ...]
     dtype: np.dtype
+    precision: lax.Precision
     implementation: str
     block_tokens: int
     keeps_s: bool = False
