@@ -24,6 +24,7 @@ from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
 from jaxlora.pallas_kernels.quantized.weight import QuantizedWeight
 from jaxlora.pallas_kernels.scratch import backward_weights, forward_weights
 from jaxlora.pallas_kernels.settings import ROWS, KernelSettings
+from jaxlora.pallas_kernels.varying import vary, varying_axes
 
 # This names the output of a linear, and what it keeps for its backward pass beside x. A
 # policy of `jax.checkpoint` that saves the name recomputes x, and no product.
@@ -141,7 +142,8 @@ def multi_lora_linears(
     _check_mesh(backend)
     index = jnp.asarray(layer if is_stack else 0, jnp.int32).reshape(1)
     op = _with_gradient(backend, jax.config.jax_default_matmul_precision)
-    return tuple(op(x, made, index, block_adapter, w_transposed))
+    arrays = x, made, index, jnp.asarray(block_adapter)
+    return tuple(op(*vary(arrays, varying_axes(arrays)), w_transposed))
 
 
 def _check_alike(projections: Sequence[Projection]) -> None:
@@ -346,9 +348,10 @@ def _with_gradient(backend: Backend, precision: str | None):
     def forward(x, projections, layer, block_adapter, w_transposed):
         readable, tied, is_n_k = forward_weights(projections, x, w_transposed)
         with jax.default_matmul_precision(precision):
-            y, s = backend.forward(
+            results = backend.forward(
                 tied, readable, layer, block_adapter, w_transposed=is_n_k
             )
+        y, s = vary(results, varying_axes(x))
         y, s = checkpoint_name((y, s), LINEAR_RESULTS)
         # The residuals hold w itself, so that a caller which has it need not keep it.
         return y, (x, projections, s, layer, block_adapter)
@@ -357,9 +360,8 @@ def _with_gradient(backend: Backend, precision: str | None):
         x, projections, *rest = residuals
         readable, dy, is_n_k = backward_weights(projections, dy, x.dtype, w_transposed)
         with jax.default_matmul_precision(precision):
-            dx, gradients = backend.backward(
-                dy, x, readable, *rest, w_transposed=is_n_k
-            )
+            results = backend.backward(dy, x, readable, *rest, w_transposed=is_n_k)
+        dx, gradients = vary(results, varying_axes(x))
         trained = tuple(map(_trained, projections, gradients))
         return dx, trained, None, None
 

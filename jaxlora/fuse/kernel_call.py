@@ -18,6 +18,7 @@ from jaxlora.pallas_kernels import (
     multi_lora_linears,
     pack_mask,
 )
+from jaxlora.pallas_kernels.varying import vary, varying_axes
 
 
 def inputs_of(site: Site) -> list[core.Var]:
@@ -39,6 +40,7 @@ def kernel_call(site: Site) -> Callable[..., list[jax.Array]]:
     variables = inputs_of(site)
 
     def call(*values: jax.Array) -> list[jax.Array]:
+        values = vary(values, varying_axes(values))
         with jax.default_matmul_precision(site.precision.name.lower()):
             return _Call(site, dict(zip(variables, values, strict=True))).results()
 

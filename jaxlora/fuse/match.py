@@ -299,13 +299,14 @@ class _Finder:
             rank=projection.rank,
             blocks=_blocks(linear, sizes),
             precision=precision or lax.Precision.DEFAULT,
+            mesh=self.jaxpr.eqns[candidate.number].ctx.cur_abstract_mesh,
         )
         reason = chosen if isinstance(chosen, str) else None
         if len(projection.rest) < len(linear.rest):
             reason = "its sum has a further product, which no variable holds by itself"
         if precision is None:
             reason = "its products are asked for different precisions"
-        reason = _rounding(linear) or reason
+        reason = _sharding(linear) or _rounding(linear) or reason
         if reason is not None:
             self._refuse(candidate.number, reason)
             return None
@@ -375,6 +376,19 @@ def _precision(linear: Linear) -> lax.Precision | None:
     if len(asked) > 1:
         return None
     return next(iter(asked), lax.Precision.DEFAULT)
+
+
+def _sharding(linear: Linear) -> str | None:
+    """Returns why the arrays' shardings keep kernels from reading rows of tokens."""
+    branches = [o.var for b in linear.branches for o in (*b.a, *b.b)]
+    for atom in (linear.x.var, linear.w.var, *branches):
+        aval: Any = atom.aval
+        if any(axis is not None for axis in aval.sharding.spec):
+            return (
+                f"it reads {aval.str_short(short_dtypes=True)}, which is sharded over "
+                "explicit axes of a mesh: call jaxlora.fuse inside jax.shard_map"
+            )
+    return None
 
 
 def _rounding(linear: Linear) -> str | None:

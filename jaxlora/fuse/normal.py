@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
@@ -40,9 +41,14 @@ class Rule:
 
     def covers(self, eqn: Any) -> bool:
         """Tells whether the rule knows all that an equation's parameters ask for."""
-        return not any(
-            value for name, value in eqn.params.items() if name not in self.reads
-        )
+        others = (v for name, v in eqn.params.items() if name not in self.reads)
+        return not any(value and not _is_whole(value) for value in others)
+
+
+def _is_whole(value: Any) -> bool:
+    """Tells whether a parameter is the sharding of an array that is not split."""
+    spec = value.spec if isinstance(value, jax.sharding.NamedSharding) else (value,)
+    return all(axis is None for axis in spec)
 
 
 class Normalizer:

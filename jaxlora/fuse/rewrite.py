@@ -27,7 +27,6 @@ _BODIES = {
     "pjit": ("jaxpr",),
     "remat2": ("jaxpr",),
     "scan": ("jaxpr",),
-    "shard_map": ("jaxpr",),
     "while": ("cond_jaxpr", "body_jaxpr"),
 }
 
@@ -129,6 +128,8 @@ class _Rewriter:
     def _with_bodies(self, eqn: Any, path: tuple[str, ...]) -> tuple[Any, list]:
         """Rewrites the jaxprs of an equation."""
         name = eqn.primitive.name
+        if name == "shard_map":
+            return self._with_mapped_body(eqn, path)
         params, inner = dict(eqn.params), []
         for key in _BODIES.get(name, ()):
             old = eqn.params[key]
@@ -143,6 +144,31 @@ class _Rewriter:
             thunk = params["fwd_jaxpr_thunk"]
             params["fwd_jaxpr_thunk"] = self._forward(thunk, (*path, name))
         return eqn.replace(params=params), inner
+
+    def _with_mapped_body(
+        self, eqn: Any, path: tuple[str, ...]
+    ) -> tuple[Any, list[Rewritten]]:
+        """Rewrites the body of a shard_map inside of one, where its axes have names."""
+        params, inner = eqn.params, []
+
+        def run(*args: jax.Array) -> list[jax.Array]:
+            inner[:] = [self._rewrite(params["jaxpr"], (*path, "shard_map"))]
+            return core.jaxpr_as_fun(inner[0].jaxpr)(*args)
+
+        mapped = jax.shard_map(
+            run,
+            mesh=params["mesh"],
+            in_specs=params["in_specs"],
+            out_specs=list(params["out_specs"]),
+            axis_names=params["newly_manual_axes"],
+            check_vma=params["check_vma"],
+        )
+        with eqn.ctx.manager:
+            traced = jax.make_jaxpr(mapped)(*(v.aval for v in eqn.invars))
+        if not inner[0].sites:
+            return eqn, inner
+        (new,) = traced.eqns
+        return eqn.replace(params=new.params), inner
 
     def _forward(self, thunk: Any, path: tuple[str, ...]) -> Any:
         """Rewrites what a custom_vjp runs in place of its body under jax.grad."""

@@ -140,17 +140,23 @@ def _convert(n: Normalizer, eqn) -> Form:
     if not is_sum and any(_was_rounded(f) for t in form.terms for f in t.factors):
         form = n.leaf(source)  # what was rounded stays so if it is cast back
     restored = is_sum and not holds(source.aval.dtype, dtype)
-    terms = (_cast(term, dtype, restored=restored) for term in form.terms)
-    return Form(form.dims, tuple(terms))
+    if is_sum:
+        return Form(form.dims, tuple(_rounded(t, dtype, restored) for t in form.terms))
+    return Form(form.dims, tuple(_cast(term, dtype) for term in form.terms))
 
 
-def _cast(term: Term, dtype: np.dtype, *, restored: bool = False) -> Term:
-    if term.rounded is not None:
-        return dataclasses.replace(
-            term,
-            rounded=narrower(term.rounded, dtype),
-            restored=term.restored or restored,
-        )
+def _rounded(term: Term, dtype: np.dtype, restored: bool) -> Term:
+    """Rounds a term of a sum with matrix products; arrays beside them are not cast."""
+    if term.rounded is None:
+        return term
+    return dataclasses.replace(
+        term,
+        rounded=narrower(term.rounded, dtype),
+        restored=term.restored or restored,
+    )
+
+
+def _cast(term: Term, dtype: np.dtype) -> Term:
     factors = (
         dataclasses.replace(f, dtype=dtype) if f.is_number else f for f in term.factors
     )
@@ -242,7 +248,8 @@ def _dot(n: Normalizer, eqn) -> Form:
     if not is_arithmetic(out):
         raise Opaque
     (contract_l, contract_r), (batch_l, batch_r) = eqn.params["dimension_numbers"]
-    left, right = n.form(eqn.invars[0]), fresh(n.indices, n.form(eqn.invars[1]))
+    left, right = (_read(n.form(v), v.aval.dtype) for v in eqn.invars)
+    right = fresh(n.indices, right)
     left, right = _unify_axes(
         n, left, right, (*contract_l, *batch_l), (*contract_r, *batch_r)
     )
@@ -252,6 +259,24 @@ def _dot(n: Normalizer, eqn) -> Form:
     dims = (*(left.dims[i] for i in batch_l), *free_l, *free_r)
     product = sum_over(n.indices, multiply(left, right, dims), summed, out.dtype)
     return _at_its_precision(product, eqn)
+
+
+def _read(form: Form, dtype: np.dtype) -> Form:
+    """Notes sums of a product that were rounded to less than its arrays hold.
+
+    What the kernels round to their own dtype, such as s, is not noted.
+    """
+    terms = (
+        dataclasses.replace(
+            t,
+            restored=t.restored
+            or not all(holds(dtype, f.dtype) for f in t.factors if f.is_number),
+        )
+        if t.rounded is not None
+        else t
+        for t in form.terms
+    )
+    return Form(form.dims, tuple(terms))
 
 
 def _at_its_precision(form: Form, eqn: Any) -> Form:
@@ -361,6 +386,7 @@ RULES: dict[str, Rule] = {
     "name": _rule(_identity, "name"),
     "neg": _rule(_neg),
     "not": _rule(_not),
+    "pvary": _rule(_identity, "axes"),
     "ragged_dot_general": _rule(_ragged_dot, *_RAGGED),
     "reduce_sum": _rule(_reduce_sum, "axes"),
     "reshape": _rule(_reshape, "new_sizes"),
