@@ -3,7 +3,7 @@
 import pytest
 
 from tests.jaxlora.fuse.generator.check import check, is_fused_alike
-from tests.jaxlora.fuse.generator.draw import draw, plain_draw
+from tests.jaxlora.fuse.generator.features import draw, plain_draw
 
 SEEDS = range(320)
 PLAIN_SEEDS = range(40)
