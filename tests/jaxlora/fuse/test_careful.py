@@ -3,6 +3,11 @@
 import pytest
 
 import jaxlora
+from tests.jaxlora.fuse.forms import (  # noqa: F401
+    careful_dtypes,
+    careful_ids,
+    careful_parts,
+)
 from tests.jaxlora.fuse.forms.careful import CAREFUL
 from tests.jaxlora.fuse.generator.around import gradient, with_gradients
 from tests.jaxlora.fuse.generator.check import compare, settings
