@@ -6,7 +6,7 @@ from tests.jaxlora.fuse.generator.check import check, is_fused_alike
 from tests.jaxlora.fuse.generator.features import draw, plain_draw
 
 SEEDS = range(320)
-PLAIN_SEEDS = range(40)
+PLAIN_SEEDS = range(48)
 AUTO_SEEDS = range(0, 320, 8)
 
 

@@ -44,7 +44,16 @@ MODES = {
     ),
     "take": ("default", "clip", "fill 0", "fill nan", "wrap"),
 }
-TRANSFORMS = ("jit", "vmap", "scan", "remat", "cond", "custom_vjp", "shard_map")
+TRANSFORMS = (
+    "jit",
+    "vmap",
+    "scan",
+    "remat",
+    "cond",
+    "custom_vjp",
+    "shard_map",
+    "shard_map",
+)
 EMPTY = ("t", "k", "n", "r", "g")
 
 
@@ -55,7 +64,7 @@ def _pairs(rng: random.Random, names: Any, values: Any, most: int = 2):
 
 def _dtypes(rng: random.Random) -> dict[str, Any]:
     dtype = rng.choices(
-        ("float32", "bfloat16", "float16", "float64"), (50, 22, 10, 18)
+        ("float32", "bfloat16", "float16", "float64"), (52, 25, 11, 12)
     )[0]
     lora = dtype if rng.random() < 0.6 or dtype == "float64" else "float32"
     return {
@@ -235,8 +244,8 @@ FEATURES = (
     (_second, 0.12),
     (_constraint, 0.06),
     (_post, 0.3),
-    (_around, 0.22),
-    (_outside, 0.14),
+    (_around, 0.26),
+    (_outside, 0.2),
     (_nested, 0.06),
     (_gradient, 0.15),
 )
@@ -312,7 +321,7 @@ def plain_draw(seed: int) -> Draw:
         made |= {"dropout": dropout, "keep": rng.choice(KEEPS)}
     if rng.random() < 0.5:
         made["product"] = rng.choice(["einsum", "dot_general", "left", "transposed"])
-    if rng.random() < 0.4:
-        names = ("jit", "vmap", "scan", "remat", "cond", "custom_vjp", "shard_map")
-        made["around"] = (rng.choice(names),)
+    if rng.random() < 0.6:
+        place = rng.choice(["around", "around", "outside"])
+        made |= {place: (rng.choice(TRANSFORMS),), **_of_transforms(rng)}
     return _consistent(Draw(seed=seed, **made))
