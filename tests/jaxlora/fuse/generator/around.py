@@ -219,9 +219,15 @@ def outside(draw: Draw, function: Function, *, plain: bool = False) -> Function:
 def values(draw: Draw, function: Function) -> Callable[[Arrays], Arrays]:
     """Returns a function's results, with its gradients unless it returns gradients."""
 
+    if draw.gradient:
+        return lambda p: {f"gradient of {k}": v for k, v in function(p).items()}
+    return with_gradients(function)
+
+
+def with_gradients(function: Function) -> Callable[[Arrays], Arrays]:
+    """Returns a function's results and the gradients of all its floats, by name."""
+
     def both(p: Arrays) -> Arrays:
-        if draw.gradient:
-            return {f"gradient of {k}": v for k, v in function(p).items()}
         floats, others = split_floats(p)
         results, vjp = jax.vjp(lambda floats: function(floats | others), floats)
         (gradients,) = vjp(jax.tree.map(cotangent, results))

@@ -34,14 +34,14 @@ class Verdict:
 
 
 @contextlib.contextmanager
-def settings(draw: Draw) -> Iterator[None]:
-    """JAX's settings for a draw.
+def settings(*, x64: bool = False) -> Iterator[None]:
+    """JAX's settings for a function.
 
-    On a CPU no dot has a precision but those that the draw gives one; on a GPU float32
+    On a CPU no dot has a precision but those that the author gave one; on a GPU float32
     would then be computed in tf32.
     """
     precision = None if jax.default_backend() == "cpu" else "highest"
-    with jax.enable_x64(draw.x64), jax.default_matmul_precision(precision):
+    with jax.enable_x64(x64), jax.default_matmul_precision(precision):
         yield
 
 
@@ -50,46 +50,59 @@ def original(draw: Draw, *, plain: bool = False) -> around.Function:
     return around.inside(draw, lambda p: body.linear(draw, p), plain=plain)
 
 
-def programs(
-    draw: Draw, p: body.Arrays, fuse: Callable[..., Any]
-) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
-    """Lowers the fused function and the original, with their gradients."""
-    function = original(draw)
-
-    def lowered(inner):
-        both = around.values(draw, around.outside(draw, inner))
-        return jax.jit(both).lower(p)
-
-    plain = lowered(function)
-    return lowered(fuse(function)), plain
-
-
 def check(draw: Draw, **options: Any) -> Verdict:
-    """Compares the fused function with the original by the rule.
+    """Compares a draw's fused function with the original by the rule.
 
     Args:
         draw: The function.
         **options: Options of `jaxlora.fuse`.
     """
-    with settings(draw):
-        p = body.arguments(draw)
-        fuse = lambda function: jaxlora.fuse(function, **options)
-        fused, plain = programs(draw, p, fuse)
-        if fused.as_text() == plain.as_text():
-            return Verdict(is_rewritten=False, faults=())
-        found = _precision_faults(fused.as_text(), plain.as_text())
-        got, want = (_run(program, p) for program in (fused, plain))
-        exact = exact_results(draw, p)
-        errors = (rule.relative_error(want[name], *exact[name]) for name in want)
-        pooled = max(errors, default=0.0)
-        for name, wanted in want.items():
-            found += rule.faults(got[name], wanted, *exact[name], name, pooled)
+
+    def both(inner: around.Function, *, plain: bool = False) -> around.Function:
+        return around.values(draw, around.outside(draw, inner, plain=plain))
+
+    with settings(x64=draw.x64):
+        return compare(
+            fused=lambda: both(jaxlora.fuse(original(draw), **options)),
+            original=both(original(draw)),
+            plain=both(original(draw, plain=True), plain=True),
+            p=body.arguments(draw),
+        )
+
+
+def compare(
+    *,
+    fused: Callable[[], around.Function],
+    original: around.Function,
+    plain: around.Function,
+    p: body.Arrays,
+) -> Verdict:
+    """Compares a fused function with its original by the rule.
+
+    Args:
+        fused: Makes the fused function, with its gradients.
+        original: The original, with its gradients.
+        plain: What the reference evaluates: the original without calls and loops.
+        p: The arguments.
+    """
+    of_original = jax.jit(original).lower(p)  # first, so that its errors are its own
+    of_fused = jax.jit(fused()).lower(p)
+    texts = of_fused.as_text(), of_original.as_text()
+    if texts[0] == texts[1]:
+        return Verdict(is_rewritten=False, faults=())
+    found = _precision_faults(*texts)
+    got, want = (_run(program, p) for program in (of_fused, of_original))
+    exact = _exact_results(plain, p)
+    errors = (rule.relative_error(want[name], *exact[name]) for name in want)
+    pooled = max(errors, default=0.0)
+    for name, wanted in want.items():
+        found += rule.faults(got[name], wanted, *exact[name], name, pooled)
     return Verdict(is_rewritten=True, faults=tuple(found))
 
 
 def is_fused_alike(draw: Draw) -> bool:
     """Tells whether the default back end leaves a function, or fuses it as XLA's."""
-    with settings(draw):
+    with settings(x64=draw.x64):
         p, function = body.arguments(draw), original(draw)
         kept, *fused = (
             str(jax.make_jaxpr(around.values(draw, around.outside(draw, inner)))(p))
@@ -102,11 +115,12 @@ def is_fused_alike(draw: Draw) -> bool:
     return fused[1] in (kept, fused[0])
 
 
-def exact_results(draw: Draw, p: body.Arrays) -> dict[str, tuple[Any, Any]]:
+def _exact_results(
+    plain: around.Function, p: body.Arrays
+) -> dict[str, tuple[Any, Any]]:
     """The reference of each result, and how far each element may be from it."""
-    function = around.outside(draw, original(draw, plain=True), plain=True)
-    closed, shapes = jax.make_jaxpr(around.values(draw, function), return_shape=True)(p)
-    wide = np.longdouble if draw.x64 else np.float64
+    closed, shapes = jax.make_jaxpr(plain, return_shape=True)(p)
+    wide = np.longdouble if jax.config.jax_enable_x64 else np.float64
     pairs = reference.bounds(closed, jax.tree.leaves(p), wide=wide)
     names = jax.tree.unflatten(jax.tree.structure(shapes), range(len(pairs)))
     return {name: pairs[place] for name, place in names.items()}

@@ -118,6 +118,8 @@ def bounds(closed: Any, args: Sequence[Any], *, wide: Any = np.float64):
     with np.errstate(invalid="ignore"):
         slack = [
             np.abs(more - value) + np.abs(less - value)
+            if _is_float(value.dtype)
+            else np.zeros(value.shape)
             for value, more, less in zip(exact, up, down, strict=True)
         ]
     return list(zip(exact, slack, strict=True))
