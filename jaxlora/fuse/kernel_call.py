@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from jaxlora.fuse.rows import make_rows, value_of
@@ -41,7 +42,11 @@ def kernel_call(site: Site) -> Callable[..., list[jax.Array]]:
 
     def call(*values: jax.Array) -> list[jax.Array]:
         values = vary(values, varying_axes(values))
-        with jax.default_matmul_precision(site.precision.name.lower()):
+        with (
+            jax.default_matmul_precision(site.precision.name.lower()),
+            jax.numpy_rank_promotion("allow"),
+            jax.numpy_dtype_promotion("standard"),
+        ):
             return _Call(site, dict(zip(variables, values, strict=True))).results()
 
     return call
@@ -71,11 +76,14 @@ class _Call:
             ],
             self.rows.block_adapter,
             w_transposed=w_transposed,
+            s_names=site.names.of_s,
             implementation=site.implementation,
         )
         results = []
         for p, y, w, bias in zip(site.projections, ys, weights, biases, strict=True):
             y = with_frozen_gradients(w_transposed, site.precision)(y, x, w, bias)
+            for name in site.names.of_y:
+                y = checkpoint_name(y, name)
             results.append(self._root(p, y))
         return results
 

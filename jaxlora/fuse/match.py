@@ -11,7 +11,7 @@ from jax.extend import core
 
 from jaxlora.fuse.backend import Chosen, choose_backend
 from jaxlora.fuse.branches import find_linear
-from jaxlora.fuse.forms import Form, Indices, Term, holds
+from jaxlora.fuse.forms import Dims, Form, Indices, Term, holds
 from jaxlora.fuse.linear import Linear, rank_of
 from jaxlora.fuse.normal import Normalizer
 from jaxlora.fuse.rows import is_sorted, sorted_blocks
@@ -25,7 +25,7 @@ from jaxlora.fuse.sharing import (
     row_axes,
     sums_axes,
 )
-from jaxlora.fuse.site import Operand, Refusal, Site, SiteProjection
+from jaxlora.fuse.site import Names, Operand, Refusal, Site, SiteProjection
 from jaxlora.fuse.trace import live_equations, source_of
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS
 
@@ -287,6 +287,17 @@ class _Finder:
             for value in self._values_in(candidate)
         )
 
+    def _names_in(self, candidate: _Candidate) -> Names:
+        """Returns the names that the function gives results inside a linear."""
+        names: dict[bool, list[str]] = {False: [], True: []}
+        for number in sorted(candidate.equations - {candidate.number}):
+            eqn = self.jaxpr.eqns[number]
+            if eqn.primitive.name == "name":
+                (held,) = (set(self.normalizer.form(v).indices) for v in eqn.outvars)
+                is_whole = held >= set(candidate.linear.out_indices)
+                names[is_whole].append(eqn.params["name"])
+        return Names(of_s=tuple(names[False]), of_y=tuple(names[True]))
+
     def _site(self, candidate: _Candidate) -> Site | None:
         linear, sizes = candidate.linear, self.normalizer.indices
         rows = [i for i in linear.rows if i not in linear.adapter_indices]
@@ -325,6 +336,7 @@ class _Finder:
             in_indices=linear.in_indices,
             dtype=linear.x.dtype,
             precision=precision,
+            names=self._names_in(candidate),
             implementation=chosen.name,
             block_tokens=chosen.block_tokens,
             keeps_s=self._keeps_s(candidate),
@@ -334,7 +346,8 @@ class _Finder:
 def _projection(candidate: _Candidate, sizes: dict[int, int]) -> SiteProjection:
     linear = candidate.linear
     branches = linear.branches
-    rest = tuple(s for s in map(_summand, linear.rest) if s is not None)
+    dims = candidate.form.dims
+    rest = tuple(s for t in linear.rest if (s := _summand(t, dims)) is not None)
     return SiteProjection(
         root=candidate.root,
         root_dims=candidate.form.dims,
@@ -358,9 +371,15 @@ def _blocks(linear: Linear, indices: Indices) -> tuple[int, ...]:
     return rows, -(-rows // TILE_TOKENS) * TILE_TOKENS
 
 
-def _summand(term: Term) -> tuple[float, Operand] | None:
-    """Returns a number and a variable whose product a term is, or None."""
-    if len(term.factors) == 1 and term.factors[0].is_number:
+def _summand(term: Term, dims: Dims) -> tuple[float, Operand] | None:
+    """Returns a number and a variable whose product a term is, or None.
+
+    Args:
+        term: The term.
+        dims: What the dimensions of the sum stand for.
+    """
+    (first, *others), outer = term.factors, {i for dim in dims for i in dim}
+    if not others and first.is_number and set(first.indices) <= outer:
         return term.coefficient, term.factors[0].operand
     for group in term.groups:
         if len(group.members) == len(term.factors):

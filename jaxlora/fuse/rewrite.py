@@ -2,7 +2,7 @@
 
 import dataclasses
 import heapq
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jaxlora.fuse.match import find_sites
 from jaxlora.fuse.signature import signature
 from jaxlora.fuse.site import Refusal, Site
 from jaxlora.fuse.trace import Call, Opened, open_calls
+from jaxlora.pallas_kernels import LINEAR_RESULTS
 
 # The jaxprs of the primitives whose bodies are rewritten in place.
 _BODIES = {
@@ -140,6 +141,9 @@ class _Rewriter:
             params[key] = bodies if isinstance(old, tuple | list) else bodies[0]
         if not any(body.sites for body in inner):
             return eqn, inner
+        if params.get("policy") is not None:
+            sites = [site for body in inner for site in body.sites]
+            params["policy"] = _keeping_results(params["policy"], sites)
         if "fwd_jaxpr_thunk" in params:
             thunk = params["fwd_jaxpr_thunk"]
             params["fwd_jaxpr_thunk"] = self._forward(thunk, (*path, name))
@@ -178,6 +182,32 @@ class _Rewriter:
             return self.rewrite(jaxpr, path).jaxpr, consts
 
         return linear_util.wrap_init(rewritten, debug_info=thunk.debug_info)
+
+
+def _keeping_results(
+    policy: Callable[..., Any], sites: Sequence[Site]
+) -> Callable[..., Any]:
+    """Makes a policy keep what fused linears name, if it keeps their products.
+
+    A policy such as `dots_saveable` knows JAX's products, and not the kernels.
+    """
+    products = [
+        eqn
+        for site in sites
+        for eqn in (site.jaxpr.eqns[number] for number in site.equations)
+        if eqn.primitive.name == "dot_general"
+    ]
+    asked = [
+        policy(e.primitive, *(v.aval for v in e.invars), **e.params) for e in products
+    ]
+    kept = next((answer for answer in asked if answer), False)
+
+    def extended(primitive: Any, *avals: Any, **params: Any) -> Any:
+        if primitive.name == "name" and params["name"] == LINEAR_RESULTS and kept:
+            return kept
+        return policy(primitive, *avals, **params)
+
+    return extended
 
 
 class _Layout:

@@ -114,6 +114,22 @@ class SiteProjection:
     out_features: int
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Names:
+    """Names that policies of `jax.checkpoint` may ask for.
+
+    Attributes:
+        of_s: Those of s.
+        of_y: Those of the frozen product, the branch and their sum.
+    """
+
+    of_s: tuple[str, ...] = ()
+    of_y: tuple[str, ...] = ()
+
+    def __add__(self, other: "Names") -> "Names":
+        return Names(of_s=self.of_s + other.of_s, of_y=self.of_y + other.of_y)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Site:
     """Linears with adapters that share x and are computed by one call of the kernels.
@@ -135,6 +151,7 @@ class Site:
         in_indices: The indices of the input features.
         dtype: The dtype in which the frozen product reads x and w.
         precision: What its products are asked for.
+        names: The names that the function gives results inside it.
         implementation: Name of the back end.
         block_tokens: Rows of a token block of the kernels.
         keeps_s: Whether s is computed beside the kernels too, as in a function that
@@ -154,6 +171,7 @@ class Site:
     in_indices: tuple[Index, ...]
     dtype: np.dtype
     precision: lax.Precision
+    names: Names
     implementation: str
     block_tokens: int
     keeps_s: bool = False
