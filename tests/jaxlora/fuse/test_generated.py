@@ -9,8 +9,8 @@ from tests.jaxlora.fuse.generator.features import draw, plain_draw
 pytestmark = pytest.mark.filterwarnings("ignore:jax.nn.one_hot input")
 
 SEEDS = range(320)
-PLAIN_SEEDS = range(48)
-AUTO_SEEDS = range(0, 320, 8)
+PLAIN_SEEDS = range(32)
+AUTO_SEEDS = range(0, 320, 16)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

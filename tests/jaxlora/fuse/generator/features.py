@@ -284,9 +284,9 @@ def _consistent(draw: Draw) -> Draw:
     if {*draw.around} & {*draw.outside} and draw.splits_rows:
         changed |= {"around": ()}
     shards = [*draw.around, *draw.outside].count("shard_map")
-    if shards == 0:
+    if shards == 0 or draw.sizes[0] == 0:  # JAX gathers no empty dimension
         changed |= {"collective": "none"}
-    elif draw.constraint:
+    if shards:
         changed |= {"constraint": False}
     if draw.choice == "ragged":  # JAX maps no ragged dot
         keep = lambda names: tuple(n for n in names if n != "vmap")
