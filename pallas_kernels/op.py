@@ -4,10 +4,11 @@ They check their arguments and call the back end that `implementation` names; se
 `backends.py`.
 """
 
+import contextlib
 import dataclasses
 import functools
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
 from jaxlora.pallas_kernels.quantized.weight import QuantizedWeight
 from jaxlora.pallas_kernels.scratch import backward_weights, forward_weights
 from jaxlora.pallas_kernels.settings import ROWS, KernelSettings
+from jaxlora.pallas_kernels.varying import vary, varying_axes
 
 # This names the output of a linear, and what it keeps for its backward pass beside x. A
 # policy of `jax.checkpoint` that saves the name recomputes x, and no product.
@@ -99,6 +101,7 @@ def multi_lora_linears(
     *,
     layer: Int[Array, ""] | int | None = None,
     w_transposed: bool = False,
+    s_names: tuple[str, ...] = (),
     implementation: str = "xla",
 ) -> tuple[Float[Array, "T _"], ...]:
     """`multi_lora_linear` for linears that share x, as q, k and v do.
@@ -114,6 +117,8 @@ def multi_lora_linears(
         block_adapter: The slot of each token block; -1 for padding.
         layer: Index of the weights in their stacks; None: they are not stacks.
         w_transposed: Whether the weights are stored N K.
+        s_names: Names that s, which the backward pass reads, has for policies of
+            `jax.checkpoint`, beside `LINEAR_RESULTS`.
         implementation: Name of the kernel back end in `BACKENDS`.
 
     Returns:
@@ -140,7 +145,9 @@ def multi_lora_linears(
     )
     _check_mesh(backend)
     index = jnp.asarray(layer if is_stack else 0, jnp.int32).reshape(1)
-    return tuple(_with_gradient(backend)(x, made, index, block_adapter, w_transposed))
+    op = _with_gradient(backend, jax.config.jax_default_matmul_precision, s_names)
+    arrays = x, made, index, jnp.asarray(block_adapter)
+    return tuple(op(*vary(arrays, varying_axes(arrays)), w_transposed))
 
 
 def _check_alike(projections: Sequence[Projection]) -> None:
@@ -328,9 +335,27 @@ def _trained(projection: Projection, gradients: dict[str, Array]) -> Projection:
     return dataclasses.replace(projection, **fields)
 
 
+@contextlib.contextmanager
+def _own_settings(precision: str | None) -> Iterator[None]:
+    """Settings of JAX for the kernels: the caller's own are for the caller's code."""
+    with (
+        jax.default_matmul_precision(precision),
+        jax.numpy_rank_promotion("allow"),
+        jax.numpy_dtype_promotion("standard"),
+    ):
+        yield
+
+
 @functools.cache
-def _with_gradient(backend: Backend):
-    """Makes the op whose forward and backward pass are those of a back end."""
+def _with_gradient(backend: Backend, precision: str | None, s_names: tuple[str, ...]):
+    """Makes the op whose forward and backward pass are those of a back end.
+
+    Args:
+        backend: The back end.
+        precision: JAX's default precision of products when the op is called, which its
+            backward pass keeps, as the products of JAX do.
+        s_names: Names of s beside `LINEAR_RESULTS`.
+    """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
     def op(x, projections, layer, block_adapter, w_transposed):
@@ -338,17 +363,23 @@ def _with_gradient(backend: Backend):
 
     def forward(x, projections, layer, block_adapter, w_transposed):
         readable, tied, is_n_k = forward_weights(projections, x, w_transposed)
-        y, s = backend.forward(
-            tied, readable, layer, block_adapter, w_transposed=is_n_k
-        )
+        with _own_settings(precision):
+            results = backend.forward(
+                tied, readable, layer, block_adapter, w_transposed=is_n_k
+            )
+        y, s = vary(results, varying_axes(x))
         y, s = checkpoint_name((y, s), LINEAR_RESULTS)
+        for name in s_names:
+            s = checkpoint_name(s, name)
         # The residuals hold w itself, so that a caller which has it need not keep it.
         return y, (x, projections, s, layer, block_adapter)
 
     def backward(w_transposed, residuals, dy):
         x, projections, *rest = residuals
         readable, dy, is_n_k = backward_weights(projections, dy, x.dtype, w_transposed)
-        dx, gradients = backend.backward(dy, x, readable, *rest, w_transposed=is_n_k)
+        with _own_settings(precision):
+            results = backend.backward(dy, x, readable, *rest, w_transposed=is_n_k)
+        dx, gradients = vary(results, varying_axes(x))
         trained = tuple(map(_trained, projections, gradients))
         return dx, trained, None, None
 

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax._src.config import trace_context
+from jax._src.core import NamedAxisEffect
 from jax.extend import core
 
 from jaxlora.errors import ConfigError, FuseError
@@ -17,6 +19,11 @@ from jaxlora.fuse.cost import decide
 from jaxlora.fuse.rewrite import Rewritten, rewrite
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+_NEEDS_A_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 _ANY_PLACE, _ANY_NAME = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 MAX_PROGRAMS = 128  # signatures of one function whose programs are kept
 
@@ -54,7 +61,9 @@ def fuse[**P, R](
     cannot be differentiated in forward mode.
 
     Args:
-        fn: A pure function of pytrees. Leaves that are not arrays are constants.
+        fn: A pure function of pytrees. Leaves that are neither arrays nor Python
+            floats are constants; so are floats, if the function's code reads their
+            values.
         strict: Whether it is an error if nothing is fused.
         frozen: Positions or names of arguments whose gradients are zero, because the
             caller does not need them. By default, a gradient is computed where it is
@@ -72,19 +81,32 @@ def fuse[**P, R](
     check_implementation(implementation)
     stopped = _both_names(fn, frozen)
     programs: dict[Hashable, Program] = {}
+    reads_numbers = False  # whether the code of fn reads the values of Python floats
+
+    def traced(args: tuple, kwargs: dict) -> tuple[Program, list[Any]]:
+        """Returns the program of a call, and the arrays that it takes."""
+        nonlocal reads_numbers
+        arrays, signature = _split(args, kwargs, reads_numbers=reads_numbers)
+        key = signature, tuple(map(_aval_key, arrays)), _context()
+        if key in programs:
+            return programs[key], arrays
+        try:
+            program = trace(fn, implementation, arrays, signature)
+        except _NEEDS_A_VALUE:
+            if reads_numbers or not any(map(_is_float, arrays)):
+                raise
+            reads_numbers = True
+            return traced(args, kwargs)
+        if not _holds_tracers(program):
+            if len(programs) >= MAX_PROGRAMS:
+                programs.pop(next(iter(programs)))
+            programs[key] = program
+        return program, arrays
 
     @functools.wraps(fn)
     def fused(*args: P.args, **kwargs: P.kwargs) -> R:
         args, kwargs = _stop_gradients(args, kwargs, stopped)
-        arrays, signature = _split(args, kwargs)
-        key = signature, tuple(map(_aval_key, arrays)), _context()
-        program = programs.get(key)
-        if program is None:
-            program = trace(fn, implementation, arrays, signature)
-            if not _holds_tracers(program):
-                if len(programs) >= MAX_PROGRAMS:
-                    programs.pop(next(iter(programs)))
-                programs[key] = program
+        program, arrays = traced(args, kwargs)
         if not program.rewritten.sites:
             if strict:
                 raise FuseError(_nothing_found(fn, program.rewritten))
@@ -103,8 +125,10 @@ def trace_call(
     Raises:
         FuseError: The function has side effects.
     """
-    arrays, signature = _split(args, kwargs)
-    return trace(fn, implementation, arrays, signature)
+    try:
+        return trace(fn, implementation, *_split(args, kwargs))
+    except _NEEDS_A_VALUE:
+        return trace(fn, implementation, *_split(args, kwargs, reads_numbers=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,8 +178,10 @@ def trace(
             "nnx.Dropout its key at each call (rngs=key), or split the module outside "
             "of the function, merge it inside, and return the state that changes."
         )
-    if traced.effects:
-        effects = ", ".join(sorted(map(str, traced.effects)))
+    # A collective has the effect that an axis of this name must be mapped.
+    effects = [e for e in traced.effects if not isinstance(e, NamedAxisEffect)]
+    if effects:
+        effects = ", ".join(sorted(map(str, effects)))
         raise FuseError(
             f"{_name(fn)} has side effects: {effects}. Fuse a pure function: take "
             "prints, callbacks and writes to references out of it."
@@ -183,9 +209,23 @@ def _lost_state(arguments: Any, known: Sequence[Any]) -> list[str]:
     ]
 
 
-def _split(args: tuple, kwargs: dict) -> tuple[list[Any], Signature]:
+def _is_float(leaf: Any) -> bool:
+    return type(leaf) in (float, complex)
+
+
+def _split(
+    args: tuple, kwargs: dict, *, reads_numbers: bool = False
+) -> tuple[list[Any], Signature]:
+    """Splits arguments into arrays and the rest.
+
+    As in `jax.jit`, a Python float is an array, unless `reads_numbers` is set.
+    Integers and truth values are constants, as shapes and conditions are made of them.
+    """
     leaves, tree = jax.tree.flatten((args, kwargs))
-    is_array = [isinstance(leaf, _ARRAYS) for leaf in leaves]
+    is_array = [
+        isinstance(leaf, _ARRAYS) or (_is_float(leaf) and not reads_numbers)
+        for leaf in leaves
+    ]
     arrays = [leaf for leaf, yes in zip(leaves, is_array, strict=True) if yes]
     constants = tuple(
         None if yes else (type(leaf), leaf)
@@ -200,8 +240,8 @@ def _aval_key(array: Any) -> Hashable:
 
 
 def _context() -> Hashable:
-    """Returns the settings of JAX on which a trace depends."""
-    return jax.sharding.get_abstract_mesh(), jax.config.jax_enable_x64
+    """Returns the settings of JAX on which a trace depends, as `jax.jit` does."""
+    return trace_context(), jax.config.jax_default_prng_impl
 
 
 def _holds_tracers(program: Program) -> bool:

@@ -2,8 +2,11 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import numpy as np
+from jax import lax
 
 from jaxlora.errors import ConfigError
 from jaxlora.pallas_kernels import BACKENDS, LinearShape, get_backend
@@ -38,6 +41,8 @@ def choose_backend(
     features: tuple[int, int],
     rank: int,
     blocks: Sequence[int],
+    precision: lax.Precision = lax.Precision.DEFAULT,
+    mesh: Any = None,
 ) -> Chosen | str:
     """Returns the first back end to take for a linear, or why none is taken.
 
@@ -48,11 +53,27 @@ def choose_backend(
         features: K and N.
         rank: Sum of the branches' ranks.
         blocks: Rows of a token block, in order of preference.
+        precision: What the products are asked for.
+        mesh: The abstract mesh around the linear; None: the present one.
     """
     is_auto = asked == "auto"
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    is_partitioned = not mesh.empty and mesh.size > 1 and not mesh.are_all_axes_manual
     reasons = []
     for backend in BACKENDS.values() if is_auto else [get_backend(asked)]:
         reason = None
+        if is_partitioned and not backend.partitionable:
+            reasons.append(
+                f"{backend.name} has kernels that cannot be partitioned over the mesh: "
+                "call jaxlora.fuse inside jax.shard_map"
+            )
+            continue
+        if precision != lax.Precision.DEFAULT and not backend.stores_masks:
+            reasons.append(
+                f"{backend.name} computes products at default precision, and "
+                f"precision={precision.name} is asked for"
+            )
+            continue
         for block in blocks:
             shape = LinearShape(
                 dtype=dtype,

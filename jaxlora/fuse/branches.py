@@ -5,11 +5,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
-from jaxlora.fuse.forms import Factor, Form, Indices, Names, Term, rename_term
+from jaxlora.fuse.forms import Atom, Factor, Form, Indices, Names, Term, rename_term
 from jaxlora.fuse.linear import Linear, NotThin, check_rank, split_factors
-from jaxlora.fuse.site import Branch, Index, Mask, Operand, Selection
+from jaxlora.fuse.site import Branch, Index, Mask, Selection
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,7 +35,7 @@ class _Found:
     mask: Mask | None
     selection: Selection | None
     equations: frozenset[int]
-    rounded: np.dtype | None
+    term: Term
 
 
 def find_linear(form: Form, indices: Indices) -> tuple[Linear | None, list[str]]:
@@ -92,6 +90,9 @@ def _bases(form: Form, base: Term) -> Iterator[Linear]:
         yield Linear(
             x=x.factor,
             w=w.factor,
+            matrices=_matrices(
+                [w.factor, *(base.factors[i] for i in w.members)], inner
+            ),
             base=base,
             coefficient=base.coefficient / (x.number * w.number),
             rows=tuple(i for i in x.factor.indices if i in outer),
@@ -99,6 +100,13 @@ def _bases(form: Form, base: Term) -> Iterator[Linear]:
             out_indices=tuple(i for i in w.factor.indices if i in outer),
             equations=base.equations - x.equations - w.equations,
         )
+
+
+def _matrices(factors: Sequence[Factor], inner: set[Index]) -> tuple[Atom, ...]:
+    """Returns the arrays that have input and output features."""
+    return tuple(
+        f.var for f in factors if inner & set(f.indices) and set(f.indices) - inner
+    )
 
 
 def _with_branches(
@@ -118,7 +126,9 @@ def _with_branches(
     linear = dataclasses.replace(
         linear,
         branches=tuple(f.branch for f in found),
-        branch_dtypes=tuple(f.rounded for f in found),
+        branch_dtypes=tuple(f.term.rounded for f in found),
+        restored=any(t.restored for t in (linear.base, *(f.term for f in found))),
+        branch_precisions=tuple(f.term.precisions for f in found),
         bias=bias,
         rest=tuple(t for t in rest if t is not bias),
         equations=linear.equations.union(*used),
@@ -193,14 +203,16 @@ def _branch(linear: Linear, term: Term, indices: Indices) -> _Found:
     factors, selection = _selected(linear, kept)
     if any(f.var is linear.x.var for f in (*factors, linear.w)):
         raise NotThin("its weights are the input itself")
+    if any(f.var is matrix for f in factors for matrix in linear.matrices):
+        raise NotThin("the branch reads the frozen product, as a series adapter does")
     mask = _mask(linear, [f for f in factors if f.keeps is not None])
     factors = [f for f in factors if f.is_number]
     table = () if selection is None else selection.table_indices
     a, b, rank_indices = split_factors(linear, factors, table, indices)
     check_rank(linear, rank_indices, indices)
     branch = Branch(
-        a=tuple(map(_operand, a)),
-        b=tuple(map(_operand, b)),
+        a=tuple(f.operand for f in a),
+        b=tuple(f.operand for f in b),
         rank_indices=rank_indices,
         coefficient=term.coefficient / x.number,
     )
@@ -209,7 +221,7 @@ def _branch(linear: Linear, term: Term, indices: Indices) -> _Found:
         mask=mask,
         selection=selection,
         equations=term.equations - x.equations,
-        rounded=term.rounded,
+        term=term,
     )
 
 
@@ -291,8 +303,4 @@ def _mask(linear: Linear, masks: Sequence[Factor]) -> Mask | None:
             "for gradients of branches with dropout, call jaxlora.fuse before jax.grad"
         )
     assert mask.keeps is not None
-    return Mask(operand=_operand(mask), keeps=mask.keeps)
-
-
-def _operand(factor: Factor) -> Operand:
-    return Operand(var=factor.var, dims=factor.dims)
+    return Mask(operand=mask.operand, keeps=mask.keeps)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Hashable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
@@ -59,7 +60,7 @@ def gather_form(table: Form, rows: Form, key: Hashable, eqn: Any) -> Form:
     """
     axis, offset_dims = _gather_axis(eqn, len(table.dims))
     entry = table.dims[axis]
-    choice = Choice(key, False, _outside(eqn.params["mode"]))
+    choice = Choice(key, False, _outside(eqn.params))
     chosen = _choice_term(rows, entry, choice)
     out = len(eqn.outvars[0].aval.shape)
     inner = [d for i, d in enumerate(table.dims) if i != axis]
@@ -87,8 +88,18 @@ def _gather_axis(eqn: Any, ndim: int) -> tuple[int, tuple[int, ...]]:
     return axis, numbers.offset_dims
 
 
-def _outside(mode: Any) -> str:
-    return "nan" if mode == lax.GatherScatterMode.FILL_OR_DROP else "clip"
+def _outside(params: dict[str, Any]) -> str:
+    """Returns what a gather gives a row whose entry is outside of the table."""
+    mode, fill = params["mode"], params["fill_value"]
+    if mode in (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS):
+        return "clip"
+    if mode != lax.GatherScatterMode.FILL_OR_DROP:
+        raise Opaque
+    if fill is None or fill != fill:
+        return "nan"
+    if fill != 0:
+        raise Opaque
+    return "zero"
 
 
 def _choice_term(rows: Form, entry: tuple[Index, ...], choice: Choice) -> Term:
@@ -96,6 +107,9 @@ def _choice_term(rows: Form, entry: tuple[Index, ...], choice: Choice) -> Term:
         raise Opaque
     (term,) = rows.terms
     (factor,) = term.factors
+    aval: Any = factor.var.aval
+    if not jnp.issubdtype(aval.dtype, jnp.integer):
+        raise Opaque  # a number between two entries chooses neither
     if term.coefficient != 1 or set(factor.indices) != set(rows.indices):
         raise Opaque
     chosen = Factor(factor.var, (*factor.dims, entry), _CHOICE_DTYPE, choice=choice)
@@ -136,7 +150,10 @@ def _iota_size(form: Form, made_by: dict[core.Var, Any]) -> int | None:
         return None
     shape, axis = eqn.params["shape"], eqn.params["dimension"]
     is_flat = math.prod(shape) == shape[axis] and sum(map(bool, form.dims)) == 1
-    return shape[axis] if is_flat else None
+    dtype = eqn.params["dtype"]
+    if not jnp.issubdtype(dtype, jnp.integer) or not is_flat:
+        return None
+    return shape[axis] if shape[axis] - 1 <= jnp.iinfo(dtype).max else None
 
 
 def ragged_dot_form(

@@ -11,10 +11,12 @@ import math
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend import core
 
-from jaxlora.fuse.site import Index
+from jaxlora.fuse.site import Index, Operand
 
 MAX_TERMS = 8  # a value with more is an opaque array
 
@@ -68,6 +70,11 @@ class Factor:
         """Whether it is neither a mask nor a choice."""
         return self.keeps is None and self.choice is None
 
+    @property
+    def operand(self) -> Operand:
+        """The array as an operand of a site."""
+        return Operand(var=self.var, dims=self.dims, dtype=self.dtype)
+
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Group:
@@ -95,8 +102,11 @@ class Term:
     Attributes:
         coefficient: The number.
         factors: The arrays.
-        rounded: The smallest dtype to which the product was rounded; None: it has no
-            sum over an index yet.
+        rounded: The dtype of the narrowest sum of the product; None: it has no sum over
+            an index yet.
+        restored: Whether a sum in it was rounded to a dtype and then cast to one that
+            holds more values.
+        precisions: What its matrix products were asked for.
         groups: The variables that hold products of several of its factors.
         equations: The equations that computed it from its factors.
     """
@@ -104,6 +114,8 @@ class Term:
     coefficient: float
     factors: tuple[Factor, ...]
     rounded: np.dtype | None = None
+    restored: bool = False
+    precisions: frozenset[lax.Precision] = frozenset()
     groups: tuple[Group, ...] = ()
     equations: frozenset[int] = frozenset()
 
@@ -293,6 +305,8 @@ def _product(first: Term, second: Term) -> Term:
         first.coefficient * second.coefficient,
         first.factors + second.factors,
         narrower(first.rounded, second.rounded),
+        first.restored or second.restored,
+        first.precisions | second.precisions,
         (*first.groups, *moved),
         first.equations | second.equations,
     )
@@ -303,6 +317,17 @@ def narrower(first: np.dtype | None, second: np.dtype | None) -> np.dtype | None
     if first is None or second is None:
         return second if first is None else first
     return min(first, second, key=lambda dtype: dtype.itemsize)
+
+
+def holds(wide: np.dtype, narrow: np.dtype) -> bool:
+    """Tells whether every value of one floating-point type is a value of another.
+
+    Neither of float16 and bfloat16 holds the other.
+    """
+    if wide == narrow:
+        return True
+    wider, other = jnp.finfo(wide), jnp.finfo(narrow)
+    return bool(wider.nmant >= other.nmant and wider.maxexp >= other.maxexp)
 
 
 def scaled(form: Form, number: float) -> Form:

@@ -47,6 +47,7 @@ def _join(first: Site, second: Site, maker: dict[Any, int]) -> Site | None:
         first,
         projections=(*first.projections, *projections),
         equations=first.equations | second.equations,
+        names=first.names + second.names,
     )
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from jaxlora.fuse.rows import make_rows, value_of
@@ -17,6 +19,7 @@ from jaxlora.pallas_kernels import (
     multi_lora_linears,
     pack_mask,
 )
+from jaxlora.pallas_kernels.varying import vary, varying_axes
 
 
 def inputs_of(site: Site) -> list[core.Var]:
@@ -38,7 +41,13 @@ def kernel_call(site: Site) -> Callable[..., list[jax.Array]]:
     variables = inputs_of(site)
 
     def call(*values: jax.Array) -> list[jax.Array]:
-        return _Call(site, dict(zip(variables, values, strict=True))).results()
+        values = vary(values, varying_axes(values))
+        with (
+            jax.default_matmul_precision(site.precision.name.lower()),
+            jax.numpy_rank_promotion("allow"),
+            jax.numpy_dtype_promotion("standard"),
+        ):
+            return _Call(site, dict(zip(variables, values, strict=True))).results()
 
     return call
 
@@ -67,11 +76,14 @@ class _Call:
             ],
             self.rows.block_adapter,
             w_transposed=w_transposed,
+            s_names=site.names.of_s,
             implementation=site.implementation,
         )
         results = []
         for p, y, w, bias in zip(site.projections, ys, weights, biases, strict=True):
-            y = with_frozen_gradients(w_transposed)(y, x, w, bias)
+            y = with_frozen_gradients(w_transposed, site.precision)(y, x, w, bias)
+            for name in site.names.of_y:
+                y = checkpoint_name(y, name)
             results.append(self._root(p, y))
         return results
 
@@ -89,6 +101,18 @@ class _Call:
         value = value.reshape(self._shape(held))
         kept = [i for i in order if i in held]
         return value.transpose([held.index(i) for i in kept])
+
+    def _cast(self, operand: Operand, order: Sequence[Index]) -> jax.Array:
+        """Returns a factor of A or B as the traced function rounds it.
+
+        What it rounds to the dtype of x stays as it is: so do the kernels, and the
+        gradients then are not rounded.
+        """
+        value = self._array(operand, order)
+        is_narrower = operand.dtype.itemsize < value.dtype.itemsize
+        if not is_narrower or operand.dtype == self.site.dtype:
+            return value
+        return value.astype(operand.dtype).astype(value.dtype)
 
     def _stored(self, value: jax.Array) -> jax.Array:
         """Stores rows of x or of its mask in token blocks."""
@@ -144,12 +168,12 @@ class _Call:
         """Multiplies arrays, sums over the other indices, and fills in missing ones."""
         held = [i for i in order if any(i in o.indices for o in operands)]
         if len(operands) == 1 and set(operands[0].indices) == set(held):
-            product = self._array(operands[0], held)
+            product = self._cast(operands[0], held)
         else:
             dtype = jnp.result_type(*(o.var.aval for o in operands))
             arguments: list[Any] = []
             for o in operands:
-                arguments += [self._array(o, o.indices), list(o.indices)]
+                arguments += [self._cast(o, o.indices), list(o.indices)]
             product = jnp.einsum(
                 *arguments, held, preferred_element_type=jnp.float32
             ).astype(dtype)
@@ -184,7 +208,7 @@ class _Call:
     def _bias(self, p: SiteProjection) -> jax.Array | None:
         if p.bias is None:
             return None
-        return self._array(p.bias, p.out_indices).reshape(-1)
+        return self._array(p.bias, p.out_indices).reshape(-1).astype(p.bias.dtype)
 
     def _root(self, p: SiteProjection, y: jax.Array) -> jax.Array:
         """Lays the kernels' result out as the traced function's."""
@@ -192,12 +216,15 @@ class _Call:
         aval: Any = p.root.aval
         y = self.rows.restore(y)
         order = (*site.adapter_indices, *site.row_indices, *p.out_indices)
-        y = y.reshape(self._shape(order)).astype(aval.dtype)
+        y = y.reshape(self._shape(order))
         wanted = [i for dim in p.root_dims for i in dim]
         y = y.transpose([order.index(i) for i in wanted])
+        if p.rest:
+            y = y.astype(jnp.float32)
         for number, operand in p.rest:
-            y = y + _times(self._spread(operand, wanted).astype(aval.dtype), number)
-        return y.reshape(aval.shape)
+            added = self._spread(operand, wanted).astype(operand.dtype)
+            y = y + _times(added.astype(jnp.float32), number)
+        return y.astype(aval.dtype).reshape(aval.shape)
 
 
 def _times(value: jax.Array, number: float) -> jax.Array:
@@ -205,7 +232,9 @@ def _times(value: jax.Array, number: float) -> jax.Array:
 
 
 @functools.cache
-def with_frozen_gradients(w_transposed: bool) -> Callable[..., jax.Array]:
+def with_frozen_gradients(
+    w_transposed: bool, precision: lax.Precision = lax.Precision.DEFAULT
+) -> Callable[..., jax.Array]:
     """Returns a function that gives a linear's result the gradients of w and bias.
 
     The kernels take w and bias as frozen. The function returns y, and the gradients of
@@ -229,7 +258,12 @@ def with_frozen_gradients(w_transposed: bool) -> Callable[..., jax.Array]:
         if x is not None:
             spec = "tn,tk->nk" if w_transposed else "tk,tn->kn"
             operands = (dy, x) if w_transposed else (x, dy)
-            dw = jnp.einsum(spec, *operands, preferred_element_type=jnp.float32)
+            dw = jnp.einsum(
+                spec,
+                *operands,
+                preferred_element_type=jnp.float32,
+                precision=precision,
+            )
             dw = dw.astype(w.dtype)
         dbias = None
         if bias is not None:

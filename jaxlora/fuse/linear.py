@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jax import lax
 
-from jaxlora.fuse.forms import Factor, Indices, Term
+from jaxlora.fuse.forms import Atom, Factor, Indices, Term
 from jaxlora.fuse.site import Branch, Index, Mask, Selection
 
 MAX_RANK = 256  # of the tuning tables; larger branches are compute-bound
@@ -23,6 +24,7 @@ class Linear:
         x: The factor that is the input.
         parts: The variables that are slices of the input.
         w: The factor that is the weight.
+        matrices: The weight, and matrices of which it is a product with scales.
         base: The term of the frozen product.
         coefficient: The number that multiplies the frozen product.
         rows: Indices of the rows.
@@ -30,6 +32,9 @@ class Linear:
         out_indices: Indices of the output features.
         branches: The branches.
         branch_dtypes: The smallest dtype to which each branch was rounded.
+        restored: Whether a sum in the product or in a branch was rounded and then cast
+            to a dtype that holds more values, which the kernels do not do.
+        branch_precisions: What the products of each branch were asked for.
         selection: How rows choose their adapter.
         mask: The branches' dropout mask.
         bias: The term that is a vector over the output features.
@@ -39,6 +44,7 @@ class Linear:
 
     x: Factor
     w: Factor
+    matrices: tuple[Atom, ...]
     base: Term
     coefficient: float
     rows: tuple[Index, ...]
@@ -46,6 +52,8 @@ class Linear:
     out_indices: tuple[Index, ...]
     branches: tuple[Branch, ...] = ()
     branch_dtypes: tuple[np.dtype | None, ...] = ()
+    restored: bool = False
+    branch_precisions: tuple[frozenset[lax.Precision], ...] = ()
     parts: frozenset[Any] = frozenset()
     selection: Selection | None = None
     mask: Mask | None = None

@@ -6,11 +6,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend import core
 
 from jaxlora.fuse.backend import Chosen, choose_backend
 from jaxlora.fuse.branches import find_linear
-from jaxlora.fuse.forms import Factor, Form, Indices, Term
+from jaxlora.fuse.forms import Dims, Form, Indices, Term, holds
 from jaxlora.fuse.linear import Linear, rank_of
 from jaxlora.fuse.normal import Normalizer
 from jaxlora.fuse.rows import is_sorted, sorted_blocks
@@ -24,10 +25,11 @@ from jaxlora.fuse.sharing import (
     row_axes,
     sums_axes,
 )
-from jaxlora.fuse.site import Operand, Refusal, Site, SiteProjection
+from jaxlora.fuse.site import Names, Operand, Refusal, Site, SiteProjection
 from jaxlora.fuse.trace import live_equations, source_of
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS
 
+KERNEL_DTYPES = tuple(map(np.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
 _SUMS = ("add", "add_any", "sub", "dot_general", "reduce_sum")
 _USED = "is also used elsewhere, so it has to be computed anyway"
 
@@ -115,7 +117,30 @@ class _Finder:
             if reasons:
                 self._refuse(number, reasons[0])
             return
+        if self._is_product_of_its_own(linear.w.var):
+            self._refuse(
+                number,
+                "its weight is the result of another matrix product, as in attention "
+                "scores",
+            )
+            return
         self._accept(number, eqn.outvars[0], form, linear)
+
+    def _is_product_of_its_own(self, var: Any) -> bool:
+        """Tells whether a weight is the result of a matrix product.
+
+        Arrays that are smaller than the weight, such as its scales, may be one.
+        """
+        size, todo = var.aval.size, [var]
+        while todo:
+            atom = todo.pop()
+            if isinstance(atom, core.Literal) or atom not in self.normalizer.made_by:
+                continue
+            eqn = self.normalizer.made_by[atom]
+            if eqn.primitive.name in ("dot_general", "ragged_dot_general"):
+                return True
+            todo += [v for v in eqn.invars if getattr(v.aval, "size", 0) >= size]
+        return False
 
     def _accept(self, number: int, root: core.Var, form: Form, linear: Linear) -> None:
         equations = linear.equations | {number}
@@ -150,7 +175,8 @@ class _Finder:
             linear = None
             if form is not None:
                 linear, _ = find_linear(form, self.normalizer.indices)
-            if linear and form and len(linear.rest) <= len(old.linear.rest):
+            gains = old.linear.restored or not (linear and linear.restored)
+            if linear and form and gains and len(linear.rest) <= len(old.linear.rest):
                 del self.candidates[root]
                 self._accept(number, eqn.outvars[0], form, linear)
                 return True
@@ -261,31 +287,47 @@ class _Finder:
             for value in self._values_in(candidate)
         )
 
+    def _names_in(self, candidate: _Candidate) -> Names:
+        """Returns the names that the function gives results inside a linear."""
+        names: dict[bool, list[str]] = {False: [], True: []}
+        for number in sorted(candidate.equations - {candidate.number}):
+            eqn = self.jaxpr.eqns[number]
+            if eqn.primitive.name == "name":
+                (held,) = (set(self.normalizer.form(v).indices) for v in eqn.outvars)
+                is_whole = held >= set(candidate.linear.out_indices)
+                names[is_whole].append(eqn.params["name"])
+        return Names(of_s=tuple(names[False]), of_y=tuple(names[True]))
+
     def _site(self, candidate: _Candidate) -> Site | None:
         linear, sizes = candidate.linear, self.normalizer.indices
         rows = [i for i in linear.rows if i not in linear.adapter_indices]
         projection = _projection(candidate, sizes.sizes)
+        precision = _precision(linear)
         chosen = choose_backend(
             self.implementation,
             dtype=linear.x.dtype,
             features=(sizes.size_of(linear.in_indices), projection.out_features),
             rank=projection.rank,
             blocks=_blocks(linear, sizes),
+            precision=precision or lax.Precision.DEFAULT,
+            mesh=self.jaxpr.eqns[candidate.number].ctx.cur_abstract_mesh,
         )
         reason = chosen if isinstance(chosen, str) else None
         if len(projection.rest) < len(linear.rest):
             reason = "its sum has a further product, which no variable holds by itself"
-        reason = _rounding(linear) or reason
+        if precision is None:
+            reason = "its products are asked for different precisions"
+        reason = _sharding(linear) or _rounding(linear) or reason
         if reason is not None:
             self._refuse(candidate.number, reason)
             return None
-        assert isinstance(chosen, Chosen)
+        assert isinstance(chosen, Chosen) and precision is not None
         return Site(
             path=self.path,
             location=source_of(self.jaxpr.eqns[candidate.number]),
             jaxpr=self.jaxpr,
             equations=candidate.equations,
-            x=_operand(linear.x),
+            x=linear.x.operand,
             projections=(projection,),
             sizes=sizes.sizes,
             adapter_indices=linear.adapter_indices,
@@ -293,6 +335,8 @@ class _Finder:
             row_indices=tuple(rows),
             in_indices=linear.in_indices,
             dtype=linear.x.dtype,
+            precision=precision,
+            names=self._names_in(candidate),
             implementation=chosen.name,
             block_tokens=chosen.block_tokens,
             keeps_s=self._keeps_s(candidate),
@@ -302,14 +346,15 @@ class _Finder:
 def _projection(candidate: _Candidate, sizes: dict[int, int]) -> SiteProjection:
     linear = candidate.linear
     branches = linear.branches
-    rest = tuple(s for s in map(_summand, linear.rest) if s is not None)
+    dims = candidate.form.dims
+    rest = tuple(s for t in linear.rest if (s := _summand(t, dims)) is not None)
     return SiteProjection(
         root=candidate.root,
         root_dims=candidate.form.dims,
-        w=_operand(linear.w),
+        w=linear.w.operand,
         branches=branches,
         mask=linear.mask,
-        bias=None if linear.bias is None else _operand(linear.bias.factors[0]),
+        bias=None if linear.bias is None else linear.bias.factors[0].operand,
         rest=rest,
         out_indices=linear.out_indices,
         rank=rank_of(branches, sizes),
@@ -326,38 +371,68 @@ def _blocks(linear: Linear, indices: Indices) -> tuple[int, ...]:
     return rows, -(-rows // TILE_TOKENS) * TILE_TOKENS
 
 
-def _summand(term: Term) -> tuple[float, Operand] | None:
-    """Returns a number and a variable whose product a term is, or None."""
-    if len(term.factors) == 1 and term.factors[0].is_number:
-        return term.coefficient, _operand(term.factors[0])
+def _summand(term: Term, dims: Dims) -> tuple[float, Operand] | None:
+    """Returns a number and a variable whose product a term is, or None.
+
+    Args:
+        term: The term.
+        dims: What the dimensions of the sum stand for.
+    """
+    (first, *others), outer = term.factors, {i for dim in dims for i in dim}
+    if not others and first.is_number and set(first.indices) <= outer:
+        return term.coefficient, term.factors[0].operand
     for group in term.groups:
         if len(group.members) == len(term.factors):
-            operand = Operand(var=group.var, dims=group.dims)
+            aval: Any = group.var.aval
+            operand = Operand(var=group.var, dims=group.dims, dtype=aval.dtype)
             return term.coefficient / group.number, operand
+    return None
+
+
+def _precision(linear: Linear) -> lax.Precision | None:
+    """Returns what all products of a linear are asked for; None: they differ."""
+    asked = linear.base.precisions.union(*linear.branch_precisions)
+    if len(asked) > 1:
+        return None
+    return next(iter(asked), lax.Precision.DEFAULT)
+
+
+def _sharding(linear: Linear) -> str | None:
+    """Returns why the arrays' shardings keep kernels from reading rows of tokens."""
+    branches = [o.var for b in linear.branches for o in (*b.a, *b.b)]
+    for atom in (linear.x.var, linear.w.var, *branches):
+        aval: Any = atom.aval
+        if any(axis is not None for axis in aval.sharding.spec):
+            return (
+                f"it reads {aval.str_short(short_dtypes=True)}, which is sharded over "
+                "explicit axes of a mesh: call jaxlora.fuse inside jax.shard_map"
+            )
     return None
 
 
 def _rounding(linear: Linear) -> str | None:
     """Returns why the kernels' result would be less exact than the original."""
     kernel, rounded = linear.x.dtype, linear.base.rounded
-    if not jnp.issubdtype(kernel, jnp.floating):
-        return f"its dtype {kernel} is no floating-point type"
+    if kernel not in KERNEL_DTYPES:
+        able = ", ".join(map(str, KERNEL_DTYPES))
+        return f"its dtype is {kernel}, and the kernels compute in {able}"
     if linear.w.dtype != kernel:
         return f"x is {kernel} and w is {linear.w.dtype}; kernels need one dtype"
     assert rounded is not None
-    if rounded.itemsize > kernel.itemsize:
+    if not holds(kernel, rounded):
         return f"its sum is kept in {rounded}, and the kernels round it to {kernel}"
     for dtype in linear.branch_dtypes:
-        if dtype is not None and dtype.itemsize > kernel.itemsize:
+        if dtype is not None and not holds(kernel, dtype):
             return (
                 f"its branch is summed in {dtype}, and the kernels would round it and "
                 f"its gradients to {kernel}. Cast x, A and B to {kernel} first"
             )
+    if linear.restored:
+        return (
+            f"a sum in it is rounded to {rounded} and cast to a larger dtype, and the "
+            "kernels would not round it"
+        )
     return None
-
-
-def _operand(factor: Factor) -> Operand:
-    return Operand(var=factor.var, dims=factor.dims)
 
 
 def _users(jaxpr: core.Jaxpr, live: Sequence[bool]) -> dict[core.Var, list[int]]:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
@@ -23,7 +24,31 @@ from jaxlora.fuse.segments import Joiner
 MAX_SAME = 6  # variables that hold the same product, but for a number; the latest
 MAX_FACTORS = 12  # a value with a longer product is an opaque array
 
-Rule = Callable[["Normalizer", Any], Form]  # the form of an equation's result
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How the form of an equation's result follows from those of its inputs.
+
+    Attributes:
+        form: Returns the form of the result, or raises `Opaque`.
+        reads: The parameters of the equation that `form` takes into account, or that
+            do not change the result. The result is an opaque array if another
+            parameter is set to anything but None, False or nothing.
+    """
+
+    form: Callable[["Normalizer", Any], Form]
+    reads: frozenset[str] = frozenset()
+
+    def covers(self, eqn: Any) -> bool:
+        """Tells whether the rule knows all that an equation's parameters ask for."""
+        others = (v for name, v in eqn.params.items() if name not in self.reads)
+        return not any(value and not _is_whole(value) for value in others)
+
+
+def _is_whole(value: Any) -> bool:
+    """Tells whether a parameter is the sharding of an array that is not split."""
+    spec = value.spec if isinstance(value, jax.sharding.NamedSharding) else (value,)
+    return all(axis is None for axis in spec)
 
 
 class Normalizer:
@@ -74,11 +99,13 @@ class Normalizer:
             self.made_by[out] = eqn
             self.numbers[out] = number
         rule = self._rules.get(eqn.primitive.name)
-        if rule is None or len(eqn.outvars) != 1:
+        if rule is None or len(eqn.outvars) != 1 or not rule.covers(eqn):
             return
         (out,) = eqn.outvars
+        if any(0 in v.aval.shape for v in (*eqn.invars, out)):
+            return  # empty arrays have no indices
         try:
-            form = rule(self, eqn)
+            form = rule.form(self, eqn)
         except Opaque:
             return
         terms = [t for t in form.terms if t.coefficient != 0] or list(form.terms[:1])

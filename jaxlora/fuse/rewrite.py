@@ -2,7 +2,7 @@
 
 import dataclasses
 import heapq
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jaxlora.fuse.match import find_sites
 from jaxlora.fuse.signature import signature
 from jaxlora.fuse.site import Refusal, Site
 from jaxlora.fuse.trace import Call, Opened, open_calls
+from jaxlora.pallas_kernels import LINEAR_RESULTS
 
 # The jaxprs of the primitives whose bodies are rewritten in place.
 _BODIES = {
@@ -27,7 +28,6 @@ _BODIES = {
     "pjit": ("jaxpr",),
     "remat2": ("jaxpr",),
     "scan": ("jaxpr",),
-    "shard_map": ("jaxpr",),
     "while": ("cond_jaxpr", "body_jaxpr"),
 }
 
@@ -129,6 +129,8 @@ class _Rewriter:
     def _with_bodies(self, eqn: Any, path: tuple[str, ...]) -> tuple[Any, list]:
         """Rewrites the jaxprs of an equation."""
         name = eqn.primitive.name
+        if name == "shard_map":
+            return self._with_mapped_body(eqn, path)
         params, inner = dict(eqn.params), []
         for key in _BODIES.get(name, ()):
             old = eqn.params[key]
@@ -139,10 +141,38 @@ class _Rewriter:
             params[key] = bodies if isinstance(old, tuple | list) else bodies[0]
         if not any(body.sites for body in inner):
             return eqn, inner
+        if params.get("policy") is not None:
+            sites = [site for body in inner for site in body.sites]
+            params["policy"] = _keeping_results(params["policy"], sites)
         if "fwd_jaxpr_thunk" in params:
             thunk = params["fwd_jaxpr_thunk"]
             params["fwd_jaxpr_thunk"] = self._forward(thunk, (*path, name))
         return eqn.replace(params=params), inner
+
+    def _with_mapped_body(
+        self, eqn: Any, path: tuple[str, ...]
+    ) -> tuple[Any, list[Rewritten]]:
+        """Rewrites the body of a shard_map inside of one, where its axes have names."""
+        params, inner = eqn.params, []
+
+        def run(*args: jax.Array) -> list[jax.Array]:
+            inner[:] = [self._rewrite(params["jaxpr"], (*path, "shard_map"))]
+            return core.jaxpr_as_fun(inner[0].jaxpr)(*args)
+
+        mapped = jax.shard_map(
+            run,
+            mesh=params["mesh"],
+            in_specs=params["in_specs"],
+            out_specs=list(params["out_specs"]),
+            axis_names=params["newly_manual_axes"],
+            check_vma=params["check_vma"],
+        )
+        with eqn.ctx.manager:
+            traced = jax.make_jaxpr(mapped)(*(v.aval for v in eqn.invars))
+        if not inner[0].sites:
+            return eqn, inner
+        (new,) = traced.eqns
+        return eqn.replace(params=new.params), inner
 
     def _forward(self, thunk: Any, path: tuple[str, ...]) -> Any:
         """Rewrites what a custom_vjp runs in place of its body under jax.grad."""
@@ -152,6 +182,32 @@ class _Rewriter:
             return self.rewrite(jaxpr, path).jaxpr, consts
 
         return linear_util.wrap_init(rewritten, debug_info=thunk.debug_info)
+
+
+def _keeping_results(
+    policy: Callable[..., Any], sites: Sequence[Site]
+) -> Callable[..., Any]:
+    """Makes a policy keep what fused linears name, if it keeps their products.
+
+    A policy such as `dots_saveable` knows JAX's products, and not the kernels.
+    """
+    products = [
+        eqn
+        for site in sites
+        for eqn in (site.jaxpr.eqns[number] for number in site.equations)
+        if eqn.primitive.name == "dot_general"
+    ]
+    asked = [
+        policy(e.primitive, *(v.aval for v in e.invars), **e.params) for e in products
+    ]
+    kept = next((answer for answer in asked if answer), False)
+
+    def extended(primitive: Any, *avals: Any, **params: Any) -> Any:
+        if primitive.name == "name" and params["name"] == LINEAR_RESULTS and kept:
+            return kept
+        return policy(primitive, *avals, **params)
+
+    return extended
 
 
 class _Layout:

@@ -111,15 +111,25 @@ def _adapters(
     """Returns the slot of each choice, in the order of the rows, and their number."""
     given, count = value_of(selection.var, values), site.num_adapters
     if selection.is_ragged:
-        ends = jnp.cumsum(given)
+        ends = jnp.cumsum(given.astype(jnp.int32))
         place = jnp.arange(site.size_of(site.adapter_indices), dtype=ends.dtype)
         given = jnp.searchsorted(ends, place, side="right")
     else:
-        given = _in_row_order(site, selection, given)
+        given = _in_row_order(site, selection, _in_int32(given, count))
     if selection.outside == "clip":
         return jnp.clip(given, 0, count - 1).astype(jnp.int32), count
     is_inside = (given >= 0) & (given < count)
     return jnp.where(is_inside, given, count).astype(jnp.int32), count + 1
+
+
+def _in_int32(entries: jax.Array, count: int) -> jax.Array:
+    """Returns entries in a type that holds `count`; those beyond it become `count`."""
+    info = jnp.iinfo(entries.dtype)
+    if info.max > count:
+        entries = jnp.minimum(entries, jnp.asarray(count, entries.dtype))
+    if info.min < -1:
+        entries = jnp.maximum(entries, jnp.asarray(-1, entries.dtype))
+    return entries.astype(jnp.int32)
 
 
 def _in_row_order(site: Site, selection: Selection, given: jax.Array) -> jax.Array:

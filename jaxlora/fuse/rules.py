@@ -4,11 +4,12 @@ A rule returns the form of an equation's result, or raises `Opaque`.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxlora.fuse.choose import (
     gather_form,
@@ -25,6 +26,7 @@ from jaxlora.fuse.forms import (
     align,
     constant,
     fresh,
+    holds,
     multiply,
     narrower,
     rename,
@@ -137,12 +139,24 @@ def _convert(n: Normalizer, eqn) -> Form:
     is_sum = any(t.rounded is not None for t in form.terms)
     if not is_sum and any(_was_rounded(f) for t in form.terms for f in t.factors):
         form = n.leaf(source)  # what was rounded stays so if it is cast back
+    restored = is_sum and not holds(source.aval.dtype, dtype)
+    if is_sum:
+        return Form(form.dims, tuple(_rounded(t, dtype, restored) for t in form.terms))
     return Form(form.dims, tuple(_cast(term, dtype) for term in form.terms))
 
 
+def _rounded(term: Term, dtype: np.dtype, restored: bool) -> Term:
+    """Rounds a term of a sum with matrix products; arrays beside them are not cast."""
+    if term.rounded is None:
+        return term
+    return dataclasses.replace(
+        term,
+        rounded=narrower(term.rounded, dtype),
+        restored=term.restored or restored,
+    )
+
+
 def _cast(term: Term, dtype: np.dtype) -> Term:
-    if term.rounded is not None:
-        return dataclasses.replace(term, rounded=narrower(term.rounded, dtype))
     factors = (
         dataclasses.replace(f, dtype=dtype) if f.is_number else f for f in term.factors
     )
@@ -195,8 +209,6 @@ def _transpose(n: Normalizer, eqn) -> Form:
 
 
 def _reshape(n: Normalizer, eqn) -> Form:
-    if eqn.params["dimensions"] is not None:
-        raise Opaque
     form = n.form(eqn.invars[0])
     shape = eqn.outvars[0].aval.shape
     dims, replaced = n.indices.split(form.indices, shape)
@@ -236,7 +248,8 @@ def _dot(n: Normalizer, eqn) -> Form:
     if not is_arithmetic(out):
         raise Opaque
     (contract_l, contract_r), (batch_l, batch_r) = eqn.params["dimension_numbers"]
-    left, right = n.form(eqn.invars[0]), fresh(n.indices, n.form(eqn.invars[1]))
+    left, right = (_read(n.form(v), v.aval.dtype) for v in eqn.invars)
+    right = fresh(n.indices, right)
     left, right = _unify_axes(
         n, left, right, (*contract_l, *batch_l), (*contract_r, *batch_r)
     )
@@ -244,7 +257,52 @@ def _dot(n: Normalizer, eqn) -> Form:
     free_l = [d for i, d in enumerate(left.dims) if i not in (*contract_l, *batch_l)]
     free_r = [d for i, d in enumerate(right.dims) if i not in (*contract_r, *batch_r)]
     dims = (*(left.dims[i] for i in batch_l), *free_l, *free_r)
-    return sum_over(n.indices, multiply(left, right, dims), summed, out.dtype)
+    product = sum_over(n.indices, multiply(left, right, dims), summed, out.dtype)
+    return _at_its_precision(product, eqn)
+
+
+def _read(form: Form, dtype: np.dtype) -> Form:
+    """Notes sums of a product that were rounded to less than its arrays hold.
+
+    What the kernels round to their own dtype, such as s, is not noted.
+    """
+    terms = (
+        dataclasses.replace(
+            t,
+            restored=t.restored
+            or not all(holds(dtype, f.dtype) for f in t.factors if f.is_number),
+        )
+        if t.rounded is not None
+        else t
+        for t in form.terms
+    )
+    return Form(form.dims, tuple(terms))
+
+
+def _at_its_precision(form: Form, eqn: Any) -> Form:
+    """Notes what a matrix product was asked for.
+
+    Products of types with 16 bits are exact in float32, at any `jax.lax.Precision`.
+    """
+    asked = eqn.params["precision"]
+    given = set(asked if isinstance(asked, tuple) else (asked,))
+    if len(given) > 1 or not isinstance(min(given, key=str), lax.Precision | None):
+        raise Opaque
+    if any(v.aval.dtype.itemsize <= 2 for v in eqn.invars[:2]):
+        return form
+    precisions = {p or lax.Precision.DEFAULT for p in given}
+    terms = (
+        dataclasses.replace(t, precisions=t.precisions | precisions) for t in form.terms
+    )
+    return Form(form.dims, tuple(terms))
+
+
+def _constrained(n: Normalizer, eqn) -> Form:
+    """A constraint on a sum inside a linear ends with that sum; others stay."""
+    form = n.form(eqn.invars[0])
+    if any(t.rounded is None for t in form.terms):
+        raise Opaque
+    return form
 
 
 def _unify_axes(
@@ -285,7 +343,8 @@ def _ragged_dot(n: Normalizer, eqn) -> Form:
     left, right, sizes = eqn.invars
     key = value_key(n.made_by, sizes)
     table = fresh(n.indices, n.form(right))
-    return ragged_dot_form(n.indices, n.form(left), table, sizes, key, eqn)
+    product = ragged_dot_form(n.indices, n.form(left), table, sizes, key, eqn)
+    return _at_its_precision(product, eqn)
 
 
 def _concatenate(n: Normalizer, eqn) -> Form:
@@ -300,27 +359,42 @@ def _concatenate(n: Normalizer, eqn) -> Form:
     return n.joiner.join(segments, place, form, axis)
 
 
+def _rule(form: Callable[[Normalizer, Any], Form], *reads: str) -> Rule:
+    return Rule(form, frozenset(reads))
+
+
+_CAST = ("new_dtype", "weak_type")
+_DOT = ("dimension_numbers", "precision", "preferred_element_type")
+_GATHER = ("dimension_numbers", "slice_sizes", "mode", "fill_value")
+_PROMISES = ("indices_are_sorted", "unique_indices")  # they change no value
+_PLACE = ("sharding", "layout", "context_mesh", "unconstrained_dims")
+_RAGGED = ("ragged_dot_dimension_numbers", "precision", "preferred_element_type")
+
 RULES: dict[str, Rule] = {
-    "add": _add,
-    "add_any": _add,
-    "broadcast_in_dim": _expand_dims,
-    "concatenate": _concatenate,
-    "convert_element_type": _convert,
-    "copy": _identity,
-    "copy_p": _identity,
-    "div": _div,
-    "dot_general": _dot,
-    "eq": _eq,
-    "gather": _gather,
-    "mul": _mul,
-    "name": _identity,
-    "neg": _neg,
-    "not": _not,
-    "ragged_dot_general": _ragged_dot,
-    "reduce_sum": _reduce_sum,
-    "reshape": _reshape,
-    "select_n": _select,
-    "squeeze": _squeeze,
-    "sub": _add,
-    "transpose": _transpose,
+    "add": _rule(_add),
+    "add_any": _rule(_add),
+    "broadcast_in_dim": _rule(_expand_dims, "shape", "broadcast_dimensions"),
+    "concatenate": _rule(_concatenate, "dimension"),
+    "convert_element_type": _rule(_convert, *_CAST),
+    "copy": _rule(_identity),
+    "copy_p": _rule(_identity),
+    "div": _rule(_div),
+    "dot_general": _rule(_dot, *_DOT),
+    "eq": _rule(_eq),
+    "gather": _rule(_gather, *_GATHER, *_PROMISES),
+    "mul": _rule(_mul),
+    "name": _rule(_identity, "name"),
+    "neg": _rule(_neg),
+    "not": _rule(_not),
+    "pvary": _rule(_identity, "axes"),
+    "ragged_dot_general": _rule(_ragged_dot, *_RAGGED),
+    "reduce_sum": _rule(_reduce_sum, "axes"),
+    "reshape": _rule(_reshape, "new_sizes"),
+    "select_n": _rule(_select),
+    "sharding_constraint": _rule(
+        _constrained, "sharding", "layout", "context_mesh", "unconstrained_dims"
+    ),
+    "squeeze": _rule(_squeeze, "dimensions"),
+    "sub": _rule(_add),
+    "transpose": _rule(_transpose, "permutation"),
 }

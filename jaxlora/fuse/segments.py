@@ -180,6 +180,8 @@ class Joiner:
             coefficient,
             (*factors, *scales, self._choice(segments, block_rows, entry)),
             _rounded(segments),
+            any(t.restored for t in segments.terms),
+            frozenset().union(*(t.precisions for t in segments.terms)),
             equations=self._equations(segments, place),
         )
         term = rename_term(term, names)

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import numpy as np
+from jax import lax
 from jax.extend import core
 
 Index = int  # names one dimension, or a part of one, of the arrays of a sum
@@ -17,10 +18,12 @@ class Operand:
         var: The variable, or a literal.
         dims: For each dimension the indices that it is made of, slowest first. A
             dimension of size 1 has none.
+        dtype: The dtype to which the traced function casts it.
     """
 
     var: core.Var | core.Literal
     dims: tuple[tuple[Index, ...], ...]
+    dtype: np.dtype
 
     @property
     def indices(self) -> tuple[Index, ...]:
@@ -111,6 +114,22 @@ class SiteProjection:
     out_features: int
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Names:
+    """Names that policies of `jax.checkpoint` may ask for.
+
+    Attributes:
+        of_s: Those of s.
+        of_y: Those of the frozen product, the branch and their sum.
+    """
+
+    of_s: tuple[str, ...] = ()
+    of_y: tuple[str, ...] = ()
+
+    def __add__(self, other: "Names") -> "Names":
+        return Names(of_s=self.of_s + other.of_s, of_y=self.of_y + other.of_y)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Site:
     """Linears with adapters that share x and are computed by one call of the kernels.
@@ -131,6 +150,8 @@ class Site:
         row_indices: The other indices of the rows.
         in_indices: The indices of the input features.
         dtype: The dtype in which the frozen product reads x and w.
+        precision: What its products are asked for.
+        names: The names that the function gives results inside it.
         implementation: Name of the back end.
         block_tokens: Rows of a token block of the kernels.
         keeps_s: Whether s is computed beside the kernels too, as in a function that
@@ -149,6 +170,8 @@ class Site:
     row_indices: tuple[Index, ...]
     in_indices: tuple[Index, ...]
     dtype: np.dtype
+    precision: lax.Precision
+    names: Names
     implementation: str
     block_tokens: int
     keeps_s: bool = False

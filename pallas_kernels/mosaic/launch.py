@@ -18,7 +18,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from jaxlora.pallas_kernels.batching import without_vmap
 from jaxlora.pallas_kernels.mosaic.mask import Mask
 from jaxlora.pallas_kernels.mosaic.ring import Ring
 from jaxlora.pallas_kernels.mosaic.ring_shape import COMPUTE_WGS, RingShape
@@ -244,7 +243,7 @@ def _launch(
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(lowering_semantics=_SEMANTICS),
     )
-    run = without_vmap(kernel, implementation="mosaic")
+    run = jax.custom_batching.sequential_vmap(kernel)
     return jax.tree.unflatten(out_tree, run(*inputs))
 
 

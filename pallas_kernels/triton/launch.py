@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 
-from jaxlora.pallas_kernels.batching import without_vmap
 from jaxlora.pallas_kernels.triton.binding import import_jax_triton
 from jaxlora.pallas_kernels.triton.device import Target
 
@@ -62,7 +61,7 @@ def launch(
         run = _interpreter_call(kernel, out_types, grid, values, target.interpreter)
     else:
         run = _triton_call(kernel, out_types, grid, values, tile, target)
-    return list(without_vmap(run, implementation="triton")(*inputs))
+    return list(jax.custom_batching.sequential_vmap(run)(*inputs))
 
 
 def _interpreter_call(

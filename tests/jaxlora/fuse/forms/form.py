@@ -80,7 +80,8 @@ def random_array(name: str, shape: tuple[int, ...], dtype: Any = jnp.float32):
     They are never all zero: a branch whose B is zero would hide every fault.
     """
     rng = np.random.default_rng(zlib.crc32(name.encode()))
-    size = 1.0 if name.startswith("x") or len(shape) < 2 else shape[-2] ** -0.5
+    is_weight = not name.startswith("x") and len(shape) > 1 and shape[-2] > 0
+    size = shape[-2] ** -0.5 if is_weight else 1.0
     return jnp.asarray(rng.normal(size=shape) * size, dtype)
 
 

@@ -6,7 +6,9 @@ Importing the modules registers their functions.
 from tests.jaxlora.fuse.forms import (  # noqa: F401
     adapters,
     dropout,
+    expected,
     flax_modules,
+    lookalikes,
     near_misses,
     nested,
     other_libraries,

@@ -1,0 +1,1 @@
+"""Seeded random functions with something like a LoRA linear, and their reference."""

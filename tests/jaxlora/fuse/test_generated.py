@@ -1,0 +1,33 @@
+"""Random functions keep their values, gradients and roundings when they are fused."""
+
+import pytest
+
+from tests.jaxlora.fuse.generator.check import check, is_fused_alike
+from tests.jaxlora.fuse.generator.features import draw, plain_draw
+
+# JAX warns of ids that are floats, which is what a draw may be about.
+pytestmark = pytest.mark.filterwarnings("ignore:jax.nn.one_hot input")
+
+SEEDS = range(320)
+PLAIN_SEEDS = range(32)
+AUTO_SEEDS = range(0, 320, 16)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_fused_function_is_as_accurate_as_the_original(seed):
+    """What is rewritten obeys the rule; what is not has the same program."""
+    function = draw(seed)
+    verdict = check(function, implementation="xla")
+    assert not verdict.faults, f"{function}:\n" + "\n".join(verdict.faults)
+
+
+@pytest.mark.parametrize("seed", PLAIN_SEEDS)
+def test_what_the_documentation_lists_is_rewritten(seed):
+    function = plain_draw(seed)
+    verdict = check(function, implementation="xla")
+    assert verdict.is_rewritten and not verdict.faults, f"{function}: {verdict}"
+
+
+@pytest.mark.parametrize("seed", AUTO_SEEDS)
+def test_the_default_back_end_leaves_a_function_or_fuses_it_likewise(seed):
+    assert is_fused_alike(draw(seed)), f"{draw(seed)}"
