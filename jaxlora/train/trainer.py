@@ -336,7 +336,7 @@ class Trainer:
         self._continue(self.runs)
         # This comes last, so that a refused resume leaves the folder unchanged.
         if processes.is_first():
-            clean_up(self.output_dir, [run.job.name for run in self.runs])
+            clean_up(self.output_dir)
         answered = {} if store.record is None else store.record.answers
         self._inbox = Inbox(self.output_dir, self, self._joining, answered)
         opened.callback(self._inbox.close)

@@ -1,5 +1,6 @@
 """A run's folder: which run may go on in it, and what is never written over."""
 
+import contextlib
 import io
 import json
 import os
@@ -7,6 +8,8 @@ import pathlib
 import re
 import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -16,6 +19,7 @@ from jaxlora.errors import CheckpointError
 from jaxlora.inspect import inspect_path
 from jaxlora.run.folder import check_folder, clean_up, prepare_export_folder
 from jaxlora.run.log import read_events
+from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.export import export_checkpoint
 from tests.jaxlora.train import made_run
 from tests.jaxlora.train.at_window import AtWindow
@@ -206,21 +210,55 @@ def test_what_others_put_there_is_moved_away(tmp_path):
     assert (tmp_path / "job~3").is_symlink() and not os.path.lexists(folder)
 
 
+KILLED = """
+import os, pathlib, sys
+from jaxlora import atomic
+with atomic.new_file(sys.argv[1]), atomic.new_folder(sys.argv[2]):
+    os._exit(9)
+"""
+
+
 def test_leftovers_of_a_killed_run_are_removed(tmp_path):
+    """And nothing else, whatever its name is."""
     adapters = tmp_path / "adapters"
-    for path in (
+    command = [sys.executable, "-c", KILLED, tmp_path / "run.json", adapters / "job"]
+    assert subprocess.run(command, check=False).returncode == 9
+    assert [len(names(tmp_path)), len(names(adapters))] == [2, 1]
+    mine = (
         tmp_path / ".metrics.jsonl.0123abcd.jaxlora-tmp",
         adapters / ".job.0123abcd.jaxlora-tmp" / "adapter_config.json",
         adapters / ".job.old" / "adapter_config.json",
         adapters / ".mine" / "notes",
-        adapters / ".job.backup1",
         tmp_path / "notes.jaxlora-tmp",
-    ):
+    )
+    for path in mine:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("")
-    clean_up(tmp_path, ["job", "other"])
-    assert names(tmp_path) == ["adapters", "notes.jaxlora-tmp"]
-    assert names(adapters) == [".job.backup1", ".mine", "job"]
+    clean_up(tmp_path)
+    assert all(path.exists() for path in mine)
+    assert len(names(tmp_path)) == len(names(adapters)) == 3
+
+
+def test_checkpoints_that_are_none_stay(tmp_path):
+    """A folder is not removed because of its number, nor a note in a checkpoint."""
+    folder = tmp_path / "checkpoints"
+    for name in ("0", "7.orbax-checkpoint-tmp-1"):
+        path = folder / name / "notes.txt"
+        path.parent.mkdir(parents=True)
+        path.write_text("mine")
+        match = f"{name} has the name of a checkpoint, and holds none. Move it away"
+        with pytest.raises(CheckpointError, match=re.escape(match)):
+            Checkpoints(folder)
+        path.parent.rename(tmp_path / name)
+    run = made_run.saved_run()
+    with contextlib.closing(Checkpoints(folder, keep=2)) as checkpoints:
+        for number in (1, 2, 3, 4):
+            checkpoints.save(number, made_run.states(number), run)
+            checkpoints.wait()
+            if number == 2:
+                (folder / "2" / "run" / "notes.txt").write_text("mine")
+    assert names(folder) == ["2", "3", "4"]
+    assert (folder / "2" / "run" / "notes.txt").read_text() == "mine"
 
 
 def names(folder: pathlib.Path) -> list[str]:
