@@ -195,6 +195,7 @@ def test_places_that_cannot_hold_a_run(tmp_path, monkeypatch):
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(StorageError, match="cannot be written: Not a directory"):
             RunLock(folder).__enter__()
+
     def read_only(*_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
