@@ -163,12 +163,30 @@ class RunLock:
             with contextlib.suppress(OSError):
                 os.utime(self._path)
 
+    def check_folder(self) -> None:
+        """Checks that the folder is still the one that was locked.
+
+        Raises:
+            CheckpointError: It was removed, renamed or replaced.
+        """
+        if self._directory < 0 or _is_same(self._directory, self._folder):
+            return
+        raise CheckpointError(
+            f"{self._folder} was removed or renamed while the run trained in it, so "
+            "the run has ended. If it was renamed, rename it back and continue with "
+            "--resume: only the steps since the last checkpoint are lost. If it was "
+            "removed, its checkpoints, exported adapters and metrics are lost too: "
+            "restore it from a copy and use --resume, or start anew without."
+        )
+
     def check(self) -> None:
         """Checks that this run still holds the folder, before something is written.
 
         Raises:
-            CheckpointError: run.lock was removed, and another run holds the folder.
+            CheckpointError: run.lock was removed, and another run holds the folder; or
+                the folder itself was removed or renamed.
         """
+        self.check_folder()
         if _is_same(self._file, self._path):
             if os.pread(self._file, _MAX_BYTES, 0) == self._text:
                 return
@@ -189,7 +207,8 @@ class RunLock:
         with contextlib.suppress(OSError):
             if _is_same(self._file, self._path):
                 self._path.unlink()
-            if self._created_folder and not any(self._folder.iterdir()):
+            is_ours = self._created_folder and _is_same(self._directory, self._folder)
+            if is_ours and not any(self._folder.iterdir()):
                 self._folder.rmdir()
         self._close()
 

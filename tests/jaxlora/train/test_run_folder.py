@@ -14,7 +14,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from jaxlora import RunConfig, Trainer
+from jaxlora import Callback, RunConfig, Trainer, load_run
+from jaxlora.cli.main import main
 from jaxlora.errors import CheckpointError
 from jaxlora.inspect import inspect_path
 from jaxlora.run.folder import check_folder, clean_up, prepare_export_folder
@@ -157,6 +158,53 @@ def test_jobs_that_were_added_are_part_of_the_run(config, model):
     result = Trainer(one, model).train(resume=True)
     assert [job.name for job in result.jobs] == ["job1", "late"]
     assert all(job.progress.status == "finished" for job in result.jobs)
+
+
+@pytest.mark.parametrize("how", ["removed", "renamed", "replaced"])
+@pytest.mark.parametrize("within", [False, True])
+def test_a_folder_that_is_removed_while_the_run_trains(
+    config, model, tmp_path, how, within
+):
+    """Between two windows or in one; the run does not make a new folder with parts."""
+    folder = pathlib.Path(config.output_dir)
+
+    class Remover(Callback):
+        def on_event(self, event):
+            if event.round != 2 or event.kind != ("step" if within else "window"):
+                return
+            if folder.exists():
+                folder.rename(tmp_path / "moved")
+            if how == "replaced":
+                folder.mkdir()
+
+    match = "run was removed or renamed while the run trained.*lost too: restore"
+    with pytest.raises(CheckpointError, match=match):
+        Trainer(config, model).train(callbacks=[Remover()])
+    assert list(folder.iterdir()) == [] if how == "replaced" else not folder.exists()
+    if how == "renamed":
+        (tmp_path / "moved").rename(folder)
+        assert not Trainer(config, model).train(resume=True).interrupted
+
+
+def test_a_used_folder_is_refused_before_anything_is_read(tmp_path, capsys):
+    """By the command, and for another run by Python too."""
+    folder = made_run.write_run(tmp_path / "run")
+    run_file = tmp_path / "run.yaml"
+    settings = {
+        "model": "nowhere/at-all",
+        "output_dir": str(folder),
+        "jobs": [{"name": "other", "data": {"path": "nowhere.jsonl"}}],
+    }
+    run_file.write_text(json.dumps(settings))
+    assert main(["train", str(run_file)]) == 1
+    assert "run already holds a run. Resume it" in capsys.readouterr().err
+    assert main(["train", str(run_file), "--resume"]) == 1
+    assert "job 'done' is in the checkpoint but not in this" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="job 'done' is in the checkpoint but"):
+        Trainer(load_run(run_file))
+    shutil.rmtree(folder)
+    assert main(["train", str(run_file), "--resume"]) == 1
+    assert "holds no run to resume" in capsys.readouterr().err
 
 
 # ---- without training --------------------------------------------------------------
