@@ -17,6 +17,7 @@ from jaxlora.errors import CheckpointError, DeviceError
 from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.describe_run import check_resumes
 from jaxlora.train.in_flight import InFlight
+from jaxlora.train.job_run import JobRun
 from jaxlora.train.prepare import linear_shapes
 from jaxlora.train.read_checkpoint import read_newest
 from jaxlora.train.staged_executor import StagedExecutor
@@ -146,10 +147,11 @@ def test_less_patience_needs_a_word_too(tmp_path):
     often = {"eval_every": 1, "early_stopping": 2}
     job = LoraJob(name="now", data={"path": "x"}, eval_fraction=0.1, **often)
 
-    @dataclasses.dataclass
-    class Job:
-        job: LoraJob
-        num_steps: int = 9
+    class Job(JobRun):
+        num_steps = 9
+
+        def __init__(self, job: LoraJob):
+            self.job = job
 
     identity = made_run.identity(jobs)
     with pytest.raises(CheckpointError, match="has had 2 evaluations without a gain, "):
