@@ -3,23 +3,34 @@
 import contextlib
 import errno
 import fcntl
+import itertools
+import logging
 import os
 import pathlib
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from typing import IO
 
 import safetensors
 
 from jaxlora.errors import StorageError
+from jaxlora.json_file import read_regular_file
 
-# Names of temporary files and folders end with this suffix, and no other names do.
+logger = logging.getLogger(__name__)
+
+# What is being written lies in a folder of such a name, which holds the file _MARK as
+# well. Only folders with that file are removed: a name alone proves nothing.
 _SUFFIX = ".jaxlora-tmp"
-_LEFTOVER = re.compile(rf"\..+\.[0-9a-f]{{8}}{re.escape(_SUFFIX)}")
+_TEMPORARY = re.compile(rf"\.(.+)\.[0-9a-f]{{8}}{re.escape(_SUFFIX)}")
+_MARK, _MARK_TEXT = "jaxlora.txt", "jaxlora is writing this folder, and removes it.\n"
+_NEW, _OLD = "new", "old"  # what is being written, and what it has replaced
 # Some file systems cannot sync folders, but then do not need it either.
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+# A folder cannot be renamed to a name that a folder with contents has.
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
@@ -55,21 +66,13 @@ def new_file(path: str | os.PathLike, *, mode: int = 0o666) -> Iterator[IO[bytes
         StorageError: The file cannot be written; the old file is unchanged.
     """
     path = pathlib.Path(path)
-    with wrap_os_errors(path):
-        make_folder(path.parent)
-        temporary = _temporary_name(path)
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                _try_lock(file.fileno())
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        sync_folder(path.parent)
+    with _temporary(path) as place:
+        handle = os.open(place / _NEW, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(place / _NEW, path)
 
 
 @contextlib.contextmanager
@@ -77,20 +80,27 @@ def new_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     """Yields a folder that gets the name `path` when the block ends without an error.
 
     Raises:
-        FileExistsError: `path` exists already.
+        FileExistsError: `path` exists already, or is made by another process meanwhile.
         StorageError: The folder cannot be written.
     """
     path = pathlib.Path(path)
     is_plain = path.is_dir() and not path.is_symlink()
     if os.path.lexists(path) and not (is_plain and not any(path.iterdir())):
-        raise FileExistsError(
-            f"{path} exists already. Remove it, or choose another name."
-        )
-    with _temporary(path) as folder:
+        raise _exists(path)
+    with _temporary(path) as place:
+        folder = place / _NEW
+        folder.mkdir()
         yield folder
-        if path.is_dir():
-            path.rmdir()
-        folder.rename(path)
+        try:
+            folder.rename(path)  # takes the place of an empty folder
+        except OSError as error:
+            if error.errno not in (*_TAKEN, errno.ENOTDIR):
+                raise
+            raise _exists(path) from None
+
+
+def _exists(path: pathlib.Path) -> FileExistsError:
+    return FileExistsError(f"{path} exists already. Remove it, or choose another name.")
 
 
 @contextlib.contextmanager
@@ -98,7 +108,8 @@ def replace_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     """Yields a folder that replaces `path` when the block ends without an error.
 
     Until then the old folder stays complete. A kill between the two renames leaves the
-    old folder under a name that ends in `.old`; the next call puts it back.
+    old folder in a temporary folder; the next call puts it back. If several processes
+    replace a folder at the same time, each does it completely, and the last one stays.
 
     Raises:
         StorageError: There is a file or a symbolic link at `path`, or the folder
@@ -106,15 +117,30 @@ def replace_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     """
     path = pathlib.Path(path)
     check_no_file(path)
-    old = _old_name(path)
     with wrap_os_errors(path):
-        recover_folder(path)
-    with _temporary(path) as folder:
+        for left in _temporaries_of(path):
+            if not _is_in_use(left):
+                _discard(left)
+    with _temporary(path) as place:
+        folder = place / _NEW
+        folder.mkdir()
         yield folder
-        if path.exists():
-            path.rename(old)
-        folder.rename(path)
-        shutil.rmtree(old, ignore_errors=True)
+        _exchange(folder, path)
+
+
+def _exchange(folder: pathlib.Path, path: pathlib.Path) -> None:
+    """Renames a folder to `path`, after what is there has been moved beside it."""
+    for number in itertools.count():
+        check_no_file(path)
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(folder.with_name(f"{_OLD}{number}"))
+        try:
+            folder.rename(path)
+            return
+        except OSError as error:
+            # Another process has put its folder there between the two renames.
+            if error.errno not in _TAKEN:
+                raise
 
 
 def check_no_file(path: pathlib.Path) -> None:
@@ -133,44 +159,81 @@ def check_no_file(path: pathlib.Path) -> None:
         )
 
 
-def recover_folder(path: pathlib.Path) -> None:
-    """Completes a replacement that was killed between its two renames."""
-    old = _old_name(path)
-    if not old.is_dir():
-        return
-    if path.exists():
-        shutil.rmtree(old)
-    else:
-        old.rename(path)
-        sync_folder(path.parent)
-
-
 def find_complete_folder(path: pathlib.Path) -> pathlib.Path:
     """Returns the path of the complete folder, even if its replacement was killed."""
-    old = _old_name(path)
-    return old if not path.exists() and old.is_dir() else path
+    if not path.exists():
+        for place in _temporaries_of(path):
+            for old in place.glob(f"{_OLD}*"):
+                return old
+    return path
 
 
 def remove_leftovers(folder: pathlib.Path, *, alone: bool = False) -> None:
-    """Removes incomplete files and folders that killed processes left in a folder.
+    """Removes what killed processes left incomplete in a folder.
+
+    Folders whose replacement was killed between its two renames are put back.
 
     Args:
         folder: The folder; it need not exist. Its subfolders are not searched.
         alone: Whether no other process writes to this folder. Otherwise the temporary
-            files of live processes are kept, and on a file system without locks all
-            temporary files.
+            folders of live processes are kept, and on a file system without locks all
+            of them.
     """
+    for place in _temporaries(folder):
+        if alone or not _is_in_use(place):
+            _discard(place)
+
+
+def _temporaries(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the temporary folders in a folder, which need not exist."""
     if not folder.is_dir():
-        return
-    for path in folder.iterdir():
-        if not _LEFTOVER.fullmatch(path.name) or path.is_symlink():
-            continue
-        if not alone and _is_in_use(path):
-            continue
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        return []
+    return [
+        path
+        for path in folder.iterdir()
+        if _TEMPORARY.fullmatch(path.name) and _is_marked(path)
+    ]
+
+
+def _temporaries_of(path: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the temporary folders of what is to be written to a path."""
+    return [place for place in _temporaries(path.parent) if _target(place) == path]
+
+
+def _target(place: pathlib.Path) -> pathlib.Path:
+    match = _TEMPORARY.fullmatch(place.name)
+    assert match is not None
+    return place.with_name(match[1])
+
+
+def _is_marked(place: pathlib.Path) -> bool:
+    """Whether this program made a folder to write to."""
+    try:
+        if not stat.S_ISDIR(place.lstat().st_mode):
+            return False
+        return read_regular_file(place / _MARK, follow=False) == _MARK_TEXT.encode()
+    except OSError:
+        return False
+
+
+def _discard(place: pathlib.Path) -> None:
+    """Removes a temporary folder; what it has replaced goes back if nothing did."""
+    path = _target(place)
+    try:
+        for old in place.glob(f"{_OLD}*"):
+            if not os.path.lexists(path):
+                old.rename(path)
+                sync_folder(path.parent)
+        # The mark goes last, so that a kill leaves nothing that is not removed later.
+        for child in place.iterdir():
+            if child.is_dir() and not child.is_symlink():
+                shutil.rmtree(child)
+            elif child.name != _MARK:
+                child.unlink()
+        (place / _MARK).unlink(missing_ok=True)
+        place.rmdir()
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s", place, error.strerror or error)
 
 
 def _is_in_use(path: pathlib.Path) -> bool:
@@ -195,26 +258,22 @@ def _try_lock(handle: int) -> bool:
 
 @contextlib.contextmanager
 def _temporary(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields a temporary folder beside a path, and syncs what was renamed from it."""
     with wrap_os_errors(path):
         make_folder(path.parent)
-        folder = _temporary_name(path)
-        folder.mkdir()
-        handle = os.open(folder, os.O_RDONLY)
+        place = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_SUFFIX}")
+        place.mkdir()
+        handle = -1
         try:
+            handle = os.open(place, os.O_RDONLY)
             _try_lock(handle)
-            yield folder
+            (place / _MARK).write_text(_MARK_TEXT, encoding="utf-8")
+            yield place
             sync_folder(path.parent)
         finally:
-            os.close(handle)
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _temporary_name(path: pathlib.Path) -> pathlib.Path:
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}{_SUFFIX}")
-
-
-def _old_name(path: pathlib.Path) -> pathlib.Path:
-    return path.with_name(f".{path.name}.old")
+            _discard(place)
+            if handle >= 0:
+                os.close(handle)
 
 
 def make_folder(folder: pathlib.Path) -> None:
@@ -279,9 +338,9 @@ def _is_elsewhere(error: Exception, path: pathlib.Path) -> bool:
     if not isinstance(file, str | bytes):
         return False
     about = pathlib.Path(os.fsdecode(file)).absolute()
-    is_temporary = any(_LEFTOVER.fullmatch(part) for part in about.parts)
+    is_temporary = any(_TEMPORARY.fullmatch(part) for part in about.parts)
     path = path.absolute()
-    return not is_temporary and about not in (path, _old_name(path), *path.parents)
+    return not is_temporary and about not in (path, *path.parents)
 
 
 def _os_number(error: Exception) -> int | None:

@@ -130,7 +130,8 @@ def _run(folder: pathlib.Path, console: Console) -> None:
     from jaxlora.run.lock import LOCK_FILE, is_in_use, read_owner
     from jaxlora.train.read_checkpoint import newest_checkpoint, read_newest
 
-    if is_in_use(folder):
+    is_live = is_in_use(folder)
+    if is_live:
         show(console, f"run {folder}: in use by {read_owner(folder / LOCK_FILE)}")
     record = read_run_record(folder)
     if record is not None and newest_checkpoint(folder / CHECKPOINTS) is None:
@@ -142,9 +143,10 @@ def _run(folder: pathlib.Path, console: Console) -> None:
     show(console, f"run {folder}: checkpoint after round {found.number}, on {base}")
     table = Table("job", "status", "step", "tokens", "train loss", "eval loss")
     for name, progress in found.run.progress.items():
-        keys = ("status", "step", "num_tokens", "last_loss", "last_eval")
-        values = (name, *(_short(getattr(progress, key)) for key in keys))
-        table.add_row(*map(literal, values))
+        keys = ("step", "num_tokens", "last_loss", "last_eval")
+        values = (_short(getattr(progress, key)) for key in keys)
+        status = progress.shown_status(is_live=is_live)
+        table.add_row(*map(literal, (name, status, *values)))
     show(console, table)
 
 

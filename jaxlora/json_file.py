@@ -1,15 +1,17 @@
 """Parses untrusted JSON, within the limits of Python's stack and integers."""
 
+import errno
 import json
 import os
 import pathlib
 import reprlib
 import stat
-from typing import Any
+from typing import Any, BinaryIO
 
 # Maximum nesting depth. It is far more than in any real file, and far less than the
 # depth that exhausts the stack when the value is printed or written.
 _MAX_DEPTH = 100
+_NOT_REGULAR = "it is not a regular file"
 
 _repr = reprlib.Repr(maxdict=6, maxlist=8, maxtuple=8, maxset=8, maxlevel=3)
 _repr.maxstring = _repr.maxother = 200
@@ -62,7 +64,43 @@ def read_json_file(path: pathlib.Path) -> Any:
 def check_regular_file(path: pathlib.Path) -> None:
     """Raises OSError if a path is missing or is not a regular file but, say, a pipe."""
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError("it is not a regular file")
+        raise OSError(_NOT_REGULAR)
+
+
+def open_regular_file(path: pathlib.Path, *, follow: bool = True) -> BinaryIO:
+    """Opens a file to read its bytes; never waits for the writer of a pipe.
+
+    Args:
+        path: The file.
+        follow: Whether it may be a symbolic link to a file.
+
+    Raises:
+        FileNotFoundError: `path` does not exist.
+        OSError: `path` is not a regular file, or cannot be read.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        handle = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            raise _not_regular(path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise _not_regular(path)
+    return os.fdopen(handle, "rb")
+
+
+def read_regular_file(
+    path: pathlib.Path, *, follow: bool = True, limit: int = -1
+) -> bytes:
+    """Reads a file, or its first `limit` bytes; see `open_regular_file`."""
+    with open_regular_file(path, follow=follow) as file:
+        return file.read(limit)
+
+
+def _not_regular(path: pathlib.Path) -> OSError:
+    return OSError(errno.EINVAL, _NOT_REGULAR, str(path))
 
 
 def shown(value: object) -> str:

@@ -275,7 +275,8 @@ def _check_saved_states(
         return
     for job in jobs:
         if job.job.continue_from is not None:
-            check_continues(job.job, run_identity(config, "", spec, [job]))
+            own = run_identity(config, "", spec, [job])
+            check_continues(job.job, job.num_steps, own)
 
 
 # ---- windows -------------------------------------------------------------------------

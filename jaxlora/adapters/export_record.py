@@ -16,6 +16,7 @@ from pydantic import Field
 from jaxlora.adapters.model_card import CARD_FILE, is_our_card
 from jaxlora.atomic import check_no_file
 from jaxlora.errors import AdapterError
+from jaxlora.json_file import read_regular_file
 from jaxlora.strict import StrictModel, format_errors
 
 CONFIG_FILE = "adapter_config.json"
@@ -82,7 +83,8 @@ def read_record(folder: pathlib.Path) -> ExportRecord | None:
     """
     path = folder / RECORD_FILE
     try:
-        return ExportRecord.model_validate_json(path.read_bytes(), strict=True)
+        data = read_regular_file(path)
+        return ExportRecord.model_validate_json(data, strict=True)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -131,7 +133,10 @@ def read_export(folder: pathlib.Path) -> Export | None:
 
 
 def _inode(folder: pathlib.Path) -> int | None:
-    return folder.stat().st_ino if folder.is_dir() else None
+    try:
+        return folder.stat().st_ino
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def _read_export(folder: pathlib.Path) -> Export | None:
@@ -151,27 +156,46 @@ def _read_export(folder: pathlib.Path) -> Export | None:
 
 def _read(path: pathlib.Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular_file(path)
     except OSError as error:
         raise AdapterError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def is_ours(folder: pathlib.Path) -> bool:
-    """Whether this program wrote everything in a folder."""
-    names = {path.name for path in folder.iterdir()}
+    """Whether this program wrote everything in a folder, or it is empty or missing.
+
+    An active process may replace the folder meanwhile; it is then looked at again.
+    """
+    while True:
+        if (before := _inode(folder)) is None:
+            return True
+        try:
+            found = _is_ours(folder)
+        except FileNotFoundError:
+            found = False
+        if found or _inode(folder) == before:
+            return found
+
+
+def _is_ours(folder: pathlib.Path) -> bool:
+    paths = list(folder.iterdir())
+    names = {path.name for path in paths}
     if not names:
         return True
+    if not all(path.is_file() and not path.is_symlink() for path in paths):
+        return False
     if CARD_FILE in names and not is_our_card(folder / CARD_FILE):
         return False
     if not set(_FILES) <= names <= {*_FILES, RECORD_FILE, CARD_FILE}:
         return False
     if RECORD_FILE in names:
+        # Another program may have written its weights beside our record.
         try:
-            return read_record(folder) is not None
+            return _read_export(folder) is not None
         except AdapterError:
             return False
     try:
-        config = json.loads((folder / CONFIG_FILE).read_bytes())
+        config = json.loads(read_regular_file(folder / CONFIG_FILE))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(config, dict) and config.keys() == _CONFIG_KEYS
@@ -191,7 +215,7 @@ def check_replaceable(folder: str | os.PathLike, *, overwrite: bool = False) -> 
     """
     folder = pathlib.Path(folder)
     check_no_file(folder)
-    if overwrite or not folder.exists() or is_ours(folder):
+    if overwrite or is_ours(folder):
         return
     raise AdapterError(
         f"{folder} holds files that jaxlora did not write, and an adapter would "

@@ -5,6 +5,7 @@ The format is that of llama.cpp's `convert_lora_to_gguf.py`. llama.cpp adds
 scalings, or rsLoRA is used, the ratio is multiplied into B.
 """
 
+import os
 import pathlib
 import tempfile
 
@@ -64,16 +65,21 @@ def export_gguf(
             f"{adapter_folder} does not name its base model. Give its folder or hub "
             "id: --base MODEL."
         )
-    if out.exists():
-        raise FileExistsError(f"{out} exists. Remove it, or choose another name.")
+    _check_free(out)
     model = planned_config(tokenizer_folder(base, revision))
     adapter = import_peft(adapter_folder, linear_shapes(model))
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as temporary:
         part = pathlib.Path(temporary) / out.name
         _write(adapter, model, part, adapter_folder.name)
+        _check_free(out)  # another process may have written it meanwhile
         part.rename(out)
     return out
+
+
+def _check_free(out: pathlib.Path) -> None:
+    if os.path.lexists(out):
+        raise FileExistsError(f"{out} exists. Remove it, or choose another name.")
 
 
 def _write(adapter: Adapter, model: ModelConfig, path: pathlib.Path, name: str) -> None:

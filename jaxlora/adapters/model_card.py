@@ -6,6 +6,8 @@ from typing import Any
 
 import yaml
 
+from jaxlora.json_file import read_regular_file
+
 CARD_FILE = "README.md"
 # The last line of a card. A folder whose card ends otherwise holds a user's own text.
 _MARK = "<!-- Written by jaxlora. Remove this line to keep your changes. -->"
@@ -76,7 +78,7 @@ def write_card(folder: pathlib.Path, text: str) -> None:
 def is_our_card(path: pathlib.Path) -> bool:
     """Whether this program wrote a card, and nobody claimed it since."""
     try:
-        return path.read_text(encoding="utf-8").rstrip().endswith(_MARK)
+        return read_regular_file(path).decode().rstrip().endswith(_MARK)
     except (OSError, ValueError):
         return False
 

@@ -27,9 +27,9 @@ def _run(arguments: argparse.Namespace) -> int:
         is_json, text = arguments.json, f"{owner} is compiling; no job has begun"
         print(json.dumps({"process": process, "run": None}) if is_json else text)
         return 0
-    saved = read_status(folder)
+    saved = read_status(folder).seen(is_live=owner is not None)
     if arguments.json:
-        print(json.dumps({"process": process, **dataclasses.asdict(saved)}))
+        print(json.dumps({"process": process, **saved.values()}))
     else:
         print_status(saved, owner, Console())
     return 0

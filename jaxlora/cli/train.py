@@ -20,6 +20,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="continue from the newest checkpoint"
     )
+    parser.add_argument(
+        "--drop-state",
+        action="store_true",
+        help="with --resume: end jobs that have done more steps than they have now (or "
+        "that early_stopping with less patience ends), and drop their optimizer states",
+    )
 
 
 def _add_processes(parser: argparse.ArgumentParser) -> None:
@@ -73,12 +79,19 @@ def _check_outputs(config: "RunConfig", run_file: str) -> None:
 
 def _train_in_process(config: "RunConfig", arguments: argparse.Namespace) -> int:
     from jaxlora.distributed import processes
+    from jaxlora.run.folder import check_folder
+    from jaxlora.run.lock import check_not_in_use
     from jaxlora.train.keep_run_file import KeepRunFile
     from jaxlora.train.report import print_summary
     from jaxlora.train.trainer import Trainer
 
+    folder = pathlib.Path(config.output_dir)
+    processes.from_first(lambda: check_not_in_use(folder))
+    processes.from_first(lambda: check_folder(folder, resume=arguments.resume))
     callbacks = [KeepRunFile(arguments.run_file)] if processes.is_first() else []
-    result = Trainer(config).train(resume=arguments.resume, callbacks=callbacks)
+    result = Trainer(config).train(
+        resume=arguments.resume, drop_state=arguments.drop_state, callbacks=callbacks
+    )
     if processes.is_first():
         print_summary(result)
     if result.interrupted:

@@ -13,6 +13,7 @@ nothing in them is executed.
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import pathlib
 import re
@@ -22,9 +23,12 @@ import time
 
 import pydantic
 
-from jaxlora.atomic import make_folder, wrap_os_errors, write_bytes
+from jaxlora.atomic import remove_leftovers, wrap_os_errors, write_bytes
 from jaxlora.errors import ConfigError
+from jaxlora.json_file import open_regular_file
 from jaxlora.run.message import Answer, ControlRequest
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "control"
 _REQUEST, _ANSWER = ".request.json", ".answer.json"
@@ -44,6 +48,7 @@ class Mailbox:
             run_folder: Folder of the run.
         """
         self._folder = run_folder / FOLDER
+        self._ignored: set[str] = set()
 
     def exists(self) -> bool:
         """Returns whether a run has made the folder."""
@@ -52,19 +57,23 @@ class Mailbox:
     def create(self) -> None:
         """Makes the folder if there is none, and removes answers that nobody reads.
 
+        The run's own folder exists.
+
         Raises:
             ConfigError: Somebody else may write to the folder.
             StorageError: It cannot be made.
         """
         with wrap_os_errors(self._folder):
-            make_folder(self._folder.parent)
             with contextlib.suppress(FileExistsError):
                 self._folder.mkdir(mode=0o700)
             self.check()
+            remove_leftovers(self._folder)
             oldest = time.time() - _MAX_AGE_SECONDS
-            for path in self._folder.glob(f"*{_ANSWER}"):
-                if path.lstat().st_mtime < oldest:
-                    path.unlink(missing_ok=True)
+            for name in self._names(_ANSWER):
+                path = self._folder / (name + _ANSWER)
+                with contextlib.suppress(FileNotFoundError):
+                    if path.lstat().st_mtime < oldest:
+                        path.unlink()
 
     def check(self) -> None:
         """Checks that only its owner, who is this user, may write to the folder.
@@ -126,13 +135,29 @@ class Mailbox:
     # ---- the run -------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """Returns the ids of the requests, oldest first."""
-        found = (
-            entry.name.removesuffix(_REQUEST)
-            for entry in os.scandir(self._folder)
-            if entry.name.endswith(_REQUEST)
-        )
-        return sorted(name for name in found if _ID.fullmatch(name))
+        """Returns the ids of the requests, oldest first.
+
+        Raises:
+            OSError: The folder is missing or cannot be read.
+        """
+        return sorted(self._names(_REQUEST))
+
+    def _names(self, suffix: str) -> list[str]:
+        """Returns the ids of the requests or answers, which are files; logs others."""
+        names = []
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                name = entry.name.removesuffix(suffix)
+                if name == entry.name or not _ID.fullmatch(name):
+                    continue
+                if entry.is_file(follow_symlinks=False):
+                    names.append(name)
+                elif entry.name not in self._ignored:
+                    self._ignored.add(entry.name)
+                    logger.warning(
+                        "%s is ignored, because it is no file. Remove it.", entry.path
+                    )
+        return names
 
     def read(self, name: str) -> ControlRequest:
         """Reads a request.
@@ -144,7 +169,12 @@ class Mailbox:
         return self._read(self._folder / (name + _REQUEST), ControlRequest)
 
     def answer(self, name: str, answer: Answer) -> None:
-        """Answers a request, and then removes it."""
+        """Answers a request, and then removes it.
+
+        Raises:
+            StorageError: The answer cannot be written.
+            OSError: The request cannot be removed.
+        """
         if (self._folder / (name + _REQUEST)).exists():
             self._write(name + _ANSWER, dataclasses.asdict(answer))
             self.withdraw(name)
@@ -156,18 +186,15 @@ class Mailbox:
         write_bytes(self._folder / name, data, mode=_MODE)
 
     def _read[T](self, path: pathlib.Path, kind: type[T]) -> T:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            handle = os.open(path, flags)
+            with open_regular_file(path, follow=False) as file:
+                if os.fstat(file.fileno()).st_uid != os.geteuid():
+                    raise ConfigError(f"{path} is not a file of this user.")
+                data = file.read(_MAX_BYTES + 1)
         except FileNotFoundError:
             raise
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
-        with os.fdopen(handle, "rb") as file:
-            found = os.fstat(handle)
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-                raise ConfigError(f"{path} is not a file of this user.")
-            data = file.read(_MAX_BYTES + 1)
         if len(data) > _MAX_BYTES:
             raise ConfigError(f"{path} has more than {_MAX_BYTES:,} bytes.")
         try:

@@ -5,12 +5,13 @@ import datetime
 import json
 import pathlib
 import time
+from typing import Any
 
 import pydantic
 
 from jaxlora.atomic import write_text
 from jaxlora.errors import CheckpointError, ConfigError
-from jaxlora.json_file import check_regular_file
+from jaxlora.json_file import read_regular_file
 from jaxlora.run.callback import Callback
 from jaxlora.run.events import Event, StepEvent
 from jaxlora.run.saved_fields import STRICT, IsoTime
@@ -34,6 +35,19 @@ class SavedStatus:
 
     written: IsoTime
     run: RunStatus
+
+    def seen(self, *, is_live: bool) -> "SavedStatus":
+        """Returns what the file means now; after a kill it says that jobs are running.
+
+        Args:
+            is_live: Whether a process trains the run.
+        """
+        run = dataclasses.replace(self.run, is_live=is_live)
+        return dataclasses.replace(self, run=run)
+
+    def values(self) -> dict[str, Any]:
+        """Returns the contents as JSON values, with the statuses for users."""
+        return {"written": self.written, "run": self.run.values()}
 
 
 class StatusFile(Callback):
@@ -76,8 +90,7 @@ def read_status(folder: pathlib.Path) -> SavedStatus:
     """
     path = folder / STATUS_FILE
     try:
-        check_regular_file(path)
-        data = path.read_bytes()
+        data = read_regular_file(path)
     except FileNotFoundError:
         raise ConfigError(
             f"{folder} holds no run that has begun to train: there is no {STATUS_FILE}."

@@ -15,7 +15,7 @@ def print_status(saved: SavedStatus, owner: Owner | None, console: Console) -> N
     """Prints the state of a run.
 
     Args:
-        saved: The state.
+        saved: The state, as `SavedStatus.seen` returns it.
         owner: Process that trains the run; None: there is none.
         console: Console to print to.
     """
@@ -51,16 +51,16 @@ def _table(run: RunStatus) -> Table:
     for column in ("slot", "rank", "steps", "loss", "best held-out"):
         table.add_column(column, justify="right", no_wrap=True)
     for job in in_display_order(run.jobs):
-        table.add_row(*map(literal, _cells(job)))
+        table.add_row(*map(literal, _cells(job, run.status_of(job))))
     return table
 
 
-def _cells(job: JobStatus) -> tuple[str, ...]:
+def _cells(job: JobStatus, status: str) -> tuple[str, ...]:
     p = job.progress
     best = "-" if p.best_eval is None else f"{p.best_eval:.3f} at {p.best_step}"
     return (
         job.name,
-        p.status,
+        status,
         "-" if p.slot is None else str(p.slot),
         str(job.rank),
         f"{p.step}/{job.num_steps}",

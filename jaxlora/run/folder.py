@@ -6,11 +6,10 @@ import json
 import logging
 import os
 import pathlib
-from collections.abc import Iterable
 from typing import Any
 
 from jaxlora.adapters.export_record import is_ours, read_export
-from jaxlora.atomic import recover_folder, remove_leftovers, write_text
+from jaxlora.atomic import remove_leftovers, write_text
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.distributed import processes
 from jaxlora.errors import AdapterError, CheckpointError, StorageError
@@ -199,12 +198,10 @@ def check_writable(folder: pathlib.Path) -> None:
         )
 
 
-def clean_up(folder: pathlib.Path, jobs: Iterable[str]) -> None:
+def clean_up(folder: pathlib.Path) -> None:
     """Removes incomplete files of a killed run; no other process may be writing."""
     for place in (folder, folder / ADAPTERS):
         remove_leftovers(place, alone=True)
-    for job in jobs:
-        recover_folder(folder / ADAPTERS / job)
 
 
 def prepare_export_folder(folder: pathlib.Path, step: int) -> bool:

@@ -47,3 +47,12 @@ class JobProgress:
     def is_over(self) -> bool:
         """Whether the job has ended, for any reason."""
         return self.status not in ("waiting", "running", "paused")
+
+    def shown_status(self, *, is_live: bool) -> str:
+        """Returns the status for users: without a process, no job is running.
+
+        Args:
+            is_live: Whether a process trains the run.
+        """
+        is_interrupted = self.status == "running" and not is_live
+        return "interrupted" if is_interrupted else self.status

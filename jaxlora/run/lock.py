@@ -24,12 +24,14 @@ import os
 import pathlib
 import shlex
 import socket
+import stat
 import sys
 import threading
 import time
 
 from jaxlora.atomic import make_folder, sync_folder, wrap_os_errors
 from jaxlora.errors import CheckpointError
+from jaxlora.json_file import open_regular_file, read_regular_file
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +105,8 @@ class RunLock:
         """Takes the lock.
 
         Raises:
-            CheckpointError: Another run is using the folder; the text names it.
+            CheckpointError: Another run is using the folder; the text names it. Or
+                something else than a file is in the place of run.lock.
             StorageError: The folder cannot be written.
         """
         with wrap_os_errors(self._path):
@@ -144,7 +147,8 @@ class RunLock:
     def _lock_file(self) -> tuple[int, bool]:
         """Opens the lock file; also returns whether the kernel's lock was obtained."""
         for _ in range(_ATTEMPTS):
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+            check_lock_file(self._path)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
             handle = os.open(self._path, flags, 0o666)
             is_locked = _lock(handle)
             # Another process may have removed the file between the two calls.
@@ -159,12 +163,30 @@ class RunLock:
             with contextlib.suppress(OSError):
                 os.utime(self._path)
 
+    def check_folder(self) -> None:
+        """Checks that the folder is still the one that was locked.
+
+        Raises:
+            CheckpointError: It was removed, renamed or replaced.
+        """
+        if self._directory < 0 or _is_same(self._directory, self._folder):
+            return
+        raise CheckpointError(
+            f"{self._folder} was removed or renamed while the run trained in it, so "
+            "the run has ended. If it was renamed, rename it back and continue with "
+            "--resume: only the steps since the last checkpoint are lost. If it was "
+            "removed, its checkpoints, exported adapters and metrics are lost too: "
+            "restore it from a copy and use --resume, or start anew without."
+        )
+
     def check(self) -> None:
         """Checks that this run still holds the folder, before something is written.
 
         Raises:
-            CheckpointError: run.lock was removed, and another run holds the folder.
+            CheckpointError: run.lock was removed, and another run holds the folder; or
+                the folder itself was removed or renamed.
         """
+        self.check_folder()
         if _is_same(self._file, self._path):
             if os.pread(self._file, _MAX_BYTES, 0) == self._text:
                 return
@@ -185,7 +207,8 @@ class RunLock:
         with contextlib.suppress(OSError):
             if _is_same(self._file, self._path):
                 self._path.unlink()
-            if self._created_folder and not any(self._folder.iterdir()):
+            is_ours = self._created_folder and _is_same(self._directory, self._folder)
+            if is_ours and not any(self._folder.iterdir()):
                 self._folder.rmdir()
         self._close()
 
@@ -202,26 +225,44 @@ def check_not_in_use(folder: pathlib.Path) -> None:
     This is called early, so that a start that must fail does not load a model first.
 
     Raises:
-        CheckpointError: Another run is using the folder; the text names it.
+        CheckpointError: Another run is using the folder, which the text names, or
+            something else than a file is in the place of run.lock.
     """
+    check_lock_file(folder / LOCK_FILE)
     if is_in_use(folder):
         raise _in_use(folder)
+
+
+def check_lock_file(path: pathlib.Path) -> None:
+    """Checks that a lock file, if there is one, is a file.
+
+    Raises:
+        CheckpointError: It is a pipe, a folder, a symbolic link or the like.
+    """
+    try:
+        is_file = stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return  # missing, or the folder cannot be used, which its next use says
+    if not is_file:
+        raise CheckpointError(
+            f"{path} is not a regular file, so it does not show whether a run is using "
+            "the folder. Move it away, or choose another output_dir."
+        )
 
 
 def is_in_use(folder: pathlib.Path) -> bool:
     """Whether a process on this host is writing to a run's folder."""
     try:
-        handle = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW)
+        file = open_regular_file(folder / LOCK_FILE, follow=False)
     except OSError:
         return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(handle)
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
     return False
 
 
@@ -248,8 +289,7 @@ def find_owner(folder: pathlib.Path) -> Owner | None:
 def read_owner(path: pathlib.Path) -> Owner | None:
     """Reads the owner from a lock file; None if the file is missing or damaged."""
     try:
-        with path.open("rb") as file:
-            values = json.loads(file.read(_MAX_BYTES))
+        values = json.loads(read_regular_file(path, follow=False, limit=_MAX_BYTES))
         owner = Owner(**values)
     except (OSError, ValueError, TypeError, RecursionError):
         return None
@@ -310,7 +350,7 @@ def _is_touched(path: pathlib.Path, timeout: float | None = None) -> bool:
 
 def _touched_at(path: pathlib.Path) -> int:
     """Returns a file's mtime; opening it makes network file systems refresh it."""
-    with path.open("rb") as file:
+    with open_regular_file(path, follow=False) as file:
         return os.fstat(file.fileno()).st_mtime_ns
 
 

@@ -1,27 +1,33 @@
 """Logs the events of a run as JSON lines, and reads them."""
 
 import json
+import logging
 import math
 import os
 import pathlib
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from jaxlora.atomic import wrap_os_errors, write_text
 from jaxlora.errors import CheckpointError
-from jaxlora.json_file import check_regular_file
+from jaxlora.json_file import read_regular_file
 from jaxlora.run.callback import Callback
 from jaxlora.run.events import Event
 
+logger = logging.getLogger(__name__)
+
 METRICS_FILE = "metrics.jsonl"
+# Events after the checkpoint that a run resumed from, which happen again.
+DROPPED_FILE = "metrics_dropped.jsonl"
 _LOSS_KEYS = {"step": ("loss",), "eval": ("eval_loss",)}
 
 
 class RunLog(Callback):
     """Writes metrics.jsonl: one JSON object for each event that is logged.
 
-    Every event has its round, so that a resumed run can drop the events after its
-    checkpoint, which will happen again.
+    Every event has its round. A resumed run moves the events after its checkpoint,
+    which will happen again, to metrics_dropped.jsonl: all of them if there is none.
     """
 
     def __init__(self, folder: pathlib.Path, *, keep_rounds: int | None):
@@ -30,7 +36,7 @@ class RunLog(Callback):
         Args:
             folder: Folder for metrics.jsonl.
             keep_rounds: Rounds done at the checkpoint that the run resumes from; later
-                events are dropped. None: the run is new.
+                events are moved. None: there is none, so that all are.
 
         Raises:
             CheckpointError: The earlier events cannot be read.
@@ -38,10 +44,32 @@ class RunLog(Callback):
         """
         self._path = folder / METRICS_FILE
         last = -1 if keep_rounds is None else keep_rounds
-        kept = [e for e in read_events(self._path) if e["round"] <= last]
-        write_text(self._path, "".join(json.dumps(e) + "\n" for e in kept))
+        events = read_events(self._path)
+        if dropped := [event for event in events if event["round"] > last]:
+            self._keep_dropped(folder / DROPPED_FILE, dropped)
+        write_text(self._path, _lines(e for e in events if e["round"] <= last))
         with wrap_os_errors(self._path):
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+
+    def _keep_dropped(self, path: pathlib.Path, dropped: list[dict[str, Any]]) -> None:
+        """Adds events to the file of those that were dropped."""
+        try:
+            before = read_regular_file(path).decode()
+        except FileNotFoundError:
+            before = ""
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise CheckpointError(
+                f"{path} cannot be read: {reason}. Move it away."
+            ) from None
+        write_text(path, before + _lines(dropped))
+        logger.warning(
+            "%s: %d events from round %d on go to %s, as those rounds run again",
+            self._path,
+            len(dropped),
+            dropped[0]["round"],
+            path.name,
+        )
 
     def on_event(self, event: Event) -> None:
         """Writes a line for an event, if events of its kind are logged.
@@ -76,6 +104,10 @@ class RunLog(Callback):
         os.close(self._file)
 
 
+def _lines(events: Iterable[dict[str, Any]]) -> str:
+    return "".join(json.dumps(event) + "\n" for event in events)
+
+
 def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
     """Reads the events of a metrics.jsonl, without a last line that a kill cut short.
 
@@ -83,8 +115,7 @@ def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
         CheckpointError: A line is damaged.
     """
     try:
-        check_regular_file(path)
-        lines = path.read_bytes().split(b"\n")
+        lines = read_regular_file(path).split(b"\n")
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-import time
+from typing import Any
 
 from jaxlora.run.callback import Callback
 from jaxlora.run.events import (
@@ -10,11 +10,13 @@ from jaxlora.run.events import (
     JobAddEvent,
     JobEvent,
     JobInfo,
+    RunEndEvent,
     RunStartEvent,
     WindowEvent,
 )
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_fields import STRICT, JobName
+from jaxlora.run.time_left import TimeLeft
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +74,7 @@ class RunStatus:
         bubble: Estimated share of the time in which pipeline stages are idle in the
             latest window; None without stages.
         seconds_left: Estimated time until all jobs have ended; None if unknown.
+        is_live: Whether a process trains the run.
     """
 
     __pydantic_config__ = STRICT
@@ -82,12 +85,24 @@ class RunStatus:
     tokens_per_second: float | None = None
     bubble: float | None = None
     seconds_left: float | None = None
+    is_live: bool = True
+
+    def status_of(self, job: JobStatus) -> str:
+        """Returns the status of a job for users."""
+        return job.progress.shown_status(is_live=self.is_live)
+
+    def values(self) -> dict[str, Any]:
+        """Returns the state as JSON values, with the statuses for users."""
+        values = dataclasses.asdict(self)
+        for shown, job in zip(values["jobs"], self.jobs, strict=True):
+            shown["progress"]["status"] = self.status_of(job)
+        return values
 
     @property
     def counts(self) -> dict[str, int]:
         """Number of jobs by status, of those that occur."""
-        found = collections.Counter(str(job.progress.status) for job in self.jobs)
-        order = ("running", "failed", "waiting", "paused", "finished")
+        found = collections.Counter(map(self.status_of, self.jobs))
+        order = ("running", "interrupted", "failed", "waiting", "paused", "finished")
         return {s: found[s] for s in dict.fromkeys((*order, *found)) if found[s]}
 
     @property
@@ -103,8 +118,7 @@ class StatusTracker(Callback):
     def __init__(self):
         self._status = RunStatus(jobs=(), round=0, num_slots=0)
         self._jobs: dict[str, JobStatus] = {}
-        self._began = time.perf_counter()
-        self._done_before: dict[str, float] = {}  # tokens before this process
+        self._time_left = TimeLeft()
 
     def on_event(self, event: Event) -> None:
         """Takes up an event."""
@@ -117,39 +131,38 @@ class StatusTracker(Callback):
                 self._jobs[event.job], progress=event.progress
             )
         elif isinstance(event, WindowEvent):
+            self._note_window()
             self._status = dataclasses.replace(
                 self._status,
                 round=event.round,
                 tokens_per_second=event.tokens_per_second,
                 bubble=event.pipeline.get("bubble"),
             )
+        elif isinstance(event, RunEndEvent):
+            self._status = dataclasses.replace(self._status, is_live=False)
 
     def _start(self, event: RunStartEvent) -> None:
         self._status = RunStatus(jobs=(), round=event.round, num_slots=event.num_slots)
-        self._began = time.perf_counter()
+        self._time_left = TimeLeft()
         self._jobs.clear()
-        self._done_before.clear()
         for info in event.jobs:
             self._add(info)
 
     def _add(self, info: JobInfo) -> None:
         job = JobStatus.of(info)
-        self._jobs[job.name], self._done_before[job.name] = job, job.done_tokens
+        self._jobs[job.name] = job
+        self._time_left.note_job(job.name, job.done_tokens)
+
+    def _note_window(self) -> None:
+        done = {job.name: job.done_tokens for job in self._jobs.values()}
+        left = sum(
+            max(0.0, j.total_tokens - j.done_tokens) for j in self._jobs.values()
+        )
+        self._time_left.note_window(done, left)
 
     def status(self) -> RunStatus:
         """Returns the state of the run now."""
         jobs = tuple(self._jobs.values())
-        return dataclasses.replace(
-            self._status, jobs=jobs, seconds_left=self._seconds_left(jobs)
-        )
-
-    def _seconds_left(self, jobs: tuple[JobStatus, ...]) -> float | None:
-        """Estimates the time left from the share of all tokens done in this process."""
-        done = sum(job.done_tokens for job in jobs)
-        done_here = done - sum(self._done_before.values())
-        left = sum(job.total_tokens for job in jobs) - done
-        if not left:
-            return 0.0
-        if not done_here:
-            return None
-        return (time.perf_counter() - self._began) * left / done_here
+        is_over = all(job.done_tokens >= job.total_tokens for job in jobs)
+        left = 0.0 if is_over else self._time_left.seconds()
+        return dataclasses.replace(self._status, jobs=jobs, seconds_left=left)

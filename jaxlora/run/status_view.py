@@ -19,7 +19,12 @@ from jaxlora.run.status import JobStatus, RunStatus
 
 _NARROW = 64  # columns below which jobs have no bars
 _ORDER = ("running", "paused", "waiting")
-_STYLES = {"failed": "red", "running": "green", "paused": "yellow"}
+_STYLES = {
+    "failed": "red",
+    "running": "green",
+    "paused": "yellow",
+    "interrupted": "yellow",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +49,7 @@ class StatusView:
         room = len(jobs) if self.max_lines is None else self.max_lines - 3
         shown = jobs if len(jobs) <= room + 1 else jobs[:room]
         if shown:
-            yield _job_lines(shown, is_narrow)
+            yield _job_lines(self.status, shown, is_narrow)
         if left := jobs[len(shown) :]:
             yield Text(f"+ {len(left)} more", style="dim")
 
@@ -75,8 +80,8 @@ def _head(status: RunStatus, is_narrow: bool) -> Iterator[Table | Text]:
     yield counts
 
 
-def _job_lines(jobs: Sequence[JobStatus], is_narrow: bool) -> Table:
-    rows = [_cells(job, is_narrow) for job in jobs]
+def _job_lines(run: RunStatus, jobs: Sequence[JobStatus], is_narrow: bool) -> Table:
+    rows = [_cells(job, run.status_of(job), is_narrow) for job in jobs]
     lines = Table.grid(padding=(0, 1), expand=True)
     lines.add_column(no_wrap=True, overflow="ellipsis", ratio=2)
     if not is_narrow:
@@ -89,17 +94,17 @@ def _job_lines(jobs: Sequence[JobStatus], is_narrow: bool) -> Table:
         cells: list[RenderableType] = [literal(job.name), *map(literal, texts)]
         if not is_narrow:
             cells.insert(1, bar)
-        is_running = job.progress.status == "running"
+        is_running = run.status_of(job) == "running"
         lines.add_row(*cells, style="" if is_running else "dim")
     return lines
 
 
-def _cells(job: JobStatus, is_narrow: bool) -> tuple[str, ...]:
+def _cells(job: JobStatus, status: str, is_narrow: bool) -> tuple[str, ...]:
     """Returns steps, training loss and best held-out loss; no words if narrow."""
     p = job.progress
     words = ("", "") if is_narrow else ("loss ", "eval ")
     loss, best = map(_format_loss, words, (p.last_loss, p.best_eval))
-    state = loss if p.status == "running" else p.status
+    state = loss if status == "running" else status
     return f"{p.step}/{job.num_steps}", state, best
 
 

@@ -89,7 +89,7 @@ class Checkpoints:
         Raises:
             CheckpointError: This checkpoint, or the one before, could not be written.
         """
-        self._wait()
+        self.wait()
         if self._latest is not None and number <= self._latest:
             raise CheckpointError(
                 f"{self._folder} holds checkpoint {self._latest}, so that checkpoint "
@@ -120,7 +120,7 @@ class Checkpoints:
         assert self._manager is not None
         return save_files(self._manager, number, arrays, meta)
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         """Waits until the pending checkpoint is on the disk."""
         pending, self._pending = self._pending, None
         if pending is None:
@@ -154,7 +154,7 @@ class Checkpoints:
             CheckpointError: The last checkpoint could not be written.
         """
         try:
-            self._wait()
+            self.wait()
         finally:
             self._writer.shutdown()
             if self._manager is not None:
@@ -166,6 +166,8 @@ class Checkpoints:
         """Raises errors of this or an earlier background write as `CheckpointError`."""
         try:
             yield
+        except CheckpointError:
+            raise
         except (
             OSError,
             ValueError,

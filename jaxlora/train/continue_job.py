@@ -28,10 +28,11 @@ def continue_job(run: JobRun, identity: RunIdentity) -> None:
 
     Raises:
         CheckpointError: The other run has no such job with a state, its checkpoint is
-            damaged, or the job or the base differ too much to continue.
+            damaged, the job has done more steps there than are wanted here, or the job
+            or the base differ too much to continue.
     """
     name, folder = run.job.name, run.job.continue_from
-    found = _read_continued(run.job, identity, KINDS)
+    found = _read_continued(run.job, run.num_steps, identity, KINDS)
     run.parked = found.parked(name)
     run.progress = dataclasses.replace(
         found.run.progress[name],
@@ -41,21 +42,22 @@ def continue_job(run: JobRun, identity: RunIdentity) -> None:
     )
 
 
-def check_continues(job: LoraJob, identity: RunIdentity) -> None:
+def check_continues(job: LoraJob, num_steps: int, identity: RunIdentity) -> None:
     """Checks that a job can continue from another run, without reading its tensors.
 
     Args:
         job: A job with `continue_from`.
+        num_steps: Its optimizer steps in all.
         identity: Identity of a run of this job only.
 
     Raises:
         CheckpointError: See `continue_job`.
     """
-    _read_continued(job, identity)
+    _read_continued(job, num_steps, identity)
 
 
 def _read_continued(
-    job: LoraJob, identity: RunIdentity, kinds: Sequence[Kind] = ()
+    job: LoraJob, num_steps: int, identity: RunIdentity, kinds: Sequence[Kind] = ()
 ) -> ReadCheckpoint:
     assert job.continue_from is not None
     name, folder = job.name, pathlib.Path(job.continue_from)
@@ -65,6 +67,13 @@ def _read_continued(
             f"job {name!r} cannot continue from {folder}: the newest checkpoint there "
             f"has the states of {', '.join(found.tensors) or 'no jobs'}. A job has one "
             "between its first step and its end."
+        )
+    done = found.run.progress[name].step
+    if done > num_steps:
+        raise CheckpointError(
+            f"job {name!r} has done {done} steps in {folder}, and {num_steps} are "
+            f"wanted here, so it would end at once. Raise steps or epochs to {done} "
+            "steps or more."
         )
     then, path = found.run.identity, folder / CHECKPOINTS / str(found.number)
     then = dataclasses.replace(then, jobs={name: then.jobs[name]})

@@ -1,5 +1,6 @@
 """Describes a run for its files, and compares it with a run that is resumed."""
 
+import logging
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +20,8 @@ from jaxlora.run.saved_run import SavedAdapter, SavedRequests, SavedRun
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.prepared_job import PreparedJob
 from jaxlora.train.read_checkpoint import newest_checkpoint, read_newest
+
+logger = logging.getLogger(__name__)
 
 
 def run_identity(
@@ -134,6 +137,53 @@ def _check_not_extended(
             )
 
 
+def _check_not_cut(
+    progress: Mapping[str, JobProgress],
+    jobs: Sequence[JobRun | PreparedJob],
+    *,
+    drop_state: bool,
+) -> None:
+    """Refuses settings by which jobs that go on would end at once.
+
+    Raises:
+        CheckpointError: There is such a job, and `drop_state` is false.
+    """
+    cut = {}
+    for job in jobs:
+        done = progress.get(job.job.name, JobProgress())
+        if not done.is_over and (reason := _cut_reason(job, done)):
+            cut[job.job.name] = reason
+    if not cut:
+        return
+    reasons = "".join(f"\n- job {name!r} {reason}" for name, reason in cut.items())
+    lost = (
+        "end at once, and their optimizer states are dropped, so they cannot go on in "
+        "this run"
+    )
+    if drop_state:
+        logger.warning("these jobs %s:%s", lost, reasons)
+        return
+    raise CheckpointError(
+        f"these jobs would {lost.replace('are', 'be')} later:{reasons}\nSet these "
+        "settings back; or end the jobs where they are, and keep only their adapters, "
+        "with drop_state=True (--drop-state)."
+    )
+
+
+def _cut_reason(job: JobRun | PreparedJob, done: JobProgress) -> str | None:
+    """Says why a job that goes on would end at once; None if it would not."""
+    if done.step > job.num_steps:
+        return f"has done {done.step} steps, and {job.num_steps} are wanted now"
+    patience = job.job.early_stopping
+    if patience and done.evals_without_gain >= patience:
+        count = done.evals_without_gain
+        return (
+            f"has had {count} evaluation{'s' if count > 1 else ''} without a gain, and "
+            f"early_stopping is {patience} now"
+        )
+    return None
+
+
 def _saved_adapter(run: JobRun) -> SavedAdapter:
     return SavedAdapter(
         modules={
@@ -146,8 +196,37 @@ def _saved_adapter(run: JobRun) -> SavedAdapter:
     )
 
 
+def check_settings_resume(config: RunConfig) -> None:
+    """Refuses a folder of another run by its settings, before any data are read.
+
+    Args:
+        config: The run, with the jobs that have joined it.
+
+    Raises:
+        CheckpointError: The run in `output_dir`, if one has begun, cannot become this
+            one; or a file is damaged.
+    """
+    folder = pathlib.Path(config.output_dir)
+    if (record := read_run_record(folder)) is None:
+        return
+    then, path, where = record.identity, folder / RUN_FILE, RUN_FILE
+    if newest_checkpoint(folder / CHECKPOINTS) is not None:
+        found = read_newest(folder / CHECKPOINTS)
+        then, where = found.run.identity, "the checkpoint"
+        path = folder / CHECKPOINTS / str(found.number)
+    # What is not known yet is taken to be the same.
+    jobs = {job.name: job.model_dump(mode="json") for job in config.jobs}
+    jobs = {name: then.jobs.get(name, {}) | job for name, job in jobs.items()}
+    now = RunIdentity(base="", settings=then.settings, jobs=jobs)
+    check_same_run(now, then, path, where)
+
+
 def check_resumes(
-    folder: pathlib.Path, identity: RunIdentity, jobs: Sequence[JobRun | PreparedJob]
+    folder: pathlib.Path,
+    identity: RunIdentity,
+    jobs: Sequence[JobRun | PreparedJob],
+    *,
+    drop_state: bool = False,
 ) -> None:
     """Refuses to resume what the run in a folder cannot become; reads no tables.
 
@@ -155,10 +234,12 @@ def check_resumes(
         folder: Folder of a run that has begun.
         identity: Identity of the run to resume.
         jobs: Its jobs.
+        drop_state: Whether jobs may end at once, as they have done more steps than are
+            wanted now, or as early stopping has less patience.
 
     Raises:
         CheckpointError: The identities differ, a job that has finished has more steps
-            now, or a file is damaged.
+            now, a job would end at once, or a file is damaged.
     """
     checkpoints = folder / CHECKPOINTS
     if newest_checkpoint(checkpoints) is not None:
@@ -166,5 +247,6 @@ def check_resumes(
         path = checkpoints / str(found.number)
         check_same_run(identity, found.run.identity, path, "the checkpoint")
         _check_not_extended(found.run.progress, jobs)
+        _check_not_cut(found.run.progress, jobs, drop_state=drop_state)
     elif (record := read_run_record(folder)) is not None:
         check_same_run(identity, record.identity, folder / RUN_FILE, RUN_FILE)

@@ -1,4 +1,4 @@
-"""Errors of devices while a run trains, in words."""
+"""Errors of devices, and of a removed folder, while a run trains, in words."""
 
 import contextlib
 import pathlib
@@ -6,22 +6,33 @@ from collections.abc import Iterator
 
 import jax
 
-from jaxlora.errors import DeviceError
+from jaxlora.errors import CheckpointError, DeviceError, JaxloraError
 from jaxlora.run.folder import CHECKPOINTS
+from jaxlora.run.lock import RunLock
 from jaxlora.train.read_checkpoint import newest_checkpoint
 
 _NO_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 @contextlib.contextmanager
-def explained(output_dir: pathlib.Path) -> Iterator[None]:
+def explained(output_dir: pathlib.Path, lock: RunLock) -> Iterator[None]:
     """Raises errors of devices as `DeviceError`, which says what to do.
+
+    An error of the system or of the run's files, if the folder was removed meanwhile,
+    becomes one that says so.
 
     Args:
         output_dir: Folder of the run.
+        lock: Lock of that folder.
     """
     try:
         yield
+    except (OSError, JaxloraError) as error:
+        try:
+            lock.check_folder()
+        except CheckpointError as removed:
+            raise removed from error
+        raise
     except jax.errors.JaxRuntimeError as error:
         where = ", ".join(getattr(error, "__notes__", ()))
         what, cure = "a device failed", "See whether all devices work (nvidia-smi)."

@@ -7,6 +7,7 @@ its answer, or it is still there and is taken by the run that resumes.
 """
 
 import dataclasses
+import itertools
 import logging
 import pathlib
 import time
@@ -18,6 +19,7 @@ import pydantic
 
 from jaxlora.config import LoraJob
 from jaxlora.control.mailbox import Mailbox
+from jaxlora.control.outbox import Outbox
 from jaxlora.distributed import processes
 from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.run.callback import Callback, JobControl
@@ -30,6 +32,9 @@ from jaxlora.train.joining import Joining
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5  # between looks into the folder within a window
+# Requests that may be taken and not answered yet. Others wait in the folder, so many of
+# them take little of a window's time, and the run's record stays small.
+_MAX_OPEN = 256
 _DONE = {
     "stop": "stops after its current global batch",
     "pause": "leaves its slot after this window",
@@ -73,7 +78,8 @@ class Inbox(Callback):
         """
         self._live, self._joining = live, joining
         self._mailbox = Mailbox(folder)
-        self._answers = dict(answered)
+        self._outbox = Outbox(self._mailbox, answered)
+        self._num_answered, self._has_warned = 0, False
         self._adds: dict[str, tuple[str, Future[JobRun]]] = {}
         self._opener = ThreadPoolExecutor(1, thread_name_prefix="add")
         self._looked = 0.0
@@ -83,7 +89,7 @@ class Inbox(Callback):
     @property
     def answers(self) -> dict[str, Answer]:
         """Answers that must be in the run's record before `deliver`, by request."""
-        return dict(self._answers)
+        return self._outbox.answers
 
     def on_event(self, event) -> None:
         """Looks for requests within a window, if only one process trains."""
@@ -101,23 +107,24 @@ class Inbox(Callback):
         Returns:
             Whether a request was taken or a job was added.
         """
-        before = len(self._answers)
+        before = self._num_answered
+        if waits:
+            self._outbox.collect(waits=True)
         has_taken = self._take()
         if waits:
             wait([future for _, future in self._adds.values()])
         self._finish_adds()
-        return has_taken or len(self._answers) > before
+        return has_taken or self._num_answered > before
 
     def deliver(self) -> None:
         """Gives the requesters their answers, which are in the record by now."""
         if processes.is_first():
-            for name, answer in self._answers.items():
-                self._mailbox.answer(name, answer)
-        self._answers.clear()
+            self._outbox.deliver()
 
     def close(self) -> None:
-        """Ends the thread that reads data."""
+        """Ends the threads that read data and write answers."""
         self._opener.shutdown(cancel_futures=True)
+        self._outbox.close()
 
     # ---- requests ------------------------------------------------------------------
 
@@ -135,9 +142,7 @@ class Inbox(Callback):
     def _new(self) -> list[tuple[str, Any]]:
         """Reads the requests that were not taken yet; a text says what is wrong."""
         found: list[tuple[str, Any]] = []
-        for name in self._mailbox.names():
-            if name in self._answers or name in self._adds:
-                continue
+        for name in self._new_names():
             try:
                 request = self._mailbox.read(name)
                 found.append((name, dataclasses.asdict(request)))
@@ -146,6 +151,25 @@ class Inbox(Callback):
             except ConfigError as error:
                 found.append((name, str(error)))
         return found
+
+    def _new_names(self) -> list[str]:
+        """Returns the ids of requests to take now, oldest first."""
+        room = _MAX_OPEN - len(self._outbox) - len(self._adds)
+        if room <= 0:
+            return []
+        try:
+            names = self._mailbox.names()
+        except FileNotFoundError:
+            logger.warning("the folder of requests was removed; making it again")
+            self._mailbox.create()
+            return []
+        except OSError as error:
+            if not self._has_warned:
+                logger.warning("requests cannot be taken any more: %s", error)
+            self._has_warned = True
+            return []
+        new = (n for n in names if not (n in self._outbox or n in self._adds))
+        return list(itertools.islice(new, room))
 
     def _begin(self, name: str, request: ControlRequest) -> None:
         logger.info("request: %s %s", request.action, request.job)
@@ -158,11 +182,16 @@ class Inbox(Callback):
             self._refuse(name, str(error))
             return
         text = f"job {request.job!r} {_DONE[request.action]}."
-        self._answers[name] = Answer(is_accepted=True, text=text)
+        self._answer(name, Answer(is_accepted=True, text=text))
 
     def _refuse(self, name: str, reason: str) -> None:
         logger.warning("a request was refused: %s", reason)
-        self._answers[name] = Answer(is_accepted=False, text=reason)
+        self._answer(name, Answer(is_accepted=False, text=reason))
+
+    def _answer(self, name: str, answer: Answer) -> None:
+        self._num_answered += 1
+        if processes.is_first():
+            self._outbox.add(name, answer)
 
     def _change(self, request: ControlRequest) -> None:
         """Stops, pauses or resumes a job."""
@@ -205,7 +234,7 @@ class Inbox(Callback):
                 continue
             self._joining.join(future.result())
             text = f"job {job!r} has joined the run; it starts when a slot is free."
-            self._answers[name] = Answer(is_accepted=True, text=text)
+            self._answer(name, Answer(is_accepted=True, text=text))
 
 
 def _result(future: Future[JobRun]) -> str | None:

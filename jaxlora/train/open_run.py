@@ -18,6 +18,7 @@ from jaxlora.run.folder import (
 from jaxlora.run.lock import check_not_in_use
 from jaxlora.trackers.table import check_installed
 from jaxlora.train import agreement
+from jaxlora.train.describe_run import check_settings_resume
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.mesh_plan import PlacedRun, plan_layout, plan_mesh
 from jaxlora.train.planned_model import PlannedModel, planned_model
@@ -116,7 +117,9 @@ def _begun(config: RunConfig) -> RunConfig:
     check_installed(config.report_to)
     processes.from_first(lambda: check_writable(folder))
     processes.from_first(lambda: check_not_in_use(folder))
-    return as_begun(config)
+    config = as_begun(config)
+    processes.from_first(lambda: check_settings_resume(config))
+    return config
 
 
 def _load(config: RunConfig) -> BaseModel:

@@ -53,10 +53,11 @@ class ReadCheckpoint:
 
 def newest_checkpoint(folder: pathlib.Path) -> int | None:
     """Rounds done at the newest complete checkpoint in a folder, if there is one."""
-    return max(_numbers(folder), default=None)
+    return max(checkpoint_numbers(folder), default=None)
 
 
-def _numbers(folder: pathlib.Path) -> list[int]:
+def checkpoint_numbers(folder: pathlib.Path) -> list[int]:
+    """Rounds done at each complete checkpoint in a folder, in any order."""
     if not folder.is_dir():
         return []
     # Incomplete checkpoints have longer names.
@@ -147,7 +148,7 @@ def _split(array: np.ndarray, saved: SavedTensors, kind: Kind) -> dict[str, np.n
 
 
 def _cure(folder: pathlib.Path, number: int) -> str:
-    before = max((n for n in _numbers(folder) if n < number), default=None)
+    before = max((n for n in checkpoint_numbers(folder) if n < number), default=None)
     if before is None:
         return (
             "There is no checkpoint before it. Restore it from a copy; or remove "

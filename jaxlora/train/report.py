@@ -139,7 +139,7 @@ def summary_table(result: RunResult) -> Table:
             f"{p.num_tokens:,}",
             _change(p.first_loss, p.last_loss, is_same=p.step == 1),
             _best(p),
-            p.status,
+            p.shown_status(is_live=False),
         )
     return table
 
@@ -167,6 +167,7 @@ def write_report(result: RunResult) -> None:
             "num_steps": job.num_steps,
             "folder": str(job.folder) if job.folder else None,
             **dataclasses.asdict(job.progress),
+            "status": job.progress.shown_status(is_live=False),
         }
         for job in result.jobs
     }

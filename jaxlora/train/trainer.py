@@ -1,6 +1,7 @@
 """The trainer: many jobs on one base, from first window to exported adapters."""
 
 import contextlib
+import functools
 import logging
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -173,6 +174,7 @@ class Trainer:
         self,
         *,
         resume: bool = False,
+        drop_state: bool = False,
         callbacks: Sequence[Callback] = (),
     ) -> RunResult:
         """Trains until every job has ended, or until it is interrupted.
@@ -182,12 +184,15 @@ class Trainer:
 
         Args:
             resume: Continue from the newest checkpoint in `output_dir`.
+            drop_state: With `resume`: end jobs that have done more steps than are
+                wanted now, or that have no patience left, and drop their moments.
             callbacks: Follow the run's events; see `Callback`. They may add, stop,
                 pause and resume jobs; so may other threads at any time.
 
         Raises:
             CheckpointError: `output_dir` holds another run or nothing to resume, is in
-                use by another process, or has a damaged checkpoint.
+                use, has a damaged checkpoint, or was removed; or a job would end at
+                once without `drop_state`.
             StorageError: A file cannot be written: the disk is full, for example.
             ConfigError: The device's memory cannot hold the run.
             DeviceError: A device failed.
@@ -202,10 +207,11 @@ class Trainer:
             self._take_added()
             if resume:
                 # A refusal comes before anything is compiled.
+                may_cut = functools.partial(check_resumes, drop_state=drop_state)
                 identity, folder = self._identity(), self.output_dir
-                processes.from_first(lambda: check_resumes(folder, identity, self.runs))
+                processes.from_first(lambda: may_cut(folder, identity, self.runs))
             compiled_before = self._layout.num_compilations()
-            with explained(self.output_dir):
+            with explained(self.output_dir, self._lock):
                 self._compile()
                 interrupted = self._run(resume, callbacks)
             result = RunResult(
@@ -255,10 +261,8 @@ class Trainer:
                 self._round = windows.round
             if store.latest() != self._round:
                 self._save(store)
-            is_over = all(run.progress.is_over for run in self.runs)
-            end = events.RunEndEvent(
-                round=self._round, is_interrupted=stops and not is_over
-            )
+            stops = stops and not all(run.progress.is_over for run in self.runs)
+            end = events.RunEndEvent(round=self._round, is_interrupted=stops)
             self._send(end)
             self._listeners.raise_failure()
             return end.is_interrupted
@@ -286,6 +290,7 @@ class Trainer:
     def _send(self, event: events.Event) -> None:
         if isinstance(event, events.WindowEvent):
             self._round = event.round
+        self._lock.check_folder()  # callbacks would make a removed folder again
         self._listeners.send(event)
 
     def _windows(self) -> Windows:
@@ -339,7 +344,7 @@ class Trainer:
         self._continue(self.runs)
         # This comes last, so that a refused resume leaves the folder unchanged.
         if processes.is_first():
-            clean_up(self.output_dir, [run.job.name for run in self.runs])
+            clean_up(self.output_dir)
         answered = {} if store.record is None else store.record.answers
         self._inbox = Inbox(self.output_dir, self, self._joining, answered)
         opened.callback(self._inbox.close)
@@ -347,12 +352,8 @@ class Trainer:
         return store
 
     def _take_requests(self, store: RunStore, *, waits: bool = False) -> bool:
-        """Takes users' requests, and records and answers them; whether there were any.
-
-        Args:
-            store: Writes the record.
-            waits: Whether to wait for the data of jobs that are being added.
-        """
+        """Takes users' requests, and records and answers them; see `Inbox.poll`."""
+        self._lock.check_folder()
         has_taken = self._inbox.poll(waits=waits)
         self._record(store)
         self._inbox.deliver()
@@ -379,10 +380,7 @@ class Trainer:
         )
 
     def _reset(self) -> None:
-        """Discards the state of an earlier call of `train`, except requests to stop.
-
-        That call may have ended at any point, with gradients pending.
-        """
+        """Discards what an earlier call of `train` has left, but requests to stop."""
         self._slots = self._layout.empty_slots()
         self._round = 0
         for run in self.runs:

@@ -296,11 +296,8 @@ class Windows:
     ) -> None:
         """Sends the figures of a window."""
         for name, count in self._left_out.items():
-            logger.info(
-                "%s: %d samples of this window did not run, as it had ended",
-                name,
-                count,
-            )
+            text = "%s: %d samples of this window did not run, as it had ended"
+            logger.info(text, name, count)
         placed, schedule = self._placed, planned.schedule
         rows = num_microbatches * self._config.limits.capacity
         event = WindowEvent(
@@ -388,7 +385,10 @@ class Windows:
 
     def _decide(self, run: JobRun) -> None:
         """Marks a job as over if it ends here; it is between two batches, or waits."""
-        if run.progress.step >= run.num_steps:
+        if (step := run.progress.step) > (wanted := run.num_steps):
+            reason = f"{step} steps were done, and {wanted} are wanted"
+            run.update(status="finished", reason=reason)
+        elif step == wanted:
             run.update(status="finished", reason="all steps are done")
         elif run.has_stalled():
             run.update(

@@ -10,6 +10,7 @@ import pytest
 import safetensors
 
 from jaxlora.atomic import (
+    find_complete_folder,
     new_folder,
     remove_leftovers,
     replace_folder,
@@ -134,12 +135,103 @@ def test_a_kill_between_the_renames_is_recovered(tmp_path):
 
 
 def test_a_leftover_after_both_renames_is_dropped(tmp_path):
-    path = fill(tmp_path / "out", "newer")
-    old = fill(tmp_path / ".out.old")
+    path = fill(tmp_path / "out")
+    kill(path, "between")
+    fill(path, "newer")
+    assert len(list(tmp_path.iterdir())) == 2
     with pytest.raises(RuntimeError), replace_folder(path):
         raise RuntimeError
     assert text_in(path) == {"file": "newer"}
-    assert not old.exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_leftovers_are_put_back_or_removed(tmp_path, alone):
+    """Between the renames the old folder goes back; before them, the new one goes."""
+    for name, where in (("a", "between"), ("b", "inside")):
+        kill(fill(tmp_path / name), where)
+    assert find_complete_folder(tmp_path / "a") != tmp_path / "a"
+    assert text_in(find_complete_folder(tmp_path / "a")) == {"file": "old"}
+    remove_leftovers(tmp_path, alone=alone)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
+    assert text_in(tmp_path / "a") == text_in(tmp_path / "b") == {"file": "old"}
+
+
+NAMES = [".out.old", ".out.0123abcd.jaxlora-tmp", ".out.old.0123abcd.jaxlora-tmp"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ["folder", "empty", "file", "link", "other mark"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_name_is_no_proof(tmp_path, name, kind, is_there):
+    """Only what this program has marked is removed, or taken for an old version."""
+    path, mine = tmp_path / "out", tmp_path / name
+    if is_there:
+        fill(path)
+    if kind == "file":
+        mine.write_text("mine")
+    elif kind == "link":
+        mine.symlink_to(fill(tmp_path / "mine", "mine"))
+    else:
+        mine.mkdir()
+        if kind != "empty":
+            fill(mine / "old0", "mine")
+        if kind == "other mark":
+            (mine / "jaxlora.txt").write_text("my notes on jaxlora")
+    before = everything(mine)
+    assert find_complete_folder(path) == path
+    for alone in (False, True):
+        remove_leftovers(tmp_path, alone=alone)
+    replace(path)
+    replace(path)
+    assert text_in(path) == {"file": "new"}
+    assert everything(mine) == before and os.path.lexists(mine)
+
+
+def everything(path: pathlib.Path) -> dict[str, str]:
+    found = path.rglob("*") if path.is_dir() else [path]
+    return {str(p): p.read_text() if p.is_file() else "" for p in found}
+
+
+def test_two_that_replace_a_folder_at_once(tmp_path, monkeypatch):
+    """Each goes through between the other's two renames; the last one stays."""
+    path, rename, left = fill(tmp_path / "out"), pathlib.Path.rename, [2]
+
+    def interrupted(source, target):
+        if target == path and left[0]:
+            left[0] -= 1
+            replace(path, f"other {left[0]}")
+        return rename(source, target)
+
+    monkeypatch.setattr(pathlib.Path, "rename", interrupted)
+    replace(path, "last")
+    assert text_in(path) == {"file": "last"}
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch):
+    path, rename = fill(tmp_path / "out"), pathlib.Path.rename
+
+    def failing(source, target):
+        if source.name == "new":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(source, target)
+
+    monkeypatch.setattr(pathlib.Path, "rename", failing)
+    with pytest.raises(StorageError, match="previous contents are unchanged"):
+        replace(path)
+    assert text_in(path) == {"file": "old"}
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_two_that_make_a_folder_at_once(tmp_path):
+    path = tmp_path / "out"
+    match = "out exists already"
+    with pytest.raises(FileExistsError, match=match), new_folder(path) as folder:
+        (folder / "file").write_text("second")
+        fill_new(path)
+    assert text_in(path) == {"file": "new"}
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 def test_write_text_replaces_the_whole_file(tmp_path):
@@ -232,7 +324,7 @@ def test_leftovers_of_the_living_stay(tmp_path):
         (folder / "file").write_text("new")
         assert len(list(tmp_path.iterdir())) == 2
         remove_leftovers(tmp_path)
-        assert list(tmp_path.iterdir()) == [folder]
+        assert list(tmp_path.iterdir()) == [folder.parent]
         remove_leftovers(tmp_path / "missing")
     assert text_in(tmp_path / "alive") == {"file": "new"}
 

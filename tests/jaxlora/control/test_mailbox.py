@@ -78,16 +78,33 @@ def test_files_of_another_form_are_refused(box, tmp_path, text, message):
         box.read(name)
 
 
-def test_links_and_pipes_are_refused(box, tmp_path):
+def test_links_pipes_and_folders_are_ignored(box, tmp_path, caplog):
     secret = tmp_path / "secret"
     secret.write_text(json.dumps({"action": "stop", "job": "a"}))
-    for make in (lambda path: path.symlink_to(secret), os.mkfifo):
+    for make in (lambda path: path.symlink_to(secret), os.mkfifo, os.mkdir):
         name = box.post(STOP)
         path = tmp_path / "control" / f"{name}.request.json"
         path.unlink()
         make(path)
-        with pytest.raises(ConfigError, match=r"cannot be read|not a file of"):
+        with pytest.raises(ConfigError, match="cannot be read: it is not a regular"):
             box.read(name)
+        for _ in range(2):
+            assert not box.names()
+        assert caplog.text.count(f"{name}.request.json is ignored") == 1
+        assert os.path.lexists(path)
+
+
+def test_answers_that_nobody_reads_are_removed(box, tmp_path):
+    """A folder with the name of one stays, and a kill's leftovers do not."""
+    folder = tmp_path / "control"
+    old, kept = (f"{i:020d}-{'0' * 16}.answer.json" for i in (1, 2))
+    (folder / old).write_text("{}")
+    (folder / kept).mkdir()
+    (folder / "my.answer.json").write_text("{}")
+    for path in folder.iterdir():
+        os.utime(path, (0, 0))
+    box.create()
+    assert sorted(p.name for p in folder.iterdir()) == [kept, "my.answer.json"]
 
 
 def test_a_run_that_does_not_train_takes_no_request(tmp_path):

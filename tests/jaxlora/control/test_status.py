@@ -63,7 +63,16 @@ def test_a_run_that_compiles(tmp_path, capsys):
 
 def test_a_run_that_has_ended(folder, capsys):
     assert main(["status", str(folder)]) == 0
-    assert "not running; `jaxlora train --resume`" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("not running; `jaxlora train --resume`")
+    # The process was killed, so that the file says that jobs are running.
+    assert lines[1].endswith("round 4, 2 interrupted, 1 waiting, 1 finished")
+    jobs = [line.split()[:2] for line in lines if "/" in line and "train" not in line]
+    assert jobs[:2] == [["b", "interrupted"], ["c", "interrupted"]]
+    assert main(["status", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    statuses = [job["progress"]["status"] for job in found["run"]["jobs"]]
+    assert statuses == ["finished", "interrupted", "interrupted", "waiting"]
     assert main(["stop", str(folder), "b"]) == 1
     assert "takes no requests" in capsys.readouterr().err
 

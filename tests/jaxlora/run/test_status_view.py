@@ -8,7 +8,8 @@ import types
 import pytest
 from rich.console import Console
 
-from jaxlora.run.events import RunEndEvent
+from jaxlora.run import time_left
+from jaxlora.run.events import JobAddEvent, RunEndEvent
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.status import StatusTracker
 from jaxlora.run.status_view import StatusView, format_seconds
@@ -85,18 +86,66 @@ def test_all_jobs_that_fit_are_shown():
     assert len(lines) == 2 + NUM_JOBS - 4 and "more" not in lines[-1]
 
 
-def test_time_left_counts_the_tokens_of_this_process():
-    tracker = StatusTracker()
-    resumed = made_events.info("a", progress=JobProgress(status="running", step=4))
-    tracker.on_event(made_events.run_start(resumed))
-    assert tracker.status().seconds_left is None
-    tracker._began -= 100
-    tracker.on_event(made_events.step("a", 8))
-    assert tracker.status().seconds_left == pytest.approx(50, abs=1)
-    tracker.on_event(made_events.job_end("a", 8, "stopped"))
-    assert tracker.status().seconds_left == 0
+def after_an_interrupt(tracker: StatusTracker) -> StatusTracker:
+    tracker.on_event(RunEndEvent(round=9, is_interrupted=True))
+    return tracker
+
+
+def test_no_job_is_running_once_the_run_has_ended():
+    lines = shown(after_an_interrupt(many_jobs()), 120, max_lines=23)
+    assert lines[1].startswith("8 interrupted, 1 failed, 27 waiting, 1 paused")
+    assert lines[2].split()[-2:] == ["2/10", "interrupted"]
+    assert "running" not in "".join(lines)
+
+
+class Clock:
+    """A clock that a test sets, in the place of time.perf_counter."""
+
+    def __init__(self, monkeypatch):
+        self.now = 1000.0
+        monkeypatch.setattr(time_left.time, "perf_counter", lambda: self.now)
+
+
+def test_time_left_leaves_out_the_start(monkeypatch):
+    """The first window compiles; within one, only some of the work shows in steps."""
+    clock, tracker = Clock(monkeypatch), StatusTracker()
+    tracker.on_event(made_events.run_start(*map(made_events.info, "ab")))
+
+    def after(seconds: float, *events) -> float | None:
+        clock.now += seconds
+        for event in events:
+            tracker.on_event(event)
+        return tracker.status().seconds_left
+
+    assert after(300, made_events.evaluation("a", 0)) is None  # compiles
+    assert after(300, made_events.step("a", 1)) is None
+    assert after(1, made_events.step("b", 1), made_events.window(1)) is None
+    assert after(9, made_events.step("a", 2)) is None
+    # From here on, a step of both jobs takes 10 s.
+    assert after(1, made_events.step("b", 2), made_events.window(2)) == 80
+    assert after(9, made_events.step("a", 3)) == 71
+    assert after(1, made_events.step("b", 3), made_events.window(3)) == 70
+    ends = [made_events.job_end(name, 3, "stopped") for name in "ab"]
+    assert after(1, ends[0]) == 69
+    assert after(1, ends[1]) == 0
     texts = [format_seconds(s) for s in (None, 50.2, 4000)]
     assert texts == ["?", "0:00:50", "1:06:40"]
+
+
+def test_time_left_counts_the_tokens_of_this_process(monkeypatch):
+    """Not those before a resume, nor those of a job that was trained elsewhere."""
+    clock, tracker = Clock(monkeypatch), StatusTracker()
+    resumed = made_events.info("a", progress=JobProgress(status="running", step=4))
+    tracker.on_event(made_events.run_start(resumed))
+    for step in (5, 6):
+        if step == 6:
+            other = JobProgress(status="paused", step=8)
+            info = made_events.info("b", progress=other)
+            tracker.on_event(JobAddEvent(round=5, info=info))
+        clock.now += 10
+        tracker.on_event(made_events.step("a", step))
+        tracker.on_event(made_events.window(step))
+    assert tracker.status().seconds_left == 60  # 4 steps of a, and 2 of b
 
 
 def test_a_line_of_the_log_names_a_few_jobs():

@@ -7,11 +7,14 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
+from jaxlora import atomic
+from jaxlora.adapters.export_record import read_export
 from jaxlora.cli.main import main
 from jaxlora.errors import AdapterError, CheckpointError, JaxloraError, StorageError
 from jaxlora.train import read_checkpoint
@@ -123,10 +126,14 @@ def test_an_adapter_that_was_removed_is_told(run, tmp_path):
 
 def test_a_replacement_that_was_cut_short_is_found(run, tmp_path):
     adapters = run / "adapters"
-    (adapters / "done").rename(adapters / ".done.old")
+    place = adapters / ".done.0123abcd.jaxlora-tmp"
+    (adapters / ".done.old").mkdir()  # somebody else's
+    place.mkdir()
+    (place / atomic._MARK).write_text(atomic._MARK_TEXT)
+    (adapters / "done").rename(place / "old0")
     export_checkpoint(run, tmp_path / "out", ["done"])
     assert first_value(tmp_path / "out" / "done") == 9
-    assert (adapters / ".done.old").is_dir()
+    assert (place / "old0").is_dir()
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -169,6 +176,58 @@ def test_folders_of_others_are_not_replaced(run, tmp_path):
     is_refused(run, out, "out/now holds files that jaxlora did not write")
     (out / "now" / "notes.txt").unlink()
     export_checkpoint(run, out, ["now"])
+
+
+def test_names_of_an_export_are_no_proof(run, tmp_path):
+    """Weights that another program wrote beside our record, and folders inside."""
+    out = tmp_path / "out"
+    export_checkpoint(run, out, ["now"])
+    file = out / "now" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes() + b"trained further")
+    is_refused(run, out, "out/now holds files that jaxlora did not write")
+    shutil.rmtree(out / "now")
+    export_checkpoint(run, out, ["now"])
+    (out / "now" / "README.md").unlink()
+    (out / "now" / "README.md").mkdir()
+    is_refused(run, out, "out/now holds files that jaxlora did not write")
+
+
+@pytest.mark.parametrize("name", [*OWN, "README.md"])
+def test_a_pipe_in_an_export_holds_nobody_up(run, tmp_path, name):
+    out = tmp_path / "out"
+    export_checkpoint(run, out, ["now"])
+    (out / "now" / name).unlink()
+    os.mkfifo(out / "now" / name)
+    is_refused(run, out, "out/now holds files that jaxlora did not write")
+    if name != "README.md":
+        (run / "adapters" / "done" / name).unlink()
+        os.mkfifo(run / "adapters" / "done" / name)
+        with pytest.raises(AdapterError, match="it is not a regular file"):
+            export_checkpoint(run, tmp_path / "other", ["done"])
+
+
+def test_exports_at_the_same_time(run, tmp_path):
+    """Two threads write the same jobs into one folder; each adapter is whole."""
+    out, barrier, errors = tmp_path / "out", threading.Barrier(2), []
+
+    def export():
+        try:
+            for _ in range(40):
+                barrier.wait()
+                export_checkpoint(run, out, ["done", "now"])
+        except Exception as error:
+            errors.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=export) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert sorted(path.name for path in out.iterdir()) == ["done", "now"]
+    assert first_value(out / "done") == 9
+    assert all(read_export(out / name) is not None for name in ("done", "now"))
 
 
 def test_exports_of_earlier_versions_and_of_python_are_replaced(run, tmp_path):

@@ -1,6 +1,9 @@
 """Requests to a live run: each is answered once, and changes no other job."""
 
+import os
 import pathlib
+import shutil
+import threading
 
 import pytest
 
@@ -11,6 +14,7 @@ from jaxlora.control.status_file import read_status
 from jaxlora.errors import ConfigError
 from jaxlora.run.folder import read_run_record
 from jaxlora.run.message import ControlRequest
+from jaxlora.train import inbox
 from jaxlora.train.inbox import Inbox
 from jaxlora.train.windows import Windows
 from tests.jaxlora.train.at_window import AtWindow
@@ -223,3 +227,84 @@ def test_a_run_that_ended_with_a_paused_job_continues(config, model, alone):
     (job,) = Trainer(run, model).train(resume=True).jobs
     assert job.progress.status == "finished"
     assert weights(run)["first"] == alone
+
+
+MAKE = {
+    "folder": pathlib.Path.mkdir,
+    "pipe": os.mkfifo,
+    "link": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_what_is_no_request_ends_nobody(config, model, caplog, kind):
+    """Neither the live run nor the one that resumes; it stays where it is."""
+    run, made = config(), []
+
+    class Maker(Requester):
+        def _make(self, trainer):
+            if self.ids:
+                return
+            super()._make(trainer)
+            control = trainer.output_dir / "control"
+            other = f"{9:020d}-{'0' * 16}.request.json"
+            for name in (other, f"{self.ids[0]}.answer.json"):
+                MAKE[kind](control / name)
+                made.append(control / name)
+
+    pause = ControlRequest(action="pause", job="first")
+    requester = Maker(run, stop("nobody"), pause)
+    (job,) = Trainer(run, model).train(callbacks=[requester]).jobs
+    assert job.progress.status == "paused"
+    assert f"{made[0]} is ignored" in caplog.text
+    answer = client.send(pathlib.Path(run.output_dir), "resume", "first")
+    assert answer.is_accepted
+    (job,) = Trainer(run, model).train(resume=True).jobs
+    assert job.progress.status == "finished"
+    assert os.path.lexists(made[0])
+
+
+def test_many_requests_take_little_time_of_a_window(config, model, alone, monkeypatch):
+    """A few are taken at a time, and another thread writes the answers."""
+    run, taken, threads, answer = config(), [], set(), Mailbox.answer
+    requester = Requester(run, *[stop(f"nobody{i}") for i in range(30)])
+    take = Inbox._new
+
+    def note_taken(self):
+        new = take(self)
+        taken.append(len(new))
+        record = read_run_record(pathlib.Path(run.output_dir))
+        assert record is None or len(record.answers) <= 4
+        return new
+
+    def note_thread(self, name, values):
+        threads.add(threading.current_thread())
+        answer(self, name, values)
+
+    monkeypatch.setattr(inbox, "_MAX_OPEN", 4)
+    monkeypatch.setattr(Inbox, "_new", note_taken)
+    monkeypatch.setattr(Mailbox, "answer", note_thread)
+    Trainer(run, model).train(callbacks=[requester])
+    assert max(taken) <= 4 and sum(taken) == 30
+    assert threading.main_thread() not in threads
+    assert [accepted for accepted, _ in requester.answers()] == [False] * 30
+    assert weights(run)["first"] == alone
+
+
+def test_a_removed_folder_of_requests_is_made_again(config, model, caplog):
+    run = config()
+
+    def remove(trainer):
+        if trainer._round == 2:
+            shutil.rmtree(trainer.output_dir / "control")
+
+    class Late(Requester):
+        def _make(self, trainer):
+            if trainer._round > 4:
+                super()._make(trainer)
+
+    requester = Late(run, stop("first"))
+    (job,) = Trainer(run, model).train(callbacks=[AtWindow(remove), requester]).jobs
+    assert job.progress.status == "stopped"
+    assert requester.answers()[0][0]
+    assert "the folder of requests was removed" in caplog.text

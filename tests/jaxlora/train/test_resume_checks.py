@@ -1,22 +1,27 @@
 """Runs that are resumed with something else, or in the same process."""
 
 import contextlib
+import dataclasses
 import math
 import os
 import pathlib
 import re
+import shutil
 import signal
 
 import jax
 import pytest
 
-from jaxlora import RunConfig, Trainer, import_peft
+from jaxlora import LoraJob, RunConfig, Trainer, import_peft
 from jaxlora.errors import CheckpointError, DeviceError
 from jaxlora.train.checkpoint import Checkpoints
+from jaxlora.train.describe_run import check_resumes
 from jaxlora.train.in_flight import InFlight
+from jaxlora.train.job_run import JobRun
 from jaxlora.train.prepare import linear_shapes
 from jaxlora.train.read_checkpoint import read_newest
 from jaxlora.train.staged_executor import StagedExecutor
+from tests.jaxlora.train import made_run
 from tests.jaxlora.train.at_window import AtWindow
 from tests.oracle import relative_error
 
@@ -97,6 +102,63 @@ def test_more_steps_on_resume(config, model, tmp_path):
     longest = longer.model_copy(update={"steps": 7})
     with pytest.raises(CheckpointError, match="has finished its 6 steps, and 7 are"):
         Trainer(changed(config, jobs=(longest,)), model).train(resume=True)
+
+
+def test_fewer_steps_than_are_done_need_a_word(config, model, tmp_path, caplog):
+    """Without it nothing is lost: the way back to the settings before is open."""
+    job = config.jobs[0].model_copy(update={"lr_schedule": "constant", "steps": 6})
+    shorter = job.model_copy(update={"steps": 2})
+    config = changed(config, jobs=(job,), window_steps=1)
+    whole = changed(config, output_dir=str(tmp_path / "whole"))
+    Trainer(whole, model).train()
+    Trainer(config, model).train(callbacks=[AtWindow(interrupt_at(4))])
+    cut = changed(config, jobs=(shorter,))
+    with pytest.raises(CheckpointError) as refused:
+        Trainer(cut, model).train(resume=True)
+    for words in (
+        f"job {job.name!r} has done 4 steps, and 2 are wanted now",
+        "optimizer states be dropped",
+        "Set these settings back",
+        "drop_state=True (--drop-state)",
+    ):
+        assert words in str(refused.value)
+    kept = pathlib.Path(config.output_dir)
+    elsewhere = str(shutil.copytree(kept, tmp_path / "dropped"))
+    Trainer(config, model).train(resume=True)
+    assert adapters(config) == adapters(whole)
+    cut = changed(cut, output_dir=elsewhere)
+    (done,) = Trainer(cut, model).train(resume=True, drop_state=True).jobs
+    assert "their optimizer states are dropped, so they cannot go on" in caplog.text
+    assert (done.progress.status, done.progress.step) == ("finished", 4)
+    assert done.progress.reason == "4 steps were done, and 2 are wanted"
+    other = shorter.model_copy(update={"continue_from": str(tmp_path / "stopped")})
+    stopped = changed(config, output_dir=str(tmp_path / "stopped"))
+    Trainer(stopped, model).train(callbacks=[AtWindow(interrupt_at(4))])
+    with pytest.raises(CheckpointError, match=r"has done 4 steps in .*, and 2 are "):
+        new = changed(config, jobs=(other,), output_dir=str(tmp_path / "new"))
+        Trainer(new, model).train()
+
+
+def test_less_patience_needs_a_word_too(tmp_path):
+    jobs = {"now": dataclasses.replace(made_run.JOBS["now"], evals_without_gain=2)}
+    states = {"now": made_run.parked()}
+    with contextlib.closing(Checkpoints(tmp_path / "checkpoints")) as checkpoints:
+        checkpoints.save(4, states, made_run.saved_run(jobs))
+    often = {"eval_every": 1, "early_stopping": 2}
+    job = LoraJob(name="now", data={"path": "x"}, eval_fraction=0.1, **often)
+
+    class Job(JobRun):
+        num_steps = 9
+
+        def __init__(self, job: LoraJob):
+            self.job = job
+
+    identity = made_run.identity(jobs)
+    with pytest.raises(CheckpointError, match="has had 2 evaluations without a gain, "):
+        check_resumes(tmp_path, identity, [Job(job)])
+    check_resumes(tmp_path, identity, [Job(job)], drop_state=True)
+    patient = job.model_copy(update={"early_stopping": 3})
+    check_resumes(tmp_path, identity, [Job(patient)])
 
 
 def test_a_refused_resume_leaves_the_folder(config, model):

@@ -1,5 +1,6 @@
 """A run's folder: which run may go on in it, and what is never written over."""
 
+import contextlib
 import io
 import json
 import os
@@ -7,15 +8,19 @@ import pathlib
 import re
 import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
 
-from jaxlora import RunConfig, Trainer
+from jaxlora import Callback, RunConfig, Trainer, load_run
+from jaxlora.cli.main import main
 from jaxlora.errors import CheckpointError
 from jaxlora.inspect import inspect_path
 from jaxlora.run.folder import check_folder, clean_up, prepare_export_folder
 from jaxlora.run.log import read_events
+from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.export import export_checkpoint
 from tests.jaxlora.train import made_run
 from tests.jaxlora.train.at_window import AtWindow
@@ -155,6 +160,53 @@ def test_jobs_that_were_added_are_part_of_the_run(config, model):
     assert all(job.progress.status == "finished" for job in result.jobs)
 
 
+@pytest.mark.parametrize("how", ["removed", "renamed", "replaced"])
+@pytest.mark.parametrize("within", [False, True])
+def test_a_folder_that_is_removed_while_the_run_trains(
+    config, model, tmp_path, how, within
+):
+    """Between two windows or in one; the run does not make a new folder with parts."""
+    folder = pathlib.Path(config.output_dir)
+
+    class Remover(Callback):
+        def on_event(self, event):
+            if event.round != 2 or event.kind != ("step" if within else "window"):
+                return
+            if folder.exists():
+                folder.rename(tmp_path / "moved")
+            if how == "replaced":
+                folder.mkdir()
+
+    match = "run was removed or renamed while the run trained.*lost too: restore"
+    with pytest.raises(CheckpointError, match=match):
+        Trainer(config, model).train(callbacks=[Remover()])
+    assert list(folder.iterdir()) == [] if how == "replaced" else not folder.exists()
+    if how == "renamed":
+        (tmp_path / "moved").rename(folder)
+        assert not Trainer(config, model).train(resume=True).interrupted
+
+
+def test_a_used_folder_is_refused_before_anything_is_read(tmp_path, capsys):
+    """By the command, and for another run by Python too."""
+    folder = made_run.write_run(tmp_path / "run")
+    run_file = tmp_path / "run.yaml"
+    settings = {
+        "model": "nowhere/at-all",
+        "output_dir": str(folder),
+        "jobs": [{"name": "other", "data": {"path": "nowhere.jsonl"}}],
+    }
+    run_file.write_text(json.dumps(settings))
+    assert main(["train", str(run_file)]) == 1
+    assert "run already holds a run. Resume it" in capsys.readouterr().err
+    assert main(["train", str(run_file), "--resume"]) == 1
+    assert "job 'done' is in the checkpoint but not in this" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="job 'done' is in the checkpoint but"):
+        Trainer(load_run(run_file))
+    shutil.rmtree(folder)
+    assert main(["train", str(run_file), "--resume"]) == 1
+    assert "holds no run to resume" in capsys.readouterr().err
+
+
 # ---- without training --------------------------------------------------------------
 
 
@@ -206,21 +258,55 @@ def test_what_others_put_there_is_moved_away(tmp_path):
     assert (tmp_path / "job~3").is_symlink() and not os.path.lexists(folder)
 
 
+KILLED = """
+import os, pathlib, sys
+from jaxlora import atomic
+with atomic.new_file(sys.argv[1]), atomic.new_folder(sys.argv[2]):
+    os._exit(9)
+"""
+
+
 def test_leftovers_of_a_killed_run_are_removed(tmp_path):
+    """And nothing else, whatever its name is."""
     adapters = tmp_path / "adapters"
-    for path in (
+    command = [sys.executable, "-c", KILLED, tmp_path / "run.json", adapters / "job"]
+    assert subprocess.run(command, check=False).returncode == 9
+    assert [len(names(tmp_path)), len(names(adapters))] == [2, 1]
+    mine = (
         tmp_path / ".metrics.jsonl.0123abcd.jaxlora-tmp",
         adapters / ".job.0123abcd.jaxlora-tmp" / "adapter_config.json",
         adapters / ".job.old" / "adapter_config.json",
         adapters / ".mine" / "notes",
-        adapters / ".job.backup1",
         tmp_path / "notes.jaxlora-tmp",
-    ):
+    )
+    for path in mine:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("")
-    clean_up(tmp_path, ["job", "other"])
-    assert names(tmp_path) == ["adapters", "notes.jaxlora-tmp"]
-    assert names(adapters) == [".job.backup1", ".mine", "job"]
+    clean_up(tmp_path)
+    assert all(path.exists() for path in mine)
+    assert len(names(tmp_path)) == len(names(adapters)) == 3
+
+
+def test_checkpoints_that_are_none_stay(tmp_path):
+    """A folder is not removed because of its number, nor a note in a checkpoint."""
+    folder = tmp_path / "checkpoints"
+    for name in ("0", "7.orbax-checkpoint-tmp-1"):
+        path = folder / name / "notes.txt"
+        path.parent.mkdir(parents=True)
+        path.write_text("mine")
+        match = f"{name} has the name of a checkpoint, and holds none. Move it away"
+        with pytest.raises(CheckpointError, match=re.escape(match)):
+            Checkpoints(folder)
+        path.parent.rename(tmp_path / name)
+    run = made_run.saved_run()
+    with contextlib.closing(Checkpoints(folder, keep=2)) as checkpoints:
+        for number in (1, 2, 3, 4):
+            checkpoints.save(number, made_run.states(number), run)
+            checkpoints.wait()
+            if number == 2:
+                (folder / "2" / "run" / "notes.txt").write_text("mine")
+    assert names(folder) == ["2", "3", "4"]
+    assert (folder / "2" / "run" / "notes.txt").read_text() == "mine"
 
 
 def names(folder: pathlib.Path) -> list[str]:

@@ -1,11 +1,13 @@
 """One process at a time writes to a run's folder, and a dead one holds nobody up."""
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +17,13 @@ import pytest
 from jaxlora import RunConfig, Trainer
 from jaxlora.errors import CheckpointError, StorageError
 from jaxlora.run import lock as run_lock
-from jaxlora.run.lock import RunLock, check_not_in_use, is_in_use, read_owner
+from jaxlora.run.lock import (
+    RunLock,
+    check_not_in_use,
+    find_owner,
+    is_in_use,
+    read_owner,
+)
 
 HOLDER = """
 import pathlib, sys
@@ -187,14 +195,10 @@ def test_places_that_cannot_hold_a_run(tmp_path, monkeypatch):
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(StorageError, match="cannot be written: Not a directory"):
             RunLock(folder).__enter__()
-    (tmp_path / "run.lock").symlink_to(tmp_path / "file")
-    with pytest.raises(StorageError, match="Too many levels of symbolic links"):
-        RunLock(tmp_path).__enter__()
 
     def read_only(*_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    (tmp_path / "run.lock").unlink()
     monkeypatch.setattr(run_lock.os, "ftruncate", read_only)
     with pytest.raises(StorageError, match="Read-only file system"):
         RunLock(tmp_path).__enter__()
@@ -207,3 +211,46 @@ def test_a_trainer_asks_before_it_loads_a_model(tmp_path, jobs):
     config = RunConfig(model="nowhere/at-all", output_dir=str(tmp_path), jobs=jobs[:1])
     with RunLock(tmp_path), pytest.raises(CheckpointError, match="is in use by"):
         Trainer(config)
+
+
+def make_socket(path: pathlib.Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(path.parent):
+        made.bind(path.name)
+
+
+MAKE = {
+    "pipe": os.mkfifo,
+    "folder": pathlib.Path.mkdir,
+    "link": lambda path: path.symlink_to("file"),
+    "dangling": lambda path: path.symlink_to("nowhere"),
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "socket": make_socket,
+}
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_what_is_no_file_in_the_place_of_the_lock(tmp_path, jobs, kind):
+    """Nobody waits for the other end of a pipe, and nothing is removed."""
+    (tmp_path / "file").write_text("{}")
+    path = tmp_path / "run.lock"
+    MAKE[kind](path)
+    before = path.lstat()
+    match = r"run\.lock is not a regular file.*Move it away, or choose another output"
+    with pytest.raises(CheckpointError, match=match):
+        RunLock(tmp_path).__enter__()
+    config = RunConfig(model="nowhere/at-all", output_dir=str(tmp_path), jobs=jobs[:1])
+    with pytest.raises(CheckpointError, match=match):
+        Trainer(config)
+    assert not is_in_use(tmp_path) and find_owner(tmp_path) is None
+    assert path.lstat() == before and (tmp_path / "file").read_text() == "{}"
+
+
+def test_a_lock_that_becomes_a_pipe(tmp_path):
+    """While the run is active."""
+    path = tmp_path / "run.lock"
+    with RunLock(tmp_path) as lock:
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(CheckpointError, match="is not a regular file"):
+            lock.check()
+    assert path.is_fifo()
