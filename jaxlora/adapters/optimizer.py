@@ -261,7 +261,7 @@ def _summed(pending: Pending, steps_now: Bool[Array, " G"]) -> Tables:
     """Returns the gradients of the slots that step.
 
     On several devices, those of other slots are no sums yet, and zero here. (On a CPU,
-    the moments' last bit depends on that: LLVM fuses other products and sums without.)
+    that also decides which products and sums LLVM fuses, and so a last bit.)
     """
     if pending.is_finite.ndim == 1:
         return pending.gradients
