@@ -23,7 +23,7 @@ class Pending:
     """Gradients of each slot's incomplete global batch.
 
     On several devices, all arrays have a first axis F more: each device sums its own
-    microbatches, and the sums are added once, at the optimizer step.
+    microbatches, and the sums are added once, before the optimizer step.
 
     Attributes:
         gradients: Sum of the gradients so far.
@@ -173,29 +173,6 @@ def _adapter_step(
     return tables, StepResult(norm=norm, is_finite=is_finite)
 
 
-def summed(pending: Pending, axes: Sequence[str]) -> Pending:
-    """Sums the pending gradients of all devices in float32, in the devices' order.
-
-    Args:
-        pending: Gradients of this device, 1 G ...; without the first axis if there is
-            one device only.
-        axes: Axes of the mesh over which to sum; empty: one device.
-    """
-    if not axes:
-        return pending
-
-    def of_all(part):
-        return jax.lax.all_gather(part, tuple(axes), axis=0, tiled=True)
-
-    # A sum in a fixed order gives the same bits twice; a ring's depends on its size.
-    return Pending(
-        gradients=jax.tree.map(
-            lambda g: functools.reduce(jnp.add, list(of_all(g))), pending.gradients
-        ),
-        is_finite=of_all(pending.is_finite).all(axis=0),
-    )
-
-
 @typing.no_type_check  # JAX rebuilds it around things that are no arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,7 +189,13 @@ class Measured:
 
 
 def measure(pending: Pending) -> Measured:
-    """Measures the pending gradients of every slot, summed over the devices."""
+    """Measures the pending gradients of every slot on this device.
+
+    Args:
+        pending: Gradients that are summed over the devices for the slots that step; see
+            `exchange`. The measures of other slots have no meaning.
+    """
+    pending = _own(pending)
 
     def squares(gradients: Tables) -> jax.Array:
         return jnp.asarray(optax.tree.norm(gradients, squared=True), jnp.float32)
@@ -222,6 +205,15 @@ def measure(pending: Pending) -> Measured:
         squares=jax.vmap(squares, axis_size=size)(pending.gradients),
         is_finite=pending.is_finite,
     )
+
+
+def _own(pending: Pending) -> Pending:
+    """Returns this device's gradients without the first axis, of devices, if any."""
+    return pending if pending.is_finite.ndim == 1 else jax.tree.map(_first, pending)
+
+
+def _first(parts: jax.Array) -> jax.Array:
+    return parts[0]
 
 
 def _over_stages(measured: Sequence[Measured]) -> Measured:
@@ -237,8 +229,6 @@ def optimizer_step(
     state: AdapterState,
     hyper: Hyper,
     stages: Sequence[Measured] = (),
-    *,
-    axes: Sequence[str] = (),
 ) -> tuple[AdapterState, StepResult]:
     """Applies an optimizer step to the slots whose global batch is complete.
 
@@ -246,22 +236,41 @@ def optimizer_step(
     this, so that it does not wait until the host has read the losses.
 
     Args:
-        state: All slots.
+        state: All slots. The pending gradients of those that step are summed over the
+            devices; see `exchange`.
         hyper: Settings of the slots; `steps_now` selects the slots that step.
         stages: Measures of the batch on every stage, in the order of the stages, as the
             norm of an adapter is over all of them; empty: there is only this stage.
-        axes: Axes of the mesh over which gradients are summed; see `summed`.
 
     References:
         AdamW, arXiv 1711.05101; LoRA+, arXiv 2402.12354.
     """
-    total = summed(state.pending, axes)
-    measured = _over_stages(stages or [measure(total)])
+    measured = _over_stages(stages or [measure(state.pending)])
     tables = state.params, state.mu, state.nu
     step = jax.vmap(_adapter_step)
-    (params, mu, nu), result = step(tables, total.gradients, measured, hyper)
-    pending = _emptied(state.pending, hyper.steps_now)
+    gradients = _summed(state.pending, hyper.steps_now)
+    tables, result = step(tables, gradients, measured, hyper)
+    # If gradients were emptied before they are used, XLA would copy them on a CPU.
+    tables, emptied = jax.lax.optimization_barrier((tables, hyper.steps_now))
+    params, mu, nu = tables
+    pending = _emptied(state.pending, emptied)
     return AdapterState(params=params, mu=mu, nu=nu, pending=pending), result
+
+
+def _summed(pending: Pending, steps_now: Bool[Array, " G"]) -> Tables:
+    """Returns the gradients of the slots that step.
+
+    On several devices, those of other slots are no sums yet, and zero here. (On a CPU,
+    that also decides which products and sums LLVM fuses, and so a last bit.)
+    """
+    if pending.is_finite.ndim == 1:
+        return pending.gradients
+
+    def selected(gradients):
+        axes = range(1, gradients.ndim)
+        return jnp.where(jnp.expand_dims(steps_now, axes), gradients, 0.0)
+
+    return jax.tree.map(selected, _own(pending).gradients)
 
 
 def _emptied(pending: Pending, slots: Bool[Array, " G"]) -> Pending:

@@ -14,6 +14,7 @@ from jaxlora.scheduler import Limits
 
 _COPIES = 4  # of an adapter: weights, two moments and gradients
 _CHECKPOINT_COPIES = 3  # more copies while a checkpoint is taken
+_EXCHANGED_COPIES = 2  # of a slot's gradients: those sent, and those received
 _HEAD_ROWS = 1024  # rows of logits that the loss computes at a time
 _LOGIT_BYTES = 6  # a logit is held in float32 and in bfloat16
 _HEAD_BYTES = 768 * 2**20  # at most
@@ -142,6 +143,7 @@ def measured_footprint(
     step_bytes = found.output_size_in_bytes - found.alias_size_in_bytes
     step_bytes += found.temp_size_in_bytes + found.generated_code_size_in_bytes
     step_bytes += _BATCHES * num_bytes(batch_shapes(limits))
+    step_bytes = max(step_bytes, optimizer_bytes(spec, use))
     fixed_bytes = min(head_bytes(spec), step_bytes // 2)
     return dataclasses.replace(
         resident_footprint(spec, use),
@@ -151,7 +153,7 @@ def measured_footprint(
 
 
 def fixed_bytes(spec: DecoderSpec, use: StageUse) -> int:
-    """Bytes of a step that do not depend on T, at the loss or at an optimizer step.
+    """Bytes of a step that do not depend on T, at the loss or at the optimizer.
 
     Args:
         spec: The decoder, or one stage of it.
@@ -163,11 +165,27 @@ def fixed_bytes(spec: DecoderSpec, use: StageUse) -> int:
         if use.num_shards > 1:  # the head is gathered for the loss
             config, itemsize = spec.config, spec.options.dtype.itemsize
             at_loss += config.vocab_size * config.hidden_size * itemsize
-    if use.num_parts == 1:
-        return at_loss
-    # The gradients of all devices are gathered and added.
-    slots = math.ceil(num_bytes(spec.adapter_shapes()) / use.num_replicas)
-    return max(at_loss, (use.num_parts + 1) * slots)
+    return max(at_loss, optimizer_bytes(spec, use))
+
+
+def optimizer_bytes(spec: DecoderSpec, use: StageUse) -> int:
+    """Bytes of an optimizer step, and of the sum of its gradients over the devices.
+
+    Args:
+        spec: The decoder, or one stage of it.
+        use: How the device is used.
+    """
+    shapes = spec.adapter_shapes()
+    at_sum = at_step = 0
+    if (
+        use.num_parts > 1 and spec.slots
+    ):  # a slot's chunks for all devices, and those from them
+        at_sum = _EXCHANGED_COPIES * num_bytes(shapes) // spec.slots.num_slots
+    if jax.default_backend() == "cpu" and shapes:
+        # XLA copies the moments before it replaces them, but for the last array.
+        largest = max(num_bytes(shape) for shape in shapes.values())
+        at_step = (2 * num_bytes(shapes) - largest) // use.num_replicas
+    return max(at_sum, at_step)
 
 
 def gathered_bytes(spec: DecoderSpec, use: StageUse) -> int:

@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxlora.adapters.exchange import exchange_rounds
 from jaxlora.adapters.optimizer import Hyper, Measured, StepResult
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.data.pack import JobBatch
@@ -132,6 +133,7 @@ class StagedWindow:
             return
         step = {slot: batch.step for slot, batch in batches.items()}
         rates = {s: self._runs[s].learning_rate(number) for s, number in step.items()}
+        self._exchange(batches)
         self._steps[tick] = _Steps(
             batches=batches,
             learning_rates=rates,
@@ -139,6 +141,13 @@ class StagedWindow:
             hyper=self._hyper({s: (self._runs[s], n) for s, n in step.items()}),
             measured=self._measure(),
         )
+
+    def _exchange(self, slots: Collection[int]) -> None:
+        """Queues the sums of the slots' gradients over the devices of every stage."""
+        for stage, table in zip(self._layout.stages, self._tables, strict=True):
+            for slot in exchange_rounds(slots, self._num_slots, stage.placement):
+                pending = stage.steps.exchange(table.state.pending, slot)
+                table.state = dataclasses.replace(table.state, pending=pending)
 
     def _measure(self) -> list[tuple[Measured, ...]]:
         """Measures the pending gradients on every stage, and sends that to all stages.

@@ -11,14 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxlora.adapters.optimizer import (
-    AdapterState,
-    Measured,
-    Pending,
-    measure,
-    optimizer_step,
-    summed,
-)
+from jaxlora.adapters.exchange import exchange
+from jaxlora.adapters.optimizer import AdapterState, measure, optimizer_step
 from jaxlora.adapters.placement import ONE_DEVICE, Placement
 from jaxlora.adapters.slots import write_slot
 from jaxlora.memory.inputs import batch_shapes, key_shapes
@@ -78,6 +72,8 @@ class CompiledSteps:
         forward: Forward pass of another stage.
         backward: Backward pass of another stage, which adds to the pending gradients.
         evaluate: Forward pass without dropout and without residuals.
+        exchange: Sum of a slot's pending gradients over the devices; not used if no
+            devices share a slot.
         measure: Norms of the pending gradients, which the other stages need for their
             optimizer steps.
         step: Optimizer step of the slots whose global batch is complete.
@@ -129,14 +125,15 @@ class CompiledSteps:
             p.partial if spec.has_head else p.rows,
             compiler_options=spec.gather_options(),
         )
-        self.measure = jitted(
-            functools.partial(_measure, axes=p.summed_axes), (p.partial,), slots
-        )
-        self.step = jitted(
-            functools.partial(optimizer_step, axes=p.summed_axes),
-            (state, slots, slots),
-            (state, slots),
+        self.exchange = jitted(
+            functools.partial(exchange, axes=p.summed_axes),
+            (p.partial, slots),
+            p.partial,
             donate_argnums=0,
+        )
+        self.measure = jitted(measure, (p.partial,), slots)
+        self.step = jitted(
+            optimizer_step, (state, slots, slots), (state, slots), donate_argnums=0
         )
         self.write_slot = jax.jit(
             functools.partial(write_slot),
@@ -208,10 +205,6 @@ class CompiledSteps:
         return sum(f._cache_size() for f in functions if hasattr(f, "_cache_size"))
 
 
-def _measure(pending: Pending, *, axes: tuple[str, ...]) -> Measured:
-    return measure(summed(pending, axes))
-
-
 def _jitted(run: Any, placement: Placement, takes: Any, gives: Any, **options) -> Any:
     """Jits a function that each device of a stage runs on its own part of the arrays.
 
@@ -226,7 +219,7 @@ def _jitted(run: Any, placement: Placement, takes: Any, gives: Any, **options) -
     if placement.mesh is None:
         return jax.jit(functools.partial(run), **options)
     # Pallas kernels cannot be partitioned, so each device runs them on its own part.
-    # Gradients are not summed here: that comes once, with the optimizer step.
+    # Gradients are not summed here: that comes once, before the optimizer step.
     sharded = jax.shard_map(
         run, mesh=placement.mesh, in_specs=takes, out_specs=gives, check_vma=False
     )

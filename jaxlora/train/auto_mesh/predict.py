@@ -76,8 +76,12 @@ def _gathered_bytes(spec: DecoderSpec, fsdp: int) -> float:
 
 
 def _step_seconds(stages: MeshStages, speed: DeviceSpeed) -> float:
-    """Time in which the gradients of an optimizer step reach all devices that add."""
+    """Time in which a slot's gradients reach all devices that add them.
+
+    A device receives a chunk from each of the others, and then their sums of chunks.
+    """
     use = stages.use(0)
     slots = max(num_bytes(spec.adapter_shapes()) for spec in stages.specs)
-    received = (use.num_parts - 1) * slots / use.num_replicas
-    return speed.transfer_seconds(received)
+    assert stages.spec.slots is not None
+    slot = slots / stages.spec.slots.num_slots
+    return speed.transfer_seconds(2 * slot * (use.num_parts - 1) / use.num_parts)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -13,6 +14,8 @@ from jaxlora.memory.capacity import settle
 from jaxlora.memory.device import DeviceMemory, device_memory
 from jaxlora.memory.estimate import estimated_footprint as single_footprint
 from jaxlora.memory.estimate import step_bytes
+from jaxlora.memory.footprint import SINGLE_DEVICE as ONE
+from jaxlora.memory.footprint import StageUse, num_bytes, optimizer_bytes
 from jaxlora.memory.mesh import (
     MeshFootprint,
     MeshStages,
@@ -88,9 +91,12 @@ def test_a_stage_holds_its_own_weights_and_activations():
     whole, (first, second) = estimate("fsdp=1").stages[0], estimate("stage=2").stages
     assert first.base_bytes + second.base_bytes == whole.base_bytes
     assert first.adapter_bytes + second.adapter_bytes == whole.adapter_bytes
-    # Only the last stage computes logits.
-    assert first.fixed_bytes == 0
+    # Only the last stage computes logits; each has optimizer steps of its own.
     assert second.fixed_bytes == whole.fixed_bytes > 0
+    assert first.fixed_bytes == optimizer_bytes(
+        stages_of(SPEC, "stage=2").specs[0], ONE
+    )
+    assert first.fixed_bytes < second.fixed_bytes
     more = estimate("stage=2", pipeline_microbatches=3).stages
     assert more[0].bytes_per_token > first.bytes_per_token
     assert more[0].base_bytes == first.base_bytes
@@ -126,9 +132,16 @@ def test_replicas_may_divide_the_slots():
     [single] = estimate("fsdp=1").stages
     assert shared.base_bytes == pinned.base_bytes == single.base_bytes
     assert shared.adapter_bytes == 4 * pinned.adapter_bytes == single.adapter_bytes
-    # A step adds the gradients of all devices that have some of the slot.
-    assert shared.fixed_bytes >= 5 * single.adapter_bytes // 4
     assert pinned.fixed_bytes == single.fixed_bytes
+
+
+@pytest.mark.parametrize("data", [2, 8, 64])
+def test_the_sum_of_gradients_takes_no_more_on_more_devices(data, monkeypatch):
+    """Two copies of a slot; a slot is a fourth of a copy of all of them."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    slots = num_bytes(SPEC.adapter_shapes())
+    assert optimizer_bytes(SPEC, StageUse(num_parts=data)) == slots // 2
+    assert optimizer_bytes(SPEC, ONE) == 0
 
 
 def test_llama_70b_fits_four_devices():

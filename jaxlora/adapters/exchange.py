@@ -1,0 +1,81 @@
+"""Sums a slot's pending gradients over the devices that have a part of them."""
+
+import functools
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Float, Int
+
+from jaxlora.adapters.optimizer import Pending
+from jaxlora.adapters.placement import Placement
+
+
+def exchange_rounds(
+    slots: Collection[int], num_slots: int, placement: Placement
+) -> Iterator[Int[np.ndarray, "*R"]]:
+    """Yields the argument `slot` of each call of `exchange` before an optimizer step.
+
+    Where slots are divided among replicas, each call takes a slot of every replica that
+    has one left.
+
+    Args:
+        slots: The slots that step.
+        num_slots: Number of slots of all replicas.
+        placement: The devices of the stage.
+    """
+    if placement.num_parts == 1:
+        return
+    size = num_slots // placement.num_replicas
+    own: list[list[int]] = [[] for _ in range(placement.num_replicas)]
+    for slot in sorted(slots):
+        own[slot // size].append(slot % size)
+    for numbers in itertools.zip_longest(*own, fillvalue=-1):
+        yield np.array(numbers, np.int32)
+
+
+def exchange(
+    pending: Pending, slot: Int[Array, "1"], *, axes: Sequence[str]
+) -> Pending:
+    """Gives every device the sum of a slot's pending gradients over all devices.
+
+    It takes one slot, and the host calls it for each slot that steps. In a program that
+    chooses slots itself, by a loop or a condition, XLA would let the host wait for a
+    GPU's choice, and so for all work that is queued before it.
+
+    Args:
+        pending: Gradients of this device, 1 G ...
+        slot: Number of the slot among the device's slots, int32; -1: none.
+        axes: Axes of the mesh whose devices have gradients of the same slots. The
+            devices of other axes may take another slot.
+    """
+    number = jnp.maximum(slot[0], 0)
+    rows = jax.tree.map(lambda x: x[0, number], pending)
+    flat, to_gradients = ravel_pytree(rows.gradients)
+    new = Pending(
+        gradients=to_gradients(_sum(flat, axes)),
+        is_finite=jax.lax.all_gather(rows.is_finite, tuple(axes)).all(),
+    )
+
+    def written(all_slots: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+        row = jnp.where(slot[0] >= 0, new, old)[None]
+        return jax.lax.dynamic_update_index_in_dim(all_slots, row, number, axis=1)
+
+    return jax.tree.map(written, pending, new, rows)
+
+
+def _sum(flat: Float[Array, " N"], axes: Sequence[str]) -> Float[Array, " N"]:
+    """Sums an array over devices in their order; each one sums a chunk of it.
+
+    A sum in a fixed order gives the same bits twice. A ring's depends on its size.
+    """
+    if not flat.size:  # a stage without adapted linears
+        return flat
+    parts = jax.lax.axis_size(tuple(axes))
+    chunks = jnp.pad(flat, (0, -flat.size % parts)).reshape(parts, -1)
+    mine = jax.lax.all_to_all(chunks, tuple(axes), split_axis=0, concat_axis=0)
+    total = functools.reduce(jnp.add, list(mine))
+    return jax.lax.all_gather(total, tuple(axes), tiled=True)[: flat.size]

@@ -1,0 +1,136 @@
+"""Every device gets the sum of a slot's gradients, bit for bit, with little memory."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from jaxlora.adapters.exchange import exchange, exchange_rounds
+from jaxlora.adapters.optimizer import Pending
+from jaxlora.adapters.placement import ONE_DEVICE, Placement
+from jaxlora.train.step import _jitted
+from tests.deviceless import ROOT, compile_deviceless
+
+SHAPES = {"a": (2, 7, 3), "b": (1, 3, 5), "c": (1,)}  # of a slot; 58 numbers
+PROGRAM = "tests.jaxlora.adapters.exchange_program"
+
+
+def on(data: int, fsdp: int, *, is_pinned: bool = False) -> Placement:
+    devices = np.array(jax.devices()[: data * fsdp]).reshape(data, fsdp)
+    mesh = jax.sharding.Mesh(devices, ("data", "fsdp"))
+    return Placement(mesh=mesh, is_pinned=is_pinned)
+
+
+def random_pending(placement: Placement, num_slots: int, shapes=SHAPES) -> Pending:
+    """Numbers of all magnitudes, so that sums in another order have other bits."""
+    rng, parts = np.random.default_rng(0), placement.num_parts
+
+    def numbers(shape):
+        size = parts, num_slots, *shape
+        scale = 10.0 ** rng.integers(-6, 6, size)
+        return (rng.normal(size=size) * scale).astype(np.float32)
+
+    return Pending(
+        gradients={name: numbers(shape) for name, shape in shapes.items()},
+        is_finite=np.ones((parts, num_slots), np.bool_),
+    )
+
+
+def exchanged(placement: Placement, pending: Pending, slots, num_slots: int) -> Pending:
+    """What the devices have afterwards, and one compiled program."""
+    partial = placement.sharding(placement.partial)
+    run = _jitted(
+        functools.partial(exchange, axes=placement.summed_axes),
+        placement,
+        (placement.partial, placement.by_slot),
+        placement.partial,
+        donate_argnums=0,
+    )
+    pending = jax.device_put(pending, partial)
+    for slot in exchange_rounds(slots, num_slots, placement):
+        pending = run(pending, slot)
+    assert run._cache_size() <= 1
+    return jax.tree.map(np.asarray, pending)
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [on(1, 2), on(3, 1), on(2, 3), on(1, 8), on(2, 2, is_pinned=True)],
+    ids=["fsdp2", "data3", "data2_fsdp3", "fsdp8", "pinned"],
+)
+def test_the_slots_that_step_get_sums_in_the_order_of_devices(placement):
+    before = random_pending(placement, 4)
+    before.is_finite[-1, 3] = False
+    slots = (0, 1, 3)
+    after = exchanged(placement, before, slots, 4)
+    for name, parts in before.gradients.items():
+        total = functools.reduce(np.add, list(parts))
+        for mine, own in zip(after.gradients[name], parts, strict=True):
+            for slot in range(4):
+                expected = total[slot] if slot in slots else own[slot]
+                assert mine[slot].tobytes() == expected.tobytes(), (name, slot)
+    assert (after.is_finite == [True, True, True, False]).all()
+
+
+def test_what_is_not_finite_stays_in_its_slot():
+    placement = on(2, 2)
+    before = random_pending(placement, 3)
+    for value in before.gradients.values():
+        value[1, 1] = np.nan
+    after = exchanged(placement, before, (0, 1), 3)
+    for name, value in after.gradients.items():
+        assert np.isfinite(value[:, 0]).all() and np.isnan(value[:, 1]).all(), name
+
+
+def test_a_stage_without_adapted_linears():
+    placement = on(1, 4)
+    before = random_pending(placement, 2, {})
+    before.is_finite[2, 1] = False
+    after = exchanged(placement, before, (0, 1), 2)
+    assert after.is_finite.tolist() == [[True, False]] * 4
+
+
+@pytest.mark.parametrize(
+    ("placement", "rounds"),
+    [
+        (ONE_DEVICE, []),
+        (on(4, 1, is_pinned=True), []),
+        (on(2, 1), [[1], [2], [4]]),
+        (on(2, 2, is_pinned=True), [[1, 0], [2, -1]]),
+        (on(4, 2, is_pinned=True), [[1, 0, 0, -1]]),
+    ],
+)
+def test_each_call_takes_a_slot_of_every_replica(placement, rounds):
+    found = exchange_rounds({4, 1, 2}, 8, placement)
+    assert [list(one) for one in found] == rounds
+
+
+# ---- memory --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("devices", "slots"), [(2, 4), (64, 4), (64, 1)])
+def test_memory_does_not_grow_with_devices(tmp_path, devices, slots):
+    out = tmp_path / "memory.json"
+    command = [sys.executable, "-m", PROGRAM, "cpu", str(devices), str(slots), str(out)]
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    subprocess.run(command, env=env, cwd=ROOT, check=True)
+    check_memory(json.loads(out.read_text()))
+
+
+@pytest.mark.parametrize(("devices", "slots"), [(8, 4), (64, 1)])
+def test_memory_of_h200s(tmp_path, devices, slots):
+    out = tmp_path / "memory.json"
+    compile_deviceless(PROGRAM, "cuda", str(devices), str(slots), out)
+    check_memory(json.loads(out.read_text()))
+
+
+def check_memory(found: dict[str, int]) -> None:
+    """At most 2.5 times the bytes of the slots, and as much as is estimated."""
+    slots, estimate = found.pop("slots"), found.pop("estimate")
+    assert max(found.values()) <= 2.5 * slots
+    assert estimate == pytest.approx(max(found.values()), rel=0.05)
