@@ -210,7 +210,7 @@ class RunConfig(BaseSettings):
             machine that the GPU is usually sold in.
         microbatch_tokens: Capacity C of a microbatch, in tokens, padding included;
             `auto` takes the most that fits the device's memory and that the jobs can
-            fill.
+            fill; on several devices less, if that is predicted to be faster.
         block_tokens: Tokens of a block; each job's part of a microbatch fills whole
             blocks.
         dtype: Dtype of the base weights and activations; `auto` is bfloat16 on a GPU
