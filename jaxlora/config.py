@@ -205,9 +205,12 @@ class RunConfig(BaseSettings):
             at least one for each stage; None: as many as there are stages. More hide
             transfers between stages and uneven microbatches, but take memory, and the
             next batch of a job starts that much later.
+        network_gbits: Gigabits per second, in each direction, between a host and all
+            others, for `mesh: auto` on several hosts; None: by the data sheet of the
+            machine that the GPU is usually sold in.
         microbatch_tokens: Capacity C of a microbatch, in tokens, padding included;
             `auto` takes the most that fits the device's memory and that the jobs can
-            fill.
+            fill; on several devices less, if that is predicted to be faster.
         block_tokens: Tokens of a block; each job's part of a microbatch fills whole
             blocks.
         dtype: Dtype of the base weights and activations; `auto` is bfloat16 on a GPU
@@ -262,6 +265,7 @@ class RunConfig(BaseSettings):
     slot_dropout: Bool | None = None
     mesh: str = ONE_DEVICE
     pipeline_microbatches: PositiveInt | None = None
+    network_gbits: PositiveFloat | None = None
     microbatch_tokens: PositiveInt | Literal["auto"] = "auto"
     block_tokens: PositiveInt = 64
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"

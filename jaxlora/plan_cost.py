@@ -4,15 +4,15 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxlora.config import RunConfig
-from jaxlora.costs.device_speed import UNKNOWN_DEVICE, find_speed
+from jaxlora.costs.device_speed import UNKNOWN_DEVICE
 from jaxlora.memory.device import device_memory
 from jaxlora.memory.fitting import estimate_at
 from jaxlora.memory.mesh import MeshStages
 from jaxlora.memory.need import MemoryNeed
 from jaxlora.memory.refusal import refusal
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.pallas_kernels.device import device_kind
 from jaxlora.scheduler import Lanes, Schedule
+from jaxlora.train.auto_mesh.machine import this_machine
 from jaxlora.train.auto_mesh.predict import window_seconds
 from jaxlora.train.settle_run import SettledRun
 
@@ -77,11 +77,11 @@ def run_seconds(
         lanes: Lanes of the run.
         schedules: The windows.
     """
-    speed = find_speed(device_kind())
-    if speed is UNKNOWN_DEVICE:
+    machine = this_machine()
+    if machine.speed is UNKNOWN_DEVICE:
         return None
-    stages = _stages(config, spec, lanes)
-    return sum(window_seconds(stages, lanes, s, speed) for s in schedules)
+    stages, links = _stages(config, spec, lanes), machine.links(config.network_gbits)
+    return sum(window_seconds(stages, lanes, s, links) for s in schedules)
 
 
 def _stages(config: RunConfig, spec: DecoderSpec, lanes: Lanes) -> MeshStages:

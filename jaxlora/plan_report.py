@@ -209,8 +209,8 @@ def _notes(planned: RunPlan) -> Iterator[str]:
         yield "More than two GPUs have not been measured."
     if machine.num_hosts > 1:
         yield (
-            "Links between machines are slower than those inside one, which is not "
-            "counted."
+            "Links between machines are counted by their data sheets, or by "
+            "network_gbits; none was measured."
         )
 
 

@@ -27,6 +27,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
+# Ticks that the host may queue before the devices have finished the tick before them.
+# Two keep the devices busy. Every further one would hold memory: the results of queued
+# passes, and hidden states that wait for their copy to another stage.
+RUN_AHEAD = 2
+
 PassKind = Literal["forward", "backward", "forward_backward"]
 
 

@@ -44,14 +44,22 @@ LLAMA_70B = dataclasses.replace(
 )
 
 
-def decoder(config: ModelConfig, **options: Any) -> DecoderSpec:
-    """All linears adapted at rank 16, four slots."""
+def decoder(
+    config: ModelConfig, *, slots: SlotShape | None = None, **options: Any
+) -> DecoderSpec:
+    """All linears adapted, four slots of rank 16 unless others are given."""
     defaults = dict(
         dtype=jnp.dtype("bfloat16"), max_segment_tokens=1024, mean_segment_tokens=400
     )
     return DecoderSpec(
         config=config,
         options=DecoderOptions(**(defaults | options)),
-        slots=SlotShape(num_slots=4, rank=16),
+        slots=slots or SlotShape(num_slots=4, rank=16),
         adapted=tuple(sorted(map(linear_path, linear_names(config)))),
     )
+
+
+def with_layers(config: ModelConfig, num_layers: int) -> ModelConfig:
+    """The same model with another number of layers."""
+    windows = (None,) * num_layers
+    return dataclasses.replace(config, num_layers=num_layers, layer_windows=windows)

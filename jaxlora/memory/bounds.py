@@ -94,6 +94,10 @@ class Bounds:
         """Upper bound on the capacity."""
         return self.largest if self.fixed is None else self.fixed
 
+    def with_remats(self) -> "Bounds":
+        """Returns these bounds of a run that chooses its `remat`."""
+        return dataclasses.replace(self, remats=get_args(Remat))
+
     def stronger_than(self, remat: Remat) -> "Bounds | None":
         """Returns these bounds with stronger choices only; None if there are none."""
         if remat not in self.remats:

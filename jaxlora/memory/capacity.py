@@ -6,9 +6,7 @@ it fit.
 """
 
 import logging
-from collections.abc import Callable
-
-import jax
+from collections.abc import Callable, Sequence
 
 from jaxlora.config import RunConfig
 from jaxlora.costs.device_speed import find_speed
@@ -16,6 +14,7 @@ from jaxlora.errors import ConfigError
 from jaxlora.memory import device, mesh, options
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.device import DeviceMemory, format_bytes
+from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.mesh import MeshFootprint, MeshStages
 from jaxlora.memory.refusal import refusal
 from jaxlora.models.spec import DecoderSpec
@@ -26,54 +25,55 @@ logger = logging.getLogger(__name__)
 _UNCHECKED_TOKENS = 4096  # for a device that does not report its memory
 _ENOUGH = 0.85  # a choice that needs less than this share of the memory is made again
 
+# Compiles the passes of every stage of a run with these settings.
+CompileStages = Callable[[RunConfig], Sequence[StagePrograms]]
+
 
 def settle(
     config: RunConfig,
     spec: DecoderSpec,
     bounds: Bounds,
-    compile_step: Callable[[RunConfig], jax.stages.Compiled] | None = None,
+    compile_stages: CompileStages | None = None,
     *,
-    is_pinned: bool = False,
+    stages: MeshStages | None = None,
 ) -> RunConfig:
     """Returns the run with a `remat` and a number of tokens at which it fits.
 
-    Without `compile_step`, `microbatch_tokens: auto` becomes the largest number that is
-    estimated to fit all stages of the mesh, and `remat: auto` becomes the one that is
-    predicted to be fastest with its number. With `compile_step`, the training step is
-    compiled for them, and its memory is read from the compiler. An automatic number is
-    then lowered until the step fits, and raised once if much memory remains free; if no
-    number fits, an automatic `remat` becomes a stronger one. An earlier result of this
-    function may be given as `config`, so that the estimate is not repeated.
-
-    The steps of a pipeline's stages are not compiled here: the estimate decides.
+    Without `compile_stages`, `microbatch_tokens: auto` becomes the largest number that
+    is estimated to fit all stages of the mesh, and `remat: auto` becomes the one that
+    is predicted to be fastest with its number. With `compile_stages`, all passes are
+    compiled for them, and their memory is read from the compiler. An automatic number
+    is then lowered until the step fits, and raised once if much memory remains free; if
+    no number fits, an automatic `remat` becomes a stronger one. An earlier result of
+    this function may be given as `config`, so that the estimate is not repeated.
 
     Args:
         config: The run; its mesh is not `auto`.
         spec: Decoder of the run.
         bounds: Bounds of the capacity, and the choices of an automatic `remat`.
-        compile_step: Compiles the training step of the run with these settings, while
-            base and slots are on the devices; only for a mesh with one stage.
-        is_pinned: Whether the slots are divided among replicas.
+        compile_stages: Compiles the passes of all stages, while base and slots are on
+            the devices.
+        stages: The stages as they are laid out; None: as they would be.
 
     Raises:
         ConfigError: The run does not fit, and its capacity cannot be lowered; or
             `remat` is `auto` and the device does not report its memory.
     """
-    stages = MeshStages.of(config, spec, is_pinned=is_pinned)
+    stages = stages or MeshStages.of(config, spec)
     resident = mesh.resident_footprint(stages)
     first = resident.stages[0]
-    held = first.base_bytes + (first.adapter_bytes if compile_step else 0)
+    held = first.base_bytes + (first.adapter_bytes if compile_stages else 0)
     available = device.device_memory(held, stages.sizes.num_devices)
     if available is None:
         config = _unchecked(config, bounds)
     elif resident.total_bytes(0) > available.num_bytes:
         raise refusal(config, stages, bounds, resident, available)
-    elif _is_auto(config) or stages.sizes.stage > 1:
+    elif _is_auto(config) or (stages.sizes.stage > 1 and compile_stages is None):
         config = _estimated(config, stages, bounds, available)
-    if compile_step is None:
+    if compile_stages is None:
         return config
     stages = stages.with_remat(config.least_remat)
-    return _measured(config, stages, bounds, available, compile_step)
+    return _measured(config, stages, bounds, available, compile_stages)
 
 
 def _is_auto(config: RunConfig) -> bool:
@@ -131,13 +131,13 @@ def _measured(
     stages: MeshStages,
     bounds: Bounds,
     available: DeviceMemory | None,
-    compile_step: Callable[[RunConfig], jax.stages.Compiled],
+    compile_stages: CompileStages,
 ) -> RunConfig:
-    """Compiles the training step, again each time that the settings change."""
+    """Compiles all passes, again each time that the settings change."""
     search = _Search(bounds)
     while True:
-        program, tokens = compile_step(config), config.limits.capacity
-        found = mesh.measured_footprint(stages, program, config.limits)
+        programs, tokens = compile_stages(config), config.limits.capacity
+        found = mesh.measured_footprint(stages, programs, config.limits)
         if available is None or found is None:
             who = "device's allocator" if available is None else "compiler"
             logger.info("memory: not checked, as the %s does not report it", who)
@@ -203,7 +203,7 @@ def _log_needed(
     logger.info(
         "memory: %s needed%s with microbatches of %d tokens, %s available (%s)",
         format_bytes(found.total_bytes(tokens)),
-        stages.describe(0),
+        stages.describe(found.tightest(tokens)),
         tokens,
         format_bytes(available.num_bytes),
         available.source,

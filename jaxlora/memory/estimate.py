@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jax.extend import core as jax_core
 
 from jaxlora.memory import planned
 from jaxlora.memory.footprint import (
+    GAPS,
     SINGLE_DEVICE,
     Footprint,
     StageUse,
@@ -32,6 +34,7 @@ from jaxlora.scheduler import Limits
 
 _TRACED_TOKENS = 4096  # at least, so that the bytes per token are exact enough
 _MLP_KEEPS = 3  # arrays of the MLP's width that are kept: gate, up and their product
+_GRADIENT_COPIES = 2.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,12 +47,15 @@ class StepBytes:
         recomputed: What one layer keeps beyond `kept_by_layer` while it runs again in
             its backward pass.
         transient: Needed inside a layer for a while, and not by the loss.
+        alone: The same in a backward pass that is a program of its own. What it gets
+            from the forward pass is not its own, and is not free before its end.
     """
 
     kept_by_layer: float
     kept_at_ends: float
     recomputed: float
     transient: float
+    alone: float
 
 
 def estimated_footprint(
@@ -74,17 +80,20 @@ def stage_footprint(spec: DecoderSpec, found: StepBytes, use: StageUse) -> Footp
         found: Bytes per token of the whole decoder's training step.
         use: How the devices are used.
     """
+    config, itemsize = spec.config, spec.options.dtype.itemsize
     kept = len(spec.layer_numbers) * found.kept_by_layer + _mask_bytes(spec)
     kept += found.kept_at_ends if spec.has_head else 0.0
-    itemsize = spec.options.dtype.itemsize
-    waiting = use.num_waiting * spec.config.hidden_size * itemsize
+    waiting = use.num_waiting * config.hidden_size * itemsize
+    gaps = 0.0 if spec.has_head else GAPS * use.num_kept * kept
+    transient = found.transient if spec.has_head else found.alone
     return dataclasses.replace(
         resident_footprint(spec, use),
         gathered_bytes=gathered_bytes(spec, use),
         fixed_bytes=fixed_bytes(spec, use),
-        bytes_per_token=use.num_kept * kept + found.recomputed + waiting,
-        transient_bytes_per_token=found.transient,
-        scratch_bytes=scratch_bytes(spec),
+        bytes_per_token=use.num_kept * kept + gaps + waiting,
+        # No layer is recomputed while the loss is.
+        transient_bytes_per_token=found.recomputed + transient,
+        scratch_bytes=scratch_bytes(spec) + _gradient_copies(spec, use),
     )
 
 
@@ -118,8 +127,13 @@ def step_bytes(
     if attention is None:
         attention = _attention_bytes(spec.with_remat("none"), num_tokens)
     # The MLP's arrays are free again when attention's gradient begins.
-    attention -= _MLP_KEEPS * _mlp_bytes(spec)
-    return dataclasses.replace(found, transient=max(found.transient, attention))
+    freed = _MLP_KEEPS * _mlp_bytes(spec)
+    kept = max(0.0, freed - found.recomputed)
+    return dataclasses.replace(
+        found,
+        transient=max(found.transient, attention - freed),
+        alone=max(found.alone, attention - freed + kept),
+    )
 
 
 @functools.lru_cache(maxsize=16)
@@ -138,11 +152,15 @@ def _step_bytes(spec: DecoderSpec, block_tokens: int) -> StepBytes:
     one = kept(1, remat=options.remat)
     layer = kept(2, remat=options.remat) - one if config.num_layers > 1 else 0.0
     recomputed = kept(1, remat="none") - one if options.remat != "none" else 0.0
+    # The gradients of the MLP's arrays, as none of these is free for them.
+    alone = _MLP_KEEPS * _mlp_bytes(spec) + config.hidden_size * options.dtype.itemsize
+    transient = _gradient_bytes(spec)
     return StepBytes(
         kept_by_layer=layer,
         kept_at_ends=one - layer,
         recomputed=recomputed,
-        transient=_gradient_bytes(spec),
+        transient=transient,
+        alone=max(transient, alone - recomputed),
     )
 
 
@@ -192,6 +210,18 @@ def _gradient_bytes(spec: DecoderSpec) -> int:
     """Bytes per token of gradients inside a layer, of the MLP's and model's width."""
     itemsize = jnp.dtype(spec.options.dtype).itemsize
     return _mlp_bytes(spec) + 3 * spec.config.hidden_size * itemsize
+
+
+def _gradient_copies(spec: DecoderSpec, use: StageUse) -> int:
+    """Bytes of the gradients of all layers in a backward pass of its own.
+
+    There are those of each layer, those stacked, and weights in the layers' dtype. A
+    program with both passes puts them where activations were.
+    """
+    if spec.has_head:
+        return 0
+    slots = num_bytes(spec.adapter_shapes()) / use.num_replicas
+    return math.ceil(_GRADIENT_COPIES * slots)
 
 
 def _mlp_bytes(spec: DecoderSpec) -> int:

@@ -1,21 +1,20 @@
 """Memory of a run on the devices of a mesh, stage by stage."""
 
 import dataclasses
-
-import jax
+from collections.abc import Sequence
 
 from jaxlora.config import RunConfig
 from jaxlora.costs.device_speed import find_speed
 from jaxlora.costs.stages import stage_specs
 from jaxlora.memory import estimate, footprint
 from jaxlora.memory.estimate import StepBytes
-from jaxlora.memory.footprint import Footprint, StageUse
+from jaxlora.memory.footprint import Footprint, StagePrograms, StageUse
 from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels.device import device_kind
 from jaxlora.scheduler import Limits
 from jaxlora.sharding.mesh_sizes import MeshSizes
-from jaxlora.sharding.pipeline import ticks_ahead
+from jaxlora.sharding.pipeline import RUN_AHEAD, ticks_ahead
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,13 +72,15 @@ class MeshStages:
 
         A device keeps the microbatches that its forward passes are ahead, and the one
         that it runs. It holds the hidden states of those that the stage before is
-        further ahead. The last stage runs both passes of a microbatch at once.
+        further ahead, of those that come and go, and of those that the host has queued
+        and the device has not reached: copies of them free their source when they are
+        done. The last stage runs both passes of a microbatch at once.
         """
         sizes = self.sizes
         num_replicas = sizes.data if self.is_pinned else 1
         ahead = ticks_ahead(sizes.stage, self.in_flight)
         num_before = ahead[number - 1] if number else ahead[0]
-        num_waiting = num_before - ahead[number] + 2  # and what comes and goes
+        num_waiting = num_before - ahead[number] + 2 + RUN_AHEAD
         return StageUse(
             num_shards=sizes.fsdp,
             num_replicas=num_replicas,
@@ -151,15 +152,20 @@ def estimated_footprint(stages: MeshStages, found: StepBytes) -> MeshFootprint:
 
 
 def measured_footprint(
-    stages: MeshStages, program: jax.stages.Compiled, limits: Limits
+    stages: MeshStages, programs: Sequence[StagePrograms], limits: Limits
 ) -> MeshFootprint | None:
     """Returns the footprint that the compiler reports; None if it reports none.
 
     Args:
-        stages: The only stage.
-        program: Its compiled training step.
-        limits: Limits of the microbatches that it was compiled for.
+        stages: The stages.
+        programs: The compiled passes of each stage.
+        limits: Limits of the microbatches that they were compiled for.
     """
-    [spec] = stages.specs
-    found = footprint.measured_footprint(spec, program, limits, stages.use(0))
-    return None if found is None else MeshFootprint(stages=(found,))
+    found = []
+    for number, (spec, own) in enumerate(zip(stages.specs, programs, strict=True)):
+        use = stages.use(number)
+        stage = footprint.measured_footprint(spec, own, limits, use)
+        if stage is None:
+            return None
+        found.append(stage)
+    return MeshFootprint(stages=tuple(found))

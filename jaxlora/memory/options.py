@@ -9,7 +9,7 @@ from jaxlora.costs.device_speed import DeviceSpeed
 from jaxlora.costs.throughput import seconds_per_token
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.device import DeviceMemory, format_bytes
-from jaxlora.memory.fitting import estimate_at, largest_fitting
+from jaxlora.memory.fitting import estimate_at, estimated_room, largest_fitting
 from jaxlora.memory.mesh import MeshFootprint, MeshStages
 from jaxlora.models.layer import Remat
 
@@ -80,7 +80,8 @@ def _option(
     estimate = functools.partial(estimate_at, stages, config.block_tokens)
     tokens = bounds.fixed
     if tokens is None:
-        fitting = largest_fitting(bounds, estimate, available.num_bytes)
+        room = estimated_room(available, stages.sizes)
+        fitting = largest_fitting(bounds, estimate, room)
         tokens = fitting or bounds.smallest
     found = estimate(tokens)
     return Option(

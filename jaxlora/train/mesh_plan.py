@@ -11,6 +11,7 @@ from jaxlora.costs.stages import stage_borders
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import BaseModel, Place, base_dtype
+from jaxlora.memory.mesh import MeshStages
 from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels.device import device_kind, num_devices
@@ -91,6 +92,20 @@ class PlacedRun:
     layout: Layout
     lanes: Lanes
     cost: CostModel
+
+    def memory_stages(self, sizes: MeshSizes) -> MeshStages:
+        """Returns the stages as their memory is counted.
+
+        Args:
+            sizes: Sizes of the mesh.
+        """
+        return MeshStages(
+            spec=self.spec,
+            specs=tuple(stage.spec for stage in self.layout.stages),
+            sizes=sizes,
+            in_flight=self.layout.in_flight,
+            is_pinned=self.lanes.pinned,
+        )
 
     def with_remat(self, remat: Remat) -> "PlacedRun":
         """Returns the run with another part of each layer recomputed."""

@@ -80,6 +80,7 @@ def open_run(config: RunConfig, model: BaseModel | None) -> OpenedRun:
     jobs = prepare_jobs(config.jobs, planned.config, reader)
     if config.samples is not None:
         sample_prompts(config.samples, planned.config, reader.tokenizer)
+    chooses_remat = config.remat == "auto"
     config = settle_mesh(config, planned, jobs)
     agreement.check_mesh(config)
     model = model or _load(config)
@@ -98,7 +99,8 @@ def open_run(config: RunConfig, model: BaseModel | None) -> OpenedRun:
         model=model,
         runs=runs,
         placed=plan_layout(config, mesh, spec, model, runs),
-        bounds=settled.bounds,
+        # Without weights, a mesh may have settled it by an estimate.
+        bounds=settled.bounds.with_remats() if chooses_remat else settled.bounds,
         reader=reader,
         started=started,
         joined=tuple(job.name for job in config.jobs if job.name not in given),

@@ -5,16 +5,19 @@
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxlora.config import RunConfig
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.capacity import settle
+from jaxlora.memory.device import device_memory
+from jaxlora.memory.mesh import MeshStages, resident_footprint
 from jaxlora.memory.weight_copies import choose_copies
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE
 from jaxlora.train import prepare
-from jaxlora.train.auto_mesh.choose import Demand, choose_mesh
+from jaxlora.train.auto_mesh.candidates import Candidates, Demand
+from jaxlora.train.auto_mesh.choose import choose_mesh
 from jaxlora.train.auto_mesh.machine import this_machine
 from jaxlora.train.continue_job import continued_step
 from jaxlora.train.low_fill import warn_of_low_fill
@@ -61,7 +64,11 @@ def settle_run(
     spec = choose_copies(config, _spec(config, model, jobs, bounds), bounds)
     for job in jobs:
         prepare.check_fits(job, spec)
+    is_auto = bounds.fixed is None and config.mesh_sizes.num_devices > 1
     config = settle(config, spec, bounds)
+    if is_auto:
+        config = _with_fastest_capacity(config, spec, bounds, jobs)
+        bounds = dataclasses.replace(bounds, largest=config.limits.capacity)
     warn_of_low_fill(config, bounds)
     spec = spec.with_remat(config.least_remat)
     return SettledRun(config=config, spec=spec, bounds=bounds)
@@ -93,11 +100,7 @@ def _with_mesh(
     config: RunConfig, model: PlannedModel, jobs: Sequence[PreparedJob]
 ) -> RunConfig:
     """Replaces `mesh: auto`, and `remat: auto` with it."""
-    demand = Demand(
-        positions=first_positions(jobs),
-        lengths=lambda job, step: jobs[job].lengths(step),
-        bounds=lambda config: _bounds(config, jobs),
-    )
+    demand = _demand(jobs, lambda config: _bounds(config, jobs))
     bounds = _bounds(config.replace(mesh=ONE_DEVICE), jobs)
     spec = _spec(config, model, jobs, bounds)
     choice = choose_mesh(config, spec, demand, this_machine())
@@ -105,6 +108,49 @@ def _with_mesh(
     if config.samples is not None:
         config.samples.check_mesh(choice.sizes)
     return config.replace(mesh=str(choice.sizes), remat=choice.remat)
+
+
+def _with_fastest_capacity(
+    config: RunConfig,
+    spec: DecoderSpec,
+    bounds: Bounds,
+    jobs: Sequence[PreparedJob],
+) -> RunConfig:
+    """Returns the run with the capacity that is predicted to be fastest on its mesh.
+
+    Args:
+        config: The run, with the largest capacity that fits.
+        spec: The decoder.
+        bounds: Bounds of the capacity.
+        jobs: Jobs of the run.
+    """
+    largest = config.limits.capacity
+    most = dataclasses.replace(bounds, largest=largest)
+    spec = spec.with_remat(config.least_remat)
+    held = resident_footprint(MeshStages.of(config, spec)).stages[0].base_bytes
+    machine = this_machine()
+    machine = dataclasses.replace(
+        machine, memory=device_memory(held, config.mesh_sizes.num_devices)
+    )
+    candidates = Candidates(_demand(jobs, lambda _: most), machine)
+    found, _ = candidates.fastest(candidates.at(config, spec, most))
+    if found.tokens != largest:
+        logger.info(
+            "microbatch_tokens: auto: %d, predicted to be faster than %d",
+            found.tokens,
+            largest,
+        )
+    return config.replace(microbatch_tokens=found.tokens)
+
+
+def _demand(
+    jobs: Sequence[PreparedJob], bounds: Callable[[RunConfig], Bounds]
+) -> Demand:
+    return Demand(
+        positions=first_positions(jobs),
+        lengths=lambda job, step: jobs[job].lengths(step),
+        bounds=bounds,
+    )
 
 
 def _bounds(config: RunConfig, jobs: Sequence[PreparedJob]) -> Bounds:

@@ -1,7 +1,7 @@
 """One window of a run, from its first forward pass to its last optimizer step."""
 
 import dataclasses
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +16,7 @@ from jaxlora.models.forward import Base, SlotKeys
 from jaxlora.modules.trained_tensors import rate_ratios
 from jaxlora.scheduler import Sample
 from jaxlora.sharding.global_arrays import everywhere
-from jaxlora.sharding.pipeline import Pass, one_f_one_b
+from jaxlora.sharding.pipeline import RUN_AHEAD, Pass, one_f_one_b
 from jaxlora.train.executor import Outcomes, StepOutcome, Window
 from jaxlora.train.feed import Feed
 from jaxlora.train.in_flight import InFlight
@@ -75,6 +75,7 @@ class StagedWindow:
         self._in_flight = InFlight(layout, bases, slots)
         self._samples: dict[int, tuple[Sample, ...]] = {}  # of ticks in flight
         self._losses: dict[int, list[jax.Array]] = defaultdict(list)  # by slot
+        self._unfinished: deque[jax.Array] = deque()  # losses of the last ticks
         self._steps: dict[int, _Steps] = {}  # by the tick that they follow
         seeds = {slot: run.job.seed for slot, run in window.runs.items()}
         self._seeds = self._by_slot(seeds, np.int32)
@@ -106,11 +107,20 @@ class StagedWindow:
             return
         losses = self._in_flight.run(one)
         if losses is not None:
+            self._wait_for_earlier(losses.loss)
             loss = everywhere(losses.loss)
             for slot in {s.job for s in self._samples[one.tick]}:
                 self._losses[slot].append(loss)
         if enters:
             self._feed.prepare(one.tick + 1)
+
+    def _wait_for_earlier(self, loss: jax.Array) -> None:
+        """Waits if the last stage of a pipeline has too many unfinished ticks."""
+        if len(self._layout.stages) == 1:
+            return
+        self._unfinished.append(loss)
+        if len(self._unfinished) > RUN_AHEAD:
+            self._unfinished.popleft().block_until_ready()
 
     def _enter(self, tick: int) -> None:
         samples, batches = self._feed.take(tick)

@@ -15,6 +15,7 @@ from jaxlora.adapters.exchange import exchange
 from jaxlora.adapters.optimizer import AdapterState, measure, optimizer_step
 from jaxlora.adapters.placement import ONE_DEVICE, Placement
 from jaxlora.adapters.slots import write_slot
+from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.inputs import batch_shapes, key_shapes
 from jaxlora.models.forward import Base, training_options
 from jaxlora.models.spec import DecoderSpec, SlotSettings
@@ -170,7 +171,7 @@ class CompiledSteps:
         settings: SlotSettings,
         limits: Limits,
         name: str,
-    ) -> None:
+    ) -> StagePrograms:
         """Compiles the passes of a pipeline stage as a run will call them.
 
         Args:
@@ -188,16 +189,17 @@ class CompiledSteps:
         inputs = settings, batch, keys, *h
         if spec.has_head:
             what = f"the forward and backward pass, {name}"
-            compiled(self.accumulate, what, base, state.params, state.pending, *inputs)
-            return
+            args = base, state.params, state.pending, *inputs
+            return StagePrograms(last=compiled(self.accumulate, what, *args))
         args = base, state.params, *inputs
-        compiled(self.forward, f"the forward pass, {name}", *args)
+        forward = compiled(self.forward, f"the forward pass, {name}", *args)
         _, kept = self.forward.eval_shape(*args)
         kept = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), kept
         )
         args = base, state.params, kept, state.pending, hidden
-        compiled(self.backward, f"the backward pass, {name}", *args)
+        backward = compiled(self.backward, f"the backward pass, {name}", *args)
+        return StagePrograms(last=backward, forward=forward)
 
     def num_compilations(self) -> int:
         """Programs compiled so far."""

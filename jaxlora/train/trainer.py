@@ -6,13 +6,12 @@ import logging
 import pathlib
 from collections.abc import Mapping, Sequence
 
-import jax
-
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.device_check import check_device
 from jaxlora.distributed import processes
 from jaxlora.hf.load import BaseModel
 from jaxlora.memory.capacity import settle
+from jaxlora.memory.footprint import StagePrograms
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.run import events
 from jaxlora.run.callback import Callback, Listeners
@@ -23,7 +22,7 @@ from jaxlora.run.lock import RunLock
 from jaxlora.run.saved_run import RunRecord, SavedRequests
 from jaxlora.train import agreement
 from jaxlora.train.compilation_cache import keep_compiled_programs
-from jaxlora.train.compile_passes import compile_stages, compile_step
+from jaxlora.train.compile_passes import compile_stages
 from jaxlora.train.continue_job import continue_job, copy_best_export
 from jaxlora.train.describe_run import (
     check_resumes,
@@ -102,12 +101,12 @@ class Trainer:
     def _layout(self) -> Layout:
         return self._placed.layout
 
-    def _compile_step(self, config: RunConfig) -> jax.stages.Compiled:
-        """Compiles the training step with other settings, which then stay."""
+    def _compile_stages(self, config: RunConfig) -> tuple[StagePrograms, ...]:
+        """Compiles all passes with other settings, which then stay."""
         if config.least_remat != self._spec.options.remat:
             self._placed = self._placed.with_remat(config.least_remat)
         params = self.model.params
-        return compile_step(self._layout, params, self._slots, config.limits)
+        return compile_stages(self._layout, params, self._slots, config.limits)
 
     # ---- jobs come and go: any thread may call these -------------------------------
 
@@ -225,17 +224,13 @@ class Trainer:
         return result
 
     def _compile(self) -> None:
-        """Compiles the passes; a step that does not fit into memory is refused."""
-        if len(self._layout.stages) > 1:
-            limits = self.config.limits
-            compile_stages(self._layout, self.model.params, self._slots, limits)
-            return
+        """Compiles the passes; a run that does not fit into memory is refused."""
         self.config = settle(
             self.config,
             self._spec,
             self._bounds,
-            self._compile_step,
-            is_pinned=self._placed.lanes.pinned,
+            self._compile_stages,
+            stages=self._placed.memory_stages(self.config.mesh_sizes),
         )
 
     def _run(self, resume: bool, callbacks: Sequence[Callback]) -> bool:

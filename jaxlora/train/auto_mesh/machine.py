@@ -1,10 +1,13 @@
 """A machine as the choice of a mesh sees it."""
 
 import dataclasses
+import socket
 
 import jax
 
 from jaxlora.costs.device_speed import DeviceSpeed, find_speed
+from jaxlora.costs.links import Links, make_links
+from jaxlora.distributed import processes
 from jaxlora.memory.device import DeviceMemory, device_memory
 from jaxlora.pallas_kernels import device
 
@@ -18,12 +21,23 @@ class Machine:
         speed: Rates of each device.
         memory: Memory of each device; None: it is not known, and is not checked.
         num_processes: Number of processes that these devices belong to.
+        num_hosts: Number of hosts that have them, each as many.
     """
 
     num_devices: int
     speed: DeviceSpeed
     memory: DeviceMemory | None
     num_processes: int = 1
+    num_hosts: int = 1
+
+    def links(self, network_gbits: float | None) -> Links:
+        """Returns the links between the devices.
+
+        Args:
+            network_gbits: See `make_links`.
+        """
+        devices_per_host = max(1, self.num_devices // self.num_hosts)
+        return make_links(self.speed, devices_per_host, network_gbits)
 
 
 def this_machine() -> Machine:
@@ -39,4 +53,9 @@ def this_machine() -> Machine:
         speed=find_speed(device.device_kind()),
         memory=device_memory(0, num_devices),
         num_processes=jax.process_count() if planned is None else planned.num_hosts,
+        num_hosts=(
+            len(set(processes.gather(socket.gethostname())))
+            if planned is None
+            else planned.num_hosts
+        ),
     )

@@ -1,6 +1,6 @@
 """Predicts the time of a window of a run on a mesh."""
 
-from jaxlora.costs.device_speed import DeviceSpeed
+from jaxlora.costs.links import Links
 from jaxlora.costs.stages import decoder_seconds
 from jaxlora.memory.footprint import num_bytes
 from jaxlora.memory.mesh import MeshStages
@@ -21,7 +21,7 @@ _EXPOSED_SHARE = 0.5
 
 
 def window_seconds(
-    stages: MeshStages, lanes: Lanes, schedule: Schedule, speed: DeviceSpeed
+    stages: MeshStages, lanes: Lanes, schedule: Schedule, links: Links
 ) -> float:
     """Predicts the time of a window from its first pass to its last one.
 
@@ -32,25 +32,26 @@ def window_seconds(
         stages: Stages of the run.
         lanes: Lanes of the run.
         schedule: The window.
-        speed: Rates of a device.
+        links: Rates of the devices, and of the links between them.
     """
-    cost = _cost_model(stages, schedule.limits.capacity, speed)
+    cost = _cost_model(stages, schedule.limits.capacity, links)
     n = lanes.num_lanes
     simulation = simulate(schedule, cost, lanes.pipeline, num_lanes=n)
     batches = {(s.job, s.batch) for m in schedule.microbatches for s in m}
-    return simulation.makespan + len(batches) * _step_seconds(stages, speed)
+    return simulation.makespan + len(batches) * _step_seconds(stages, links)
 
 
-def _cost_model(stages: MeshStages, capacity: int, speed: DeviceSpeed) -> CostModel:
+def _cost_model(stages: MeshStages, capacity: int, links: Links) -> CostModel:
+    speed, fsdp = links.speed, stages.sizes.fsdp
+    # A microbatch also takes the time of reading the weights, however small it is.
+    num_tokens = capacity + speed.weight_tokens
     borders = (0, *(spec.layer_numbers.stop for spec in stages.specs))
     times = decoder_seconds(stages.spec, speed).stages(borders)
-    # A microbatch also takes the time of reading the weights, however small it is.
-    tokens = capacity + speed.weight_tokens
     costs = []
     for spec, time in zip(stages.specs, times, strict=True):
-        gather = speed.transfer_seconds(_gathered_bytes(spec, stages.sizes.fsdp))
+        gather = links.seconds(_gathered_bytes(spec, fsdp), fsdp)
         forward, backward = (
-            _overlapped(tokens * seconds, gather)
+            _overlapped(num_tokens * seconds, gather)
             for seconds in (time.forward, time.backward)
         )
         costs.append(StageCost(forward=_fixed(forward), backward=_fixed(backward)))
@@ -75,7 +76,7 @@ def _gathered_bytes(spec: DecoderSpec, fsdp: int) -> float:
     return num_bytes(spec.base_shapes()) * (fsdp - 1) / fsdp
 
 
-def _step_seconds(stages: MeshStages, speed: DeviceSpeed) -> float:
+def _step_seconds(stages: MeshStages, links: Links) -> float:
     """Time in which a slot's gradients reach all devices that add them.
 
     A device receives a chunk from each of the others, and then their sums of chunks.
@@ -84,4 +85,5 @@ def _step_seconds(stages: MeshStages, speed: DeviceSpeed) -> float:
     slots = max(num_bytes(spec.adapter_shapes()) for spec in stages.specs)
     assert stages.spec.slots is not None
     slot = slots / stages.spec.slots.num_slots
-    return speed.transfer_seconds(2 * slot * (use.num_parts - 1) / use.num_parts)
+    received = 2 * slot * (use.num_parts - 1) / use.num_parts
+    return links.seconds(received, use.num_parts)

@@ -11,7 +11,7 @@ from jaxlora.adapters.slots import SlotTable
 from jaxlora.hf.config import model_config
 from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.memory.estimate import estimated_footprint
-from jaxlora.memory.footprint import Footprint, measured_footprint
+from jaxlora.memory.footprint import Footprint, StagePrograms, measured_footprint
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
@@ -48,7 +48,7 @@ def estimated_and_measured(spec: DecoderSpec, num_tokens: int) -> tuple[float, f
     steps = CompiledSteps(spec)
     table = SlotTable(spec, steps.write_slot)
     program = steps.compile_accumulate(base, table.state, table.settings, limits)
-    measured = measured_footprint(spec, program, limits)
+    measured = measured_footprint(spec, StagePrograms(last=program), limits)
     assert measured is not None
     estimated = estimated_footprint(spec, 64, num_tokens)
     return estimated.step_bytes(num_tokens), measured.step_bytes(num_tokens)

@@ -37,13 +37,25 @@ STAGES = MeshStages.of(CONFIG, SPEC)
 # As estimated for Llama-3.1-8B with plain XLA; the estimate has its own tests.
 STEP_BYTES = {
     "none": StepBytes(
-        kept_by_layer=151792, kept_at_ends=8713, recomputed=0, transient=253056
+        kept_by_layer=151792,
+        kept_at_ends=8713,
+        recomputed=0,
+        transient=253056,
+        alone=253056,
     ),
     "mlp": StepBytes(
-        kept_by_layer=57488, kept_at_ends=8713, recomputed=94304, transient=253056
+        kept_by_layer=57488,
+        kept_at_ends=8713,
+        recomputed=94304,
+        transient=253056,
+        alone=253056,
     ),
     "layer": StepBytes(
-        kept_by_layer=8192, kept_at_ends=16905, recomputed=135408, transient=253056
+        kept_by_layer=8192,
+        kept_at_ends=16905,
+        recomputed=135408,
+        transient=253056,
+        alone=253056,
     ),
 }
 
@@ -134,7 +146,11 @@ def test_a_capacity_has_the_scratch_of_its_own_classes_of_length(monkeypatch):
     kernels = dict(implementation="mosaic", attention="cudnn")
     spec = decoder(LLAMA_1B, **lengths, **kernels)
     traced = StepBytes(
-        kept_by_layer=80301, kept_at_ends=4361, recomputed=0, transient=28672
+        kept_by_layer=80301,
+        kept_at_ends=4361,
+        recomputed=0,
+        transient=28672,
+        alone=28672,
     )
     monkeypatch.setattr(fitting, "step_bytes", estimate.step_bytes)  # not the fixture
     monkeypatch.setattr(estimate, "_step_bytes", lambda *_: traced)

@@ -12,12 +12,12 @@ import pytest
 from jaxlora import RunConfig, Trainer
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.memory import device as device_module
-from jaxlora.memory import footprint, mesh
+from jaxlora.memory import mesh
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.capacity import settle
 from jaxlora.memory.device import DeviceMemory
 from jaxlora.memory.estimate import estimated_footprint
-from jaxlora.memory.footprint import Footprint, resident_footprint
+from jaxlora.memory.footprint import Footprint, StagePrograms, resident_footprint
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
@@ -73,7 +73,7 @@ def spec(model) -> DecoderSpec:
     )
 
 
-PROGRAM = jax.jit(lambda: 0).lower().compile()
+PROGRAMS = (StagePrograms(last=jax.jit(lambda: 0).lower().compile()),)
 
 
 def footprint_of(**values) -> Footprint:
@@ -83,15 +83,23 @@ def footprint_of(**values) -> Footprint:
 def needed(trainer: Trainer) -> int:
     """Bytes of the run, as reported for the compiled step at the trainer's capacity."""
     limits = trainer.config.limits
-    program = trainer._compile_step(trainer.config)
-    found = footprint.measured_footprint(trainer._spec, program, limits)
+    programs = trainer._compile_stages(trainer.config)
+    stages = trainer._placed.memory_stages(trainer.config.mesh_sizes)
+    found = mesh.measured_footprint(stages, programs, limits)
     assert found is not None
     return found.total_bytes(limits.capacity)
 
 
 def settled(trainer: Trainer) -> RunConfig:
     """The run as `train` would settle it."""
-    return settle(trainer.config, trainer._spec, trainer._bounds, trainer._compile_step)
+    stages = trainer._placed.memory_stages(trainer.config.mesh_sizes)
+    return settle(
+        trainer.config,
+        trainer._spec,
+        trainer._bounds,
+        trainer._compile_stages,
+        stages=stages,
+    )
 
 
 def test_auto_fills_what_can_be_filled(config, model, have):
@@ -137,11 +145,11 @@ def test_auto_takes_the_most_that_fits(config, spec, have, monkeypatch, off_by, 
     have(kib * 1024)
     compiled = []
 
-    def compile_step(config):
+    def compile_stages(config):
         compiled.append(config)
-        return PROGRAM
+        return PROGRAMS
 
-    chosen = settle(config(), spec, bounds, compile_step)
+    chosen = settle(config(), spec, bounds, compile_stages)
     tokens = chosen.microbatch_tokens
     assert truth.total_bytes(tokens) <= kib * 1024
     best = bounds.choose(truth.fitting_tokens(kib * 1024))
@@ -265,8 +273,8 @@ def test_an_automatic_remat_becomes_stronger_if_the_step_needs_more(
     have(2**40)
     measure = mesh.measured_footprint
 
-    def too_large(stages, program, limits):
-        found = measure(stages, program, limits)
+    def too_large(stages, programs, limits):
+        found = measure(stages, programs, limits)
         remats.append(stages.spec.options.remat)
         if remats[-1] == "layer":
             return found
@@ -328,7 +336,7 @@ def test_the_estimate_stands_if_the_compiler_does_not_report(
     monkeypatch.setattr(mesh, "measured_footprint", lambda *_: None)
     have(2**30)
     bounds = Bounds(smallest=64, largest=1024, unit=32)
-    chosen = settle(config(), spec, bounds, lambda config: PROGRAM)
+    chosen = settle(config(), spec, bounds, lambda config: PROGRAMS)
     assert chosen.microbatch_tokens == 1024
 
 
@@ -347,5 +355,5 @@ def test_a_device_that_does_not_report_its_memory(config, spec, monkeypatch, cap
         settle(config(remat="auto"), spec, fixed)
     given = config(microbatch_tokens=2**30)
     assert settle(given, spec, fixed) == given
-    assert settle(given, spec, fixed, lambda config: PROGRAM) == given
+    assert settle(given, spec, fixed, lambda config: PROGRAMS) == given
     assert len([m for m in caplog.messages if "memory: not checked" in m]) == 1

@@ -255,7 +255,7 @@ def test_a_refused_resume_compiles_nothing(config, model, low, monkeypatch):
     def compiles(self, limits):
         raise AssertionError("the training step was compiled")
 
-    monkeypatch.setattr(Trainer, "_compile_step", compiles)
+    monkeypatch.setattr(Trainer, "_compile_stages", compiles)
     with pytest.raises(CheckpointError, match="seed is 100 in the checkpoint and 5"):
         Trainer(config(jobs=(other,)), model).train(resume=True)
 

@@ -11,7 +11,8 @@ from jaxlora.families.model_config import ModelConfig
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.device import DeviceMemory
 from jaxlora.sharding.mesh_sizes import MeshSizes
-from jaxlora.train.auto_mesh.choose import Demand, MeshChoice, choose_mesh
+from jaxlora.train.auto_mesh.candidates import Candidates, Demand
+from jaxlora.train.auto_mesh.choose import MeshChoice, choose_mesh
 from jaxlora.train.auto_mesh.machine import Machine, this_machine
 from jaxlora.train.next_window import JobPosition
 from tests.llama import LLAMA_8B, LLAMA_70B, decoder
@@ -36,6 +37,26 @@ def machine(num_devices: int, gib: float | None = 139, kind="NVIDIA H200") -> Ma
     return Machine(num_devices=num_devices, speed=find_speed(kind), memory=memory)
 
 
+def demand_of(num_jobs: int, batch_size: int, bounds: Bounds, lengths=(400,)) -> Demand:
+    """Jobs with samples of these lengths, in turn."""
+    samples = [lengths[i % len(lengths)] for i in range(batch_size)]
+    return Demand(
+        positions=[
+            JobPosition(
+                job=i,
+                priority=0,
+                slot=None,
+                step=0,
+                num_steps=20,
+                batch_tokens=sum(samples),
+            )
+            for i in range(num_jobs)
+        ],
+        lengths=lambda job, step: samples,
+        bounds=lambda _: bounds,
+    )
+
+
 def choose(
     model: ModelConfig,
     where: Machine,
@@ -57,22 +78,8 @@ def choose(
         microbatch_tokens=tokens or "auto",
         **settings,
     )
-    batch_tokens = 400 * batch_size
-    demand = Demand(
-        positions=[
-            JobPosition(
-                job=i,
-                priority=0,
-                slot=None,
-                step=0,
-                num_steps=20,
-                batch_tokens=batch_tokens,
-            )
-            for i in range(num_jobs)
-        ],
-        lengths=lambda job, step: [400] * batch_size,
-        bounds=lambda _: Bounds(smallest=1024, largest=8192, unit=256, fixed=tokens),
-    )
+    bounds = Bounds(smallest=1024, largest=8192, unit=256, fixed=tokens)
+    demand = demand_of(num_jobs, batch_size, bounds)
     spec = decoder(model, remat=config.least_remat)
     return choose_mesh(config, spec, demand, where)
 
@@ -137,7 +144,7 @@ def test_sizes_divide_the_model():
     """96 features are not divisible by 5, and 4 layers not into 5 stages."""
     only_replicas = choose(SMALL, machine(5), num_jobs=5)
     assert only_replicas.sizes == MeshSizes(data=5)
-    assert "no other mesh fits" in only_replicas.reason
+    assert only_replicas.reason.endswith(" as fast as data=2, the next best")
 
 
 def test_devices_are_left_over_if_only_fewer_can_hold_the_run():
@@ -151,6 +158,65 @@ def test_devices_are_left_over_if_only_fewer_can_hold_the_run():
 def test_the_window_of_a_pipeline_limits_its_stages():
     choice = choose(LLAMA_70B, machine(4), remat="layer", pipeline_microbatches=2)
     assert choice.sizes.stage <= 2
+
+
+def test_several_capacities_of_a_mesh_are_compared():
+    """The largest holds a batch and a half, and two batches are never in one tick."""
+    bounds = Bounds(smallest=1024, largest=12288, unit=256)
+    demand = demand_of(1, 16, bounds, lengths=(500,))
+    config = RunConfig(
+        model="m",
+        jobs=({"name": "a", "data": {"path": "a.jsonl"}},),
+        mesh="fsdp=2",
+        microbatch_tokens="auto",
+        remat="layer",
+    )
+    candidates = Candidates(demand, machine(2))
+    largest = candidates.largest(config, decoder(SMALL, remat="layer"))
+    assert largest.tokens == 12288
+    found, seconds = candidates.fastest(largest)
+    assert found.tokens < largest.tokens and found.tokens % 256 == 0
+    assert 1.5 * seconds < candidates.seconds_per_token(largest)
+    assert seconds == candidates.seconds_per_token(found)
+    given = dataclasses.replace(bounds, fixed=12288)
+    fixed = Candidates(demand_of(1, 16, given, lengths=(500,)), machine(2))
+    assert fixed.fastest(fixed.largest(config, largest.stages.spec))[0].tokens == 12288
+
+
+def test_fewer_devices_are_taken_if_more_are_no_faster():
+    """A batch of one sample runs on one device; the others would only wait."""
+    choice = choose(SMALL, machine(4), num_jobs=1, batch_size=1, tokens=1024)
+    assert choice.sizes.num_devices == 1
+    assert "mesh auto: fsdp=1 on 4 devices" in choice.reason
+
+
+def test_weights_are_gathered_inside_a_host():
+    """Between two hosts it would take longer than the work."""
+    two = dataclasses.replace(machine(4, 15), num_processes=2, num_hosts=2)
+    settings = dict(num_jobs=4, remat="layer", tokens=2048)
+    slow = choose(LLAMA_8B, two, network_gbits=10, **settings)
+    assert slow.sizes == MeshSizes(data=2, fsdp=2)
+    # A network as fast as NVLink changes nothing.
+    fast = choose(LLAMA_8B, two, network_gbits=1e6, **settings)
+    one = dataclasses.replace(two, num_hosts=1)
+    assert fast == choose(LLAMA_8B, one, **settings)
+
+
+def test_room_is_left_for_the_error_of_the_estimate():
+    """The whole memory would hold more tokens than are chosen."""
+    bounds = Bounds(smallest=1024, largest=32768, unit=256)
+    config = RunConfig(
+        model="m",
+        jobs=({"name": "a", "data": {"path": "a.jsonl"}},),
+        mesh="stage=2",
+        microbatch_tokens="auto",
+        remat="layer",
+    )
+    where = machine(2, 14)
+    candidates = Candidates(demand_of(4, 64, bounds), where)
+    found = candidates.largest(config, decoder(LLAMA_8B, remat="layer"))
+    assert where.memory is not None
+    assert 0.85 < found.needed_bytes / where.memory.num_bytes <= 0.95
 
 
 def test_nothing_fits():

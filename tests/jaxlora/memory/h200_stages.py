@@ -1,0 +1,145 @@
+"""Compiles the passes of meshes for H200s, without a GPU, and reads their memory.
+
+It is a program of its own, because XLA must be set up before JAX starts; see
+`test_compiled_stages`.
+
+usage: python -m tests.jaxlora.memory.h200_stages OUT REMAT MESH...
+
+OUT gets, for each mesh, the bytes that each stage is estimated to need, and those that
+the compiler reports, as JSON.
+"""
+
+import json
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+from jaxlora.adapters.optimizer import AdapterState, Pending
+from jaxlora.costs.device_speed import find_speed
+from jaxlora.costs.stages import stage_borders
+from jaxlora.memory.fitting import estimate_at
+from jaxlora.memory.footprint import StagePrograms
+from jaxlora.memory.inputs import settings_shapes
+from jaxlora.memory.mesh import MeshStages, measured_footprint
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.pallas_kernels.mosaic import device, layer
+from jaxlora.scheduler import Limits
+from jaxlora.sharding import layerwise
+from jaxlora.sharding.mesh_sizes import MeshSizes
+from jaxlora.train.layout import Stage, make_layout
+from tests.llama import LLAMA_8B, decoder, with_layers
+
+KIND, LAYERS_PER_STAGE = "NVIDIA H200", 2
+LIMITS = Limits(capacity=8192, block_tokens=64)
+
+
+def spec_of(remat: str, num_layers: int) -> DecoderSpec:
+    return decoder(
+        with_layers(LLAMA_8B, num_layers),
+        slots=SlotShape(num_slots=4, rank=16, use_dropout=True),
+        implementation="mosaic",
+        attention="cudnn",
+        max_segment_tokens=4096,
+        mean_segment_tokens=800,
+        remat=remat,
+    )
+
+
+def state_shapes(stage: Stage) -> AdapterState:
+    """Shapes of the slots of a stage, on its devices."""
+    placement, tables = stage.placement, stage.spec.adapter_shapes()
+    assert stage.spec.slots is not None
+    num_slots = stage.spec.slots.num_slots
+    parts = () if placement.num_devices == 1 else (placement.num_parts,)
+
+    def shape(size, dtype, where):
+        sharding = placement.sharding(where)
+        return jax.ShapeDtypeStruct(size, dtype, sharding=sharding)
+
+    whole = {
+        name: shape(table.shape, table.dtype, placement.by_slot)
+        for name, table in tables.items()
+    }
+    pending = Pending(
+        gradients={
+            name: shape((*parts, *table.shape), table.dtype, placement.partial)
+            for name, table in tables.items()
+        },
+        is_finite=shape((*parts, num_slots), jnp.bool_, placement.partial),
+    )
+    return AdapterState(params=whole, mu=whole, nu=whole, pending=pending)
+
+
+def compile_stage(stage: Stage) -> StagePrograms:
+    placement, spec = stage.placement, stage.spec
+    base = {
+        path: jax.ShapeDtypeStruct(
+            shape.shape,
+            shape.dtype,
+            sharding=placement.sharding(spec.base_specs()[path]),
+        )
+        for path, shape in spec.base_shapes().items()
+    }
+    settings = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(
+            s.shape,
+            s.dtype,
+            sharding=placement.sharding(placement.by_linear_and_slot),
+        ),
+        settings_shapes(spec),
+    )
+    args = base, state_shapes(stage), settings, LIMITS
+    if spec.has_embedding and spec.has_head:
+        return StagePrograms(last=stage.steps.compile_accumulate(*args))
+    return stage.steps.compile_passes(*args, "a stage")
+
+
+def compare(words: str, remat: str, devices) -> list[dict[str, int]]:
+    sizes = MeshSizes.parse(words)
+    spec = spec_of(remat, LAYERS_PER_STAGE * sizes.stage)
+    borders = stage_borders(spec.config, sizes.stage, find_speed(KIND), remat=remat)
+    layout = make_layout(spec, sizes, borders, devices=devices)
+    stages = MeshStages(
+        spec=spec,
+        specs=tuple(stage.spec for stage in layout.stages),
+        sizes=sizes,
+        in_flight=layout.in_flight,
+        is_pinned=False,
+    )
+    programs = [compile_stage(stage) for stage in layout.stages]
+    found = measured_footprint(stages, programs, LIMITS)
+    assert found is not None
+    with jax.default_device(devices[0]):  # for which attention is compiled
+        guess = estimate_at(stages, LIMITS.block_tokens, LIMITS.capacity)
+    return [
+        {
+            "estimated": own.total_bytes(LIMITS.capacity),
+            "compiled": real.total_bytes(LIMITS.capacity),
+        }
+        for own, real in zip(guess.stages, found.stages, strict=True)
+    ]
+
+
+def main() -> None:
+    """Compiles the meshes, and writes what they need."""
+    out, remat, *meshes = sys.argv[1:]
+    device.num_sms = lambda: 132
+    device.device_kind = lambda: KIND
+    layer.unsupported_device = lambda: None
+    layerwise.has_symmetric_buffers = lambda: True
+    needed = max(MeshSizes.parse(mesh).num_devices for mesh in meshes)
+    devices = topologies.get_topology_desc(
+        platform="cuda",
+        target_config=pathlib.Path("tests/h200.txtpb").read_text(),
+        topology=f"1x1x{needed}",
+    ).devices
+    found = {mesh: compare(mesh, remat, devices) for mesh in meshes}
+    pathlib.Path(out).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
