@@ -2,9 +2,10 @@
 
 import argparse
 import pathlib
-import sys
 
 from jaxlora.cli.command import Command
+from jaxlora.console import complain, say
+from jaxlora.printable import one_line
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,10 +29,10 @@ def _run(arguments: argparse.Namespace) -> None:
     with pathlib.Path(arguments.output).open("x", encoding="utf-8") as file:
         file.write(text)
     for key, reason in migration.left_out.items():
-        print(f"left out: {key}: {reason}", file=sys.stderr)
+        complain(one_line(f"left out: {key}: {reason}"))
     for sentence in migration.to_do:
-        print(f"to do: {sentence}", file=sys.stderr)
-    print(f"wrote {arguments.output}; next: jaxlora plan {arguments.output}")
+        complain(one_line(f"to do: {sentence}"))
+    say(f"wrote {arguments.output}; next: jaxlora plan {arguments.output}")
 
 
 COMMAND = Command(

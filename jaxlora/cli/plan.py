@@ -6,6 +6,7 @@ from rich.console import Console
 
 from jaxlora.cli.command import Command
 from jaxlora.cli.options import add_mesh, positive_int
+from jaxlora.console import say
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +40,7 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.picture:
         drawn = draw_plan(planned, arguments.picture)
         total = len(planned.whole.schedule.microbatches)
-        print(f"wrote {arguments.picture}: the first {drawn} of {total} microbatches")
+        say(f"wrote {arguments.picture}: the first {drawn} of {total} microbatches")
 
 
 COMMAND = Command(

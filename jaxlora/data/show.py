@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import logging
-import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -21,12 +20,12 @@ from jaxlora.data.notes import Notes
 from jaxlora.data.read import open_records
 from jaxlora.data.samples import EncodedRecords, Samples
 from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.printable import printable
 
 # Tokens that are trained on, in turn, so that two neighbours differ; and the others.
 _TRAINED = ("black on green", "black on bright_green")
 _CONTEXT = ("default", "dim")
 _MAX_TOKENS = 2000
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
     "{% for call in message.tool_calls %}{{ call | tojson }}{% endfor %}<|im_end|>\n"
@@ -126,12 +125,12 @@ def _print_sample(samples: Samples, tokenizer: Tokenizer, console: Console) -> N
     sample = samples[0]
     ids, is_target = sample.token_ids[:_MAX_TOKENS], sample.is_target[:_MAX_TOKENS]
     if console.color_system is None:
-        text = Text(_printable(mark(list(marked_parts(tokenizer, ids, is_target)))))
+        text = Text(printable(mark(list(marked_parts(tokenizer, ids, is_target)))))
     else:
         text = Text()
         for i, token in enumerate(_token_texts(tokenizer, ids)):
             styles = _TRAINED if is_target[i] else _CONTEXT
-            text.append(_printable(token), styles[i % 2])
+            text.append(printable(token), styles[i % 2])
     consoles.show(console, text, soft_wrap=True)
     if len(sample.token_ids) > _MAX_TOKENS:
         num_more = len(sample.token_ids) - _MAX_TOKENS
@@ -152,11 +151,6 @@ def _token_texts(
             continue
         start = end
         yield text
-
-
-def _printable(text: str) -> str:
-    """Replaces control characters, which could change the terminal."""
-    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def _stand_in() -> Tokenizer:

@@ -30,6 +30,7 @@ import time
 
 from jaxlora.atomic import make_folder, sync_folder, wrap_os_errors
 from jaxlora.errors import CheckpointError
+from jaxlora.printable import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class Owner:
             boot=_boot(),
             pid=os.getpid(),
             user=_user(),
-            command=_printable(shlex.join(sys.orig_argv))[:200],
+            command=one_line(shlex.join(sys.orig_argv))[:200],
             since=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         )
 
@@ -312,11 +313,6 @@ def _touched_at(path: pathlib.Path) -> int:
     """Returns a file's mtime; opening it makes network file systems refresh it."""
     with path.open("rb") as file:
         return os.fstat(file.fileno()).st_mtime_ns
-
-
-def _printable(text: str) -> str:
-    """Replaces line ends and other control characters by spaces."""
-    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def _boot() -> str:

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 import pytest
 
 from jaxlora import JaxloraError
+from jaxlora.printable import has_invisible
 from tests.fuzz import data_kinds, model_kinds, run_kinds
 from tests.fuzz.kind import Kind
 
@@ -128,10 +129,8 @@ def _unclear(text: str, folder: pathlib.Path) -> str | None:
     names = {path.name for path in folder.rglob("*") if path.is_file()}
     if not any(name in text for name in names) and str(folder) not in text:
         return f"names no file: {text:.300}"
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return f"cannot be printed: {error}"
+    if has_invisible(text.replace("\n", "").replace("\t", "")):
+        return f"holds control characters: {text!r:.300}"
     return None
 
 
