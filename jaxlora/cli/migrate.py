@@ -1,8 +1,11 @@
 """`jaxlora migrate`."""
 
 import argparse
+import errno
+import os
 import pathlib
 
+from jaxlora.atomic import write_text
 from jaxlora.cli.command import Command
 from jaxlora.console import complain, say
 from jaxlora.printable import one_line
@@ -26,8 +29,9 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.output is None:
         print(text, end="")
         return
-    with pathlib.Path(arguments.output).open("x", encoding="utf-8") as file:
-        file.write(text)
+    if pathlib.Path(arguments.output).exists():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), arguments.output)
+    write_text(arguments.output, text)  # all of it or nothing
     for key, reason in migration.left_out.items():
         complain(one_line(f"left out: {key}: {reason}"))
     for sentence in migration.to_do:

@@ -24,12 +24,12 @@ import pytest
 
 from jaxlora import JaxloraError
 from jaxlora.printable import has_invisible
-from tests.fuzz import data_kinds, model_kinds, run_kinds
+from tests.fuzz import data_kinds, migrate_kinds, model_kinds, run_kinds
 from tests.fuzz.kind import Kind
 
 _SECONDS = 20.0  # limit of one case, which usually takes a few milliseconds
 _MOST_BYTES = 2**30  # limit of the memory that the cases of one kind may add
-_KINDS = data_kinds.KINDS | model_kinds.KINDS | run_kinds.KINDS
+_KINDS = data_kinds.KINDS | migrate_kinds.KINDS | model_kinds.KINDS | run_kinds.KINDS
 _SEED = int(os.environ.get("FUZZ_SEED", "0"))
 _SHOWN = int(os.environ.get("FUZZ_SHOWN", "8"))
 

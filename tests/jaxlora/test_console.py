@@ -174,7 +174,12 @@ def test_control_characters_are_printed_as_escapes(hostile, capsys):
     log(RichHandler(console=rows, show_path=False), "%s", name)
     say(name)
     complain(DataError(f"the field {name}"))
-    for text in (printed(tables), lines.getvalue(), printed(rows), *capsys.readouterr()):
+    for text in (
+        printed(tables),
+        lines.getvalue(),
+        printed(rows),
+        *capsys.readouterr(),
+    ):
         assert one_line(name) in text
         assert not has_invisible(text.replace("\n", "")), text
 
