@@ -12,6 +12,7 @@ import tempfile
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
+from jaxlora.adapters.base_name import is_hub_id
 from jaxlora.adapters.peft_import import import_peft
 from jaxlora.errors import AdapterError
 from jaxlora.families.model_config import ModelConfig
@@ -64,6 +65,11 @@ def export_gguf(
         raise AdapterError(
             f"{adapter_folder} does not name its base model. Give its folder or hub "
             "id: --base MODEL."
+        )
+    if not is_hub_id(base) and not pathlib.Path(base).exists():
+        raise AdapterError(
+            f"{adapter_folder} names its base model {base!r}, which is no hub id and "
+            "no folder here. Give the folder or hub id: --base MODEL."
         )
     if out.exists():
         raise FileExistsError(f"{out} exists. Remove it, or choose another name.")

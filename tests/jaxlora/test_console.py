@@ -143,7 +143,7 @@ def test_the_command_on_an_ascii_terminal(tmp_path):
     assert not ended.stderr
 
 
-# A title of the terminal, a cleared screen, reversed text, hidden text, a lone surrogate.
+# A terminal's title, a cleared screen, reversed and hidden text, a lone surrogate.
 HOSTILE = (
     *("\x1b]0;x\x07", "\x1b[2J", "\x9b2J", "\x7f\b\r", "\0"),
     *("\u202egnp.", "\u2066", "\u200b", "\u2060", "\ufeff", "\u00ad", "\u061c"),

@@ -199,5 +199,5 @@ def test_settings_are_left_out_with_what_to_use(migrated, text, key, said):
 )
 def test_a_python_program_points_to_the_how_to(tmp_path, name, text):
     (tmp_path / name).write_text(text)
-    with pytest.raises(ConfigError, match="docs/howto/from_peft.md"):
+    with pytest.raises(ConfigError, match=r"docs/howto/from_peft\.md"):
         migrate_file(tmp_path / name)
