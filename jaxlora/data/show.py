@@ -14,6 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxlora import console as consoles
 from jaxlora.config import DataConfig
+from jaxlora.counted import counted
 from jaxlora.data.encode_records import encode_records
 from jaxlora.data.marked_text import mark, marked_parts
 from jaxlora.data.notes import Notes
@@ -105,7 +106,7 @@ def _less_log() -> Iterator[None]:
 def _counts(records: EncodedRecords, number: int, max_length: int) -> str:
     length, num_targets = records.lengths[number], records.num_targets[number]
     more = "" if records.is_whole[number] else "at least "
-    text = f"{more}{length:,} tokens, {num_targets:,} of them trained on"
+    text = f"{more}{counted(int(length), 'token')}, {num_targets:,} of them trained on"
     if length > max_length:
         text += f"; longer than max_length={max_length}, and cut here"
     return text + ("" if num_targets else "; such a sample is dropped")
@@ -115,9 +116,10 @@ def _totals(records: EncodedRecords, max_length: int) -> str:
     num_long = int((records.lengths > max_length).sum())
     num_targets, num_bad = int(records.num_targets.sum()), int(records.is_bad.sum())
     return (
-        f"{len(records.lengths):,} records: {len(records.tokens):,} tokens, "
-        f"{num_targets:,} of them trained on; {num_long:,} records are longer than "
-        f"max_length={max_length}; {num_bad:,} cannot be used."
+        f"{counted(len(records.lengths), 'record')}: "
+        f"{counted(len(records.tokens), 'token')}, {num_targets:,} of them trained on; "
+        f"longer than max_length={max_length}: {counted(num_long, 'record')}; "
+        f"{num_bad:,} cannot be used."
     )
 
 
@@ -134,7 +136,7 @@ def _print_sample(samples: Samples, tokenizer: Tokenizer, console: Console) -> N
     consoles.show(console, text, soft_wrap=True)
     if len(sample.token_ids) > _MAX_TOKENS:
         num_more = len(sample.token_ids) - _MAX_TOKENS
-        consoles.show(console, f"... and {num_more:,} more tokens")
+        consoles.show(console, f"... and {counted(num_more, 'more token')}")
 
 
 def _token_texts(

@@ -156,8 +156,8 @@ def set_held_out_share(migration: Migration, key: str) -> None:
         migration.job["eval_fraction"] = share
     else:
         migration.left_out[key] = (
-            f"{share} records: eval_fraction is a share. Set it to {share} divided by "
-            "the number of records."
+            f"{share}, a number of records: eval_fraction is a share. Set it to "
+            f"{share} divided by the number of records."
         )
 
 

@@ -107,9 +107,7 @@ def _choose[Name: str](
             continue
         if (reason := why()) is None:
             is_requested = asked != "auto"
-            return Choice(
-                name=name, is_requested=is_requested, passed_over=passed_over
-            )
+            return Choice(name=name, is_requested=is_requested, passed_over=passed_over)
         if asked == name:
             raise ConfigError(
                 f"{setting}: {asked} {reason}. Use auto, or another {setting}."

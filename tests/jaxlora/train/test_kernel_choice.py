@@ -91,7 +91,9 @@ def test_nothing_that_runs_is_an_error(monkeypatch):
     for name, entry in ATTENTIONS.items():
         changed = dataclasses.replace(entry, unsupported=lambda dtype, model: "no")
         monkeypatch.setitem(ATTENTIONS, name, changed)
-    with pytest.raises(ConfigError, match="nothing that runs: cudnn, triton and xla cannot run"):
+    with pytest.raises(
+        ConfigError, match="nothing that runs: cudnn, triton and xla cannot run"
+    ):
         choose("auto")
 
 
