@@ -1,10 +1,21 @@
-"""Prints to terminals without markup, using only characters that they can encode."""
+"""Prints to terminals without markup, using only characters that are safe there.
 
+Names and reasons may come from files of others, so control and invisible characters
+are escaped in everything that is printed: see `jaxlora.printable`. Characters that the
+terminal cannot encode have substitutes.
+"""
+
+import copy
+import logging
+import sys
+import traceback
 from collections.abc import Iterator
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
+
+from jaxlora.printable import one_line, printable
 
 # Substitutes for characters that a terminal cannot encode.
 _PLAINER = str.maketrans({"→": "->", "…": "~", "·": "-"})
@@ -14,8 +25,32 @@ stderr = Console(stderr=True, markup=False, emoji=False, highlight=False)
 
 
 def literal(value: object) -> Text:
-    """Returns a text that rich prints literally, ignoring markup and emoji codes."""
-    return Text(str(value))
+    """Returns a line that rich prints literally, ignoring markup and emoji codes."""
+    return Text(one_line(value))
+
+
+def say(text: object) -> None:
+    """Prints a text on standard output."""
+    print(printable(text))
+
+
+def complain(text: object) -> None:
+    """Prints a text on standard error."""
+    print(printable(text), file=sys.stderr, flush=True)
+
+
+def escape_record(record: logging.LogRecord) -> logging.LogRecord:
+    """Returns a copy of a log record that is safe to print: a filter of handlers.
+
+    The lines of a message after the first are indented, so that none of them looks like
+    another message.
+    """
+    safe = copy.copy(record)
+    safe.msg = printable(record.getMessage()).replace("\n", "\n    ")
+    safe.args = None
+    if record.exc_info:
+        safe.exc_text = printable("".join(traceback.format_exception(*record.exc_info)))
+    return safe
 
 
 def show(console: Console, shown: RenderableType, **options) -> None:
@@ -27,12 +62,12 @@ def show(console: Console, shown: RenderableType, **options) -> None:
         **options: Options of `Console.print`.
     """
     if isinstance(shown, str):
-        shown = literal(shown)
+        shown = Text(printable(shown))
     console.print(_Encodable(shown), **options)
 
 
 class _Encodable:
-    """A renderable with substitutes for characters that the terminal cannot encode."""
+    """A renderable with only such characters as the terminal can print."""
 
     def __init__(self, inner: RenderableType):
         self._inner = inner
@@ -41,11 +76,14 @@ class _Encodable:
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[Segment]:
         for segment in console.render(self._inner, options.update(markup=False)):
-            text = segment.text
+            if segment.control:
+                yield segment
+                continue
+            text = printable(segment.text)
             try:
                 text.encode(options.encoding)
             except UnicodeEncodeError:
                 text = text.translate(_PLAINER)
                 encoded = text.encode(options.encoding, "backslashreplace")
                 text = encoded.decode(options.encoding)
-            yield Segment(text, segment.style, segment.control)
+            yield Segment(text, segment.style)

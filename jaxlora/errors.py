@@ -1,12 +1,14 @@
 """Errors that the user can correct."""
 
+from jaxlora.printable import printable
+
 
 class JaxloraError(ValueError):
     """The user's input is invalid; the message says why and how to correct it."""
 
     def __str__(self) -> str:
-        # A damaged file may hold a lone surrogate, which no terminal can print.
-        return super().__str__().encode("utf-8", "backslashreplace").decode()
+        # A message may quote a file, whose text could change the terminal.
+        return printable(super().__str__())
 
 
 class ConfigError(JaxloraError):

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from jaxlora.adapters.peft_export import CONFIG_FILE, WEIGHTS_FILE
 from jaxlora.console import literal, show
+from jaxlora.counted import counted
 from jaxlora.errors import JaxloraError
 from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
 from jaxlora.hf.files import hub_revision, model_folder, read_json
@@ -84,7 +85,8 @@ def _model(source: str, console: Console, revision: str | None) -> None:
     windows = collections.Counter(config.layer_windows)
     extra = {
         "attention windows": ", ".join(
-            f"{n} layers: {'all' if w is None else w}" for w, n in windows.items()
+            f"{counted(n, 'layer')}: {'all' if w is None else w}"
+            for w, n in windows.items()
         ),
         "revision": hub_revision(source, folder, revision) or "none: a folder",
         "parameters": f"{count:,}",
@@ -100,7 +102,7 @@ def _weights(checkpoint: Checkpoint) -> str:
     total, quantized = len(checkpoint.linear_paths), checkpoint.quantized
     if not quantized:
         return "dense"
-    return f"{checkpoint.kind}: {len(quantized)} of {total} linears"
+    return f"{checkpoint.kind}: {len(quantized)} of {counted(total, 'linear')}"
 
 
 def _adapter(folder: pathlib.Path, console: Console) -> None:

@@ -17,7 +17,11 @@ from jaxlora.memory.device import device_memory
 from jaxlora.memory.gpu_share import choose_share, query_gpus
 from jaxlora.modules.attention_table import ATTENTIONS
 from jaxlora.pallas_kernels import BACKENDS, FORMATS, LinearShape
-from jaxlora.train.kernel_choice import is_blackwell, present_capability
+from jaxlora.train.kernel_choice import (
+    group_reasons,
+    is_blackwell,
+    present_capability,
+)
 
 # The linears and the heads of Llama-3.1-8B.
 _LINEAR = LinearShape(
@@ -90,7 +94,7 @@ def _formats() -> dict[str, str]:
             if weight.reaches_kernels
             else "products with weights that are dequantized layer by layer"
         )
-        reasons = [f"{b} {reason}" for b, reason in why_not.items() if reason]
+        reasons = group_reasons((b, why) for b, why in why_not.items() if why)
         rows[name] = "; ".join([f"{how}, of {taken}", *reasons])
     return rows
 

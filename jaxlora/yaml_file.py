@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from jaxlora.errors import ConfigError
+from jaxlora.printable import has_invisible, printable
 
 # Without this limit, aliases of aliases could make a small file arbitrarily large.
 _MOST_VALUES = 1_000_000
@@ -68,8 +69,14 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def dump_yaml(values: Any) -> str:
-    """Returns JSON values as YAML, which `parse_yaml` reads as the same values."""
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    """Returns JSON values as YAML, which `parse_yaml` reads as the same values.
+
+    Control and invisible characters are escaped, so the text can be printed.
+    """
+    # Texts with such characters are in double quotes, where YAML reads these escapes.
+    return printable(
+        yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    )
 
 
 class _Dumper(yaml.SafeDumper):
@@ -80,7 +87,8 @@ class _Dumper(yaml.SafeDumper):
 
     def represent_text(self, text: str) -> yaml.Node:
         style = "|" if "\n" in text else None
-        if any(pattern.fullmatch(text) for pattern in _PLAIN.values()):
+        is_other_value = any(pattern.fullmatch(text) for pattern in _PLAIN.values())
+        if is_other_value or has_invisible(text.replace("\n", "")):
             style = '"'
         return self.represent_scalar(_TAG + "str", text, style=style)
 
@@ -142,11 +150,13 @@ class _Constructor:
         if kind == "float":
             return float(re.sub(r"\.(?=[in])", "", text.lower()))
         try:
-            return int(text, _BASES.get(text[:2], 10))
+            value = int(text, _BASES.get(text[:2], 10))
+            str(value)  # Python has a limit to what it prints, in any base
         except ValueError:
             limit = sys.get_int_max_str_digits()
             reason = f"a number has more than {limit} digits"
             raise self._error(node, reason) from None
+        return value
 
     def _part(self, whole: yaml.Node, part: yaml.Node) -> Any:
         """Returns the value of a part, and adds its size to that of its parent."""

@@ -5,6 +5,7 @@ The format is that of llama.cpp's `convert_lora_to_gguf.py`. llama.cpp adds
 scalings, or rsLoRA is used, the ratio is multiplied into B.
 """
 
+import dataclasses
 import os
 import pathlib
 import tempfile
@@ -12,6 +13,7 @@ import tempfile
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
+from jaxlora.adapters.base_name import is_hub_id
 from jaxlora.adapters.peft_import import import_peft
 from jaxlora.errors import AdapterError
 from jaxlora.families.model_config import ModelConfig
@@ -52,7 +54,7 @@ def export_gguf(
 
     Raises:
         JaxloraError: The adapter or the base's config.json cannot be read, they do not
-            fit, or the `gguf` package is missing.
+            fit, float32 cannot hold a scaling, or the `gguf` package is missing.
         FileExistsError: `out` exists.
     """
     adapter_folder, out = pathlib.Path(adapter_folder), pathlib.Path(out)
@@ -65,13 +67,19 @@ def export_gguf(
             f"{adapter_folder} does not name its base model. Give its folder or hub "
             "id: --base MODEL."
         )
+    if not is_hub_id(base) and not pathlib.Path(base).exists():
+        raise AdapterError(
+            f"{adapter_folder} names its base model {base!r}, which is no hub id and "
+            "no folder here. Give the folder or hub id: --base MODEL."
+        )
     _check_free(out)
     model = planned_config(tokenizer_folder(base, revision))
     adapter = import_peft(adapter_folder, linear_shapes(model))
+    scaled = _scaled(adapter, adapter_folder)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as temporary:
         part = pathlib.Path(temporary) / out.name
-        _write(adapter, model, part, adapter_folder.name)
+        _write(scaled, model, part, adapter_folder.name)
         _check_free(out)  # another process may have written it meanwhile
         part.rename(out)
     return out
@@ -82,23 +90,69 @@ def _check_free(out: pathlib.Path) -> None:
         raise FileExistsError(f"{out} exists. Remove it, or choose another name.")
 
 
-def _write(adapter: Adapter, model: ModelConfig, path: pathlib.Path, name: str) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Scaled:
+    """What the file holds of an adapter.
+
+    Attributes:
+        alpha: The one alpha, from which llama.cpp computes scalings in float32.
+        modules: A and B of each module in PEFT's layout, R K and N R. B is multiplied
+            by the ratio of the module's own alpha to the one of the file.
+    """
+
+    alpha: float
+    modules: dict[str, tuple[np.ndarray, np.ndarray]]
+
+
+def _scaled(adapter: Adapter, folder: pathlib.Path) -> _Scaled:
+    """Brings all modules to one alpha.
+
+    Raises:
+        AdapterError: Float32 cannot hold an alpha, a scaling or a multiplied B.
+    """
+    alpha = _alpha(adapter, next(iter(adapter.modules.values())))
+    modules = {}
+    for module, weights in adapter.modules.items():
+        own, b = _alpha(adapter, weights), weights.b.T
+        for value in (own, own / weights.rank, alpha / weights.rank):
+            _check_float32(value, f"the alpha or the scaling of {module}", folder)
+        if own != alpha and b.any():
+            # In float64, because the ratio alone may be beyond float32.
+            product = b.astype(np.float64) * (own / alpha)
+            largest = float(np.abs(product).max())
+            _check_float32(largest, f"B of {module}, times {own / alpha:g},", folder)
+            b = product.astype(np.float32)
+        modules[module] = weights.a.T, b
+    return _Scaled(alpha=alpha, modules=modules)
+
+
+def _check_float32(value: float, what: str, folder: pathlib.Path) -> None:
+    """Refuses a magnitude that float32 rounds to 0 or infinity, or holds in part."""
+    limits = np.finfo(np.float32)
+    smallest, largest = float(limits.smallest_normal), float(limits.max)
+    if not smallest <= value <= largest:
+        raise AdapterError(
+            f"{folder}: {what} is {value:g}, and the float32 of GGUF files holds "
+            f"{smallest:.3g} to {largest:.3g} in full. Change lora_alpha in "
+            "adapter_config.json to a usual one, such as 16, and multiply B by the "
+            "inverse; or train with such an alpha."
+        )
+
+
+def _write(scaled: _Scaled, model: ModelConfig, path: pathlib.Path, name: str) -> None:
     try:
         import gguf
     except ImportError as error:
         raise AdapterError(
             "writing GGUF files needs the gguf package: pip install 'jaxlora[gguf]'."
         ) from error
-    alpha = _alpha(adapter, next(iter(adapter.modules.values())))
     writer = gguf.GGUFWriter(path, _ARCHITECTURES[model.model_type])
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_name(name)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
-    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
-    for module, weights in adapter.modules.items():
-        a, b = weights.a.T, rows_in_gguf(weights.b.T, module, model)
-        if (ratio := _alpha(adapter, weights) / alpha) != 1:
-            b = b * np.float32(ratio)
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, scaled.alpha)
+    for module, (a, b) in scaled.modules.items():
+        b = rows_in_gguf(b, module, model)
         tensor = gguf_name(module)
         writer.add_tensor(f"{tensor}.lora_a", np.ascontiguousarray(a, np.float32))
         writer.add_tensor(f"{tensor}.lora_b", np.ascontiguousarray(b, np.float32))

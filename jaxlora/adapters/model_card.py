@@ -1,16 +1,22 @@
 """The model card of an adapter: README.md in its PEFT folder."""
 
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
+from jaxlora.adapters.base_name import BaseName, base_name, is_hub_id, last_part
 from jaxlora.json_file import read_regular_file
+from jaxlora.printable import one_line
 
 CARD_FILE = "README.md"
 # The last line of a card. A folder whose card ends otherwise holds a user's own text.
 _MARK = "<!-- Written by jaxlora. Remove this line to keep your changes. -->"
+# Numbers and words with commas between them, which mean nothing else in Markdown.
+_WORD = "-?[A-Za-z0-9]+([_.+-]+[A-Za-z0-9]+)*"
+_PLAIN = re.compile(f"{_WORD}(,? {_WORD})*")
 _SHOWN = (
     *("rank", "lora_alpha", "use_rslora", "dropout", "target_modules", "batch_size"),
     *("epochs", "steps", "learning_rate", "lr_schedule", "warmup_steps"),
@@ -38,27 +44,26 @@ def model_card(
         figures: What was measured, by what it is; entries that are None are left out.
         version: Version of jaxlora.
     """
-    is_on_hub = _is_hub_id(base_model)
+    base = base_name(base_model, revision)
     data = job.get("data") or {}
-    front: dict[str, Any] = {"base_model": base_model} if is_on_hub else {}
+    front: dict[str, Any] = {"base_model": base.name} if base.is_on_hub else {}
     front |= {
         "library_name": "peft",
         "pipeline_tag": "text-generation",
         "tags": ["lora", "jaxlora", "text-generation"],
     }
-    if is_on_hub:
-        front["tags"].insert(0, f"base_model:adapter:{base_model}")
-    if _is_hub_id(str(data.get("path", ""))):
+    if base.is_on_hub:
+        front["tags"].insert(0, f"base_model:adapter:{base.name}")
+    if is_hub_id(str(data.get("path", ""))):
         front["datasets"] = [data["path"]]
     measured = {key: value for key, value in figures.items() if value is not None}
     settings = {key: job[key] for key in _SHOWN if job.get(key) is not None}
-    where = f" at revision `{revision}`" if revision else ""
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
-        f"# {name}",
-        f"A LoRA adapter for `{base_model}`{where}, trained with jaxlora {version}.",
+        f"# {_escaped(name)}",
+        f"A LoRA adapter for {_described(base)}, trained with jaxlora {version}.",
         "## Use",
-        _usage(base_model, revision),
+        _usage(base),
         "## Data",
         _data(data),
         "## Results",
@@ -83,24 +88,23 @@ def is_our_card(path: pathlib.Path) -> bool:
         return False
 
 
-def _is_hub_id(name: str) -> bool:
-    """Whether a name may be of the hub: it is no path and no file that is here."""
-    is_path = name.startswith(("/", ".", "~")) or name.count("/") != 1
-    return not (is_path or pathlib.PurePath(name).suffix in _SUFFIXES) and not (
-        pathlib.Path(name).exists()
-    )
+def _described(base: BaseName) -> str:
+    if not base.is_on_hub:
+        return f"a base in a local folder named {_code(base.name)}"
+    where = f" at revision {_code(base.revision)}" if base.revision else ""
+    return f"{_code(base.name)}{where}"
 
 
-_SUFFIXES = {".jsonl", ".json", ".parquet", ".csv", ".arrow", ".feather"}
-
-
-def _usage(base_model: str, revision: str | None) -> str:
-    given = f', revision="{revision}"' if revision else ""
+def _usage(base: BaseName) -> str:
+    """Returns an example; names are literals of Python, so no name becomes code."""
+    given = f", revision={base.revision!r}" if base.revision else ""
+    note = "" if base.is_on_hub else "# A local folder: give its path, or its hub id.\n"
     return (
         "```python\n"
         "from peft import PeftModel\n"
         "from transformers import AutoModelForCausalLM\n\n"
-        f'base = AutoModelForCausalLM.from_pretrained("{base_model}"{given})\n'
+        f"{note}"
+        f"base = AutoModelForCausalLM.from_pretrained({base.name!r}{given})\n"
         'model = PeftModel.from_pretrained(base, "path or id of this adapter")\n'
         "```"
     )
@@ -109,18 +113,33 @@ def _usage(base_model: str, revision: str | None) -> str:
 def _data(data: Mapping[str, Any]) -> str:
     # A path may hold a user's name, so only the file's own name is told.
     path = str(data.get("path", ""))
-    shown = path if _is_hub_id(path) else pathlib.PurePath(path).name
+    shown = path if is_hub_id(path) else last_part(path)
     trained = "every token" if data.get("loss_on") == "all" else "the answers"
-    return f"`{shown or 'unknown'}`; the loss is that of {trained}."
+    return f"Records: {_code(shown)}; the loss is that of {trained}."
 
 
 def _table(values: Mapping[str, Any]) -> str:
-    rows = [f"| {key} | {_shown(value)} |" for key, value in values.items()]
+    rows = [f"| {_cell(key)} | {_cell(value)} |" for key, value in values.items()]
     return "\n".join(["| | |", "|---|---|", *rows])
 
 
-def _shown(value: Any) -> str:
+def _cell(value: Any) -> str:
     if isinstance(value, list | tuple):
         value = ", ".join(map(str, value))
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")
+    shown = text if _PLAIN.fullmatch(text) else _code(text)
+    return shown.replace("|", "\\|")  # also in code, a pipe would end the cell
+
+
+def _code(text: str) -> str:
+    """Returns a text as inline code of Markdown, which nothing in it can end."""
+    text = one_line(text)
+    runs = [len(run) for run in re.findall("`+", text)]
+    fence = "`" * (max(runs, default=0) + 1)
+    return f"{fence} {text} {fence}" if runs else f"{fence}{text}{fence}"
+
+
+def _escaped(text: str) -> str:
+    """Returns a text as Markdown that shows it as it is."""
+    text = one_line(text)
+    return text if _PLAIN.fullmatch(text) else re.sub(r"([^\w\s])", r"\\\1", text)

@@ -11,6 +11,7 @@ import numpy as np
 import safetensors.numpy
 
 from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.base_name import BaseName, base_name
 from jaxlora.adapters.export_record import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -46,7 +47,8 @@ def export_peft(
     Args:
         adapter: The adapter.
         folder: Folder to write.
-        base_model: Folder or hub id of the base, from which peft loads it.
+        base_model: Folder or hub id of the base. Of a folder, adapter_config.json tells
+            only the last part of its path.
         linear_names: Names of the base model's linears. They show whether a suffix such
             as `q_proj` selects exactly the adapted modules.
         revision: Commit (or branch or tag) of a base on the hub, as in
@@ -75,7 +77,7 @@ def export_peft(
             min(scalings),
             max(scalings),
         )
-    config = _config(adapter, base_model, revision, linear_names)
+    config = _config(adapter, base_name(base_model, revision), linear_names)
     folder = pathlib.Path(folder)
     with replace_folder(folder) as temporary:
         safetensors.numpy.save_file(
@@ -91,19 +93,14 @@ def export_peft(
     return folder
 
 
-def _config(
-    adapter: Adapter,
-    base_model: str,
-    revision: str | None,
-    linear_names: Sequence[str],
-) -> dict:
+def _config(adapter: Adapter, base: BaseName, linear_names: Sequence[str]) -> dict:
     ranks = {name: w.rank for name, w in adapter.modules.items()}
     alphas = {name: w.lora_alpha for name, w in adapter.modules.items()}
     rank, lora_alpha = _most_common(ranks), _most_common(alphas)
     return {
         "alpha_pattern": _pattern(alphas, lora_alpha),
         "auto_mapping": None,
-        "base_model_name_or_path": base_model,
+        "base_model_name_or_path": base.name,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -116,7 +113,7 @@ def _config(
         "peft_type": "LORA",
         "r": rank,
         "rank_pattern": _pattern(ranks, rank),
-        "revision": revision,
+        "revision": base.revision,
         "target_modules": _target_modules(list(adapter.modules), linear_names),
         "task_type": "CAUSAL_LM",
         "use_dora": False,

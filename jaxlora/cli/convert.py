@@ -4,6 +4,7 @@ import argparse
 
 from jaxlora.cli.command import Command
 from jaxlora.cli.options import add_revision
+from jaxlora.console import say
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +31,7 @@ def _run(arguments: argparse.Namespace) -> None:
             base=arguments.base,
             revision=arguments.revision,
         )
-        print(f"wrote {out}")
+        say(f"wrote {out}")
         return
     from jaxlora.hf.convert import convert
 
@@ -40,7 +41,7 @@ def _run(arguments: argparse.Namespace) -> None:
         dtype=arguments.dtype,
         revision=arguments.revision,
     )
-    print(f"wrote {folder}")
+    say(f"wrote {folder}")
 
 
 COMMAND = Command(

@@ -2,9 +2,9 @@
 
 import argparse
 import pathlib
-import sys
 
 from jaxlora.cli.command import Command
+from jaxlora.console import complain, say
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,14 +43,14 @@ def _run(arguments: argparse.Namespace) -> int:
         overwrite=arguments.overwrite,
     )
     for folder in exported.folders:
-        print(f"wrote {folder}")
+        say(f"wrote {folder}")
     for name, reason in exported.left_out.items():
-        print(f"jaxlora: not exported: {name}: {reason}", file=sys.stderr)
+        complain(f"jaxlora: not exported: {name}: {reason}")
     if arguments.push is not None:
         names = repositories(arguments.push, [f.name for f in exported.folders])
         folders = {names[folder.name]: folder for folder in exported.folders}
         for address in push(folders, private=arguments.private, hub=hub):
-            print(f"uploaded {address}")
+            say(f"uploaded {address}")
     return int(bool(exported.left_out))
 
 

@@ -1,12 +1,13 @@
 """`jaxlora generate`."""
 
 import argparse
-import sys
 from typing import TYPE_CHECKING, Any
 
 from jaxlora.cli.command import Command
 from jaxlora.cli.options import add_device, add_revision, positive_int, use_device
+from jaxlora.console import complain
 from jaxlora.errors import ConfigError
+from jaxlora.printable import KEPT_IN_TEXTS, printable
 
 if TYPE_CHECKING:
     from jaxlora.generate.generator import Generator
@@ -173,7 +174,7 @@ def _generator(arguments: argparse.Namespace) -> "Generator":
             )
         adapters = jobs | adapters
         for name, note in notes.items():
-            print(f"{name}: {note}", file=sys.stderr)
+            complain(f"{name}: {note}")
     return Generator(model, adapters, batch_size=arguments.batch_size)
 
 
@@ -188,7 +189,8 @@ def _print_all(
     made: list[Generation] = generator.generate(prompts, settings)
     is_only = len(made) == 1
     for generation in made:
-        print(generation.text if is_only else describe(generation))
+        text = generation.text if is_only else describe(generation)
+        print(printable(text, keep=KEPT_IN_TEXTS))
     if arguments.output is not None:
         write_generations(arguments.output, made)
 

@@ -2,11 +2,11 @@
 
 import argparse
 import pathlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 from jaxlora.cli.command import Command
 from jaxlora.cli.options import positive_int
+from jaxlora.console import complain, say
 
 if TYPE_CHECKING:
     from jaxlora.run.message import Action
@@ -45,9 +45,9 @@ def _ask(arguments: argparse.Namespace, action: "Action", job: str, **values) ->
     folder = pathlib.Path(arguments.run_dir)
     answer = send(folder, action, job, timeout=arguments.timeout, **values)
     if answer.is_accepted:
-        print(answer.text)
+        say(answer.text)
         return 0
-    print(f"jaxlora: refused: {answer.text}", file=sys.stderr)
+    complain(f"jaxlora: refused: {answer.text}")
     return 1
 
 

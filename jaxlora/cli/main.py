@@ -7,12 +7,14 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 from rich.logging import RichHandler
 
 from jaxlora import __version__, console
 from jaxlora.cli.commands import COMMANDS
 from jaxlora.errors import JaxloraError
+from jaxlora.printable import printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,13 +36,13 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         return arguments.run(arguments) or 0
     except JaxloraError as error:
-        print(f"jaxlora: error: {error}", file=sys.stderr)
+        console.complain(f"jaxlora: error: {error}")
         return 1
     except OSError as error:
-        print(f"jaxlora: error: {_describe(error)}", file=sys.stderr)
+        console.complain(f"jaxlora: error: {_describe(error)}")
         return 1
     except KeyboardInterrupt:
-        print("jaxlora: interrupted.", file=sys.stderr)
+        console.complain("jaxlora: interrupted.")
         return 130
 
 
@@ -56,6 +58,7 @@ def _logging(verbose: bool) -> Iterator[None]:
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     if console.stderr.is_terminal:
         handler = RichHandler(console=console.stderr, show_path=False)
+    handler.addFilter(console.escape_record)
     logger = logging.getLogger("jaxlora")
     before = logger.level, logger.propagate, warnings.showwarning
     logger.setLevel(logging.DEBUG if verbose else logging.INFO)
@@ -79,8 +82,15 @@ def _log_warning(message: Warning | str, *_: object, **__: object) -> None:
     logging.getLogger("jaxlora").warning("%s", add_advice(str(message)))
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors quote arguments, which may be names of files, safely."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="jaxlora",
         description="Train many LoRA adapters at once on one frozen language model.",
     )

@@ -4,6 +4,7 @@ import argparse
 
 from jaxlora.cli.command import Command
 from jaxlora.cli.options import add_revision
+from jaxlora.console import say
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +25,7 @@ def _run(arguments: argparse.Namespace) -> None:
         dtype=arguments.dtype,
         revision=arguments.revision,
     )
-    print(f"wrote {folder}")
+    say(f"wrote {folder}")
 
 
 COMMAND = Command(

@@ -1,10 +1,14 @@
 """`jaxlora migrate`."""
 
 import argparse
+import errno
+import os
 import pathlib
-import sys
 
+from jaxlora.atomic import write_text
 from jaxlora.cli.command import Command
+from jaxlora.console import complain, say
+from jaxlora.printable import one_line
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,13 +29,14 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.output is None:
         print(text, end="")
         return
-    with pathlib.Path(arguments.output).open("x", encoding="utf-8") as file:
-        file.write(text)
+    if pathlib.Path(arguments.output).exists():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), arguments.output)
+    write_text(arguments.output, text)  # all of it or nothing
     for key, reason in migration.left_out.items():
-        print(f"left out: {key}: {reason}", file=sys.stderr)
+        complain(one_line(f"left out: {key}: {reason}"))
     for sentence in migration.to_do:
-        print(f"to do: {sentence}", file=sys.stderr)
-    print(f"wrote {arguments.output}; next: jaxlora plan {arguments.output}")
+        complain(one_line(f"to do: {sentence}"))
+    say(f"wrote {arguments.output}; next: jaxlora plan {arguments.output}")
 
 
 COMMAND = Command(

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from jaxlora.cli.command import Command
 from jaxlora.cli.options import add_device, add_mesh, positive_int, use_device
+from jaxlora.console import say
 from jaxlora.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def _run(arguments: argparse.Namespace) -> int | None:
     if arguments.picture:
         drawn = draw_plan(planned, arguments.picture)
         total = len(planned.whole.schedule.microbatches)
-        print(f"wrote {arguments.picture}: the first {drawn} of {total} microbatches")
+        say(f"wrote {arguments.picture}: the first {drawn} of {total} microbatches")
     return None
 
 

@@ -6,6 +6,7 @@ import json
 import pathlib
 
 from jaxlora.cli.command import Command
+from jaxlora.console import say
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,8 +25,10 @@ def _run(arguments: argparse.Namespace) -> int:
     owner = find_owner(folder)
     process = None if owner is None else dataclasses.asdict(owner)
     if owner is not None and not (folder / STATUS_FILE).exists():
-        is_json, text = arguments.json, f"{owner} is compiling; no job has begun"
-        print(json.dumps({"process": process, "run": None}) if is_json else text)
+        if arguments.json:
+            print(json.dumps({"process": process, "run": None}))
+        else:
+            say(f"{owner} is compiling; no job has begun")
         return 0
     saved = read_status(folder).seen(is_live=owner is not None)
     if arguments.json:

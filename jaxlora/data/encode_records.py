@@ -10,6 +10,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxlora.config import DataConfig
+from jaxlora.counted import counted
 from jaxlora.data.bad_records import BadRecords
 from jaxlora.data.encode import Encoder
 from jaxlora.data.files import Record
@@ -79,8 +80,11 @@ def encode_records(
         shown = "the first, with what is trained on in [[ ]]: " + describe_sample(
             tokenizer, first.token_ids, first.is_target
         )
-    count = "1 record is" if len(writer) == 1 else f"{len(writer):,} records are"
-    notes.add(f"{count} read as {reading}; {shown}", logging.INFO)
+    verb = "is" if len(writer) == 1 else "are"
+    notes.add(
+        f"{counted(len(writer), 'record')} {verb} read as {reading}; {shown}",
+        logging.INFO,
+    )
     return writer.finish(first_bad=bad.first, notes=notes.lines)
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import logging
-import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,18 +14,19 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxlora import console as consoles
 from jaxlora.config import DataConfig
+from jaxlora.counted import counted
 from jaxlora.data.encode_records import encode_records
 from jaxlora.data.marked_text import mark, marked_parts
 from jaxlora.data.notes import Notes
 from jaxlora.data.read import open_records
 from jaxlora.data.samples import EncodedRecords, Samples
 from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.printable import printable
 
 # Tokens that are trained on, in turn, so that two neighbours differ; and the others.
 _TRAINED = ("black on green", "black on bright_green")
 _CONTEXT = ("default", "dim")
 _MAX_TOKENS = 2000
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
     "{% for call in message.tool_calls %}{{ call | tojson }}{% endfor %}<|im_end|>\n"
@@ -106,7 +106,7 @@ def _less_log() -> Iterator[None]:
 def _counts(records: EncodedRecords, number: int, max_length: int) -> str:
     length, num_targets = records.lengths[number], records.num_targets[number]
     more = "" if records.is_whole[number] else "at least "
-    text = f"{more}{length:,} tokens, {num_targets:,} of them trained on"
+    text = f"{more}{counted(int(length), 'token')}, {num_targets:,} of them trained on"
     if length > max_length:
         text += f"; longer than max_length={max_length}, and cut here"
     return text + ("" if num_targets else "; such a sample is dropped")
@@ -116,9 +116,10 @@ def _totals(records: EncodedRecords, max_length: int) -> str:
     num_long = int((records.lengths > max_length).sum())
     num_targets, num_bad = int(records.num_targets.sum()), int(records.is_bad.sum())
     return (
-        f"{len(records.lengths):,} records: {len(records.tokens):,} tokens, "
-        f"{num_targets:,} of them trained on; {num_long:,} records are longer than "
-        f"max_length={max_length}; {num_bad:,} cannot be used."
+        f"{counted(len(records.lengths), 'record')}: "
+        f"{counted(len(records.tokens), 'token')}, {num_targets:,} of them trained on; "
+        f"longer than max_length={max_length}: {counted(num_long, 'record')}; "
+        f"{num_bad:,} cannot be used."
     )
 
 
@@ -126,16 +127,16 @@ def _print_sample(samples: Samples, tokenizer: Tokenizer, console: Console) -> N
     sample = samples[0]
     ids, is_target = sample.token_ids[:_MAX_TOKENS], sample.is_target[:_MAX_TOKENS]
     if console.color_system is None:
-        text = Text(_printable(mark(list(marked_parts(tokenizer, ids, is_target)))))
+        text = Text(printable(mark(list(marked_parts(tokenizer, ids, is_target)))))
     else:
         text = Text()
         for i, token in enumerate(_token_texts(tokenizer, ids)):
             styles = _TRAINED if is_target[i] else _CONTEXT
-            text.append(_printable(token), styles[i % 2])
+            text.append(printable(token), styles[i % 2])
     consoles.show(console, text, soft_wrap=True)
     if len(sample.token_ids) > _MAX_TOKENS:
         num_more = len(sample.token_ids) - _MAX_TOKENS
-        consoles.show(console, f"... and {num_more:,} more tokens")
+        consoles.show(console, f"... and {counted(num_more, 'more token')}")
 
 
 def _token_texts(
@@ -152,11 +153,6 @@ def _token_texts(
             continue
         start = end
         yield text
-
-
-def _printable(text: str) -> str:
-    """Replaces control characters, which could change the terminal."""
-    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def _stand_in() -> Tokenizer:

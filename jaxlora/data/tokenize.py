@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jaxlora.config import DataConfig, LoraJob
+from jaxlora.counted import counted
 from jaxlora.data.encode_records import encode_records
 from jaxlora.data.notes import log_notes
 from jaxlora.data.order import permutation
@@ -97,8 +98,9 @@ class TokenizedData:
     def summary(self) -> str:
         """Describes the size of the data and the dropped records in one line."""
         line = (
-            f"{self.source}: {len(self.samples)} samples, {self.num_tokens} tokens, "
-            f"{self.num_target_tokens} of them to predict"
+            f"{self.source}: {counted(len(self.samples), 'sample')}, "
+            f"{counted(self.num_tokens, 'token')}, {self.num_target_tokens:,} of them "
+            "to predict"
         )
         longer = f"longer than max_length={self.max_length}"
         for number, what in (

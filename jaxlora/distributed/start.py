@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import jax
 
+from jaxlora.console import complain
 from jaxlora.distributed import processes
 from jaxlora.distributed.environment import Membership
 from jaxlora.distributed.watch import RESUME, Watch
@@ -131,12 +132,10 @@ def _wait_for_coordinator(member: Membership, deadline: float) -> None:
 
 
 def _give_up(member: Membership, seconds: float) -> None:
-    print(
+    complain(
         f"jaxlora: error: process {member.process_id} has waited {seconds:g} s for all "
         f"{member.num_processes} processes to connect to {member.coordinator}. Start "
-        f"each of them, with the ids 0 to {member.num_processes - 1}.",
-        file=sys.stderr,
-        flush=True,
+        f"each of them, with the ids 0 to {member.num_processes - 1}."
     )
     # The main thread waits in a call of JAX, where no exception reaches it.
     os._exit(1)

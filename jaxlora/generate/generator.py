@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.peft_import import import_peft
+from jaxlora.counted import counted
 from jaxlora.data.chat import ModelChat
 from jaxlora.data.messages import Message
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
@@ -139,9 +140,9 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, max_positions: int) -> list
         )
     if len(ids) >= max_positions:
         raise ConfigError(
-            f"{shown} has {len(ids)} tokens, and the model has positions for "
-            f"{max_positions} (max_position_embeddings) with the answer. Shorten the "
-            "prompt."
+            f"{shown} has {counted(len(ids), 'token')}, and the model has positions "
+            f"for {max_positions} (max_position_embeddings) with the answer. Shorten "
+            "the prompt."
         )
     return ids
 

@@ -8,6 +8,7 @@ from jaxlora.errors import JaxloraError
 from jaxlora.generate.generator import Generator
 from jaxlora.generate.prompt import Message, Prompt
 from jaxlora.generation_settings import BASE, GenerationSettings
+from jaxlora.printable import KEPT_IN_TEXTS, one_line, printable
 
 _HELP = """\
 /reset           forgets the conversation
@@ -60,7 +61,7 @@ class Chat:
         self._write(f"{_HELP}\n")
         while True:
             try:
-                line = read(f"\n[{self.adapter}] > ").strip()
+                line = read(f"\n[{one_line(self.adapter)}] > ").strip()
             except EOFError:
                 self._write("\n")
                 return
@@ -114,5 +115,5 @@ def read_line(prompt: str) -> str:
 
 
 def _print(text: str) -> None:
-    sys.stdout.write(text)
+    sys.stdout.write(printable(text, keep=KEPT_IN_TEXTS))
     sys.stdout.flush()

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlora.counted import counted
 from jaxlora.errors import ModelError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.config import model_config
@@ -210,8 +211,8 @@ def _check_num_layers(
     if config.num_layers > len(layers):
         raise ModelError(
             f"{folder / 'config.json'} has num_hidden_layers={config.num_layers}, and "
-            f"the weights hold {len(layers)} layers (model.layers.N). Correct it, or "
-            "fetch the missing files."
+            f"the weights hold {counted(len(layers), 'layer')} (model.layers.N). "
+            "Correct it, or fetch the missing files."
         )
 
 

@@ -5,6 +5,7 @@ from typing import Any
 from jaxlora.errors import ConfigError
 from jaxlora.migrate import axolotl_data, common, reasons
 from jaxlora.migrate.migration import Migration
+from jaxlora.migrate.unsupported import describe_quantization
 
 _TOO_LONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
 _KEPT_TOKENS = (
@@ -59,6 +60,8 @@ _REASONS = {
     "unfrozen_parameters": "The weights of the base stay frozen.",
     "sample_packing_sequentially": "Each optimizer step is packed by itself.",
     "batch_size": "It follows from gradient_accumulation_steps.",
+    "gptq": describe_quantization("GPTQ"),
+    "qat": "The base is frozen, so quantization has nothing to train there.",
     "debug": "`jaxlora data show` prints samples.",
 }
 # Settings of training that is not on given answers, or of more than an adapter.

@@ -50,7 +50,7 @@ _REASONS = {
 def take_data(
     migration: Migration, key: str, given: Any, on_all: bool
 ) -> dict[str, Any]:
-    """Converts the first of some data sets into `data`; names the others.
+    """Converts a list of one data set into `data`.
 
     Args:
         migration: The settings; it is told what is left out and to do.
@@ -59,11 +59,10 @@ def take_data(
         on_all: Whether prompts are trained on, too.
 
     Raises:
-        ConfigError: It is not a list of data sets.
+        ConfigError: It is not a list of data sets, or lists several.
     """
-    datasets = sources.list_datasets(given, key)
-    sources.name_others(migration, key, datasets)
-    first, where = datasets[0], f"{key}.0"
+    first = sources.the_only(key, sources.list_datasets(given, key))
+    where = f"{key}.0"
     kind = first.pop("type", None) or "completion"
     split = "test" if key == "test_datasets" else "train"
     data = sources.take_source(migration, where, first, split)

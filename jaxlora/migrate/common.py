@@ -6,6 +6,7 @@ from typing import Any
 from jaxlora.config import LoraJob, check_job_name
 from jaxlora.migrate import reasons
 from jaxlora.migrate.migration import Migration
+from jaxlora.migrate.unsupported import describe_quantization
 
 # Defaults of transformers' TrainingArguments, which differ from ours.
 TRANSFORMERS = {"learning_rate": 5e-5, "lr_schedule": "linear", "epochs": 3.0}
@@ -122,7 +123,16 @@ def set_quantized_base(migration: Migration, bits: Any) -> None:
     if bits in (4, 8):
         migration.run["quantize_base"] = formats[bits]
     else:
-        migration.left_out["quantization_bit"] = "quantize_base has fp8, int8 and nf4."
+        migration.left_out["quantization_bit"] = describe_quantization(f"{bits} bits")
+
+
+def note_quantization_method(migration: Migration, key: str) -> None:
+    """Says what becomes of the method by which the other tool quantized the base."""
+    method = migration.take(key)
+    if method is None:
+        return
+    is_nf4 = str(method).lower() in ("bnb", "bitsandbytes", "nf4")
+    migration.left_out[key] = reasons.NF4 if is_nf4 else describe_quantization(method)
 
 
 def set_start(migration: Migration, folder: Any) -> None:
@@ -146,8 +156,8 @@ def set_held_out_share(migration: Migration, key: str) -> None:
         migration.job["eval_fraction"] = share
     else:
         migration.left_out[key] = (
-            f"{share} records: eval_fraction is a share. Set it to {share} divided by "
-            "the number of records."
+            f"{share}, a number of records: eval_fraction is a share. Set it to "
+            f"{share} divided by the number of records."
         )
 
 
@@ -159,6 +169,7 @@ def take_trainer_rest(migration: Migration, own_reasons: dict[str, str]) -> None
         own_reasons: Why settings of the tool are left out, by their keys.
     """
     given = migration.given
+    _note_epochs_of_evaluation(migration)
     if given.get("max_steps") in (-1, 0):  # The number of epochs decides.
         del given["max_steps"]
     if given.get("max_grad_norm") == 0:
@@ -168,12 +179,30 @@ def take_trainer_rest(migration: Migration, own_reasons: dict[str, str]) -> None
     _check_evaluation(migration)
 
 
+def _note_epochs_of_evaluation(migration: Migration) -> None:
+    """Says how often to evaluate, if the other tool did so by epochs."""
+    for key in ("evals_per_epoch", "eval_strategy", "evaluation_strategy"):
+        value = migration.given.get(key)
+        times = 1 if value == "epoch" else value
+        if isinstance(times, int | float) and times > 0:
+            batch = migration.job.get("batch_size", "batch_size")
+            divisor = batch if times == 1 else f"{batch} x {times}"
+            migration.left_out[key] = (
+                f"{migration.take(key)}: eval_every is a number of optimizer steps. To "
+                "evaluate as often, set it to the number of training records divided "
+                f"by {divisor}."
+            )
+
+
 def _check_evaluation(migration: Migration) -> None:
     """Leaves out settings of the evaluation that have nothing to evaluate."""
     job = migration.job
     if not isinstance(job.get("eval_every", 1), int):
         share = job.pop("eval_every")
-        migration.left_out["eval_steps"] = f"{share}: {reasons.EVERY_EVALUATION}"
+        migration.left_out["eval_steps"] = (
+            f"{share}: {reasons.EVERY_EVALUATION} For a share of the training, "
+            "multiply it by the job's steps, which `jaxlora plan` prints."
+        )
     has_data = bool(job.get("eval_fraction")) or "eval_data" in job
     if job.get("early_stopping") and not job.get("eval_every"):
         del job["early_stopping"]

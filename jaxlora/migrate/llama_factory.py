@@ -21,8 +21,6 @@ _REASONS = {
     "use_unsloth_gc": reasons.MEMORY,
     "disable_gradient_checkpointing": "remat is none by default.",
     "ddp_timeout": reasons.DEVICES,
-    "quantization_method": "nf4 is as bitsandbytes stores it; int8 has one scale per "
-    "output feature.",
     "create_new_adapter": "init_from continues the adapter of the folder.",
     "infer_backend": _NO_INFERENCE,
     "loraplus_lr_embedding": "The embedding stays frozen.",
@@ -59,6 +57,7 @@ def migrate(given: dict[str, Any]) -> Migration:
     migration.run["model"] = migration.take("model_name_or_path")
     common.set_output(migration, "saves/lora")
     common.set_quantized_base(migration, migration.take("quantization_bit"))
+    common.note_quantization_method(migration, "quantization_method")
     job = migration.job
     _set_data(migration, stage)
     _set_adapter(migration)

@@ -22,7 +22,7 @@ _ROLE_OF_TAG = {
 def take_data(
     migration: Migration, key: str, names: Any, folder: str, *, is_text: bool
 ) -> dict[str, Any]:
-    """Converts the first of some data sets into `data`; names the others.
+    """Converts the name of one data set into `data`.
 
     Args:
         migration: The settings; it is told what is left out and to do.
@@ -32,12 +32,12 @@ def take_data(
         is_text: Whether the records are trained on as plain text.
 
     Raises:
-        ConfigError: dataset_info.json is damaged, or the records are preferences.
+        ConfigError: There are several data sets, dataset_info.json is damaged, or the
+            records are preferences.
     """
     names = names if isinstance(names, list) else str(names).split(",")
-    first, *others = [str(name).strip() for name in names]
-    for other in others:
-        migration.left_out[f"{key}: {other}"] = reasons.ONE_DATA_SET
+    names = [name for one in names if (name := str(one).strip())]
+    first = sources.the_only(key, names or ["records"])
     entry = {"hf_hub_url": first} if folder == "ONLINE" else _look_up(folder, first)
     if entry is not None:
         where = f"{key}: {first}"

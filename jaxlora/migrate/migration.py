@@ -10,6 +10,7 @@ from jaxlora.config import LoraJob, RunConfig
 from jaxlora.errors import ConfigError
 from jaxlora.migrate.reasons import find_reason
 from jaxlora.other_names import OF_JOB, OF_RUN
+from jaxlora.printable import one_line
 from jaxlora.yaml_file import dump_yaml
 
 # Settings that have the same name and the same meaning in all tools.
@@ -125,7 +126,8 @@ class Migration:
             lines += ["To do:", *(f"- {text}" for text in self.to_do), ""]
         if self.left_out:
             lines += ["Left out:", *(f"- {k}: {v}" for k, v in self.left_out.items())]
-        header = "".join(f"# {line}".rstrip() + "\n" for line in lines)
+        # A line break in a key or a value would end the comment.
+        header = "".join(f"# {one_line(line)}".rstrip() + "\n" for line in lines)
         body = dump_yaml(self.run_file)
         return f"{header.rstrip('# ')}\n{body}"
 

@@ -55,6 +55,10 @@ def migrate(given: dict[str, Any]) -> Migration:
     for key in ("target_modules", "rank_pattern", "alpha_pattern", "exclude_modules"):
         if value := migration.take(key):
             job[key] = sorted(map(str, value)) if isinstance(value, list) else value
+    if "/" not in str(migration.run["model"]):
+        migration.to_do.append(
+            "model: if it was a folder, give its path; adapters may tell only its name."
+        )
     migration.to_do.append("data.path: give the file to train on.")
     migration.to_do.append(
         "init_from: set it to the adapter's folder to train this adapter further, and "

@@ -24,7 +24,6 @@ OWN_TEMPLATE = (
     "The tokenizer's own chat template is used. If the checkpoint has none, put one "
     "into the folder of the model as chat_template.jinja."
 )
-ONE_DATA_SET = "a job has one data set. Join the files, or train a job on each."
 PUSH = "`jaxlora export RUN OUT --push OWNER/NAME` uploads the adapters."
 RESUME = "`jaxlora train --resume` continues a run."
 MEMORY = "Set remat of the run, if memory is short."

@@ -1,10 +1,10 @@
 """Where the records of another tool's data set are."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from jaxlora.errors import ConfigError
-from jaxlora.migrate import reasons
 from jaxlora.migrate.migration import Migration
 
 # Suffixes of files with records, and of those that have to be converted first.
@@ -12,7 +12,7 @@ _FILES = (".jsonl", ".json", ".parquet", ".csv", ".arrow", ".feather")
 _OTHER_FILES = (".txt", ".tsv", ".gz", ".zst", ".zip", ".bz2", ".xz")
 # The names that the package `datasets` gives to its readers of files.
 _READERS = ("json", "csv", "parquet", "arrow", "text")
-_FIRST_RECORDS = re.compile(r"\w*\[:(\d+)\]")
+_FIRST_RECORDS = re.compile(r"\w*\[:([0-9]{1,15})\]")
 
 
 def list_datasets(given: Any, key: str) -> list[dict[str, Any]]:
@@ -32,11 +32,27 @@ def list_datasets(given: Any, key: str) -> list[dict[str, Any]]:
     return [dict(one) for one in given]
 
 
-def name_others(migration: Migration, key: str, datasets: list[dict[str, Any]]) -> None:
-    """Says that the data sets after the first are left out."""
-    for number, other in enumerate(datasets[1:], start=1):
-        name = other.get("path") or other.get("data_files")
-        migration.left_out[f"{key}.{number}"] = f"{name}: {reasons.ONE_DATA_SET}"
+def the_only[T](key: str, given: Sequence[T], what: str = "data sets") -> T:
+    """Returns the one data set, or the one file, that a setting lists.
+
+    Raises:
+        ConfigError: It lists several. Training on the first only would be another
+            training.
+    """
+    if len(given) == 1:
+        return given[0]
+    names = ", ".join(_name(one) for one in given)
+    raise ConfigError(
+        f"{key} lists {len(given)} {what} ({names:.300}), and a job is trained on one. "
+        "Join their records in one file and give its path there; or keep one of them, "
+        "and add a job for each other one to the run file."
+    )
+
+
+def _name(dataset: Any) -> str:
+    if isinstance(dataset, dict):
+        dataset = dataset.get("path") or dataset.get("data_files")
+    return str(dataset)
 
 
 def take_source(
@@ -54,10 +70,10 @@ def take_source(
     Returns:
         path, subset, split, revision and limit of `data`, as far as they are needed.
     """
-    path = _take_path(migration, key, dataset)
     split, name, revision = (
         dataset.pop(setting, None) for setting in ("split", "name", "revision")
     )
+    path = _take_path(migration, key, dataset, str(split or default_split))
     source: dict[str, Any] = {"path": path}
     if not is_on_hub(path):
         for setting, value in (("name", name), ("revision", revision)):
@@ -90,17 +106,22 @@ def is_on_hub(path: str) -> bool:
     )
 
 
-def _take_path(migration: Migration, key: str, dataset: dict[str, Any]) -> str:
+def _take_path(
+    migration: Migration, key: str, dataset: dict[str, Any], split: str
+) -> str:
     path = str(dataset.pop("path", None) or "")
     files = dataset.pop("data_files", None)
     if isinstance(files, dict):  # of a file, or a list of files, by split
-        files = [f for some in files.values() for f in _as_list(some)]
-    for number, file in enumerate(_as_list(files)[1:], start=1):
-        migration.left_out[f"{key}.data_files.{number}"] = (
-            f"{file}: {reasons.ONE_DATA_SET}"
-        )
-    if files:
-        file = str(_as_list(files)[0])
+        others = [name for name in files if name != split]
+        if split in files:
+            for name in others:
+                migration.left_out[f"{key}.data_files.{name}"] = (
+                    f"The split {split} is read."
+                )
+            others = [split]
+        files = [f for name in others for f in _as_list(files[name])]
+    if files := _as_list(files):
+        file = str(the_only(f"{key}.data_files", files, "files"))
         if path and path not in _READERS:
             verb = "download" if is_on_hub(path) else "find"
             migration.to_do.append(

@@ -2,12 +2,14 @@
 
 import os
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
 from jaxlora.errors import ConfigError
 from jaxlora.migrate import axolotl, llama_factory, peft, trl
 from jaxlora.migrate.migration import Migration
+from jaxlora.migrate.unsupported import check_model
 from jaxlora.yaml_file import parse_yaml
 
 _Convert = Callable[[dict[str, Any]], Migration]
@@ -23,6 +25,8 @@ _TOOLS: tuple[tuple[tuple[str, ...], _Convert], ...] = (
 )
 # YAML 1.1, which the other tools read, has more words for true and false than ours.
 _WORDS = {"yes": True, "on": True, "no": False, "off": False}
+_LARGEST = 2**53
+_IMPORT = re.compile(r"^(import \w|from [\w.]+ import )", re.MULTILINE)
 
 
 def migrate_file(path: str | os.PathLike) -> Migration:
@@ -39,13 +43,18 @@ def migrate_file(path: str | os.PathLike) -> Migration:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
+    _check_script(path, text)
     values = parse_yaml(text, str(path))  # JSON is YAML
     if not isinstance(values, dict):
         raise ConfigError(f"{path} is not a mapping of settings.")
     for keys, convert in _TOOLS:
         if any(key in values for key in keys):
-            migration = convert({k: _as_yaml_1_1(v) for k, v in values.items()})
-            migration.drop_invalid()
+            try:
+                migration = convert({k: _as_yaml_1_1(v, k) for k, v in values.items()})
+                check_model(migration)
+                migration.drop_invalid()
+            except ConfigError as error:
+                raise ConfigError(f"{path}: {error}") from error
             return migration
     raise ConfigError(
         f"{path} is not a file that can be converted: it has none of the keys "
@@ -55,10 +64,30 @@ def migrate_file(path: str | os.PathLike) -> Migration:
     )
 
 
-def _as_yaml_1_1(value: Any) -> Any:
-    """Returns a value as YAML 1.1 has it, in which `yes` and `off` are no texts."""
+def _check_script(path: pathlib.Path, text: str) -> None:
+    """Refuses a program, whose settings cannot be read without running it."""
+    if path.suffix in (".py", ".ipynb") or _IMPORT.search(text):
+        raise ConfigError(
+            f"{path} is a Python program, and only files of settings are converted. "
+            "docs/howto/from_peft.md shows how a script with LoraConfig and SFTConfig "
+            "becomes a run file, and docs/howto/from_unsloth.md how a notebook of "
+            "Unsloth does."
+        )
+
+
+def _as_yaml_1_1(value: Any, key: str) -> Any:
+    """Returns a value as YAML 1.1 has it, in which `yes` and `off` are no texts.
+
+    Raises:
+        ConfigError: A number is beyond all settings, and could not be computed with.
+    """
     if isinstance(value, dict):
-        return {key: _as_yaml_1_1(item) for key, item in value.items()}
+        return {name: _as_yaml_1_1(item, key) for name, item in value.items()}
     if isinstance(value, list):
-        return [_as_yaml_1_1(item) for item in value]
+        return [_as_yaml_1_1(item, key) for item in value]
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        raise ConfigError(
+            f"{key!r:.80} has a whole number of {len(str(abs(value)))} digits. The "
+            f"largest that is read is 2^53 = {_LARGEST}. Correct it."
+        )
     return _WORDS.get(value.lower(), value) if isinstance(value, str) else value

@@ -86,8 +86,10 @@ def _set_data(migration: Migration) -> None:
     test = str(migration.take("dataset_test_split", "test"))
     has_test = bool(migration.given.get("eval_strategy"))  # `no` is false in YAML 1.1.
     if datasets := migration.take("datasets"):
-        datasets = sources.list_datasets(datasets, "datasets")
-        sources.name_others(migration, "datasets", datasets)
+        listed = sources.list_datasets(datasets, "datasets")
+        datasets = [sources.the_only("datasets", listed)]
+        if name:
+            migration.left_out["dataset_name"] = f"{name}: datasets replaces it in TRL."
     elif name:
         datasets = [{"path": name, "name": subset, "split": train}]
     share = migration.take("test_split_size")

@@ -32,6 +32,7 @@ import time
 from jaxlora.atomic import make_folder, sync_folder, wrap_os_errors
 from jaxlora.errors import CheckpointError
 from jaxlora.json_file import open_regular_file, read_regular_file
+from jaxlora.printable import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class Owner:
             boot=_boot(),
             pid=os.getpid(),
             user=_user(),
-            command=_printable(shlex.join(sys.orig_argv))[:200],
+            command=one_line(shlex.join(sys.orig_argv))[:200],
             since=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         )
 
@@ -352,11 +353,6 @@ def _touched_at(path: pathlib.Path) -> int:
     """Returns a file's mtime; opening it makes network file systems refresh it."""
     with open_regular_file(path, follow=False) as file:
         return os.fstat(file.fileno()).st_mtime_ns
-
-
-def _printable(text: str) -> str:
-    """Replaces line ends and other control characters by spaces."""
-    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def _boot() -> str:

@@ -4,6 +4,7 @@ import logging
 from typing import Protocol, runtime_checkable
 
 from jaxlora.errors import ConfigError, JaxloraError
+from jaxlora.printable import one_line
 from jaxlora.run.callback import Callback
 from jaxlora.run.events import EvalEvent, Event, StepEvent, WindowEvent
 
@@ -69,7 +70,8 @@ class GuardedTracker(Callback):
             return error
         return ConfigError(
             f"report_to: {self._name} cannot be used ({type(error).__name__}: "
-            f"{error}). Correct its settings, or leave {self._name} out of report_to."
+            f"{one_line(error)}). Correct its settings, or leave {self._name} out of "
+            "report_to."
         )
 
     def _switch_off(self, error: Exception) -> None:
@@ -79,5 +81,5 @@ class GuardedTracker(Callback):
             "values may be missing. The run goes on; metrics.jsonl has all values.",
             self._name,
             type(error).__name__,
-            error,
+            one_line(error),
         )

@@ -9,6 +9,7 @@ import jax
 
 from jaxlora import __version__
 from jaxlora.config import RunConfig
+from jaxlora.counted import counted
 from jaxlora.distributed import processes
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.run.lock import RunLock
@@ -84,7 +85,7 @@ def check_mesh(config: RunConfig) -> None:
         )
     if sizes.num_devices != num_devices:
         raise ConfigError(
-            f"mesh {sizes} has {sizes.num_devices} devices, and the "
+            f"mesh {sizes} has {counted(sizes.num_devices, 'device')}, and the "
             f"{processes.count()} processes have {num_devices}. Give sizes of data and "
             f"fsdp whose product is {num_devices}, or start other processes."
         )

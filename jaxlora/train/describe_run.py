@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxlora.config import RunConfig
+from jaxlora.counted import counted
 from jaxlora.errors import CheckpointError
 from jaxlora.hf.load import BaseModel
 from jaxlora.hf.names import linear_names
@@ -130,10 +131,10 @@ def _check_not_extended(
         done = progress.get(name, JobProgress())
         if done.status == "finished" and wanted > done.step:
             raise CheckpointError(
-                f"job {name!r} has finished its {done.step} steps, and {wanted} are "
-                "wanted now. Its optimizer state was dropped when it finished, so it "
-                "cannot go on: set steps back, and add another job with init_from on "
-                "its adapter."
+                f"job {name!r} has finished its {counted(done.step, 'step')}, and "
+                f"{wanted} are wanted now. Its optimizer state was dropped when it "
+                "finished, so it cannot go on: set steps back, and add another job "
+                "with init_from on its adapter."
             )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.base_name import run_base
 from jaxlora.adapters.export_record import (
     CONFIG_FILE,
     Export,
@@ -203,12 +204,13 @@ def _write(
     elif isinstance(source, Adapter):
         assert run.checkpoint is not None
         saved: SavedRun = run.checkpoint.run
+        base = run_base(saved.base_model, saved.base_revision)
         step = saved.progress[folder.name].step
         export_peft(
             source,
             folder,
-            base_model=saved.base_model,
-            revision=saved.base_revision,
+            base_model=base.name,
+            revision=base.revision,
             linear_names=saved.linear_names,
             overwrite=overwrite,
             record=ExportRecord(job=folder.name, step=step),
@@ -226,9 +228,10 @@ def _card(run: _Run, source: Export | Adapter | str, name: str) -> str:
     else:
         assert saved is not None
         step = saved.progress[name].step
+        named = run_base(saved.base_model, saved.base_revision)
         base = {
-            "base_model_name_or_path": saved.base_model,
-            "revision": saved.base_revision,
+            "base_model_name_or_path": named.name,
+            "revision": named.revision,
         }
     return job_card(
         name=name,

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 from jax.typing import DTypeLike
@@ -28,14 +28,17 @@ class Choice[Name: str]:
 
     Attributes:
         name: Its name.
-        reason: Why it was chosen, as a clause; empty if it is the first of its table.
+        is_requested: Whether the user named it.
+        passed_over: Why those before it in its table were not chosen, as what follows
+            their names in a sentence.
     """
 
     name: Name
-    reason: str
+    is_requested: bool = False
+    passed_over: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{self.name}, {self.reason}" if self.reason else self.name
+        return f"{self.name}, as requested" if self.is_requested else self.name
 
 
 def choose_kernels(asked: str, spec: DecoderSpec, block_tokens: int) -> Choice[str]:
@@ -99,22 +102,39 @@ def _choose[Name: str](
         why_not: For each name, a function that returns why it is not taken, as what
             follows the name in a sentence; None if it is.
     """
-    reasons = []
+    passed_over: dict[str, str] = {}
     for name, why in why_not.items():
         if asked not in ("auto", name):
             continue
         if (reason := why()) is None:
-            because = f"as {'; '.join(reasons)}" if reasons else ""
-            return Choice(name=name, reason=because if asked == "auto" else _REQUESTED)
+            is_requested = asked != "auto"
+            return Choice(name=name, is_requested=is_requested, passed_over=passed_over)
         if asked == name:
             raise ConfigError(
                 f"{setting}: {asked} {reason}. Use auto, or another {setting}."
             )
-        reasons.append(f"{name} {reason}")
-    raise ConfigError(f"{setting}: auto finds nothing that runs: {'; '.join(reasons)}.")
+        passed_over[name] = reason
+    reasons = "; ".join(group_reasons(passed_over.items()))
+    raise ConfigError(f"{setting}: auto finds nothing that runs: {reasons}.")
 
 
-_REQUESTED = "as requested"
+def group_reasons(reasons: Iterable[tuple[str, str]]) -> list[str]:
+    """Returns sentences without a full stop, one for each reason.
+
+    Args:
+        reasons: Names, and what follows them in a sentence.
+    """
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons:
+        found = names.setdefault(reason, [])
+        if name not in found:
+            found.append(name)
+    return [f"{_and(found)} {reason}" for reason, found in names.items()]
+
+
+def _and(names: Sequence[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def kernels_unsupported(
@@ -142,13 +162,17 @@ def kernels_unsupported(
 def log_choices(
     kernels: Choice[str], attention: Choice[AttentionImplementation]
 ) -> None:
-    """Logs, in one line, on which device a run is, what runs there, and why."""
-    logger.info(
-        "device: %s; LoRA kernels: %s; attention: %s",
-        describe_device(),
-        kernels,
-        attention,
-    )
+    """Logs, in one line, on which device a run is, what runs there, and why.
+
+    A reason why something else cannot run there is told once.
+    """
+    parts = [
+        f"device: {describe_device()}",
+        f"LoRA kernels: {kernels}",
+        f"attention: {attention}",
+        *group_reasons((*kernels.passed_over.items(), *attention.passed_over.items())),
+    ]
+    logger.info("%s", "; ".join(parts))
 
 
 def describe_device() -> str:

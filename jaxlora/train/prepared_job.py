@@ -14,6 +14,7 @@ from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.peft_import import import_peft
 from jaxlora.adapters.targets import ModuleLora, check_ranks, resolve_targets
 from jaxlora.config import LoraJob, RunConfig
+from jaxlora.counted import counted
 from jaxlora.data.order import JobOrder
 from jaxlora.data.token_cache import user_token_cache
 from jaxlora.data.tokenize import DataReader, TokenizedData
@@ -103,10 +104,10 @@ def prepare_job(job: LoraJob, model: ModelConfig, reader: DataReader) -> Prepare
     train, held_out = _read_data(job, reader)
     _warn_about_positions(job.name, train, held_out, model.max_positions)
     logger.info(
-        "%s: rank %s on %d modules: %s",
+        "%s: rank %s on %s: %s",
         job.name,
         "/".join(map(str, sorted({module.rank for module in modules.values()}))),
-        len(modules),
+        counted(len(modules), "module"),
         ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in modules)),
     )
     return PreparedJob(

@@ -7,6 +7,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxlora.config import RunConfig
+from jaxlora.counted import counted
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.kept_linears import kept_linears
@@ -123,5 +124,5 @@ def describe_base(spec: DecoderSpec) -> str:
     kept = [path.removeprefix("layers.") for path in base.kept]
     if kept:
         shown = ", ".join(kept[:4]) + (", ..." if len(kept) > 4 else "")
-        text += f"; {len(kept)} linears are kept in {dtype}: {shown}"
+        text += f"; {counted(len(kept), 'linear')} kept in {dtype}: {shown}"
     return f"{base.name}, {text}"

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from jaxlora.atomic import write_text
 from jaxlora.console import literal, show
+from jaxlora.printable import one_line
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.log import METRICS_FILE
 from jaxlora.train.job_run import JobRun
@@ -153,7 +154,8 @@ def print_summary(result: RunResult, console: Console | None = None) -> None:
             show(console, f"PEFT folder: {job.folder}", soft_wrap=True)
     for job in result.jobs:
         if job.progress.status not in ("finished", "running", "waiting"):
-            show(console, f"{job.name}: {job.progress.status}: {job.progress.reason}")
+            why = one_line(f"{job.progress.status}: {job.progress.reason}")
+            show(console, f"{job.name}: {why}")
     if result.interrupted:
         show(console, "Interrupted; a checkpoint was written. Continue with --resume.")
 

@@ -12,8 +12,9 @@ from jaxlora.errors import CheckpointError
 from jaxlora.hf.load import BaseModel, load_model
 from jaxlora.hf.names import linear_shapes
 from jaxlora.json_file import read_json_file
-from jaxlora.run.folder import read_run_record
+from jaxlora.run.folder import SETTINGS_FILE, read_run_record
 from jaxlora.train.export import export_checkpoint
+from jaxlora.yaml_file import parse_yaml
 
 
 def load_run_adapters(
@@ -52,13 +53,32 @@ def load_run_adapters(
     return loaded, adapters, notes
 
 
+def _base_source(run_dir: pathlib.Path, named: dict[str, Any]) -> str:
+    """Returns the base that an adapter of a run names, or that its run was given.
+
+    The files of an adapter tell only the last part of a folder's path.
+    """
+    settings = run_dir / SETTINGS_FILE
+    if named.get("revision") is None and settings.is_file():
+        try:
+            text = settings.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{settings} cannot be read: {error}. Name the base: --model MODEL."
+            ) from error
+        given = parse_yaml(text, str(settings))
+        if isinstance(given, dict) and isinstance(given.get("model"), str):
+            return given["model"]
+    return named["base_model_name_or_path"]
+
+
 def _load_base(
     run_dir: pathlib.Path, adapter: pathlib.Path, model: str | pathlib.Path | None
 ) -> BaseModel:
     record = read_run_record(run_dir)
     settings: dict[str, Any] = {} if record is None else record.identity.settings
     named: dict[str, Any] = read_json_file(adapter / "adapter_config.json")
-    source = named["base_model_name_or_path"] if model is None else model
+    source = _base_source(run_dir, named) if model is None else model
     loaded = load_model(
         source,
         revision=named.get("revision") if model is None else None,

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from jaxlora.config import RunConfig
+from jaxlora.counted import counted
 from jaxlora.run.events import (
     EvalEvent,
     Event,
@@ -296,8 +297,11 @@ class Windows:
     ) -> None:
         """Sends the figures of a window."""
         for name, count in self._left_out.items():
-            text = "%s: %d samples of this window did not run, as it had ended"
-            logger.info(text, name, count)
+            logger.info(
+                "%s: %s of this window did not run, as it had ended",
+                name,
+                counted(count, "sample"),
+            )
         placed, schedule = self._placed, planned.schedule
         rows = num_microbatches * self._config.limits.capacity
         event = WindowEvent(

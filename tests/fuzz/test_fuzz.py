@@ -23,12 +23,13 @@ from collections.abc import Iterator
 import pytest
 
 from jaxlora import JaxloraError
-from tests.fuzz import data_kinds, model_kinds, run_kinds
+from jaxlora.printable import has_invisible
+from tests.fuzz import data_kinds, migrate_kinds, model_kinds, run_kinds
 from tests.fuzz.kind import Kind
 
 _SECONDS = 20.0  # limit of one case, which usually takes a few milliseconds
 _MOST_BYTES = 2**30  # limit of the memory that the cases of one kind may add
-_KINDS = data_kinds.KINDS | model_kinds.KINDS | run_kinds.KINDS
+_KINDS = data_kinds.KINDS | migrate_kinds.KINDS | model_kinds.KINDS | run_kinds.KINDS
 _SEED = int(os.environ.get("FUZZ_SEED", "0"))
 _SHOWN = int(os.environ.get("FUZZ_SHOWN", "8"))
 
@@ -128,10 +129,8 @@ def _unclear(text: str, folder: pathlib.Path) -> str | None:
     names = {path.name for path in folder.rglob("*") if path.is_file()}
     if not any(name in text for name in names) and str(folder) not in text:
         return f"names no file: {text:.300}"
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return f"cannot be printed: {error}"
+    if has_invisible(text.replace("\n", "").replace("\t", "")):
+        return f"holds control characters: {text!r:.300}"
     return None
 
 

@@ -1,5 +1,6 @@
 """Texts are printed as they are, on any terminal."""
 
+import ast
 import io
 import logging
 import os
@@ -15,8 +16,10 @@ from rich.table import Table
 
 from jaxlora import console
 from jaxlora.config import DataConfig, LoraJob, RunConfig
-from jaxlora.console import literal, show
+from jaxlora.console import complain, escape_record, literal, say, show
+from jaxlora.errors import DataError
 from jaxlora.inspect import inspect_path
+from jaxlora.printable import has_invisible, one_line, printable
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.train.report import JobResult, RunResult, print_summary
 
@@ -138,3 +141,88 @@ def test_the_command_on_an_ascii_terminal(tmp_path):
         assert ended.returncode == 0, ended.stderr.decode()
         assert b"microbatch_tokens" in ended.stdout
     assert not ended.stderr
+
+
+# A terminal's title, a cleared screen, reversed and hidden text, a lone surrogate.
+HOSTILE = (
+    *("\x1b]0;x\x07", "\x1b[2J", "\x9b2J", "\x7f\b\r", "\0"),
+    *("\u202egnp.", "\u2066", "\u200b", "\u2060", "\ufeff", "\u00ad", "\u061c"),
+    *("\u2028", "\u3164", "\U000e0041", "\ud800"),
+)
+
+
+def log(handler: logging.Handler, *arguments: object) -> None:
+    handler.addFilter(escape_record)
+    logger = logging.Logger("test")
+    logger.addHandler(handler)
+    logger.warning(*arguments)
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_control_characters_are_printed_as_escapes(hostile, capsys):
+    """Whatever prints a text, the terminal gets no character that changes it."""
+    name = f"a{hostile}b"
+    tables, lines, rows = terminal(width=300), io.StringIO(), terminal(width=300)
+    table = Table()
+    table.add_column(literal(name))
+    table.add_row(literal(name))
+    show(tables, table)
+    show(tables, f"{name} is here")
+    inspected = result("out", f"paused: {name}")
+    print_summary(inspected, tables)
+    log(logging.StreamHandler(lines), "%s: %s", name, OSError(name))
+    log(RichHandler(console=rows, show_path=False), "%s", name)
+    say(name)
+    complain(DataError(f"the field {name}"))
+    for text in (
+        printed(tables),
+        lines.getvalue(),
+        printed(rows),
+        *capsys.readouterr(),
+    ):
+        assert one_line(name) in text
+        assert not has_invisible(text.replace("\n", "")), text
+
+
+def test_texts_of_all_scripts_are_printed_as_they_are():
+    for text in ("né", "日本語", "שלום", "مرحبا", "🦙", "a\u0301", "two\nlines\tand"):
+        assert printable(text) == text
+    assert one_line("two\nlines") == r"two\nlines"
+
+
+def test_the_lines_of_a_log_message_cannot_look_like_others():
+    lines = io.StringIO()
+    log(logging.StreamHandler(lines), "refused: %s", "x\n12:00:00 all is well")
+    assert lines.getvalue() == "refused: x\n    12:00:00 all is well\n"
+
+
+def test_tracebacks_in_the_log_are_escaped():
+    lines = io.StringIO()
+    handler = logging.StreamHandler(lines)
+    handler.addFilter(escape_record)
+    logger = logging.Logger("test")
+    logger.addHandler(handler)
+    logger.error("failed", exc_info=ValueError("\x1b[2J"))
+    assert r"ValueError: \x1b[2J" in lines.getvalue()
+
+
+# Modules that print data for programs, or escape it by themselves.
+PRINTING = {"console.py", "cli/status.py", "cli/migrate.py", "cli/generate.py"}
+
+
+def test_nothing_prints_past_the_console():
+    package = pathlib.Path(console.__file__).parent
+    links = {path.name for path in package.iterdir() if path.is_symlink()}
+    found = set()
+    for path in package.rglob("*.py"):
+        place = path.relative_to(package)
+        calls = (
+            node.func
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Call)
+        )
+        if place.parts[0] not in links and any(
+            isinstance(f, ast.Name) and f.id == "print" for f in calls
+        ):
+            found.add(place.as_posix())
+    assert found == PRINTING

@@ -109,6 +109,39 @@ def test_the_command(make_adapter, export, folder, tmp_path, capsys):
     assert "adapter.gguf" in capsys.readouterr().err
 
 
+def of_layers(first: float, second: float):
+    return lambda name: second if "layers.1" in name else first
+
+
+@pytest.mark.parametrize(
+    "lora_alpha",
+    [
+        *(1e-46, 1e-40, 1e-38, 1e39, 1e308, 2e-38),
+        *(of_layers(8.0, 1e-46), of_layers(1e-46, 8.0), of_layers(8.0, 1e39)),
+        *(of_layers(1e-37, 1e30), of_layers(1e30, 1e-37), of_layers(1e-30, 1e30)),
+    ],
+)
+def test_scalings_beyond_float32_are_refused(written, tmp_path, lora_alpha):
+    """And nothing is written."""
+    with pytest.raises(AdapterError, match=r"float32 of GGUF files holds .* in full"):
+        written(lora_alpha=lora_alpha)
+    assert not list(tmp_path.glob("*.gguf"))
+
+
+@pytest.mark.parametrize(
+    "lora_alpha", [1e-35, 1e35, of_layers(1e-12, 1e12), of_layers(1e12, 1e-12)]
+)
+def test_unusual_scalings_within_float32(written, linear_shapes, lora_alpha):
+    peft, file = written(lora_alpha=lora_alpha)
+    adapter, alpha = import_peft(peft, linear_shapes), file.fields["adapter.lora.alpha"]
+    for module, weights in adapter.modules.items():
+        wanted = adapter.scaling(weights) * np.sort(weights.b.T.astype(float), axis=0)
+        _, _, layer, *_, suffix = module.split(".")
+        b = file.array(f"blk.{layer}.{NAMES[suffix]}.weight.lora_b")
+        found = float(alpha) / weights.rank * np.sort(b.astype(float), axis=0)
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
 def test_an_adapter_without_a_base(make_adapter, export, tmp_path):
     peft = export(make_adapter())
     config = json.loads((peft / "adapter_config.json").read_text())

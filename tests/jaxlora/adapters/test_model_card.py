@@ -1,13 +1,18 @@
 """A model card says what the adapter is of, and leads with YAML for the hub."""
 
+import ast
+
 import huggingface_hub
+import markdown_it
 import pytest
 import yaml
 
+from jaxlora.adapters.base_name import base_name, last_part, run_base
 from jaxlora.adapters.export_record import check_replaceable
 from jaxlora.adapters.model_card import is_our_card, model_card, write_card
 from jaxlora.config import LoraJob
 from jaxlora.errors import AdapterError
+from jaxlora.printable import one_line
 
 
 def card(base_model="someone/model", path="someone/records", **figures) -> str:
@@ -44,6 +49,94 @@ def test_a_path_is_not_told(path):
     text = card(base_model="/home/user/base", path=path)
     assert front(text).keys() == {"library_name", "pipeline_tag", "tags"}
     assert "`records.jsonl`" in text and path not in text
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        ("someone/model", ("someone/model", "abc", True)),
+        ("/home/user/base", ("base", None, False)),
+        ("~/models/base/", ("base", None, False)),
+        ("../base", ("base", None, False)),
+        ("C:\\Users\\me\\base", ("base", None, False)),
+        ("/", ("unknown", None, False)),
+        (
+            f"/home/user/.cache/huggingface/hub/models--a--b-c/snapshots/{COMMIT}",
+            ("a/b-c", COMMIT, True),
+        ),
+    ],
+)
+def test_the_name_of_a_base(source, wanted):
+    for found in (base_name(source, "abc"), run_base(source, "abc")):
+        assert (found.name, found.revision, found.is_on_hub) == wanted
+
+
+def test_a_folder_of_the_form_of_a_hub_id(tmp_path, monkeypatch):
+    """It is known by being there, or by its run, which knows commits of the hub."""
+    assert run_base("models/tiny", None).name == "tiny"
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert base_name("models/tiny").name == "tiny"
+
+
+HOSTILE = (
+    'x"); import os; os.system("y") #',
+    "x'); import os #",
+    "x\\",
+    "x\n```\nimport os",
+    "x` ![y](z) ``` <script>",
+    "x|y|z",
+    "a: b\n---\nlicense: mit\n",
+    "*x* [y](z) &amp; https://z.z",
+    "\x1b[2J\u202e\u2028x",
+)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_text_becomes_code_or_markup(text):
+    """Neither in the example nor in the front matter, the tables or the headings."""
+    name = f"/base/{text}"
+    job = {"data": {"path": text}, "target_modules": [text], "lr_schedule": text}
+    written = model_card(
+        name=text,
+        base_model=name,
+        revision=None,
+        job=job,
+        figures={"loss": text, text: 1},
+        version="1",
+    )
+    assert front(written).keys() == {"library_name", "pipeline_tag", "tags"}
+    assert all(line.isprintable() for line in written.splitlines())
+    body = written.split("---\n", 2)[2]
+    tokens = markdown_it.MarkdownIt("commonmark").enable("table").parse(body)
+    [example] = [token.content for token in tokens if token.type == "fence"]
+    *_, base, model = statements = ast.parse(example).body
+    assert len(statements) == 4 and isinstance(model, ast.Assign)
+    assert isinstance(base, ast.Assign) and isinstance(base.value, ast.Call)
+    assert ast.literal_eval(base.value.args[0]) == base_name(name).name
+    inner = [child for token in tokens for child in token.children or ()]
+    assert {token.type for token in inner} <= {"text", "code_inline", "text_special"}
+    assert sum(token.type == "heading_open" for token in tokens) == 5
+    assert sum(token.type == "td_open" for token in tokens) == 2 * (2 + 2)
+    shown = [token.content for token in inner if token.type == "code_inline"]
+    names = {one_line(n) for n in (text, last_part(text), base_name(name).name)}
+    assert shown.count(one_line(text)) >= 4 and set(shown) <= names
+
+
+def test_a_revision_is_a_literal():
+    job = {"data": {"path": "d.jsonl"}}
+    written = model_card(
+        name="a",
+        base_model="someone/model",
+        revision='"); x("',
+        job=job,
+        figures={},
+        version="1",
+    )
+    assert """revision='"); x("')""" in written
 
 
 def test_figures_and_settings():

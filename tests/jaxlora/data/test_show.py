@@ -87,8 +87,8 @@ def test_what_is_cut_and_dropped(show, make_tokenizer):
     assert lines[3] == "zz[[zzzz]]"
     assert lines[5].endswith("and cut here; such a sample is dropped")
     assert lines[-2] == (
-        "3 records: 12 tokens, 4 of them trained on; 2 records are longer than "
-        "max_length=6; 1 cannot be used."
+        "3 records: 12 tokens, 4 of them trained on; longer than "
+        "max_length=6: 2 records; 1 cannot be used."
     )
 
 

@@ -26,14 +26,14 @@ from tests.jaxlora.migrate.texts import AXOLOTL, MODEL
             "is a data set on the hub",
         ),
         (
-            "path: me/d, data_files: [a.jsonl, b.jsonl]",
+            "path: me/d, data_files: a.jsonl",
             {"path": "a.jsonl"},
             "download a.jsonl of me/d",
         ),
         (
-            "path: me/d, data_files: [a.jsonl, b.jsonl]",
+            "path: json, data_files: {train: a.jsonl, test: b.jsonl}",
             {"path": "a.jsonl"},
-            "datasets.0.data_files.1: b.jsonl",
+            "datasets.0.data_files.test: The split train is read",
         ),
         ("path: ./d, data_files: a.csv", {"path": "a.csv"}, "find a.csv of ./d"),
         ("path: 's3://b/a.json'", {"path": "s3://b/a.json"}, "download s3://b/a.json"),

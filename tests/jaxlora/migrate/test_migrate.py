@@ -63,8 +63,6 @@ datasets:
     type: chat_template
     field_messages: dialog
     roles_to_train: [assistant]
-  - path: ./more.jsonl
-    type: completion
 test_datasets:
   - path: ./held_out.jsonl
     type: sharegpt
@@ -96,7 +94,7 @@ finetuning_type: lora
 lora_rank: 8
 lora_target: all
 quantization_bit: 4
-dataset: identity,alpaca_en
+dataset: identity
 template: llama3
 cutoff_len: 2048
 max_samples: 1000
@@ -204,7 +202,7 @@ def test_axolotl_on_chats(migrated):
     assert settings(job, "lr_schedule", "warmup_steps") == ("constant", None)
     left = migration.left_out
     assert {"warmup_steps", "chat_template", "neftune_noise_alpha"} <= left.keys()
-    assert "datasets.1" in left and "datasets.0.roles_to_train" not in left
+    assert "datasets.0.roles_to_train" not in left
     assert left["neftune_noise_alpha"] == "No noise is added to embeddings."
 
 
@@ -218,7 +216,7 @@ def test_llama_factory(migrated):
     assert (job.name, job.data.path) == ("sft", "data/identity.json")
     assert job.data.limit == 1000 and job.target_modules == "all-linear"
     assert any("dataset_info.json" in text for text in migration.to_do)
-    assert {"template", "dataset: alpaca_en", "val_size"} <= migration.left_out.keys()
+    assert {"template", "val_size"} <= migration.left_out.keys()
 
 
 def test_peft(migrated):
@@ -347,7 +345,8 @@ def test_the_command(tmp_path, capsys):
     assert out.read_text() == printed
     ended = capsys.readouterr()
     assert f"next: jaxlora plan {out}" in ended.out
-    assert "left out: evals_per_epoch: eval_every is a number" in ended.err
+    assert "left out: evals_per_epoch: 4: eval_every is a number" in ended.err
+    assert "number of training records divided by 8 x 4." in ended.err
     assert isinstance(load_run(out), RunConfig)
     assert main(["migrate", str(source), "-o", str(out)]) == 1
     assert "File exists" in capsys.readouterr().err

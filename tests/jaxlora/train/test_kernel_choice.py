@@ -53,7 +53,8 @@ def test_auto_takes_the_first_that_can_run(cudnn):
 
 def test_elsewhere_auto_says_why_not(cudnn):
     cudnn("it is a toaster")
-    assert ", as cudnn cannot run this: it is a toaster" in choose("auto")
+    chosen = choose_attention("auto", jnp.bfloat16, MODEL)
+    assert chosen.passed_over["cudnn"] == "cannot run this: it is a toaster"
     with pytest.raises(ConfigError, match=r"toaster\. Use auto, or another attention"):
         choose("cudnn")
 
@@ -61,7 +62,8 @@ def test_elsewhere_auto_says_why_not(cudnn):
 def test_where_cudnn_cannot_run_auto_takes_triton(cudnn):
     cudnn("it is a toaster")
     with forced_capability(89, num_sms=142):
-        assert choose("auto") == "triton, as cudnn cannot run this: it is a toaster"
+        chosen = choose_attention("auto", jnp.bfloat16, MODEL)
+        assert (chosen.name, *chosen.passed_over) == ("triton", "cudnn")
         assert choose("triton") == "triton, as requested"
 
 
@@ -81,7 +83,7 @@ def test_auto_passes_over_kernels_that_are_slow_on_the_device(monkeypatch):
     monkeypatch.setitem(BACKENDS, "triton", entry)
     chosen = choose_kernels("auto", spec, 64)
     assert chosen.name == "xla"
-    assert "triton is slow here: it is a kettle" in chosen.reason
+    assert chosen.passed_over["triton"] == "is slow here: it is a kettle"
     assert str(choose_kernels("triton", spec, 64)) == "triton, as requested"
 
 
@@ -89,7 +91,9 @@ def test_nothing_that_runs_is_an_error(monkeypatch):
     for name, entry in ATTENTIONS.items():
         changed = dataclasses.replace(entry, unsupported=lambda dtype, model: "no")
         monkeypatch.setitem(ATTENTIONS, name, changed)
-    with pytest.raises(ConfigError, match="auto finds nothing that runs: cudnn cannot"):
+    with pytest.raises(
+        ConfigError, match="nothing that runs: cudnn, triton and xla cannot run"
+    ):
         choose("auto")
 
 
@@ -107,17 +111,36 @@ def test_a_soft_cap_reaches_the_reason(monkeypatch):
         choose_attention("cudnn", jnp.bfloat16, capped)
 
 
-def test_one_line_says_what_runs_where(caplog):
+TOASTER = "cannot run this: it is a toaster"
+
+
+@pytest.mark.parametrize(
+    ("kernels", "attention", "said"),
+    [
+        (
+            Choice(name="toy", passed_over={"mosaic": TOASTER}),
+            Choice(name="xla", is_requested=True),
+            f"toy; attention: xla, as requested; mosaic {TOASTER}",
+        ),
+        (
+            Choice(name="xla", passed_over={"mosaic": TOASTER, "triton": TOASTER}),
+            Choice(name="xla", passed_over={"cudnn": TOASTER, "triton": TOASTER}),
+            f"xla; attention: xla; mosaic, triton and cudnn {TOASTER}",
+        ),
+        (
+            Choice(name="xla", passed_over={"mosaic": TOASTER, "triton": "is slow"}),
+            Choice(name="mask", passed_over={"cudnn": TOASTER}),
+            f"xla; attention: mask; mosaic and cudnn {TOASTER}; triton is slow",
+        ),
+        (Choice(name="mosaic"), Choice(name="cudnn"), "mosaic; attention: cudnn"),
+    ],
+)
+def test_one_line_says_what_runs_where_and_each_reason_once(
+    caplog, kernels, attention, said
+):
     caplog.set_level(logging.INFO)
-    log_choices(
-        Choice(name="toy", reason="as mosaic cannot run this: it is a toaster"),
-        Choice(name="xla", reason="as requested"),
-    )
-    [line] = caplog.messages
-    assert line == (
-        f"device: {describe_device()}; LoRA kernels: toy, as mosaic cannot run this: "
-        "it is a toaster; attention: xla, as requested"
-    )
+    log_choices(kernels, attention)
+    assert caplog.messages == [f"device: {describe_device()}; LoRA kernels: {said}"]
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def test_the_log_says_how_the_base_is_multiplied(config, caplog):
     one = Trainer(config(**settings))
     assert (
         "base: fp8, fp8 products of xla forward and backward, with one copy of the "
-        "weights; 1 linears are kept in float32: 1.mlp.down_proj" in caplog.text
+        "weights; 1 linear kept in float32: 1.mlp.down_proj" in caplog.text
     )
     assert "auto: 1, as xla multiplies with the stored weights" in caplog.text
     two = Trainer(config(fp8_weight_copies=2, **settings))

@@ -1,0 +1,109 @@
+"""Finds base models that a run cannot use, before the run file is written."""
+
+import pathlib
+import re
+from typing import Any
+
+from jaxlora.errors import ConfigError, ModelError
+from jaxlora.migrate.migration import Migration
+
+_FAMILIES = "Llama, SmolLM2, Mistral, Qwen2, Qwen2.5, Qwen3, Gemma 2 and Gemma 3 text"
+_USE_DENSE = (
+    "Use the original model, and quantize_base: nf4, int8 or fp8 for less memory."
+)
+_USE_FAMILY = f"Use a model of a family that is: {_FAMILIES}."
+
+# How the names of models are written whose weights are in a format that is not read.
+_METHODS = {
+    "AWQ": r"awq",
+    "GPTQ": r"gptq",
+    "AQLM": r"aqlm",
+    "HQQ": r"hqq",
+    "EETQ": r"eetq",
+    "EXL2": r"exl[23]",
+    "QuIP#": r"quip|e8p",
+    "MLX": r"mlx",
+    "4-bit or narrower": r"w[1-4]a\d+|int[1-4]|[1-35-7]bit|fp4|(nv|mx)fp4|auto-?round",
+}
+# How the names of models are written whose architecture is not built.
+_ARCHITECTURES = {
+    "Mixtures of experts": r"mixtral|moe|a\d+(\.\d+)?b|llama4|llama-4|gpt-oss|grok"
+    r"|(?<!distill-)deepseek-?(v[2-9]|r1)(?!-distill)|dbrx|arctic|kimi|jamba"
+    r"|maverick|scout|glm-?4\.[5-9]|minimax|ernie-?4\.5|llada",
+    "Models of images, speech or video": r"vl|vision|llava|pixtral|internvl|omni"
+    r"|audio|minicpm-?[vo]|paligemma|idefics|smolvlm|mllama|gemma-?3n|gemma-?3-(4|12|27)b|voxtral|ocr",
+    "Models of this family": r"phi[-_]?\d?(\.\d)?|falcon|gpt-?2|gpt-?j|gpt-?neox?"
+    r"|opt|bloomz?|mamba|rwkv|mpt|pythia|stablelm|starcoder2?|codegen|cohere"
+    r"|command-?[ra]|olmo-?\d?|granite|chatglm\d?|glm-?\d?|baichuan\d?|internlm\d?"
+    r"|recurrentgemma|t5|bert|nemotron|hunyuan|qwen3-next|qwen3\.5|qwen(?=-\d)|gemma"
+    r"|gemma-?4|lfm2?|ministral-?3|seed-oss|exaone|bitnet",
+}
+# Such names hold a word of the tables, but are of models that are supported.
+_SUPPORTED = re.compile(r"gemma-?[23](?![nb])|qwen-?([23](?!\.5|-next)|2\.5)|distill-")
+
+
+def check_model(migration: Migration) -> None:
+    """Refuses a base model that is here and cannot be used; names one that may be such.
+
+    Raises:
+        ConfigError: The folder of the model holds a family or a quantization that is
+            not supported.
+    """
+    model = migration.run.get("model")
+    if not isinstance(model, str):
+        return
+    if "\0" not in model and (pathlib.Path(model) / "config.json").is_file():
+        _check_folder(pathlib.Path(model))
+    elif doubt := find_doubt(model):
+        migration.to_do.insert(0, f"model: {doubt}")
+
+
+def _check_folder(folder: pathlib.Path) -> None:
+    # Imported late, because most settings name a model that is not here.
+    from jaxlora.hf.config import model_config
+    from jaxlora.hf.files import read_json
+
+    try:
+        model_config(read_json(folder / "config.json"))
+    except ModelError as error:
+        raise ConfigError(f"the model {folder} cannot be used: {error}") from error
+
+
+def find_doubt(model: str) -> str | None:
+    """Returns why a model is probably not supported, by its name; None: nothing known.
+
+    Args:
+        model: Its hub id, such as `mistralai/Mixtral-8x7B-v0.1`.
+    """
+    name = model.rpartition("/")[2].lower()
+    for method, words in _METHODS.items():
+        if _has_word(name, words):
+            return (
+                f"{model} is, by its name, quantized as {method}, which is not "
+                f"supported. {_USE_DENSE}"
+            )
+    if name.endswith(".gguf") or _has_word(name, "gguf"):
+        return (
+            f"{model} is, by its name, a GGUF model. Convert its file: `jaxlora "
+            "convert FILE.gguf FOLDER`, and give the folder."
+        )
+    for what, words in _ARCHITECTURES.items():
+        is_family = what == "Models of this family"
+        if _has_word(name, words) and not (is_family and _SUPPORTED.search(name)):
+            return f"{what} are not supported, and {model} is one by its name. " + (
+                _USE_FAMILY
+            )
+    return None
+
+
+def _has_word(name: str, words: str) -> bool:
+    """Whether a name has one of some words between its separators."""
+    return bool(re.search(rf"(?<![a-z])({words})(?![a-z])", name))
+
+
+def describe_quantization(method: Any) -> str:
+    """Says what to use instead of a quantization method that is not supported."""
+    return (
+        f"{method}: it is not supported. quantize_base has nf4 (as bitsandbytes), int8 "
+        "and fp8, which quantize the original model when it is loaded."
+    )
