@@ -1,14 +1,15 @@
 """The user's settings: a `LoraJob` for each adapter and a `RunConfig` for the run."""
 
+import collections
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
 
 from jaxlora.base_settings import BaseSettings
 from jaxlora.data_config import DataConfig
-from jaxlora.generation_settings import BASE, SamplesConfig
+from jaxlora.generation_settings import BASE, SAMPLES_ON_ONE_DEVICE, SamplesConfig
 from jaxlora.other_names import OF_JOB, OF_RUN
 from jaxlora.scheduler import Limits, PackerName
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
@@ -21,6 +22,7 @@ from jaxlora.strict import (
     Number,
     PositiveFloat,
     PositiveInt,
+    Rule,
     StrictModel,
     Texts,
 )
@@ -45,6 +47,45 @@ def check_job_name(name: str) -> str:
             "Give the job another name."
         )
     return name
+
+
+def _is_evaluated(job: Any) -> bool:
+    return job.eval_data is not None or job.eval_fraction > 0
+
+
+def _held_out_in_one_way(job: Any) -> tuple[str, str] | None:
+    if job.eval_data is not None and job.eval_fraction > 0:
+        return "eval_fraction", "give eval_data or eval_fraction, not both."
+    return None
+
+
+def _seed_holds_records_out(job: Any) -> tuple[str, str] | None:
+    if job.eval_seed and not job.eval_fraction:
+        return "eval_seed", (
+            f"eval_seed={job.eval_seed} chooses what eval_fraction holds out: set "
+            "eval_fraction, or leave eval_seed out."
+        )
+    return None
+
+
+def _needs_held_out(setting: str) -> Rule:
+    def rule(job: Any) -> tuple[str, str] | None:
+        if getattr(job, setting) and not _is_evaluated(job):
+            return setting, (
+                f"{setting} needs held-out records: set eval_data or eval_fraction."
+            )
+        return None
+
+    return rule
+
+
+def _stopping_counts_evaluations(job: Any) -> tuple[str, str] | None:
+    if job.early_stopping and not job.eval_every:
+        return (
+            "early_stopping",
+            "early_stopping counts evaluations: set eval_every.",
+        )
+    return None
 
 
 class LoraJob(StrictModel):
@@ -102,6 +143,14 @@ class LoraJob(StrictModel):
     """
 
     other_names = OF_JOB
+    rules = (
+        _held_out_in_one_way,
+        _seed_holds_records_out,
+        _needs_held_out("eval_every"),
+        _needs_held_out("early_stopping"),
+        _needs_held_out("keep_best"),
+        _stopping_counts_evaluations,
+    )
 
     name: str
     data: DataConfig
@@ -161,26 +210,68 @@ class LoraJob(StrictModel):
             )
         return targets
 
-    @pydantic.model_validator(mode="after")
-    def _evaluation_is_possible(self):
-        if self.eval_data is not None and self.eval_fraction > 0:
-            raise ValueError("give eval_data or eval_fraction, not both.")
-        if self.eval_seed and not self.eval_fraction:
-            raise ValueError(
-                f"eval_seed={self.eval_seed} chooses what eval_fraction holds out: set "
-                "eval_fraction, or leave eval_seed out."
+
+def _there_are_jobs(run: Any) -> tuple[str, str] | None:
+    if not run.jobs:
+        return "jobs", "jobs is empty, so there is nothing to train."
+    return None
+
+
+def _names_differ(run: Any) -> tuple[str, str] | None:
+    names = [job.name for job in run.jobs]
+    seen = collections.Counter(name.lower() for name in names)
+    for name in names:
+        if seen[name.lower()] > 1:
+            return "jobs", (
+                f"two jobs are named {name!r} (letter case does not count: names "
+                "become folders). Rename one."
             )
-        has_eval = self.eval_data is not None or self.eval_fraction > 0
-        wants = [
-            key for key in ("eval_every", "early_stopping") if getattr(self, key)
-        ] + (["keep_best"] if self.keep_best else [])
-        if wants and not has_eval:
-            raise ValueError(
-                f"{wants[0]} needs held-out records: set eval_data or eval_fraction."
-            )
-        if self.early_stopping and not self.eval_every:
-            raise ValueError("early_stopping counts evaluations: set eval_every.")
-        return self
+    return None
+
+
+def _microbatches_hold_whole_blocks(run: Any) -> tuple[str, str] | None:
+    tokens = run.microbatch_tokens
+    if tokens != "auto" and tokens % run.block_tokens:
+        return "microbatch_tokens", (
+            f"microbatch_tokens={tokens} is not a multiple of "
+            f"block_tokens={run.block_tokens}."
+        )
+    return None
+
+
+def _samples_have_evaluations(run: Any) -> tuple[str, str] | None:
+    if run.samples is not None and not any(map(_is_evaluated, run.jobs)):
+        return "samples", (
+            "samples are generated at evaluations, and no job has held-out records: "
+            "set eval_data or eval_fraction, or leave samples out."
+        )
+    return None
+
+
+def _samples_have_one_device(run: Any) -> tuple[str, str] | None:
+    if run.samples is None or run.mesh == "auto" or run.mesh_sizes.num_devices == 1:
+        return None
+    return "samples", SAMPLES_ON_ONE_DEVICE.format(run.mesh_sizes)
+
+
+def _first_stage_can_fill_the_pipeline(run: Any) -> tuple[str, str] | None:
+    in_flight = run.pipeline_microbatches
+    if in_flight is None or run.mesh == "auto":
+        return None
+    sizes = run.mesh_sizes
+    if in_flight >= sizes.stage:
+        return None
+    return "pipeline_microbatches", (
+        f"pipeline_microbatches={in_flight} is less than the {sizes.stage} stages of "
+        f"mesh {sizes}, which could then never all run. Give at least {sizes.stage}, "
+        "or leave it out."
+    )
+
+
+def _mesh_text(mesh: Any) -> Any:
+    if isinstance(mesh, dict):
+        return ",".join(f"{axis}={size}" for axis, size in mesh.items())
+    return mesh
 
 
 class RunConfig(BaseSettings):
@@ -247,6 +338,16 @@ class RunConfig(BaseSettings):
     """
 
     other_names = OF_RUN
+    rules = (
+        *BaseSettings.rules,
+        _there_are_jobs,
+        _names_differ,
+        _microbatches_hold_whole_blocks,
+        _samples_have_evaluations,
+        _samples_have_one_device,
+        _first_stage_can_fill_the_pipeline,
+    )
+    nested = {"jobs": LoraJob, "samples": SamplesConfig}
     belongs = dict.fromkeys(
         [*LoraJob.model_fields, *OF_JOB.same],
         "a job. Put it there, or into defaults for all jobs",
@@ -293,7 +394,7 @@ class RunConfig(BaseSettings):
     def mesh_sizes(self) -> MeshSizes:
         """Sizes of the mesh; `mesh` must not be `auto`."""
         assert self.mesh != "auto", "auto is not settled yet"
-        return MeshSizes.parse(self.mesh)
+        return MeshSizes.parse(_mesh_text(self.mesh))
 
     @property
     def may_gather(self) -> bool:
@@ -303,8 +404,7 @@ class RunConfig(BaseSettings):
     @pydantic.field_validator("mesh", mode="before")
     @classmethod
     def _mesh_is_given_by_words(cls, mesh: object) -> object:
-        if isinstance(mesh, dict):
-            mesh = ",".join(f"{axis}={size}" for axis, size in mesh.items())
+        mesh = _mesh_text(mesh)
         if not isinstance(mesh, str) or mesh == "auto":
             return mesh
         return str(MeshSizes.parse(mesh))
@@ -334,50 +434,6 @@ class RunConfig(BaseSettings):
             if name not in BACKENDS:
                 raise ValueError(f"expected auto or one of {', '.join(BACKENDS)}.")
         return name
-
-    @pydantic.model_validator(mode="after")
-    def _jobs_fit_together(self):
-        if not self.jobs:
-            raise ValueError("jobs is empty, so there is nothing to train.")
-        names = [job.name for job in self.jobs]
-        for name in names:
-            if sum(other.lower() == name.lower() for other in names) > 1:
-                raise ValueError(
-                    f"two jobs are named {name!r} (letter case does not count: names "
-                    "become folders). Rename one."
-                )
-        tokens = self.microbatch_tokens
-        if isinstance(tokens, int) and tokens % self.block_tokens:
-            raise ValueError(
-                f"microbatch_tokens={self.microbatch_tokens} is not a multiple of "
-                f"block_tokens={self.block_tokens}."
-            )
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def _samples_can_be_generated(self):
-        if self.samples is None:
-            return self
-        self.samples.check_evaluated(
-            any(job.eval_data or job.eval_fraction for job in self.jobs)
-        )
-        if self.mesh != "auto":
-            self.samples.check_mesh(self.mesh_sizes)
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def _first_stage_can_fill_the_pipeline(self):
-        in_flight = self.pipeline_microbatches
-        if in_flight is None or self.mesh == "auto":
-            return self
-        if in_flight < self.mesh_sizes.stage:
-            raise ValueError(
-                f"pipeline_microbatches={in_flight} is less than the "
-                f"{self.mesh_sizes.stage} stages of mesh {self.mesh}, which could then "
-                f"never all run. Give at least {self.mesh_sizes.stage}, or leave it "
-                "out."
-            )
-        return self
 
 
 LoraJob.belongs = dict.fromkeys(

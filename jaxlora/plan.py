@@ -4,14 +4,11 @@ This needs the tokenizer and the jobs' data, but no weights and no GPU.
 """
 
 import dataclasses
-import datetime
 import itertools
 import pathlib
 from collections.abc import Iterator, Sequence
 
 from jaxlora.config import RunConfig
-from jaxlora.data.tokenizer import load_tokenizer
-from jaxlora.hf.files import tokenizer_folder
 from jaxlora.memory.footprint import num_bytes
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.spec import DecoderSpec
@@ -35,6 +32,7 @@ from jaxlora.scheduler.plan import evaluate
 from jaxlora.scheduler.replicas import Load
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.trackers.table import check_installed
+from jaxlora.train.check_inputs import check_inputs
 from jaxlora.train.continue_job import check_continues
 from jaxlora.train.describe_run import check_resumes, run_identity
 from jaxlora.train.lanes import run_lanes, window_cost
@@ -44,9 +42,7 @@ from jaxlora.train.next_window import (
     positions_after,
     window_samples,
 )
-from jaxlora.train.planned_model import planned_model
 from jaxlora.train.prepared_job import PreparedJob, data_reader, prepare_jobs
-from jaxlora.train.samples import sample_prompts
 from jaxlora.train.settle_run import (
     first_positions,
     settle_elsewhere,
@@ -127,18 +123,25 @@ def plan_run(
         JaxloraError: The run cannot be trained.
     """
     output_dir = pathlib.Path(config.output_dir)
-    if not other_machine:
-        check_installed(config.report_to)
-    check_writable(output_dir)
-    check_folder(output_dir, resume=read_run_record(output_dir) is not None)
+
+    def check_trackers() -> None:
+        if not other_machine:
+            check_installed(config.report_to)
+
+    def check_output_dir() -> None:
+        check_writable(output_dir)
+        check_folder(output_dir, resume=read_run_record(output_dir) is not None)
+
     config = as_begun(config)
-    folder = tokenizer_folder(config.model, config.revision)
-    model = planned_model(config, folder)
-    now = datetime.datetime.fromisoformat(start_time(output_dir))
-    tokenizer = load_tokenizer(folder, now=now)
-    jobs = prepare_jobs(config.jobs, model.config, data_reader(config, tokenizer))
-    if config.samples is not None:
-        sample_prompts(config.samples, model.config, tokenizer)
+    inputs = check_inputs(
+        config,
+        None,
+        start_time(output_dir),
+        report_to=check_trackers,
+        output_dir=check_output_dir,
+    )
+    model, reader = inputs.model, data_reader(config, inputs.tokenizer)
+    jobs = prepare_jobs(config.jobs, model.config, reader)
     if other_machine:
         config = settle_elsewhere(config, model, jobs)
     else:

@@ -5,7 +5,7 @@ import argparse
 from rich.console import Console
 
 from jaxlora.cli.command import Command
-from jaxlora.cli.options import add_mesh, positive_int
+from jaxlora.cli.options import OPTIONS, add_mesh, positive_int
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,14 +27,16 @@ def _run(arguments: argparse.Namespace) -> None:
     from jaxlora.memory.gpu_share import take_free_gpus
     from jaxlora.plan import plan_run
     from jaxlora.plan_report import draw_plan, print_plan
-    from jaxlora.run_file import load_run
+    from jaxlora.run_file import RunFile
 
     given = {} if arguments.mesh is None else {"mesh": arguments.mesh}
-    config = load_run(arguments.run_file, **given)
+    file = RunFile.read(arguments.run_file, **OPTIONS)
+    config = file.config(given, finds_files=True)
     take_free_gpus(gathers=config.may_gather)  # the memory that training has
-    planned = plan_run(
-        config, steps=arguments.steps, other_machine=arguments.other_machine
-    )
+    with file.rewords(given):
+        planned = plan_run(
+            config, steps=arguments.steps, other_machine=arguments.other_machine
+        )
     print_plan(planned, Console())
     if arguments.picture:
         drawn = draw_plan(planned, arguments.picture)

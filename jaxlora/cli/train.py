@@ -4,7 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from jaxlora.cli.command import Command
-from jaxlora.cli.options import add_mesh, positive_int
+from jaxlora.cli.options import OPTIONS, add_mesh, positive_int
 
 if TYPE_CHECKING:
     from jaxlora.config import RunConfig
@@ -36,22 +36,24 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from jaxlora.distributed.environment import find_membership
     from jaxlora.memory.gpu_share import take_free_gpus
-    from jaxlora.run_file import load_run
+    from jaxlora.run_file import RunFile
 
     member = find_membership(
         arguments.coordinator, arguments.num_processes, arguments.process_id
     )
     options = {"output_dir": arguments.output_dir or None, "mesh": arguments.mesh}
     given = {key: value for key, value in options.items() if value is not None}
-    config = load_run(arguments.run_file, **given)
+    file = RunFile.read(arguments.run_file, **OPTIONS)
+    config = file.config(given, finds_files=True)
     local_ids = None if member is None else member.local_device_ids
     take_free_gpus(local_ids, gathers=config.may_gather)
-    if member is None:
-        return _train_in_process(config, arguments)
-    from jaxlora.distributed.start import joined
+    with file.rewords(given):
+        if member is None:
+            return _train_in_process(config, arguments)
+        from jaxlora.distributed.start import joined
 
-    with joined(member):
-        return _train_in_process(config, arguments)
+        with joined(member):
+            return _train_in_process(config, arguments)
 
 
 def _train_in_process(config: "RunConfig", arguments: argparse.Namespace) -> int:
