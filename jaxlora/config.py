@@ -1,15 +1,15 @@
 """The user's settings: a `LoraJob` for each adapter and a `RunConfig` for the run."""
 
-import collections
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pydantic
 from pydantic import Field
 
 from jaxlora.base_settings import BaseSettings
+from jaxlora.config_rules import OF_A_JOB, OF_A_RUN, mesh_text
 from jaxlora.data_config import DataConfig
-from jaxlora.generation_settings import BASE, SAMPLES_ON_ONE_DEVICE, SamplesConfig
+from jaxlora.generation_settings import BASE, SamplesConfig
 from jaxlora.other_names import OF_JOB, OF_RUN
 from jaxlora.scheduler import Limits, PackerName
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
@@ -22,7 +22,6 @@ from jaxlora.strict import (
     Number,
     PositiveFloat,
     PositiveInt,
-    Rule,
     StrictModel,
     Texts,
 )
@@ -47,45 +46,6 @@ def check_job_name(name: str) -> str:
             "Give the job another name."
         )
     return name
-
-
-def _is_evaluated(job: Any) -> bool:
-    return job.eval_data is not None or job.eval_fraction > 0
-
-
-def _held_out_in_one_way(job: Any) -> tuple[str, str] | None:
-    if job.eval_data is not None and job.eval_fraction > 0:
-        return "eval_fraction", "give eval_data or eval_fraction, not both."
-    return None
-
-
-def _seed_holds_records_out(job: Any) -> tuple[str, str] | None:
-    if job.eval_seed and not job.eval_fraction:
-        return "eval_seed", (
-            f"eval_seed={job.eval_seed} chooses what eval_fraction holds out: set "
-            "eval_fraction, or leave eval_seed out."
-        )
-    return None
-
-
-def _needs_held_out(setting: str) -> Rule:
-    def rule(job: Any) -> tuple[str, str] | None:
-        if getattr(job, setting) and not _is_evaluated(job):
-            return setting, (
-                f"{setting} needs held-out records: set eval_data or eval_fraction."
-            )
-        return None
-
-    return rule
-
-
-def _stopping_counts_evaluations(job: Any) -> tuple[str, str] | None:
-    if job.early_stopping and not job.eval_every:
-        return (
-            "early_stopping",
-            "early_stopping counts evaluations: set eval_every.",
-        )
-    return None
 
 
 class LoraJob(StrictModel):
@@ -143,14 +103,7 @@ class LoraJob(StrictModel):
     """
 
     other_names = OF_JOB
-    rules = (
-        _held_out_in_one_way,
-        _seed_holds_records_out,
-        _needs_held_out("eval_every"),
-        _needs_held_out("early_stopping"),
-        _needs_held_out("keep_best"),
-        _stopping_counts_evaluations,
-    )
+    rules = OF_A_JOB
 
     name: str
     data: DataConfig
@@ -209,69 +162,6 @@ class LoraJob(StrictModel):
                 "such as ['q_proj', 'v_proj'], a regular expression, or 'all-linear'."
             )
         return targets
-
-
-def _there_are_jobs(run: Any) -> tuple[str, str] | None:
-    if not run.jobs:
-        return "jobs", "jobs is empty, so there is nothing to train."
-    return None
-
-
-def _names_differ(run: Any) -> tuple[str, str] | None:
-    names = [job.name for job in run.jobs]
-    seen = collections.Counter(name.lower() for name in names)
-    for name in names:
-        if seen[name.lower()] > 1:
-            return "jobs", (
-                f"two jobs are named {name!r} (letter case does not count: names "
-                "become folders). Rename one."
-            )
-    return None
-
-
-def _microbatches_hold_whole_blocks(run: Any) -> tuple[str, str] | None:
-    tokens = run.microbatch_tokens
-    if tokens != "auto" and tokens % run.block_tokens:
-        return "microbatch_tokens", (
-            f"microbatch_tokens={tokens} is not a multiple of "
-            f"block_tokens={run.block_tokens}."
-        )
-    return None
-
-
-def _samples_have_evaluations(run: Any) -> tuple[str, str] | None:
-    if run.samples is not None and not any(map(_is_evaluated, run.jobs)):
-        return "samples", (
-            "samples are generated at evaluations, and no job has held-out records: "
-            "set eval_data or eval_fraction, or leave samples out."
-        )
-    return None
-
-
-def _samples_have_one_device(run: Any) -> tuple[str, str] | None:
-    if run.samples is None or run.mesh == "auto" or run.mesh_sizes.num_devices == 1:
-        return None
-    return "samples", SAMPLES_ON_ONE_DEVICE.format(run.mesh_sizes)
-
-
-def _first_stage_can_fill_the_pipeline(run: Any) -> tuple[str, str] | None:
-    in_flight = run.pipeline_microbatches
-    if in_flight is None or run.mesh == "auto":
-        return None
-    sizes = run.mesh_sizes
-    if in_flight >= sizes.stage:
-        return None
-    return "pipeline_microbatches", (
-        f"pipeline_microbatches={in_flight} is less than the {sizes.stage} stages of "
-        f"mesh {sizes}, which could then never all run. Give at least {sizes.stage}, "
-        "or leave it out."
-    )
-
-
-def _mesh_text(mesh: Any) -> Any:
-    if isinstance(mesh, dict):
-        return ",".join(f"{axis}={size}" for axis, size in mesh.items())
-    return mesh
 
 
 class RunConfig(BaseSettings):
@@ -338,15 +228,7 @@ class RunConfig(BaseSettings):
     """
 
     other_names = OF_RUN
-    rules = (
-        *BaseSettings.rules,
-        _there_are_jobs,
-        _names_differ,
-        _microbatches_hold_whole_blocks,
-        _samples_have_evaluations,
-        _samples_have_one_device,
-        _first_stage_can_fill_the_pipeline,
-    )
+    rules = (*BaseSettings.rules, *OF_A_RUN)
     nested = {"jobs": LoraJob, "samples": SamplesConfig}
     belongs = dict.fromkeys(
         [*LoraJob.model_fields, *OF_JOB.same],
@@ -394,7 +276,7 @@ class RunConfig(BaseSettings):
     def mesh_sizes(self) -> MeshSizes:
         """Sizes of the mesh; `mesh` must not be `auto`."""
         assert self.mesh != "auto", "auto is not settled yet"
-        return MeshSizes.parse(_mesh_text(self.mesh))
+        return MeshSizes.parse(mesh_text(self.mesh))
 
     @property
     def may_gather(self) -> bool:
@@ -404,7 +286,7 @@ class RunConfig(BaseSettings):
     @pydantic.field_validator("mesh", mode="before")
     @classmethod
     def _mesh_is_given_by_words(cls, mesh: object) -> object:
-        mesh = _mesh_text(mesh)
+        mesh = mesh_text(mesh)
         if not isinstance(mesh, str) or mesh == "auto":
             return mesh
         return str(MeshSizes.parse(mesh))
