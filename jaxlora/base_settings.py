@@ -1,12 +1,41 @@
 """Settings of how the frozen weights of a run's base model are stored."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import pydantic
 
 from jaxlora.strict import Bool, StrictModel
 
 QuantizedFormat = Literal["fp8", "int8", "nf4"]
+
+
+def _fp8_settings_are_for_fp8(base: Any) -> tuple[str, str] | None:
+    if base.quantize_base in (None, "fp8"):
+        return None
+    for name in base.fp8_settings:
+        return name, (
+            f"{name} has a meaning for fp8 only, and quantize_base is "
+            f"{base.quantize_base}. Leave it out."
+        )
+    return None
+
+
+def _copies_are_used(base: Any) -> tuple[str, str] | None:
+    if base.fp8_weight_copies == 2 and not base.fp8_backward:
+        return "fp8_weight_copies", (
+            "fp8_weight_copies=2 stores a copy for an fp8 product that "
+            "`fp8_backward: false` does not compute. Leave one of them out."
+        )
+    return None
+
+
+def _something_is_kept_from(base: Any) -> tuple[str, str] | None:
+    if base.keep_bf16 and base.quantize_base is None:
+        return "keep_bf16", (
+            "keep_bf16 chooses linears that quantize_base leaves out: set "
+            "quantize_base, or leave keep_bf16 out."
+        )
+    return None
 
 
 class BaseSettings(StrictModel):
@@ -28,6 +57,8 @@ class BaseSettings(StrictModel):
             matches, as in `rank_pattern`, keeps its weights in the run's dtype.
     """
 
+    rules = (_fp8_settings_are_for_fp8, _copies_are_used, _something_is_kept_from)
+
     quantize_base: QuantizedFormat | None = None
     fp8_backward: Bool = True
     fp8_weight_copies: Literal["auto", 1, 2] = "auto"
@@ -37,7 +68,7 @@ class BaseSettings(StrictModel):
     def fp8_settings(self) -> list[str]:
         """Names of the settings for fp8 only that differ from their defaults."""
         # A run that was written with all its settings names the defaults as well.
-        fields = type(self).model_fields
+        fields = BaseSettings.model_fields
         names = ("fp8_backward", "fp8_weight_copies")
         return [n for n in names if getattr(self, n) != fields[n].default]
 
@@ -47,23 +78,3 @@ class BaseSettings(StrictModel):
         if isinstance(copies, bool):
             raise ValueError("expected auto, 1 or 2")
         return copies
-
-    @pydantic.model_validator(mode="after")
-    def _quantization_is_consistent(self):
-        if self.quantize_base not in (None, "fp8"):
-            for name in self.fp8_settings:
-                raise ValueError(
-                    f"{name} has a meaning for fp8 only, and quantize_base is "
-                    f"{self.quantize_base}. Leave it out."
-                )
-        if self.fp8_weight_copies == 2 and not self.fp8_backward:
-            raise ValueError(
-                "fp8_weight_copies=2 stores a copy for an fp8 product that "
-                "fp8_backward=false does not compute. Leave one of them out."
-            )
-        if self.keep_bf16 and self.quantize_base is None:
-            raise ValueError(
-                "keep_bf16 chooses linears that quantize_base leaves out: set "
-                "quantize_base, or leave keep_bf16 out."
-            )
-        return self

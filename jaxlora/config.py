@@ -7,6 +7,7 @@ import pydantic
 from pydantic import Field
 
 from jaxlora.base_settings import BaseSettings
+from jaxlora.config_rules import OF_A_JOB, OF_A_RUN, mesh_text
 from jaxlora.data_config import DataConfig
 from jaxlora.generation_settings import BASE, SamplesConfig
 from jaxlora.other_names import OF_JOB, OF_RUN
@@ -102,6 +103,7 @@ class LoraJob(StrictModel):
     """
 
     other_names = OF_JOB
+    rules = OF_A_JOB
 
     name: str
     data: DataConfig
@@ -160,27 +162,6 @@ class LoraJob(StrictModel):
                 "such as ['q_proj', 'v_proj'], a regular expression, or 'all-linear'."
             )
         return targets
-
-    @pydantic.model_validator(mode="after")
-    def _evaluation_is_possible(self):
-        if self.eval_data is not None and self.eval_fraction > 0:
-            raise ValueError("give eval_data or eval_fraction, not both.")
-        if self.eval_seed and not self.eval_fraction:
-            raise ValueError(
-                f"eval_seed={self.eval_seed} chooses what eval_fraction holds out: set "
-                "eval_fraction, or leave eval_seed out."
-            )
-        has_eval = self.eval_data is not None or self.eval_fraction > 0
-        wants = [
-            key for key in ("eval_every", "early_stopping") if getattr(self, key)
-        ] + (["keep_best"] if self.keep_best else [])
-        if wants and not has_eval:
-            raise ValueError(
-                f"{wants[0]} needs held-out records: set eval_data or eval_fraction."
-            )
-        if self.early_stopping and not self.eval_every:
-            raise ValueError("early_stopping counts evaluations: set eval_every.")
-        return self
 
 
 class RunConfig(BaseSettings):
@@ -250,6 +231,8 @@ class RunConfig(BaseSettings):
     """
 
     other_names = OF_RUN
+    rules = (*BaseSettings.rules, *OF_A_RUN)
+    nested = {"jobs": LoraJob, "samples": SamplesConfig}
     belongs = dict.fromkeys(
         [*LoraJob.model_fields, *OF_JOB.same],
         "a job. Put it there, or into defaults for all jobs",
@@ -297,7 +280,7 @@ class RunConfig(BaseSettings):
     def mesh_sizes(self) -> MeshSizes:
         """Sizes of the mesh; `mesh` must not be `auto`."""
         assert self.mesh != "auto", "auto is not settled yet"
-        return MeshSizes.parse(self.mesh)
+        return MeshSizes.parse(mesh_text(self.mesh))
 
     @property
     def may_gather(self) -> bool:
@@ -307,8 +290,7 @@ class RunConfig(BaseSettings):
     @pydantic.field_validator("mesh", mode="before")
     @classmethod
     def _mesh_is_given_by_words(cls, mesh: object) -> object:
-        if isinstance(mesh, dict):
-            mesh = ",".join(f"{axis}={size}" for axis, size in mesh.items())
+        mesh = mesh_text(mesh)
         if not isinstance(mesh, str) or mesh == "auto":
             return mesh
         return str(MeshSizes.parse(mesh))
@@ -338,50 +320,6 @@ class RunConfig(BaseSettings):
             if name not in BACKENDS:
                 raise ValueError(f"expected auto or one of {', '.join(BACKENDS)}.")
         return name
-
-    @pydantic.model_validator(mode="after")
-    def _jobs_fit_together(self):
-        if not self.jobs:
-            raise ValueError("jobs is empty, so there is nothing to train.")
-        names = [job.name for job in self.jobs]
-        for name in names:
-            if sum(other.lower() == name.lower() for other in names) > 1:
-                raise ValueError(
-                    f"two jobs are named {name!r} (letter case does not count: names "
-                    "become folders). Rename one."
-                )
-        tokens = self.microbatch_tokens
-        if isinstance(tokens, int) and tokens % self.block_tokens:
-            raise ValueError(
-                f"microbatch_tokens={self.microbatch_tokens} is not a multiple of "
-                f"block_tokens={self.block_tokens}."
-            )
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def _samples_can_be_generated(self):
-        if self.samples is None:
-            return self
-        self.samples.check_evaluated(
-            any(job.eval_data or job.eval_fraction for job in self.jobs)
-        )
-        if self.mesh != "auto":
-            self.samples.check_mesh(self.mesh_sizes)
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def _first_stage_can_fill_the_pipeline(self):
-        in_flight = self.pipeline_microbatches
-        if in_flight is None or self.mesh == "auto":
-            return self
-        if in_flight < self.mesh_sizes.stage:
-            raise ValueError(
-                f"pipeline_microbatches={in_flight} is less than the "
-                f"{self.mesh_sizes.stage} stages of mesh {self.mesh}, which could then "
-                f"never all run. Give at least {self.mesh_sizes.stage}, or leave it "
-                "out."
-            )
-        return self
 
 
 LoraJob.belongs = dict.fromkeys(

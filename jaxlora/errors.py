@@ -1,10 +1,19 @@
 """Errors that the user can correct."""
 
+from typing import Any
+
 from jaxlora.printable import printable
 
 
 class JaxloraError(ValueError):
-    """The user's input is invalid; the message says why and how to correct it."""
+    """The user's input is invalid; the message says why and how to correct it.
+
+    Attributes:
+        problems: The settings that are wrong, as `jaxlora.problems.Problem`, if the
+            error is about settings.
+    """
+
+    problems: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
         # A message may quote a file, whose text could change the terminal.

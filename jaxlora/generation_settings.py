@@ -1,6 +1,6 @@
 """Settings of text generation."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import pydantic
 from pydantic import Field
@@ -57,6 +57,24 @@ class GenerationSettings(StrictModel):
         return stop
 
 
+SAMPLES_ON_ONE_DEVICE = (
+    "samples are generated on one device, and mesh is {}. Leave samples out, and run "
+    "`jaxlora generate --run` beside the run."
+)
+
+
+def _there_are_prompts(samples: Any) -> tuple[str, str] | None:
+    if not samples.prompts:
+        return "prompts", "prompts is empty. Give prompts, or leave samples out."
+    return None
+
+
+def _system_is_of_a_chat(samples: Any) -> tuple[str, str] | None:
+    if samples.system is not None and not samples.chat:
+        return "system", "system is a message of a chat: set `chat: true`."
+    return None
+
+
 class SamplesConfig(GenerationSettings):
     """Texts that every job of a run generates at each of its evaluations.
 
@@ -67,33 +85,12 @@ class SamplesConfig(GenerationSettings):
         max_new_tokens: Largest number of tokens to generate.
     """
 
+    rules = (_there_are_prompts, _system_is_of_a_chat)
+
     prompts: tuple[str, ...]
     chat: Bool = False
     system: str | None = None
     max_new_tokens: PositiveInt = 64
-
-    @pydantic.model_validator(mode="after")
-    def _prompts_can_be_asked(self):
-        if not self.prompts:
-            raise ValueError("prompts is empty. Give prompts, or leave samples out.")
-        if self.system is not None and not self.chat:
-            raise ValueError("system is a message of a chat: set chat: true.")
-        return self
-
-    def check_evaluated(self, has_held_out: bool) -> None:
-        """Checks that a run makes evaluations.
-
-        Args:
-            has_held_out: Whether a job of the run has held-out records.
-
-        Raises:
-            ConfigError: No job has.
-        """
-        if not has_held_out:
-            raise ConfigError(
-                "samples are generated at evaluations, and no job has held-out "
-                "records: set eval_data or eval_fraction, or leave samples out."
-            )
 
     def check_mesh(self, sizes: MeshSizes) -> None:
         """Checks that a run has one device.
@@ -102,7 +99,4 @@ class SamplesConfig(GenerationSettings):
             ConfigError: It has several.
         """
         if sizes.num_devices > 1:
-            raise ConfigError(
-                f"samples are generated on one device, and mesh is {sizes}. Leave "
-                "samples out, and run `jaxlora generate --run` beside the run."
-            )
+            raise ConfigError(SAMPLES_ON_ONE_DEVICE.format(sizes))

@@ -21,29 +21,41 @@ class OtherNames:
     same: Mapping[str, str]
     hints: Mapping[str, str]
 
-    def translate(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the values by our names; unknown names stay.
+    def translate(
+        self, values: Mapping[str, Any]
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """Finds which of our settings each key gives; unknown keys stay.
 
-        Raises:
-            ValueError: A setting is given by two names, or has another meaning here.
+        Returns:
+            Our name of each key that can be taken, and for each other key the reason: a
+            setting that is given by two names, or that has another meaning here.
         """
-        out: dict[str, Any] = {}
-        given: dict[str, str] = {}
+        ours: dict[str, str] = {}
+        refused: dict[str, str] = {}
+        first: dict[str, str] = {}
         for key, value in values.items():
             if key in self.hints:
-                hint = self.hints[key]
-                if _is_off(value):
-                    hint = HINTS_IF_OFF.get(key, hint)
-                if value in (None, "", [], {}) and not hint.startswith(_LEAVE_OUT):
-                    hint = f"{_LEAVE_OUT}."
-                raise ValueError(f"{key!r} is not a setting here. {hint}")
-            ours = self.same.get(key, key)
-            if ours in out:
-                raise ValueError(
-                    f"{given[ours]!r} and {key!r} are two names of {ours!r}. Keep one."
+                refused[key] = (
+                    f"{key!r} is not a setting here. {self._hint(key, value)}"
                 )
-            out[ours], given[ours] = value, key
-        return out
+                continue
+            name = self.same.get(key, key)
+            if name in first:
+                refused[key] = (
+                    f"{first[name]!r} and {key!r} are two names of {name!r}. Keep one."
+                )
+                continue
+            ours[key] = name
+            first[name] = key
+        return ours, refused
+
+    def _hint(self, key: str, value: Any) -> str:
+        hint = self.hints[key]
+        if _is_off(value):
+            hint = HINTS_IF_OFF.get(key, hint)
+        if value in (None, "", [], {}) and not hint.startswith(_LEAVE_OUT):
+            hint = f"{_LEAVE_OUT}."
+        return hint
 
 
 def _is_off(value: Any) -> bool:
@@ -62,8 +74,8 @@ _BATCH = (
 _PACKING = "Leave it out: samples are always packed, and each attends to itself only."
 _REMAT = "Set remat of the run: none, elementwise, mlp, layer or auto."
 _DTYPE = "Set dtype of the run: bfloat16, float32 or auto (bfloat16 on a GPU)."
-_FOUR_BITS = "Set quantize_base: nf4 for the run."
-_EIGHT_BITS = "Set quantize_base: int8 (or fp8, on Hopper) for the run."
+_FOUR_BITS = "Set `quantize_base: nf4` for the run."
+_EIGHT_BITS = "Set `quantize_base: int8` (or fp8, on Hopper) for the run."
 _OPTIMIZER = "Leave it out: the optimizer is AdamW with its moments in float32."
 _FROZEN = "Leave it out: the embedding, the head, norms and biases stay frozen."
 _LOSS_ON = (
@@ -72,7 +84,7 @@ _LOSS_ON = (
 _CHECKPOINTS = (
     "Set checkpoint_every of the run, in rounds: one optimizer step of every job."
 )
-_DATASETS = "Give each job its data: {path: file, folder or hub id}."
+_DATASETS = "Give each job its data, with a file, folder or hub id as path."
 _TRACKING = (
     "Set report_to of the run; environment variables of the tracker choose the project."
 )
@@ -80,7 +92,7 @@ _PUSH = "Leave it out: `jaxlora export RUN OUT --push OWNER/NAME` uploads the ad
 _CACHED = "Leave it out: records are tokenized in parallel, and tokens are cached."
 _TEMPLATE = (
     "Leave it out: the tokenizer's own chat template is used. For prompt and "
-    "completion, set chat: true in data."
+    "completion, set `chat: true` in data."
 )
 
 _OF_MODELS = {
@@ -119,10 +131,10 @@ _NOT_QUANTIZED = (
     "Leave it out: without quantize_base, the base keeps the format of its checkpoint."
 )
 _NO_REMAT = "Leave it out: nothing is recomputed unless remat of the run is set."
-_NO_BFLOAT16 = "Leave it out; for float32, set dtype: float32 of the run."
-_NOT_FUSED = "Leave it out, or set attention: xla of the run."
+_NO_BFLOAT16 = "Leave it out; for float32, set `dtype: float32` of the run."
+_NOT_FUSED = "Leave it out, or set `attention: xla` of the run."
 _NO_CHECKPOINTS = (
-    "Set checkpoint_every: null of the run, for a checkpoint at the end only."
+    "Set `checkpoint_every: null` of the run, for a checkpoint at the end only."
 )
 _NOT_HELD_OUT = (
     "Leave it out: no records are held out unless eval_fraction or eval_data is set."
@@ -131,8 +143,10 @@ _ONE_DEVICE = "Leave it out: a run uses one device unless mesh is set."
 _NOT_EVALUATED = (
     "Leave it out: without eval_fraction or eval_data, a job is not evaluated."
 )
-_ON_ANSWERS = "Leave it out: only answers are trained on, unless data has loss_on: all."
-_ON_ALL = "Set loss_on: all in data, to train on every token."
+_ON_ANSWERS = (
+    "Leave it out: only answers are trained on, unless data has `loss_on: all`."
+)
+_ON_ALL = "Set `loss_on: all` in data, to train on every token."
 
 # Hints at what to write instead of a setting that is off: false, null, 0, no or none.
 # The other hints fit settings that are off as well.
@@ -195,7 +209,7 @@ OF_JOB = OtherNames(
         "per_device_eval_batch_size": "Leave it out: evaluation fills microbatches.",
         "eval_batch_size": "Leave it out: evaluation fills microbatches.",
         "sequence_len": "Set max_length. Axolotl drops longer samples: to do the same, "
-        "set too_long: drop as well.",
+        "set `too_long: drop` as well.",
         "cutoff_len": "Set max_length; a longer sample is cut at its end.",
         "val_set_size": "Set eval_fraction, the share of the records that is held out.",
         "test_size": "Set eval_fraction, the share of the records that is held out.",
@@ -203,7 +217,7 @@ OF_JOB = OtherNames(
         "eval_strategy": "Set eval_every, in optimizer steps.",
         "evals_per_epoch": "Set eval_every, in optimizer steps.",
         "lora_target": "Set target_modules: a list of suffixes, or all-linear.",
-        "lora_target_linear": "Set target_modules: all-linear.",
+        "lora_target_linear": "Set `target_modules: all-linear`.",
         "layers_to_transform": "Set target_modules to a regular expression for whole "
         r"names, such as model\.layers\.[0-3]\..*_proj.",
         "modules_to_save": _FROZEN,

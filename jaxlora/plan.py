@@ -7,13 +7,11 @@ import dataclasses
 import datetime
 import itertools
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxlora.config import RunConfig
 from jaxlora.costs.gpus import GpuMachine
-from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.device_check import check_device
-from jaxlora.hf.files import tokenizer_folder
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.gpu_share import GATHERING_SHARE, SHARE
 from jaxlora.memory.need import MemoryNeed
@@ -41,6 +39,7 @@ from jaxlora.scheduler.plan import evaluate
 from jaxlora.scheduler.replicas import Load
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.trackers.table import check_installed
+from jaxlora.train.check_inputs import check_inputs
 from jaxlora.train.continue_job import check_continues
 from jaxlora.train.describe_run import check_resumes, run_identity
 from jaxlora.train.lanes import run_lanes, window_cost
@@ -50,9 +49,8 @@ from jaxlora.train.next_window import (
     positions_after,
     window_samples,
 )
-from jaxlora.train.planned_model import PlannedModel, planned_model
+from jaxlora.train.planned_model import PlannedModel
 from jaxlora.train.prepared_job import PreparedJob, data_reader, prepare_jobs
-from jaxlora.train.samples import sample_prompts
 from jaxlora.train.settle_run import (
     SettledRun,
     first_positions,
@@ -151,7 +149,7 @@ def plan_run(
         config = config.replace(mesh="auto")
     share = GATHERING_SHARE if config.may_gather else SHARE
     with planned_for(machine.planned(share)):
-        opened = _open(config, datetime.datetime.now())
+        opened = _open(config, datetime.datetime.now().isoformat())
         settled = _settle(opened)
         lanes = _lanes(settled.config, opened.jobs)
         check_fits(settled, lanes)
@@ -161,12 +159,17 @@ def plan_run(
 def _plan_here(config: RunConfig, steps: int | None) -> RunPlan:
     check_device()
     output_dir = pathlib.Path(config.output_dir)
-    check_installed(config.report_to)
-    check_writable(output_dir)
-    check_folder(output_dir, resume=read_run_record(output_dir) is not None)
-    config = as_begun(config)
-    started = datetime.datetime.fromisoformat(start_time(output_dir))
-    opened = _open(config, started)
+
+    def check_output_dir() -> None:
+        check_writable(output_dir)
+        check_folder(output_dir, resume=read_run_record(output_dir) is not None)
+
+    opened = _open(
+        as_begun(config),
+        start_time(output_dir),
+        report_to=lambda: check_installed(config.report_to),
+        output_dir=check_output_dir,
+    )
     settled = _settle(opened)
     _check_saved_states(settled.config, settled.spec, opened.jobs)
     return _planned(opened, settled, steps, None)
@@ -181,14 +184,20 @@ class _OpenedRun:
     jobs: Sequence[PreparedJob]
 
 
-def _open(config: RunConfig, started: datetime.datetime) -> _OpenedRun:
-    folder = tokenizer_folder(config.model, config.revision)
-    model = planned_model(config, folder)
-    tokenizer = load_tokenizer(folder, now=started)
-    jobs = prepare_jobs(config.jobs, model.config, data_reader(config, tokenizer))
-    if config.samples is not None:
-        sample_prompts(config.samples, model.config, tokenizer)
-    return _OpenedRun(config=config, model=model, jobs=jobs)
+def _open(
+    config: RunConfig, started: str, **checks: Callable[[], object]
+) -> _OpenedRun:
+    """Checks what a run names, and reads its data.
+
+    Args:
+        config: The run.
+        started: Time at which it began, in ISO format.
+        **checks: Further checks; see `check_inputs`.
+    """
+    inputs = check_inputs(config, None, started, **checks)
+    reader = data_reader(config, inputs.tokenizer)
+    jobs = prepare_jobs(config.jobs, inputs.model.config, reader)
+    return _OpenedRun(config=config, model=inputs.model, jobs=jobs)
 
 
 def _settle(opened: _OpenedRun) -> SettledRun:

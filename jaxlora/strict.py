@@ -1,18 +1,33 @@
 """The base class of configurations, which is frozen and strict about keys and types.
 
-A number cannot be given as true or as "8", and a boolean must be true or false.
+All problems of a configuration, and of those in it, are reported together. A number
+cannot be given as true or as "8", and a boolean must be true or false.
 """
 
 import difflib
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import pydantic
 from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from jaxlora.other_names import OtherNames
+from jaxlora.problems import (
+    MAPPING,
+    RULE,
+    UNKNOWN,
+    Path,
+    Problem,
+    PythonWords,
+    problems_of,
+    settings_error,
+    validation_error,
+)
+
+# Returns the setting that breaks the rule, and the rule with the cure; None if none.
+Rule = Callable[[Any], tuple[str, str] | None]
 
 # Upper bound of all counts, which must not overflow 64-bit integers.
 _LARGEST_INT = 2**53
@@ -20,13 +35,13 @@ _LARGEST_INT = 2**53
 
 def _check_number(value: Any) -> Any:
     if isinstance(value, bool | np.bool_ | str | bytes):
-        raise ValueError("expected a number, without quotes, such as 8 or 2e-4")
+        raise PydanticCustomError("number", "expected a number")
     return value
 
 
 def _check_bool(value: Any) -> Any:
     if not isinstance(value, bool):
-        raise ValueError("expected true or false")
+        raise PydanticCustomError("bool_type", "expected true or false")
     return value
 
 
@@ -34,7 +49,7 @@ def _check_texts(value: Any) -> Any:
     if isinstance(value, str):
         return value
     if not isinstance(value, list | tuple):
-        raise ValueError("expected text, or a list of texts, such as [q_proj, v_proj]")
+        raise PydanticCustomError("texts", "expected text, or a list of texts")
     for item in value:
         if not isinstance(item, str):
             raise ValueError(f"{item!r:.80} in the list is not text: put it in quotes")
@@ -55,19 +70,38 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0), Number]
 
 
 class StrictModel(pydantic.BaseModel):
-    """A frozen configuration. The error for an unknown key suggests the closest key.
+    """A frozen configuration, whose problems are reported together.
 
     Attributes:
         other_names: Names that other tools have for the settings.
         belongs: For settings of other configurations, whose they are and where they go.
+        rules: Rules between several settings.
+        nested: Configurations in the settings that the rules look into.
     """
 
     other_names: ClassVar[OtherNames] = OtherNames(same={}, hints={})
     belongs: ClassVar[Mapping[str, str]] = {}
+    rules: ClassVar[tuple[Rule, ...]] = ()
+    nested: ClassVar[Mapping[str, type["StrictModel"]]] = {}
 
     model_config = pydantic.ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
     )
+
+    def __init__(self, /, **settings: Any):
+        """Checks the settings.
+
+        Raises:
+            ConfigError: Settings break rules; the message lists them all.
+        """
+        try:
+            super().__init__(**settings)
+        except pydantic.ValidationError as found:
+            words = PythonWords(type(self).__name__)
+            raise settings_error(problems_of(found), words) from None
+
+    # Without this mark, pydantic would also call it for configurations in others.
+    __init__.__pydantic_base_init__ = True  # pyrefly: ignore[missing-attribute]
 
     def replace[T: pydantic.BaseModel](self: T, **changes: Any) -> T:
         """Returns a copy with other values, which are checked.
@@ -75,49 +109,151 @@ class StrictModel(pydantic.BaseModel):
         Settings that were left out still count as left out.
 
         Raises:
-            pydantic.ValidationError: A value breaks a rule.
+            ConfigError: Values break rules; the message lists them all.
         """
-        given = {name: getattr(self, name) for name in self.model_fields_set}
         # beartype does not know the type `Self`.
         kind: Any = type(self)
-        return kind(**given | kind.translate(changes))
+        new = {kind.other_names.same.get(key, key) for key in changes}
+        given = {n: getattr(self, n) for n in self.model_fields_set if n not in new}
+        return kind(**given | changes)
 
     @classmethod
-    def translate(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns values by the names of the fields, from names of other tools too.
+    def known(cls, values: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+        """Finds the settings among keys, which may be names of other tools.
 
-        Raises:
-            ValueError: A key is unknown, or a setting is given by two names.
+        Returns:
+            The setting that each known key gives, and for each other key the reason
+            why it cannot be used.
         """
-        values = cls.other_names.translate(values)
-        for key in values:
-            if key not in cls.model_fields:
-                if place := cls.belongs.get(key):
-                    raise ValueError(f"{key!r} is a setting of {place}.")
-                raise ValueError(unknown_key(str(key), list(cls.model_fields)))
-        return values
+        ours, refused = cls.other_names.translate(values)
+        for key in [key for key, name in ours.items() if name not in cls.model_fields]:
+            del ours[key]
+            place = cls.belongs.get(key)
+            refused[key] = (
+                f"{key!r} is a setting of {place}."
+                if place
+                else unknown_key(str(key), list(cls.model_fields))
+            )
+        return ours, refused
 
-    @pydantic.model_validator(mode="before")
+    @pydantic.model_validator(mode="wrap")
     @classmethod
-    def _check_keys(cls, values: Any) -> Any:
+    def _report_together(cls, values: Any, check: Any) -> Any:
         if isinstance(values, cls):
-            return values
+            return check(values)
         if not isinstance(values, dict):
-            fields = cls.model_fields
-            needed = [name for name in fields if fields[name].is_required()]
-            example = [*needed, *fields][0]
-            raise ValueError(f"expected a mapping, such as {{{example}: ...}}")
-        values = cls.translate(values)
-        for key, value in values.items():
-            if isinstance(value, str) and not _is_text(value):
-                raise ValueError(
-                    f"{key} is {value!r:.80}, which holds a NUL or half of a surrogate "
-                    "pair. Remove that character."
-                )
-        return values
+            example = next(name for name in [*_required(cls), *cls.model_fields])
+            raise PydanticCustomError(MAPPING, "{example}", {"example": example})
+        ours, refused = cls.known(values)
+        problems = [_problem(k, UNKNOWN, why, values[k]) for k, why in refused.items()]
+        spoilt = [key for key in ours if not _is_text(values[key])]
+        problems += [_problem(key, RULE, _NO_TEXT, values[key]) for key in spoilt]
+        given = {name: values[k] for k, name in ours.items() if k not in spoilt}
+        # Settings that are given, but with a misspelt key or a text that is none.
+        hidden = {_closest(str(key), cls.model_fields) for key in refused}
+        hidden |= {ours[key] for key in spoilt}
+        made = None
+        try:
+            made = check(given)
+        except pydantic.ValidationError as error:
+            problems += [
+                problem
+                for problem in problems_of(error)
+                if problem.kind != "missing" or problem.path[0] not in hidden
+            ]
+        seen = made
+        if problems:
+            bad: list[Path] = [problem.path for problem in problems]
+            bad += [(name,) for name in hidden if name is not None]
+            seen = _Partial(cls, given, bad)
+        problems += _broken(cls.rules, seen, given)
+        if not problems:
+            return made
+        keys = {name: key for key, name in ours.items()}
+        raise validation_error(
+            cls.__name__, [problem.renamed(keys) for problem in problems]
+        )
 
 
-def _is_text(value: str) -> bool:
+class _UnknownError(Exception):
+    """A rule reads a setting that has no valid value."""
+
+
+class _Partial:
+    """Settings some of which are invalid, and not to be read by rules.
+
+    Valid ones have the values that the user gave.
+    """
+
+    def __init__(
+        self, kind: type[StrictModel], given: Mapping[str, Any], bad: Sequence[Path]
+    ):
+        self._kind, self._given, self._bad = kind, given, bad
+
+    def __getattr__(self, name: str) -> Any:
+        field = self._kind.model_fields.get(name)
+        if field is None:  # a property or a method
+            return getattr(self._kind, name).__get__(self)
+        bad = [path[1:] for path in self._bad if path and path[0] == name]
+        if name not in self._given and not field.is_required() and not bad:
+            return field.default
+        if name not in self._given or () in bad:
+            raise _UnknownError(name)
+        value = self._given[name]
+        if name not in self._kind.nested:
+            if bad:
+                raise _UnknownError(name)
+            return value
+        if not isinstance(value, list | tuple):
+            return self._part(name, value, bad)
+        return [
+            self._part(name, item, [path[1:] for path in bad if path[0] == i])
+            for i, item in enumerate(value)
+        ]
+
+    def _part(self, name: str, value: Any, bad: Sequence[Path]) -> Any:
+        if () in bad:
+            raise _UnknownError(name)
+        if not isinstance(value, dict):
+            return value
+        kind = self._kind.nested[name]
+        ours, _ = kind.known(value)
+        # Paths have the keys that the user gave.
+        paths = [(ours.get(str(path[0]), path[0]), *path[1:]) for path in bad]
+        hidden = [_closest(str(path[0]), kind.model_fields) for path in paths]
+        given = {setting: value[key] for key, setting in ours.items()}
+        return _Partial(kind, given, [*paths, *((name,) for name in hidden if name)])
+
+
+def _broken(
+    rules: Sequence[Rule], settings: Any, given: Mapping[str, Any]
+) -> list[Problem]:
+    problems = []
+    for rule in rules:
+        try:
+            broken = rule(settings)
+        except _UnknownError:
+            continue
+        if broken is not None:
+            setting, text = broken
+            problems.append(_problem(setting, RULE, text, given.get(setting, ())))
+    return problems
+
+
+def _problem(key: str, kind: str, text: str, given: Any) -> Problem:
+    return Problem(path=(key,), kind=kind, text=text, given=given)
+
+
+def _required(kind: type[pydantic.BaseModel]) -> list[str]:
+    return [name for name, field in kind.model_fields.items() if field.is_required()]
+
+
+_NO_TEXT = "holds a NUL or half of a surrogate pair. Remove that character."
+
+
+def _is_text(value: Any) -> bool:
+    if not isinstance(value, str):
+        return True
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -125,65 +261,13 @@ def _is_text(value: str) -> bool:
     return "\0" not in value
 
 
-def unknown_key(key: str, known: list[str]) -> str:
+def unknown_key(key: str, known: Collection[str]) -> str:
     """Returns an error message for an unknown key, which suggests the closest key."""
-    near = difflib.get_close_matches(key, known, n=1)
-    hint = f"Did you mean {near[0]!r}?" if near else f"Known keys: {', '.join(known)}."
+    near = _closest(key, known)
+    hint = f"Did you mean {near!r}?" if near else f"Known keys: {', '.join(known)}."
     return f"unknown key {key!r:.100}. {hint}"
 
 
-def format_errors(error: pydantic.ValidationError, where: str) -> str:
-    """Formats one line per error: the key, the reason, and the given value."""
-    lines = []
-    for item in error.errors(include_url=False):
-        parts = map(str, item["loc"])
-        path = ".".join(part for part in parts if not part.startswith("function-"))
-        given = item["input"]
-        text = _expected(item["type"], given)
-        text = text or _in_our_words(item["msg"])
-        shown = "" if isinstance(given, dict | list) else f" (given: {_shown(given)})"
-        lines.append(f"{where}: {path + ': ' if path else ''}{text}{shown}")
-    return "\n".join(lines)
-
-
-def _expected(error_type: str, given: Any) -> str | None:
-    """Describes what a value of the wrong type should have been.
-
-    Args:
-        error_type: Pydantic's name of the error.
-        given: The value.
-
-    Returns:
-        The description; None for errors that are not about types.
-    """
-    if error_type == "string_type":
-        if isinstance(given, list | tuple):
-            return "expected one text, not a list"
-        return "expected text, in quotes if need be"
-    a_list = "expected a list: in brackets, or with '- ' before each item"
-    return {
-        "missing": "this key is required",
-        "tuple_type": a_list,
-        "list_type": a_list,
-        "model_type": "expected a mapping",
-        "dict_type": "expected a mapping, such as {name: value}",
-        "int_type": "expected a whole number, such as 8",
-        "int_from_float": "expected a whole number, such as 8",
-        "float_type": "expected a number, such as 8 or 2e-4",
-        "bool_type": "expected true or false",
-    }.get(error_type)
-
-
-def _in_our_words(message: str) -> str:
-    """Returns a message of pydantic's as the other errors of this project sound."""
-    message = message.removeprefix("Value error, ")
-    return re.sub("^Input should be", "must be", message)
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "nothing"
-    try:
-        return f"{value!r:.100}"
-    except ValueError:  # an integer with more digits than Python prints
-        return "a number with thousands of digits"
+def _closest(key: str, known: Collection[str]) -> str | None:
+    near = difflib.get_close_matches(key, known, n=1)
+    return near[0] if near else None

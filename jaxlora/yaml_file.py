@@ -7,6 +7,7 @@ In addition to the core schema, `<<` merges mappings, as in YAML 1.1.
 
 import re
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -66,6 +67,47 @@ def parse_yaml(text: str, where: str) -> Any:
         raise ConfigError(
             f"{where}: cannot be read as YAML: lists and mappings are nested too deep."
         ) from None
+
+
+def find_line(text: str, path: Sequence[int | str]) -> int | None:
+    """Returns the line of a value in a document, from 1.
+
+    Args:
+        text: A document that `parse_yaml` reads.
+        path: Keys and list indices that lead to the value. If it does not exist, the
+            line is that of the innermost part of the path that does.
+
+    Returns:
+        The line; None if not even the first key exists.
+    """
+    node = yaml.compose(text, Loader=_Composer)
+    line = None
+    for part in path:
+        child, line_of_child = _child(node, part)
+        if child is None:
+            break
+        node, line = child, line_of_child
+    return line
+
+
+def _child(node: yaml.Node | None, part: int | str) -> tuple[yaml.Node | None, int]:
+    """Returns a part of a list or mapping, and its line."""
+    if isinstance(node, yaml.SequenceNode) and isinstance(part, int):
+        item = node.value[part] if part < len(node.value) else None
+        return item, 0 if item is None else item.start_mark.line + 1
+    if not isinstance(node, yaml.MappingNode):
+        return None, 0
+    for key, value in node.value:
+        if key.tag != _MERGE and key.value == part:
+            return value, key.start_mark.line + 1
+    for key, value in node.value:
+        if key.tag == _MERGE:
+            sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            for source in sources:
+                found, line = _child(source, part)
+                if found is not None:
+                    return found, line
+    return None, 0
 
 
 def dump_yaml(values: Any) -> str:

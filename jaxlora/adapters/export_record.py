@@ -17,7 +17,8 @@ from jaxlora.adapters.model_card import CARD_FILE, is_our_card
 from jaxlora.atomic import check_no_file
 from jaxlora.errors import AdapterError
 from jaxlora.json_file import read_regular_file
-from jaxlora.strict import StrictModel, format_errors
+from jaxlora.problems import format_errors
+from jaxlora.strict import StrictModel
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -2,6 +2,9 @@
 
 import argparse
 
+# Options that replace a setting of the run file, by the setting.
+OPTIONS = {"output_dir": "--output-dir", "mesh": "--mesh"}
+
 
 def add_revision(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from jaxlora.cli.command import Command
-from jaxlora.cli.options import add_device, add_mesh, positive_int, use_device
+from jaxlora.cli.options import OPTIONS, add_device, add_mesh, positive_int, use_device
 from jaxlora.console import say
 from jaxlora.errors import ConfigError
 
@@ -60,7 +60,7 @@ def _run(arguments: argparse.Namespace) -> int | None:
     from jaxlora.device_check import use_cpu
     from jaxlora.outputs import check_output
     from jaxlora.plan_report import draw_plan, picture_kind, print_plan
-    from jaxlora.run_file import load_run
+    from jaxlora.run_file import RunFile
 
     use_device(arguments)
     machine = None
@@ -68,12 +68,14 @@ def _run(arguments: argparse.Namespace) -> int | None:
         machine = parse_machine(arguments.gpu)
         use_cpu()  # the GPU that is here, if there is one, is of no use
     given = {} if arguments.mesh is None else {"mesh": arguments.mesh}
-    config = load_run(arguments.run_file, **given)
+    file = RunFile.read(arguments.run_file, **OPTIONS)
+    config = file.config(given, finds_files=True)
     if arguments.picture:
         picture_kind(arguments.picture)
         data = [job.data.path for job in config.jobs]
         check_output(arguments.picture, [arguments.run_file, config.model, *data])
-    planned = _plan(config, machine, arguments.steps)
+    with file.rewords(given):
+        planned = _plan(config, machine, arguments.steps)
     if planned is None:
         return 1
     if arguments.price_per_hour is not None and planned.time is None:

@@ -5,7 +5,13 @@ import pathlib
 from typing import TYPE_CHECKING
 
 from jaxlora.cli.command import Command
-from jaxlora.cli.options import add_device, add_mesh, positive_int, use_device
+from jaxlora.cli.options import (
+    OPTIONS,
+    add_device,
+    add_mesh,
+    positive_int,
+    use_device,
+)
 
 if TYPE_CHECKING:
     from jaxlora.config import RunConfig
@@ -44,7 +50,7 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from jaxlora.distributed.environment import find_membership
     from jaxlora.memory.gpu_share import take_free_gpus
-    from jaxlora.run_file import load_run
+    from jaxlora.run_file import RunFile
 
     use_device(arguments)
     member = find_membership(
@@ -52,17 +58,19 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     options = {"output_dir": arguments.output_dir or None, "mesh": arguments.mesh}
     given = {key: value for key, value in options.items() if value is not None}
-    config = load_run(arguments.run_file, **given)
+    file = RunFile.read(arguments.run_file, **OPTIONS)
+    config = file.config(given, finds_files=True)
     if not arguments.resume:
         _check_outputs(config, arguments.run_file)
     local_ids = None if member is None else member.local_device_ids
     take_free_gpus(local_ids, gathers=config.may_gather)
-    if member is None:
-        return _train_in_process(config, arguments)
-    from jaxlora.distributed.start import joined
+    with file.rewords(given):
+        if member is None:
+            return _train_in_process(config, arguments)
+        from jaxlora.distributed.start import joined
 
-    with joined(member):
-        return _train_in_process(config, arguments)
+        with joined(member):
+            return _train_in_process(config, arguments)
 
 
 def _check_outputs(config: "RunConfig", run_file: str) -> None:

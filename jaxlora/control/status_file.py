@@ -12,11 +12,11 @@ import pydantic
 from jaxlora.atomic import write_text
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.json_file import read_regular_file
+from jaxlora.problems import format_errors
 from jaxlora.run.callback import Callback
 from jaxlora.run.events import Event, StepEvent
 from jaxlora.run.saved_fields import STRICT, IsoTime
 from jaxlora.run.status import RunStatus, StatusTracker
-from jaxlora.strict import format_errors
 
 STATUS_FILE = "status.json"
 _WRITE_SECONDS = 2.0

@@ -154,6 +154,14 @@ class ModelChat:
                 chats[i] = self._chat(answer)
         return chats
 
+    def check(self) -> None:
+        """Checks that there is a chat template.
+
+        Raises:
+            ModelError: There is none.
+        """
+        self._choose_template("default")
+
     def _chat(self, answer: Answer) -> Chat | DataError:
         if isinstance(answer, Failure):
             error = self._error(answer)

@@ -47,6 +47,22 @@ def is_template(source: str) -> bool:
     return "{{" in source
 
 
+def check_template(source: str) -> None:
+    """Checks that a template over fields parses; names of fields always do.
+
+    Raises:
+        DataError: It does not.
+    """
+    if not is_template(source):
+        return
+    (answer,) = run_task(Task(source), [Payload("names")])
+    if isinstance(answer, Failure):
+        raise DataError(
+            f"the template {source!r} does not parse ({answer.why}). Correct the "
+            "template."
+        )
+
+
 class Field:
     """A field of the records, or a template over their fields."""
 

@@ -83,11 +83,28 @@ def open_records(data: DataConfig) -> Records:
     Raises:
         DataError: The data is missing, damaged or of an unknown form.
     """
+    check_found(data)
     path, mode = _find(data.path)
     if stat.S_ISREG(mode):
-        source = _open_file(path, data)
+        read, feed = _open_file(path)
     elif stat.S_ISDIR(mode):
-        source = _open_saved_dataset(path, data)
+        read, feed = _open_saved_dataset(path, data)
+    else:
+        read, feed = _open_hub(data)
+    return Records(path=data.path, read=read, feed=feed, limit=data.limit)
+
+
+def check_found(data: DataConfig) -> None:
+    """Checks that the records exist, in a form that can be read; reads none.
+
+    Raises:
+        DataError: They do not. Ids on the hub are not looked up.
+    """
+    path, mode = _find(data.path)
+    if stat.S_ISREG(mode):
+        _check_file(path, data)
+    elif stat.S_ISDIR(mode):
+        _check_saved_dataset(path, data)
     elif mode:
         raise DataError(f"{data.path}: is neither a file nor a folder. Name one.")
     elif path.suffix in READERS or _is_no_hub_id(data.path):
@@ -95,10 +112,6 @@ def open_records(data: DataConfig) -> Records:
             f"{data.path}: no such file or folder (looked in {Path.cwd()}). Correct "
             "data.path, or give a dataset id such as 'owner/name'."
         )
-    else:
-        source = _open_hub(data)
-    read, feed = source
-    return Records(path=data.path, read=read, feed=feed, limit=data.limit)
 
 
 @contextlib.contextmanager
@@ -147,7 +160,7 @@ def _refuse(data: DataConfig, keys: tuple[str, ...], rule: str) -> None:
             raise DataError(f"{data.path}: {key}={value!r} {rule}. Remove data.{key}.")
 
 
-def _open_file(path: Path, data: DataConfig) -> _Source:
+def _check_file(path: Path, data: DataConfig) -> None:
     if path.suffix not in READERS:
         raise DataError(
             f"{data.path}: unknown suffix {path.suffix!r}. Convert the file to one of: "
@@ -155,6 +168,9 @@ def _open_file(path: Path, data: DataConfig) -> _Source:
         )
     rule = "is for Hugging Face datasets, and this is one file"
     _refuse(data, ("split", "subset", "revision"), rule)
+
+
+def _open_file(path: Path) -> _Source:
     return lambda: READERS[path.suffix](path), lambda feed: _feed_file(path, feed)
 
 
@@ -175,7 +191,7 @@ def _import_datasets(path: str):
     return datasets
 
 
-def _open_saved_dataset(path: Path, data: DataConfig) -> _Source:
+def _check_saved_dataset(path: Path, data: DataConfig) -> None:
     marks = ("state.json", "dataset_dict.json")
     if not any((path / mark).is_file() for mark in marks):
         raise DataError(
@@ -184,6 +200,9 @@ def _open_saved_dataset(path: Path, data: DataConfig) -> _Source:
         )
     rule = "is for datasets on the hub, and this is a saved folder"
     _refuse(data, ("subset", "revision"), rule)
+
+
+def _open_saved_dataset(path: Path, data: DataConfig) -> _Source:
     datasets = _import_datasets(data.path)
     try:
         loaded = datasets.load_from_disk(str(path))

@@ -12,7 +12,7 @@ from jaxlora.generate.generator import Generator
 from jaxlora.generate.prompt import Generation, Prompts, as_prompts
 from jaxlora.generation_settings import GenerationSettings
 from jaxlora.hf.load import BaseModel
-from jaxlora.strict import format_errors
+from jaxlora.problems import format_errors
 
 
 def generate(
@@ -69,6 +69,6 @@ def generation_settings(values: Mapping[str, Any]) -> GenerationSettings:
         ConfigError: A setting is unknown, or has a wrong value.
     """
     try:
-        return GenerationSettings(**values)
+        return GenerationSettings.model_validate(dict(values))
     except pydantic.ValidationError as error:
         raise ConfigError(format_errors(error, "generate")) from None

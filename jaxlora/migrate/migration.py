@@ -11,6 +11,7 @@ from jaxlora.errors import ConfigError
 from jaxlora.migrate.reasons import find_reason
 from jaxlora.other_names import OF_JOB, OF_RUN
 from jaxlora.printable import one_line
+from jaxlora.problems import RULE, UNKNOWN, Problem, problems_of, without_quotes
 from jaxlora.yaml_file import dump_yaml
 
 # Settings that have the same name and the same meaning in all tools.
@@ -95,15 +96,16 @@ class Migration:
                 RunConfig.model_validate(self.run_file)
                 return
             except pydantic.ValidationError as error:
-                for item in error.errors(include_url=False):
-                    self._drop(item["loc"], item["msg"], item["input"])
+                for problem in problems_of(error):
+                    self._drop(problem)
 
-    def _drop(self, loc: tuple[int | str, ...], reason: str, value: Any) -> None:
-        place, key = self.run, str(loc[0]) if loc else ""
-        if key == "jobs" and len(loc) > 2:
-            place, key = self.job, str(loc[2])
-        reason = reason.removeprefix("Value error, ")
-        if key not in place:
+    def _drop(self, problem: Problem) -> None:
+        path, reason, value = problem.path, problem.text, problem.given
+        place, key = self.run, str(path[0]) if path else ""
+        if key == "jobs" and len(path) > 2:
+            place, key = self.job, str(path[2])
+        # Of settings that contradict each other, none is the one to leave out.
+        if key not in place or problem.kind in (RULE, UNKNOWN):
             raise ConfigError(f"the settings cannot be converted: {reason}")
         del place[key]
         config = LoraJob if place is self.job else RunConfig
@@ -137,7 +139,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _hint(key: str) -> str:
-    hint = OF_JOB.hints.get(key, "").removeprefix("Leave it out: ")
+    hint = without_quotes(OF_JOB.hints.get(key, "")).removeprefix("Leave it out: ")
     return hint[:1].upper() + hint[1:]
 
 

@@ -18,6 +18,7 @@ from jaxlora.hf.names import linear_path
 from jaxlora.json_file import check_regular_file
 from jaxlora.models.layer import Remat
 from jaxlora.modules.trained_tensors import tensor_paths
+from jaxlora.problems import format_errors
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.message import Answer
@@ -29,7 +30,6 @@ from jaxlora.run.saved_fields import (
     OneLine,
     Size,
 )
-from jaxlora.strict import format_errors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,10 +22,10 @@ from jaxlora.control.mailbox import Mailbox
 from jaxlora.control.outbox import Outbox
 from jaxlora.distributed import processes
 from jaxlora.errors import ConfigError, JaxloraError
+from jaxlora.problems import format_errors
 from jaxlora.run.callback import Callback, JobControl
 from jaxlora.run.events import StepEvent
 from jaxlora.run.message import Answer, ControlRequest
-from jaxlora.strict import format_errors
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.joining import Joining
 

@@ -1,13 +1,10 @@
 """Opens a run: its settings, base model and data, before anything is compiled."""
 
 import dataclasses
-import datetime
 import pathlib
 
 from jaxlora.config import RunConfig
-from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.distributed import processes
-from jaxlora.hf.files import tokenizer_folder
 from jaxlora.hf.load import BaseModel, load_model
 from jaxlora.memory.bounds import Bounds
 from jaxlora.run.folder import (
@@ -18,14 +15,15 @@ from jaxlora.run.folder import (
 from jaxlora.run.lock import check_not_in_use
 from jaxlora.trackers.table import check_installed
 from jaxlora.train import agreement
+from jaxlora.train.check_inputs import check_inputs
 from jaxlora.train.describe_run import check_settings_resume
 from jaxlora.train.job_run import JobRun
 from jaxlora.train.mesh_plan import PlacedRun, plan_layout, plan_mesh
-from jaxlora.train.planned_model import PlannedModel, planned_model
+from jaxlora.train.planned_model import PlannedModel
 from jaxlora.train.prepare import start_job
 from jaxlora.train.prepared_job import DataReader, data_reader, prepare_jobs
 from jaxlora.train.quantized_base import log_base, with_copies
-from jaxlora.train.samples import Sampler, sample_prompts
+from jaxlora.train.samples import Sampler
 from jaxlora.train.settle_run import settle_mesh, settle_run
 
 
@@ -67,19 +65,23 @@ def open_run(config: RunConfig, model: BaseModel | None) -> OpenedRun:
         JaxloraError: A setting, the model or a job's data cannot be used.
     """
     given = [job.name for job in config.jobs]
-    config = _begun(config)
-    started = processes.from_first(lambda: start_time(pathlib.Path(config.output_dir)))
+    agreement.check_settings(config)
+    folder = pathlib.Path(config.output_dir)
+    processes.from_first(lambda: check_not_in_use(folder))
+    config = as_begun(config)
+    processes.from_first(lambda: check_settings_resume(config))
+    started = processes.from_first(lambda: start_time(folder))
     # Mistakes in the settings and the data are refused before weights are loaded.
-    if model is None:
-        folder = tokenizer_folder(config.model, config.revision)
-        planned = planned_model(config, folder)
-    else:
-        folder, planned = model.folder, PlannedModel.of(config, model)
-    now = datetime.datetime.fromisoformat(started)
-    reader = data_reader(config, load_tokenizer(folder, now=now))
+    inputs = check_inputs(
+        config,
+        model,
+        started,
+        report_to=lambda: check_installed(config.report_to),
+        output_dir=lambda: processes.from_first(lambda: check_writable(folder)),
+    )
+    planned = inputs.model
+    reader = data_reader(config, inputs.tokenizer)
     jobs = prepare_jobs(config.jobs, planned.config, reader)
-    if config.samples is not None:
-        sample_prompts(config.samples, planned.config, reader.tokenizer)
     chooses_remat = config.remat == "auto"
     config = settle_mesh(config, planned, jobs)
     agreement.check_mesh(config)
@@ -106,22 +108,6 @@ def open_run(config: RunConfig, model: BaseModel | None) -> OpenedRun:
         joined=tuple(job.name for job in config.jobs if job.name not in given),
         sampler=sampler,
     )
-
-
-def _begun(config: RunConfig) -> RunConfig:
-    """Checks the settings, and adds those that the run began with.
-
-    Raises:
-        JaxloraError: A setting or the folder cannot be used.
-    """
-    folder = pathlib.Path(config.output_dir)
-    agreement.check_settings(config)
-    check_installed(config.report_to)
-    processes.from_first(lambda: check_writable(folder))
-    processes.from_first(lambda: check_not_in_use(folder))
-    config = as_begun(config)
-    processes.from_first(lambda: check_settings_resume(config))
-    return config
 
 
 def _load(config: RunConfig) -> BaseModel:

@@ -128,11 +128,18 @@ def prepare_jobs(
         reader: Reads the data with the tokenizer of the base model.
 
     Raises:
-        JaxloraError: A job cannot be used, or the model has no embeddings for some
-            token ids of the tokenizer.
+        JaxloraError: A job cannot be used.
     """
-    reader.tokenizer.check_fits(model.vocab_size)
     return [prepare_job(job, model, reader) for job in jobs]
+
+
+def check_modules(job: LoraJob, model: ModelConfig) -> None:
+    """Checks the targets of a job, or the adapter that it starts from.
+
+    Raises:
+        JaxloraError: They do not fit the model.
+    """
+    _choose_modules(job, model)
 
 
 def _choose_modules(

@@ -32,7 +32,7 @@ from matplotlib.figure import Figure
 
 from jaxlora.bench import weights
 from jaxlora.bench.options import make_parser
-from jaxlora.bench.report import about, markdown, write_csv
+from jaxlora.bench.report import COLOURS, MARKS, about, markdown, write_csv
 from jaxlora.bench.shapes import MODELS, config_json
 from jaxlora.errors import JaxloraError
 from jaxlora.hf.config import model_config
@@ -201,6 +201,10 @@ def table(rows: Rows) -> str:
     return markdown(["job", f"{names[0]}, at the start", *names], lines)
 
 
+# Lines of the formats, which overlap where the formats train alike.
+_LINES = ("-", "--", "-.", ":")
+
+
 def plot(rows: Rows, path: Path) -> None:
     """Draws a panel for each job, with training and held-out losses of each format."""
     jobs = list(dict.fromkeys(row["job"] for row in rows))
@@ -211,13 +215,18 @@ def plot(rows: Rows, path: Path) -> None:
             own = [r for r in rows if (r["format"], r["job"]) == (name, job)]
             losses = np.array([r["loss"] for r in own if r["kind"] == "step"])
             width = min(_SMOOTH, len(losses))
-            mean = np.convolve(losses, np.full(width, 1 / width), "valid")
-            steps = np.arange(width, len(losses) + 1)
-            axes.plot(steps, mean, color=f"C{i}", label=name)
+            style = {"color": COLOURS[i], "linestyle": _LINES[i]}
+            if width:  # the file in docs has no losses of single steps
+                mean = np.convolve(losses, np.full(width, 1 / width), "valid")
+                axes.plot(np.arange(width, len(losses) + 1), mean, **style)
             points = held_out(rows, name, job)
-            axes.plot(list(points), list(points.values()), "o", color=f"C{i}", ms=4)
+            if width:
+                style["linestyle"] = ""
+            marks = {"marker": MARKS[i], "ms": 9 - 2 * i, "mfc": "none", "label": name}
+            axes.plot(list(points), list(points.values()), **style, **marks)
         axes.set_title(job)
-        axes.set_xlabel(f"step (line: training, mean of {_SMOOTH}; points: held out)")
+        line = f"; line: training, mean of {_SMOOTH}" if width else ""
+        axes.set_xlabel(f"step (points: held out{line})")
         axes.set_ylabel("nats per target token")
         axes.legend()
     figure.savefig(path, dpi=110)

@@ -24,7 +24,16 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from jaxlora.bench.options import add_output_dir, add_training_options, make_parser
-from jaxlora.bench.report import Timing, about, markdown, needs_gpu, write_csv
+from jaxlora.bench.report import (
+    COLOURS,
+    MARKS,
+    Timing,
+    about,
+    device_of,
+    markdown,
+    needs_gpu,
+    write_csv,
+)
 from jaxlora.bench.shapes import LARGE, MODELS, config_json
 from jaxlora.bench.tokens import Lengths, job_batch
 from jaxlora.bench.training import Setup, Training, time_steps
@@ -226,18 +235,25 @@ def speedup_table(rows: Sequence[Columns]) -> str:
 def plot(rows: Sequence[Columns], path: Path) -> None:
     """Draws speed by the number of jobs: solid lines together, dashed lines alone."""
     medians = list(dict.fromkeys(row["median_tokens"] for row in rows))
-    figure = Figure(figsize=(5 * len(medians), 4), layout="tight")
+    counts = sorted({row["num_jobs"] for row in rows})
+    figure = Figure(figsize=(5 * len(medians), 4.3), layout="tight")
+    models = dict.fromkeys((row["model"], row["layers"]) for row in rows)
+    named = [f"{m}" if n == "all" else f"{m}, {n} layers" for m, n in models]
+    figure.suptitle(f"{' and '.join(named)} on {device_of(rows)}", fontsize=11)
     all_axes = figure.subplots(ncols=len(medians), sharey=True, squeeze=False)
     for axes, median in zip(all_axes[0], medians, strict=True):
         mine = [row for row in rows if row["median_tokens"] == median]
         for i, tokens in enumerate(dict.fromkeys(r["step_tokens"] for r in mine)):
             line = [row for row in mine if row["step_tokens"] == tokens]
             x = [row["num_jobs"] for row in line]
-            for way, style in (("together", "-o"), ("alone", "--")):
+            for way, style in (("together", f"-{MARKS[i]}"), ("alone", "--")):
                 y = [row[f"{way}_tokens_per_second"] for row in line]
-                label = f"{way}, {tokens} tokens a step"
-                axes.plot(x, y, style, color=f"C{i}", label=label)
+                label = f"{way}, {tokens:,} tokens a step"
+                axes.plot(x, y, style, color=COLOURS[i], label=label)
         axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, map(str, counts))
+        axes.minorticks_off()
+        axes.yaxis.set_major_formatter("{x:,.0f}")
         axes.set_xlabel("jobs")
         axes.set_title(f"median sample of {median} tokens")
     all_axes[0][0].set_ylabel("tokens/s")

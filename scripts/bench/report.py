@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -132,3 +133,15 @@ def dicts_table(
     """
     fields = list(rows[0]) if fields is None else fields
     return markdown(fields, [[row[f] for f in fields] for row in rows])
+
+
+# Colours that people with any colour vision tell apart (Okabe and Ito), and marks and
+# hatches that tell lines and bars apart without colours.
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000")
+MARKS = "osD^vPX"
+HATCHES = ("", "//", "..", "xx", "\\\\", "oo", "++")
+
+
+def device_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the devices of rows, for a title."""
+    return " and ".join(dict.fromkeys(str(row["device"]) for row in rows))

@@ -23,7 +23,7 @@ QUANTIZING = "quantizing and dequantizing"
 ATTENTION = "attention"
 HEAD = "loss head"
 ELEMENTWISE = "element-wise"
-OPTIMISER = "optimizer"
+OPTIMIZER = "optimizer"
 OTHER = "other"
 GAPS = "gaps"
 PARTS = (
@@ -34,7 +34,7 @@ PARTS = (
     ATTENTION,
     HEAD,
     ELEMENTWISE,
-    OPTIMISER,
+    OPTIMIZER,
     OTHER,
 )
 
@@ -61,7 +61,7 @@ _FILES = (
     ("pallas_kernels/quantized/", QUANTIZING),
     ("pallas_kernels/scratch.py", QUANTIZING),
     ("pallas_kernels/", OWN),
-    ("adapters/optimizer.py", OPTIMISER),
+    ("adapters/optimizer.py", OPTIMIZER),
     ("train/step.py", OWN),  # sums of gradients
 )
 _PRODUCT_FILES = ("pallas_kernels/", "modules/multi_lora_linear.py")
@@ -81,20 +81,20 @@ class Attribution:
         """
         self._rank = rank
         self._origins: dict[str, dict[str, Origin]] = {}
-        self._optimisers: set[str] = set()
+        self._optimizers: set[str] = set()
         for role, program in programs.items():
             text = program.as_text()
             assert text is not None
             name = module_name(text)
             self._origins[name] = origins(text)
             if role == "step":
-                self._optimisers.add(name)
+                self._optimizers.add(name)
 
     def part(self, kernel: Kernel) -> str:
         """Returns the part of a kernel, one of `PARTS`."""
         module = kernel.module.split("(")[0]
-        if module in self._optimisers:
-            return OPTIMISER
+        if module in self._optimizers:
+            return OPTIMIZER
         for pattern, part in _NAMES:
             if pattern.search(kernel.name):
                 return part

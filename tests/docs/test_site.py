@@ -1,5 +1,6 @@
 """The documentation site builds without a warning."""
 
+import re
 import warnings
 
 import pytest
@@ -40,3 +41,15 @@ def test_examples_are_on_the_site(site):
     assert {path.name for path in (site / "examples").glob("*.yaml")} == {
         path.name for path in (pages.ROOT / "examples").glob("*.yaml")
     }
+
+
+def test_the_home_page_lists_every_page(site):
+    linked = set(re.findall(r'href="([^"#]+\.html)', _main(site / "index.html")))
+    found = {path.relative_to(site).as_posix() for path in site.rglob("*.html")}
+    assert found - {"404.html", "index.html"} == linked
+
+
+def _main(page):
+    """The text of a page, without the navigation."""
+    text = page.read_text()
+    return text[text.index("<article") : text.index("</article>")]

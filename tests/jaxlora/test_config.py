@@ -146,15 +146,19 @@ def test_a_job_that_is_named_like_the_base_model():
         (
             [job(learning_rat=1)],
             {},
-            r"jobs\.0: unknown key 'learning_rat'\. Did you mean 'learning_rate'\?",
+            r"jobs\.0\.learning_rat: unknown key .*Did you mean 'learning_rate'\?",
         ),
         (
             [job(data={"path": "a", "promt": "x"})],
             {},
-            r"jobs\.0\.data: unknown key 'promt'\. Did you mean 'prompt'\?",
+            r"jobs\.0\.data\.promt: unknown key 'promt'\. Did you mean 'prompt'\?",
         ),
-        ([], {"defaults": {"rnak": 8}}, r"defaults: unknown key 'rnak'\. .*'rank'"),
-        ([], {"defaults": [8]}, r"defaults must be a mapping, got \[8\]"),
+        (
+            [],
+            {"defaults": {"rnak": 8}},
+            r"defaults\.rnak: unknown key 'rnak'\. .*'rank'",
+        ),
+        ([], {"defaults": [8]}, "defaults: expected a mapping, such as"),
         ([job(rank=0)], {}, r"jobs\.0\.rank: .*greater than 0 \(given: 0\)"),
         ([job(rank=1.5)], {}, r"jobs\.0\.rank: .*whole number.* \(given: 1\.5\)"),
         ([job(rank="many")], {}, r"jobs\.0\.rank: .*\(given: 'many'\)"),
@@ -276,7 +280,7 @@ def test_no_jobs(write):
         ("a: 1\n\tb: 2", "cannot be read as YAML"),
         ("x: !!python/object/apply:os.getcwd []", "cannot be read as YAML"),
         (b"\xff\xfe\xfa", "cannot be read as YAML"),
-        (RUN_FILE + "    rnak: 3\n", r"run\.yaml: jobs\.1: unknown key 'rnak'"),
+        (RUN_FILE + "    rnak: 3\n", r"run\.yaml, line 16: jobs\.1\.rnak: unknown key"),
     ],
 )
 def test_run_files_that_are_refused(write, text, match):
@@ -324,7 +328,7 @@ def test_numbers_from_python():
     made = LoraJob(name="a", data=DATA, rank=np.int64(8), learning_rate=1, steps=1e3)
     assert (made.rank, made.learning_rate, made.steps) == (8, 1.0, 1000)
     for value in (True, "8"):
-        with pytest.raises(pydantic.ValidationError, match="expected a number"):
+        with pytest.raises(ConfigError, match="LoraJob: rank: expected a number"):
             LoraJob(name="a", data=DATA, rank=value)
 
 
@@ -345,9 +349,9 @@ def test_numbers_too_large_for_an_array(value):
 
 @pytest.mark.parametrize("text", ["a\0b", "\ud800"])
 def test_texts_that_are_none(text):
-    with pytest.raises(ConfigError, match=r"run: model is .* half of a surrogate pair"):
+    with pytest.raises(ConfigError, match=r"run: model: .* half of a surrogate pair"):
         run_config({"model": text, "jobs": [job()]})
-    with pytest.raises(ConfigError, match=r"jobs\.0\.data: path is "):
+    with pytest.raises(ConfigError, match=r"jobs\.0\.data\.path: holds a NUL"):
         run(job(data={"path": text}))
 
 

@@ -72,6 +72,7 @@ def test_errors_of_types_are_in_words_of_yaml(settings, message):
     ],
 )
 def test_errors_of_lists_are_in_words_of_yaml(settings, message):
+    job = JOB | {"eval_fraction": 0.1}
     with pytest.raises(ConfigError) as caught:
-        run_config({"model": "m", "jobs": [JOB], **settings})
+        run_config({"model": "m", "jobs": [job], **settings})
     assert str(caught.value) == f"run: {message}"

@@ -43,8 +43,11 @@ from jaxlora.bench.kernels.methods import (
 )
 from jaxlora.bench.options import add_output_dir, make_parser
 from jaxlora.bench.report import (
+    COLOURS,
+    HATCHES,
     Timing,
     about,
+    device_of,
     device_times,
     markdown,
     require_gpu,
@@ -57,6 +60,13 @@ Columns = dict[str, Any]
 Timed = tuple[str, str, Timing]  # method, pass, timing
 
 ROUNDS = 3  # each method's calls are spread over the run because clocks drift with heat
+_MOST_SHOWN = 3.0  # ratio at which the picture ends
+_CLIPPED: dict[str, Any] = {
+    "fontsize": 6,
+    "ha": "right",
+    "va": "center",
+    "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.4},
+}
 _AT_ONCE = 20  # calls that are queued before the host waits
 
 
@@ -167,19 +177,36 @@ def plot(rows: list[Columns], path: Path) -> None:
         return
     cases = list(dict.fromkeys(row["case"] for row in both))
     methods = list(dict.fromkeys(row["method"] for row in both))
-    height = 0.8 / len(methods)
-    figure = Figure(figsize=(9, 0.8 * len(cases) + 1.5), layout="tight")
+    ratios = {(row["case"], row["method"]): row["ratio"] for row in both}
+    # One row of the picture for each bar, and one between two cases.
+    bars = [(case, m) for case in cases for m in methods if (case, m) in ratios]
+    place = {bar: i + cases.index(bar[0]) for i, bar in enumerate(bars)}
+    height = 0.13 * (len(bars) + len(cases)) + 1.5
+    figure = Figure(figsize=(9, height), layout="constrained")
     axes = figure.subplots()
     for i, method in enumerate(methods):
-        found = {row["case"]: row["ratio"] for row in both if row["method"] == method}
-        at = [j + i * height for j, case in enumerate(cases) if case in found]
-        axes.barh(at, [found[c] for c in cases if c in found], height, label=method)
-    axes.set_yticks(np.arange(len(cases)) + 0.4, cases)
-    axes.set_xlabel("time / frozen layer, forward + backward")
-    axes.set_xlim(0, 3)
+        mine = {place[bar]: ratios[bar] for bar in bars if bar[1] == method}
+        style = {
+            "color": COLOURS[i % len(COLOURS)],
+            "hatch": HATCHES[i // len(COLOURS)],
+            "edgecolor": "white",
+        }
+        shown = [min(ratio, _MOST_SHOWN) for ratio in mine.values()]
+        axes.barh(list(mine), shown, 1.0, label=method, linewidth=0.3, **style)
+        for y, ratio in mine.items():
+            if ratio > _MOST_SHOWN:
+                axes.text(_MOST_SHOWN - 0.02, y, f"{ratio:.1f} \u2192", **_CLIPPED)
+    middles = [np.mean([y for bar, y in place.items() if bar[0] == c]) for c in cases]
+    axes.set_yticks(middles, cases)
+    axes.set_xlabel(
+        f"time / frozen layer, forward + backward (bars with an arrow go beyond "
+        f"{_MOST_SHOWN:g})"
+    )
+    axes.set_xlim(0, _MOST_SHOWN)
     axes.axvline(1, color="black", linewidth=0.5)
     axes.invert_yaxis()
-    axes.legend(fontsize=7, ncols=3, loc="lower center", bbox_to_anchor=(0.4, 1))
+    axes.set_title(f"LoRA layers on {device_of(both)}", fontsize=10)
+    figure.legend(fontsize=7, ncols=3, loc="outside upper center")
     figure.savefig(path, dpi=150)
 
 

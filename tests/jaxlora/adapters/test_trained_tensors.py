@@ -99,7 +99,7 @@ def stepped(spec, adapter) -> SlotTable:
     return table
 
 
-def test_slots_and_the_optimiser_carry_a_third_tensor(spec, start):
+def test_slots_and_the_optimizer_carry_a_third_tensor(spec, start):
     after = stepped(spec, start).read(1, start)
     for name, weights in after.modules.items():
         for tensor, ratio in ((tensors.LORA_A, 1), (tensors.LORA_B, 2), (MAGNITUDE, 3)):

@@ -68,5 +68,6 @@ def test_a_plot_leaves_out_rows_without_a_ratio(tmp_path):
     benchmark.plot([row("other", "both", None)], tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
     rows = [row("frozen", "both", 1.0), row("other", "both", None)]
+    rows = [each | {"device": "NVIDIA H200"} for each in rows]
     benchmark.plot(rows, tmp_path / "one.png")
     assert (tmp_path / "one.png").exists()

@@ -1,0 +1,193 @@
+"""All problems of a run are reported at once, in the words of YAML or of Python."""
+
+import pathlib
+
+import pytest
+
+from jaxlora import DataConfig, LoraJob, RunConfig, Trainer
+from jaxlora.cli.main import main
+from jaxlora.errors import ConfigError, JaxloraError
+from jaxlora.other_names import HINTS_IF_OFF, OF_DATA, OF_JOB, OF_RUN
+from jaxlora.problems import PythonWords, YamlWords
+from jaxlora.run_file import load_run
+from tests import tiny
+
+RUN_FILE = """\
+base_model: nowhere/at/all
+defaults:
+  rank: 0
+  eval_every: 5
+jobs:
+  - name: a
+    data: {path: gone.jsonl, chatt: true}
+    lora_dropout: 1.5
+  - name: A
+    data:
+      path: gone.parquet
+    keep_best: maybe
+    init_from: no_folder
+packer: fast
+pipeline_microbatches: 1
+mesh: stage=2
+"""
+LINES = [
+    "line 1: base_model: nowhere/at/all: there is no such folder.",
+    "line 3: defaults.rank: must be greater than 0 (given: 0)",
+    "line 4: defaults.eval_every: eval_every needs held-out records",
+    "line 5: jobs: two jobs are named 'a'",
+    "line 7: jobs.0.data.chatt: unknown key 'chatt'. Did you mean 'chat'?",
+    "line 7: jobs.0.data.path: gone.jsonl: no such file",
+    "line 8: jobs.0.lora_dropout: must be less than 1 (given: 1.5)",
+    "line 11: jobs.1.data.path: gone.parquet: no such file",
+    "line 12: jobs.1.keep_best: expected true or false (given: 'maybe')",
+    "line 13: jobs.1.init_from: init_from='no_folder': there is no PEFT folder",
+    "line 14: packer: must be 'joint'",
+    "line 15: pipeline_microbatches: pipeline_microbatches=1 is less than the 2",
+]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> pathlib.Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_a_run_file_with_many_problems(here, capsys, command):
+    (here / "run.yaml").write_text(RUN_FILE)
+    assert main([command, "run.yaml"]) == 1
+    lines = capsys.readouterr().err.removeprefix("jaxlora: error: ").splitlines()
+    assert len(lines) == len(LINES)
+    for line in LINES:
+        assert any(found.startswith(f"run.yaml, {line}") for found in lines), line
+
+
+def test_an_option_is_named_as_such(here, capsys):
+    (here / "run.yaml").write_text(RUN_FILE)
+    assert main(["train", "run.yaml", "--mesh", "tensor=2"]) == 1
+    assert "\n--mesh: " in capsys.readouterr().err
+
+
+def test_valid_settings_and_wrong_inputs(here, capsys):
+    """The model and its tokenizer are here, so targets are checked as well."""
+    model = tiny.write_model(here / "model")
+    data = tiny.write_records(here / "data.jsonl", 6, seed=0)
+    jobs = [
+        {"name": "a", "data": {"path": "gone.jsonl"}, "target_modules": ["query"]},
+        {"name": "b", "data": {"path": str(data), "prompt": "{{ a"}, "rank": 4000},
+    ]
+    run = {"model": str(model), "output_dir": "out", "jobs": jobs}
+    with pytest.raises(JaxloraError) as caught:
+        Trainer(RunConfig(**run))
+    starts = [
+        "jobs[0].data.path: gone.jsonl: no such file",
+        "jobs[1].data.prompt: the template '{{ a' does not parse",
+        "jobs[0].target_modules: job 'a': target_modules entry 'query' matches no",
+        "jobs[1].target_modules: job 'b' has rank 4000",
+    ]
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 4
+    for start in starts:
+        assert any(line.startswith(f"RunConfig: {start}") for line in lines), lines
+    text = (
+        f"model: {model}\noutput_dir: out\njobs:\n- name: a\n  data: {{path: x.json}}"
+    )
+    (here / "run.yaml").write_text(text)
+    assert main(["plan", "run.yaml"]) == 1
+    expected = "jaxlora: error: run.yaml, line 5: jobs.0.data.path: x.json: no such"
+    assert capsys.readouterr().err.startswith(expected)
+
+
+def test_words_of_python():
+    with pytest.raises(ConfigError) as caught:
+        LoraJob(name="a/b", data=3, rank=None, shuffle="no", load_in_4bit=True, rnak=1)
+    assert str(caught.value).splitlines() == [
+        "LoraJob: load_in_4bit: 'load_in_4bit' is not a setting here. Set "
+        "quantize_base='nf4' for the run. (given: True)",
+        "LoraJob: rnak: unknown argument 'rnak'. Did you mean 'rank'? (given: 1)",
+        "LoraJob: name: job name 'a/b' must be a plain folder name: letters, digits, "
+        "'.', '_' and '-', at most 100, not starting with '.', '_' or '-'. "
+        "(given: 'a/b')",
+        "LoraJob: data: expected a dict, such as {'path': ...} (given: 3)",
+        "LoraJob: rank: expected a whole number, such as 8 (given: None)",
+        "LoraJob: shuffle: expected True or False (given: 'no')",
+    ]
+    job = {"name": "a", "data": {"path": "a.jsonl", "limit": 0}}
+    with pytest.raises(
+        ConfigError, match=r"RunConfig: jobs\[0\]\.data\.limit: must be"
+    ):
+        RunConfig(model="m", jobs=[job])
+    with pytest.raises(ConfigError, match="DataConfig: path: this argument is req"):
+        DataConfig()
+
+
+def test_rules_do_not_judge_settings_that_are_wrong():
+    """An evaluation may be meant by a setting that cannot be read."""
+    for wrong in ({"eval_fraction": 2.0}, {"eval_fracton": 0.1}, {"eval_data": "x"}):
+        with pytest.raises(ConfigError) as caught:
+            LoraJob(name="a", data={"path": "a"}, eval_every=3, **wrong)
+        assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_misspelt_setting_is_not_also_missing():
+    with pytest.raises(ConfigError) as caught:
+        RunConfig(modle="m", jobs=[LoraJob(name="a", data=DataConfig(path="a"))])
+    assert len(caught.value.problems) == 1
+
+
+def test_no_hint_speaks_yaml_to_python():
+    """Settings in hints are marked, so that each interface writes them its way."""
+    tables = (OF_JOB.hints, OF_RUN.hints, OF_DATA.hints, HINTS_IF_OFF)
+    for hint in {hint for table in tables for hint in table.values()}:
+        problem = _problem(hint)
+        assert "`" not in YamlWords("f").line(problem).replace("`jaxlora", "").replace(
+            "OWNER/NAME`", ""
+        )
+        for value in ("true", "false", "null"):
+            assert f": {value}" not in PythonWords("f").line(problem)
+
+
+def _problem(text: str):
+    from jaxlora.problems import RULE, Problem
+
+    return Problem(path=("x",), kind=RULE, text=text, given=())
+
+
+def test_lines_of_merged_and_nested_keys(here):
+    text = """\
+model: m
+jobs:
+  - &a
+    name: a
+    data: {path: a.jsonl}
+    rank: 0
+  - <<: *a
+    name: b
+"""
+    (here / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_run("run.yaml")
+    assert str(caught.value).splitlines() == [
+        "run.yaml, line 6: jobs.0.rank: must be greater than 0 (given: 0)",
+        "run.yaml, line 6: jobs.1.rank: must be greater than 0 (given: 0)",
+    ]
+
+
+def test_a_model_that_is_missing_names_those_that_are_here(here, monkeypatch):
+    from huggingface_hub import constants
+
+    from jaxlora.errors import ModelError
+    from jaxlora.hf.files import model_folder
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(here / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=r"No other model was found on this machine"):
+        model_folder("owner/name")
+    tiny.write_model(here / "models" / "converted")
+    tiny.write_model(here / "hub" / "models--own--tiny" / "snapshots" / "abc")
+    for missing in ("owner/name", "./models/convertd"):
+        with pytest.raises(ModelError) as caught:
+            model_folder(missing)
+        message = str(caught.value)
+        assert message.endswith("this machine: models/converted, own/tiny.")
