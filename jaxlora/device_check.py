@@ -119,6 +119,8 @@ def _reason() -> str:
     errors = _backend_errors()
     if (error := errors.get("cuda")) is not None:
         return f"its CUDA back end failed to start: {_sentence(error)}"
+    if (error := _load_error()) is not None:
+        return f"its CUDA back end failed to load: {_sentence(error)}"
     packages = _cuda_packages()
     if packages:
         return (
@@ -129,6 +131,17 @@ def _reason() -> str:
         "the installed jaxlib is for CPUs only. Install its CUDA back end: pip install "
         "'jaxlora[cuda]'."
     )
+
+
+def _load_error() -> Exception | None:
+    """Returns why JAX's CUDA plugin does not load, which JAX only logs."""
+    for plugin in importlib.metadata.entry_points(group="jax_plugins"):
+        if "cuda" in plugin.name:
+            try:
+                plugin.load().initialize()
+            except Exception as error:  # whatever the plugin raises is the reason
+                return error
+    return None
 
 
 def _backend_errors() -> Mapping[str, str]:
