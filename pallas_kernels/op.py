@@ -53,6 +53,9 @@ def multi_lora_linear(
     Accumulates in float32 and returns x's dtype. W and bias are frozen: their
     gradient is zero by definition. The gradients of A and B are float32.
 
+    Under `jax.vmap` the kernels run once per element; lay the batch out as rows for
+    one launch.
+
     Args:
         x: Token rows; the T / NB rows of a token block share one adapter.
         w: Frozen base weight, in x's dtype; or a stack of L of them, see `layer`; or
@@ -108,7 +111,8 @@ def multi_lora_linears(
 
     Fused kernels read x once for all of them, and sum its gradient in one accumulator.
     If the slots' ranks are too large for one launch, several rounded gradients are
-    added.
+    added. Under `jax.vmap` the kernels run once per element; lay the batch out as rows
+    for one launch.
 
     Args:
         x: Token rows; the T / NB rows of a token block share one adapter.

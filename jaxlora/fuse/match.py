@@ -124,7 +124,27 @@ class _Finder:
                 "scores",
             )
             return
+        if self._is_made_from_x(linear):
+            self._refuse(number, "its weights are computed from its input")
+            return
         self._accept(number, eqn.outvars[0], form, linear)
+
+    def _is_made_from_x(self, linear: Linear) -> bool:
+        """Tells whether a matrix of a linear is computed from its input."""
+        features = {*linear.in_indices, *linear.out_indices}
+        factors = [o for b in linear.branches for o in (*b.a, *b.b)]
+        todo = [f.var for f in (linear.w, *factors) if features & set(f.indices)]
+        seen = set()
+        while todo:
+            atom = todo.pop()
+            if atom is linear.x.var:
+                return True
+            if isinstance(atom, core.Literal) or atom in seen:
+                continue
+            seen.add(atom)
+            eqn = self.normalizer.made_by.get(atom)
+            todo += [] if eqn is None else eqn.invars
+        return False
 
     def _is_product_of_its_own(self, var: Any) -> bool:
         """Tells whether a weight is the result of a matrix product.
@@ -172,15 +192,19 @@ class _Finder:
             self.normalizer.add_equation(number, eqn)
             self.normalizer.forms[root] = opaque
             form = self.normalizer.forms.get(eqn.outvars[0])
-            linear = None
+            linear, reasons = None, []
             if form is not None:
-                linear, _ = find_linear(form, self.normalizer.indices)
+                linear, reasons = find_linear(form, self.normalizer.indices)
             gains = old.linear.restored or not (linear and linear.restored)
             if linear and form and gains and len(linear.rest) <= len(old.linear.rest):
                 del self.candidates[root]
                 self._accept(number, eqn.outvars[0], form, linear)
                 return True
             self.normalizer.forms.pop(eqn.outvars[0], None)
+            if linear is None and reasons:
+                del self.candidates[root]
+                self._refuse(number, reasons[0])
+                return True
         return False
 
     def _refuse(self, number: int, reason: str) -> None:

@@ -327,7 +327,14 @@ def test_many_adapters_and_many_rows(fused, num_slots, num_blocks, block):
         )
 
 
-def test_vmap_is_refused(fused):
+def test_vmap_gives_the_values_of_a_loop(fused):
     p, rank = fused.problem((0,), n=128, ranks=(4,), rates=None)
-    with pytest.raises(NotImplementedError, match="block_adapter"):
-        jax.vmap(lambda x: fused.run(p | {"x": x}, rank)[0])(p["x"][None])
+    run = lambda x: fused.run(p | {"x": x}, rank)[0]
+    xs = jnp.stack([p["x"], -2 * p["x"]])
+    mapped = jax.vmap(run)(xs)
+    looped = [run(x) for x in xs]
+    jax.tree.map(
+        lambda got, *each: np.testing.assert_array_equal(got, np.stack(each)),
+        mapped,
+        *looped,
+    )

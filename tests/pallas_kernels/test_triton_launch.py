@@ -57,12 +57,10 @@ def test_the_interpreter_runs_a_kernel_that_calls_another(dtype):
     assert isinstance(tl.zeros, triton.JITFunction), "the compiler is as before"
 
 
-def test_vmap_is_refused():
-    with (
-        interpreted(triton_interpreter.run),
-        pytest.raises(NotImplementedError, match=r"'triton'.* block_adapter"),
-    ):
-        jax.vmap(doubled)(jnp.zeros((2, 16)))
+def test_vmap_gives_the_values_of_a_loop():
+    x = jnp.arange(32.0).reshape(2, 16)
+    with interpreted(triton_interpreter.run):
+        np.testing.assert_array_equal(jax.vmap(doubled)(x), 2 * x)
 
 
 def test_a_target_can_be_forced():

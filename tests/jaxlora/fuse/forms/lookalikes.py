@@ -193,3 +193,26 @@ def barrier_between_base_and_branch(x, w, a, b):
     """The author asks XLA not to move anything across."""
     base, branch = lax.optimization_barrier((x @ w, (x @ a) @ b))
     return base * 2 + jnp.abs(branch)
+
+
+# Weights that are made from the input.
+
+
+@near_miss("computed from its input", trained="x a b")
+def a_that_is_made_from_x(x, w, a, b):
+    return x @ w + (x @ (a * jnp.mean(x, 0)[:, None])) @ b
+
+
+@near_miss("computed from its input", trained="x a b")
+def b_that_is_made_from_x(x, w, a, b):
+    return x @ w + (x @ a) @ (b + jnp.tanh(jnp.max(x)))
+
+
+# Sums of branches of which the kernels compute one.
+
+
+@near_miss("different dropout masks", key=jax.random.key(5))
+def two_branches_with_masks_of_their_own(x, w, a, b, key):
+    keys = jax.random.split(key)
+    drop = lambda key: jnp.where(jax.random.bernoulli(key, 0.8, x.shape), x, 0)
+    return x @ w + drop(keys[0]) @ a @ b + drop(keys[1]) @ a @ b
