@@ -114,8 +114,8 @@ def test_a_mesh_is_chosen_for_this_machine(config, caplog):
     auto = config.replace(mesh="auto")
     planned = plan_run(auto)
     assert Trainer(auto).config.mesh == str(planned.sizes)
-    assert planned.sizes.num_devices == 8
-    assert any(f"mesh auto: {planned.sizes} on 8" in m for m in caplog.messages)
+    assert 1 < planned.sizes.num_devices <= 8
+    assert any(f"mesh auto: {planned.sizes} on" in m for m in caplog.messages)
 
 
 def test_devices_in_flight_share_the_steps_of_jobs(config, tmp_path):

@@ -156,7 +156,12 @@ def test_absent_keys_of_columnar_files_are_absent(tmp_path, make_tokenizer):
 texts = st.text(st.sampled_from("ab \n🙂é<|im_end|>.\t"), min_size=1, max_size=12)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+# The machine may be busy, so there is no deadline.
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=3))
 def test_targets_of_any_conversation(run, make_tokenizer, talk):
     tokenizer = make_tokenizer(templates.CHATML)

@@ -57,6 +57,7 @@ def test_requests_reach_both_processes(make_run):
     """One job is stopped, and one joins when both processes have read its data."""
     run_file = make_run()
     folder = folder_of(run_file)
+    folder.mkdir()
     mailbox = Mailbox(folder)
     mailbox.create()
     late = json.loads(run_file.read_text())["jobs"][1] | {"name": "late"}

@@ -306,8 +306,8 @@ UNCHANGED = STEPPED | {"status": "finished", "step": 2, "last_eval_step": 2}
     ("progress", "shown"),
     [
         ({}, "0 - - waiting"),
-        (BEGUN, "0 - 4.000 → - running"),
-        (STEPPED, "10 3.000 → - 4.000 → - running"),
+        (BEGUN, "0 - 4.000 → - interrupted"),
+        (STEPPED, "10 3.000 → - 4.000 → - interrupted"),
         (STOPPED, "10 3.000 → 2.500 4.000 → 3.500 at 1 stopped"),
         (UNCHANGED, "10 3.000 → 3.000 4.000 → 4.000 at 0 finished"),
     ],
