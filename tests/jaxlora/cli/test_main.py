@@ -136,8 +136,9 @@ def test_inspect(folder, capsys):
 
 def test_plan(folder, capsys, tmp_path):
     picture = tmp_path / "plan.png"
-    text = said(capsys, "plan", folder / "run.yaml", "--picture", picture)
-    assert re.search(r"first +10 .* 2 ", text)  # samples and steps
+    options = "--details", "--picture", picture
+    text = said(capsys, "plan", folder / "run.yaml", *options)
+    assert re.search(r"first +0 +10 .* 2 ", text)  # samples and steps
     assert re.search(r"\n 0 +0-1 +4 ", text)  # a window: jobs 0 and 1, four steps
     for words in ("fewest", "padding", "bubble", "lower bound", "speed against greedy"):
         assert words in text
