@@ -146,7 +146,9 @@ def test_plan(folder, capsys, tmp_path):
     assert re.search(rf"wrote {picture}: the first (\d+) of \1 microbatches", text)
     assert picture.read_bytes().startswith(b"\x89PNG")
     mesh = "stage=2,fsdp=2"
-    text = said(capsys, "plan", folder / "run.yaml", "--mesh", mesh, "--steps", 1)
+    text = said(
+        capsys, "plan", "--details", folder / "run.yaml", "--mesh", mesh, "--steps", 1
+    )
     assert f"simulated on mesh {mesh}" in text and "a tick is 2 microbatches" in text
 
 
@@ -157,7 +159,7 @@ def test_plan_needs_no_weights(folder, capsys, tmp_path):
     run["model"] = str(tmp_path / "model")
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(run))
-    assert "microbatches" in said(capsys, "plan", path)
+    assert "microbatches" in said(capsys, "plan", "--details", path)
 
 
 def test_plan_mistakes(folder, capsys, tmp_path):
