@@ -155,6 +155,11 @@ BACKENDS: dict[str, Backend] = _table(
 )
 
 
+def is_partitioned(mesh: Any) -> bool:
+    """Tells whether arrays on an abstract mesh are split by XLA or by their types."""
+    return not mesh.empty and mesh.size > 1 and not mesh.are_all_axes_manual
+
+
 def get_backend(name: str) -> Backend:
     """Returns the back end of that name.
 

@@ -17,7 +17,12 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxlora.pallas_kernels.backends import BACKENDS, Backend, get_backend
+from jaxlora.pallas_kernels.backends import (
+    BACKENDS,
+    Backend,
+    get_backend,
+    is_partitioned,
+)
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS, Dropout, MaskWords
 from jaxlora.pallas_kernels.given_mask import GivenMask, num_words
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
@@ -316,8 +321,7 @@ def _check_supported(backend: Backend, shape: LinearShape) -> None:
 
 def _check_mesh(backend: Backend) -> None:
     mesh = jax.sharding.get_abstract_mesh()
-    is_automatic = not mesh.empty and mesh.size > 1 and not mesh.are_all_axes_manual
-    if is_automatic and not backend.partitionable:
+    if is_partitioned(mesh) and not backend.partitionable:
         raise ValueError(
             f"implementation={backend.name!r} under the mesh {mesh}: its kernels "
             "cannot be partitioned and would run on the whole array on every device. "

@@ -92,7 +92,7 @@ def _check_free(out: pathlib.Path) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Scaled:
-    """What the file holds of an adapter.
+    """The part of an adapter that the file holds.
 
     Attributes:
         alpha: The one alpha, from which llama.cpp computes scalings in float32.

@@ -250,7 +250,7 @@ def _check_entry(found: os.stat_result, entry: Path) -> None:
 
 
 class _Header(pydantic.BaseModel):
-    """What an entry has beside the arrays.
+    """Metadata of an entry, beside its arrays.
 
     Attributes:
         sizes: Number of elements of each array, by name.

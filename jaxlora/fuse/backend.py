@@ -10,6 +10,7 @@ from jax import lax
 
 from jaxlora.errors import ConfigError
 from jaxlora.pallas_kernels import BACKENDS, LinearShape, get_backend
+from jaxlora.pallas_kernels.backends import is_partitioned
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,11 +59,10 @@ def choose_backend(
     """
     is_auto = asked == "auto"
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-    is_partitioned = not mesh.empty and mesh.size > 1 and not mesh.are_all_axes_manual
     reasons = []
     for backend in BACKENDS.values() if is_auto else [get_backend(asked)]:
         reason = None
-        if is_partitioned and not backend.partitionable:
+        if is_partitioned(mesh) and not backend.partitionable:
             reasons.append(
                 f"{backend.name} has kernels that cannot be partitioned over the mesh: "
                 "call jaxlora.fuse inside jax.shard_map"

@@ -1,4 +1,4 @@
-"""What a run needs on a device, in the parts that its user knows."""
+"""Memory that a run needs on a device, in the parts that its user knows."""
 
 import dataclasses
 
