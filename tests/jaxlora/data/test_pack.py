@@ -1,10 +1,12 @@
-"""Tests splitting microbatches, for attention with room for few short samples."""
+"""Tests packing: token indices, and splits for attention with few short samples."""
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxlora.data.pack import split_by_segment_limit
-from jaxlora.scheduler import Sample
+from jaxlora.data.pack import JobBatch, pack_microbatch, split_by_segment_limit
+from jaxlora.data.samples import TokenizedSample
+from jaxlora.scheduler import Limits, Sample
 
 lengths_of = st.lists(st.integers(1, 40), max_size=60)
 
@@ -21,3 +23,34 @@ def test_parts_hold_few_short_samples_and_lose_none(lengths, short, most):
     assert max(num_short) <= most
     # None is made before the last is full.
     assert all(n == most for n in num_short[:-1])
+
+
+def test_token_indices_count_through_the_global_batch():
+    """Dropout masks depend on them, so no two tokens of a batch share one."""
+    lengths = (5, 3, 9, 4)
+    tokens = [
+        TokenizedSample(
+            token_ids=np.arange(n, dtype=np.int32), is_target=np.ones(n, bool)
+        )
+        for n in lengths
+    ]
+    jobs = {
+        slot: JobBatch(slot=slot, step=0, samples=tokens, weight=1.0) for slot in (0, 2)
+    }
+    samples = {slot: jobs[slot].to_schedule() for slot in jobs}
+    limits = Limits(capacity=48, block_tokens=8)
+    # A batch's samples lie in any order and in several microbatches, beside others.
+    microbatches = [
+        (samples[0][2], samples[0][0], samples[2][3]),
+        (samples[0][3], samples[0][1], samples[2][0], samples[2][1], samples[2][2]),
+    ]
+    found: dict[int, list[int]] = {0: [], 2: []}
+    for microbatch in microbatches:
+        packed = pack_microbatch(microbatch, jobs, limits)
+        for number, sample in enumerate(microbatch):
+            rows = packed.segment_ids == number
+            first = sum(lengths[: sample.index])
+            expected = first + np.arange(sample.num_tokens)
+            np.testing.assert_array_equal(packed.token_index[rows], expected)
+            found[sample.job] += packed.token_index[rows].tolist()
+    assert all(sorted(seen) == list(range(sum(lengths))) for seen in found.values())
