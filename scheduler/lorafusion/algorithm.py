@@ -3,12 +3,14 @@
 import dataclasses
 import logging
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from itertools import chain
 
+from jaxlora.scheduler.check import require_legal
+from jaxlora.scheduler.lanes import Lanes
 from jaxlora.scheduler.lorafusion.batch import (
     Outcome,
     PackedBatch,
@@ -18,9 +20,10 @@ from jaxlora.scheduler.lorafusion.batch import (
 )
 from jaxlora.scheduler.lorafusion.group import head_tail, statistics
 from jaxlora.scheduler.lorafusion.merge import merge
-from jaxlora.scheduler.lorafusion.verify_and_fix import verify_and_fix
+from jaxlora.scheduler.spacing import with_no_ops
 from jaxlora.scheduler.types import (
     Limits,
+    Microbatch,
     Pipeline,
     Sample,
     Schedule,
@@ -149,6 +152,27 @@ def in_order(
             if parts:
                 out.append(list(chain.from_iterable(parts)))
     return out
+
+
+def verify_and_fix(
+    microbatches: Iterable[Microbatch],
+    samples: Sequence[Sample],
+    limits: Limits,
+    pipeline: Pipeline,
+) -> Schedule:
+    """Completes a schedule by Algorithm 1 of LoRAFusion, line 15.
+
+    It adds the fewest no-ops that this order of microbatches allows, each right before
+    the microbatch that would be too early.
+
+    Raises:
+        RuntimeError: The schedule still violates a rule.
+    """
+    schedule = Schedule(
+        microbatches=tuple(with_no_ops(microbatches, pipeline.distance)), limits=limits
+    )
+    require_legal(schedule, samples, Lanes(pipeline=pipeline))
+    return schedule
 
 
 def _pack_all(

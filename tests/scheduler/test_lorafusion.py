@@ -16,7 +16,8 @@ import pytest
 from jaxlora.bench.scheduler.lengths import jobs
 from jaxlora.scheduler import Limits, lorafusion, padded_tokens, violations
 from jaxlora.scheduler.lorafusion import algorithm, batch, milp, solver
-from jaxlora.scheduler.lorafusion.verify_and_fix import verify_and_fix, with_no_ops
+from jaxlora.scheduler.lorafusion.algorithm import verify_and_fix
+from jaxlora.scheduler.spacing import with_no_ops
 from jaxlora.scheduler.types import Pipeline
 from tests.scheduler.strategies import LIMITS, mixes, pipelines, sample
 

@@ -5,7 +5,7 @@ import itertools
 import hypothesis
 import hypothesis.strategies as st
 
-from jaxlora.scheduler.subset_sum import best_subsets
+from jaxlora.scheduler.fill import best_subsets
 
 
 @hypothesis.settings(deadline=None)
