@@ -43,9 +43,6 @@ SUBJECTS = {
         "memory", "by estimate, which settings fit into which GPUs", on_device=False
     ),
     "data": Subject("data", "reading and tokenizing records", on_device=False),
-    "templates": Subject(
-        "templates", "rendering templates in a child process", on_device=False
-    ),
     "convergence": Subject("convergence", "losses with and without fused kernels"),
     "together": Subject("together", "differences of jobs alone and together"),
     "formats": Subject("formats", "held-out losses on quantized bases"),

@@ -1,7 +1,5 @@
 """The command `jaxlora bench`."""
 
-import sys
-
 import pytest
 
 from jaxlora.bench.subjects import SUBJECTS
@@ -41,9 +39,3 @@ def test_traffic_names_the_profiler_that_it_needs(capsys, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert main(["bench", "traffic"]) == 1
     assert "`ncu` of NVIDIA Nsight Compute" in capsys.readouterr().err
-
-
-def test_templates_name_the_package_that_they_need(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "psutil", None)
-    assert main(["bench", "templates"]) == 1
-    assert "pip install psutil" in capsys.readouterr().err
