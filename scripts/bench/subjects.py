@@ -35,7 +35,6 @@ SUBJECTS = {
         "scheduler.scaling", "simulated throughput of large meshes", on_device=False
     ),
     "compile": Subject("compile", "tracing, lowering and compiling a step"),
-    "ops": Subject("ops", "operations around the linears of a step"),
     "fuse": Subject("fuse.benchmark", "functions as they are, and fused"),
     "traffic": Subject("kernels.traffic", "device memory traffic of LoRA linears"),
     "tune": Subject("kernels.tune", "tile choices, for the kernels' tuning table"),

@@ -21,7 +21,7 @@ def test_help_lists_all_subjects(capsys):
     assert all(f"  {name} " in printed for name in SUBJECTS)
 
 
-@pytest.mark.parametrize("subject", ["kernels", "ops", "tune"])
+@pytest.mark.parametrize("subject", ["kernels", "tune"])
 def test_a_benchmark_of_the_gpu_says_so_without_one(subject, capsys, monkeypatch):
     monkeypatch.setattr("jax.default_backend", lambda: "cpu")
     options = ["--table", "none.json"] if subject == "tune" else []
