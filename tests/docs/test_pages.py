@@ -14,6 +14,15 @@ from tests.docs import pages
 REFERENCE = pages.DOCS / "reference"
 
 
+def test_the_home_page_lists_every_page():
+    """As `test_site` holds for the built site, without building it."""
+    home = pages.DOCS / "index.md"
+    linked = {
+        (home.parent / link.partition("#")[0]).resolve() for link in pages.links(home)
+    }
+    assert set(pages.DOCS.rglob("*.md")) - {home} <= linked
+
+
 def test_links_lead_to_files_and_headings():
     """Links that work in a clone and on a Git host; the site's build checks its own."""
     broken = []
