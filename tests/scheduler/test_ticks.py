@@ -18,6 +18,7 @@ from jaxlora.scheduler import (
 )
 from jaxlora.scheduler.check import replica_violations, require_legal
 from jaxlora.scheduler.lanes import ticks_of
+from jaxlora.scheduler.ticks import arrange
 from jaxlora.train.next_window import fixed_shape_cost
 from tests.scheduler.strategies import LIMITS, mixes, sample
 
@@ -180,3 +181,11 @@ def test_the_replica_of_a_slot():
     for fields in ({"data": 0}, {"fsdp": 0}, {"slots_per_replica": 0}):
         with pytest.raises(ValueError, match="must be positive"):
             Lanes(**fields)
+
+
+def test_the_start_of_the_longest_chain_comes_first():
+    """A short job then fills the distance between two batches of a long one."""
+    short = (sample(0, 0, 0, 1),)
+    first, second = ((sample(1, batch, 0, 1),) for batch in (0, 1))
+    found = arrange([short, first, second], num_lanes=1, distance=2)
+    assert found == [[first], [short], [second]]
