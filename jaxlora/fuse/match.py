@@ -134,6 +134,7 @@ class _Finder:
         features = {*linear.in_indices, *linear.out_indices}
         factors = [o for b in linear.branches for o in (*b.a, *b.b)]
         todo = [f.var for f in (linear.w, *factors) if features & set(f.indices)]
+        todo += [f.var for f in linear.w_scales]
         seen = set()
         while todo:
             atom = todo.pop()
@@ -376,6 +377,7 @@ def _projection(candidate: _Candidate, sizes: dict[int, int]) -> SiteProjection:
         root=candidate.root,
         root_dims=candidate.form.dims,
         w=linear.w.operand,
+        w_scales=tuple(f.operand for f in linear.w_scales),
         branches=branches,
         mask=linear.mask,
         bias=None if linear.bias is None else linear.bias.factors[0].operand,
@@ -424,7 +426,8 @@ def _precision(linear: Linear) -> lax.Precision | None:
 def _sharding(linear: Linear) -> str | None:
     """Returns why the arrays' shardings keep kernels from reading rows of tokens."""
     branches = [o.var for b in linear.branches for o in (*b.a, *b.b)]
-    for atom in (linear.x.var, linear.w.var, *branches):
+    scales = [f.var for f in linear.w_scales]
+    for atom in (linear.x.var, linear.w.var, *scales, *branches):
         aval: Any = atom.aval
         if any(axis is not None for axis in aval.sharding.spec):
             return (
