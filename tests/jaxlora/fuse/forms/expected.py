@@ -122,15 +122,30 @@ def product_scaled_by_row(x, w, a, b, gate):
     return (x @ w) * gate + (x @ a) @ b
 
 
-@near_miss(key=KEY)
+@form(key=KEY)
 def dropout_of_equinox(x, w, a, b, key):
     return x @ w + SCALE * (eqx.nn.Dropout(1 - KEEP)(x, key=key) @ a) @ b
 
 
-@near_miss(key=KEY, dtype=jnp.bfloat16)
+@form(key=KEY, dtype=jnp.bfloat16)
 def dropout_of_equinox_in_bfloat16(x, w, a, b, key):
     a, b = a.astype(x.dtype), b.astype(x.dtype)
     return x @ w + SCALE * (eqx.nn.Dropout(1 - KEEP)(x, key=key) @ a) @ b
+
+
+@form(key=KEY, dtype=jnp.bfloat16)
+def dropout_divided_by_a_constant_in_bfloat16(x, w, a, b, key):
+    """The number is computed in float32 and rounded to bfloat16."""
+    a, b = a.astype(x.dtype), b.astype(x.dtype)
+    keep = (1 - lax.stop_gradient(jnp.asarray(1 - KEEP))).astype(x.dtype)
+    kept = jax.random.bernoulli(key, KEEP, x.shape)
+    return x @ w + SCALE * (jnp.where(kept, x / keep, 0) @ a) @ b
+
+
+@near_miss(key=KEY, q=jnp.asarray(KEEP))
+def dropout_divided_by_a_traced_number(x, w, a, b, key, q):
+    kept = jax.random.bernoulli(key, KEEP, x.shape)
+    return x @ w + SCALE * (jnp.where(kept, x / q, 0) @ a) @ b
 
 
 @form(key=KEY)
