@@ -78,18 +78,29 @@ def _units(term: Term) -> list[_Unit]:
 
 
 def _bases(form: Form, base: Term) -> Iterator[Linear]:
-    """Yields the ways to read a term as x times w."""
+    """Yields the ways to read a term as x times w, those with the fewest scales first.
+
+    Scales of output features behind the product, as of int8 codes, belong to w.
+    """
     outer = set(form.indices)
-    everything = frozenset(range(len(base.factors)))
-    for x, w in itertools.permutations(_units(base), 2):
-        if x.members & w.members or x.members | w.members != everything:
-            continue
+    pairs = [
+        (x, w)
+        for x, w in itertools.permutations(_units(base), 2)
+        if not x.members & w.members
+    ]
+    pairs.sort(key=lambda pair: -sum(len(unit.members) for unit in pair))
+    for x, w in pairs:
         inner = set(x.factor.indices) - outer
         if not inner or inner != set(w.factor.indices) - outer:
+            continue
+        used, columns = x.members | w.members, outer & set(w.factor.indices)
+        scales = [f for i, f in enumerate(base.factors) if i not in used]
+        if not all(f.is_number and set(f.indices) <= columns for f in scales):
             continue
         yield Linear(
             x=x.factor,
             w=w.factor,
+            w_scales=tuple(scales),
             matrices=_matrices(
                 [w.factor, *(base.factors[i] for i in w.members)], inner
             ),
@@ -170,6 +181,12 @@ def _check_base(linear: Linear, indices: Indices) -> None:
         raise NotThin("its frozen weight differs by sequence")
     if linear.coefficient != 1:
         raise NotThin(f"its frozen product is multiplied by {linear.coefficient:g}")
+    factors = [o.var for b in linear.branches for o in (*b.a, *b.b)]
+    if any(f.var is factor for f in linear.w_scales for factor in factors):
+        raise NotThin(
+            "its frozen product and a branch are scaled by the same array: scale their "
+            "sum"
+        )
     adapters = linear.adapter_indices
     rows = indices.size_of(linear.rows)
     if adapters and linear.selection is None and indices.size_of(adapters) == rows:

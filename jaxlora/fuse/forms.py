@@ -361,3 +361,27 @@ def constant(form: Form) -> float | None:
     if any(term.factors for term in form.terms):
         return None
     return sum(term.coefficient for term in form.terms)
+
+
+def sum_of_constants(eqn: Any, first: Form, second: Form) -> float | None:
+    """Returns the sum or difference of two known scalars in the result's dtype."""
+    aval, numbers = eqn.outvars[0].aval, (constant(first), constant(second))
+    is_float = jnp.issubdtype(aval.dtype, jnp.floating)
+    if aval.shape or not is_float or None in numbers:
+        return None
+    one, other = (aval.dtype.type(number) for number in numbers)
+    return float(one - other if eqn.primitive.name == "sub" else one + other)
+
+
+def only_masks(form: Form) -> bool:
+    """Tells whether a value is a product of masks."""
+    return len(form.terms) == 1 and all(not f.is_number for f in form.terms[0].factors)
+
+
+def flipped(form: Form) -> Form:
+    """Returns the form of a mask's complement."""
+    (term,) = form.terms
+    if len(term.factors) != 1 or term.factors[0].keeps is None:
+        raise Opaque
+    mask = dataclasses.replace(term.factors[0], keeps=not term.factors[0].keeps)
+    return Form(form.dims, (dataclasses.replace(term, factors=(mask,)),))

@@ -26,7 +26,8 @@ def inputs_of(site: Site) -> list[core.Var]:
     """Returns the variables that a site reads, each once."""
     operands = [site.x]
     for p in site.projections:
-        operands += [p.w, *(o for branch in p.branches for o in (*branch.a, *branch.b))]
+        operands += [p.w, *p.w_scales]
+        operands += [o for branch in p.branches for o in (*branch.a, *branch.b)]
         operands += [] if p.mask is None else [p.mask.operand]
         operands += [] if p.bias is None else [p.bias]
         operands += [operand for _, operand in p.rest]
@@ -203,7 +204,14 @@ class _Call:
         shape = (site.in_features, p.out_features)
         if transposed:
             order, shape = (*p.out_indices, *site.in_indices), shape[::-1]
-        return self._array(p.w, order).reshape(shape).astype(site.dtype)
+        if not p.w_scales:
+            return self._array(p.w, order).reshape(shape).astype(site.dtype)
+        arguments: list[Any] = []
+        for o in (p.w, *p.w_scales):
+            value = self._array(o, o.indices).astype(o.dtype)
+            arguments += [value, list(o.indices)]
+        product = jnp.einsum(*arguments, order, preferred_element_type=jnp.float32)
+        return product.reshape(shape).astype(site.dtype)
 
     def _bias(self, p: SiteProjection) -> jax.Array | None:
         if p.bias is None:

@@ -24,6 +24,7 @@ class Linear:
         x: The factor that is the input.
         parts: The variables that are slices of the input.
         w: The factor that is the weight.
+        w_scales: Factors that scale the weight's output features.
         matrices: The weight, and matrices of which it is a product with scales.
         base: The term of the frozen product.
         coefficient: The number that multiplies the frozen product.
@@ -56,6 +57,7 @@ class Linear:
     branch_precisions: tuple[frozenset[lax.Precision], ...] = ()
     parts: frozenset[Any] = frozenset()
     selection: Selection | None = None
+    w_scales: tuple[Factor, ...] = ()
     mask: Mask | None = None
     bias: Term | None = None
     rest: tuple[Term, ...] = ()

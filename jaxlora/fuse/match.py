@@ -4,16 +4,21 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
 
 from jaxlora.fuse.backend import Chosen, choose_backend
 from jaxlora.fuse.branches import find_linear
-from jaxlora.fuse.forms import Dims, Form, Indices, Term, holds
+from jaxlora.fuse.forms import Dims, Form, Indices, Term
 from jaxlora.fuse.linear import Linear, rank_of
 from jaxlora.fuse.normal import Normalizer
+from jaxlora.fuse.refusals import (
+    precision_of,
+    rounding_reason,
+    sharding_reason,
+    weight_reason,
+)
 from jaxlora.fuse.rows import is_sorted, sorted_blocks
 from jaxlora.fuse.rules import RULES
 from jaxlora.fuse.sharing import (
@@ -29,7 +34,6 @@ from jaxlora.fuse.site import Names, Operand, Refusal, Site, SiteProjection
 from jaxlora.fuse.trace import live_equations, source_of
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS
 
-KERNEL_DTYPES = tuple(map(np.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
 _SUMS = ("add", "add_any", "sub", "dot_general", "reduce_sum")
 _USED = "is also used elsewhere, so it has to be computed anyway"
 
@@ -117,50 +121,10 @@ class _Finder:
             if reasons:
                 self._refuse(number, reasons[0])
             return
-        if self._is_product_of_its_own(linear.w.var):
-            self._refuse(
-                number,
-                "its weight is the result of another matrix product, as in attention "
-                "scores",
-            )
-            return
-        if self._is_made_from_x(linear):
-            self._refuse(number, "its weights are computed from its input")
+        if (reason := weight_reason(linear, self.normalizer.made_by)) is not None:
+            self._refuse(number, reason)
             return
         self._accept(number, eqn.outvars[0], form, linear)
-
-    def _is_made_from_x(self, linear: Linear) -> bool:
-        """Tells whether a matrix of a linear is computed from its input."""
-        features = {*linear.in_indices, *linear.out_indices}
-        factors = [o for b in linear.branches for o in (*b.a, *b.b)]
-        todo = [f.var for f in (linear.w, *factors) if features & set(f.indices)]
-        seen = set()
-        while todo:
-            atom = todo.pop()
-            if atom is linear.x.var:
-                return True
-            if isinstance(atom, core.Literal) or atom in seen:
-                continue
-            seen.add(atom)
-            eqn = self.normalizer.made_by.get(atom)
-            todo += [] if eqn is None else eqn.invars
-        return False
-
-    def _is_product_of_its_own(self, var: Any) -> bool:
-        """Tells whether a weight is the result of a matrix product.
-
-        Arrays that are smaller than the weight, such as its scales, may be one.
-        """
-        size, todo = var.aval.size, [var]
-        while todo:
-            atom = todo.pop()
-            if isinstance(atom, core.Literal) or atom not in self.normalizer.made_by:
-                continue
-            eqn = self.normalizer.made_by[atom]
-            if eqn.primitive.name in ("dot_general", "ragged_dot_general"):
-                return True
-            todo += [v for v in eqn.invars if getattr(v.aval, "size", 0) >= size]
-        return False
 
     def _accept(self, number: int, root: core.Var, form: Form, linear: Linear) -> None:
         equations = linear.equations | {number}
@@ -326,7 +290,7 @@ class _Finder:
         linear, sizes = candidate.linear, self.normalizer.indices
         rows = [i for i in linear.rows if i not in linear.adapter_indices]
         projection = _projection(candidate, sizes.sizes)
-        precision = _precision(linear)
+        precision = precision_of(linear)
         chosen = choose_backend(
             self.implementation,
             dtype=linear.x.dtype,
@@ -341,7 +305,7 @@ class _Finder:
             reason = "its sum has a further product, which no variable holds by itself"
         if precision is None:
             reason = "its products are asked for different precisions"
-        reason = _sharding(linear) or _rounding(linear) or reason
+        reason = sharding_reason(linear) or rounding_reason(linear) or reason
         if reason is not None:
             self._refuse(candidate.number, reason)
             return None
@@ -376,6 +340,7 @@ def _projection(candidate: _Candidate, sizes: dict[int, int]) -> SiteProjection:
         root=candidate.root,
         root_dims=candidate.form.dims,
         w=linear.w.operand,
+        w_scales=tuple(f.operand for f in linear.w_scales),
         branches=branches,
         mask=linear.mask,
         bias=None if linear.bias is None else linear.bias.factors[0].operand,
@@ -410,52 +375,6 @@ def _summand(term: Term, dims: Dims) -> tuple[float, Operand] | None:
             aval: Any = group.var.aval
             operand = Operand(var=group.var, dims=group.dims, dtype=aval.dtype)
             return term.coefficient / group.number, operand
-    return None
-
-
-def _precision(linear: Linear) -> lax.Precision | None:
-    """Returns what all products of a linear are asked for; None: they differ."""
-    asked = linear.base.precisions.union(*linear.branch_precisions)
-    if len(asked) > 1:
-        return None
-    return next(iter(asked), lax.Precision.DEFAULT)
-
-
-def _sharding(linear: Linear) -> str | None:
-    """Returns why the arrays' shardings keep kernels from reading rows of tokens."""
-    branches = [o.var for b in linear.branches for o in (*b.a, *b.b)]
-    for atom in (linear.x.var, linear.w.var, *branches):
-        aval: Any = atom.aval
-        if any(axis is not None for axis in aval.sharding.spec):
-            return (
-                f"it reads {aval.str_short(short_dtypes=True)}, which is sharded over "
-                "explicit axes of a mesh: call jaxlora.fuse inside jax.shard_map"
-            )
-    return None
-
-
-def _rounding(linear: Linear) -> str | None:
-    """Returns why the kernels' result would be less exact than the original."""
-    kernel, rounded = linear.x.dtype, linear.base.rounded
-    if kernel not in KERNEL_DTYPES:
-        able = ", ".join(map(str, KERNEL_DTYPES))
-        return f"its dtype is {kernel}, and the kernels compute in {able}"
-    if linear.w.dtype != kernel:
-        return f"x is {kernel} and w is {linear.w.dtype}; kernels need one dtype"
-    assert rounded is not None
-    if not holds(kernel, rounded):
-        return f"its sum is kept in {rounded}, and the kernels round it to {kernel}"
-    for dtype in linear.branch_dtypes:
-        if dtype is not None and not holds(kernel, dtype):
-            return (
-                f"its branch is summed in {dtype}, and the kernels would round it and "
-                f"its gradients to {kernel}. Cast x, A and B to {kernel} first"
-            )
-    if linear.restored:
-        return (
-            f"a sum in it is rounded to {rounded} and cast to a larger dtype, and the "
-            "kernels would not round it"
-        )
     return None
 
 

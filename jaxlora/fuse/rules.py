@@ -25,12 +25,15 @@ from jaxlora.fuse.forms import (
     Term,
     align,
     constant,
+    flipped,
     fresh,
     holds,
     multiply,
     narrower,
+    only_masks,
     rename,
     scaled,
+    sum_of_constants,
     sum_over,
 )
 from jaxlora.fuse.normal import Normalizer, Rule, is_arithmetic
@@ -46,6 +49,8 @@ def _add(n: Normalizer, eqn) -> Form:
     if not is_arithmetic(eqn.outvars[0].aval):
         raise Opaque
     first, second = (n.form(v) for v in eqn.invars)
+    if (number := sum_of_constants(eqn, first, second)) is not None:
+        return Form((), (Term(number, ()),))
     if not any(t.rounded is not None for t in (*first.terms, *second.terms)):
         raise Opaque  # a sum of arrays is an array, such as the input of a linear
     sign = -1.0 if eqn.primitive.name == "sub" else 1.0
@@ -56,6 +61,13 @@ def _add(n: Normalizer, eqn) -> Form:
         n.indices, _spread(n, first, shape), _spread(n, second, shape)
     )
     return Form(first.dims, first.terms + second.terms)
+
+
+def _stop_gradient(n: Normalizer, eqn) -> Form:
+    form = n.form(eqn.invars[0])
+    if constant(form) is None:
+        raise Opaque
+    return form
 
 
 def _spread(n: Normalizer, form: Form, shape: tuple[int, ...]) -> Form:
@@ -95,7 +107,7 @@ def _worth_multiplying(first: Form, second: Form) -> bool:
     It is if one value is a mask, a scalar, a vector that scales sums, or if neither has
     all indices, as in a matrix product that is written as a product and a sum.
     """
-    if any(map(_only_masks, (first, second))):
+    if any(map(only_masks, (first, second))):
         return True
     own = [
         {i for t in f.terms for x in t.factors for i in x.indices}
@@ -111,10 +123,6 @@ def _worth_multiplying(first: Form, second: Form) -> bool:
     is_scalar = not own[1 if covers[0] else 0] & all_indices
     is_sum = all(t.rounded is not None for t in other.terms)
     return len(vector.terms) == 1 and (is_scalar or is_sum)
-
-
-def _only_masks(form: Form) -> bool:
-    return len(form.terms) == 1 and all(not f.is_number for f in form.terms[0].factors)
 
 
 def _div(n: Normalizer, eqn) -> Form:
@@ -134,7 +142,9 @@ def _convert(n: Normalizer, eqn) -> Form:
         raise Opaque
     form = n.form(source)
     number = constant(form)
-    if number is None and not (source.aval.dtype == bool or _is_float(source.aval)):
+    if number is not None:
+        return Form(form.dims, (Term(float(dtype.type(number)), ()),))
+    if not (source.aval.dtype == bool or _is_float(source.aval)):
         raise Opaque
     is_sum = any(t.rounded is not None for t in form.terms)
     if not is_sum and any(_was_rounded(f) for t in form.terms for f in t.factors):
@@ -173,16 +183,7 @@ def _not(n: Normalizer, eqn) -> Form:
     form = n.form(eqn.invars[0])
     if len(form.terms) != 1:
         raise Opaque
-    return _flipped(form)
-
-
-def _flipped(form: Form) -> Form:
-    """Returns the form of a mask's complement."""
-    (term,) = form.terms
-    if len(term.factors) != 1 or term.factors[0].keeps is None:
-        raise Opaque
-    mask = dataclasses.replace(term.factors[0], keeps=not term.factors[0].keeps)
-    return Form(form.dims, (dataclasses.replace(term, factors=(mask,)),))
+    return flipped(form)
 
 
 def _select(n: Normalizer, eqn) -> Form:
@@ -193,10 +194,10 @@ def _select(n: Normalizer, eqn) -> Form:
     forms = [n.form(case) for case in cases]
     zero = [constant(form) == 0 for form in forms]
     mask = n.form(which)
-    if sum(zero) != 1 or not _only_masks(mask) or not which.aval.shape:
+    if sum(zero) != 1 or not only_masks(mask) or not which.aval.shape:
         raise Opaque
     if zero[1]:  # the mask keeps where it is False
-        mask = _flipped(mask)
+        mask = flipped(mask)
     kept = forms[zero.index(False)]
     kept, mask = align(n.indices, kept, fresh(n.indices, mask))
     return multiply(kept, mask, kept.dims)
@@ -391,9 +392,8 @@ RULES: dict[str, Rule] = {
     "reduce_sum": _rule(_reduce_sum, "axes"),
     "reshape": _rule(_reshape, "new_sizes"),
     "select_n": _rule(_select),
-    "sharding_constraint": _rule(
-        _constrained, "sharding", "layout", "context_mesh", "unconstrained_dims"
-    ),
+    "sharding_constraint": _rule(_constrained, *_PLACE),
+    "stop_gradient": _rule(_stop_gradient),
     "squeeze": _rule(_squeeze, "dimensions"),
     "sub": _rule(_add),
     "transpose": _rule(_transpose, "permutation"),

@@ -93,6 +93,7 @@ class SiteProjection:
         root: The variable that holds the sum.
         root_dims: What the dimensions of `root` stand for.
         w: The frozen weight.
+        w_scales: Arrays over output features that the weight is multiplied by.
         branches: Its low-rank branches.
         mask: The dropout mask of the branches' x; None: there is none.
         bias: A vector over the output features; None: there is none.
@@ -105,6 +106,7 @@ class SiteProjection:
     root: core.Var
     root_dims: tuple[tuple[Index, ...], ...]
     w: Operand
+    w_scales: tuple[Operand, ...]
     branches: tuple[Branch, ...]
     mask: Mask | None
     bias: Operand | None

@@ -55,19 +55,19 @@ def dora_in_torch_layout(x, w, a, b, magnitude):
     return (magnitude / norm) * (x @ w.T + SCALE * (x @ a.T) @ b.T)
 
 
-@near_miss(codes=INT8, column_scale=COLUMN_SCALE)
+@form(codes=INT8, column_scale=COLUMN_SCALE)
 def int8_weight_scaled_behind_the_product(x, codes, column_scale, a, b):
     return (x @ codes.astype(x.dtype)) * column_scale + SCALE * (x @ a) @ b
 
 
-@near_miss(codes=INT8, column_scale=COLUMN_SCALE, dtype=jnp.bfloat16)
+@form(codes=INT8, column_scale=COLUMN_SCALE, dtype=jnp.bfloat16)
 def int8_weight_in_bfloat16_scaled_behind_the_product(x, codes, column_scale, a, b):
     half = lambda value: value.astype(x.dtype)
     base = (x @ half(codes)) * half(column_scale)
     return base + SCALE * (x @ half(a)) @ half(b)
 
 
-@near_miss(codes=INT8, column_scale=COLUMN_SCALE, bias=(N,), trained="x a b bias")
+@form(codes=INT8, column_scale=COLUMN_SCALE, bias=(N,), trained="x a b bias")
 def int8_weight_scaled_behind_the_product_with_a_bias(
     x, codes, column_scale, a, b, bias
 ):
@@ -75,15 +75,77 @@ def int8_weight_scaled_behind_the_product_with_a_bias(
     return base + SCALE * (x @ a) @ b
 
 
-@near_miss(key=KEY)
+@form(codes=INT8, column_scale=COLUMN_SCALE, dtype=jnp.bfloat16)
+def int8_weight_scaled_behind_a_product_in_float32(x, codes, column_scale, a, b):
+    """The product is rounded to bfloat16 after it is scaled."""
+    half = lambda value: value.astype(x.dtype)
+    base = jnp.dot(x, half(codes), preferred_element_type=jnp.float32)
+    base = half(base * column_scale)
+    return base + SCALE * (x @ half(a)) @ half(b)
+
+
+@form(codes=INT8, scale=0.002 * jnp.ones(()), trained="x a b scale")
+def int8_weight_with_one_scale_behind_the_product(x, codes, scale, a, b):
+    return (x @ codes.astype(x.dtype)) * scale + SCALE * (x @ a) @ b
+
+
+@form(trained="x w column_scale a b", column_scale=COLUMN_SCALE)
+def weight_and_scale_behind_the_product_are_trained(x, w, column_scale, a, b):
+    return (x @ w) * column_scale + SCALE * (x @ a) @ b
+
+
+@form(sites=2, codes=INT8, column_scale=COLUMN_SCALE, w=(K, N))
+def int8_weight_scaled_behind_one_of_two_products(x, w, codes, column_scale, a, b):
+    first = (x @ codes.astype(x.dtype)) * column_scale + SCALE * (x @ a) @ b
+    return first, x @ w + (x @ a) @ b
+
+
+@form(codes=INT8.reshape(K, 6, N // 6), column_scale=COLUMN_SCALE[: N // 6])
+def int8_weight_with_one_scale_for_all_heads(x, codes, column_scale, a, b):
+    base = jnp.einsum("tk,khd->thd", x, codes.astype(x.dtype)) * column_scale
+    return base + (SCALE * (x @ a) @ b).reshape(base.shape)
+
+
+@near_miss("scaled by the same array", trained="x a b magnitude", magnitude=(N,))
+def dora_on_both_terms(x, w, a, b, magnitude):
+    m = magnitude / lax.stop_gradient(jnp.linalg.norm(w + a @ b, axis=0))
+    return (x @ w) * m + ((x @ a) @ b) * m
+
+
+@near_miss("computed from its input", trained="x w a b")
+def product_scaled_by_a_number_made_from_x(x, w, a, b):
+    return (x @ w) * jnp.tanh(jnp.mean(x)) + (x @ a) @ b
+
+
+@near_miss(trained="x w a b gate", gate=(T, 1))
+def product_scaled_by_row(x, w, a, b, gate):
+    return (x @ w) * gate + (x @ a) @ b
+
+
+@form(key=KEY)
 def dropout_of_equinox(x, w, a, b, key):
     return x @ w + SCALE * (eqx.nn.Dropout(1 - KEEP)(x, key=key) @ a) @ b
 
 
-@near_miss(key=KEY, dtype=jnp.bfloat16)
+@form(key=KEY, dtype=jnp.bfloat16)
 def dropout_of_equinox_in_bfloat16(x, w, a, b, key):
     a, b = a.astype(x.dtype), b.astype(x.dtype)
     return x @ w + SCALE * (eqx.nn.Dropout(1 - KEEP)(x, key=key) @ a) @ b
+
+
+@form(key=KEY, dtype=jnp.bfloat16)
+def dropout_divided_by_a_constant_in_bfloat16(x, w, a, b, key):
+    """The number is computed in float32 and rounded to bfloat16."""
+    a, b = a.astype(x.dtype), b.astype(x.dtype)
+    keep = (1 - lax.stop_gradient(jnp.asarray(1 - KEEP))).astype(x.dtype)
+    kept = jax.random.bernoulli(key, KEEP, x.shape)
+    return x @ w + SCALE * (jnp.where(kept, x / keep, 0) @ a) @ b
+
+
+@near_miss(key=KEY, q=jnp.asarray(KEEP))
+def dropout_divided_by_a_traced_number(x, w, a, b, key, q):
+    kept = jax.random.bernoulli(key, KEEP, x.shape)
+    return x @ w + SCALE * (jnp.where(kept, x / q, 0) @ a) @ b
 
 
 @form(key=KEY)

@@ -54,7 +54,12 @@ def arguments(draw: Draw) -> Arrays:
         made["scale"] = jnp.asarray(size, draw.scale_dtype)
     if draw.choice not in ("none", "ragged"):
         made["ids"] = jnp.asarray(_ids(draw, rng))
-    return made
+    return made | _transposed(draw, made)
+
+
+def _transposed(draw: Draw, p: Arrays) -> Arrays:
+    """The weights that are stored transposed, as they are not stored in `p`."""
+    return {name: jnp.swapaxes(p[name], -1, -2) for name in draw.stored}
 
 
 def _ids(draw: Draw, rng: np.random.Generator) -> np.ndarray:
@@ -83,6 +88,7 @@ def by_row(draw: Draw) -> tuple[str, ...]:
 def linear(draw: Draw, p: Arrays) -> tuple[Any, ...]:
     """Computes the linear, and what else the draw returns."""
     extra: dict[str, Any] = {}
+    p = p | _transposed(draw, p)
     x = _rounded(draw, "x", p["x"])
     w = _rounded(draw, "w", p["w"])
     a, b = p["a"], p["b"]

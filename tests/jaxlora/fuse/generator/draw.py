@@ -18,6 +18,7 @@ class Draw:
         sizes: Sizes of the dimensions k, n, r and g.
         rows: Leading sizes of x.
         product: How products are written.
+        stored: Which of w, a and b are stored transposed.
         cast_lora: Whether A and B are cast to the dtype of x.
         roundings: Values that are cast to a dtype and back, and that dtype.
         preferred: Products with a `preferred_element_type`, and that type.
@@ -61,6 +62,7 @@ class Draw:
     sizes: tuple[int, int, int, int] = (K, N, R, G)
     rows: tuple[int, ...] = (24,)
     product: str = "matmul"
+    stored: tuple[str, ...] = ()
     cast_lora: bool = True
     roundings: tuple[tuple[str, str], ...] = ()
     preferred: tuple[tuple[str, str], ...] = ()

@@ -136,6 +136,10 @@ def _product(rng, made):
     return {"product": rng.choice(["einsum", "dot_general", "left", "transposed"])}
 
 
+def _stored(rng, made):
+    return {"stored": tuple(n for n in ("w", "a", "b") if rng.random() < 0.6)}
+
+
 def _dropout(rng, made):
     kinds = ("select", "divided after", "multiplied", "floats", "uniform", "equinox")
     return {
@@ -248,6 +252,7 @@ FEATURES = (
     (_outside, 0.2),
     (_nested, 0.06),
     (_gradient, 0.15),
+    (_stored, 0.25),
 )
 
 
@@ -284,7 +289,7 @@ def _consistent(draw: Draw) -> Draw:
     if {*draw.around} & {*draw.outside} and draw.splits_rows:
         changed |= {"around": ()}
     shards = [*draw.around, *draw.outside].count("shard_map")
-    if shards == 0 or draw.sizes[0] == 0:  # JAX gathers no empty dimension
+    if shards == 0 or 0 in draw.sizes[:2]:  # JAX gathers no empty dimension
         changed |= {"collective": "none"}
     if shards:
         changed |= {"constraint": False}
@@ -324,4 +329,5 @@ def plain_draw(seed: int) -> Draw:
     if rng.random() < 0.6:
         place = rng.choice(["around", "around", "outside"])
         made |= {place: (rng.choice(TRANSFORMS),), **_of_transforms(rng)}
+    made |= _stored(rng, made)
     return _consistent(Draw(seed=seed, **made))
