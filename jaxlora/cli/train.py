@@ -75,13 +75,11 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _check_outputs(config: "RunConfig", run_file: str) -> None:
     """Checks that a new run would replace neither its run file nor its data."""
-    from jaxlora.control.status_file import STATUS_FILE
     from jaxlora.outputs import check_output
-    from jaxlora.run.folder import RUN_FILE, SETTINGS_FILE
-    from jaxlora.train.sample_file import SAMPLES_FILE
+    from jaxlora.run.folder import REPLACED, RUN_FILE
 
     read = [run_file, *(job.data.path for job in config.jobs)]
-    for name in (RUN_FILE, SETTINGS_FILE, STATUS_FILE, SAMPLES_FILE, "summary.json"):
+    for name in (RUN_FILE, *REPLACED):
         check_output(pathlib.Path(config.output_dir, name), read)
 
 

@@ -15,10 +15,10 @@ from jaxlora.json_file import read_regular_file
 from jaxlora.problems import format_errors
 from jaxlora.run.callback import Callback
 from jaxlora.run.events import Event, StepEvent
+from jaxlora.run.folder import STATUS_FILE
 from jaxlora.run.saved_fields import STRICT, IsoTime
 from jaxlora.run.status import RunStatus, StatusTracker
 
-STATUS_FILE = "status.json"
 _WRITE_SECONDS = 2.0
 
 

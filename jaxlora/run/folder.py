@@ -20,6 +20,20 @@ logger = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
 SETTINGS_FILE = "settings.yaml"
+RUN_FILE_COPY = "run_file.yaml"
+STATUS_FILE = "status.json"
+SAMPLES_FILE = "samples.txt"
+SUMMARY_FILE = "summary.json"
+PICTURE = "losses.png"
+# What a run writes into its folder under names that a user may have given to a file.
+REPLACED = (
+    SETTINGS_FILE,
+    RUN_FILE_COPY,
+    STATUS_FILE,
+    SAMPLES_FILE,
+    SUMMARY_FILE,
+    PICTURE,
+)
 ADAPTERS = "adapters"
 CHECKPOINTS = "checkpoints"
 _VERSION = 1
@@ -154,6 +168,7 @@ def check_folder(folder: pathlib.Path, *, resume: bool) -> None:
     Raises:
         CheckpointError: A run has begun in the folder and `resume` is false, or none
             has begun and `resume` is true.
+        StorageError: A new run would replace a file in the folder.
     """
     has_begun = os.path.lexists(folder / RUN_FILE)
     has_traces = any((folder / name).exists() for name in _TRACES) or any(
@@ -165,6 +180,8 @@ def check_folder(folder: pathlib.Path, *, resume: bool) -> None:
             f"{folder} already holds a run. Resume it (resume=True, or --resume), or "
             "choose another output_dir."
         )
+    if not resume:
+        _check_replaces_nothing(folder)
     if resume and not has_begun and has_traces:
         raise CheckpointError(
             f"{folder} holds a run without {RUN_FILE}: it was begun by an earlier "
@@ -176,6 +193,16 @@ def check_folder(folder: pathlib.Path, *, resume: bool) -> None:
         raise CheckpointError(
             f"{folder} holds no run to resume. Check output_dir, or start without "
             "resume."
+        )
+
+
+def _check_replaces_nothing(folder: pathlib.Path) -> None:
+    # A run writes these only after its record, so it has not written what is here.
+    there = [name for name in REPLACED if os.path.lexists(folder / name)]
+    if there:
+        raise StorageError(
+            f"{folder} holds {', '.join(there)} of another origin, which a run would "
+            "replace. Move what is there, or choose another output_dir."
         )
 
 

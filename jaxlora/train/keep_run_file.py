@@ -5,8 +5,7 @@ import pathlib
 from jaxlora.atomic import write_bytes
 from jaxlora.run.callback import Callback
 from jaxlora.run.events import RunStartEvent
-
-RUN_FILE_COPY = "run_file.yaml"
+from jaxlora.run.folder import RUN_FILE_COPY
 
 
 class KeepRunFile(Callback):

@@ -9,9 +9,9 @@ from typing import Any
 from jaxlora.atomic import write_bytes
 from jaxlora.run.callback import Callback
 from jaxlora.run.events import WindowEvent
+from jaxlora.run.folder import PICTURE
 from jaxlora.run.log import METRICS_FILE, read_events
 
-PICTURE = "losses.png"
 _NUM_NAMED = 8  # jobs in colors; the others are grey
 _KINDS = {"step": ("loss", "training"), "eval": ("eval_loss", "held out")}
 _MIN_SECONDS = 60.0  # between two pictures while a run trains

@@ -13,10 +13,11 @@ from rich.table import Table
 from jaxlora.atomic import write_text
 from jaxlora.console import literal, show
 from jaxlora.printable import one_line
+from jaxlora.run.folder import PICTURE, SUMMARY_FILE
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.log import METRICS_FILE
 from jaxlora.train.job_run import JobRun
-from jaxlora.train.plot import PICTURE, plot_losses
+from jaxlora.train.plot import plot_losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,5 +175,5 @@ def write_report(result: RunResult) -> None:
         for job in result.jobs
     }
     text = json.dumps({"jobs": jobs, "interrupted": result.interrupted}, indent=2)
-    write_text(result.output_dir / "summary.json", text + "\n")
+    write_text(result.output_dir / SUMMARY_FILE, text + "\n")
     plot_losses(result.output_dir / METRICS_FILE, result.output_dir / PICTURE)

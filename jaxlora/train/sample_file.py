@@ -7,11 +7,11 @@ from typing import Any
 from jaxlora.atomic import wrap_os_errors, write_text
 from jaxlora.run.callback import Callback
 from jaxlora.run.events import SampleEvent
+from jaxlora.run.folder import SAMPLES_FILE
 from jaxlora.run.log import METRICS_FILE, read_events
 
 logger = logging.getLogger(__name__)
 
-SAMPLES_FILE = "samples.txt"
 _MOST_LOGGED = 200  # characters of a text that the log shows
 
 

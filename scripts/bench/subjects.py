@@ -5,6 +5,7 @@ import importlib
 from collections.abc import Sequence
 
 from jaxlora.device_check import check_device_in_child
+from jaxlora.memory.gpu_share import take_free_gpus
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,18 +16,22 @@ class Subject:
         module: Module with the functions `parser()` and `main(argv)`.
         summary: What it measures, in a few words.
         on_device: Whether it computes on the device.
+        gathers: Whether it may gather weights, as with FSDP.
     """
 
     module: str
     summary: str
     on_device: bool = True
+    gathers: bool = False
 
 
 SUBJECTS = {
     "kernels": Subject("kernels.benchmark", "LoRA linears against the frozen layer"),
     "step": Subject("step.benchmark", "training steps against peft and the base alone"),
     "joint": Subject("joint", "joint training against one job after the other"),
-    "mesh": Subject("mesh.benchmark", "pipelines and FSDP on the GPUs of a machine"),
+    "mesh": Subject(
+        "mesh.benchmark", "pipelines and FSDP on the GPUs of a machine", gathers=True
+    ),
     "scheduler": Subject(
         "scheduler.benchmark", "packers on a simulated pipeline", on_device=False
     ),
@@ -49,7 +54,7 @@ SUBJECTS = {
 
 
 def run(name: str, argv: Sequence[str]) -> None:
-    """Imports a subject's module and runs it.
+    """Imports a subject's module and runs it, with the GPU memory that a run takes.
 
     Args:
         name: One of `SUBJECTS`.
@@ -58,6 +63,8 @@ def run(name: str, argv: Sequence[str]) -> None:
     Raises:
         DeviceError: It computes, a GPU is visible, and JAX does not use it.
     """
-    if SUBJECTS[name].on_device and not {"-h", "--help"} & set(argv):
+    subject = SUBJECTS[name]
+    if subject.on_device and not {"-h", "--help"} & set(argv):
         check_device_in_child()
-    importlib.import_module(f"jaxlora.bench.{SUBJECTS[name].module}").main(argv)
+        take_free_gpus(gathers=subject.gathers)
+    importlib.import_module(f"jaxlora.bench.{subject.module}").main(argv)

@@ -17,7 +17,6 @@ rows to DIR/mesh.md. Without a GPU, only the models tiny and wide-2 run.
 
 import argparse
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -35,8 +34,6 @@ from jaxlora.errors import JaxloraError
 from jaxlora.pallas_kernels import BACKENDS
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
 
-# Collectives need memory that JAX has not reserved.
-ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}
 _ASK = "import jax; print(jax.device_count(), jax.default_backend())"
 
 
@@ -116,10 +113,9 @@ def measure_alone(case: Case, folder: Path, seconds: float, limit: float) -> str
     """
     command = [sys.executable, "-m", "jaxlora.bench.mesh.measure", case.to_json()]
     command += [str(seconds), str(folder)]
-    environment = ENVIRONMENT | os.environ
     timeout = None if math.isinf(limit) else limit
     try:
-        ended = subprocess.run(command, env=environment, timeout=timeout)
+        ended = subprocess.run(command, timeout=timeout)
     except subprocess.TimeoutExpired:
         return f"it took more than {limit:.3g} s"
     return f"its process ended with {ended.returncode}" if ended.returncode else None

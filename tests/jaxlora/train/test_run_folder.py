@@ -16,9 +16,14 @@ from rich.console import Console
 
 from jaxlora import Callback, RunConfig, Trainer, load_run
 from jaxlora.cli.main import main
-from jaxlora.errors import CheckpointError
+from jaxlora.errors import CheckpointError, StorageError
 from jaxlora.inspect import inspect_path
-from jaxlora.run.folder import check_folder, clean_up, prepare_export_folder
+from jaxlora.run.folder import (
+    REPLACED,
+    check_folder,
+    clean_up,
+    prepare_export_folder,
+)
 from jaxlora.run.log import read_events
 from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.export import export_checkpoint
@@ -311,3 +316,18 @@ def test_checkpoints_that_are_none_stay(tmp_path):
 
 def names(folder: pathlib.Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_new_run_replaces_no_file_of_another_origin(tmp_path, name):
+    (tmp_path / "notes.txt").write_text("a name that no run uses")
+    check_folder(tmp_path, resume=False)
+    (tmp_path / name).write_text("mine")
+    message = rf"holds {re.escape(name)} of another origin.* Move what is there, or "
+    with pytest.raises(StorageError, match=message):
+        check_folder(tmp_path, resume=False)
+    assert (tmp_path / name).read_text() == "mine"
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("nowhere")
+    with pytest.raises(StorageError, match=message):
+        check_folder(tmp_path, resume=False)

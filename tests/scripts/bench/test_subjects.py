@@ -1,9 +1,13 @@
 """The command `jaxlora bench`."""
 
+import os
+
 import pytest
 
+from jaxlora.bench import subjects
 from jaxlora.bench.subjects import SUBJECTS
 from jaxlora.cli.main import main
+from jaxlora.memory import gpu_share
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
@@ -39,3 +43,32 @@ def test_traffic_names_the_profiler_that_it_needs(capsys, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert main(["bench", "traffic"]) == 1
     assert "`ncu` of NVIDIA Nsight Compute" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("subject", "share"),
+    [
+        ("step", gpu_share.SHARE),
+        ("mesh", gpu_share.GATHERING_SHARE),
+        ("scheduler", None),
+    ],
+)
+def test_a_benchmark_takes_the_memory_that_training_takes(subject, share, monkeypatch):
+    """Before its module is imported, and in the variable that its processes inherit."""
+
+    def choose(local_ids, environ, *, gathers):
+        taken = gpu_share.GATHERING_SHARE if gathers else gpu_share.SHARE
+        return gpu_share.ShareChoice(share=taken, text="a free GPU")
+
+    class Module:
+        def main(self, argv):
+            found.append(os.environ.get(gpu_share.FRACTION))
+
+    found = []
+    monkeypatch.setenv(gpu_share.FRACTION, "0.5")
+    monkeypatch.delenv(gpu_share.FRACTION)
+    monkeypatch.setattr(gpu_share, "choose_share", choose)
+    monkeypatch.setattr(subjects, "check_device_in_child", lambda: None)
+    monkeypatch.setattr(subjects.importlib, "import_module", lambda name: Module())
+    subjects.run(subject, [])
+    assert found == [None if share is None else str(share)]
