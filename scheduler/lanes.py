@@ -61,8 +61,8 @@ class Lanes:
             raise ValueError("all replicas share all jobs, so a slot has no replica.")
         if not 0 <= slot < self.data * per_replica:
             raise ValueError(
-                f"slot {slot} does not exist: {self.data} replicas have {per_replica} "
-                "slots each."
+                f"slot {slot} does not exist: there are {self.data * per_replica}, "
+                f"{per_replica} on each replica."
             )
         return slot // per_replica
 
@@ -84,8 +84,8 @@ def ticks_of(microbatches: Sequence[Microbatch], num_lanes: int) -> list[Tick]:
     """
     if len(microbatches) % num_lanes:
         raise ValueError(
-            f"{len(microbatches)} microbatches do not divide into ticks of {num_lanes} "
-            "lanes. Pad the last tick with empty microbatches."
+            f"the number of microbatches, {len(microbatches)}, is not a multiple of "
+            f"num_lanes={num_lanes}. Pad the last tick with empty microbatches."
         )
     return [
         tuple(microbatches[first : first + num_lanes])

@@ -151,8 +151,8 @@ def choose_slots(
     ]
     if len(tokens) > sum(map(len, free)):
         raise ValueError(
-            f"{len(tokens)} jobs do not fit in the {sum(map(len, free))} free slots of "
-            f"{lanes.data} replicas with {per_replica} slots each."
+            f"the jobs do not fit: {len(tokens)} wait, and free slots: "
+            f"{sum(map(len, free))} of {lanes.data * per_replica}."
         )
     work = [0.0] * lanes.data
     for slot, left in running.items():

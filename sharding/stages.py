@@ -37,8 +37,8 @@ def cut_layers(
     num_layers = len(layer_costs)
     if not 1 <= num_stages <= num_layers:
         raise ValueError(
-            f"{num_layers} layers cannot be divided into {num_stages} pipeline stages "
-            f"of at least one layer each. Use 1 to {num_layers} stages."
+            f"num_layers={num_layers} cannot be divided into num_stages={num_stages} "
+            f"pipeline stages of at least one layer each. Use 1 to {num_layers}."
         )
     bad = [cost for cost in (*layer_costs, first, last) if not 0 <= cost < math.inf]
     if bad:

@@ -92,7 +92,7 @@ def _run(arguments: argparse.Namespace) -> int | None:
     if arguments.picture:
         drawn = draw_plan(planned, arguments.picture)
         total = len(planned.whole.schedule.microbatches)
-        say(f"wrote {arguments.picture}: the first {drawn} of {total} microbatches")
+        say(f"wrote {arguments.picture}: microbatches 1 to {drawn} of {total}")
     return None
 
 

@@ -258,7 +258,7 @@ def _choose_samples(
     if not len(out.samples):
         bad = f", and {out.num_bad} cannot be used (the first: {records.first_bad})"
         raise DataError(
-            f"{path}: none of {out.num_records} records can be used by job "
+            f"{path}: none of {counted(out.num_records, 'record')} can be used by job "
             f"{job.name!r}: {out.num_dropped} are longer than max_length="
             f"{job.max_length}, and {out.num_without_target} have no token to predict "
             f"within it{bad if out.num_bad else ''}. Raise max_length or give other "

@@ -119,8 +119,8 @@ class ModelConfig:
             )
         if len(self.layer_windows) != self.num_layers:
             raise ValueError(
-                f"layer_windows has {len(self.layer_windows)} entries; wanted one for "
-                f"each of the num_layers={self.num_layers} layers."
+                f"layer_windows has {len(self.layer_windows)} entries; wanted "
+                f"num_layers={self.num_layers}, one for each layer."
             )
 
     @property

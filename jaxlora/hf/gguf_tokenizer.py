@@ -8,6 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from jaxlora.atomic import write_text
+from jaxlora.counted import counted
 from jaxlora.errors import ModelError
 from jaxlora.hf.gguf_file import GgufFile
 from jaxlora.json_file import shown
@@ -47,7 +48,7 @@ def check_tokenizer(file: GgufFile) -> None:
         raise ModelError(f"{file.path} has no tokens, or some of them twice.")
     if len(fields["tokenizer.ggml.token_type"]) != len(tokens):
         raise ModelError(
-            f"{file.path} has {len(tokens)} tokens, and a type for "
+            f"{file.path} has {counted(len(tokens), 'token')}, and a type for "
             f"{len(fields['tokenizer.ggml.token_type'])}."
         )
     for merge in fields["tokenizer.ggml.merges"]:
@@ -62,7 +63,7 @@ def check_tokenizer(file: GgufFile) -> None:
         if token_id is not None and not (is_id and 0 <= token_id < len(tokens)):
             raise ModelError(
                 f"{file.path} has tokenizer.ggml.{role}_token_id={shown(token_id)}; "
-                f"wanted the id of one of its {len(tokens)} tokens."
+                f"wanted the id of a token, from 0 to {len(tokens) - 1}."
             )
     if not isinstance(fields.get("tokenizer.chat_template"), str | None):
         raise ModelError(f"{file.path} has a chat template that is not text.")

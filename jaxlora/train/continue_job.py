@@ -9,6 +9,7 @@ from jaxlora.adapters.export_record import read_export
 from jaxlora.adapters.slots import KINDS, Kind
 from jaxlora.atomic import find_complete_folder, replace_folder, sync_files
 from jaxlora.config import LoraJob
+from jaxlora.counted import counted
 from jaxlora.errors import CheckpointError
 from jaxlora.run.folder import ADAPTERS, CHECKPOINTS
 from jaxlora.run.identity import RunIdentity, check_same_run
@@ -71,9 +72,9 @@ def _read_continued(
     done = found.run.progress[name].step
     if done > num_steps:
         raise CheckpointError(
-            f"job {name!r} has done {done} steps in {folder}, and {num_steps} are "
-            f"wanted here, so it would end at once. Raise steps or epochs to {done} "
-            "steps or more."
+            f"job {name!r} has done {counted(done, 'step')} in {folder}, and the "
+            f"number wanted here is {num_steps}, so it would end at once. Raise steps "
+            f"or epochs to {counted(done, 'step')} or more."
         )
     then, path = found.run.identity, folder / CHECKPOINTS / str(found.number)
     then = dataclasses.replace(then, jobs={name: then.jobs[name]})

@@ -174,7 +174,8 @@ def _check_not_cut(
 def _cut_reason(job: JobRun | PreparedJob, done: JobProgress) -> str | None:
     """Says why a job that goes on would end at once; None if it would not."""
     if done.step > job.num_steps:
-        return f"has done {done.step} steps, and {job.num_steps} are wanted now"
+        wanted = f"the number wanted now is {job.num_steps}"
+        return f"has done {counted(done.step, 'step')}, and {wanted}"
     patience = job.job.early_stopping
     if patience and done.evals_without_gain >= patience:
         count = done.evals_without_gain

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlora.adapters.placement import ONE_DEVICE, Placement
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.adapters.staged_slots import StagedSlots
+from jaxlora.counted import counted
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import Place
 from jaxlora.models.decoder import DecoderOptions
@@ -138,8 +139,8 @@ def make_layout(
     assert spec.slots is not None
     if is_pinned and spec.slots.num_slots % sizes.data:
         raise ValueError(
-            f"{spec.slots.num_slots} slots cannot be divided among {sizes.data} "
-            "replicas."
+            f"{counted(spec.slots.num_slots, 'slot')} cannot be divided among "
+            f"{sizes.data} replicas."
         )
     spec = with_fsdp(spec, sizes.fsdp)
     meshes = stage_meshes(sizes, devices)

@@ -390,7 +390,7 @@ class Windows:
     def _decide(self, run: JobRun) -> None:
         """Marks a job as over if it ends here; it is between two batches, or waits."""
         if (step := run.progress.step) > (wanted := run.num_steps):
-            reason = f"{step} steps were done, and {wanted} are wanted"
+            reason = f"{counted(step, 'step')} done, and the number wanted is {wanted}"
             run.update(status="finished", reason=reason)
         elif step == wanted:
             run.update(status="finished", reason="all steps are done")

@@ -66,5 +66,5 @@ def test_new_jobs_balance_the_replicas():
     assert choose_slots(new, {}, lanes) == {1: 0, 3: 3, 2: 4, 0: 1}
     # Running jobs stay where they are, so a busy replica gets fewer jobs.
     assert choose_slots(new, {1: 100.0}, lanes) == {1: 3, 3: 4, 2: 5, 0: 0}
-    with pytest.raises(ValueError, match="4 jobs do not fit in the 3 free slots"):
+    with pytest.raises(ValueError, match="4 wait, and free slots: 3"):
         choose_slots(new, {0: 1.0, 1: 1.0, 5: 1.0}, lanes)

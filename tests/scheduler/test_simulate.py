@@ -231,7 +231,7 @@ def test_a_tick_takes_as_long_as_its_slowest_lane():
     ran = simulate(stream(10, 4, 0, 7), equal(1), Pipeline(), num_lanes=2)
     assert ran.makespan == 3 * (10 + 7)
     assert ran.peak_tokens == (10,)
-    with pytest.raises(ValueError, match="3 microbatches do not divide into ticks"):
+    with pytest.raises(ValueError, match="3, is not a multiple of num_lanes"):
         simulate(stream(10, 4, 7), equal(1), Pipeline(), num_lanes=2)
 
 

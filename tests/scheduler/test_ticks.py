@@ -161,7 +161,7 @@ def test_finds_violations_of_ticks():
     near = wrong(one, (), two, (), samples=everything, distance=2)
     assert "starts in tick 1, 1 after the end of batch 0" in near[0]
     assert wrong(one, (), (), (), two, (), samples=everything) == ["tick 1 is empty."]
-    with pytest.raises(ValueError, match="3 microbatches do not divide into ticks"):
+    with pytest.raises(ValueError, match="3, is not a multiple of num_lanes"):
         wrong(one, two, (), samples=everything)
     pinned = Lanes(data=2, slots_per_replica=1)
     swapped = Schedule(microbatches=(tuple(other), one), limits=LIMITS)

@@ -143,7 +143,7 @@ def test_plan(folder, capsys, tmp_path):
     for words in ("fewest", "padding", "bubble", "lower bound", "speed against greedy"):
         assert words in text
     assert re.search(r"on 1 device +\n", text) and "no-ops" in text
-    assert re.search(rf"wrote {picture}: the first (\d+) of \1 microbatches", text)
+    assert re.search(rf"wrote {picture}: microbatches 1 to (\d+) of \1\b", text)
     assert picture.read_bytes().startswith(b"\x89PNG")
     mesh = "stage=2,fsdp=2"
     text = said(

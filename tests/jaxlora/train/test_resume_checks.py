@@ -116,7 +116,7 @@ def test_fewer_steps_than_are_done_need_a_word(config, model, tmp_path, caplog):
     with pytest.raises(CheckpointError) as refused:
         Trainer(cut, model).train(resume=True)
     for words in (
-        f"job {job.name!r} has done 4 steps, and 2 are wanted now",
+        f"job {job.name!r} has done 4 steps, and the number wanted now is 2",
         "optimizer states be dropped",
         "Set these settings back",
         "drop_state=True (--drop-state)",
@@ -130,7 +130,7 @@ def test_fewer_steps_than_are_done_need_a_word(config, model, tmp_path, caplog):
     (done,) = Trainer(cut, model).train(resume=True, drop_state=True).jobs
     assert "their optimizer states are dropped, so they cannot go on" in caplog.text
     assert (done.progress.status, done.progress.step) == ("finished", 4)
-    assert done.progress.reason == "4 steps were done, and 2 are wanted"
+    assert done.progress.reason == "4 steps done, and the number wanted is 2"
     other = shorter.model_copy(update={"continue_from": str(tmp_path / "stopped")})
     stopped = changed(config, output_dir=str(tmp_path / "stopped"))
     Trainer(stopped, model).train(callbacks=[AtWindow(interrupt_at(4))])
