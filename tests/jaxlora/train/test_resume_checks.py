@@ -134,7 +134,8 @@ def test_fewer_steps_than_are_done_need_a_word(config, model, tmp_path, caplog):
     other = shorter.model_copy(update={"continue_from": str(tmp_path / "stopped")})
     stopped = changed(config, output_dir=str(tmp_path / "stopped"))
     Trainer(stopped, model).train(callbacks=[AtWindow(interrupt_at(4))])
-    with pytest.raises(CheckpointError, match="has done 4 steps in .* wanted here is 2,"):
+    message = r"has done 4 steps in .*, and the number wanted here is 2, "
+    with pytest.raises(CheckpointError, match=message):
         new = changed(config, jobs=(other,), output_dir=str(tmp_path / "new"))
         Trainer(new, model).train()
 
