@@ -101,7 +101,7 @@ def _facts_table() -> Table:
 
 
 def _needs_table(planned: RunPlan, price_per_hour: float | None) -> Table:
-    """What a user wants to know first: whether it fits, how long, and for how much."""
+    """Makes the first table: whether the run fits, how long it takes, its price."""
     table = _facts_table()
     base = planned.base_format
     stored = planned.dtype if base is None else f"{base.name} and {planned.dtype}"

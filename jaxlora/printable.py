@@ -11,7 +11,7 @@ import unicodedata
 _ESCAPED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 # Invisible characters of other categories: fillers of Hangul, and the grapheme joiner.
 _INVISIBLE = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u3164\uffa0")
-# What stays in generated texts: Persian, Indic scripts and emoji need the joiners.
+# Generated texts keep these: Persian, Indic scripts and emoji need the joiners.
 KEPT_IN_TEXTS = "\n\t\u200c\u200d"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from jaxlora.data.values import without_nulls
 from jaxlora.errors import DataError
 
-# What other formats call the arguments of a call.
+# Other formats use these keys for the arguments of a call.
 _OTHER_ARGUMENTS = ("parameters", "args", "input", "kwargs")
 
 

@@ -20,7 +20,7 @@ _LOGIT_BYTES = 6  # a logit is held in float32 and in bfloat16
 _HEAD_BYTES = 768 * 2**20  # at most
 _BATCHES = 2  # on the device: one runs, the next waits
 _GATHERED_LAYERS = 2  # one runs, the weights of the next one arrive
-# What the allocator wastes of activations that are kept between two programs. They are
+# The allocator wastes this share of activations kept between two programs. They are
 # hundreds of arrays, and it hands out up to 128 MiB more than asked for, where that is
 # less than twice as much. A replay of two stages of Llama-3.1-8B wasted 0.4 to 0.9 GiB
 # of 36; the peak of an H200 was 2.6 % above what was compiled.

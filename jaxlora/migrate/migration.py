@@ -104,7 +104,7 @@ class Migration:
         place, key = self.run, str(path[0]) if path else ""
         if key == "jobs" and len(path) > 2:
             place, key = self.job, str(path[2])
-        # Of settings that contradict each other, none is the one to leave out.
+        # If settings contradict each other, it is not known which one to leave out.
         if key not in place or problem.kind in (RULE, UNKNOWN):
             raise ConfigError(f"the settings cannot be converted: {reason}")
         del place[key]

@@ -25,7 +25,7 @@ STATUS_FILE = "status.json"
 SAMPLES_FILE = "samples.txt"
 SUMMARY_FILE = "summary.json"
 PICTURE = "losses.png"
-# What a run writes into its folder under names that a user may have given to a file.
+# A run writes these files, and a user may have files of the same names.
 REPLACED = (
     SETTINGS_FILE,
     RUN_FILE_COPY,

@@ -101,7 +101,7 @@ class Candidates:
             machine: The machine.
         """
         self._demand, self._machine = demand, machine
-        # What is packed depends on neither the model nor `remat`.
+        # The schedule depends on neither the model nor `remat`.
         self._packed: dict[tuple[Lanes, Limits], Schedule] = {}
 
     def largest(self, config: RunConfig, spec: DecoderSpec) -> Candidate:
