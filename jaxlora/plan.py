@@ -15,8 +15,7 @@ from jaxlora.device_check import check_device
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.gpu_share import GATHERING_SHARE, SHARE
 from jaxlora.memory.need import MemoryNeed
-from jaxlora.models.base_format import BaseFormat
-from jaxlora.models.spec import DecoderSpec
+from jaxlora.note import log_notes
 from jaxlora.pallas_kernels.device import planned_for
 from jaxlora.plan_cost import PlannedTime, check_fits, memory_need, run_seconds
 from jaxlora.run.folder import (
@@ -27,8 +26,6 @@ from jaxlora.run.folder import (
     start_time,
 )
 from jaxlora.scheduler import (
-    CostModel,
-    Lanes,
     Microbatch,
     Plan,
     Sample,
@@ -36,27 +33,20 @@ from jaxlora.scheduler import (
     lower_bound,
 )
 from jaxlora.scheduler.plan import evaluate
-from jaxlora.scheduler.replicas import Load
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.trackers.table import check_installed
+from jaxlora.train.auto_mesh.machine import this_machine
 from jaxlora.train.check_inputs import check_inputs
 from jaxlora.train.continue_job import check_continues
 from jaxlora.train.describe_run import check_resumes, run_identity
-from jaxlora.train.lanes import run_lanes, window_cost
 from jaxlora.train.next_window import (
     assign_slots,
     pack_window,
     positions_after,
     window_samples,
 )
-from jaxlora.train.planned_model import PlannedModel
 from jaxlora.train.prepared_job import PreparedJob, data_reader, prepare_jobs
-from jaxlora.train.settle_run import (
-    SettledRun,
-    first_positions,
-    settle_mesh,
-    settle_run,
-)
+from jaxlora.train.run_plan import RunPlan, first_positions, resolve
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,16 +67,13 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class RunPlan:
-    """The plan of a run in which no job ends early.
+class RunForecast:
+    """What a run does in which no job ends early.
 
     Attributes:
-        config: The run; none of `mesh`, `microbatch_tokens` and `remat` is `auto`.
+        plan: What is decided about the run.
         machine: GPUs that the plan is for; None: those of this machine.
         jobs: Jobs of the run.
-        sizes: Mesh that the plan is for.
-        dtype: Dtype of the weights that are not quantized.
-        base_format: How linears of the base are quantized; None: they are not.
         memory: What it needs on each device, by estimate.
         time: How long it takes, predicted; None: the rates of the device are not known.
         parts: Windows of the run, in the order in which they run.
@@ -94,17 +81,24 @@ class RunPlan:
         greedy: The same samples under `packer: greedy`.
     """
 
-    config: RunConfig
+    plan: RunPlan
     machine: GpuMachine | None
     jobs: tuple[PreparedJob, ...]
-    sizes: MeshSizes
-    dtype: str
-    base_format: BaseFormat | None
     memory: MemoryNeed
     time: PlannedTime | None
     parts: tuple[Part, ...]
     whole: Plan
     greedy: Plan
+
+    @property
+    def config(self) -> RunConfig:
+        """The run; none of `mesh`, `microbatch_tokens` and `remat` is `auto`."""
+        return self.plan.config
+
+    @property
+    def sizes(self) -> MeshSizes:
+        """Sizes of the mesh."""
+        return self.plan.stages.sizes
 
     @property
     def num_tokens(self) -> int:
@@ -123,7 +117,7 @@ def plan_run(
     *,
     steps: int | None = None,
     machine: GpuMachine | None = None,
-) -> RunPlan:
+) -> RunForecast:
     """Plans a run. Simulated time is in units of what a device needs for one token.
 
     The plan has the same microbatches as the trainer, as long as no job ends early. A
@@ -149,14 +143,12 @@ def plan_run(
         config = config.replace(mesh="auto")
     share = GATHERING_SHARE if config.may_gather else SHARE
     with planned_for(machine.planned(share)):
-        opened = _open(config, datetime.datetime.now().isoformat())
-        settled = _settle(opened)
-        lanes = _lanes(settled.config, opened.jobs)
-        check_fits(settled, lanes)
-        return _planned(opened, settled, steps, machine)
+        plan, jobs = _resolve(config, datetime.datetime.now().isoformat())
+        check_fits(plan)
+        return _forecast(plan, jobs, steps, machine)
 
 
-def _plan_here(config: RunConfig, steps: int | None) -> RunPlan:
+def _plan_here(config: RunConfig, steps: int | None) -> RunForecast:
     check_device()
     output_dir = pathlib.Path(config.output_dir)
 
@@ -164,30 +156,20 @@ def _plan_here(config: RunConfig, steps: int | None) -> RunPlan:
         check_writable(output_dir)
         check_folder(output_dir, resume=read_run_record(output_dir) is not None)
 
-    opened = _open(
+    plan, jobs = _resolve(
         as_begun(config),
         start_time(output_dir),
         report_to=lambda: check_installed(config.report_to),
         output_dir=check_output_dir,
     )
-    settled = _settle(opened)
-    _check_saved_states(settled.config, settled.spec, opened.jobs)
-    return _planned(opened, settled, steps, None)
+    _check_saved_states(plan, jobs)
+    return _forecast(plan, jobs, steps, None)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _OpenedRun:
-    """A run whose data is read."""
-
-    config: RunConfig
-    model: PlannedModel
-    jobs: Sequence[PreparedJob]
-
-
-def _open(
+def _resolve(
     config: RunConfig, started: str, **checks: Callable[[], object]
-) -> _OpenedRun:
-    """Checks what a run names, and reads its data.
+) -> tuple[RunPlan, Sequence[PreparedJob]]:
+    """Checks what a run names, reads its data and plans it; logs the reasons.
 
     Args:
         config: The run.
@@ -197,107 +179,77 @@ def _open(
     inputs = check_inputs(config, None, started, **checks)
     reader = data_reader(config, inputs.tokenizer)
     jobs = prepare_jobs(config.jobs, inputs.model.config, reader)
-    return _OpenedRun(config=config, model=inputs.model, jobs=jobs)
+    plan = resolve(config, inputs.model, jobs, this_machine())
+    log_notes(plan.notes)
+    return plan, jobs
 
 
-def _settle(opened: _OpenedRun) -> SettledRun:
-    config = settle_mesh(opened.config, opened.model, opened.jobs)
-    return settle_run(config, opened.model, opened.jobs)
-
-
-def _planned(
-    opened: _OpenedRun,
-    settled: SettledRun,
+def _forecast(
+    plan: RunPlan,
+    jobs: Sequence[PreparedJob],
     steps: int | None,
     machine: GpuMachine | None,
-) -> RunPlan:
+) -> RunForecast:
     """Packs the windows of a run, and predicts what it needs."""
-    config, jobs = settled.config, opened.jobs
     if steps is not None:
         jobs = [job.first_steps(steps) for job in jobs]
-    lanes = _lanes(config, jobs)
-    cost = window_cost(config, opened.model.config)
-    parts = tuple(_part(config, w, lanes, cost) for w in _windows(config, jobs, lanes))
-    return RunPlan(
-        config=config,
+    parts = tuple(_part(plan, window) for window in _windows(plan, jobs))
+    return RunForecast(
+        plan=plan,
         machine=machine,
         jobs=tuple(jobs),
-        sizes=config.mesh_sizes,
-        dtype=opened.model.dtype.name,
-        base_format=opened.model.base_format,
-        memory=memory_need(settled, lanes),
-        time=_time(settled, jobs, lanes, parts),
+        memory=memory_need(plan),
+        time=_time(plan, jobs, parts),
         parts=parts,
-        whole=_join([p.schedule for p in parts], parts, lanes, cost),
-        greedy=_join([p.greedy for p in parts], parts, lanes, cost),
+        whole=_join([p.schedule for p in parts], parts, plan),
+        greedy=_join([p.greedy for p in parts], parts, plan),
     )
 
 
 def _time(
-    settled: SettledRun,
-    jobs: Sequence[PreparedJob],
-    lanes: Lanes,
-    parts: Sequence[Part],
+    plan: RunPlan, jobs: Sequence[PreparedJob], parts: Sequence[Part]
 ) -> PlannedTime | None:
-    schedules = [part.schedule for part in parts]
-    together = run_seconds(settled.config, settled.spec, lanes, schedules)
+    together = run_seconds(plan, [part.schedule for part in parts])
     if together is None:
         return None
     apart = [together]
     if len(jobs) > 1:
-        apart = [_seconds_alone(settled, job) for job in jobs]
+        apart = [_seconds_alone(plan, job) for job in jobs]
     return PlannedTime(together=together, apart=sum(apart))
 
 
-def _seconds_alone(settled: SettledRun, job: PreparedJob) -> float:
+def _seconds_alone(plan: RunPlan, job: PreparedJob) -> float:
     """Predicts the time of one job that has the mesh to itself."""
-    config = settled.config.replace(jobs=[job.job], max_concurrent_jobs=1)
+    config = plan.config.replace(jobs=[job.settings], max_concurrent_jobs=1)
     held_out = [] if job.eval_data is None else [job.eval_data]
-    if settled.bounds.fixed is None:
+    if plan.bounds.fixed is None:
         auto = config.replace(microbatch_tokens="auto")
         largest = Bounds.of(auto, [job.train_data], held_out).largest
         tokens = min(largest, config.limits.capacity)
         config = config.replace(microbatch_tokens=tokens)
-    lanes = _lanes(config, [job])
-    windows = _windows(config, [job], lanes)
+    alone = plan.alone(config, job)
     schedules = [
-        pack_window(w.samples, config.limits, config.packer, lanes) for w in windows
+        pack_window(w.samples, config.limits, config.packer, alone.lanes)
+        for w in _windows(alone, [job])
     ]
-    seconds = run_seconds(config, _one_slot(settled.spec), lanes, schedules)
+    seconds = run_seconds(alone, schedules)
     assert seconds is not None
     return seconds
 
 
-def _one_slot(spec: DecoderSpec) -> DecoderSpec:
-    assert spec.slots is not None
-    return dataclasses.replace(spec, slots=dataclasses.replace(spec.slots, num_slots=1))
-
-
-def _check_saved_states(
-    config: RunConfig, spec: DecoderSpec, jobs: Sequence[PreparedJob]
-) -> None:
+def _check_saved_states(plan: RunPlan, jobs: Sequence[PreparedJob]) -> None:
     """Checks the checkpoints that the run, or a job of it, would continue from."""
-    identity = run_identity(config, "", spec, jobs)
-    folder = pathlib.Path(config.output_dir)
+    folder = pathlib.Path(plan.config.output_dir)
     if read_run_record(folder) is not None:
-        check_resumes(folder, identity, jobs)
+        check_resumes(folder, run_identity(plan, "", jobs), jobs)
         return
     for job in jobs:
-        if job.job.continue_from is not None:
-            own = run_identity(config, "", spec, [job])
-            check_continues(job.job, job.num_steps, own)
+        if job.settings.continue_from is not None:
+            own = run_identity(plan, "", [job])
+            check_continues(job.settings, job.num_steps, own)
 
 
 # ---- windows -------------------------------------------------------------------------
-
-
-def _lanes(config: RunConfig, jobs: Sequence[PreparedJob]) -> Lanes:
-    loads = [
-        Load(num_batches=job.num_steps, batch_tokens=job.batch_tokens) for job in jobs
-    ]
-    num_slots = config.max_concurrent_jobs or len(jobs)
-    capacity = config.limits.capacity
-    return run_lanes(config, loads, capacity=capacity, num_slots=num_slots).lanes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -308,17 +260,12 @@ class _Window:
     job_of_slot: dict[int, int]
 
 
-def _windows(
-    config: RunConfig, jobs: Sequence[PreparedJob], lanes: Lanes
-) -> Iterator[_Window]:
+def _windows(plan: RunPlan, jobs: Sequence[PreparedJob]) -> Iterator[_Window]:
     """Yields the windows of a run in which no job ends early."""
-    num_slots = config.max_concurrent_jobs or len(jobs)
-    if lanes.slots_per_replica is not None:
-        num_slots = lanes.data * lanes.slots_per_replica
-    positions = first_positions(jobs)
+    config, positions = plan.config, first_positions(jobs)
     while positions:
         positions = assign_slots(
-            positions, num_slots, preempts=config.preempt, lanes=lanes
+            positions, plan.num_slots, preempts=config.preempt, lanes=plan.lanes
         )
         running = {p.slot: p.job for p in positions if p.slot is not None}
         samples = window_samples(
@@ -328,12 +275,12 @@ def _windows(
         positions = positions_after(positions, config.window_steps)
 
 
-def _part(config: RunConfig, window: _Window, lanes: Lanes, cost: CostModel) -> Part:
-    limits = config.limits
-    schedule = pack_window(window.samples, limits, config.packer, lanes)
+def _part(plan: RunPlan, window: _Window) -> Part:
+    limits, lanes = plan.config.limits, plan.lanes
+    schedule = pack_window(window.samples, limits, plan.config.packer, lanes)
     greedy = pack_window(window.samples, limits, "greedy", lanes)
     bound = lower_bound(
-        window.samples, limits, lanes.pipeline, cost, num_lanes=lanes.num_lanes
+        window.samples, limits, lanes.pipeline, plan.cost, num_lanes=lanes.num_lanes
     )
     return Part(
         samples=_by_job(window.samples, window),
@@ -354,16 +301,12 @@ def _renamed(schedule: Schedule, window: _Window) -> Schedule:
     return dataclasses.replace(schedule, microbatches=microbatches)
 
 
-def _join(
-    schedules: Sequence[Schedule],
-    parts: Sequence[Part],
-    lanes: Lanes,
-    cost: CostModel,
-) -> Plan:
+def _join(schedules: Sequence[Schedule], parts: Sequence[Part], plan: RunPlan) -> Plan:
     """Concatenates the schedules of windows, and simulates them.
 
     No-ops between two windows let the pipeline drain.
     """
+    lanes = plan.lanes
     drain: tuple[Microbatch, ...] = ((),) * lanes.num_lanes
     drain *= lanes.pipeline.distance - 1
     microbatches: list[Microbatch] = []
@@ -377,4 +320,4 @@ def _join(
     samples = list(itertools.chain.from_iterable(part.samples for part in parts))
     # Slots have become jobs, which may run on other replicas in other windows.
     lanes = dataclasses.replace(lanes, slots_per_replica=None)
-    return evaluate(joined, samples, lanes, cost)
+    return evaluate(joined, samples, lanes, plan.cost)

@@ -13,7 +13,7 @@ from jaxlora.costs.gpus import GpuMachine
 from jaxlora.errors import ConfigError
 from jaxlora.memory.device import format_bytes
 from jaxlora.memory.need import DoesNotFitError, MemoryNeed
-from jaxlora.plan import RunPlan
+from jaxlora.plan import RunForecast
 from jaxlora.scheduler import Plan, picture
 from jaxlora.scheduler.timeline import Timeline
 
@@ -22,7 +22,7 @@ _DRAWN_MICROBATCHES = 60
 
 
 def print_plan(
-    planned: RunPlan,
+    planned: RunForecast,
     console: Console,
     *,
     price_per_hour: float | None = None,
@@ -100,11 +100,11 @@ def _facts_table() -> Table:
     return table
 
 
-def _needs_table(planned: RunPlan, price_per_hour: float | None) -> Table:
+def _needs_table(planned: RunForecast, price_per_hour: float | None) -> Table:
     """Makes the first table: whether the run fits, how long it takes, its price."""
     table = _facts_table()
-    base = planned.base_format
-    stored = planned.dtype if base is None else f"{base.name} and {planned.dtype}"
+    base, dtype = planned.plan.model.base_format, planned.plan.model.dtype.name
+    stored = dtype if base is None else f"{base.name} and {dtype}"
     _add_memory(table, planned.memory, f", in {stored}")
     table.add_row("mesh", literal(_describe_mesh(planned)))
     config = planned.config
@@ -137,7 +137,7 @@ def _add_memory(table: Table, need: MemoryNeed, stored: str) -> None:
         table.add_row("  a training step", step)
 
 
-def _describe_mesh(planned: RunPlan) -> str:
+def _describe_mesh(planned: RunForecast) -> str:
     used, machine = planned.sizes.num_devices, planned.machine
     text = "1 device" if used == 1 else str(planned.sizes)
     if machine is not None and used < machine.count:
@@ -145,7 +145,7 @@ def _describe_mesh(planned: RunPlan) -> str:
     return text
 
 
-def _add_time(table: Table, planned: RunPlan, price_per_hour: float | None) -> None:
+def _add_time(table: Table, planned: RunForecast, price_per_hour: float | None) -> None:
     """Adds the predicted speed, time and price."""
     time = planned.time
     if time is None:
@@ -183,7 +183,7 @@ def _hours(seconds: float) -> str:
     return f"{seconds:.1f} seconds"
 
 
-def _notes(planned: RunPlan) -> Iterator[str]:
+def _notes(planned: RunForecast) -> Iterator[str]:
     """Says how far the predictions can be trusted."""
     if planned.time is None:
         yield "`--gpu h100x4` and the like plan for GPUs that are not here."
@@ -214,7 +214,7 @@ def _notes(planned: RunPlan) -> Iterator[str]:
         )
 
 
-def _jobs_table(planned: RunPlan, details: bool) -> Table:
+def _jobs_table(planned: RunForecast, details: bool) -> Table:
     columns = ("samples", "longest", "steps", "tokens")
     table = _table("jobs", "job", *(("number",) if details else ()), *columns)
     for number, job in enumerate(planned.jobs):
@@ -223,11 +223,11 @@ def _jobs_table(planned: RunPlan, details: bool) -> Table:
         row = (len(lengths), lengths.max(), job.num_steps, tokens)
         if details:
             row = (number, *row)
-        table.add_row(literal(job.job.name), *(f"{n:,}" for n in row))
+        table.add_row(literal(job.name), *(f"{n:,}" for n in row))
     return table
 
 
-def _parts_table(planned: RunPlan) -> Table:
+def _parts_table(planned: RunForecast) -> Table:
     num_lanes = planned.sizes.devices_per_stage
     one = num_lanes == 1
     table = _table(
@@ -263,7 +263,7 @@ def _numbers(jobs: set[int]) -> str:
     return ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in ranges)
 
 
-def _totals_table(planned: RunPlan) -> Table:
+def _totals_table(planned: RunForecast) -> Table:
     num_devices = planned.sizes.num_devices
     where = "1 device" if num_devices == 1 else f"mesh {planned.sizes}"
     table = _table(f"in all, simulated on {where}", "", "plan", "greedy")
@@ -296,7 +296,7 @@ def _num_tokens(planned: Plan) -> int:
     return _num_real(planned) * planned.schedule.limits.capacity
 
 
-def draw_plan(planned: RunPlan, path: str | os.PathLike) -> int:
+def draw_plan(planned: RunForecast, path: str | os.PathLike) -> int:
     """Writes a Gantt picture of the first microbatches; returns how many are in it.
 
     Raises:
@@ -307,7 +307,7 @@ def draw_plan(planned: RunPlan, path: str | os.PathLike) -> int:
     drawn = min(_DRAWN_MICROBATCHES, len(whole.schedule.microbatches))
     until = float(whole.simulation.backward_end[:, :drawn].max())
     timeline = Timeline.simulated(whole.simulation)
-    names = {number: job.job.name for number, job in enumerate(planned.jobs)}
+    names = {number: job.name for number, job in enumerate(planned.jobs)}
     picture.draw(
         whole.schedule, {"simulated": timeline}, path, until=until, names=names
     )

@@ -14,7 +14,7 @@ from jaxlora.errors import ConfigError
 if TYPE_CHECKING:
     from jaxlora.config import RunConfig
     from jaxlora.costs.gpus import GpuMachine
-    from jaxlora.plan import RunPlan
+    from jaxlora.plan import RunForecast
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +98,7 @@ def _run(arguments: argparse.Namespace) -> int | None:
 
 def _plan(
     config: "RunConfig", machine: "GpuMachine | None", steps: int | None
-) -> "RunPlan | None":
+) -> "RunForecast | None":
     """Plans a run; if it does not fit into other GPUs, says so and returns None."""
     from jaxlora.memory.gpu_share import take_free_gpus
     from jaxlora.memory.need import DoesNotFitError

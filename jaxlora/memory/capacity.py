@@ -1,10 +1,12 @@
 """Chooses the capacity of microbatches and `remat`: as asked for, or by device memory.
 
-`settle` replaces `microbatch_tokens: auto` by a number, and `remat: auto`, before a run
-starts. It refuses a run that its devices cannot hold, and names changes that would make
-it fit.
+`resolve_auto` replaces `microbatch_tokens: auto` by a number, and `remat: auto`, by
+estimates. `fit` compiles the passes of a run and corrects both by what the compiler
+reports. Both refuse a run that its devices cannot hold, and name changes that would
+make it fit.
 """
 
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 
@@ -17,7 +19,7 @@ from jaxlora.memory.device import DeviceMemory, format_bytes
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.mesh import MeshFootprint, MeshStages
 from jaxlora.memory.refusal import refusal
-from jaxlora.models.spec import DecoderSpec
+from jaxlora.note import Note, log_notes
 from jaxlora.pallas_kernels.device import device_kind
 
 logger = logging.getLogger(__name__)
@@ -29,58 +31,90 @@ _ENOUGH = 0.85  # a choice that needs less than this share of the memory is made
 CompileStages = Callable[[RunConfig], Sequence[StagePrograms]]
 
 
-def settle(
-    config: RunConfig,
-    spec: DecoderSpec,
-    bounds: Bounds,
-    compile_stages: CompileStages | None = None,
-    *,
-    stages: MeshStages | None = None,
-) -> RunConfig:
-    """Returns the run with a `remat` and a number of tokens at which it fits.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Resolved:
+    """A run whose capacity and `remat` are settled.
 
-    Without `compile_stages`, `microbatch_tokens: auto` becomes the largest number that
-    is estimated to fit all stages of the mesh, and `remat: auto` becomes the one that
-    is predicted to be fastest with its number. With `compile_stages`, all passes are
-    compiled for them, and their memory is read from the compiler. An automatic number
-    is then lowered until the step fits, and raised once if much memory remains free; if
-    no number fits, an automatic `remat` becomes a stronger one. An earlier result of
-    this function may be given as `config`, so that the estimate is not repeated.
+    Attributes:
+        config: The run.
+        notes: Why they were chosen.
+    """
+
+    config: RunConfig
+    notes: tuple[Note, ...] = ()
+
+
+def resolve_auto(
+    config: RunConfig,
+    stages: MeshStages,
+    bounds: Bounds,
+    available: DeviceMemory | None,
+) -> Resolved:
+    """Chooses what is `auto` by estimates of memory and time.
+
+    `microbatch_tokens: auto` becomes the largest number that is estimated to fit all
+    stages of the mesh, and `remat: auto` becomes the one that is predicted to be
+    fastest with its number.
 
     Args:
         config: The run; its mesh is not `auto`.
-        spec: Decoder of the run.
+        stages: Its stages.
+        bounds: Bounds of the capacity, and the choices of an automatic `remat`.
+        available: Memory of each device; None: it is not known.
+
+    Raises:
+        ConfigError: The run does not fit; or `remat` is `auto` and the device does not
+            report its memory.
+    """
+    if available is None:
+        return _unchecked(config, bounds)
+    _check_resident(config, stages, bounds, available)
+    is_auto = "auto" in (config.microbatch_tokens, config.remat)
+    if is_auto or stages.sizes.stage > 1:
+        return _estimated(config, stages, bounds, available)
+    return Resolved(config=config)
+
+
+def fit(
+    config: RunConfig,
+    stages: MeshStages,
+    bounds: Bounds,
+    compile_stages: CompileStages,
+) -> RunConfig:
+    """Returns the run with a `remat` and a number of tokens at which it fits.
+
+    All passes are compiled, and their memory is read from the compiler. An automatic
+    number of tokens is lowered until the step fits, and raised once if much memory
+    remains free; if no number fits, an automatic `remat` becomes a stronger one.
+
+    Args:
+        config: The run, with the numbers of `resolve_auto`.
+        stages: Its stages.
         bounds: Bounds of the capacity, and the choices of an automatic `remat`.
         compile_stages: Compiles the passes of all stages, while base and slots are on
             the devices.
-        stages: The stages as they are laid out; None: as they would be.
 
     Raises:
-        ConfigError: The run does not fit, and its capacity cannot be lowered; or
-            `remat` is `auto` and the device does not report its memory.
+        ConfigError: The run does not fit, and its capacity cannot be lowered.
     """
-    stages = stages or MeshStages.of(config, spec)
-    resident = mesh.resident_footprint(stages)
-    first = resident.stages[0]
-    held = first.base_bytes + (first.adapter_bytes if compile_stages else 0)
-    available = device.device_memory(held, stages.sizes.num_devices)
-    if available is None:
-        config = _unchecked(config, bounds)
-    elif resident.total_bytes(0) > available.num_bytes:
-        raise refusal(config, stages, bounds, resident, available)
-    elif _is_auto(config) or (stages.sizes.stage > 1 and compile_stages is None):
-        config = _estimated(config, stages, bounds, available)
-    if compile_stages is None:
-        return config
-    stages = stages.with_remat(config.least_remat)
+    first = mesh.resident_footprint(stages).stages[0]
+    available = device.device_memory(first.base_bytes + first.adapter_bytes)
+    if available is not None:
+        available = available.share(stages.sizes.num_devices)
+        _check_resident(config, stages, bounds, available)
     return _measured(config, stages, bounds, available, compile_stages)
 
 
-def _is_auto(config: RunConfig) -> bool:
-    return "auto" in (config.microbatch_tokens, config.remat)
+def _check_resident(
+    config: RunConfig, stages: MeshStages, bounds: Bounds, available: DeviceMemory
+) -> None:
+    """Refuses a run whose weights and slots alone do not fit."""
+    resident = mesh.resident_footprint(stages)
+    if resident.total_bytes(0) > available.num_bytes:
+        raise refusal(config, stages, bounds, resident, available)
 
 
-def _unchecked(config: RunConfig, bounds: Bounds) -> RunConfig:
+def _unchecked(config: RunConfig, bounds: Bounds) -> Resolved:
     """Chooses without the size of the memory, which the device does not report."""
     if config.remat == "auto":
         raise ConfigError(
@@ -89,41 +123,41 @@ def _unchecked(config: RunConfig, bounds: Bounds) -> RunConfig:
             "none, elementwise, mlp or layer for remat."
         )
     if bounds.fixed is not None:
-        return config.replace(microbatch_tokens=bounds.fixed)
+        return Resolved(config=config.replace(microbatch_tokens=bounds.fixed))
     tokens = bounds.choose(max(_UNCHECKED_TOKENS, bounds.smallest))
-    logger.warning(
-        "microbatch_tokens: auto: %d, at most %d if a sample allows it, as the "
-        "device's allocator does not report its memory "
+    text = (
+        f"microbatch_tokens: auto: {tokens}, at most {_UNCHECKED_TOKENS} if a sample "
+        "allows it, as the device's allocator does not report its memory "
         "(XLA_PYTHON_CLIENT_ALLOCATOR chooses the allocator). Give a number if the run "
-        "has room for more, or for less.",
-        tokens,
-        _UNCHECKED_TOKENS,
+        "has room for more, or for less."
     )
-    return config.replace(microbatch_tokens=tokens)
+    config = config.replace(microbatch_tokens=tokens)
+    return Resolved(config=config, notes=(Note(text, is_warning=True),))
 
 
 def _estimated(
     config: RunConfig, stages: MeshStages, bounds: Bounds, available: DeviceMemory
-) -> RunConfig:
+) -> Resolved:
     """Chooses what is `auto` by an estimate.
 
     Raises:
         ConfigError: A stage of a pipeline is estimated not to fit.
     """
-    is_pipeline = stages.sizes.stage > 1
+    is_pipeline, notes = stages.sizes.stage > 1, []
     if bounds.fixed is not None and not bounds.remats and not is_pipeline:
-        return config.replace(microbatch_tokens=bounds.fixed)
+        return Resolved(config=config.replace(microbatch_tokens=bounds.fixed))
     speed = find_speed(device_kind())
     found = options.find_options(config, stages, bounds, available, speed)
     chosen = options.fastest(found)
     if bounds.remats:
-        logger.info("%s", options.explain(chosen, found))
+        notes.append(Note(options.explain(chosen, found)))
     if bounds.fixed is None:
-        _log_choice(chosen.tokens, "estimated", chosen.found, available, bounds)
+        why = _describe(chosen.tokens, "estimated", chosen.found, available, bounds)
+        notes.append(Note(why))
     config = chosen.applied(config)
     if is_pipeline and not chosen.fits:
         raise refusal(config, chosen.stages, bounds, chosen.found, available)
-    return config
+    return Resolved(config=config, notes=tuple(notes))
 
 
 def _measured(
@@ -147,14 +181,16 @@ def _measured(
             stronger = bounds.stronger_than(config.least_remat)
             if stronger is None:
                 raise refusal(config, stages, bounds, found, available)
-            config = _estimated(config, stages, stronger, available)
+            again = _estimated(config, stages, stronger, available)
+            log_notes(again.notes)
+            config = again.config
             stages = stages.with_remat(config.least_remat)
             search = _Search(stronger)
             continue
         if chosen == tokens:
             _log_needed(tokens, found, stages, available)
             return config
-        _log_choice(chosen, "measured", found, available, bounds)
+        logger.info("%s", _describe(chosen, "measured", found, available, bounds))
         config = config.replace(microbatch_tokens=chosen)
 
 
@@ -210,25 +246,23 @@ def _log_needed(
     )
 
 
-def _log_choice(
+def _describe(
     chosen: int,
     how: str,
     found: MeshFootprint,
     available: DeviceMemory,
     bounds: Bounds,
-) -> None:
+) -> str:
+    """Says in one line why a capacity was chosen."""
     stage = found.stages[found.tightest(chosen)]
     per_token = stage.bytes_per_token + stage.transient_bytes_per_token
-    logger.info(
-        "microbatch_tokens: auto: %d, %s: base %s, adapters %s and %s per token make "
-        "%s of %s (%s); at most %d, which hold a step of every job",
-        chosen,
-        how,
-        format_bytes(stage.base_bytes),
-        format_bytes(stage.adapter_bytes),
-        format_bytes(per_token),
-        format_bytes(stage.total_bytes(chosen)),
-        format_bytes(available.num_bytes),
-        available.source,
-        bounds.largest,
+    parts = (
+        f"base {format_bytes(stage.base_bytes)}, adapters "
+        f"{format_bytes(stage.adapter_bytes)} and {format_bytes(per_token)} per token"
+    )
+    return (
+        f"microbatch_tokens: auto: {chosen}, {how}: {parts} make "
+        f"{format_bytes(stage.total_bytes(chosen))} of "
+        f"{format_bytes(available.num_bytes)} ({available.source}); at most "
+        f"{bounds.largest}, which hold a step of every job"
     )

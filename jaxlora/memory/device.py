@@ -20,45 +20,53 @@ class DeviceMemory:
     Attributes:
         num_bytes: Size, without the reserve and without memory in use by others.
         source: Describes how the size was determined.
+        is_shared: Whether all devices have this memory together, as on a CPU.
     """
 
     num_bytes: int
     source: str
+    is_shared: bool = False
+
+    def share(self, num_devices: int) -> "DeviceMemory":
+        """Returns the memory of each of the devices that a run uses."""
+        if not self.is_shared or num_devices == 1:
+            return self
+        return DeviceMemory(
+            num_bytes=self.num_bytes // num_devices,
+            source=f"{self.source}, an equal share for each of {num_devices} devices",
+        )
 
 
-def device_memory(own_bytes: int, num_devices: int = 1) -> DeviceMemory | None:
+def device_memory(own_bytes: int) -> DeviceMemory | None:
     """Returns the first device's memory for a run; None if it is not reported.
 
     On a GPU this is the limit of JAX's allocator, less the other arrays of this
     process; not every allocator reports these. On a CPU, which reports nothing, it is
-    an equal share of the machine's memory.
+    the machine's memory, which its devices share.
 
     Args:
         own_bytes: Memory that the run holds on the device already.
-        num_devices: Devices that the run uses.
     """
     if (planned := planned_device()) is not None:
         owner = f"the {planned.kind} memory that JAX is given"
         return _less_reserve(planned.memory_bytes, 0, owner)
     device = jax.local_devices()[0]
-    stats = device.memory_stats() or {}
+    stats, is_shared = device.memory_stats() or {}, False
     if "bytes_limit" in stats:
         limit = stats["bytes_limit"]
         others = max(0, stats["bytes_in_use"] - own_bytes)
         owner = f"the {device.device_kind} memory that JAX may use ({_share()})"
     elif device.platform == "cpu":
         limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        others, owner = 0, "the machine's memory"
-        if num_devices > 1:
-            limit //= num_devices
-            owner += f", an equal share for each of {num_devices} devices"
+        others, owner, is_shared = 0, "the machine's memory", True
     else:
         return None
     # All processes choose the same capacity, so the smallest memory counts.
     limit, others = min(
         processes.gather((limit, others)), key=lambda found: found[0] - found[1]
     )
-    return _less_reserve(limit, others, owner)
+    found = _less_reserve(limit, others, owner)
+    return dataclasses.replace(found, is_shared=is_shared)
 
 
 def _less_reserve(limit: int, others: int, owner: str) -> DeviceMemory:

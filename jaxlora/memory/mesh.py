@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxlora.config import RunConfig
-from jaxlora.costs.device_speed import find_speed
+from jaxlora.costs.device_speed import DeviceSpeed, find_speed
 from jaxlora.costs.stages import stage_specs
 from jaxlora.memory import estimate, footprint
 from jaxlora.memory.estimate import StepBytes
@@ -37,7 +37,11 @@ class MeshStages:
 
     @staticmethod
     def of(
-        config: RunConfig, spec: DecoderSpec, *, is_pinned: bool = False
+        config: RunConfig,
+        spec: DecoderSpec,
+        *,
+        is_pinned: bool = False,
+        speed: DeviceSpeed | None = None,
     ) -> "MeshStages":
         """Divides the decoder of a run into the stages of its mesh.
 
@@ -45,19 +49,28 @@ class MeshStages:
             config: The run; its mesh is not `auto`.
             spec: The whole decoder.
             is_pinned: Whether the slots are divided among the replicas.
+            speed: Rates of each device; None: those of the present device.
 
         Raises:
             ConfigError: The mesh has more stages than the model has layers.
         """
         sizes = config.mesh_sizes
-        speed = find_speed(device_kind())
+        if speed is None:
+            speed = find_speed(device_kind())
         return MeshStages(
             spec=spec,
             specs=stage_specs(spec, sizes.stage, speed),
             sizes=sizes,
-            in_flight=config.pipeline_microbatches or sizes.stage,
+            # A pipeline of one stage has no use for more.
+            in_flight=(config.pipeline_microbatches if sizes.stage > 1 else None)
+            or sizes.stage,
             is_pinned=is_pinned,
         )
+
+    @property
+    def borders(self) -> tuple[int, ...]:
+        """Layers at which the stages begin and end, from 0 to L."""
+        return (0, *(spec.layer_numbers.stop for spec in self.specs))
 
     def with_remat(self, remat: Remat) -> "MeshStages":
         """Returns the same layers on each stage, with another part recomputed."""

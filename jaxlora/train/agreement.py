@@ -13,7 +13,7 @@ from jaxlora.counted import counted
 from jaxlora.distributed import processes
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.run.lock import RunLock
-from jaxlora.train.job_run import JobRun
+from jaxlora.train.job_state import JobState
 from jaxlora.train.read_checkpoint import newest_checkpoint
 
 _SAME_FILES = (
@@ -48,7 +48,7 @@ def check_settings(config: RunConfig) -> None:
     processes.check_same(values, _SAME_FILES)
 
 
-def check_inputs(base: str, runs: Sequence[JobRun]) -> None:
+def check_inputs(base: str, runs: Sequence[JobState]) -> None:
     """Checks that all processes have read the same base model and data.
 
     Args:
@@ -62,8 +62,8 @@ def check_inputs(base: str, runs: Sequence[JobRun]) -> None:
         return
     values: dict[str, str | None] = {"the fingerprint of the base model": base}
     for run in runs:
-        for key, value in run.fingerprints.items():
-            values[f"{key} of job {run.job.name!r}"] = value
+        for key, value in run.prepared.fingerprints.items():
+            values[f"{key} of job {run.name!r}"] = value
     processes.check_same(values, _SAME_FILES)
 
 
@@ -117,7 +117,7 @@ def newest_for_all(folder: pathlib.Path) -> int | None:
     return first
 
 
-def take_added(added: Sequence[JobRun]) -> list[JobRun]:
+def take_added(added: Sequence[JobState]) -> list[JobState]:
     """Returns the jobs that have been added on every process, in the same order.
 
     Args:
@@ -126,7 +126,7 @@ def take_added(added: Sequence[JobRun]) -> list[JobRun]:
     Raises:
         ConfigError: The processes have added jobs of the same name that differ.
     """
-    by_name = {run.job.name: run for run in added}
+    by_name = {run.name: run for run in added}
     names = processes.gather(list(by_name))
     taken = [name for name in names[0] if all(name in other for other in names)]
     if processes.count() > 1 and taken:
@@ -134,11 +134,11 @@ def take_added(added: Sequence[JobRun]) -> list[JobRun]:
     return [by_name[name] for name in taken]
 
 
-def _check_jobs(runs: Sequence[JobRun]) -> None:
+def _check_jobs(runs: Sequence[JobState]) -> None:
     values = {}
     for run in runs:
-        settings = run.job.model_dump(mode="json") | run.fingerprints
-        where = f"of job {run.job.name!r}"
+        settings = run.settings.model_dump(mode="json") | run.prepared.fingerprints
+        where = f"of job {run.name!r}"
         values |= {
             f"{k} {where}": v for k, v in settings.items() if k not in _JOB_FILES
         }

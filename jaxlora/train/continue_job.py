@@ -13,11 +13,11 @@ from jaxlora.counted import counted
 from jaxlora.errors import CheckpointError
 from jaxlora.run.folder import ADAPTERS, CHECKPOINTS
 from jaxlora.run.identity import RunIdentity, check_same_run
-from jaxlora.train.job_run import JobRun
+from jaxlora.train.job_state import JobState
 from jaxlora.train.read_checkpoint import ReadCheckpoint, read_newest
 
 
-def continue_job(run: JobRun, identity: RunIdentity) -> None:
+def continue_job(run: JobState, identity: RunIdentity) -> None:
     """Gives a job the progress and state that it has in another run's checkpoint.
 
     The job is paused then, and continues as soon as it gets a slot. The other run is
@@ -32,8 +32,8 @@ def continue_job(run: JobRun, identity: RunIdentity) -> None:
             damaged, the job has done more steps there than are wanted here, or the job
             or the base differ too much to continue.
     """
-    name, folder = run.job.name, run.job.continue_from
-    found = _read_continued(run.job, run.num_steps, identity, KINDS)
+    name, folder = run.name, run.settings.continue_from
+    found = _read_continued(run.settings, run.num_steps, identity, KINDS)
     run.parked = found.parked(name)
     run.progress = dataclasses.replace(
         found.run.progress[name],
@@ -95,7 +95,7 @@ def continued_step(job: LoraJob) -> int:
     return 0 if progress is None else progress.step
 
 
-def copy_best_export(run: JobRun, folder: pathlib.Path) -> None:
+def copy_best_export(run: JobState, folder: pathlib.Path) -> None:
     """Copies the best weights that a job with `keep_best` exported in another run.
 
     Otherwise they would be lost if no later evaluation is better.
@@ -108,9 +108,9 @@ def copy_best_export(run: JobRun, folder: pathlib.Path) -> None:
         AdapterError: The export in the other run is damaged.
         StorageError: The folder cannot be written.
     """
-    if run.job.continue_from is None or not run.job.keep_best:
+    if run.settings.continue_from is None or not run.settings.keep_best:
         return
-    source = pathlib.Path(run.job.continue_from) / ADAPTERS / run.job.name
+    source = pathlib.Path(run.settings.continue_from) / ADAPTERS / run.name
     found = (
         None if os.path.lexists(folder) else read_export(find_complete_folder(source))
     )

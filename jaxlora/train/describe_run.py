@@ -13,32 +13,27 @@ from jaxlora.errors import CheckpointError
 from jaxlora.hf.load import BaseModel
 from jaxlora.hf.names import linear_names
 from jaxlora.models.base_format import BaseFormat
-from jaxlora.models.spec import DecoderSpec
 from jaxlora.run.folder import CHECKPOINTS, RUN_FILE, read_run_record
 from jaxlora.run.identity import RunIdentity, check_same_run
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_run import SavedAdapter, SavedRequests, SavedRun
-from jaxlora.train.job_run import JobRun
+from jaxlora.train.job_state import JobState
 from jaxlora.train.prepared_job import PreparedJob
 from jaxlora.train.read_checkpoint import newest_checkpoint, read_newest
+from jaxlora.train.run_plan import RunPlan
 
 logger = logging.getLogger(__name__)
 
 
-def run_identity(
-    config: RunConfig,
-    base: str,
-    spec: DecoderSpec,
-    jobs: Sequence[JobRun | PreparedJob],
-) -> RunIdentity:
+def run_identity(plan: RunPlan, base: str, jobs: Sequence[PreparedJob]) -> RunIdentity:
     """Returns the properties that are compared when a run is resumed.
 
     Args:
-        config: The run.
+        plan: The plan of the run.
         base: Fingerprint of the base model; empty if its weights are not known.
-        spec: The decoder with its slots.
         jobs: Jobs of the run.
     """
+    config, spec = plan.config, plan.spec
     assert spec.slots is not None
     return RunIdentity(
         base=base,
@@ -55,7 +50,7 @@ def run_identity(
             "slot_rank": spec.slots.rank,
         },
         jobs={
-            job.job.name: job.job.model_dump(mode="json") | job.fingerprints
+            job.name: job.settings.model_dump(mode="json") | job.fingerprints
             for job in jobs
         },
     )
@@ -74,33 +69,30 @@ def _base_settings(base: BaseFormat | None) -> dict[str, Any]:
     return settings
 
 
-def resolved_settings(
-    config: RunConfig, model: BaseModel, spec: DecoderSpec, runs: Sequence[JobRun]
-) -> dict[str, Any]:
+def resolved_settings(plan: RunPlan, runs: Sequence[JobState]) -> dict[str, Any]:
     """Returns all settings of a run as a run file, with values in the place of `auto`.
 
     Args:
-        config: The run, with settled values.
-        model: The base model.
-        spec: The decoder with its slots.
+        plan: The plan of the run.
         runs: The jobs, with those that have joined.
     """
+    spec = plan.spec
     assert spec.slots is not None
-    resolved = config.replace(
-        dtype=jnp.dtype(model.dtype).name,
+    resolved = plan.config.replace(
+        dtype=plan.model.dtype.name,
         implementation=spec.options.implementation,
         attention=spec.options.attention,
         max_concurrent_jobs=spec.slots.num_slots,
         slot_rank=spec.slots.rank,
         slot_dropout=spec.slots.use_dropout,
-        jobs=tuple(run.job for run in runs),
+        jobs=tuple(run.settings for run in runs),
     )
     return resolved.model_dump(mode="json")
 
 
 def saved_run(
     identity: RunIdentity,
-    runs: Sequence[JobRun],
+    runs: Sequence[JobState],
     model: BaseModel,
     requests: SavedRequests,
 ) -> SavedRun:
@@ -114,8 +106,8 @@ def saved_run(
     """
     return SavedRun(
         identity=identity,
-        progress={run.job.name: run.progress for run in runs},
-        adapters={run.job.name: _saved_adapter(run) for run in runs},
+        progress={run.name: run.progress for run in runs},
+        adapters={run.name: _saved_adapter(run) for run in runs},
         base_model=model.source,
         base_revision=model.revision,
         linear_names=list(linear_names(model.config)),
@@ -124,10 +116,10 @@ def saved_run(
 
 
 def _check_not_extended(
-    progress: Mapping[str, JobProgress], jobs: Sequence[JobRun | PreparedJob]
+    progress: Mapping[str, JobProgress], jobs: Sequence[PreparedJob]
 ) -> None:
     for job in jobs:
-        name, wanted = job.job.name, job.num_steps
+        name, wanted = job.name, job.num_steps
         done = progress.get(name, JobProgress())
         if done.status == "finished" and wanted > done.step:
             raise CheckpointError(
@@ -140,7 +132,7 @@ def _check_not_extended(
 
 def _check_not_cut(
     progress: Mapping[str, JobProgress],
-    jobs: Sequence[JobRun | PreparedJob],
+    jobs: Sequence[PreparedJob],
     *,
     drop_state: bool,
 ) -> None:
@@ -151,9 +143,9 @@ def _check_not_cut(
     """
     cut = {}
     for job in jobs:
-        done = progress.get(job.job.name, JobProgress())
+        done = progress.get(job.name, JobProgress())
         if not done.is_over and (reason := _cut_reason(job, done)):
-            cut[job.job.name] = reason
+            cut[job.name] = reason
     if not cut:
         return
     reasons = "".join(f"\n- job {name!r} {reason}" for name, reason in cut.items())
@@ -171,12 +163,12 @@ def _check_not_cut(
     )
 
 
-def _cut_reason(job: JobRun | PreparedJob, done: JobProgress) -> str | None:
+def _cut_reason(job: PreparedJob, done: JobProgress) -> str | None:
     """Says why a job that goes on would end at once; None if it would not."""
     if done.step > job.num_steps:
         wanted = f"the number wanted now is {job.num_steps}"
         return f"has done {counted(done.step, 'step')}, and {wanted}"
-    patience = job.job.early_stopping
+    patience = job.settings.early_stopping
     if patience and done.evals_without_gain >= patience:
         count = done.evals_without_gain
         return (
@@ -186,7 +178,7 @@ def _cut_reason(job: JobRun | PreparedJob, done: JobProgress) -> str | None:
     return None
 
 
-def _saved_adapter(run: JobRun) -> SavedAdapter:
+def _saved_adapter(run: JobState) -> SavedAdapter:
     return SavedAdapter(
         modules={
             name: (weights.rank, weights.lora_alpha)
@@ -194,7 +186,7 @@ def _saved_adapter(run: JobRun) -> SavedAdapter:
         },
         use_rslora=run.start.use_rslora,
         dropout=run.start.dropout,
-        keep_best=run.job.keep_best,
+        keep_best=run.settings.keep_best,
     )
 
 
@@ -226,7 +218,7 @@ def check_settings_resume(config: RunConfig) -> None:
 def check_resumes(
     folder: pathlib.Path,
     identity: RunIdentity,
-    jobs: Sequence[JobRun | PreparedJob],
+    jobs: Sequence[PreparedJob],
     *,
     drop_state: bool = False,
 ) -> None:

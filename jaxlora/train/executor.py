@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.slots import ParkedSlot
 from jaxlora.scheduler import Schedule
-from jaxlora.train.job_run import JobRun
+from jaxlora.train.job_state import JobState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,7 @@ class Window:
             Samples name their job by its slot.
     """
 
-    runs: Mapping[int, JobRun]
+    runs: Mapping[int, JobState]
     schedule: Schedule
 
     def __post_init__(self):
@@ -148,7 +148,7 @@ class Executor(Protocol):
         """
         ...
 
-    def evaluate(self, runs: Mapping[int, JobRun]) -> dict[int, float]:
+    def evaluate(self, runs: Mapping[int, JobState]) -> dict[int, float]:
         """Evaluates adapters on their held-out samples, without dropout.
 
         Adapters are only read, and pending gradients are kept.

@@ -26,7 +26,7 @@ from jaxlora.problems import format_errors
 from jaxlora.run.callback import Callback, JobControl
 from jaxlora.run.events import StepEvent
 from jaxlora.run.message import Answer, ControlRequest
-from jaxlora.train.job_run import JobRun
+from jaxlora.train.job_state import JobState
 from jaxlora.train.joining import Joining
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class LiveRun(JobControl, Protocol):
     """The parts of a trainer that requests use."""
 
     @property
-    def runs(self) -> Sequence[JobRun]:
+    def runs(self) -> Sequence[JobState]:
         """The jobs of the run."""
 
 
@@ -80,7 +80,7 @@ class Inbox(Callback):
         self._mailbox = Mailbox(folder)
         self._outbox = Outbox(self._mailbox, answered)
         self._num_answered, self._has_warned = 0, False
-        self._adds: dict[str, tuple[str, Future[JobRun]]] = {}
+        self._adds: dict[str, tuple[str, Future[JobState]]] = {}
         self._opener = ThreadPoolExecutor(1, thread_name_prefix="add")
         self._looked = 0.0
         if processes.is_first():
@@ -195,7 +195,7 @@ class Inbox(Callback):
 
     def _change(self, request: ControlRequest) -> None:
         """Stops, pauses or resumes a job."""
-        runs = {run.job.name: run for run in self._live.runs}
+        runs = {run.name: run for run in self._live.runs}
         run = runs.get(request.job)
         if run is not None and run.progress.is_over:
             raise ConfigError(
@@ -237,7 +237,7 @@ class Inbox(Callback):
             self._answer(name, Answer(is_accepted=True, text=text))
 
 
-def _result(future: Future[JobRun]) -> str | None:
+def _result(future: Future[JobState]) -> str | None:
     """Returns why reading failed, an empty text if it did not, None if it goes on."""
     if not future.done():
         return None

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from jaxlora.adapters.slots import ParkedSlot
 from jaxlora.adapters.staged_slots import StagedSlots
-from jaxlora.train.job_run import JobRun
+from jaxlora.train.job_state import JobState
 from jaxlora.train.read_checkpoint import ReadCheckpoint
 
 
-def job_states(runs: Sequence[JobRun], slots: StagedSlots) -> dict[str, ParkedSlot]:
+def job_states(runs: Sequence[JobState], slots: StagedSlots) -> dict[str, ParkedSlot]:
     """Returns the states of the jobs that have begun and not ended, by name.
 
     Args:
@@ -18,14 +18,14 @@ def job_states(runs: Sequence[JobRun], slots: StagedSlots) -> dict[str, ParkedSl
     states = {}
     for run in runs:
         if run.has_slot:
-            states[run.job.name] = slots.copy(run.slot)
+            states[run.name] = slots.copy(run.slot)
         elif run.parked is not None:
-            states[run.job.name] = run.parked
+            states[run.name] = run.parked
     return states
 
 
 def restore_jobs(
-    runs: Sequence[JobRun], found: ReadCheckpoint, slots: StagedSlots, num_slots: int
+    runs: Sequence[JobState], found: ReadCheckpoint, slots: StagedSlots, num_slots: int
 ) -> None:
     """Restores progress and states of the jobs in a checkpoint.
 
@@ -40,7 +40,7 @@ def restore_jobs(
         num_slots: Number of slots.
     """
     for run in runs:
-        name = run.job.name
+        name = run.name
         if name not in found.run.progress:
             continue
         run.progress = found.run.progress[name]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from jaxlora.config import LoraJob
 from jaxlora.errors import ConfigError
 from jaxlora.train import agreement
-from jaxlora.train.job_run import JobRun
+from jaxlora.train.job_state import JobState
 
 
 class Joining:
@@ -16,7 +16,7 @@ class Joining:
     Any thread may call the methods, except `take`.
     """
 
-    def __init__(self, names: Iterable[str], open_job: Callable[[LoraJob], JobRun]):
+    def __init__(self, names: Iterable[str], open_job: Callable[[LoraJob], JobState]):
         """Makes the object.
 
         Args:
@@ -27,7 +27,7 @@ class Joining:
         self._open_job = open_job
         self._lock = threading.Lock()
         self._opening = threading.Lock()
-        self._waiting: deque[JobRun] = deque()
+        self._waiting: deque[JobState] = deque()
 
     @property
     def num_waiting(self) -> int:
@@ -75,7 +75,7 @@ class Joining:
         with self._lock:
             self._names.remove(name)
 
-    def open(self, job: LoraJob) -> JobRun:
+    def open(self, job: LoraJob) -> JobState:
         """Reads a job's data, one job at a time.
 
         Raises:
@@ -84,11 +84,11 @@ class Joining:
         with self._opening:
             return self._open_job(job)
 
-    def join(self, run: JobRun) -> None:
+    def join(self, run: JobState) -> None:
         """Lets an opened job join before the next window."""
         self._waiting.append(run)
 
-    def take(self) -> list[JobRun]:
+    def take(self) -> list[JobState]:
         """Returns the jobs that join now, which are the same on all processes."""
         taken = agreement.take_added(tuple(self._waiting))
         for run in taken:

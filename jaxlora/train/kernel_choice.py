@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
@@ -16,8 +15,6 @@ from jaxlora.modules.attention_table import ATTENTIONS, AttentionChoice
 from jaxlora.modules.trained_tensors import LORA_A, LORA_B
 from jaxlora.pallas_kernels import BACKENDS, Backend, LinearShape
 from jaxlora.pallas_kernels.device import device_kind, planned_device
-
-logger = logging.getLogger(__name__)
 
 _BLACKWELL = ("10.", "12.")
 
@@ -39,6 +36,36 @@ class Choice[Name: str]:
 
     def __str__(self) -> str:
         return f"{self.name}, as requested" if self.is_requested else self.name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class KernelChoices:
+    """What runs on the device of a run.
+
+    Attributes:
+        kernels: LoRA kernels.
+        attention: Attention.
+    """
+
+    kernels: Choice[str]
+    attention: Choice[AttentionImplementation]
+
+    def __str__(self) -> str:
+        """Says in one line on which device a run is, what runs there, and why.
+
+        A reason why something else cannot run there is told once.
+        """
+        passed_over = (
+            *self.kernels.passed_over.items(),
+            *self.attention.passed_over.items(),
+        )
+        parts = [
+            f"device: {describe_device()}",
+            f"LoRA kernels: {self.kernels}",
+            f"attention: {self.attention}",
+            *group_reasons(passed_over),
+        ]
+        return "; ".join(parts)
 
 
 def choose_kernels(asked: str, spec: DecoderSpec, block_tokens: int) -> Choice[str]:
@@ -157,22 +184,6 @@ def kernels_unsupported(
         if (reason := backend.unsupported(shape)) is not None:
             return reason
     return None
-
-
-def log_choices(
-    kernels: Choice[str], attention: Choice[AttentionImplementation]
-) -> None:
-    """Logs, in one line, on which device a run is, what runs there, and why.
-
-    A reason why something else cannot run there is told once.
-    """
-    parts = [
-        f"device: {describe_device()}",
-        f"LoRA kernels: {kernels}",
-        f"attention: {attention}",
-        *group_reasons((*kernels.passed_over.items(), *attention.passed_over.items())),
-    ]
-    logger.info("%s", "; ".join(parts))
 
 
 def describe_device() -> str:

@@ -15,15 +15,12 @@ from jaxlora.scheduler.replicas import Load, Pinning, decide_pinning
 from jaxlora.train.next_window import fixed_shape_cost
 
 
-def run_lanes(
-    config: RunConfig, loads: Sequence[Load], *, capacity: int, num_slots: int
-) -> Pinning:
+def run_lanes(config: RunConfig, loads: Sequence[Load], num_slots: int) -> Pinning:
     """Returns the lanes of a run, and whether its jobs are pinned to replicas.
 
     Args:
-        config: The run; its mesh is not `auto`.
+        config: The run, with a mesh and a capacity.
         loads: The work of each job.
-        capacity: Capacity of a microbatch, in tokens.
         num_slots: Number of jobs that may run at the same time.
     """
     sizes = config.mesh_sizes
@@ -31,7 +28,7 @@ def run_lanes(
     in_flight = config.pipeline_microbatches if sizes.stage > 1 else None
     pipeline = Pipeline.one_f_one_b(sizes.stage, in_flight)
     lanes = Lanes(data=sizes.data, fsdp=sizes.fsdp, pipeline=pipeline)
-    return decide_pinning(loads, lanes, capacity, num_slots)
+    return decide_pinning(loads, lanes, config.limits.capacity, num_slots)
 
 
 def window_cost(config: RunConfig, model: ModelConfig) -> CostModel:

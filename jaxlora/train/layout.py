@@ -3,8 +3,8 @@
 import bisect
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlora.adapters.placement import ONE_DEVICE, Placement
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.adapters.staged_slots import StagedSlots
-from jaxlora.counted import counted
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import Place
+from jaxlora.memory.mesh import MeshStages
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import Base
 from jaxlora.models.layer import Remat
@@ -56,19 +56,40 @@ class Layout:
     stages: tuple[Stage, ...]
     in_flight: int
 
-    @classmethod
-    def on_one_device(cls, spec: DecoderSpec, base: Base | None = None) -> "Layout":
-        """Returns the layout of a run without a mesh.
+    @staticmethod
+    def of(
+        stages: MeshStages,
+        base: Base | None = None,
+        *,
+        devices: Sequence[jax.Device] | None = None,
+    ) -> "Layout":
+        """Lays the stages of a decoder out on devices.
 
         Args:
-            spec: The decoder.
-            base: The frozen weights, if the device is theirs; None: JAX's default.
+            stages: The stages.
+            base: The frozen weights; a run without a mesh is where they are. None:
+                JAX's default device.
+            devices: Devices of a mesh to choose from; None: all of them.
+
+        Raises:
+            ValueError: There are too few devices.
         """
-        device = None if base is None else next(iter(base.values())).sharding
-        if isinstance(device, NamedSharding):  # the base may be divided; slots are not
-            device = NamedSharding(device.mesh, PartitionSpec())
-        placement = dataclasses.replace(ONE_DEVICE, device=device)
-        return cls(stages=(Stage(spec=spec, placement=placement),), in_flight=1)
+        sizes = stages.sizes
+        if sizes.num_devices == 1:
+            placements = [dataclasses.replace(ONE_DEVICE, device=_device_of(base))]
+        else:
+            placements = [
+                Placement(mesh=mesh, is_pinned=stages.is_pinned)
+                for mesh in stage_meshes(sizes, devices)
+            ]
+        pairs = zip(stages.specs, placements, strict=True)
+        return Layout(
+            stages=tuple(
+                Stage(spec=with_fsdp(spec, sizes.fsdp), placement=placement)
+                for spec, placement in pairs
+            ),
+            in_flight=stages.in_flight,
+        )
 
     def with_remat(self, remat: Remat) -> "Layout":
         """Returns the same stages with another part of each layer recomputed."""
@@ -114,44 +135,12 @@ class Layout:
         return sum(stage.steps.num_compilations() for stage in self.stages)
 
 
-def make_layout(
-    spec: DecoderSpec,
-    sizes: MeshSizes,
-    borders: Sequence[int],
-    *,
-    is_pinned: bool = False,
-    in_flight: int | None = None,
-    devices: Sequence[jax.Device] | None = None,
-) -> Layout:
-    """Lays a decoder out on a mesh.
-
-    Args:
-        spec: The decoder.
-        sizes: Sizes of the mesh, of more than one device.
-        borders: Layers at which the stages begin and end, from 0 to L.
-        is_pinned: Whether slots are divided among replicas; see `Placement`.
-        in_flight: Ticks in flight on the first stage; None: the number of stages.
-        devices: Devices to choose from; None: all of them.
-
-    Raises:
-        ValueError: There are too few devices, or the slots cannot be divided.
-    """
-    assert spec.slots is not None
-    if is_pinned and spec.slots.num_slots % sizes.data:
-        raise ValueError(
-            f"{counted(spec.slots.num_slots, 'slot')} cannot be divided among "
-            f"{sizes.data} replicas."
-        )
-    spec = with_fsdp(spec, sizes.fsdp)
-    meshes = stage_meshes(sizes, devices)
-    stages = tuple(
-        Stage(
-            spec=spec.stage(start, stop),
-            placement=Placement(mesh=mesh, is_pinned=is_pinned),
-        )
-        for mesh, (start, stop) in zip(meshes, itertools.pairwise(borders), strict=True)
-    )
-    return Layout(stages=stages, in_flight=in_flight or sizes.stage)
+def _device_of(base: Base | None) -> Any:
+    """Returns where the slots of a run without a mesh are, if the base says so."""
+    device = None if base is None else next(iter(base.values())).sharding
+    if isinstance(device, NamedSharding):  # the base may be divided; slots are not
+        return NamedSharding(device.mesh, PartitionSpec())
+    return device
 
 
 def with_fsdp(spec: DecoderSpec, fsdp: int) -> DecoderSpec:

@@ -1,16 +1,13 @@
 """Warns of microbatches that a run cannot fill."""
 
-import logging
-
 from jaxlora.config import RunConfig
 from jaxlora.memory.bounds import Bounds
-
-logger = logging.getLogger(__name__)
+from jaxlora.note import Note
 
 _LOW = 0.5
 
 
-def warn_of_low_fill(config: RunConfig, bounds: Bounds) -> None:
+def low_fill(config: RunConfig, bounds: Bounds) -> tuple[Note, ...]:
     """Warns if less than half of a microbatch can be filled, and names the cure.
 
     A microbatch never holds two steps of a job, so one that is larger than a step of
@@ -23,7 +20,7 @@ def warn_of_low_fill(config: RunConfig, bounds: Bounds) -> None:
     capacity = config.limits.capacity
     step_tokens = bounds.window_tokens / config.window_steps
     if step_tokens >= _LOW * capacity:
-        return
+        return ()
     if capacity > bounds.largest:
         cure = f"Set microbatch_tokens to auto, which takes at most {bounds.largest:,}"
     else:
@@ -31,17 +28,11 @@ def warn_of_low_fill(config: RunConfig, bounds: Bounds) -> None:
             "The longest sample needs such a microbatch. Raise batch_size, train more "
             "jobs at once, or lower max_length"
         )
-    logger.warning(
-        "low fill: at most %.0f%% of a microbatch of %s tokens can be filled, as a "
-        "step of all jobs that run at once has about %s tokens%s. %s.",
-        100 * step_tokens / capacity,
-        f"{capacity:,}",
-        f"{step_tokens:,.0f}",
-        _lanes(config),
-        cure,
-    )
-
-
-def _lanes(config: RunConfig) -> str:
     num_lanes = config.mesh_sizes.devices_per_stage
-    return f" for each of {num_lanes} devices" if num_lanes > 1 else ""
+    lanes = f" for each of {num_lanes} devices" if num_lanes > 1 else ""
+    text = (
+        f"low fill: at most {100 * step_tokens / capacity:.0f}% of a microbatch of "
+        f"{capacity:,} tokens can be filled, as a step of all jobs that run at once "
+        f"has about {step_tokens:,.0f} tokens{lanes}. {cure}."
+    )
+    return (Note(text, is_warning=True),)

@@ -3,10 +3,14 @@
 import dataclasses
 import pathlib
 
+import jax
+
 from jaxlora.config import RunConfig
 from jaxlora.distributed import processes
+from jaxlora.errors import ModelError
 from jaxlora.hf.load import BaseModel, load_model
-from jaxlora.memory.bounds import Bounds
+from jaxlora.models.forward import Base
+from jaxlora.note import log_notes
 from jaxlora.run.folder import (
     as_begun,
     check_writable,
@@ -15,16 +19,15 @@ from jaxlora.run.folder import (
 from jaxlora.run.lock import check_not_in_use
 from jaxlora.trackers.table import check_installed
 from jaxlora.train import agreement
+from jaxlora.train.auto_mesh.machine import this_machine
 from jaxlora.train.check_inputs import check_inputs
 from jaxlora.train.describe_run import check_settings_resume
-from jaxlora.train.job_run import JobRun
-from jaxlora.train.mesh_plan import PlacedRun, plan_layout, plan_mesh
+from jaxlora.train.job_state import JobState, start_job
 from jaxlora.train.planned_model import PlannedModel
-from jaxlora.train.prepare import start_job
 from jaxlora.train.prepared_job import DataReader, data_reader, prepare_jobs
-from jaxlora.train.quantized_base import log_base, with_copies
+from jaxlora.train.quantized_base import with_copies
+from jaxlora.train.run_plan import RunPlan, resolve
 from jaxlora.train.samples import Sampler
-from jaxlora.train.settle_run import settle_mesh, settle_run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,22 +35,18 @@ class OpenedRun:
     """A run whose model and data are loaded.
 
     Attributes:
-        config: The run, with settled values and the jobs that joined it earlier.
+        plan: The plan of the run, with the jobs that joined it earlier.
         model: The frozen base.
         runs: The jobs.
-        placed: The decoder on its devices.
-        bounds: Bounds on the capacity of microbatches.
         reader: Reads the data of jobs.
         started: Time at which the run began, in ISO format.
         joined: Names of the jobs that joined while an earlier process trained.
         sampler: Generates texts at evaluations; None if `samples` asks for none.
     """
 
-    config: RunConfig
+    plan: RunPlan
     model: BaseModel
-    runs: list[JobRun]
-    placed: PlacedRun
-    bounds: Bounds
+    runs: list[JobState]
     reader: DataReader
     started: str
     joined: tuple[str, ...]
@@ -79,30 +78,22 @@ def open_run(config: RunConfig, model: BaseModel | None) -> OpenedRun:
         report_to=lambda: check_installed(config.report_to),
         output_dir=lambda: processes.from_first(lambda: check_writable(folder)),
     )
-    planned = inputs.model
     reader = data_reader(config, inputs.tokenizer)
-    jobs = prepare_jobs(config.jobs, planned.config, reader)
-    chooses_remat = config.remat == "auto"
-    config = settle_mesh(config, planned, jobs)
-    agreement.check_mesh(config)
-    model = model or _load(config)
+    jobs = prepare_jobs(config.jobs, inputs.model.config, reader)
+    held = 0 if model is None else device_bytes(model.params)
+    plan = resolve(config, inputs.model, jobs, this_machine(held))
+    log_notes(plan.notes)
+    agreement.check_mesh(plan.config)
+    model = _as_planned(plan, model or _load(plan))
     runs = [start_job(job, model) for job in jobs]
     agreement.check_inputs(model.fingerprint, runs)
-    settled = settle_run(config, PlannedModel.of(config, model), jobs)
-    config, spec = settled.config, settled.spec
-    model = with_copies(model, spec.options.base_format)
-    log_base(spec)
-    mesh = plan_mesh(config, model.config)
     sampler = None
     if config.samples is not None:
-        sampler = Sampler(config.samples, model, spec, reader.tokenizer)
+        sampler = Sampler(config.samples, model, plan.spec, reader.tokenizer)
     return OpenedRun(
-        config=config,
+        plan=plan,
         model=model,
         runs=runs,
-        placed=plan_layout(config, mesh, spec, model, runs),
-        # Without weights, a mesh may have settled it by an estimate.
-        bounds=settled.bounds.with_remats() if chooses_remat else settled.bounds,
         reader=reader,
         started=started,
         joined=tuple(job.name for job in config.jobs if job.name not in given),
@@ -110,12 +101,38 @@ def open_run(config: RunConfig, model: BaseModel | None) -> OpenedRun:
     )
 
 
-def _load(config: RunConfig) -> BaseModel:
+def _load(plan: RunPlan) -> BaseModel:
+    config = plan.config
     return load_model(
         config.model,
         dtype=config.dtype,
         revision=config.revision,
         quantize=config.quantize_base,
         keep_bf16=config.keep_bf16,
-        place=lambda found, _: plan_mesh(config, found).place(),
+        place=lambda *_: plan.place,
+    )
+
+
+def _as_planned(plan: RunPlan, model: BaseModel) -> BaseModel:
+    """Checks that the base is the planned one, and gives it its copies of weights.
+
+    Raises:
+        ModelError: Its files have changed since they were looked at.
+    """
+    if PlannedModel.of(plan.config, model) != plan.model:
+        raise ModelError(
+            f"{plan.config.model} has changed while the run was planned. Start again "
+            "when its files are complete."
+        )
+    return with_copies(model, plan.spec.options.base_format)
+
+
+def device_bytes(params: Base) -> int:
+    """Returns the bytes that weights have on the first device."""
+    first = jax.local_devices()[0]
+    return sum(
+        shard.data.nbytes
+        for array in params.values()
+        for shard in array.addressable_shards
+        if shard.device == first
     )

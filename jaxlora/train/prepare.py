@@ -1,83 +1,41 @@
-"""Prepares a run from its settings: data, targets and the decoder with its slots."""
+"""The decoder of a run with its slots, and whether they can hold a job."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from jaxlora.adapters.slots import fresh_adapter
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.config import LoraJob, RunConfig
-from jaxlora.data.tokenize import DataReader, TokenizedData
+from jaxlora.data.tokenize import TokenizedData
 from jaxlora.errors import ConfigError
-from jaxlora.hf import names
-from jaxlora.hf.load import BaseModel
 from jaxlora.hf.names import linear_names, linear_path
-from jaxlora.models.base_format import kernel_of
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.modules.trained_tensors import tensor_settings
-from jaxlora.train.job_run import JobRun
-from jaxlora.train.kernel_choice import choose_attention, choose_kernels, log_choices
+from jaxlora.train.kernel_choice import KernelChoices, choose_attention, choose_kernels
 from jaxlora.train.planned_model import PlannedModel
-from jaxlora.train.prepared_job import PreparedJob, longest_sample, prepare_job
-
-
-def linear_shapes(model: BaseModel) -> dict[str, tuple[int, int]]:
-    """Returns the shape (K, N) of every linear that can take LoRA, by module name."""
-    return names.linear_shapes(model.config)
-
-
-def open_job(job: LoraJob, model: BaseModel, reader: DataReader) -> JobRun:
-    """Prepares a job and makes the adapter that it starts from.
-
-    Raises:
-        JaxloraError: The data, the targets or the adapter to start from cannot be used.
-    """
-    return start_job(prepare_job(job, model.config, reader), model)
-
-
-def start_job(prepared: PreparedJob, model: BaseModel) -> JobRun:
-    """Makes the adapter that a job starts from."""
-    job, start = prepared.job, prepared.start
-    if start is None:
-        kernels = {
-            name: kernel_of(
-                model.params, f"{linear_path(name)}.kernel", model.base_format
-            )
-            for name in prepared.modules
-        }
-        start = fresh_adapter(job, prepared.modules, kernels)
-    return JobRun(job, start, prepared.train_data, prepared.eval_data)
+from jaxlora.train.prepared_job import PreparedJob, longest_sample
 
 
 def decoder_spec(
-    config: RunConfig, model: BaseModel, runs: list[JobRun], max_tokens: int
-) -> DecoderSpec:
-    """Makes the decoder with the slot tables of the run; logs which kernels run."""
-    ranks = [{n: w.rank for n, w in run.start.modules.items()} for run in runs]
-    train = [run.train_data for run in runs]
-    planned = PlannedModel.of(config, model)
-    return spec_of(config, planned, ranks, train, max_tokens)
-
-
-def spec_of(
     config: RunConfig,
     planned: PlannedModel,
-    ranks: Sequence[Mapping[str, int]],
-    train: Sequence[TokenizedData],
+    jobs: Sequence[PreparedJob],
     max_tokens: int,
-) -> DecoderSpec:
-    """Makes the decoder as `decoder_spec` does, but for a model without weights.
+) -> tuple[DecoderSpec, KernelChoices]:
+    """Makes the decoder with the slots of a run, and says which kernels run it.
 
     Args:
-        config: The run.
+        config: The run; its mesh is not `auto`.
         planned: The base model.
-        ranks: For each job, the rank of each module that it adapts.
-        train: Training samples of each job.
+        jobs: Jobs of the run.
         max_tokens: Upper bound on the capacity of microbatches.
+
+    Raises:
+        ConfigError: No kernels or attention can run the model here.
     """
     model, dtype = planned.config, planned.dtype
-    adapted = {linear_path(name) for modules in ranks for name in modules}
+    adapted = {linear_path(name) for job in jobs for name in job.modules}
     if config.slot_targets is not None:
         slots = LoraJob(
             name="slot_targets",
@@ -94,11 +52,11 @@ def spec_of(
         remat=config.least_remat,
         attention=attention.name,
         max_segment_tokens=min(longest, max_tokens),
-        mean_segment_tokens=min(map(_mean_tokens, train)),
+        mean_segment_tokens=min(_mean_tokens(job.train_data) for job in jobs),
     )
     shape = SlotShape(
-        num_slots=config.max_concurrent_jobs or len(ranks),
-        rank=config.slot_rank or max(max(modules.values()) for modules in ranks),
+        num_slots=config.max_concurrent_jobs or len(jobs),
+        rank=config.slot_rank or max(max(job.ranks.values()) for job in jobs),
         use_dropout=(
             any(job.dropout > 0 for job in config.jobs)
             if config.slot_dropout is None
@@ -114,9 +72,9 @@ def spec_of(
         config=model, options=options, slots=shape, adapted=tuple(sorted(adapted))
     )
     kernels = choose_kernels(config.implementation, spec, config.block_tokens)
-    log_choices(kernels, attention)
     options = dataclasses.replace(options, implementation=kernels.name)
-    return dataclasses.replace(spec, options=options)
+    spec = dataclasses.replace(spec, options=options)
+    return spec, KernelChoices(kernels=kernels, attention=attention)
 
 
 def _mean_tokens(data: TokenizedData) -> int:
@@ -131,11 +89,12 @@ def check_fits(prepared: PreparedJob, spec: DecoderSpec) -> None:
             features and the slots do not, or a sample does not fit into a microbatch.
     """
     assert spec.slots is not None
-    name, largest = prepared.job.name, max(prepared.ranks.values())
-    if prepared.job.dropout > 0 and not spec.slots.use_dropout:
+    name, largest = prepared.name, max(prepared.ranks.values())
+    if prepared.settings.dropout > 0 and not spec.slots.use_dropout:
         raise ConfigError(
-            f"job {name!r} has dropout {prepared.job.dropout}, and the slots of this "
-            "run were made without dropout. Set slot_dropout: true when the run starts."
+            f"job {name!r} has dropout {prepared.settings.dropout}, and the slots of "
+            "this run were made without dropout. Set slot_dropout: true when the run "
+            "starts."
         )
     if largest > spec.slots.rank:
         raise ConfigError(

@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 
@@ -22,8 +23,7 @@ from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.names import linear_shapes
-from jaxlora.modules.trained_tensors import tensor_settings
-from jaxlora.train.job_run import batch_lengths, fingerprints, job_order
+from jaxlora.modules.trained_tensors import tensor_settings, tensors_with
 
 logger = logging.getLogger(__name__)
 
@@ -35,18 +35,23 @@ class PreparedJob:
     """The modules that a job adapts, and its samples.
 
     Attributes:
-        job: Settings of the job.
+        settings: Settings of the job.
         modules: Rank and scaling of each linear that it adapts, by module name.
         start: Adapter of `init_from`; None: the job starts from fresh weights.
         train_data: Training samples.
         eval_data: Held-out samples, if any.
     """
 
-    job: LoraJob
+    settings: LoraJob
     modules: Mapping[str, ModuleLora]
     start: Adapter | None
     train_data: TokenizedData
     eval_data: TokenizedData | None
+
+    @property
+    def name(self) -> str:
+        """Name of the job."""
+        return self.settings.name
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -56,7 +61,15 @@ class PreparedJob:
     @functools.cached_property
     def order(self) -> JobOrder:
         """Order of the samples, which defines the global batches."""
-        return job_order(self.job, self.train_data)
+        settings = self.settings
+        return JobOrder(
+            num_samples=len(self.train_data.samples),
+            batch_size=settings.batch_size,
+            seed=settings.seed,
+            shuffle=settings.shuffle,
+            epochs=settings.epochs,
+            steps=settings.steps,
+        )
 
     @property
     def num_steps(self) -> int:
@@ -66,27 +79,34 @@ class PreparedJob:
     @property
     def batch_tokens(self) -> float:
         """Mean number of tokens of a global batch."""
-        return self.train_data.mean_batch_tokens(self.job.batch_size)
+        return self.train_data.mean_batch_tokens(self.settings.batch_size)
 
     @functools.cached_property
     def fingerprints(self) -> dict[str, str | None]:
         """Hashes of the inputs that the settings only name."""
-        return fingerprints(self.train_data, self.eval_data, self.start)
+        held_out, start = self.eval_data, self.start
+        return {
+            "data_fingerprint": self.train_data.fingerprint,
+            "eval_data_fingerprint": None if held_out is None else held_out.fingerprint,
+            "init_from_fingerprint": None if start is None else _hash_adapter(start),
+        }
 
     def is_set(self, setting: str) -> bool:
         """Whether the adapter has the trained tensors that a setting adds."""
         if self.start is not None:
             return self.start.is_set(setting)
-        return getattr(self.job, setting)
+        return getattr(self.settings, setting)
 
     def lengths(self, step: int) -> list[int]:
         """Returns the tokens of each sample of an optimizer step's global batch."""
-        return batch_lengths(self.train_data, self.order, step)
+        return [
+            len(self.train_data.samples[i].token_ids) for i in self.order.batch(step)
+        ]
 
     def first_steps(self, num_steps: int) -> "PreparedJob":
         """Returns the job with at most so many optimizer steps."""
-        job = self.job.replace(steps=min(num_steps, self.num_steps))
-        return dataclasses.replace(self, job=job)
+        settings = self.settings.replace(steps=min(num_steps, self.num_steps))
+        return dataclasses.replace(self, settings=settings)
 
 
 def data_reader(config: RunConfig, tokenizer: Tokenizer) -> DataReader:
@@ -111,7 +131,7 @@ def prepare_job(job: LoraJob, model: ModelConfig, reader: DataReader) -> Prepare
         ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in modules)),
     )
     return PreparedJob(
-        job=job, modules=modules, start=start, train_data=train, eval_data=held_out
+        settings=job, modules=modules, start=start, train_data=train, eval_data=held_out
     )
 
 
@@ -234,3 +254,12 @@ def _lengths(train: TokenizedData, held_out: TokenizedData | None) -> np.ndarray
 def longest_sample(prepared: PreparedJob) -> int:
     """Returns the number of tokens of a job's longest sample, held out or not."""
     return int(_lengths(prepared.train_data, prepared.eval_data).max())
+
+
+def _hash_adapter(adapter: Adapter) -> str:
+    digest = hashlib.sha256()
+    for name, weights in sorted(adapter.modules.items()):
+        digest.update(name.encode())
+        for tensor in tensors_with(adapter.is_set):
+            digest.update(np.asarray(weights.tensors[tensor.name]).tobytes())
+    return digest.hexdigest()

@@ -1,7 +1,6 @@
 """The quantized base of a run: its format, its copies, and what is logged."""
 
 import dataclasses
-import logging
 
 import jax
 from jax.sharding import NamedSharding
@@ -18,8 +17,6 @@ from jaxlora.models.sharded import base_spec
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels import Fp8Weight
 from jaxlora.sharding.rules import FSDP
-
-logger = logging.getLogger(__name__)
 
 _VALUES, _TRANSPOSED = ".kernel.values", ".kernel.transposed"
 
@@ -95,12 +92,6 @@ def _transposed(params: Base) -> Base:
 def _transpose(where: NamedSharding | None):
     # Without a mesh, the copy is as little bound to a device as the weight itself.
     return jax.jit(lambda values: values.T, out_shardings=where)
-
-
-def log_base(spec: DecoderSpec) -> None:
-    """Logs, in one line, how a quantized base is stored and multiplied."""
-    if spec.options.base_format is not None:
-        logger.info("base: %s", describe_base(spec))
 
 
 def describe_base(spec: DecoderSpec) -> str:

@@ -16,7 +16,7 @@ from jaxlora.printable import one_line
 from jaxlora.run.folder import PICTURE, SUMMARY_FILE
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.log import METRICS_FILE
-from jaxlora.train.job_run import JobRun
+from jaxlora.train.job_state import JobState
 from jaxlora.train.plot import plot_losses
 
 
@@ -59,10 +59,10 @@ class RunResult:
     num_compilations: int
 
 
-def job_result(run: JobRun, folder: pathlib.Path) -> JobResult:
+def job_result(run: JobState, folder: pathlib.Path) -> JobResult:
     """Makes the result of one job."""
     return JobResult(
-        name=run.job.name,
+        name=run.name,
         rank=run.largest_rank,
         num_modules=len(run.start.modules),
         num_steps=run.num_steps,
@@ -71,10 +71,10 @@ def job_result(run: JobRun, folder: pathlib.Path) -> JobResult:
     )
 
 
-def _is_exported(run: JobRun) -> bool:
+def _is_exported(run: JobState) -> bool:
     """Whether this run has written the job's adapter, rather than an older run."""
     progress = run.progress
-    if run.job.keep_best:
+    if run.settings.keep_best:
         return progress.best_step is not None
     has_started = progress.step > 0 or progress.first_eval is not None
     return has_started and progress.is_over and progress.status != "failed"

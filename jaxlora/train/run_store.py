@@ -28,7 +28,7 @@ from jaxlora.run.saved_run import RunRecord, SavedRequests, SavedRun
 from jaxlora.train import agreement
 from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.job_card import job_card
-from jaxlora.train.job_run import JobRun
+from jaxlora.train.job_state import JobState
 from jaxlora.train.read_checkpoint import ReadCheckpoint
 from jaxlora.yaml_file import dump_yaml
 
@@ -131,7 +131,11 @@ class RunStore:
 
 
 def export_job(
-    run: JobRun, adapter: Adapter, model: BaseModel, folder: pathlib.Path, lock: RunLock
+    run: JobState,
+    adapter: Adapter,
+    model: BaseModel,
+    folder: pathlib.Path,
+    lock: RunLock,
 ) -> None:
     """Writes a job's adapter to its folder in a run, unless a later one is there.
 
@@ -142,7 +146,7 @@ def export_job(
         folder: Folder of the run.
         lock: Lock of that folder, which is held.
     """
-    step, target = run.progress.step, folder / ADAPTERS / run.job.name
+    step, target = run.progress.step, folder / ADAPTERS / run.name
     lock.check()
     if not prepare_export_folder(target, step):
         return
@@ -152,13 +156,13 @@ def export_job(
         base_model=model.source,
         revision=model.revision,
         linear_names=linear_names(model.config),
-        record=ExportRecord(job=run.job.name, step=step),
+        record=ExportRecord(job=run.name, step=step),
         card=job_card(
-            name=run.job.name,
+            name=run.name,
             step=step,
             base_model=model.source,
             revision=model.revision,
-            settings=run.job.model_dump(mode="json"),
+            settings=run.settings.model_dump(mode="json"),
             progress=run.progress,
         ),
     )

@@ -23,7 +23,7 @@ from jaxlora.scheduler.lanes import Tick, ticks_of
 from jaxlora.sharding.global_arrays import everywhere, put
 from jaxlora.train.executor import Outcomes, Window
 from jaxlora.train.feed import Feed
-from jaxlora.train.job_run import JobRun
+from jaxlora.train.job_state import JobState
 from jaxlora.train.layout import Layout
 from jaxlora.train.staged_window import StagedWindow, total_losses
 from jaxlora.train.step import compiled
@@ -139,7 +139,7 @@ class StagedExecutor:
 
     # ---- evaluation ----------------------------------------------------------------
 
-    def evaluate(self, runs: Mapping[int, JobRun]) -> dict[int, float]:
+    def evaluate(self, runs: Mapping[int, JobState]) -> dict[int, float]:
         """Returns the mean loss over held-out target tokens, in nats, by slot."""
         batches = {slot: run.eval_batch(slot) for slot, run in runs.items()}
         losses = [

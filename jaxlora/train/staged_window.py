@@ -20,7 +20,7 @@ from jaxlora.sharding.pipeline import RUN_AHEAD, Pass, one_f_one_b
 from jaxlora.train.executor import Outcomes, StepOutcome, Window
 from jaxlora.train.feed import Feed
 from jaxlora.train.in_flight import InFlight
-from jaxlora.train.job_run import JobRun
+from jaxlora.train.job_state import JobState
 from jaxlora.train.layout import Layout
 
 
@@ -77,7 +77,7 @@ class StagedWindow:
         self._losses: dict[int, list[jax.Array]] = defaultdict(list)  # by slot
         self._unfinished: deque[jax.Array] = deque()  # losses of the last ticks
         self._steps: dict[int, _Steps] = {}  # by the tick that they follow
-        seeds = {slot: run.job.seed for slot, run in window.runs.items()}
+        seeds = {slot: run.settings.seed for slot, run in window.runs.items()}
         self._seeds = self._by_slot(seeds, np.int32)
         # Queued since the last outcomes.
         self._num_microbatches = self._num_tokens = 0
@@ -201,26 +201,28 @@ class StagedWindow:
             out[slot] = value
         return out
 
-    def _hyper(self, stepping: Mapping[int, tuple[JobRun, int]]) -> Hyper:
+    def _hyper(self, stepping: Mapping[int, tuple[JobState, int]]) -> Hyper:
         """Settings of optimizer steps; rows of slots that do not step are not used.
 
         Args:
             stepping: The jobs that step, and the number of the step, by slot.
         """
 
-        def row(value: Callable[[JobRun, int], float], dtype=np.float32) -> Any:
+        def row(value: Callable[[JobState, int], float], dtype=np.float32) -> Any:
             return self._by_slot({s: value(*of) for s, of in stepping.items()}, dtype)
 
         return Hyper(
             steps_now=row(lambda run, step: True, np.bool_),
             count=row(lambda run, step: step, np.int32),
             learning_rate=row(lambda run, step: run.learning_rate(step)),
-            rate_ratio=rate_ratios(lambda ratio: row(lambda run, step: ratio(run.job))),
-            weight_decay=row(lambda run, step: run.job.weight_decay),
-            b1=row(lambda run, step: run.job.adam_b1),
-            b2=row(lambda run, step: run.job.adam_b2),
-            eps=row(lambda run, step: run.job.adam_eps),
-            max_norm=row(lambda run, step: run.job.max_grad_norm or np.inf),
+            rate_ratio=rate_ratios(
+                lambda ratio: row(lambda run, step: ratio(run.settings))
+            ),
+            weight_decay=row(lambda run, step: run.settings.weight_decay),
+            b1=row(lambda run, step: run.settings.adam_b1),
+            b2=row(lambda run, step: run.settings.adam_b2),
+            eps=row(lambda run, step: run.settings.adam_eps),
+            max_norm=row(lambda run, step: run.settings.max_grad_norm or np.inf),
         )
 
 

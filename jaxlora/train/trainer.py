@@ -10,9 +10,7 @@ from jaxlora.config import LoraJob, RunConfig
 from jaxlora.device_check import check_device
 from jaxlora.distributed import processes
 from jaxlora.hf.load import BaseModel
-from jaxlora.memory.capacity import settle
 from jaxlora.memory.footprint import StagePrograms
-from jaxlora.models.spec import DecoderSpec
 from jaxlora.run import events
 from jaxlora.run.callback import Callback, Listeners
 from jaxlora.run.folder import ADAPTERS, check_folder, clean_up
@@ -33,16 +31,17 @@ from jaxlora.train.describe_run import (
 from jaxlora.train.device_error import explained
 from jaxlora.train.inbox import Inbox
 from jaxlora.train.interrupt import StopRequest
-from jaxlora.train.job_run import JobRun
+from jaxlora.train.job_state import JobState, start_job
 from jaxlora.train.job_states import job_states, restore_jobs
 from jaxlora.train.joining import Joining
 from jaxlora.train.layout import Layout
 from jaxlora.train.open_run import open_run
-from jaxlora.train.prepare import check_fits, start_job
+from jaxlora.train.prepare import check_fits
 from jaxlora.train.prepared_job import prepare_job
 from jaxlora.train.report import RunResult, job_result, write_report
 from jaxlora.train.requests import Requests
 from jaxlora.train.run_callbacks import open_callbacks
+from jaxlora.train.run_plan import RunPlan
 from jaxlora.train.run_store import RunStore, export_job
 from jaxlora.train.staged_executor import StagedExecutor
 from jaxlora.train.windows import Windows
@@ -54,9 +53,12 @@ class Trainer:
     """Trains the jobs of a run together, each exactly as if it were alone.
 
     Attributes:
-        config: The run.
+        plan: What was decided about the run.
         model: The frozen base.
         runs: The jobs, in the order in which they were given.
+        layout: The decoder on its devices.
+        slots: The slots, with the adapters of running jobs.
+        round: Rounds done; see `Windows`.
         output_dir: Folder of the run.
     """
 
@@ -77,36 +79,31 @@ class Trainer:
         check_device()
         keep_compiled_programs()
         opened = open_run(config, model)
-        self.config, self.model, self.runs = opened.config, opened.model, opened.runs
+        self._opened, self.plan = opened, opened.plan
+        self.model, self.runs = opened.model, opened.runs
         self.output_dir = pathlib.Path(config.output_dir)
-        self._opened, self._placed, self._bounds = opened, opened.placed, opened.bounds
-        self._slots = self._layout.empty_slots()
-        self._round, self._requests = 0, Requests()
-        self._joining = Joining([run.job.name for run in self.runs], self._open_job)
+        self.layout = Layout.of(self.plan.stages, self.model.params)
+        self.slots = self.layout.empty_slots()
+        self.round, self._requests = 0, Requests()
+        self._joining = Joining([run.name for run in self.runs], self._open_job)
         self._added = list(opened.joined)
         self._has_begun = False
         self._lock = RunLock(self.output_dir)
         self._listeners = Listeners([])
 
     @property
-    def _spec(self) -> DecoderSpec:
-        return self._placed.spec
+    def config(self) -> RunConfig:
+        """The run; none of its settings is `auto`."""
+        return self.plan.config
 
-    @property
-    def _num_slots(self) -> int:
-        assert self._spec.slots is not None
-        return self._spec.slots.num_slots
+    def compile(self, plan: RunPlan) -> tuple[StagePrograms, ...]:
+        """Compiles the passes of all stages with the settings of a plan.
 
-    @property
-    def _layout(self) -> Layout:
-        return self._placed.layout
-
-    def _compile_stages(self, config: RunConfig) -> tuple[StagePrograms, ...]:
-        """Compiles all passes with other settings, which then stay."""
-        if config.least_remat != self._spec.options.remat:
-            self._placed = self._placed.with_remat(config.least_remat)
-        params = self.model.params
-        return compile_stages(self._layout, params, self._slots, config.limits)
+        Args:
+            plan: The run's plan, or one with another capacity or `remat`.
+        """
+        layout = self.layout.with_remat(plan.spec.options.remat)
+        return compile_stages(layout, self.model.params, self.slots, plan.config.limits)
 
     # ---- jobs come and go: any thread may call these -------------------------------
 
@@ -121,9 +118,9 @@ class Trainer:
         """
         self._joining.add(job)
 
-    def _open_job(self, job: LoraJob) -> JobRun:
+    def _open_job(self, job: LoraJob) -> JobState:
         prepared = prepare_job(job, self.model.config, self._opened.reader)
-        check_fits(prepared, self._spec)
+        check_fits(prepared, self.plan.spec)
         run = start_job(prepared, self.model)
         self._continue([run])
         return run
@@ -164,8 +161,8 @@ class Trainer:
         """Moves the jobs that were added into the run, in the thread that trains."""
         for run in self._joining.take():
             self.runs.append(run)
-            self._added.append(run.job.name)
-            self._send(events.JobAddEvent(round=self._round, info=run.info()))
+            self._added.append(run.name)
+            self._send(events.JobAddEvent(round=self.round, info=run.info()))
 
     # ---- the run -------------------------------------------------------------------
 
@@ -208,30 +205,23 @@ class Trainer:
                 # A refusal comes before anything is compiled.
                 may_cut = functools.partial(check_resumes, drop_state=drop_state)
                 identity, folder = self._identity(), self.output_dir
-                processes.from_first(lambda: may_cut(folder, identity, self.runs))
-            compiled_before = self._layout.num_compilations()
+                jobs = [run.prepared for run in self.runs]
+                processes.from_first(lambda: may_cut(folder, identity, jobs))
+            compiled_before = self.layout.num_compilations()
             with explained(self.output_dir, self._lock):
-                self._compile()
+                # A run that does not fit into memory is refused.
+                self.plan = self.plan.fit(self.compile)
+                self.layout = self.layout.with_remat(self.plan.spec.options.remat)
                 interrupted = self._run(resume, callbacks)
             result = RunResult(
                 jobs=tuple(job_result(run, self._folder(run)) for run in self.runs),
                 output_dir=self.output_dir,
                 interrupted=interrupted,
-                num_compilations=self._layout.num_compilations() - compiled_before,
+                num_compilations=self.layout.num_compilations() - compiled_before,
             )
             if processes.is_first():
                 write_report(result)
         return result
-
-    def _compile(self) -> None:
-        """Compiles the passes; a run that does not fit into memory is refused."""
-        self.config = settle(
-            self.config,
-            self._spec,
-            self._bounds,
-            self._compile_stages,
-            stages=self._placed.memory_stages(self.config.mesh_sizes),
-        )
 
     def _run(self, resume: bool, callbacks: Sequence[Callback]) -> bool:
         """Runs one window after another; returns whether a signal ended it early."""
@@ -247,17 +237,17 @@ class Trainer:
                         if not self._take_requests(store, waits=True):
                             break
                         continue
-                    before = self._round
+                    before = self.round
                     windows.run_next()
                     self._take_requests(store)
                     every = self.config.checkpoint_every
-                    if every and self._round // every > before // every:
+                    if every and self.round // every > before // every:
                         self._save(store)
-                self._round = windows.round
-            if store.latest() != self._round:
+                self.round = windows.round
+            if store.latest() != self.round:
                 self._save(store)
             stops = stops and not all(run.progress.is_over for run in self.runs)
-            end = events.RunEndEvent(round=self._round, is_interrupted=stops)
+            end = events.RunEndEvent(round=self.round, is_interrupted=stops)
             self._send(end)
             self._listeners.raise_failure()
             return end.is_interrupted
@@ -274,30 +264,28 @@ class Trainer:
             callback.trainer = self
         self._listeners = Listeners([*own, self._inbox], callbacks)
         event = events.RunStartEvent(
-            round=self._round,
+            round=self.round,
             jobs=tuple(run.info() for run in self.runs),
             output_dir=self.output_dir,
-            num_slots=self._num_slots,
+            num_slots=self.plan.num_slots,
             is_resumed=is_resumed,
         )
         self._send(event)
 
     def _send(self, event: events.Event) -> None:
         if isinstance(event, events.WindowEvent):
-            self._round = event.round
+            self.round = event.round
         self._lock.check_folder()  # callbacks would make a removed folder again
         self._listeners.send(event)
 
     def _windows(self) -> Windows:
         params, limits = self.model.params, self.config.limits
-        executor = StagedExecutor(self._layout, params, self._slots, limits)
+        executor = StagedExecutor(self.layout, params, self.slots, limits)
         return Windows(
-            self.config,
+            self.plan,
             self.runs,
             executor,
-            num_slots=self._num_slots,
-            placed=self._placed,
-            first_round=self._round,
+            first_round=self.round,
             requests=self._requests,
             export=self._export,
             send=self._send,
@@ -305,26 +293,27 @@ class Trainer:
         )
 
     def _make_samples(self, slots: Mapping[str, int]) -> dict[str, list[dict]]:
-        (table,) = self._slots.tables
+        (table,) = self.slots.tables
         assert self._opened.sampler is not None
         return self._opened.sampler.generate(slots, table)
 
-    def _folder(self, run: JobRun) -> pathlib.Path:
-        return self.output_dir / ADAPTERS / run.job.name
+    def _folder(self, run: JobState) -> pathlib.Path:
+        return self.output_dir / ADAPTERS / run.name
 
-    def _export(self, run: JobRun) -> None:
+    def _export(self, run: JobState) -> None:
         if run.parked is not None:
             adapter = run.parked.adapter(run.start)
         else:
-            adapter = self._slots.read(run.slot, run.start)
+            adapter = self.slots.read(run.slot, run.start)
         if processes.is_first():
             export_job(run, adapter, self.model, self.output_dir, self._lock)
 
     # ---- checkpoints ---------------------------------------------------------------
 
-    def _identity(self, runs: Sequence[JobRun] | None = None) -> RunIdentity:
+    def _identity(self, runs: Sequence[JobState] | None = None) -> RunIdentity:
         jobs = self.runs if runs is None else runs
-        return run_identity(self.config, self.model.fingerprint, self._spec, jobs)
+        prepared = [job.prepared for job in jobs]
+        return run_identity(self.plan, self.model.fingerprint, prepared)
 
     def _open_store(self, resume: bool, opened: contextlib.ExitStack) -> RunStore:
         keep = self.config.keep_checkpoints
@@ -332,9 +321,9 @@ class Trainer:
         opened.callback(store.close)
         found = store.restore(self._identity())
         if found is not None:
-            self._round = found.number
-            restore_jobs(self.runs, found, self._slots, self._num_slots)
-            logger.info("resumed after round %d", self._round)
+            self.round = found.number
+            restore_jobs(self.runs, found, self.slots, self.plan.num_slots)
+            logger.info("resumed after round %d", self.round)
         self._requests.restore(store.saved_requests(found))
         self._continue(self.runs)
         # This comes last, so that a refused resume leaves the folder unchanged.
@@ -365,32 +354,29 @@ class Trainer:
         record = RunRecord(
             started=self._opened.started,
             identity=self._identity(),
-            requests=self._requests.saved([run.job.name for run in self.runs]),
+            requests=self._requests.saved([run.name for run in self.runs]),
             added=list(self._added),
             answers=self._inbox.answers,
         )
-        store.write_record(
-            record,
-            lambda: resolved_settings(self.config, self.model, self._spec, self.runs),
-        )
+        store.write_record(record, lambda: resolved_settings(self.plan, self.runs))
 
     def _reset(self) -> None:
         """Discards what an earlier call of `train` has left, but requests to stop."""
-        self._slots = self._layout.empty_slots()
-        self._round = 0
+        self.slots = self.layout.empty_slots()
+        self.round = 0
         for run in self.runs:
             run.progress, run.parked = JobProgress(), None
 
-    def _continue(self, runs: Sequence[JobRun]) -> None:
+    def _continue(self, runs: Sequence[JobState]) -> None:
         """Gives jobs that come from another run, and are new here, their states."""
         for run in runs:
-            if run.job.continue_from and run.progress.status == "waiting":
+            if run.settings.continue_from and run.progress.status == "waiting":
                 continue_job(run, self._identity([run]))
 
     def _save(self, store: RunStore) -> None:
         # Requests that were made after the record was written are in the next one.
         requests = SavedRequests() if store.record is None else store.record.requests
         saved = saved_run(self._identity(), self.runs, self.model, requests)
-        states = job_states(self.runs, self._slots)
-        folder = store.save(self._round, states, saved)
-        self._send(events.CheckpointEvent(round=self._round, folder=folder))
+        states = job_states(self.runs, self.slots)
+        folder = store.save(self.round, states, saved)
+        self._send(events.CheckpointEvent(round=self.round, folder=folder))

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from jaxlora.config import RunConfig
 from jaxlora.counted import counted
 from jaxlora.run.events import (
     EvalEvent,
@@ -26,11 +25,9 @@ from jaxlora.run.events import (
     WindowEvent,
 )
 from jaxlora.scheduler import Sample
-from jaxlora.scheduler.lanes import ONE_LANE
 from jaxlora.scheduler.stream import PlanAhead, Planned
 from jaxlora.train.executor import Executor, Outcomes, StepOutcome, Window
-from jaxlora.train.job_run import JobRun
-from jaxlora.train.mesh_plan import PlacedRun
+from jaxlora.train.job_state import JobState
 from jaxlora.train.next_window import (
     JobPosition,
     assign_slots,
@@ -39,6 +36,7 @@ from jaxlora.train.next_window import (
     window_samples,
 )
 from jaxlora.train.requests import Requests
+from jaxlora.train.run_plan import RunPlan
 from jaxlora.train.samples import MakeSamples
 
 logger = logging.getLogger(__name__)
@@ -55,36 +53,31 @@ class Windows:
 
     def __init__(
         self,
-        config: RunConfig,
-        runs: Sequence[JobRun],
+        plan: RunPlan,
+        runs: Sequence[JobState],
         executor: Executor,
         *,
-        num_slots: int,
-        placed: PlacedRun | None = None,
         first_round: int,
         requests: Requests,
-        export: Callable[[JobRun], None],
+        export: Callable[[JobState], None],
         send: Callable[[Event], None],
         make_samples: MakeSamples | None = None,
     ):
         """Makes the object; `start` starts the first jobs.
 
         Args:
-            config: The run.
+            plan: The plan of the run.
             runs: Jobs of the run; more may be added between windows.
             executor: Runs the windows.
-            num_slots: Number of slots of the executor.
-            placed: The devices of the executor; None: one device.
             first_round: Rounds done before.
             requests: Requests to stop and to pause jobs; more may come at any time.
             export: Writes a job's adapter.
             send: Sends an event to the callbacks.
             make_samples: Generates texts with the adapters in slots, for evaluations.
         """
-        self._config, self._runs = config, runs
-        self._executor, self._num_slots = executor, num_slots
-        self._placed = placed
-        self._lanes = lanes = ONE_LANE if placed is None else placed.lanes
+        self._plan, self._config = plan, plan.config
+        self._runs, self._executor = runs, executor
+        config, lanes = plan.config, plan.lanes
         self._requests, self._export = requests, export
         self._send, self._make_samples = send, make_samples
         self._plans = PlanAhead(
@@ -103,7 +96,7 @@ class Windows:
 
     # ---- starting jobs -------------------------------------------------------------
 
-    def _running(self) -> list[JobRun]:
+    def _running(self) -> list[JobState]:
         return [run for run in self._runs if run.progress.status == "running"]
 
     def _positions(self) -> list[JobPosition]:
@@ -111,7 +104,7 @@ class Windows:
         return [
             JobPosition(
                 job=number,
-                priority=run.job.priority,
+                priority=run.settings.priority,
                 slot=run.progress.slot,
                 step=run.progress.step,
                 num_steps=run.num_steps,
@@ -121,21 +114,21 @@ class Windows:
             if run.has_slot or not (run.progress.is_over or self._is_held(run))
         ]
 
-    def _is_held(self, run: JobRun) -> bool:
+    def _is_held(self, run: JobState) -> bool:
         """Whether a job was asked to pause."""
-        return self._requests.pause_reason(run.job.name) is not None
+        return self._requests.pause_reason(run.name) is not None
 
     def _assign_slots(self, positions: Sequence[JobPosition]) -> list[JobPosition]:
         return assign_slots(
             positions,
-            self._num_slots,
+            self._plan.num_slots,
             preempts=self._config.preempt,
-            lanes=self._lanes,
+            lanes=self._plan.lanes,
         )
 
     def _samples(self, positions: Sequence[JobPosition]) -> tuple[Sample, ...]:
         def lengths(job: int, step: int) -> list[int]:
-            return self._runs[job].lengths(step)
+            return self._runs[job].prepared.lengths(step)
 
         return window_samples(positions, self._config.window_steps, lengths)
 
@@ -158,7 +151,7 @@ class Windows:
         """Pauses running jobs that were asked to pause; returns how many."""
         count = 0
         for run in self._running():
-            if (reason := self._requests.pause_reason(run.job.name)) is not None:
+            if (reason := self._requests.pause_reason(run.name)) is not None:
                 self._pause(run, reason)
                 count += 1
         return count
@@ -187,31 +180,31 @@ class Windows:
         self._evaluate([run for run in new if run.wants_eval()])
         return self._end_jobs(new)
 
-    def _pause(self, run: JobRun, reason: str) -> None:
+    def _pause(self, run: JobState, reason: str) -> None:
         """Parks the whole state of a running job, and frees its slot."""
         run.parked = self._executor.park(run.slot)
         run.update(status="paused", reason=reason, slot=None)
-        logger.info("%s: paused. %s", run.job.name, reason)
+        logger.info("%s: paused. %s", run.name, reason)
         self._send_of(run, JobPauseEvent, reason=reason)
 
-    def _start(self, run: JobRun, slot: int) -> None:
+    def _start(self, run: JobState, slot: int) -> None:
         """Loads a job into a free slot: its first adapter, or its parked state."""
         parked, run.parked = run.parked, None
         run.update(status="running", reason="", slot=slot)
         if parked is None:
             self._executor.load(slot, run.start)
-            logger.info("%s starts in slot %d", run.job.name, slot)
+            logger.info("%s starts in slot %d", run.name, slot)
             self._send_of(run, JobStartEvent, slot=slot)
             return
         self._executor.restore(slot, parked, run.start)
-        logger.info("%s continues in slot %d", run.job.name, slot)
+        logger.info("%s continues in slot %d", run.name, slot)
         self._send_of(run, JobResumeEvent, slot=slot)
 
-    def _send_of(self, run: JobRun, kind: type[JobEvent], **values) -> None:
+    def _send_of(self, run: JobState, kind: type[JobEvent], **values) -> None:
         """Sends an event of a job at the step that it has reached."""
         event = kind(
             round=self._round_of(run),
-            job=run.job.name,
+            job=run.name,
             progress=run.progress,
             num_steps=run.num_steps,
             **values,
@@ -266,12 +259,12 @@ class Windows:
         yield
         self._untimed_seconds += time.perf_counter() - began
 
-    def _round_of(self, run: JobRun) -> int:
+    def _round_of(self, run: JobState) -> int:
         """Returns the round of a job's latest step in the window, or the next round."""
-        return self.round + self._steps_now.get(run.job.name, 1)
+        return self.round + self._steps_now.get(run.name, 1)
 
-    def _note(self, run: JobRun, outcome: StepOutcome) -> None:
-        name = run.job.name
+    def _note(self, run: JobState, outcome: StepOutcome) -> None:
+        name = run.name
         self._steps_now[name] = self._steps_now.get(name, 0) + 1
         if not outcome.is_finite:
             run.update(
@@ -302,7 +295,6 @@ class Windows:
                 name,
                 counted(count, "sample"),
             )
-        placed, schedule = self._placed, planned.schedule
         rows = num_microbatches * self._config.limits.capacity
         event = WindowEvent(
             round=self.round,
@@ -315,11 +307,11 @@ class Windows:
             planned_ahead=planned.ahead,
             planning_seconds=round(planned.waited_seconds, 4),
             left_out=self._left_out,
-            pipeline={} if placed is None else placed.pipeline_figures(schedule),
+            pipeline=self._plan.pipeline_figures(planned.schedule),
         )
         self._send(event)
 
-    def _evaluate(self, runs: Sequence[JobRun]) -> None:
+    def _evaluate(self, runs: Sequence[JobState]) -> None:
         if not runs:
             return
         with self._untimed():
@@ -331,25 +323,25 @@ class Windows:
                 run.update(status="failed", reason="the evaluation loss is not finite")
                 continue
             is_best = run.note_eval(loss)
-            if is_best and run.job.keep_best:
+            if is_best and run.settings.keep_best:
                 with self._untimed():
                     self._export(run)
             self._send_of(run, EvalEvent, eval_loss=loss, is_best=is_best)
         self._send_samples(sound)
 
-    def _send_samples(self, runs: Sequence[JobRun]) -> None:
+    def _send_samples(self, runs: Sequence[JobState]) -> None:
         """Generates texts with the adapters of jobs that were evaluated."""
         if self._make_samples is None or not runs:
             return
         with self._untimed():
-            samples = self._make_samples({run.job.name: run.slot for run in runs})
+            samples = self._make_samples({run.name: run.slot for run in runs})
         for run in runs:
-            for values in samples[run.job.name]:
+            for values in samples[run.name]:
                 self._send_of(run, SampleEvent, **values)
 
     # ---- ending jobs ---------------------------------------------------------------
 
-    def _end_jobs(self, runs: Sequence[JobRun]) -> int:
+    def _end_jobs(self, runs: Sequence[JobState]) -> int:
         """Evaluates and exports the jobs that end here, and frees their slots.
 
         Args:
@@ -371,23 +363,27 @@ class Windows:
             self._end(run)
         return len(ending)
 
-    def _end(self, run: JobRun) -> None:
+    def _end(self, run: JobState) -> None:
         """Exports the adapter of a job that is over, and releases its slot."""
         has_weights = run.has_slot or run.parked is not None
-        if has_weights and run.progress.status != "failed" and not run.job.keep_best:
+        if (
+            has_weights
+            and run.progress.status != "failed"
+            and not run.settings.keep_best
+        ):
             with self._untimed():
                 self._export(run)
         run.parked = None
         if run.has_slot:
             num_left_out = self._executor.release(run.slot)
             if num_left_out:
-                self._left_out[run.job.name] = num_left_out
+                self._left_out[run.name] = num_left_out
             run.update(slot=None)
         ended = run.progress
-        logger.info("%s: %s. %s", run.job.name, ended.status, ended.reason)
+        logger.info("%s: %s. %s", run.name, ended.status, ended.reason)
         self._send_of(run, JobEndEvent, status=ended.status, reason=ended.reason)
 
-    def _decide(self, run: JobRun) -> None:
+    def _decide(self, run: JobState) -> None:
         """Marks a job as over if it ends here; it is between two batches, or waits."""
         if (step := run.progress.step) > (wanted := run.num_steps):
             reason = f"{counted(step, 'step')} done, and the number wanted is {wanted}"
@@ -395,9 +391,8 @@ class Windows:
         elif step == wanted:
             run.update(status="finished", reason="all steps are done")
         elif run.has_stalled():
-            run.update(
-                status="stopped early",
-                reason=f"no better evaluation for {run.job.early_stopping} evaluations",
-            )
-        elif (reason := self._requests.stop_reason(run.job.name)) is not None:
+            patience = run.settings.early_stopping
+            reason = f"no better evaluation for {patience} evaluations"
+            run.update(status="stopped early", reason=reason)
+        elif (reason := self._requests.stop_reason(run.name)) is not None:
             run.update(status="stopped", reason=reason)

@@ -13,8 +13,8 @@ from jaxlora import import_peft, load_model
 from jaxlora.adapters.merge import merge_adapter
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.hf.convert import convert
+from jaxlora.hf.names import linear_shapes
 from jaxlora.inspect import inspect_path
-from jaxlora.train.prepare import linear_shapes
 from tests import tiny
 from tests.fuzz import gguf_file
 from tests.fuzz.data_kinds import CHATS, make_records, read_records
@@ -120,7 +120,8 @@ _SHAPES: dict[str, tuple[int, ...]] = {}
 
 def read_adapter(folder: pathlib.Path) -> None:
     if not _SHAPES:
-        _SHAPES.update(linear_shapes(load_model(folder / "model", dtype="float32")))
+        model = load_model(folder / "model", dtype="float32")
+        _SHAPES.update(linear_shapes(model.config))
     inspect_path(str(folder / "adapter"), quiet())
     import_peft(folder / "adapter", _SHAPES)
 

@@ -11,10 +11,10 @@ from unittest import mock
 
 from jaxlora import BaseModel, LoraJob, RunConfig, Trainer, load_model
 from jaxlora.inspect import inspect_path
-from jaxlora.memory.capacity import settle
 from jaxlora.train import trainer, windows
 from jaxlora.train.export import export_checkpoint
 from jaxlora.train.plot import plot_losses
+from jaxlora.train.run_plan import RunPlan
 from tests.fuzz.data_kinds import PAIRS, make_records
 from tests.fuzz.kind import Kind, quiet
 from tests.fuzz.model_kinds import make_model
@@ -49,14 +49,11 @@ def without_computing(**windows_methods) -> Iterator[None]:
             patch = mock.patch.object(windows.Windows, name, function)
             patches.enter_context(patch)
 
-        def settle_uncompiled(config, spec, bounds, *_, **__) -> RunConfig:
-            return settle(config, spec, bounds)
-
-        for name, stub in (
-            ("settle", settle_uncompiled),
-            ("write_report", lambda *_: None),
+        for owner, name, stub in (
+            (RunPlan, "fit", lambda self, _: self),
+            (trainer, "write_report", lambda *_: None),
         ):
-            patches.enter_context(mock.patch.object(trainer, name, stub))
+            patches.enter_context(mock.patch.object(owner, name, stub))
         yield
 
 

@@ -153,9 +153,9 @@ def test_held_out_samples_count(held_out_longest):
     auto = held_out_longest.model_copy(update={"microbatch_tokens": "auto"})
     planned, trainer = plan_run(auto), Trainer(auto)
     [run] = trainer.runs
-    assert run.eval_data is not None
-    assert max(len(s.token_ids) for s in run.train_data.samples) < 32
-    assert max(len(s.token_ids) for s in run.eval_data.samples) == 151
+    assert run.prepared.eval_data is not None
+    assert max(len(s.token_ids) for s in run.prepared.train_data.samples) < 32
+    assert max(len(s.token_ids) for s in run.prepared.eval_data.samples) == 151
     assert planned.whole.schedule.limits == trainer.config.limits
     assert trainer.config.limits.capacity == 160
     given = held_out_longest.model_copy(update={"microbatch_tokens": 144})

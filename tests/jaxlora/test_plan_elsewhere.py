@@ -17,7 +17,7 @@ from jaxlora.costs.gpus import GPUS, parse_machine
 from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.memory.need import DoesNotFitError
 from jaxlora.pallas_kernels.device import planned_device
-from jaxlora.plan import RunPlan, plan_run
+from jaxlora.plan import RunForecast, plan_run
 from jaxlora.plan_report import print_plan
 from tests import tiny
 
@@ -71,7 +71,7 @@ def run(folder: pathlib.Path, name: str = "llama-3.1-8b", **settings) -> RunConf
     )
 
 
-def printed(planned: RunPlan, **options) -> str:
+def printed(planned: RunForecast, **options) -> str:
     out = io.StringIO()
     print_plan(planned, Console(file=out, width=100), **options)
     return out.getvalue()
@@ -88,7 +88,7 @@ def test_predictions_are_near_what_was_measured(folder, gpu, base):
     full = planned.num_tokens / planned.whole.schedule.fill / planned.time.together
     assert full == pytest.approx(tokens_per_second, rel=0.15)
     assert planned.memory.total_bytes / GIB == pytest.approx(gib, rel=0.1)
-    assert planned.dtype == "bfloat16"
+    assert planned.plan.model.dtype.name == "bfloat16"
     assert planned.memory.base_bytes < 16 * GIB
     assert planned.time.apart > planned.time.together
 

@@ -145,7 +145,7 @@ def test_a_plan_of_a_run_that_has_begun(config, tmp_path):
 
     Trainer(begun).train(callbacks=[AddsAJob()])
     planned = plan_run(begun)
-    assert [job.job.name for job in planned.jobs] == ["job", "late"]
+    assert [job.name for job in planned.jobs] == ["job", "late"]
     for settings, message in (
         ({"steps": 1, "batch_size": 3}, r"batch_size is 8 .* and 3 now"),
         ({"steps": 2}, "'job' has finished its 1 step, and 2 are wanted"),

@@ -13,7 +13,7 @@ import pytest
 
 from jaxlora import export_peft, import_peft, load_model, merge_adapter
 from jaxlora.adapters.adapter import Adapter, LoraWeights
-from jaxlora.train.prepare import linear_shapes
+from jaxlora.hf.names import linear_shapes
 from tests.jaxlora.adapters.test_peft_golden import logits
 from tests.jaxlora.models.test_logits import CASES, MODELS, packed_logits
 from tests.jaxlora.train import test_peft_run
@@ -81,12 +81,14 @@ def adapter(model) -> Adapter:
     """An adapter with ranks, alphas and scalings of all sorts, and a random B."""
     rng = np.random.default_rng(0)
     if model.folder == BASE:
-        source = import_peft(GOLDEN / "peft_folders" / "patterns", linear_shapes(model))
+        source = import_peft(
+            GOLDEN / "peft_folders" / "patterns", linear_shapes(model.config)
+        )
         for weights in source.modules.values():
             weights.b[...] = rng.normal(size=weights.b.shape) * 0.2
         return source
     modules = {}
-    for i, (name, (k, n)) in enumerate(linear_shapes(model).items()):
+    for i, (name, (k, n)) in enumerate(linear_shapes(model.config).items()):
         rank = 1 + i % 3
         shapes = {"lora_a": (k, rank), "lora_b": (rank, n)}
         tensors = {
@@ -100,7 +102,7 @@ def adapter(model) -> Adapter:
 def test_exported_adapters_load_in_peft(
     torch, transformers, peft, model, adapter, tmp_path
 ):
-    names = list(linear_shapes(model))
+    names = list(linear_shapes(model.config))
     folder = export_peft(adapter, tmp_path / "a", base_model="b", linear_names=names)
     base = causal_lm(torch, transformers, model.folder)
     theirs = peft.PeftModel.from_pretrained(base, folder).eval()
@@ -120,7 +122,7 @@ def test_exported_adapters_load_in_peft(
 def test_merged_checkpoints_load_in_transformers(
     torch, transformers, model, adapter, tmp_path
 ):
-    names = list(linear_shapes(model))
+    names = list(linear_shapes(model.config))
     export_peft(adapter, tmp_path / "a", base_model="b", linear_names=names)
     merged = merge_adapter(model.folder, tmp_path / "a", tmp_path / "merged")
     tokens = np.random.default_rng(1).integers(0, model.config.vocab_size, 31)

@@ -5,8 +5,8 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 
 from jaxlora.config import RunConfig
-from jaxlora.costs.stages import stage_specs
 from jaxlora.memory.bounds import Bounds
+from jaxlora.memory.device import DeviceMemory
 from jaxlora.memory.fitting import estimate_at, estimated_room, largest_fitting
 from jaxlora.memory.mesh import MeshFootprint, MeshStages
 from jaxlora.models.spec import DecoderSpec
@@ -76,31 +76,33 @@ class Candidate:
         """Bytes that a device of the tightest stage needs."""
         return self.found.total_bytes(self.tokens)
 
-    def fits(self, machine: Machine, *, with_room: bool = True) -> bool:
+    def fits(self, available: DeviceMemory | None, *, with_room: bool = True) -> bool:
         """Whether the devices are estimated to have the memory.
 
         Args:
-            machine: The machine.
+            available: Memory of each device; None: it is not known.
             with_room: Whether room for the error of the estimate must be left.
         """
-        memory = machine.memory
-        if memory is None:
+        if available is None:
             return True
-        room = estimated_room(memory, self.stages.sizes)
-        return self.needed_bytes <= (room if with_room else memory.num_bytes)
+        room = estimated_room(available, self.stages.sizes)
+        return self.needed_bytes <= (room if with_room else available.num_bytes)
 
 
 class Candidates:
     """Makes candidates for one run on one machine, and predicts their time."""
 
-    def __init__(self, demand: Demand, machine: Machine):
+    def __init__(
+        self, demand: Demand, machine: Machine, available: DeviceMemory | None
+    ):
         """Predicts nothing yet.
 
         Args:
             demand: The work of the run.
             machine: The machine.
+            available: Memory of each device; None: it is not known, and is not checked.
         """
-        self._demand, self._machine = demand, machine
+        self._demand, self._machine, self._available = demand, machine, available
         # The schedule depends on neither the model nor `remat`.
         self._packed: dict[tuple[Lanes, Limits], Schedule] = {}
 
@@ -114,7 +116,7 @@ class Candidates:
             spec: The whole decoder, with the run's `remat`.
         """
         config = config.replace(remat=spec.options.remat)
-        bounds, memory = self._demand.bounds(config), self._machine.memory
+        bounds, memory = self._demand.bounds(config), self._available
         found = self._candidate(config, spec, bounds, bounds.max_tokens)
         if bounds.fixed is not None or memory is None:
             return found
@@ -152,7 +154,7 @@ class Candidates:
                 ranked.append((seconds, other))
         # Another compilation of attention for each, so not before the times are known.
         for seconds, other in sorted(ranked, key=lambda pair: pair[0]):
-            if other.fits(self._machine):
+            if other.fits(self._available):
                 return other, seconds
         return largest, whole
 
@@ -174,14 +176,9 @@ class Candidates:
             for p in self._demand.positions
         ]
         num_slots = self._num_slots(config)
-        pinning = run_lanes(config, loads, capacity=tokens, num_slots=num_slots)
-        sizes = config.mesh_sizes
-        stages = MeshStages(
-            spec=spec,
-            specs=stage_specs(spec, sizes.stage, self._machine.speed),
-            sizes=sizes,
-            in_flight=config.pipeline_microbatches or sizes.stage,
-            is_pinned=pinning.lanes.pinned,
+        pinning = run_lanes(config, loads, num_slots)
+        stages = MeshStages.of(
+            config, spec, is_pinned=pinning.lanes.pinned, speed=self._machine.speed
         )
         return Candidate(
             config=config, stages=stages, lanes=pinning.lanes, bounds=bounds

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
 from jaxlora.config import RunConfig
-from jaxlora.memory.device import format_bytes
+from jaxlora.memory.device import DeviceMemory, format_bytes
 from jaxlora.memory.need import DoesNotFitError
 from jaxlora.memory.refusal import refusal
 from jaxlora.models.layer import Remat
@@ -58,7 +58,8 @@ def choose_mesh(
     if machine.num_devices == 1:
         reason = "mesh auto: there is one device"
         return MeshChoice(sizes=MeshSizes(), remat=config.remat, reason=reason)
-    candidates = Candidates(demand, machine)
+    available = machine.memory_of(machine.num_devices)
+    candidates = Candidates(demand, machine, available)
 
     def largest(num_devices: int) -> list[Candidate]:
         return [
@@ -71,18 +72,18 @@ def choose_mesh(
     for num_devices in range(machine.num_devices, 0, -1):
         found = largest(num_devices)
         tried += found
-        fitting = [c for c in found if c.fits(machine)] or [
-            c for c in found if c.fits(machine, with_room=False)
+        fitting = [c for c in found if c.fits(available)] or [
+            c for c in found if c.fits(available, with_room=False)
         ]
         if fitting:
             for fewer in _halvings(num_devices):
-                fitting += [c for c in largest(fewer) if c.fits(machine)]
+                fitting += [c for c in largest(fewer) if c.fits(available)]
             choice = _fastest([candidates.fastest(c) for c in fitting], machine)
             # A single device chooses it again, and compiles what it has chosen.
             return (
                 choice if choice.sizes.num_devices > 1 else _unsettled(choice, config)
             )
-    raise _refused(tried, machine)
+    raise _refused(tried, machine.num_devices, available)
 
 
 def _unsettled(choice: MeshChoice, config: RunConfig) -> MeshChoice:
@@ -154,18 +155,20 @@ def _describe(candidate: Candidate, others: Sequence[Candidate]) -> str:
 
 def _memory_reason(chosen: Candidate, machine: Machine) -> str:
     needed = f"it needs {format_bytes(chosen.needed_bytes)} on each device"
-    if machine.memory is None:
+    if (available := machine.memory_of(machine.num_devices)) is None:
         return f"{needed}, of an unknown size"
-    there = format_bytes(machine.memory.num_bytes)
+    there = format_bytes(available.num_bytes)
     return f"{needed}, which has {there}"
 
 
-def _refused(tried: Sequence[Candidate], machine: Machine) -> DoesNotFitError:
-    assert machine.memory is not None
+def _refused(
+    tried: Sequence[Candidate], num_devices: int, available: DeviceMemory | None
+) -> DoesNotFitError:
+    assert available is not None, "memory of an unknown size is not checked"
     best = min(tried, key=lambda candidate: candidate.needed_bytes)
-    details = refusal(best.config, best.stages, best.bounds, best.found, machine.memory)
+    details = refusal(best.config, best.stages, best.bounds, best.found, available)
     text = (
-        f"mesh auto: no mesh of {machine.num_devices} devices has the memory for this "
+        f"mesh auto: no mesh of {num_devices} devices has the memory for this "
         f"run, and {best.stages.sizes} comes closest: {details}"
     )
     return DoesNotFitError(text, details.need, details.mesh, details.cures)

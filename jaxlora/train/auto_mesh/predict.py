@@ -45,8 +45,7 @@ def _cost_model(stages: MeshStages, capacity: int, links: Links) -> CostModel:
     speed, fsdp = links.speed, stages.sizes.fsdp
     # A microbatch also takes the time of reading the weights, however small it is.
     num_tokens = capacity + speed.weight_tokens
-    borders = (0, *(spec.layer_numbers.stop for spec in stages.specs))
-    times = decoder_seconds(stages.spec, speed).stages(borders)
+    times = decoder_seconds(stages.spec, speed).stages(stages.borders)
     costs = []
     for spec, time in zip(stages.specs, times, strict=True):
         gather = links.seconds(_gathered_bytes(spec, fsdp), fsdp)

@@ -7,18 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.targets import resolve_targets
 from jaxlora.bench.scheduler.lengths import lengths
 from jaxlora.bench.shapes import config_json
 from jaxlora.bench.tokens import job_batch
-from jaxlora.bench.training import Setup
-from jaxlora.config import DataConfig, LoraJob
+from jaxlora.config import DataConfig, LoraJob, RunConfig
 from jaxlora.data.tokenize import TokenizedData
 from jaxlora.hf.config import model_config
-from jaxlora.models.decoder import DecoderOptions
+from jaxlora.hf.names import linear_names
+from jaxlora.memory.mesh import MeshStages
 from jaxlora.scheduler import Limits
 from jaxlora.sharding.mesh_sizes import MeshSizes
-from jaxlora.train.job_run import JobRun
-from jaxlora.train.kernel_choice import choose_attention, choose_kernels
+from jaxlora.train.auto_mesh.machine import this_machine
+from jaxlora.train.job_state import JobState
+from jaxlora.train.planned_model import PlannedModel
+from jaxlora.train.prepared_job import PreparedJob
+from jaxlora.train.run_plan import RunPlan, resolve
 
 # The sources of the jobs' lengths, in the order of the jobs; see
 # `bench.scheduler.lengths`.
@@ -114,40 +118,58 @@ class Case:
         """Largest length of a sample that fits into a microbatch, in tokens."""
         return min(self.longest_tokens, self.capacity)
 
-    def setup(self) -> Setup:
-        """Returns the decoder with a slot for each of the most adapters."""
-        model = model_config(config_json(self.model, self.num_layers))
-        dtype = jnp.dtype(self.dtype)
-        options = DecoderOptions(
-            dtype=dtype,
+    def config(self) -> RunConfig:
+        """Returns the run, with a job for each of the most adapters."""
+        return RunConfig(
+            model=self.model,
+            jobs=[self._job(slot) for slot in range(max(self.adapters))],
+            mesh=self.mesh,
+            microbatch_tokens=self.capacity,
+            block_tokens=self.block_tokens,
+            dtype=self.dtype,  # type: ignore[arg-type]
+            attention=self.attention,  # type: ignore[arg-type]
+            implementation=self.implementation,
             remat=self.remat,  # type: ignore[arg-type]
-            attention=choose_attention(self.attention, dtype, model).name,
-            max_segment_tokens=self.longest,
-            # Attention also has room for the probes of `pass_times`.
-            mean_segment_tokens=max(1, min(self.longest // 4, 480)),
         )
-        setup = Setup(
-            model=model,
-            options=options,
-            limits=self.limits,
-            num_jobs=max(self.adapters),
+
+    def _job(self, slot: int) -> LoraJob:
+        return LoraJob(
+            name=f"job{slot}",
+            data=DataConfig(path="random"),
             rank=self.rank,
             dropout=self.dropout,
+            batch_size=self.batch_samples,
+            max_length=self.longest,
+            learning_rate=1e-5,
+            shuffle=False,
+            seed=slot,
         )
-        return self._with_kernels(setup)
 
-    def _with_kernels(self, setup: Setup) -> Setup:
-        chosen = self.implementation
-        if chosen == "auto":
-            chosen = choose_kernels("auto", setup.spec(), self.block_tokens).name
-        options = dataclasses.replace(setup.options, implementation=chosen)
-        return dataclasses.replace(setup, options=options)
+    def base(self) -> PlannedModel:
+        """Returns the base model, which has no weights."""
+        config = model_config(config_json(self.model, self.num_layers))
+        return PlannedModel(
+            config=config, dtype=jnp.dtype(self.dtype), base_format=None
+        )
+
+    def plan(self) -> RunPlan:
+        """Plans the run as the trainer does, but all replicas share all jobs.
+
+        Raises:
+            ConfigError: The run cannot be trained here.
+        """
+        config, jobs = self.config(), make_jobs(self, max(self.adapters), 1)
+        plan = resolve(config, self.base(), jobs, this_machine())
+        # Attention also has room for the probes of `pass_times`.
+        mean = max(1, min(self.longest // 4, 480))
+        options = dataclasses.replace(plan.spec.options, mean_segment_tokens=mean)
+        stages = MeshStages.of(config, dataclasses.replace(plan.spec, options=options))
+        lanes = dataclasses.replace(plan.lanes, slots_per_replica=None)
+        return dataclasses.replace(plan, stages=stages, lanes=lanes)
 
 
-def make_runs(
-    case: Case, num_jobs: int, num_microbatches: int, start: Adapter
-) -> dict[int, JobRun]:
-    """Makes jobs with random tokens and ragged lengths, by slot.
+def make_jobs(case: Case, num_jobs: int, num_microbatches: int) -> list[PreparedJob]:
+    """Makes jobs with random tokens and ragged lengths.
 
     They depend only on the jobs and on the number of tokens, not on the mesh.
 
@@ -155,7 +177,6 @@ def make_runs(
         case: The case.
         num_jobs: Number of jobs. All of them have as many global batches.
         num_microbatches: Full microbatches of which all jobs together have the tokens.
-        start: The adapter that each job starts from.
     """
     rngs = [np.random.default_rng([0, slot]) for slot in range(num_jobs)]
     drawn: list[list[int]] = [[] for _ in rngs]
@@ -163,31 +184,42 @@ def make_runs(
         for name, own, rng in zip(case.data_sets, drawn, rngs, strict=False):
             batch = lengths(name, case.batch_samples, rng)
             own += np.minimum(batch, case.longest).tolist()
+    names = linear_names(case.base().config)
     vocab_size = config_json(case.model)["vocab_size"]
-    return {
-        slot: _run(case, slot, job_batch(slot, own, vocab_size, rng).samples, start)
-        for slot, (own, rng) in enumerate(zip(drawn, rngs, strict=True))
-    }
+    jobs = []
+    for slot, (own, rng) in enumerate(zip(drawn, rngs, strict=True)):
+        settings = case.config().jobs[slot]
+        samples = job_batch(slot, own, vocab_size, rng).samples
+        data = TokenizedData(
+            source="random",
+            samples=samples,
+            max_length=case.longest,
+            num_records=len(samples),
+            num_truncated=0,
+            num_dropped=0,
+            num_without_target=0,
+        )
+        job = PreparedJob(
+            settings=settings,
+            modules=resolve_targets(settings, names),
+            start=None,
+            train_data=data,
+            eval_data=None,
+        )
+        jobs.append(job)
+    return jobs
 
 
-def _run(case: Case, slot: int, samples, start: Adapter) -> JobRun:
-    job = LoraJob(
-        name=f"job{slot}",
-        data=DataConfig(path="random"),
-        rank=case.rank,
-        dropout=case.dropout,
-        batch_size=case.batch_samples,
-        learning_rate=1e-5,
-        shuffle=False,
-        seed=slot,
-    )
-    data = TokenizedData(
-        source="random",
-        samples=samples,
-        max_length=case.longest,
-        num_records=len(samples),
-        num_truncated=0,
-        num_dropped=0,
-        num_without_target=0,
-    )
-    return JobRun(job, start, data, None)
+def make_runs(
+    case: Case, num_jobs: int, num_microbatches: int, start: Adapter
+) -> dict[int, JobState]:
+    """Makes the jobs of `make_jobs`, by slot.
+
+    Args:
+        case: The case.
+        num_jobs: Number of jobs.
+        num_microbatches: See `make_jobs`.
+        start: The adapter that each job starts from.
+    """
+    jobs = make_jobs(case, num_jobs, num_microbatches)
+    return {slot: JobState(job, start) for slot, job in enumerate(jobs)}

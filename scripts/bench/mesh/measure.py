@@ -109,7 +109,7 @@ class _Mesh:
         options = training.spec.options
         self._add(
             "compile",
-            borders=training.borders,
+            borders=training.plan.stages.borders,
             kernels=options.implementation,
             attention=options.attention,
             remat=options.remat,
@@ -182,7 +182,9 @@ class _Mesh:
         some = windows(order, runs, case.limits, lanes, case.round_robin_samples)
         times = [training.seconds(some, in_flight) for _ in range(case.window_repeats)]
         seconds = float(np.median(times))
-        lengths = np.concatenate([run.train_data.lengths for run in runs.values()])
+        lengths = np.concatenate(
+            [run.prepared.train_data.lengths for run in runs.values()]
+        )
         tokens = int(lengths.sum())
         ticks = [
             tick

@@ -9,23 +9,20 @@ from typing import Any
 
 import jax
 
+from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.slots import fresh_adapter
-from jaxlora.adapters.targets import resolve_targets
-from jaxlora.bench.mesh.cases import Case
+from jaxlora.bench.mesh.cases import Case, make_jobs
 from jaxlora.bench.tokens import TARGET_SHARE
 from jaxlora.bench.training import GIB
 from jaxlora.bench.weights import random_base
-from jaxlora.config import DataConfig, LoraJob
-from jaxlora.costs.device_speed import find_speed
-from jaxlora.costs.stages import stage_borders
 from jaxlora.costs.work import head_work, layer_work
 from jaxlora.errors import JaxloraError
-from jaxlora.hf.names import linear_names, linear_path
+from jaxlora.hf.names import linear_path
 from jaxlora.models.base_format import kernel_of
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import Lanes, Pipeline
 from jaxlora.train.executor import Outcomes, Window
-from jaxlora.train.layout import Layout, base_placement, make_layout
+from jaxlora.train.layout import Layout
 from jaxlora.train.staged_executor import StagedExecutor
 
 
@@ -34,56 +31,41 @@ class MeshTraining:
 
     Attributes:
         case: What is measured.
-        spec: The whole decoder.
+        plan: The plan of the run.
         layout: The stages, with as many ticks in flight as stages.
         slots: The slots, all of them with an adapter.
         bases: Frozen weights of each stage.
         start: The adapter that every job starts from.
-        borders: Layers at which the stages begin and end.
     """
 
     def __init__(self, case: Case):
         """Makes the weights on the devices; nothing is compiled yet.
 
         Raises:
-            ValueError: There are too few devices.
-            JaxloraError: There are fewer layers than stages.
+            ConfigError: The run cannot be trained here.
         """
-        self.case, setup, sizes = case, case.setup(), case.sizes
-        self.spec = setup.spec()
-        self.borders = stage_borders(
-            setup.model,
-            sizes.stage,
-            find_speed(jax.devices()[0].device_kind),
-            dtype=setup.options.dtype,
-            remat=setup.options.remat,
-        )
-        place = None
-        if sizes.num_devices > 1:
-            place = base_placement(sizes, self.borders)
-        params = random_base(self.spec.base_shapes(), place)
-        self.layout = (
-            Layout.on_one_device(self.spec, params)
-            if sizes.num_devices == 1
-            else make_layout(self.spec, sizes, self.borders)
-        )
+        self.case, self.plan = case, case.plan()
+        params = random_base(self.plan.spec.base_shapes(), self.plan.place)
+        self.layout = Layout.of(self.plan.stages, params)
         self.bases = self.layout.bases(params)
         self._params = params
         self.start = self._fresh_adapter()
         self.slots = self.layout.empty_slots()
         self.load()
 
-    def _fresh_adapter(self):
-        shapes, names = self.spec.base_shapes(), linear_names(self.spec.config)
-        base = self.spec.options.base_format
+    @property
+    def spec(self) -> DecoderSpec:
+        """The whole decoder."""
+        return self.plan.spec
+
+    def _fresh_adapter(self) -> Adapter:
+        job = make_jobs(self.case, 1, 1)[0]
+        shapes = self.spec.base_shapes()
         kernels = {
-            n: kernel_of(shapes, f"{linear_path(n)}.kernel", base) for n in names
+            name: kernel_of(shapes, f"{linear_path(name)}.kernel", None)
+            for name in job.modules
         }
-        data = DataConfig(path="random")
-        job = LoraJob(
-            name="start", data=data, rank=self.case.rank, dropout=self.case.dropout
-        )
-        return fresh_adapter(job, resolve_targets(job, names), kernels)
+        return fresh_adapter(job.settings, job.modules, kernels)
 
     def load(self) -> None:
         """Puts the first adapter into all slots, without gradients and moments."""
@@ -96,9 +78,9 @@ class MeshTraining:
         Args:
             in_flight: Ticks in flight on the first stage; 0: the number of stages.
         """
-        sizes = self.case.sizes
-        pipeline = Pipeline.one_f_one_b(sizes.stage, in_flight or sizes.stage)
-        return Lanes(data=sizes.data, fsdp=sizes.fsdp, pipeline=pipeline)
+        num_stages = self.case.sizes.stage
+        pipeline = Pipeline.one_f_one_b(num_stages, in_flight or num_stages)
+        return dataclasses.replace(self.plan.lanes, pipeline=pipeline)
 
     def compile(self) -> float:
         """Compiles the passes of all stages at the same time; returns the seconds."""

@@ -5,7 +5,7 @@ from typing import Literal
 
 from jaxlora.scheduler import Lanes, Limits, Sample, mlora
 from jaxlora.train.executor import Window
-from jaxlora.train.job_run import JobRun
+from jaxlora.train.job_state import JobState
 from jaxlora.train.next_window import pack_window
 
 Order = Literal["together", "one by one", "round robin"]
@@ -13,7 +13,7 @@ Order = Literal["together", "one by one", "round robin"]
 
 def windows(
     order: Order,
-    runs: Mapping[int, JobRun],
+    runs: Mapping[int, JobState],
     limits: Limits,
     lanes: Lanes,
     round_robin_samples: int = 0,
@@ -59,11 +59,11 @@ def windows(
     return [Window(runs=runs, schedule=schedule)]
 
 
-def samples_of(runs: Mapping[int, JobRun]) -> list[Sample]:
+def samples_of(runs: Mapping[int, JobState]) -> list[Sample]:
     """Returns all samples of some jobs, which they name by slot."""
     return [
         Sample(job=slot, batch=step, index=i, num_tokens=int(num_tokens))
         for slot, run in runs.items()
         for step in range(run.num_steps)
-        for i, num_tokens in enumerate(run.lengths(step))
+        for i, num_tokens in enumerate(run.prepared.lengths(step))
     ]

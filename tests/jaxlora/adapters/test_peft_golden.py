@@ -19,10 +19,9 @@ from jaxlora import (
     load_model,
 )
 from jaxlora.adapters.slots import SlotTable
-from jaxlora.hf.names import linear_path
+from jaxlora.hf.names import linear_path, linear_shapes
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.scoring import softcap
-from jaxlora.train.prepare import linear_shapes
 from jaxlora.train.step import CompiledSteps
 from tests.oracle import relative_error
 
@@ -63,7 +62,7 @@ def logits(model, adapter, tokens, *, slot: int) -> np.ndarray:
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
 def test_means_what_peft_means(model, folder):
-    adapter = import_peft(folder, linear_shapes(model))
+    adapter = import_peft(folder, linear_shapes(model.config))
     wanted = json.loads((folder / "wanted.json").read_text())
     assert adapter.modules.keys() == wanted.keys()
     for name, weights in adapter.modules.items():
@@ -82,7 +81,7 @@ def test_means_what_peft_means(model, folder):
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
 def test_round_trip_keeps_every_byte(model, folder, tmp_path):
-    shapes = linear_shapes(model)
+    shapes = linear_shapes(model.config)
     adapter = import_peft(folder, shapes)
     export_peft(adapter, tmp_path / "out", base_model="b", linear_names=list(shapes))
     before, after = (

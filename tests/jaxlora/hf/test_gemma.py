@@ -12,8 +12,8 @@ from jaxlora.adapters.peft_export import export_peft
 from jaxlora.adapters.peft_import import import_peft
 from jaxlora.hf.convert import convert
 from jaxlora.hf.load import load_model
+from jaxlora.hf.names import linear_shapes
 from jaxlora.hf.tensor_file import TensorFile
-from jaxlora.train.prepare import linear_shapes
 
 MODELS = pathlib.Path(__file__).parents[2] / "golden" / "models"
 
@@ -26,7 +26,7 @@ def read(folder: pathlib.Path) -> dict[str, np.ndarray]:
 def adapter_for(model) -> Adapter:
     rng = np.random.default_rng(0)
     modules = {}
-    for name, (k, n) in linear_shapes(model).items():
+    for name, (k, n) in linear_shapes(model.config).items():
         if name.endswith(("q_proj", "down_proj")):
             a, b = (rng.normal(size=s).astype(np.float32) for s in ((k, 2), (2, n)))
             tensors = {"lora_a": a, "lora_b": b}
@@ -67,7 +67,7 @@ def test_the_four_norms_are_loaded_as_they_are_stored(folder):
 
 def test_an_adapter_merges_and_all_else_is_copied(folder, tmp_path):
     model = load_model(folder, dtype="float32")
-    adapter, names = adapter_for(model), list(linear_shapes(model))
+    adapter, names = adapter_for(model), list(linear_shapes(model.config))
     export_peft(adapter, tmp_path / "a", base_model="b", linear_names=names)
     merged = read(merge_adapter(folder, tmp_path / "a", tmp_path / "out"))
     stored = read(folder)
@@ -83,14 +83,14 @@ def test_an_adapter_merges_and_all_else_is_copied(folder, tmp_path):
 
 def test_an_adapter_has_the_names_of_peft(folder, tmp_path):
     model = load_model(folder, dtype="float32")
-    adapter, names = adapter_for(model), list(linear_shapes(model))
+    adapter, names = adapter_for(model), list(linear_shapes(model.config))
     out = export_peft(adapter, tmp_path / "a", base_model="b", linear_names=names)
     file = TensorFile(out / "adapter_model.safetensors")
     prefix = "base_model.model.model.layers.0.self_attn.q_proj"
     assert {f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight"} <= set(file.names())
     config = json.loads((out / "adapter_config.json").read_text())
     assert sorted(config["target_modules"]) == ["down_proj", "q_proj"]
-    again = import_peft(out, linear_shapes(model))
+    again = import_peft(out, linear_shapes(model.config))
     assert again.modules.keys() == adapter.modules.keys()
     for name, weights in adapter.modules.items():
         np.testing.assert_array_equal(again.modules[name].a, weights.a)

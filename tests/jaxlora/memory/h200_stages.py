@@ -19,7 +19,7 @@ from jax.experimental import topologies
 
 from jaxlora.adapters.optimizer import AdapterState, Pending
 from jaxlora.costs.device_speed import find_speed
-from jaxlora.costs.stages import stage_borders
+from jaxlora.costs.stages import stage_specs
 from jaxlora.memory.fitting import estimate_at
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.inputs import settings_shapes
@@ -30,7 +30,7 @@ from jaxlora.pallas_kernels.mosaic import device, layer
 from jaxlora.scheduler import Limits
 from jaxlora.sharding import layerwise
 from jaxlora.sharding.mesh_sizes import MeshSizes
-from jaxlora.train.layout import Stage, make_layout
+from jaxlora.train.layout import Layout, Stage
 from tests.llama import LLAMA_8B, decoder, with_layers
 
 KIND, LAYERS_PER_STAGE = "NVIDIA H200", 2
@@ -101,15 +101,14 @@ def compile_stage(stage: Stage) -> StagePrograms:
 def compare(words: str, remat: str, devices) -> list[dict[str, int]]:
     sizes = MeshSizes.parse(words)
     spec = spec_of(remat, LAYERS_PER_STAGE * sizes.stage)
-    borders = stage_borders(spec.config, sizes.stage, find_speed(KIND), remat=remat)
-    layout = make_layout(spec, sizes, borders, devices=devices)
     stages = MeshStages(
         spec=spec,
-        specs=tuple(stage.spec for stage in layout.stages),
+        specs=stage_specs(spec, sizes.stage, find_speed(KIND)),
         sizes=sizes,
-        in_flight=layout.in_flight,
+        in_flight=sizes.stage,
         is_pinned=False,
     )
+    layout = Layout.of(stages, devices=devices)
     programs = [compile_stage(stage) for stage in layout.stages]
     found = measured_footprint(stages, programs, LIMITS)
     assert found is not None

@@ -14,7 +14,7 @@ from jaxlora.config import RunConfig
 from jaxlora.errors import ConfigError
 from jaxlora.memory import device as device_module
 from jaxlora.memory.bounds import Bounds
-from jaxlora.memory.capacity import settle
+from jaxlora.memory.capacity import fit, resolve_auto
 from jaxlora.memory.device import DeviceMemory, device_memory
 from jaxlora.memory.estimate import estimated_footprint as single_footprint
 from jaxlora.memory.estimate import step_bytes
@@ -65,6 +65,12 @@ def stages_of(spec: DecoderSpec, mesh: str, **settings) -> MeshStages:
 def estimate(mesh: str, **settings) -> MeshFootprint:
     found = step_bytes(SPEC, 64, TOKENS)
     return estimated_footprint(stages_of(SPEC, mesh, **settings), found)
+
+
+def settle(run: RunConfig, spec: DecoderSpec, bounds: Bounds) -> RunConfig:
+    """Chooses what is `auto` by an estimate."""
+    stages, available = MeshStages.of(run, spec), device_module.device_memory(0)
+    return resolve_auto(run, stages, bounds, available).config
 
 
 @pytest.fixture
@@ -253,7 +259,7 @@ def test_a_compiled_pipeline_has_the_last_word(have):
     resident = resident_footprint(stages).total_bytes(0)
     have(resident + 3 * 4096 * 40_000)
     run = config(mesh="stage=2", microbatch_tokens=8192)
-    settled = settle(run, SPEC, BOUNDS, compile_stages, stages=stages)
+    settled = fit(run, stages, BOUNDS, compile_stages)
     assert tried[0] == 8192 and tried[-1] == settled.microbatch_tokens
     limits = settled.limits
     found = measured_footprint(stages, compiled(limits.capacity, 40_000), limits)
@@ -262,7 +268,7 @@ def test_a_compiled_pipeline_has_the_last_word(have):
     assert 0.85 < needed / (resident + 3 * 4096 * 40_000) <= 1
     fixed = Bounds(smallest=8192, largest=8192, unit=256, fixed=8192)
     with pytest.raises(ConfigError, match=r"on each device of stage 1 of mesh stage=2"):
-        settle(run, SPEC, fixed, compile_stages, stages=stages)
+        fit(run, stages, fixed, compile_stages)
 
 
 def test_weights_that_do_not_fit_name_the_mesh(have):
@@ -274,7 +280,8 @@ def test_weights_that_do_not_fit_name_the_mesh(have):
 
 
 def test_simulated_devices_share_the_memory_of_the_machine():
-    one, four = device_memory(0), device_memory(0, 4)
-    assert one is not None and four is not None
+    one = device_memory(0)
+    assert one is not None and one.share(1) == one
+    four = one.share(4)
     assert four.num_bytes == pytest.approx(one.num_bytes / 4, rel=1e-6)
     assert "an equal share for each of 4 devices" in four.source

@@ -1,14 +1,12 @@
 """Memory of a run on a quantized base: scratch, and the choice of a second copy."""
 
 import dataclasses
-import logging
 
 import jax.numpy as jnp
 import pytest
 
 from jaxlora.config import RunConfig
 from jaxlora.hf.config import model_config
-from jaxlora.memory import weight_copies
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.device import DeviceMemory
 from jaxlora.memory.footprint import Footprint, num_bytes
@@ -70,27 +68,26 @@ def test_the_scratch_is_needed_while_the_fixed_bytes_are_free():
     assert found.total_bytes(20) == 180
 
 
-def choose(monkeypatch, caplog, limit: int) -> tuple[bool, str]:
-    """Returns whether auto takes a second copy under a limit, and the log."""
-    caplog.set_level(logging.INFO)
+def choose(limit: int) -> tuple[bool, str]:
+    """Returns whether auto takes a second copy under a limit, and why."""
     memory = DeviceMemory(num_bytes=limit, source="a described device")
-    monkeypatch.setattr(weight_copies, "device_memory", lambda *args: memory)
     jobs = [{"name": "a", "data": {"path": "a.jsonl"}}]
     config = RunConfig(model="m", jobs=jobs, microbatch_tokens=64)
-    base = choose_copies(config, spec("fp8"), BOUNDS).options.base_format
+    chosen, [note] = choose_copies(config, spec("fp8"), BOUNDS, memory)
+    base = chosen.options.base_format
     assert base is not None
-    return base.transposed, caplog.text
+    return base.transposed, note.text
 
 
-def test_auto_takes_a_second_copy_if_memory_allows(transposing, monkeypatch, caplog):
+def test_auto_takes_a_second_copy_if_memory_allows(transposing):
     more = num_bytes(with_copies(spec("fp8"), 2).base_shapes())
     assert more - num_bytes(spec("fp8").base_shapes()) == LAYERS * ONE_LAYER
-    is_taken, log = choose(monkeypatch, caplog, 2**30)
+    is_taken, log = choose(2**30)
     assert is_taken and "auto: 2, as a second one" in log
-    is_taken, log = choose(monkeypatch, caplog, more)
+    is_taken, log = choose(more)
     assert not is_taken and "auto: 1, as a second one" in log
 
 
-def test_auto_takes_one_copy_where_kernels_need_no_transpose(monkeypatch, caplog):
-    is_taken, log = choose(monkeypatch, caplog, 2**30)
+def test_auto_takes_one_copy_where_kernels_need_no_transpose():
+    is_taken, log = choose(2**30)
     assert not is_taken and "in both passes" in log

@@ -46,7 +46,7 @@ def counting():
 
 def interrupt(trainer):
     """Ends a run in its second window, as a crash would; its checkpoints stay."""
-    if trainer._round == 2:
+    if trainer.round == 2:
         raise RuntimeError("stop here")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.slots import ParkedSlot
 from jaxlora.train.executor import Outcomes, StepOutcome, Window
-from jaxlora.train.job_run import JobRun
+from jaxlora.train.job_state import JobState
 
 
 @dataclasses.dataclass
@@ -61,7 +61,7 @@ class LateExecutor:
             self._queued = number + 1
             for s in kept:
                 remaining[s.job, s.batch] -= 1
-                self.ran[window.runs[s.job].job.name] += 1
+                self.ran[window.runs[s.job].name] += 1
             complete = {s.job: s.batch for s in kept if not remaining[s.job, s.batch]}
             while pending and (
                 number - pending[0][0] >= self.in_flight
@@ -83,7 +83,7 @@ class LateExecutor:
         self._may_release = set(steps)
         outcomes = {}
         for slot, step in steps.items():
-            loss = self.loss(self._window.runs[slot].job.name, step + 1)
+            loss = self.loss(self._window.runs[slot].settings.name, step + 1)
             outcomes[slot] = StepOutcome(
                 loss=loss,
                 grad_norm=1.0,
@@ -104,8 +104,8 @@ class LateExecutor:
         rest = self._window.schedule.microbatches[self._queued :]
         return sum(s.job == slot for m in rest for s in m)
 
-    def evaluate(self, runs: Mapping[int, JobRun]) -> dict[int, float]:
-        return {s: self.eval_loss(r.job.name, self.steps[s]) for s, r in runs.items()}
+    def evaluate(self, runs: Mapping[int, JobState]) -> dict[int, float]:
+        return {s: self.eval_loss(r.name, self.steps[s]) for s, r in runs.items()}
 
     def wait(self) -> None:
         pass

@@ -106,7 +106,7 @@ def assert_same_on_meshes(one: Outcome, other: Outcome) -> None:
 
 def assert_empty_slot(trainer: Trainer, slot: int) -> None:
     """Checks that a slot of a trainer is empty on every stage."""
-    for table in trainer._slots.tables:
+    for table in trainer.slots.tables:
         for kind in ("params", "mu", "nu"):
             for path, array in getattr(table.state, kind).items():
                 assert not np.asarray(array[slot]).any(), (kind, path)

@@ -3,8 +3,8 @@
 from jaxlora import Trainer
 from jaxlora.adapters.peft_import import import_peft
 from jaxlora.hf.load import BaseModel
+from jaxlora.hf.names import linear_shapes
 from jaxlora.run.log import read_events
-from jaxlora.train.prepare import linear_shapes
 
 
 class Outcome:
@@ -14,7 +14,7 @@ class Outcome:
         self.trainer, self.result = trainer, result
         self.progress = {job.name: job.progress for job in result.jobs}
         self.adapters = {
-            job.name: import_peft(job.folder, linear_shapes(model)).modules
+            job.name: import_peft(job.folder, linear_shapes(model.config)).modules
             for job in result.jobs
             if job.folder
         }

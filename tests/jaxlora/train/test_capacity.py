@@ -14,17 +14,20 @@ from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.memory import device as device_module
 from jaxlora.memory import mesh
 from jaxlora.memory.bounds import Bounds
-from jaxlora.memory.capacity import settle
+from jaxlora.memory.capacity import fit, resolve_auto
 from jaxlora.memory.device import DeviceMemory
 from jaxlora.memory.estimate import estimated_footprint
 from jaxlora.memory.footprint import Footprint, StagePrograms, resident_footprint
+from jaxlora.memory.mesh import MeshStages
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.note import log_notes
 from jaxlora.plan import plan_run
 from jaxlora.run.folder import begun_settings, write_run_record
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.saved_run import RunRecord
+from jaxlora.train.describe_run import run_identity
 from jaxlora.train.step import compiled_steps
 from tests.jaxlora.train.at_window import AtWindow
 
@@ -83,34 +86,33 @@ def footprint_of(**values) -> Footprint:
 def needed(trainer: Trainer) -> int:
     """Bytes of the run, as reported for the compiled step at the trainer's capacity."""
     limits = trainer.config.limits
-    programs = trainer._compile_stages(trainer.config)
-    stages = trainer._placed.memory_stages(trainer.config.mesh_sizes)
-    found = mesh.measured_footprint(stages, programs, limits)
+    programs = trainer.compile(trainer.plan)
+    found = mesh.measured_footprint(trainer.plan.stages, programs, limits)
     assert found is not None
     return found.total_bytes(limits.capacity)
 
 
-def settled(trainer: Trainer) -> RunConfig:
-    """The run as `train` would settle it."""
-    stages = trainer._placed.memory_stages(trainer.config.mesh_sizes)
-    return settle(
-        trainer.config,
-        trainer._spec,
-        trainer._bounds,
-        trainer._compile_stages,
-        stages=stages,
-    )
+def settle(config: RunConfig, spec: DecoderSpec, bounds: Bounds, compile_stages=None):
+    """Chooses by an estimate, and corrects it by what is compiled, if anything."""
+    stages, available = MeshStages.of(config, spec), device_module.device_memory(0)
+    resolved = resolve_auto(config, stages, bounds, available)
+    config = resolved.config
+    log_notes(resolved.notes)
+    if compile_stages is None:
+        return config
+    stages = stages.with_remat(config.least_remat)
+    return fit(config, stages, bounds, compile_stages)
 
 
 def test_auto_fills_what_can_be_filled(config, model, have):
     have(2**40)
     trainer = Trainer(config(), model)
-    bounds = trainer._bounds
+    bounds = trainer.plan.bounds
     assert trainer.config.microbatch_tokens == bounds.largest
     means = [
-        run.job.batch_size * sum(lengths) / len(lengths)
+        run.settings.batch_size * sum(lengths) / len(lengths)
         for run in trainer.runs
-        if (lengths := [len(s.token_ids) for s in run.train_data.samples])
+        if (lengths := [len(s.token_ids) for s in run.prepared.train_data.samples])
     ]
     assert sum(means) <= bounds.largest <= sum(means) + 2 * 16 + bounds.unit
     assert plan_run(config()).whole.schedule.limits.capacity == bounds.largest
@@ -119,14 +121,14 @@ def test_auto_fills_what_can_be_filled(config, model, have):
 def test_the_compiled_step_has_the_last_word(config, model, have):
     have(2**40)
     largest = Trainer(config(), model)
-    most, bounds = needed(largest), largest._bounds
+    most, bounds = needed(largest), largest.plan.bounds
     smallest = Trainer(config(microbatch_tokens=bounds.smallest), model)
     limit = (most + needed(smallest)) // 2
     have(limit)
     trainer = Trainer(config(), model)
     # As if it had been estimated to fit.
-    trainer.config = trainer.config.replace(microbatch_tokens=bounds.largest)
-    trainer.config = settled(trainer)
+    config = trainer.config.replace(microbatch_tokens=bounds.largest)
+    trainer.plan = trainer.plan.with_config(config).fit(trainer.compile)
     tokens = trainer.config.microbatch_tokens
     assert bounds.smallest <= tokens < bounds.largest and tokens % bounds.unit == 0
     assert needed(trainer) <= limit
@@ -163,7 +165,7 @@ def test_a_run_that_does_not_fit_says_what_would(config, model, have, settings):
     have(2**40)
     asked = config(**settings)
     trainer = Trainer(asked, model)
-    resident = resident_footprint(trainer._spec)
+    resident = resident_footprint(trainer.plan.spec)
     base, adapters = resident.base_bytes, resident.adapter_bytes
     have(base + adapters - 1)
     with pytest.raises(
@@ -199,7 +201,8 @@ def test_a_step_that_does_not_fit_says_what_would(config, model, have):
         trainer.train()
     assert not trainer.output_dir.exists()
     advice = str(error.value).split("- microbatch_tokens: ")[1]
-    settled(Trainer(config(microbatch_tokens=int(advice.split()[0])), model))
+    advised = Trainer(config(microbatch_tokens=int(advice.split()[0])), model)
+    advised.plan.fit(advised.compile)
 
 
 def test_the_largest_slots_that_fit_are_found_at_once(config, spec, have):
@@ -221,8 +224,8 @@ def test_a_run_that_is_resumed_keeps_its_number(config, model, have):
     trainer = Trainer(first, model)
     trainer.train(callbacks=[AtWindow(lambda t: t.stop_job("job0"))])
     tokens = trainer.config.microbatch_tokens
-    assert trainer._identity().settings["microbatch_tokens"] == tokens
-    resident = resident_footprint(trainer._spec).total_bytes(0)
+    assert run_identity(trainer.plan, "", []).settings["microbatch_tokens"] == tokens
+    resident = resident_footprint(trainer.plan.spec).total_bytes(0)
     have(needed(trainer))  # a smaller device, which an estimate would not trust
     again = Trainer(first, model)
     assert again.config.microbatch_tokens == tokens
@@ -286,12 +289,13 @@ def test_an_automatic_remat_becomes_stronger_if_the_step_needs_more(
     monkeypatch.setattr(mesh, "measured_footprint", too_large)
     trainer = Trainer(config(remat="auto"), model)
     assert trainer.config.remat == "none"
-    trainer._bounds = dataclasses.replace(trainer._bounds, remats=("none", "layer"))
+    bounds = dataclasses.replace(trainer.plan.bounds, remats=("none", "layer"))
+    trainer.plan = dataclasses.replace(trainer.plan, bounds=bounds)
     result = trainer.train()
     assert [job.progress.status for job in result.jobs] == ["finished"] * 2
     assert remats[0] == "none" and remats[-1] == "layer"
-    assert trainer.config.remat == trainer._spec.options.remat == "layer"
-    assert trainer._identity().settings["remat"] == "layer"
+    assert trainer.config.remat == trainer.plan.spec.options.remat == "layer"
+    assert run_identity(trainer.plan, "", []).settings["remat"] == "layer"
 
 
 def test_a_plan_takes_the_remat_of_the_trainer(config, model, have):

@@ -5,14 +5,14 @@ import pytest
 from jaxlora import LoraJob
 from jaxlora.errors import AdapterError
 from jaxlora.train.continue_job import copy_best_export
-from jaxlora.train.job_run import JobRun
+from jaxlora.train.job_state import JobState
 from tests.jaxlora.train import made_run
 
 
-def job_of(run_dir, **settings) -> JobRun:
+def job_of(run_dir, **settings) -> JobState:
     """A job without data, of which only the settings are read."""
-    run = object.__new__(JobRun)
-    run.job = LoraJob.model_validate(
+    run = object.__new__(JobState)
+    run.settings = LoraJob.model_validate(
         {
             "name": "best",
             "data": {"path": "none"},

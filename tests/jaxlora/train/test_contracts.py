@@ -11,16 +11,14 @@ from jaxlora import RunConfig, load_model
 from jaxlora.adapters.optimizer import Hyper
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.data.pack import pack_microbatch, split_by_segment_limit
-from jaxlora.data.tokenize import DataReader
-from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.models.forward import SlotKeys
 from jaxlora.modules.trained_tensors import rate_ratios
 from jaxlora.scheduler import greedy
-from jaxlora.train import prepare
 from jaxlora.train.layout import Layout
 from jaxlora.train.staged_executor import StagedExecutor
 from tests.jaxlora.train import fused
 from tests.jaxlora.train.mesh_runs import SUM_ROUNDING
+from tests.jaxlora.train.planned_run import plan_and_jobs
 from tests.oracle import relative_error
 
 # Sums in another order differ by rounding; Adam divides by their root.
@@ -144,7 +142,7 @@ def test_jobs_come_and_go_without_recompiling(train, jobs, window_steps):
     counts = []
 
     def on_window(trainer):
-        counts.append(trainer._layout.num_compilations())
+        counts.append(trainer.layout.num_compilations())
         if len(counts) == 1:
             trainer.stop_job(jobs[1].name)
         if len(counts) == 2:
@@ -184,10 +182,8 @@ def bench(request, model, jobs, tmp_path_factory):
         settings = {"microbatch_tokens": 2048} | fused.SETTINGS
         model = fused.wide_model(tmp_path_factory.mktemp("base") / "wide")
     config = RunConfig(model=str(model.folder), jobs=jobs[:3], **settings)
-    reader = DataReader(load_tokenizer(model.folder))
-    runs = [prepare.open_job(job, model, reader) for job in jobs[:3]]
-    spec = prepare.decoder_spec(config, model, runs, config.limits.capacity)
-    [stage] = Layout.on_one_device(spec, model.params).stages
+    plan, runs = plan_and_jobs(config, model)
+    spec, [stage] = plan.spec, Layout.of(plan.stages, model.params).stages
     rng = np.random.default_rng(0)
     batches, adapters = {}, {}
     for slot, run in enumerate(runs):

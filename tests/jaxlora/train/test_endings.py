@@ -184,7 +184,7 @@ def config(model, long, jobs, tmp_path) -> RunConfig:
 def stop_all(trainer: Trainer) -> None:
     """For `AtWindow`: asks for all jobs to stop."""
     for run in trainer.runs:
-        trainer.stop_job(run.job.name, "enough")
+        trainer.stop_job(run.name, "enough")
 
 
 def stop_all_and_end_the_run(trainer: Trainer) -> None:

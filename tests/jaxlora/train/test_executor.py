@@ -4,20 +4,28 @@ import contextlib
 import itertools
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxlora import LoraJob, RunConfig
 from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.targets import ModuleLora
 from jaxlora.data.tokenize import TokenizedData, TokenizedSample
+from jaxlora.hf.config import model_config
 from jaxlora.run.log import RunLog, read_events
-from jaxlora.train.job_run import JobRun
+from jaxlora.train.auto_mesh.machine import this_machine
+from jaxlora.train.job_state import JobState
+from jaxlora.train.planned_model import PlannedModel
+from jaxlora.train.prepared_job import PreparedJob
 from jaxlora.train.requests import Requests
+from jaxlora.train.run_plan import resolve
 from jaxlora.train.windows import Windows
+from tests import tiny
 from tests.jaxlora.train.late_executor import LateExecutor
 
 
-def job_run(name: str, lengths, **settings) -> JobRun:
+def job_run(name: str, lengths, **settings) -> JobState:
     """A job with two samples per step, and one held-out sample."""
     data = {"path": "none"}
     job = LoraJob(name=name, data=data, eval_data=data, batch_size=2, **settings)
@@ -37,10 +45,18 @@ def job_run(name: str, lengths, **settings) -> JobRun:
             num_without_target=0,
         )
 
-    return JobRun(job, Adapter(modules={}), tokenized(samples), tokenized(samples[:1]))
+    name = "model.layers.0.mlp.down_proj"
+    prepared = PreparedJob(
+        settings=job,
+        modules={name: ModuleLora(rank=4, lora_alpha=4.0, scaling=1.0)},
+        start=None,
+        train_data=tokenized(samples),
+        eval_data=tokenized(samples[:1]),
+    )
+    return JobState(prepared, Adapter(modules={}))
 
 
-def make_runs() -> list[JobRun]:
+def make_runs() -> list[JobState]:
     return [
         job_run("calm", [20, 30] * 6, steps=12, eval_every=3),
         job_run("wild", [30, 20] * 6, steps=12),
@@ -67,26 +83,33 @@ def drive(tmp_path):
         executor = LateExecutor(in_flight, loss, eval_loss)
         config = RunConfig(
             model="none",
-            jobs=[run.job for run in runs],
+            jobs=[run.settings for run in runs],
             microbatch_tokens=64,
             block_tokens=8,
             window_steps=6,
+            max_concurrent_jobs=4,
         )
+        base = PlannedModel(
+            config=model_config(tiny.CONFIG),
+            dtype=jnp.dtype("float32"),
+            base_format=None,
+        )
+        prepared = [run.prepared for run in runs]
+        plan = resolve(config, base, prepared, this_machine())
         folder = tmp_path / str(in_flight)
         folder.mkdir()
         log, exported, requests = RunLog(folder, keep_rounds=None), {}, Requests()
 
-        def export(run: JobRun) -> None:
-            exported[run.job.name] = executor.steps[run.slot]
-            if run.job.name == "stalls":
+        def export(run: JobState) -> None:
+            exported[run.name] = executor.steps[run.slot]
+            if run.name == "stalls":
                 requests.stop("asked", "enough")  # in the middle of a window
 
         with contextlib.closing(log):
             windows = Windows(
-                config,
+                plan,
                 runs,
                 executor,
-                num_slots=4,
                 first_round=0,
                 requests=requests,
                 export=export,
@@ -107,7 +130,7 @@ def drive(tmp_path):
 def test_late_reports_change_no_decision(drive, in_flight):
     """A job ends at the same step, however many microbatches are in flight."""
     runs, executor, exported, events = drive(in_flight)
-    ends = {run.job.name: (run.progress.status, run.progress.step) for run in runs}
+    ends = {run.name: (run.progress.status, run.progress.step) for run in runs}
     asked_at = ends.pop("asked")
     assert ends == {
         "calm": ("finished", 12),
@@ -134,8 +157,8 @@ def test_samples_run_or_are_left_out(drive, in_flight):
     for name, count in left_out.items():
         assert executor.ran[name] + count == 2 * 6
     for run in runs:
-        if run.job.name not in left_out:
-            assert executor.ran[run.job.name] == 2 * run.num_steps
+        if run.name not in left_out:
+            assert executor.ran[run.name] == 2 * run.num_steps
 
 
 def test_a_longer_pipeline_runs_more_for_nothing(drive):

@@ -1,7 +1,6 @@
 """Which kernels and which attention are chosen, and what is said about it."""
 
 import dataclasses
-import logging
 import types
 
 import jax
@@ -18,10 +17,10 @@ from jaxlora.pallas_kernels import BACKENDS
 from jaxlora.pallas_kernels.triton.device import forced_capability
 from jaxlora.train.kernel_choice import (
     Choice,
+    KernelChoices,
     choose_attention,
     choose_kernels,
     describe_device,
-    log_choices,
 )
 from tests import tiny
 
@@ -135,12 +134,9 @@ TOASTER = "cannot run this: it is a toaster"
         (Choice(name="mosaic"), Choice(name="cudnn"), "mosaic; attention: cudnn"),
     ],
 )
-def test_one_line_says_what_runs_where_and_each_reason_once(
-    caplog, kernels, attention, said
-):
-    caplog.set_level(logging.INFO)
-    log_choices(kernels, attention)
-    assert caplog.messages == [f"device: {describe_device()}; LoRA kernels: {said}"]
+def test_one_line_says_what_runs_where_and_each_reason_once(kernels, attention, said):
+    choices = KernelChoices(kernels=kernels, attention=attention)
+    assert str(choices) == f"device: {describe_device()}; LoRA kernels: {said}"
 
 
 @pytest.mark.parametrize(

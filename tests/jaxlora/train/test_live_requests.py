@@ -295,12 +295,12 @@ def test_a_removed_folder_of_requests_is_made_again(config, model, caplog):
     run = config()
 
     def remove(trainer):
-        if trainer._round == 2:
+        if trainer.round == 2:
             shutil.rmtree(trainer.output_dir / "control")
 
     class Late(Requester):
         def _make(self, trainer):
-            if trainer._round > 4:
+            if trainer.round > 4:
                 super()._make(trainer)
 
     requester = Late(run, stop("first"))

@@ -43,8 +43,8 @@ def test_a_gradient_that_is_infinite_on_one_stage(meshes, mesh_jobs, stage):
     slot, name, spoilt = 1, "job1", []
 
     def on_window(trainer):
-        tables = trainer._slots.tables
-        if trainer._round > 3:
+        tables = trainer.slots.tables
+        if trainer.round > 3:
             assert_empty_slot(trainer, slot)
             return
         table = tables[stage]

@@ -48,7 +48,7 @@ def eventful(meshes, eventful_jobs):
         counts = []
 
         def on_window(trainer):
-            counts.append(trainer._layout.num_compilations())
+            counts.append(trainer.layout.num_compilations())
             for slot in set(range(4)) - {run.progress.slot for run in trainer.runs}:
                 assert_empty_slot(trainer, slot)
             if len(counts) == 1:
@@ -90,7 +90,7 @@ def test_an_eventful_run(eventful, mesh):
     no_evals = [change for change in changes_of(other) if change[2] != "eval"]
     assert no_evals[1:3] == [(5, "job2", "job_pause", 4), (9, "job2", "job_resume", 4)]
     assert (9, "job3", "job_pause", 8) in no_evals
-    is_pinned = other.trainer._layout.stages[0].placement.is_pinned
+    is_pinned = other.trainer.layout.stages[0].placement.is_pinned
     assert is_pinned == (mesh == MESHES[1])
 
 
@@ -110,7 +110,7 @@ def test_one_program_for_each_function_of_a_stage(meshes, small_jobs, eventful, 
     assert not compiled
     always = {"evaluate", "measure", "step", "write_slot"}
     kinds = {"forward", "backward"}, {"accumulate"}
-    stages = again.trainer._layout.stages
+    stages = again.trainer.layout.stages
     for stage, passes in zip(stages, kinds, strict=True):
         passes = passes | ({"exchange"} if stage.placement.num_parts > 1 else set())
         functions = vars(stage.steps).items()

@@ -21,7 +21,7 @@ def logged(meshes, mesh_jobs, monkeypatch):
         if mesh == "stage=3":
             settings["model"] = str(meshes.untied)
         trainer = Trainer(meshes.config(mesh, mesh_jobs, **settings))
-        log, run_window = PassLog(trainer._layout, monkeypatch), StagedExecutor.run
+        log, run_window = PassLog(trainer.layout, monkeypatch), StagedExecutor.run
 
         def noted(self, window):
             log.windows.append(WindowLog(schedule=window.schedule))
@@ -29,7 +29,7 @@ def logged(meshes, mesh_jobs, monkeypatch):
 
         monkeypatch.setattr(StagedExecutor, "run", noted)
         trainer.train()
-        return log, len(trainer._layout.stages)
+        return log, len(trainer.layout.stages)
 
     return run
 

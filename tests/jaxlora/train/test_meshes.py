@@ -20,7 +20,7 @@ def test_a_mesh_trains_what_one_device_trains(meshes, mesh_jobs, mesh, settings)
     """Jobs of all lengths, ranks, targets and rates, with dropout."""
     one = meshes.once("fsdp=1", mesh_jobs)
     other = meshes.once(mesh, mesh_jobs, **settings)
-    assert not other.trainer._layout.stages[0].placement.is_pinned
+    assert not other.trainer.layout.stages[0].placement.is_pinned
     assert_same_on_meshes(one, other)
 
 
@@ -29,7 +29,7 @@ def test_a_head_of_its_own_on_the_last_stage(meshes, mesh_jobs):
     one = meshes.once("fsdp=1", mesh_jobs)
     settings = {"model": str(meshes.untied), "pipeline_microbatches": 5}
     other = meshes.once("stage=3", mesh_jobs, **settings)
-    assert "lm_head.kernel" in other.trainer._layout.stages[-1].spec.base_shapes()
+    assert "lm_head.kernel" in other.trainer.layout.stages[-1].spec.base_shapes()
     assert_same_on_meshes(one, other)
 
 
@@ -37,14 +37,14 @@ def test_jobs_that_are_pinned_to_replicas(meshes, small_jobs):
     """Each job runs on the two devices of one replica, through both stages."""
     one = meshes.once("fsdp=1", small_jobs)
     other = meshes.once("data=2,stage=2,fsdp=2", small_jobs)
-    assert other.trainer._layout.stages[0].placement.is_pinned
+    assert other.trainer.layout.stages[0].placement.is_pinned
     assert_same_on_meshes(one, other)
 
 
 def test_norms_are_over_all_stages(meshes, mesh_jobs):
     """Jobs whose gradients are on one stage only are clipped, and learn there."""
     outcome = meshes.once("stage=2", mesh_jobs)
-    first, last = (set(stage.spec.adapted) for stage in outcome.trainer._layout.stages)
+    first, last = (set(stage.spec.adapted) for stage in outcome.trainer.layout.stages)
     for name, stage, other in [("job0", first, last), ("job3", last, first)]:
         paths = {m.removeprefix("model.") for m in outcome.adapters[name]}
         assert paths <= stage and not paths & other

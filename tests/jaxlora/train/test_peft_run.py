@@ -13,20 +13,22 @@ from jaxlora import LoraJob, import_peft, load_model
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.config import RunConfig
 from jaxlora.data.tokenize import TokenizedData, TokenizedSample
+from jaxlora.hf.names import linear_shapes
 from jaxlora.scheduler import Limits
-from jaxlora.train import prepare
 from jaxlora.train.executor import Window
-from jaxlora.train.job_run import JobRun
+from jaxlora.train.job_state import JobState
 from jaxlora.train.layout import Layout
 from jaxlora.train.next_window import pack_window
+from jaxlora.train.prepared_job import PreparedJob
 from jaxlora.train.staged_executor import StagedExecutor
+from tests.jaxlora.train.planned_run import plan_jobs
 from tests.oracle import relative_error
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "peft_run"
 RECORDS = {n: json.loads((GOLDEN / n / "run.json").read_text()) for n in ("a", "b")}
 
 
-def job_run(name: str, model) -> JobRun:
+def job_run(name: str, model) -> JobState:
     """The golden job: its samples in its order, from its first weights."""
     record = RECORDS[name]
     samples = tuple(
@@ -54,12 +56,16 @@ def job_run(name: str, model) -> JobRun:
         num_dropped=0,
         num_without_target=0,
     )
-    start = import_peft(GOLDEN / name / "initial", prepare.linear_shapes(model))
-    targets = resolve_targets(job, list(prepare.linear_shapes(model)))
+    shapes = linear_shapes(model.config)
+    start = import_peft(GOLDEN / name / "initial", shapes)
+    targets = resolve_targets(job, list(shapes))
     assert {n: (m.rank, m.lora_alpha) for n, m in targets.items()} == {
         n: (w.rank, w.lora_alpha) for n, w in start.modules.items()
     }
-    return JobRun(job, start, data, None)
+    prepared = PreparedJob(
+        settings=job, modules=targets, start=start, train_data=data, eval_data=None
+    )
+    return JobState(prepared, start)
 
 
 @pytest.fixture(scope="module", params=[("a",), ("b",), ("b", "a")], ids="".join)
@@ -73,20 +79,20 @@ def train_together(names):
     runs = [job_run(name, model) for name in names]
     config = RunConfig(
         model="golden",
-        jobs=[run.job for run in runs],
+        jobs=[run.settings for run in runs],
         # Less than a global batch: gradients accumulate over microbatches.
         microbatch_tokens=64,
         block_tokens=8,
     )
-    spec = prepare.decoder_spec(config, model, runs, 64)
-    layout = Layout.on_one_device(spec)
+    plan = plan_jobs(config, model, [run.prepared for run in runs])
+    layout = Layout.of(plan.stages)
     slots = layout.empty_slots()
     limits = Limits(capacity=64, block_tokens=8)
     executor = StagedExecutor(layout, model.params, slots, limits)
     for slot, run in enumerate(runs):
         executor.load(slot, run.start)
         run.update(status="running", slot=slot)
-    outcomes = {run.job.name: [] for run in runs}
+    outcomes = {run.name: [] for run in runs}
     for first in range(0, 12, 4):
         samples = [
             s
@@ -99,7 +105,7 @@ def train_together(names):
         window = Window(runs=dict(enumerate(runs)), schedule=schedule)
         for item in executor.run(window):
             for slot, outcome in item.steps.items():
-                outcomes[runs[slot].job.name].append(outcome)
+                outcomes[runs[slot].settings.name].append(outcome)
     return model, runs, slots, outcomes
 
 
@@ -118,8 +124,8 @@ def test_losses_norms_and_rates(trained):
 def test_final_weights(trained):
     model, runs, slots, _ = trained
     for run in runs:
-        folder = GOLDEN / run.job.name / "final"
-        wanted = import_peft(folder, prepare.linear_shapes(model))
+        folder = GOLDEN / run.name / "final"
+        wanted = import_peft(folder, linear_shapes(model.config))
         actual = slots.read(run.slot, run.start)
         assert actual.modules.keys() == wanted.modules.keys()
         for name, weights in actual.modules.items():

@@ -8,9 +8,9 @@ import pytest
 
 from jaxlora import RunConfig, Trainer, import_peft
 from jaxlora.errors import CheckpointError, ConfigError
+from jaxlora.hf.names import linear_shapes
 from jaxlora.plan import plan_run
 from jaxlora.run.log import read_events
-from jaxlora.train.prepare import linear_shapes
 from jaxlora.train.windows import Windows
 from tests.jaxlora.train.at_window import AtWindow
 from tests.oracle import relative_error
@@ -73,7 +73,7 @@ def at_round(number, call):
     """Returns a callback that calls a function with the trainer after a round."""
 
     def on_window(trainer):
-        if trainer._round == number:
+        if trainer.round == number:
             call(trainer)
 
     return AtWindow(on_window)
@@ -182,9 +182,9 @@ def test_a_paused_job_gives_its_slot_to_a_waiting_one(config, model, low, high):
     both = config(jobs=(low, waiting))
 
     def on_window(trainer):
-        if trainer._round == 2:
+        if trainer.round == 2:
             trainer.pause_job("low")
-        if trainer._round == 4:
+        if trainer.round == 4:
             trainer.resume_job("low")
 
     Trainer(both, model).train(callbacks=[AtWindow(on_window)])
@@ -226,12 +226,13 @@ def test_requests_outlive_a_kill(config, model, monkeypatch):
 
 def test_jobs_may_be_added_at_any_time(config, model, high, monkeypatch):
     """As by another thread, in the middle of a window: it joins after the window."""
-    run, trainer = config(), None
+    run, trainer, added = config(), None, []
     handle = Windows._handle
 
     def handle_and_add(self, outcomes):
         before = len(trainer.runs)
-        if before == 1 and not trainer._joining.num_waiting:
+        if not added:
+            added.append(high)
             trainer.add_job(high)
             with pytest.raises(ConfigError, match="a job named 'high' is in this run"):
                 trainer.add_job(high)
@@ -252,10 +253,10 @@ def test_a_refused_resume_compiles_nothing(config, model, low, monkeypatch):
     Trainer(config(), model).train(callbacks=[AtWindow(end_the_run)])
     other = low.model_copy(update={"seed": 5})
 
-    def compiles(self, limits):
+    def compiles(self, plan):
         raise AssertionError("the training step was compiled")
 
-    monkeypatch.setattr(Trainer, "_compile_stages", compiles)
+    monkeypatch.setattr(Trainer, "compile", compiles)
     with pytest.raises(CheckpointError, match="seed is 100 in the checkpoint and 5"):
         Trainer(config(jobs=(other,)), model).train(resume=True)
 
@@ -281,7 +282,7 @@ def test_a_job_continues_in_another_run(config, model, low, jobs, alone):
     assert {job.progress.status for job in result.jobs} == {"finished"}
     assert changes(there)[0] == ("job_resume", "low", 4)
     assert losses(left) + losses(there) == pytest.approx(losses(alone), rel=1e-5)
-    shapes = linear_shapes(model)
+    shapes = linear_shapes(model.config)
     ours, wanted = (
         import_peft(pathlib.Path(c.output_dir) / "adapters" / "low", shapes).by_path()
         for c in (there, alone)

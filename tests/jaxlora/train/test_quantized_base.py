@@ -212,7 +212,7 @@ def test_the_log_says_how_the_base_is_multiplied(config, caplog):
 
 def test_the_second_copy_lies_where_the_mesh_divides_it(config):
     trainer = Trainer(config(quantize_base="fp8", fp8_weight_copies=2, mesh="fsdp=2"))
-    specs = trainer._layout.stages[0].spec.base_specs()
+    specs = trainer.layout.stages[0].spec.base_specs()
     path = "layers.0.mlp.up_proj.kernel.transposed"
     assert trainer.model.params[path].sharding.spec == specs[path]
     assert specs[path] != specs["layers.0.mlp.up_proj.kernel.scale"]

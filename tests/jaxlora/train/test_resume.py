@@ -15,10 +15,10 @@ import pytest
 from jaxlora import Trainer, import_peft, load_run
 from jaxlora.cli.main import main
 from jaxlora.errors import CheckpointError
+from jaxlora.hf.names import linear_shapes
 from jaxlora.run.folder import read_run_record, write_run_record
 from jaxlora.run.log import RunLog, read_events
 from jaxlora.train.export import export_checkpoint
-from jaxlora.train.prepare import linear_shapes
 from tests import tiny
 from tests.jaxlora.train import fused
 from tests.jaxlora.train.at_window import AtWindow
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 # checkpoint of that round is still being written in the background.
 KILL = """
 import os, signal, sys
-from jaxlora.train.prepare import linear_shapes
+from jaxlora.hf.names import linear_shapes
 from jaxlora.run.log import RunLog
 left, write = int(sys.argv[2]), RunLog._write
 def count(self, line):
@@ -230,7 +230,7 @@ def test_exports_from_a_checkpoint(make_run, tmp_path):
 
     def stop(trainer):
         if trainer.runs[0].progress.status == "finished":
-            wanted.update(trainer._slots.read(1, trainer.runs[1].start).modules)
+            wanted.update(trainer.slots.read(1, trainer.runs[1].start).modules)
             raise Enough  # a checkpoint of this round is written before it leaves
 
     with pytest.raises(Enough):
@@ -241,7 +241,7 @@ def test_exports_from_a_checkpoint(make_run, tmp_path):
     own = run_dir / "adapters" / "job0"
     for path in own.iterdir():
         assert (tmp_path / "job0" / path.name).read_bytes() == path.read_bytes()
-    got = import_peft(tmp_path / "job1", linear_shapes(trainer.model))
+    got = import_peft(tmp_path / "job1", linear_shapes(trainer.model.config))
     assert got.modules.keys() == wanted.keys()
     for name, weights in wanted.items():
         assert (got.modules[name].a == weights.a).all()
@@ -253,7 +253,7 @@ def test_refuses_what_is_not_its_own(make_run, tmp_path):
     config = load_run(run_file)
 
     def stop(trainer):
-        if trainer._round == 2:
+        if trainer.round == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
     assert Trainer(config).train(callbacks=[AtWindow(stop)]).interrupted
@@ -296,7 +296,7 @@ def test_resumes_on_another_day(make_run, tmp_path):
     config = config.model_copy(update={"model": str(model), "jobs": (job,)})
 
     def stop(trainer):
-        if trainer._round == 2:
+        if trainer.round == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
     assert Trainer(config).train(callbacks=[AtWindow(stop)]).interrupted

@@ -14,11 +14,11 @@ import pytest
 
 from jaxlora import LoraJob, RunConfig, Trainer, import_peft
 from jaxlora.errors import CheckpointError, DeviceError
+from jaxlora.hf.names import linear_shapes
 from jaxlora.train.checkpoint import Checkpoints
 from jaxlora.train.describe_run import check_resumes
 from jaxlora.train.in_flight import InFlight
-from jaxlora.train.job_run import JobRun
-from jaxlora.train.prepare import linear_shapes
+from jaxlora.train.job_state import JobState
 from jaxlora.train.read_checkpoint import read_newest
 from jaxlora.train.staged_executor import StagedExecutor
 from tests.jaxlora.train import made_run
@@ -46,7 +46,7 @@ def changed(config: RunConfig, **changes) -> RunConfig:
 
 def interrupt_at(number: int, also=lambda trainer: None):
     def on_window(trainer):
-        if trainer._round == number:
+        if trainer.round == number:
             also(trainer)
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -79,7 +79,7 @@ def test_other_slots_and_a_job_added_on_resume(config, model, jobs, tmp_path):
     )
     assert not Trainer(other, model).train(resume=True).interrupted
     assert new.name in adapters(other)
-    shapes = linear_shapes(model)
+    shapes = linear_shapes(model.config)
     for job in config.jobs:
         wanted, found = (
             import_peft(pathlib.Path(c.output_dir) / "adapters" / job.name, shapes)
@@ -148,7 +148,7 @@ def test_less_patience_needs_a_word_too(tmp_path):
     often = {"eval_every": 1, "early_stopping": 2}
     job = LoraJob(name="now", data={"path": "x"}, eval_fraction=0.1, **often)
 
-    class Job(JobRun):
+    class Job(JobState):
         num_steps = 9
 
         def __init__(self, job: LoraJob):
@@ -197,7 +197,7 @@ def test_the_same_trainer_goes_on_after_an_error(
     trainer, run, left = Trainer(config, model), InFlight.run, [3]
 
     def fails(self, *args, **kwargs):
-        if trainer._round >= at:
+        if trainer.round >= at:
             left[0] -= 1
             if not left[0]:
                 raise KeyboardInterrupt
@@ -225,7 +225,7 @@ def test_a_device_that_fails_ends_the_run_in_words(config, model, status, words)
     trainer, run = Trainer(config, model), InFlight._run
 
     def fails(self, one):
-        if trainer._round >= 2:
+        if trainer.round >= 2:
             raise jax.errors.JaxRuntimeError(status)
         return run(self, one)
 
@@ -282,7 +282,7 @@ def test_an_infinite_evaluation_ends_its_job(train, jobs, monkeypatch):
     evaluate = StagedExecutor.evaluate
 
     def infinite(self, runs):
-        infinite = {s: math.inf for s, r in runs.items() if r.job.name == jobs[0].name}
+        infinite = {s: math.inf for s, r in runs.items() if r.name == jobs[0].name}
         return evaluate(self, runs) | infinite
 
     monkeypatch.setattr(StagedExecutor, "evaluate", infinite)

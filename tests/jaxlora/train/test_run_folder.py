@@ -53,7 +53,7 @@ def config(model, jobs, tmp_path):
 
 def interrupt_at(number: int):
     def on_window(trainer):
-        if trainer._round == number:
+        if trainer.round == number:
             os.kill(os.getpid(), signal.SIGINT)
 
     return on_window
@@ -72,7 +72,7 @@ def test_beside_a_run_that_goes_on(config, model, tmp_path):
     said = []
 
     def beside(trainer):
-        if trainer._round != 3:
+        if trainer.round != 3:
             return  # from here on, the first round's checkpoint is on the disk
         before = contents(trainer.output_dir / "adapters")
         with pytest.raises(
@@ -152,7 +152,7 @@ def test_jobs_that_were_added_are_part_of_the_run(config, model):
         pass
 
     def add(trainer):
-        if trainer._round == 2:
+        if trainer.round == 2:
             raise Killed
         late = config.jobs[1].model_copy(update={"name": "late", "steps": 1})
         trainer.add_job(late)

@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 
 from jaxlora import RunConfig, Trainer
-from jaxlora.data.tokenize import DataReader
-from jaxlora.data.tokenizer import load_tokenizer
-from jaxlora.train import prepare
 from jaxlora.train.executor import Window
 from jaxlora.train.layout import Layout
 from jaxlora.train.next_window import pack_window
 from jaxlora.train.staged_executor import StagedExecutor
 from tests.jaxlora.train.at_window import AtWindow
+from tests.jaxlora.train.planned_run import plan_and_jobs
 
 
 class Watched:
@@ -49,7 +47,7 @@ def watched(model, jobs, tmp_path, monkeypatch):
         checkpoint_every=None,
     )
     trainer, events = Trainer(config, model), []
-    (stage,), device_get = trainer._layout.stages, jax.device_get
+    (stage,), device_get = trainer.layout.stages, jax.device_get
     steps = stage.steps
     steps.accumulate = Watched(steps.accumulate, "m", events)
     steps.step = Watched(steps.step, "s", events)
@@ -102,12 +100,8 @@ def by_hand(model, jobs):
     config = RunConfig(
         model=str(model.folder), jobs=some, microbatch_tokens=256, block_tokens=16
     )
-    reader = DataReader(load_tokenizer(model.folder))
-    runs = {i: prepare.open_job(j, model, reader) for i, j in enumerate(some)}
-    spec = prepare.decoder_spec(
-        config, model, list(runs.values()), config.limits.capacity
-    )
-    layout = Layout.on_one_device(spec)
+    plan, started = plan_and_jobs(config, model)
+    runs, layout = dict(enumerate(started)), Layout.of(plan.stages)
     samples = [
         sample
         for slot, run in runs.items()

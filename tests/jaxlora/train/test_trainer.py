@@ -15,8 +15,8 @@ from jaxlora.data.tokenize import DataReader
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.run.log import read_events
-from jaxlora.train.job_run import JobRun
-from jaxlora.train.prepare import open_job
+from jaxlora.train.job_state import JobState
+from jaxlora.train.prepared_job import prepare_job
 from tests import tiny
 from tests.jaxlora.train.conftest import folder_of
 
@@ -96,7 +96,7 @@ def test_jobs_wait_for_a_slot(train, jobs):
     running = []
 
     def on_window(trainer):
-        now = [r.job.name for r in trainer.runs if r.progress.status == "running"]
+        now = [r.name for r in trainer.runs if r.progress.status == "running"]
         running.append(now)
         if len(running) == 1:
             trainer.stop_job("job3", "not wanted any more")
@@ -180,7 +180,7 @@ def test_a_job_that_cannot_join(config, model, jobs):
         plain.add_job(jobs[0])
     with pytest.raises(ConfigError, match="there is no job 'x'; there are: job0"):
         trainer.stop_job("x")
-    assert isinstance(trainer.runs[0], JobRun) and len(trainer.runs) == 1
+    assert isinstance(trainer.runs[0], JobState) and len(trainer.runs) == 1
 
 
 def test_an_export_that_fails_leaves_the_one_before(train, jobs, monkeypatch, model):
@@ -202,7 +202,7 @@ def test_an_export_that_fails_leaves_the_one_before(train, jobs, monkeypatch, mo
         Trainer,
         "_folder",
         lambda self, run: (
-            folders.append(self.output_dir / "adapters" / run.job.name) or folders[-1]
+            folders.append(self.output_dir / "adapters" / run.name) or folders[-1]
         ),
     )
     with pytest.raises(OSError, match="No space left on device"):
@@ -246,14 +246,14 @@ def adapters_of(config: RunConfig) -> dict[str, bytes]:
 def test_samples_beyond_the_models_positions_are_counted(model, jobs, caplog):
     """One warning a job, however many of its samples and whichever side they are on."""
     reader = DataReader(load_tokenizer(model.folder))
-    run = open_job(jobs[0], model, reader)
-    assert run.eval_data is not None
-    samples = (*run.train_data.samples, *run.eval_data.samples)
+    job = prepare_job(jobs[0], model.config, reader)
+    assert job.eval_data is not None
+    samples = (*job.train_data.samples, *job.eval_data.samples)
     lengths = sorted(len(sample.token_ids) for sample in samples)
     positions = lengths[-4] - 1
     caplog.clear()
     short = dataclasses.replace(model.config, max_positions=positions)
-    open_job(jobs[0], dataclasses.replace(model, config=short), reader)
+    prepare_job(jobs[0], short, reader)
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     count = sum(length > positions for length in lengths)
     assert warnings == [

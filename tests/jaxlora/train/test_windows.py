@@ -57,7 +57,7 @@ def test_a_job_that_fails_leaves_nothing_in_its_slot(train, jobs):
     num_left = []
 
     def on_window(trainer):
-        state = trainer._slots.tables[0].state
+        state = trainer.slots.tables[0].state
         assert state.pending.is_finite.all()
         for path, gradients in state.pending.gradients.items():
             assert not gradients.any(), path
@@ -213,9 +213,9 @@ def test_higher_priorities_start_first(train, jobs):
 
     def on_window(trainer):
         order.extend(
-            run.job.name
+            run.name
             for run in trainer.runs
-            if run.progress.status == "finished" and run.job.name not in order
+            if run.progress.status == "finished" and run.name not in order
         )
 
     train(ranked, max_concurrent_jobs=1, on_window=on_window)

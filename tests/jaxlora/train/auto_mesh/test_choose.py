@@ -171,7 +171,8 @@ def test_several_capacities_of_a_mesh_are_compared():
         microbatch_tokens="auto",
         remat="layer",
     )
-    candidates = Candidates(demand, machine(2))
+    where = machine(2)
+    candidates = Candidates(demand, where, where.memory)
     largest = candidates.largest(config, decoder(SMALL, remat="layer"))
     assert largest.tokens == 12288
     found, seconds = candidates.fastest(largest)
@@ -179,7 +180,8 @@ def test_several_capacities_of_a_mesh_are_compared():
     assert 1.5 * seconds < candidates.seconds_per_token(largest)
     assert seconds == candidates.seconds_per_token(found)
     given = dataclasses.replace(bounds, fixed=12288)
-    fixed = Candidates(demand_of(1, 16, given, lengths=(500,)), machine(2))
+    alone = demand_of(1, 16, given, lengths=(500,))
+    fixed = Candidates(alone, where, where.memory)
     assert fixed.fastest(fixed.largest(config, largest.stages.spec))[0].tokens == 12288
 
 
@@ -213,7 +215,7 @@ def test_room_is_left_for_the_error_of_the_estimate():
         remat="layer",
     )
     where = machine(2, 14)
-    candidates = Candidates(demand_of(4, 64, bounds), where)
+    candidates = Candidates(demand_of(4, 64, bounds), where, where.memory)
     found = candidates.largest(config, decoder(LLAMA_8B, remat="layer"))
     assert where.memory is not None
     assert 0.85 < found.needed_bytes / where.memory.num_bytes <= 0.95

@@ -137,7 +137,7 @@ def test_ratios_are_to_the_same_samples_and_to_one_device():
 
 def test_operations_of_a_token():
     """Each weight of a linear takes two operations forward and two backward."""
-    spec = dataclasses.replace(CASE.setup().spec(), adapted=())
+    spec = dataclasses.replace(CASE.plan().spec, adapted=())
     linears = spec.config.linears().values()
     products = 4 * 2 * sum(x.in_features * x.out_features for x in linears)
     head = 0.3 * 4 * spec.config.hidden_size * spec.config.vocab_size

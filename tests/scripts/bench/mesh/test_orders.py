@@ -60,11 +60,11 @@ def test_one_job_after_the_other_drains_between_batches():
 def test_jobs_depend_on_the_number_of_tokens_only():
     runs = make_runs(CASE, 2, 6, START)
     again = make_runs(CASE, 2, 12, START)
-    assert sum(run.train_data.num_tokens for run in runs.values()) >= 6 * 1024
+    assert sum(run.prepared.train_data.num_tokens for run in runs.values()) >= 6 * 1024
     for slot, run in runs.items():
         assert run.num_steps < again[slot].num_steps
-        assert run.lengths(0) == again[slot].lengths(0)
-    assert max(max(run.lengths(0)) for run in runs.values()) <= 400
+        assert run.prepared.lengths(0) == again[slot].prepared.lengths(0)
+    assert max(max(run.prepared.lengths(0)) for run in runs.values()) <= 400
 
 
 def test_a_case_goes_to_its_process_as_json():

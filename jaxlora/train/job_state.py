@@ -1,0 +1,157 @@
+"""The state of a job in a run: its progress, its slot, and what is due."""
+
+import dataclasses
+import math
+
+from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.learning_rate import learning_rate
+from jaxlora.adapters.slots import ParkedSlot, fresh_adapter
+from jaxlora.config import LoraJob
+from jaxlora.data.pack import JobBatch
+from jaxlora.hf.load import BaseModel
+from jaxlora.hf.names import linear_path
+from jaxlora.models.base_format import kernel_of
+from jaxlora.run.events import JobInfo
+from jaxlora.run.job_progress import JobProgress
+from jaxlora.train.prepared_job import PreparedJob
+
+
+class JobState:
+    """A job of a run.
+
+    Attributes:
+        prepared: Its settings, modules and samples.
+        start: Adapter that the job starts from.
+        progress: Progress of the job.
+        parked: State of the slot that the job left, while it is paused.
+    """
+
+    def __init__(self, prepared: PreparedJob, start: Adapter):
+        self.prepared, self.start = prepared, start
+        self.progress = JobProgress()
+        self.parked: ParkedSlot | None = None
+
+    @property
+    def settings(self) -> LoraJob:
+        """Settings of the job."""
+        return self.prepared.settings
+
+    @property
+    def name(self) -> str:
+        """Name of the job."""
+        return self.settings.name
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps in all."""
+        return self.prepared.num_steps
+
+    @property
+    def batch_tokens(self) -> float:
+        """Mean number of tokens of a global batch."""
+        return self.prepared.batch_tokens
+
+    @property
+    def slot(self) -> int:
+        """The job's slot; it must be running."""
+        assert self.progress.slot is not None, f"{self.name} has no slot"
+        return self.progress.slot
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether the job's weights are in a slot."""
+        return self.progress.slot is not None
+
+    @property
+    def largest_rank(self) -> int:
+        """Largest rank of the job's modules."""
+        return max(weights.rank for weights in self.start.modules.values())
+
+    def update(self, **changes) -> None:
+        """Changes some fields of `progress`."""
+        self.progress = dataclasses.replace(self.progress, **changes)
+
+    def batch(self, slot: int, step: int) -> JobBatch:
+        """Returns the global batch of an optimizer step, for the job in a slot."""
+        data, order = self.prepared.train_data, self.prepared.order
+        samples = tuple(data.samples[i] for i in order.batch(step))
+        num_targets = sum(int(s.is_target.sum()) for s in samples)
+        return JobBatch(slot=slot, step=step, samples=samples, weight=1.0 / num_targets)
+
+    def eval_batch(self, slot: int) -> JobBatch:
+        """Returns all held-out samples, for the job in a slot."""
+        held_out = self.prepared.eval_data
+        assert held_out is not None, f"{self.name} has no held-out samples"
+        return JobBatch(slot=slot, step=0, samples=held_out.samples, weight=1.0)
+
+    def learning_rate(self, step: int) -> float:
+        """Returns the learning rate of an optimizer step, counted from 0."""
+        return learning_rate(self.settings, step, self.num_steps)
+
+    def wants_eval(self) -> bool:
+        """Whether an evaluation is due after the steps done so far."""
+        if self.prepared.eval_data is None:
+            return False
+        step, every = self.progress.step, self.settings.eval_every
+        return step in (0, self.num_steps) or bool(every and step % every == 0)
+
+    def lacks_eval(self) -> bool:
+        """Whether the current weights in the slot have not been evaluated."""
+        can_evaluate = self.has_slot and self.prepared.eval_data is not None
+        return can_evaluate and self.progress.last_eval_step != self.progress.step
+
+    def note_step(self, loss: float, num_tokens: int) -> None:
+        """Counts one optimizer step."""
+        first = self.progress.first_loss
+        self.update(
+            step=self.progress.step + 1,
+            num_tokens=self.progress.num_tokens + num_tokens,
+            first_loss=loss if first is None else first,
+            last_loss=loss,
+        )
+
+    def note_eval(self, loss: float) -> bool:
+        """Records an evaluation; returns whether it is the best so far."""
+        before = self.progress
+        best = math.inf if before.best_eval is None else before.best_eval
+        is_best = loss < best
+        gained = loss < best - self.settings.early_stopping_delta or best == math.inf
+        self.update(
+            first_eval=loss if before.first_eval is None else before.first_eval,
+            last_eval=loss,
+            last_eval_step=before.step,
+            best_eval=min(best, loss),
+            best_step=before.step if is_best else before.best_step,
+            evals_without_gain=0 if gained else before.evals_without_gain + 1,
+        )
+        return is_best
+
+    def has_stalled(self) -> bool:
+        """Whether early stopping ends the job."""
+        patience = self.settings.early_stopping
+        return bool(patience and self.progress.evals_without_gain >= patience)
+
+    def info(self) -> JobInfo:
+        """Describes the job as it enters a run."""
+        return JobInfo(
+            settings=self.settings,
+            rank=self.largest_rank,
+            num_modules=len(self.start.modules),
+            num_steps=self.num_steps,
+            batch_tokens=self.batch_tokens,
+            progress=self.progress,
+        )
+
+
+def start_job(prepared: PreparedJob, model: BaseModel) -> JobState:
+    """Returns a job that has done nothing, with the adapter that it starts from."""
+    start = prepared.start
+    if start is None:
+        kernels = {
+            name: kernel_of(
+                model.params, f"{linear_path(name)}.kernel", model.base_format
+            )
+            for name in prepared.modules
+        }
+        start = fresh_adapter(prepared.settings, prepared.modules, kernels)
+    return JobState(prepared, start)

@@ -1,0 +1,28 @@
+"""A run that is planned as the trainer plans it, for tests that drive its parts."""
+
+from collections.abc import Sequence
+
+from jaxlora import BaseModel, RunConfig
+from jaxlora.data.tokenize import DataReader
+from jaxlora.data.tokenizer import load_tokenizer
+from jaxlora.train.auto_mesh.machine import this_machine
+from jaxlora.train.job_state import JobState, start_job
+from jaxlora.train.planned_model import PlannedModel
+from jaxlora.train.prepared_job import PreparedJob, prepare_jobs
+from jaxlora.train.run_plan import RunPlan, resolve
+
+
+def plan_jobs(
+    config: RunConfig, model: BaseModel, jobs: Sequence[PreparedJob]
+) -> RunPlan:
+    """Plans a run of jobs that are prepared."""
+    return resolve(config, PlannedModel.of(config, model), jobs, this_machine())
+
+
+def plan_and_jobs(
+    config: RunConfig, model: BaseModel
+) -> tuple[RunPlan, list[JobState]]:
+    """Plans a run, and starts its jobs."""
+    reader = DataReader(load_tokenizer(model.folder))
+    jobs = prepare_jobs(config.jobs, model.config, reader)
+    return plan_jobs(config, model, jobs), [start_job(job, model) for job in jobs]
