@@ -4,6 +4,8 @@ from .adapters.merge import merge_adapter
 from .adapters.peft_export import export_peft
 from .adapters.peft_import import import_peft
 from .config import DataConfig, LoraJob, RunConfig
+from .config.generation_settings import GenerationSettings
+from .config.run_file import load_run
 from .errors import JaxloraError
 from .families.model_config import ModelConfig
 from .fuse.api import fuse
@@ -11,7 +13,6 @@ from .fuse.explain import explain
 from .generate.api import generate
 from .generate.generator import Generator
 from .generate.prompt import Generation, Prompt
-from .generation_settings import GenerationSettings
 from .hf.load import BaseModel, load_model
 from .models.decoder import Decoder, DecoderOptions
 from .models.spec import DecoderSpec
@@ -23,8 +24,7 @@ from .modules.multi_lora_linear import (
     SlotVariable,
 )
 from .run.callback import Callback
-from .run_file import load_run
-from .train.report import JobResult, RunResult, print_summary
+from .train.report.summary import JobResult, RunResult, print_summary
 from .train.trainer import Trainer
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pydantic
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from jaxlora.errors import ConfigError
+from jaxlora.errors import ConfigError, JaxloraError
 
 Path = tuple[int | str, ...]
 
@@ -69,6 +69,11 @@ class Problem:
             return self
         first, *rest = self.path
         return dataclasses.replace(self, path=(keys.get(str(first), first), *rest))
+
+
+def problem_of(path: Path, error: JaxloraError) -> Problem:
+    """Returns an error as a problem of the setting that causes it."""
+    return Problem(path=path, kind="input", text=str(error), given=())
 
 
 def problems_of(found: pydantic.ValidationError) -> list[Problem]:

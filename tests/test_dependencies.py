@@ -82,9 +82,12 @@ def imported_by(code: str) -> set[str]:
             "except SystemExit: pass",
             NEVER_FOR_HELP,
         ),
-        ("import jaxlora.config, jaxlora.run_file", {"jax", "matplotlib", "pyarrow"}),
         (
-            "import jaxlora.run_file, jaxlora.train.trainer, jaxlora.train.report",
+            "import jaxlora.config, jaxlora.config.run_file",
+            {"jax", "matplotlib", "pyarrow"},
+        ),
+        (
+            "import jaxlora.config.run_file, jaxlora.train.trainer",
             NEVER_BEFORE_A_MODEL,
         ),
     ],

@@ -14,11 +14,11 @@ import xxhash
 from pydantic import Field
 
 from jaxlora.adapters.model_card import CARD_FILE, is_our_card
-from jaxlora.atomic import check_no_file
+from jaxlora.common.atomic import check_no_file
+from jaxlora.common.json_file import read_regular_file
+from jaxlora.config.strict import StrictModel
 from jaxlora.errors import AdapterError
-from jaxlora.json_file import read_regular_file
 from jaxlora.problems import format_errors
-from jaxlora.strict import StrictModel
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

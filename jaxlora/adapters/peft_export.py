@@ -20,7 +20,7 @@ from jaxlora.adapters.export_record import (
     write_record,
 )
 from jaxlora.adapters.model_card import write_card
-from jaxlora.atomic import replace_folder, sync_files
+from jaxlora.common.atomic import replace_folder, sync_files
 from jaxlora.modules.trained_tensors import tensor_settings, tensors_with
 
 logger = logging.getLogger(__name__)

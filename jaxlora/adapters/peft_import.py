@@ -11,17 +11,17 @@ import numpy as np
 from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.peft_export import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from jaxlora.adapters.targets import pattern_value
+from jaxlora.common.json_file import read_json_file, shown
+from jaxlora.common.patterns import Patterns
 from jaxlora.errors import AdapterError, ConfigError, ModelError
 from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.tensor_file import TensorFile
-from jaxlora.json_file import read_json_file, shown
 from jaxlora.modules.trained_tensors import (
     TrainedTensor,
     tensor_settings,
     tensors_with,
     trained_tensors,
 )
-from jaxlora.patterns import Patterns
 
 # Settings that are read below, or checked against the weights.
 _READ = {

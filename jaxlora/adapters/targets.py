@@ -5,9 +5,9 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 
 from jaxlora.adapters.adapter import lora_scaling
+from jaxlora.common.patterns import Patterns
 from jaxlora.config import LoraJob
 from jaxlora.errors import ConfigError
-from jaxlora.patterns import Patterns
 
 Wanted = str | Sequence[str]
 _FROZEN = ("model.embed_tokens", "lm_head")

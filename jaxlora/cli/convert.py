@@ -4,7 +4,7 @@ import argparse
 
 from jaxlora.cli.command import Command
 from jaxlora.cli.options import add_revision
-from jaxlora.console import say
+from jaxlora.common.console import say
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -76,8 +76,8 @@ def _jobs(
     arguments: argparse.Namespace,
 ) -> tuple[str | None, str | None, list["LoraJob"]]:
     """Returns the model, its revision, and the jobs whose data are shown."""
+    from jaxlora.config.run_file import load_run
     from jaxlora.errors import ConfigError
-    from jaxlora.run_file import load_run
 
     settings = dict(_given_settings(arguments))
     if pathlib.Path(arguments.path).suffix not in (".yaml", ".yml"):
@@ -114,7 +114,7 @@ def _given_settings(arguments: argparse.Namespace) -> Iterator[tuple[str, Any]]:
 
 def _job(path: str, settings: dict[str, Any]) -> "LoraJob":
     """Makes a job that reads one data set."""
-    from jaxlora.run_file import run_config
+    from jaxlora.config.run_file import run_config
 
     job: dict[str, Any] = {"name": "data", "data": {"path": path}}
     if "max_length" in settings:

@@ -4,7 +4,7 @@ import argparse
 import pathlib
 
 from jaxlora.cli.command import Command
-from jaxlora.console import complain, say
+from jaxlora.common.console import complain, say
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     from jaxlora.hf.push import open_hub, push, repositories
-    from jaxlora.train.export import export_checkpoint
+    from jaxlora.train.saved.export import export_checkpoint
 
     hub = None
     # A name or a token that is wrong is refused before anything is written.

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 from jaxlora.cli.command import Command
 from jaxlora.cli.options import add_device, add_revision, positive_int, use_device
-from jaxlora.console import complain
+from jaxlora.common.console import complain
 from jaxlora.errors import ConfigError
 from jaxlora.printable import KEPT_IN_TEXTS, printable
 
 if TYPE_CHECKING:
+    from jaxlora.config.generation_settings import GenerationSettings
     from jaxlora.generate.generator import Generator
     from jaxlora.generate.prompt import Generation, Prompt
-    from jaxlora.generation_settings import GenerationSettings
 
 _SETTINGS = ("max_new_tokens", "temperature", "top_p", "stop", "seed")
 
@@ -125,8 +125,8 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _check_output(arguments: argparse.Namespace) -> None:
+    from jaxlora.cli.outputs import check_output
     from jaxlora.generate.adapter_names import named_folders
-    from jaxlora.outputs import check_output
 
     if arguments.output is None:
         return
@@ -153,7 +153,7 @@ def _generator(arguments: argparse.Namespace) -> "Generator":
     from jaxlora.generate.adapter_names import named_folders
     from jaxlora.generate.generator import Generator
     from jaxlora.hf.load import load_model
-    from jaxlora.train.run_adapters import load_run_adapters
+    from jaxlora.train.saved.run_adapters import load_run_adapters
 
     adapters: dict[str, Any] = named_folders(arguments.adapter)
     if arguments.run_dir is None:

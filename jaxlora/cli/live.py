@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxlora.cli.command import Command
 from jaxlora.cli.options import positive_int
-from jaxlora.console import complain, say
+from jaxlora.common.console import complain, say
 
 if TYPE_CHECKING:
     from jaxlora.run.message import Action
@@ -40,7 +40,7 @@ def _add_job_file(parser: argparse.ArgumentParser) -> None:
 
 def _ask(arguments: argparse.Namespace, action: "Action", job: str, **values) -> int:
     """Sends a request, and prints the answer."""
-    from jaxlora.control.client import send
+    from jaxlora.run.live.client import send
 
     folder = pathlib.Path(arguments.run_dir)
     answer = send(folder, action, job, timeout=arguments.timeout, **values)
@@ -64,7 +64,7 @@ def _resume(arguments: argparse.Namespace) -> int:
 
 
 def _add(arguments: argparse.Namespace) -> int:
-    from jaxlora.control.client import job_settings
+    from jaxlora.run.live.client import job_settings
 
     settings: dict[str, Any] = job_settings(pathlib.Path(arguments.job_file))
     return _ask(arguments, "add", settings["name"], settings=settings)

@@ -11,8 +11,9 @@ from typing import NoReturn
 
 from rich.logging import RichHandler
 
-from jaxlora import __version__, console
+from jaxlora import __version__
 from jaxlora.cli.commands import COMMANDS
+from jaxlora.common import console
 from jaxlora.errors import JaxloraError
 from jaxlora.printable import printable
 

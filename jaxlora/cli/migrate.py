@@ -5,9 +5,9 @@ import errno
 import os
 import pathlib
 
-from jaxlora.atomic import write_text
 from jaxlora.cli.command import Command
-from jaxlora.console import complain, say
+from jaxlora.common.atomic import write_text
+from jaxlora.common.console import complain, say
 from jaxlora.printable import one_line
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from jaxlora.cli.command import Command
 from jaxlora.cli.options import OPTIONS, add_device, add_mesh, positive_int, use_device
-from jaxlora.console import say
+from jaxlora.common.console import say
 from jaxlora.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,11 +56,12 @@ def _price(text: str) -> float:
 
 
 def _run(arguments: argparse.Namespace) -> int | None:
+    from jaxlora.cli.outputs import check_output
+    from jaxlora.config.run_file import RunFile
     from jaxlora.costs.gpus import parse_machine
     from jaxlora.device_check import use_cpu
-    from jaxlora.outputs import check_output
-    from jaxlora.plan_report import draw_plan, picture_kind, print_plan
-    from jaxlora.run_file import RunFile
+    from jaxlora.plan.report import draw_plan, picture_kind, print_plan
+    from jaxlora.train.plan.found_inputs import missing_inputs
 
     use_device(arguments)
     machine = None
@@ -69,7 +70,7 @@ def _run(arguments: argparse.Namespace) -> int | None:
         use_cpu()  # the GPU that is here, if there is one, is of no use
     given = {} if arguments.mesh is None else {"mesh": arguments.mesh}
     file = RunFile.read(arguments.run_file, **OPTIONS)
-    config = file.config(given, finds_files=True)
+    config = file.config(given, find_missing=missing_inputs)
     if arguments.picture:
         picture_kind(arguments.picture)
         data = [job.data.path for job in config.jobs]
@@ -103,7 +104,7 @@ def _plan(
     from jaxlora.memory.gpu_share import take_free_gpus
     from jaxlora.memory.need import DoesNotFitError
     from jaxlora.plan import plan_run
-    from jaxlora.plan_report import print_misfit
+    from jaxlora.plan.report import print_misfit
 
     if machine is None:
         take_free_gpus(gathers=config.may_gather)  # the memory that training has

@@ -6,7 +6,7 @@ import json
 import pathlib
 
 from jaxlora.cli.command import Command
-from jaxlora.console import say
+from jaxlora.common.console import say
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,9 +17,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from jaxlora.control.status_file import read_status
-    from jaxlora.control.status_table import print_status
     from jaxlora.run.folder import STATUS_FILE
+    from jaxlora.run.live.status_file import read_status
+    from jaxlora.run.live.status_table import print_status
     from jaxlora.run.lock import find_owner
 
     folder = pathlib.Path(arguments.run_dir)

@@ -48,9 +48,10 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from jaxlora.config.run_file import RunFile
     from jaxlora.distributed.environment import find_membership
     from jaxlora.memory.gpu_share import take_free_gpus
-    from jaxlora.run_file import RunFile
+    from jaxlora.train.plan.found_inputs import missing_inputs
 
     use_device(arguments)
     member = find_membership(
@@ -59,7 +60,7 @@ def _run(arguments: argparse.Namespace) -> int:
     options = {"output_dir": arguments.output_dir or None, "mesh": arguments.mesh}
     given = {key: value for key, value in options.items() if value is not None}
     file = RunFile.read(arguments.run_file, **OPTIONS)
-    config = file.config(given, finds_files=True)
+    config = file.config(given, find_missing=missing_inputs)
     if not arguments.resume:
         _check_outputs(config, arguments.run_file)
     local_ids = None if member is None else member.local_device_ids
@@ -75,7 +76,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _check_outputs(config: "RunConfig", run_file: str) -> None:
     """Checks that a new run would replace neither its run file nor its data."""
-    from jaxlora.outputs import check_output
+    from jaxlora.cli.outputs import check_output
     from jaxlora.run.folder import REPLACED, RUN_FILE
 
     read = [run_file, *(job.data.path for job in config.jobs)]
@@ -87,8 +88,8 @@ def _train_in_process(config: "RunConfig", arguments: argparse.Namespace) -> int
     from jaxlora.distributed import processes
     from jaxlora.run.folder import check_folder
     from jaxlora.run.lock import check_not_in_use
-    from jaxlora.train.keep_run_file import KeepRunFile
-    from jaxlora.train.report import print_summary
+    from jaxlora.train.report.summary import print_summary
+    from jaxlora.train.saved.keep_run_file import KeepRunFile
     from jaxlora.train.trainer import Trainer
 
     folder = pathlib.Path(config.output_dir)

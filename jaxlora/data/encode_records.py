@@ -9,8 +9,8 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
+from jaxlora.common.counted import counted
 from jaxlora.config import DataConfig
-from jaxlora.counted import counted
 from jaxlora.data.bad_records import BadRecords
 from jaxlora.data.encode import Encoder
 from jaxlora.data.files import Record

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.text import Text
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxlora import console as consoles
+from jaxlora.common import console as consoles
+from jaxlora.common.counted import counted
 from jaxlora.config import DataConfig
-from jaxlora.counted import counted
 from jaxlora.data.encode_records import encode_records
 from jaxlora.data.marked_text import mark, marked_parts
 from jaxlora.data.notes import Notes

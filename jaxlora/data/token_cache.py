@@ -24,13 +24,13 @@ import pyarrow
 import pydantic
 import tokenizers
 
-from jaxlora import atomic
-from jaxlora.cache_home import cache_home, check_private, make_private
+from jaxlora.common import atomic
+from jaxlora.common.cache_home import cache_home, check_private, make_private
+from jaxlora.common.json_file import parse_json
 from jaxlora.config import DataConfig
 from jaxlora.data.samples import TOKENS_IN_MEMORY, EncodedRecords
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.errors import StorageError
-from jaxlora.json_file import parse_json
 
 _log = logging.getLogger(__name__)
 

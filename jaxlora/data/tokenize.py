@@ -11,8 +11,8 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Bool, Int
 
+from jaxlora.common.counted import counted
 from jaxlora.config import DataConfig, LoraJob
-from jaxlora.counted import counted
 from jaxlora.data.encode_records import encode_records
 from jaxlora.data.notes import log_notes
 from jaxlora.data.order import permutation

@@ -15,6 +15,8 @@ import numpy as np
 import tokenizers
 from jaxtyping import Int, Int32
 
+from jaxlora.common.json_file import shown
+from jaxlora.common.rust import wrap_errors, wrap_panics
 from jaxlora.data.chat import ModelChat
 from jaxlora.data.tokenizer_files import (
     load_backend,
@@ -23,8 +25,6 @@ from jaxlora.data.tokenizer_files import (
     special_tokens,
 )
 from jaxlora.errors import ModelError
-from jaxlora.json_file import shown
-from jaxlora.rust import wrap_errors, wrap_panics
 
 _log = logging.getLogger(__name__)
 

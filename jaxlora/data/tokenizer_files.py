@@ -6,8 +6,8 @@ from typing import Any
 
 import tokenizers
 
+from jaxlora.common.json_file import check_regular_file, read_json_file, shown
 from jaxlora.errors import ModelError
-from jaxlora.json_file import check_regular_file, read_json_file, shown
 
 # A lone surrogate, which JSON can spell but UTF-8 cannot encode.
 _SURROGATE = re.compile("[\ud800-\udfff]")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import jax
 
-from jaxlora.console import complain
+from jaxlora.common.console import complain
 from jaxlora.distributed import processes
 from jaxlora.distributed.environment import Membership
 from jaxlora.distributed.watch import RESUME, Watch

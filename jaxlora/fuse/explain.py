@@ -12,7 +12,7 @@ from jax.extend import core
 from rich.console import Console
 from rich.table import Table
 
-from jaxlora.console import literal, show
+from jaxlora.common.console import literal, show
 from jaxlora.fuse.api import trace_call
 from jaxlora.fuse.cost import Cost, Decision, decide, graph_cost
 from jaxlora.fuse.cut import Cut, find_cuts

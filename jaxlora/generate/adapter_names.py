@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxlora.adapters.adapter import Adapter
+from jaxlora.config.generation_settings import BASE
 from jaxlora.errors import ConfigError
-from jaxlora.generation_settings import BASE
 
 Folder = str | pathlib.Path
 # A folder, or several; each has its own name, or the one that it is given.

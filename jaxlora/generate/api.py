@@ -6,11 +6,11 @@ from typing import Any
 
 import pydantic
 
+from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.errors import ConfigError
 from jaxlora.generate.adapter_names import Adapters
 from jaxlora.generate.generator import Generator
 from jaxlora.generate.prompt import Generation, Prompts, as_prompts
-from jaxlora.generation_settings import GenerationSettings
 from jaxlora.hf.load import BaseModel
 from jaxlora.problems import format_errors
 

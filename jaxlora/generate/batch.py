@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
+from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.generate.batch_shape import BatchShape, batch_shape
 from jaxlora.generate.choose_token import method_of
 from jaxlora.generate.programs import (
@@ -19,7 +20,6 @@ from jaxlora.generate.programs import (
     Weights,
     programs_of,
 )
-from jaxlora.generation_settings import GenerationSettings
 from jaxlora.models.spec import DecoderSpec
 
 FinishReason = Literal["eos_token", "stop_sequence", "length"]

@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.peft_import import import_peft
-from jaxlora.counted import counted
+from jaxlora.common.counted import counted
+from jaxlora.config.generation_settings import BASE, GenerationSettings
 from jaxlora.data.chat import ModelChat
 from jaxlora.data.messages import Message
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
@@ -31,7 +32,6 @@ from jaxlora.generate.prompt import (
     as_prompts,
 )
 from jaxlora.generate.write import prompt_text
-from jaxlora.generation_settings import BASE, GenerationSettings
 from jaxlora.hf.load import BaseModel, load_model
 from jaxlora.hf.names import linear_shapes
 

@@ -4,12 +4,12 @@ import logging
 import pathlib
 from typing import Any
 
+from jaxlora.common.json_file import check_regular_file
 from jaxlora.data.files import READERS, Record
 from jaxlora.data.prompts import AlpacaPrompts
 from jaxlora.data.tool_calls import read_tools
 from jaxlora.errors import DataError
 from jaxlora.generate.prompt import Message, Prompt, errors_in, read_chat
-from jaxlora.json_file import check_regular_file
 
 logger = logging.getLogger(__name__)
 

@@ -4,10 +4,10 @@ import contextlib
 import sys
 from collections.abc import Callable
 
+from jaxlora.config.generation_settings import BASE, GenerationSettings
 from jaxlora.errors import JaxloraError
 from jaxlora.generate.generator import Generator
 from jaxlora.generate.prompt import Message, Prompt
-from jaxlora.generation_settings import BASE, GenerationSettings
 from jaxlora.printable import KEPT_IN_TEXTS, one_line, printable
 
 _HELP = """\

@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from jaxlora.atomic import write_text
+from jaxlora.common.atomic import write_text
 from jaxlora.generate.prompt import Generation, Prompt
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.families.table import FAMILIES, Activation, Family
@@ -10,7 +11,6 @@ from jaxlora.hf.config_rope import read_ropes
 from jaxlora.hf.config_values import flag, integer, number
 from jaxlora.hf.config_windows import read_windows
 from jaxlora.hf.quantized.config import KEY, read_quantization
-from jaxlora.json_file import shown
 
 _ACTIVATIONS: Mapping[Activation, str] = {
     "silu": "silu",

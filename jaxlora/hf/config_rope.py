@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
 from jaxlora.families.model_config import LinearRopeScaling, Llama3RopeScaling, Rope
 from jaxlora.hf.config_values import integer, number
-from jaxlora.json_file import shown
 
 _FIELDS = {
     "default": set(),

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
-from jaxlora.json_file import shown
 
 # Upper bounds, several times the values of any known model. Without them a damaged file
 # could make this library allocate arbitrarily much for each layer or feature.

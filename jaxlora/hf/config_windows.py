@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
 from jaxlora.families.table import FAMILIES
 from jaxlora.hf.config_values import flag, integer
-from jaxlora.json_file import shown
 
 Windows = tuple[int | None, ...]
 

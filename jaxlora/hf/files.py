@@ -11,10 +11,10 @@ import huggingface_hub
 from huggingface_hub import constants as hub_constants
 from huggingface_hub import errors as hub_errors
 
-from jaxlora.cache_home import cache_home
+from jaxlora.common.cache_home import cache_home
+from jaxlora.common.json_file import check_regular_file, read_json_file, shown
 from jaxlora.errors import ModelError
 from jaxlora.hf.tensor_file import TensorFile
-from jaxlora.json_file import check_regular_file, read_json_file, shown
 
 logger = logging.getLogger(__name__)
 

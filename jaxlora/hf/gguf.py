@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
 from jaxlora.families.table import FAMILIES
 from jaxlora.hf.config import model_config
@@ -15,7 +16,6 @@ from jaxlora.hf.gguf_tokenizer import check_tokenizer, write_tokenizer
 from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.names import tensor_specs
 from jaxlora.hf.save import save_checkpoint
-from jaxlora.json_file import shown
 
 _TOP = {
     "token_embd": "model.embed_tokens",

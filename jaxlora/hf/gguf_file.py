@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxlora.common.json_file import cut
 from jaxlora.errors import ModelError
-from jaxlora.json_file import cut
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

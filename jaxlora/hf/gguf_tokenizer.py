@@ -7,12 +7,12 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from jaxlora.atomic import write_text
-from jaxlora.counted import counted
+from jaxlora.common.atomic import write_text
+from jaxlora.common.counted import counted
+from jaxlora.common.json_file import shown
+from jaxlora.common.rust import wrap_errors
 from jaxlora.errors import ModelError
 from jaxlora.hf.gguf_file import GgufFile
-from jaxlora.json_file import shown
-from jaxlora.rust import wrap_errors
 
 # Kinds of tokenizers that split digits from each other before merging.
 _DIGITS = {"smollm", "starcoder", "refact", "command-r"}

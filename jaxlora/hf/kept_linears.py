@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from jaxlora.common.patterns import Patterns
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.names import linear_names, linear_path
-from jaxlora.patterns import Patterns
 
 
 def kept_linears(config: ModelConfig, keep_bf16: Sequence[str]) -> tuple[str, ...]:

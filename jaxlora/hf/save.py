@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from jaxlora.atomic import new_folder, sync_files
+from jaxlora.common.atomic import new_folder, sync_files
 
 
 def save_checkpoint(

@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
+from jaxlora.common.json_file import check_regular_file, cut, parse_json
 from jaxlora.errors import ModelError
-from jaxlora.json_file import check_regular_file, cut, parse_json
 
 # Dtypes by their names in the file.
 FLOATS: Mapping[str, np.dtype] = {

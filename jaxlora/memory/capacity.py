@@ -10,6 +10,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 
+from jaxlora.common.note import Note, log_notes
 from jaxlora.config import RunConfig
 from jaxlora.costs.device_speed import find_speed
 from jaxlora.errors import ConfigError
@@ -19,7 +20,6 @@ from jaxlora.memory.device import DeviceMemory, format_bytes
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.mesh import MeshFootprint, MeshStages
 from jaxlora.memory.refusal import refusal
-from jaxlora.note import Note, log_notes
 from jaxlora.pallas_kernels.device import device_kind
 
 logger = logging.getLogger(__name__)

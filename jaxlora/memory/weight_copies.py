@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
 from jaxlora.costs.device_speed import find_speed
 from jaxlora.memory import options
@@ -11,7 +12,6 @@ from jaxlora.memory.footprint import num_bytes
 from jaxlora.memory.mesh import MeshStages
 from jaxlora.memory.options import Option
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.note import Note
 from jaxlora.pallas_kernels import get_backend
 from jaxlora.pallas_kernels.device import device_kind
 

@@ -3,8 +3,8 @@
 import pathlib
 from typing import Any
 
+from jaxlora.common.json_file import read_json_file
 from jaxlora.errors import ConfigError
-from jaxlora.json_file import read_json_file
 from jaxlora.migrate import messages, reasons, sources, templates
 from jaxlora.migrate.migration import Migration
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pydantic
 
+from jaxlora.common.yaml_file import dump_yaml
 from jaxlora.config import LoraJob, RunConfig
+from jaxlora.config.aliases import OF_JOB, OF_RUN
 from jaxlora.errors import ConfigError
 from jaxlora.migrate.reasons import find_reason
-from jaxlora.other_names import OF_JOB, OF_RUN
 from jaxlora.printable import one_line
 from jaxlora.problems import RULE, UNKNOWN, Problem, problems_of, without_quotes
-from jaxlora.yaml_file import dump_yaml
 
 # Settings that have the same name and the same meaning in all tools.
 _SAME_NAME = {
@@ -59,7 +59,7 @@ class Migration:
 
         Args:
             own_reasons: Why settings of the tool are left out, by their keys. Others
-                have their reason in `reasons` or in `jaxlora.other_names`.
+                have their reason in `reasons` or in `jaxlora.config.aliases`.
         """
         for key in list(self.given):
             value = self.take(key)

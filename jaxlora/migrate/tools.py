@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from jaxlora.common.yaml_file import parse_yaml
 from jaxlora.errors import ConfigError
 from jaxlora.migrate import axolotl, llama_factory, peft, trl
 from jaxlora.migrate.migration import Migration
 from jaxlora.migrate.unsupported import check_model
-from jaxlora.yaml_file import parse_yaml
 
 _Convert = Callable[[dict[str, Any]], Migration]
 # Keys that only the files of a tool have, and the tool. The first that fits is taken.

@@ -9,7 +9,7 @@ import pathlib
 from typing import Any
 
 from jaxlora.adapters.export_record import is_ours, read_export
-from jaxlora.atomic import remove_leftovers, write_text
+from jaxlora.common.atomic import remove_leftovers, write_text
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.distributed import processes
 from jaxlora.errors import AdapterError, CheckpointError, StorageError

@@ -29,9 +29,9 @@ import sys
 import threading
 import time
 
-from jaxlora.atomic import make_folder, sync_folder, wrap_os_errors
+from jaxlora.common.atomic import make_folder, sync_folder, wrap_os_errors
+from jaxlora.common.json_file import open_regular_file, read_regular_file
 from jaxlora.errors import CheckpointError
-from jaxlora.json_file import open_regular_file, read_regular_file
 from jaxlora.printable import one_line
 
 logger = logging.getLogger(__name__)

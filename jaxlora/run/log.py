@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from jaxlora.atomic import wrap_os_errors, write_text
+from jaxlora.common.atomic import wrap_os_errors, write_text
+from jaxlora.common.json_file import read_regular_file
 from jaxlora.errors import CheckpointError
-from jaxlora.json_file import read_regular_file
 from jaxlora.run.callback import Callback
 from jaxlora.run.events import Event
 

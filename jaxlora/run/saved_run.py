@@ -13,9 +13,9 @@ from pydantic import Field
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.slots import Kind
+from jaxlora.common.json_file import check_regular_file
 from jaxlora.errors import CheckpointError
 from jaxlora.hf.names import linear_path
-from jaxlora.json_file import check_regular_file
 from jaxlora.models.layer import Remat
 from jaxlora.modules.trained_tensors import tensor_paths
 from jaxlora.problems import format_errors

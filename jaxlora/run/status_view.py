@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from jaxlora.console import literal
+from jaxlora.common.console import literal
 from jaxlora.run.status import JobStatus, RunStatus
 
 _NARROW = 64  # columns below which jobs have no bars

@@ -11,7 +11,7 @@ from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import RecordWriter
 from tensorboardX.summary import hparams, scalar, text
 
-from jaxlora.atomic import make_folder, wrap_os_errors
+from jaxlora.common.atomic import make_folder, wrap_os_errors
 from jaxlora.run.callback import Callback
 from jaxlora.run.events import (
     Event,

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from jaxlora import __version__
+from jaxlora.common.counted import counted
 from jaxlora.config import RunConfig
-from jaxlora.counted import counted
 from jaxlora.distributed import processes
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.run.lock import RunLock
 from jaxlora.train.job_state import JobState
-from jaxlora.train.read_checkpoint import newest_checkpoint
+from jaxlora.train.saved.read_checkpoint import newest_checkpoint
 
 _SAME_FILES = (
     "Give all processes the same run file, data, base model and version of jaxlora; "

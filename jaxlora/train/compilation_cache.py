@@ -5,7 +5,7 @@ import tempfile
 
 import jax
 
-from jaxlora.cache_home import cache_home, make_private
+from jaxlora.common.cache_home import cache_home, make_private
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import jax
 from jaxlora.errors import CheckpointError, DeviceError, JaxloraError
 from jaxlora.run.folder import CHECKPOINTS
 from jaxlora.run.lock import RunLock
-from jaxlora.train.read_checkpoint import newest_checkpoint
+from jaxlora.train.saved.read_checkpoint import newest_checkpoint
 
 _NO_MEMORY = "RESOURCE_EXHAUSTED"
 

@@ -18,13 +18,13 @@ from typing import Any, Protocol, runtime_checkable
 import pydantic
 
 from jaxlora.config import LoraJob
-from jaxlora.control.mailbox import Mailbox
-from jaxlora.control.outbox import Outbox
 from jaxlora.distributed import processes
 from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.problems import format_errors
 from jaxlora.run.callback import Callback, JobControl
 from jaxlora.run.events import StepEvent
+from jaxlora.run.live.mailbox import Mailbox
+from jaxlora.run.live.outbox import Outbox
 from jaxlora.run.message import Answer, ControlRequest
 from jaxlora.train.job_state import JobState
 from jaxlora.train.joining import Joining

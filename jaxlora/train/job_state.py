@@ -13,7 +13,7 @@ from jaxlora.hf.names import linear_path
 from jaxlora.models.base_format import kernel_of
 from jaxlora.run.events import JobInfo
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.train.prepared_job import PreparedJob
+from jaxlora.train.plan.prepared_job import PreparedJob
 
 
 class JobState:

@@ -5,12 +5,12 @@ import pathlib
 
 import jax
 
+from jaxlora.common.note import log_notes
 from jaxlora.config import RunConfig
 from jaxlora.distributed import processes
 from jaxlora.errors import ModelError
 from jaxlora.hf.load import BaseModel, load_model
 from jaxlora.models.forward import Base
-from jaxlora.note import log_notes
 from jaxlora.run.folder import (
     as_begun,
     check_writable,
@@ -19,15 +19,15 @@ from jaxlora.run.folder import (
 from jaxlora.run.lock import check_not_in_use
 from jaxlora.trackers.table import check_installed
 from jaxlora.train import agreement
-from jaxlora.train.auto_mesh.machine import this_machine
-from jaxlora.train.check_inputs import check_inputs
-from jaxlora.train.describe_run import check_settings_resume
+from jaxlora.train.execute.samples import Sampler
 from jaxlora.train.job_state import JobState, start_job
-from jaxlora.train.planned_model import PlannedModel
-from jaxlora.train.prepared_job import DataReader, data_reader, prepare_jobs
-from jaxlora.train.quantized_base import with_copies
-from jaxlora.train.run_plan import RunPlan, resolve
-from jaxlora.train.samples import Sampler
+from jaxlora.train.plan.auto_mesh.machine import this_machine
+from jaxlora.train.plan.check_inputs import check_inputs
+from jaxlora.train.plan.planned_model import PlannedModel
+from jaxlora.train.plan.prepared_job import DataReader, data_reader, prepare_jobs
+from jaxlora.train.plan.quantized_base import with_copies
+from jaxlora.train.plan.run_plan import RunPlan, resolve
+from jaxlora.train.saved.describe_run import check_settings_resume
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

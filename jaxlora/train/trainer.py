@@ -20,31 +20,31 @@ from jaxlora.run.lock import RunLock
 from jaxlora.run.saved_run import RunRecord, SavedRequests
 from jaxlora.train import agreement
 from jaxlora.train.compilation_cache import keep_compiled_programs
-from jaxlora.train.compile_passes import compile_stages
-from jaxlora.train.continue_job import continue_job, copy_best_export
-from jaxlora.train.describe_run import (
+from jaxlora.train.device_error import explained
+from jaxlora.train.execute.compile_passes import compile_stages
+from jaxlora.train.execute.layout import Layout
+from jaxlora.train.execute.staged_executor import StagedExecutor
+from jaxlora.train.execute.windows import Windows
+from jaxlora.train.inbox import Inbox
+from jaxlora.train.interrupt import StopRequest
+from jaxlora.train.job_state import JobState, start_job
+from jaxlora.train.joining import Joining
+from jaxlora.train.open_run import open_run
+from jaxlora.train.plan.prepared_job import prepare_job
+from jaxlora.train.plan.run_plan import RunPlan
+from jaxlora.train.plan.slot_spec import check_fits
+from jaxlora.train.report.run_callbacks import open_callbacks
+from jaxlora.train.report.summary import RunResult, job_result, write_report
+from jaxlora.train.requests import Requests
+from jaxlora.train.saved.continue_job import continue_job, copy_best_export
+from jaxlora.train.saved.describe_run import (
     check_resumes,
     resolved_settings,
     run_identity,
     saved_run,
 )
-from jaxlora.train.device_error import explained
-from jaxlora.train.inbox import Inbox
-from jaxlora.train.interrupt import StopRequest
-from jaxlora.train.job_state import JobState, start_job
-from jaxlora.train.job_states import job_states, restore_jobs
-from jaxlora.train.joining import Joining
-from jaxlora.train.layout import Layout
-from jaxlora.train.open_run import open_run
-from jaxlora.train.prepare import check_fits
-from jaxlora.train.prepared_job import prepare_job
-from jaxlora.train.report import RunResult, job_result, write_report
-from jaxlora.train.requests import Requests
-from jaxlora.train.run_callbacks import open_callbacks
-from jaxlora.train.run_plan import RunPlan
-from jaxlora.train.run_store import RunStore, export_job
-from jaxlora.train.staged_executor import StagedExecutor
-from jaxlora.train.windows import Windows
+from jaxlora.train.saved.job_states import job_states, restore_jobs
+from jaxlora.train.saved.run_store import RunStore, export_job
 
 logger = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from jaxlora.models.spec import SlotSettings
 from jaxlora.modules.cudnn_attention import cudnn_unsupported
 from jaxlora.pallas_kernels import compile_program
 from jaxlora.scheduler import Limits
-from jaxlora.train.step import CompiledSteps, no_garbage_collection
+from jaxlora.train.execute.step import CompiledSteps, no_garbage_collection
 
 Columns = dict[str, Any]
 

@@ -26,10 +26,10 @@ from matplotlib.figure import Figure
 
 from jaxlora.bench.options import make_parser
 from jaxlora.bench.report import about, markdown, write_csv
+from jaxlora.common.yaml_file import parse_yaml
+from jaxlora.config.run_file import load_run
 from jaxlora.errors import JaxloraError
 from jaxlora.run.log import METRICS_FILE, read_events
-from jaxlora.run_file import load_run
-from jaxlora.yaml_file import parse_yaml
 
 WAYS = {
     "fused": {"implementation": "mosaic", "attention": "cudnn"},

@@ -44,8 +44,8 @@ from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.pallas_kernels import BACKENDS
 from jaxlora.scheduler import Limits
-from jaxlora.train.kernel_choice import choose_attention
-from jaxlora.train.next_window import pack_window
+from jaxlora.train.plan.kernel_choice import choose_attention
+from jaxlora.train.plan.next_window import pack_window
 
 Columns = dict[str, Any]
 

@@ -25,11 +25,11 @@ from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.modules.trained_tensors import rate_ratios
 from jaxlora.pallas_kernels import compile_program, get_backend
 from jaxlora.scheduler import Limits
-from jaxlora.train.kernel_choice import kernels_unsupported
-from jaxlora.train.step import (
+from jaxlora.train.execute.step import (
     CompiledSteps,
     no_garbage_collection,
 )
+from jaxlora.train.plan.kernel_choice import kernels_unsupported
 
 GIB = 2**30
 WARM_UPS = 3

@@ -8,7 +8,7 @@ import pydantic
 import pytest
 
 from jaxlora.config import DataConfig, LoraJob, RunConfig
-from jaxlora.generation_settings import SamplesConfig
+from jaxlora.config.generation_settings import SamplesConfig
 from jaxlora.trackers import metrics
 from jaxlora.run import events
 from jaxlora.run.job_progress import JobProgress

@@ -14,13 +14,13 @@ import yaml
 
 from jaxlora import JaxloraError, LoraJob, load_run
 from jaxlora.adapters.targets import resolve_targets
+from jaxlora.config.run_file import run_config
 from jaxlora.data.tokenize import tokenize_job
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import ConfigError
 from jaxlora.hf.config import model_config
 from jaxlora.hf.names import linear_names
 from jaxlora.inspect import inspect_path
-from jaxlora.run_file import run_config
 from tests import tiny
 from tests.fuzz.kind import Kind, quiet
 from tests.fuzz.mutate import (

@@ -6,10 +6,10 @@ import random
 
 import yaml
 
+from jaxlora.common.yaml_file import parse_yaml
+from jaxlora.config.run_file import load_run
 from jaxlora.migrate import migrate_file
 from jaxlora.printable import has_invisible
-from jaxlora.run_file import load_run
-from jaxlora.yaml_file import parse_yaml
 from tests.fuzz.kind import Kind
 from tests.fuzz.mutate import Damage, damage_bytes, damage_value, to_json
 

@@ -11,10 +11,11 @@ from unittest import mock
 
 from jaxlora import BaseModel, LoraJob, RunConfig, Trainer, load_model
 from jaxlora.inspect import inspect_path
-from jaxlora.train import trainer, windows
-from jaxlora.train.export import export_checkpoint
-from jaxlora.train.plot import plot_losses
-from jaxlora.train.run_plan import RunPlan
+from jaxlora.train import trainer
+from jaxlora.train.execute import windows
+from jaxlora.train.plan.run_plan import RunPlan
+from jaxlora.train.report.plot import plot_losses
+from jaxlora.train.saved.export import export_checkpoint
 from tests.fuzz.data_kinds import PAIRS, make_records
 from tests.fuzz.kind import Kind, quiet
 from tests.fuzz.model_kinds import make_model

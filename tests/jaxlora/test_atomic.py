@@ -9,7 +9,7 @@ import sys
 import pytest
 import safetensors
 
-from jaxlora.atomic import (
+from jaxlora.common.atomic import (
     find_complete_folder,
     new_folder,
     remove_leftovers,
@@ -21,7 +21,7 @@ from jaxlora.errors import StorageError
 
 KILLED = """
 import os, pathlib, sys
-from jaxlora import atomic
+from jaxlora.common import atomic
 path = pathlib.Path(sys.argv[1])
 rename = pathlib.Path.rename
 

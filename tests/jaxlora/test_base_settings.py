@@ -2,8 +2,8 @@
 
 import pytest
 
+from jaxlora.config.run_file import run_config
 from jaxlora.errors import ConfigError
-from jaxlora.run_file import run_config
 
 
 def run(**more):

@@ -5,8 +5,8 @@ import pydantic
 import pytest
 
 from jaxlora.config import DataConfig, LoraJob, RunConfig
+from jaxlora.config.run_file import load_job, load_run, run_config
 from jaxlora.errors import ConfigError
-from jaxlora.run_file import load_job, load_run, run_config
 from jaxlora.sharding.mesh_sizes import MeshSizes
 
 DATA = {"path": "a.jsonl"}

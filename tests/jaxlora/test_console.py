@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.table import Table
 
-from jaxlora import console
+from jaxlora.common import console
+from jaxlora.common.console import complain, escape_record, literal, say, show
 from jaxlora.config import DataConfig, LoraJob, RunConfig
-from jaxlora.console import complain, escape_record, literal, say, show
 from jaxlora.errors import DataError
 from jaxlora.inspect import inspect_path
 from jaxlora.printable import has_invisible, one_line, printable
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.train.report import JobResult, RunResult, print_summary
+from jaxlora.train.report.summary import JobResult, RunResult, print_summary
 
 NAMES = ["[qv]_proj", "[/x]", "[bold]", ":smile:", "[red]a[/red]", r"\[b]", "[0]"]
 RUN_FILE = r"""

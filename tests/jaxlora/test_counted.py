@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxlora.counted import counted
+from jaxlora.common.counted import counted
 
 
 @pytest.mark.parametrize(

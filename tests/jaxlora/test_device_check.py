@@ -13,7 +13,7 @@ from jaxlora.cli.main import main
 from jaxlora.device_check import check_device, check_device_in_child, visible_gpu
 from jaxlora.errors import DeviceError
 from jaxlora.hf.load import load_model
-from jaxlora.inspect_device import inspect_device
+from jaxlora.inspect.device import inspect_device
 from jaxlora.plan import plan_run
 from tests import tiny
 

@@ -11,9 +11,9 @@ import jax
 import pytest
 from rich.console import Console
 
-from jaxlora import inspect_device as inspect_device_module
 from jaxlora.cli.main import main
-from jaxlora.inspect_device import inspect_device
+from jaxlora.inspect import device as inspect_device_module
+from jaxlora.inspect.device import inspect_device
 from jaxlora.memory.gpu_share import GpuUse
 from jaxlora.modules.attention_table import ATTENTIONS
 from jaxlora.pallas_kernels import BACKENDS

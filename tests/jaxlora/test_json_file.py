@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from jaxlora.json_file import cut, parse_json, read_json_file, shown
+from jaxlora.common.json_file import cut, parse_json, read_json_file, shown
 
 
 @pytest.mark.parametrize("depth", [101, 990, 100_000])

@@ -6,10 +6,10 @@ import re
 import pytest
 
 from jaxlora import DataConfig, LoraJob, RunConfig
+from jaxlora.config.aliases import HINTS_IF_OFF, OF_DATA, OF_JOB, OF_RUN
+from jaxlora.config.run_file import run_config
 from jaxlora.errors import ConfigError
-from jaxlora.other_names import HINTS_IF_OFF, OF_DATA, OF_JOB, OF_RUN
 from jaxlora.problems import without_quotes
-from jaxlora.run_file import run_config
 
 TABLES = {LoraJob: OF_JOB, RunConfig: OF_RUN, DataConfig: OF_DATA}
 DOCS = pathlib.Path(__file__).parents[2] / "docs"

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
+from jaxlora.cli.outputs import check_output
 from jaxlora.errors import StorageError
-from jaxlora.outputs import check_output
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import warnings
 
 import pytest
 
+from jaxlora.common.patterns import Patterns
 from jaxlora.errors import ConfigError
-from jaxlora.patterns import Patterns
 
 NAMES = [f"model.layers.{i}.self_attn.q_proj" for i in range(100)]
 # Each takes time exponential in the length of a name, also from `regex`.

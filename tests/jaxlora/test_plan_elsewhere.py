@@ -18,7 +18,7 @@ from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.memory.need import DoesNotFitError
 from jaxlora.pallas_kernels.device import planned_device
 from jaxlora.plan import RunForecast, plan_run
-from jaxlora.plan_report import print_plan
+from jaxlora.plan.report import print_plan
 from tests import tiny
 
 GIB = 2**30

@@ -6,10 +6,10 @@ import pytest
 
 from jaxlora import DataConfig, LoraJob, RunConfig, Trainer
 from jaxlora.cli.main import main
+from jaxlora.config.aliases import HINTS_IF_OFF, OF_DATA, OF_JOB, OF_RUN
+from jaxlora.config.run_file import load_run
 from jaxlora.errors import ConfigError, JaxloraError
-from jaxlora.other_names import HINTS_IF_OFF, OF_DATA, OF_JOB, OF_RUN
 from jaxlora.problems import PythonWords, YamlWords
-from jaxlora.run_file import load_run
 from tests import tiny
 
 RUN_FILE = """\

@@ -7,8 +7,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxlora.common.yaml_file import dump_yaml, parse_yaml
 from jaxlora.errors import ConfigError
-from jaxlora.yaml_file import dump_yaml, parse_yaml
 
 
 def parse(text):

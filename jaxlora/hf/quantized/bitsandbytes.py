@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxlora.common.json_file import parse_json, shown
 from jaxlora.errors import ModelError
 from jaxlora.hf.quantized.layout import Layout, StoredTensor, check_scales, host_weight
-from jaxlora.json_file import parse_json, shown
 from jaxlora.pallas_kernels import Int8Weight, Nf4Weight, QuantizedWeight
 from jaxlora.pallas_kernels.quantized.codebooks import DYNAMIC, NF4
 from jaxlora.pallas_kernels.quantized.nf4 import BLOCK, NESTED_BLOCK

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
 from jaxlora.hf.quantized.bitsandbytes import BitsandbytesInt8, BitsandbytesNf4
 from jaxlora.hf.quantized.blocks import BlockLayout
 from jaxlora.hf.quantized.layout import Layout
 from jaxlora.hf.quantized.rows import DTYPES, RowLayout
-from jaxlora.json_file import shown
 from jaxlora.pallas_kernels import Fp8Weight, Int8Weight
 
 KEY = "quantization_config"

@@ -18,11 +18,11 @@ from jaxlora.hf.names import linear_names
 from jaxlora.memory.mesh import MeshStages
 from jaxlora.scheduler import Limits
 from jaxlora.sharding.mesh_sizes import MeshSizes
-from jaxlora.train.auto_mesh.machine import this_machine
 from jaxlora.train.job_state import JobState
-from jaxlora.train.planned_model import PlannedModel
-from jaxlora.train.prepared_job import PreparedJob
-from jaxlora.train.run_plan import RunPlan, resolve
+from jaxlora.train.plan.auto_mesh.machine import this_machine
+from jaxlora.train.plan.planned_model import PlannedModel
+from jaxlora.train.plan.prepared_job import PreparedJob
+from jaxlora.train.plan.run_plan import RunPlan, resolve
 
 # The sources of the jobs' lengths, in the order of the jobs; see
 # `bench.scheduler.lengths`.

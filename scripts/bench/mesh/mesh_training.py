@@ -21,9 +21,9 @@ from jaxlora.hf.names import linear_path
 from jaxlora.models.base_format import kernel_of
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import Lanes, Pipeline
-from jaxlora.train.executor import Outcomes, Window
-from jaxlora.train.layout import Layout
-from jaxlora.train.staged_executor import StagedExecutor
+from jaxlora.train.execute.executor import Outcomes, Window
+from jaxlora.train.execute.layout import Layout
+from jaxlora.train.execute.staged_executor import StagedExecutor
 
 
 class MeshTraining:

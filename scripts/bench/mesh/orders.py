@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Literal
 
 from jaxlora.scheduler import Lanes, Limits, Sample, mlora
-from jaxlora.train.executor import Window
+from jaxlora.train.execute.executor import Window
 from jaxlora.train.job_state import JobState
-from jaxlora.train.next_window import pack_window
+from jaxlora.train.plan.next_window import pack_window
 
 Order = Literal["together", "one by one", "round robin"]
 

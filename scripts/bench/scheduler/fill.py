@@ -18,7 +18,7 @@ from jaxlora.bench.options import add_output_dir, make_parser
 from jaxlora.bench.report import about, dicts_table, write_csv
 from jaxlora.bench.scheduler.lengths import in_batches
 from jaxlora.scheduler import Limits, PackerName, Pipeline, Sample, lower_bound
-from jaxlora.train.next_window import fixed_shape_cost, pack_window
+from jaxlora.train.plan.next_window import fixed_shape_cost, pack_window
 
 NUM_BATCHES = 64  # global batches of each job
 MEAN, SIGMA, SHORTEST, LONGEST = 350, 0.8, 16, 2048  # tokens of a sample

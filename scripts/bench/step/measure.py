@@ -36,7 +36,7 @@ from jaxlora.models.decoder import DecoderOptions
 from jaxlora.pallas_kernels.triton.device import forced_capability
 from jaxlora.profile import step_parts
 from jaxlora.scheduler import Limits
-from jaxlora.train.kernel_choice import choose_attention
+from jaxlora.train.plan.kernel_choice import choose_attention
 
 
 def measure(

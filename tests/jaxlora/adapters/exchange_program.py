@@ -26,7 +26,7 @@ from jaxlora.memory.footprint import StageUse, num_bytes, optimizer_bytes
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.modules.trained_tensors import rate_ratios
-from jaxlora.train.step import CompiledSteps
+from jaxlora.train.execute.step import CompiledSteps
 from tests.llama import LLAMA_1B, decoder
 
 

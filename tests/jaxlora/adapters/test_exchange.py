@@ -13,7 +13,7 @@ import pytest
 from jaxlora.adapters.exchange import exchange, exchange_rounds
 from jaxlora.adapters.optimizer import Pending
 from jaxlora.adapters.placement import ONE_DEVICE, Placement
-from jaxlora.train.step import _jitted
+from jaxlora.train.execute.step import _jitted
 from tests.deviceless import ROOT, compile_deviceless
 
 SHAPES = {"a": (2, 7, 3), "b": (1, 3, 5), "c": (1,)}  # of a slot; 58 numbers

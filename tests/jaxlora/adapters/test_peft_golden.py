@@ -22,7 +22,7 @@ from jaxlora.adapters.slots import SlotTable
 from jaxlora.hf.names import linear_path, linear_shapes
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.scoring import softcap
-from jaxlora.train.step import CompiledSteps
+from jaxlora.train.execute.step import CompiledSteps
 from tests.oracle import relative_error
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"

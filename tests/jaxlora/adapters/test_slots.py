@@ -15,7 +15,7 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.modules.trained_tensors import rate_ratios, unpadded
-from jaxlora.train.step import CompiledSteps
+from jaxlora.train.execute.step import CompiledSteps
 from tests import tiny
 
 STEP = jax.jit(optimizer_step)

@@ -26,8 +26,8 @@ from jaxlora.modules.trained_tensors import TrainedTensor
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_run import SavedAdapter, SavedRequests, SavedRun
-from jaxlora.train.checkpoint import Checkpoints
-from jaxlora.train.step import CompiledSteps
+from jaxlora.train.execute.step import CompiledSteps
+from jaxlora.train.saved.checkpoint import Checkpoints
 from tests import tiny
 
 # Like DoRA's magnitudes: a vector per linear, which starts from the norms of the frozen

@@ -13,7 +13,7 @@ import yaml
 
 from jaxlora.cli.main import main
 from jaxlora.config import DataConfig, LoraJob, RunConfig
-from jaxlora.strict import StrictModel
+from jaxlora.config.strict import StrictModel
 from tests import tiny
 
 DOCS = pathlib.Path(__file__).parents[3] / "docs"

@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from jaxlora.control import client, mailbox
-from jaxlora.control.mailbox import Mailbox
 from jaxlora.errors import ConfigError
+from jaxlora.run.live import client, mailbox
+from jaxlora.run.live.mailbox import Mailbox
 from jaxlora.run.lock import Owner, RunLock
 from jaxlora.run.message import Answer, ControlRequest
 from tests.jaxlora.train import made_run

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from jaxlora.cli.main import main
-from jaxlora.control.status_file import StatusFile, read_status
 from jaxlora.errors import CheckpointError, ConfigError
+from jaxlora.run.live.status_file import StatusFile, read_status
 from jaxlora.run.lock import RunLock
 from jaxlora.run.status import StatusTracker
 from tests.jaxlora.run import made_events

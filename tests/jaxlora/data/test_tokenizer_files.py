@@ -6,9 +6,9 @@ import os
 import pytest
 import tokenizers
 
+from jaxlora.common.rust import wrap_errors
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import ModelError
-from jaxlora.rust import wrap_errors
 
 
 def changed(folder, name, **values):

@@ -18,7 +18,7 @@ from tests import tiny
 # Ends its process, by a signal to itself, at the given event of the run.
 CHILD = """
 import os, signal, sys
-from jaxlora.train.windows import Windows
+from jaxlora.train.execute.windows import Windows
 left, run_next = int(sys.argv[1]), Windows.run_next
 def count(self):
     global left

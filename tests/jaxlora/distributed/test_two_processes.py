@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from jaxlora.control.mailbox import Mailbox
+from jaxlora.run.live.mailbox import Mailbox
 from jaxlora.run.message import ControlRequest
 from tests.jaxlora.distributed.conftest import (
     folder_of,

@@ -8,12 +8,12 @@ import pytest
 
 import jaxlora
 from jaxlora import Generator, Prompt, load_model, merge_adapter
+from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import ConfigError, DataError, JaxloraError
 from jaxlora.generate.generator import end_ids, prompt_ids
 from jaxlora.generate.programs import programs_of
 from jaxlora.generate.prompt import as_prompts
-from jaxlora.generation_settings import GenerationSettings
 
 LIVELY = GenerationSettings(max_new_tokens=12, temperature=2.0, top_p=0.95, seed=3)
 TEXTS = ("ab", "a somewhat longer prompt", "x")

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jaxlora import load_model
+from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.generate.adapter_slots import load_decoder
 from jaxlora.generate.batch import Batch, Request
-from jaxlora.generation_settings import GenerationSettings
 from tests import tiny
 from tests.jaxlora.models.test_logits import packed_logits
 from tests.oracle import relative_error

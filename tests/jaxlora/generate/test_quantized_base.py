@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxlora import Routing, load_model
+from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.generate.adapter_slots import load_decoder
 from jaxlora.generate.batch import Batch, Request
-from jaxlora.generation_settings import GenerationSettings
 from jaxlora.modules.loss import head_logits
 from tests import tiny
 from tests.oracle import relative_error

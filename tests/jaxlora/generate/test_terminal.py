@@ -1,9 +1,9 @@
 """A chat in the terminal."""
 
+from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.errors import ConfigError
 from jaxlora.generate.generator import Generator
 from jaxlora.generate.terminal import Chat
-from jaxlora.generation_settings import GenerationSettings
 
 
 class Echo(Generator):

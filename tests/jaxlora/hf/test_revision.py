@@ -13,7 +13,7 @@ from jaxlora.cli.main import main
 from jaxlora.errors import ModelError
 from jaxlora.hf.convert import convert
 from jaxlora.hf.files import model_folder
-from jaxlora.train.export import export_checkpoint
+from jaxlora.train.saved.export import export_checkpoint
 from tests import tiny
 from tests.jaxlora.hf.loading import load_model
 from tests.jaxlora.train.at_window import AtWindow

@@ -30,7 +30,7 @@ from jaxlora.pallas_kernels.mosaic import device, layer
 from jaxlora.scheduler import Limits
 from jaxlora.sharding import layerwise
 from jaxlora.sharding.mesh_sizes import MeshSizes
-from jaxlora.train.layout import Layout, Stage
+from jaxlora.train.execute.layout import Layout, Stage
 from tests.llama import LLAMA_8B, decoder, with_layers
 
 KIND, LAYERS_PER_STAGE = "NVIDIA H200", 2

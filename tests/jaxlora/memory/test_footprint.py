@@ -17,7 +17,7 @@ from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.scheduler import Limits
-from jaxlora.train.step import CompiledSteps
+from jaxlora.train.execute.step import CompiledSteps
 from tests.jaxlora.train import fused
 from tests.tiny import CONFIG
 

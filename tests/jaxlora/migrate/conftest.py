@@ -2,8 +2,8 @@
 
 import pytest
 
+from jaxlora.config.run_file import load_run
 from jaxlora.migrate import migrate_file
-from jaxlora.run_file import load_run
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ import re
 import pytest
 
 from jaxlora.cli.main import main
+from jaxlora.common.yaml_file import parse_yaml
 from jaxlora.config import LoraJob, RunConfig
+from jaxlora.config.run_file import load_run
 from jaxlora.errors import ConfigError
 from jaxlora.migrate import migrate_file
-from jaxlora.run_file import load_run
-from jaxlora.yaml_file import parse_yaml
 from tests.jaxlora.migrate.texts import AXOLOTL, MODEL, ON_DATA
 
 AXOLOTL_ALPACA = """

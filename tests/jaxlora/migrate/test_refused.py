@@ -6,10 +6,10 @@ import re
 import pytest
 
 from jaxlora.cli.main import main
+from jaxlora.common.yaml_file import parse_yaml
 from jaxlora.errors import ConfigError
 from jaxlora.migrate import migrate_file
 from jaxlora.migrate.unsupported import find_doubt
-from jaxlora.yaml_file import parse_yaml
 from tests import tiny
 from tests.jaxlora.migrate.texts import AXOLOTL, MODEL, ON_DATA, ON_FILE
 

@@ -15,9 +15,9 @@ from jaxlora.adapters.slots import KINDS
 from jaxlora.errors import CheckpointError
 from jaxlora.run.folder import read_run_record
 from jaxlora.run.saved_run import sealed
-from jaxlora.train.checkpoint import Checkpoints
-from jaxlora.train.export import export_checkpoint
-from jaxlora.train.read_checkpoint import read_newest
+from jaxlora.train.saved.checkpoint import Checkpoints
+from jaxlora.train.saved.export import export_checkpoint
+from jaxlora.train.saved.read_checkpoint import read_newest
 from tests.jaxlora.train import made_run
 
 

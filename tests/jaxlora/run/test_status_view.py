@@ -13,7 +13,7 @@ from jaxlora.run.events import JobAddEvent, RunEndEvent
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.status import StatusTracker
 from jaxlora.run.status_view import StatusView, format_seconds
-from jaxlora.train.progress import Progress, log_line
+from jaxlora.train.report.progress import Progress, log_line
 from tests.jaxlora.run import made_events
 
 NUM_JOBS = 40

@@ -8,8 +8,8 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from jaxlora import RunConfig
+from jaxlora.config.run_file import run_config
 from jaxlora.errors import ConfigError, JaxloraError, StorageError
-from jaxlora.run_file import run_config
 from jaxlora.trackers import table
 from jaxlora.trackers.metrics import hyperparameters, job_metrics
 from jaxlora.trackers.table import check_installed, open_trackers

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.slots import ParkedSlot
-from jaxlora.train.executor import Outcomes, StepOutcome, Window
+from jaxlora.train.execute.executor import Outcomes, StepOutcome, Window
 from jaxlora.train.job_state import JobState
 
 

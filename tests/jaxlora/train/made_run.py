@@ -14,7 +14,7 @@ from jaxlora.run.folder import write_run_record
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_run import RunRecord, SavedAdapter, SavedRequests, SavedRun
-from jaxlora.train.checkpoint import Checkpoints
+from jaxlora.train.saved.checkpoint import Checkpoints
 
 K, N, RANK = 6, 5, 2
 LINEARS = [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]

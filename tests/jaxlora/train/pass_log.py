@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxlora.scheduler import Schedule
 from jaxlora.scheduler.lanes import ticks_of
-from jaxlora.train.layout import Layout
+from jaxlora.train.execute.layout import Layout
 
 # Functions of a stage that run a pass forward, and those that run one backward.
 FORWARD, BACKWARD = ("forward", "accumulate"), ("backward", "accumulate")

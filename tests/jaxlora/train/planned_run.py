@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from jaxlora import BaseModel, RunConfig
 from jaxlora.data.tokenize import DataReader
 from jaxlora.data.tokenizer import load_tokenizer
-from jaxlora.train.auto_mesh.machine import this_machine
 from jaxlora.train.job_state import JobState, start_job
-from jaxlora.train.planned_model import PlannedModel
-from jaxlora.train.prepared_job import PreparedJob, prepare_jobs
-from jaxlora.train.run_plan import RunPlan, resolve
+from jaxlora.train.plan.auto_mesh.machine import this_machine
+from jaxlora.train.plan.planned_model import PlannedModel
+from jaxlora.train.plan.prepared_job import PreparedJob, prepare_jobs
+from jaxlora.train.plan.run_plan import RunPlan, resolve
 
 
 def plan_jobs(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxlora import RunConfig, Trainer
+from jaxlora.common.note import log_notes
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.memory import device as device_module
 from jaxlora.memory import mesh
@@ -22,13 +23,12 @@ from jaxlora.memory.mesh import MeshStages
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
-from jaxlora.note import log_notes
 from jaxlora.plan import plan_run
 from jaxlora.run.folder import begun_settings, write_run_record
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.saved_run import RunRecord
-from jaxlora.train.describe_run import run_identity
-from jaxlora.train.step import compiled_steps
+from jaxlora.train.execute.step import compiled_steps
+from jaxlora.train.saved.describe_run import run_identity
 from tests.jaxlora.train.at_window import AtWindow
 
 

@@ -4,8 +4,8 @@ import pytest
 
 from jaxlora import LoraJob
 from jaxlora.errors import AdapterError
-from jaxlora.train.continue_job import copy_best_export
 from jaxlora.train.job_state import JobState
+from jaxlora.train.saved.continue_job import copy_best_export
 from tests.jaxlora.train import made_run
 
 

@@ -14,8 +14,8 @@ from jaxlora.data.pack import pack_microbatch, split_by_segment_limit
 from jaxlora.models.forward import SlotKeys
 from jaxlora.modules.trained_tensors import rate_ratios
 from jaxlora.scheduler import greedy
-from jaxlora.train.layout import Layout
-from jaxlora.train.staged_executor import StagedExecutor
+from jaxlora.train.execute.layout import Layout
+from jaxlora.train.execute.staged_executor import StagedExecutor
 from tests.jaxlora.train import fused
 from tests.jaxlora.train.mesh_runs import SUM_ROUNDING
 from tests.jaxlora.train.planned_run import plan_and_jobs

@@ -14,16 +14,16 @@ from jaxlora import RunConfig, Trainer
 from jaxlora.errors import JaxloraError
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.log import read_events
-from jaxlora.train import windows
-from jaxlora.train.checkpoint import Checkpoints
-from jaxlora.train.report import (
+from jaxlora.train.execute import windows
+from jaxlora.train.execute.staged_executor import StagedExecutor
+from jaxlora.train.report.summary import (
     JobResult,
     RunResult,
     print_summary,
     ranked,
     write_report,
 )
-from jaxlora.train.staged_executor import StagedExecutor
+from jaxlora.train.saved.checkpoint import Checkpoints
 from tests.jaxlora.train.at_window import AtWindow
 from tests.jaxlora.train.conftest import folder_of
 

@@ -14,13 +14,13 @@ from jaxlora.adapters.targets import ModuleLora
 from jaxlora.data.tokenize import TokenizedData, TokenizedSample
 from jaxlora.hf.config import model_config
 from jaxlora.run.log import RunLog, read_events
-from jaxlora.train.auto_mesh.machine import this_machine
+from jaxlora.train.execute.windows import Windows
 from jaxlora.train.job_state import JobState
-from jaxlora.train.planned_model import PlannedModel
-from jaxlora.train.prepared_job import PreparedJob
+from jaxlora.train.plan.auto_mesh.machine import this_machine
+from jaxlora.train.plan.planned_model import PlannedModel
+from jaxlora.train.plan.prepared_job import PreparedJob
+from jaxlora.train.plan.run_plan import resolve
 from jaxlora.train.requests import Requests
-from jaxlora.train.run_plan import resolve
-from jaxlora.train.windows import Windows
 from tests import tiny
 from tests.jaxlora.train.late_executor import LateExecutor
 

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxlora import atomic
 from jaxlora.adapters.export_record import read_export
 from jaxlora.cli.main import main
+from jaxlora.common import atomic
 from jaxlora.errors import AdapterError, CheckpointError, JaxloraError, StorageError
-from jaxlora.train import read_checkpoint
-from jaxlora.train.export import export_checkpoint
-from jaxlora.train.read_checkpoint import newest_checkpoint
+from jaxlora.train.saved import read_checkpoint
+from jaxlora.train.saved.export import export_checkpoint
+from jaxlora.train.saved.read_checkpoint import newest_checkpoint
 from tests.jaxlora.train import made_run
 
 OWN = ("adapter_config.json", "adapter_model.safetensors", "jaxlora.json")
@@ -292,10 +292,10 @@ def test_the_run_itself_is_not_replaced(run, tmp_path):
 
 KILLED = """
 import os, sys, pathlib
-from jaxlora import atomic
-from jaxlora.train.export import export_checkpoint
+from jaxlora.common import atomic
+from jaxlora.train.saved.export import export_checkpoint
 atomic.sync_files = lambda folder: os._exit(9)
-from jaxlora.train import export
+from jaxlora.train.saved import export
 export.sync_files = atomic.sync_files
 export_checkpoint(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), ["done"])
 """

@@ -12,15 +12,15 @@ from jaxlora.errors import CheckpointError, StorageError
 from jaxlora.run import log as run_log
 from jaxlora.run.log import RunLog, read_events
 from jaxlora.trackers import tensorboard
-from jaxlora.train.checkpoint import Checkpoints
-from jaxlora.train.report import RunResult, write_report
+from jaxlora.train.report.summary import RunResult, write_report
+from jaxlora.train.saved.checkpoint import Checkpoints
 from tests.jaxlora.run import made_events
 from tests.jaxlora.train import made_run
 
 FULL = """
 import pathlib, resource, sys
 from jaxlora.errors import CheckpointError
-from jaxlora.train.checkpoint import Checkpoints
+from jaxlora.train.saved.checkpoint import Checkpoints
 from tests.jaxlora.train import made_run
 folder = pathlib.Path(sys.argv[1])
 made_run.write_checkpoints(folder, (1,))
@@ -101,7 +101,7 @@ def test_the_report(tmp_path, monkeypatch, name):
             no_space()
         replace(source, target)
 
-    monkeypatch.setattr("jaxlora.atomic.os.replace", full)
+    monkeypatch.setattr("jaxlora.common.atomic.os.replace", full)
     with pytest.raises(StorageError, match=f"{name} cannot be written: No space left"):
         write_report(result)
     after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

@@ -15,7 +15,7 @@ from jaxlora.modules.attention_table import ATTENTIONS
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.pallas_kernels import BACKENDS
 from jaxlora.pallas_kernels.triton.device import forced_capability
-from jaxlora.train.kernel_choice import (
+from jaxlora.train.plan.kernel_choice import (
     Choice,
     KernelChoices,
     choose_attention,

@@ -8,15 +8,15 @@ import threading
 import pytest
 
 from jaxlora import LoraJob, RunConfig, Trainer, load_run
-from jaxlora.control import client
-from jaxlora.control.mailbox import Mailbox
-from jaxlora.control.status_file import read_status
 from jaxlora.errors import ConfigError
 from jaxlora.run.folder import read_run_record
+from jaxlora.run.live import client
+from jaxlora.run.live.mailbox import Mailbox
+from jaxlora.run.live.status_file import read_status
 from jaxlora.run.message import ControlRequest
 from jaxlora.train import inbox
+from jaxlora.train.execute.windows import Windows
 from jaxlora.train.inbox import Inbox
-from jaxlora.train.windows import Windows
 from tests.jaxlora.train.at_window import AtWindow
 from tests.jaxlora.train.test_preemption import Killed
 

@@ -11,7 +11,7 @@ import pytest
 from jaxlora import Trainer
 from jaxlora.run.folder import CHECKPOINTS
 from jaxlora.run.log import read_events
-from jaxlora.train.read_checkpoint import newest_checkpoint
+from jaxlora.train.saved.read_checkpoint import newest_checkpoint
 from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
 from tests.jaxlora.train.outcome import Outcome
 from tests.jaxlora.train.test_resume import killed

@@ -6,7 +6,7 @@ import pytest
 
 from jaxlora import Trainer
 from jaxlora.scheduler import Pipeline
-from jaxlora.train.staged_executor import StagedExecutor
+from jaxlora.train.execute.staged_executor import StagedExecutor
 from tests.jaxlora.train.pass_log import PassLog, WindowLog
 
 STAGES = {"stage=2": {}, "stage=3": {"pipeline_microbatches": 5}}

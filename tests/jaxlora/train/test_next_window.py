@@ -1,7 +1,7 @@
 """Tests the slots and ticks of a window on several replicas."""
 
 from jaxlora.scheduler import Lanes, Limits
-from jaxlora.train.next_window import (
+from jaxlora.train.plan.next_window import (
     JobPosition,
     assign_slots,
     pack_window,

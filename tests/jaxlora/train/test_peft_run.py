@@ -15,12 +15,12 @@ from jaxlora.config import RunConfig
 from jaxlora.data.tokenize import TokenizedData, TokenizedSample
 from jaxlora.hf.names import linear_shapes
 from jaxlora.scheduler import Limits
-from jaxlora.train.executor import Window
+from jaxlora.train.execute.executor import Window
+from jaxlora.train.execute.layout import Layout
+from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.job_state import JobState
-from jaxlora.train.layout import Layout
-from jaxlora.train.next_window import pack_window
-from jaxlora.train.prepared_job import PreparedJob
-from jaxlora.train.staged_executor import StagedExecutor
+from jaxlora.train.plan.next_window import pack_window
+from jaxlora.train.plan.prepared_job import PreparedJob
 from tests.jaxlora.train.planned_run import plan_jobs
 from tests.oracle import relative_error
 

@@ -11,7 +11,7 @@ from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.hf.names import linear_shapes
 from jaxlora.plan import plan_run
 from jaxlora.run.log import read_events
-from jaxlora.train.windows import Windows
+from jaxlora.train.execute.windows import Windows
 from tests.jaxlora.train.at_window import AtWindow
 from tests.oracle import relative_error
 

@@ -18,7 +18,7 @@ from jaxlora.errors import CheckpointError
 from jaxlora.hf.names import linear_shapes
 from jaxlora.run.folder import read_run_record, write_run_record
 from jaxlora.run.log import RunLog, read_events
-from jaxlora.train.export import export_checkpoint
+from jaxlora.train.saved.export import export_checkpoint
 from tests import tiny
 from tests.jaxlora.train import fused
 from tests.jaxlora.train.at_window import AtWindow

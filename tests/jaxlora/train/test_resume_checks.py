@@ -15,12 +15,12 @@ import pytest
 from jaxlora import LoraJob, RunConfig, Trainer, import_peft
 from jaxlora.errors import CheckpointError, DeviceError
 from jaxlora.hf.names import linear_shapes
-from jaxlora.train.checkpoint import Checkpoints
-from jaxlora.train.describe_run import check_resumes
-from jaxlora.train.in_flight import InFlight
+from jaxlora.train.execute.in_flight import InFlight
+from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.job_state import JobState
-from jaxlora.train.read_checkpoint import read_newest
-from jaxlora.train.staged_executor import StagedExecutor
+from jaxlora.train.saved.checkpoint import Checkpoints
+from jaxlora.train.saved.describe_run import check_resumes
+from jaxlora.train.saved.read_checkpoint import read_newest
 from tests.jaxlora.train import made_run
 from tests.jaxlora.train.at_window import AtWindow
 from tests.oracle import relative_error

@@ -25,8 +25,8 @@ from jaxlora.run.folder import (
     prepare_export_folder,
 )
 from jaxlora.run.log import read_events
-from jaxlora.train.checkpoint import Checkpoints
-from jaxlora.train.export import export_checkpoint
+from jaxlora.train.saved.checkpoint import Checkpoints
+from jaxlora.train.saved.export import export_checkpoint
 from tests.jaxlora.train import made_run
 from tests.jaxlora.train.at_window import AtWindow
 
@@ -265,7 +265,7 @@ def test_what_others_put_there_is_moved_away(tmp_path):
 
 KILLED = """
 import os, pathlib, sys
-from jaxlora import atomic
+from jaxlora.common import atomic
 with atomic.new_file(sys.argv[1]), atomic.new_folder(sys.argv[2]):
     os._exit(9)
 """

@@ -7,11 +7,11 @@ import pytest
 
 from jaxlora import Generator, RunConfig, Trainer
 from jaxlora.cli.main import main
+from jaxlora.config.generation_settings import SamplesConfig
 from jaxlora.errors import CheckpointError, ConfigError
-from jaxlora.generation_settings import SamplesConfig
 from jaxlora.run.log import read_events
-from jaxlora.train.run_adapters import load_run_adapters
-from jaxlora.train.sample_file import SampleFile
+from jaxlora.train.report.sample_file import SampleFile
+from jaxlora.train.saved.run_adapters import load_run_adapters
 from tests import tiny
 from tests.jaxlora.run.made_events import step
 from tests.jaxlora.train.outcome import Outcome

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jaxlora import RunConfig, Trainer
-from jaxlora.train.executor import Window
-from jaxlora.train.layout import Layout
-from jaxlora.train.next_window import pack_window
-from jaxlora.train.staged_executor import StagedExecutor
+from jaxlora.train.execute.executor import Window
+from jaxlora.train.execute.layout import Layout
+from jaxlora.train.execute.staged_executor import StagedExecutor
+from jaxlora.train.plan.next_window import pack_window
 from tests.jaxlora.train.at_window import AtWindow
 from tests.jaxlora.train.planned_run import plan_and_jobs
 

@@ -16,7 +16,7 @@ from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.run.log import read_events
 from jaxlora.train.job_state import JobState
-from jaxlora.train.prepared_job import prepare_job
+from jaxlora.train.plan.prepared_job import prepare_job
 from tests import tiny
 from tests.jaxlora.train.conftest import folder_of
 

@@ -8,8 +8,8 @@ import pytest
 from jaxlora import RunConfig, Trainer
 from jaxlora.run.log import read_events
 from jaxlora.scheduler.stream import PlanAhead
-from jaxlora.train import windows
-from jaxlora.train.next_window import (
+from jaxlora.train.execute import windows
+from jaxlora.train.plan.next_window import (
     JobPosition,
     assign_slots,
     positions_after,

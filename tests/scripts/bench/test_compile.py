@@ -3,7 +3,7 @@
 import dataclasses
 
 from jaxlora.bench import compile
-from jaxlora.train.step import CompiledSteps
+from jaxlora.train.execute.step import CompiledSteps
 
 
 def test_the_arguments_are_those_of_the_step():

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from jaxlora.bench import convergence
+from jaxlora.config.run_file import run_config
 from jaxlora.errors import JaxloraError
-from jaxlora.run_file import run_config
 from scripts import demo
 
 

@@ -6,8 +6,8 @@ import zipfile
 import pytest
 
 from jaxlora.bench import formats
+from jaxlora.config.run_file import run_config
 from jaxlora.hf.load import load_model
-from jaxlora.run_file import run_config
 from tests import tiny
 
 ROWS = {

@@ -11,10 +11,10 @@ from jaxlora.families.model_config import ModelConfig
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.device import DeviceMemory
 from jaxlora.sharding.mesh_sizes import MeshSizes
-from jaxlora.train.auto_mesh.candidates import Candidates, Demand
-from jaxlora.train.auto_mesh.choose import MeshChoice, choose_mesh
-from jaxlora.train.auto_mesh.machine import Machine, this_machine
-from jaxlora.train.next_window import JobPosition
+from jaxlora.train.plan.auto_mesh.candidates import Candidates, Demand
+from jaxlora.train.plan.auto_mesh.choose import MeshChoice, choose_mesh
+from jaxlora.train.plan.auto_mesh.machine import Machine, this_machine
+from jaxlora.train.plan.next_window import JobPosition
 from tests.llama import LLAMA_8B, LLAMA_70B, decoder
 
 SMALL = dataclasses.replace(

@@ -1,0 +1,102 @@
+"""Settings of text generation."""
+
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import Field
+
+from jaxlora.config.strict import (
+    Bool,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Number,
+    PositiveInt,
+    StrictModel,
+)
+from jaxlora.errors import ConfigError
+from jaxlora.sharding.mesh_sizes import MeshSizes
+
+BASE = "base"  # names the base model, where the name of an adapter is wanted
+
+TopP = Annotated[float, Field(gt=0.0, le=1.0), Number]
+Seed = Annotated[NonNegativeInt, Field(lt=2**31)]
+
+
+class GenerationSettings(StrictModel):
+    """How tokens are chosen, and when a text ends.
+
+    Attributes:
+        max_new_tokens: Largest number of tokens to generate.
+        temperature: Divisor of the logits; 0 takes the most likely token (greedy).
+        top_p: Samples from the fewest tokens whose probabilities add up to this
+            (nucleus sampling, arXiv 1904.09751); 1 samples from all tokens.
+        stop: Texts that end the generated text, which does not contain them.
+        seed: Random seed of every prompt without a seed of its own. A sample depends
+            on its prompt and its seed, and not on the other prompts of the batch.
+    """
+
+    max_new_tokens: PositiveInt = 128
+    temperature: NonNegativeFloat = 0.0
+    top_p: TopP = 1.0
+    stop: tuple[str, ...] = ()
+    seed: Seed = 0
+
+    @pydantic.field_validator("stop", mode="before")
+    @classmethod
+    def _one_text_is_a_list_of_one(cls, stop: object) -> object:
+        return (stop,) if isinstance(stop, str) else stop
+
+    @pydantic.field_validator("stop")
+    @classmethod
+    def _texts_are_not_empty(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in stop:
+            raise ValueError(
+                "stop holds an empty text, which would end every answer at once. "
+                "Remove it."
+            )
+        return stop
+
+
+SAMPLES_ON_ONE_DEVICE = (
+    "samples are generated on one device, and mesh is {}. Leave samples out, and run "
+    "`jaxlora generate --run` beside the run."
+)
+
+
+def _there_are_prompts(samples: Any) -> tuple[str, str] | None:
+    if not samples.prompts:
+        return "prompts", "prompts is empty. Give prompts, or leave samples out."
+    return None
+
+
+def _system_is_of_a_chat(samples: Any) -> tuple[str, str] | None:
+    if samples.system is not None and not samples.chat:
+        return "system", "system is a message of a chat: set `chat: true`."
+    return None
+
+
+class SamplesConfig(GenerationSettings):
+    """Texts that every job of a run generates at each of its evaluations.
+
+    Attributes:
+        prompts: The prompts.
+        chat: Whether each prompt is a message of a user, for the chat template.
+        system: System message before it (with `chat`).
+        max_new_tokens: Largest number of tokens to generate.
+    """
+
+    rules = (_there_are_prompts, _system_is_of_a_chat)
+
+    prompts: tuple[str, ...]
+    chat: Bool = False
+    system: str | None = None
+    max_new_tokens: PositiveInt = 64
+
+    def check_mesh(self, sizes: MeshSizes) -> None:
+        """Checks that a run has one device.
+
+        Raises:
+            ConfigError: It has several.
+        """
+        if sizes.num_devices > 1:
+            raise ConfigError(SAMPLES_ON_ONE_DEVICE.format(sizes))

@@ -1,0 +1,327 @@
+"""The user's settings: a `LoraJob` for each adapter and a `RunConfig` for the run."""
+
+import re
+from typing import Annotated, Literal
+
+import pydantic
+from pydantic import Field
+
+from jaxlora.config.aliases import OF_JOB, OF_RUN
+from jaxlora.config.base_settings import BaseSettings
+from jaxlora.config.data_config import DataConfig
+from jaxlora.config.generation_settings import BASE, SamplesConfig
+from jaxlora.config.rules import OF_A_JOB, OF_A_RUN, mesh_text
+from jaxlora.config.strict import (
+    Bool,
+    Fraction,
+    Int,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Number,
+    PositiveFloat,
+    PositiveInt,
+    StrictModel,
+    Texts,
+)
+from jaxlora.scheduler import Limits, PackerName
+from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def check_job_name(name: str) -> str:
+    """Returns a job's name if it can name a folder and an adapter.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"job name {name!r} must be a plain folder name: letters, digits, '.', "
+            "'_' and '-', at most 100, not starting with '.', '_' or '-'."
+        )
+    if name == BASE:
+        raise ValueError(
+            f"job name {name!r} is the name of the base model when text is generated. "
+            "Give the job another name."
+        )
+    return name
+
+
+class LoraJob(StrictModel):
+    """One adapter: what it learns from, its shape, and how it is trained.
+
+    The names follow PEFT and the Hugging Face trainer where those have one.
+
+    Attributes:
+        name: Names the adapter and its folder.
+        data: Training records.
+        eval_data: Held-out records; or use `eval_fraction`.
+        eval_fraction: Share of `data` held out for evaluation, chosen by
+            `eval_seed`.
+        eval_seed: Which records `eval_fraction` holds out. Jobs with the same data,
+            fraction and `eval_seed` hold out the same records, whatever their `seed`.
+        rank: LoRA rank r.
+        lora_alpha: The update is scaled by lora_alpha / r (see `use_rslora`).
+        use_rslora: Scale by lora_alpha / sqrt(r) (rsLoRA, arXiv 2312.03732).
+        dropout: Probability of dropping an input feature of the LoRA path.
+        target_modules: Suffixes (`q_proj`), one regular expression for the whole
+            module name, or `all-linear`.
+        exclude_modules: Suffixes or one regular expression, taken from the targets.
+        rank_pattern: Rank of modules whose name matches the pattern, as in PEFT.
+        alpha_pattern: lora_alpha of modules whose name matches the pattern.
+        init_from: PEFT folder whose weights the adapter starts from.
+        continue_from: Output folder of another run, whose job of the same name
+            continues here with its whole state: optimizer, position in the data and
+            evaluations.
+        batch_size: Samples in a global batch: one optimizer step.
+        epochs: Passes over the data; may be a fraction. Used when `steps` is None.
+        steps: Optimizer steps.
+        learning_rate: Peak rate.
+        lr_schedule: Shape of the rate after warm-up.
+        warmup_steps: Optimizer steps of linear warm-up.
+        warmup_ratio: Warm-up as a share of all steps, when `warmup_steps` is None.
+        lora_plus_ratio: Rate of B over rate of A (LoRA+, arXiv 2402.12354).
+        weight_decay: Decoupled weight decay of AdamW.
+        adam_b1: Decay of the first moment.
+        adam_b2: Decay of the second moment.
+        adam_eps: Added to the root of the second moment.
+        max_grad_norm: Clip the adapter's own gradient to this norm; None: never.
+        max_length: Longest sample in tokens.
+        too_long: What to do with a longer sample.
+        shuffle: Permute the records anew in each epoch, by `seed`.
+        seed: Random seed for the initial A, the order of the data and the dropout
+            masks.
+        eval_every: Optimizer steps between evaluations; None: start and end only.
+        early_stopping: Number of evaluations without improvement after which the job
+            stops; None: never.
+        early_stopping_delta: Smallest decrease of the loss that counts as an
+            improvement, in nats per token.
+        keep_best: Export the weights of the best evaluation, not the last.
+        priority: Waiting jobs of higher priority get a slot first; equal ones in the
+            order in which they are given. See also `RunConfig.preempt`.
+    """
+
+    other_names = OF_JOB
+    rules = OF_A_JOB
+
+    name: str
+    data: DataConfig
+    eval_data: DataConfig | None = None
+    eval_fraction: Fraction = 0.0
+    eval_seed: Annotated[NonNegativeInt, Field(lt=2**31)] = 0
+
+    rank: PositiveInt = 16
+    lora_alpha: PositiveFloat = 32.0
+    use_rslora: Bool = False
+    dropout: Fraction = 0.0
+    target_modules: Texts = "all-linear"
+    exclude_modules: Texts = ()
+    rank_pattern: dict[str, PositiveInt] = {}
+    alpha_pattern: dict[str, PositiveFloat] = {}
+    init_from: str | None = None
+    continue_from: str | None = None
+
+    batch_size: PositiveInt = 8
+    epochs: PositiveFloat = 1.0
+    steps: PositiveInt | None = None
+    learning_rate: NonNegativeFloat = 2e-4
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup_steps: NonNegativeInt | None = None
+    warmup_ratio: Fraction = 0.0
+    lora_plus_ratio: PositiveFloat = 1.0
+    weight_decay: NonNegativeFloat = 0.0
+    adam_b1: Fraction = 0.9
+    adam_b2: Fraction = 0.999
+    adam_eps: PositiveFloat = 1e-8
+    max_grad_norm: PositiveFloat | None = 1.0
+
+    max_length: PositiveInt = 1024
+    too_long: Literal["truncate", "drop", "error"] = "truncate"
+    shuffle: Bool = True
+    seed: Annotated[int, Field(ge=0, lt=2**31), Number] = 0
+
+    eval_every: PositiveInt | None = None
+    early_stopping: PositiveInt | None = None
+    early_stopping_delta: NonNegativeFloat = 0.0
+    keep_best: Bool = False
+
+    priority: Int = 0
+
+    @pydantic.field_validator("name")
+    @classmethod
+    def _name_is_a_plain_folder_name(cls, name: str) -> str:
+        return check_job_name(name)
+
+    @pydantic.field_validator("target_modules")
+    @classmethod
+    def _targets_are_not_empty(cls, targets: str | tuple[str, ...]):
+        if not targets:
+            raise ValueError(
+                "target_modules is empty, so nothing would be trained. Give suffixes "
+                "such as ['q_proj', 'v_proj'], a regular expression, or 'all-linear'."
+            )
+        return targets
+
+
+class RunConfig(BaseSettings):
+    """One run: a base model, the jobs that share it, and how the machine is used.
+
+    `BaseSettings` describes the settings of a quantized base.
+
+    Attributes:
+        model: Folder of a Hugging Face checkpoint, or a hub id.
+        revision: Branch, tag or commit on the hub.
+        output_dir: Where adapters, checkpoints, metrics and plots go.
+        jobs: The adapters. More than `max_concurrent_jobs` wait for a free slot.
+        max_concurrent_jobs: Adapter slots G; None: one for each job.
+        slot_rank: Largest rank that a slot holds; None: the jobs' largest.
+        slot_targets: Modules that get slots, as in `target_modules`, beyond those of
+            the jobs: for jobs that join later.
+        slot_dropout: Whether slots can drop features; None: if any job does.
+        mesh: Devices that the run uses, as sizes of the axes `data` (replicas), `stage`
+            (pipeline stages) and `fsdp` (devices that share the base weights), such as
+            `stage=2,fsdp=2`, or as a mapping; `auto` chooses the sizes.
+        pipeline_microbatches: Microbatches that the first pipeline stage has in flight,
+            at least one for each stage; None: as many as there are stages. More hide
+            transfers between stages and uneven microbatches, but take memory, and the
+            next batch of a job starts that much later.
+        network_gbits: Gigabits per second, in each direction, between a host and all
+            others, for `mesh: auto` on several hosts; None: by the data sheet of the
+            machine that the GPU is usually sold in.
+        microbatch_tokens: Capacity C of a microbatch, in tokens, padding included;
+            `auto` takes the most that fits the device's memory and that the jobs can
+            fill; on several devices less, if that is predicted to be faster.
+        block_tokens: Tokens of a block; each job's part of a microbatch fills whole
+            blocks.
+        dtype: Dtype of the base weights and activations; `auto` is bfloat16 on a GPU
+            and float32 on a CPU.
+        remat: Part of each layer that the backward pass recomputes to save memory:
+            `none`, `elementwise` (all but the results of linears and of fused
+            attention), `mlp` (with its norm), or `layer`. `auto` takes the one that is
+            predicted to train fastest with the microbatches that fit beside it.
+        implementation: Which LoRA kernels run: `mosaic` (Hopper), `triton` (NVIDIA
+            GPUs from Ampere on) or `xla` (anywhere);
+            `auto` takes the first back end of `pallas_kernels.BACKENDS` that can run
+            every adapted linear.
+        attention: Attention implementation: `cudnn` (GPUs of data centers from Hopper
+            on), `triton` (NVIDIA GPUs from Ampere on) or `xla` (anywhere); `auto` takes
+            the first of these that can run the model.
+        window_steps: Optimizer steps of each job that are packed together, as one
+            window. Longer windows fill microbatches better. Jobs start, checkpoints
+            are written and an interrupt takes effect only between windows.
+        preempt: Whether a waiting job takes the slot of a running job of strictly lower
+            priority, between two windows. The paused job keeps its whole state and
+            continues when a slot is free, so no work is lost.
+        packer: Packing algorithm for a window: `joint` packs all its steps together;
+            `greedy` packs one step of every job at a time; `lorafusion` is LoRAFusion's
+            algorithm.
+        checkpoint_every: Rounds (one optimizer step of every running job) between
+            checkpoints, each at the end of its window; None: only at the end and when
+            interrupted.
+        keep_checkpoints: Number of checkpoints to keep.
+        log_every: Rounds between lines of the training log, each at the end of its
+            window.
+        token_cache: Whether the tokens of data are kept in ~/.cache/jaxlora/tokens, so
+            that later runs on the same data need not make them again.
+        report_to: Experiment trackers that receive each job's metrics: `tensorboard`,
+            `wandb` (W&B) and `trackio`; one name or a list. `none`: no tracker.
+        samples: Prompts whose answers by each job are logged at its evaluations, to see
+            what it learns. Training does the same with and without them.
+    """
+
+    other_names = OF_RUN
+    rules = (*BaseSettings.rules, *OF_A_RUN)
+    nested = {"jobs": LoraJob, "samples": SamplesConfig}
+    belongs = dict.fromkeys(
+        [*LoraJob.model_fields, *OF_JOB.same],
+        "a job. Put it there, or into defaults for all jobs",
+    )
+
+    model: str
+    revision: str | None = None
+    output_dir: str = "runs/jaxlora"
+    jobs: tuple[LoraJob, ...]
+    max_concurrent_jobs: PositiveInt | None = None
+    slot_rank: PositiveInt | None = None
+    slot_targets: Texts | None = None
+    slot_dropout: Bool | None = None
+    mesh: str = ONE_DEVICE
+    pipeline_microbatches: PositiveInt | None = None
+    network_gbits: PositiveFloat | None = None
+    microbatch_tokens: PositiveInt | Literal["auto"] = "auto"
+    block_tokens: PositiveInt = 64
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    remat: Literal["none", "elementwise", "mlp", "layer", "auto"] = "none"
+    implementation: str = "auto"
+    attention: Literal["auto", "cudnn", "triton", "xla"] = "auto"
+    window_steps: PositiveInt = 4
+    preempt: Bool = True
+    packer: PackerName = "joint"
+    checkpoint_every: PositiveInt | None = 50
+    keep_checkpoints: PositiveInt = 2
+    log_every: PositiveInt = 1
+    token_cache: Bool = True
+    report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
+    samples: SamplesConfig | None = None
+
+    @property
+    def limits(self) -> Limits:
+        """Limits of a microbatch; `microbatch_tokens` must be a number, not `auto`."""
+        assert isinstance(self.microbatch_tokens, int), "auto is not settled yet"
+        return Limits(capacity=self.microbatch_tokens, block_tokens=self.block_tokens)
+
+    @property
+    def least_remat(self) -> Literal["none", "elementwise", "mlp", "layer"]:
+        """`remat`; while it is `auto`, the weakest that it may become."""
+        return "none" if self.remat == "auto" else self.remat
+
+    @property
+    def mesh_sizes(self) -> MeshSizes:
+        """Sizes of the mesh; `mesh` must not be `auto`."""
+        assert self.mesh != "auto", "auto is not settled yet"
+        return MeshSizes.parse(mesh_text(self.mesh))
+
+    @property
+    def may_gather(self) -> bool:
+        """Whether weights are, or may be, divided among devices and gathered."""
+        return self.mesh == "auto" or self.mesh_sizes.fsdp > 1
+
+    @pydantic.field_validator("mesh", mode="before")
+    @classmethod
+    def _mesh_is_given_by_words(cls, mesh: object) -> object:
+        mesh = mesh_text(mesh)
+        if not isinstance(mesh, str) or mesh == "auto":
+            return mesh
+        return str(MeshSizes.parse(mesh))
+
+    @pydantic.field_validator("report_to", mode="before")
+    @classmethod
+    def _trackers_are_a_list(cls, names: object) -> object:
+        if names in ("none", None):
+            return ()
+        return (names,) if isinstance(names, str) else names
+
+    @pydantic.field_validator("microbatch_tokens", mode="before")
+    @classmethod
+    def _tokens_or_auto(cls, tokens: object) -> object:
+        is_number = isinstance(tokens, int | float) and not isinstance(tokens, bool)
+        if tokens != "auto" and not (is_number and tokens >= 1):
+            raise ValueError("expected a positive number of tokens, or auto.")
+        return tokens
+
+    @pydantic.field_validator("implementation")
+    @classmethod
+    def _implementation_is_known(cls, name: str) -> str:
+        if name != "auto":
+            # Importing the table takes JAX, which most uses of a config do not need.
+            from jaxlora.pallas_kernels import BACKENDS
+
+            if name not in BACKENDS:
+                raise ValueError(f"expected auto or one of {', '.join(BACKENDS)}.")
+        return name
+
+
+LoraJob.belongs = dict.fromkeys(
+    [*RunConfig.model_fields, *OF_RUN.same], "the run. Put it beside jobs"
+)

@@ -1,0 +1,242 @@
+"""Reads a run from a YAML file."""
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pydantic
+
+from jaxlora.common.yaml_file import find_line, parse_yaml
+from jaxlora.config import LoraJob, RunConfig
+from jaxlora.errors import ConfigError, JaxloraError
+from jaxlora.problems import (
+    UNKNOWN,
+    Path,
+    Problem,
+    YamlWords,
+    problem_of,
+    problems_of,
+    settings_error,
+)
+
+# Given the settings of a run by our names, which may be invalid, returns the path of
+# each setting that names something missing, and the error.
+FindMissing = Callable[[Mapping[str, Any]], list[tuple[Path, JaxloraError]]]
+
+
+def load_run(path: str | pathlib.Path, **settings: Any) -> RunConfig:
+    """Reads a run file, which has the keys of `RunConfig` and `defaults` for all jobs.
+
+    A setting that a job lacks is taken from `defaults`, and then from the defaults of
+    `LoraJob`. Paths in the file are relative to the working directory.
+
+    Args:
+        path: A YAML file.
+        **settings: Settings of the run, which replace those of the file.
+
+    Raises:
+        ConfigError: The file is missing or is not YAML, keys are unknown, or values are
+            invalid. The message lists all such keys, with their lines and values.
+    """
+    return RunFile.read(path).config(settings)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunFile:
+    """A run file, with the options of the command line that replace its settings.
+
+    Attributes:
+        path: The file.
+        text: Its contents.
+        values: Its settings, unchecked.
+        options: Names of options of the command line, by the setting that they replace.
+    """
+
+    path: pathlib.Path
+    text: str
+    values: Mapping[str, Any]
+    options: Mapping[str, str]
+
+    @classmethod
+    def read(cls, path: str | pathlib.Path, **options: str) -> "RunFile":
+        """Reads a file.
+
+        Args:
+            path: A YAML file.
+            **options: Names of options of the command line, by setting.
+
+        Raises:
+            ConfigError: The file is missing or is not YAML.
+        """
+        keys = "the keys model, output_dir and jobs"
+        text, values = _read_mapping(path, "run file", keys)
+        return cls(path=pathlib.Path(path), text=text, values=values, options=options)
+
+    def config(
+        self, settings: Mapping[str, Any], *, find_missing: FindMissing | None = None
+    ) -> RunConfig:
+        """Checks the settings.
+
+        Args:
+            settings: Settings of the run, which replace those of the file.
+            find_missing: Finds files and folders that are missing, which errors then
+                list, too.
+
+        Raises:
+            ConfigError: Settings break rules; the message lists them all.
+        """
+        values = {**self.values, **settings}
+        words = self._words(settings)
+        return run_config(values, words=words, find_missing=find_missing)
+
+    @contextlib.contextmanager
+    def rewords(self, settings: Mapping[str, Any]) -> Iterator[None]:
+        """Raises errors about settings in terms of this file and its options."""
+        try:
+            yield
+        except JaxloraError as error:
+            if not error.problems:
+                raise
+            raise self._reworded(error, settings) from error
+
+    def _reworded(
+        self, error: JaxloraError, settings: Mapping[str, Any]
+    ) -> JaxloraError:
+        jobs, defaults = self.values.get("jobs"), self.values.get("defaults")
+        ours, _ = LoraJob.known(defaults if isinstance(defaults, dict) else {})
+        keys = {name: key for key, name in RunConfig.known(self.values)[0].items()}
+        placed = [_place(p.renamed(keys), jobs, ours) for p in error.problems]
+        return settings_error(placed, self._words(settings))
+
+    def _words(self, settings: Mapping[str, Any]) -> YamlWords:
+        named: dict[Path, str] = {
+            (key,): self.options[key] for key in settings if key in self.options
+        }
+
+        def line(path: Path) -> int | None:
+            return (
+                None if path[:1] and path[0] in settings else find_line(self.text, path)
+            )
+
+        return YamlWords(str(self.path), line, named)
+
+
+def load_job(path: str | pathlib.Path) -> LoraJob:
+    """Reads one job from a YAML file, which has the keys of `LoraJob`.
+
+    Args:
+        path: A YAML file. Paths in it are relative to the working directory.
+
+    Raises:
+        ConfigError: As in `load_run`.
+    """
+    keys = "the keys of a job, such as name and data"
+    text, values = _read_mapping(path, "job file", keys)
+    try:
+        return LoraJob.model_validate(values)
+    except pydantic.ValidationError as error:
+        words = YamlWords(str(path), lambda place: find_line(text, place))
+        raise settings_error(problems_of(error), words) from None
+
+
+def _read_mapping(
+    path: str | pathlib.Path, kind: str, keys: str
+) -> tuple[str, dict[str, Any]]:
+    """Reads a YAML file that must hold a mapping; returns its text and the mapping."""
+    path = pathlib.Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: this {kind} does not exist.") from None
+    # A ValueError is a byte that is not UTF-8, or a NUL in the path.
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+    values = parse_yaml(text, str(path))
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{path}: a {kind} is a mapping with {keys}, not a {type(values).__name__}."
+        )
+    return text, values
+
+
+def run_config(
+    values: dict[str, Any],
+    *,
+    where: str = "run",
+    words: YamlWords | None = None,
+    find_missing: FindMissing | None = None,
+) -> RunConfig:
+    """Checks the contents of a run file; see `load_run`.
+
+    Args:
+        values: The contents.
+        where: Describes the file in errors.
+        words: Writes the errors; None: without the lines of a file.
+        find_missing: See `RunFile.config`.
+    """
+    words = words or YamlWords(where)
+    values, defaults = dict(values), values.get("defaults") or {}
+    values.pop("defaults", None)
+    if not isinstance(defaults, dict):
+        wrong = Problem(path=("defaults",), kind="dict_type", text="", given=defaults)
+        raise settings_error([wrong], words)
+    ours, refused = LoraJob.known(defaults)
+    problems = [
+        Problem(path=("defaults", key), kind=UNKNOWN, text=text, given=defaults[key])
+        for key, text in refused.items()
+    ]
+    jobs = values.get("jobs")
+    if isinstance(jobs, list):
+        values["jobs"] = [_with_defaults(job, defaults, ours) for job in jobs]
+    config = None
+    try:
+        config = RunConfig.model_validate(values)
+    except pydantic.ValidationError as error:
+        problems += [_place(problem, jobs, ours) for problem in problems_of(error)]
+    if problems or config is None:
+        if find_missing is not None:
+            problems += _missing(find_missing, values, jobs, ours)
+        raise settings_error(problems, words)
+    return config
+
+
+def _missing(
+    find_missing: FindMissing, values: dict[str, Any], jobs: Any, ours: dict[str, str]
+) -> list[Problem]:
+    """Returns the missing files of a run, in the places that name them."""
+    known, _ = RunConfig.known(values)
+    found = find_missing({name: values[key] for key, name in known.items()})
+    keys = {name: key for key, name in known.items()}
+    problems = [problem_of(*missing).renamed(keys) for missing in found]
+    return [_place(problem, jobs, ours) for problem in problems]
+
+
+def _with_defaults(job: Any, defaults: dict[str, Any], ours: dict[str, str]) -> Any:
+    """Adds the defaults that a job lacks, whatever it calls them."""
+    if not isinstance(job, dict):
+        return job
+    own = {LoraJob.other_names.same.get(key, key) for key in job}
+    return {k: defaults[k] for k, name in ours.items() if name not in own} | job
+
+
+def _place(problem: Problem, jobs: Any, ours: dict[str, str]) -> Problem:
+    """Returns a problem in the place where the run file has the setting."""
+    match problem.path:
+        case ("jobs", int(number), setting, *rest):
+            job = (
+                jobs[number] if isinstance(jobs, list) and number < len(jobs) else None
+            )
+        case _:
+            return problem
+    if not isinstance(job, dict):  # it joined the run later, or is not a mapping
+        return problem
+    names = LoraJob.other_names.same
+    for key in job:
+        if setting in (key, names.get(key)):
+            return dataclasses.replace(problem, path=("jobs", number, key, *rest))
+    for key, name in ours.items():
+        if setting in (key, name):
+            return dataclasses.replace(problem, path=("defaults", key, *rest))
+    return problem

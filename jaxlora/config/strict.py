@@ -1,0 +1,273 @@
+"""The base class of configurations, which is frozen and strict about keys and types.
+
+All problems of a configuration, and of those in it, are reported together. A number
+cannot be given as true or as "8", and a boolean must be true or false.
+"""
+
+import difflib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import pydantic
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from jaxlora.config.aliases import OtherNames
+from jaxlora.problems import (
+    MAPPING,
+    RULE,
+    UNKNOWN,
+    Path,
+    Problem,
+    PythonWords,
+    problems_of,
+    settings_error,
+    validation_error,
+)
+
+# Returns the setting that breaks the rule, and the rule with the cure; None if none.
+Rule = Callable[[Any], tuple[str, str] | None]
+
+# Upper bound of all counts, which must not overflow 64-bit integers.
+_LARGEST_INT = 2**53
+
+
+def _check_number(value: Any) -> Any:
+    if isinstance(value, bool | np.bool_ | str | bytes):
+        raise PydanticCustomError("number", "expected a number")
+    return value
+
+
+def _check_bool(value: Any) -> Any:
+    if not isinstance(value, bool):
+        raise PydanticCustomError("bool_type", "expected true or false")
+    return value
+
+
+def _check_texts(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list | tuple):
+        raise PydanticCustomError("texts", "expected text, or a list of texts")
+    for item in value:
+        if not isinstance(item, str):
+            raise ValueError(f"{item!r:.80} in the list is not text: put it in quotes")
+    return value
+
+
+# This validator must come after the constraints of a number.
+Number = BeforeValidator(_check_number)
+
+Texts = Annotated[str | tuple[str, ...], BeforeValidator(_check_texts)]
+Bool = Annotated[bool, BeforeValidator(_check_bool)]
+Int = Annotated[int, Field(ge=-_LARGEST_INT, le=_LARGEST_INT), Number]
+PositiveInt = Annotated[int, Field(gt=0, le=_LARGEST_INT), Number]
+NonNegativeInt = Annotated[int, Field(ge=0, le=_LARGEST_INT), Number]
+PositiveFloat = Annotated[float, Field(gt=0.0), Number]
+NonNegativeFloat = Annotated[float, Field(ge=0.0), Number]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0), Number]
+
+
+class StrictModel(pydantic.BaseModel):
+    """A frozen configuration, whose problems are reported together.
+
+    Attributes:
+        other_names: Names that other tools have for the settings.
+        belongs: For settings of other configurations, whose they are and where they go.
+        rules: Rules between several settings.
+        nested: Configurations in the settings that the rules look into.
+    """
+
+    other_names: ClassVar[OtherNames] = OtherNames(same={}, hints={})
+    belongs: ClassVar[Mapping[str, str]] = {}
+    rules: ClassVar[tuple[Rule, ...]] = ()
+    nested: ClassVar[Mapping[str, type["StrictModel"]]] = {}
+
+    model_config = pydantic.ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
+    )
+
+    def __init__(self, /, **settings: Any):
+        """Checks the settings.
+
+        Raises:
+            ConfigError: Settings break rules; the message lists them all.
+        """
+        try:
+            super().__init__(**settings)
+        except pydantic.ValidationError as found:
+            words = PythonWords(type(self).__name__)
+            raise settings_error(problems_of(found), words) from None
+
+    # Without this mark, pydantic would also call it for configurations in others.
+    __init__.__pydantic_base_init__ = True  # pyrefly: ignore[missing-attribute]
+
+    def replace[T: pydantic.BaseModel](self: T, **changes: Any) -> T:
+        """Returns a copy with other values, which are checked.
+
+        Settings that were left out still count as left out.
+
+        Raises:
+            ConfigError: Values break rules; the message lists them all.
+        """
+        # beartype does not know the type `Self`.
+        kind: Any = type(self)
+        new = {kind.other_names.same.get(key, key) for key in changes}
+        given = {n: getattr(self, n) for n in self.model_fields_set if n not in new}
+        return kind(**given | changes)
+
+    @classmethod
+    def known(cls, values: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+        """Finds the settings among keys, which may be names of other tools.
+
+        Returns:
+            The setting that each known key gives, and for each other key the reason
+            why it cannot be used.
+        """
+        ours, refused = cls.other_names.translate(values)
+        for key in [key for key, name in ours.items() if name not in cls.model_fields]:
+            del ours[key]
+            place = cls.belongs.get(key)
+            refused[key] = (
+                f"{key!r} is a setting of {place}."
+                if place
+                else unknown_key(str(key), list(cls.model_fields))
+            )
+        return ours, refused
+
+    @pydantic.model_validator(mode="wrap")
+    @classmethod
+    def _report_together(cls, values: Any, check: Any) -> Any:
+        if isinstance(values, cls):
+            return check(values)
+        if not isinstance(values, dict):
+            example = next(name for name in [*_required(cls), *cls.model_fields])
+            raise PydanticCustomError(MAPPING, "{example}", {"example": example})
+        ours, refused = cls.known(values)
+        problems = [_problem(k, UNKNOWN, why, values[k]) for k, why in refused.items()]
+        spoilt = [key for key in ours if not _is_text(values[key])]
+        problems += [_problem(key, RULE, _NO_TEXT, values[key]) for key in spoilt]
+        given = {name: values[k] for k, name in ours.items() if k not in spoilt}
+        # Settings that are given, but with a misspelt key or a text that is none.
+        hidden = {_closest(str(key), cls.model_fields) for key in refused}
+        hidden |= {ours[key] for key in spoilt}
+        made = None
+        try:
+            made = check(given)
+        except pydantic.ValidationError as error:
+            problems += [
+                problem
+                for problem in problems_of(error)
+                if problem.kind != "missing" or problem.path[0] not in hidden
+            ]
+        seen = made
+        if problems:
+            bad: list[Path] = [problem.path for problem in problems]
+            bad += [(name,) for name in hidden if name is not None]
+            seen = _Partial(cls, given, bad)
+        problems += _broken(cls.rules, seen, given)
+        if not problems:
+            return made
+        keys = {name: key for key, name in ours.items()}
+        raise validation_error(
+            cls.__name__, [problem.renamed(keys) for problem in problems]
+        )
+
+
+class _UnknownError(Exception):
+    """A rule reads a setting that has no valid value."""
+
+
+class _Partial:
+    """Settings some of which are invalid, and not to be read by rules.
+
+    Valid ones have the values that the user gave.
+    """
+
+    def __init__(
+        self, kind: type[StrictModel], given: Mapping[str, Any], bad: Sequence[Path]
+    ):
+        self._kind, self._given, self._bad = kind, given, bad
+
+    def __getattr__(self, name: str) -> Any:
+        field = self._kind.model_fields.get(name)
+        if field is None:  # a property or a method
+            return getattr(self._kind, name).__get__(self)
+        bad = [path[1:] for path in self._bad if path and path[0] == name]
+        if name not in self._given and not field.is_required() and not bad:
+            return field.default
+        if name not in self._given or () in bad:
+            raise _UnknownError(name)
+        value = self._given[name]
+        if name not in self._kind.nested:
+            if bad:
+                raise _UnknownError(name)
+            return value
+        if not isinstance(value, list | tuple):
+            return self._part(name, value, bad)
+        return [
+            self._part(name, item, [path[1:] for path in bad if path[0] == i])
+            for i, item in enumerate(value)
+        ]
+
+    def _part(self, name: str, value: Any, bad: Sequence[Path]) -> Any:
+        if () in bad:
+            raise _UnknownError(name)
+        if not isinstance(value, dict):
+            return value
+        kind = self._kind.nested[name]
+        ours, _ = kind.known(value)
+        # Paths have the keys that the user gave.
+        paths = [(ours.get(str(path[0]), path[0]), *path[1:]) for path in bad]
+        hidden = [_closest(str(path[0]), kind.model_fields) for path in paths]
+        given = {setting: value[key] for key, setting in ours.items()}
+        return _Partial(kind, given, [*paths, *((name,) for name in hidden if name)])
+
+
+def _broken(
+    rules: Sequence[Rule], settings: Any, given: Mapping[str, Any]
+) -> list[Problem]:
+    problems = []
+    for rule in rules:
+        try:
+            broken = rule(settings)
+        except _UnknownError:
+            continue
+        if broken is not None:
+            setting, text = broken
+            problems.append(_problem(setting, RULE, text, given.get(setting, ())))
+    return problems
+
+
+def _problem(key: str, kind: str, text: str, given: Any) -> Problem:
+    return Problem(path=(key,), kind=kind, text=text, given=given)
+
+
+def _required(kind: type[pydantic.BaseModel]) -> list[str]:
+    return [name for name, field in kind.model_fields.items() if field.is_required()]
+
+
+_NO_TEXT = "holds a NUL or half of a surrogate pair. Remove that character."
+
+
+def _is_text(value: Any) -> bool:
+    if not isinstance(value, str):
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in value
+
+
+def unknown_key(key: str, known: Collection[str]) -> str:
+    """Returns an error message for an unknown key, which suggests the closest key."""
+    near = _closest(key, known)
+    hint = f"Did you mean {near!r}?" if near else f"Known keys: {', '.join(known)}."
+    return f"unknown key {key!r:.100}. {hint}"
+
+
+def _closest(key: str, known: Collection[str]) -> str | None:
+    near = difflib.get_close_matches(key, known, n=1)
+    return near[0] if near else None

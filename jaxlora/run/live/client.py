@@ -1,0 +1,140 @@
+"""Sends requests to a live run, and waits for the answers."""
+
+import pathlib
+import time
+from typing import Any
+
+from jaxlora.config.run_file import load_job
+from jaxlora.errors import ConfigError
+from jaxlora.run.folder import read_run_record
+from jaxlora.run.live.mailbox import Mailbox
+from jaxlora.run.lock import find_owner
+from jaxlora.run.message import Action, Answer, ControlRequest
+
+_POLL_SECONDS = 0.2
+_LIVENESS_SECONDS = 2.0
+
+
+def send(
+    folder: pathlib.Path,
+    action: Action,
+    job: str,
+    *,
+    reason: str = "",
+    settings: dict[str, Any] | None = None,
+    timeout: float | None = None,
+) -> Answer:
+    """Makes a request to the run that trains in a folder, and returns the answer.
+
+    A request to resume a job waits in the folder if no process trains the run: a run
+    ends when only paused jobs are left, and could not continue otherwise.
+
+    Args:
+        folder: Folder of the run.
+        action: What is asked for.
+        job: Name of the job.
+        reason: Text that says why, for `stop` and `pause`.
+        settings: Settings of the job to add; see `job_settings`.
+        timeout: Seconds to wait for the answer; None: until the run ends.
+
+    Raises:
+        ConfigError: No run trains in the folder, it is still compiling, this user may
+            not steer it, or it did not answer in time.
+    """
+    mailbox = Mailbox(folder)
+    if not mailbox.exists() and (owner := find_owner(folder)) is not None:
+        raise ConfigError(
+            f"the run in {folder} takes no requests yet: {owner} is still compiling. "
+            "Make the request again once jaxlora status shows the jobs."
+        )
+    mailbox.check()
+    request = ControlRequest(action=action, job=job, reason=reason, settings=settings)
+    if find_owner(folder) is None:
+        if action != "resume":
+            raise _not_running(folder, action)
+        return _post_for_later(folder, mailbox, request)
+    name, end = mailbox.post(request), _after(timeout)
+    checked = time.monotonic()
+    while (answer := mailbox.take_answer(name)) is None:
+        now = time.monotonic()
+        if now > end:
+            raise ConfigError(
+                f"the run in {folder} has not answered in {timeout:g} s. The request "
+                "stays, and takes effect when its window ends."
+            )
+        if now - checked > _LIVENESS_SECONDS:
+            if find_owner(folder) is None:
+                return _last_answer(folder, mailbox, name, action)
+            checked = now
+        time.sleep(_POLL_SECONDS)
+    return answer
+
+
+def _post_for_later(
+    folder: pathlib.Path, mailbox: Mailbox, request: ControlRequest
+) -> Answer:
+    """Leaves a request for the process that continues the run."""
+    record = read_run_record(folder)
+    jobs = [] if record is None else list(record.identity.jobs)
+    if request.job not in jobs:
+        text = f"there is no job {request.job!r}; there are: {', '.join(jobs)}."
+        return Answer(is_accepted=False, text=text)
+    mailbox.post(request)
+    text = f"job {request.job!r} continues when you run jaxlora train --resume."
+    return Answer(is_accepted=True, text=text)
+
+
+def _after(timeout: float | None) -> float:
+    return float("inf") if timeout is None else time.monotonic() + timeout
+
+
+def _last_answer(
+    folder: pathlib.Path, mailbox: Mailbox, name: str, action: Action
+) -> Answer:
+    """Returns the answer of a run that has ended, or takes the request back."""
+    answer = mailbox.take_answer(name)
+    if answer is None and (record := read_run_record(folder)) is not None:
+        answer = record.answers.get(name)
+    if answer is None:
+        mailbox.withdraw(name)
+        raise _not_running(folder, action)
+    return answer
+
+
+def _not_running(folder: pathlib.Path, action: Action) -> ConfigError:
+    cure = "Continue the run with jaxlora train --resume first."
+    if action == "add":
+        cure = "Add the job to the run file, and run jaxlora train --resume."
+    return ConfigError(
+        f"no process trains the run in {folder}, so the request was not made. {cure}"
+    )
+
+
+def job_settings(path: pathlib.Path) -> dict[str, Any]:
+    """Reads the settings of a job to add from a YAML file.
+
+    Paths that exist are made absolute, as the run may have another working directory.
+
+    Args:
+        path: A mapping with the keys of a job in a run file.
+
+    Returns:
+        The settings that the file has, as JSON values.
+
+    Raises:
+        ConfigError: The file or a setting is invalid.
+    """
+    job = load_job(path)
+    settings = job.model_dump(mode="json", exclude_unset=True)
+    for name in ("data", "eval_data"):
+        if settings.get(name):
+            settings[name]["path"] = _absolute(settings[name]["path"])
+    for name in ("init_from", "continue_from"):
+        if settings.get(name):
+            settings[name] = _absolute(settings[name])
+    return settings
+
+
+def _absolute(path: str) -> str:
+    found = pathlib.Path(path)
+    return str(found.absolute()) if found.exists() else path  # or an id on the hub

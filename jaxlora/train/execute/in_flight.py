@@ -1,0 +1,121 @@
+"""The ticks that are in a pipeline, and what they hand from stage to stage."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxlora.adapters.staged_slots import StagedSlots
+from jaxlora.data.pack import PackedBatch
+from jaxlora.models.forward import Base, JobLosses, SlotKeys
+from jaxlora.sharding.pipeline import Pass
+from jaxlora.train.execute.layout import Layout
+from jaxlora.train.execute.residuals import Residuals
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Entered:
+    """A tick that has entered the pipeline: its rows on each stage, and its keys."""
+
+    batches: Sequence[PackedBatch]
+    keys: SlotKeys
+
+
+class InFlight:
+    """Queues the passes of ticks, and keeps what they need between two passes."""
+
+    def __init__(self, layout: Layout, bases: Sequence[Base], slots: StagedSlots):
+        """Starts without ticks.
+
+        Args:
+            layout: The stages.
+            bases: Frozen weights of each stage.
+            slots: Slots of all stages.
+        """
+        self._stages, self._bases = layout.stages, bases
+        self._tables = slots.tables
+        self._ticks: dict[int, _Entered] = {}
+        # By stage and tick: what a pass waits for, and what a backward pass needs.
+        self._hidden: dict[tuple[int, int], jax.Array] = {}
+        self._gradients: dict[tuple[int, int], jax.Array] = {}
+        self._residuals: dict[tuple[int, int], Residuals] = {}
+
+    def enter(self, tick: int, batches: Sequence[PackedBatch], keys: SlotKeys) -> None:
+        """Takes in a tick.
+
+        Args:
+            tick: Number of the tick.
+            batches: Its rows, on the devices of each stage.
+            keys: Keys of its dropout masks.
+        """
+        self._ticks[tick] = _Entered(batches=batches, keys=keys)
+
+    def __contains__(self, tick: int) -> bool:
+        return tick in self._ticks
+
+    def run(self, one: Pass) -> JobLosses | None:
+        """Queues a pass of a tick; returns the losses on the last stage."""
+        try:
+            return self._run(one)
+        except jax.errors.JaxRuntimeError as error:
+            if len(self._stages) > 1:
+                error.add_note(f"stage {one.stage + 1} of {len(self._stages)}")
+            raise
+
+    def _run(self, one: Pass) -> JobLosses | None:
+        if one.kind == "forward":
+            self._forward(one.stage, one.tick)
+            return None
+        if one.kind == "backward":
+            self._backward(one.stage, one.tick)
+            losses = None
+        else:
+            losses = self._forward_backward(one.stage, one.tick)
+        if one.stage == 0:
+            del self._ticks[one.tick]
+        return losses
+
+    def _inputs(self, stage: int, tick: int) -> tuple[Any, ...]:
+        """Settings, rows, keys and hidden states that a forward pass takes."""
+        entered, table = self._ticks[tick], self._tables[stage]
+        inputs = table.settings, entered.batches[stage], entered.keys
+        return inputs if stage == 0 else (*inputs, self._hidden.pop((stage, tick)))
+
+    def _forward(self, stage: int, tick: int) -> None:
+        params = self._tables[stage].state.params
+        run = self._stages[stage].steps.forward
+        h, kept = run(self._bases[stage], params, *self._inputs(stage, tick))
+        self._residuals[stage, tick] = kept
+        self._hidden[stage + 1, tick] = self._send(h, stage + 1)
+
+    def _forward_backward(self, stage: int, tick: int) -> JobLosses:
+        state = self._tables[stage].state
+        run = self._stages[stage].steps.accumulate
+        pending, losses, dh = run(
+            self._bases[stage],
+            state.params,
+            state.pending,
+            *self._inputs(stage, tick),
+        )
+        self._finish(stage, tick, pending, dh)
+        return losses
+
+    def _backward(self, stage: int, tick: int) -> None:
+        state, key = self._tables[stage].state, (stage, tick)
+        kept, dh = self._residuals.pop(key), self._gradients.pop(key)
+        run = self._stages[stage].steps.backward
+        pending, dh = run(self._bases[stage], state.params, kept, state.pending, dh)
+        self._finish(stage, tick, pending, dh)
+
+    def _finish(self, stage: int, tick: int, pending: Any, dh: Any) -> None:
+        """Keeps the gradients of a backward pass, and sends on that of its input."""
+        table = self._tables[stage]
+        table.state = dataclasses.replace(table.state, pending=pending)
+        if stage:
+            self._gradients[stage - 1, tick] = self._send(dh, stage - 1)
+
+    def _send(self, rows: jax.Array, stage: int) -> jax.Array:
+        """Starts the copy of rows to another stage, device by device."""
+        placement = self._stages[stage].placement
+        return jax.device_put(rows, placement.sharding(placement.rows))

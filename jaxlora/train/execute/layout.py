@@ -1,0 +1,200 @@
+"""How a run's decoder and its slots lie on the devices of a mesh."""
+
+import bisect
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxlora.adapters.placement import ONE_DEVICE, Placement
+from jaxlora.adapters.slots import SlotTable
+from jaxlora.adapters.staged_slots import StagedSlots
+from jaxlora.families.model_config import ModelConfig
+from jaxlora.hf.load import Place
+from jaxlora.memory.mesh import MeshStages
+from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.forward import Base
+from jaxlora.models.layer import Remat
+from jaxlora.models.sharded import EMBEDDING, base_spec
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.sharding.mesh import stage_meshes
+from jaxlora.sharding.mesh_sizes import MeshSizes
+from jaxlora.train.execute.step import CompiledSteps, compiled_steps
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage of the pipeline; without a pipeline, the only one.
+
+    Attributes:
+        spec: The decoder's layers of this stage.
+        placement: The devices of the stage.
+    """
+
+    spec: DecoderSpec
+    placement: Placement
+
+    @functools.cached_property
+    def steps(self) -> CompiledSteps:
+        """The compiled functions of this stage, which all runs of a process share."""
+        return compiled_steps(self.spec, self.placement)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The stages of a decoder.
+
+    Attributes:
+        stages: The stages, from the embedding to the head.
+        in_flight: Ticks in flight on the first stage.
+    """
+
+    stages: tuple[Stage, ...]
+    in_flight: int
+
+    @staticmethod
+    def of(
+        stages: MeshStages,
+        base: Base | None = None,
+        *,
+        devices: Sequence[jax.Device] | None = None,
+    ) -> "Layout":
+        """Lays the stages of a decoder out on devices.
+
+        Args:
+            stages: The stages.
+            base: The frozen weights; a run without a mesh is where they are. None:
+                JAX's default device.
+            devices: Devices of a mesh to choose from; None: all of them.
+
+        Raises:
+            ValueError: There are too few devices.
+        """
+        sizes = stages.sizes
+        if sizes.num_devices == 1:
+            placements = [dataclasses.replace(ONE_DEVICE, device=_device_of(base))]
+        else:
+            placements = [
+                Placement(mesh=mesh, is_pinned=stages.is_pinned)
+                for mesh in stage_meshes(sizes, devices)
+            ]
+        pairs = zip(stages.specs, placements, strict=True)
+        return Layout(
+            stages=tuple(
+                Stage(spec=with_fsdp(spec, sizes.fsdp), placement=placement)
+                for spec, placement in pairs
+            ),
+            in_flight=stages.in_flight,
+        )
+
+    def with_remat(self, remat: Remat) -> "Layout":
+        """Returns the same stages with another part of each layer recomputed."""
+        stages = tuple(
+            dataclasses.replace(stage, spec=stage.spec.with_remat(remat))
+            for stage in self.stages
+        )
+        return dataclasses.replace(self, stages=stages)
+
+    @property
+    def num_lanes(self) -> int:
+        """Number of microbatches that the devices of a stage run at the same time."""
+        return self.stages[0].placement.num_devices
+
+    def empty_slots(self) -> StagedSlots:
+        """Makes the slots of all stages, without adapters."""
+        tables = [
+            SlotTable(s.spec, s.steps.write_slot, s.placement) for s in self.stages
+        ]
+        return StagedSlots([stage.spec for stage in self.stages], tables)
+
+    def bases(self, params: Base) -> list[Base]:
+        """Returns the frozen weights of each stage, on its devices.
+
+        Weights that are there already are not copied; without a mesh, they stay where
+        they are. If the embedding is also the head, the last stage gets a copy of it.
+
+        Args:
+            params: Frozen weights of the whole decoder, by path.
+        """
+        if self.stages[0].placement.mesh is None:
+            return [params]
+        return [
+            {
+                path: jax.device_put(params[path], stage.placement.sharding(spec))
+                for path, spec in stage.spec.base_specs().items()
+            }
+            for stage in self.stages
+        ]
+
+    def num_compilations(self) -> int:
+        """Programs compiled so far for these stages, in this process."""
+        return sum(stage.steps.num_compilations() for stage in self.stages)
+
+
+def _device_of(base: Base | None) -> Any:
+    """Returns where the slots of a run without a mesh are, if the base says so."""
+    device = None if base is None else next(iter(base.values())).sharding
+    if isinstance(device, NamedSharding):  # the base may be divided; slots are not
+        return NamedSharding(device.mesh, PartitionSpec())
+    return device
+
+
+def with_fsdp(spec: DecoderSpec, fsdp: int) -> DecoderSpec:
+    """Returns the decoder with its weights divided among a number of devices."""
+    return dataclasses.replace(
+        spec, options=dataclasses.replace(spec.options, fsdp=fsdp)
+    )
+
+
+def base_placement(
+    sizes: MeshSizes,
+    borders: Sequence[int],
+    devices: Sequence[jax.Device] | None = None,
+) -> Place:
+    """Returns where each array goes while a checkpoint is read.
+
+    A tied embedding goes to the first stage; `Layout.bases` copies it to the last.
+
+    Args:
+        sizes: Sizes of the mesh.
+        borders: Layers at which the stages begin and end.
+        devices: Devices to choose from; None: all of them.
+    """
+    meshes = stage_meshes(sizes, devices)
+
+    def place(path: str, shape: tuple[int, ...]) -> NamedSharding:
+        """Raises ValueError if the array cannot be divided among the devices."""
+        mesh = meshes[_stage_number(path, borders)]
+        return NamedSharding(mesh, base_spec(path, shape, sizes.fsdp))
+
+    return place
+
+
+def _stage_number(path: str, borders: Sequence[int]) -> int:
+    """Returns the stage that a frozen weight is read to."""
+    if path == EMBEDDING:
+        return 0
+    match path.split(".", 2):
+        case "layers", number, _:
+            return bisect.bisect_right(borders, int(number)) - 1
+    return len(borders) - 2
+
+
+def base_specs_of(
+    config: ModelConfig, dtype: np.dtype, fsdp: int
+) -> dict[str, PartitionSpec]:
+    """Returns how each weight of a model is divided; see `DecoderSpec.base_specs`.
+
+    Raises:
+        ValueError: A weight cannot be divided among so many devices.
+    """
+    return _without_slots(config, dtype, fsdp).base_specs()
+
+
+def _without_slots(config: ModelConfig, dtype: np.dtype, fsdp: int) -> DecoderSpec:
+    options = DecoderOptions(dtype=dtype, max_segment_tokens=1, fsdp=fsdp)
+    return DecoderSpec(config=config, options=options)

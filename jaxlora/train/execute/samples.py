@@ -1,0 +1,126 @@
+"""Texts that the jobs of a run generate at their evaluations, from their own slots."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxlora.adapters.slots import SlotTable
+from jaxlora.config.generation_settings import SamplesConfig
+from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.families.model_config import ModelConfig
+from jaxlora.generate.batch import LoadedDecoder
+from jaxlora.generate.generator import TextDecoder, end_ids, prompt_ids
+from jaxlora.generate.programs import Weights
+from jaxlora.generate.prompt import Generation, Prompt
+from jaxlora.generate.write import prompt_text
+from jaxlora.hf.load import BaseModel
+from jaxlora.models.spec import DecoderSpec
+
+logger = logging.getLogger(__name__)
+
+# Given the slots of some jobs, generates with their adapters. Returns, by job, what a
+# `SampleEvent` has of each text.
+MakeSamples = Callable[[Mapping[str, int]], dict[str, list[dict[str, Any]]]]
+
+_BATCH_SIZE = 16
+
+
+def sample_prompts(
+    config: SamplesConfig, model: ModelConfig, tokenizer: Tokenizer
+) -> list[Prompt]:
+    """Returns the prompts of a run's samples.
+
+    Raises:
+        ConfigError: A prompt is empty or too long.
+        JaxloraError: The prompts are chats, and the chat template is missing or refuses
+            them.
+    """
+    prompts = [Prompt(text) for text in config.prompts]
+    if config.chat:
+        prompts = [prompt.as_chat(config.system) for prompt in prompts]
+    for prompt in prompts:
+        prompt_ids(prompt, tokenizer, model.max_positions)
+    return prompts
+
+
+class Sampler:
+    """Generates texts with the adapters of a run while it trains.
+
+    The slots are only read, and generation has programs of its own. So training does
+    the same, to the bit, with and without it.
+    """
+
+    def __init__(
+        self,
+        config: SamplesConfig,
+        model: BaseModel,
+        spec: DecoderSpec,
+        tokenizer: Tokenizer,
+    ):
+        """Makes the object; nothing is compiled yet.
+
+        Args:
+            config: Prompts and settings.
+            model: The base model of the run, on one device.
+            spec: The decoder of the run with its slots.
+            tokenizer: The model's tokenizer.
+
+        Raises:
+            JaxloraError: As for `sample_prompts`.
+        """
+        self._config, self._model, self._tokenizer = config, model, tokenizer
+        # A few rows of tokens are bound by reading weights, whatever the kernels.
+        options = dataclasses.replace(
+            spec.options, implementation="xla", attention="xla", remat="none"
+        )
+        self._spec = dataclasses.replace(spec, options=options)
+        self._end_ids = end_ids(model, tokenizer)
+        self._prompts = sample_prompts(config, spec.config, tokenizer)
+        self._has_compiled = False
+
+    def generate(
+        self, slots: Mapping[str, int], table: SlotTable
+    ) -> dict[str, list[dict[str, Any]]]:
+        """Generates a text for each prompt with each of some adapters.
+
+        Args:
+            slots: Slots of the adapters, by job.
+            table: The slots of the run, between two optimizer steps of these jobs.
+
+        Returns:
+            What a `SampleEvent` has of each text, in the order of the prompts, by job.
+        """
+        if not self._has_compiled:
+            logger.info("the first samples compile their programs")
+            self._has_compiled = True
+        prompts = [
+            dataclasses.replace(prompt, adapter=job)
+            for job in slots
+            for prompt in self._prompts
+        ]
+        made = self._decoder(slots, table).generate(prompts, self._config, _BATCH_SIZE)
+        texts: dict[str, list[dict[str, Any]]] = {job: [] for job in slots}
+        for generation in made:
+            mine = texts[str(generation.prompt.adapter)]
+            mine.append(_values(len(mine), generation))
+        return texts
+
+    def _decoder(self, slots: Mapping[str, int], table: SlotTable) -> TextDecoder:
+        """Returns a decoder of the present weights, which a step would invalidate."""
+        weights = Weights(self._model.params, table.state.params, table.settings)
+        return TextDecoder(
+            decoder=LoadedDecoder(spec=self._spec, weights=weights),
+            tokenizer=self._tokenizer,
+            slots=slots,
+            end_ids=self._end_ids,
+        )
+
+
+def _values(number: int, generation: Generation) -> dict[str, Any]:
+    return {
+        "number": number,
+        "prompt": prompt_text(generation.prompt),
+        "text": generation.text,
+        "finish_reason": generation.finish_reason,
+    }

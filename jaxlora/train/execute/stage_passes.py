@@ -1,0 +1,165 @@
+"""The passes of one stage over a microbatch, as each of its devices runs them."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxlora.adapters.optimizer import Pending, Tables
+from jaxlora.adapters.placement import Placement
+from jaxlora.data.pack import PackedBatch
+from jaxlora.models.forward import Base, JobLosses, SlotKeys, run_stage
+from jaxlora.models.spec import DecoderSpec, SlotSettings
+from jaxlora.models.stacks import added, to_paths
+from jaxlora.train.execute.residuals import Residuals, join, split
+
+Hidden = Float[Array, "T D"]
+
+
+class StagePasses:
+    """Pure functions of one device's arrays.
+
+    On several devices, pending gradients and losses have a first axis of size 1, the
+    device's own part of that axis. Residuals always have it, as some are scalars.
+    """
+
+    def __init__(self, spec: DecoderSpec, placement: Placement):
+        """Makes the functions.
+
+        Args:
+            spec: The stage, or the whole decoder.
+            placement: The devices of the stage.
+        """
+        assert spec.slots is not None
+        self._num_slots = spec.slots.num_slots // placement.num_replicas
+        slots = dataclasses.replace(spec.slots, num_slots=self._num_slots)
+        self._spec = dataclasses.replace(spec, slots=slots)
+        self._placement = placement
+        self._by_path = functools.partial(to_paths, spec.stacks, axis=1)
+
+    def accumulate(
+        self,
+        base: Base,
+        params: Tables,
+        pending: Pending,
+        settings: SlotSettings,
+        batch: PackedBatch,
+        keys: SlotKeys,
+        h: Hidden | None = None,
+    ) -> tuple[Pending, JobLosses, Hidden | None]:
+        """Runs the last stage forward and backward.
+
+        Returns:
+            The pending gradients with those of the microbatch; its losses; and the
+            gradient of h, or None if there is no h.
+        """
+        run = self._runner(base, settings, batch, keys)
+
+        def total(tables, h):
+            out = run(tables, h)
+            assert isinstance(out, JobLosses)
+            # Slots share no parameters, so this gives each slot its own gradient.
+            return out.loss.sum(), out
+
+        tables = self._by_path(params)
+        if h is None:
+            gradients, out = jax.grad(total, has_aux=True)(tables, None)
+            dh = None
+        else:
+            gradient = jax.grad(total, argnums=(0, 1), has_aux=True)
+            (gradients, dh), out = gradient(tables, h)
+        is_finite = out.is_finite & jnp.isfinite(out.loss)
+        pending = self._added(pending, gradients, is_finite)
+        return pending, self._each(out), dh
+
+    def forward(
+        self,
+        base: Base,
+        params: Tables,
+        settings: SlotSettings,
+        batch: PackedBatch,
+        keys: SlotKeys,
+        h: Hidden | None = None,
+    ) -> tuple[Hidden, Residuals]:
+        """Runs a stage that is not the last; returns hidden states and residuals."""
+        run = self._runner(base, settings, batch, keys)
+        tables = self._by_path(params)
+        if h is None:
+            out, pullback = jax.vjp(lambda tables: run(tables, None), tables)
+        else:
+            out, pullback = jax.vjp(run, tables, h)
+        assert not isinstance(out, JobLosses)
+        kept = split(pullback, (base, tables))
+        return out, jax.tree.map(lambda x: x[None], kept)
+
+    def backward(
+        self,
+        base: Base,
+        params: Tables,
+        residuals: Residuals,
+        pending: Pending,
+        dh: Hidden,
+    ) -> tuple[Pending, Hidden | None]:
+        """Runs a stage that is not the last backward.
+
+        Slots may have stepped since the forward pass, but none of them has rows in this
+        microbatch, so the weights of the slots that have rows are the same. The rows of
+        a slot that was released meanwhile leave gradients that are discarded.
+
+        Returns:
+            The pending gradients with those of the microbatch, and the gradient of the
+            stage's input; None on the first stage.
+        """
+        kept = jax.tree.map(lambda x: x[0], residuals)
+        pullback = join(kept, (base, self._by_path(params)))
+        gradients, *rest = pullback(dh)
+        pending = self._added(pending, gradients, is_finite=True)
+        return pending, rest[0] if rest else None
+
+    def evaluate(
+        self,
+        base: Base,
+        params: Tables,
+        settings: SlotSettings,
+        batch: PackedBatch,
+        h: Hidden | None = None,
+    ) -> Hidden | JobLosses:
+        """Runs a stage without dropout; returns hidden states, or losses at the end."""
+        out = self._runner(base, settings, batch, None)(self._by_path(params), h)
+        return self._each(out) if isinstance(out, JobLosses) else out
+
+    def _runner(self, base, settings, batch, keys):
+        if self._placement.num_replicas > 1:
+            first = jax.lax.axis_index("data") * self._num_slots
+            block = batch.block_adapter
+            own = jnp.where(block >= 0, block - first, -1)
+            batch = dataclasses.replace(batch, block_adapter=own)
+
+        def run(tables, h):
+            return run_stage(self._spec, base, tables, settings, batch, keys, h)
+
+        return run
+
+    def _added(self, pending: Pending, gradients, is_finite) -> Pending:
+        pending = self._own(pending)
+        return self._each(
+            Pending(
+                gradients=added(self._spec.stacks, pending.gradients, gradients),
+                is_finite=pending.is_finite & is_finite,
+            )
+        )
+
+    def _own(self, tree: Any) -> Any:
+        """Takes off the axis of devices."""
+        if self._placement.num_devices == 1:
+            return tree
+        return jax.tree.map(lambda x: x[0], tree)
+
+    def _each(self, tree: Any) -> Any:
+        """Puts on the axis of devices."""
+        if self._placement.num_devices == 1:
+            return tree
+        return jax.tree.map(lambda x: x[None], tree)

@@ -1,0 +1,203 @@
+"""Trains on the devices of a layout, from one device to a pipeline of FSDP groups."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.slots import ParkedSlot
+from jaxlora.adapters.staged_slots import StagedSlots
+from jaxlora.data.pack import (
+    JobBatch,
+    PackedBatch,
+    pack_tick,
+    split_by_segment_limit,
+)
+from jaxlora.models.forward import Base, JobLosses
+from jaxlora.modules.length_classes import shortest_class
+from jaxlora.scheduler import Limits, Microbatch, greedy
+from jaxlora.scheduler.lanes import Tick, ticks_of
+from jaxlora.sharding.global_arrays import everywhere, put
+from jaxlora.train.execute.executor import Outcomes, Window
+from jaxlora.train.execute.feed import Feed
+from jaxlora.train.execute.layout import Layout
+from jaxlora.train.execute.staged_window import StagedWindow, total_losses
+from jaxlora.train.execute.step import compiled
+from jaxlora.train.job_state import JobState
+
+
+class StagedExecutor:
+    """Queues work on the devices before it reads results, so they never idle.
+
+    See `Executor` for the contract and `jaxlora.sharding.pipeline` for the order of
+    work. The results of a tick's steps are read when the last stage has queued them and
+    the passes of one more round are queued. On one device this is when the next
+    microbatch is queued, and before any further step.
+
+    Attributes:
+        slots: The slots that are trained.
+    """
+
+    def __init__(
+        self, layout: Layout, params: Base, slots: StagedSlots, limits: Limits
+    ):
+        """Makes the executor; nothing is queued yet.
+
+        Args:
+            layout: The stages.
+            params: Weights of the frozen base.
+            slots: The slots to train.
+            limits: Limits of a microbatch.
+        """
+        spec = layout.stages[0].spec
+        assert spec.slots is not None
+        self._num_slots = spec.slots.num_slots
+        self._layout, self._limits = layout, limits
+        self._bases = layout.bases(params)
+        self._short = None
+        if spec.options.attention == "cudnn":
+            self._short = shortest_class(limits.capacity, *spec.options.lengths)
+        self._can_evaluate = False
+        self._feed: Feed | None = None  # of the window that runs
+        self._released: set[int] = set()  # in the window that runs
+        self.slots = slots
+
+    # ---- slots ---------------------------------------------------------------------
+
+    def load(self, slot: int, adapter: Adapter) -> None:
+        """Puts an adapter into an empty slot, with empty optimizer state."""
+        self.slots.load(slot, adapter)
+
+    def park(self, slot: int) -> ParkedSlot:
+        """Takes the whole state out of a slot, between two windows."""
+        return self.slots.park(slot)
+
+    def restore(self, slot: int, parked: ParkedSlot, like: Adapter) -> None:
+        """Puts a parked state into an empty slot."""
+        self.slots.restore(slot, parked, like)
+
+    def read(self, slot: int, like: Adapter) -> Adapter:
+        """Returns the adapter in a slot, at the ranks of `like`."""
+        return self.slots.read(slot, like)
+
+    def release(self, slot: int) -> int:
+        """Empties a slot; returns how many samples of the window do not run.
+
+        Gradients that queued passes add afterwards are discarded at the window's end.
+        """
+        self.slots.clear(slot)
+        if self._feed is None:
+            return 0
+        self._released.add(slot)
+        return self._feed.release(slot)
+
+    def wait(self) -> None:
+        """Waits until the devices have finished all queued work."""
+        states = [table.state for table in self.slots.tables]
+        jax.block_until_ready([state.pending.is_finite for state in states])
+
+    # ---- training ------------------------------------------------------------------
+
+    def run(self, window: Window) -> Iterator[Outcomes]:
+        """Runs a window, and yields the results of its optimizer steps."""
+        ticks = self._ticks(window.schedule.microbatches)
+        self._feed = Feed(window, ticks, self._limits, self._upload)
+        self._released.clear()
+        running = StagedWindow(
+            self._layout, self._bases, self.slots, window, self._feed, len(ticks)
+        )
+        yield from running.outcomes()
+        if len(self._layout.stages) > 1:
+            for slot in self._released:  # passes in flight have added gradients
+                self.slots.clear(slot)
+        self._feed = None
+
+    def _ticks(self, microbatches: Sequence[Microbatch]) -> list[Tick]:
+        """Groups microbatches by tick, and splits those with too many short samples."""
+        ticks: list[Tick] = []
+        for tick in ticks_of(microbatches, self._layout.num_lanes):
+            parts = [self._split(microbatch) for microbatch in tick]
+            # A lane without a further part waits; ticks of no-ops keep their place.
+            for i in range(max(map(len, parts))):
+                ticks.append(tuple(p[i] if i < len(p) else () for p in parts))
+        return ticks
+
+    def _split(self, microbatch: Microbatch) -> list[Microbatch]:
+        """Splits a microbatch with more short samples than attention has room for."""
+        if self._short is None:
+            return [microbatch]
+        short, most = self._short.tokens, self._short.segments
+        return split_by_segment_limit(microbatch, short, most)
+
+    def _upload(self, packed: PackedBatch) -> list[PackedBatch]:
+        """Starts the upload of a tick's rows to the devices of every stage."""
+        places = [stage.placement for stage in self._layout.stages]
+        return [put(packed, p.sharding(p.rows)) for p in places]
+
+    # ---- evaluation ----------------------------------------------------------------
+
+    def evaluate(self, runs: Mapping[int, JobState]) -> dict[int, float]:
+        """Returns the mean loss over held-out target tokens, in nats, by slot."""
+        batches = {slot: run.eval_batch(slot) for slot, run in runs.items()}
+        losses = [
+            self._evaluate(pack_tick(tick, batches, self._limits))
+            for tick in self._ticks(self._side_by_side(batches))
+        ]
+        host = jax.device_get(everywhere(losses))
+        total = total_losses([out.loss for out in host])
+        flags = [out.is_finite.reshape(-1, self._num_slots) for out in host]
+        is_finite = np.concatenate(flags).all(axis=0)
+        return {
+            slot: float(total[slot]) / batch.num_target_tokens
+            if is_finite[slot]
+            else math.nan
+            for slot, batch in batches.items()
+        }
+
+    def _side_by_side(self, batches: Mapping[int, JobBatch]) -> list[Microbatch]:
+        """Packs samples that may run in any order, on all devices at the same time."""
+        placement = self._layout.stages[0].placement
+        replicas = placement.num_replicas
+        each = self._num_slots // replicas  # slots of a replica, if jobs are pinned
+        queues = []
+        for replica in range(replicas):
+            mine = range(replica * each, (replica + 1) * each)
+            samples = [
+                s
+                for slot in mine
+                if slot in batches
+                for s in batches[slot].to_schedule()
+            ]
+            packed = greedy.pack(samples, self._limits).microbatches if samples else ()
+            queues += [
+                list(packed[lane :: placement.num_parts])
+                for lane in range(placement.num_parts)
+            ]
+        num_ticks = max(map(len, queues))
+        return [
+            queue[tick] if tick < len(queue) else ()
+            for tick in range(num_ticks)
+            for queue in queues
+        ]
+
+    def _evaluate(self, packed: PackedBatch) -> JobLosses:
+        """Queues an evaluation of a tick."""
+        h: tuple[Any, ...] = ()  # what the stage before returned
+        uploaded = self._upload(packed)
+        for number, stage in enumerate(self._layout.stages):
+            table, placement = self.slots.tables[number], stage.placement
+            args = self._bases[number], table.state.params, table.settings
+            h = tuple(jax.device_put(x, placement.sharding(placement.rows)) for x in h)
+            if not self._can_evaluate:
+                what = _named("the evaluation", number, len(self._layout.stages))
+                compiled(stage.steps.evaluate, what, *args, uploaded[number], *h)
+            h = (stage.steps.evaluate(*args, uploaded[number], *h),)
+        self._can_evaluate = True
+        return h[0]
+
+
+def _named(what: str, number: int, num_stages: int) -> str:
+    return what if num_stages == 1 else f"{what}, stage {number + 1} of {num_stages}"

@@ -1,0 +1,253 @@
+"""One window of a run, from its first forward pass to its last optimizer step."""
+
+import dataclasses
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlora.adapters.exchange import exchange_rounds
+from jaxlora.adapters.optimizer import Hyper, Measured, StepResult
+from jaxlora.adapters.staged_slots import StagedSlots
+from jaxlora.data.pack import JobBatch
+from jaxlora.models.forward import Base, SlotKeys
+from jaxlora.modules.trained_tensors import rate_ratios
+from jaxlora.scheduler import Sample
+from jaxlora.sharding.global_arrays import everywhere
+from jaxlora.sharding.pipeline import RUN_AHEAD, Pass, one_f_one_b
+from jaxlora.train.execute.executor import Outcomes, StepOutcome, Window
+from jaxlora.train.execute.feed import Feed
+from jaxlora.train.execute.in_flight import InFlight
+from jaxlora.train.execute.layout import Layout
+from jaxlora.train.job_state import JobState
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Steps:
+    """Optimizer steps of the slots whose global batch a tick has completed.
+
+    Attributes:
+        batches: The global batches, by slot.
+        learning_rates: The learning rates, by slot.
+        losses: By slot, the losses of each tick of the global batch.
+        hyper: Settings of the steps.
+        measured: For each stage, the measures of all stages, on its devices; empty if
+            there is one stage only.
+        results: Results of the steps, of each stage that has queued them.
+    """
+
+    batches: dict[int, JobBatch]
+    learning_rates: dict[int, float]
+    losses: dict[int, list[jax.Array]]
+    hyper: Hyper
+    measured: list[tuple[Measured, ...]]
+    results: list[StepResult] = dataclasses.field(default_factory=list)
+
+
+class StagedWindow:
+    """Queues the work of one window; see `jaxlora.sharding.pipeline` for its order."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        bases: Sequence[Base],
+        slots: StagedSlots,
+        window: Window,
+        feed: Feed,
+        num_ticks: int,
+    ):
+        """Queues nothing yet.
+
+        Args:
+            layout: The stages.
+            bases: Frozen weights of each stage.
+            slots: The slots to train.
+            window: The window.
+            feed: Its ticks.
+            num_ticks: Number of ticks.
+        """
+        assert layout.stages[0].spec.slots is not None
+        self._num_slots = layout.stages[0].spec.slots.num_slots
+        self._layout, self._tables = layout, slots.tables
+        self._runs, self._feed, self._num_ticks = window.runs, feed, num_ticks
+        self._in_flight = InFlight(layout, bases, slots)
+        self._samples: dict[int, tuple[Sample, ...]] = {}  # of ticks in flight
+        self._losses: dict[int, list[jax.Array]] = defaultdict(list)  # by slot
+        self._unfinished: deque[jax.Array] = deque()  # losses of the last ticks
+        self._steps: dict[int, _Steps] = {}  # by the tick that they follow
+        seeds = {slot: run.settings.seed for slot, run in window.runs.items()}
+        self._seeds = self._by_slot(seeds, np.int32)
+        # Queued since the last outcomes.
+        self._num_microbatches = self._num_tokens = 0
+
+    def outcomes(self) -> Iterator[Outcomes]:
+        """Runs the window, and yields the results of its optimizer steps."""
+        stages, in_flight = self._layout.stages, self._layout.in_flight
+        for one in one_f_one_b(self._num_ticks, len(stages), in_flight):
+            for step in one.passes:
+                self._queue(step)
+            if one.finished in self._steps:
+                yield self._report(_step_outcomes(self._steps.pop(one.finished)))
+            for stage, tick in one.stepping:
+                if stage == 0:
+                    self._complete(tick)
+                if tick in self._steps:
+                    self._step(stage, self._steps[tick])
+        if self._num_microbatches:
+            yield self._report({})
+
+    def _queue(self, one: Pass) -> None:
+        """Queues a pass of a tick, unless all of the tick's jobs are released."""
+        enters = one.stage == 0 and one.kind != "backward"
+        if enters:
+            self._enter(one.tick)
+        if one.tick not in self._in_flight:
+            return
+        losses = self._in_flight.run(one)
+        if losses is not None:
+            self._wait_for_earlier(losses.loss)
+            loss = everywhere(losses.loss)
+            for slot in {s.job for s in self._samples[one.tick]}:
+                self._losses[slot].append(loss)
+        if enters:
+            self._feed.prepare(one.tick + 1)
+
+    def _wait_for_earlier(self, loss: jax.Array) -> None:
+        """Waits if the last stage of a pipeline has too many unfinished ticks."""
+        if len(self._layout.stages) == 1:
+            return
+        self._unfinished.append(loss)
+        if len(self._unfinished) > RUN_AHEAD:
+            self._unfinished.popleft().block_until_ready()
+
+    def _enter(self, tick: int) -> None:
+        samples, batches = self._feed.take(tick)
+        if batches is None:
+            return
+        # The host may not have reached these steps yet: they are the samples'.
+        steps = {s.job: s.batch for s in samples}
+        keys = SlotKeys(seed=self._seeds, step=self._by_slot(steps, np.int32))
+        self._in_flight.enter(tick, batches, keys)
+        self._samples[tick] = samples
+        self._num_microbatches += self._layout.num_lanes
+        self._num_tokens += sum(s.num_tokens for s in samples)
+
+    # ---- optimizer steps -----------------------------------------------------------
+
+    def _complete(self, tick: int) -> None:
+        """Prepares the steps that follow a tick whose backward passes are queued."""
+        batches = self._feed.complete(self._samples.pop(tick, ()))
+        if not batches:
+            return
+        step = {slot: batch.step for slot, batch in batches.items()}
+        rates = {s: self._runs[s].learning_rate(number) for s, number in step.items()}
+        self._exchange(batches)
+        self._steps[tick] = _Steps(
+            batches=batches,
+            learning_rates=rates,
+            losses={slot: self._losses.pop(slot) for slot in batches},
+            hyper=self._hyper({s: (self._runs[s], n) for s, n in step.items()}),
+            measured=self._measure(),
+        )
+
+    def _exchange(self, slots: Collection[int]) -> None:
+        """Queues the sums of the slots' gradients over the devices of every stage."""
+        for stage, table in zip(self._layout.stages, self._tables, strict=True):
+            for slot in exchange_rounds(slots, self._num_slots, stage.placement):
+                pending = stage.steps.exchange(table.state.pending, slot)
+                table.state = dataclasses.replace(table.state, pending=pending)
+
+    def _measure(self) -> list[tuple[Measured, ...]]:
+        """Measures the pending gradients on every stage, and sends that to all stages.
+
+        A norm is over all stages, while each stage steps its own part of the adapter.
+        """
+        stages = self._layout.stages
+        if len(stages) == 1:
+            return [()]
+        measured = [
+            stage.steps.measure(table.state.pending)
+            for stage, table in zip(stages, self._tables, strict=True)
+        ]
+        places = [s.placement.sharding(s.placement.by_slot) for s in stages]
+        return [tuple(jax.device_put(m, p) for m in measured) for p in places]
+
+    def _step(self, stage: int, steps: _Steps) -> None:
+        """Queues optimizer steps on one stage."""
+        table, run = self._tables[stage], self._layout.stages[stage].steps.step
+        measured = steps.measured[stage]
+        table.state, result = run(table.state, steps.hyper, measured)
+        steps.results.append(everywhere(result))
+        if stage:
+            return
+        # This transfer is intended and does not block, so the transfer guard is off.
+        with jax.transfer_guard_device_to_host("allow"):
+            for array in jax.tree.leaves((steps.losses, steps.results)):
+                array.copy_to_host_async()
+
+    def _report(self, steps: Mapping[int, StepOutcome]) -> Outcomes:
+        number, tokens = self._num_microbatches, self._num_tokens
+        self._num_microbatches = self._num_tokens = 0
+        return Outcomes(steps=steps, num_microbatches=number, num_tokens=tokens)
+
+    # ---- settings ------------------------------------------------------------------
+
+    def _by_slot(self, values: Mapping[int, float], dtype) -> Any:
+        """Puts values into a NumPy array by slot; a jitted call uploads it fastest."""
+        out = np.zeros(self._num_slots, dtype)
+        for slot, value in values.items():
+            out[slot] = value
+        return out
+
+    def _hyper(self, stepping: Mapping[int, tuple[JobState, int]]) -> Hyper:
+        """Settings of optimizer steps; rows of slots that do not step are not used.
+
+        Args:
+            stepping: The jobs that step, and the number of the step, by slot.
+        """
+
+        def row(value: Callable[[JobState, int], float], dtype=np.float32) -> Any:
+            return self._by_slot({s: value(*of) for s, of in stepping.items()}, dtype)
+
+        return Hyper(
+            steps_now=row(lambda run, step: True, np.bool_),
+            count=row(lambda run, step: step, np.int32),
+            learning_rate=row(lambda run, step: run.learning_rate(step)),
+            rate_ratio=rate_ratios(
+                lambda ratio: row(lambda run, step: ratio(run.settings))
+            ),
+            weight_decay=row(lambda run, step: run.settings.weight_decay),
+            b1=row(lambda run, step: run.settings.adam_b1),
+            b2=row(lambda run, step: run.settings.adam_b2),
+            eps=row(lambda run, step: run.settings.adam_eps),
+            max_norm=row(lambda run, step: run.settings.max_grad_norm or np.inf),
+        )
+
+
+def _step_outcomes(steps: _Steps) -> dict[int, StepOutcome]:
+    """Reads the results of steps; waits for the devices to finish them."""
+    # All stages have the same result, and the first one has it first.
+    losses, result = jax.device_get((steps.losses, steps.results[0]))
+    return {
+        slot: StepOutcome(
+            loss=float(total_losses(losses[slot])[slot]),
+            grad_norm=float(result.norm[slot]),
+            learning_rate=steps.learning_rates[slot],
+            num_tokens=batch.num_tokens,
+            num_target_tokens=batch.num_target_tokens,
+            is_finite=bool(result.is_finite[slot]),
+        )
+        for slot, batch in steps.batches.items()
+    }
+
+
+def total_losses(losses: Sequence[np.ndarray]) -> np.ndarray:
+    """Sums the losses of each slot over ticks and devices in float64.
+
+    Args:
+        losses: For each tick, G, or F G with a first axis of devices.
+    """
+    parts = [np.atleast_2d(np.asarray(loss, np.float64)).sum(axis=0) for loss in losses]
+    return np.sum(parts, axis=0)

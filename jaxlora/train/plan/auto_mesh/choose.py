@@ -1,0 +1,174 @@
+"""Chooses the sizes of a mesh by the memory and the predicted time of a run."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal, get_args
+
+from jaxlora.config import RunConfig
+from jaxlora.memory.device import DeviceMemory, format_bytes
+from jaxlora.memory.need import DoesNotFitError
+from jaxlora.memory.refusal import refusal
+from jaxlora.models.layer import Remat
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.sharding.mesh_sizes import MeshSizes
+from jaxlora.train.plan.auto_mesh.candidates import Candidate, Candidates, Demand
+from jaxlora.train.plan.auto_mesh.machine import Machine
+
+# Meshes that are this close to the fastest one count as equally fast, because the
+# prediction is not more exact.
+_TOLERANCE = 1.05
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MeshChoice:
+    """The chosen mesh.
+
+    Attributes:
+        sizes: Its sizes.
+        remat: `remat` of the run; it stays `auto` on a single device.
+        reason: Why it was chosen, in one line.
+    """
+
+    sizes: MeshSizes
+    remat: Remat | Literal["auto"]
+    reason: str
+
+
+def choose_mesh(
+    config: RunConfig, spec: DecoderSpec, demand: Demand, machine: Machine
+) -> MeshChoice:
+    """Chooses the mesh with the shortest predicted time per token among those that fit.
+
+    These are the meshes of the most devices with which any fits, of half as many, of a
+    quarter, and so on to a single device. Each has the capacity that is predicted to be
+    fastest on it. Of meshes that are about equally fast, the simplest is chosen: the
+    one with the fewest devices, then with the fewest stages, and then with the fewest
+    shards.
+
+    Args:
+        config: The run; its mesh is not used.
+        spec: The whole decoder.
+        demand: The work of the run.
+        machine: The machine.
+
+    Raises:
+        ConfigError: No mesh has enough memory.
+    """
+    if machine.num_devices == 1:
+        reason = "mesh auto: there is one device"
+        return MeshChoice(sizes=MeshSizes(), remat=config.remat, reason=reason)
+    available = machine.memory_of(machine.num_devices)
+    candidates = Candidates(demand, machine, available)
+
+    def largest(num_devices: int) -> list[Candidate]:
+        return [
+            candidates.largest(config.replace(mesh=str(sizes)), spec.with_remat(remat))
+            for sizes in _meshes(config, spec, num_devices, machine)
+            for remat in _remats(config)
+        ]
+
+    tried: list[Candidate] = []
+    for num_devices in range(machine.num_devices, 0, -1):
+        found = largest(num_devices)
+        tried += found
+        fitting = [c for c in found if c.fits(available)] or [
+            c for c in found if c.fits(available, with_room=False)
+        ]
+        if fitting:
+            for fewer in _halvings(num_devices):
+                fitting += [c for c in largest(fewer) if c.fits(available)]
+            choice = _fastest([candidates.fastest(c) for c in fitting], machine)
+            # A single device chooses it again, and compiles what it has chosen.
+            return (
+                choice if choice.sizes.num_devices > 1 else _unsettled(choice, config)
+            )
+    raise _refused(tried, machine.num_devices, available)
+
+
+def _unsettled(choice: MeshChoice, config: RunConfig) -> MeshChoice:
+    return dataclasses.replace(choice, remat=config.remat)
+
+
+def _halvings(num_devices: int) -> Iterator[int]:
+    while num_devices > 1:
+        num_devices //= 2
+        yield num_devices
+
+
+def _meshes(
+    config: RunConfig, spec: DecoderSpec, num_devices: int, machine: Machine
+) -> Iterator[MeshSizes]:
+    """Yields the meshes of exactly this many devices that can run the model."""
+    most = min(spec.config.num_layers, config.pipeline_microbatches or num_devices)
+    if machine.num_processes > 1:  # pipeline stages cannot span processes
+        most = 1
+        if num_devices < machine.num_devices:  # nor can a process be left out
+            return
+    for stage in range(1, most + 1):
+        for fsdp in range(1, num_devices + 1):
+            if num_devices % (stage * fsdp) or spec.config.hidden_size % fsdp:
+                continue
+            yield MeshSizes(data=num_devices // (stage * fsdp), stage=stage, fsdp=fsdp)
+
+
+def _remats(config: RunConfig) -> tuple[Remat, ...]:
+    return get_args(Remat) if config.remat == "auto" else (config.remat,)
+
+
+def _fastest(timed: Sequence[tuple[Candidate, float]], machine: Machine) -> MeshChoice:
+    least = min((time for _, time in timed), default=math.inf)
+
+    def rank(pair: tuple[Candidate, float]) -> tuple:
+        sizes = pair[0].stages.sizes
+        is_slow = pair[1] > _TOLERANCE * least
+        return is_slow, sizes.num_devices, sizes.stage, sizes.fsdp, pair[1]
+
+    (chosen, time), *others = sorted(timed, key=rank)
+    fitting = [candidate for candidate, _ in timed]
+    reason = (
+        f"mesh auto: {_describe(chosen, fitting)} on {machine.num_devices} devices: "
+        f"{_memory_reason(chosen, machine)}; "
+    )
+    if others:
+        other, other_time = min(others, key=lambda pair: pair[1])
+        reason += f"predicted {other_time / time:.2f}x as fast as "
+        reason += _describe(other, fitting)
+        reason += ", the next best" if time <= other_time else ", and simpler"
+    else:
+        reason += "no other mesh fits"
+    remat = chosen.config.least_remat
+    return MeshChoice(sizes=chosen.stages.sizes, remat=remat, reason=reason)
+
+
+def _describe(candidate: Candidate, others: Sequence[Candidate]) -> str:
+    """Names a mesh, and its capacity and `remat` if others have other ones."""
+    config = candidate.config
+    settings = []
+    if any(other.config.remat != config.remat for other in others):
+        settings.append(f"remat {config.remat}")
+    if any(other.tokens != candidate.tokens for other in others):
+        settings.append(f"microbatches of {candidate.tokens} tokens")
+    text = str(candidate.stages.sizes)
+    return f"{text} with {' and '.join(settings)}" if settings else text
+
+
+def _memory_reason(chosen: Candidate, machine: Machine) -> str:
+    needed = f"it needs {format_bytes(chosen.needed_bytes)} on each device"
+    if (available := machine.memory_of(machine.num_devices)) is None:
+        return f"{needed}, of an unknown size"
+    there = format_bytes(available.num_bytes)
+    return f"{needed}, which has {there}"
+
+
+def _refused(
+    tried: Sequence[Candidate], num_devices: int, available: DeviceMemory | None
+) -> DoesNotFitError:
+    assert available is not None, "memory of an unknown size is not checked"
+    best = min(tried, key=lambda candidate: candidate.needed_bytes)
+    details = refusal(best.config, best.stages, best.bounds, best.found, available)
+    text = (
+        f"mesh auto: no mesh of {num_devices} devices has the memory for this "
+        f"run, and {best.stages.sizes} comes closest: {details}"
+    )
+    return DoesNotFitError(text, details.need, details.mesh, details.cures)

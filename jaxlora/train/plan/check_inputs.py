@@ -1,0 +1,137 @@
+"""Checks what a run names before any data are read, and reports problems together."""
+
+import contextlib
+import dataclasses
+import datetime
+from collections.abc import Callable, Iterator
+
+from jaxlora.config import DataConfig, RunConfig
+from jaxlora.data.fields import check_template
+from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
+from jaxlora.errors import JaxloraError
+from jaxlora.hf.files import tokenizer_folder
+from jaxlora.hf.load import BaseModel
+from jaxlora.problems import Path, PythonWords, problem_of, settings_error
+from jaxlora.train.execute.samples import sample_prompts
+from jaxlora.train.plan.found_inputs import missing_inputs
+from jaxlora.train.plan.planned_model import PlannedModel, planned_model
+from jaxlora.train.plan.prepared_job import check_modules
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a run reads besides its data.
+
+    Attributes:
+        model: The base model, without weights.
+        tokenizer: Its tokenizer.
+    """
+
+    model: PlannedModel
+    tokenizer: Tokenizer
+
+
+def check_inputs(
+    config: RunConfig,
+    model: BaseModel | None,
+    started: str,
+    **checks: Callable[[], object],
+) -> Inputs:
+    """Checks files, model, tokenizer, targets and templates; reads no data.
+
+    Args:
+        config: The run.
+        model: The base model, if it is loaded already.
+        started: Time at which the run began, in ISO format.
+        **checks: Further checks, by the setting that they are about.
+
+    Raises:
+        JaxloraError: Something is missing or does not fit. If there are several
+            problems, the message lists them all.
+    """
+    problems = _Problems()
+    for setting, check in checks.items():
+        with problems.at(setting):
+            check()
+    values = {"jobs": config.jobs} | ({"model": config.model} if model is None else {})
+    for path, error in missing_inputs(values):
+        problems.add(path, error)
+    inputs = None
+    if not problems.has("model"):
+        with problems.at("model"):
+            inputs = _open(config, model, started)
+    _check_jobs(config, inputs, problems)
+    problems.raise_all()
+    assert inputs is not None, "without a problem, the model is open"
+    return inputs
+
+
+def _open(config: RunConfig, model: BaseModel | None, started: str) -> Inputs:
+    if model is None:
+        folder = tokenizer_folder(config.model, config.revision)
+        planned = planned_model(config, folder)
+    else:
+        folder, planned = model.folder, PlannedModel.of(config, model)
+    now = datetime.datetime.fromisoformat(started)
+    tokenizer = load_tokenizer(folder, now=now)
+    tokenizer.check_fits(planned.config.vocab_size)
+    return Inputs(model=planned, tokenizer=tokenizer)
+
+
+def _check_jobs(
+    config: RunConfig, inputs: Inputs | None, problems: "_Problems"
+) -> None:
+    """Checks templates, and what else can be known if the model is open."""
+    for number, job in enumerate(config.jobs):
+        for key in ("data", "eval_data"):
+            if (data := getattr(job, key)) is not None:
+                _check_data(data, inputs, ("jobs", number, key), problems)
+        if inputs is not None and not problems.has("jobs", number, "init_from"):
+            key = "target_modules" if job.init_from is None else "init_from"
+            with problems.at("jobs", number, key):
+                check_modules(job, inputs.model.config)
+    if inputs is not None and config.samples is not None:
+        with problems.at("samples", "prompts"):
+            sample_prompts(config.samples, inputs.model.config, inputs.tokenizer)
+
+
+def _check_data(
+    data: DataConfig, inputs: Inputs | None, path: Path, problems: "_Problems"
+) -> None:
+    for key in ("prompt", "completion"):
+        with problems.at(*path, key):
+            check_template(getattr(data, key))
+    if inputs is not None and data.chat:
+        with problems.at(*path, "chat"):
+            inputs.tokenizer.chat.check()
+
+
+class _Problems:
+    """Collects errors about settings."""
+
+    def __init__(self) -> None:
+        self._errors: list[tuple[Path, JaxloraError]] = []
+
+    def add(self, path: Path, error: JaxloraError) -> None:
+        self._errors.append((path, error))
+
+    @contextlib.contextmanager
+    def at(self, *path: int | str) -> Iterator[None]:
+        """Collects the error of a block, as a problem of the setting at this path."""
+        try:
+            yield
+        except JaxloraError as error:
+            self.add(path, error)
+
+    def has(self, *path: int | str) -> bool:
+        """Whether there is a problem at this path or below it."""
+        return any(found[: len(path)] == path for found, _ in self._errors)
+
+    def raise_all(self) -> None:
+        """Raises what was collected; a single error keeps its type and message."""
+        problems = [problem_of(path, error) for path, error in self._errors]
+        if len(problems) > 1:
+            raise settings_error(problems, PythonWords("RunConfig"))
+        for _, error in self._errors:
+            error.problems = tuple(problems)
+            raise error

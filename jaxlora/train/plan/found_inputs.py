@@ -1,0 +1,93 @@
+"""Looks for the files and folders that a run names, without reading any."""
+
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxlora.config.data_config import DataConfig
+from jaxlora.errors import AdapterError, CheckpointError, JaxloraError
+from jaxlora.problems import Path
+
+
+def missing_inputs(values: Mapping[str, Any]) -> list[tuple[Path, JaxloraError]]:
+    """Finds what a run names and what is not there, as far as the disk tells.
+
+    Args:
+        values: Settings of the run by our names. They may be invalid, and jobs may be
+            configurations or mappings; what is no path is left to other checks.
+
+    Returns:
+        For each missing file or folder, the path of the setting and the error. Ids on
+        the hub are not looked up.
+    """
+    from jaxlora.data.read import check_found
+    from jaxlora.hf.files import find_local
+
+    found: list[tuple[Path, JaxloraError]] = []
+
+    def look(path: Path, check: Any, *arguments: Any) -> None:
+        try:
+            check(*arguments)
+        except JaxloraError as error:
+            found.append((path, error))
+
+    if isinstance(model := values.get("model"), str) and model:
+        look(("model",), find_local, model)
+    for path, job in _jobs(values.get("jobs")):
+        for key in ("data", "eval_data"):
+            if (data := _data(job.get(key))) is not None:
+                look((*path, key, "path"), check_found, data)
+        for key, check in _FOLDERS.items():
+            if isinstance(folder := job.get(key), str):
+                look((*path, key), check, folder)
+    return found
+
+
+def _jobs(jobs: Any) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+    for number, job in enumerate(jobs if isinstance(jobs, list | tuple) else ()):
+        if not isinstance(job, dict):
+            job = dict(job) if hasattr(job, "model_fields_set") else {}
+        yield ("jobs", number), job
+
+
+def _data(data: Any) -> DataConfig | None:
+    """Returns where data are; of invalid settings, the path alone."""
+    if isinstance(data, DataConfig):
+        return data
+    if not isinstance(data, dict) or not isinstance(data.get("path"), str):
+        return None
+    try:
+        return DataConfig(**data)
+    except (JaxloraError, TypeError):
+        pass
+    try:
+        return DataConfig(path=data["path"])
+    except JaxloraError:
+        return None
+
+
+def _check_adapter(folder: str) -> None:
+    if not _has(folder, "adapter_config.json"):
+        raise AdapterError(
+            f"init_from={folder!r}: there is no PEFT folder with adapter_config.json "
+            f"(looked in {pathlib.Path.cwd()}). Give the folder of an adapter."
+        )
+
+
+def _check_run(folder: str) -> None:
+    if not _has(folder, "checkpoints"):
+        raise CheckpointError(
+            f"{pathlib.Path(folder) / 'checkpoints'} holds no complete checkpoint. "
+            "Give the output_dir of a run that has one."
+        )
+
+
+def _has(folder: str, name: str) -> bool:
+    try:
+        return os.path.lexists(pathlib.Path(folder) / name)
+    except ValueError:  # a NUL, which the settings' own check reports
+        return True
+
+
+_FOLDERS = {"init_from": _check_adapter, "continue_from": _check_run}

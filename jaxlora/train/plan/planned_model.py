@@ -1,0 +1,76 @@
+"""The base model of a run, as far as it is known without its weights."""
+
+import dataclasses
+import pathlib
+
+import jax.numpy as jnp
+
+from jaxlora.config import RunConfig
+from jaxlora.families.model_config import ModelConfig
+from jaxlora.hf.base_format import planned_base_format
+from jaxlora.hf.checkpoint import open_checkpoint, planned_config
+from jaxlora.hf.load import BaseModel, base_dtype
+from jaxlora.models.base_format import BaseFormat
+from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.train.plan.quantized_base import run_format
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedModel:
+    """A base model without weights.
+
+    Attributes:
+        config: Architecture of the model.
+        dtype: Dtype of the weights that are not quantized.
+        base_format: How its linears are quantized; None: they are not.
+    """
+
+    config: ModelConfig
+    dtype: jnp.dtype
+    base_format: BaseFormat | None
+
+    @staticmethod
+    def of(config: RunConfig, model: BaseModel) -> "PlannedModel":
+        """Describes a model that is loaded.
+
+        Raises:
+            ConfigError: Settings of the base do not fit the model.
+        """
+        base_format = run_format(config, model.config, model.base_format)
+        return PlannedModel(
+            config=model.config, dtype=model.dtype, base_format=base_format
+        )
+
+    @property
+    def spec(self) -> DecoderSpec:
+        """The decoder without slots."""
+        options = DecoderOptions(
+            dtype=self.dtype, base_format=self.base_format, max_segment_tokens=1
+        )
+        return DecoderSpec(config=self.config, options=options)
+
+
+def planned_model(config: RunConfig, folder: pathlib.Path) -> PlannedModel:
+    """Describes the base model of a run; its weights need not exist.
+
+    Args:
+        config: The run.
+        folder: Folder with the model's config.json.
+
+    Raises:
+        JaxloraError: config.json is damaged or of an unsupported kind, settings of the
+            base do not fit the model, or the headers of weights that are there are
+            damaged.
+    """
+    # A folder of the hub's cache may hold a part of the weights.
+    is_local = pathlib.Path(config.model).exists()
+    if is_local and any(folder.glob("*.safetensors")):
+        open_checkpoint(folder).check()
+    model = planned_config(folder)
+    stored = planned_base_format(folder, model, config.quantize_base, config.keep_bf16)
+    return PlannedModel(
+        config=model,
+        dtype=jnp.dtype(base_dtype(config.dtype)),
+        base_format=run_format(config, model, stored),
+    )

@@ -1,0 +1,265 @@
+"""A job of a run before the base model has weights: its modules and its samples.
+
+`jaxlora plan` and the trainer both begin here, so they refuse the same jobs.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.peft_import import import_peft
+from jaxlora.adapters.targets import ModuleLora, check_ranks, resolve_targets
+from jaxlora.common.counted import counted
+from jaxlora.config import LoraJob, RunConfig
+from jaxlora.data.order import JobOrder
+from jaxlora.data.token_cache import user_token_cache
+from jaxlora.data.tokenize import DataReader, TokenizedData
+from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.errors import ConfigError
+from jaxlora.families.model_config import ModelConfig
+from jaxlora.hf.names import linear_shapes
+from jaxlora.modules.trained_tensors import tensor_settings, tensors_with
+
+logger = logging.getLogger(__name__)
+
+_SCALING_FIELDS = {"lora_alpha", "alpha_pattern", "use_rslora"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PreparedJob:
+    """The modules that a job adapts, and its samples.
+
+    Attributes:
+        settings: Settings of the job.
+        modules: Rank and scaling of each linear that it adapts, by module name.
+        start: Adapter of `init_from`; None: the job starts from fresh weights.
+        train_data: Training samples.
+        eval_data: Held-out samples, if any.
+    """
+
+    settings: LoraJob
+    modules: Mapping[str, ModuleLora]
+    start: Adapter | None
+    train_data: TokenizedData
+    eval_data: TokenizedData | None
+
+    @property
+    def name(self) -> str:
+        """Name of the job."""
+        return self.settings.name
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """Rank of each linear that the job adapts, by module name."""
+        return {name: module.rank for name, module in self.modules.items()}
+
+    @functools.cached_property
+    def order(self) -> JobOrder:
+        """Order of the samples, which defines the global batches."""
+        settings = self.settings
+        return JobOrder(
+            num_samples=len(self.train_data.samples),
+            batch_size=settings.batch_size,
+            seed=settings.seed,
+            shuffle=settings.shuffle,
+            epochs=settings.epochs,
+            steps=settings.steps,
+        )
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps in all."""
+        return self.order.num_steps
+
+    @property
+    def batch_tokens(self) -> float:
+        """Mean number of tokens of a global batch."""
+        return self.train_data.mean_batch_tokens(self.settings.batch_size)
+
+    @functools.cached_property
+    def fingerprints(self) -> dict[str, str | None]:
+        """Hashes of the inputs that the settings only name."""
+        held_out, start = self.eval_data, self.start
+        return {
+            "data_fingerprint": self.train_data.fingerprint,
+            "eval_data_fingerprint": None if held_out is None else held_out.fingerprint,
+            "init_from_fingerprint": None if start is None else _hash_adapter(start),
+        }
+
+    def is_set(self, setting: str) -> bool:
+        """Whether the adapter has the trained tensors that a setting adds."""
+        if self.start is not None:
+            return self.start.is_set(setting)
+        return getattr(self.settings, setting)
+
+    def lengths(self, step: int) -> list[int]:
+        """Returns the tokens of each sample of an optimizer step's global batch."""
+        return [
+            len(self.train_data.samples[i].token_ids) for i in self.order.batch(step)
+        ]
+
+    def first_steps(self, num_steps: int) -> "PreparedJob":
+        """Returns the job with at most so many optimizer steps."""
+        settings = self.settings.replace(steps=min(num_steps, self.num_steps))
+        return dataclasses.replace(self, settings=settings)
+
+
+def data_reader(config: RunConfig, tokenizer: Tokenizer) -> DataReader:
+    """Returns the reader that all jobs of a run share."""
+    return DataReader(tokenizer, user_token_cache() if config.token_cache else None)
+
+
+def prepare_job(job: LoraJob, model: ModelConfig, reader: DataReader) -> PreparedJob:
+    """Selects the modules that a job adapts, and reads its samples; logs both.
+
+    Raises:
+        JaxloraError: The targets, the adapter to start from or the data cannot be used.
+    """
+    modules, start = _choose_modules(job, model)
+    train, held_out = _read_data(job, reader)
+    _warn_about_positions(job.name, train, held_out, model.max_positions)
+    logger.info(
+        "%s: rank %s on %s: %s",
+        job.name,
+        "/".join(map(str, sorted({module.rank for module in modules.values()}))),
+        counted(len(modules), "module"),
+        ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in modules)),
+    )
+    return PreparedJob(
+        settings=job, modules=modules, start=start, train_data=train, eval_data=held_out
+    )
+
+
+def prepare_jobs(
+    jobs: Sequence[LoraJob],
+    model: ModelConfig,
+    reader: DataReader,
+) -> list[PreparedJob]:
+    """Prepares the jobs of a run.
+
+    Args:
+        jobs: The jobs.
+        model: Architecture of the base model.
+        reader: Reads the data with the tokenizer of the base model.
+
+    Raises:
+        JaxloraError: A job cannot be used.
+    """
+    return [prepare_job(job, model, reader) for job in jobs]
+
+
+def check_modules(job: LoraJob, model: ModelConfig) -> None:
+    """Checks the targets of a job, or the adapter that it starts from.
+
+    Raises:
+        JaxloraError: They do not fit the model.
+    """
+    _choose_modules(job, model)
+
+
+def _choose_modules(
+    job: LoraJob, model: ModelConfig
+) -> tuple[dict[str, ModuleLora], Adapter | None]:
+    """Returns the modules that a job adapts, and the adapter of `init_from`, if any."""
+    shapes = linear_shapes(model)
+    if job.init_from is None:
+        modules = resolve_targets(job, tuple(shapes))
+        check_ranks(job, modules, shapes)
+        return modules, None
+    start = import_peft(job.init_from, shapes)
+    start = dataclasses.replace(start, dropout=job.dropout)
+    _check_stated_settings(job, start, tuple(shapes))
+    modules = {
+        name: ModuleLora(
+            rank=weights.rank,
+            lora_alpha=weights.lora_alpha,
+            scaling=start.scaling(weights),
+        )
+        for name, weights in start.modules.items()
+    }
+    return modules, start
+
+
+def _check_stated_settings(
+    job: LoraJob, start: Adapter, linear_names: Sequence[str]
+) -> None:
+    """Checks that a job's settings do not contradict the adapter it starts from."""
+    stated = job.model_fields_set
+    asked = resolve_targets(job, linear_names)
+    differences = []
+    if stated & {"target_modules", "exclude_modules"}:
+        for name in sorted(asked.keys() ^ start.modules.keys()):
+            verb = "adapts" if name in start.modules else "does not adapt"
+            differences.append(f"{verb} {name}")
+    for setting in tensor_settings():
+        if getattr(job, setting) != start.is_set(setting):
+            differences.append(f"has {setting}={str(start.is_set(setting)).lower()}")
+    for name, weights in start.modules.items():
+        if name not in asked:
+            continue
+        if stated & {"rank", "rank_pattern"} and asked[name].rank != weights.rank:
+            differences.append(f"has rank {weights.rank} on {name}")
+        scaling = start.scaling(weights)
+        if stated & _SCALING_FIELDS and asked[name].scaling != scaling:
+            differences.append(f"has scaling {scaling:g} on {name}")
+    if differences:
+        raise ConfigError(
+            f"job {job.name!r} starts from {job.init_from}, and its settings differ "
+            f"from that adapter, which {differences[0]}. Leave out rank, lora_alpha "
+            "and targets: they are taken from the folder."
+        )
+
+
+def _read_data(
+    job: LoraJob, reader: DataReader
+) -> tuple[TokenizedData, TokenizedData | None]:
+    """Reads a job's training samples and its held-out ones, if any; logs both."""
+    train, held_out = reader.read(job, "train"), None
+    if job.eval_data is not None or job.eval_fraction > 0:
+        held_out = reader.read(job, "eval")
+    for data in filter(None, (train, held_out)):
+        logger.info("%s: %s", job.name, data.summary())
+    return train, held_out
+
+
+def _warn_about_positions(
+    name: str, train: TokenizedData, held_out: TokenizedData | None, positions: int
+) -> None:
+    """Warns, once, of samples that are longer than the model's position limit."""
+    lengths = _lengths(train, held_out)
+    num_beyond = np.count_nonzero(lengths > positions)
+    if num_beyond:
+        logger.warning(
+            "%s: %d of %d samples are longer than the %d positions that the model "
+            "supports (max_position_embeddings); the longest has %d tokens. Set "
+            "max_length to %d, or expect worse results on them.",
+            name,
+            num_beyond,
+            len(lengths),
+            positions,
+            lengths.max(),
+            positions,
+        )
+
+
+def _lengths(train: TokenizedData, held_out: TokenizedData | None) -> np.ndarray:
+    return np.concatenate([d.lengths for d in (train, held_out) if d is not None])
+
+
+def longest_sample(prepared: PreparedJob) -> int:
+    """Returns the number of tokens of a job's longest sample, held out or not."""
+    return int(_lengths(prepared.train_data, prepared.eval_data).max())
+
+
+def _hash_adapter(adapter: Adapter) -> str:
+    digest = hashlib.sha256()
+    for name, weights in sorted(adapter.modules.items()):
+        digest.update(name.encode())
+        for tensor in tensors_with(adapter.is_set):
+            digest.update(np.asarray(weights.tensors[tensor.name]).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,362 @@
+"""The plan of a run: all that is decided before weights are loaded, as one value.
+
+`resolve` makes it, once. `jaxlora plan` prints it, and the trainer loads, compiles and
+runs it, so they refuse the same runs.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxlora.common.note import Note
+from jaxlora.config import RunConfig
+from jaxlora.errors import ConfigError
+from jaxlora.hf.load import Place
+from jaxlora.memory import capacity
+from jaxlora.memory.bounds import Bounds
+from jaxlora.memory.device import DeviceMemory
+from jaxlora.memory.footprint import StagePrograms
+from jaxlora.memory.mesh import MeshStages
+from jaxlora.memory.weight_copies import choose_copies
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.scheduler import CostModel, Lanes, Schedule
+from jaxlora.scheduler.replicas import Load, Pinning
+from jaxlora.scheduler.simulate import simulate
+from jaxlora.sharding.mesh_sizes import ONE_DEVICE
+from jaxlora.train.execute.layout import base_placement, base_specs_of
+from jaxlora.train.plan.auto_mesh.candidates import Candidates, Demand
+from jaxlora.train.plan.auto_mesh.choose import choose_mesh
+from jaxlora.train.plan.auto_mesh.machine import Machine
+from jaxlora.train.plan.lanes import run_lanes, window_cost
+from jaxlora.train.plan.low_fill import low_fill
+from jaxlora.train.plan.next_window import JobPosition
+from jaxlora.train.plan.planned_model import PlannedModel
+from jaxlora.train.plan.prepared_job import PreparedJob
+from jaxlora.train.plan.quantized_base import describe_base
+from jaxlora.train.plan.slot_spec import check_fits, decoder_spec
+from jaxlora.train.saved.continue_job import continued_step
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class RunPlan:
+    """What is decided about a run before its weights are loaded.
+
+    Attributes:
+        config: The run; none of `mesh`, `microbatch_tokens` and `remat` is `auto`.
+        model: The base model.
+        stages: The decoder with its slots, in the stages of the mesh. There may be more
+            slots than asked for, so that they divide among replicas.
+        lanes: The lanes for which windows are packed.
+        bounds: Bounds of the capacity, and what an automatic `remat` may become when
+            the step is compiled.
+        notes: The reasons, for the log.
+    """
+
+    config: RunConfig
+    model: PlannedModel
+    stages: MeshStages
+    lanes: Lanes
+    bounds: Bounds
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def spec(self) -> DecoderSpec:
+        """The whole decoder with its slots."""
+        return self.stages.spec
+
+    @property
+    def num_slots(self) -> int:
+        """Number of jobs that may run at the same time."""
+        assert self.spec.slots is not None
+        return self.spec.slots.num_slots
+
+    @functools.cached_property
+    def cost(self) -> CostModel:
+        """Estimated time of a microbatch on each stage."""
+        return window_cost(self.config, self.model.config)
+
+    @property
+    def place(self) -> Place | None:
+        """Where weights go while they are read; None: all to one device."""
+        if self.stages.sizes.num_devices == 1:
+            return None
+        return base_placement(self.stages.sizes, self.stages.borders)
+
+    def with_config(self, config: RunConfig) -> "RunPlan":
+        """Returns the plan with another capacity or `remat`; its stages stay."""
+        stages = self.stages.with_remat(config.least_remat)
+        return dataclasses.replace(self, config=config, stages=stages)
+
+    def alone(self, config: RunConfig, job: PreparedJob) -> "RunPlan":
+        """Returns the plan of a run in which one job has the mesh to itself.
+
+        Args:
+            config: The run, with this job and one slot.
+            job: The job.
+        """
+        assert self.spec.slots is not None
+        slots = dataclasses.replace(self.spec.slots, num_slots=1)
+        spec = dataclasses.replace(self.spec, slots=slots)
+        return _laid_out(config, self.model, spec, [job], self.bounds)
+
+    def fit(
+        self, compile_stages: Callable[["RunPlan"], Sequence[StagePrograms]]
+    ) -> "RunPlan":
+        """Returns the plan with a capacity and a `remat` that fit when compiled.
+
+        Args:
+            compile_stages: Compiles the passes of all stages of a plan, while base and
+                slots are on the devices.
+
+        Raises:
+            ConfigError: The run does not fit, and its capacity cannot be lowered.
+        """
+
+        def compile_config(config: RunConfig) -> Sequence[StagePrograms]:
+            return compile_stages(self.with_config(config))
+
+        found = capacity.fit(self.config, self.stages, self.bounds, compile_config)
+        return self.with_config(found)
+
+    def pipeline_figures(self, schedule: Schedule) -> dict[str, Any]:
+        """Predicts how busy the stages are during a window; empty without stages.
+
+        Returns:
+            `bubble`, the fraction of the time of all stages in which nothing runs, and
+            `stages`, the fraction of the window in which each stage works.
+        """
+        pipeline, lanes = self.lanes.pipeline, self.lanes.num_lanes
+        if pipeline.num_stages == 1:
+            return {}
+        found = simulate(schedule, self.cost, pipeline, num_lanes=lanes)
+        busy = [round(share, 4) for share in found.utilization]
+        return {"bubble": round(found.bubble, 4), "stages": busy}
+
+
+def resolve(
+    config: RunConfig,
+    model: PlannedModel,
+    jobs: Sequence[PreparedJob],
+    machine: Machine,
+) -> RunPlan:
+    """Decides all that is `auto`, and refuses what cannot be trained; logs nothing.
+
+    Args:
+        config: The run.
+        model: The base model.
+        jobs: Jobs of the run.
+        machine: The machine that the run is for.
+
+    Raises:
+        ConfigError: The mesh does not fit the devices or the model, no mesh has enough
+            memory, no kernels or attention can run the model here, the slots or a
+            microbatch cannot hold a job, or the run does not fit into memory by
+            estimate.
+    """
+    chooses_remat, notes = config.remat == "auto", []
+    if config.mesh == "auto":
+        config, note = _with_mesh(config, model, jobs, machine)
+        notes.append(note)
+    _check_mesh(config, model, machine)
+    if config.remat == "auto" and config.mesh_sizes.stage > 1:
+        # Stages are divided for one `remat`, so it is chosen before their capacity.
+        draft = _draft(config, model, jobs, machine)
+        config, note = draft.with_remat()
+        notes.append(note)
+    draft = _draft(config, model, jobs, machine)
+    plan = draft.finish()
+    # Stages may have settled it by an estimate.
+    bounds = plan.bounds.with_remats() if chooses_remat else plan.bounds
+    return dataclasses.replace(plan, bounds=bounds, notes=(*notes, *plan.notes))
+
+
+def _with_mesh(
+    config: RunConfig,
+    model: PlannedModel,
+    jobs: Sequence[PreparedJob],
+    machine: Machine,
+) -> tuple[RunConfig, Note]:
+    """Replaces `mesh: auto`, and `remat: auto` with it; returns the reason too."""
+    alone = config.replace(mesh=ONE_DEVICE)
+    spec, _ = decoder_spec(alone, model, jobs, _bounds(alone, jobs).max_tokens)
+    demand = _demand(jobs, lambda config: _bounds(config, jobs))
+    choice = choose_mesh(config, spec, demand, machine)
+    if config.samples is not None:
+        config.samples.check_mesh(choice.sizes)
+    config = config.replace(mesh=str(choice.sizes), remat=choice.remat)
+    return config, Note(choice.reason)
+
+
+def _check_mesh(config: RunConfig, model: PlannedModel, machine: Machine) -> None:
+    sizes = config.mesh_sizes
+    try:
+        sizes.check_fits(machine.num_devices)
+        base_specs_of(model.config, model.dtype, sizes.fsdp)
+    except ValueError as error:
+        raise ConfigError(f"mesh: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Draft:
+    """A run on its mesh, of which a `remat` or a capacity may still be `auto`."""
+
+    config: RunConfig
+    model: PlannedModel
+    jobs: Sequence[PreparedJob]
+    machine: Machine
+    spec: DecoderSpec
+    bounds: Bounds
+    notes: tuple[Note, ...]
+
+    @property
+    def available(self) -> DeviceMemory | None:
+        return self.machine.memory_of(self.config.mesh_sizes.num_devices)
+
+    def resolved(self) -> capacity.Resolved:
+        """Returns the run with the capacity and the `remat` that are estimated best."""
+        stages = MeshStages.of(self.config, self.spec)
+        return capacity.resolve_auto(self.config, stages, self.bounds, self.available)
+
+    def with_remat(self) -> tuple[RunConfig, Note]:
+        """Replaces `remat: auto`; returns the reason too."""
+        found = self.resolved()
+        why = found.notes[0]
+        return self.config.replace(remat=found.config.remat), why
+
+    def finish(self) -> RunPlan:
+        """Chooses the capacity, and lays the run out."""
+        found, bounds = self.resolved(), self.bounds
+        config, notes = found.config, [*self.notes, *found.notes]
+        if bounds.fixed is None and config.mesh_sizes.num_devices > 1:
+            config, faster = self._with_fastest_capacity(config)
+            notes += faster
+            bounds = dataclasses.replace(bounds, largest=config.limits.capacity)
+        notes += low_fill(config, bounds)
+        spec = self.spec.with_remat(config.least_remat)
+        if spec.options.base_format is not None:
+            notes.append(Note(f"base: {describe_base(spec)}"))
+        plan = _laid_out(config, self.model, spec, self.jobs, bounds)
+        return dataclasses.replace(plan, notes=(*notes, *plan.notes))
+
+    def _with_fastest_capacity(self, config: RunConfig) -> tuple[RunConfig, list[Note]]:
+        """Returns the run with the capacity that is predicted to be fastest on a mesh.
+
+        Args:
+            config: The run, with the largest capacity that fits.
+        """
+        largest = config.limits.capacity
+        most = dataclasses.replace(self.bounds, largest=largest)
+        spec = self.spec.with_remat(config.least_remat)
+        demand = _demand(self.jobs, lambda _: most)
+        candidates = Candidates(demand, self.machine, self.available)
+        found, _ = candidates.fastest(candidates.at(config, spec, most))
+        if found.tokens == largest:
+            return config, []
+        why = f"{found.tokens}, predicted to be faster than {largest}"
+        config = config.replace(microbatch_tokens=found.tokens)
+        return config, [Note(f"microbatch_tokens: auto: {why}")]
+
+
+def _draft(
+    config: RunConfig,
+    model: PlannedModel,
+    jobs: Sequence[PreparedJob],
+    machine: Machine,
+) -> _Draft:
+    bounds = _bounds(config, jobs)
+    spec, choices = decoder_spec(config, model, jobs, bounds.max_tokens)
+    available = machine.memory_of(config.mesh_sizes.num_devices)
+    spec, copies = choose_copies(config, spec, bounds, available)
+    for job in jobs:
+        check_fits(job, spec)
+    return _Draft(
+        config=config,
+        model=model,
+        jobs=jobs,
+        machine=machine,
+        spec=spec,
+        bounds=bounds,
+        notes=(Note(str(choices)), *copies),
+    )
+
+
+def _laid_out(
+    config: RunConfig,
+    model: PlannedModel,
+    spec: DecoderSpec,
+    jobs: Sequence[PreparedJob],
+    bounds: Bounds,
+) -> RunPlan:
+    """Decides whether replicas share jobs, and divides the decoder into stages.
+
+    If each job runs on one replica, all replicas get as many slots.
+    """
+    assert spec.slots is not None
+    loads = [
+        Load(num_batches=job.num_steps, batch_tokens=job.batch_tokens) for job in jobs
+    ]
+    pinning = run_lanes(config, loads, spec.slots.num_slots)
+    lanes = pinning.lanes
+    if lanes.slots_per_replica is not None:
+        num_slots = lanes.data * lanes.slots_per_replica
+        slots = dataclasses.replace(spec.slots, num_slots=num_slots)
+        spec = dataclasses.replace(spec, slots=slots)
+    stages = MeshStages.of(config, spec, is_pinned=lanes.pinned)
+    return RunPlan(
+        config=config,
+        model=model,
+        stages=stages,
+        lanes=lanes,
+        bounds=bounds,
+        notes=tuple(_mesh_notes(stages, pinning)),
+    )
+
+
+def _mesh_notes(stages: MeshStages, pinning: Pinning) -> list[Note]:
+    sizes, notes = stages.sizes, []
+    if sizes.num_devices == 1:
+        return []
+    if sizes.data > 1:
+        notes.append(Note(f"replicas: {pinning.reason}"))
+    described = f"{sizes.num_devices} devices"
+    if sizes.stage > 1:
+        ranges = [spec.layer_numbers for spec in stages.specs]
+        layers = ", ".join(f"{r.start} to {r.stop - 1}" for r in ranges)
+        described = f"stages with the layers {layers}"
+    return [*notes, Note(f"mesh {sizes}: {described}")]
+
+
+def _demand(
+    jobs: Sequence[PreparedJob], bounds: Callable[[RunConfig], Bounds]
+) -> Demand:
+    return Demand(
+        positions=first_positions(jobs),
+        lengths=lambda job, step: jobs[job].lengths(step),
+        bounds=bounds,
+    )
+
+
+def _bounds(config: RunConfig, jobs: Sequence[PreparedJob]) -> Bounds:
+    held_out = [job.eval_data for job in jobs if job.eval_data is not None]
+    return Bounds.of(config, [job.train_data for job in jobs], held_out)
+
+
+def first_positions(jobs: Sequence[PreparedJob]) -> list[JobPosition]:
+    """Returns the positions at the start of the run of the jobs that have steps.
+
+    Raises:
+        CheckpointError: A checkpoint that a job continues from cannot be used.
+    """
+    positions = [
+        JobPosition(
+            job=i,
+            priority=j.settings.priority,
+            slot=None,
+            step=continued_step(j.settings),
+            num_steps=j.num_steps,
+            batch_tokens=j.batch_tokens,
+        )
+        for i, j in enumerate(jobs)
+    ]
+    return [p for p in positions if p.step < p.num_steps]

@@ -1,0 +1,127 @@
+"""The decoder of a run with its slots, and whether they can hold a job."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxlora.adapters.targets import resolve_targets
+from jaxlora.config import LoraJob, RunConfig
+from jaxlora.data.tokenize import TokenizedData
+from jaxlora.errors import ConfigError
+from jaxlora.hf.names import linear_names, linear_path
+from jaxlora.models.decoder import DecoderOptions
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.modules.trained_tensors import tensor_settings
+from jaxlora.train.plan.kernel_choice import (
+    KernelChoices,
+    choose_attention,
+    choose_kernels,
+)
+from jaxlora.train.plan.planned_model import PlannedModel
+from jaxlora.train.plan.prepared_job import PreparedJob, longest_sample
+
+
+def decoder_spec(
+    config: RunConfig,
+    planned: PlannedModel,
+    jobs: Sequence[PreparedJob],
+    max_tokens: int,
+) -> tuple[DecoderSpec, KernelChoices]:
+    """Makes the decoder with the slots of a run, and says which kernels run it.
+
+    Args:
+        config: The run; its mesh is not `auto`.
+        planned: The base model.
+        jobs: Jobs of the run.
+        max_tokens: Upper bound on the capacity of microbatches.
+
+    Raises:
+        ConfigError: No kernels or attention can run the model here.
+    """
+    model, dtype = planned.config, planned.dtype
+    adapted = {linear_path(name) for job in jobs for name in job.modules}
+    if config.slot_targets is not None:
+        slots = LoraJob(
+            name="slot_targets",
+            data=config.jobs[0].data,
+            target_modules=config.slot_targets,
+        )
+        more = resolve_targets(slots, linear_names(model))
+        adapted |= {linear_path(name) for name in more}
+    longest = max(job.max_length for job in config.jobs)
+    attention = choose_attention(config.attention, dtype, model)
+    options = DecoderOptions(
+        dtype=dtype,
+        base_format=planned.base_format,
+        remat=config.least_remat,
+        attention=attention.name,
+        max_segment_tokens=min(longest, max_tokens),
+        mean_segment_tokens=min(_mean_tokens(job.train_data) for job in jobs),
+    )
+    shape = SlotShape(
+        num_slots=config.max_concurrent_jobs or len(jobs),
+        rank=config.slot_rank or max(max(job.ranks.values()) for job in jobs),
+        use_dropout=(
+            any(job.dropout > 0 for job in config.jobs)
+            if config.slot_dropout is None
+            else config.slot_dropout
+        ),
+        settings=tuple(
+            setting
+            for setting in tensor_settings()
+            if any(getattr(job, setting) for job in config.jobs)
+        ),
+    )
+    spec = DecoderSpec(
+        config=model, options=options, slots=shape, adapted=tuple(sorted(adapted))
+    )
+    kernels = choose_kernels(config.implementation, spec, config.block_tokens)
+    options = dataclasses.replace(options, implementation=kernels.name)
+    spec = dataclasses.replace(spec, options=options)
+    return spec, KernelChoices(kernels=kernels, attention=attention)
+
+
+def _mean_tokens(data: TokenizedData) -> int:
+    return data.num_tokens // len(data.samples)
+
+
+def check_fits(prepared: PreparedJob, spec: DecoderSpec) -> None:
+    """Checks that the slots and a microbatch can hold a job.
+
+    Raises:
+        ConfigError: A rank is above the slots', a module has no slots, the job drops
+            features and the slots do not, or a sample does not fit into a microbatch.
+    """
+    assert spec.slots is not None
+    name, largest = prepared.name, max(prepared.ranks.values())
+    if prepared.settings.dropout > 0 and not spec.slots.use_dropout:
+        raise ConfigError(
+            f"job {name!r} has dropout {prepared.settings.dropout}, and the slots of "
+            "this run were made without dropout. Set slot_dropout: true when the run "
+            "starts."
+        )
+    if largest > spec.slots.rank:
+        raise ConfigError(
+            f"job {name!r} has rank {largest}, above the slots' rank "
+            f"{spec.slots.rank}. Lower it, or set slot_rank to at least {largest}."
+        )
+    for setting in tensor_settings():
+        if prepared.is_set(setting) and setting not in spec.slots.settings:
+            raise ConfigError(
+                f"job {name!r} has {setting}, and the slots of this run were made "
+                f"without. Start the run with a job that has {setting}: true."
+            )
+    for module in prepared.modules:
+        if linear_path(module) not in spec.adapted:
+            raise ConfigError(
+                f"job {name!r} adapts {module}, which has no slots in this run. Add "
+                "the module to slot_targets when the run starts."
+            )
+    longest, limit = longest_sample(prepared), spec.options.max_segment_tokens
+    if longest > limit:
+        raise ConfigError(
+            f"job {name!r} has a sample of {longest} tokens, and this run supports "
+            f"samples of at most {limit}. Raise microbatch_tokens (and, for a job that "
+            "joins later, the max_length of the jobs it starts with), or lower the "
+            "job's max_length."
+        )

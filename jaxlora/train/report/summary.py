@@ -1,0 +1,179 @@
+"""The report of a run: a table, a plot and a summary file."""
+
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Iterable
+
+import rich.box
+from rich.console import Console
+from rich.table import Table
+
+from jaxlora.common.atomic import write_text
+from jaxlora.common.console import literal, show
+from jaxlora.printable import one_line
+from jaxlora.run.folder import PICTURE, SUMMARY_FILE
+from jaxlora.run.job_progress import JobProgress
+from jaxlora.run.log import METRICS_FILE
+from jaxlora.train.job_state import JobState
+from jaxlora.train.report.plot import plot_losses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JobResult:
+    """Result of one job.
+
+    Attributes:
+        name: Name of the job.
+        rank: LoRA rank of the job.
+        num_modules: Number of modules that it adapts.
+        num_steps: Optimizer steps in all.
+        progress: Losses, steps and status.
+        folder: PEFT folder of the job; None if there is none.
+    """
+
+    name: str
+    rank: int
+    num_modules: int
+    num_steps: int
+    progress: JobProgress
+    folder: pathlib.Path | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    """Result of a run.
+
+    Attributes:
+        jobs: Results of the jobs, in the order in which they were given.
+        output_dir: Folder of the run.
+        interrupted: Whether a signal ended the run early; `resume` continues it.
+        num_compilations: Programs compiled in this run, without those that an earlier
+            run of this process had compiled.
+    """
+
+    jobs: tuple[JobResult, ...]
+    output_dir: pathlib.Path
+    interrupted: bool
+    num_compilations: int
+
+
+def job_result(run: JobState, folder: pathlib.Path) -> JobResult:
+    """Makes the result of one job."""
+    return JobResult(
+        name=run.name,
+        rank=run.largest_rank,
+        num_modules=len(run.start.modules),
+        num_steps=run.num_steps,
+        progress=run.progress,
+        folder=folder if _is_exported(run) and folder.is_dir() else None,
+    )
+
+
+def _is_exported(run: JobState) -> bool:
+    """Whether this run has written the job's adapter, rather than an older run."""
+    progress = run.progress
+    if run.settings.keep_best:
+        return progress.best_step is not None
+    has_started = progress.step > 0 or progress.first_eval is not None
+    return has_started and progress.is_over and progress.status != "failed"
+
+
+def _change(first: float | None, last: float | None, *, is_same: bool) -> str:
+    """Formats the first and last loss, with a dash for a missing one.
+
+    Args:
+        first: First loss; None if there is none.
+        last: Latest loss; None if there is none.
+        is_same: Whether both are the same measurement, so there is no later one.
+    """
+    if first is None or last is None:
+        return "-"
+    return f"{first:.3f} → {'-' if is_same else f'{last:.3f}'}"
+
+
+def _best(progress: JobProgress) -> str:
+    """Formats the first held-out loss, and the lowest one with its step."""
+    first, best, step = progress.first_eval, progress.best_eval, progress.best_step
+    change = _change(first, best, is_same=progress.last_eval_step == 0)
+    return change if progress.last_eval_step in (None, 0) else f"{change} at {step}"
+
+
+def ranked(jobs: Iterable[JobResult]) -> list[JobResult]:
+    """Sorts jobs by their lowest held-out loss; those without one come last."""
+
+    def place(job: JobResult) -> float:
+        best = job.progress.best_eval
+        return math.inf if best is None else best
+
+    return sorted(jobs, key=place)
+
+
+def _title(num_jobs: int) -> str:
+    if num_jobs == 1:
+        return "1 adapter"
+    return f"{num_jobs} adapters, trained together on one base"
+
+
+def summary_table(result: RunResult) -> Table:
+    """Makes a table with one row per job, the lowest held-out loss first."""
+    table = Table(
+        title=_title(len(result.jobs)),
+        title_justify="left",
+        box=rich.box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    # On narrow terminals, names and statuses are folded, and numbers stay whole.
+    table.add_column("job", overflow="fold")
+    for column in ("rank", "steps", "tokens"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for column in ("train loss", "best held-out loss"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("status")
+    for job in ranked(result.jobs):
+        p = job.progress
+        table.add_row(
+            literal(job.name),
+            str(job.rank),
+            f"{p.step}/{job.num_steps}",
+            f"{p.num_tokens:,}",
+            _change(p.first_loss, p.last_loss, is_same=p.step == 1),
+            _best(p),
+            p.shown_status(is_live=False),
+        )
+    return table
+
+
+def print_summary(result: RunResult, console: Console | None = None) -> None:
+    """Prints the table, where the PEFT folders are, and why jobs ended early."""
+    console = console or Console()
+    show(console, summary_table(result))
+    for job in result.jobs:
+        if job.folder is not None:
+            show(console, f"PEFT folder: {job.folder}", soft_wrap=True)
+    for job in result.jobs:
+        if job.progress.status not in ("finished", "running", "waiting"):
+            why = one_line(f"{job.progress.status}: {job.progress.reason}")
+            show(console, f"{job.name}: {why}")
+    if result.interrupted:
+        show(console, "Interrupted; a checkpoint was written. Continue with --resume.")
+
+
+def write_report(result: RunResult) -> None:
+    """Writes summary.json and losses.png into the run's folder."""
+    jobs = {
+        job.name: {
+            "rank": job.rank,
+            "num_modules": job.num_modules,
+            "num_steps": job.num_steps,
+            "folder": str(job.folder) if job.folder else None,
+            **dataclasses.asdict(job.progress),
+            "status": job.progress.shown_status(is_live=False),
+        }
+        for job in result.jobs
+    }
+    text = json.dumps({"jobs": jobs, "interrupted": result.interrupted}, indent=2)
+    write_text(result.output_dir / SUMMARY_FILE, text + "\n")
+    plot_losses(result.output_dir / METRICS_FILE, result.output_dir / PICTURE)

@@ -1,0 +1,246 @@
+"""Describes a run for its files, and compares it with a run that is resumed."""
+
+import logging
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxlora.common.counted import counted
+from jaxlora.config import RunConfig
+from jaxlora.errors import CheckpointError
+from jaxlora.hf.load import BaseModel
+from jaxlora.hf.names import linear_names
+from jaxlora.models.base_format import BaseFormat
+from jaxlora.run.folder import CHECKPOINTS, RUN_FILE, read_run_record
+from jaxlora.run.identity import RunIdentity, check_same_run
+from jaxlora.run.job_progress import JobProgress
+from jaxlora.run.saved_run import SavedAdapter, SavedRequests, SavedRun
+from jaxlora.train.job_state import JobState
+from jaxlora.train.plan.prepared_job import PreparedJob
+from jaxlora.train.plan.run_plan import RunPlan
+from jaxlora.train.saved.read_checkpoint import newest_checkpoint, read_newest
+
+logger = logging.getLogger(__name__)
+
+
+def run_identity(plan: RunPlan, base: str, jobs: Sequence[PreparedJob]) -> RunIdentity:
+    """Returns the properties that are compared when a run is resumed.
+
+    Args:
+        plan: The plan of the run.
+        base: Fingerprint of the base model; empty if its weights are not known.
+        jobs: Jobs of the run.
+    """
+    config, spec = plan.config, plan.spec
+    assert spec.slots is not None
+    return RunIdentity(
+        base=base,
+        settings={
+            "dtype": jnp.dtype(spec.options.dtype).name,
+            **_base_settings(spec.options.base_format),
+            "microbatch_tokens": config.microbatch_tokens,
+            "block_tokens": config.block_tokens,
+            "remat": config.remat,
+            "window_steps": config.window_steps,
+            "packer": config.packer,
+            "preempt": config.preempt,
+            "max_concurrent_jobs": spec.slots.num_slots,
+            "slot_rank": spec.slots.rank,
+        },
+        jobs={
+            job.name: job.settings.model_dump(mode="json") | job.fingerprints
+            for job in jobs
+        },
+    )
+
+
+def _base_settings(base: BaseFormat | None) -> dict[str, Any]:
+    """Settings of a quantized base that change its products; none if it is not."""
+    if base is None:
+        return {}
+    settings: dict[str, Any] = {
+        "quantize_base": base.name,
+        "keep_bf16": list(base.kept),
+    }
+    if base.has_fp8_products:
+        settings["fp8_backward"] = base.fp8_backward
+    return settings
+
+
+def resolved_settings(plan: RunPlan, runs: Sequence[JobState]) -> dict[str, Any]:
+    """Returns all settings of a run as a run file, with values in the place of `auto`.
+
+    Args:
+        plan: The plan of the run.
+        runs: The jobs, with those that have joined.
+    """
+    spec = plan.spec
+    assert spec.slots is not None
+    resolved = plan.config.replace(
+        dtype=plan.model.dtype.name,
+        implementation=spec.options.implementation,
+        attention=spec.options.attention,
+        max_concurrent_jobs=spec.slots.num_slots,
+        slot_rank=spec.slots.rank,
+        slot_dropout=spec.slots.use_dropout,
+        jobs=tuple(run.settings for run in runs),
+    )
+    return resolved.model_dump(mode="json")
+
+
+def saved_run(
+    identity: RunIdentity,
+    runs: Sequence[JobState],
+    model: BaseModel,
+    requests: SavedRequests,
+) -> SavedRun:
+    """Returns what a checkpoint keeps besides the tensors of the jobs.
+
+    Args:
+        identity: Identity of the run.
+        runs: The jobs.
+        model: The base model.
+        requests: Requests to stop and to pause jobs.
+    """
+    return SavedRun(
+        identity=identity,
+        progress={run.name: run.progress for run in runs},
+        adapters={run.name: _saved_adapter(run) for run in runs},
+        base_model=model.source,
+        base_revision=model.revision,
+        linear_names=list(linear_names(model.config)),
+        requests=requests,
+    )
+
+
+def _check_not_extended(
+    progress: Mapping[str, JobProgress], jobs: Sequence[PreparedJob]
+) -> None:
+    for job in jobs:
+        name, wanted = job.name, job.num_steps
+        done = progress.get(name, JobProgress())
+        if done.status == "finished" and wanted > done.step:
+            raise CheckpointError(
+                f"job {name!r} has finished its {counted(done.step, 'step')}, and "
+                f"{wanted} are wanted now. Its optimizer state was dropped when it "
+                "finished, so it cannot go on: set steps back, and add another job "
+                "with init_from on its adapter."
+            )
+
+
+def _check_not_cut(
+    progress: Mapping[str, JobProgress],
+    jobs: Sequence[PreparedJob],
+    *,
+    drop_state: bool,
+) -> None:
+    """Refuses settings by which jobs that go on would end at once.
+
+    Raises:
+        CheckpointError: There is such a job, and `drop_state` is false.
+    """
+    cut = {}
+    for job in jobs:
+        done = progress.get(job.name, JobProgress())
+        if not done.is_over and (reason := _cut_reason(job, done)):
+            cut[job.name] = reason
+    if not cut:
+        return
+    reasons = "".join(f"\n- job {name!r} {reason}" for name, reason in cut.items())
+    lost = (
+        "end at once, and their optimizer states are dropped, so they cannot go on in "
+        "this run"
+    )
+    if drop_state:
+        logger.warning("these jobs %s:%s", lost, reasons)
+        return
+    raise CheckpointError(
+        f"these jobs would {lost.replace('are', 'be')} later:{reasons}\nSet these "
+        "settings back; or end the jobs where they are, and keep only their adapters, "
+        "with drop_state=True (--drop-state)."
+    )
+
+
+def _cut_reason(job: PreparedJob, done: JobProgress) -> str | None:
+    """Says why a job that goes on would end at once; None if it would not."""
+    if done.step > job.num_steps:
+        wanted = f"the number wanted now is {job.num_steps}"
+        return f"has done {counted(done.step, 'step')}, and {wanted}"
+    patience = job.settings.early_stopping
+    if patience and done.evals_without_gain >= patience:
+        count = done.evals_without_gain
+        return (
+            f"has had {count} evaluation{'s' if count > 1 else ''} without a gain, and "
+            f"early_stopping is {patience} now"
+        )
+    return None
+
+
+def _saved_adapter(run: JobState) -> SavedAdapter:
+    return SavedAdapter(
+        modules={
+            name: (weights.rank, weights.lora_alpha)
+            for name, weights in run.start.modules.items()
+        },
+        use_rslora=run.start.use_rslora,
+        dropout=run.start.dropout,
+        keep_best=run.settings.keep_best,
+    )
+
+
+def check_settings_resume(config: RunConfig) -> None:
+    """Refuses a folder of another run by its settings, before any data are read.
+
+    Args:
+        config: The run, with the jobs that have joined it.
+
+    Raises:
+        CheckpointError: The run in `output_dir`, if one has begun, cannot become this
+            one; or a file is damaged.
+    """
+    folder = pathlib.Path(config.output_dir)
+    if (record := read_run_record(folder)) is None:
+        return
+    then, path, where = record.identity, folder / RUN_FILE, RUN_FILE
+    if newest_checkpoint(folder / CHECKPOINTS) is not None:
+        found = read_newest(folder / CHECKPOINTS)
+        then, where = found.run.identity, "the checkpoint"
+        path = folder / CHECKPOINTS / str(found.number)
+    # What is not known yet is taken to be the same.
+    jobs = {job.name: job.model_dump(mode="json") for job in config.jobs}
+    jobs = {name: then.jobs.get(name, {}) | job for name, job in jobs.items()}
+    now = RunIdentity(base="", settings=then.settings, jobs=jobs)
+    check_same_run(now, then, path, where)
+
+
+def check_resumes(
+    folder: pathlib.Path,
+    identity: RunIdentity,
+    jobs: Sequence[PreparedJob],
+    *,
+    drop_state: bool = False,
+) -> None:
+    """Refuses to resume what the run in a folder cannot become; reads no tables.
+
+    Args:
+        folder: Folder of a run that has begun.
+        identity: Identity of the run to resume.
+        jobs: Its jobs.
+        drop_state: Whether jobs may end at once, as they have done more steps than are
+            wanted now, or as early stopping has less patience.
+
+    Raises:
+        CheckpointError: The identities differ, a job that has finished has more steps
+            now, a job would end at once, or a file is damaged.
+    """
+    checkpoints = folder / CHECKPOINTS
+    if newest_checkpoint(checkpoints) is not None:
+        found = read_newest(checkpoints)
+        path = checkpoints / str(found.number)
+        check_same_run(identity, found.run.identity, path, "the checkpoint")
+        _check_not_extended(found.run.progress, jobs)
+        _check_not_cut(found.run.progress, jobs, drop_state=drop_state)
+    elif (record := read_run_record(folder)) is not None:
+        check_same_run(identity, record.identity, folder / RUN_FILE, RUN_FILE)

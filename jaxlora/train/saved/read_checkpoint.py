@@ -1,0 +1,167 @@
+"""Reads and checks checkpoints without changing them, so the run may be active."""
+
+import dataclasses
+import math
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import safetensors
+import xxhash
+
+from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.slots import Kind, ParkedSlot
+from jaxlora.common.json_file import check_regular_file
+from jaxlora.errors import CheckpointError
+from jaxlora.run.saved_run import (
+    SavedCheckpoint,
+    SavedRun,
+    SavedTensors,
+    read_sealed,
+)
+
+FORMAT = 6
+# A checkpoint is the folder checkpoints/<rounds>/run/ with these files.
+ITEM, META_FILE, TENSORS_FILE = "run", "meta.json", "tensors.safetensors"
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,15}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ReadCheckpoint:
+    """A checkpoint that was read, with correct checksums.
+
+    Attributes:
+        number: Rounds done.
+        run: State of the run besides the tensors of its jobs.
+        tensors: For each job that has begun and not ended, and each kind that was asked
+            for, its tensors on the host, by path.
+    """
+
+    number: int
+    run: SavedRun
+    tensors: dict[str, dict[Kind, dict[str, np.ndarray]]]
+
+    def adapter(self, job: str) -> Adapter:
+        """Returns the adapter of a job; its weights must have been read."""
+        return self.run.adapters[job].adapter(self.tensors[job]["params"])
+
+    def parked(self, job: str) -> ParkedSlot:
+        """Returns the state of a job's slot; all kinds must have been read."""
+        return ParkedSlot(**self.tensors[job])
+
+
+def newest_checkpoint(folder: pathlib.Path) -> int | None:
+    """Rounds done at the newest complete checkpoint in a folder, if there is one."""
+    return max(checkpoint_numbers(folder), default=None)
+
+
+def checkpoint_numbers(folder: pathlib.Path) -> list[int]:
+    """Rounds done at each complete checkpoint in a folder, in any order."""
+    if not folder.is_dir():
+        return []
+    # Incomplete checkpoints have longer names.
+    names = [path.name for path in folder.iterdir() if path.is_dir()]
+    return [int(name) for name in names if _NUMBER.fullmatch(name)]
+
+
+def read_newest(folder: pathlib.Path, kinds: Sequence[Kind] = ()) -> ReadCheckpoint:
+    """Reads the newest checkpoint.
+
+    An active run removes old checkpoints. If a checkpoint disappears while it is read,
+    the newer one is read instead.
+
+    Args:
+        folder: The `checkpoints` folder of the run.
+        kinds: Kinds of tensors to read.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it is damaged; the text says how to
+            go on.
+    """
+    number = newest_checkpoint(folder)
+    if number is None:
+        raise CheckpointError(f"{folder} holds no complete checkpoint.")
+    while True:
+        try:
+            return _read(folder, number, kinds)
+        except CheckpointError:
+            newer = newest_checkpoint(folder)
+            if newer is None or newer <= number:
+                raise
+            number = newer
+
+
+def _read(folder: pathlib.Path, number: int, kinds: Sequence[Kind]) -> ReadCheckpoint:
+    place, cure = folder / str(number) / ITEM, _cure(folder, number)
+    saved = read_sealed(place / META_FILE, SavedCheckpoint, version=FORMAT, cure=cure)
+    # Without kinds, the tables are not read, and each job has an empty one.
+    tensors: dict[str, dict[Kind, dict[str, np.ndarray]]] = {
+        n: {} for n in saved.tensors
+    }
+    if kinds:
+        tensors = _read_tensors(place / TENSORS_FILE, saved.tensors, kinds, cure)
+    return ReadCheckpoint(number=number, run=saved.run, tensors=tensors)
+
+
+def _read_tensors(
+    path: pathlib.Path,
+    jobs: Mapping[str, SavedTensors],
+    kinds: Sequence[Kind],
+    cure: str,
+) -> dict[str, dict[Kind, dict[str, np.ndarray]]]:
+    """Reads the tensors of all jobs, and compares them with their checksums."""
+    out: dict[str, dict[Kind, dict[str, np.ndarray]]] = {}
+    try:
+        check_regular_file(path)
+        with safetensors.safe_open(path, framework="numpy") as file:
+            for job, saved in jobs.items():
+                out[job] = {
+                    kind: _split(file.get_tensor(array_name(job, kind)), saved, kind)
+                    for kind in kinds
+                }
+    except (OSError, safetensors.SafetensorError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}. {cure}") from error
+    return out
+
+
+def array_name(job: str, kind: Kind) -> str:
+    """Name of the array that holds a job's tensors of one kind."""
+    return f"{job}/{kind}"
+
+
+def _split(array: np.ndarray, saved: SavedTensors, kind: Kind) -> dict[str, np.ndarray]:
+    """Splits an array into its tensors, by path; they are views.
+
+    Raises:
+        ValueError: The array is not the one that was saved.
+    """
+    size = sum(math.prod(shape) for shape in saved.shapes.values())
+    if array.shape != (size,) or checksum(array) != saved.checksums.get(kind):
+        raise ValueError(f"the checksum of {kind} does not match")
+    tensors, start = {}, 0
+    for path, shape in saved.shapes.items():
+        end = start + math.prod(shape)
+        tensors[path] = array[start:end].reshape(shape)
+        start = end
+    return tensors
+
+
+def _cure(folder: pathlib.Path, number: int) -> str:
+    before = max((n for n in checkpoint_numbers(folder) if n < number), default=None)
+    if before is None:
+        return (
+            "There is no checkpoint before it. Restore it from a copy; or remove "
+            f"{folder / str(number)}, and --resume trains from the start."
+        )
+    return (
+        f"To go on from checkpoint {before}, remove {folder / str(number)} and start "
+        "it again."
+    )
+
+
+def checksum(array: np.ndarray) -> str:
+    """XXH3 of an array's dtype and bytes."""
+    digest = xxhash.xxh3_128(array.dtype.str.encode())
+    digest.update(np.ascontiguousarray(array).view(np.uint8))
+    return digest.hexdigest()

@@ -1,0 +1,95 @@
+"""Loads the base model and the latest adapters of a run, which may be training."""
+
+import pathlib
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.export_record import read_record
+from jaxlora.adapters.peft_import import import_peft
+from jaxlora.common.json_file import read_json_file
+from jaxlora.common.yaml_file import parse_yaml
+from jaxlora.errors import CheckpointError
+from jaxlora.hf.load import BaseModel, load_model
+from jaxlora.hf.names import linear_shapes
+from jaxlora.run.folder import SETTINGS_FILE, read_run_record
+from jaxlora.train.saved.export import export_checkpoint
+
+
+def load_run_adapters(
+    run_dir: str | pathlib.Path,
+    jobs: Sequence[str] | None = None,
+    *,
+    model: str | pathlib.Path | None = None,
+) -> tuple[BaseModel, dict[str, Adapter], dict[str, str]]:
+    """Loads the base model of a run, and its jobs' adapters as `jaxlora export` does.
+
+    A job that is training has its weights at the newest checkpoint. Nothing in the
+    run's folder is changed.
+
+    Args:
+        run_dir: `output_dir` of the run, which may be active.
+        jobs: Names of the jobs; None: all that have weights.
+        model: Folder or hub id of the base; None: that of the run.
+
+    Returns:
+        The model; the adapters, by job; and what is to be said about each job: the
+        step of its weights, or why it has none.
+
+    Raises:
+        JaxloraError: The run cannot be read, one of `jobs` has no weights, or the model
+            is another one than the run's.
+    """
+    run_dir = pathlib.Path(run_dir)
+    with tempfile.TemporaryDirectory(prefix="jaxlora-generate-") as temporary:
+        exported = export_checkpoint(run_dir, pathlib.Path(temporary), jobs)
+        loaded = _load_base(run_dir, exported.folders[0], model)
+        adapters, notes = {}, dict(exported.left_out)
+        for folder in exported.folders:
+            adapters[folder.name] = import_peft(folder, linear_shapes(loaded.config))
+            record = read_record(folder)
+            notes[folder.name] = f"weights of step {record.step}" if record else ""
+    return loaded, adapters, notes
+
+
+def _base_source(run_dir: pathlib.Path, named: dict[str, Any]) -> str:
+    """Returns the base that an adapter of a run names, or that its run was given.
+
+    The files of an adapter tell only the last part of a folder's path.
+    """
+    settings = run_dir / SETTINGS_FILE
+    if named.get("revision") is None and settings.is_file():
+        try:
+            text = settings.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{settings} cannot be read: {error}. Name the base: --model MODEL."
+            ) from error
+        given = parse_yaml(text, str(settings))
+        if isinstance(given, dict) and isinstance(given.get("model"), str):
+            return given["model"]
+    return named["base_model_name_or_path"]
+
+
+def _load_base(
+    run_dir: pathlib.Path, adapter: pathlib.Path, model: str | pathlib.Path | None
+) -> BaseModel:
+    record = read_run_record(run_dir)
+    settings: dict[str, Any] = {} if record is None else record.identity.settings
+    named: dict[str, Any] = read_json_file(adapter / "adapter_config.json")
+    source = _base_source(run_dir, named) if model is None else model
+    loaded = load_model(
+        source,
+        revision=named.get("revision") if model is None else None,
+        dtype=settings.get("dtype", "auto"),
+        quantize=settings.get("quantize_base"),
+        keep_bf16=settings.get("keep_bf16", ()),
+    )
+    if record is not None and loaded.fingerprint != record.identity.base:
+        raise CheckpointError(
+            f"{source} is not the base model of {run_dir}: its fingerprint is "
+            f"{loaded.fingerprint[:12]}, and the run's is {record.identity.base[:12]}. "
+            "Name the model that the run trains on."
+        )
+    return loaded
