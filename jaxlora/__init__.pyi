@@ -13,7 +13,7 @@ from .fuse.explain import explain
 from .generate.api import generate
 from .generate.generator import Generator
 from .generate.prompt import Generation, Prompt
-from .hf.load import BaseModel, load_model
+from .hf.load import FrozenModel, load_model
 from .models.decoder import Decoder, DecoderOptions
 from .models.spec import DecoderSpec
 from .modules.base_param import BaseParam
@@ -29,13 +29,13 @@ from .train.trainer import Trainer
 
 __all__ = [
     "Adapter",
-    "BaseModel",
     "BaseParam",
     "Callback",
     "DataConfig",
     "Decoder",
     "DecoderOptions",
     "DecoderSpec",
+    "FrozenModel",
     "Generation",
     "GenerationSettings",
     "Generator",

@@ -23,12 +23,12 @@ from jaxlora.pallas_kernels.backends import (
     get_backend,
     is_partitioned,
 )
+from jaxlora.pallas_kernels.dequantize import backward_weights, forward_weights
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS, Dropout, MaskWords
 from jaxlora.pallas_kernels.given_mask import GivenMask, num_words
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
 from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
 from jaxlora.pallas_kernels.quantized.weight import QuantizedWeight
-from jaxlora.pallas_kernels.scratch import backward_weights, forward_weights
 from jaxlora.pallas_kernels.settings import ROWS, KernelSettings
 from jaxlora.pallas_kernels.varying import vary, varying_axes
 

@@ -110,7 +110,7 @@ class BatchSource:
             del self._items[old]
 
 
-class JobProgress:
+class BatchCursor:
     """How far planning has come in one job.
 
     Attributes:
@@ -164,10 +164,10 @@ class JobProgress:
         """Number of the current global batch."""
         return self.items[0][2].batch
 
-    def copy(self) -> "JobProgress":
+    def copy(self) -> "BatchCursor":
         """Returns a copy that shares the source."""
-        new = JobProgress.__new__(JobProgress)
-        for name in JobProgress.__slots__:
+        new = BatchCursor.__new__(BatchCursor)
+        for name in BatchCursor.__slots__:
             setattr(new, name, getattr(self, name))
         return new
 
@@ -188,7 +188,7 @@ class JobProgress:
 
 
 def fill_slot(
-    jobs: list[JobProgress], slot: int, target: int, limits: Limits, distance: int
+    jobs: list[BatchCursor], slot: int, target: int, limits: Limits, distance: int
 ) -> list[Item]:
     """Fills the microbatch of a slot with up to about `target` work.
 

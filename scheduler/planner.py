@@ -7,9 +7,9 @@ import numpy as np
 
 from jaxlora.scheduler.cost import CostModel
 from jaxlora.scheduler.fill import (
+    BatchCursor,
     BatchSource,
     Item,
-    JobProgress,
     WorkModel,
     fill_slot,
 )
@@ -92,7 +92,7 @@ class _State:
         before: The last slots, which still share the pipeline with the next one.
     """
 
-    jobs: list[JobProgress]
+    jobs: list[BatchCursor]
     slot: int
     before: list[Slot]
 
@@ -171,7 +171,7 @@ class Planner:
         slots = job.batch_tokens / self.limits.capacity + self.pipeline.distance - 1
         slots = max(1.0, slots)  # two batches of a job never share a slot
         source = BatchSource(job.batches, self._work, self.limits)
-        new = JobProgress(source, num_batches=job.num_batches, slots_per_batch=slots)
+        new = BatchCursor(source, num_batches=job.num_batches, slots_per_batch=slots)
         if source.job is None:
             return  # it has no batches
         if any(x.source.job == source.job for x in self._state.jobs):
@@ -211,7 +211,7 @@ class Planner:
             x.source.forget_before(x.number)
         return [_microbatch(s[0]) for s in plan.committed]
 
-    def _progress(self, job: int) -> JobProgress:
+    def _progress(self, job: int) -> BatchCursor:
         for x in self._state.jobs:
             if x.source.job == job:
                 return x

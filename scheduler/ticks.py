@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from jaxlora.scheduler import joint
 from jaxlora.scheduler.cost import CostModel
-from jaxlora.scheduler.fill import BatchSource, JobProgress, WorkModel, fill_slot
+from jaxlora.scheduler.fill import BatchCursor, BatchSource, WorkModel, fill_slot
 from jaxlora.scheduler.lanes import Lanes, Tick
 from jaxlora.scheduler.packers import PackerName, get_packer
 from jaxlora.scheduler.types import (
@@ -114,7 +114,7 @@ def fill_ticks(
     """
     work = WorkModel.from_cost(cost)
     jobs = [
-        JobProgress(
+        BatchCursor(
             BatchSource(job.batches, work, limits),
             num_batches=job.num_batches,
             slots_per_batch=ticks_per_batch(

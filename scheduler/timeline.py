@@ -9,7 +9,7 @@ Kind = Literal["F", "B", "step"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Pass:
+class TimedPass:
     """One piece of work of a stage.
 
     Attributes:
@@ -37,7 +37,7 @@ class Timeline:
         num_stages: Number of stages.
     """
 
-    passes: tuple[Pass, ...]
+    passes: tuple[TimedPass, ...]
     num_stages: int
 
     def __post_init__(self):
@@ -56,7 +56,7 @@ class Timeline:
             ("B", simulation.backward_start.tolist(), simulation.backward_end.tolist()),
         )
         passes = tuple(
-            Pass(stage=stage, kind=kind, tick=tick, start=left, end=right)
+            TimedPass(stage=stage, kind=kind, tick=tick, start=left, end=right)
             for kind, starts, ends in kinds
             for stage, of_stage in enumerate(zip(starts, ends, strict=True))
             for tick, (left, right) in enumerate(zip(*of_stage, strict=True))

@@ -11,11 +11,11 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, Int
 
 from jaxlora.adapters.optimizer import Pending
-from jaxlora.adapters.placement import Placement
+from jaxlora.adapters.stage_sharding import StageSharding
 
 
 def exchange_rounds(
-    slots: Collection[int], num_slots: int, placement: Placement
+    slots: Collection[int], num_slots: int, placement: StageSharding
 ) -> Iterator[Int[np.ndarray, "*R"]]:
     """Yields the argument `slot` of each call of `exchange` before an optimizer step.
 

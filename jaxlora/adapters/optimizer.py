@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlora.adapters.placement import ONE_DEVICE, Placement
+from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.modules.trained_tensors import tensor_of
 
 Tables = dict[str, Float[Array, "G L ..."]]  # stacks, by name: see models/stacks.py
@@ -56,11 +56,11 @@ class AdapterState:
 @typing.no_type_check  # JAX rebuilds it around things that are no arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Hyper:
+class OptimizerInputs:
     """Settings of one optimizer step, one row per slot.
 
     Attributes:
-        steps_now: Whether each slot's global batch is complete; other slots stay
+        step_mask: Whether each slot's global batch is complete; other slots stay
             bitwise unchanged.
         count: Optimizer steps that the slot has done.
         learning_rate: Learning rate of this step.
@@ -73,7 +73,7 @@ class Hyper:
         max_norm: Largest gradient norm; infinity never clips.
     """
 
-    steps_now: Bool[Array, "*G"]
+    step_mask: Bool[Array, "*G"]
     count: Int[Array, "*G"]
     learning_rate: Float[Array, "*G"]
     rate_ratio: dict[str, Float[Array, "*G"]]
@@ -103,7 +103,7 @@ class StepResult:
 def zero_state(
     shapes: dict[str, jax.ShapeDtypeStruct],
     num_slots: int,
-    placement: Placement = ONE_DEVICE,
+    placement: StageSharding = ONE_DEVICE,
 ) -> AdapterState:
     """Makes empty slots.
 
@@ -134,8 +134,8 @@ def zero_state(
 def _adapter_step(
     tables: tuple[Tables, Tables, Tables],
     gradients: Tables,
-    measured: "Measured",
-    hyper: Hyper,
+    measured: "GradientNorms",
+    hyper: OptimizerInputs,
 ) -> tuple[tuple[Tables, Tables, Tables], StepResult]:
     """Applies AdamW to one adapter; `optimizer_step` maps this over the slots.
 
@@ -167,7 +167,7 @@ def _adapter_step(
     params = jax.tree.map(jnp.add, old, updates)
     # Otherwise weights that are not finite would outlast the batch that caused them.
     is_finite = measured.is_finite & jnp.isfinite(norm)
-    taken = hyper.steps_now & is_finite
+    taken = hyper.step_mask & is_finite
     stepped = params, optax.tree.get(after, "mu"), optax.tree.get(after, "nu")
     tables = jax.tree.map(lambda new, old: jnp.where(taken, new, old), stepped, tables)
     return tables, StepResult(norm=norm, is_finite=is_finite)
@@ -176,7 +176,7 @@ def _adapter_step(
 @typing.no_type_check  # JAX rebuilds it around things that are no arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Measured:
+class GradientNorms:
     """Measures of a pending batch that clipping needs of all stages.
 
     Attributes:
@@ -188,7 +188,7 @@ class Measured:
     is_finite: Bool[Array, "*G"]
 
 
-def measure(pending: Pending) -> Measured:
+def measure(pending: Pending) -> GradientNorms:
     """Measures the pending gradients of every slot on this device.
 
     Args:
@@ -201,7 +201,7 @@ def measure(pending: Pending) -> Measured:
         return jnp.asarray(optax.tree.norm(gradients, squared=True), jnp.float32)
 
     size = pending.is_finite.shape[0]  # as a stage may have no adapted linears
-    return Measured(
+    return GradientNorms(
         squares=jax.vmap(squares, axis_size=size)(pending.gradients),
         is_finite=pending.is_finite,
     )
@@ -216,8 +216,8 @@ def _first(parts: jax.Array) -> jax.Array:
     return parts[0]
 
 
-def _over_stages(measured: Sequence[Measured]) -> Measured:
-    return Measured(
+def _over_stages(measured: Sequence[GradientNorms]) -> GradientNorms:
+    return GradientNorms(
         squares=functools.reduce(jnp.add, [one.squares for one in measured]),
         is_finite=functools.reduce(
             jnp.logical_and, [one.is_finite for one in measured]
@@ -227,8 +227,8 @@ def _over_stages(measured: Sequence[Measured]) -> Measured:
 
 def optimizer_step(
     state: AdapterState,
-    hyper: Hyper,
-    stages: Sequence[Measured] = (),
+    hyper: OptimizerInputs,
+    stages: Sequence[GradientNorms] = (),
 ) -> tuple[AdapterState, StepResult]:
     """Applies an optimizer step to the slots whose global batch is complete.
 
@@ -238,7 +238,7 @@ def optimizer_step(
     Args:
         state: All slots. The pending gradients of those that step are summed over the
             devices; see `exchange`.
-        hyper: Settings of the slots; `steps_now` selects the slots that step.
+        hyper: Settings of the slots; `step_mask` selects the slots that step.
         stages: Measures of the batch on every stage, in the order of the stages, as the
             norm of an adapter is over all of them; empty: there is only this stage.
 
@@ -248,16 +248,16 @@ def optimizer_step(
     measured = _over_stages(stages or [measure(state.pending)])
     tables = state.params, state.mu, state.nu
     step = jax.vmap(_adapter_step)
-    gradients = _summed(state.pending, hyper.steps_now)
+    gradients = _summed(state.pending, hyper.step_mask)
     tables, result = step(tables, gradients, measured, hyper)
     # If gradients were emptied before they are used, XLA would copy them on a CPU.
-    tables, emptied = jax.lax.optimization_barrier((tables, hyper.steps_now))
+    tables, emptied = jax.lax.optimization_barrier((tables, hyper.step_mask))
     params, mu, nu = tables
     pending = _emptied(state.pending, emptied)
     return AdapterState(params=params, mu=mu, nu=nu, pending=pending), result
 
 
-def _summed(pending: Pending, steps_now: Bool[Array, " G"]) -> Tables:
+def _summed(pending: Pending, step_mask: Bool[Array, " G"]) -> Tables:
     """Returns the gradients of the slots that step.
 
     On several devices, those of other slots are no sums yet, and zero here. (On a CPU,
@@ -268,7 +268,7 @@ def _summed(pending: Pending, steps_now: Bool[Array, " G"]) -> Tables:
 
     def selected(gradients):
         axes = range(1, gradients.ndim)
-        return jnp.where(jnp.expand_dims(steps_now, axes), gradients, 0.0)
+        return jnp.where(jnp.expand_dims(step_mask, axes), gradients, 0.0)
 
     return jax.tree.map(selected, _own(pending).gradients)
 

@@ -52,7 +52,7 @@ def export_peft(
         linear_names: Names of the base model's linears. They show whether a suffix such
             as `q_proj` selects exactly the adapted modules.
         revision: Commit (or branch or tag) of a base on the hub, as in
-            `BaseModel.revision`; peft loads this revision of the base.
+            `FrozenModel.revision`; peft loads this revision of the base.
         overwrite: Whether to replace a folder that holds files other than an export's.
         record: Record to write as jaxlora.json, with the checksums of the files.
         card: Text of a model card to write as README.md; None: there is none.

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.optimizer import AdapterState, Pending, Tables, zero_state
-from jaxlora.adapters.placement import ONE_DEVICE, Placement
+from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.adapters.targets import ModuleLora
 from jaxlora.config import LoraJob
 from jaxlora.hf.names import linear_path
@@ -143,7 +143,7 @@ class SlotTable:
         self,
         spec: DecoderSpec,
         write_slot: WriteSlot,
-        placement: Placement = ONE_DEVICE,
+        placement: StageSharding = ONE_DEVICE,
     ):
         """Makes empty slots.
 

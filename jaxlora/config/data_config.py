@@ -41,7 +41,7 @@ class DataConfig(StrictModel):
             before it trains and names the record; `drop` leaves it out and counts it.
     """
 
-    other_names = OF_DATA
+    aliases = OF_DATA
 
     path: str
     split: str | None = None

@@ -102,7 +102,7 @@ class LoraJob(StrictModel):
             order in which they are given. See also `RunConfig.preempt`.
     """
 
-    other_names = OF_JOB
+    aliases = OF_JOB
     rules = OF_A_JOB
 
     name: str
@@ -230,7 +230,7 @@ class RunConfig(BaseSettings):
             what it learns. Training does the same with and without them.
     """
 
-    other_names = OF_RUN
+    aliases = OF_RUN
     rules = (*BaseSettings.rules, *OF_A_RUN)
     nested = {"jobs": LoraJob, "samples": SamplesConfig}
     belongs = dict.fromkeys(
@@ -272,7 +272,7 @@ class RunConfig(BaseSettings):
         return Limits(capacity=self.microbatch_tokens, block_tokens=self.block_tokens)
 
     @property
-    def least_remat(self) -> Literal["none", "elementwise", "mlp", "layer"]:
+    def weakest_remat(self) -> Literal["none", "elementwise", "mlp", "layer"]:
         """`remat`; while it is `auto`, the weakest that it may become."""
         return "none" if self.remat == "auto" else self.remat
 

@@ -217,7 +217,7 @@ def _with_defaults(job: Any, defaults: dict[str, Any], ours: dict[str, str]) -> 
     """Adds the defaults that a job lacks, whatever it calls them."""
     if not isinstance(job, dict):
         return job
-    own = {LoraJob.other_names.same.get(key, key) for key in job}
+    own = {LoraJob.aliases.same.get(key, key) for key in job}
     return {k: defaults[k] for k, name in ours.items() if name not in own} | job
 
 
@@ -232,7 +232,7 @@ def _place(problem: Problem, jobs: Any, ours: dict[str, str]) -> Problem:
             return problem
     if not isinstance(job, dict):  # it joined the run later, or is not a mapping
         return problem
-    names = LoraJob.other_names.same
+    names = LoraJob.aliases.same
     for key in job:
         if setting in (key, names.get(key)):
             return dataclasses.replace(problem, path=("jobs", number, key, *rest))

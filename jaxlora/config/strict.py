@@ -73,13 +73,13 @@ class StrictModel(pydantic.BaseModel):
     """A frozen configuration, whose problems are reported together.
 
     Attributes:
-        other_names: Names that other tools have for the settings.
+        aliases: Names that other tools have for the settings.
         belongs: For settings of other configurations, whose they are and where they go.
         rules: Rules between several settings.
         nested: Configurations in the settings that the rules look into.
     """
 
-    other_names: ClassVar[OtherNames] = OtherNames(same={}, hints={})
+    aliases: ClassVar[OtherNames] = OtherNames(same={}, hints={})
     belongs: ClassVar[Mapping[str, str]] = {}
     rules: ClassVar[tuple[Rule, ...]] = ()
     nested: ClassVar[Mapping[str, type["StrictModel"]]] = {}
@@ -113,7 +113,7 @@ class StrictModel(pydantic.BaseModel):
         """
         # beartype does not know the type `Self`.
         kind: Any = type(self)
-        new = {kind.other_names.same.get(key, key) for key in changes}
+        new = {kind.aliases.same.get(key, key) for key in changes}
         given = {n: getattr(self, n) for n in self.model_fields_set if n not in new}
         return kind(**given | changes)
 
@@ -125,7 +125,7 @@ class StrictModel(pydantic.BaseModel):
             The setting that each known key gives, and for each other key the reason
             why it cannot be used.
         """
-        ours, refused = cls.other_names.translate(values)
+        ours, refused = cls.aliases.translate(values)
         for key in [key for key, name in ours.items() if name not in cls.model_fields]:
             del ours[key]
             place = cls.belongs.get(key)

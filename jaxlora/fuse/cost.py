@@ -11,8 +11,13 @@ from collections.abc import Iterable
 
 import networkx as nx
 
-from jaxlora.fuse.device import TILE_COLUMNS, TILE_ROWS, Device, describe_device
 from jaxlora.fuse.graph import data_flow
+from jaxlora.fuse.kernel_rates import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    KernelRates,
+    describe_device,
+)
 from jaxlora.fuse.launches import Launch, xla_launches
 from jaxlora.fuse.site import Site
 from jaxlora.fuse.site_shape import (
@@ -136,7 +141,7 @@ def decide_shape(
     )
 
 
-def _plain_shrink(shape: SiteShape, device: Device) -> Cost:
+def _plain_shrink(shape: SiteShape, device: KernelRates) -> Cost:
     """Cost of s as XLA compiles it, and of x with dropout for each mask."""
     dropped = Cost(
         num_bytes=2 * _bytes(shape, shape.in_features),
@@ -161,7 +166,7 @@ def format_time(seconds: float) -> str:
     return f"{micros:,.0f} us" if micros < 1e4 else f"{micros / 1e3:,.1f} ms"
 
 
-def launches_cost(launches: Iterable[Launch], device: Device) -> Cost:
+def launches_cost(launches: Iterable[Launch], device: KernelRates) -> Cost:
     """Sums up the costs of kernels."""
     each = (
         Cost(num_bytes=launch.num_bytes, seconds=launch.seconds(device))
@@ -170,19 +175,19 @@ def launches_cost(launches: Iterable[Launch], device: Device) -> Cost:
     return sum(each, Cost())
 
 
-def graph_cost(graph: nx.MultiDiGraph, device: Device) -> Cost:
+def graph_cost(graph: nx.MultiDiGraph, device: KernelRates) -> Cost:
     """Predicts the cost of a whole program as XLA compiles it."""
     return launches_cost(xla_launches(graph), device)
 
 
-def plain_costs(shape: SiteShape, device: Device) -> tuple[Cost, Cost]:
+def plain_costs(shape: SiteShape, device: KernelRates) -> tuple[Cost, Cost]:
     """Predicts the forward pass and both passes of a site as XLA compiles them."""
     programs = forward_program(shape), training_program(shape)
     forward, both = (graph_cost(data_flow(p), device) for p in programs)
     return forward, both
 
 
-def fused_costs(shape: SiteShape, device: Device) -> tuple[Cost, Cost]:
+def fused_costs(shape: SiteShape, device: KernelRates) -> tuple[Cost, Cost]:
     """Predicts the forward pass and both passes of a site in the fused kernels."""
     masks = _packing(shape, device)
     small = Cost(seconds=_small_seconds(device) / 2)
@@ -198,7 +203,7 @@ def fused_costs(shape: SiteShape, device: Device) -> tuple[Cost, Cost]:
     return forward, forward + backward + _expand_with_outers(shape, device)
 
 
-def _small_seconds(device: Device) -> float:
+def _small_seconds(device: KernelRates) -> float:
     """Time of eight kernels over A, B and the routing; at least their launches."""
     return max(_SMALL_SECONDS, 8 * device.launch_seconds)
 
@@ -213,7 +218,7 @@ def _bytes(shape: SiteShape, features: int) -> float:
     return float(shape.tokens * features * shape.itemsize)
 
 
-def _packing(shape: SiteShape, device: Device) -> Cost:
+def _packing(shape: SiteShape, device: KernelRates) -> Cost:
     """Cost of packing the masks to one bit per element, and of drawing them."""
     if not shape.masks:
         return Cost()
@@ -225,7 +230,7 @@ def _packing(shape: SiteShape, device: Device) -> Cost:
     return Cost(num_bytes=num_bytes, seconds=seconds + device.launch_seconds)
 
 
-def _shrink(shape: SiteShape, features: int, device: Device, rank: int) -> Cost:
+def _shrink(shape: SiteShape, features: int, device: KernelRates, rank: int) -> Cost:
     """Cost of s or ds, which is that of reading x or dy once if the rank is small."""
     num_bytes = _bytes(shape, features) + _bytes(shape, rank)
     seconds = max(
@@ -235,7 +240,7 @@ def _shrink(shape: SiteShape, features: int, device: Device, rank: int) -> Cost:
     return Cost(num_bytes=num_bytes, seconds=seconds + _SHRINK_SECONDS)
 
 
-def _expand(shape: SiteShape, n: int, device: Device) -> Cost:
+def _expand(shape: SiteShape, n: int, device: KernelRates) -> Cost:
     """Cost of y: the frozen product with further steps for the ranks."""
     k = shape.in_features
     num_bytes = _bytes(shape, k) + _bytes(shape, n) + k * n * shape.itemsize
@@ -247,7 +252,7 @@ def _expand(shape: SiteShape, n: int, device: Device) -> Cost:
     return Cost(num_bytes=num_bytes, seconds=seconds + device.launch_seconds)
 
 
-def _expand_with_outers(shape: SiteShape, device: Device) -> Cost:
+def _expand_with_outers(shape: SiteShape, device: KernelRates) -> Cost:
     """Cost of dx, in one launch with dA and dB.
 
     The plan is that of the kernels: some multiprocessors compute dA and dB beside dx,
@@ -269,7 +274,9 @@ def _expand_with_outers(shape: SiteShape, device: Device) -> Cost:
     return Cost(num_bytes=num_bytes, seconds=seconds + device.launch_seconds)
 
 
-def _outer(shape: SiteShape, features: int, masks: int, device: Device) -> OuterCost:
+def _outer(
+    shape: SiteShape, features: int, masks: int, device: KernelRates
+) -> OuterCost:
     """Describes the kernel of dA or of one dB."""
     splits = splits_for(device.name, features, device.num_sms)
     tokens = shape.tokens / shape.adapters

@@ -19,8 +19,8 @@ from typing import Any
 
 import networkx as nx
 
-from jaxlora.fuse.device import TILE_COLUMNS, Device
 from jaxlora.fuse.graph import Operation, Tensor, operations
+from jaxlora.fuse.kernel_rates import TILE_COLUMNS, KernelRates
 from jaxlora.fuse.launches import Origins, bound
 from jaxlora.fuse.work import Kind
 
@@ -50,7 +50,7 @@ class Cut:
     inside: frozenset[int]
 
 
-def find_cuts(graph: nx.MultiDiGraph, device: Device) -> list[Cut]:
+def find_cuts(graph: nx.MultiDiGraph, device: KernelRates) -> list[Cut]:
     """Returns the cuts of a graph, one for each large product with such a path.
 
     A product is large if it is bound by compute on the device. A path has at least one
@@ -99,7 +99,7 @@ class _Path:
 class _Paths:
     """Finds the paths beside the large products of a graph."""
 
-    def __init__(self, graph: nx.MultiDiGraph, device: Device):
+    def __init__(self, graph: nx.MultiDiGraph, device: KernelRates):
         self._graph = graph
         self._ops = operations(graph)
         self._origins = Origins(self._ops)
@@ -186,7 +186,7 @@ class _Paths:
         )
 
 
-def _minimum_cut(path: _Path, device: Device) -> Cut:
+def _minimum_cut(path: _Path, device: KernelRates) -> Cut:
     network = _network(path, device)
     _, (early, _) = nx.minimum_cut(network, _SOURCE, _SINK)
     before = frozenset(i for i in path.members if i in early)
@@ -215,7 +215,7 @@ def _minimum_cut(path: _Path, device: Device) -> Cut:
     )
 
 
-def _network(path: _Path, device: Device) -> nx.DiGraph:
+def _network(path: _Path, device: KernelRates) -> nx.DiGraph:
     """Makes the network whose minimum cut is the best partition.
 
     The source's side is computed before the kernel, and the sink's side in it.
@@ -252,7 +252,7 @@ def _crossing_bytes(path: _Path, tensor: Tensor) -> float:
     return tensor.num_bytes * (1 if tensor.index in path.kept else 2)
 
 
-def _seconds_inside(op: Operation, device: Device) -> float:
+def _seconds_inside(op: Operation, device: KernelRates) -> float:
     """Returns the time of an operation inside a kernel, if it is computed once."""
     if op.sizes is not None:
         batches, *sides = op.sizes

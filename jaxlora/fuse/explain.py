@@ -16,8 +16,8 @@ from jaxlora.common.console import literal, show
 from jaxlora.fuse.api import trace_call
 from jaxlora.fuse.cost import Cost, Decision, decide, graph_cost
 from jaxlora.fuse.cut import Cut, find_cuts
-from jaxlora.fuse.device import describe_device
 from jaxlora.fuse.graph import data_flow, inner_jaxprs
+from jaxlora.fuse.kernel_rates import describe_device
 from jaxlora.fuse.picture import save_picture
 from jaxlora.fuse.rewrite import Rewritten
 from jaxlora.fuse.site import Refusal

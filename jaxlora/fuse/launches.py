@@ -15,8 +15,8 @@ from collections.abc import Iterable
 
 import networkx as nx
 
-from jaxlora.fuse.device import Device
 from jaxlora.fuse.graph import Operation, Tensor, operations
+from jaxlora.fuse.kernel_rates import KernelRates
 from jaxlora.fuse.work import NO_ARITHMETIC, Arithmetic, Kind
 
 _SUMS = {"add", "add_any"}
@@ -49,29 +49,29 @@ class Launch:
         """Bytes that all runs read and write."""
         return self.runs * (self.bytes_read + self.bytes_written)
 
-    def seconds(self, device: Device) -> float:
+    def seconds(self, device: KernelRates) -> float:
         """Predicts the time of all runs, in seconds."""
         longest = max(self._memory_seconds(device), self._compute_seconds(device))
         return self.runs * (device.launch_seconds + longest)
 
-    def is_compute_bound(self, device: Device) -> bool:
+    def is_compute_bound(self, device: KernelRates) -> bool:
         """Whether its arithmetic takes longer than its reads and writes."""
         return self._compute_seconds(device) > self._memory_seconds(device)
 
-    def _memory_seconds(self, device: Device) -> float:
+    def _memory_seconds(self, device: KernelRates) -> float:
         is_thin = self.sizes is not None and min(self.sizes[1:]) <= _THIN
         rate = device.speed.memory_bytes
         rate *= device.thin_share if is_thin else device.memory_share
         return (self.bytes_read + self.bytes_written) / rate
 
-    def _compute_seconds(self, device: Device) -> float:
+    def _compute_seconds(self, device: KernelRates) -> float:
         vector = self.work.vector_operations / device.vector_operations
         integer = self.work.integer_operations / device.integer_operations
         matmul = 0.0 if self.sizes is None else device.matmul_seconds(self.sizes)
         return max(matmul, vector + integer)
 
 
-def bound(operation: Operation, device: Device) -> str:
+def bound(operation: Operation, device: KernelRates) -> str:
     """Returns whether an operation alone is bound by `memory` or by `compute`."""
     num_bytes = operation.bytes_read + operation.bytes_written
     work = operation.work

@@ -14,8 +14,8 @@ from matplotlib.patches import Patch
 
 from jaxlora.errors import JaxloraError, StorageError
 from jaxlora.fuse.cut import Cut
-from jaxlora.fuse.device import Device
 from jaxlora.fuse.graph import Operation, Tensor, operations
+from jaxlora.fuse.kernel_rates import KernelRates
 from jaxlora.fuse.launches import Launch, Origins, xla_launches
 from jaxlora.fuse.work import Kind
 
@@ -46,7 +46,7 @@ class _Box:
 def save_picture(
     graph: nx.MultiDiGraph,
     cuts: Sequence[Cut],
-    device: Device,
+    device: KernelRates,
     path: str | pathlib.Path,
 ) -> None:
     """Writes a picture of a graph with its cuts.
@@ -83,7 +83,7 @@ def save_picture(
 
 
 def _picture(
-    graph: nx.MultiDiGraph, cuts: Sequence[Cut], device: Device
+    graph: nx.MultiDiGraph, cuts: Sequence[Cut], device: KernelRates
 ) -> "nx.DiGraph[Any]":
     """Returns the graph of boxes, with the attributes `box`, `tensor` and `is_cut`."""
     launches = xla_launches(graph)
@@ -95,7 +95,7 @@ def _picture(
 
 
 def _kernel_box(
-    graph: nx.MultiDiGraph, launch: Launch, cuts: Sequence[Cut], device: Device
+    graph: nx.MultiDiGraph, launch: Launch, cuts: Sequence[Cut], device: KernelRates
 ) -> _Box:
     ops = [graph.nodes[i]["operation"] for i in launch.operations]
     own = frozenset(launch.operations)
@@ -158,7 +158,7 @@ def _fold(
     picture: "nx.DiGraph[Any]",
     cuts: Sequence[Cut],
     launches: Sequence[Launch],
-    device: Device,
+    device: KernelRates,
 ) -> list[_Box]:
     """Makes a box for the path at each cut, and one for each piece of the rest."""
     site_of = {i: c for c, cut in enumerate(cuts) for i in (*cut.before, *cut.inside)}
@@ -188,7 +188,7 @@ def _folded(
     boxes: Sequence[_Box],
     numbers: Iterable[int],
     launches: Sequence[Launch],
-    device: Device,
+    device: KernelRates,
 ) -> _Box:
     seconds = sum(launches[n].seconds(device) for n in numbers)
     largest = max(boxes, key=lambda b: len(b.label) * ("product" in b.label))
@@ -234,7 +234,7 @@ def _positions(picture: "nx.DiGraph[Any]") -> dict[int, tuple[float, float]]:
     return places
 
 
-def _draw(picture: "nx.DiGraph[Any]", device: Device) -> Figure:
+def _draw(picture: "nx.DiGraph[Any]", device: KernelRates) -> Figure:
     places = _positions(picture)
     across = [x for x, _ in places.values()] or [0.0]
     rows = 1 + max((-y for _, y in places.values()), default=0.0)

@@ -8,7 +8,7 @@ import numpy as np
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.generate.batch import LoadedDecoder
 from jaxlora.generate.programs import Tables, Weights
-from jaxlora.hf.load import BaseModel
+from jaxlora.hf.load import FrozenModel
 from jaxlora.hf.names import linear_path
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec, SlotSettings
@@ -19,7 +19,7 @@ from jaxlora.modules.trained_tensors import tensor_settings, unpadded
 NO_ADAPTER = 0  # the slot of the base model, which stays empty
 
 
-def load_decoder(model: BaseModel, adapters: Iterable[Adapter]) -> LoadedDecoder:
+def load_decoder(model: FrozenModel, adapters: Iterable[Adapter]) -> LoadedDecoder:
     """Makes a decoder with a slot for the base model and one for each adapter.
 
     The adapters are rounded to the model's dtype, as training does for its products.

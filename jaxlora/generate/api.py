@@ -11,12 +11,12 @@ from jaxlora.errors import ConfigError
 from jaxlora.generate.adapter_names import Adapters
 from jaxlora.generate.generator import Generator
 from jaxlora.generate.prompt import Generation, Prompts, as_prompts
-from jaxlora.hf.load import BaseModel
+from jaxlora.hf.load import FrozenModel
 from jaxlora.problems import format_errors
 
 
 def generate(
-    model: BaseModel | str | pathlib.Path,
+    model: FrozenModel | str | pathlib.Path,
     prompts: Prompts,
     *,
     adapters: Adapters | None = None,

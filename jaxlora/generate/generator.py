@@ -32,7 +32,7 @@ from jaxlora.generate.prompt import (
     as_prompts,
 )
 from jaxlora.generate.write import prompt_text
-from jaxlora.hf.load import BaseModel, load_model
+from jaxlora.hf.load import FrozenModel, load_model
 from jaxlora.hf.names import linear_shapes
 
 _STREAM_STEPS = 4  # tokens between two pieces of text that are streamed
@@ -187,7 +187,7 @@ class Generator:
 
     def __init__(
         self,
-        model: BaseModel | str | pathlib.Path,
+        model: FrozenModel | str | pathlib.Path,
         adapters: Adapters | None = None,
         *,
         batch_size: int = 16,
@@ -293,13 +293,13 @@ class Generator:
         return [dataclasses.replace(prompt, adapter=name) for name in names]
 
 
-def end_ids(model: BaseModel, tokenizer: Tokenizer) -> tuple[int, ...]:
+def end_ids(model: FrozenModel, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Returns the tokens that end a text: the tokenizer's and the model's."""
     own = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     return tuple(dict.fromkeys([*own, *model_eos_ids(model.folder)]))
 
 
-def _check_one_device(model: BaseModel) -> None:
+def _check_one_device(model: FrozenModel) -> None:
     for array in model.params.values():
         where: Any = array.sharding
         if isinstance(where, NamedSharding) and where.mesh.size > 1:
@@ -309,8 +309,8 @@ def _check_one_device(model: BaseModel) -> None:
             )
 
 
-def _loaded(model: Any) -> BaseModel:
-    if isinstance(model, BaseModel):
+def _loaded(model: Any) -> FrozenModel:
+    if isinstance(model, FrozenModel):
         return model
     if not isinstance(model, str | pathlib.Path):
         raise ConfigError(
@@ -328,7 +328,7 @@ def _chosen(settings: GenerationSettings | None) -> GenerationSettings:
     return settings or GenerationSettings()
 
 
-def _read(model: BaseModel, adapter: str | pathlib.Path | Adapter) -> Adapter:
+def _read(model: FrozenModel, adapter: str | pathlib.Path | Adapter) -> Adapter:
     if isinstance(adapter, Adapter):
         return adapter
     return import_peft(adapter, linear_shapes(model.config))

@@ -10,7 +10,7 @@ from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
 from jaxlora.hf.files import read_json
 from jaxlora.hf.kept_linears import kept_linears
 from jaxlora.hf.quantized.config import read_quantization
-from jaxlora.hf.quantized.layout import Layout
+from jaxlora.hf.quantized.stored import StorageLayout
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.pallas_kernels import FORMATS, Fp8Weight, Nf4Weight
 
@@ -116,7 +116,7 @@ def _of_dense(
 
 def _of_layout(
     config: ModelConfig,
-    layout: Layout,
+    layout: StorageLayout,
     quantize: str | None,
     kept: tuple[str, ...],
     is_nested: bool,
@@ -163,7 +163,9 @@ def _check_shape(base: BaseFormat, name: str, n: int, k: int) -> None:
         raise ModelError(f"{name}: {error}") from None
 
 
-def _check_kept(wanted: Iterable[str], kept: Sequence[str], layout: Layout) -> None:
+def _check_kept(
+    wanted: Iterable[str], kept: Sequence[str], layout: StorageLayout
+) -> None:
     for path in wanted:
         if path not in kept:
             raise ConfigError(

@@ -19,12 +19,12 @@ from jaxlora.hf.config import model_config
 from jaxlora.hf.files import read_json, safetensor_files
 from jaxlora.hf.names import TensorSpec, linear_names, linear_path, tensor_specs
 from jaxlora.hf.quantized.config import KEY, read_quantization
-from jaxlora.hf.quantized.layout import Layout, StoredWeight
 from jaxlora.hf.quantized.linears import (
     ACTIVATION_SCALES,
     StoredLinear,
     find_stored_linears,
 )
+from jaxlora.hf.quantized.stored import StorageLayout, StoredWeight
 from jaxlora.hf.tensor_file import TensorFile
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Checkpoint:
         return tuple(linear_path(name) for name in linear_names(self.config))
 
     @property
-    def layout(self) -> Layout | None:
+    def layout(self) -> StorageLayout | None:
         """How config.json says that linears are stored; None: as dense weights."""
         return read_quantization(self.config_json)
 

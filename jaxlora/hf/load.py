@@ -35,7 +35,7 @@ _BLOCK_ROWS = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BaseModel:
+class FrozenModel:
     """A frozen base model on its devices.
 
     Attributes:
@@ -87,7 +87,7 @@ def load_model(
     keep_bf16: Sequence[str] = (),
     fp8_weight_copies: Literal[1, 2] = 1,
     place: Callable[[ModelConfig, BaseFormat | None], Place | None] | None = None,
-) -> BaseModel:
+) -> FrozenModel:
     """Loads a Hugging Face checkpoint of one of the families in `FAMILIES`.
 
     Each tensor goes from its file through one host buffer to its device, so the host
@@ -129,7 +129,7 @@ def load_model(
     chosen = base_dtype(dtype)
     placed = None if place is None else place(checkpoint.config, base)
     params, fingerprint = _load(checkpoint, base, chosen, placed)
-    return BaseModel(
+    return FrozenModel(
         config=checkpoint.config,
         params=params,
         dtype=jnp.dtype(chosen),

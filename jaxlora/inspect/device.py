@@ -13,7 +13,7 @@ from rich.table import Table
 from jaxlora.common.console import literal, show
 from jaxlora.device_check import check_device
 from jaxlora.hf.config import model_config
-from jaxlora.memory.device import device_memory
+from jaxlora.memory.device_memory import device_memory
 from jaxlora.memory.gpu_share import choose_share, query_gpus
 from jaxlora.modules.attention_table import ATTENTIONS
 from jaxlora.pallas_kernels import BACKENDS, FORMATS, LinearShape

@@ -14,9 +14,10 @@ from jaxlora.common.note import Note, log_notes
 from jaxlora.config import RunConfig
 from jaxlora.costs.device_speed import find_speed
 from jaxlora.errors import ConfigError
-from jaxlora.memory import device, mesh, options
+from jaxlora.memory import device_memory as device
+from jaxlora.memory import mesh, options
 from jaxlora.memory.bounds import Bounds
-from jaxlora.memory.device import DeviceMemory, format_bytes
+from jaxlora.memory.device_memory import DeviceMemory, format_bytes
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.mesh import MeshFootprint, MeshStages
 from jaxlora.memory.refusal import refusal
@@ -178,13 +179,13 @@ def _measured(
             return config
         chosen = search.next_capacity(tokens, found, available.num_bytes)
         if chosen is None:
-            stronger = bounds.stronger_than(config.least_remat)
+            stronger = bounds.stronger_than(config.weakest_remat)
             if stronger is None:
                 raise refusal(config, stages, bounds, found, available)
             again = _estimated(config, stages, stronger, available)
             log_notes(again.notes)
             config = again.config
-            stages = stages.with_remat(config.least_remat)
+            stages = stages.with_remat(config.weakest_remat)
             search = _Search(stronger)
             continue
         if chosen == tokens:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from jaxlora.memory import mesh
 from jaxlora.memory.bounds import Bounds
-from jaxlora.memory.device import DeviceMemory
+from jaxlora.memory.device_memory import DeviceMemory
 from jaxlora.memory.estimate import step_bytes
 from jaxlora.memory.mesh import MeshFootprint, MeshStages
 from jaxlora.sharding.mesh_sizes import MeshSizes

@@ -5,14 +5,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlora.adapters.placement import ONE_DEVICE, Placement
+from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.data.pack import PackedBatch
 from jaxlora.models.forward import SlotKeys
 from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.scheduler import Limits
 
 
-def batch_shapes(limits: Limits, placement: Placement = ONE_DEVICE) -> PackedBatch:
+def batch_shapes(limits: Limits, placement: StageSharding = ONE_DEVICE) -> PackedBatch:
     """Shapes of a microbatch of `limits.capacity` tokens on each device of a stage."""
     where = placement.sharding(placement.rows)
     num_rows = placement.num_devices * limits.capacity

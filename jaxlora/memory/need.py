@@ -3,7 +3,7 @@
 import dataclasses
 
 from jaxlora.errors import ConfigError
-from jaxlora.memory.device import DeviceMemory, format_bytes
+from jaxlora.memory.device_memory import DeviceMemory, format_bytes
 from jaxlora.memory.mesh import MeshFootprint, MeshStages
 
 

@@ -8,7 +8,7 @@ from jaxlora.config import RunConfig
 from jaxlora.costs.device_speed import DeviceSpeed
 from jaxlora.costs.throughput import seconds_per_token
 from jaxlora.memory.bounds import Bounds
-from jaxlora.memory.device import DeviceMemory, format_bytes
+from jaxlora.memory.device_memory import DeviceMemory, format_bytes
 from jaxlora.memory.fitting import estimate_at, estimated_room, largest_fitting
 from jaxlora.memory.mesh import MeshFootprint, MeshStages
 from jaxlora.models.layer import Remat

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from jaxlora.config import RunConfig
 from jaxlora.memory.bounds import Bounds
-from jaxlora.memory.device import DeviceMemory, format_bytes
+from jaxlora.memory.device_memory import DeviceMemory, format_bytes
 from jaxlora.memory.fitting import estimate_at, largest_fitting
 from jaxlora.memory.footprint import Footprint
 from jaxlora.memory.mesh import MeshFootprint, MeshStages
@@ -69,7 +69,7 @@ def _capacity_cures(
 ) -> Iterator[str]:
     """Yields the largest capacity at which the run fits."""
     estimate = _corrected(config, stages, found)
-    remat = config.least_remat
+    remat = config.weakest_remat
     fitting = largest_fitting(bounds, functools.partial(estimate, remat), limit)
     if fitting is not None:
         yield f"microbatch_tokens: {fitting}"
@@ -107,7 +107,7 @@ def _remat_cures(
 ) -> Iterator[str]:
     """Yields the weakest remat, stronger than the run's, that makes the run fit."""
     choices = typing.get_args(Remat)
-    stronger = choices[choices.index(config.least_remat) + 1 :]
+    stronger = choices[choices.index(config.weakest_remat) + 1 :]
     if not stronger:
         return
     tokens, estimate = config.limits.capacity, _corrected(config, stages, found)
@@ -132,7 +132,7 @@ def _corrected(
 
     tokens = config.limits.capacity
     tightest = found.tightest(tokens)
-    own = estimate(config.least_remat, tokens).stages[tightest]
+    own = estimate(config.weakest_remat, tokens).stages[tightest]
     factor = found.stages[tightest].step_bytes(tokens) / own.step_bytes(tokens)
 
     def corrected(remat: Remat, tokens: int | None) -> MeshFootprint:

@@ -7,7 +7,7 @@ from jaxlora.config import RunConfig
 from jaxlora.costs.device_speed import find_speed
 from jaxlora.memory import options
 from jaxlora.memory.bounds import Bounds
-from jaxlora.memory.device import DeviceMemory, format_bytes
+from jaxlora.memory.device_memory import DeviceMemory, format_bytes
 from jaxlora.memory.footprint import num_bytes
 from jaxlora.memory.mesh import MeshStages
 from jaxlora.memory.options import Option

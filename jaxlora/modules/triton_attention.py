@@ -11,12 +11,12 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxlora.modules.length_classes import SegmentLengths, segment_bounds
 from jaxlora.modules.scoring import ATTENTION_RESULTS, Scoring
 from jaxlora.pallas_kernels.operands import unsupported_dtype
-from jaxlora.pallas_kernels.triton.device import (
+from jaxlora.pallas_kernels.triton.launch import Tile, launch
+from jaxlora.pallas_kernels.triton.target import (
     Target,
     present_target,
     unsupported_device,
 )
-from jaxlora.pallas_kernels.triton.launch import Tile, launch
 
 _MAX_HEAD_DIM = 256
 _MAX_ELEMENTS = 2**31  # offsets inside a segment are int32
@@ -55,7 +55,7 @@ TILES_80 = {
 }
 
 
-class Layout(NamedTuple):
+class RowTiles(NamedTuple):
     """Places of segments and tiles in packed rows.
 
     Attributes:
@@ -143,7 +143,7 @@ class Kernels(NamedTuple):
         rows: tuple[Array, ...],
         out_types: list[jax.ShapeDtypeStruct],
         tile: Tile,
-        layout: Layout,
+        layout: RowTiles,
         *,
         is_sound: Array | None = None,
         over_keys: bool = False,
@@ -201,7 +201,7 @@ def tiles_of(head_dim: int, capability: int) -> Tiles:
     return next(tiles for most, tiles in table.items() if head_dim <= most)
 
 
-def _layout(segment_ids: Int[Array, " T"], tiles: Tiles) -> Layout:
+def _layout(segment_ids: Int[Array, " T"], tiles: Tiles) -> RowTiles:
     start, end = segment_bounds(segment_ids)
     rows = jnp.arange(segment_ids.shape[0], dtype=jnp.int32)
     sizes = {tiles.forward.sizes["QUERIES"], tiles.queries.sizes["QUERIES"]}
@@ -212,7 +212,7 @@ def _layout(segment_ids: Int[Array, " T"], tiles: Tiles) -> Layout:
         # A sort, as XLA would run a deterministic scatter one row at a time.
         firsts = jnp.sort(jnp.where(begins, rows, rows.size))
         found[size] = firsts, begins.sum(dtype=jnp.int32)[None]
-    layout = Layout(start, end, segment_ids.astype(jnp.int32), found)
+    layout = RowTiles(start, end, segment_ids.astype(jnp.int32), found)
     # Without the barrier XLA could compute it for every layer.
     return jax.lax.optimization_barrier(layout)
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from jaxlora.common.console import literal, show
 from jaxlora.costs.gpus import GpuMachine
 from jaxlora.errors import ConfigError
-from jaxlora.memory.device import format_bytes
+from jaxlora.memory.device_memory import format_bytes
 from jaxlora.memory.need import DoesNotFitError, MemoryNeed
 from jaxlora.plan import RunForecast
 from jaxlora.scheduler import Plan, picture

@@ -8,7 +8,7 @@ from jaxlora.adapters.learning_rate import learning_rate
 from jaxlora.adapters.slots import ParkedSlot, fresh_adapter
 from jaxlora.config import LoraJob
 from jaxlora.data.pack import JobBatch
-from jaxlora.hf.load import BaseModel
+from jaxlora.hf.load import FrozenModel
 from jaxlora.hf.names import linear_path
 from jaxlora.models.base_format import kernel_of
 from jaxlora.run.events import JobInfo
@@ -143,7 +143,7 @@ class JobState:
         )
 
 
-def start_job(prepared: PreparedJob, model: BaseModel) -> JobState:
+def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:
     """Returns a job that has done nothing, with the adapter that it starts from."""
     start = prepared.start
     if start is None:

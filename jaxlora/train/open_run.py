@@ -9,7 +9,7 @@ from jaxlora.common.note import log_notes
 from jaxlora.config import RunConfig
 from jaxlora.distributed import processes
 from jaxlora.errors import ModelError
-from jaxlora.hf.load import BaseModel, load_model
+from jaxlora.hf.load import FrozenModel, load_model
 from jaxlora.models.forward import Base
 from jaxlora.run.folder import (
     as_begun,
@@ -45,7 +45,7 @@ class OpenedRun:
     """
 
     plan: RunPlan
-    model: BaseModel
+    model: FrozenModel
     runs: list[JobState]
     reader: DataReader
     started: str
@@ -53,7 +53,7 @@ class OpenedRun:
     sampler: Sampler | None
 
 
-def open_run(config: RunConfig, model: BaseModel | None) -> OpenedRun:
+def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
     """Loads the base model and every job's data.
 
     Args:
@@ -101,7 +101,7 @@ def open_run(config: RunConfig, model: BaseModel | None) -> OpenedRun:
     )
 
 
-def _load(plan: RunPlan) -> BaseModel:
+def _load(plan: RunPlan) -> FrozenModel:
     config = plan.config
     return load_model(
         config.model,
@@ -113,7 +113,7 @@ def _load(plan: RunPlan) -> BaseModel:
     )
 
 
-def _as_planned(plan: RunPlan, model: BaseModel) -> BaseModel:
+def _as_planned(plan: RunPlan, model: FrozenModel) -> FrozenModel:
     """Checks that the base is the planned one, and gives it its copies of weights.
 
     Raises:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.device_check import check_device
 from jaxlora.distributed import processes
-from jaxlora.hf.load import BaseModel
+from jaxlora.hf.load import FrozenModel
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.run import events
 from jaxlora.run.callback import Callback, Listeners
@@ -62,7 +62,7 @@ class Trainer:
         output_dir: Folder of the run.
     """
 
-    def __init__(self, config: RunConfig, model: BaseModel | None = None):
+    def __init__(self, config: RunConfig, model: FrozenModel | None = None):
         """Loads the base model and every job's data; trains nothing yet.
 
         Compiled programs are kept in ~/.cache/jaxlora/xla, unless JAX's settings of the

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS
 from jaxlora.pallas_kernels.mosaic import fp8_layer
 from jaxlora.pallas_kernels.mosaic.backward import run_backward
-from jaxlora.pallas_kernels.mosaic.device import unsupported_device
+from jaxlora.pallas_kernels.mosaic.hopper import unsupported_device
 from jaxlora.pallas_kernels.mosaic.mask import make_mask
 from jaxlora.pallas_kernels.mosaic.products import (
     Term,

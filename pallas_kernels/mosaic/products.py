@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxlora.pallas_kernels.mosaic import device
+from jaxlora.pallas_kernels.mosaic import hopper as device
 from jaxlora.pallas_kernels.mosaic.expand import TILE_ROWS, Expand
 from jaxlora.pallas_kernels.mosaic.launch import Work, launch
 from jaxlora.pallas_kernels.mosaic.mask import HashMask, Mask

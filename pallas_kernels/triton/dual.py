@@ -21,8 +21,8 @@ from jaxtyping import Array, Float
 from jaxlora.pallas_kernels.parts import make_parts, sum_parts
 from jaxlora.pallas_kernels.routing import Blocks
 from jaxlora.pallas_kernels.settings import KernelSettings
-from jaxlora.pallas_kernels.triton.device import Target
 from jaxlora.pallas_kernels.triton.launch import Tile, launch
+from jaxlora.pallas_kernels.triton.target import Target
 from jaxlora.pallas_kernels.triton.tiles import CHUNK, MAX_PARTS, tile_for
 
 

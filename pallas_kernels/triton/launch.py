@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxlora.pallas_kernels.triton.binding import import_jax_triton
-from jaxlora.pallas_kernels.triton.device import Target
+from jaxlora.pallas_kernels.triton.target import Target
 
 # Whether a product and a sum may become one instruction. Triton's own default differs
 # between versions, and results would change with it.

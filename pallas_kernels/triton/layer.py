@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from jaxlora.pallas_kernels.operands import unsupported_linear
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
 from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
-from jaxlora.pallas_kernels.triton.device import (
+from jaxlora.pallas_kernels.triton.target import (
     present_target,
     slow_device,
     unsupported_device,

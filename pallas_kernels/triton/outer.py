@@ -29,7 +29,6 @@ from jaxlora.pallas_kernels.triton.arguments import (
     padded,
     settings_arguments,
 )
-from jaxlora.pallas_kernels.triton.device import Target
 from jaxlora.pallas_kernels.triton.device_functions import (
     GIVEN,
     HASHED,
@@ -39,6 +38,7 @@ from jaxlora.pallas_kernels.triton.device_functions import (
     load_tokens,
 )
 from jaxlora.pallas_kernels.triton.launch import Tile, launch
+from jaxlora.pallas_kernels.triton.target import Target
 from jaxlora.pallas_kernels.triton.tiles import CHUNK, MAX_PARTS, tile_for
 
 

@@ -18,11 +18,11 @@ from jaxtyping import Array, Float, Int
 from jaxlora.pallas_kernels.operands import make_operands
 from jaxlora.pallas_kernels.projection import Projection
 from jaxlora.pallas_kernels.triton.arguments import MAX_PROJECTIONS
-from jaxlora.pallas_kernels.triton.device import Target
 from jaxlora.pallas_kernels.triton.dual import dual
 from jaxlora.pallas_kernels.triton.expand import Term, expand
 from jaxlora.pallas_kernels.triton.outer import outer
 from jaxlora.pallas_kernels.triton.shrink import shrink
+from jaxlora.pallas_kernels.triton.target import Target
 
 
 @functools.partial(jax.jit, static_argnames=("w_transposed", "target"))

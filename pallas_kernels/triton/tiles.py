@@ -7,8 +7,8 @@ import functools
 import json
 from importlib import resources
 
-from jaxlora.pallas_kernels.triton.device import Target
 from jaxlora.pallas_kernels.triton.launch import Tile
+from jaxlora.pallas_kernels.triton.target import Target
 
 CHUNK = 64  # ranks of one step of the kernels' LoRA products
 # The most parts of a slot's rows. It is the same for all layers, which can share the

@@ -12,8 +12,8 @@ from itertools import chain
 from jaxlora.scheduler.check import require_legal
 from jaxlora.scheduler.lanes import Lanes
 from jaxlora.scheduler.lorafusion.batch import (
+    BatchSchedule,
     Outcome,
-    PackedBatch,
     Settings,
     greedy_for,
     pack_batch,
@@ -177,12 +177,12 @@ def verify_and_fix(
 
 def _pack_all(
     batches: Sequence[Sequence[Sample]], settings: Settings, num_workers: int
-) -> list[PackedBatch]:
+) -> list[BatchSchedule]:
     work = partial(pack_batch, settings=settings)
     if num_workers == 1 or len(batches) < 2 or not settings.use_milp:
         return [work(b) for b in batches]
     context = multiprocessing.get_context("spawn")
-    done: list[PackedBatch] = []
+    done: list[BatchSchedule] = []
     try:
         with ProcessPoolExecutor(
             min(num_workers, len(batches)), mp_context=context
@@ -212,7 +212,7 @@ def _check(
         raise ValueError("a sample is given twice. Pass each sample once.")
 
 
-def _report(packed: Sequence[PackedBatch]) -> Report:
+def _report(packed: Sequence[BatchSchedule]) -> Report:
     count = lambda outcome: sum(p.outcome is outcome for p in packed)
     report = Report(
         optimal=count(Outcome.OPTIMAL),

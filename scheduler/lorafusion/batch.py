@@ -25,7 +25,7 @@ class Outcome(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class PackedBatch:
+class BatchSchedule:
     """The microbatches of one global batch of a group.
 
     Attributes:
@@ -56,7 +56,7 @@ class Settings:
     use_milp: bool
 
 
-def pack_batch(samples: Sequence[Sample], settings: Settings) -> PackedBatch:
+def pack_batch(samples: Sequence[Sample], settings: Settings) -> BatchSchedule:
     """Packs a batch by Algorithm 1 of LoRAFusion, lines 2 to 10.
 
     Args:
@@ -66,16 +66,16 @@ def pack_batch(samples: Sequence[Sample], settings: Settings) -> PackedBatch:
     limits = settings.limits
     baseline = _ordered(greedy.pack(samples, limits).microbatches, limits)
     if not settings.use_milp or _cannot_be_beaten(baseline, samples, limits):
-        return PackedBatch(microbatches=baseline, outcome=Outcome.GREEDY)
+        return BatchSchedule(microbatches=baseline, outcome=Outcome.GREEDY)
     try:
         return _two_stages(samples, baseline, settings)
     except (ImportError, RuntimeError) as error:
         return greedy_for(samples, limits, f"{type(error).__name__}: {error}")
 
 
-def greedy_for(samples: Sequence[Sample], limits: Limits, reason: str) -> PackedBatch:
+def greedy_for(samples: Sequence[Sample], limits: Limits, reason: str) -> BatchSchedule:
     """Packs a batch by first-fit decreasing and reports that the solver failed."""
-    return PackedBatch(
+    return BatchSchedule(
         microbatches=_ordered(greedy.pack(samples, limits).microbatches, limits),
         outcome=Outcome.FAILED,
         reason=reason,
@@ -84,7 +84,7 @@ def greedy_for(samples: Sequence[Sample], limits: Limits, reason: str) -> Packed
 
 def _two_stages(
     samples: Sequence[Sample], baseline: tuple[Microbatch, ...], settings: Settings
-) -> PackedBatch:
+) -> BatchSchedule:
     from jaxlora.scheduler.lorafusion import milp  # PuLP takes a second to import
 
     limits, best, proved = settings.limits, baseline, True
@@ -103,9 +103,9 @@ def _two_stages(
     )
     best = _better(best, second.bins, limits)
     if best is baseline:
-        return PackedBatch(microbatches=baseline, outcome=Outcome.GREEDY)
+        return BatchSchedule(microbatches=baseline, outcome=Outcome.GREEDY)
     both = proved and second.proved
-    return PackedBatch(
+    return BatchSchedule(
         microbatches=best, outcome=Outcome.OPTIMAL if both else Outcome.FEASIBLE
     )
 

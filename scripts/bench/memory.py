@@ -17,7 +17,7 @@ from jaxlora.costs.gpus import GPUS, Gpu
 from jaxlora.hf.config import model_config
 from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.memory.bounds import Bounds
-from jaxlora.memory.device import DeviceMemory, format_bytes
+from jaxlora.memory.device_memory import DeviceMemory, format_bytes
 from jaxlora.memory.gpu_share import SHARE
 from jaxlora.memory.mesh import MeshStages, resident_footprint
 from jaxlora.memory.options import fastest, find_options

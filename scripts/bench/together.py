@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
-from jaxlora import BaseModel, LoraJob, RunConfig, Trainer, load_model
+from jaxlora import FrozenModel, LoraJob, RunConfig, Trainer, load_model
 from jaxlora.bench import byte_data
 from jaxlora.bench.options import add_output_dir, make_parser
 from jaxlora.bench.report import about, markdown, write_csv
@@ -85,7 +85,7 @@ def make_jobs(count: int, steps: int, folder: Path) -> list[LoraJob]:
     ]
 
 
-def make_model(model: str, dtype: Dtype, folder: Path) -> BaseModel:
+def make_model(model: str, dtype: Dtype, folder: Path) -> FrozenModel:
     """Loads a checkpoint, or makes random weights with a byte-level tokenizer."""
     if model not in MODELS:
         return load_model(model, dtype=dtype)
@@ -93,7 +93,7 @@ def make_model(model: str, dtype: Dtype, folder: Path) -> BaseModel:
     byte_data.write_tokenizer(folder)
     options = DecoderOptions(dtype=jnp.dtype(dtype), max_segment_tokens=1)
     shapes = DecoderSpec(config=config, options=options).base_shapes()
-    return BaseModel(
+    return FrozenModel(
         config=config,
         params=random_base(shapes),
         dtype=jnp.dtype(dtype),
@@ -107,7 +107,7 @@ class Comparison:
     """Trains jobs in one dtype of the base, together and alone."""
 
     def __init__(
-        self, model: BaseModel, jobs: Sequence[LoraJob], folder: Path, tokens: int
+        self, model: FrozenModel, jobs: Sequence[LoraJob], folder: Path, tokens: int
     ):
         self._model, self._jobs, self._folder = model, jobs, folder
         self._tokens = tokens

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlora.adapters.optimizer import Hyper
+from jaxlora.adapters.optimizer import OptimizerInputs
 from jaxlora.adapters.slots import SlotTable, fresh_adapter
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.config import DataConfig, LoraJob
@@ -191,14 +191,14 @@ class Training:
         return max(found)
 
 
-def usual_hyper(num_jobs: int) -> Hyper:
+def usual_hyper(num_jobs: int) -> OptimizerInputs:
     """Makes usual settings of an optimizer step, which all slots take."""
 
     def row(value: float, dtype: type = np.float32) -> Any:
         return np.full(num_jobs, value, dtype)
 
-    return Hyper(
-        steps_now=row(True, np.bool_),
+    return OptimizerInputs(
+        step_mask=row(True, np.bool_),
         count=row(0, np.int32),
         learning_rate=row(1e-5),
         rate_ratio=rate_ratios(lambda ratio: row(1.0)),

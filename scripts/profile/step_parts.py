@@ -59,7 +59,7 @@ _FILES = (
     ("modules/", ELEMENTWISE),
     ("models/", ELEMENTWISE),
     ("pallas_kernels/quantized/", QUANTIZING),
-    ("pallas_kernels/scratch.py", QUANTIZING),
+    ("pallas_kernels/dequantize.py", QUANTIZING),
     ("pallas_kernels/", OWN),
     ("adapters/optimizer.py", OPTIMIZER),
     ("train/step.py", OWN),  # sums of gradients

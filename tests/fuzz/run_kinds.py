@@ -9,7 +9,7 @@ import signal
 from collections.abc import Iterator
 from unittest import mock
 
-from jaxlora import BaseModel, LoraJob, RunConfig, Trainer, load_model
+from jaxlora import FrozenModel, LoraJob, RunConfig, Trainer, load_model
 from jaxlora.inspect import inspect_path
 from jaxlora.train import trainer
 from jaxlora.train.execute import windows
@@ -58,7 +58,7 @@ def without_computing(**windows_methods) -> Iterator[None]:
         yield
 
 
-_MODELS: dict[pathlib.Path, BaseModel] = {}
+_MODELS: dict[pathlib.Path, FrozenModel] = {}
 
 
 def train(folder: pathlib.Path, **options) -> None:

@@ -21,7 +21,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlora.pallas_kernels import kernel_settings
-from jaxlora.pallas_kernels.mosaic import device
+from jaxlora.pallas_kernels.mosaic import hopper as device
 from jaxlora.pallas_kernels.mosaic.fp8_products import expand_fp8
 from jaxlora.pallas_kernels.mosaic.mask import HashMask
 from jaxlora.pallas_kernels.mosaic.products import Term

@@ -8,10 +8,10 @@ import pytest
 from jaxlora.pallas_kernels import dropout_keys, kernel_settings, mask_words
 from jaxlora.pallas_kernels.dropout import keep_mask
 from jaxlora.pallas_kernels.routing import make_blocks
-from jaxlora.pallas_kernels.triton.device import interpreted, present_target
 from jaxlora.pallas_kernels.triton.dual import dual
 from jaxlora.pallas_kernels.triton.launch import Tile
 from jaxlora.pallas_kernels.triton.outer import outer
+from jaxlora.pallas_kernels.triton.target import interpreted, present_target
 from tests.pallas_kernels import triton_interpreter
 
 # Slot 1 has two parts; slot 2 is switched off; slot 3 has no rows.

@@ -10,13 +10,13 @@ import pytest
 import triton
 import triton.language as tl
 
-from jaxlora.pallas_kernels.triton.device import (
+from jaxlora.pallas_kernels.triton.launch import Tile, launch
+from jaxlora.pallas_kernels.triton.target import (
     forced_capability,
     interpreted,
     present_target,
     unsupported_device,
 )
-from jaxlora.pallas_kernels.triton.launch import Tile, launch
 from tests.pallas_kernels import triton_interpreter
 
 

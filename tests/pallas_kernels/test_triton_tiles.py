@@ -11,12 +11,12 @@ from jaxlora.pallas_kernels.triton.compile import (
     kernel_facts,
     shared_memory_bytes,
 )
-from jaxlora.pallas_kernels.triton.device import Target
 from jaxlora.pallas_kernels.triton.device_functions import GIVEN, HASHED
 from jaxlora.pallas_kernels.triton.dual import dual_kernel
 from jaxlora.pallas_kernels.triton.expand import expand_kernel
 from jaxlora.pallas_kernels.triton.outer import outer_kernel
 from jaxlora.pallas_kernels.triton.shrink import shrink_kernel
+from jaxlora.pallas_kernels.triton.target import Target
 
 KERNELS = {
     "expand": expand_kernel,

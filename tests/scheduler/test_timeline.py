@@ -13,7 +13,7 @@ from jaxlora.scheduler import (
     simulate,
 )
 from jaxlora.scheduler.picture import draw
-from jaxlora.scheduler.timeline import Pass, Timeline
+from jaxlora.scheduler.timeline import TimedPass, Timeline
 
 LIMITS = Limits(capacity=6144, block_tokens=64)
 LANES = Lanes(fsdp=2, pipeline=Pipeline.one_f_one_b(4))
@@ -21,8 +21,8 @@ TOKEN = AffineCost(base=256, per_token=1, per_square=2e-5)
 COST = CostModel.uniform(4, forward=TOKEN, backward=TOKEN * 2)
 
 
-def work(stage, kind, tick, start, end) -> Pass:
-    return Pass(stage=stage, kind=kind, tick=tick, start=start, end=end)
+def work(stage, kind, tick, start, end) -> TimedPass:
+    return TimedPass(stage=stage, kind=kind, tick=tick, start=start, end=end)
 
 
 def simulated(samples):

@@ -8,7 +8,12 @@ import numpy as np
 
 from jaxlora.common.json_file import parse_json, shown
 from jaxlora.errors import ModelError
-from jaxlora.hf.quantized.layout import Layout, StoredTensor, check_scales, host_weight
+from jaxlora.hf.quantized.stored import (
+    StorageLayout,
+    StoredTensor,
+    check_scales,
+    host_weight,
+)
 from jaxlora.pallas_kernels import Int8Weight, Nf4Weight, QuantizedWeight
 from jaxlora.pallas_kernels.quantized.codebooks import DYNAMIC, NF4
 from jaxlora.pallas_kernels.quantized.nf4 import BLOCK, NESTED_BLOCK
@@ -20,7 +25,7 @@ _STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BitsandbytesInt8(Layout):
+class BitsandbytesInt8(StorageLayout):
     """`weight` [N, K] in int8 and SCB [N]: `W[n, k] = weight[n, k] * SCB[n] / 127`."""
 
     kind: str = "bitsandbytes int8"
@@ -62,7 +67,7 @@ class BitsandbytesInt8(Layout):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BitsandbytesNf4(Layout):
+class BitsandbytesNf4(StorageLayout):
     """Codes of two values per byte, in row-major order, and absmax of blocks of 64.
 
     With double quantization, absmax is a code itself, `weight.nested_absmax` belongs to

@@ -6,13 +6,18 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from jaxlora.hf.quantized.block_weight import BlockWeight
-from jaxlora.hf.quantized.layout import FLOATS, Layout, StoredTensor, check_scales
 from jaxlora.hf.quantized.rows import DTYPES
+from jaxlora.hf.quantized.stored import (
+    FLOATS,
+    StorageLayout,
+    StoredTensor,
+    check_scales,
+)
 from jaxlora.pallas_kernels import Fp8Weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockLayout(Layout):
+class BlockLayout(StorageLayout):
     """`weight` [N, K] in e4m3 with one scale per block.
 
     Attributes:

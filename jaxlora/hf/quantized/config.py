@@ -7,8 +7,8 @@ from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
 from jaxlora.hf.quantized.bitsandbytes import BitsandbytesInt8, BitsandbytesNf4
 from jaxlora.hf.quantized.blocks import BlockLayout
-from jaxlora.hf.quantized.layout import Layout
 from jaxlora.hf.quantized.rows import DTYPES, RowLayout
+from jaxlora.hf.quantized.stored import StorageLayout
 from jaxlora.pallas_kernels import Fp8Weight, Int8Weight
 
 KEY = "quantization_config"
@@ -20,7 +20,7 @@ _SUPPORTED = (
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 
 
-def read_quantization(config: Mapping[str, Any]) -> Layout | None:
+def read_quantization(config: Mapping[str, Any]) -> StorageLayout | None:
     """Returns how the linears of a checkpoint are stored; None: as dense weights.
 
     Args:
@@ -45,7 +45,7 @@ def read_quantization(config: Mapping[str, Any]) -> Layout | None:
     return _READERS[method](quantization)
 
 
-def _compressed_tensors(quantization: Mapping[str, Any]) -> Layout:
+def _compressed_tensors(quantization: Mapping[str, Any]) -> StorageLayout:
     if (name := quantization.get("format")) not in _FORMATS:
         _refuse("format", name)
     sparsity = quantization.get("sparsity_config") or {}
@@ -62,7 +62,7 @@ def _compressed_tensors(quantization: Mapping[str, Any]) -> Layout:
     return layouts.pop()
 
 
-def _group_layout(group: Any) -> Layout:
+def _group_layout(group: Any) -> StorageLayout:
     """Returns the layout of one group of linears of compressed-tensors."""
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
@@ -90,11 +90,11 @@ def _row_layout(method: str, name: str, strategy: str) -> RowLayout:
     )
 
 
-def _fbgemm(quantization: Mapping[str, Any]) -> Layout:
+def _fbgemm(quantization: Mapping[str, Any]) -> StorageLayout:
     return _row_layout("fbgemm", Fp8Weight.format, "channel")
 
 
-def _fp8(quantization: Mapping[str, Any]) -> Layout:
+def _fp8(quantization: Mapping[str, Any]) -> StorageLayout:
     if quantization.get("fmt", "e4m3") != "e4m3":
         _refuse("fmt", quantization["fmt"])
     return BlockLayout(
@@ -113,7 +113,7 @@ def _block(settings: Mapping[str, Any], key: str) -> tuple[int, int]:
     return block[0], block[1]
 
 
-def _bitsandbytes(quantization: Mapping[str, Any]) -> Layout:
+def _bitsandbytes(quantization: Mapping[str, Any]) -> StorageLayout:
     if quantization.get("load_in_8bit"):
         return BitsandbytesInt8()
     if not quantization.get("load_in_4bit"):
@@ -133,7 +133,7 @@ def _refuse(key: str, value: Any) -> NoReturn:
     )
 
 
-_READERS: dict[str, Callable[[Mapping[str, Any]], Layout]] = {
+_READERS: dict[str, Callable[[Mapping[str, Any]], StorageLayout]] = {
     "compressed-tensors": _compressed_tensors,
     "fbgemm_fp8": _fbgemm,
     "fp8": _fp8,

@@ -9,7 +9,7 @@ import xxhash
 from jaxlora.errors import ModelError
 from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.names import TensorSpec
-from jaxlora.hf.quantized.layout import Layout, StoredTensor, StoredWeight
+from jaxlora.hf.quantized.stored import StorageLayout, StoredTensor, StoredWeight
 from jaxlora.hf.tensor_file import FLOATS, STORED, TensorFile
 
 # Scales of activations and of the cache of keys and values. Here, the scales of
@@ -31,7 +31,7 @@ class StoredLinear:
 
     name: str
     shape: tuple[int, int]
-    layout: Layout
+    layout: StorageLayout
     tensors: tuple[StoredTensor, ...]
     files: Mapping[str, TensorFile]
 
@@ -97,7 +97,7 @@ class StoredLinear:
 
 
 def find_stored_linears(
-    layout: Layout | None,
+    layout: StorageLayout | None,
     specs: Iterable[TensorSpec],
     files: Mapping[str, TensorFile],
 ) -> dict[str, StoredLinear]:

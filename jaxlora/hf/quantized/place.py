@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxlora.hf.quantized.block_weight import BlockWeight
-from jaxlora.hf.quantized.layout import StoredWeight
+from jaxlora.hf.quantized.stored import StoredWeight
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.pallas_kernels import FORMATS, Fp8Weight, QuantizedWeight
 from jaxlora.sharding.global_arrays import put

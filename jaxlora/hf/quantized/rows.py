@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from jaxlora.hf.quantized.layout import (
+from jaxlora.hf.quantized.stored import (
     FLOATS,
-    Layout,
+    StorageLayout,
     StoredTensor,
     check_scales,
     host_weight,
@@ -19,7 +19,7 @@ DTYPES = {Fp8Weight.format: "F8_E4M3", Int8Weight.format: "I8"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RowLayout(Layout):
+class RowLayout(StorageLayout):
     """`weight` [N, K] and `weight_scale`, of which W is the product."""
 
     def tensors(

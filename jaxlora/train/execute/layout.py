@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxlora.adapters.placement import ONE_DEVICE, Placement
 from jaxlora.adapters.slots import SlotTable
+from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import Place
@@ -36,7 +36,7 @@ class Stage:
     """
 
     spec: DecoderSpec
-    placement: Placement
+    placement: StageSharding
 
     @functools.cached_property
     def steps(self) -> CompiledSteps:
@@ -79,7 +79,7 @@ class Layout:
             placements = [dataclasses.replace(ONE_DEVICE, device=_device_of(base))]
         else:
             placements = [
-                Placement(mesh=mesh, is_pinned=stages.is_pinned)
+                StageSharding(mesh=mesh, is_pinned=stages.is_pinned)
                 for mesh in stage_meshes(sizes, devices)
             ]
         pairs = zip(stages.specs, placements, strict=True)

@@ -14,7 +14,7 @@ from jaxlora.generate.generator import TextDecoder, end_ids, prompt_ids
 from jaxlora.generate.programs import Weights
 from jaxlora.generate.prompt import Generation, Prompt
 from jaxlora.generate.write import prompt_text
-from jaxlora.hf.load import BaseModel
+from jaxlora.hf.load import FrozenModel
 from jaxlora.models.spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Sampler:
     def __init__(
         self,
         config: SamplesConfig,
-        model: BaseModel,
+        model: FrozenModel,
         spec: DecoderSpec,
         tokenizer: Tokenizer,
     ):

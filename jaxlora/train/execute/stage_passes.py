@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxlora.adapters.optimizer import Pending, Tables
-from jaxlora.adapters.placement import Placement
+from jaxlora.adapters.stage_sharding import StageSharding
 from jaxlora.data.pack import PackedBatch
 from jaxlora.models.forward import Base, JobLosses, SlotKeys, run_stage
 from jaxlora.models.spec import DecoderSpec, SlotSettings
@@ -26,7 +26,7 @@ class StagePasses:
     device's own part of that axis. Residuals always have it, as some are scalars.
     """
 
-    def __init__(self, spec: DecoderSpec, placement: Placement):
+    def __init__(self, spec: DecoderSpec, placement: StageSharding):
         """Makes the functions.
 
         Args:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxlora.adapters.exchange import exchange_rounds
-from jaxlora.adapters.optimizer import Hyper, Measured, StepResult
+from jaxlora.adapters.optimizer import GradientNorms, OptimizerInputs, StepResult
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.data.pack import JobBatch
 from jaxlora.models.forward import Base, SlotKeys
@@ -41,8 +41,8 @@ class _Steps:
     batches: dict[int, JobBatch]
     learning_rates: dict[int, float]
     losses: dict[int, list[jax.Array]]
-    hyper: Hyper
-    measured: list[tuple[Measured, ...]]
+    hyper: OptimizerInputs
+    measured: list[tuple[GradientNorms, ...]]
     results: list[StepResult] = dataclasses.field(default_factory=list)
 
 
@@ -159,7 +159,7 @@ class StagedWindow:
                 pending = stage.steps.exchange(table.state.pending, slot)
                 table.state = dataclasses.replace(table.state, pending=pending)
 
-    def _measure(self) -> list[tuple[Measured, ...]]:
+    def _measure(self) -> list[tuple[GradientNorms, ...]]:
         """Measures the pending gradients on every stage, and sends that to all stages.
 
         A norm is over all stages, while each stage steps its own part of the adapter.
@@ -201,7 +201,7 @@ class StagedWindow:
             out[slot] = value
         return out
 
-    def _hyper(self, stepping: Mapping[int, tuple[JobState, int]]) -> Hyper:
+    def _hyper(self, stepping: Mapping[int, tuple[JobState, int]]) -> OptimizerInputs:
         """Settings of optimizer steps; rows of slots that do not step are not used.
 
         Args:
@@ -211,8 +211,8 @@ class StagedWindow:
         def row(value: Callable[[JobState, int], float], dtype=np.float32) -> Any:
             return self._by_slot({s: value(*of) for s, of in stepping.items()}, dtype)
 
-        return Hyper(
-            steps_now=row(lambda run, step: True, np.bool_),
+        return OptimizerInputs(
+            step_mask=row(lambda run, step: True, np.bool_),
             count=row(lambda run, step: step, np.int32),
             learning_rate=row(lambda run, step: run.learning_rate(step)),
             rate_ratio=rate_ratios(

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 
 from jaxlora.adapters.exchange import exchange
 from jaxlora.adapters.optimizer import AdapterState, measure, optimizer_step
-from jaxlora.adapters.placement import ONE_DEVICE, Placement
 from jaxlora.adapters.slots import write_slot
+from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.inputs import batch_shapes, key_shapes
 from jaxlora.models.forward import Base, training_options
@@ -81,7 +81,7 @@ class CompiledSteps:
         write_slot: Replaces the state of a slot; see `jaxlora.adapters.slots`.
     """
 
-    def __init__(self, spec: DecoderSpec, placement: Placement = ONE_DEVICE):
+    def __init__(self, spec: DecoderSpec, placement: StageSharding = ONE_DEVICE):
         """Makes the functions; none is traced yet.
 
         Args:
@@ -207,7 +207,9 @@ class CompiledSteps:
         return sum(f._cache_size() for f in functions if hasattr(f, "_cache_size"))
 
 
-def _jitted(run: Any, placement: Placement, takes: Any, gives: Any, **options) -> Any:
+def _jitted(
+    run: Any, placement: StageSharding, takes: Any, gives: Any, **options
+) -> Any:
     """Jits a function that each device of a stage runs on its own part of the arrays.
 
     Args:
@@ -229,7 +231,7 @@ def _jitted(run: Any, placement: Placement, takes: Any, gives: Any, **options) -
     return jax.jit(sharded, out_shardings=_shardings(placement, gives), **options)
 
 
-def _shardings(placement: Placement, specs: Any) -> Any:
+def _shardings(placement: StageSharding, specs: Any) -> Any:
     def is_spec(x: object) -> bool:
         return isinstance(x, PartitionSpec)
 
@@ -238,7 +240,7 @@ def _shardings(placement: Placement, specs: Any) -> Any:
 
 @functools.lru_cache(maxsize=32)
 def compiled_steps(
-    spec: DecoderSpec, placement: Placement = ONE_DEVICE
+    spec: DecoderSpec, placement: StageSharding = ONE_DEVICE
 ) -> CompiledSteps:
     """The jitted functions of a stage, shared by all trainers of this process."""
     return CompiledSteps(spec, placement)

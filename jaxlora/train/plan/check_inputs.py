@@ -10,7 +10,7 @@ from jaxlora.data.fields import check_template
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
 from jaxlora.errors import JaxloraError
 from jaxlora.hf.files import tokenizer_folder
-from jaxlora.hf.load import BaseModel
+from jaxlora.hf.load import FrozenModel
 from jaxlora.problems import Path, PythonWords, problem_of, settings_error
 from jaxlora.train.execute.samples import sample_prompts
 from jaxlora.train.plan.found_inputs import missing_inputs
@@ -33,7 +33,7 @@ class Inputs:
 
 def check_inputs(
     config: RunConfig,
-    model: BaseModel | None,
+    model: FrozenModel | None,
     started: str,
     **checks: Callable[[], object],
 ) -> Inputs:
@@ -66,7 +66,7 @@ def check_inputs(
     return inputs
 
 
-def _open(config: RunConfig, model: BaseModel | None, started: str) -> Inputs:
+def _open(config: RunConfig, model: FrozenModel | None, started: str) -> Inputs:
     if model is None:
         folder = tokenizer_folder(config.model, config.revision)
         planned = planned_model(config, folder)

@@ -43,7 +43,7 @@ def window_cost(config: RunConfig, model: ModelConfig) -> CostModel:
     num_stages, capacity = config.mesh_sizes.stage, config.limits.capacity
     if num_stages == 1:
         return fixed_shape_cost(capacity)
-    dtype, remat = base_dtype(config.dtype), config.least_remat
+    dtype, remat = base_dtype(config.dtype), config.weakest_remat
     speed = find_speed(device_kind())
     borders = stage_borders(model, num_stages, speed, dtype=dtype, remat=remat)
     options = DecoderOptions(dtype=dtype, remat=remat, max_segment_tokens=1)

@@ -9,7 +9,7 @@ from jaxlora.config import RunConfig
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.base_format import planned_base_format
 from jaxlora.hf.checkpoint import open_checkpoint, planned_config
-from jaxlora.hf.load import BaseModel, base_dtype
+from jaxlora.hf.load import FrozenModel, base_dtype
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
@@ -31,7 +31,7 @@ class PlannedModel:
     base_format: BaseFormat | None
 
     @staticmethod
-    def of(config: RunConfig, model: BaseModel) -> "PlannedModel":
+    def of(config: RunConfig, model: FrozenModel) -> "PlannedModel":
         """Describes a model that is loaded.
 
         Raises:

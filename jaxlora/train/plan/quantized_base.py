@@ -10,7 +10,7 @@ from jaxlora.config import RunConfig
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.kept_linears import kept_linears
-from jaxlora.hf.load import BaseModel
+from jaxlora.hf.load import FrozenModel
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.forward import Base
 from jaxlora.models.sharded import base_spec
@@ -58,7 +58,7 @@ def run_format(
     )
 
 
-def with_copies(model: BaseModel, base_format: BaseFormat | None) -> BaseModel:
+def with_copies(model: FrozenModel, base_format: BaseFormat | None) -> FrozenModel:
     """Returns the model with transposed copies of its fp8 weights, or without them.
 
     Args:

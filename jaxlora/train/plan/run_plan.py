@@ -15,7 +15,7 @@ from jaxlora.errors import ConfigError
 from jaxlora.hf.load import Place
 from jaxlora.memory import capacity
 from jaxlora.memory.bounds import Bounds
-from jaxlora.memory.device import DeviceMemory
+from jaxlora.memory.device_memory import DeviceMemory
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.mesh import MeshStages
 from jaxlora.memory.weight_copies import choose_copies
@@ -85,7 +85,7 @@ class RunPlan:
 
     def with_config(self, config: RunConfig) -> "RunPlan":
         """Returns the plan with another capacity or `remat`; its stages stay."""
-        stages = self.stages.with_remat(config.least_remat)
+        stages = self.stages.with_remat(config.weakest_remat)
         return dataclasses.replace(self, config=config, stages=stages)
 
     def alone(self, config: RunConfig, job: PreparedJob) -> "RunPlan":
@@ -233,7 +233,7 @@ class _Draft:
             notes += faster
             bounds = dataclasses.replace(bounds, largest=config.limits.capacity)
         notes += low_fill(config, bounds)
-        spec = self.spec.with_remat(config.least_remat)
+        spec = self.spec.with_remat(config.weakest_remat)
         if spec.options.base_format is not None:
             notes.append(Note(f"base: {describe_base(spec)}"))
         plan = _laid_out(config, self.model, spec, self.jobs, bounds)
@@ -247,7 +247,7 @@ class _Draft:
         """
         largest = config.limits.capacity
         most = dataclasses.replace(self.bounds, largest=largest)
-        spec = self.spec.with_remat(config.least_remat)
+        spec = self.spec.with_remat(config.weakest_remat)
         demand = _demand(self.jobs, lambda _: most)
         candidates = Candidates(demand, self.machine, self.available)
         found, _ = candidates.fastest(candidates.at(config, spec, most))

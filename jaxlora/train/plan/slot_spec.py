@@ -53,7 +53,7 @@ def decoder_spec(
     options = DecoderOptions(
         dtype=dtype,
         base_format=planned.base_format,
-        remat=config.least_remat,
+        remat=config.weakest_remat,
         attention=attention.name,
         max_segment_tokens=min(longest, max_tokens),
         mean_segment_tokens=min(_mean_tokens(job.train_data) for job in jobs),

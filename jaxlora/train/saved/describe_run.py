@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxlora.common.counted import counted
 from jaxlora.config import RunConfig
 from jaxlora.errors import CheckpointError
-from jaxlora.hf.load import BaseModel
+from jaxlora.hf.load import FrozenModel
 from jaxlora.hf.names import linear_names
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.run.folder import CHECKPOINTS, RUN_FILE, read_run_record
@@ -93,7 +93,7 @@ def resolved_settings(plan: RunPlan, runs: Sequence[JobState]) -> dict[str, Any]
 def saved_run(
     identity: RunIdentity,
     runs: Sequence[JobState],
-    model: BaseModel,
+    model: FrozenModel,
     requests: SavedRequests,
 ) -> SavedRun:
     """Returns what a checkpoint keeps besides the tensors of the jobs.

@@ -11,7 +11,7 @@ from jaxlora.adapters.peft_import import import_peft
 from jaxlora.common.json_file import read_json_file
 from jaxlora.common.yaml_file import parse_yaml
 from jaxlora.errors import CheckpointError
-from jaxlora.hf.load import BaseModel, load_model
+from jaxlora.hf.load import FrozenModel, load_model
 from jaxlora.hf.names import linear_shapes
 from jaxlora.run.folder import SETTINGS_FILE, read_run_record
 from jaxlora.train.saved.export import export_checkpoint
@@ -22,7 +22,7 @@ def load_run_adapters(
     jobs: Sequence[str] | None = None,
     *,
     model: str | pathlib.Path | None = None,
-) -> tuple[BaseModel, dict[str, Adapter], dict[str, str]]:
+) -> tuple[FrozenModel, dict[str, Adapter], dict[str, str]]:
     """Loads the base model of a run, and its jobs' adapters as `jaxlora export` does.
 
     A job that is training has its weights at the newest checkpoint. Nothing in the
@@ -74,7 +74,7 @@ def _base_source(run_dir: pathlib.Path, named: dict[str, Any]) -> str:
 
 def _load_base(
     run_dir: pathlib.Path, adapter: pathlib.Path, model: str | pathlib.Path | None
-) -> BaseModel:
+) -> FrozenModel:
     record = read_run_record(run_dir)
     settings: dict[str, Any] = {} if record is None else record.identity.settings
     named: dict[str, Any] = read_json_file(adapter / "adapter_config.json")

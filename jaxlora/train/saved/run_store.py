@@ -13,7 +13,7 @@ from jaxlora.adapters.slots import ParkedSlot
 from jaxlora.common.atomic import write_text
 from jaxlora.common.yaml_file import dump_yaml
 from jaxlora.distributed import processes
-from jaxlora.hf.load import BaseModel
+from jaxlora.hf.load import FrozenModel
 from jaxlora.hf.names import linear_names
 from jaxlora.run.folder import (
     ADAPTERS,
@@ -133,7 +133,7 @@ class RunStore:
 def export_job(
     run: JobState,
     adapter: Adapter,
-    model: BaseModel,
+    model: FrozenModel,
     folder: pathlib.Path,
     lock: RunLock,
 ) -> None:

@@ -31,8 +31,8 @@ from jaxlora.bench.report import (
     write_csv,
 )
 from jaxlora.fuse.cost import Cost, graph_cost
-from jaxlora.fuse.device import describe_device
 from jaxlora.fuse.graph import data_flow
+from jaxlora.fuse.kernel_rates import describe_device
 from jaxlora.profile.dram_traffic import dram_bytes
 
 FOREIGN = ("decoder", "decoder-plain")

@@ -54,7 +54,7 @@ from jaxlora.bench.report import (
     write_csv,
 )
 from jaxlora.bench.shapes import KERNEL_CASES, KernelCase
-from jaxlora.pallas_kernels.triton.device import forced_capability
+from jaxlora.pallas_kernels.triton.target import forced_capability
 
 Columns = dict[str, Any]
 Timed = tuple[str, str, Timing]  # method, pass, timing

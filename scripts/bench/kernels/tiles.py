@@ -12,7 +12,7 @@ from jaxlora.bench.shapes import LARGE, products
 from jaxlora.pallas_kernels import MaskWords, dropout_keys, kernel_settings, mask_words
 from jaxlora.pallas_kernels.routing import make_blocks
 from jaxlora.pallas_kernels.settings import KernelSettings
-from jaxlora.pallas_kernels.triton.device import Target, present_target
+from jaxlora.pallas_kernels.triton.target import Target, present_target
 from jaxlora.pallas_kernels.triton.tiles import to_tile
 
 SLOTS, BLOCK = 4, 128

@@ -30,7 +30,7 @@ from jaxlora.errors import JaxloraError
 from jaxlora.pallas_kernels.mosaic.products import Term, expand, outer
 from jaxlora.pallas_kernels.routing import Blocks, make_blocks
 from jaxlora.pallas_kernels.settings import KernelSettings, kernel_settings
-from jaxlora.pallas_kernels.triton.device import present_target
+from jaxlora.pallas_kernels.triton.target import present_target
 from jaxlora.pallas_kernels.triton.tiles import measured_device
 
 RANK, SLOTS = 16, 4

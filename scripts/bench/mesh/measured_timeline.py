@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from jaxlora.profile.device_trace import Kernel
 from jaxlora.scheduler import Schedule
 from jaxlora.scheduler.lanes import ticks_of
-from jaxlora.scheduler.timeline import Kind, Pass, Timeline
+from jaxlora.scheduler.timeline import Kind, TimedPass, Timeline
 
 # The compiled functions of a stage. The last stage runs a tick forward and backward in
 # one of them.
@@ -47,7 +47,7 @@ def measured_timeline(
             kind = _KINDS[module]
             spans = runs_of_program(own, len(of_kind[kind]))
             passes += [
-                Pass(stage=stage, kind=kind, tick=tick, start=start, end=end)
+                TimedPass(stage=stage, kind=kind, tick=tick, start=start, end=end)
                 for tick, (start, end) in zip(of_kind[kind], spans, strict=True)
             ]
     return Timeline(passes=tuple(passes), num_stages=len(devices))

@@ -33,7 +33,7 @@ from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.config import model_config
 from jaxlora.hf.kept_linears import kept_linears
 from jaxlora.models.decoder import DecoderOptions
-from jaxlora.pallas_kernels.triton.device import forced_capability
+from jaxlora.pallas_kernels.triton.target import forced_capability
 from jaxlora.profile import step_parts
 from jaxlora.scheduler import Limits
 from jaxlora.train.plan.kernel_choice import choose_attention

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 
-from jaxlora.adapters.optimizer import AdapterState, Hyper, Pending
-from jaxlora.adapters.placement import Placement
+from jaxlora.adapters.optimizer import AdapterState, OptimizerInputs, Pending
+from jaxlora.adapters.stage_sharding import StageSharding
 from jaxlora.memory.footprint import StageUse, num_bytes, optimizer_bytes
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
@@ -43,7 +43,7 @@ def find_devices(platform: str, number: int) -> list[Any]:
     return list(topology.devices)
 
 
-def temporary_bytes(spec: DecoderSpec, placement: Placement) -> dict[str, int]:
+def temporary_bytes(spec: DecoderSpec, placement: StageSharding) -> dict[str, int]:
     """Returns the temporary bytes of each program of an optimizer step."""
     assert spec.slots is not None
     size, parts = spec.slots.num_slots, placement.num_parts
@@ -65,9 +65,9 @@ def temporary_bytes(spec: DecoderSpec, placement: Placement) -> dict[str, int]:
     )
     slots = tables(placement.by_slot)
     state = AdapterState(params=slots, mu=slots, nu=slots, pending=pending)
-    rates = {f.name: row() for f in dataclasses.fields(Hyper)}
+    rates = {f.name: row() for f in dataclasses.fields(OptimizerInputs)}
     own = dict(
-        steps_now=row(jnp.bool_),
+        step_mask=row(jnp.bool_),
         count=row(jnp.int32),
         rate_ratio=rate_ratios(lambda ratio: row()),
     )
@@ -75,7 +75,7 @@ def temporary_bytes(spec: DecoderSpec, placement: Placement) -> dict[str, int]:
     lowered = {
         "exchange": steps.exchange.lower(pending, slot),
         "measure": steps.measure.lower(pending),
-        "step": steps.step.lower(state, Hyper(**rates | own), ()),
+        "step": steps.step.lower(state, OptimizerInputs(**rates | own), ()),
     }
     found = {name: one.compile().memory_analysis() for name, one in lowered.items()}
     return {name: one.temp_size_in_bytes for name, one in found.items()}
@@ -90,7 +90,7 @@ def main() -> None:
     spec = dataclasses.replace(decoder(config), slots=slots)
     devices = np.array(find_devices(platform, number)).reshape(1, number)
     mesh = jax.sharding.Mesh(devices, ("data", "fsdp"))
-    found = temporary_bytes(spec, Placement(mesh=mesh))
+    found = temporary_bytes(spec, StageSharding(mesh=mesh))
     if platform != "cpu":  # where the estimate is for the devices that are here
         jax.default_backend = lambda: platform
     found["slots"] = num_bytes(spec.adapter_shapes())

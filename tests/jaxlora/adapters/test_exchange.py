@@ -12,7 +12,7 @@ import pytest
 
 from jaxlora.adapters.exchange import exchange, exchange_rounds
 from jaxlora.adapters.optimizer import Pending
-from jaxlora.adapters.placement import ONE_DEVICE, Placement
+from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.train.execute.step import _jitted
 from tests.deviceless import ROOT, compile_deviceless
 
@@ -20,13 +20,13 @@ SHAPES = {"a": (2, 7, 3), "b": (1, 3, 5), "c": (1,)}  # of a slot; 58 numbers
 PROGRAM = "tests.jaxlora.adapters.exchange_program"
 
 
-def on(data: int, fsdp: int, *, is_pinned: bool = False) -> Placement:
+def on(data: int, fsdp: int, *, is_pinned: bool = False) -> StageSharding:
     devices = np.array(jax.devices()[: data * fsdp]).reshape(data, fsdp)
     mesh = jax.sharding.Mesh(devices, ("data", "fsdp"))
-    return Placement(mesh=mesh, is_pinned=is_pinned)
+    return StageSharding(mesh=mesh, is_pinned=is_pinned)
 
 
-def random_pending(placement: Placement, num_slots: int, shapes=SHAPES) -> Pending:
+def random_pending(placement: StageSharding, num_slots: int, shapes=SHAPES) -> Pending:
     """Numbers of all magnitudes, so that sums in another order have other bits."""
     rng, parts = np.random.default_rng(0), placement.num_parts
 
@@ -41,7 +41,9 @@ def random_pending(placement: Placement, num_slots: int, shapes=SHAPES) -> Pendi
     )
 
 
-def exchanged(placement: Placement, pending: Pending, slots, num_slots: int) -> Pending:
+def exchanged(
+    placement: StageSharding, pending: Pending, slots, num_slots: int
+) -> Pending:
     """What the devices have afterwards, and one compiled program."""
     partial = placement.sharding(placement.partial)
     run = _jitted(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlora.adapters.optimizer import Hyper, optimizer_step
+from jaxlora.adapters.optimizer import OptimizerInputs, optimizer_step
 from jaxlora.adapters.slots import KINDS, ParkedSlot, SlotTable
 from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
@@ -61,8 +61,8 @@ def train(table: SlotTable, slot: int, adapter, seed: int, steps: range) -> None
         def row(value, dtype=np.float32):
             return np.array([value if i == slot else 0 for i in range(3)], dtype)
 
-        hyper = Hyper(
-            steps_now=row(True, np.bool_),
+        hyper = OptimizerInputs(
+            step_mask=row(True, np.bool_),
             count=row(step, np.int32),
             learning_rate=row(0.01),
             rate_ratio=rate_ratios(lambda ratio: row(2.0)),

@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 
 from jaxlora import LoraJob
-from jaxlora.adapters.optimizer import Hyper, optimizer_step
+from jaxlora.adapters.optimizer import OptimizerInputs, optimizer_step
 from jaxlora.adapters.peft_export import export_peft
 from jaxlora.adapters.peft_import import import_peft
 from jaxlora.adapters.slots import KINDS, SlotTable, fresh_adapter
@@ -81,8 +81,8 @@ def stepped(spec, adapter) -> SlotTable:
     def row(value, dtype=np.float32):
         return np.array([0, value], dtype)
 
-    hyper = Hyper(
-        steps_now=row(True, np.bool_),
+    hyper = OptimizerInputs(
+        step_mask=row(True, np.bool_),
         count=row(0, np.int32),
         learning_rate=row(0.01),
         rate_ratio=tensors.rate_ratios(lambda ratio: row(ratio(JOB))),

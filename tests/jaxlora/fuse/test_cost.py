@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jaxlora.fuse.cost import decide_shape, format_time
-from jaxlora.fuse.device import describe_device
+from jaxlora.fuse.kernel_rates import describe_device
 from jaxlora.fuse.site_shape import SiteShape
 
 H200 = "NVIDIA H200"

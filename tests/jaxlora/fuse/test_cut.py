@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxlora.fuse.cut import find_cuts
-from jaxlora.fuse.device import describe_device
 from jaxlora.fuse.graph import data_flow, operations
+from jaxlora.fuse.kernel_rates import describe_device
 from tests.jaxlora.fuse import linears
 from tests.jaxlora.fuse.linears import shape
 

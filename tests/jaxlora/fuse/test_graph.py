@@ -6,8 +6,8 @@ import networkx as nx
 import pytest
 from jax import lax
 
-from jaxlora.fuse.device import describe_device
 from jaxlora.fuse.graph import data_flow, operations
+from jaxlora.fuse.kernel_rates import describe_device
 from jaxlora.fuse.launches import bound
 from jaxlora.fuse.work import THREEFRY_OPERATIONS, Kind
 from tests.jaxlora.fuse import linears

@@ -26,7 +26,8 @@ from jaxlora.memory.inputs import settings_shapes
 from jaxlora.memory.mesh import MeshStages, measured_footprint
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
-from jaxlora.pallas_kernels.mosaic import device, layer
+from jaxlora.pallas_kernels.mosaic import hopper as device
+from jaxlora.pallas_kernels.mosaic import layer
 from jaxlora.scheduler import Limits
 from jaxlora.sharding import layerwise
 from jaxlora.sharding.mesh_sizes import MeshSizes

@@ -4,8 +4,8 @@ import types
 
 import pytest
 
-from jaxlora.memory import device as device_module
-from jaxlora.memory.device import device_memory, format_bytes
+from jaxlora.memory import device_memory as device_module
+from jaxlora.memory.device_memory import device_memory, format_bytes
 from jaxlora.memory.gpu_share import FRACTIONS
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from jaxlora.config import RunConfig
 from jaxlora.errors import ConfigError
-from jaxlora.memory import device as device_module
+from jaxlora.memory import device_memory as device_module
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.capacity import fit, resolve_auto
-from jaxlora.memory.device import DeviceMemory, device_memory
+from jaxlora.memory.device_memory import DeviceMemory, device_memory
 from jaxlora.memory.estimate import estimated_footprint as single_footprint
 from jaxlora.memory.estimate import step_bytes
 from jaxlora.memory.footprint import SINGLE_DEVICE as ONE

@@ -9,7 +9,7 @@ from jaxlora.costs.device_speed import find_speed
 from jaxlora.costs.throughput import seconds_per_token
 from jaxlora.memory import estimate, fitting
 from jaxlora.memory.bounds import Bounds
-from jaxlora.memory.device import DeviceMemory
+from jaxlora.memory.device_memory import DeviceMemory
 from jaxlora.memory.estimate import StepBytes
 from jaxlora.memory.mesh import MeshStages
 from jaxlora.memory.options import Option, explain, fastest, find_options

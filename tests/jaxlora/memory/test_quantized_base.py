@@ -8,7 +8,7 @@ import pytest
 from jaxlora.config import RunConfig
 from jaxlora.hf.config import model_config
 from jaxlora.memory.bounds import Bounds
-from jaxlora.memory.device import DeviceMemory
+from jaxlora.memory.device_memory import DeviceMemory
 from jaxlora.memory.footprint import Footprint, num_bytes
 from jaxlora.memory.scratch import scratch_bytes
 from jaxlora.memory.weight_copies import choose_copies, with_copies

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import training_options
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.pallas_kernels.triton.device import forced_capability
+from jaxlora.pallas_kernels.triton.target import forced_capability
 from tests.jaxlora.models import h200_program
 
 # Compute capability times ten, and the number of multiprocessors.

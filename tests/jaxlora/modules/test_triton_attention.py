@@ -23,8 +23,8 @@ from jaxlora.pallas_kernels.triton.attention_backward import (
 )
 from jaxlora.pallas_kernels.triton.attention_forward import attention_forward
 from jaxlora.pallas_kernels.triton.compile import kernel_facts, shared_memory_bytes
-from jaxlora.pallas_kernels.triton.device import forced_capability, interpreted
 from jaxlora.pallas_kernels.triton.launch import Tile
+from jaxlora.pallas_kernels.triton.target import forced_capability, interpreted
 from tests.jaxlora.modules.attention_cases import (
     both_ways,
     check_bad_row,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from jaxlora import LoraJob, RunConfig, Trainer
-from jaxlora.hf.load import BaseModel, load_model
+from jaxlora.hf.load import FrozenModel, load_model
 from tests import tiny
 from tests.jaxlora.train.at_window import at_windows
 from tests.jaxlora.train.mesh_runs import MeshRuns
@@ -21,7 +21,7 @@ TARGETS = (
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory) -> BaseModel:
+def model(tmp_path_factory) -> FrozenModel:
     folder = tiny.write_model(tmp_path_factory.mktemp("base") / "tiny")
     return load_model(folder, dtype="float32")
 

@@ -2,7 +2,7 @@
 
 from jaxlora import Trainer
 from jaxlora.adapters.peft_import import import_peft
-from jaxlora.hf.load import BaseModel
+from jaxlora.hf.load import FrozenModel
 from jaxlora.hf.names import linear_shapes
 from jaxlora.run.log import read_events
 
@@ -10,7 +10,7 @@ from jaxlora.run.log import read_events
 class Outcome:
     """Returns a run's adapters and the losses of every step and evaluation."""
 
-    def __init__(self, trainer: Trainer, result, model: BaseModel):
+    def __init__(self, trainer: Trainer, result, model: FrozenModel):
         self.trainer, self.result = trainer, result
         self.progress = {job.name: job.progress for job in result.jobs}
         self.adapters = {

@@ -60,10 +60,10 @@ class PassLog:
         _, done = self._known.setdefault(id(array), first)
         self.windows[-1].passes[stage, name].append(done)
 
-    def note_step(self, stage: int, steps_now: Any, params: Any) -> None:
+    def note_step(self, stage: int, step_mask: Any, params: Any) -> None:
         window = self.windows[-1]
         ran = sum(len(window.passes[stage, name]) for name in BACKWARD)
-        for slot in np.flatnonzero(steps_now):
+        for slot in np.flatnonzero(step_mask):
             self._done[stage][int(slot)] += 1
             window.steps.append((stage, int(slot), ran))
         array = jax.tree.leaves(params)[0]
@@ -125,7 +125,7 @@ class _Watched:
             self._log.note_pass(self._stage, self._name, args[1])
             return self._jitted(*args)
         out = self._jitted(*args)
-        self._log.note_step(self._stage, args[1].steps_now, out[0].params)
+        self._log.note_step(self._stage, args[1].step_mask, out[0].params)
         return out
 
     def __getattr__(self, name: str) -> Any:

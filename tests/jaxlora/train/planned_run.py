@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxlora import BaseModel, RunConfig
+from jaxlora import FrozenModel, RunConfig
 from jaxlora.data.tokenize import DataReader
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.train.job_state import JobState, start_job
@@ -13,14 +13,14 @@ from jaxlora.train.plan.run_plan import RunPlan, resolve
 
 
 def plan_jobs(
-    config: RunConfig, model: BaseModel, jobs: Sequence[PreparedJob]
+    config: RunConfig, model: FrozenModel, jobs: Sequence[PreparedJob]
 ) -> RunPlan:
     """Plans a run of jobs that are prepared."""
     return resolve(config, PlannedModel.of(config, model), jobs, this_machine())
 
 
 def plan_and_jobs(
-    config: RunConfig, model: BaseModel
+    config: RunConfig, model: FrozenModel
 ) -> tuple[RunPlan, list[JobState]]:
     """Plans a run, and starts its jobs."""
     reader = DataReader(load_tokenizer(model.folder))

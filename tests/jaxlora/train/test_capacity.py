@@ -12,11 +12,11 @@ import pytest
 from jaxlora import RunConfig, Trainer
 from jaxlora.common.note import log_notes
 from jaxlora.errors import CheckpointError, ConfigError
-from jaxlora.memory import device as device_module
+from jaxlora.memory import device_memory as device_module
 from jaxlora.memory import mesh
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.capacity import fit, resolve_auto
-from jaxlora.memory.device import DeviceMemory
+from jaxlora.memory.device_memory import DeviceMemory
 from jaxlora.memory.estimate import estimated_footprint
 from jaxlora.memory.footprint import Footprint, StagePrograms, resident_footprint
 from jaxlora.memory.mesh import MeshStages
@@ -100,7 +100,7 @@ def settle(config: RunConfig, spec: DecoderSpec, bounds: Bounds, compile_stages=
     log_notes(resolved.notes)
     if compile_stages is None:
         return config
-    stages = stages.with_remat(config.least_remat)
+    stages = stages.with_remat(config.weakest_remat)
     return fit(config, stages, bounds, compile_stages)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxlora import RunConfig, load_model
-from jaxlora.adapters.optimizer import Hyper
+from jaxlora.adapters.optimizer import OptimizerInputs
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.data.pack import pack_microbatch, split_by_segment_limit
 from jaxlora.models.forward import SlotKeys
@@ -228,11 +228,11 @@ def without(packed, slots):
     )
 
 
-def all_alike(*, steps_now, count) -> Hyper:
+def all_alike(*, step_mask, count) -> OptimizerInputs:
     """Settings that are alike in all three slots."""
     half = jnp.full(3, 0.5)
-    return Hyper(
-        steps_now=jnp.array(steps_now),
+    return OptimizerInputs(
+        step_mask=jnp.array(step_mask),
         count=jnp.full(3, count),
         learning_rate=half / 50,
         rate_ratio=rate_ratios(lambda ratio: half),
@@ -250,7 +250,7 @@ def one_step(bench, packed, spoil=lambda state: state):
     slots = table()
     state, out = accumulated(model, stage, spoil(slots.state), slots.settings, packed)
     gradients = jax.tree.map(np.array, state.pending.gradients)
-    hyper = all_alike(steps_now=[True, True, True], count=2)
+    hyper = all_alike(step_mask=[True, True, True], count=2)
     state, result = stage.steps.step(state, hyper, ())
     return gradients, *jax.device_get((out, state.params, result))
 
@@ -312,7 +312,7 @@ def test_a_batch_that_is_not_finite_leaves_its_slot_as_it_is(bench):
         return dataclasses.replace(state, pending=pending)
 
     before = jax.tree.map(np.array, slots.state.params)
-    hyper = all_alike(steps_now=[True, True, False], count=2)
+    hyper = all_alike(step_mask=[True, True, False], count=2)
     state, result = stage.steps.step(spoil(slots.state), hyper, ())
     assert np.isfinite(result.norm).all()
     assert result.is_finite.tolist() == [True, False, True]
@@ -330,7 +330,7 @@ def test_a_slot_without_a_whole_batch_stays_as_it_is(bench):
     before = jax.tree.map(np.array, slots.state.params)
     state, _ = accumulated(model, stage, slots.state, slots.settings, packed)
     gradients = jax.tree.map(np.array, state.pending.gradients)
-    hyper = all_alike(steps_now=[True, False, True], count=0)
+    hyper = all_alike(step_mask=[True, False, True], count=0)
     state, _ = stage.steps.step(state, hyper, ())
     for path, table_now in state.params.items():
         np.testing.assert_array_equal(table_now[1], before[path][1])

@@ -7,7 +7,7 @@ import pytest
 import safetensors.numpy
 
 from jaxlora.hf.config import model_config
-from jaxlora.hf.load import BaseModel, load_model
+from jaxlora.hf.load import FrozenModel, load_model
 from jaxlora.hf.names import tensor_specs
 from tests import tiny
 from tests.jaxlora.train.test_contracts import assert_same_training
@@ -25,7 +25,7 @@ CONFIG = tiny.CONFIG | {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> BaseModel:
+def model(tmp_path_factory) -> FrozenModel:
     """Replaces the tiny Llama of the other tests."""
     folder = tmp_path_factory.mktemp("base") / "gemma"
     folder.mkdir()

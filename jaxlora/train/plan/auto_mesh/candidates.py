@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from jaxlora.config import RunConfig
 from jaxlora.memory.bounds import Bounds
-from jaxlora.memory.device import DeviceMemory
+from jaxlora.memory.device_memory import DeviceMemory
 from jaxlora.memory.fitting import estimate_at, estimated_room, largest_fitting
 from jaxlora.memory.mesh import MeshFootprint, MeshStages
 from jaxlora.models.spec import DecoderSpec

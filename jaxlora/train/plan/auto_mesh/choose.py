@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
 from jaxlora.config import RunConfig
-from jaxlora.memory.device import DeviceMemory, format_bytes
+from jaxlora.memory.device_memory import DeviceMemory, format_bytes
 from jaxlora.memory.need import DoesNotFitError
 from jaxlora.memory.refusal import refusal
 from jaxlora.models.layer import Remat
@@ -137,7 +137,7 @@ def _fastest(timed: Sequence[tuple[Candidate, float]], machine: Machine) -> Mesh
         reason += ", the next best" if time <= other_time else ", and simpler"
     else:
         reason += "no other mesh fits"
-    remat = chosen.config.least_remat
+    remat = chosen.config.weakest_remat
     return MeshChoice(sizes=chosen.stages.sizes, remat=remat, reason=reason)
 
 

@@ -8,8 +8,8 @@ import jax
 from jaxlora.costs.device_speed import DeviceSpeed, find_speed
 from jaxlora.costs.links import Links, make_links
 from jaxlora.distributed import processes
-from jaxlora.memory import device as device_module
-from jaxlora.memory.device import DeviceMemory
+from jaxlora.memory import device_memory as device_module
+from jaxlora.memory.device_memory import DeviceMemory
 from jaxlora.pallas_kernels import device
 
 

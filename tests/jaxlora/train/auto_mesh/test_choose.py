@@ -9,7 +9,7 @@ from jaxlora.costs.device_speed import UNKNOWN_DEVICE, find_speed
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.memory.bounds import Bounds
-from jaxlora.memory.device import DeviceMemory
+from jaxlora.memory.device_memory import DeviceMemory
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.plan.auto_mesh.candidates import Candidates, Demand
 from jaxlora.train.plan.auto_mesh.choose import MeshChoice, choose_mesh
@@ -80,7 +80,7 @@ def choose(
     )
     bounds = Bounds(smallest=1024, largest=8192, unit=256, fixed=tokens)
     demand = demand_of(num_jobs, batch_size, bounds)
-    spec = decoder(model, remat=config.least_remat)
+    spec = decoder(model, remat=config.weakest_remat)
     return choose_mesh(config, spec, demand, where)
 
 

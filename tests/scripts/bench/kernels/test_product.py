@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxlora.bench.kernels.product import product
-from jaxlora.pallas_kernels.triton.device import interpreted
+from jaxlora.pallas_kernels.triton.target import interpreted
 from tests.pallas_kernels import triton_interpreter
 
 

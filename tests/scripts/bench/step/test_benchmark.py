@@ -8,7 +8,7 @@ from jaxlora.bench.report import needs_gpu
 from jaxlora.bench.step import benchmark, measure
 from jaxlora.bench.step.cases import FROZEN, PEER, Case
 from jaxlora.pallas_kernels import device
-from jaxlora.pallas_kernels.triton.device import present_target
+from jaxlora.pallas_kernels.triton.target import present_target
 from jaxlora.profile.step_parts import CUBLAS, GAPS, OTHER, PARTS, QUANTIZING
 from tests.scripts.bench.tables import read_csv
 

@@ -39,7 +39,7 @@ class StoredTensor:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout(abc.ABC):
+class StorageLayout(abc.ABC):
     """One way to store quantized linears.
 
     A linear whose tensor `weight` has the layout's dtype is quantized. The other

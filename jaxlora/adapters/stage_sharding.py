@@ -11,7 +11,7 @@ DEVICES = ("data", "fsdp")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Placement:
+class StageSharding:
     """The devices of one stage, and how slots and rows of tokens lie on them.
 
     Attributes:
@@ -90,4 +90,4 @@ class Placement:
             return self.sharding(spec) or jnp.zeros(()).sharding
 
 
-ONE_DEVICE = Placement()
+ONE_DEVICE = StageSharding()

@@ -16,7 +16,7 @@ _ISSUE_SHARE = 0.9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Device:
+class KernelRates:
     """A device as the cost model sees it.
 
     Attributes:
@@ -107,7 +107,7 @@ _UNKNOWN_SPEED = dataclasses.replace(
 
 
 @functools.cache
-def describe_device(kind: str | None = None) -> Device:
+def describe_device(kind: str | None = None) -> KernelRates:
     """Returns the rates of a device.
 
     Args:
@@ -118,8 +118,8 @@ def describe_device(kind: str | None = None) -> Device:
         kind = jax.devices()[0].device_kind
     gpu = find_gpu(kind)
     if gpu is None:
-        return Device(speed=_UNKNOWN_SPEED, **_rates(108, 1.41))
-    return Device(
+        return KernelRates(speed=_UNKNOWN_SPEED, **_rates(108, 1.41))
+    return KernelRates(
         speed=find_speed(kind),
         **_rates(gpu.num_sms, gpu.gigahertz),
         **_SHARES.get(gpu.name, {}),
