@@ -60,7 +60,7 @@ def replica_violations(schedule: Schedule, lanes: Lanes) -> list[str]:
         f"{lanes.replica(job)}."
         for i, microbatch in enumerate(schedule.microbatches)
         for replica in [i % lanes.num_lanes // lanes.fsdp]
-        for job in sorted({s.job for s in microbatch})
+        for job in sorted({s.owner for s in microbatch})
         if lanes.replica(job) != replica
     ]
 
@@ -104,9 +104,9 @@ def _check_microbatch(i: int, microbatch: Microbatch, limits: Limits) -> list[st
             f"{limits.capacity}."
         )
     runs = [
-        s.job
+        s.owner
         for k, s in enumerate(microbatch)
-        if k == 0 or s.job != microbatch[k - 1].job
+        if k == 0 or s.owner != microbatch[k - 1].owner
     ]
     if len(runs) != len(set(runs)):
         out.append(f"microbatch {i} does not keep the samples of a job adjacent.")
@@ -118,7 +118,7 @@ def _check_order(i: int, tick: Tick, last_batch: dict[int, int]) -> list[str]:
     out = []
     batches_of: dict[int, set[int]] = {}
     for sample in itertools.chain.from_iterable(tick):
-        batches_of.setdefault(sample.job, set()).add(sample.batch)
+        batches_of.setdefault(sample.owner, set()).add(sample.batch)
     for job, batches in batches_of.items():
         first, last = min(batches), max(batches)
         if first != last:
@@ -136,7 +136,7 @@ def _check_distance(ticks: Sequence[Tick], distance: int) -> list[str]:
     first: dict[tuple[int, int], int] = {}
     last: dict[tuple[int, int], int] = {}
     for i, tick in enumerate(ticks):
-        for key in {(s.job, s.batch) for microbatch in tick for s in microbatch}:
+        for key in {(s.owner, s.batch) for microbatch in tick for s in microbatch}:
             first.setdefault(key, i)
             last[key] = i
     out = []

@@ -89,14 +89,14 @@ class BatchSource:
 
     def _check(self, batch: Sequence[Sample]) -> None:
         check_fits(batch, self._limits)
-        if len({(s.job, s.batch) for s in batch}) != 1:
+        if len({(s.owner, s.batch) for s in batch}) != 1:
             raise ValueError(
                 f"batch {self._num_read} of job {self.job} has {len(batch)} samples "
-                f"with the (job, batch) {sorted({(s.job, s.batch) for s in batch})}. "
+                f"with the (job, batch) {sorted({(s.owner, s.batch) for s in batch})}. "
                 "A global batch needs at least one sample, all of the same job and "
                 "batch."
             )
-        job, number = batch[0].job, batch[0].batch
+        job, number = batch[0].owner, batch[0].batch
         if self.job is not None and (job != self.job or number <= self._last_batch):
             raise ValueError(
                 f"batch {number} of job {job} follows batch {self._last_batch} of job "
@@ -157,7 +157,7 @@ class BatchCursor:
     @property
     def job(self) -> int:
         """Number of the job."""
-        return self.items[0][2].job
+        return self.items[0][2].owner
 
     @property
     def batch(self) -> int:

@@ -23,10 +23,10 @@ def pack(samples: Sequence[Sample], limits: Limits) -> Schedule:
     bins: list[list[Sample]] = []
     padded_tokens: list[int] = []  # of each microbatch
     job_tokens: list[dict[int, int]] = []  # unpadded, of each job in each microbatch
-    order = sorted(samples, key=lambda s: (-s.num_tokens, s.job, s.index))
+    order = sorted(samples, key=lambda s: (-s.num_tokens, s.owner, s.index))
     for sample in order:
         for i, tokens in enumerate(job_tokens):
-            before = tokens.get(sample.job, 0)
+            before = tokens.get(sample.owner, 0)
             added = limits.padded(before + sample.num_tokens) - limits.padded(before)
             if padded_tokens[i] + added <= limits.capacity:
                 break
@@ -37,8 +37,8 @@ def pack(samples: Sequence[Sample], limits: Limits) -> Schedule:
             job_tokens.append({})
         bins[i].append(sample)
         padded_tokens[i] += added
-        job_tokens[i][sample.job] = before + sample.num_tokens
-    microbatches = (sorted(b, key=lambda s: (s.job, s.index)) for b in bins)
+        job_tokens[i][sample.owner] = before + sample.num_tokens
+    microbatches = (sorted(b, key=lambda s: (s.owner, s.index)) for b in bins)
     return Schedule(microbatches=tuple(map(tuple, microbatches)), limits=limits)
 
 
@@ -46,8 +46,8 @@ def _check(samples: Sequence[Sample], limits: Limits) -> None:
     check_fits(samples, limits)
     batch_of: dict[int, int] = {}
     for sample in samples:
-        if batch_of.setdefault(sample.job, sample.batch) != sample.batch:
+        if batch_of.setdefault(sample.owner, sample.batch) != sample.batch:
             raise ValueError(
-                f"job {sample.job} has samples of batches {batch_of[sample.job]} and "
-                f"{sample.batch}. Pack one global batch of each job at a time."
+                f"job {sample.owner} has samples of batches "
+                f"{batch_of[sample.owner]} and {sample.batch}. Pack one global batch of each job at a time."
             )

@@ -64,7 +64,7 @@ class LocalSearch:
         self.places: dict[int, dict[int, dict[int, int]]] = {}
         for i, slot in enumerate(slots):
             for _, _, s in slot:
-                places = self.places.setdefault(s.job, {}).setdefault(s.batch, {})
+                places = self.places.setdefault(s.owner, {}).setdefault(s.batch, {})
                 places[i] = places.get(i, 0) + 1
         self.num_stages = num = cost.num_stages
         self.offset = num - 1 + len(before)
@@ -209,7 +209,7 @@ class LocalSearch:
             self.slowest[t] = self._compute_slowest(t)
 
     def _move(self, item: Item, old: int, new: int) -> None:
-        places = self.places[item[2].job][item[2].batch]
+        places = self.places[item[2].owner][item[2].batch]
         places[old] -= 1
         if not places[old]:
             del places[old]
@@ -217,11 +217,11 @@ class LocalSearch:
 
     def _keeps_distance(self, item: Item) -> bool:
         """Whether the item's batch keeps its distance from the job's other batches."""
-        batches = self.places[item[2].job]
+        batches = self.places[item[2].owner]
         numbers = sorted(batches)
         k = numbers.index(item[2].batch)
         slots = batches[numbers[k]]
-        earliest = self.earliest[item[2].job]
+        earliest = self.earliest[item[2].owner]
         if k:
             earliest = max(batches[numbers[k - 1]]) + self.distance
         if min(slots) < earliest:
@@ -234,5 +234,5 @@ class LocalSearch:
 def _tokens_by_job(items: list[Item]) -> dict[int, int]:
     out: dict[int, int] = {}
     for _, n, sample in items:
-        out[sample.job] = out.get(sample.job, 0) + n
+        out[sample.owner] = out.get(sample.owner, 0) + n
     return out

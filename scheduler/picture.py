@@ -47,7 +47,7 @@ def draw(
     ticks = ticks_of(schedule.microbatches, num_lanes)
     longest = max(t.makespan for t in timelines.values())
     end = longest if until is None else min(until, longest)
-    jobs = sorted({s.job for m in schedule.microbatches for s in m})
+    jobs = sorted({s.owner for m in schedule.microbatches for s in m})
     colors = _colors(jobs)
     height = sum(1.2 + 0.7 * t.num_stages for t in timelines.values())
     figure = Figure(figsize=(14, height), layout="constrained")

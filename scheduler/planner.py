@@ -311,7 +311,7 @@ class Planner:
     def _slot(self, items: list[Item]) -> Slot:
         tokens: dict[int, int] = {}
         for _, n, sample in items:
-            tokens[sample.job] = tokens.get(sample.job, 0) + n
+            tokens[sample.owner] = tokens.get(sample.owner, 0) + n
         padded = sum(map(self.limits.padded, tokens.values()))
         bucket_tokens = self.cost.bucket_tokens(padded)
         return items, bucket_tokens, sum(n * n for _, n, _ in items)
@@ -350,4 +350,4 @@ def _work_targets(
 
 
 def _microbatch(items: Sequence[Item]) -> Microbatch:
-    return tuple(sorted((i[2] for i in items), key=lambda s: (s.job, s.index)))
+    return tuple(sorted((i[2] for i in items), key=lambda s: (s.owner, s.index)))

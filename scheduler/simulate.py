@@ -214,7 +214,7 @@ def _num_stale_batches(
     """Counts stale batches from the starts of forward and ends of backward passes."""
     positions: dict[tuple[int, int], list[int]] = {}
     for i, tick in enumerate(ticks):
-        for key in {(s.job, s.batch) for microbatch in tick for s in microbatch}:
+        for key in {(s.owner, s.batch) for microbatch in tick for s in microbatch}:
             positions.setdefault(key, []).append(i)
     delays = np.array([pipeline.step_delay(s) for s in range(pipeline.num_stages)])
     num_stale = 0

@@ -31,7 +31,7 @@ class Spacing:
 
     def earliest(self, sample: Sample) -> int:
         """Returns the first position that a sample may have."""
-        batch, last = self._last.get(sample.job, (sample.batch, -1))
+        batch, last = self._last.get(sample.owner, (sample.batch, -1))
         return 0 if batch == sample.batch else last + self.distance
 
     def place(self, microbatch: Iterable[Sample]) -> int:
@@ -45,7 +45,7 @@ class Spacing:
     def join(self, samples: Iterable[Sample]) -> None:
         """Adds samples to the last microbatch."""
         for sample in samples:
-            self._last[sample.job] = (sample.batch, self.position)
+            self._last[sample.owner] = (sample.batch, self.position)
 
 
 def with_no_ops(

@@ -77,7 +77,7 @@ def _pack_replicas(
     one = lanes.one_replica()
     of_replica: list[list[Sample]] = [[] for _ in range(lanes.data)]
     for sample in samples:
-        of_replica[lanes.replica(sample.job)].append(sample)
+        of_replica[lanes.replica(sample.owner)].append(sample)
     packed = [pack_ticks(s, limits, packer, one, cost).microbatches for s in of_replica]
     num = max(map(len, packed))
     padded = [p + ((),) * (num - len(p)) for p in packed]
@@ -139,7 +139,7 @@ def ticks_per_batch(batch_tokens: float, tick_tokens: int, distance: int) -> flo
 
 
 def _microbatch(samples: Iterable[Sample]) -> Microbatch:
-    return tuple(sorted(samples, key=lambda s: (s.job, s.index)))
+    return tuple(sorted(samples, key=lambda s: (s.owner, s.index)))
 
 
 def arrange(
@@ -194,7 +194,7 @@ def _following(microbatches: Sequence[Microbatch]) -> list[set[int]]:
     """Returns the microbatches that hold a next batch of a job of each microbatch."""
     holders: dict[tuple[int, int], list[int]] = {}
     for i, microbatch in enumerate(microbatches):
-        for key in {(s.job, s.batch) for s in microbatch}:
+        for key in {(s.owner, s.batch) for s in microbatch}:
             holders.setdefault(key, []).append(i)
     out: list[set[int]] = [set() for _ in microbatches]
     for key, next_key in itertools.pairwise(sorted(holders)):

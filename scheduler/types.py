@@ -9,13 +9,13 @@ class Sample:
     """One training sample. The scheduler only needs its length.
 
     Attributes:
-        job: Number of the job that the sample belongs to.
+        owner: Whose sample it is: the number of a job, or of the slot of a job.
         batch: Number of the job's global batch, which is also its optimizer step.
         index: Position of the sample in the global batch.
         num_tokens: Length of the sample in tokens.
     """
 
-    job: int
+    owner: int
     batch: int
     index: int
     num_tokens: int
@@ -154,7 +154,7 @@ def tokens_by_job(samples: Iterable[Sample]) -> dict[int, int]:
     """Counts the tokens of each job, without padding."""
     out: dict[int, int] = {}
     for sample in samples:
-        out[sample.job] = out.get(sample.job, 0) + sample.num_tokens
+        out[sample.owner] = out.get(sample.owner, 0) + sample.num_tokens
     return out
 
 
@@ -171,7 +171,7 @@ def batches_by_job(samples: Iterable[Sample]) -> dict[int, list[list[Sample]]]:
     """
     jobs: dict[int, dict[int, list[Sample]]] = {}
     for sample in samples:
-        jobs.setdefault(sample.job, {}).setdefault(sample.batch, []).append(sample)
+        jobs.setdefault(sample.owner, {}).setdefault(sample.batch, []).append(sample)
     return {
         job: [batches[number] for number in sorted(batches)]
         for job, batches in jobs.items()
@@ -183,7 +183,7 @@ def check_fits(samples: Iterable[Sample], limits: Limits) -> None:
     for sample in samples:
         if limits.padded(sample.num_tokens) > limits.capacity:
             raise ValueError(
-                f"a sample of job {sample.job} has {sample.num_tokens} tokens, over "
+                f"a sample of job {sample.owner} has {sample.num_tokens} tokens, over "
                 f"the capacity of {limits.capacity} tokens of a microbatch. Raise the "
                 "capacity or shorten the sample."
             )

@@ -70,7 +70,9 @@ class JobBatch:
     def to_schedule(self) -> list[Sample]:
         """Converts the batch to scheduler samples, with the slot as the job number."""
         return [
-            Sample(job=self.slot, batch=self.step, index=i, num_tokens=len(s.token_ids))
+            Sample(
+                owner=self.slot, batch=self.step, index=i, num_tokens=len(s.token_ids)
+            )
             for i, s in enumerate(self.samples)
         ]
 
@@ -143,9 +145,9 @@ def pack_microbatch(
     packed: list[tuple[int, int, JobBatch, TokenizedSample]] = []
     row = 0
     for number, sample in enumerate(microbatch):
-        if number and sample.job != microbatch[number - 1].job:
+        if number and sample.owner != microbatch[number - 1].owner:
             row = limits.padded(row)
-        batch = batches.get(sample.job)
+        batch = batches.get(sample.owner)
         if batch is not None:
             packed.append((number, row, batch, batch.samples[sample.index]))
         row += sample.num_tokens

@@ -293,7 +293,7 @@ def _part(plan: RunPlan, window: _Window) -> Part:
 def _by_job(samples: Sequence[Sample], window: _Window) -> tuple[Sample, ...]:
     """Replaces the slots of samples by the numbers of the jobs in them."""
     jobs = window.job_of_slot
-    return tuple(dataclasses.replace(s, job=jobs[s.job]) for s in samples)
+    return tuple(dataclasses.replace(s, owner=jobs[s.owner]) for s in samples)
 
 
 def _renamed(schedule: Schedule, window: _Window) -> Schedule:

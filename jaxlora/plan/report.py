@@ -236,7 +236,7 @@ def _parts_table(planned: RunForecast) -> Table:
         "greedy", "fill", "padding",
     )  # fmt: skip
     for number, part in enumerate(planned.parts[:_SHOWN_PARTS]):
-        batches = {(s.job, s.batch) for s in part.samples}
+        batches = {(s.owner, s.batch) for s in part.samples}
         jobs = {job for job, _ in batches}
         fill = part.schedule.fill
         table.add_row(

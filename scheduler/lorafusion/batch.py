@@ -88,7 +88,7 @@ def _two_stages(
     from jaxlora.scheduler.lorafusion import milp  # PuLP takes a second to import
 
     limits, best, proved = settings.limits, baseline, True
-    ordered = sorted(samples, key=lambda s: (s.job, s.batch, s.index))
+    ordered = sorted(samples, key=lambda s: (s.owner, s.batch, s.index))
     options = {"time_limit": settings.time_limit, "seed": settings.seed}
     if len(baseline) > _fewest(samples, limits):
         first = milp.fewest_bins(ordered, limits, baseline, **options)
@@ -125,8 +125,8 @@ def _ordered(
     microbatches: Sequence[Microbatch], limits: Limits
 ) -> tuple[Microbatch, ...]:
     """Sorts microbatches by descending size, with the samples of a job adjacent."""
-    sides = [tuple(sorted(m, key=lambda s: (s.job, s.index))) for m in microbatches]
-    key = lambda m: (-padded_tokens(m, limits), m[0].job, m[0].index)
+    sides = [tuple(sorted(m, key=lambda s: (s.owner, s.index))) for m in microbatches]
+    key = lambda m: (-padded_tokens(m, limits), m[0].owner, m[0].index)
     return tuple(sorted(sides, key=key))
 
 

@@ -42,8 +42,8 @@ def statistics(samples: Iterable[Sample]) -> tuple[Statistics, ...]:
     lengths: dict[int, list[int]] = {}
     batches: dict[int, set[int]] = {}
     for sample in samples:
-        lengths.setdefault(sample.job, []).append(sample.num_tokens)
-        batches.setdefault(sample.job, set()).add(sample.batch)
+        lengths.setdefault(sample.owner, []).append(sample.num_tokens)
+        batches.setdefault(sample.owner, set()).add(sample.batch)
     return tuple(
         Statistics(
             job=job,

@@ -45,7 +45,7 @@ def merge(
         for microbatch in rest:
             out.append(microbatch)
             spacing.place(microbatch)
-    return tuple(tuple(sorted(m, key=lambda s: (s.job, s.index))) for m in out)
+    return tuple(tuple(sorted(m, key=lambda s: (s.owner, s.index))) for m in out)
 
 
 def _that_fit(
@@ -56,7 +56,7 @@ def _that_fit(
 ) -> list[Sample]:
     """Returns the samples that may join `held`, the last microbatch; longest first."""
     taken: list[Sample] = []
-    for sample in sorted(candidates, key=lambda s: (-s.num_tokens, s.job, s.index)):
+    for sample in sorted(candidates, key=lambda s: (-s.num_tokens, s.owner, s.index)):
         if spacing.earliest(sample) > spacing.position:
             continue
         if padded_tokens([*held, *taken, sample], limits) <= limits.capacity:

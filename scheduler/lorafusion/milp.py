@@ -140,7 +140,7 @@ def _assignment(
 ) -> _Model:
     """Makes a program that puts each sample in one bin and pads jobs to blocks."""
     problem = pulp.LpProblem(name, pulp.LpMinimize)
-    jobs = sorted({s.job for s in samples})
+    jobs = sorted({s.owner for s in samples})
     chosen = [
         [problem.add_variable(f"x_{i}_{b}", cat="Binary") for b in range(num_bins)]
         for i in range(len(samples))
@@ -154,7 +154,7 @@ def _assignment(
             tokens = pulp.lpSum(
                 s.num_tokens * row[b]
                 for s, row in zip(samples, chosen, strict=True)
-                if s.job == job
+                if s.owner == job
             )
             problem += tokens <= limits.block_tokens * k
             of_job[job] = k

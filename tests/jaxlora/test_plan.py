@@ -70,7 +70,7 @@ def test_the_trainer_runs_what_was_planned(config):
         for part in planned.parts
     ]
     assert [e["planned_ahead"] for e in windows] == [False] + [True] * (len(ran) - 1)
-    first = {s.job for s in planned.parts[0].samples}
+    first = {s.owner for s in planned.parts[0].samples}
     assert first == {0, 1, 4}  # by priority, then first come first served
 
 
@@ -79,7 +79,7 @@ def test_a_plan_is_whole(config, mesh):
     planned = plan_run(config.replace(mesh=mesh, max_concurrent_jobs=4))
     sizes = planned.sizes
     samples = [s for part in planned.parts for s in part.samples]
-    steps = {(s.job, s.batch) for s in samples}
+    steps = {(s.owner, s.batch) for s in samples}
     assert len(steps) == sum(job.num_steps for job in planned.jobs)
     rules = dict(distance=sizes.stage, num_lanes=sizes.devices_per_stage)
     for whole in (planned.whole, planned.greedy):

@@ -10,7 +10,7 @@ LIMITS = Limits(capacity=512, block_tokens=32)
 
 def sample(job, batch, index, tokens) -> Sample:
     """Makes a sample from positional arguments."""
-    return Sample(job=job, batch=batch, index=index, num_tokens=tokens)
+    return Sample(owner=job, batch=batch, index=index, num_tokens=tokens)
 
 
 @st.composite
@@ -36,7 +36,7 @@ def job_mixes(draw, max_jobs=5, max_batches=5, max_batch=8):
         for batch in range(draw(st.integers(1, max_batches))):
             size = draw(st.integers(1, max_batch))
             out += [
-                Sample(job=job, batch=batch, index=i, num_tokens=n)
+                Sample(owner=job, batch=batch, index=i, num_tokens=n)
                 for i, n in enumerate(_lengths(shape, size, rng))
             ]
     return out

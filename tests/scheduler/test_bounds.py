@@ -27,7 +27,7 @@ PER_TOKEN = AffineCost(base=10, per_token=1, per_square=0)
 def batches(*lengths, job=0):
     """Makes the batches of one job from tuples of lengths."""
     return [
-        Sample(job=job, batch=b, index=i, num_tokens=n)
+        Sample(owner=job, batch=b, index=i, num_tokens=n)
         for b, batch in enumerate(lengths)
         for i, n in enumerate(batch)
     ]
@@ -54,7 +54,7 @@ def test_is_below_every_legal_schedule(buckets, data):
         st.sampled_from([((2, 1),), ((3,),), ((1, 1), (1,)), ((2,), (2,))])
     )
     samples = [
-        Sample(job=j, batch=b, index=i, num_tokens=data.draw(st.integers(1, 64)))
+        Sample(owner=j, batch=b, index=i, num_tokens=data.draw(st.integers(1, 64)))
         for j, sizes in enumerate(shape)
         for b, size in enumerate(sizes)
         for i in range(size)

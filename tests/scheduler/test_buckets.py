@@ -21,7 +21,7 @@ def samples(num_jobs=1, num_batches=6, each=6, seed=0):
     """Small batches, so that a pipeline with one job has many partial microbatches."""
     rng = np.random.default_rng(seed)
     return [
-        Sample(job=j, batch=b, index=i, num_tokens=int(rng.integers(40, 700)))
+        Sample(owner=j, batch=b, index=i, num_tokens=int(rng.integers(40, 700)))
         for j, b, i in itertools.product(
             range(num_jobs), range(num_batches), range(each)
         )
@@ -74,6 +74,6 @@ def test_options_are_checked(options, message):
 
 
 def test_refuses_a_sample_over_the_capacity():
-    long = [Sample(job=0, batch=0, index=0, num_tokens=5000)]
+    long = [Sample(owner=0, batch=0, index=0, num_tokens=5000)]
     with pytest.raises(ValueError, match="over the capacity of 4096 tokens"):
         choose(long, LIMITS, PIPELINE, COST, candidates=CANDIDATES)

@@ -77,7 +77,7 @@ def test_bubbles_stay_small(num_jobs):
 def test_one_job_waits_for_each_of_its_steps(num_stages):
     """With one microbatch per batch, there are S - 1 no-ops between two batches."""
     samples = [
-        Sample(job=0, batch=b, index=0, num_tokens=LIMITS.capacity) for b in range(4)
+        Sample(owner=0, batch=b, index=0, num_tokens=LIMITS.capacity) for b in range(4)
     ]
     pipeline = Pipeline.one_f_one_b(num_stages)
     cost = CostModel.uniform(num_stages, forward=FORWARD, backward=BACKWARD)
@@ -89,7 +89,7 @@ def test_one_job_waits_for_each_of_its_steps(num_stages):
 
 def test_keeps_the_tail_of_a_longer_job():
     samples = [
-        Sample(job=job, batch=b, index=i, num_tokens=100 + i)
+        Sample(owner=job, batch=b, index=i, num_tokens=100 + i)
         for job, num_batches in ((3, 1), (7, 9))
         for b in range(num_batches)
         for i in range(b % 3 + 1)
@@ -99,7 +99,7 @@ def test_keeps_the_tail_of_a_longer_job():
 
 
 def test_batch_numbers_need_not_start_at_zero():
-    samples = [Sample(job=0, batch=b, index=0, num_tokens=9) for b in (5, 6, 9)]
+    samples = [Sample(owner=0, batch=b, index=0, num_tokens=9) for b in (5, 6, 9)]
     schedule = joint.pack(samples, LIMITS, PIPELINE, COST)
     assert violations(schedule, samples, distance=4) == []
 
@@ -110,8 +110,8 @@ def test_packs_nothing_from_nothing():
 
 @pytest.mark.parametrize("batch", [0, 3])
 def test_refuses_a_sample_over_the_capacity_before_planning(batch):
-    samples = [Sample(job=2, batch=b, index=0, num_tokens=9) for b in range(4)]
-    samples[batch] = Sample(job=2, batch=batch, index=0, num_tokens=513)
+    samples = [Sample(owner=2, batch=b, index=0, num_tokens=9) for b in range(4)]
+    samples[batch] = Sample(owner=2, batch=batch, index=0, num_tokens=513)
     with pytest.raises(ValueError, match="job 2 has 513 tokens, over the capacity of"):
         joint.pack(samples, LIMITS, PIPELINE, COST)
 
@@ -142,7 +142,7 @@ def test_reads_no_further_than_its_window():
             read += 1
             lengths = rng.integers(32, 2000, 16)
             yield [
-                Sample(job=job, batch=b, index=i, num_tokens=int(n))
+                Sample(owner=job, batch=b, index=i, num_tokens=int(n))
                 for i, n in enumerate(lengths)
             ]
 
@@ -165,7 +165,7 @@ def test_a_stream_is_what_pack_makes():
     packed = joint.pack(samples, limits, PIPELINE, COST)
     sources = []
     for job in range(2):
-        own = [s for s in samples if s.job == job]
+        own = [s for s in samples if s.owner == job]
         numbers = sorted({s.batch for s in own})
         sources.append(
             joint.JobBatches(
@@ -194,7 +194,7 @@ def source(job, num_batches, size=4, num_tokens=200):
     return joint.JobBatches(
         batches=[
             [
-                Sample(job=job, batch=b, index=i, num_tokens=num_tokens)
+                Sample(owner=job, batch=b, index=i, num_tokens=num_tokens)
                 for i in range(size)
             ]
             for b in range(num_batches)
@@ -220,8 +220,8 @@ def test_jobs_join_and_pause_between_windows():
     middle = []
     for _ in range(8):
         middle += planner.next_window()
-    done = {s.batch for m in [*out, *middle] for s in m if s.job == 0}
-    of_job = [s for m in [*out, *middle] for s in m if s.job == 0]
+    done = {s.batch for m in [*out, *middle] for s in m if s.owner == 0}
+    of_job = [s for m in [*out, *middle] for s in m if s.owner == 0]
     assert 0 < sum(len(m) for m in out) < 30  # job 0 was paused within a batch
     assert done == {0}
     assert len(of_job) == 30
@@ -280,7 +280,7 @@ def test_nothing_runs_while_all_are_paused():
 )
 def test_refuses_invalid_batches(batches, message):
     samples = [
-        [Sample(job=j, batch=b, index=0, num_tokens=9) for j, b in batch]
+        [Sample(owner=j, batch=b, index=0, num_tokens=9) for j, b in batch]
         for batch in batches
     ]
     job = joint.JobBatches(batches=samples, num_batches=2, batch_tokens=9)

@@ -27,7 +27,7 @@ def search(microbatches, pipeline, cost, *, limits=LIMITS, earliest=None, num=No
     """Makes a search in the first `num` microbatches; the others are fixed."""
     work = WorkModel.from_cost(cost)
     slots = [[work.item(s) for s in m] for m in microbatches]
-    jobs = {s.job for m in microbatches for s in m}
+    jobs = {s.owner for m in microbatches for s in m}
     earliest = {job: 0 for job in jobs} | (earliest or {})
     return LocalSearch(
         slots[:num], earliest, limits, pipeline, cost, before=[],
@@ -37,7 +37,7 @@ def search(microbatches, pipeline, cost, *, limits=LIMITS, earliest=None, num=No
 
 def schedule(slots, limits=LIMITS):
     microbatches = (
-        tuple(sorted((i[2] for i in slot), key=lambda s: (s.job, s.index)))
+        tuple(sorted((i[2] for i in slot), key=lambda s: (s.owner, s.index)))
         for slot in slots
     )
     return Schedule(microbatches=tuple(microbatches), limits=limits)
@@ -66,7 +66,8 @@ def microbatches(*slots):
     index = iter(range(10**6))
     return [
         tuple(
-            Sample(job=j, batch=b, index=next(index), num_tokens=n) for j, b, n in slot
+            Sample(owner=j, batch=b, index=next(index), num_tokens=n)
+            for j, b, n in slot
         )
         for slot in slots
     ]

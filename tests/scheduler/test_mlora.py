@@ -18,11 +18,11 @@ def test_keeps_every_rule(samples, num_stages, size):
     assert schedule == mlora.pack(samples[::-1], LIMITS, pipeline, **options)
     for microbatch in schedule.microbatches:
         assert len(microbatch) <= size
-        assert len({s.job for s in microbatch}) <= 1
+        assert len({s.owner for s in microbatch}) <= 1
 
 
 def short(job, batch, count):
-    return [Sample(job=job, batch=batch, index=i, num_tokens=9) for i in range(count)]
+    return [Sample(owner=job, batch=batch, index=i, num_tokens=9) for i in range(count)]
 
 
 def test_jobs_take_turns_with_complete_batches():
@@ -30,7 +30,7 @@ def test_jobs_take_turns_with_complete_batches():
     schedule = mlora.pack(
         samples, LIMITS, Pipeline.one_f_one_b(2), samples_per_microbatch=2
     )
-    order = [(m[0].job, m[0].batch) for m in schedule.microbatches]
+    order = [(m[0].owner, m[0].batch) for m in schedule.microbatches]
     assert order == [(j, b) for b in (0, 1) for j in (0, 1) for _ in range(2)]
 
 
@@ -41,13 +41,13 @@ def test_waits_for_the_optimizer_step():
 
 
 def test_splits_before_the_capacity_is_exceeded():
-    samples = [Sample(job=0, batch=0, index=i, num_tokens=200) for i in range(4)]
+    samples = [Sample(owner=0, batch=0, index=i, num_tokens=200) for i in range(4)]
     schedule = mlora.pack(samples, LIMITS, Pipeline())
     assert [len(m) for m in schedule.microbatches] == [2, 2]
 
 
 def test_refuses_a_sample_over_the_capacity():
-    sample = Sample(job=2, batch=0, index=0, num_tokens=513)
+    sample = Sample(owner=2, batch=0, index=0, num_tokens=513)
     with pytest.raises(ValueError, match="job 2 has 513 tokens, over the capacity of"):
         mlora.pack([sample], LIMITS, Pipeline())
 

@@ -27,7 +27,7 @@ def cost(num_stages: int) -> CostModel:
 
 def samples_of(jobs) -> list[Sample]:
     return [
-        Sample(job=j, batch=b, index=i, num_tokens=n)
+        Sample(owner=j, batch=b, index=i, num_tokens=n)
         for j, batches in enumerate(jobs)
         for b, lengths in enumerate(batches)
         for i, n in enumerate(lengths)

@@ -26,7 +26,7 @@ def windows(draw):
     lengths = st.lists(st.integers(1, 512), min_size=1, max_size=12)
     jobs = draw(st.lists(lengths, min_size=1, max_size=6))
     return [
-        Sample(job=job, batch=job, index=i, num_tokens=n)
+        Sample(owner=job, batch=job, index=i, num_tokens=n)
         for job, job_lengths in enumerate(jobs)
         for i, n in enumerate(job_lengths)
     ]
@@ -44,7 +44,7 @@ def test_keeps_every_rule(packer, samples):
 def test_wastes_no_microbatch(packer):
     """No two microbatches would fit in one."""
     samples = [
-        Sample(job=i % 3, batch=0, index=i // 3, num_tokens=40 + 11 * i)
+        Sample(owner=i % 3, batch=0, index=i // 3, num_tokens=40 + 11 * i)
         for i in range(18)
     ]
     microbatches = PACKERS[packer](samples, LIMITS).microbatches
@@ -53,20 +53,20 @@ def test_wastes_no_microbatch(packer):
 
 
 def test_refuses_a_sample_over_the_capacity():
-    sample = Sample(job=2, batch=0, index=0, num_tokens=513)
+    sample = Sample(owner=2, batch=0, index=0, num_tokens=513)
     with pytest.raises(ValueError, match="job 2 has 513 tokens, over the capacity of"):
         greedy.pack([sample], LIMITS)
 
 
 def test_refuses_two_batches_of_one_job():
-    samples = [Sample(job=0, batch=b, index=0, num_tokens=9) for b in (0, 1)]
+    samples = [Sample(owner=0, batch=b, index=0, num_tokens=9) for b in (0, 1)]
     with pytest.raises(ValueError, match="job 0 has samples of batches 0 and 1"):
         greedy.pack(samples, LIMITS)
 
 
 def test_the_checker_finds_every_kind_of_violation():
-    a0, a1 = (Sample(job=0, batch=0, index=i, num_tokens=300) for i in range(2))
-    b0 = Sample(job=1, batch=0, index=0, num_tokens=10)
+    a0, a1 = (Sample(owner=0, batch=0, index=i, num_tokens=300) for i in range(2))
+    b0 = Sample(owner=1, batch=0, index=0, num_tokens=10)
     late = dataclasses.replace(a1, batch=1)
 
     def check(microbatches, samples):
@@ -84,8 +84,8 @@ def test_the_checker_finds_every_kind_of_violation():
 
 
 def test_the_checker_requires_the_distance():
-    a, b = (Sample(job=0, batch=k, index=0, num_tokens=9) for k in (0, 2))
-    other = Sample(job=1, batch=0, index=0, num_tokens=9)
+    a, b = (Sample(owner=0, batch=k, index=0, num_tokens=9) for k in (0, 2))
+    other = Sample(owner=1, batch=0, index=0, num_tokens=9)
 
     def check(*microbatches, distance):
         schedule = Schedule(microbatches=microbatches, limits=LIMITS)

@@ -94,7 +94,7 @@ def test_proposes_stages_if_memory_is_short():
 def test_refuses_if_no_candidate_fits():
     with pytest.raises(ValueError, match=r"fits in 1e\+09 bytes"):
         proposals(1e9)
-    long = [Sample(job=0, batch=0, index=0, num_tokens=9000)]
+    long = [Sample(owner=0, batch=0, index=0, num_tokens=9000)]
     with pytest.raises(ValueError, match="longest sample, 9000 tokens"):
         propose(
             long, MEASURED, capacities=[4096], num_stages=[1], block_tokens=64,

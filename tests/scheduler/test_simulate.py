@@ -33,7 +33,7 @@ def stream(*lengths):
     """A schedule with one sample per microbatch, each of its own job; 0 is a no-op."""
     return Schedule(
         microbatches=tuple(
-            (Sample(job=i, batch=0, index=0, num_tokens=n),) if n else ()
+            (Sample(owner=i, batch=0, index=0, num_tokens=n),) if n else ()
             for i, n in enumerate(lengths)
         ),
         limits=UNIT,
@@ -178,10 +178,10 @@ def test_weights_are_stale_one_tick_too_early(num_stages, in_flight):
     pipeline = Pipeline.one_f_one_b(num_stages, in_flight)
 
     def at_distance(distance):
-        a = Sample(job=0, batch=0, index=0, num_tokens=10)
+        a = Sample(owner=0, batch=0, index=0, num_tokens=10)
         b = dataclasses.replace(a, batch=1)
         others = stream(*[10] * distance).microbatches[1:]
-        fill = tuple((dataclasses.replace(m[0], job=9 + m[0].job),) for m in others)
+        fill = tuple((dataclasses.replace(m[0], owner=9 + m[0].owner),) for m in others)
         return Schedule(microbatches=((a,), *fill, (b,)), limits=UNIT)
 
     for distance, num_stale in ((in_flight, 0), (in_flight - 1, 1)):
@@ -191,9 +191,9 @@ def test_weights_are_stale_one_tick_too_early(num_stages, in_flight):
 
 def test_weights_are_stale_after_the_last_microbatch_of_a_batch():
     """The first microbatch of the batch is far enough away, but the last one is not."""
-    first, last = (Sample(job=0, batch=0, index=i, num_tokens=10) for i in (0, 1))
-    after = Sample(job=0, batch=1, index=0, num_tokens=10)
-    other = Sample(job=1, batch=0, index=0, num_tokens=10)
+    first, last = (Sample(owner=0, batch=0, index=i, num_tokens=10) for i in (0, 1))
+    after = Sample(owner=0, batch=1, index=0, num_tokens=10)
+    other = Sample(owner=1, batch=0, index=0, num_tokens=10)
     slots = ((first,), (other,), (last,), (after,))
     schedule = Schedule(microbatches=slots, limits=UNIT)
     assert run(schedule, equal(3)).num_stale_batches == 1

@@ -20,7 +20,7 @@ LIMITS = Limits(capacity=64, block_tokens=8)
 
 def window(first: int, count: int = 3) -> tuple[Sample, ...]:
     return tuple(
-        Sample(job=j, batch=b, index=i, num_tokens=5 + (7 * i + 3 * j + b) % 40)
+        Sample(owner=j, batch=b, index=i, num_tokens=5 + (7 * i + 3 * j + b) % 40)
         for j in range(3)
         for b in range(first, first + count)
         for i in range(4)
@@ -79,7 +79,7 @@ def test_errors_are_raised_when_the_plan_is_taken(ahead):
         whole = pack(samples)
         return Schedule(microbatches=whole.microbatches[1:], limits=LIMITS)
 
-    long = (Sample(job=0, batch=0, index=0, num_tokens=65),)
+    long = (Sample(owner=0, batch=0, index=0, num_tokens=65),)
     for packer, samples, error, words in (
         (lossy, window(0), RuntimeError, "is not scheduled"),
         (pack, long, ValueError, "over the capacity of 64 tokens"),

@@ -124,7 +124,7 @@ def test_pinned_jobs_do_not_wait_for_each_other():
     lanes = stages(1, data=2, fsdp=2, slots_per_replica=2)
     ticks = ticks_of(pack(samples, lanes).microbatches, 4)
     for replica in range(2):
-        own = [s for s in samples if s.job // 2 == replica]
+        own = [s for s in samples if s.owner // 2 == replica]
         alone = ticks_of(pack(own, stages(1, fsdp=2)).microbatches, 2)
         assert [t[2 * replica :][:2] for t in ticks] == alone
 

@@ -68,7 +68,7 @@ class Window:
     schedule: Schedule
 
     def __post_init__(self):
-        jobs = {s.job for m in self.schedule.microbatches for s in m}
+        jobs = {s.owner for m in self.schedule.microbatches for s in m}
         assert jobs == set(self.runs), f"samples of slots {jobs}, jobs in {self.runs}"
 
 

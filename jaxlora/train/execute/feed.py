@@ -31,7 +31,7 @@ class Feed:
         self._runs, self._ticks = window.runs, ticks
         self._limits, self._upload = limits, upload
         self._remaining = Counter(
-            (s.job, s.batch) for tick in ticks for m in tick for s in m
+            (s.owner, s.batch) for tick in ticks for m in tick for s in m
         )
         self._batches: dict[tuple[int, int], JobBatch] = {}  # by slot and step
         self._ready: tuple[int, tuple[Sample, ...], Any] | None = None
@@ -41,7 +41,7 @@ class Feed:
     def _kept(self, number: int) -> tuple[Sample, ...]:
         """Returns the samples of a tick without those of released slots."""
         return tuple(
-            s for m in self._ticks[number] for s in m if s.job not in self._released
+            s for m in self._ticks[number] for s in m if s.owner not in self._released
         )
 
     def prepare(self, number: int) -> None:
@@ -68,8 +68,8 @@ class Feed:
         if not kept:
             return None
         batches = {}
-        mine = {(s.job, s.batch) for s in kept}
-        assert len(mine) == len({s.job for s in kept}), "two batches of a job"
+        mine = {(s.owner, s.batch) for s in kept}
+        assert len(mine) == len({s.owner for s in kept}), "two batches of a job"
         for slot, step in mine:
             if (slot, step) not in self._batches:
                 self._batches[slot, step] = self._runs[slot].batch(slot, step)
@@ -84,13 +84,13 @@ class Feed:
         """
         out = {}
         for s in samples:
-            self._remaining[s.job, s.batch] -= 1
-            if not self._remaining[s.job, s.batch] and s.job not in self._released:
-                out[s.job] = self._batches.pop((s.job, s.batch))
+            self._remaining[s.owner, s.batch] -= 1
+            if not self._remaining[s.owner, s.batch] and s.owner not in self._released:
+                out[s.owner] = self._batches.pop((s.owner, s.batch))
         return out
 
     def release(self, slot: int) -> int:
         """Leaves out a slot's samples from now on; returns how many there are."""
         self._released.add(slot)
         rest = self._ticks[self._num_taken :]
-        return sum(s.job == slot for tick in rest for m in tick for s in m)
+        return sum(s.owner == slot for tick in rest for m in tick for s in m)

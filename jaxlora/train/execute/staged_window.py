@@ -109,7 +109,7 @@ class StagedWindow:
         if losses is not None:
             self._wait_for_earlier(losses.loss)
             loss = everywhere(losses.loss)
-            for slot in {s.job for s in self._samples[one.tick]}:
+            for slot in {s.owner for s in self._samples[one.tick]}:
                 self._losses[slot].append(loss)
         if enters:
             self._feed.prepare(one.tick + 1)
@@ -127,7 +127,7 @@ class StagedWindow:
         if batches is None:
             return
         # The host may not have reached these steps yet: they are the samples'.
-        steps = {s.job: s.batch for s in samples}
+        steps = {s.owner: s.batch for s in samples}
         keys = SlotKeys(seed=self._seeds, step=self._by_slot(steps, np.int32))
         self._in_flight.enter(tick, batches, keys)
         self._samples[tick] = samples

@@ -130,7 +130,7 @@ def window_samples(
             of that global batch.
     """
     return tuple(
-        Sample(job=position.slot, batch=step, index=i, num_tokens=num_tokens)
+        Sample(owner=position.slot, batch=step, index=i, num_tokens=num_tokens)
         for position in positions
         if position.slot is not None
         for step in position.steps(window_steps)

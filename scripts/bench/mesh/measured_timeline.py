@@ -57,7 +57,7 @@ def _stepping(schedule: Schedule, num_lanes: int) -> list[int]:
     """Returns the ticks that complete global batches."""
     last: dict[tuple[int, int], int] = {}
     for number, tick in enumerate(ticks_of(schedule.microbatches, num_lanes)):
-        last |= {(s.job, s.batch): number for m in tick for s in m}
+        last |= {(s.owner, s.batch): number for m in tick for s in m}
     return sorted(set(last.values()))
 
 

@@ -62,7 +62,7 @@ def windows(
 def samples_of(runs: Mapping[int, JobState]) -> list[Sample]:
     """Returns all samples of some jobs, which they name by slot."""
     return [
-        Sample(job=slot, batch=step, index=i, num_tokens=int(num_tokens))
+        Sample(owner=slot, batch=step, index=i, num_tokens=int(num_tokens))
         for slot, run in runs.items()
         for step in range(run.num_steps)
         for i, num_tokens in enumerate(run.prepared.lengths(step))

@@ -74,6 +74,6 @@ def jobs(
 def in_batches(job: int, drawn: np.ndarray, size: int) -> list[Sample]:
     """Makes the samples of one job from their lengths, in global batches of `size`."""
     return [
-        Sample(job=job, batch=i // size, index=i % size, num_tokens=int(n))
+        Sample(owner=job, batch=i // size, index=i % size, num_tokens=int(n))
         for i, n in enumerate(drawn)
     ]

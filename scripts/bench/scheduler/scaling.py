@@ -151,7 +151,7 @@ def predict(
         slots = choose_slots(
             {job: load.tokens for job, load in loads.items()}, {}, lanes
         )
-        samples = [dataclasses.replace(s, job=slots[s.job]) for s in samples]
+        samples = [dataclasses.replace(s, owner=slots[s.owner]) for s in samples]
     limits = Limits(capacity=given.capacity, block_tokens=64)
     packed = pack_ticks(samples, limits, "joint", lanes, cost)
     return evaluate(packed, samples, lanes, cost), lanes

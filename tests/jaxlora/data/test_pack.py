@@ -14,7 +14,7 @@ lengths_of = st.lists(st.integers(1, 40), max_size=60)
 @given(lengths_of, st.integers(0, 40), st.integers(1, 10))
 def test_parts_hold_few_short_samples_and_lose_none(lengths, short, most):
     microbatch = tuple(
-        Sample(job=i // 7, batch=0, index=i, num_tokens=n)
+        Sample(owner=i // 7, batch=0, index=i, num_tokens=n)
         for i, n in enumerate(lengths)
     )
     parts = split_by_segment_limit(microbatch, short, most)
@@ -52,5 +52,5 @@ def test_token_indices_count_through_the_global_batch():
             first = sum(lengths[: sample.index])
             expected = first + np.arange(sample.num_tokens)
             np.testing.assert_array_equal(packed.token_index[rows], expected)
-            found[sample.job] += packed.token_index[rows].tolist()
+            found[sample.owner] += packed.token_index[rows].tolist()
     assert all(sorted(seen) == list(range(sum(lengths))) for seen in found.values())

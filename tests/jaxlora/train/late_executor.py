@@ -54,15 +54,17 @@ class LateExecutor:
         assert set(window.runs) == set(self.steps), "another set of jobs"
         self._window, self._queued, self._released = window, 0, set()
         microbatches = window.schedule.microbatches
-        remaining = Counter((s.job, s.batch) for m in microbatches for s in m)
+        remaining = Counter((s.owner, s.batch) for m in microbatches for s in m)
         pending: deque[tuple[int, dict[int, int]]] = deque()
         for number, microbatch in enumerate(microbatches):
-            kept = [s for s in microbatch if s.job not in self._released]
+            kept = [s for s in microbatch if s.owner not in self._released]
             self._queued = number + 1
             for s in kept:
-                remaining[s.job, s.batch] -= 1
-                self.ran[window.runs[s.job].name] += 1
-            complete = {s.job: s.batch for s in kept if not remaining[s.job, s.batch]}
+                remaining[s.owner, s.batch] -= 1
+                self.ran[window.runs[s.owner].name] += 1
+            complete = {
+                s.owner: s.batch for s in kept if not remaining[s.owner, s.batch]
+            }
             while pending and (
                 number - pending[0][0] >= self.in_flight
                 or any(complete.keys() & steps.keys() for _, steps in pending)
@@ -102,7 +104,7 @@ class LateExecutor:
         if self._window is None:
             return 0
         rest = self._window.schedule.microbatches[self._queued :]
-        return sum(s.job == slot for m in rest for s in m)
+        return sum(s.owner == slot for m in rest for s in m)
 
     def evaluate(self, runs: Mapping[int, JobState]) -> dict[int, float]:
         return {s: self.eval_loss(r.name, self.steps[s]) for s, r in runs.items()}

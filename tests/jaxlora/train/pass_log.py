@@ -75,7 +75,7 @@ class PassLog:
         for window in self.windows:
             ticks = ticks_of(window.schedule.microbatches, self._num_lanes)
             batches = [
-                {(s.job, s.batch) for m in t for s in m} for t in ticks if any(t)
+                {(s.owner, s.batch) for m in t for s in m} for t in ticks if any(t)
             ]
             for stage in range(self._num_stages):
                 found += self._wrong_reads(window, stage, batches)

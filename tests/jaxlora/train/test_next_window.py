@@ -56,4 +56,4 @@ def test_a_window_of_pinned_jobs():
     packed = pack_window(samples, limits, "joint", PINNED)
     assert len(packed.microbatches) % 2 == 0
     for i, microbatch in enumerate(packed.microbatches):
-        assert {s.job // 2 for s in microbatch} <= {i % 2}
+        assert {s.owner // 2 for s in microbatch} <= {i % 2}

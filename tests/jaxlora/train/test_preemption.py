@@ -277,7 +277,7 @@ def test_a_job_continues_in_another_run(config, model, low, jobs, alone):
         update={"max_concurrent_jobs": 2}
     )
     foretold = [s for part in plan_run(there).parts for s in part.samples]
-    assert {s.batch for s in foretold if s.job == 1} == {4, 5, 6, 7}
+    assert {s.batch for s in foretold if s.owner == 1} == {4, 5, 6, 7}
     result = Trainer(there, model).train()
     assert {job.progress.status for job in result.jobs} == {"finished"}
     assert changes(there)[0] == ("job_resume", "low", 4)

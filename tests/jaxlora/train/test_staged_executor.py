@@ -145,7 +145,7 @@ def test_a_released_slot_takes_no_further_step(by_hand, slot):
     assert sum(slot in item for item in items) == 1
     # The step and one more microbatch were queued when it was released.
     batches = [
-        [s.batch for s in microbatch if s.job == slot]
+        [s.batch for s in microbatch if s.owner == slot]
         for microbatch in schedule.microbatches
     ]
     stepped_after = max(i for i, mine in enumerate(batches) if 0 in mine)

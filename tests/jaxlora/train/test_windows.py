@@ -242,8 +242,8 @@ def test_the_jobs_of_the_next_windows():
     assert [p.slot for p in assign_slots(after, 3, preempts=False)] == [2, 0, 1]
     samples = window_samples(filled, 4, lambda job, step: [10 * job + step] * 2)
     assert len(samples) == 2 * (2 + 4 + 4)  # job 0 has two steps left
-    assert samples[0].job == 1 and samples[0].batch == 3
-    assert {s.num_tokens for s in samples if s.job == 0} == {20, 21, 22, 23}
+    assert samples[0].owner == 1 and samples[0].batch == 3
+    assert {s.num_tokens for s in samples if s.owner == 0} == {20, 21, 22, 23}
 
 
 def test_higher_priorities_take_slots():

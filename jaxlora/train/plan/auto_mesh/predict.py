@@ -37,7 +37,7 @@ def window_seconds(
     cost = _cost_model(stages, schedule.limits.capacity, links)
     n = lanes.num_lanes
     simulation = simulate(schedule, cost, lanes.pipeline, num_lanes=n)
-    batches = {(s.job, s.batch) for m in schedule.microbatches for s in m}
+    batches = {(s.owner, s.batch) for m in schedule.microbatches for s in m}
     return simulation.makespan + len(batches) * _step_seconds(stages, links)
 
 

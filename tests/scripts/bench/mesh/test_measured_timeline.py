@@ -43,7 +43,7 @@ def test_a_kernel_that_ran_twice_in_one_run_does_not_lengthen_another():
 
 
 def sample(job, batch):
-    return Sample(job=job, batch=batch, index=0, num_tokens=4)
+    return Sample(owner=job, batch=batch, index=0, num_tokens=4)
 
 
 def test_ticks_follow_from_the_order_of_execution():
