@@ -47,7 +47,8 @@ def _check(samples: Sequence[Sample], limits: Limits) -> None:
     batch_of: dict[int, int] = {}
     for sample in samples:
         if batch_of.setdefault(sample.owner, sample.batch) != sample.batch:
+            numbers = f"{batch_of[sample.owner]} and {sample.batch}"
             raise ValueError(
-                f"job {sample.owner} has samples of batches "
-                f"{batch_of[sample.owner]} and {sample.batch}. Pack one global batch of each job at a time."
+                f"job {sample.owner} has samples of batches {numbers}. Pack one global "
+                "batch of each job at a time."
             )

@@ -48,12 +48,12 @@ def check_settings(config: RunConfig) -> None:
     processes.check_same(values, _SAME_FILES)
 
 
-def check_inputs(base: str, runs: Sequence[JobState]) -> None:
+def check_inputs(base: str, jobs: Sequence[JobState]) -> None:
     """Checks that all processes have read the same base model and data.
 
     Args:
         base: Fingerprint of the base model.
-        runs: The jobs.
+        jobs: The jobs.
 
     Raises:
         ConfigError: They differ.
@@ -61,9 +61,9 @@ def check_inputs(base: str, runs: Sequence[JobState]) -> None:
     if processes.count() == 1:
         return
     values: dict[str, str | None] = {"the fingerprint of the base model": base}
-    for run in runs:
-        for key, value in run.prepared.fingerprints.items():
-            values[f"{key} of job {run.name!r}"] = value
+    for job in jobs:
+        for key, value in job.prepared.fingerprints.items():
+            values[f"{key} of job {job.name!r}"] = value
     processes.check_same(values, _SAME_FILES)
 
 
@@ -126,7 +126,7 @@ def take_added(added: Sequence[JobState]) -> list[JobState]:
     Raises:
         ConfigError: The processes have added jobs of the same name that differ.
     """
-    by_name = {run.name: run for run in added}
+    by_name = {job.name: job for job in added}
     names = processes.gather(list(by_name))
     taken = [name for name in names[0] if all(name in other for other in names)]
     if processes.count() > 1 and taken:
@@ -134,11 +134,11 @@ def take_added(added: Sequence[JobState]) -> list[JobState]:
     return [by_name[name] for name in taken]
 
 
-def _check_jobs(runs: Sequence[JobState]) -> None:
+def _check_jobs(jobs: Sequence[JobState]) -> None:
     values = {}
-    for run in runs:
-        settings = run.settings.model_dump(mode="json") | run.prepared.fingerprints
-        where = f"of job {run.name!r}"
+    for job in jobs:
+        settings = job.settings.model_dump(mode="json") | job.prepared.fingerprints
+        where = f"of job {job.name!r}"
         values |= {
             f"{k} {where}": v for k, v in settings.items() if k not in _JOB_FILES
         }

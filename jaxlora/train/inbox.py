@@ -47,7 +47,7 @@ class LiveRun(JobControl, Protocol):
     """The parts of a trainer that requests use."""
 
     @property
-    def runs(self) -> Sequence[JobState]:
+    def jobs(self) -> Sequence[JobState]:
         """The jobs of the run."""
 
 
@@ -195,12 +195,12 @@ class Inbox(Callback):
 
     def _change(self, request: ControlRequest) -> None:
         """Stops, pauses or resumes a job."""
-        runs = {run.name: run for run in self._live.runs}
-        run = runs.get(request.job)
-        if run is not None and run.progress.is_over:
+        jobs = {job.name: job for job in self._live.jobs}
+        job = jobs.get(request.job)
+        if job is not None and job.progress.is_over:
             raise ConfigError(
-                f"job {request.job!r} has ended already ({run.progress.status}): "
-                f"{run.progress.reason}."
+                f"job {request.job!r} has ended already ({job.progress.status}): "
+                f"{job.progress.reason}."
             )
         given = {"reason": request.reason} if request.reason else {}
         if request.action == "stop":

@@ -45,52 +45,53 @@ class Joining:
                 f"there is no job {name!r}; there are: {', '.join(self._names)}."
             )
 
-    def add(self, job: LoraJob) -> None:
+    def add(self, settings: LoraJob) -> None:
         """Adds a job: reserves its name, opens it and lets it join.
 
         Raises:
             JaxloraError: The name is taken, or the job does not fit the run.
         """
-        self.reserve(job)
+        self.reserve(settings)
         try:
-            run = self.open(job)
+            job = self.open(settings)
         except BaseException:
-            self.release(job.name)
+            self.release(settings.name)
             raise
-        self.join(run)
+        self.join(job)
 
-    def reserve(self, job: LoraJob) -> None:
+    def reserve(self, settings: LoraJob) -> None:
         """Takes the name of a job that will join.
 
         Raises:
             ConfigError: A job has this name already.
         """
         with self._lock:
-            if job.name.lower() in {name.lower() for name in self._names}:
-                raise ConfigError(f"a job named {job.name!r} is in this run already.")
-            self._names.append(job.name)
+            if settings.name.lower() in {name.lower() for name in self._names}:
+                name = settings.name
+                raise ConfigError(f"a job named {name!r} is in this run already.")
+            self._names.append(settings.name)
 
     def release(self, name: str) -> None:
         """Gives up the name of a job that does not join."""
         with self._lock:
             self._names.remove(name)
 
-    def open(self, job: LoraJob) -> JobState:
+    def open(self, settings: LoraJob) -> JobState:
         """Reads a job's data, one job at a time.
 
         Raises:
             JaxloraError: The job does not fit the run.
         """
         with self._opening:
-            return self._open_job(job)
+            return self._open_job(settings)
 
-    def join(self, run: JobState) -> None:
+    def join(self, job: JobState) -> None:
         """Lets an opened job join before the next window."""
-        self._waiting.append(run)
+        self._waiting.append(job)
 
     def take(self) -> list[JobState]:
         """Returns the jobs that join now, which are the same on all processes."""
         taken = agreement.take_added(tuple(self._waiting))
-        for run in taken:
-            self._waiting.remove(run)
+        for job in taken:
+            self._waiting.remove(job)
         return taken

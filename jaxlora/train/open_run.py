@@ -37,7 +37,7 @@ class OpenedRun:
     Attributes:
         plan: The plan of the run, with the jobs that joined it earlier.
         model: The frozen base.
-        runs: The jobs.
+        jobs: The jobs.
         reader: Reads the data of jobs.
         started: Time at which the run began, in ISO format.
         joined: Names of the jobs that joined while an earlier process trained.
@@ -46,7 +46,7 @@ class OpenedRun:
 
     plan: RunPlan
     model: FrozenModel
-    runs: list[JobState]
+    jobs: list[JobState]
     reader: DataReader
     started: str
     joined: tuple[str, ...]
@@ -79,21 +79,21 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
         output_dir=lambda: processes.from_first(lambda: check_writable(folder)),
     )
     reader = data_reader(config, inputs.tokenizer)
-    jobs = prepare_jobs(config.jobs, inputs.model.config, reader)
+    prepared = prepare_jobs(config.jobs, inputs.model.config, reader)
     held = 0 if model is None else device_bytes(model.params)
-    plan = resolve(config, inputs.model, jobs, this_machine(held))
+    plan = resolve(config, inputs.model, prepared, this_machine(held))
     log_notes(plan.notes)
     agreement.check_mesh(plan.config)
     model = _as_planned(plan, model or _load(plan))
-    runs = [start_job(job, model) for job in jobs]
-    agreement.check_inputs(model.fingerprint, runs)
+    jobs = [start_job(job, model) for job in prepared]
+    agreement.check_inputs(model.fingerprint, jobs)
     sampler = None
     if config.samples is not None:
         sampler = Sampler(config.samples, model, plan.spec, reader.tokenizer)
     return OpenedRun(
         plan=plan,
         model=model,
-        runs=runs,
+        jobs=jobs,
         reader=reader,
         started=started,
         joined=tuple(job.name for job in config.jobs if job.name not in given),

@@ -55,7 +55,7 @@ class Trainer:
     Attributes:
         plan: What was decided about the run.
         model: The frozen base.
-        runs: The jobs, in the order in which they were given.
+        jobs: The jobs, in the order in which they were given.
         layout: The decoder on its devices.
         slots: The slots, with the adapters of running jobs.
         round: Rounds done; see `Windows`.
@@ -80,12 +80,12 @@ class Trainer:
         keep_compiled_programs()
         opened = open_run(config, model)
         self._opened, self.plan = opened, opened.plan
-        self.model, self.runs = opened.model, opened.runs
+        self.model, self.jobs = opened.model, opened.jobs
         self.output_dir = pathlib.Path(config.output_dir)
         self.layout = Layout.of(self.plan.stages, self.model.params)
         self.slots = self.layout.empty_slots()
         self.round, self._requests = 0, Requests()
-        self._joining = Joining([run.name for run in self.runs], self._open_job)
+        self._joining = Joining([job.name for job in self.jobs], self._open_job)
         self._added = list(opened.joined)
         self._has_begun = False
         self._lock = RunLock(self.output_dir)
@@ -118,12 +118,12 @@ class Trainer:
         """
         self._joining.add(job)
 
-    def _open_job(self, job: LoraJob) -> JobState:
-        prepared = prepare_job(job, self.model.config, self._opened.reader)
+    def _open_job(self, settings: LoraJob) -> JobState:
+        prepared = prepare_job(settings, self.model.config, self._opened.reader)
         check_fits(prepared, self.plan.spec)
-        run = start_job(prepared, self.model)
-        self._continue([run])
-        return run
+        job = start_job(prepared, self.model)
+        self._continue([job])
+        return job
 
     def stop_job(self, name: str, reason: str = "stopped by request") -> None:
         """Stops a job after its current global batch; it is evaluated and exported.
@@ -159,10 +159,10 @@ class Trainer:
 
     def _take_added(self) -> None:
         """Moves the jobs that were added into the run, in the thread that trains."""
-        for run in self._joining.take():
-            self.runs.append(run)
-            self._added.append(run.name)
-            self._send(events.JobAddEvent(round=self.round, info=run.info()))
+        for job in self._joining.take():
+            self.jobs.append(job)
+            self._added.append(job.name)
+            self._send(events.JobAddEvent(round=self.round, info=job.info()))
 
     # ---- the run -------------------------------------------------------------------
 
@@ -205,8 +205,8 @@ class Trainer:
                 # A refusal comes before anything is compiled.
                 may_cut = functools.partial(check_resumes, drop_state=drop_state)
                 identity, folder = self._identity(), self.output_dir
-                jobs = [run.prepared for run in self.runs]
-                processes.from_first(lambda: may_cut(folder, identity, jobs))
+                prepared = [job.prepared for job in self.jobs]
+                processes.from_first(lambda: may_cut(folder, identity, prepared))
             compiled_before = self.layout.num_compilations()
             with explained(self.output_dir, self._lock):
                 # A run that does not fit into memory is refused.
@@ -214,7 +214,7 @@ class Trainer:
                 self.layout = self.layout.with_remat(self.plan.spec.options.remat)
                 interrupted = self._run(resume, callbacks)
             result = RunResult(
-                jobs=tuple(job_result(run, self._folder(run)) for run in self.runs),
+                jobs=tuple(job_result(job, self._folder(job)) for job in self.jobs),
                 output_dir=self.output_dir,
                 interrupted=interrupted,
                 num_compilations=self.layout.num_compilations() - compiled_before,
@@ -246,7 +246,7 @@ class Trainer:
                 self.round = windows.round
             if store.latest() != self.round:
                 self._save(store)
-            stops = stops and not all(run.progress.is_over for run in self.runs)
+            stops = stops and not all(job.progress.is_over for job in self.jobs)
             end = events.RunEndEvent(round=self.round, is_interrupted=stops)
             self._send(end)
             self._listeners.raise_failure()
@@ -265,7 +265,7 @@ class Trainer:
         self._listeners = Listeners([*own, self._inbox], callbacks)
         event = events.RunStartEvent(
             round=self.round,
-            jobs=tuple(run.info() for run in self.runs),
+            jobs=tuple(job.info() for job in self.jobs),
             output_dir=self.output_dir,
             num_slots=self.plan.num_slots,
             is_resumed=is_resumed,
@@ -283,7 +283,7 @@ class Trainer:
         executor = StagedExecutor(self.layout, params, self.slots, limits)
         return Windows(
             self.plan,
-            self.runs,
+            self.jobs,
             executor,
             first_round=self.round,
             requests=self._requests,
@@ -297,21 +297,21 @@ class Trainer:
         assert self._opened.sampler is not None
         return self._opened.sampler.generate(slots, table)
 
-    def _folder(self, run: JobState) -> pathlib.Path:
-        return self.output_dir / ADAPTERS / run.name
+    def _folder(self, job: JobState) -> pathlib.Path:
+        return self.output_dir / ADAPTERS / job.name
 
-    def _export(self, run: JobState) -> None:
-        if run.parked is not None:
-            adapter = run.parked.adapter(run.start)
+    def _export(self, job: JobState) -> None:
+        if job.parked is not None:
+            adapter = job.parked.adapter(job.start)
         else:
-            adapter = self.slots.read(run.slot, run.start)
+            adapter = self.slots.read(job.slot, job.start)
         if processes.is_first():
-            export_job(run, adapter, self.model, self.output_dir, self._lock)
+            export_job(job, adapter, self.model, self.output_dir, self._lock)
 
     # ---- checkpoints ---------------------------------------------------------------
 
-    def _identity(self, runs: Sequence[JobState] | None = None) -> RunIdentity:
-        jobs = self.runs if runs is None else runs
+    def _identity(self, jobs: Sequence[JobState] | None = None) -> RunIdentity:
+        jobs = self.jobs if jobs is None else jobs
         prepared = [job.prepared for job in jobs]
         return run_identity(self.plan, self.model.fingerprint, prepared)
 
@@ -322,10 +322,10 @@ class Trainer:
         found = store.restore(self._identity())
         if found is not None:
             self.round = found.number
-            restore_jobs(self.runs, found, self.slots, self.plan.num_slots)
+            restore_jobs(self.jobs, found, self.slots, self.plan.num_slots)
             logger.info("resumed after round %d", self.round)
         self._requests.restore(store.saved_requests(found))
-        self._continue(self.runs)
+        self._continue(self.jobs)
         # This comes last, so that a refused resume leaves the folder unchanged.
         if processes.is_first():
             clean_up(self.output_dir)
@@ -349,34 +349,34 @@ class Trainer:
         self._requests.agree()
         if not processes.is_first():
             return
-        for run in self.runs:
-            copy_best_export(run, self._folder(run))
+        for job in self.jobs:
+            copy_best_export(job, self._folder(job))
         record = RunRecord(
             started=self._opened.started,
             identity=self._identity(),
-            requests=self._requests.saved([run.name for run in self.runs]),
+            requests=self._requests.saved([job.name for job in self.jobs]),
             added=list(self._added),
             answers=self._inbox.answers,
         )
-        store.write_record(record, lambda: resolved_settings(self.plan, self.runs))
+        store.write_record(record, lambda: resolved_settings(self.plan, self.jobs))
 
     def _reset(self) -> None:
         """Discards what an earlier call of `train` has left, but requests to stop."""
         self.slots = self.layout.empty_slots()
         self.round = 0
-        for run in self.runs:
-            run.progress, run.parked = JobProgress(), None
+        for job in self.jobs:
+            job.progress, job.parked = JobProgress(), None
 
-    def _continue(self, runs: Sequence[JobState]) -> None:
+    def _continue(self, jobs: Sequence[JobState]) -> None:
         """Gives jobs that come from another run, and are new here, their states."""
-        for run in runs:
-            if run.settings.continue_from and run.progress.status == "waiting":
-                continue_job(run, self._identity([run]))
+        for job in jobs:
+            if job.settings.continue_from and job.progress.status == "waiting":
+                continue_job(job, self._identity([job]))
 
     def _save(self, store: RunStore) -> None:
         # Requests that were made after the record was written are in the next one.
         requests = SavedRequests() if store.record is None else store.record.requests
-        saved = saved_run(self._identity(), self.runs, self.model, requests)
-        states = job_states(self.runs, self.slots)
+        saved = saved_run(self._identity(), self.jobs, self.model, requests)
+        states = job_states(self.jobs, self.slots)
         folder = store.save(self.round, states, saved)
         self._send(events.CheckpointEvent(round=self.round, folder=folder))

@@ -152,7 +152,7 @@ def test_held_out_samples_count(held_out_longest):
     """A microbatch must hold them, whether its size is chosen or given."""
     auto = held_out_longest.model_copy(update={"microbatch_tokens": "auto"})
     planned, trainer = plan_run(auto), Trainer(auto)
-    [run] = trainer.runs
+    [run] = trainer.jobs
     assert run.prepared.eval_data is not None
     assert max(len(s.token_ids) for s in run.prepared.train_data.samples) < 32
     assert max(len(s.token_ids) for s in run.prepared.eval_data.samples) == 151

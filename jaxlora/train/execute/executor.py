@@ -58,18 +58,18 @@ class Window:
     """The next optimizer steps of every running job, packed together.
 
     Attributes:
-        runs: The running jobs, by slot. An executor reads their settings and data, and
+        jobs: The running jobs, by slot. An executor reads their settings and data, and
             never their progress, which changes while the window runs.
         schedule: Complete global batches of each job, starting with its next one.
             Samples name their job by its slot.
     """
 
-    runs: Mapping[int, JobState]
+    jobs: Mapping[int, JobState]
     schedule: Schedule
 
     def __post_init__(self):
         jobs = {s.owner for m in self.schedule.microbatches for s in m}
-        assert jobs == set(self.runs), f"samples of slots {jobs}, jobs in {self.runs}"
+        assert jobs == set(self.jobs), f"samples of slots {jobs}, jobs in {self.jobs}"
 
 
 @runtime_checkable
@@ -148,13 +148,13 @@ class Executor(Protocol):
         """
         ...
 
-    def evaluate(self, runs: Mapping[int, JobState]) -> dict[int, float]:
+    def evaluate(self, jobs: Mapping[int, JobState]) -> dict[int, float]:
         """Evaluates adapters on their held-out samples, without dropout.
 
         Adapters are only read, and pending gradients are kept.
 
         Args:
-            runs: Jobs to evaluate, by slot. Their order determines the packing.
+            jobs: Jobs to evaluate, by slot. Their order determines the packing.
 
         Returns:
             By slot, the mean loss over the job's held-out target tokens, in nats; NaN

@@ -28,7 +28,7 @@ class Feed:
             limits: Limits of a microbatch.
             upload: Starts the upload of the arrays of a tick; returns what `take` does.
         """
-        self._runs, self._ticks = window.runs, ticks
+        self._jobs, self._ticks = window.jobs, ticks
         self._limits, self._upload = limits, upload
         self._remaining = Counter(
             (s.owner, s.batch) for tick in ticks for m in tick for s in m
@@ -72,7 +72,7 @@ class Feed:
         assert len(mine) == len({s.owner for s in kept}), "two batches of a job"
         for slot, step in mine:
             if (slot, step) not in self._batches:
-                self._batches[slot, step] = self._runs[slot].batch(slot, step)
+                self._batches[slot, step] = self._jobs[slot].batch(slot, step)
             batches[slot] = self._batches[slot, step]
         # Rows of released slots become padding, so no other rows move.
         return self._upload(pack_tick(self._ticks[number], batches, self._limits))

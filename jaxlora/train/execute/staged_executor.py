@@ -139,9 +139,9 @@ class StagedExecutor:
 
     # ---- evaluation ----------------------------------------------------------------
 
-    def evaluate(self, runs: Mapping[int, JobState]) -> dict[int, float]:
+    def evaluate(self, jobs: Mapping[int, JobState]) -> dict[int, float]:
         """Returns the mean loss over held-out target tokens, in nats, by slot."""
-        batches = {slot: run.eval_batch(slot) for slot, run in runs.items()}
+        batches = {slot: job.eval_batch(slot) for slot, job in jobs.items()}
         losses = [
             self._evaluate(pack_tick(tick, batches, self._limits))
             for tick in self._ticks(self._side_by_side(batches))

@@ -71,13 +71,13 @@ class StagedWindow:
         assert layout.stages[0].spec.slots is not None
         self._num_slots = layout.stages[0].spec.slots.num_slots
         self._layout, self._tables = layout, slots.tables
-        self._runs, self._feed, self._num_ticks = window.runs, feed, num_ticks
+        self._jobs, self._feed, self._num_ticks = window.jobs, feed, num_ticks
         self._in_flight = InFlight(layout, bases, slots)
         self._samples: dict[int, tuple[Sample, ...]] = {}  # of ticks in flight
         self._losses: dict[int, list[jax.Array]] = defaultdict(list)  # by slot
         self._unfinished: deque[jax.Array] = deque()  # losses of the last ticks
         self._steps: dict[int, _Steps] = {}  # by the tick that they follow
-        seeds = {slot: run.settings.seed for slot, run in window.runs.items()}
+        seeds = {slot: job.settings.seed for slot, job in window.jobs.items()}
         self._seeds = self._by_slot(seeds, np.int32)
         # Queued since the last outcomes.
         self._num_microbatches = self._num_tokens = 0
@@ -142,13 +142,13 @@ class StagedWindow:
         if not batches:
             return
         step = {slot: batch.step for slot, batch in batches.items()}
-        rates = {s: self._runs[s].learning_rate(number) for s, number in step.items()}
+        rates = {s: self._jobs[s].learning_rate(number) for s, number in step.items()}
         self._exchange(batches)
         self._steps[tick] = _Steps(
             batches=batches,
             learning_rates=rates,
             losses={slot: self._losses.pop(slot) for slot in batches},
-            hyper=self._hyper({s: (self._runs[s], n) for s, n in step.items()}),
+            hyper=self._hyper({s: (self._jobs[s], n) for s, n in step.items()}),
             measured=self._measure(),
         )
 
@@ -212,17 +212,17 @@ class StagedWindow:
             return self._by_slot({s: value(*of) for s, of in stepping.items()}, dtype)
 
         return OptimizerInputs(
-            step_mask=row(lambda run, step: True, np.bool_),
-            count=row(lambda run, step: step, np.int32),
-            learning_rate=row(lambda run, step: run.learning_rate(step)),
+            step_mask=row(lambda job, step: True, np.bool_),
+            count=row(lambda job, step: step, np.int32),
+            learning_rate=row(lambda job, step: job.learning_rate(step)),
             rate_ratio=rate_ratios(
-                lambda ratio: row(lambda run, step: ratio(run.settings))
+                lambda ratio: row(lambda job, step: ratio(job.settings))
             ),
-            weight_decay=row(lambda run, step: run.settings.weight_decay),
-            b1=row(lambda run, step: run.settings.adam_b1),
-            b2=row(lambda run, step: run.settings.adam_b2),
-            eps=row(lambda run, step: run.settings.adam_eps),
-            max_norm=row(lambda run, step: run.settings.max_grad_norm or np.inf),
+            weight_decay=row(lambda job, step: job.settings.weight_decay),
+            b1=row(lambda job, step: job.settings.adam_b1),
+            b2=row(lambda job, step: job.settings.adam_b2),
+            eps=row(lambda job, step: job.settings.adam_eps),
+            max_norm=row(lambda job, step: job.settings.max_grad_norm or np.inf),
         )
 
 

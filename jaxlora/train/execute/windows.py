@@ -46,6 +46,7 @@ class Windows:
     """Runs one window after another.
 
     Attributes:
+        jobs: Jobs of the run; more may be added between windows.
         round: Rounds done. A round is one optimizer step of every running job; a
             window of w steps is w rounds, and its k-th step of a job belongs to the
             k-th of them.
@@ -54,7 +55,7 @@ class Windows:
     def __init__(
         self,
         plan: RunPlan,
-        runs: Sequence[JobState],
+        jobs: Sequence[JobState],
         executor: Executor,
         *,
         first_round: int,
@@ -67,7 +68,7 @@ class Windows:
 
         Args:
             plan: The plan of the run.
-            runs: Jobs of the run; more may be added between windows.
+            jobs: Jobs of the run; more may be added between windows.
             executor: Runs the windows.
             first_round: Rounds done before.
             requests: Requests to stop and to pause jobs; more may come at any time.
@@ -76,7 +77,7 @@ class Windows:
             make_samples: Generates texts with the adapters in slots, for evaluations.
         """
         self._plan, self._config = plan, plan.config
-        self._runs, self._executor = runs, executor
+        self.jobs, self._executor = jobs, executor
         config, lanes = plan.config, plan.lanes
         self._requests, self._export = requests, export
         self._send, self._make_samples = send, make_samples
@@ -97,26 +98,26 @@ class Windows:
     # ---- starting jobs -------------------------------------------------------------
 
     def _running(self) -> list[JobState]:
-        return [run for run in self._runs if run.progress.status == "running"]
+        return [job for job in self.jobs if job.progress.status == "running"]
 
     def _positions(self) -> list[JobPosition]:
         """Returns the positions of running jobs, and of those that may start."""
         return [
             JobPosition(
                 job=number,
-                priority=run.settings.priority,
-                slot=run.progress.slot,
-                step=run.progress.step,
-                num_steps=run.num_steps,
-                batch_tokens=run.batch_tokens,
+                priority=job.settings.priority,
+                slot=job.progress.slot,
+                step=job.progress.step,
+                num_steps=job.num_steps,
+                batch_tokens=job.batch_tokens,
             )
-            for number, run in enumerate(self._runs)
-            if run.has_slot or not (run.progress.is_over or self._is_held(run))
+            for number, job in enumerate(self.jobs)
+            if job.has_slot or not (job.progress.is_over or self._is_held(job))
         ]
 
-    def _is_held(self, run: JobState) -> bool:
+    def _is_held(self, job: JobState) -> bool:
         """Whether a job was asked to pause."""
-        return self._requests.pause_reason(run.name) is not None
+        return self._requests.pause_reason(job.name) is not None
 
     def _assign_slots(self, positions: Sequence[JobPosition]) -> list[JobPosition]:
         return assign_slots(
@@ -128,7 +129,7 @@ class Windows:
 
     def _samples(self, positions: Sequence[JobPosition]) -> tuple[Sample, ...]:
         def lengths(job: int, step: int) -> list[int]:
-            return self._runs[job].prepared.lengths(step)
+            return self.jobs[job].prepared.lengths(step)
 
         return window_samples(positions, self._config.window_steps, lengths)
 
@@ -138,7 +139,7 @@ class Windows:
         Jobs that start for the first time are evaluated.
         """
         self._steps_now.clear()
-        num_left = self._end_jobs(self._runs)  # stopped since the last window
+        num_left = self._end_jobs(self.jobs)  # stopped since the last window
         num_left += self._pause_by_request()
         positions = self._assign_slots(self._positions())
         num_left += self._pause_for_priority(positions)
@@ -150,18 +151,18 @@ class Windows:
     def _pause_by_request(self) -> int:
         """Pauses running jobs that were asked to pause; returns how many."""
         count = 0
-        for run in self._running():
-            if (reason := self._requests.pause_reason(run.name)) is not None:
-                self._pause(run, reason)
+        for job in self._running():
+            if (reason := self._requests.pause_reason(job.name)) is not None:
+                self._pause(job, reason)
                 count += 1
         return count
 
     def _pause_for_priority(self, positions: Sequence[JobPosition]) -> int:
         """Pauses running jobs without a slot in the next window; returns how many."""
-        runs = [self._runs[p.job] for p in positions if p.slot is None]
-        paused = [run for run in runs if run.has_slot]
-        for run in paused:
-            self._pause(run, "a job of higher priority has its slot")
+        jobs = [self.jobs[p.job] for p in positions if p.slot is None]
+        paused = [job for job in jobs if job.has_slot]
+        for job in paused:
+            self._pause(job, "a job of higher priority has its slot")
         return len(paused)
 
     def _start_jobs(self, positions: Sequence[JobPosition]) -> int:
@@ -171,42 +172,42 @@ class Windows:
         """
         new = []
         for position in positions:
-            run = self._runs[position.job]
-            if position.slot is None or run.has_slot:
+            job = self.jobs[position.job]
+            if position.slot is None or job.has_slot:
                 continue
-            if run.parked is None:
-                new.append(run)
-            self._start(run, position.slot)
-        self._evaluate([run for run in new if run.wants_eval()])
+            if job.parked is None:
+                new.append(job)
+            self._start(job, position.slot)
+        self._evaluate([job for job in new if job.wants_eval()])
         return self._end_jobs(new)
 
-    def _pause(self, run: JobState, reason: str) -> None:
+    def _pause(self, job: JobState, reason: str) -> None:
         """Parks the whole state of a running job, and frees its slot."""
-        run.parked = self._executor.park(run.slot)
-        run.update(status="paused", reason=reason, slot=None)
-        logger.info("%s: paused. %s", run.name, reason)
-        self._send_of(run, JobPauseEvent, reason=reason)
+        job.parked = self._executor.park(job.slot)
+        job.update(status="paused", reason=reason, slot=None)
+        logger.info("%s: paused. %s", job.name, reason)
+        self._send_of(job, JobPauseEvent, reason=reason)
 
-    def _start(self, run: JobState, slot: int) -> None:
+    def _start(self, job: JobState, slot: int) -> None:
         """Loads a job into a free slot: its first adapter, or its parked state."""
-        parked, run.parked = run.parked, None
-        run.update(status="running", reason="", slot=slot)
+        parked, job.parked = job.parked, None
+        job.update(status="running", reason="", slot=slot)
         if parked is None:
-            self._executor.load(slot, run.start)
-            logger.info("%s starts in slot %d", run.name, slot)
-            self._send_of(run, JobStartEvent, slot=slot)
+            self._executor.load(slot, job.start)
+            logger.info("%s starts in slot %d", job.name, slot)
+            self._send_of(job, JobStartEvent, slot=slot)
             return
-        self._executor.restore(slot, parked, run.start)
-        logger.info("%s continues in slot %d", run.name, slot)
-        self._send_of(run, JobResumeEvent, slot=slot)
+        self._executor.restore(slot, parked, job.start)
+        logger.info("%s continues in slot %d", job.name, slot)
+        self._send_of(job, JobResumeEvent, slot=slot)
 
-    def _send_of(self, run: JobState, kind: type[JobEvent], **values) -> None:
+    def _send_of(self, job: JobState, kind: type[JobEvent], **values) -> None:
         """Sends an event of a job at the step that it has reached."""
         event = kind(
-            round=self._round_of(run),
-            job=run.name,
-            progress=run.progress,
-            num_steps=run.num_steps,
+            round=self._round_of(job),
+            job=job.name,
+            progress=job.progress,
+            num_steps=job.num_steps,
             **values,
         )
         self._send(event)
@@ -224,8 +225,8 @@ class Windows:
         self._left_out, self._untimed_seconds = {}, 0.0
         num_microbatches = num_tokens = 0
         began = time.perf_counter()
-        runs = {run.slot: run for run in running}
-        window = Window(runs=runs, schedule=planned.schedule)
+        jobs = {job.slot: job for job in running}
+        window = Window(jobs=jobs, schedule=planned.schedule)
         for outcomes in self._executor.run(window):
             num_microbatches += outcomes.num_microbatches
             num_tokens += outcomes.num_tokens
@@ -243,9 +244,9 @@ class Windows:
     def _handle(self, outcomes: Outcomes) -> None:
         """Handles results of optimizer steps: evaluates jobs, and ends them if due."""
         stepped = [r for r in self._running() if r.slot in outcomes.steps]
-        for run in stepped:
-            outcome = outcomes.steps[run.slot]
-            self._note(run, outcome)
+        for job in stepped:
+            outcome = outcomes.steps[job.slot]
+            self._note(job, outcome)
         self._evaluate(
             [r for r in stepped if r.progress.status == "running" and r.wants_eval()]
         )
@@ -259,24 +260,24 @@ class Windows:
         yield
         self._untimed_seconds += time.perf_counter() - began
 
-    def _round_of(self, run: JobState) -> int:
+    def _round_of(self, job: JobState) -> int:
         """Returns the round of a job's latest step in the window, or the next round."""
-        return self.round + self._steps_now.get(run.name, 1)
+        return self.round + self._steps_now.get(job.name, 1)
 
-    def _note(self, run: JobState, outcome: StepOutcome) -> None:
-        name = run.name
+    def _note(self, job: JobState, outcome: StepOutcome) -> None:
+        name = job.name
         self._steps_now[name] = self._steps_now.get(name, 0) + 1
         if not outcome.is_finite:
-            run.update(
+            job.update(
                 status="failed",
                 reason=f"loss {outcome.loss:g} with gradient norm "
-                f"{outcome.grad_norm:g} in step {run.progress.step + 1} is not finite; "
+                f"{outcome.grad_norm:g} in step {job.progress.step + 1} is not finite; "
                 "lower learning_rate or set max_grad_norm",
             )
             return
-        run.note_step(outcome.loss, outcome.num_tokens)
+        job.note_step(outcome.loss, outcome.num_tokens)
         self._send_of(
-            run,
+            job,
             StepEvent,
             loss=outcome.loss,
             grad_norm=outcome.grad_norm,
@@ -311,88 +312,88 @@ class Windows:
         )
         self._send(event)
 
-    def _evaluate(self, runs: Sequence[JobState]) -> None:
-        if not runs:
+    def _evaluate(self, jobs: Sequence[JobState]) -> None:
+        if not jobs:
             return
         with self._untimed():
-            losses = self._executor.evaluate({run.slot: run for run in runs})
-        sound = [run for run in runs if math.isfinite(losses[run.slot])]
-        for run in runs:
-            loss = losses[run.slot]
+            losses = self._executor.evaluate({job.slot: job for job in jobs})
+        sound = [job for job in jobs if math.isfinite(losses[job.slot])]
+        for job in jobs:
+            loss = losses[job.slot]
             if not math.isfinite(loss):
-                run.update(status="failed", reason="the evaluation loss is not finite")
+                job.update(status="failed", reason="the evaluation loss is not finite")
                 continue
-            is_best = run.note_eval(loss)
-            if is_best and run.settings.keep_best:
+            is_best = job.note_eval(loss)
+            if is_best and job.settings.keep_best:
                 with self._untimed():
-                    self._export(run)
-            self._send_of(run, EvalEvent, eval_loss=loss, is_best=is_best)
+                    self._export(job)
+            self._send_of(job, EvalEvent, eval_loss=loss, is_best=is_best)
         self._send_samples(sound)
 
-    def _send_samples(self, runs: Sequence[JobState]) -> None:
+    def _send_samples(self, jobs: Sequence[JobState]) -> None:
         """Generates texts with the adapters of jobs that were evaluated."""
-        if self._make_samples is None or not runs:
+        if self._make_samples is None or not jobs:
             return
         with self._untimed():
-            samples = self._make_samples({run.name: run.slot for run in runs})
-        for run in runs:
-            for values in samples[run.name]:
-                self._send_of(run, SampleEvent, **values)
+            samples = self._make_samples({job.name: job.slot for job in jobs})
+        for job in jobs:
+            for values in samples[job.name]:
+                self._send_of(job, SampleEvent, **values)
 
     # ---- ending jobs ---------------------------------------------------------------
 
-    def _end_jobs(self, runs: Sequence[JobState]) -> int:
+    def _end_jobs(self, jobs: Sequence[JobState]) -> int:
         """Evaluates and exports the jobs that end here, and frees their slots.
 
         Args:
-            runs: Jobs that are between two batches, or wait.
+            jobs: Jobs that are between two batches, or wait.
 
         Returns:
             The number of jobs that ended.
         """
-        was_over = {run for run in runs if run.progress.is_over and not run.has_slot}
-        for run in runs:
-            if not run.progress.is_over:
-                self._decide(run)
-        ending = [r for r in runs if r.progress.is_over and r not in was_over]
+        was_over = {job for job in jobs if job.progress.is_over and not job.has_slot}
+        for job in jobs:
+            if not job.progress.is_over:
+                self._decide(job)
+        ending = [r for r in jobs if r.progress.is_over and r not in was_over]
         # A request to stop may come at any step, even when no evaluation is due.
         self._evaluate(
             [r for r in ending if r.progress.status == "stopped" and r.lacks_eval()]
         )
-        for run in ending:
-            self._end(run)
+        for job in ending:
+            self._end(job)
         return len(ending)
 
-    def _end(self, run: JobState) -> None:
+    def _end(self, job: JobState) -> None:
         """Exports the adapter of a job that is over, and releases its slot."""
-        has_weights = run.has_slot or run.parked is not None
+        has_weights = job.has_slot or job.parked is not None
         if (
             has_weights
-            and run.progress.status != "failed"
-            and not run.settings.keep_best
+            and job.progress.status != "failed"
+            and not job.settings.keep_best
         ):
             with self._untimed():
-                self._export(run)
-        run.parked = None
-        if run.has_slot:
-            num_left_out = self._executor.release(run.slot)
+                self._export(job)
+        job.parked = None
+        if job.has_slot:
+            num_left_out = self._executor.release(job.slot)
             if num_left_out:
-                self._left_out[run.name] = num_left_out
-            run.update(slot=None)
-        ended = run.progress
-        logger.info("%s: %s. %s", run.name, ended.status, ended.reason)
-        self._send_of(run, JobEndEvent, status=ended.status, reason=ended.reason)
+                self._left_out[job.name] = num_left_out
+            job.update(slot=None)
+        ended = job.progress
+        logger.info("%s: %s. %s", job.name, ended.status, ended.reason)
+        self._send_of(job, JobEndEvent, status=ended.status, reason=ended.reason)
 
-    def _decide(self, run: JobState) -> None:
+    def _decide(self, job: JobState) -> None:
         """Marks a job as over if it ends here; it is between two batches, or waits."""
-        if (step := run.progress.step) > (wanted := run.num_steps):
+        if (step := job.progress.step) > (wanted := job.num_steps):
             reason = f"{counted(step, 'step')} done, and the number wanted is {wanted}"
-            run.update(status="finished", reason=reason)
+            job.update(status="finished", reason=reason)
         elif step == wanted:
-            run.update(status="finished", reason="all steps are done")
-        elif run.has_stalled():
-            patience = run.settings.early_stopping
+            job.update(status="finished", reason="all steps are done")
+        elif job.has_stalled():
+            patience = job.settings.early_stopping
             reason = f"no better evaluation for {patience} evaluations"
-            run.update(status="stopped early", reason=reason)
-        elif (reason := self._requests.stop_reason(run.name)) is not None:
-            run.update(status="stopped", reason=reason)
+            job.update(status="stopped early", reason=reason)
+        elif (reason := self._requests.stop_reason(job.name)) is not None:
+            job.update(status="stopped", reason=reason)

@@ -59,22 +59,22 @@ class RunResult:
     num_compilations: int
 
 
-def job_result(run: JobState, folder: pathlib.Path) -> JobResult:
+def job_result(job: JobState, folder: pathlib.Path) -> JobResult:
     """Makes the result of one job."""
     return JobResult(
-        name=run.name,
-        rank=run.largest_rank,
-        num_modules=len(run.start.modules),
-        num_steps=run.num_steps,
-        progress=run.progress,
-        folder=folder if _is_exported(run) and folder.is_dir() else None,
+        name=job.name,
+        rank=job.largest_rank,
+        num_modules=len(job.start.modules),
+        num_steps=job.num_steps,
+        progress=job.progress,
+        folder=folder if _is_exported(job) and folder.is_dir() else None,
     )
 
 
-def _is_exported(run: JobState) -> bool:
+def _is_exported(job: JobState) -> bool:
     """Whether this run has written the job's adapter, rather than an older run."""
-    progress = run.progress
-    if run.settings.keep_best:
+    progress = job.progress
+    if job.settings.keep_best:
         return progress.best_step is not None
     has_started = progress.step > 0 or progress.first_eval is not None
     return has_started and progress.is_over and progress.status != "failed"

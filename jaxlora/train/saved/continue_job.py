@@ -17,14 +17,14 @@ from jaxlora.train.job_state import JobState
 from jaxlora.train.saved.read_checkpoint import ReadCheckpoint, read_newest
 
 
-def continue_job(run: JobState, identity: RunIdentity) -> None:
+def continue_job(job: JobState, identity: RunIdentity) -> None:
     """Gives a job the progress and state that it has in another run's checkpoint.
 
     The job is paused then, and continues as soon as it gets a slot. The other run is
     only read, so it may be active or be resumed; the job then continues there too.
 
     Args:
-        run: A job with `continue_from` that has not begun in this run.
+        job: A job with `continue_from` that has not begun in this run.
         identity: Identity of this run.
 
     Raises:
@@ -32,10 +32,10 @@ def continue_job(run: JobState, identity: RunIdentity) -> None:
             damaged, the job has done more steps there than are wanted here, or the job
             or the base differ too much to continue.
     """
-    name, folder = run.name, run.settings.continue_from
-    found = _read_continued(run.settings, run.num_steps, identity, KINDS)
-    run.parked = found.parked(name)
-    run.progress = dataclasses.replace(
+    name, folder = job.name, job.settings.continue_from
+    found = _read_continued(job.settings, job.num_steps, identity, KINDS)
+    job.parked = found.parked(name)
+    job.progress = dataclasses.replace(
         found.run.progress[name],
         status="paused",
         reason=f"it continues from {folder}",
@@ -95,22 +95,22 @@ def continued_step(job: LoraJob) -> int:
     return 0 if progress is None else progress.step
 
 
-def copy_best_export(run: JobState, folder: pathlib.Path) -> None:
+def copy_best_export(job: JobState, folder: pathlib.Path) -> None:
     """Copies the best weights that a job with `keep_best` exported in another run.
 
     Otherwise they would be lost if no later evaluation is better.
 
     Args:
-        run: The job.
+        job: The job.
         folder: Folder of its adapter in this run; it is left as it is if it exists.
 
     Raises:
         AdapterError: The export in the other run is damaged.
         StorageError: The folder cannot be written.
     """
-    if run.settings.continue_from is None or not run.settings.keep_best:
+    if job.settings.continue_from is None or not job.settings.keep_best:
         return
-    source = pathlib.Path(run.settings.continue_from) / ADAPTERS / run.name
+    source = pathlib.Path(job.settings.continue_from) / ADAPTERS / job.name
     found = (
         None if os.path.lexists(folder) else read_export(find_complete_folder(source))
     )

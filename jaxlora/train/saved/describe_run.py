@@ -69,12 +69,12 @@ def _base_settings(base: BaseFormat | None) -> dict[str, Any]:
     return settings
 
 
-def resolved_settings(plan: RunPlan, runs: Sequence[JobState]) -> dict[str, Any]:
+def resolved_settings(plan: RunPlan, jobs: Sequence[JobState]) -> dict[str, Any]:
     """Returns all settings of a run as a run file, with values in the place of `auto`.
 
     Args:
         plan: The plan of the run.
-        runs: The jobs, with those that have joined.
+        jobs: The jobs, with those that have joined.
     """
     spec = plan.spec
     assert spec.slots is not None
@@ -85,14 +85,14 @@ def resolved_settings(plan: RunPlan, runs: Sequence[JobState]) -> dict[str, Any]
         max_concurrent_jobs=spec.slots.num_slots,
         slot_rank=spec.slots.rank,
         slot_dropout=spec.slots.use_dropout,
-        jobs=tuple(run.settings for run in runs),
+        jobs=tuple(job.settings for job in jobs),
     )
     return resolved.model_dump(mode="json")
 
 
 def saved_run(
     identity: RunIdentity,
-    runs: Sequence[JobState],
+    jobs: Sequence[JobState],
     model: FrozenModel,
     requests: SavedRequests,
 ) -> SavedRun:
@@ -100,14 +100,14 @@ def saved_run(
 
     Args:
         identity: Identity of the run.
-        runs: The jobs.
+        jobs: The jobs.
         model: The base model.
         requests: Requests to stop and to pause jobs.
     """
     return SavedRun(
         identity=identity,
-        progress={run.name: run.progress for run in runs},
-        adapters={run.name: _saved_adapter(run) for run in runs},
+        progress={job.name: job.progress for job in jobs},
+        adapters={job.name: _saved_adapter(job) for job in jobs},
         base_model=model.source,
         base_revision=model.revision,
         linear_names=list(linear_names(model.config)),
@@ -178,15 +178,15 @@ def _cut_reason(job: PreparedJob, done: JobProgress) -> str | None:
     return None
 
 
-def _saved_adapter(run: JobState) -> SavedAdapter:
+def _saved_adapter(job: JobState) -> SavedAdapter:
     return SavedAdapter(
         modules={
             name: (weights.rank, weights.lora_alpha)
-            for name, weights in run.start.modules.items()
+            for name, weights in job.start.modules.items()
         },
-        use_rslora=run.start.use_rslora,
-        dropout=run.start.dropout,
-        keep_best=run.settings.keep_best,
+        use_rslora=job.start.use_rslora,
+        dropout=job.start.dropout,
+        keep_best=job.settings.keep_best,
     )
 
 

@@ -8,24 +8,24 @@ from jaxlora.train.job_state import JobState
 from jaxlora.train.saved.read_checkpoint import ReadCheckpoint
 
 
-def job_states(runs: Sequence[JobState], slots: StagedSlots) -> dict[str, ParkedSlot]:
+def job_states(jobs: Sequence[JobState], slots: StagedSlots) -> dict[str, ParkedSlot]:
     """Returns the states of the jobs that have begun and not ended, by name.
 
     Args:
-        runs: All jobs of the run, between two windows.
+        jobs: All jobs of the run, between two windows.
         slots: The slots of the run.
     """
     states = {}
-    for run in runs:
-        if run.has_slot:
-            states[run.name] = slots.copy(run.slot)
-        elif run.parked is not None:
-            states[run.name] = run.parked
+    for job in jobs:
+        if job.has_slot:
+            states[job.name] = slots.copy(job.slot)
+        elif job.parked is not None:
+            states[job.name] = job.parked
     return states
 
 
 def restore_jobs(
-    runs: Sequence[JobState], found: ReadCheckpoint, slots: StagedSlots, num_slots: int
+    jobs: Sequence[JobState], found: ReadCheckpoint, slots: StagedSlots, num_slots: int
 ) -> None:
     """Restores progress and states of the jobs in a checkpoint.
 
@@ -34,23 +34,23 @@ def restore_jobs(
     they are.
 
     Args:
-        runs: All jobs of the run.
+        jobs: All jobs of the run.
         found: The checkpoint.
         slots: The slots of the run, all empty.
         num_slots: Number of slots.
     """
-    for run in runs:
-        name = run.name
+    for job in jobs:
+        name = job.name
         if name not in found.run.progress:
             continue
-        run.progress = found.run.progress[name]
+        job.progress = found.run.progress[name]
         if name not in found.tensors:
             continue
-        slot, parked = run.progress.slot, found.parked(name)
+        slot, parked = job.progress.slot, found.parked(name)
         if slot is not None and slot < num_slots:
-            slots.restore(slot, parked, run.start)
+            slots.restore(slot, parked, job.start)
             continue
-        run.parked = parked
+        job.parked = parked
         if slot is not None:
             reason = f"this run has no slot {slot}"
-            run.update(status="paused", reason=reason, slot=None)
+            job.update(status="paused", reason=reason, slot=None)

@@ -131,7 +131,7 @@ class RunStore:
 
 
 def export_job(
-    run: JobState,
+    job: JobState,
     adapter: Adapter,
     model: FrozenModel,
     folder: pathlib.Path,
@@ -140,13 +140,13 @@ def export_job(
     """Writes a job's adapter to its folder in a run, unless a later one is there.
 
     Args:
-        run: The job.
+        job: The job.
         adapter: Its weights now.
         model: The base model.
         folder: Folder of the run.
         lock: Lock of that folder, which is held.
     """
-    step, target = run.progress.step, folder / ADAPTERS / run.name
+    step, target = job.progress.step, folder / ADAPTERS / job.name
     lock.check()
     if not prepare_export_folder(target, step):
         return
@@ -156,13 +156,13 @@ def export_job(
         base_model=model.source,
         revision=model.revision,
         linear_names=linear_names(model.config),
-        record=ExportRecord(job=run.name, step=step),
+        record=ExportRecord(job=job.name, step=step),
         card=job_card(
-            name=run.name,
+            name=job.name,
             step=step,
             base_model=model.source,
             revision=model.revision,
-            settings=run.settings.model_dump(mode="json"),
-            progress=run.progress,
+            settings=job.settings.model_dump(mode="json"),
+            progress=job.progress,
         ),
     )

@@ -13,7 +13,7 @@ Order = Literal["together", "one by one", "round robin"]
 
 def windows(
     order: Order,
-    runs: Mapping[int, JobState],
+    jobs: Mapping[int, JobState],
     limits: Limits,
     lanes: Lanes,
     round_robin_samples: int = 0,
@@ -29,7 +29,7 @@ def windows(
 
     Args:
         order: The order.
-        runs: The jobs, by slot.
+        jobs: The jobs, by slot.
         limits: Limits of a microbatch.
         lanes: The lanes of the mesh.
         round_robin_samples: Most samples in a microbatch of `round robin`; 0: as many
@@ -41,12 +41,12 @@ def windows(
     if order == "one by one":
         return [
             Window(
-                runs={slot: run},
-                schedule=pack_window(samples_of({slot: run}), limits, "greedy", lanes),
+                jobs={slot: job},
+                schedule=pack_window(samples_of({slot: job}), limits, "greedy", lanes),
             )
-            for slot, run in runs.items()
+            for slot, job in jobs.items()
         ]
-    samples = samples_of(runs)
+    samples = samples_of(jobs)
     if order == "together":
         schedule = pack_window(samples, limits, "joint", lanes)
     else:
@@ -56,14 +56,14 @@ def windows(
         schedule = mlora.pack(
             samples, limits, lanes.pipeline, samples_per_microbatch=most
         )
-    return [Window(runs=runs, schedule=schedule)]
+    return [Window(jobs=jobs, schedule=schedule)]
 
 
-def samples_of(runs: Mapping[int, JobState]) -> list[Sample]:
+def samples_of(jobs: Mapping[int, JobState]) -> list[Sample]:
     """Returns all samples of some jobs, which they name by slot."""
     return [
         Sample(owner=slot, batch=step, index=i, num_tokens=int(num_tokens))
-        for slot, run in runs.items()
-        for step in range(run.num_steps)
-        for i, num_tokens in enumerate(run.prepared.lengths(step))
+        for slot, job in jobs.items()
+        for step in range(job.num_steps)
+        for i, num_tokens in enumerate(job.prepared.lengths(step))
     ]

@@ -51,7 +51,7 @@ class LateExecutor:
         return like
 
     def run(self, window: Window) -> Iterator[Outcomes]:
-        assert set(window.runs) == set(self.steps), "another set of jobs"
+        assert set(window.jobs) == set(self.steps), "another set of jobs"
         self._window, self._queued, self._released = window, 0, set()
         microbatches = window.schedule.microbatches
         remaining = Counter((s.owner, s.batch) for m in microbatches for s in m)
@@ -61,7 +61,7 @@ class LateExecutor:
             self._queued = number + 1
             for s in kept:
                 remaining[s.owner, s.batch] -= 1
-                self.ran[window.runs[s.owner].name] += 1
+                self.ran[window.jobs[s.owner].name] += 1
             complete = {
                 s.owner: s.batch for s in kept if not remaining[s.owner, s.batch]
             }
@@ -85,7 +85,7 @@ class LateExecutor:
         self._may_release = set(steps)
         outcomes = {}
         for slot, step in steps.items():
-            loss = self.loss(self._window.runs[slot].settings.name, step + 1)
+            loss = self.loss(self._window.jobs[slot].settings.name, step + 1)
             outcomes[slot] = StepOutcome(
                 loss=loss,
                 grad_norm=1.0,

@@ -111,7 +111,7 @@ def test_auto_fills_what_can_be_filled(config, model, have):
     assert trainer.config.microbatch_tokens == bounds.largest
     means = [
         run.settings.batch_size * sum(lengths) / len(lengths)
-        for run in trainer.runs
+        for run in trainer.jobs
         if (lengths := [len(s.token_ids) for s in run.prepared.train_data.samples])
     ]
     assert sum(means) <= bounds.largest <= sum(means) + 2 * 16 + bounds.unit

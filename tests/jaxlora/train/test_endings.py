@@ -183,7 +183,7 @@ def config(model, long, jobs, tmp_path) -> RunConfig:
 
 def stop_all(trainer: Trainer) -> None:
     """For `AtWindow`: asks for all jobs to stop."""
-    for run in trainer.runs:
+    for run in trainer.jobs:
         trainer.stop_job(run.name, "enough")
 
 

@@ -145,7 +145,7 @@ def test_stopping_pausing_and_resuming(config, model, late):
 
 
 def killed_once_it_joined(self) -> bool:
-    if len(self._runs) > 1:
+    if len(self.jobs) > 1:
         raise Killed
     return start(self)
 
@@ -202,7 +202,7 @@ def test_a_run_that_ends_takes_the_last_requests(config, model, late):
     run = config()
     requester = Requester(run, add(late))
     requester._call = lambda trainer: (
-        trainer.runs[0].progress.step == 8 and (Requester._make(requester, trainer))
+        trainer.jobs[0].progress.step == 8 and (Requester._make(requester, trainer))
     )
     result = Trainer(run, model).train(callbacks=[requester])
     assert [accepted for accepted, _ in requester.answers()] == [True]

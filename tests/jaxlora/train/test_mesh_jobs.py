@@ -49,7 +49,7 @@ def eventful(meshes, eventful_jobs):
 
         def on_window(trainer):
             counts.append(trainer.layout.num_compilations())
-            for slot in set(range(4)) - {run.progress.slot for run in trainer.runs}:
+            for slot in set(range(4)) - {run.progress.slot for run in trainer.jobs}:
                 assert_empty_slot(trainer, slot)
             if len(counts) == 1:
                 for job in joining:

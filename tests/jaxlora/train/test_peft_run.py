@@ -102,7 +102,7 @@ def train_together(names):
         ]
         schedule = pack_window(samples, limits, "joint")
         assert len(schedule.microbatches) > 4
-        window = Window(runs=dict(enumerate(runs)), schedule=schedule)
+        window = Window(jobs=dict(enumerate(runs)), schedule=schedule)
         for item in executor.run(window):
             for slot, outcome in item.steps.items():
                 outcomes[runs[slot].settings.name].append(outcome)

@@ -230,14 +230,14 @@ def test_jobs_may_be_added_at_any_time(config, model, high, monkeypatch):
     handle = Windows._handle
 
     def handle_and_add(self, outcomes):
-        before = len(trainer.runs)
+        before = len(trainer.jobs)
         if not added:
             added.append(high)
             trainer.add_job(high)
             with pytest.raises(ConfigError, match="a job named 'high' is in this run"):
                 trainer.add_job(high)
         handle(self, outcomes)
-        assert len(trainer.runs) == before
+        assert len(trainer.jobs) == before
 
     monkeypatch.setattr(Windows, "_handle", handle_and_add)
     trainer = Trainer(run, model)

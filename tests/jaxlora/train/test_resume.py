@@ -229,8 +229,8 @@ def test_exports_from_a_checkpoint(make_run, tmp_path):
         pass
 
     def stop(trainer):
-        if trainer.runs[0].progress.status == "finished":
-            wanted.update(trainer.slots.read(1, trainer.runs[1].start).modules)
+        if trainer.jobs[0].progress.status == "finished":
+            wanted.update(trainer.slots.read(1, trainer.jobs[1].start).modules)
             raise Enough  # a checkpoint of this round is written before it leaves
 
     with pytest.raises(Enough):

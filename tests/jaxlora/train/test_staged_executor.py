@@ -116,7 +116,7 @@ def by_hand(model, jobs):
         for slot, job in runs.items():
             executor.load(slot, job.start)
         items, outcomes, left_out = [], {slot: [] for slot in runs}, None
-        for item in executor.run(Window(runs=runs, schedule=schedule)):
+        for item in executor.run(Window(jobs=runs, schedule=schedule)):
             items.append(sorted(item.steps))
             for slot, outcome in item.steps.items():
                 outcomes[slot].append(outcome)

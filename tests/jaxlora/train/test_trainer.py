@@ -96,7 +96,7 @@ def test_jobs_wait_for_a_slot(train, jobs):
     running = []
 
     def on_window(trainer):
-        now = [r.name for r in trainer.runs if r.progress.status == "running"]
+        now = [r.name for r in trainer.jobs if r.progress.status == "running"]
         running.append(now)
         if len(running) == 1:
             trainer.stop_job("job3", "not wanted any more")
@@ -180,7 +180,7 @@ def test_a_job_that_cannot_join(config, model, jobs):
         plain.add_job(jobs[0])
     with pytest.raises(ConfigError, match="there is no job 'x'; there are: job0"):
         trainer.stop_job("x")
-    assert isinstance(trainer.runs[0], JobState) and len(trainer.runs) == 1
+    assert isinstance(trainer.jobs[0], JobState) and len(trainer.jobs) == 1
 
 
 def test_an_export_that_fails_leaves_the_one_before(train, jobs, monkeypatch, model):

@@ -62,7 +62,7 @@ def test_a_job_that_fails_leaves_nothing_in_its_slot(train, jobs):
         for path, gradients in state.pending.gradients.items():
             assert not gradients.any(), path
             assert np.isfinite(state.params[path]).all(), path
-        num_left.append(sum(r.progress.status == "waiting" for r in trainer.runs))
+        num_left.append(sum(r.progress.status == "waiting" for r in trainer.jobs))
 
     settings = {"max_concurrent_jobs": 2}
     outcome = train([jobs[2], wild, jobs[4]], on_window=on_window, **settings)
@@ -214,7 +214,7 @@ def test_higher_priorities_start_first(train, jobs):
     def on_window(trainer):
         order.extend(
             run.name
-            for run in trainer.runs
+            for run in trainer.jobs
             if run.progress.status == "finished" and run.name not in order
         )
 

@@ -28,7 +28,7 @@ def test_every_order_runs_all_samples_by_the_rules(order):
     assert len(some) == (2 if order == "one by one" else 1)
     held = []
     for window in some:
-        samples = samples_of(window.runs)
+        samples = samples_of(window.jobs)
         held += samples
         assert not violations(window.schedule, samples, distance=3)
     assert sorted(held, key=repr) == sorted(samples_of(runs), key=repr)
