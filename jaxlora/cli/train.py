@@ -88,8 +88,8 @@ def _train_in_process(config: "RunConfig", arguments: argparse.Namespace) -> int
     from jaxlora.distributed import processes
     from jaxlora.run.folder import check_folder
     from jaxlora.run.lock import check_not_in_use
+    from jaxlora.train.report.run_callbacks import KeepRunFile
     from jaxlora.train.report.summary import print_summary
-    from jaxlora.train.saved.keep_run_file import KeepRunFile
     from jaxlora.train.trainer import Trainer
 
     folder = pathlib.Path(config.output_dir)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import get_args
 
+from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
 from jaxlora.data.tokenize import TokenizedData
 from jaxlora.models.layer import Remat
@@ -14,6 +15,7 @@ from jaxlora.pallas_kernels.device import platform
 _MAX_TOKENS = 32768
 _MAX_TOKENS_OF_CPU = 4096
 _MAX_UNIT = 1024
+_LOW_FILL = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,3 +121,34 @@ class Bounds:
 
 def _round_up(num_tokens: float, unit: int) -> int:
     return math.ceil(num_tokens / unit) * unit
+
+
+def low_fill(config: RunConfig, bounds: Bounds) -> tuple[Note, ...]:
+    """Warns if less than half of a microbatch can be filled, and names the cure.
+
+    A microbatch never holds two steps of a job, so one that is larger than a step of
+    all jobs that run at once stays partly empty.
+
+    Args:
+        config: The run, with a number for `microbatch_tokens`.
+        bounds: Bounds of its capacity.
+    """
+    capacity = config.limits.capacity
+    step_tokens = bounds.window_tokens / config.window_steps
+    if step_tokens >= _LOW_FILL * capacity:
+        return ()
+    if capacity > bounds.largest:
+        cure = f"Set microbatch_tokens to auto, which takes at most {bounds.largest:,}"
+    else:
+        cure = (
+            "The longest sample needs such a microbatch. Raise batch_size, train more "
+            "jobs at once, or lower max_length"
+        )
+    num_lanes = config.mesh_sizes.devices_per_stage
+    lanes = f" for each of {num_lanes} devices" if num_lanes > 1 else ""
+    text = (
+        f"low fill: at most {100 * step_tokens / capacity:.0f}% of a microbatch of "
+        f"{capacity:,} tokens can be filled, as a step of all jobs that run at once "
+        f"has about {step_tokens:,.0f} tokens{lanes}. {cure}."
+    )
+    return (Note(text, is_warning=True),)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.extend import core as jax_core
 
 from jaxlora.memory import planned
+from jaxlora.memory.dequantized import scratch_bytes
 from jaxlora.memory.footprint import (
     GAPS,
     SINGLE_DEVICE,
@@ -21,7 +22,6 @@ from jaxlora.memory.footprint import (
     resident_footprint,
 )
 from jaxlora.memory.inputs import batch_shapes, key_shapes, settings_shapes
-from jaxlora.memory.scratch import scratch_bytes
 from jaxlora.models.forward import job_losses, training_options
 from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec

@@ -21,7 +21,6 @@ from jaxlora.run.saved_run import RunRecord, SavedRequests
 from jaxlora.train import agreement
 from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.device_error import explained
-from jaxlora.train.execute.compile_passes import compile_stages
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.execute.windows import Windows
@@ -103,7 +102,7 @@ class Trainer:
             plan: The run's plan, or one with another capacity or `remat`.
         """
         layout = self.layout.with_remat(plan.spec.options.remat)
-        return compile_stages(layout, self.model.params, self.slots, plan.config.limits)
+        return layout.compile(self.model.params, self.slots, plan.config.limits)
 
     # ---- jobs come and go: any thread may call these -------------------------------
 

@@ -15,12 +15,14 @@ from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import Place
+from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.mesh import MeshStages
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import Base
 from jaxlora.models.layer import Remat
 from jaxlora.models.sharded import EMBEDDING, base_spec
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.scheduler import Limits
 from jaxlora.sharding.mesh import stage_meshes
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.execute.step import CompiledSteps, compiled_steps
@@ -129,6 +131,28 @@ class Layout:
             }
             for stage in self.stages
         ]
+
+    def compile(
+        self, params: Base, slots: StagedSlots, limits: Limits
+    ) -> tuple[StagePrograms, ...]:
+        """Compiles the passes of all stages, so that none waits for another later.
+
+        Args:
+            params: Frozen weights of the whole decoder.
+            slots: The slots.
+            limits: Limits of the microbatches.
+        """
+        found, num_stages = [], len(self.stages)
+        parts = zip(self.stages, self.bases(params), slots.tables, strict=True)
+        for number, (stage, base, table) in enumerate(parts, start=1):
+            args = base, table.state, table.settings, limits
+            if num_stages == 1:
+                program = stage.steps.compile_accumulate(*args)
+                found.append(StagePrograms(last=program))
+                continue
+            name = f"stage {number} of {num_stages}"
+            found.append(stage.steps.compile_passes(*args, name))
+        return tuple(found)
 
     def num_compilations(self) -> int:
         """Programs compiled so far for these stages, in this process."""

@@ -14,7 +14,7 @@ from jaxlora.config import RunConfig
 from jaxlora.errors import ConfigError
 from jaxlora.hf.load import Place
 from jaxlora.memory import capacity
-from jaxlora.memory.bounds import Bounds
+from jaxlora.memory.bounds import Bounds, low_fill
 from jaxlora.memory.device_memory import DeviceMemory
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.mesh import MeshStages
@@ -29,7 +29,6 @@ from jaxlora.train.plan.auto_mesh.candidates import Candidates, Demand
 from jaxlora.train.plan.auto_mesh.choose import choose_mesh
 from jaxlora.train.plan.auto_mesh.machine import Machine
 from jaxlora.train.plan.lanes import run_lanes, window_cost
-from jaxlora.train.plan.low_fill import low_fill
 from jaxlora.train.plan.next_window import JobPosition
 from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepared_job import PreparedJob

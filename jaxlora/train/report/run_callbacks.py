@@ -1,11 +1,14 @@
-"""Opens the callbacks that every run has: its log, its display and its trackers."""
+"""The callbacks that every run has: its log, its display, its trackers, its files."""
 
 import contextlib
 import pathlib
 
+from jaxlora.common.atomic import write_bytes
 from jaxlora.config import RunConfig
 from jaxlora.distributed import processes
 from jaxlora.run.callback import Callback
+from jaxlora.run.events import RunStartEvent
+from jaxlora.run.folder import RUN_FILE_COPY
 from jaxlora.run.live.status_file import StatusFile
 from jaxlora.run.log import RunLog
 from jaxlora.run.status import StatusTracker
@@ -51,3 +54,23 @@ def open_callbacks(
     samples = [] if config.samples is None else [SampleFile(folder)]
     files = [StatusFile(folder, tracker), LossPlot(folder), *samples]
     return [log, *trackers, tracker, *files, progress]
+
+
+class KeepRunFile(Callback):
+    """Copies the run file as it was when the command began."""
+
+    def __init__(self, path: str | pathlib.Path):
+        """Reads the run file.
+
+        Args:
+            path: The run file.
+        """
+        self._text = pathlib.Path(path).read_bytes()
+
+    def on_run_start(self, event: RunStartEvent) -> None:
+        """Writes the copy.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        write_bytes(event.output_dir / RUN_FILE_COPY, self._text)
