@@ -13,10 +13,12 @@ from jaxlora.pallas_kernels.op import (
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
 from jaxlora.pallas_kernels.quantized import (
     FORMATS,
+    OPTIONS,
     Fp8Weight,
     Int8Weight,
     Nf4Weight,
     QuantizedWeight,
+    WeightOptions,
     quantize_rows,
     row_scale,
 )
@@ -27,6 +29,7 @@ __all__ = [
     "BACKENDS",
     "FORMATS",
     "LINEAR_RESULTS",
+    "OPTIONS",
     "Backend",
     "Dropout",
     "Fp8Weight",
@@ -38,6 +41,7 @@ __all__ = [
     "Nf4Weight",
     "Projection",
     "QuantizedWeight",
+    "WeightOptions",
     "compile_program",
     "dropout_keys",
     "frozen_linear",

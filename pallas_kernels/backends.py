@@ -58,7 +58,7 @@ class Backward(Protocol):
 
 
 def _nowhere() -> None:
-    """Is `slow_device` of a back end that `auto` takes wherever it can run."""
+    """The default `slow_device`: the back end is never too slow for `auto`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

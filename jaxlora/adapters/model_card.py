@@ -81,7 +81,7 @@ def write_card(folder: pathlib.Path, text: str) -> None:
 
 
 def is_our_card(path: pathlib.Path) -> bool:
-    """Whether this program wrote a card, and nobody claimed it since."""
+    """Whether this program wrote a card that has not been edited since."""
     try:
         return read_regular_file(path).decode().rstrip().endswith(_MARK)
     except (OSError, ValueError):

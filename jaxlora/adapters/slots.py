@@ -117,14 +117,14 @@ class ParkedSlot:
         return getattr(self, kind)
 
     def check_like(self, adapter: Adapter) -> None:
-        """Checks that the state is of an adapter of this shape.
+        """Checks that the shapes of the state match those of an adapter.
 
         Raises:
             ValueError: It has other modules or ranks.
         """
         shapes = {path: array.shape for path, array in adapter.by_path().items()}
         if {path: array.shape for path, array in self.params.items()} != shapes:
-            raise ValueError("the parked state is of an adapter of another shape.")
+            raise ValueError("the parked state has other shapes than the adapter.")
 
     def adapter(self, like: Adapter) -> Adapter:
         """Returns the weights as an adapter with the modules and ranks of `like`."""

@@ -58,7 +58,7 @@ class StageSharding:
 
     @property
     def rows(self) -> PartitionSpec:
-        """Rows of tokens, and anything else of which each device has its own."""
+        """Per-device data, such as rows of tokens."""
         return PartitionSpec(DEVICES)
 
     @property

@@ -97,9 +97,9 @@ def head_work(spec: DecoderSpec, target_share: float = 1.0) -> PassWork:
 def _fp8_passes(spec: DecoderSpec, path: str) -> tuple[bool, bool]:
     """Whether the forward and the backward pass of a linear multiply in fp8."""
     base = spec.options.base_format
-    if base is None or not base.has_fp8_products or not base.quantizes(path):
+    if base is None or not base.quantizes(path):
         return False, False
-    return True, base.fp8_backward
+    return base.options.multiplies_forward, base.options.multiplies_backward
 
 
 def _product_work(linear: LayerLinear, rank: int, *, is_fp8: bool = False) -> Work:

@@ -93,7 +93,7 @@ def show_data(shown: Shown, tokenizer: Tokenizer | None, console: Console) -> No
 
 @contextlib.contextmanager
 def _less_log() -> Iterator[None]:
-    """Keeps the line about the first sample, which is printed here, from the log."""
+    """Suppresses the log line about the first sample, which is printed here."""
     logger = logging.getLogger(Notes.__module__)
     before = logger.level
     logger.setLevel(logging.WARNING)

@@ -208,7 +208,7 @@ def _product_behind(
 
 
 def _levels(ops: list[Operation], origins: Origins, find) -> list[int]:
-    """Returns in which round of kernels each cluster starts, by its number.
+    """Returns the topological level at which each cluster starts, by its number.
 
     Kernels start as soon as they can. Loops start with the first kernel that reads
     them: XLA puts what is read into the loop that reads it.

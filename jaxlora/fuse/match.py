@@ -215,7 +215,7 @@ class _Finder:
         linear: Linear,
         replaced: frozenset[int],
     ) -> str | None:
-        """Returns why the users of a value inside a linear forbid to fuse it."""
+        """Returns why other users of a value inside a linear prevent its fusion."""
         form = self.normalizer.form(value)
         if is_product(form, linear):
             is_gradient = self._only_sum_rows(value, form, linear, users)

@@ -109,7 +109,7 @@ def _renamed_like(indices: Indices, first: Form, part: Form, row: Index) -> Term
 
 
 class Joiner:
-    """Makes one term of the terms of segments.
+    """Merges the terms of segments into one.
 
     Attributes:
         indices: The indices of all forms.

@@ -51,7 +51,7 @@ def choose_tokens(
 
 
 def nucleus(logits: Float[Array, "B V"], top_p: Float[Array, ""]) -> Bool[Array, "B V"]:
-    """Marks the fewest likeliest tokens whose probabilities add up to `top_p`.
+    """Marks the smallest set of tokens whose probabilities add up to `top_p`.
 
     This is nucleus sampling (arXiv 1904.09751, section 3.1). Tokens that are exactly as
     likely as the last one are marked, too.

@@ -23,7 +23,7 @@ def prompt_text(prompt: Prompt) -> str:
 def write_generations(
     path: str | pathlib.Path, generations: Sequence[Generation]
 ) -> None:
-    """Writes one JSON object a line.
+    """Writes a JSON Lines file.
 
     Raises:
         StorageError: The file cannot be written.

@@ -12,7 +12,7 @@ from jaxlora.hf.kept_linears import kept_linears
 from jaxlora.hf.quantized.config import read_quantization
 from jaxlora.hf.quantized.stored import StorageLayout
 from jaxlora.models.base_format import BaseFormat
-from jaxlora.pallas_kernels import FORMATS, Fp8Weight, Nf4Weight
+from jaxlora.pallas_kernels import OPTIONS, WeightOptions
 
 logger = logging.getLogger(__name__)
 
@@ -47,18 +47,14 @@ def find_base_format(
     kept = tuple(path for path in paths if f"{path}.kernel" not in linears)
     if keep_bf16:
         _check_kept(kept_linears(config, keep_bf16), kept, layout)
-    # Only the scales of nf4 may be quantized or not.
-    is_nested = {
-        x.is_nested or layout.format != Nf4Weight.format for x in linears.values()
-    }
-    if len(is_nested) > 1:
+    stored = {x.options for x in linears.values()}
+    if len(stored) > 1:
         raise ModelError(
             f"{checkpoint.folder}: some linears have double quantization and others "
             "have not. Save the model again with one setting for all."
         )
-    return _of_layout(
-        config, layout, quantize, kept, is_nested.pop(), fp8_weight_copies
-    )
+    options = stored.pop()
+    return _of_layout(config, layout, quantize, kept, options, fp8_weight_copies)
 
 
 def planned_base_format(
@@ -97,7 +93,8 @@ def planned_base_format(
     if layout is None:
         return _of_dense(config, quantize, keep_bf16, fp8_weight_copies)
     kept = kept_linears(config, keep_bf16)
-    return _of_layout(config, layout, quantize, kept, True, fp8_weight_copies)
+    options = OPTIONS[layout.format]()
+    return _of_layout(config, layout, quantize, kept, options, fp8_weight_copies)
 
 
 def _of_dense(
@@ -111,7 +108,10 @@ def _of_dense(
             )
         return None
     kept = kept_linears(config, keep_bf16)
-    return _checked(config, quantize, kept, copies, is_nested=True)
+    if quantize not in OPTIONS:
+        names = ", ".join(OPTIONS)
+        raise ConfigError(f"quantize={quantize!r}; wanted one of {names}.")
+    return _checked(config, OPTIONS[quantize](), kept, copies)
 
 
 def _of_layout(
@@ -119,7 +119,7 @@ def _of_layout(
     layout: StorageLayout,
     quantize: str | None,
     kept: tuple[str, ...],
-    is_nested: bool,
+    options: WeightOptions,
     copies: int,
 ) -> BaseFormat:
     if quantize not in (None, layout.format):
@@ -129,25 +129,18 @@ def _of_layout(
             f"{quantize} out, take a dense checkpoint, or make one of this checkpoint "
             "with `jaxlora convert`."
         )
-    return _checked(config, layout.format, kept, copies, is_nested=is_nested)
+    return _checked(config, options, kept, copies)
 
 
 def _checked(
-    config: ModelConfig,
-    name: str,
-    kept: tuple[str, ...],
-    copies: int,
-    *,
-    is_nested: bool,
+    config: ModelConfig, options: WeightOptions, kept: tuple[str, ...], copies: int
 ) -> BaseFormat:
-    if name not in FORMATS:
-        raise ConfigError(f"quantize={name!r}; wanted one of {', '.join(FORMATS)}.")
-    if copies not in (1, 2) or (copies == 2 and name != Fp8Weight.format):
+    base = BaseFormat(options=options.replace(transposed=copies == 2), kept=kept)
+    if copies not in (1, 2) or base.options.stores_transpose != (copies == 2):
         raise ConfigError(
-            f"fp8_weight_copies={copies} with weights in {name}; wanted 1, or 2 for "
-            "fp8."
+            f"fp8_weight_copies={copies} with weights in {base.name}; wanted 1, or 2 "
+            "for fp8."
         )
-    base = BaseFormat(name=name, kept=kept, transposed=copies == 2, nested=is_nested)
     for linear in config.linears().values():
         # The linears of all layers have the same shapes.
         paths = (f"layers.{i}.{linear.name}" for i in range(config.num_layers))

@@ -40,10 +40,10 @@ def scratch_bytes(spec: DecoderSpec) -> int:
 
 
 def _bytes_per_weight(spec: DecoderSpec, base: BaseFormat) -> int:
-    if not (base.has_fp8_products and base.fp8_backward):
+    if not base.options.multiplies_backward:
         return spec.options.dtype.itemsize
     backend = get_backend(spec.options.implementation)
-    return 1 if backend.transposes_fp8 and not base.transposed else 0
+    return 1 if backend.transposes_fp8 and not base.options.stores_transpose else 0
 
 
 def _quantized(

@@ -32,7 +32,7 @@ def choose_copies(
         available: Memory of each device; None: it is not known.
     """
     base = spec.options.base_format
-    if base is None or not base.has_fp8_products or not base.fp8_backward:
+    if base is None or not base.options.multiplies_backward:
         return spec, ()
     copies = config.fp8_weight_copies
     if copies != "auto":
@@ -45,7 +45,7 @@ def choose_copies(
 def with_copies(spec: DecoderSpec, copies: int) -> DecoderSpec:
     """Returns the decoder with one or two copies of each fp8 weight."""
     assert spec.options.base_format is not None
-    base = dataclasses.replace(spec.options.base_format, transposed=copies == 2)
+    base = spec.options.base_format.replace(transposed=copies == 2)
     options = dataclasses.replace(spec.options, base_format=base)
     return dataclasses.replace(spec, options=options)
 

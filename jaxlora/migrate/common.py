@@ -91,7 +91,7 @@ def note_packing(migration: Migration, samples: int) -> None:
 
 
 def set_optimizer(migration: Migration, key: str) -> None:
-    """Says what becomes of the optimizer, which is always AdamW here."""
+    """Reports optimizers that are not supported: it is always AdamW here."""
     name = migration.take(key)
     if name is None:
         return

@@ -58,7 +58,7 @@ def _name(dataset: Any) -> str:
 def take_source(
     migration: Migration, key: str, dataset: dict[str, Any], default_split: str
 ) -> dict[str, Any]:
-    """Takes where the records of a data set are out of its description.
+    """Pops the location of a data set from its description.
 
     Args:
         migration: The settings; it is told what is left out.
@@ -140,7 +140,7 @@ def _take_path(
 
 
 def _split_of_file(migration: Migration, key: str, split: str) -> dict[str, Any]:
-    """Returns what stands for a split of a local file, which is read as a whole."""
+    """Replaces a split that a local file, which is read as a whole, does not have."""
     if first := _FIRST_RECORDS.fullmatch(split):
         return {"limit": int(first[1])}
     if split != "train":

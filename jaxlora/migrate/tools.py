@@ -76,7 +76,7 @@ def _check_script(path: pathlib.Path, text: str) -> None:
 
 
 def _as_yaml_1_1(value: Any, key: str) -> Any:
-    """Returns a value as YAML 1.1 has it, in which `yes` and `off` are no texts.
+    """Returns a value as YAML 1.1 reads it, where `yes` and `off` are booleans.
 
     Raises:
         ConfigError: A number is beyond all settings, and could not be computed with.

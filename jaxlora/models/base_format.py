@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlora.pallas_kernels import FORMATS, Fp8Weight, Nf4Weight, QuantizedWeight
+from jaxlora.pallas_kernels import OPTIONS, QuantizedWeight, WeightOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,18 +15,26 @@ class BaseFormat:
     """The format of the quantized linears of a decoder.
 
     Attributes:
-        name: Its name in `pallas_kernels.FORMATS`.
+        options: The format, with its options.
         kept: Paths of the linears that are not quantized.
-        fp8_backward: Whether gradients of inputs are fp8 products; fp8 only.
-        transposed: Whether there is a transposed copy of each weight; fp8 only.
-        nested: Whether the scales are quantized, too; nf4 only.
     """
 
-    name: str
+    options: WeightOptions
     kept: tuple[str, ...] = ()
-    fp8_backward: bool = True
-    transposed: bool = False
-    nested: bool = True
+
+    @staticmethod
+    def named(name: str, *, kept: tuple[str, ...] = (), **options: Any) -> "BaseFormat":
+        """Returns a format by its name in `pallas_kernels.FORMATS`."""
+        return BaseFormat(options=OPTIONS[name](**options), kept=kept)
+
+    @property
+    def name(self) -> str:
+        """Its name in `pallas_kernels.FORMATS`."""
+        return self.options.weight.format
+
+    def replace(self, **options: Any) -> "BaseFormat":
+        """Returns the format with other options, of which it may lack some."""
+        return dataclasses.replace(self, options=self.options.replace(**options))
 
     def quantizes(self, path: str) -> bool:
         """Returns whether the linear of this path is quantized."""
@@ -36,17 +44,12 @@ class BaseFormat:
         self, out_features: int, in_features: int
     ) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shape and dtype of each array of a weight [N, K], by field."""
-        options: dict[str, Any] = {}
-        if self.name == Fp8Weight.format:
-            options["transposed"] = self.transposed
-        if self.name == Nf4Weight.format:
-            options["nested"] = self.nested
-        return FORMATS[self.name].shapes(out_features, in_features, **options)
+        return self.options.shapes(out_features, in_features)
 
     @property
     def fields(self) -> list[str]:
         """Names of all fields of a weight, some of which may be no arrays."""
-        kind: Any = FORMATS[self.name]
+        kind: Any = self.options.weight
         return [field.name for field in dataclasses.fields(kind)]
 
     def empty(self, out_features: int, in_features: int) -> QuantizedWeight:
@@ -54,18 +57,9 @@ class BaseFormat:
         shapes = self.shapes(out_features, in_features)
         return self.weight({k: jnp.zeros(s.shape, s.dtype) for k, s in shapes.items()})
 
-    def weight(self, arrays: dict[str, Any]) -> QuantizedWeight:
+    def weight(self, arrays: Mapping[str, Any]) -> QuantizedWeight:
         """Returns the weight of these arrays, by field."""
-        settings: dict[str, Any] = {}
-        if self.name == Fp8Weight.format:
-            settings["fp8_backward"] = self.fp8_backward
-        kind: Any = FORMATS[self.name]
-        return kind(**arrays, **settings)
-
-    @property
-    def has_fp8_products(self) -> bool:
-        """Whether weights are multiplied in fp8, and not only dequantized."""
-        return self.name == Fp8Weight.format
+        return self.options.make(arrays)
 
 
 def kernel_of(

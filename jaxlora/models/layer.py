@@ -105,7 +105,7 @@ def run_layer(
 def _rematerialized(
     run: Callable, layer: DecoderLayer, h, *, policy: Callable | None = None
 ):
-    """Runs `run(layer, h)`, and recomputes in backward all but h and what is saved."""
+    """Runs `run(layer, h)`; rematerializes all values that the policy does not save."""
     graph, state = nnx.split(layer)
 
     def pure(state, h):

@@ -1,4 +1,4 @@
-"""Shows the state of a run in a few lines, in the order that matters.
+"""Shows the state of a run in a few lines, the most urgent first.
 
 One overall bar comes first, then the number of jobs by status, then a line for each job
 that runs; jobs that have ended are only counted. So forty jobs fit on a terminal of 24

@@ -55,6 +55,7 @@ class Trainer:
         plan: What was decided about the run.
         model: The frozen base.
         jobs: The jobs, in the order in which they were given.
+        reader: Reads the data of jobs, with the tokenizer of the base.
         layout: The decoder on its devices.
         slots: The slots, with the adapters of running jobs.
         round: Rounds done; see `Windows`.
@@ -80,6 +81,7 @@ class Trainer:
         opened = open_run(config, model)
         self._opened, self.plan = opened, opened.plan
         self.model, self.jobs = opened.model, opened.jobs
+        self.reader = opened.reader
         self.output_dir = pathlib.Path(config.output_dir)
         self.layout = Layout.of(self.plan.stages, self.model.params)
         self.slots = self.layout.empty_slots()
@@ -118,7 +120,7 @@ class Trainer:
         self._joining.add(job)
 
     def _open_job(self, settings: LoraJob) -> JobState:
-        prepared = prepare_job(settings, self.model.config, self._opened.reader)
+        prepared = prepare_job(settings, self.model.config, self.reader)
         check_fits(prepared, self.plan.spec)
         job = start_job(prepared, self.model)
         self._continue([job])

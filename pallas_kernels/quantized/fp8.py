@@ -2,7 +2,8 @@
 
 import dataclasses
 import typing
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jaxtyping import Array, Float, Float8e4m3fn
 
 from jaxlora.pallas_kernels.quantized.row_scaled import RowScaledWeight
 from jaxlora.pallas_kernels.quantized.rows import E4M3, quantize_rows, row_scale
+from jaxlora.pallas_kernels.quantized.weight import QuantizedWeight, WeightOptions
 
 # Kernels divide B by these scales. So the scale of an output feature whose weights are
 # all zero must not be so small that the quotient overflows.
@@ -85,3 +87,59 @@ class Fp8Weight(RowScaledWeight):
 
     def _own_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         return self.shapes(*self.values.shape, transposed=self.transposed is not None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fp8Options(WeightOptions):
+    """Options of `Fp8Weight`.
+
+    Attributes:
+        transposed: Whether each weight has a transposed copy.
+        fp8_backward: Whether the gradient of x is a product in e4m3.
+    """
+
+    weight: ClassVar[type[QuantizedWeight]] = Fp8Weight
+
+    transposed: bool = False
+    fp8_backward: bool = True
+
+    @property
+    def multiplies_forward(self) -> bool:
+        """True: kernels multiply e4m3."""
+        return True
+
+    @property
+    def multiplies_backward(self) -> bool:
+        """As `fp8_backward` says."""
+        return self.fp8_backward
+
+    @property
+    def stores_transpose(self) -> bool:
+        """As `transposed` says."""
+        return self.transposed
+
+    def shapes(
+        self, out_features: int, in_features: int
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """See `Fp8Weight.shapes`."""
+        return Fp8Weight.shapes(out_features, in_features, transposed=self.transposed)
+
+    def quantize(self, w: Float[Array, "N K"]) -> Fp8Weight:
+        """See `Fp8Weight.quantize`."""
+        return Fp8Weight.quantize(
+            w, transposed=self.transposed, fp8_backward=self.fp8_backward
+        )
+
+    def make(self, arrays: Mapping[str, Any]) -> Fp8Weight:
+        """Returns the weight of these arrays, by field."""
+        return Fp8Weight(**arrays, fp8_backward=self.fp8_backward)
+
+    def complete(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Adds the transposed copy if there is to be one."""
+        if not self.transposed or "transposed" in arrays:
+            return dict(arrays)
+        return {**arrays, "transposed": arrays["values"].T}
+
+    def result_settings(self) -> dict[str, Any]:
+        """A copy of the weights changes no result."""
+        return {"fp8_backward": self.fp8_backward}

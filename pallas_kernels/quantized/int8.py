@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int8
 
 from jaxlora.pallas_kernels.quantized.row_scaled import RowScaledWeight
 from jaxlora.pallas_kernels.quantized.rows import SMALLEST_SCALE
+from jaxlora.pallas_kernels.quantized.weight import QuantizedWeight, WeightOptions
 
 _LARGEST = 127  # values are symmetric: -128 is not used
 
@@ -62,3 +63,10 @@ class Int8Weight(RowScaledWeight):
 
     def _own_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         return self.shapes(*self.values.shape)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Int8Options(WeightOptions):
+    """`Int8Weight` has no options."""
+
+    weight: ClassVar[type[QuantizedWeight]] = Int8Weight

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, UInt8
 
 from jaxlora.pallas_kernels.quantized import codebooks
 from jaxlora.pallas_kernels.quantized.rows import SMALLEST_SCALE
-from jaxlora.pallas_kernels.quantized.weight import QuantizedWeight
+from jaxlora.pallas_kernels.quantized.weight import QuantizedWeight, WeightOptions
 
 BLOCK = 64  # values that share one absmax
 NESTED_BLOCK = 256  # absmax that share one nested absmax, in row-major order
@@ -87,14 +87,14 @@ class Nf4Weight(QuantizedWeight):
 
     @classmethod
     def shapes(
-        cls, out_features: int, in_features: int, *, nested: bool = True
+        cls, out_features: int, in_features: int, *, double_quant: bool = True
     ) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shape and dtype of each array, by field name.
 
         Args:
             out_features: N.
             in_features: K, a multiple of 64.
-            nested: Whether there is double quantization.
+            double_quant: Whether the scales are quantized, too.
 
         Raises:
             ValueError: K is not a multiple of 64.
@@ -102,7 +102,7 @@ class Nf4Weight(QuantizedWeight):
         n, k = out_features, in_features
         _check_in_features(k)
         shapes = {"values": jax.ShapeDtypeStruct((n, k // 2), jnp.uint8)}
-        if not nested:
+        if not double_quant:
             return shapes | {
                 "absmax": jax.ShapeDtypeStruct((n, k // BLOCK), jnp.float32)
             }
@@ -124,8 +124,30 @@ class Nf4Weight(QuantizedWeight):
         return self.values.shape[0]
 
     def _own_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        nested = self.nested_absmax is not None or self.nested_offset is not None
-        return self.shapes(self.out_features, self.in_features, nested=nested)
+        is_double = self.nested_absmax is not None or self.nested_offset is not None
+        n, k = self.out_features, self.in_features
+        return self.shapes(n, k, double_quant=is_double)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Nf4Options(WeightOptions):
+    """Options of `Nf4Weight`.
+
+    Attributes:
+        double_quant: Whether the scales are quantized, too. Weights that are quantized
+            here always have such scales; those of a checkpoint may not.
+    """
+
+    weight: ClassVar[type[QuantizedWeight]] = Nf4Weight
+
+    double_quant: bool = True
+
+    def shapes(
+        self, out_features: int, in_features: int
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """See `Nf4Weight.shapes`."""
+        n, k = out_features, in_features
+        return Nf4Weight.shapes(n, k, double_quant=self.double_quant)
 
 
 def _check_in_features(in_features: int) -> None:

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -100,3 +101,60 @@ class QuantizedWeight(abc.ABC):
                 f"N={self.out_features} and K={self.in_features}. Make the weight with "
                 f"{name}.quantize, or allocate it by {name}.shapes."
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightOptions:
+    """Options of a format: what its weights store, and how they are multiplied.
+
+    A format with options extends this class; `OPTIONS` has the class of each format.
+    """
+
+    weight: ClassVar[type[QuantizedWeight]]
+
+    @property
+    def multiplies_forward(self) -> bool:
+        """Whether weights are multiplied as they are, and not only dequantized."""
+        return False
+
+    @property
+    def multiplies_backward(self) -> bool:
+        """Whether the same holds for the gradient of the input."""
+        return False
+
+    @property
+    def stores_transpose(self) -> bool:
+        """Whether each weight has a second, transposed copy."""
+        return False
+
+    def replace(self, **options: Any) -> "WeightOptions":
+        """Returns these options with others, of which the format may lack some."""
+        own = {field.name for field in dataclasses.fields(self)}
+        known = {name: value for name, value in options.items() if name in own}
+        return dataclasses.replace(self, **known)
+
+    def shapes(
+        self, out_features: int, in_features: int
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns shape and dtype of each array of a weight [N, K], by field.
+
+        Raises:
+            ValueError: The format cannot hold such a weight.
+        """
+        return self.weight.shapes(out_features, in_features)
+
+    def quantize(self, w: jax.Array) -> QuantizedWeight:
+        """Quantizes a weight [N, K] of any float dtype; can run under `jax.jit`."""
+        return self.weight.quantize(w)
+
+    def make(self, arrays: Mapping[str, Any]) -> QuantizedWeight:
+        """Returns the weight of these arrays, by field."""
+        return self.weight(**arrays)
+
+    def complete(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Returns the arrays of a weight with those that follow from others."""
+        return dict(arrays)
+
+    def result_settings(self) -> dict[str, Any]:
+        """Returns the options that change the results of products, by name."""
+        return {}

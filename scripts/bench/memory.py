@@ -74,7 +74,7 @@ def decoder(model: str, base: str = "bfloat16") -> DecoderSpec:
     config = model_config(config_json(model))
     options = DecoderOptions(
         dtype=jnp.dtype("bfloat16"),
-        base_format=BaseFormat(name=base) if base in FORMATS else None,
+        base_format=BaseFormat.named(base) if base in FORMATS else None,
         max_segment_tokens=1024,
         mean_segment_tokens=400,
     )

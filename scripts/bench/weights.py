@@ -9,7 +9,6 @@ from jax.sharding import Sharding
 
 from jaxlora.hf.load import Place
 from jaxlora.models.base_format import BaseFormat, kernel_of
-from jaxlora.pallas_kernels import FORMATS
 
 SCORES = 2.0  # standard deviation of the attention scores
 
@@ -88,10 +87,7 @@ def _quantized(
 def _quantizer(base_format: BaseFormat, where: tuple[tuple[str, Sharding], ...] | None):
     def quantized(key, scale, shape):
         w = jax.random.normal(key, shape, jnp.bfloat16) * scale
-        arrays = FORMATS[base_format.name].quantize(w).arrays
-        if base_format.transposed:
-            arrays["transposed"] = arrays["values"].T
-        return arrays
+        return base_format.options.quantize(w).arrays
 
     shardings = None if where is None else dict(where)
     return jax.jit(quantized, static_argnums=(2,), out_shardings=shardings)

@@ -1,7 +1,7 @@
 """The layouts of bitsandbytes: int8, and nf4 with and without double quantization."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,10 @@ class BitsandbytesNf4(StorageLayout):
     kind: str = "bitsandbytes nf4"
     format: str = Nf4Weight.format
     weight_dtype: str = "U8"
+
+    def options(self, tensors: Sequence[str]) -> dict[str, Any]:
+        """Returns whether there is double quantization."""
+        return {"double_quant": _NESTED in tensors}
 
     def tensors(
         self, shape: tuple[int, int], has: Callable[[str], bool]

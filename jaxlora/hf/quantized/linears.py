@@ -11,6 +11,7 @@ from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.names import TensorSpec
 from jaxlora.hf.quantized.stored import StorageLayout, StoredTensor, StoredWeight
 from jaxlora.hf.tensor_file import FLOATS, STORED, TensorFile
+from jaxlora.pallas_kernels import OPTIONS, WeightOptions
 
 # Scales of activations and of the cache of keys and values. Here, the scales of
 # activations follow from each row.
@@ -41,9 +42,10 @@ class StoredLinear:
         return [f"{self.name}.{tensor.name}" for tensor in self.tensors]
 
     @property
-    def is_nested(self) -> bool:
-        """Whether its scales are quantized, too."""
-        return any("nested" in tensor.name for tensor in self.tensors)
+    def options(self) -> WeightOptions:
+        """Options of the weight's format, with those that its tensors show."""
+        names = [tensor.name for tensor in self.tensors]
+        return OPTIONS[self.layout.format]().replace(**self.layout.options(names))
 
     def check(self) -> None:
         """Checks the names, shapes and dtypes of the tensors.

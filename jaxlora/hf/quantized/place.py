@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jaxlora.hf.quantized.block_weight import BlockWeight
 from jaxlora.hf.quantized.stored import StoredWeight
 from jaxlora.models.base_format import BaseFormat
-from jaxlora.pallas_kernels import FORMATS, Fp8Weight, QuantizedWeight
+from jaxlora.pallas_kernels import QuantizedWeight
 from jaxlora.sharding.global_arrays import put
 
 Place = Callable[[str, tuple[int, ...]], Sharding]
@@ -53,9 +52,7 @@ def put_linear(
     squares = jnp.zeros(2)
     if not isinstance(weight, QuantizedWeight):
         local, squares = _quantized(local, base)
-    arrays = local.arrays
-    if base.transposed and "transposed" not in arrays:
-        arrays["transposed"] = arrays["values"].T
+    arrays = base.options.complete(local.arrays)
     assert {f: (x.shape, x.dtype) for f, x in arrays.items()} == {
         f: (x.shape, x.dtype) for f, x in shapes.items()
     }
@@ -84,11 +81,9 @@ def _quantized(
     weight: jax.Array | BlockWeight, base: BaseFormat
 ) -> tuple[QuantizedWeight, jax.Array]:
     """Quantizes a weight; also returns the two sums of `put_linear`."""
-    kind: Any = FORMATS[base.name]
-    options = {"transposed": base.transposed} if base.name == Fp8Weight.format else {}
     if not isinstance(weight, BlockWeight):
-        return kind.quantize(weight, **options), jnp.zeros(2)
+        return base.options.quantize(weight), jnp.zeros(2)
     w = weight.dequantize(jnp.float32)
-    quantized = kind.quantize(w, **options)
+    quantized = base.options.quantize(w)
     error = quantized.dequantize(jnp.float32) - w
     return quantized, jnp.stack([jnp.square(error).sum(), jnp.square(w).sum()])

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,6 +67,14 @@ class StorageLayout(abc.ABC):
             has: Tells whether the checkpoint holds a tensor of this linear, by the name
                 after that of the linear.
         """
+
+    def options(self, tensors: Sequence[str]) -> dict[str, Any]:
+        """Returns the options of the format that a linear's tensors show.
+
+        Args:
+            tensors: Names of the linear's tensors.
+        """
+        return {}
 
     @abc.abstractmethod
     def weight(

@@ -1,4 +1,4 @@
-"""The base model of a run, as far as it is known without its weights."""
+"""Metadata of a run's base model, without its weights."""
 
 import dataclasses
 import pathlib

@@ -15,7 +15,6 @@ from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.forward import Base
 from jaxlora.models.sharded import base_spec
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.pallas_kernels import Fp8Weight
 from jaxlora.sharding.rules import FSDP
 
 _VALUES, _TRANSPOSED = ".kernel.values", ".kernel.transposed"
@@ -41,7 +40,8 @@ def run_format(
             f"quantize_base is {config.quantize_base}, and the base is {described}. "
             f"Load it with load_model(..., quantize={config.quantize_base!r})."
         )
-    if name != Fp8Weight.format and config.fp8_settings:
+    multiplies = stored is not None and stored.options.multiplies_forward
+    if config.fp8_settings and not multiplies:
         raise ConfigError(
             f"{config.fp8_settings[0]} has a meaning for an fp8 base only, and the "
             f"base is {described}. Leave it out, or set quantize_base: fp8."
@@ -53,9 +53,7 @@ def run_format(
             f"keep_bf16 matches {min(changed)}, which is quantized in this base. Load "
             f"it with load_model(..., keep_bf16={list(config.keep_bf16)})."
         )
-    return dataclasses.replace(
-        stored, fp8_backward=config.fp8_backward, transposed=False
-    )
+    return stored.replace(fp8_backward=config.fp8_backward, transposed=False)
 
 
 def with_copies(model: FrozenModel, base_format: BaseFormat | None) -> FrozenModel:
@@ -68,7 +66,7 @@ def with_copies(model: FrozenModel, base_format: BaseFormat | None) -> FrozenMod
     if base_format is None:
         return model
     params = {k: v for k, v in model.params.items() if not k.endswith(_TRANSPOSED)}
-    if base_format.transposed:
+    if base_format.options.stores_transpose:
         params |= _transposed(params)
     return dataclasses.replace(model, params=params)
 
@@ -99,12 +97,12 @@ def describe_base(spec: DecoderSpec) -> str:
     base, name = spec.options.base_format, spec.options.implementation
     assert base is not None
     dtype = spec.options.dtype.name
-    if not base.has_fp8_products:
+    if not base.options.multiplies_forward:
         text = f"dequantized to {dtype} layer by layer for the products of {name}"
-    elif base.fp8_backward:
+    elif base.options.multiplies_backward:
         text = f"fp8 products of {name} forward and backward, " + (
             "with a second, transposed copy of the weights"
-            if base.transposed
+            if base.options.stores_transpose
             else "with one copy of the weights"
         )
     else:

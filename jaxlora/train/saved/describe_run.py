@@ -60,13 +60,8 @@ def _base_settings(base: BaseFormat | None) -> dict[str, Any]:
     """Settings of a quantized base that change its products; none if it is not."""
     if base is None:
         return {}
-    settings: dict[str, Any] = {
-        "quantize_base": base.name,
-        "keep_bf16": list(base.kept),
-    }
-    if base.has_fp8_products:
-        settings["fp8_backward"] = base.fp8_backward
-    return settings
+    own = {"quantize_base": base.name, "keep_bf16": list(base.kept)}
+    return own | base.options.result_settings()
 
 
 def resolved_settings(plan: RunPlan, jobs: Sequence[JobState]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Orbax's part in checkpoints: it makes and renames folders, and keeps a few."""
+"""The Orbax checkpoint manager, which makes and renames folders and keeps a few."""
 
 import dataclasses
 import logging

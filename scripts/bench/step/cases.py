@@ -89,7 +89,7 @@ def _quantized(
     return Row(
         library="jaxlora",
         implementation="mosaic",
-        base_format=BaseFormat(name=name, **options),
+        base_format=BaseFormat.named(name, **options),
         keep_bf16=keep_bf16,
         remat=remat,
     )

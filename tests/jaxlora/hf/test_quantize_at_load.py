@@ -38,7 +38,7 @@ def loaded(dense):
 @pytest.mark.parametrize("name", FORMATS)
 def test_only_linears_of_the_layers_are_quantized(loaded, dense, name):
     base, plain = loaded[name], load_model(dense)
-    assert base.base_format == BaseFormat(name=name)
+    assert base.base_format == BaseFormat.named(name)
     assert plain.base_format is None
     assert base.fingerprint == plain.fingerprint
     quantized = {f"{path}.kernel" for path in open_checkpoint(dense).linear_paths}
@@ -93,8 +93,8 @@ def test_kept_linears_and_transposed_copies(dense):
     base = load_model(
         dense, quantize="fp8", keep_bf16=["down_proj", "0.*k_proj"], fp8_weight_copies=2
     )
-    assert base.base_format == BaseFormat(
-        name="fp8",
+    assert base.base_format == BaseFormat.named(
+        "fp8",
         kept=(
             "layers.0.self_attn.k_proj",
             "layers.0.mlp.down_proj",
@@ -176,6 +176,6 @@ def test_shapes_that_nf4_cannot_hold_are_named(folder):
 @pytest.mark.parametrize("name", FORMATS)
 def test_quantizing_needs_one_copy_in_float32_at_most(name):
     w = jax.ShapeDtypeStruct((512, 1024), np.float16)
-    program = place._quantized.lower(w, BaseFormat(name=name)).compile()
+    program = place._quantized.lower(w, BaseFormat.named(name)).compile()
     temporary = program.memory_analysis().temp_size_in_bytes
     assert temporary <= 4.5 * w.size

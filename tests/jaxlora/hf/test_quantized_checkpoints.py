@@ -49,7 +49,8 @@ def test_weights_are_those_of_the_checkpoint(tmp_path, kind):
     base = load_model(tmp_path)
     assert base.base_format.name == KINDS[kind][2]
     assert base.base_format.kept == ()
-    assert base.base_format.nested == (kind != "nf4")
+    options = base.base_format.options
+    assert getattr(options, "double_quant", True) == (kind != "nf4")
     found = dense_weights(base)
     assert len(found) == len(LINEARS)
     # The codebook of absmax differs in its last digits, and so do products with it.
@@ -101,7 +102,7 @@ def test_linears_that_are_not_converted_stay_dense(tmp_path):
 def test_a_transposed_copy(tmp_path):
     write_quantized(tmp_path, "fp8-channel")
     base = load_model(tmp_path, quantize="fp8", fp8_weight_copies=2)
-    assert base.base_format.transposed
+    assert base.base_format.options.stores_transpose
     values = np.asarray(base.params[f"{KERNEL}.values"])
     copy = np.asarray(base.params[f"{KERNEL}.transposed"])
     np.testing.assert_array_equal(copy.view(np.uint8), values.T.view(np.uint8))

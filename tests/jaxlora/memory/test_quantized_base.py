@@ -28,7 +28,7 @@ BOUNDS = Bounds(smallest=64, largest=64, unit=64, fixed=64)
 
 
 def spec(name: str | None, **settings) -> DecoderSpec:
-    base = None if name is None else BaseFormat(name=name, **settings)
+    base = None if name is None else BaseFormat.named(name, **settings)
     return DecoderSpec(
         config=MODEL,
         options=DecoderOptions(
@@ -76,7 +76,7 @@ def choose(limit: int) -> tuple[bool, str]:
     chosen, [note] = choose_copies(config, spec("fp8"), BOUNDS, memory)
     base = chosen.options.base_format
     assert base is not None
-    return base.transposed, note.text
+    return base.options.stores_transpose, note.text
 
 
 def test_auto_takes_a_second_copy_if_memory_allows(transposing):

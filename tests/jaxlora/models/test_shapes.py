@@ -24,7 +24,7 @@ def traced(spec, kind):
 
 @pytest.mark.parametrize(
     ("base_format", "tied"),
-    [(None, True), (BaseFormat(name="nf4", kept=KEPT), False)],
+    [(None, True), (BaseFormat.named("nf4", kept=KEPT), False)],
 )
 def test_shapes_are_those_of_the_whole_decoder(base_format, tied):
     """In the same order, too; the layers differ in what is adapted and quantized."""

@@ -176,7 +176,7 @@ def test_settings_that_do_not_fit_a_given_model_are_refused(config):
         with pytest.raises(ConfigError, match=message):
             Trainer(config(**settings), model)
     # The format of the model needs no setting.
-    assert Trainer(config(), model)._spec.options.base_format.name == "int8"
+    assert Trainer(config(), model).plan.spec.options.base_format.name == "int8"
 
 
 # ---- copies, the log and the plan ----------------------------------------------------

@@ -307,5 +307,5 @@ def test_resumes_on_another_day(make_run, tmp_path):
     write_run_record(folder, then)
     with pytest.raises(CheckpointError, match="data_fingerprint is"):
         Trainer(config).train(resume=True)  # the date is in the data
-    tokenizer = Trainer(config)._opened.reader.tokenizer
+    tokenizer = Trainer(config).reader.tokenizer
     assert tokenizer.chat.render([]).startswith("03 February 2020")

@@ -39,7 +39,7 @@ def test_shapes_of_optional_arrays():
     w = jax.ShapeDtypeStruct((48, 192), jnp.bfloat16)
     both = jax.eval_shape(lambda w: Fp8Weight.quantize(w, transposed=True), w)
     assert both.arrays == Fp8Weight.shapes(48, 192, transposed=True)
-    plain = Nf4Weight(**Nf4Weight.shapes(48, 192, nested=False))
+    plain = Nf4Weight(**Nf4Weight.shapes(48, 192, double_quant=False))
     plain.check()
     assert plain.absmax.dtype == jnp.float32
 

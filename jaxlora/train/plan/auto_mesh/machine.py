@@ -1,4 +1,4 @@
-"""A machine as the choice of a mesh sees it."""
+"""Describes the hardware that a run is planned for."""
 
 import dataclasses
 import socket
