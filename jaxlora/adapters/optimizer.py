@@ -16,7 +16,7 @@ from jaxlora.modules.trained_tensors import tensor_of
 Tables = dict[str, Float[Array, "G L ..."]]  # stacks, by name: see models/stacks.py
 
 
-@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@typing.no_type_check  # JAX rebuilds it around things that are not arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pending:
@@ -34,7 +34,7 @@ class Pending:
     is_finite: Bool[Array, "*G"]
 
 
-@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@typing.no_type_check  # JAX rebuilds it around things that are not arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterState:
@@ -53,7 +53,7 @@ class AdapterState:
     pending: Pending
 
 
-@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@typing.no_type_check  # JAX rebuilds it around things that are not arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerInputs:
@@ -84,7 +84,7 @@ class OptimizerInputs:
     max_norm: Float[Array, "*G"]
 
 
-@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@typing.no_type_check  # JAX rebuilds it around things that are not arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepResult:
@@ -173,7 +173,7 @@ def _adapter_step(
     return tables, StepResult(norm=norm, is_finite=is_finite)
 
 
-@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@typing.no_type_check  # JAX rebuilds it around things that are not arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GradientNorms:
@@ -260,7 +260,7 @@ def optimizer_step(
 def _summed(pending: Pending, step_mask: Bool[Array, " G"]) -> Tables:
     """Returns the gradients of the slots that step.
 
-    On several devices, those of other slots are no sums yet, and zero here. (On a CPU,
+    On several devices, those of other slots are not summed yet, and zero here. (On a CPU,
     that also decides which products and sums LLVM fuses, and so a last bit.)
     """
     if pending.is_finite.ndim == 1:

@@ -16,7 +16,7 @@ MadeBy = Mapping[core.Var, Any]  # the equation that computed each variable
 
 
 def weight_reason(linear: Linear, made_by: MadeBy) -> str | None:
-    """Returns why the weights of a linear are no parameters; None: they may be."""
+    """Returns why the weights of a linear are not parameters; None: they may be."""
     if _is_matrix_product(linear.w.var, made_by):
         return (
             "its weight is the result of another matrix product, as in attention scores"

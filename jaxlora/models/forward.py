@@ -21,7 +21,7 @@ from jaxlora.modules.multi_lora_linear import Routing
 Base = dict[str, Array]
 
 
-@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@typing.no_type_check  # JAX rebuilds it around things that are not arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotKeys:
@@ -36,7 +36,7 @@ class SlotKeys:
     step: Int[Array, " G"]
 
 
-@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@typing.no_type_check  # JAX rebuilds it around things that are not arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobLosses:

@@ -25,7 +25,7 @@ from jaxlora.sharding.layerwise import compiler_options
 _FEW_LAYERS = 4  # are traced at once, as they are for `bind`
 
 
-@typing.no_type_check  # JAX rebuilds it around things that are no arrays
+@typing.no_type_check  # JAX rebuilds it around things that are not arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotSettings:

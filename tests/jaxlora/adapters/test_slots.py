@@ -147,7 +147,7 @@ def test_states_that_do_not_fit(tables, adapters):
     parked = table.park(1)
     with pytest.raises(ValueError, match="slot 1 is empty"):
         table.copy(1)
-    with pytest.raises(ValueError, match="of an adapter of another shape"):
+    with pytest.raises(ValueError, match="the parked state has other shapes"):
         table.restore(1, parked, other)
     with pytest.raises(ValueError, match="same paths and shapes"):
         dataclasses.replace(parked, nu={})
