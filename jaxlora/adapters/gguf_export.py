@@ -18,7 +18,7 @@ from jaxlora.adapters.peft_import import import_peft
 from jaxlora.errors import AdapterError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.families.table import FAMILIES
-from jaxlora.hf.checkpoint import planned_config
+from jaxlora.hf.checkpoint import planned_checkpoint
 from jaxlora.hf.files import read_json, tokenizer_folder
 from jaxlora.hf.names import linear_shapes
 
@@ -73,7 +73,7 @@ def export_gguf(
             "no folder here. Give the folder or hub id: --base MODEL."
         )
     _check_free(out)
-    model = planned_config(tokenizer_folder(base, revision))
+    model = planned_checkpoint(tokenizer_folder(base, revision)).config
     adapter = import_peft(adapter_folder, linear_shapes(model))
     scaled = _scaled(adapter, adapter_folder)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -260,8 +260,8 @@ def optimizer_step(
 def _summed(pending: Pending, step_mask: Bool[Array, " G"]) -> Tables:
     """Returns the gradients of the slots that step.
 
-    On several devices, those of other slots are not summed yet, and zero here. (On a CPU,
-    that also decides which products and sums LLVM fuses, and so a last bit.)
+    On several devices, those of other slots are not summed yet, and zero here. (On a
+    CPU, that also decides which products and sums LLVM fuses, and so a last bit.)
     """
     if pending.is_finite.ndim == 1:
         return pending.gradients

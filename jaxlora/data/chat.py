@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from jaxlora.data.messages import RENAME_CURE, Conversation, Message
-from jaxlora.data.template import Answer, Failure
-from jaxlora.data.template_pool import run_task
-from jaxlora.data.template_tasks import Payload, Task
+from jaxlora.data.template import Answer, Failure, run_task
+from jaxlora.data.template_worker import Payload, Task
 from jaxlora.errors import DataError, ModelError
 
 Span = tuple[int, int]

@@ -11,7 +11,6 @@ from typing import Any
 
 from jaxlora.common.counted import counted
 from jaxlora.config import DataConfig
-from jaxlora.data.bad_records import BadRecords
 from jaxlora.data.encode import Encoder
 from jaxlora.data.files import Record
 from jaxlora.data.kinds import choose_reading, has_kind
@@ -20,8 +19,7 @@ from jaxlora.data.notes import Notes
 from jaxlora.data.read import Records
 from jaxlora.data.render import Rendered, Renderer, make_renderer
 from jaxlora.data.samples import EncodedRecords, RecordWriter, TokenizedSample
-from jaxlora.data.template import abort
-from jaxlora.data.template_pool import num_processes
+from jaxlora.data.template import shared_pool
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.errors import DataError
 
@@ -33,6 +31,8 @@ _CHUNK_CHARS = 2**20
 # Progress is logged when this many records or seconds have passed.
 _LOG_RECORDS = 100_000
 _LOG_SECONDS = 10.0
+# So many records that are left out are named in the log.
+_NUM_NAMED = 5
 
 
 def encode_records(
@@ -60,7 +60,7 @@ def encode_records(
         render = make_renderer(data, reading, tokenizer, notes)
     except DataError as error:
         raise DataError(f"{data.path}: {error}") from error
-    bad, writer = BadRecords(data, notes), RecordWriter(data.path, max_length)
+    bad, writer = _BadRecords(data, notes), RecordWriter(data.path, max_length)
     progress = _Progress(writer, data.path)
     first: TokenizedSample | None = None
     with contextlib.closing(_render_ahead(render, _chunks(records))) as chunks:
@@ -103,7 +103,7 @@ def _render_ahead(
 
     Most of the time the threads wait for the processes that run the templates.
     """
-    num_threads = num_processes()
+    num_threads = shared_pool().num
     waiting: collections.deque[concurrent.futures.Future] = collections.deque()
     threads: list[int] = []
     note_thread = lambda: threads.append(threading.get_ident())
@@ -121,7 +121,7 @@ def _render_ahead(
             # Nobody wants the other chunks, whose templates may take long.
             for future in waiting:
                 future.cancel()
-            abort(threads)
+            shared_pool().abort(threads)
             raise
 
 
@@ -145,6 +145,39 @@ def _num_chars(value: Any) -> int:
     if isinstance(value, dict):
         return sum(map(_num_chars, value.values()))
     return sum(map(_num_chars, value)) if isinstance(value, list) else 1
+
+
+class _BadRecords:
+    """Applies the setting `data.bad_records` and counts the dropped records.
+
+    Attributes:
+        first: Describes the first record that was left out; "" if there is none.
+        num: Records that were left out.
+    """
+
+    def __init__(self, data: DataConfig, notes: Notes):
+        self._data, self._notes = data, notes
+        self.first = ""
+        self.num = 0
+
+    def add(self, number: int, error: DataError) -> None:
+        """Leaves out record `number`; the log names the first few.
+
+        Raises:
+            DataError: `data.bad_records` is `error`.
+        """
+        what = f"record {number}: {error}"
+        if self._data.bad_records == "error":
+            raise DataError(
+                f"{self._data.path}: {what} (data.bad_records: drop leaves out such "
+                "records.)"
+            ) from error
+        self.num += 1
+        self.first = self.first or what
+        if self.num <= _NUM_NAMED:
+            self._notes.add(f"dropped {what}")
+        if self.num == _NUM_NAMED:
+            self._notes.add("further records that are dropped are only counted.")
 
 
 class _Progress:

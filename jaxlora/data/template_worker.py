@@ -1,15 +1,16 @@
 """The child program that renders templates, with limits of time and memory.
 
-`template.py` starts it as `python -I -S template_worker.py SECONDS BYTES CHARACTERS
-PATH...`. Each PATH is a folder to import from; the first one holds the package. The
-program reads a task with many payloads from standard input, and writes one line of JSON
-for each payload to standard output. Its input is pickled, as only this package sends
-it; its output is JSON, as an untrusted template may determine what is written.
-
-The program ends when the pipe is closed or idle for long. It imports nothing heavy: a
-stub replaces the package `jaxlora`, because importing the package would load JAX.
+`template.py` starts it. The program reads pickled batches of payloads from standard
+input, and writes one line of JSON for each payload to standard output, at once. Its
+input is pickled, as only this package sends it; its output is JSON, as an untrusted
+template may determine what is written. It ends when its input is closed or idle for
+long. This module must import nothing heavy.
 """
 
+import dataclasses
+import datetime
+import functools
+import io
 import json
 import os
 import pickle
@@ -17,68 +18,194 @@ import resource
 import select
 import signal
 import sys
-import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
+import jinja2
+
+from jaxlora.data.call_arguments import prepare_messages
+from jaxlora.data.lost_parts import LostPartError, check_parts
+from jaxlora.data.sandbox import ChatTemplate, RecordTemplate
+from jaxlora.data.turns import NoAnswerError, RenderedConversation, UnclearTurnError
+
+# Exit code of a child that has run out of memory.
 OUT_OF_MEMORY = 3
 
-_IDLE_SECONDS = 30
-_HEADER_BYTES = 8
+_KINDS: Mapping[type[Exception], str] = {
+    UnclearTurnError: "unclear",
+    NoAnswerError: "no answer",
+    LostPartError: "lost",
+    jinja2.TemplateSyntaxError: "syntax",
+}
+_PLAIN_MODULES = {"collections", "datetime", "decimal", "pytz", "uuid", "zoneinfo"}
 
 
-def main(arguments: list[str]) -> None:
-    """Answers requests until the input is closed or idle for long."""
-    max_seconds, max_bytes, max_characters, *paths = arguments
-    package = types.ModuleType("jaxlora")
-    package.__path__ = [os.path.join(paths[0], "jaxlora")]
-    sys.modules["jaxlora"] = package
-    sys.path.extend(paths[1:])
-    from jaxlora.data.template_tasks import TaskRunner
-
-    _limit_memory(int(max_bytes))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    # The system itself kills the process when its time is up, even within a long call.
-    start_clock = lambda: signal.setitimer(signal.ITIMER_PROF, float(max_seconds))
-    runner = TaskRunner(start_clock, int(max_characters))
-    _write({})
-    sys.stdout.buffer.flush()
-    while (frame := _read_frame()) is not None:
-        task, payloads = pickle.loads(frame)
-        for payload in payloads:
-            _write(runner.run(task, payload))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.flush()
+Template = RecordTemplate | ChatTemplate
 
 
-def _limit_memory(max_bytes: int) -> None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class TemplateLimits:
+    """Limits of a process that renders templates.
+
+    Attributes:
+        seconds: Processor time of one rendering.
+        bytes: Memory of the process.
+        characters: Length of a rendered text.
+        idle_seconds: How long the process lives without work.
+        by_system: Whether the system limits the memory. Where it cannot, the parent
+            measures it several times per second.
+    """
+
+    seconds: float = 2.0
+    bytes: int = 2**30
+    characters: int = 2**26
+    idle_seconds: float = 30.0
+    by_system: bool = sys.platform == "linux"
+
+    @property
+    def over_memory(self) -> str:
+        """Says that a rendering exceeds the memory."""
+        return f"it takes more than {self.bytes // 2**20} MiB of memory"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """One template, for many payloads.
+
+    Attributes:
+        source: The template.
+        now: The time that a chat template sees; None for a template over fields.
+        common: Variables that all payloads share.
+    """
+
+    source: str
+    now: datetime.datetime | None = None
+    common: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Payload:
+    """A request to a template.
+
+    Attributes:
+        wanted: The result: `names`, the variables that the template may use; `text`,
+            the rendered text; `answers`, the text with the spans of the assistant's
+            answers; `all`, the text with the spans of everything.
+        values: Values of the template's variables.
+        skip: Indices of messages that no span may cover, in ascending order.
+    """
+
+    wanted: Literal["names", "text", "answers", "all"]
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    skip: Sequence[int] = ()
+
+    def pickled(self) -> bytes:
+        """Pickles the payload, for `_answer`."""
+        fields = (self.wanted, self.values, self.skip)
+        return pickle.dumps(fields, pickle.HIGHEST_PROTOCOL)
+
+
+def main(limits: str) -> None:
+    """Answers batches of payloads until the input is closed or idle for long.
+
+    Args:
+        limits: The fields of `TemplateLimits`, as JSON.
+    """
+    code = 0
+    try:
+        _serve(TemplateLimits(**json.loads(limits)))
+    except MemoryError:
+        code = OUT_OF_MEMORY
+    except (BrokenPipeError, EOFError, pickle.UnpicklingError):
+        pass  # The parent has ended, or no longer reads answers.
+    os._exit(code)
+
+
+def _serve(limits: TemplateLimits) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Other systems do not enforce this limit; there, `template.py` watches the memory.
-    if sys.platform == "linux":
-        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+    if limits.by_system:
+        resource.setrlimit(resource.RLIMIT_AS, (limits.bytes, limits.bytes))
+    # The system itself kills the process when its time is up, even within a long call.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+
+    def start_clock() -> None:
+        signal.setitimer(signal.ITIMER_PROF, limits.seconds)
+
+    @functools.lru_cache(maxsize=64)
+    def compiled(source: str, now: datetime.datetime | None) -> Template:
+        start_clock()
+        if now is None:
+            return RecordTemplate(source, start_clock)
+        return ChatTemplate(source, now, start_clock)
+
+    _write({})
+    while select.select([sys.stdin], [], [], limits.idle_seconds)[0]:
+        task, payloads = pickle.load(sys.stdin.buffer)
+        for payload in payloads:
+            start_clock()
+            _write(_answer(task, payload, limits, compiled))
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _read_frame() -> bytes | None:
-    """Reads the next request; None at the end of the input."""
-    poll = select.poll()
-    poll.register(0, select.POLLIN)
-    if not poll.poll(_IDLE_SECONDS * 1000):
-        return None
-    header = sys.stdin.buffer.read(_HEADER_BYTES)
-    length = int.from_bytes(header, "little")
-    frame = sys.stdin.buffer.read(length)
-    return frame if header and len(frame) == length else None
-
-
-def _write(answer: dict) -> None:
+def _write(answer: dict[str, Any]) -> None:
     line = json.dumps(answer, ensure_ascii=False)
     sys.stdout.buffer.write(line.encode("utf-8", "surrogatepass") + b"\n")
+    sys.stdout.buffer.flush()
 
 
-if __name__ == "__main__":
+def _answer(
+    task: Task,
+    payload: bytes,
+    limits: TemplateLimits,
+    compiled: Callable[..., Template],
+) -> dict[str, Any]:
+    """Answers a pickled `Payload` with what it wants, or with a `Failure`."""
     try:
-        main(sys.argv[1:])
+        template = compiled(task.source, task.now)
+        fields = _Unpickler(io.BytesIO(payload)).load()
+        answer = _carry_out(template, task.common, Payload(*fields))
     except MemoryError:
-        os._exit(OUT_OF_MEMORY)
-    except BrokenPipeError:
-        # The parent no longer reads answers.
-        os._exit(0)
-    os._exit(0)
+        return {"kind": "limit", "why": limits.over_memory}
+    # A template is an untrusted program, which may raise any error.
+    except Exception as error:
+        kind, why = _KINDS.get(type(error), "other"), str(error)
+        if kind in ("syntax", "other"):
+            why = f"{type(error).__name__}: {why[:2000]}"
+        return {"kind": kind, "why": why}
+    most = limits.characters
+    if len(answer.get("text", "")) > most:
+        return {"kind": "limit", "why": f"it prints more than {most} characters"}
+    return answer
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickles only plain values: JSON values, times, decimals and UUIDs."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if module_name.split(".")[0] not in _PLAIN_MODULES:
+            raise TypeError(
+                f"a value is a {module_name}.{global_name}, which is neither text, "
+                "number, time, list nor object"
+            )
+        return super().find_class(module_name, global_name)
+
+
+def _carry_out(template: Template, common: Mapping, payload: Payload) -> dict[str, Any]:
+    values = {**common, **payload.values}
+    if payload.wanted == "names":
+        return {"names": sorted(template.names)}
+    if isinstance(template, RecordTemplate):
+        return {"text": template.render(values)}
+    values["messages"] = prepare_messages(values["messages"])
+    if payload.wanted == "text":
+        text = template.render(values)
+        check_parts(template, values, text)
+        return {"text": text}
+    conversation = RenderedConversation(template, values)
+    text = conversation.text
+    if payload.wanted == "all":
+        check_parts(template, values, text)
+        return {"text": text, "spans": conversation.all_but(payload.skip)}
+    turns = () if template.has_generation else conversation.turns(payload.skip)
+    check_parts(template, values, text, turns)
+    return {"text": text, "spans": conversation.answers(payload.skip)}

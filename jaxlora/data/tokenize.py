@@ -201,13 +201,6 @@ class DataReader:
         return key, found
 
 
-def tokenize_job(
-    job: LoraJob, tokenizer: Tokenizer, which: Literal["train", "eval"] = "train"
-) -> TokenizedData:
-    """Reads the data of a single job; see `DataReader.read`."""
-    return DataReader(tokenizer).read(job, which)
-
-
 def _choose_held_out(job: LoraJob, num_records: int) -> _Flags:
     """Chooses, for each record, whether it is held out."""
     # The number is rounded up, but 0.07 * 100, slightly above 7, must give 7.

@@ -15,6 +15,23 @@ Activation = Literal["silu", "gelu_tanh"]
 WindowRule = Literal["none", "all", "from_layer", "pattern"]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Field:
+    """The values that a key of config.json may have.
+
+    Attributes:
+        kind: `count`, a whole number above 0; `number`, any number above 0; `whole`, a
+            whole number of either sign; `flag`, true or false; or `any`, as nothing
+            here depends on it.
+        most: The largest value of a count or number, several times that of any known
+            model. Without bounds, a damaged file could make this library allocate
+            arbitrarily much for each layer or feature.
+    """
+
+    kind: Literal["count", "number", "whole", "flag", "any"]
+    most: float = 2**31 - 1
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Linear:
     """One linear of a decoder layer; LoRA can adapt each of them.
@@ -144,8 +161,8 @@ class Family:
     Attributes:
         models: Names of the models, for error messages.
         defaults: Values in transformers of the keys that a config.json may lack.
-        keys: Keys of config.json that only some families read. Other families refuse
-            them.
+        keys: Keys of config.json that only some families read, with the values that
+            they may have. Other families refuse these keys.
         linears: Linears of a layer, in the order that keys the dropout masks.
         norms: Norms of a layer. If there is an `attention_output_norm` or an
             `mlp_output_norm`, it normalizes that output before the residual sum.
@@ -167,7 +184,7 @@ class Family:
 
     models: str
     defaults: Mapping[str, Any]
-    keys: frozenset[str] = frozenset()
+    keys: Mapping[str, Field] = dataclasses.field(default_factory=dict)
     linears: tuple[Linear, ...] = _LINEARS
     norms: tuple[Norm, ...] = _LLAMA_NORMS
     norm_offset: bool = False
@@ -239,13 +256,11 @@ FAMILIES: Mapping[str, Family] = {
             "final_logit_softcapping": 30.0,
             "tie_word_embeddings": True,
         },
-        keys=frozenset(
-            {
-                "query_pre_attn_scalar",
-                "attn_logit_softcapping",
-                "final_logit_softcapping",
-            }
-        ),
+        keys={
+            "query_pre_attn_scalar": Field("number", 1e9),
+            "attn_logit_softcapping": Field("number", 1e9),
+            "final_logit_softcapping": Field("number", 1e9),
+        },
         norms=_GEMMA_NORMS,
         norm_offset=True,
         activation="gelu_tanh",
@@ -268,15 +283,13 @@ FAMILIES: Mapping[str, Family] = {
             "query_pre_attn_scalar": 256,
             "tie_word_embeddings": True,
         },
-        keys=frozenset(
-            {
-                "query_pre_attn_scalar",
-                "final_logit_softcapping",
-                "rope_local_base_freq",
-                "sliding_window_pattern",
-                "_sliding_window_pattern",
-            }
-        ),
+        keys={
+            "query_pre_attn_scalar": Field("number", 1e9),
+            "final_logit_softcapping": Field("number", 1e9),
+            "rope_local_base_freq": Field("number", 1e15),
+            "sliding_window_pattern": Field("count"),
+            "_sliding_window_pattern": Field("any"),
+        },
         norms=(*_GEMMA_NORMS, *_QK_NORMS),
         norm_offset=True,
         activation="gelu_tanh",

@@ -1,20 +1,15 @@
 """Decides in which format the linears of a base model are held."""
 
-import logging
-import pathlib
 from collections.abc import Iterable, Sequence
 
+from jaxlora.common.patterns import Patterns
 from jaxlora.errors import ConfigError, ModelError
 from jaxlora.families.model_config import ModelConfig
-from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
-from jaxlora.hf.files import read_json
-from jaxlora.hf.kept_linears import kept_linears
-from jaxlora.hf.quantized.config import read_quantization
+from jaxlora.hf.checkpoint import Checkpoint
+from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.hf.quantized.stored import StorageLayout
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.pallas_kernels import OPTIONS, WeightOptions
-
-logger = logging.getLogger(__name__)
 
 
 def find_base_format(
@@ -26,7 +21,8 @@ def find_base_format(
 ) -> BaseFormat | None:
     """Returns the format of a base model's linears; None: they are not quantized.
 
-    A quantized checkpoint is taken as it is.
+    A quantized checkpoint is taken as it is. If its weights are not there, all its
+    linears are assumed to be quantized, with double quantization in the case of nf4.
 
     Args:
         checkpoint: The checkpoint; only the headers of its files are read.
@@ -40,6 +36,10 @@ def find_base_format(
             hold a weight of its shape.
     """
     config, linears = checkpoint.config, checkpoint.quantized
+    if not checkpoint.files and (layout := checkpoint.layout) is not None:
+        kept = kept_linears(config, keep_bf16)
+        options = OPTIONS[layout.format]()
+        return _of_layout(config, layout, quantize, kept, options, fp8_weight_copies)
     if not linears:
         return _of_dense(config, quantize, keep_bf16, fp8_weight_copies)
     layout = next(iter(linears.values())).layout
@@ -57,44 +57,36 @@ def find_base_format(
     return _of_layout(config, layout, quantize, kept, options, fp8_weight_copies)
 
 
-def planned_base_format(
-    folder: pathlib.Path,
-    config: ModelConfig,
-    quantize: str | None,
-    keep_bf16: Sequence[str] = (),
-    *,
-    fp8_weight_copies: int = 1,
-) -> BaseFormat | None:
-    """Returns what `find_base_format` would; the weights need not exist.
-
-    If they do not exist, and config.json says that they are quantized, all linears are
-    assumed to be, with double quantization in the case of nf4.
+def kept_linears(config: ModelConfig, keep_bf16: Sequence[str]) -> tuple[str, ...]:
+    """Returns our paths of the linears that are not quantized, in the model's order.
 
     Args:
-        folder: Folder with config.json.
         config: The model.
-        quantize: See `find_base_format`.
-        keep_bf16: See `find_base_format`.
-        fp8_weight_copies: See `find_base_format`.
+        keep_bf16: Regular expressions for the end of a linear's name, after a dot, such
+            as `down_proj` or `layers.0.*`.
 
     Raises:
-        ConfigError: For the same reasons as in `find_base_format`.
-        ModelError: For the same reasons as in `find_base_format`.
+        ConfigError: An expression is invalid, takes too long to match, or matches no
+            linear; or all linears are kept.
     """
-    try:
-        checkpoint = open_checkpoint(folder)
-    except ModelError as error:
-        logger.info("the weights were not looked at: %s", error)
-    else:
-        return find_base_format(
-            checkpoint, quantize, keep_bf16, fp8_weight_copies=fp8_weight_copies
+    patterns, names = Patterns("the run"), linear_names(config)
+    kept = set()
+    for expression in keep_bf16:
+        patterns.check("keep_bf16", expression, is_end=True)
+        found = {name for name in names if patterns.match_suffix(expression, name)}
+        if not found:
+            raise ConfigError(
+                f"keep_bf16 {expression!r} matches no linear of the model. The linears "
+                f"of a layer are: {', '.join(config.linears())}; a whole name is "
+                f"{names[0]!r}. The embedding, the head and norms are never quantized."
+            )
+        kept |= found
+    if len(kept) == len(names):
+        raise ConfigError(
+            f"keep_bf16={list(keep_bf16)} matches every linear of the model, so that "
+            "nothing would be quantized. Leave out quantize_base and keep_bf16."
         )
-    layout = read_quantization(read_json(folder / "config.json"))
-    if layout is None:
-        return _of_dense(config, quantize, keep_bf16, fp8_weight_copies)
-    kept = kept_linears(config, keep_bf16)
-    options = OPTIONS[layout.format]()
-    return _of_layout(config, layout, quantize, kept, options, fp8_weight_copies)
+    return tuple(linear_path(name) for name in names if name in kept)
 
 
 def _of_dense(

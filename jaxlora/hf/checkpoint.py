@@ -45,7 +45,8 @@ class Checkpoint:
         config_json: Contents of config.json. `tie_word_embeddings` is false where the
             weights have a head of their own.
         config: The model that config.json and the weights together define.
-        files: The file of each tensor, by Hugging Face's name.
+        files: The file of each tensor, by Hugging Face's name; none if only config.json
+            is known (`planned_checkpoint`).
     """
 
     folder: pathlib.Path
@@ -164,55 +165,61 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
         ModelError: A file is missing or damaged, the model is of an unsupported kind,
             or config.json has more layers than the weights.
     """
-    config_json = read_json(folder / "config.json")
-    config = model_config(config_json)
-    paths = safetensor_files(folder)
-    opened = {path: TensorFile(path) for path in sorted(set(paths.values()))}
-    files = {name: opened[path] for name, path in paths.items()}
-    _check_num_layers(folder, config, files)
-    if has_own_head(config, files):
-        logger.warning(
-            "%s: config.json says tie_word_embeddings, and the weights hold a "
-            "%s that differs from the embedding: it is used, as transformers does. Set "
-            "tie_word_embeddings to false to silence this.",
-            folder,
-            _HEAD,
-        )
-        config = dataclasses.replace(config, tie_embeddings=False)
-        config_json = {**config_json, "tie_word_embeddings": False}
-    return Checkpoint(
-        folder=folder, config_json=config_json, config=config, files=files
-    )
+    return _with_files(_without_files(folder))
 
 
-def planned_config(folder: pathlib.Path) -> ModelConfig:
-    """Reads the config of a model; its weights need not exist.
+def planned_checkpoint(folder: pathlib.Path) -> Checkpoint:
+    """Opens a checkpoint folder whose weights may be missing or damaged.
 
-    If the weights exist, they determine whether the model has a head of its own.
+    Returns:
+        What `open_checkpoint` returns, or a checkpoint without files.
 
     Raises:
         ModelError: config.json is damaged or of an unsupported kind.
     """
-    config = model_config(read_json(folder / "config.json"))
-    if not config.tie_embeddings:
-        return config
+    planned = _without_files(folder)
     try:
-        return open_checkpoint(folder).config
+        return _with_files(planned)
     except ModelError as error:
         logger.info("the weights were not looked at: %s", error)
-        return config
+        return planned
 
 
-def _check_num_layers(
-    folder: pathlib.Path, config: ModelConfig, files: dict[str, TensorFile]
-) -> None:
+def _without_files(folder: pathlib.Path) -> Checkpoint:
+    config_json = read_json(folder / "config.json")
+    config = model_config(config_json)
+    return Checkpoint(folder=folder, config_json=config_json, config=config, files={})
+
+
+def _with_files(planned: Checkpoint) -> Checkpoint:
+    files = safetensor_files(planned.folder)
+    _check_num_layers(planned, files)
+    if not has_own_head(planned.config, files):
+        return dataclasses.replace(planned, files=files)
+    logger.warning(
+        "%s: config.json says tie_word_embeddings, and the weights hold a %s that "
+        "differs from the embedding: it is used, as transformers does. Set "
+        "tie_word_embeddings to false to silence this.",
+        planned.folder,
+        _HEAD,
+    )
+    return dataclasses.replace(
+        planned,
+        files=files,
+        config=dataclasses.replace(planned.config, tie_embeddings=False),
+        config_json={**planned.config_json, "tie_word_embeddings": False},
+    )
+
+
+def _check_num_layers(planned: Checkpoint, files: dict[str, TensorFile]) -> None:
     """Checks the number of layers before anything is allocated for each of them."""
     layers = {int(m[1]) for m in map(_LAYER.match, files) if m is not None}
-    if config.num_layers > len(layers):
+    if planned.config.num_layers > len(layers):
         raise ModelError(
-            f"{folder / 'config.json'} has num_hidden_layers={config.num_layers}, and "
-            f"the weights hold {counted(len(layers), 'layer')} (model.layers.N). "
-            "Correct it, or fetch the missing files."
+            f"{planned.folder / 'config.json'} has num_hidden_layers="
+            f"{planned.config.num_layers}, and the weights hold "
+            f"{counted(len(layers), 'layer')} (model.layers.N). Correct it, or fetch "
+            "the missing files."
         )
 
 

@@ -5,85 +5,38 @@ from typing import Any
 
 from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
-from jaxlora.families.model_config import ModelConfig
-from jaxlora.families.table import FAMILIES, Activation, Family
-from jaxlora.hf.config_rope import read_ropes
-from jaxlora.hf.config_values import flag, integer, number
-from jaxlora.hf.config_windows import read_windows
-from jaxlora.hf.quantized.config import KEY, read_quantization
-
-_ACTIVATIONS: Mapping[Activation, str] = {
-    "silu": "silu",
-    "gelu_tanh": "gelu_pytorch_tanh",
-}
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
+from jaxlora.families.model_config import (
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    ModelConfig,
+    Rope,
 )
-# Fields that all families accept: they are read, checked to have the only supported
-# value, or, where transformers ignores them for a family, ignored.
-_READ = {
-    *_REQUIRED,
-    "model_type",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "tie_word_embeddings",
-    "attention_bias",
-    "attention_dropout",
-    "mlp_bias",
-    "partial_rotary_factor",
-    "sliding_window",
-    "use_sliding_window",
-    "max_window_layers",
-    "layer_types",
-    KEY,
-}
-# Fields that have no effect on what the model computes in training.
-_HARMLESS = {
-    "_name_or_path",
-    "_attn_implementation_autoset",
-    "architectures",
-    "bos_token_id",
-    "cache_implementation",
-    "chunk_size_feed_forward",
-    "do_sample",
-    "dtype",
-    "eos_token_id",
-    "id2label",
-    "initializer_range",
-    "is_llama_config",
-    "label2id",
-    "max_length",
-    "pad_token_id",
-    "pretraining_tp",
-    "problem_type",
-    "return_dict",
-    "rope_interleaved",
-    "temperature",
-    "top_p",
-    "torch_dtype",
-    "transformers.js_config",
-    "transformers_version",
-    "unsloth_fixed",
-    "unsloth_version",
-    "use_cache",
-    "vocab_file",
-}
+from jaxlora.families.table import FAMILIES, Family, Field
+from jaxlora.hf.config_values import check_only, checked, checked_values
+from jaxlora.hf.quantized.config import read_quantization
+
 _EXPERTS = (
     "num_experts",
     "num_local_experts",
     "n_routed_experts",
     "moe_intermediate_size",
 )
+# What each kind of scaling consists of.
+_FACTOR, _FREQUENCY = Field("number", 1e6), Field("number", 1e9)
+_SCALINGS = {
+    "default": {},
+    "linear": {"factor": _FACTOR},
+    "llama3": {
+        "factor": _FACTOR,
+        "low_freq_factor": _FREQUENCY,
+        "high_freq_factor": _FREQUENCY,
+        "original_max_position_embeddings": Field("count"),
+    },
+}
+_THETA = {"rope_theta": Field("number", 1e15)}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+Windows = tuple[int | None, ...]
 
 
 def model_config(config: Mapping[str, Any]) -> ModelConfig:
@@ -98,17 +51,35 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
     """
     model_type = _model_type(config)
     family = FAMILIES[model_type]
-    _check_unread(config, family)
     read_quantization(config)
-    _check_supported(config, family)
-    _check_token_ids(config)
-    # An explicit null is not the same as a missing key: it disables the default.
-    values = {**family.defaults, **config}
-    values = {key: value for key, value in values.items() if value is not None}
-    for key in (*_REQUIRED, "max_position_embeddings"):
-        if key not in values:
-            raise ModelError(f"config.json lacks {key!r}, so the model is not defined.")
-    return _build(model_type, family, values)
+    values = checked_values(config, model_type, family)
+
+    def has_bias(source: bool | str) -> bool:
+        return values.get(source, False) if isinstance(source, str) else source
+
+    rope, local_rope = _ropes(values, local=family.local_rope)
+    return ModelConfig(
+        model_type=model_type,
+        vocab_size=values["vocab_size"],
+        hidden_size=values["hidden_size"],
+        intermediate_size=values["intermediate_size"],
+        num_layers=values["num_hidden_layers"],
+        num_heads=values["num_attention_heads"],
+        num_kv_heads=values["num_key_value_heads"],
+        head_dim=values["head_dim"],
+        max_positions=values["max_position_embeddings"],
+        rms_eps=values.get("rms_norm_eps", 1e-6),
+        rope=rope,
+        local_rope=local_rope,
+        score_scale=_score_scale(family, values),
+        score_softcap=values.get("attn_logit_softcapping"),
+        logit_softcap=values.get("final_logit_softcapping"),
+        qkv_bias=has_bias(family.qkv_bias),
+        o_bias=has_bias(family.o_bias),
+        mlp_bias=has_bias(family.mlp_bias),
+        tie_embeddings=values.get("tie_word_embeddings", False),
+        layer_windows=_windows(model_type, values),
+    )
 
 
 def _model_type(config: Mapping[str, Any]) -> str:
@@ -137,107 +108,171 @@ def _model_type(config: Mapping[str, Any]) -> str:
     return model_type
 
 
-def _check_unread(config: Mapping[str, Any], family: Family) -> None:
-    known = _READ | _HARMLESS | family.keys | {family.activation_key}
-    for key, value in config.items():
-        if key not in known and value not in (None, False, [], {}):
-            raise ModelError(
-                f"config.json sets {key}={shown(value)}, which is not read here and "
-                "may change what the model computes. If it does not, remove it from "
-                "config.json."
-            )
-
-
-def _check_supported(config: Mapping[str, Any], family: Family) -> None:
-    activation_key = family.activation_key
-    supported = {
-        activation_key: _ACTIVATIONS[family.activation],
-        "attention_dropout": 0,
-        "partial_rotary_factor": 1.0,
-    }
-    for key, wanted in supported.items():
-        value = config.get(key, wanted)
-        # transformers has no default for an activation that is null.
-        is_null = value is None and key != activation_key
-        if not is_null and value != wanted:
-            raise ModelError(
-                f"config.json sets {key}={shown(value)}; only {wanted!r} is supported."
-            )
-
-
-def _check_token_ids(config: Mapping[str, Any]) -> None:
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        ids = config.get(key)
-        ids = ids if isinstance(ids, list) and key == "eos_token_id" else [ids]
-        if any(isinstance(i, bool) or not isinstance(i, int | None) for i in ids):
-            raise ModelError(
-                f"config.json has {key}={shown(config[key])}; wanted a whole number."
-            )
-
-
-def _build(model_type: str, family: Family, values: dict[str, Any]) -> ModelConfig:
-    heads, width = (integer(values, k) for k in ("num_attention_heads", "hidden_size"))
-    values.setdefault("num_key_value_heads", heads)
-    if ("head_dim" not in values or family.divides_width) and width % heads:
-        remedy = "" if family.divides_width else ", and no head_dim"
-        raise ModelError(
-            f"config.json has hidden_size={width}, not a multiple of "
-            f"num_attention_heads={heads}{remedy}."
-        )
-    values.setdefault("head_dim", width // heads)
-    _check_heads(values)
-
-    def has_bias(source: bool | str) -> bool:
-        return flag(values, source) if isinstance(source, str) else source
-
-    rope, local_rope = read_ropes(values, local=family.local_rope)
-    return ModelConfig(
-        model_type=model_type,
-        vocab_size=integer(values, "vocab_size"),
-        hidden_size=width,
-        intermediate_size=integer(values, "intermediate_size"),
-        num_layers=integer(values, "num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=values["num_key_value_heads"],
-        head_dim=values["head_dim"],
-        max_positions=integer(values, "max_position_embeddings"),
-        rms_eps=number(values, "rms_norm_eps", 1e-6),
-        rope=rope,
-        local_rope=local_rope,
-        score_scale=_score_scale(family, values),
-        score_softcap=_softcap(family, values, "attn_logit_softcapping"),
-        logit_softcap=_softcap(family, values, "final_logit_softcapping"),
-        qkv_bias=has_bias(family.qkv_bias),
-        o_bias=has_bias(family.o_bias),
-        mlp_bias=has_bias(family.mlp_bias),
-        tie_embeddings=flag(values, "tie_word_embeddings"),
-        layer_windows=read_windows(model_type, values),
-    )
-
-
 def _score_scale(family: Family, values: Mapping[str, Any]) -> float | None:
     key = "query_pre_attn_scalar"
     if key not in family.keys:
         return None
     if key not in values:
         raise ModelError(f"config.json has {key}=null; wanted a number above 0.")
-    return number(values, key) ** -0.5
+    return values[key] ** -0.5
 
 
-def _softcap(family: Family, values: Mapping[str, Any], key: str) -> float | None:
-    return number(values, key) if key in family.keys and key in values else None
+def _ropes(values: Mapping[str, Any], *, local: bool) -> tuple[Rope, Rope | None]:
+    """Reads the rotary positions of a model's layers.
 
+    Version 4 of transformers has `rope_theta` and `rope_scaling`; version 5 has
+    `rope_parameters`. In Gemma 3, whose layers with a window have frequencies of their
+    own, version 4 scales the other layers alone, and version 5 has an object for each
+    type of layer.
 
-def _check_heads(values: Mapping[str, Any]) -> None:
-    heads = integer(values, "num_attention_heads")
-    kv_heads = integer(values, "num_key_value_heads")
-    if heads % kv_heads:
+    Args:
+        values: The values of `checked_values`.
+        local: Whether layers with a window have rotary positions of their own.
+
+    Returns:
+        The rotary positions, and those of layers with a window if they differ.
+
+    Raises:
+        ModelError: A value is missing or unsupported, or a field is not read here.
+    """
+    given, scaling = (_object(values, k) for k in ("rope_parameters", "rope_scaling"))
+    if not local:
+        theta = values.get("rope_theta", 10000.0)
+        return _rope({"rope_theta": theta, **scaling, **given}), None
+    unread = set(given) - {_FULL, _SLIDING}
+    if unread:
         raise ModelError(
-            f"config.json has num_attention_heads={heads}, not a multiple of "
-            f"num_key_value_heads={kv_heads}."
+            f"config.json sets {shown(sorted(unread))} in rope_parameters; wanted an "
+            f"object for {_FULL} and one for {_SLIDING}."
         )
-    if integer(values, "head_dim") % 2:
+    full, sliding = (_object(given, kind) for kind in (_FULL, _SLIDING))
+    theta = values.get("rope_theta", 1e6)
+    local_theta = values.get("rope_local_base_freq", 10000.0)
+    return (
+        _rope({"rope_theta": theta, **full, **scaling}),
+        _rope({"rope_theta": local_theta, **sliding}),
+    )
+
+
+def _object(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Returns the fields of an object that are not null; none if there is no object."""
+    value = values.get(key, {})
+    if not isinstance(value, Mapping):
         raise ModelError(
-            f"config.json has head_dim={values['head_dim']}; rotary positions need an "
-            "even one."
+            f"config.json has {key}={shown(value)}; wanted an object or null."
         )
+    return {k: v for k, v in value.items() if v is not None}
+
+
+def _rope(rope: dict[str, Any]) -> Rope:
+    """Reads one object, which has at least a `rope_theta`."""
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    check_only("partial_rotary_factor", rope.pop("partial_rotary_factor", 1.0), 1.0)
+    if not isinstance(kind, str) or kind not in _SCALINGS:
+        raise ModelError(
+            f"config.json has rope_type={shown(kind)}; supported: "
+            f"{', '.join(_SCALINGS)}."
+        )
+    fields = _THETA | _SCALINGS[kind]
+    for key in fields:
+        if key not in rope:
+            raise ModelError(f"config.json has rope_type={kind!r} without {key!r}.")
+    values = {key: checked(key, rope[key], field) for key, field in fields.items()}
+    unread = rope.keys() - fields.keys()
+    if unread:
+        raise ModelError(
+            f"config.json sets {shown(sorted(unread))} for rope_type={kind!r}, which "
+            "are not read here."
+        )
+    theta = values.pop("rope_theta")
+    if theta < 1:
+        raise ModelError(f"config.json has rope_theta={theta:g}; wanted at least 1.")
+    if kind == "default":
+        return Rope(theta=theta)
+    if kind == "linear":
+        return Rope(theta=theta, scaling=LinearRopeScaling(**values))
+    low, high = values["low_freq_factor"], values["high_freq_factor"]
+    if low >= high:
+        raise ModelError(
+            f"config.json has high_freq_factor={high:g}, which must be above "
+            f"low_freq_factor={low:g}."
+        )
+    positions = values.pop("original_max_position_embeddings")
+    scaling = Llama3RopeScaling(**values, original_max_positions=positions)
+    return Rope(theta=theta, scaling=scaling)
+
+
+def _windows(model_type: str, values: Mapping[str, Any]) -> Windows:
+    """Reads the attention window of each layer; None for a layer without one.
+
+    Args:
+        model_type: The family's name.
+        values: The values of `checked_values`.
+
+    Raises:
+        ModelError: A value is unsupported, or two of them contradict each other.
+    """
+    rule, window = FAMILIES[model_type].windows, values.get("sliding_window")
+    if rule == "from_layer" and not values.get("use_sliding_window"):
+        window = None
+    windows = tuple(
+        window if _has_window(model_type, values, layer) else None
+        for layer in range(values["num_hidden_layers"])
+    )
+    if "layer_types" in values:
+        return _typed_windows(model_type, values["layer_types"], window, windows)
+    if rule == "pattern" and window is None:
+        raise ModelError(
+            "config.json has sliding_window=null, and some layers of a "
+            f"{model_type} model have a window. Set it, or list layer_types that are "
+            "all full_attention."
+        )
+    return windows
+
+
+def _has_window(model_type: str, values: Mapping[str, Any], layer: int) -> bool:
+    """Tells whether a layer has a window if `layer_types` does not say so."""
+    family = FAMILIES[model_type]
+    match family.windows:
+        case "none":
+            return False
+        case "all":
+            return True
+        case "from_layer":
+            return layer >= values.get("max_window_layers", 28)
+        case "pattern":
+            period = values.get("sliding_window_pattern", family.window_pattern)
+            return (layer + 1) % period != 0
+
+
+def _typed_windows(
+    model_type: str, kinds: Any, window: int | None, windows: Windows
+) -> Windows:
+    """Returns the attention windows by `layer_types`.
+
+    Args:
+        model_type: The family's name.
+        kinds: Value of `layer_types`.
+        window: Window of the layers that have one; None: no layer has one.
+        windows: Windows of the layers without `layer_types`.
+    """
+    known = {"full_attention": None, "sliding_attention": window}
+    fits = isinstance(kinds, list) and len(kinds) == len(windows)
+    if not fits or any(kind not in list(known) for kind in kinds):
+        raise ModelError(
+            f"config.json has layer_types={shown(kinds)}; wanted one of "
+            f"{sorted(known)} for each of the {len(windows)} layers."
+        )
+    if "sliding_attention" in kinds and window is None:
+        raise ModelError(
+            "config.json has layer_types with sliding_attention, and no sliding window "
+            f"is in use for this {model_type} model. Set sliding_window (and, for a "
+            "Qwen, use_sliding_window), or make the layers full_attention."
+        )
+    typed = tuple(known[kind] for kind in kinds)
+    if FAMILIES[model_type].windows in ("none", "all") and typed != windows:
+        raise ModelError(
+            f"config.json has layer_types={shown(kinds)}, and all layers of a "
+            f"{model_type} model have sliding_window={window}. Remove layer_types."
+        )
+    return typed

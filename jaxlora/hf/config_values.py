@@ -1,61 +1,215 @@
-"""Reads values of a config.json, and checks their types and bounds."""
+"""Checks the values of a Hugging Face config.json, each against its type and bound."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
+from jaxlora.families.table import Activation, Family, Field
+from jaxlora.hf.quantized.config import KEY
 
-# Upper bounds, several times the values of any known model. Without them a damaged file
-# could make this library allocate arbitrarily much for each layer or feature.
-_MOST = {
-    "vocab_size": 2**24,
-    "hidden_size": 2**18,
-    "intermediate_size": 2**20,
-    "num_hidden_layers": 1000,
-    "num_attention_heads": 2**12,
-    "num_key_value_heads": 2**12,
-    "head_dim": 2**12,
-    "rope_theta": 1e15,
-    "rope_local_base_freq": 1e15,
-    "factor": 1e6,
-    "rms_norm_eps": 1.0,
+_SIZES = {
+    "vocab_size": Field("count", 2**24),
+    "hidden_size": Field("count", 2**18),
+    "intermediate_size": Field("count", 2**20),
+    "num_hidden_layers": Field("count", 1000),
+    "num_attention_heads": Field("count", 2**12),
+    "max_position_embeddings": Field("count"),
 }
-_MOST_POSITIONS = 2**31 - 1
+_FIELDS = {
+    **_SIZES,
+    "num_key_value_heads": Field("count", 2**12),
+    "head_dim": Field("count", 2**12),
+    "rms_norm_eps": Field("number", 1.0),
+    "rope_theta": Field("number", 1e15),
+    "tie_word_embeddings": Field("flag"),
+    "attention_bias": Field("flag"),
+    "mlp_bias": Field("flag"),
+    "sliding_window": Field("count"),
+    "use_sliding_window": Field("flag"),
+    "max_window_layers": Field("whole"),
+}
+# Fields that are read elsewhere, or checked to have the only supported value.
+_OBJECTS = {"rope_scaling", "rope_parameters", "layer_types"}
+_OTHERS = {
+    "model_type",
+    "hidden_act",
+    "attention_dropout",
+    "partial_rotary_factor",
+    KEY,
+}
+# Fields that have no effect on what the model computes in training.
+_HARMLESS = {
+    "_name_or_path",
+    "_attn_implementation_autoset",
+    "architectures",
+    "bos_token_id",
+    "cache_implementation",
+    "chunk_size_feed_forward",
+    "do_sample",
+    "dtype",
+    "eos_token_id",
+    "id2label",
+    "initializer_range",
+    "is_llama_config",
+    "label2id",
+    "max_length",
+    "pad_token_id",
+    "pretraining_tp",
+    "problem_type",
+    "return_dict",
+    "rope_interleaved",
+    "temperature",
+    "top_p",
+    "torch_dtype",
+    "transformers.js_config",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_cache",
+    "vocab_file",
+}
+_ACTIVATIONS: Mapping[Activation, str] = {
+    "silu": "silu",
+    "gelu_tanh": "gelu_pytorch_tanh",
+}
 
 
-def integer(values: Mapping[str, Any], key: str) -> int:
-    """Reads a whole number above 0, within its key's bound; else raises ModelError."""
-    value, most = values[key], _MOST.get(key, _MOST_POSITIONS)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(
-            f"config.json has {key}={shown(value)}; wanted a positive whole number."
+def checked_values(
+    config: Mapping[str, Any], model_type: str, family: Family
+) -> dict[str, Any]:
+    """Returns the values that determine the mathematics of a model.
+
+    Args:
+        config: Contents of config.json.
+        model_type: The family's name.
+        family: The family of models.
+
+    Returns:
+        Values by key, without nulls and without what transformers ignores for the
+        family. All sizes are there, also those of the heads. Rope objects and
+        `layer_types` are as in the file.
+
+    Raises:
+        ModelError: A value is missing or unsupported, or a field is set that this
+            library does not read and that may change the mathematics.
+    """
+    _check_unread(config, family)
+    _check_supported(config, model_type, family)
+    _check_token_ids(config)
+    # An explicit null is not the same as a missing key: it disables the default.
+    given = {**family.defaults, **config}
+    given = {key: value for key, value in given.items() if value is not None}
+    for key in _SIZES:
+        if key not in given:
+            raise ModelError(f"config.json lacks {key!r}, so the model is not defined.")
+    given.setdefault("num_key_value_heads", given["num_attention_heads"])
+    fields = _fields(family)
+    values = {k: checked(k, given[k], f) for k, f in fields.items() if k in given}
+    _set_head_dim(values, family)
+    return values | {key: given[key] for key in _OBJECTS if key in given}
+
+
+def _fields(family: Family) -> dict[str, Field]:
+    """Returns the fields that transformers reads for a family."""
+    ignored = {"attention_bias", "mlp_bias"}
+    ignored -= {family.qkv_bias, family.o_bias, family.mlp_bias}
+    if family.windows == "none":
+        ignored.add("sliding_window")
+    if family.windows != "from_layer":
+        ignored |= {"use_sliding_window", "max_window_layers"}
+    common = {key: field for key, field in _FIELDS.items() if key not in ignored}
+    return {**common, **family.keys}
+
+
+def _check_unread(config: Mapping[str, Any], family: Family) -> None:
+    known = _FIELDS.keys() | _OBJECTS | _OTHERS | _HARMLESS | family.keys.keys()
+    for key, value in config.items():
+        is_known = key in known or key == family.activation_key
+        if not is_known and value not in (None, False, [], {}):
+            raise ModelError(
+                f"config.json sets {key}={shown(value)}, which is not read here and "
+                "may change what the model computes. If it does not, remove it from "
+                "config.json."
+            )
+
+
+def checked(key: str, value: Any, field: Field) -> Any:
+    """Returns a value of the field, a number as a float; else raises ModelError."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    is_number = is_whole or isinstance(value, float)
+    wanted = None
+    if field.kind == "flag" and not isinstance(value, bool):
+        wanted = "true or false."
+    elif field.kind == "whole" and not is_whole:
+        wanted = "a whole number."
+    elif field.kind == "count" and not (is_whole and value > 0):
+        wanted = "a positive whole number."
+    elif field.kind == "count" and value > field.most:
+        wanted = (
+            f"at most {field.most}, which is more than any known model has. Is the "
+            "file damaged?"
         )
-    if value > most:
+    # `value > field.most` would let NaN pass.
+    elif field.kind == "number" and not (is_number and 0 < value <= field.most):
+        wanted = f"a number above 0, and at most {field.most:g}."
+    if wanted is not None:
+        raise ModelError(f"config.json has {key}={shown(value)}; wanted {wanted}")
+    return float(value) if field.kind == "number" else value
+
+
+def check_only(key: str, value: Any, wanted: Any) -> None:
+    """Raises ModelError if a value is not the only one that is supported."""
+    if value != wanted:
         raise ModelError(
-            f"config.json has {key}={shown(value)}; wanted at most {most}, which is "
-            "more than any known model has. Is the file damaged?"
+            f"config.json sets {key}={shown(value)}; only {wanted!r} is supported."
         )
-    return value
 
 
-def number(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """Reads a number above 0, within its key's bound; else raises ModelError."""
-    value = values[key] if default is None else values.get(key, default)
-    most = _MOST.get(key, 1e9)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # `value > most` would let NaN pass.
-    if not is_number or not 0 < value <= most:
+def _check_supported(
+    config: Mapping[str, Any], model_type: str, family: Family
+) -> None:
+    # transformers has no default for an activation that is null.
+    activation = _ACTIVATIONS[family.activation]
+    key = family.activation_key
+    check_only(key, config.get(key, activation), activation)
+    for key, wanted in (("attention_dropout", 0), ("partial_rotary_factor", 1.0)):
+        if config.get(key) is not None:
+            check_only(key, config[key], wanted)
+    window = config.get("sliding_window")
+    if window and family.windows == "none":
         raise ModelError(
-            f"config.json has {key}={shown(value)}; wanted a number above 0, and at "
-            f"most {most:g}."
+            f"config.json sets sliding_window={shown(window)} for a {model_type} "
+            "model, which has none."
         )
-    return float(value)
 
 
-def flag(values: Mapping[str, Any], key: str) -> bool:
-    """Reads true or false, false if the key is missing; else raises ModelError."""
-    value = values.get(key, False)
-    if not isinstance(value, bool):
-        raise ModelError(f"config.json has {key}={shown(value)}; wanted true or false.")
-    return value
+def _check_token_ids(config: Mapping[str, Any]) -> None:
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        ids = config.get(key)
+        ids = ids if isinstance(ids, list) and key == "eos_token_id" else [ids]
+        if any(isinstance(i, bool) or not isinstance(i, int | None) for i in ids):
+            raise ModelError(
+                f"config.json has {key}={shown(config[key])}; wanted a whole number."
+            )
+
+
+def _set_head_dim(values: dict[str, Any], family: Family) -> None:
+    """Checks the sizes of the heads against each other; sets `head_dim` if missing."""
+    width, heads = values["hidden_size"], values["num_attention_heads"]
+    if ("head_dim" not in values or family.divides_width) and width % heads:
+        remedy = "" if family.divides_width else ", and no head_dim"
+        raise ModelError(
+            f"config.json has hidden_size={width}, not a multiple of "
+            f"num_attention_heads={heads}{remedy}."
+        )
+    if heads % values["num_key_value_heads"]:
+        raise ModelError(
+            f"config.json has num_attention_heads={heads}, not a multiple of "
+            f"num_key_value_heads={values['num_key_value_heads']}."
+        )
+    head_dim = values.setdefault("head_dim", width // heads)
+    if checked("head_dim", head_dim, _FIELDS["head_dim"]) % 2:
+        raise ModelError(
+            f"config.json has head_dim={head_dim}; rotary positions need an even one."
+        )

@@ -253,19 +253,21 @@ def tokenizer_folder(source: str, revision: str | None = None) -> pathlib.Path:
     return pathlib.Path(folder)
 
 
-def safetensor_files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Returns the file of each tensor, by Hugging Face's name of the tensor.
+def safetensor_files(folder: pathlib.Path) -> dict[str, TensorFile]:
+    """Opens the file of each tensor, by Hugging Face's name of the tensor.
 
     If there are both a single file and an index of several files, the single file is
     used, as in transformers.
 
     Raises:
-        ModelError: There are no safetensors, or the index names a missing file.
+        ModelError: There are no safetensors, one of them is damaged, or the index
+            names a missing file.
     """
     # A dangling link is an error, unlike a missing file.
     single = folder / "model.safetensors"
     if os.path.lexists(single):
-        return dict.fromkeys(TensorFile(single).names(), single)
+        file = TensorFile(single)
+        return dict.fromkeys(file.names(), file)
     index = folder / _INDEX
     if os.path.lexists(index):
         return _indexed(folder, index)
@@ -301,7 +303,7 @@ def tokenizer_files(folder: pathlib.Path) -> list[pathlib.Path]:
     return there
 
 
-def _indexed(folder: pathlib.Path, index: pathlib.Path) -> dict[str, pathlib.Path]:
+def _indexed(folder: pathlib.Path, index: pathlib.Path) -> dict[str, TensorFile]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ModelError(f"{index} has no weight_map.")
@@ -313,14 +315,15 @@ def _indexed(folder: pathlib.Path, index: pathlib.Path) -> dict[str, pathlib.Pat
             )
         if not os.path.lexists(folder / name):
             raise ModelError(f"{index} names {name}, which is missing from {folder}.")
-    there = {name: set(TensorFile(folder / name).names()) for name in names}
+    files = {name: TensorFile(folder / name) for name in names}
+    there = {name: set(file.names()) for name, file in files.items()}
     for tensor, name in weight_map.items():
         if tensor not in there[name]:
             raise ModelError(
                 f"{folder / name} lacks {tensor}, which the index puts there. Fetch or "
                 "copy both again."
             )
-    return {tensor: folder / name for tensor, name in weight_map.items()}
+    return {tensor: files[name] for tensor, name in weight_map.items()}
 
 
 def _distinct(names: Iterable[Any]) -> list[Any]:

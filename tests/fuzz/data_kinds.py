@@ -15,7 +15,7 @@ import yaml
 from jaxlora import JaxloraError, LoraJob, load_run
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.config.run_file import run_config
-from jaxlora.data.tokenize import tokenize_job
+from jaxlora.data.tokenize import DataReader
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import ConfigError
 from jaxlora.hf.config import model_config
@@ -156,7 +156,7 @@ def read_records(name: str, **options) -> Callable[[pathlib.Path], None]:
         (job,) = run_config(run, where=str(folder)).jobs
         tokenizer = load_tokenizer(folder / "model")
         for which in ("train", "eval"):
-            tokenize_job(job, tokenizer, which).summary()
+            DataReader(tokenizer).read(job, which).summary()
 
     return read
 

@@ -6,8 +6,7 @@ from typing import Any, NoReturn
 from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
 from jaxlora.hf.quantized.bitsandbytes import BitsandbytesInt8, BitsandbytesNf4
-from jaxlora.hf.quantized.blocks import BlockLayout
-from jaxlora.hf.quantized.rows import DTYPES, RowLayout
+from jaxlora.hf.quantized.scaled import DTYPES, BlockLayout, RowLayout
 from jaxlora.hf.quantized.stored import StorageLayout
 from jaxlora.pallas_kernels import Fp8Weight, Int8Weight
 

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jaxlora.hf.quantized.block_weight import BlockWeight
-from jaxlora.hf.quantized.stored import StoredWeight
+from jaxlora.hf.quantized.stored import BlockWeight, StoredWeight
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.pallas_kernels import QuantizedWeight
 from jaxlora.sharding.global_arrays import put

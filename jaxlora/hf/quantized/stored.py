@@ -2,17 +2,48 @@
 
 import abc
 import dataclasses
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float8e4m3fn
 
 from jaxlora.errors import ModelError
-from jaxlora.hf.quantized.block_weight import BlockWeight
 from jaxlora.pallas_kernels import FORMATS, QuantizedWeight
 
 # Dtypes of scales, by their names in safetensors.
 FLOATS = ("F32", "F16", "BF16")
+
+
+@typing.no_type_check  # JAX also builds it from leaves that are not arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockWeight:
+    """A weight in e4m3 with one scale per block, before it is requantized.
+
+    `W[n, k] = values[n, k] * scale[n / b0, k / b1]` with blocks of b0 by b1
+    values.
+
+    Attributes:
+        values: The e4m3 values.
+        scale: Scale of each block; the blocks at the edges may be smaller.
+        block: b0 and b1.
+    """
+
+    values: Float8e4m3fn[Array | np.ndarray, "N K"]
+    scale: Float[Array | np.ndarray, "_ _"]
+    block: tuple[int, int] = dataclasses.field(metadata={"static": True})
+
+    def dequantize(self, dtype: DTypeLike) -> Float[Array, "N K"]:
+        """Returns W, computed in float32 and rounded once to `dtype`."""
+        n, k = self.values.shape
+        rows = jnp.repeat(self.scale, self.block[0], axis=0)[:n]
+        scale = jnp.repeat(rows, self.block[1], axis=1)[:, :k]
+        return (jnp.asarray(self.values).astype(jnp.float32) * scale).astype(dtype)
 
 
 # A weight as it is stored, in arrays of the host.

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from jaxlora.config import RunConfig
 from jaxlora.families.model_config import ModelConfig
-from jaxlora.hf.base_format import planned_base_format
-from jaxlora.hf.checkpoint import open_checkpoint, planned_config
+from jaxlora.hf.base_format import find_base_format
+from jaxlora.hf.checkpoint import open_checkpoint, planned_checkpoint
 from jaxlora.hf.load import FrozenModel, base_dtype
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.decoder import DecoderOptions
@@ -66,11 +66,13 @@ def planned_model(config: RunConfig, folder: pathlib.Path) -> PlannedModel:
     # A folder of the hub's cache may hold a part of the weights.
     is_local = pathlib.Path(config.model).exists()
     if is_local and any(folder.glob("*.safetensors")):
-        open_checkpoint(folder).check()
-    model = planned_config(folder)
-    stored = planned_base_format(folder, model, config.quantize_base, config.keep_bf16)
+        checkpoint = open_checkpoint(folder)
+        checkpoint.check()
+    else:
+        checkpoint = planned_checkpoint(folder)
+    stored = find_base_format(checkpoint, config.quantize_base, config.keep_bf16)
     return PlannedModel(
-        config=model,
+        config=checkpoint.config,
         dtype=jnp.dtype(base_dtype(config.dtype)),
-        base_format=run_format(config, model, stored),
+        base_format=run_format(config, checkpoint.config, stored),
     )

@@ -9,7 +9,7 @@ from jaxlora.common.counted import counted
 from jaxlora.config import RunConfig
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
-from jaxlora.hf.kept_linears import kept_linears
+from jaxlora.hf.base_format import kept_linears
 from jaxlora.hf.load import FrozenModel
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.forward import Base

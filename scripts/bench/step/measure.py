@@ -30,8 +30,8 @@ from jaxlora.bench.step import peers
 from jaxlora.bench.step.cases import ROWS, Case, Row, microbatches, result
 from jaxlora.bench.tokens import Microbatch
 from jaxlora.families.model_config import ModelConfig
+from jaxlora.hf.base_format import kept_linears
 from jaxlora.hf.config import model_config
-from jaxlora.hf.kept_linears import kept_linears
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.pallas_kernels.triton.target import forced_capability
 from jaxlora.profile import step_parts

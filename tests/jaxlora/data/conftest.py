@@ -8,9 +8,10 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from jaxlora.config import DataConfig, LoraJob
-from jaxlora.data import template_pool
-from jaxlora.data.template import TemplateLimits, TemplateProcess
-from jaxlora.data.tokenize import tokenize_job
+from jaxlora.data import encode_records, template
+from jaxlora.data.template import TemplatePool
+from jaxlora.data.template_worker import TemplateLimits
+from jaxlora.data.tokenize import DataReader
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
 from tests.jaxlora.data import templates
 
@@ -83,10 +84,10 @@ def make_tokenizer(make_folder):
 def tight_limits(monkeypatch):
     """Limits templates to little time and memory; returns the process."""
     limits = TemplateLimits(seconds=0.3, bytes=2**28, characters=10**6)
-    process = TemplateProcess(limits)
-    monkeypatch.setattr(template_pool, "_shared", lambda: process)
-    yield process
-    process.stop()
+    pool = TemplatePool(limits=limits)
+    for module in (template, encode_records):
+        monkeypatch.setattr(module, "shared_pool", lambda: pool)
+    return pool
 
 
 @pytest.fixture
@@ -97,10 +98,7 @@ def run(tmp_path, make_tokenizer):
         path = tmp_path / "records.jsonl"
         path.write_text("".join(json.dumps(r) + "\n" for r in records))
         config = DataConfig(path=str(path), **(data or {}))
-        return tokenize_job(
-            LoraJob(name="job", data=config, **job),
-            tokenizer or make_tokenizer(),
-            which,
-        )
+        reader = DataReader(tokenizer or make_tokenizer())
+        return reader.read(LoraJob(name="job", data=config, **job), which)
 
     return run

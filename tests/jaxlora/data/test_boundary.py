@@ -78,6 +78,7 @@ def make_backend(model: str, start: str) -> str:
     return backend.to_str()
 
 
+@functools.cache
 def make_tokenizer(model: str, start: str) -> Tokenizer:
     backend = tokenizers.Tokenizer.from_str(make_backend(model, start))
     return Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"})

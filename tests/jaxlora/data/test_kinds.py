@@ -14,7 +14,7 @@ import pytest
 from jaxlora.config import DataConfig, LoraJob
 from jaxlora.data.kinds import choose_reading
 from jaxlora.data.marked_text import mark, marked_parts
-from jaxlora.data.tokenize import tokenize_job
+from jaxlora.data.tokenize import DataReader
 from jaxlora.errors import DataError
 from tests.jaxlora.data import templates
 
@@ -203,7 +203,7 @@ def test_conversational_prompts_of_columnar_files(tmp_path, make_tokenizer):
     pyarrow.parquet.write_table(pa.Table.from_pylist([record]), tmp_path / "a.parquet")
     data = DataConfig(path=str(tmp_path / "a.parquet"))
     tokenizer = make_tokenizer(templates.CHATML)
-    (sample,) = tokenize_job(LoraJob(name="job", data=data), tokenizer).samples
+    (sample,) = DataReader(tokenizer).read(LoraJob(name="job", data=data)).samples
     assert tokenizer.decode(sample.token_ids).endswith("It is blue.<|im_end|>\n")
 
 
@@ -376,7 +376,7 @@ def test_files_of_each_format_are_told_apart(tmp_path, make_tokenizer, caplog):
         path = tmp_path / f"{name}.jsonl"
         path.write_text(json.dumps(record))
         job = LoraJob(name="job", data=DataConfig(path=str(path)))
-        assert len(tokenize_job(job, tokenizer).samples) == 1
+        assert len(DataReader(tokenizer).read(job).samples) == 1
     said = [r.getMessage().split("read as ")[1].split(";")[0] for r in caplog.records]
     assert said == [
         "alpaca (instruction, input, output)",

@@ -8,7 +8,7 @@ import pytest
 
 from jaxlora.config import DataConfig, LoraJob
 from jaxlora.data.preference import describe_preference
-from jaxlora.data.tokenize import tokenize_job
+from jaxlora.data.tokenize import DataReader
 from jaxlora.errors import DataError
 
 ASKED = [{"role": "user", "content": "Hi"}]
@@ -70,7 +70,7 @@ def test_columns_hold_preferences_too(make_tokenizer, tmp_path):
     pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
     job = LoraJob(name="job", data=DataConfig(path=str(path)))
     with pytest.raises(DataError, match="this is a preference record"):
-        tokenize_job(job, make_tokenizer())
+        DataReader(make_tokenizer()).read(job)
 
 
 @pytest.mark.parametrize(

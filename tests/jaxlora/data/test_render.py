@@ -6,7 +6,7 @@ import pytest
 
 from jaxlora.config import DataConfig, LoraJob
 from jaxlora.data.kinds import choose_reading
-from jaxlora.data.tokenize import tokenize_job
+from jaxlora.data.tokenize import DataReader
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import DataError, ModelError
 from tests.jaxlora.data import templates
@@ -275,7 +275,7 @@ def test_nulls_of_columnar_files_are_absent_in_tools_and_calls(
     pyarrow.parquet.write_table(table, path)
     tokenizer = make_tokenizer(templates.QWEN3)
     job = LoraJob(name="job", data=DataConfig(path=str(path)))
-    (sample,) = tokenize_job(job, tokenizer).samples
+    (sample,) = DataReader(tokenizer).read(job).samples
     text = tokenizer.decode(sample.token_ids)
     assert text == tokenizer.chat.render(messages, tools=tools)
     assert "null" not in text

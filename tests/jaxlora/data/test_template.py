@@ -1,29 +1,46 @@
 """Tests the process that renders templates: its limits, its life and its protocol."""
 
+import contextlib
 import datetime
 import os
 import re
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 
 import psutil
 import pytest
 
-from jaxlora.data import template
-from jaxlora.data.template import Failure, TemplateLimits, TemplateProcess, abort
-from jaxlora.data.template_pool import run_task
-from jaxlora.data.template_tasks import Payload, Task
+from jaxlora.data.template import Failure, TemplatePool, run_task
+from jaxlora.data.template_worker import Payload, Task, TemplateLimits
 
 HELLO = Task("{{ a }}!")
+# It takes minutes, and no memory.
+ENDLESS = "{% for i in range(10**5) %}" * 2 + "{% endfor %}" * 2
 
 
-def text_of(process, source, **values):
-    (answer,) = process.run(Task(source), [Payload("text", values)])
+def text_of(pool, source, **values):
+    (answer,) = pool.run(Task(source), [Payload("text", values)])
     return answer if isinstance(answer, Failure) else answer["text"]
+
+
+def children():
+    """Process ids of the child processes that render templates."""
+    found = set()
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # It may have ended.
+            if "jaxlora.data.template_worker" in str(process.cmdline()):
+                found.add(process.pid)
+    return found
+
+
+@pytest.fixture
+def new_children(tight_limits):
+    """Lists the children that were started since the test began."""
+    before = children()
+    return lambda: children() - before
 
 
 # --- Limits ------------------------------------------------------------------
@@ -62,9 +79,7 @@ def test_memory_and_length_are_limited(space_limits, template, why):
 
 @pytest.fixture(scope="module")
 def space_limits():
-    process = TemplateProcess(SPACE_LIMITS)
-    yield process
-    process.stop()
+    return TemplatePool(limits=SPACE_LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -98,26 +113,24 @@ def test_time_is_limited(tight_limits, template, why):
     assert text_of(tight_limits, "{{ a }}!", a="still here") == "still here!"
 
 
-def test_memory_is_limited_without_the_system(monkeypatch):
-    process = TemplateProcess(TemplateLimits(seconds=60, bytes=2**33))
-    assert text_of(process, "{{ 1 }}") == "1"
-    monkeypatch.setattr(template, "_SYSTEM_LIMITS_MEMORY", False)  # As on macOS.
-    process._child._limits = TemplateLimits(bytes=2**28)
+def test_memory_is_limited_without_the_system():
+    # As on macOS.
+    pool = TemplatePool(limits=TemplateLimits(seconds=60, bytes=2**28, by_system=False))
     source = "{% set big = [1] * 10**8 %}{% for i in range(99) %}{{ big | sum }}"
-    answer = text_of(process, source + "{% endfor %}")
-    assert answer == Failure("limit", MEMORY)
-    process.stop()
+    assert text_of(pool, source + "{% endfor %}") == Failure("limit", MEMORY)
+    assert text_of(pool, "{{ 1 }}") == "1"
 
 
-def test_a_bad_record_among_good_ones_costs_only_itself(tight_limits):
+def test_bad_records_among_good_ones_cost_only_themselves(tight_limits):
     template = "{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}x"
-    numbers = [1] * 700
-    numbers[3] = numbers[400] = 99999
+    numbers, bad = [1] * 700, (3, 4, 200, 400)
+    for i in bad:
+        numbers[i] = 99999
     payloads = [Payload("text", {"n": n}) for n in numbers]
     answers = tight_limits.run(Task(template), payloads)
-    assert [i for i, a in enumerate(answers) if isinstance(a, Failure)] == [3, 400]
-    assert answers[3] == answers[400] == Failure("limit", TIME)
-    assert all(a == {"text": "x"} for i, a in enumerate(answers) if i not in (3, 400))
+    assert [i for i, a in enumerate(answers) if isinstance(a, Failure)] == list(bad)
+    assert all(answers[i] == Failure("limit", TIME) for i in bad)
+    assert all(a == {"text": "x"} for i, a in enumerate(answers) if i not in bad)
 
 
 def test_a_template_that_never_ends_is_given_up(tight_limits):
@@ -129,40 +142,42 @@ def test_a_template_that_never_ends_is_given_up(tight_limits):
     assert text_of(tight_limits, "{{ a }}", a=1) == "1"
 
 
-def test_a_process_that_is_killed_is_started_again(tight_limits):
+def test_a_process_that_is_killed_is_started_again(tight_limits, new_children):
     assert text_of(tight_limits, "{{ a }}!", a="x") == "x!"
-    first = tight_limits.pid
+    first = new_children()
     template = "{{ a }}{% for i in 'a' * 10**8 %}{% endfor %}"
     assert text_of(tight_limits, template, a=1) == Failure("limit", TIME)
     assert text_of(tight_limits, "{{ a }}!", a="x") == "x!"
-    assert tight_limits.pid != first
-    assert not psutil.pid_exists(first)
+    assert len(first) == len(new_children()) == 1
+    assert not first & new_children()
 
 
-def test_a_process_that_was_idle_is_started_again(monkeypatch, tight_limits):
-    assert text_of(tight_limits, "{{ a }}!", a="x") == "x!"
-    child = tight_limits._child.process
-    # The program ends with this code when it has waited for long.
-    child.stdin.close()
-    assert child.wait() == 0
-    monkeypatch.setattr(child, "stdin", open(os.devnull, "wb"))  # noqa: SIM115
+def test_a_process_that_was_idle_is_started_again(new_children):
+    pool = TemplatePool(limits=TemplateLimits(idle_seconds=0.01))
+    assert text_of(pool, "{{ a }}!", a="x") == "x!"
+    for pid in new_children():
+        # Waits for its end, and leaves it to the pool to see it.
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     payloads = [Payload("text", {"a": i}) for i in range(3)]
-    texts = [answer["text"] for answer in tight_limits.run(HELLO, payloads)]
+    texts = [answer["text"] for answer in pool.run(HELLO, payloads)]
     assert texts == ["0!", "1!", "2!"]
 
 
-def test_works_after_an_interrupt(monkeypatch, tight_limits):
-    assert text_of(tight_limits, "{{ a }}!", a="x") == "x!"
-    child = tight_limits._child
+def test_works_after_an_interrupt(monkeypatch, new_children):
+    pool = TemplatePool(limits=TemplateLimits(seconds=60))
+    assert text_of(pool, "{{ a }}!", a="x") == "x!"
+    (child,) = new_children()
 
-    def interrupted():
+    def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(child, "_read_line", interrupted)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
     with pytest.raises(KeyboardInterrupt):
-        text_of(tight_limits, "{{ a }}!", a="old")
-    assert child.process.poll() is not None
-    assert text_of(tight_limits, "{{ a }}!", a="new") == "new!"
+        text_of(pool, ENDLESS)
+    signal.signal(signal.SIGALRM, before)
+    assert not psutil.pid_exists(child)
+    assert text_of(pool, "{{ a }}!", a="new") == "new!"
 
 
 # --- What goes in and comes out ----------------------------------------------
@@ -193,7 +208,7 @@ def test_values_that_are_not_plain_fail_alone():
     assert "a value cannot be sent to a template" in function.why
 
 
-def test_large_records_are_sent_alone():
+def test_large_records_among_small_ones():
     values = ["a" * 10, "b" * 3 * 2**20, "c" * 10]
     answers = run_task(HELLO, [Payload("text", {"a": value}) for value in values])
     assert [answer["text"] for answer in answers] == [f"{value}!" for value in values]
@@ -204,52 +219,37 @@ def test_names_of_a_template():
     assert answer == {"names": ["a", "c"]}
 
 
-def test_renderings_of_a_thread_can_be_aborted():
-    process = TemplateProcess(TemplateLimits(seconds=60))
-    loop = "{% for i in range(10**5) %}"
-    endless = loop * 2 + "{% endfor %}" * 2
+def test_renderings_of_a_thread_can_be_aborted(new_children):
+    pool = TemplatePool(limits=TemplateLimits(seconds=60))
     payloads = [Payload("text", {})] * 100
-    thread = threading.Thread(target=process.run, args=(Task(endless), payloads))
+    thread = threading.Thread(target=pool.run, args=(Task(ENDLESS), payloads))
     thread.start()
-    while process.pid is None:
+    while not new_children():
         time.sleep(0.01)
-    abort([threading.get_ident()])
+    pool.abort([threading.get_ident()])
     assert thread.is_alive()
     began = time.monotonic()
-    abort([thread.ident])
+    pool.abort([thread.ident])
     thread.join()
     assert time.monotonic() - began < 2
-    assert text_of(process, "{{ 1 }}") == "1"
-    process.stop()
+    assert text_of(pool, "{{ 1 }}") == "1"
 
 
 # --- The process -------------------------------------------------------------
 
 
-def test_the_process_imports_nothing_heavy():
-    program = "import sys; sys.argv[1:] = {}; sys.stdout.flush(); exec({!r})"
-    script = textwrap.dedent(
-        """
-        import runpy, json, os
-        os._exit = lambda code: print(json.dumps(sorted(sys.modules)))
-        runpy.run_path(sys.argv.pop(1), run_name="__main__")
-        """
-    )
-    from jaxlora.data.template import _command
-
-    _, *flags, worker = _command(TemplateLimits())[:4]
-    arguments = [worker, *_command(TemplateLimits())[4:]]
-    done = subprocess.run(
-        [sys.executable, *flags, "-c", program.format(arguments, script)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    modules = done.stdout.splitlines()[-1]
-    assert '"jinja2"' in modules
+def test_the_process_imports_nothing_heavy(tight_limits, new_children):
+    assert text_of(tight_limits, "{{ 1 }}") == "1"
+    (child,) = new_children()
+    command = psutil.Process(child).cmdline()
+    started = "main(sys.argv[1])"
+    (program,) = (part for part in command if started in part)
+    listed = program.replace(started, "print(*sys.modules)")
+    command[command.index(program)] = listed
+    modules = subprocess.check_output(command, text=True).split()
+    assert "jinja2" in modules and "jaxlora.data.template_worker" in modules
     for heavy in ("jax", "numpy", "pydantic", "pyarrow", "tokenizers", "flax"):
-        assert f'"{heavy}"' not in modules
+        assert heavy not in modules
 
 
 SCRIPT = """
@@ -260,15 +260,24 @@ import sys
 # A shell starts background jobs with SIGINT ignored, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from jaxlora.data.template import TemplateProcess
-from jaxlora.data.template_pool import run_task
-from jaxlora.data.template_tasks import Payload, Task
+from jaxlora.data.template import run_task
+from jaxlora.data.template_worker import Payload, Task
 import jax
+import psutil
+
+def render(a):
+    (answer,) = run_task(Task("{{ a }}!"), [Payload("text", {"a": a})])
+    print(answer["text"], *[p.pid for p in psutil.Process().children()], flush=True)
 
 jax.numpy.zeros(3).block_until_ready()
-answers = run_task(Task("{{ a }}!"), [Payload("text", {"a": "hello"})])
-from jaxlora.data import template_pool
-print(answers[0]["text"], *template_pool._shared().pids, flush=True)
+render("hello")
+"""
+FORK = """
+if os.fork() == 0:
+    render("fork")
+    os._exit(0)
+os.wait()
+render("again")
 """
 
 
@@ -315,14 +324,16 @@ def test_no_process_is_left(tmp_path):
         assert "os.fork" not in errors and "Warning" not in errors
 
 
-def test_ctrl_c_in_a_terminal_does_not_reach_the_process(tight_limits):
+def test_ctrl_c_in_a_terminal_does_not_reach_the_process(tight_limits, new_children):
     assert text_of(tight_limits, "{{ 1 }}") == "1"
-    assert os.getsid(tight_limits.pid) == tight_limits.pid != os.getsid(0)
+    (child,) = new_children()
+    assert os.getsid(child) == child != os.getsid(0)
 
 
-def test_a_fork_starts_its_own_process(tight_limits):
-    assert text_of(tight_limits, "{{ 1 }}") == "1"
-    first = tight_limits.pid
-    tight_limits._child.owner = -1  # As it is seen in a fork.
-    assert text_of(tight_limits, "{{ 2 }}") == "2"
-    assert tight_limits.pid != first
+def test_a_fork_starts_its_own_process(tmp_path):
+    with start_script(tmp_path, FORK) as parent:
+        lines = [line.split() for line in parent.stdout]
+    assert parent.returncode == 0
+    (hello, first), (fork, second), (again, third) = lines
+    assert (hello, fork, again) == ("hello!", "fork!", "again!")
+    assert first == third != second

@@ -4,12 +4,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlora.config import DataConfig, LoraJob
 from jaxlora.data import encode_records, tokenize
-from jaxlora.data.tokenize import tokenize_job
+from jaxlora.data.tokenize import DataReader
 from jaxlora.errors import DataError
 from tests.jaxlora.data import templates
 from tests.jaxlora.data.templates import TALK
@@ -146,7 +146,7 @@ def test_absent_keys_of_columnar_files_are_absent(tmp_path, make_tokenizer):
     pyarrow.parquet.write_table(table, path)
     tokenizer = make_tokenizer(templates.LLAMA3)
     job = LoraJob(name="job", data=DataConfig(path=str(path)))
-    (sample,) = tokenize_job(job, tokenizer).samples
+    (sample,) = DataReader(tokenizer).read(job).samples
     assert [text for target, text in show(tokenizer, sample) if target] == [
         '{"name": "f", "arguments": {}}<|eot_id|>',
         "Fine.<|eot_id|>",
@@ -156,23 +156,23 @@ def test_absent_keys_of_columnar_files_are_absent(tmp_path, make_tokenizer):
 texts = st.text(st.sampled_from("ab \n🙂é<|im_end|>.\t"), min_size=1, max_size=12)
 
 
-# The machine may be busy, so there is no deadline.
-@settings(
-    max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(st.lists(st.tuples(texts, texts), min_size=1, max_size=3))
-def test_targets_of_any_conversation(run, make_tokenizer, talk):
+def test_targets_of_any_conversation(run, make_tokenizer):
     tokenizer = make_tokenizer(templates.CHATML)
-    messages, answers = [], []
-    for question, answer in talk:
-        messages.append({"role": "user", "content": question})
-        messages.append({"role": "assistant", "content": answer})
-        answers.append(f"{answer}<|im_end|>")
-    (sample,) = run([{"messages": messages}], tokenizer).samples
-    shown = show(tokenizer, sample)
-    assert [text for target, text in shown if target] == answers
+
+    # The machine may be busy, so there is no deadline.
+    @settings(max_examples=60, deadline=None)
+    @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=3))
+    def check(talk):
+        messages, answers = [], []
+        for question, answer in talk:
+            messages.append({"role": "user", "content": question})
+            messages.append({"role": "assistant", "content": answer})
+            answers.append(f"{answer}<|im_end|>")
+        (sample,) = run([{"messages": messages}], tokenizer).samples
+        shown = show(tokenizer, sample)
+        assert [text for target, text in shown if target] == answers
+
+    check()
 
 
 def test_template_that_prints_something_new_before_the_messages(run, make_tokenizer):

@@ -9,9 +9,11 @@ import pytest
 import safetensors.numpy
 
 from jaxlora.adapters.merge import merge_adapter
+from jaxlora.config import RunConfig
 from jaxlora.errors import AdapterError, ModelError
-from jaxlora.hf.checkpoint import open_checkpoint, planned_config
+from jaxlora.hf.checkpoint import open_checkpoint, planned_checkpoint
 from jaxlora.hf.convert import convert
+from jaxlora.train.plan.planned_model import planned_model
 from tests import tiny
 from tests.jaxlora.hf.loading import load_model
 
@@ -55,12 +57,19 @@ def test_a_head_that_equals_the_embedding_stays_tied(rewrite, stored, caplog):
     folder = rewrite({**weights, HEAD: weights[EMBEDDING].astype(stored)})
     base = load_model(folder)
     assert base.config.tie_embeddings and "lm_head.kernel" not in base.params
-    assert planned_config(folder) == base.config
+    assert planned_checkpoint(folder).config == base.config
     assert not caplog.records
 
 
-def test_an_own_head_is_counted_before_weights_are_loaded(own_head, folder):
-    assert not planned_config(folder).tie_embeddings
+def test_an_own_head_is_counted_before_weights_are_loaded(own_head, folder, caplog):
+    caplog.clear()
+    data = {"path": tiny.write_records(folder.parent / "records.jsonl", 2, 0)}
+    jobs = [{"name": "a", "data": data, "steps": 1}]
+    run = RunConfig(model=str(folder), output_dir="out", jobs=jobs)
+    assert not planned_model(run, folder).config.tie_embeddings
+    # The files are opened once, and their heads are compared once.
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert not planned_checkpoint(folder).config.tie_embeddings
     assert HEAD in {spec.hf_name for spec in open_checkpoint(folder).specs()}
 
 
@@ -71,7 +80,7 @@ def test_a_plan_needs_no_weights(own_head, folder, damage):
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:-1])
-    assert planned_config(folder).tie_embeddings
+    assert planned_checkpoint(folder).config.tie_embeddings
 
 
 def test_an_own_head_is_merged_and_converted(

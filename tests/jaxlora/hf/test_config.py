@@ -222,7 +222,7 @@ def test_rope_in_both_spellings(v4, v5, theta, scaling):
         ),
         (
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-            "partial_rotary_factor; only 1.0",
+            "partial_rotary_factor=0.5; only 1.0 is supported",
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5; only 1.0 is su"),
         ({"auto_map": {"AutoModel": "code.X"}}, "auto_map={'AutoModel': 'code.X'}, w"),

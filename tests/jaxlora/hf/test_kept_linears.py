@@ -3,8 +3,8 @@
 import pytest
 
 from jaxlora.errors import ConfigError
+from jaxlora.hf.base_format import kept_linears
 from jaxlora.hf.config import model_config
-from jaxlora.hf.kept_linears import kept_linears
 from tests import tiny
 
 MODEL = model_config(tiny.CONFIG)

@@ -1,5 +1,7 @@
 """Dense checkpoints whose linears are quantized while they are loaded."""
 
+import shutil
+
 import jax
 import ml_dtypes
 import numpy as np
@@ -7,9 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxlora.errors import ConfigError, ModelError
-from jaxlora.hf.base_format import find_base_format, planned_base_format
-from jaxlora.hf.checkpoint import open_checkpoint
-from jaxlora.hf.config import model_config
+from jaxlora.hf.base_format import find_base_format
+from jaxlora.hf.checkpoint import open_checkpoint, planned_checkpoint
 from jaxlora.hf.quantized import place
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.pallas_kernels import FORMATS
@@ -156,21 +157,22 @@ def test_the_same_bits_on_several_devices(loaded, dense, name):
         ),
     ],
 )
-def test_refused_settings(dense, options, kind, match):
+def test_refused_settings(dense, tmp_path, options, kind, match):
     options = {"quantize": None, **options}
     with pytest.raises(kind, match=match):
         find_base_format(open_checkpoint(dense), **options)
+    shutil.copy(dense / "config.json", tmp_path)
     with pytest.raises(kind, match=match):
-        planned_base_format(dense, model_config(stored.CONFIG), **options)
+        find_base_format(planned_checkpoint(tmp_path), **options)
 
 
 def test_shapes_that_nf4_cannot_hold_are_named(folder):
     match = "self_attn.q_proj: nf4 has blocks of 64 values along K, but K=32"
     with pytest.raises(ModelError, match=match):
         load_model(folder, quantize="nf4")
-    checkpoint = open_checkpoint(folder)
-    found = find_base_format(checkpoint, "int8")
-    assert found == planned_base_format(folder, checkpoint.config, "int8")
+    found = find_base_format(open_checkpoint(folder), "int8")
+    (folder / "model.safetensors").unlink()
+    assert found == find_base_format(planned_checkpoint(folder), "int8")
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from jaxlora.errors import ConfigError, ModelError
-from jaxlora.hf.base_format import planned_base_format
-from jaxlora.hf.checkpoint import open_checkpoint
-from jaxlora.hf.config import model_config
+from jaxlora.hf.base_format import find_base_format
+from jaxlora.hf.checkpoint import open_checkpoint, planned_checkpoint
 from jaxlora.hf.names import linear_path, tensor_specs
 from tests import tiny
 from tests.jaxlora.hf import quantized_checkpoints as stored
@@ -164,24 +163,22 @@ def test_another_format_is_refused(tmp_path):
     match = "quantized already, as bitsandbytes nf4, .* as fp8 would add a second error"
     with pytest.raises(ModelError, match=match):
         load_model(tmp_path, quantize="fp8")
-    config = model_config(stored.CONFIG)
     with pytest.raises(ModelError, match=match):
-        planned_base_format(tmp_path, config, "fp8")
+        find_base_format(planned_checkpoint(tmp_path), "fp8")
     with pytest.raises(ConfigError, match="fp8_weight_copies=2 with weights in nf4"):
         load_model(tmp_path, fp8_weight_copies=2)
 
 
 def test_the_planned_format_needs_no_weights(tmp_path):
     write_quantized(tmp_path, "nf4", keep=["down_proj"])
-    config = model_config(stored.CONFIG)
-    assert (
-        planned_base_format(tmp_path, config, None) == load_model(tmp_path).base_format
-    )
+    planned = planned_checkpoint(tmp_path)
+    assert find_base_format(planned, None) == load_model(tmp_path).base_format
     (tmp_path / "model.safetensors").unlink()
-    found = planned_base_format(tmp_path, config, None, ["up_proj"])
+    planned = planned_checkpoint(tmp_path)
+    found = find_base_format(planned, None, ["up_proj"])
     assert (found.name, len(found.kept)) == ("nf4", 2)
     with pytest.raises(ModelError, match="quantized already"):
-        planned_base_format(tmp_path, config, "int8")
+        find_base_format(planned, "int8")
 
 
 # ---- refusals and damage -------------------------------------------------------------

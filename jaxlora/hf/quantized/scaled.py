@@ -1,4 +1,4 @@
-"""The layout of fp8 and int8 weights with one scale per output feature or tensor."""
+"""The layouts of fp8 and int8 weights with scales per row, tensor or block."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxlora.hf.quantized.stored import (
     FLOATS,
+    BlockWeight,
     StorageLayout,
     StoredTensor,
     check_scales,
@@ -47,3 +48,36 @@ class RowLayout(StorageLayout):
         return host_weight(
             self.format, values=arrays["weight"], scale=np.ascontiguousarray(scale)
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockLayout(StorageLayout):
+    """`weight` [N, K] in e4m3 with one scale per block, as of DeepSeek and Qwen.
+
+    Attributes:
+        block: Rows and columns of a block.
+        scale_name: Name of the tensor of the scales.
+    """
+
+    format: str = Fp8Weight.format
+    weight_dtype: str = DTYPES[Fp8Weight.format]
+    block: tuple[int, int]
+    scale_name: str
+
+    def tensors(
+        self, shape: tuple[int, int], has: Callable[[str], bool]
+    ) -> tuple[StoredTensor, ...]:
+        """Returns the weight and the scales of its blocks."""
+        blocks = -(-shape[0] // self.block[0]), -(-shape[1] // self.block[1])
+        return (
+            StoredTensor(name="weight", dtypes=(self.weight_dtype,), shapes=(shape,)),
+            StoredTensor(name=self.scale_name, dtypes=FLOATS, shapes=(blocks,)),
+        )
+
+    def weight(
+        self, shape: tuple[int, int], arrays: Mapping[str, np.ndarray], where: str
+    ) -> BlockWeight:
+        """Returns the weight with its blocks."""
+        scale = arrays[self.scale_name].astype(np.float32)
+        check_scales(scale, f"{where}.{self.scale_name}")
+        return BlockWeight(values=arrays["weight"], scale=scale, block=self.block)
