@@ -12,11 +12,36 @@ import pathlib
 
 import numpy as np
 import safetensors.numpy
-
-from jaxlora.bench.byte_data import write_tokenizer
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 FOLDER = pathlib.Path("models/tiny")
 WIDTH, INNER, LAYERS, HEADS, VOCAB = 64, 128, 1, 4, 288
+SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' "
+    "+ message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def write_tokenizer(folder: pathlib.Path) -> None:
+    """Writes a tokenizer with three special tokens and a token for each byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate((*SPECIAL, *alphabet))}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([tokenizers.AddedToken(t) for t in SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|pad|>",
+        "chat_template": CHATML,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def main() -> None:

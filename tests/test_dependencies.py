@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Benchmarks compare with other libraries where these are installed, and the fuser knows
 # the forms of others; jaxlora needs none of them.
-OTHERS = {"torch", "transformers", "peft", "tunix", "tokamax", "IPython"}
+OTHERS = {"torch", "transformers", "peft", "tokamax", "IPython"}
 NEVER_FOR_HELP = {"jax", "numpy", "pydantic", "matplotlib", "pyarrow", "scipy"}
 NEVER_BEFORE_A_MODEL = {
     *("matplotlib", "scipy", "pulp", "networkx", "orbax", "pandas", "torch", "triton"),

@@ -9,6 +9,8 @@ import zipfile
 
 import pytest
 
+from jaxlora.bench.subjects import SUBJECTS
+
 ROOT = pathlib.Path(__file__).parents[1]
 PARTS = (
     "pallas_kernels",
@@ -17,6 +19,11 @@ PARTS = (
     "scripts/profile",
     "sharding",
 )
+# Modules of `jaxlora.bench` that several benchmarks share.
+SHARED = {
+    *("__init__.py", "options.py", "report.py", "shapes.py", "subjects.py"),
+    *("tokens.py", "training.py", "weights.py"),
+}
 # Beside this script lies a scheduler.py, and other people's packages are installed.
 SCRIPT = """
 import importlib, pkgutil, sys
@@ -83,6 +90,17 @@ def test_the_wheel_holds_every_file_of_every_part(wheel):
         assert files
         installed = {p.relative_to((ROOT / part).parent).as_posix() for p in files}
         assert {f"jaxlora/{path}" for path in installed} <= found
+
+
+def test_the_wheel_holds_the_benchmarks_that_a_page_asks_a_user_to_run(wheel):
+    """The owner of a card has the wheel. What studies one page only is not kept."""
+    files = (name for name in modules(wheel) if name.startswith("jaxlora/bench/"))
+    found = {name.split("/")[2] for name in files}
+    rooms = {subject.module.partition(".")[0] for subject in SUBJECTS.values()}
+    assert found == rooms | SHARED
+    paths = (path for path in (ROOT / "docs").rglob("*.md") if path.name != "log.md")
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in paths)
+    assert not [s for s in SUBJECTS if f"jaxlora bench {s}" not in pages]
 
 
 def test_a_source_distribution_builds_the_same_wheel(source, wheel, tmp_path):

@@ -2,21 +2,18 @@
 
 import json
 import pathlib
+import runpy
 
 import numpy as np
 import safetensors.numpy
 
-from jaxlora.bench.byte_data import CHATML, SPECIAL, write_records, write_tokenizer
-
-__all__ = [
-    "CHATML",
-    "CONFIG",
-    "SPECIAL",
-    "random_weights",
-    "write_model",
-    "write_records",
-    "write_tokenizer",
-]
+# Its tokenizer is that of the examples. Other packages are named `examples` too, so the
+# file is named by its path.
+_EXAMPLE = runpy.run_path(
+    str(pathlib.Path(__file__).parents[1] / "examples" / "tiny_model.py")
+)
+CHATML, SPECIAL = _EXAMPLE["CHATML"], _EXAMPLE["SPECIAL"]
+write_tokenizer = _EXAMPLE["write_tokenizer"]
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -77,3 +74,26 @@ def write_model(
     )
     write_tokenizer(folder)
     return folder
+
+
+def write_records(path: pathlib.Path, count: int, seed: int, longest: int = 60) -> str:
+    """Writes JSONL of ragged prompts whose completions repeat them in part.
+
+    Args:
+        path: File to write.
+        count: Number of records.
+        seed: Makes the prompts.
+        longest: Prompts are shorter than this, in characters.
+
+    Returns:
+        The path as text.
+    """
+    rng = np.random.default_rng(seed)
+    letters = np.array(list("abcdefgh "))
+    with path.open("w") as file:
+        for _ in range(count):
+            prompt = "".join(rng.choice(letters, rng.integers(3, longest)))
+            completion = prompt[: rng.integers(2, len(prompt) + 1)].upper()
+            record = {"prompt": prompt, "completion": completion}
+            file.write(json.dumps(record) + "\n")
+    return str(path)

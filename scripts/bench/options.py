@@ -1,16 +1,12 @@
 """Command-line options that benchmarks share."""
 
 import argparse
+import contextlib
+import dataclasses
 from pathlib import Path
+from typing import Any
 
-
-def make_parser(subject: str, description: str | None) -> argparse.ArgumentParser:
-    """Makes the parser of `jaxlora bench SUBJECT`, which has no options yet."""
-    return argparse.ArgumentParser(
-        prog=f"jaxlora bench {subject}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+from jaxlora.pallas_kernels.triton.target import forced_capability
 
 
 def add_output_dir(parser: argparse.ArgumentParser) -> None:
@@ -18,9 +14,27 @@ def add_output_dir(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output-dir",
         type=Path,
-        help="folder for CSV files and plots; without it, nothing is written",
+        help="folder for all rows as JSON lines, and for tables in Markdown; without "
+        "it, nothing is written",
         metavar="DIR",
     )
+
+
+def add_capability(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that compiles Triton kernels for another GPU."""
+    parser.add_argument(
+        "--capability",
+        type=int,
+        help="ten times the compute capability for which Triton compiles, such as 80; "
+        "by default the device's",
+    )
+
+
+def triton_code(capability: int | None) -> contextlib.AbstractContextManager[None]:
+    """Returns the context of the option: Triton compiles for that GPU inside."""
+    if capability is None:
+        return contextlib.nullcontext()
+    return forced_capability(capability)
 
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:
@@ -35,3 +49,10 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--attention", choices=["auto", "cudnn", "triton", "xla"], default="auto"
     )
+
+
+def shared_fields(case: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options that are fields of a dataclass; lists become tuples."""
+    names = {field.name for field in dataclasses.fields(case)} & vars(options).keys()
+    found = {name: getattr(options, name) for name in names}
+    return {n: tuple(v) if isinstance(v, list) else v for n, v in found.items()}

@@ -1,13 +1,14 @@
-"""Helpers that benchmarks share: timing, the columns of every row, and tables."""
+"""Helpers that benchmarks share: timing, the columns of every row, rows and tables."""
 
-import csv
 import dataclasses
 import datetime
 import functools
 import importlib.metadata
+import json
+import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import numpy as np
 from jaxlora.bench.shapes import ANY_DEVICE
 from jaxlora.errors import JaxloraError
 
-PACKAGES = ("jax", "torch", "transformers", "peft", "flash_attn")
+PACKAGES = ("jax", "torch", "transformers", "peft")
+Row = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +33,18 @@ class Timing:
     def of(times: Sequence[float]) -> "Timing":
         """Computes the quantiles of repeated measurements."""
         return Timing(*np.quantile(times, [0.5, 0.1, 0.9]).tolist())
+
+    def columns(self, name: str, digits: int) -> dict[str, float]:
+        """Returns columns of a row.
+
+        Args:
+            name: The median's column. Its last word is the unit, as in `step_ms`.
+            digits: Digits after the decimal point.
+        """
+        unit = name.rpartition("_")[2]
+        names = (name, f"p10_{unit}", f"p90_{unit}")
+        numbers = (self.median, self.p10, self.p90)
+        return {n: round(t, digits) for n, t in zip(names, numbers, strict=True)}
 
 
 def device_times(run: Callable, *args: object, repeats: int) -> list[float]:
@@ -60,7 +74,7 @@ def require_gpu(subject: str) -> None:
     Raises:
         JaxloraError: JAX has no GPU here.
     """
-    import jax  # the scheduler's benchmarks need none
+    import jax  # the scheduler's benchmark needs none
 
     backend = jax.default_backend()
     if backend != "gpu":
@@ -84,10 +98,10 @@ def commit() -> str:
     return (git("rev-parse", "--short", "HEAD") if is_tracked else "") or "unknown"
 
 
-def versions() -> str:
-    """Returns the installed versions of the packages that may be timed."""
+def versions(packages: Sequence[str] = PACKAGES) -> str:
+    """Returns the versions of those of the packages that are installed."""
     found = []
-    for name in PACKAGES:
+    for name in packages:
         try:
             found.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
@@ -105,43 +119,93 @@ def about(device: str) -> dict[str, str]:
     }
 
 
-def write_csv(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Writes rows with the columns of all rows; a missing value is left empty."""
-    rows = list(rows)
-    fields = list(dict.fromkeys(key for row in rows for key in row))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fields)
-        writer.writeheader()
-        writer.writerows(rows)
+class Rows:
+    """The rows of a benchmark, printed and written as soon as they are measured.
+
+    They go to SUBJECT.jsonl, as a line of JSON each, and tables of all of them to
+    SUBJECT.md. Several processes may use a folder one after the other.
+    """
+
+    def __init__(
+        self, folder: Path | None, subject: str, tables: Callable[[Sequence[Row]], str]
+    ):
+        """Starts with the rows of the folder; without one, nothing is written."""
+        self.folder, self._subject, self._tables = folder, subject, tables
+        self.rows: list[Row] = []
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            if self._path(folder).exists():
+                lines = self._path(folder).read_text().splitlines()
+                self.rows = [json.loads(line) for line in lines]
+
+    def _path(self, folder: Path) -> Path:
+        return folder / f"{self._subject}.jsonl"
+
+    def add(self, row: Row) -> None:
+        """Prints a row and writes it to the disk, and the tables with it."""
+        line = json.dumps(row)
+        self.rows.append(json.loads(line))
+        print(line, flush=True)
+        if self.folder is None:
+            return
+        with self._path(self.folder).open("a") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        (self.folder / f"{self._subject}.md").write_text(self.tables() + "\n")
+
+    def tables(self) -> str:
+        """Formats tables of all rows in Markdown."""
+        return self._tables(self.rows)
 
 
-def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Formats a table for the documentation."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+def markdown(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+    """Formats a table; None is an empty cell."""
+    shown = [["" if c is None else str(c) for c in line] for line in (head, *lines)]
+    shown.insert(1, ["---"] * len(head))
+    return "\n".join("| " + " | ".join(line) + " |" for line in shown)
 
 
-def dicts_table(
-    rows: Sequence[Mapping[str, object]], fields: Sequence[str] | None = None
-) -> str:
-    """Formats dictionaries with the same keys as a table.
+def table(rows: Sequence[Row], columns: Sequence[str] = ()) -> str:
+    """Formats rows as a table, with a line each.
 
     Args:
-        rows: At least one row.
-        fields: The columns, by default all keys of the first row.
+        rows: The rows. A key that a row lacks is an empty cell.
+        columns: Keys of the columns, by default those of the first row.
+
+    Returns:
+        The table in Markdown; "" without rows.
     """
-    fields = list(rows[0]) if fields is None else fields
-    return markdown(fields, [[row[f] for f in fields] for row in rows])
+    if not rows:
+        return ""
+    columns = columns or list(rows[0])
+    return markdown(columns, [[row.get(key) for key in columns] for row in rows])
 
 
-# Colours that people with any colour vision tell apart (Okabe and Ito), and marks and
-# hatches that tell lines and bars apart without colours.
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000")
-MARKS = "osD^vPX"
-HATCHES = ("", "//", "..", "xx", "\\\\", "oo", "++")
+def pivot(rows: Sequence[Row], index: Sequence[str], column: str, value: str) -> str:
+    """Formats rows as a table with a column for each value of `column`.
+
+    Args:
+        rows: The rows. Of those that share a cell, the last one counts.
+        index: Keys whose values make the lines.
+        column: Key whose values are headings.
+        value: Key of the cells.
+
+    Returns:
+        The table in Markdown; "" without rows.
+    """
+    if not rows:
+        return ""
+    name = lambda row: tuple(row[key] for key in index)
+    cells = {(name(row), row[column]): row.get(value) for row in rows}
+    heads = list(dict.fromkeys(row[column] for row in rows))
+    lines = [
+        [*line, *(cells.get((line, head)) for head in heads)]
+        for line in dict.fromkeys(map(name, rows))
+    ]
+    return markdown([*index, *map(str, heads)], lines)
 
 
-def device_of(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the devices of rows, for a title."""
-    return " and ".join(dict.fromkeys(str(row["device"]) for row in rows))
+def sections(tables: Mapping[str, str]) -> str:
+    """Joins the tables that have lines, each under its title."""
+    return "\n\n".join(f"### {name}\n\n{made}" for name, made in tables.items() if made)

@@ -1,5 +1,6 @@
 """The subjects of `jaxlora bench`, and the modules that measure them."""
 
+import argparse
 import dataclasses
 import importlib
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ class Subject:
     """A benchmark.
 
     Attributes:
-        module: Module with the functions `parser()` and `main(argv)`.
+        module: Module with the functions `add_options(parser)` and `run(options)`. Its
+            docstring is the help.
         summary: What it measures, in a few words.
         on_device: Whether it computes on the device.
         gathers: Whether it may gather weights, as with FSDP.
@@ -28,28 +30,14 @@ class Subject:
 SUBJECTS = {
     "kernels": Subject("kernels.benchmark", "LoRA linears against the frozen layer"),
     "step": Subject("step.benchmark", "training steps against peft and the base alone"),
-    "joint": Subject("joint", "joint training against one job after the other"),
     "mesh": Subject(
         "mesh.benchmark", "pipelines and FSDP on the GPUs of a machine", gathers=True
     ),
     "scheduler": Subject(
         "scheduler.benchmark", "packers on a simulated pipeline", on_device=False
     ),
-    "fill": Subject("scheduler.fill", "how full microbatches are", on_device=False),
-    "scaling": Subject(
-        "scheduler.scaling", "simulated throughput of large meshes", on_device=False
-    ),
-    "compile": Subject("compile", "tracing, lowering and compiling a step"),
     "fuse": Subject("fuse.benchmark", "functions as they are, and fused"),
-    "traffic": Subject("kernels.traffic", "device memory traffic of LoRA linears"),
     "tune": Subject("kernels.tune", "tile choices, for the kernels' tuning table"),
-    "memory": Subject(
-        "memory", "by estimate, which settings fit into which GPUs", on_device=False
-    ),
-    "data": Subject("data", "reading and tokenizing records", on_device=False),
-    "convergence": Subject("convergence", "losses with and without fused kernels"),
-    "together": Subject("together", "differences of jobs alone and together"),
-    "formats": Subject("formats", "held-out losses on quantized bases"),
 }
 
 
@@ -67,4 +55,16 @@ def run(name: str, argv: Sequence[str]) -> None:
     if subject.on_device and not {"-h", "--help"} & set(argv):
         check_device_in_child()
         take_free_gpus(gathers=subject.gathers)
-    importlib.import_module(f"jaxlora.bench.{subject.module}").main(argv)
+    module = importlib.import_module(f"jaxlora.bench.{subject.module}")
+    module.run(parse(module, name, argv))
+
+
+def parse(module, name: str, argv: Sequence[str]) -> argparse.Namespace:
+    """Parses the options of a subject that a module measures."""
+    parser = argparse.ArgumentParser(
+        prog=f"jaxlora bench {name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_options(parser)
+    return parser.parse_args(argv)

@@ -1,6 +1,7 @@
 """Random jobs with samples of different lengths, for the training benchmarks."""
 
-import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -9,31 +10,18 @@ from jaxlora.data.tokenize import TokenizedSample
 from jaxlora.scheduler import Limits
 
 TARGET_SHARE = 0.3  # share of a sample's tokens that are targets: the last ones
+SIGMA = 0.6  # standard deviation of the logarithm of log-normal lengths
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Lengths:
-    """Log-normal lengths of samples, in tokens.
-
-    Attributes:
-        median: Median length.
-        sigma: Standard deviation of the logarithm.
-        longest: Longer samples are cut to this length.
-    """
-
-    median: int = 600
-    sigma: float = 0.6
-    longest: int = 2048
-
-    def fill(self, total: int, rng: np.random.Generator) -> list[int]:
-        """Draws lengths that add up to `total`; the last one is cut to fit."""
-        out: list[int] = []
-        while (left := total - sum(out)) > 0:
-            drawn = rng.lognormal(np.log(self.median), self.sigma)
-            length = int(np.clip(drawn, 2, min(self.longest, left)))
-            # A sample of one token has no target, so such a rest joins this sample.
-            out.append(left if left - length < 2 else length)
-        return out
+def fill(total: int, longest: int, draw: Callable[[], float]) -> list[int]:
+    """Draws lengths of at most `longest` that add up to `total`; the last is cut."""
+    out: list[int] = []
+    while (left := total - sum(out)) > 0:
+        length = int(np.clip(draw(), 2, min(longest, left)))
+        if left - length == 1:  # a sample of one token would have no target
+            length = length - 1 if length > 2 else left
+        out.append(length)
+    return out
 
 
 def job_batch(
@@ -53,17 +41,11 @@ def job_batch(
     return JobBatch(slot=slot, step=0, samples=tuple(samples), weight=1 / num_targets)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Microbatch:
-    """One microbatch, for this library and for others.
-
-    Attributes:
-        packed: The samples as packed arrays.
-        samples: The samples one by one.
-    """
+class Microbatch(NamedTuple):
+    """One microbatch, for this library and for others."""
 
     packed: PackedBatch
-    samples: tuple[TokenizedSample, ...]
+    samples: tuple[TokenizedSample, ...]  # the same ones, without padding
 
     @property
     def num_tokens(self) -> int:
@@ -71,18 +53,53 @@ class Microbatch:
         return sum(len(s.token_ids) for s in self.samples)
 
 
-def full_microbatch(
-    num_jobs: int, limits: Limits, lengths: Lengths, vocab_size: int, *, seed: int
-) -> Microbatch:
-    """Makes a microbatch that jobs share equally, without padding."""
+def shared_batches(
+    totals: Sequence[int],
+    lengths: Callable[[int, int, np.random.Generator], list[int]],
+    vocab_size: int,
+    seed: int,
+) -> dict[int, JobBatch]:
+    """Makes a global batch of each job, by slot; those without tokens are left out.
+
+    Args:
+        totals: Tokens of each job, in the order of slots.
+        lengths: Returns lengths that add up to a job's total, given its slot and total.
+        vocab_size: Number of tokens of the vocabulary.
+        seed: Makes lengths and tokens.
+    """
     rng = np.random.default_rng(seed)
-    blocks = np.array_split(np.arange(limits.capacity // limits.block_tokens), num_jobs)
-    shares = [len(part) * limits.block_tokens for part in blocks]
-    batches = {
-        slot: job_batch(slot, lengths.fill(share, rng), vocab_size, rng)
-        for slot, share in enumerate(shares)
-        if share
+    return {
+        slot: job_batch(slot, lengths(slot, total, rng), vocab_size, rng)
+        for slot, total in enumerate(totals)
+        if total
     }
+
+
+def equal_shares(num_tokens: int, num_jobs: int, block_tokens: int) -> list[int]:
+    """Divides the whole blocks of tokens among jobs; returns the tokens of each."""
+    blocks = np.arange(num_tokens // block_tokens)
+    return [len(part) * block_tokens for part in np.array_split(blocks, num_jobs)]
+
+
+def full_microbatch(
+    num_jobs: int,
+    limits: Limits,
+    vocab_size: int,
+    *,
+    median: int,
+    longest: int,
+    seed: int,
+) -> Microbatch:
+    """Makes a microbatch that jobs share equally, without padding.
+
+    The lengths of samples are log-normal.
+    """
+
+    def lengths(slot: int, total: int, rng: np.random.Generator) -> list[int]:
+        return fill(total, longest, lambda: rng.lognormal(np.log(median), SIGMA))
+
+    totals = equal_shares(limits.capacity, num_jobs, limits.block_tokens)
+    batches = shared_batches(totals, lengths, vocab_size, seed)
     scheduled = tuple(s for batch in batches.values() for s in batch.to_schedule())
     return Microbatch(
         packed=pack_microbatch(scheduled, batches, limits),

@@ -107,7 +107,7 @@ def test_a_benchmark_asks_in_a_process_of_its_own(machine, monkeypatch, capsys):
     assert main(["bench", "step"]) == 1
     assert BOTH_SET in capsys.readouterr().err
     assert ran == [([sys.executable, "-m", "jaxlora.device_check"], "false")]
-    for arguments in (["step", "--help"], ["fill", "--help"]):
+    for arguments in (["step", "--help"], ["scheduler", "--help"]):
         with pytest.raises(SystemExit) as ended:
             main(["bench", *arguments])
         assert ended.value.code == 0

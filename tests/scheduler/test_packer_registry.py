@@ -43,11 +43,23 @@ JOBS = st.lists(
 )
 
 
-@pytest.mark.parametrize("name", ["joint", "greedy", "lorafusion"])
+@pytest.mark.parametrize("name", ["joint", "greedy"])
 @pytest.mark.parametrize("num_stages", [1, 3])
 @hypothesis.settings(max_examples=25, deadline=None)
 @hypothesis.given(jobs=JOBS)
 def test_schedules_are_legal_and_deterministic(name, num_stages, jobs):
+    check_twice(name, num_stages, jobs)
+
+
+# Each example runs a solver twice. `test_lorafusion.py` has more of them.
+@pytest.mark.parametrize("num_stages", [1, 3])
+@hypothesis.settings(max_examples=4, deadline=None)
+@hypothesis.given(jobs=JOBS)
+def test_those_of_lorafusion_as_well(num_stages, jobs):
+    check_twice("lorafusion", num_stages, jobs)
+
+
+def check_twice(name, num_stages, jobs):
     samples, pipeline = samples_of(jobs), Pipeline.one_f_one_b(num_stages)
     schedule = get_packer(name)(samples, LIMITS, pipeline, cost(num_stages))
     assert violations(schedule, samples, distance=pipeline.distance) == []

@@ -1,7 +1,6 @@
-"""Programs with LoRA that know nothing of jaxlora: a linear, a layer, a whole step."""
+"""Programs with LoRA that know nothing of jaxlora: a linear, adapters, a layer."""
 
 import dataclasses
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -22,17 +21,13 @@ class Program:
         name: Its name in tables.
         function: Takes the trained arrays, then all others.
         trained: The arrays that are trained, as a pytree.
-        others: The other arguments; the first is x, or the tokens.
-        gradients: Numbers of the arguments with a gradient.
-        is_loss: Whether the result is a number. If not, `step` takes its gradient.
+        others: The other arguments; the first is x.
     """
 
     name: str
     function: Callable[..., Any]
     trained: Any
     others: tuple[Any, ...]
-    gradients: tuple[int, ...] = (0, 1)
-    is_loss: bool = False
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -40,34 +35,22 @@ class Program:
         return self.trained, *self.others
 
     def step(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the forward and backward pass of `function`, fused or not."""
-        if self.is_loss:
-            return jax.value_and_grad(function, self.gradients)
+        """Returns the forward and backward pass of `function`, fused or not.
 
-        def run(dy, *arguments):
-            inputs = [arguments[i] for i in self.gradients]
+        It takes the gradient of the result, then the function's arguments, and returns
+        the result with the gradients of the trained arrays and of x.
+        """
 
-            def of(*values):
-                replaced = dict(zip(self.gradients, values, strict=True))
-                return function(*(replaced.get(i, v) for i, v in enumerate(arguments)))
-
-            y, pullback = jax.vjp(of, *inputs)
+        def run(dy, trained, x, *frozen):
+            y, pullback = jax.vjp(lambda *t: function(*t, *frozen), trained, x)
             return y, pullback(dy)
 
         return run
 
     def step_arguments(self) -> tuple[Any, ...]:
-        """Returns the arguments of `step`, with random gradients of the result."""
-        if self.is_loss:
-            return self.arguments
+        """Returns the arguments of `step`, with a random gradient of the result."""
         y = jax.eval_shape(self.function, *self.arguments)
-        leaves, tree = jax.tree.flatten(y)
-        keys = jax.random.split(jax.random.key(1), len(leaves))
-        made = [
-            jax.random.normal(k, v.shape, v.dtype)
-            for k, v in zip(keys, leaves, strict=True)
-        ]
-        return jax.tree.unflatten(tree, made), *self.arguments
+        return jax.random.normal(jax.random.key(1), y.shape, y.dtype), *self.arguments
 
 
 def _dropout(x, key, rate: float):
@@ -128,17 +111,10 @@ def _rotate(x):
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-def layer(name: str, *, rate: float, shrunk: int = 1) -> Program:
-    """A decoder layer of Llama-3.1-8B with adapters on its seven linears.
-
-    Args:
-        name: Its name.
-        rate: Rate of dropout.
-        shrunk: Divides tokens and widths, for tests.
-    """
-    width, hidden, sequence = WIDTH // shrunk, HIDDEN // shrunk, SEQUENCE // shrunk
-    heads, kv_heads = HEADS // shrunk, max(KV_HEADS // shrunk, 1)
-    q, kv = heads * HEAD_WIDTH, kv_heads * HEAD_WIDTH
+def layer(name: str, *, rate: float) -> Program:
+    """A decoder layer of Llama-3.1-8B with adapters on its seven linears."""
+    width, hidden = WIDTH, HIDDEN
+    q, kv = HEADS * HEAD_WIDTH, KV_HEADS * HEAD_WIDTH
     sizes = {
         "q": (width, q),
         "k": (width, kv),
@@ -160,9 +136,9 @@ def layer(name: str, *, rate: float, shrunk: int = 1) -> Program:
 
         normed = _rms_norm(x, frozen["norm"])
         found = jax.nn.dot_product_attention(
-            _rotate(split(project("q", normed), heads)),
-            _rotate(split(project("k", normed), kv_heads)),
-            split(project("v", normed), kv_heads),
+            _rotate(split(project("q", normed), HEADS)),
+            _rotate(split(project("k", normed), KV_HEADS)),
+            split(project("v", normed), KV_HEADS),
             is_causal=True,
             implementation="cudnn" if jax.default_backend() == "gpu" else "xla",
         )
@@ -178,90 +154,9 @@ def layer(name: str, *, rate: float, shrunk: int = 1) -> Program:
     }
     frozen = {n: _normal(20 + i, *s) for i, (n, s) in enumerate(sizes.items())}
     frozen["norm"] = jnp.ones(width, _BF16)
-    rows = TOKENS // shrunk // sequence
-    x = _normal(40, rows, sequence, width)
+    x = _normal(40, TOKENS // SEQUENCE, SEQUENCE, width)
     others = x, frozen, jax.random.key(41)
     return Program(name=name, function=run, trained=trained, others=others)
-
-
-def unavailable() -> str | None:
-    """Returns why the foreign decoder cannot run, or None if it can."""
-    missing = [n for n in ("tunix", "qwix") if importlib.util.find_spec(n) is None]
-    return f"{' and '.join(missing)} are not installed" if missing else None
-
-
-def foreign_decoder(
-    name: str,
-    *,
-    rate: float,
-    num_layers: int = 4,
-    shrunk: int = 1,
-    vocab_size: int = 32000,
-) -> Program:
-    """The loss of tunix's Llama 3 with qwix's LoRA, both unchanged from their packages.
-
-    Args:
-        name: Its name.
-        rate: Rate of dropout.
-        num_layers: Number of layers of Llama-3.1-8B.
-        shrunk: Divides tokens and widths, for tests.
-        vocab_size: Number of tokens of the vocabulary.
-    """
-    import qwix
-    from flax import nnx
-    from tunix.models.llama3 import model
-
-    sequence = SEQUENCE // shrunk
-    config = model.ModelConfig(
-        num_layers=num_layers,
-        vocab_size=vocab_size,
-        embed_dim=WIDTH // shrunk,
-        hidden_dim=HIDDEN // shrunk,
-        num_heads=HEADS // shrunk,
-        head_dim=HEAD_WIDTH,
-        num_kv_heads=max(KV_HEADS // shrunk, 1),
-        rope_theta=500_000,
-        norm_eps=1e-5,
-    )
-
-    @nnx.jit
-    def make():
-        base = model.Llama3(config, rngs=nnx.Rngs(0))
-        provider = qwix.LoraProvider(
-            module_path=".*_proj", rank=RANK, alpha=2.0 * RANK, dropout=rate
-        )
-        rngs = nnx.Rngs(params=0, dropout=1)
-        adapted = qwix.apply_lora_to_model(
-            base, provider, rngs=rngs, **base.get_model_input()
-        )
-        to_bf16 = lambda v: v.astype(_BF16) if v.dtype == jnp.float32 else v
-        nnx.update(adapted, jax.tree.map(to_bf16, nnx.state(adapted, nnx.Param)))
-        return adapted
-
-    definition, trained, frozen = nnx.split(make(), nnx.LoRAParam, ...)
-
-    def loss(trained, tokens, frozen, key):
-        decoder = nnx.merge(definition, trained, frozen)
-        rngs = nnx.Rngs(dropout=key)
-        decoder.set_attributes(qwix_rngs=rngs, raise_if_not_found=False)
-        length = tokens.shape[1]
-        positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-        mask = jnp.tril(jnp.ones((1, length, length), bool))
-        logits, _ = decoder(tokens, positions, None, mask)
-        logs = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32))
-        return -jnp.take_along_axis(logs, tokens[:, 1:, None], axis=-1).mean()
-
-    shape = TOKENS // shrunk // sequence, sequence
-    tokens = jax.random.randint(jax.random.key(5), shape, 0, vocab_size)
-    others = tokens, frozen, jax.random.key(6)
-    return Program(
-        name=name,
-        function=loss,
-        trained=trained,
-        others=others,
-        gradients=(0,),
-        is_loss=True,
-    )
 
 
 PROGRAMS: dict[str, Callable[[], Program]] = {
@@ -269,8 +164,4 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "plain": lambda: linear("8192 x 4096 x 4096, no dropout", rate=0.0),
     "adapters": lambda: adapters("4 adapters by vmap, dropout", rate=RATE),
     "layer": lambda: layer("a layer of Llama-3.1-8B, dropout", rate=RATE),
-    "decoder": lambda: foreign_decoder("tunix and qwix, 4 layers, dropout", rate=RATE),
-    "decoder-plain": lambda: foreign_decoder(
-        "tunix and qwix, 4 layers, no dropout", rate=0.0
-    ),
 }

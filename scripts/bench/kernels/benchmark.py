@@ -12,24 +12,20 @@ the ratio there, and the other ratios are not.
 A few calls end before the device reaches its power limit. `--sustained` also calls each
 method back to back for some seconds, and reports wall time at the clock that is left.
 
-Prints a table of ratios. With --output-dir, writes kernels.csv and kernels.png. The
+Prints a table of ratios. With --output-dir, writes kernels.jsonl and kernels.md. The
 package torch is optional.
 
     jaxlora bench kernels --output-dir bench
 """
 
 import argparse
-import contextlib
 import functools
 import importlib.util
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from matplotlib.figure import Figure
 
 from jaxlora.bench.kernels import peers
 from jaxlora.bench.kernels.methods import (
@@ -41,32 +37,21 @@ from jaxlora.bench.kernels.methods import (
     prepared,
     unsupported,
 )
-from jaxlora.bench.options import add_output_dir, make_parser
+from jaxlora.bench.options import add_capability, add_output_dir, triton_code
 from jaxlora.bench.report import (
-    COLOURS,
-    HATCHES,
+    Row,
+    Rows,
     Timing,
     about,
-    device_of,
     device_times,
-    markdown,
+    pivot,
     require_gpu,
-    write_csv,
 )
 from jaxlora.bench.shapes import KERNEL_CASES, KernelCase
-from jaxlora.pallas_kernels.triton.target import forced_capability
 
-Columns = dict[str, Any]
 Timed = tuple[str, str, Timing]  # method, pass, timing
 
 ROUNDS = 3  # each method's calls are spread over the run because clocks drift with heat
-_MOST_SHOWN = 3.0  # ratio at which the picture ends
-_CLIPPED: dict[str, Any] = {
-    "fontsize": 6,
-    "ha": "right",
-    "va": "center",
-    "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.4},
-}
 _AT_ONCE = 20  # calls that are queued before the host waits
 
 
@@ -128,91 +113,54 @@ def time_torch(case: KernelCase, repeats: int) -> Iterator[Timed]:
         yield name, what, Timing.of(times)
 
 
-def ratios(
-    timings: Iterable[Timed], frozen: Callable[[str], str | None] = lambda _: FROZEN
-) -> list[float | None]:
-    """Divides medians by a frozen layer's in the same pass; None without one.
+def with_ratios(timings: Sequence[Timed]) -> Iterator[dict[str, Any]]:
+    """Yields rows of a case, with ratios to the frozen layer and to a method's own.
 
-    Args:
-        timings: All timings of a case.
-        frozen: Returns the method by which to divide a method's times.
+    A ratio is that of the medians of the same pass. It is None without a frozen layer.
     """
-    timings = list(timings)
     medians = {(method, what): t.median for method, what, t in timings}
-    bases = (medians.get((frozen(method) or "", what)) for method, what, _ in timings)
-    return [
-        round(t.median / base, 3) if base else None
-        for base, (_, _, t) in zip(bases, timings, strict=True)
-    ]
+
+    def ratio(method: str, what: str, frozen: str | None) -> float | None:
+        base = medians.get((frozen or "", what))
+        return round(medians[method, what] / base, 3) if base else None
+
+    for method, what, timing in timings:
+        yield {
+            "method": method,
+            "pass": what,
+            **timing.columns("median_us", 1),
+            "ratio": ratio(method, what, FROZEN),
+            "own_ratio": ratio(method, what, OWN_FROZEN.get(method)),
+        }
 
 
-def ratios_table(rows: Sequence[Columns]) -> str:
+def ratios_table(rows: Sequence[Row]) -> str:
     """Formats ratios of forward and backward, with a line for each case.
 
     The column of the frozen layer holds its microseconds. A ratio to a method's own
     frozen product is in parentheses.
     """
-    both = [row for row in rows if row["pass"].startswith("both")]
-    name = lambda row: row["method"] + row["pass"].removeprefix("both")
-    columns = list(dict.fromkeys(map(name, both)))
-    shown: dict[tuple[str, str], object] = {}
-    for row in both:
+
+    def cell(row: Row) -> str:
         is_frozen, ratio = row["method"] == FROZEN, row["ratio"]
-        cell = f"{row['median_us']} us" if is_frozen or ratio is None else ratio
-        if row.get("own_ratio"):
-            cell = f"{cell} ({row['own_ratio']} of its own)"
-        shown[row["case"], name(row)] = cell
-    cases = dict.fromkeys(row["case"] for row in both)
-    lines = [[case, *(shown.get((case, c), "") for c in columns)] for case in cases]
-    return markdown(["time over the frozen layer", *columns], lines)
+        found = f"{row['median_us']} us" if is_frozen or ratio is None else str(ratio)
+        own = row.get("own_ratio")
+        return f"{found} ({own} of its own)" if own else found
 
-
-def plot(rows: list[Columns], path: Path) -> None:
-    """Draws ratios of forward and backward as bars, by case and method.
-
-    Rows without a ratio have no bar. Without any ratio, no file is written.
-    """
-    both = [row for row in rows if row["pass"] == "both" and row["ratio"] is not None]
-    if not both:
-        return
-    cases = list(dict.fromkeys(row["case"] for row in both))
-    methods = list(dict.fromkeys(row["method"] for row in both))
-    ratios = {(row["case"], row["method"]): row["ratio"] for row in both}
-    # One row of the picture for each bar, and one between two cases.
-    bars = [(case, m) for case in cases for m in methods if (case, m) in ratios]
-    place = {bar: i + cases.index(bar[0]) for i, bar in enumerate(bars)}
-    height = 0.13 * (len(bars) + len(cases)) + 1.5
-    figure = Figure(figsize=(9, height), layout="constrained")
-    axes = figure.subplots()
-    for i, method in enumerate(methods):
-        mine = {place[bar]: ratios[bar] for bar in bars if bar[1] == method}
-        style = {
-            "color": COLOURS[i % len(COLOURS)],
-            "hatch": HATCHES[i // len(COLOURS)],
-            "edgecolor": "white",
+    both = (row for row in rows if row["pass"].startswith("both"))
+    shown = [
+        {
+            "time over the frozen layer": row["case"],
+            "column": row["method"] + row["pass"].removeprefix("both"),
+            "cell": cell(row),
         }
-        shown = [min(ratio, _MOST_SHOWN) for ratio in mine.values()]
-        axes.barh(list(mine), shown, 1.0, label=method, linewidth=0.3, **style)
-        for y, ratio in mine.items():
-            if ratio > _MOST_SHOWN:
-                axes.text(_MOST_SHOWN - 0.02, y, f"{ratio:.1f} \u2192", **_CLIPPED)
-    middles = [np.mean([y for bar, y in place.items() if bar[0] == c]) for c in cases]
-    axes.set_yticks(middles, cases)
-    axes.set_xlabel(
-        f"time / frozen layer, forward + backward (bars with an arrow go beyond "
-        f"{_MOST_SHOWN:g})"
-    )
-    axes.set_xlim(0, _MOST_SHOWN)
-    axes.axvline(1, color="black", linewidth=0.5)
-    axes.invert_yaxis()
-    axes.set_title(f"LoRA layers on {device_of(both)}", fontsize=10)
-    figure.legend(fontsize=7, ncols=3, loc="outside upper center")
-    figure.savefig(path, dpi=150)
+        for row in both
+    ]
+    return pivot(shown, ["time over the frozen layer"], "column", "cell")
 
 
-def parser() -> argparse.ArgumentParser:
-    """Makes the parser of the options."""
-    out = make_parser("kernels", __doc__)
+def add_options(out: argparse.ArgumentParser) -> None:
+    """Adds the options."""
     add_output_dir(out)
     out.add_argument("--repeats", type=int, default=20)
     out.add_argument(
@@ -237,18 +185,11 @@ def parser() -> argparse.ArgumentParser:
         help=f"those that cannot run here are left out; there are no ratios without "
         f"{FROZEN!r}",
     )
-    out.add_argument(
-        "--capability",
-        type=int,
-        help="ten times the compute capability for which Triton compiles, such as 80; "
-        "by default the device's",
-    )
-    return out
+    add_capability(out)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def run(args: argparse.Namespace) -> None:
     """Runs the benchmark with the given options."""
-    args = parser().parse_args(argv)
     require_gpu("kernels")
     with_torch = not args.no_torch and importlib.util.find_spec("torch") is not None
     if not args.no_torch and not with_torch:
@@ -256,24 +197,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     end = about(jax.devices()[0].device_kind)
     if args.capability:
         end["device"] += f", Triton code for {args.capability / 10}"
-    rows: list[Columns] = []
-    with contextlib.ExitStack() as stack:
-        if args.capability:
-            stack.enter_context(forced_capability(args.capability))
+    rows = Rows(args.output_dir, "kernels", ratios_table)
+    with triton_code(args.capability):
         for case in (KERNEL_CASES[i] for i in args.cases):
             for row in time_case(case, args, with_torch=with_torch):
-                rows.append(row | end)
-                _print(rows[-1])
-    print(ratios_table(rows))
-    if args.output_dir:
-        write_csv(args.output_dir / "kernels.csv", rows)
-        plot(rows, args.output_dir / "kernels.png")
+                rows.add(row | end)
+    print(rows.tables())
 
 
 def time_case(
     case: KernelCase, options: argparse.Namespace, *, with_torch: bool
-) -> Iterator[Columns]:
-    """Times the methods that can run a case; returns a row for each pass of each."""
+) -> Iterator[dict[str, Any]]:
+    """Times the methods that can run a case; yields a row for each pass of each."""
     methods = []
     for method in options.methods:
         if (reason := unsupported(method, case)) is None:
@@ -283,28 +218,5 @@ def time_case(
     timings = list(time_jax(case, options.repeats, methods, options.sustained))
     if with_torch:
         timings += time_torch(case, options.repeats)
-    all_ratios = zip(ratios(timings), ratios(timings, OWN_FROZEN.get), strict=True)
-    for timed, (ratio, own_ratio) in zip(timings, all_ratios, strict=True):
-        yield _row(case, timed, ratio) | {"own_ratio": own_ratio}
-
-
-def _row(case: KernelCase, timed: Timed, ratio: float | None) -> Columns:
-    method, what, timing = timed
-    return {
-        "case": case.name,
-        "method": method,
-        "pass": what,
-        "median_us": round(timing.median, 1),
-        "p10_us": round(timing.p10, 1),
-        "p90_us": round(timing.p90, 1),
-        "ratio": ratio,
-    }
-
-
-def _print(row: Columns) -> None:
-    print(
-        f"{row['case']:42} {row['method']:30} {row['pass']:18} {row['median_us']:9} us "
-        f"{'' if row['ratio'] is None else row['ratio']:6} "
-        f"{'' if row['own_ratio'] is None else row['own_ratio']:6}",
-        flush=True,
-    )
+    for row in with_ratios(timings):
+        yield {"case": case.name, **row}

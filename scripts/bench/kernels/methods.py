@@ -22,6 +22,7 @@ from jaxlora.pallas_kernels import (
 BLOCK = 128  # token rows of a block
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Group:
     """Linears that share an input, as a pytree.
@@ -37,9 +38,7 @@ class Group:
     dy: list[jax.Array]
 
 
-jax.tree_util.register_dataclass(Group)
-
-
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
     """Inputs that all linears of a case share, as a pytree.
@@ -55,7 +54,7 @@ class Routing:
     scaling: jax.Array
     rank: jax.Array
     block_adapter: jax.Array
-    rate: float
+    rate: float = dataclasses.field(metadata={"static": True})
     token_index: jax.Array
 
     def dropout(self, projection: int) -> Dropout | None:
@@ -66,13 +65,6 @@ class Routing:
         seed, step = jnp.arange(g), jnp.zeros(g, jnp.int32)
         key = dropout_keys(seed, step, layer=0, projection=projection)
         return Dropout(key, jnp.full(g, self.rate), self.token_index)
-
-
-jax.tree_util.register_dataclass(
-    Routing,
-    data_fields=["scaling", "rank", "block_adapter", "token_index"],
-    meta_fields=["rate"],
-)
 
 
 def operands(case: KernelCase) -> tuple[list[Group], Routing]:
@@ -140,48 +132,6 @@ def ours(implementation, x, matrices, routing):
     )
 
 
-def ragged(x, matrices, routing):
-    """Runs `lax.ragged_dot` twice, as in SkyRL tx, without dropout."""
-    out = []
-    for w, a, b in matrices:
-        sizes = jnp.bincount(routing.block_adapter, length=a.shape[0]) * BLOCK
-        s = jax.lax.ragged_dot(x, a, sizes) * routing.scaling[0].astype(x.dtype)
-        out.append(x @ w + jax.lax.ragged_dot(s, b, sizes))
-    return out
-
-
-def static_slices(x, matrices, routing):
-    """Runs a static slice of the rows for each adapter, without dropout."""
-    out = []
-    for w, a, b in matrices:
-        rows = jnp.split(x, a.shape[0])
-        delta = [
-            part @ a[i] @ b[i] * routing.scaling[i].astype(x.dtype)
-            for i, part in enumerate(rows)
-        ]
-        out.append(x @ w + jnp.concatenate(delta))
-    return out
-
-
-def one_by_one(x, matrices, routing):
-    """Runs separate layers for each adapter, as separate jobs would."""
-    rows, num_slots = x.shape[0], matrices[0][1].shape[0]
-    out = []
-    for i in range(num_slots):
-        one = slice(i, i + 1)
-        here = slice(i * rows // num_slots, (i + 1) * rows // num_slots)
-        alone = Routing(
-            scaling=routing.scaling[one],
-            rank=routing.rank[one],
-            block_adapter=jnp.zeros(rows // num_slots // BLOCK, jnp.int32),
-            rate=routing.rate,
-            token_index=routing.token_index[here],
-        )
-        own = [(w, a[one], b[one]) for w, a, b in matrices]
-        out.append(ours("xla", x[here], own, alone))
-    return [jnp.concatenate(parts) for parts in zip(*out, strict=True)]
-
-
 FROZEN = "frozen"  # through cuBLAS; the denominator of ratios
 # The frozen layer with the same product as a method's, where that is not cuBLAS's.
 OWN_FROZEN = {"jaxlora triton": "frozen Triton"}
@@ -196,17 +146,12 @@ _QUANTIZED: dict[str, tuple[str, dict[str, bool]]] = {
 }
 _OURS |= dict.fromkeys(_QUANTIZED, "mosaic")
 # The back end that a method needs.
-_NEEDED = _OURS | {
-    OWN_FROZEN[name]: _OURS[name] for name in OWN_FROZEN if name in _OURS
-}
+_NEEDED = _OURS | {"frozen Triton": "triton"}
 _WITHOUT_ADAPTERS = (frozen, frozen_triton)
 METHODS: dict[str, Callable] = {
     FROZEN: frozen,
     "frozen Triton": frozen_triton,
     **{name: functools.partial(ours, backend) for name, backend in _OURS.items()},
-    "ragged_dot, no dropout": ragged,
-    "static slices, no dropout": static_slices,
-    "a layer for each adapter": one_by_one,
 }
 
 

@@ -15,7 +15,6 @@ def calls(case: KernelCase) -> Iterator[tuple[str, str, Callable[[], None]]]:
     from torch.nn.functional import dropout, linear
 
     g, rows = len(case.ranks), case.tokens // len(case.ranks)
-    offsets = torch.arange(1, g + 1, device="cuda", dtype=torch.int32) * rows
 
     def peft(x, w, a, b):
         """Computes a LoRA linear as PEFT does, one adapter's rows after the other."""
@@ -26,17 +25,10 @@ def calls(case: KernelCase) -> Iterator[tuple[str, str, Callable[[], None]]]:
         ]
         return linear(x, w) + 2.0 * torch.cat(delta)
 
-    def grouped(x, w, a, b):
-        """Runs `torch._grouped_mm` twice, as Megatron-Bridge does, without dropout."""
-        s = torch._grouped_mm(x, a.transpose(1, 2), offs=offsets)
-        delta = torch._grouped_mm(s, b.transpose(1, 2), offs=offsets)
-        return linear(x, w) + 2.0 * delta
-
     groups = [_tensors(case, k, widths) for k, widths in case.groups]
     for name, method in (
         ("torch, as PEFT", peft),
         ("torch.compile, as PEFT", torch.compile(peft)),
-        ("torch._grouped_mm, no dropout", grouped),
     ):
         for what in ("forward", "both"):
             yield name, what, functools.partial(_run, method, groups, what == "both")

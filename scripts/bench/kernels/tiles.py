@@ -1,9 +1,8 @@
-"""Times the tiles of the Triton kernels on the present device."""
+"""Tiles of the Triton kernels to be timed on the present device."""
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,16 @@ SHAPES = products(LARGE)  # (K, N)
 KERNELS = ("expand", "shrink", "outer", "dual")
 CHOICE = "tile"  # what a row's value is
 Entry = dict[str, int]
-DeviceTime = Callable[..., float]
+
+
+class Problem(NamedTuple):
+    """A key of a tuning table, and the choices to time for it."""
+
+    key: str
+    choice: str  # what the values are
+    values: Sequence[Any]
+    calls: Callable[[Any], list[Callable]]  # takes a value; returns functions of arrays
+    arrays: tuple[Any, ...]
 
 
 def _entries(
@@ -71,32 +79,17 @@ CANDIDATES: dict[str, list[Entry]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    """Operands of the kernels in bfloat16, with four equal adapters and dropout.
+class Inputs(NamedTuple):
+    """Operands of the kernels in bfloat16, with four equal adapters and dropout."""
 
-    Attributes:
-        x: [T, K].
-        s: [T, R].
-        w: Weights stored [1, K, N] and [1, N, K].
-        a: [G, K, R].
-        a_transposed: [G, R, K].
-        b: B stored [G, R, N] and [G, N, R].
-        settings: Settings of the slots.
-        words: Words of the masks of K, and of N features.
-    """
-
-    x: jax.Array
-    s: jax.Array
-    w: tuple[jax.Array, jax.Array]
-    a: jax.Array
-    a_transposed: jax.Array
-    b: tuple[jax.Array, jax.Array]
+    x: jax.Array  # [T, K]
+    s: jax.Array  # [T, R]
+    w: tuple[jax.Array, jax.Array]  # stored [1, K, N] and [1, N, K]
+    a: jax.Array  # [G, K, R]
+    a_transposed: jax.Array  # [G, R, K]
+    b: tuple[jax.Array, jax.Array]  # stored [G, R, N] and [G, N, R]
     settings: KernelSettings
-    words: tuple[MaskWords, MaskWords]
-
-
-jax.tree_util.register_dataclass(Inputs)
+    words: tuple[MaskWords, MaskWords]  # of the masks of K, and of N features
 
 
 def _inputs(t: int, k: int, n: int, r: int) -> Inputs:
@@ -174,37 +167,27 @@ def _calls(kernel: str, tile: Any, target: Target) -> list[Callable[[Inputs], An
     return calls[kernel]
 
 
-def tune_tiles(
-    tokens: Sequence[int],
-    kernels: Sequence[str],
-    device_time: DeviceTime,
-    repeats: int,
-) -> Iterator[dict[str, Any]]:
-    """Times the candidates; yields rows for the tuning table.
-
-    A tile that cannot be compiled, as it needs too much shared memory, is left out.
+def problems(tokens: Sequence[int], kernels: Sequence[str]) -> Iterator[Problem]:
+    """Yields the products that decide tiles, with the candidates.
 
     Args:
         tokens: Numbers of token rows. The other kernels than expand take the last.
         kernels: Some of `KERNELS`.
-        device_time: Returns the microseconds of a function of one argument.
-        repeats: Calls for each time.
     """
     for kernel in kernels:
-        for key, sizes in _problems(kernel, tokens):
-            given = _inputs(*sizes)
-            for entry in CANDIDATES[kernel]:
-                calls = _calls(kernel, to_tile(entry), present_target())
-                try:
-                    times = [device_time(f, given, repeats=repeats) for f in calls]
-                except (RuntimeError, ValueError) as error:
-                    print(f"{key}: {entry} is left out: {str(error).splitlines()[0]}")
-                    continue
-                row = {"key": key, "choice": CHOICE, "value": json.dumps(entry)}
-                yield row | {"median_us": sum(times)}
+        for key, sizes in _sizes(kernel, tokens):
+            yield Problem(
+                key=key,
+                choice=CHOICE,
+                values=[json.dumps(entry) for entry in CANDIDATES[kernel]],
+                calls=lambda value, kernel=kernel: _calls(
+                    kernel, to_tile(json.loads(value)), present_target()
+                ),
+                arrays=(_inputs(*sizes),),
+            )
 
 
-def _problems(
+def _sizes(
     kernel: str, tokens: Sequence[int]
 ) -> Iterator[tuple[str, tuple[int, int, int, int]]]:
     """Yields keys of the table, and T, K, N and R of a product that decides them."""

@@ -14,16 +14,17 @@ spills registers.
 
 import argparse
 import csv
+import functools
+import itertools
 import json
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 from jaxlora.bench.kernels import tiles
-from jaxlora.bench.options import make_parser
 from jaxlora.bench.report import device_times, require_gpu
 from jaxlora.bench.shapes import LARGE, products
 from jaxlora.errors import JaxloraError
@@ -63,44 +64,53 @@ def random(*shapes: tuple[int, ...]) -> list[jax.Array]:
     ]
 
 
-def tune_expand(t: int, repeats: int) -> Iterator[dict]:
-    """Times the widths of bands in `expand`; `t` is the number of token rows."""
-    (blocks, settings), layer = routing(t), jnp.zeros(1, jnp.int32)
-    for k, n in SHAPES:
+def mosaic_problems(
+    tokens: Sequence[int], kernels: Sequence[str]
+) -> Iterator[tiles.Problem]:
+    """Yields the widths of bands in `expand`, and the numbers of parts in `outer`."""
+    sizes = itertools.product(tokens if "expand" in kernels else (), SHAPES)
+    for t, (k, n) in sizes:
+        (blocks, settings), layer = routing(t), jnp.zeros(1, jnp.int32)
+
+        def product(band, x, w, s, b, blocks=blocks, settings=settings, layer=layer):
+            term = Term(x, w, s, b, settings[0])
+            return expand([term], layer, blocks, transposed=False, band=band)
+
         arrays = random((t, k), (1, k, n), (t, RANK), (SLOTS, RANK, n))
-        for band in BANDS:
-
-            def product(x, w, s, b, band=band):
-                term = Term(x, w, s, b, settings[0])
-                return expand([term], layer, blocks, transposed=False, band=band)
-
-            time = device_time(product, *arrays, repeats=repeats)
-            key = f"expand {t} {k} {n}"
-            yield {"key": key, "choice": "band", "value": band, "median_us": time}
-
-
-def tune_outer(t: int, repeats: int) -> Iterator[dict]:
-    """Times the numbers of parts of sums in `outer`, for `t` token rows."""
+        calls = lambda band, f=product: [functools.partial(f, band)]
+        yield tiles.Problem(f"expand {t} {k} {n}", "band", BANDS, calls, tuple(arrays))
+    if "outer" not in kernels:
+        return
+    t = max(tokens)  # one choice for all T, because sums must not depend on T
     blocks, settings = routing(t)
+
+    def gradient(splits, wide, narrow):
+        operands = (wide, [narrow], settings, blocks, [])
+        return outer(*operands, transposed=False, splits=splits)
+
     for features in sorted({n for shape in SHAPES for n in shape}):
         arrays = random((t, features), (t, RANK))
-        for splits in SPLITS:
-
-            def gradient(wide, narrow, splits=splits):
-                operands = (wide, [narrow], settings, blocks, [])
-                return outer(*operands, transposed=False, splits=splits)
-
-            time = device_time(gradient, *arrays, repeats=repeats)
-            key = f"outer {features}"
-            yield {"key": key, "choice": "splits", "value": splits, "median_us": time}
+        calls = lambda splits: [functools.partial(gradient, splits)]
+        yield tiles.Problem(f"outer {features}", "splits", SPLITS, calls, tuple(arrays))
 
 
-def tune(tokens: Sequence[int], kernels: Sequence[str], repeats: int) -> Iterator[dict]:
-    """Times all choices of the given kernels."""
-    for t in tokens if "expand" in kernels else ():
-        yield from tune_expand(t, repeats)
-    if "outer" in kernels:  # one choice for all T, because sums must not depend on T
-        yield from tune_outer(max(tokens), repeats)
+def tune(problems: Iterable[tiles.Problem], repeats: int) -> Iterator[dict]:
+    """Times all choices; yields rows for the tuning table.
+
+    A choice that cannot be compiled, as it needs too much shared memory, is left out.
+    """
+    for problem in problems:
+        for value in problem.values:
+            calls, row = problem.calls(value), {"key": problem.key}
+            time = functools.partial(device_time, repeats=repeats)
+            try:
+                times = [time(f, *problem.arrays) for f in calls]
+            except (RuntimeError, ValueError) as error:
+                reason = str(error).splitlines()[0]
+                print(f"{problem.key}: {value} is left out: {reason}")
+                continue
+            row |= {"choice": problem.choice, "value": value}
+            yield row | {"median_us": round(sum(times), 1)}
 
 
 def write(table_path: Path, device: str, rows: list[dict]) -> None:
@@ -142,9 +152,8 @@ def _entry(row: dict) -> dict:
     return {row["choice"]: row["value"]}
 
 
-def parser() -> argparse.ArgumentParser:
-    """Makes the parser of the options."""
-    out = make_parser("tune", __doc__)
+def add_options(out: argparse.ArgumentParser) -> None:
+    """Adds the options."""
     out.add_argument("--table", type=Path, required=True, help="JSON file to update")
     out.add_argument("--repeats", type=int, default=10)
     out.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384])
@@ -155,12 +164,10 @@ def parser() -> argparse.ArgumentParser:
         choices=sorted({k for names in BACKENDS_TO_TUNE.values() for k in names}),
         help="by default all of the back end's",
     )
-    return out
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def run(args: argparse.Namespace) -> None:
     """Measures with the given options."""
-    args = parser().parse_args(argv)
     require_gpu("tune")
     known = BACKENDS_TO_TUNE[args.backend]
     kernels = args.kernels or known
@@ -171,13 +178,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     if known is tiles.KERNELS:
         device = measured_device(present_target())
-        timed = tiles.tune_tiles(args.tokens, kernels, device_time, args.repeats)
+        problems = tiles.problems(args.tokens, kernels)
     else:
         device = jax.devices()[0].device_kind
-        timed = tune(args.tokens, kernels, args.repeats)
+        problems = mosaic_problems(args.tokens, kernels)
     rows = []
-    for row in timed:
-        row["median_us"] = round(row["median_us"], 1)
+    for row in tune(problems, args.repeats):
         rows.append(row)
         print(*row.values(), flush=True)
     write(args.table, device, rows)

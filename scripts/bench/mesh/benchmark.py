@@ -2,10 +2,10 @@
 
 Each mesh is measured in a process of its own. A pipeline gives the time of each pass
 alone; the bubble of windows of ragged lengths, measured and simulated from these times;
-the same samples one job after the other, with a drain between global batches, and in
-mLoRA's round robin; and a profiled window, drawn next to the simulated one. FSDP and
-one GPU give the time and the memory of a step, and the throughput of windows. Weights
-and tokens are random, and the lengths are those of summarization data sets.
+and the same samples one job after the other, with a drain between global batches, and
+in mLoRA's round robin. FSDP and one GPU give the time and the memory of a step, and the
+throughput of windows. Weights and tokens are random, and the lengths are those of
+summarization data sets.
 
 Each row is written as soon as it is measured: to DIR/mesh.jsonl, and with tables of all
 rows to DIR/mesh.md. Without a GPU, only the models tiny and wide-2 run.
@@ -25,8 +25,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxlora.bench.mesh.cases import DATA_SETS, Case
-from jaxlora.bench.mesh.results import Results, tables
-from jaxlora.bench.options import add_output_dir, add_training_options, make_parser
+from jaxlora.bench.mesh.results import Results
+from jaxlora.bench.options import (
+    add_output_dir,
+    add_training_options,
+    shared_fields,
+)
 from jaxlora.bench.report import needs_gpu
 from jaxlora.bench.scheduler.lengths import SHAPES, WORDS_AND_SIGMA
 from jaxlora.bench.shapes import LARGE, MODELS
@@ -68,29 +72,11 @@ def make_case(args: argparse.Namespace, mesh: str, num_devices: int) -> Case:
     One device gets a share of the samples, so that it takes as long as the others.
     """
     share = 1 if MeshSizes.parse(mesh).num_devices > 1 else num_devices
-    return Case(
-        model=args.model,
-        mesh=mesh,
-        num_layers=args.layers,
-        adapters=tuple(args.adapters),
-        num_microbatches=max(1, args.ticks // share),
-        data_sets=tuple(args.data_sets),
-        batch_samples=args.batch_samples,
-        round_robin_samples=args.round_robin_samples,
-        capacity=args.microbatch_tokens,
-        block_tokens=args.block_tokens,
-        longest_tokens=args.longest_tokens,
-        in_flight=tuple(args.in_flight),
-        rank=args.rank,
-        dropout=args.dropout,
-        dtype=args.dtype,
-        attention=args.attention,
-        implementation=args.implementation,
-        remat=args.remat,
-        repeats=args.repeats,
-        window_repeats=args.window_repeats,
-        traced_microbatches=args.traced_ticks,
-    )
+    given = shared_fields(Case, args)
+    given |= {"mesh": mesh, "num_layers": args.layers}
+    given |= {"capacity": args.microbatch_tokens}
+    given |= {"num_microbatches": max(1, args.ticks // share)}
+    return Case(**given)
 
 
 def share_of_time(meshes: Sequence[str]) -> float:
@@ -121,9 +107,8 @@ def measure_alone(case: Case, folder: Path, seconds: float, limit: float) -> str
     return f"its process ended with {ended.returncode}" if ended.returncode else None
 
 
-def parser() -> argparse.ArgumentParser:
-    """Makes the parser of the options."""
-    out = make_parser("mesh", __doc__)
+def add_options(out: argparse.ArgumentParser) -> None:
+    """Adds the options."""
     add_output_dir(out)
     out.add_argument("--model", choices=MODELS, default=LARGE)
     add_training_options(out)
@@ -167,16 +152,11 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--remat", choices=["none", "mlp", "layer"], default="none")
     out.add_argument("--repeats", type=int, default=10, help="of passes and steps")
     out.add_argument("--window-repeats", type=int, default=1)
-    out.add_argument(
-        "--traced-ticks", type=int, default=16, help="in the profile; 0 for none"
-    )
     out.add_argument("--seconds", type=float, default=math.inf, help="for all of it")
-    return out
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def run(args: argparse.Namespace) -> None:
     """Runs the benchmark with the given options."""
-    args = parser().parse_args(argv)
     end = time.monotonic() + args.seconds
     num_devices, has_gpu = count_devices()
     reason = needs_gpu(args.model, has_gpu)
@@ -194,4 +174,4 @@ def main(argv: Sequence[str] | None = None) -> None:
             reason = measure_alone(case, folder, share, max(1.0, limit))
             if reason is not None:
                 Results(folder).skip(case, "the rest", reason)
-        print(tables(Results(folder).rows))
+        print(Results(folder).tables())

@@ -18,21 +18,17 @@ import jax
 import numpy as np
 
 from jaxlora.bench.mesh.cases import Case, make_runs
-from jaxlora.bench.mesh.measured_timeline import measured_timeline
 from jaxlora.bench.mesh.mesh_training import MeshTraining, flops_per_token
 from jaxlora.bench.mesh.orders import Order, windows
 from jaxlora.bench.mesh.pass_times import full_tick, measure_passes
 from jaxlora.bench.mesh.results import Results, columns_of
-from jaxlora.bench.report import Timing, about, needs_gpu, write_csv
+from jaxlora.bench.report import Timing, about, needs_gpu
 from jaxlora.bench.training import GIB, time_steps, usual_hyper
 from jaxlora.costs.device_speed import UNKNOWN_DEVICE, find_speed
 from jaxlora.errors import JaxloraError
 from jaxlora.models.forward import SlotKeys
-from jaxlora.profile.device_trace import trace
 from jaxlora.scheduler import CostModel, simulate
 from jaxlora.scheduler.lanes import ticks_of
-from jaxlora.scheduler.picture import draw
-from jaxlora.scheduler.timeline import Timeline
 from jaxlora.train.compilation_cache import keep_compiled_programs
 
 Columns = dict[str, Any]
@@ -88,8 +84,6 @@ class _Mesh:
         yield self._window("one by one", most)
         if sizes.devices_per_stage == 1:
             yield self._window("round robin", most)
-        if self._case.traced_microbatches:
-            yield "timeline", self._timeline
         for in_flight in self._case.in_flight:
             for number in adapters:
                 if (in_flight, number) != (self._case.in_flight[0], most):
@@ -143,9 +137,7 @@ class _Mesh:
         self._add(
             "step",
             adapters=num_jobs,
-            step_ms=round(timing.median, 2),
-            p10_ms=round(timing.p10, 2),
-            p90_ms=round(timing.p90, 2),
+            **timing.columns("step_ms", 2),
             argument_gib=round(memory.argument_size_in_bytes / GIB, 2),
             temp_gib=round(memory.temp_size_in_bytes / GIB, 2),
             peak_gib=training.peak_gib(),
@@ -243,47 +235,6 @@ class _Mesh:
             "busy_percent_by_stage": np.round(100 * busy / seconds, 2).tolist(),
             "simulated_seconds": round(simulated, 4),
         }
-
-    def _timeline(self) -> None:
-        """Profiles a short window, and draws it next to the simulated one."""
-        case, training, folder = self._case, self._training, self._results.folder
-        if self._cost is None:
-            raise JaxloraError("the passes were not measured, so nothing is simulated")
-        lanes, most = training.lanes(), max(case.adapters)
-        runs = make_runs(case, most, case.traced_microbatches, training.start)
-        (window,) = windows("together", runs, case.limits, lanes)
-        kernels = trace(lambda: training.run(window), 1)
-        devices = [
-            stage.placement.mesh.devices.flat[0].id  # type: ignore[union-attr]
-            for stage in training.layout.stages
-        ]
-        schedule, n = window.schedule, lanes.num_lanes
-        timelines = {
-            "measured": measured_timeline(kernels, devices, schedule, n),
-            "simulated": Timeline.simulated(
-                simulate(schedule, self._cost, lanes.pipeline, num_lanes=n)
-            ),
-        }
-        if folder is not None:
-            mesh = case.mesh.replace("=", "").replace(",", "_")
-            name = f"timeline_{case.model}_{mesh}"
-            draw(schedule, timelines, folder / f"{name}.png", num_lanes=n)
-            rows = [
-                {"timeline": title} | dataclasses.asdict(one)
-                for title, timeline in timelines.items()
-                for one in timeline.passes
-            ]
-            write_csv(folder / f"{name}.csv", rows)
-        measured, simulated = timelines["measured"], timelines["simulated"]
-        self._add(
-            "timeline",
-            adapters=most,
-            ticks=len(schedule.microbatches) // n,
-            seconds=round(measured.makespan, 4),
-            simulated_seconds=round(simulated.makespan, 4),
-            bubble_percent=round(100 * measured.bubble, 2),
-            simulated_bubble_percent=round(100 * simulated.bubble, 2),
-        )
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxlora.bench.mesh.mesh_training import MeshTraining
 from jaxlora.bench.scheduler.lengths import lengths
-from jaxlora.bench.tokens import job_batch
+from jaxlora.bench.tokens import equal_shares, fill, shared_batches
 from jaxlora.bench.training import time_steps
 from jaxlora.data.pack import PackedBatch, pack_tick
 from jaxlora.models.forward import SlotKeys
@@ -102,17 +102,15 @@ def full_tick(training: MeshTraining) -> PackedBatch:
 
 
 def _probe(training: MeshTraining, num_tokens: int, longest: int) -> Probe:
-    case, rng = training.case, np.random.default_rng(0)
-    num_jobs = max(case.adapters)
-    num_blocks = num_tokens // case.block_tokens
-    shares = [len(x) for x in np.array_split(np.arange(num_blocks), num_jobs)]
-    batches, drawn = {}, []
-    for slot, share in enumerate(shares):
-        own = _draw(case.data_sets[slot], share * case.block_tokens, longest, rng)
-        if own:
-            vocab_size = training.spec.config.vocab_size
-            batches[slot] = job_batch(slot, own, vocab_size, rng)
-            drawn += own
+    case, vocab_size = training.case, training.spec.config.vocab_size
+
+    def draw(slot: int, total: int, rng: np.random.Generator) -> list[int]:
+        source = case.data_sets[slot]
+        return fill(total, longest, lambda: lengths(source, 1, rng).item())
+
+    totals = equal_shares(num_tokens, max(case.adapters), case.block_tokens)
+    batches = shared_batches(totals, draw, vocab_size, seed=0)
+    drawn = [len(s.token_ids) for batch in batches.values() for s in batch.samples]
     microbatch = tuple(s for batch in batches.values() for s in batch.to_schedule())
     lanes = [microbatch] * training.layout.num_lanes
     return Probe(
@@ -120,15 +118,6 @@ def _probe(training: MeshTraining, num_tokens: int, longest: int) -> Probe:
         tokens=sum(drawn),
         squares=sum(length**2 for length in drawn),
     )
-
-
-def _draw(source: str, total: int, longest: int, rng: np.random.Generator) -> list[int]:
-    """Draws lengths that add up to a total, or to one token less."""
-    out: list[int] = []
-    while (left := total - sum(out)) > 1:
-        (length,) = lengths(source, 1, rng).tolist()
-        out.append(min(length, longest, left))
-    return out
 
 
 class _Timer:

@@ -5,9 +5,8 @@ adapter. It is timed from the end of the step before, and the device never waits
 host. Weights and tokens are random. All rows get the same tokens, and each runs in a
 process of its own so that it has its own peak memory.
 
-Prints a table for each model. With --output-dir, writes steps.csv and steps.png, and
-with --profile also breakdown.csv and breakdown.png. Needs a GPU, except for the models
-tiny and wide-2; torch, transformers and peft are optional.
+Prints a table for each model. With --output-dir, writes step.jsonl and step.md. Needs a
+GPU, except for the models tiny and wide-2; torch, transformers and peft are optional.
 
     jaxlora bench step --output-dir bench
     jaxlora bench step --models llama-3.2-1b --layers 4 --adapters 1 4 32
@@ -27,11 +26,15 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from jaxlora.bench.options import add_output_dir, add_training_options, make_parser
-from jaxlora.bench.report import about, markdown, write_csv
+from jaxlora.bench.options import (
+    add_capability,
+    add_output_dir,
+    add_training_options,
+    shared_fields,
+)
+from jaxlora.bench.report import Row, Rows, about, pivot, table
 from jaxlora.bench.shapes import LARGE, MODELS
 from jaxlora.bench.step.cases import FROZEN, PEER, ROWS, Case
-from jaxlora.bench.step.plots import plot_parts, plot_steps
 
 Columns = dict[str, Any]
 
@@ -93,25 +96,11 @@ def cases(args: argparse.Namespace) -> list[Case]:
     ]
 
 
-def _case(args: argparse.Namespace, model: str, row: str, num_jobs: int) -> Case:
-    return Case(
-        model=model,
-        row=row,
-        num_layers=args.layers,
-        num_jobs=num_jobs,
-        rank=args.rank,
-        dropout=args.dropout,
-        capacity=args.microbatch_tokens,
-        num_microbatches=args.microbatches,
-        block_tokens=args.block_tokens,
-        median_tokens=args.median_tokens,
-        longest_tokens=args.longest_tokens,
-        dtype=args.dtype,
-        attention=args.attention,
-        capability=args.capability,
-        repeats=args.repeats,
-        profile=args.profile and ROWS[row].library == "jaxlora",
-    )
+def _case(args: argparse.Namespace, model: str, row: str, adapters: int) -> Case:
+    given = shared_fields(Case, args)
+    given |= {"model": model, "row": row, "adapters": adapters}
+    given["profile"] = args.profile and ROWS[row].library == "jaxlora"
+    return Case(**given)
 
 
 def _has_several(row: str) -> bool:
@@ -121,81 +110,75 @@ def _has_several(row: str) -> bool:
 def _described(case: Case) -> Columns:
     """Returns the columns that identify a row."""
     row = ROWS[case.row]
-    adapters = 0 if not row.has_adapters else case.num_jobs
+    adapters = 0 if not row.has_adapters else case.adapters
     return {
         "model": case.model,
-        "layers": "all" if case.num_layers is None else case.num_layers,
+        "layers": "all" if case.layers is None else case.layers,
         "row": case.row,
         "adapters": min(1, adapters) if row.library == "torch" else adapters,
         "rank": case.rank,
         "dropout": case.dropout,
         "dtype": case.dtype,
-        "microbatches": case.num_microbatches,
-        "microbatch_tokens": case.capacity,
+        "microbatches": case.microbatches,
+        "microbatch_tokens": case.microbatch_tokens,
         "triton_code": "device" if case.capability is None else case.capability / 10,
     }
 
 
-def add_ratios(rows: Sequence[Columns]) -> None:
-    """Adds time over the base alone, and speed over peft, to the rows of each model."""
+def with_ratios(rows: Sequence[Row]) -> list[Columns]:
+    """Adds ratios to rows of equal settings; the last row of a name counts.
 
-    def speed(model: str, name: str) -> float | None:
-        named = (r for r in rows if (r["model"], r["row"]) == (model, name))
-        return next((r.get("tokens_per_second") for r in named), None)
+    - `over_frozen`: the time over that of the base alone.
+    - `over_peer`: the speed over that of peft.
+    """
 
+    speeds = {row["row"]: row.get("tokens_per_second") for row in rows}
+    frozen, peer = speeds.get(FROZEN), speeds.get(PEER)
+    out = []
     for row in rows:
         own = row.get("tokens_per_second")
-        frozen, peer = (speed(row["model"], name) for name in (FROZEN, PEER))
-        row["time_over_adapters_off"] = frozen and own and round(frozen / own, 3)
-        row["speed_over_peft"] = peer and own and round(own / peer, 3)
+        over_frozen = round(frozen / own, 3) if frozen and own else None
+        over_peer = round(own / peer, 3) if peer and own else None
+        out.append({**row, "over_frozen": over_frozen, "over_peer": over_peer})
+    return out
 
 
-def _print(row: Columns) -> None:
-    name = f"{row['model']} {row['row']}, {row['adapters']} adapters"
-    if "skipped" in row:
-        print(f"{name:48} skipped: {row['skipped']}", flush=True)
-        return
-    memory = row["peak_gib"] or row["program_gib"]
-    print(
-        f"{name:48} {row['tokens_per_second']:8} tokens/s {row['step_ms']:9} ms "
-        f"{memory or '?':>7} GiB, compiled in {row.get('compile_seconds', 0)} s",
-        flush=True,
-    )
+_COLUMNS = (
+    "row", "adapters", "tokens_per_second", "step_ms", "over_frozen", "over_peer",
+    "peak_gib", "program_gib", "compile_seconds", "skipped",
+)  # fmt: skip
 
 
-def steps_table(rows: Sequence[Columns]) -> str:
-    """Formats the rows of each model as a table; skipped rows say why."""
-    head = ("row", "adapters", "tokens/s", "ms", "over the base alone", "peak GiB")
-    tables = []
-    for model in dict.fromkeys(row["model"] for row in rows):
-        lines = [_table_line(row) for row in rows if row["model"] == model]
-        tables.append(f"{model}:\n\n{markdown(head, lines)}")
-    return "\n\n".join(tables)
+# What rows share that are compared with each other.
+_SETTINGS = (
+    "model", "layers", "rank", "dropout", "dtype", "microbatches", "microbatch_tokens",
+    "triton_code",
+)  # fmt: skip
 
 
-def _table_line(row: Columns) -> list[object]:
-    name = [row["row"], row["adapters"]]
-    if "skipped" in row:
-        return [*name, f"skipped: {row['skipped']}", "", "", ""]
-    ratio, memory = row["time_over_adapters_off"], row["peak_gib"]
-    blank = lambda value: "" if value is None else value
-    speed = f"{row['tokens_per_second']:,}"
-    return [*name, speed, row["step_ms"], blank(ratio), blank(memory)]
+def tables(rows: Sequence[Row]) -> str:
+    """Formats the rows of equal settings, and the parts of their steps, as tables."""
+    made = []
+    settings = lambda row: {name: row.get(name) for name in _SETTINGS}
+    for same in {str(settings(row)): settings(row) for row in rows}.values():
+        own = with_ratios([row for row in rows if settings(row) == same])
+        made.append(", ".join(f"{name} {value}" for name, value in same.items()))
+        made.append(table(own, _COLUMNS))
+        parts = [
+            {"part, ms": part, "row": _name(row), "ms": ms}
+            for row in own
+            for part, ms in row.get("parts", {}).items()
+        ]
+        made += [pivot(parts, ["part, ms"], "row", "ms")] if parts else []
+    return "\n\n".join(made)
 
 
-def parts_table(parts: Sequence[Columns]) -> str:
-    """Formats the milliseconds of each part as a table with a column for each row."""
-    named = lambda p: f"{p['model']}, {p['row']}, {p['adapters']} adapters"
-    columns = list(dict.fromkeys(map(named, parts)))
-    ms = {(named(p), p["part"]): p["ms"] for p in parts}
-    kinds = dict.fromkeys(p["part"] for p in parts)
-    lines = [[kind, *(ms.get((c, kind), "") for c in columns)] for kind in kinds]
-    return markdown(["part, ms", *columns], lines)
+def _name(row: Row) -> str:
+    return f"{row['row']}, {row['adapters']} adapters"
 
 
-def parser() -> argparse.ArgumentParser:
-    """Makes the parser of the options."""
-    out = make_parser("step", __doc__)
+def add_options(out: argparse.ArgumentParser) -> None:
+    """Adds the options."""
     add_output_dir(out)
     out.add_argument("--models", nargs="+", choices=MODELS, default=[LARGE])
     add_training_options(out)
@@ -204,12 +187,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--microbatches", type=int, default=1, help="in a step")
     out.add_argument("--median-tokens", type=int, default=600, help="in a sample")
     out.add_argument("--repeats", type=int, default=10)
-    out.add_argument(
-        "--capability",
-        type=int,
-        help="ten times the compute capability for which Triton compiles, such as 80; "
-        "by default the device's",
-    )
+    add_capability(out)
     out.add_argument("--profile", action="store_true", help="split the time into parts")
     out.add_argument(
         "--at-once",
@@ -224,7 +202,6 @@ def parser() -> argparse.ArgumentParser:
         default=900,
         help="seconds for a row, without the time that it waits for other rows",
     )
-    return out
 
 
 def measured(
@@ -239,28 +216,9 @@ def measured(
         yield from zip(some, pool.map(one, some), strict=True)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def run(args: argparse.Namespace) -> None:
     """Runs the benchmark with the given options."""
-    args = parser().parse_args(argv)
-    rows: list[Columns] = []
-    parts: list[Columns] = []
+    rows = Rows(args.output_dir, "step", tables)
     for case, found in measured(cases(args), args):
-        described = _described(case)
-        end = about(found.pop("device", ""))
-        for part, milliseconds in found.pop("parts", {}).items():
-            parts.append({**described, "part": part, "ms": milliseconds, **end})
-        rows.append(described | found | end)
-        _print(rows[-1])
-        add_ratios(rows)
-        # Files are written after every row, so that an interrupted run keeps its rows.
-        if args.output_dir:
-            write_csv(args.output_dir / "steps.csv", rows)
-            if parts:
-                write_csv(args.output_dir / "breakdown.csv", parts)
-    print(steps_table(rows))
-    if parts:
-        print(f"\n{parts_table(parts)}")
-    if args.output_dir:
-        plot_steps(rows, args.output_dir / "steps.png")
-        if parts:
-            plot_parts(parts, args.output_dir / "breakdown.png")
+        rows.add(_described(case) | found | about(found.get("device", "")))
+    print(rows.tables())

@@ -8,7 +8,6 @@ lock file take turns on the device, and the process ends by SIGALRM when its tim
 Waiting for a turn does not count.
 """
 
-import contextlib
 import dataclasses
 import fcntl
 import functools
@@ -24,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlora.bench import training, weights
+from jaxlora.bench.options import triton_code
 from jaxlora.bench.report import needs_gpu
 from jaxlora.bench.shapes import config_json
 from jaxlora.bench.step import peers
@@ -33,9 +33,7 @@ from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.base_format import kept_linears
 from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
-from jaxlora.pallas_kernels.triton.target import forced_capability
 from jaxlora.profile import step_parts
-from jaxlora.scheduler import Limits
 from jaxlora.train.plan.kernel_choice import choose_attention
 
 
@@ -52,21 +50,14 @@ def measure(
     if row.library == "torch":
         take_device()
         return peers.measure(case, row)
-    with _triton_code(case):
+    with triton_code(case.capability):
         return _measure_jaxlora(case, row, take_device)
-
-
-def _triton_code(case: Case) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which Triton compiles for the case's capability."""
-    if case.capability is None:
-        return contextlib.nullcontext()
-    return forced_capability(case.capability)
 
 
 def _measure_jaxlora(
     case: Case, row: Row, take_device: Callable[[], object]
 ) -> dict[str, Any]:
-    model = model_config(config_json(case.model, case.num_layers))
+    model = model_config(config_json(case.model, case.layers))
     drawn = microbatches(case, model.vocab_size)
     setup = _setup(case, row, model, drawn)
     reason = setup.unsupported()
@@ -108,14 +99,14 @@ def _setup(
         remat=row.remat,  # type: ignore[arg-type]
         implementation=row.implementation,
         attention=choose_attention(case.attention, dtype, model).name,
-        max_segment_tokens=min(case.longest_tokens, case.capacity),
+        max_segment_tokens=min(case.longest_tokens, case.microbatch_tokens),
         mean_segment_tokens=min(m.num_tokens // len(m.samples) for m in drawn),
     )
     return training.Setup(
         model=model,
         options=options,
-        limits=Limits(capacity=case.capacity, block_tokens=case.block_tokens),
-        num_jobs=case.num_jobs if row.has_adapters else 0,
+        limits=case.limits,
+        num_jobs=case.adapters if row.has_adapters else 0,
         rank=case.rank,
         dropout=case.dropout,
     )

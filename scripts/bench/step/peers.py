@@ -3,10 +3,9 @@
 The adapter is bfloat16 like the base, which is the fastest setting that peft has.
 """
 
-import dataclasses
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxlora.bench.report import needs_gpu
 from jaxlora.bench.shapes import config_json
@@ -23,26 +22,17 @@ _LINEARS = [row.name.rsplit(".", 1)[-1] for row in FAMILIES["llama"].linears]
 _GROUP = 4  # samples that are padded to the same length
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """Samples that go through the model at once.
+class Part(NamedTuple):
+    """Samples that go through the model at once."""
 
-    Attributes:
-        inputs: Keyword arguments of the model, without labels.
-        labels: Token ids of targets, `IGNORED` elsewhere.
-        num_targets: Number of target tokens.
-    """
-
-    inputs: dict[str, Any]
-    labels: "torch.Tensor"
+    inputs: dict[str, Any]  # keyword arguments of the model, without labels
+    labels: "torch.Tensor"  # token ids of targets, `IGNORED` elsewhere
     num_targets: int
 
 
 def missing(row: Row) -> str | None:
     """Returns which packages the row lacks here, or None."""
-    needs = ["torch", "transformers", "peft"]
-    if row.layout == "flash":
-        needs.append("flash_attn")
+    needs = ("torch", "transformers", "peft")
     lacking = [name for name in needs if importlib.util.find_spec(name) is None]
     return f"{', '.join(lacking)} not installed" if lacking else None
 
@@ -55,8 +45,6 @@ def measure(case: Case, row: Row) -> dict[str, Any]:
     import torch
 
     cuda = torch.cuda.is_available()
-    if row.layout == "flash" and not cuda:
-        return {"skipped": "flash attention needs a GPU"}
     reason = needs_gpu(case.model, cuda)
     if reason is not None:
         return {"skipped": reason}
@@ -92,14 +80,13 @@ def _model(case: Case, row: Row, device: str):
     import torch
     import transformers
 
-    fields = config_json(case.model, case.num_layers)
+    fields = config_json(case.model, case.layers)
     kind = fields.pop("model_type")
     config = transformers.AutoConfig.for_model(kind, **fields)
-    attention = "flash_attention_2" if row.layout == "flash" else "sdpa"
     dtype = getattr(torch, case.dtype)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention
+            config, dtype=dtype, attn_implementation="sdpa"
         )
     model.config.use_cache = False
     if row.has_adapters:
@@ -133,7 +120,7 @@ def _parts(
 ) -> list[Part]:
     if layout == "padded":
         return _padded(samples, device)
-    return [_packed(samples, dtype if layout == "packed" else None, device)]
+    return [_packed(samples, dtype, device)]
 
 
 def _num_targets(samples: Sequence[TokenizedSample]) -> int:
@@ -149,30 +136,28 @@ def _labels(sample: TokenizedSample) -> "torch.Tensor":
 
 
 def _packed(
-    samples: Sequence[TokenizedSample], mask_dtype: "torch.dtype | None", device: str
+    samples: Sequence[TokenizedSample], dtype: "torch.dtype", device: str
 ) -> Part:
     """Puts all samples into one row, in which each attends only to itself.
 
     Args:
         samples: The samples.
-        mask_dtype: Dtype of the block mask, or None to pass positions alone.
+        dtype: Dtype of the block mask.
         device: Where the tensors go.
     """
     import torch
 
     ids = [torch.tensor(s.token_ids, dtype=torch.long) for s in samples]
     positions = [torch.arange(len(s.token_ids)) for s in samples]
+    owner = torch.cat([torch.full_like(x, i) for i, x in enumerate(ids)]).to(device)
+    is_visible = (owner[:, None] == owner).tril()
+    mask = torch.zeros(is_visible.shape, dtype=dtype, device=device)
+    mask.masked_fill_(~is_visible, torch.finfo(dtype).min)
     inputs = {
         "input_ids": torch.cat(ids)[None].to(device),
         "position_ids": torch.cat(positions)[None].to(device),
+        "attention_mask": mask[None, None],
     }
-    if mask_dtype is not None:
-        owner = torch.cat([torch.full_like(x, i) for i, x in enumerate(ids)])
-        owner = owner.to(device)
-        is_visible = (owner[:, None] == owner).tril()
-        mask = torch.zeros(is_visible.shape, dtype=mask_dtype, device=device)
-        mask.masked_fill_(~is_visible, torch.finfo(mask_dtype).min)
-        inputs["attention_mask"] = mask[None, None]
     labels = torch.cat([_labels(s) for s in samples])[None].to(device)
     return Part(inputs, labels, _num_targets(samples))
 

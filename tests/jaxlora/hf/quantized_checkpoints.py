@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import safetensors.numpy
 
-from jaxlora.bench.byte_data import write_tokenizer
 from jaxlora.hf.config import model_config
 from jaxlora.hf.names import linear_names
 from tests import tiny
@@ -246,5 +245,5 @@ def write_quantized(folder, kind, *, keep=(), change=None):
     config = {**CONFIG, "quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(config))
     safetensors.numpy.save_file(tensors, folder / "model.safetensors")
-    write_tokenizer(folder)
+    tiny.write_tokenizer(folder)
     return wanted

@@ -1,6 +1,11 @@
 """The command `jaxlora bench`."""
 
+import argparse
+import importlib
 import os
+import pathlib
+import re
+import shlex
 
 import pytest
 
@@ -8,6 +13,8 @@ from jaxlora.bench import subjects
 from jaxlora.bench.subjects import SUBJECTS
 from jaxlora.cli.main import main
 from jaxlora.memory import gpu_share
+
+DOCS = pathlib.Path(__file__).parents[3] / "docs"
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
@@ -25,6 +32,21 @@ def test_help_lists_all_subjects(capsys):
     assert all(f"  {name} " in printed for name in SUBJECTS)
 
 
+PAGES = [path for path in DOCS.rglob("*.md") if path.name != "log.md"]
+COMMAND = re.compile(r"^(?: {4})?(?:\w+=\d+ )?jaxlora bench (\w+)(.*)$", re.MULTILINE)
+
+
+def commands():
+    texts = (path.read_text(encoding="utf-8").replace("\\\n", "") for path in PAGES)
+    return sorted({m.groups() for text in texts for m in COMMAND.finditer(text)})
+
+
+@pytest.mark.parametrize(("subject", "options"), commands())
+def test_commands_of_the_docs_can_be_parsed(subject, options):
+    module = importlib.import_module(f"jaxlora.bench.{SUBJECTS[subject].module}")
+    assert subjects.parse(module, subject, shlex.split(options))
+
+
 @pytest.mark.parametrize("subject", ["kernels", "tune"])
 def test_a_benchmark_of_the_gpu_says_so_without_one(subject, capsys, monkeypatch):
     monkeypatch.setattr("jax.default_backend", lambda: "cpu")
@@ -34,15 +56,10 @@ def test_a_benchmark_of_the_gpu_says_so_without_one(subject, capsys, monkeypatch
 
 
 def test_a_large_model_is_refused_without_a_gpu(capsys, monkeypatch):
-    monkeypatch.setattr("jax.default_backend", lambda: "cpu")
-    assert main(["bench", "joint"]) == 1
+    name = "jaxlora.bench.mesh.benchmark.count_devices"
+    monkeypatch.setattr(name, lambda: (2, False))
+    assert main(["bench", "mesh"]) == 1
     assert "llama-3.1-8b needs a GPU" in capsys.readouterr().err
-
-
-def test_traffic_names_the_profiler_that_it_needs(capsys, monkeypatch):
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    assert main(["bench", "traffic"]) == 1
-    assert "`ncu` of NVIDIA Nsight Compute" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -61,8 +78,11 @@ def test_a_benchmark_takes_the_memory_that_training_takes(subject, share, monkey
         return gpu_share.ShareChoice(share=taken, text="a free GPU")
 
     class Module:
-        def main(self, argv):
+        def add_options(self, parser):
             found.append(os.environ.get(gpu_share.FRACTION))
+
+        def run(self, options):
+            assert options == argparse.Namespace()
 
     found = []
     monkeypatch.setenv(gpu_share.FRACTION, "0.5")

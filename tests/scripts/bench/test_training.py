@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxlora.bench.shapes import config_json
-from jaxlora.bench.tokens import Lengths, full_microbatch
+from jaxlora.bench.tokens import full_microbatch
 from jaxlora.bench.training import Setup, Training
 from jaxlora.bench.weights import SCORES, random_base
 from jaxlora.hf.config import model_config
@@ -17,14 +17,15 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import Limits
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 def test_the_base_alone_has_gradients_from_every_job():
     """Products of zeros draw less power, so a base that had them would look fast."""
     model = model_config(config_json("tiny", 1))
     limits = Limits(capacity=128, block_tokens=32)
     options = DecoderOptions(dtype=jnp.dtype("float32"), max_segment_tokens=40)
     setup = Setup(model=model, options=options, limits=limits, num_jobs=0)
-    lengths = Lengths(median=20, longest=40)
-    batch = full_microbatch(2, limits, lengths, model.vocab_size, seed=0).packed
+    lengths = {"median": 20, "longest": 40}
+    batch = full_microbatch(2, limits, model.vocab_size, **lengths, seed=0).packed
     base = random_base(setup.spec().base_shapes())
     training = Training(setup, base, batch)
 

@@ -29,13 +29,17 @@ def timed(method, what, median):
 def test_ratios_are_over_the_frozen_layer_wherever_it_is():
     slow, quick = timed("other", "both", 30.0), timed("other", "forward", 3.0)
     frozen = timed("frozen", "both", 20.0)
-    assert benchmark.ratios([slow, quick, frozen]) == [1.5, None, 1.0]
-    assert benchmark.ratios([slow, quick]) == [None, None]
+    found = [row["ratio"] for row in benchmark.with_ratios([slow, quick, frozen])]
+    assert found == [1.5, None, 1.0]
+    assert [row["ratio"] for row in benchmark.with_ratios([slow])] == [None]
 
 
-def test_ratios_to_a_methods_own_frozen_product():
+def test_ratios_to_a_methods_own_frozen_product(monkeypatch):
+    monkeypatch.setattr(benchmark, "OWN_FROZEN", {"a": "frozen a"})
     timings = [timed("a", "both", 30.0), timed("frozen a", "both", 20.0)]
-    assert benchmark.ratios(timings, {"a": "frozen a"}.get) == [1.5, None]
+    found = list(benchmark.with_ratios(timings))
+    assert [row["own_ratio"] for row in found] == [1.5, None]
+    assert (found[0]["median_us"], found[0]["p10_us"]) == (30.0, 30.0)
 
 
 def row(method, what, ratio):
@@ -58,12 +62,3 @@ def test_the_table_has_a_column_for_each_method():
         "| own |"
     )
     assert table[2:] == ["| c | 20.0 us | 1.5 | 1.4 | 20.0 us | 2.0 (1.1 of its own) |"]
-
-
-def test_a_plot_leaves_out_rows_without_a_ratio(tmp_path):
-    benchmark.plot([row("other", "both", None)], tmp_path / "none.png")
-    assert not (tmp_path / "none.png").exists()
-    rows = [row("frozen", "both", 1.0), row("other", "both", None)]
-    rows = [each | {"device": "NVIDIA H200"} for each in rows]
-    benchmark.plot(rows, tmp_path / "one.png")
-    assert (tmp_path / "one.png").exists()

@@ -30,7 +30,7 @@ def rows(monkeypatch):
     monkeypatch.setattr(tune, "BANDS", (2, 4))
     monkeypatch.setattr(tune, "SPLITS", (1, 2))
     with interpreted(plgpu.InterpretGPUParams()):
-        return list(tune.tune([256], list(tune.KERNELS), 1))
+        return list(tune.tune(tune.mosaic_problems([256], tune.KERNELS), 1))
 
 
 def test_the_best_choices_are_written(rows, tmp_path):
@@ -69,10 +69,12 @@ def test_tiles_are_written_where_the_kernels_read_them(monkeypatch, tmp_path):
         jax.eval_shape(f, given)
         return next(times)
 
+    monkeypatch.setattr(tune, "device_time", device_time)
+
     with interpreted_triton(triton_interpreter.run):
         target = present_target()
         kernels = ("expand", "dual", "outer")
-        rows = list(bench_tiles.tune_tiles([512], kernels, device_time, 1))
+        rows = list(tune.tune(bench_tiles.problems([512], kernels), 1))
     path = tmp_path / "tiles.json"
     tune.write(path, tiles.measured_device(target), rows)
     written = tiles.tile_table() | json.loads(path.read_text())

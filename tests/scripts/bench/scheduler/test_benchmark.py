@@ -1,9 +1,12 @@
 """The scheduler's benchmark, on a few small cases."""
 
+import json
+
 import pytest
 
+from jaxlora.bench import subjects
 from jaxlora.bench.scheduler import benchmark
-from tests.scripts.bench.tables import read_csv
+from jaxlora.scheduler import Limits
 
 
 def case(table, lengths, count):
@@ -21,21 +24,50 @@ def case(table, lengths, count):
 def small(monkeypatch):
     """Replaces the cases of the benchmark by small ones of each kind."""
     adapters, grid = [case("adapters", "mix", 2)], [case("grid", "xsum", 2)]
-    limits = [dict.fromkeys(benchmark.LIMIT_FIELDS, 1)]
     monkeypatch.setattr(benchmark, "adapters", lambda quick: adapters)
     monkeypatch.setattr(benchmark, "grid", lambda quick: grid)
-    monkeypatch.setattr(benchmark, "limit_rows", lambda quick, workers: limits)
-    monkeypatch.setattr(benchmark, "growth_rows", lambda quick: [{"seconds": 0.1}])
+    monkeypatch.setattr(benchmark, "FILL_STEPS", 8)
 
 
-def test_tables_and_files(small, tmp_path, capsys):
+def test_rows_and_tables(small, tmp_path, capsys):
     options = ["--quick", "--num-workers", "1", "--output-dir", str(tmp_path)]
-    benchmark.main(options)
-    printed = capsys.readouterr().out
-    assert (tmp_path / "scheduler_tables.md").read_text().strip() in printed
-    assert "## Bubbles, % (stages alike / last stage +6 %)" in printed
-    runs = read_csv(tmp_path / "scheduler_runs.csv")
-    packers = {row["packer"] for row in runs if row["table"] == "grid"}
-    assert packers == {"paper", "greedy", "mlora", "joint", "joint, full"}
-    assert all(float(row["over_lower_bound"]) >= 0 for row in runs)
-    assert (tmp_path / "scheduler_bubbles.png").exists()
+    subjects.run("scheduler", options)
+    tables = (tmp_path / "scheduler.md").read_text()
+    assert tables.strip() in capsys.readouterr().out
+    bubbles, speeds, planning, fill = tables.split("### ")[1:]
+    head = "| paper | no merge | no milp | greedy | mlora | joint |"
+    assert f"| cost | jobs {head}" in bubbles and "| last stage +6 % | 2 |" in bubbles
+    assert "| even | xsum | 2 | 1.0 | " in speeds
+    assert f"| jobs {head}" in planning
+    assert "greedy, 1 steps | joint, 1 steps | joint, 4 steps" in fill
+    lines = (tmp_path / "scheduler.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    grid = [row for row in rows if row["table"] == "grid"]
+    assert {row["packer"] for row in grid} == {"paper", "greedy", "mlora", "joint"}
+    assert {row["cost"] for row in grid} == set(benchmark.COSTS)
+    assert all(row["over_lower_bound_percent"] >= 0 for row in grid)
+
+
+def test_a_speed_is_that_of_the_best_capacity():
+    def row(packer, capacity, makespan):
+        names = {"cost": "even", "lengths": "mix", "batch_size": 8, "packer": packer}
+        return {**names, "capacity": capacity, "makespan": makespan}
+
+    rows = [row("paper", 1, 30), row("paper", 2, 20), row("joint", 1, 16)]
+    rows += [row("joint", 2, 40)]
+    found = {row["packer"]: row["speed"] for row in benchmark._speeds(rows)}
+    assert found == {"paper": 1.0, "joint": 1.25}
+
+
+def test_more_steps_in_a_window_never_need_more_microbatches(monkeypatch):
+    given = benchmark.fill_samples((2, 5, 3))
+    limits = Limits(capacity=4096, block_tokens=64)
+    numbers = []
+    for steps, packer in benchmark.WINDOWS:
+        found = benchmark.fill(given, limits, steps, packer)
+        number = found["microbatches"]
+        assert found["fewest"] <= number
+        real = 100 * sum(s.num_tokens for s in given) / (number * 4096)
+        assert found["fill_percent"] == pytest.approx(real, abs=0.06)
+        numbers.append(number)
+    assert numbers == sorted(numbers, reverse=True)

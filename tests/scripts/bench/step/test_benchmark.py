@@ -1,16 +1,17 @@
 """The step benchmark, end to end on a tiny model."""
 
+import json
 import shlex
 
 import pytest
 
+from jaxlora.bench import subjects
 from jaxlora.bench.report import needs_gpu
 from jaxlora.bench.step import benchmark, measure
 from jaxlora.bench.step.cases import FROZEN, PEER, Case
 from jaxlora.pallas_kernels import device
 from jaxlora.pallas_kernels.triton.target import present_target
 from jaxlora.profile.step_parts import CUBLAS, GAPS, OTHER, PARTS, QUANTIZING
-from tests.scripts.bench.tables import read_csv
 
 TINY = (
     "--models tiny --layers 1 --microbatch-tokens 128 --block-tokens 32 "
@@ -19,33 +20,41 @@ TINY = (
 )
 
 
+def parsed(options):
+    return subjects.parse(benchmark, "step", shlex.split(options))
+
+
+@pytest.mark.usefixtures("compiled_quickly")
 def test_step(tmp_path, capsys):
-    rows = ["--rows", "jaxlora xla", "jaxlora mosaic"]
-    benchmark.main([*TINY.split(), "--output-dir", str(tmp_path), *rows])
-    ours, mosaic = read_csv(tmp_path / "steps.csv")
-    assert (ours["row"], ours["adapters"]) == ("jaxlora xla", "2")
-    assert ours["tokens"] == "256"
-    assert float(ours["step_ms"]) > 0 and float(ours["compile_seconds"]) > 0
-    if mosaic["device"] == "":  # there is no Hopper GPU here
-        assert "mosaic cannot run this" in mosaic["skipped"]
-    parts = read_csv(tmp_path / "breakdown.csv")
-    parts = [row for row in parts if row["row"] == "jaxlora xla"]
-    assert [row["part"] for row in parts] == [*PARTS, GAPS]
+    """One row, in a process of its own as on a GPU."""
+    rows = ["--rows", "jaxlora xla"]
+    subjects.run("step", [*TINY.split(), "--output-dir", str(tmp_path), *rows])
+    (row,) = map(json.loads, (tmp_path / "step.jsonl").read_text().splitlines())
+    assert (row["row"], row["adapters"], row["tokens"]) == ("jaxlora xla", 2, 256)
+    assert row["step_ms"] > 0 and row["compile_seconds"] > 0
+    assert list(row["parts"]) == [*PARTS, GAPS]
     maybe_zero = CUBLAS, OTHER, GAPS, QUANTIZING  # on a CPU, with a dense base
-    assert all(float(row["ms"]) > 0 for row in parts if row["part"] not in maybe_zero)
-    assert (tmp_path / "steps.png").exists() and (tmp_path / "breakdown.png").exists()
+    assert all(ms > 0 for part, ms in row["parts"].items() if part not in maybe_zero)
     printed = capsys.readouterr().out
-    assert f"| jaxlora xla | 2 | {int(ours['tokens_per_second']):,} |" in printed
-    assert "| part, ms | tiny, jaxlora xla, 2 adapters |" in printed
+    assert f"| jaxlora xla | 2 | {row['tokens_per_second']} |" in printed
+    assert "| part, ms | jaxlora xla, 2 adapters |" in printed
+    assert (tmp_path / "step.md").read_text() in printed
+
+
+def test_parsed_options_are_fields_of_a_case():
+    options = "--models tiny --layers 3 --microbatches 2 --rows 'peft, packed' "
+    (case,) = benchmark.cases(parsed(options + "--adapters 7 --profile --rank 4"))
+    assert case == Case(
+        model="tiny", row=PEER, layers=3, microbatches=2, adapters=7, rank=4
+    )
 
 
 def test_triton_compiles_for_the_given_capability(monkeypatch):
     monkeypatch.setattr(device, "num_sms", lambda: 4)
     compiled = lambda *_: {"code": present_target().capability}
     monkeypatch.setattr(measure, "_measure_jaxlora", compiled)
-    options = "--models tiny --rows jaxlora\\ xla --capability 80"
-    args = benchmark.parser().parse_args(shlex.split(options))
-    (case,) = benchmark.cases(args)
+    options = "--models tiny --rows 'jaxlora xla' --capability 80"
+    (case,) = benchmark.cases(parsed(options))
     assert measure.measure(case) == {"code": 80}
 
 
@@ -72,24 +81,33 @@ def test_ratios():
         {"model": "m", "row": "jaxlora xla", "tokens_per_second": 20},
         {"model": "m", "row": "jaxlora mosaic", "skipped": "no Hopper"},
     ]
-    benchmark.add_ratios(rows)
-    assert [row["time_over_adapters_off"] for row in rows] == [1.0, 3.0, 1.5, None]
-    assert [row["speed_over_peft"] for row in rows] == [3.0, 1.0, 2.0, None]
+    found = benchmark.with_ratios(rows)
+    assert [row["over_frozen"] for row in found] == [1.0, 3.0, 1.5, None]
+    assert [row["over_peer"] for row in found] == [3.0, 1.0, 2.0, None]
+
+
+def test_rows_of_other_settings_are_not_compared():
+    rows = [
+        {"model": "m", "layers": n, "row": row, "adapters": 1, "tokens_per_second": v}
+        for n, row, v in ((4, FROZEN, 30), (4, PEER, 15), (8, PEER, 10))
+    ]
+    first, second = benchmark.tables(rows).split("model m, layers ")[1:]
+    assert f"| {PEER} | 1 | 15 |  | 2.0 | 1.0 |" in first
+    assert f"| {PEER} | 1 | 10 |  |  | 1.0 |" in second
 
 
 def test_rows_without_several_adapters_appear_once():
-    args = benchmark.parser().parse_args(
-        ["--adapters", "1", "4", "--rows", FROZEN, PEER, "jaxlora xla"]
-    )
-    found = [(case.row, case.num_jobs) for case in benchmark.cases(args)]
+    args = parsed(f"--adapters 1 4 --rows '{FROZEN}' '{PEER}' 'jaxlora xla'")
+    found = [(case.row, case.adapters) for case in benchmark.cases(args)]
     first = [(FROZEN, 1), (PEER, 1), ("jaxlora xla", 1)]
     assert found == [*first, ("jaxlora xla", 4)]
 
 
 def test_a_skipped_row_says_why_in_the_table():
     row = {"model": "m", "row": PEER, "adapters": 1, "skipped": "peft not installed"}
-    line = benchmark.steps_table([row]).splitlines()[-1]
-    assert line == f"| {PEER} | 1 | skipped: peft not installed |  |  |  |"
+    line = benchmark.tables([row]).splitlines()[-1]
+    assert line.startswith(f"| {PEER} | 1 |  |")
+    assert line.endswith("| peft not installed |")
 
 
 @pytest.mark.parametrize("model", ["tiny", "llama-3.1-8b"])

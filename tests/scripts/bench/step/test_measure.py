@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from jaxlora.bench import weights
+from jaxlora.bench import training, weights
 from jaxlora.bench.step import measure
 from jaxlora.bench.step.cases import FROZEN, PEER, ROWS, Case
 from tests.scripts.bench.tables import broken_base
@@ -15,9 +15,9 @@ from tests.scripts.bench.tables import broken_base
 TINY = Case(
     model="tiny",
     row=FROZEN,
-    num_layers=1,
-    num_jobs=2,
-    capacity=128,
+    layers=1,
+    adapters=2,
+    microbatch_tokens=128,
     block_tokens=32,
     median_tokens=20,
     longest_tokens=40,
@@ -26,10 +26,23 @@ TINY = Case(
 )
 
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+
+def test_kernels_that_cannot_run_here_say_why(monkeypatch):
+    monkeypatch.setattr(training.Setup, "unsupported", lambda setup: "no Hopper GPU")
+    found = measure.measure(dataclasses.replace(TINY, row="jaxlora mosaic"))
+    assert found == {"skipped": "mosaic cannot run this: no Hopper GPU"}
+
+
 def test_the_base_alone():
     found = measure.measure(TINY)
     assert found["tokens"] == 128
     assert found["p10_ms"] <= found["step_ms"] <= found["p90_ms"]
+
+
+class Traced(Exception):
+    """A program was traced and lowered."""
 
 
 def test_a_quantized_base_may_keep_linears(monkeypatch):
@@ -37,14 +50,19 @@ def test_a_quantized_base_may_keep_linears(monkeypatch):
     row = dataclasses.replace(ROWS[name], implementation="xla")
     monkeypatch.setitem(measure.ROWS, name, row)
 
+    def compile_program(lowered):
+        assert "f8E4M3FN" in lowered.as_text()
+        raise Traced
+
     def random_base(*args, **kwargs):
         made.update(make(*args, **kwargs))
         return made
 
     make = weights.random_base
     monkeypatch.setattr(weights, "random_base", random_base)
-    found = measure.measure(dataclasses.replace(TINY, row=name))
-    assert found["tokens"] == 128 and found["step_ms"] > 0
+    monkeypatch.setattr(training, "compile_program", compile_program)
+    with pytest.raises(Traced):  # compiling it would take longest
+        measure.measure(dataclasses.replace(TINY, row=name))
     assert {k.split(".")[-1] for k in made if "up_proj" in k} > {"values", "scale"}
     assert {k.split(".")[-1] for k in made if "down_proj" in k} == {"kernel"}
 

@@ -1,4 +1,4 @@
-"""Memory and time of reading a job's records, in a process of its own."""
+"""Memory of reading a job's records, in a process of its own."""
 
 import json
 import subprocess
@@ -9,25 +9,18 @@ import pytest
 # Bounds are for memory that grows with the data. Equal processes differ by some
 # megabytes.
 MIB = 2**20
-PROGRAM = """
-import dataclasses, json
-from jaxlora.bench.data import Case, measure
-many, _ = measure(Case(records=12_000, chars=30, max_length=1024, jobs=2))
-documents, _ = measure(Case(records=200, chars=20_000, max_length=512, jobs=1))
-line, _ = measure(Case(records=1, chars=2_000_000, max_length=512, jobs=1))
-print(json.dumps([dataclasses.asdict(m) for m in (many, documents, line)]))
-"""
 
 
 @pytest.fixture(scope="module")
-def measured():
-    command = [sys.executable, "-c", PROGRAM]
+def measured(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("reading"))
+    command = [sys.executable, "-m", "tests.jaxlora.data.reading", folder]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(ended.stdout)
 
 
 def test_many_short_samples_take_few_bytes_each(measured):
-    many = measured[0]
+    many = measured["many"]
     assert many["num_samples"] == 12_000
     overhead = many["kept_bytes"] - 4 * many["num_tokens"]
     assert overhead < 200 * many["num_samples"] + 4 * MIB
@@ -35,12 +28,12 @@ def test_many_short_samples_take_few_bytes_each(measured):
 
 
 def test_documents_are_encoded_a_few_at_a_time(measured):
-    documents = measured[1]
+    documents = measured["documents"]
     assert documents["num_tokens"] == 200 * 512
     assert documents["peak_bytes"] < 90 * MIB
 
 
 def test_a_long_line_is_encoded_only_as_far_as_needed(measured):
-    line = measured[2]
+    line = measured["line"]
     assert line["num_tokens"] == 512
     assert line["peak_bytes"] < 140 * MIB
