@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import pkgutil
 import tempfile
 
 # Pallas' GPU interpreter runs a kernel's threads at once, and each blocks a thread of
@@ -13,7 +14,7 @@ import jaxtyping
 import pytest
 from beartype.claw import beartype_package
 
-from tests import CHECKS, JAXTYPING_ONLY
+from tests import CHECKS
 
 # Runs of the same shapes compile once in a session, in all of its processes: those of
 # pytest-xdist start later than this one and take over the variable. No test writes into
@@ -36,17 +37,22 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
 os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
 
-# Types in signatures are checked. So are shapes, in modules that name some: jaxtyping
-# takes 30 microseconds per call, many times as long as beartype alone.
-_ROOT = pathlib.Path(__file__).parents[1]
+# Shapes and types in signatures are checked, but not in the scheduler and most of fuse:
+# these have no arrays, and their inner loops would run five times as long. Few modules
+# of the readers of data name shapes. For the others beartype alone is many times as
+# fast; it cannot be used where functions are compiled, as it hides the methods of what
+# `jax.jit` returns.
+_PACKAGE = pathlib.Path(__file__).parents[1] / "jaxlora"
+_MODULES = {module.name for module in pkgutil.iter_modules([str(_PACKAGE)])}
 _WITH_SHAPES = [
-    ".".join(path.relative_to(_ROOT).with_suffix("").parts)
-    for folder, _, names in os.walk(_ROOT / "jaxlora", followlinks=True)
-    for path in (pathlib.Path(folder, name) for name in names)
-    if path.suffix == ".py" and "jaxtyping" in path.read_text(encoding="utf-8")
+    f"data.{path.stem}"
+    for path in (_PACKAGE / "data").glob("*.py")
+    if "jaxtyping" in path.read_text(encoding="utf-8")
 ]
-beartype_package("jaxlora", conf=CHECKS)
-jaxtyping.install_import_hook([*_WITH_SHAPES, *JAXTYPING_ONLY], "tests.check")
+_CHECKED = [*(_MODULES - {"data", "fuse", "scheduler"}), *_WITH_SHAPES]
+_CHECKED += ["fuse.kernel_call", "fuse.rows"]
+beartype_package("jaxlora.data", conf=CHECKS)
+jaxtyping.install_import_hook([f"jaxlora.{name}" for name in _CHECKED], "tests.check")
 
 
 @pytest.fixture(scope="module")

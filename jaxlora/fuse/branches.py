@@ -1,30 +1,26 @@
 """Recognises a frozen product and its low-rank branches in a sum of products."""
 
 import dataclasses
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxlora.fuse.forms import Atom, Factor, Form, Indices, Names, Term, rename_term
-from jaxlora.fuse.linear import Linear, NotThin, check_rank, split_factors
+import jax.numpy as jnp
+from jax.extend import core
+
+from jaxlora.fuse.bases import Base, bases_of, units_of, without_scales
+from jaxlora.fuse.choose import other_fill
+from jaxlora.fuse.forms import Factor, Form, Indices, Names, Term, rename_term
+from jaxlora.fuse.like_terms import simplified
+from jaxlora.fuse.linear import (
+    SCALED_BY_ROW,
+    Linear,
+    NotThin,
+    check_features,
+    check_rank,
+    split_factors,
+)
+from jaxlora.fuse.normal import Normalizer
 from jaxlora.fuse.site import Branch, Index, Mask, Selection
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _Unit:
-    """An array that is one factor of a term, or the product of several.
-
-    Attributes:
-        factor: The array.
-        number: The array is this number times the product of the members.
-        members: Positions of the factors.
-        equations: The equations that computed it.
-    """
-
-    factor: Factor
-    number: float
-    members: frozenset[int]
-    equations: frozenset[int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,119 +34,81 @@ class _Found:
     term: Term
 
 
-def find_linear(form: Form, indices: Indices) -> tuple[Linear | None, list[str]]:
+class OtherInput(NotThin):
+    """A term does not read the input of a frozen product as the product does."""
+
+
+def find_linear(n: Normalizer, form: Form) -> tuple[Linear | None, list[str]]:
     """Finds a frozen product with branches in a sum.
 
     Returns:
-        The linear with the most branches, or None; and the reasons of near misses.
+        The linear with the most branches, or None; and the reasons for which other
+        terms are no branches of it, or of the product that costs most.
     """
-    reasons: list[str] = []
+    form = simplified(n, form)
     best: Linear | None = None
-    for base in form.terms:
-        for linear in _bases(form, base):
-            others = [t for t in form.terms if t is not base]
-            found = _with_branches(linear, others, indices, reasons)
+    best_reasons: list[NotThin] = []
+    reasons: list[tuple[int, NotThin]] = []
+    for term in form.terms:
+        for base in bases_of(form, term):
+            others = [t for t in form.terms if t is not term]
+            found, why = _with_branches(n, base, others)
+            cost = n.indices.size_of({*base.linear.x.indices, *base.linear.w.indices})
+            reasons += [(cost, reason) for reason in why]
             if found and (not best or len(found.branches) > len(best.branches)):
-                best = found
-    return best, [] if best else reasons
-
-
-def _units(term: Term) -> list[_Unit]:
-    """Returns the numeric arrays of a term, and products of them that are variables."""
-    units = [
-        _Unit(factor=f, number=1.0, members=frozenset({i}), equations=frozenset())
-        for i, f in enumerate(term.factors)
-        if f.is_number
-    ]
-    for group in term.groups:
-        aval: Any = group.var.aval
-        if len(group.members) == len(term.factors) and term.rounded is not None:
-            continue
-        units.append(
-            _Unit(
-                factor=Factor(group.var, group.dims, aval.dtype),
-                number=group.number,
-                members=group.members,
-                equations=group.equations,
-            )
-        )
-    return units
-
-
-def _bases(form: Form, base: Term) -> Iterator[Linear]:
-    """Yields the ways to read a term as x times w, those with the fewest scales first.
-
-    Scales of output features behind the product, as of int8 codes, belong to w.
-    """
-    outer = set(form.indices)
-    pairs = [
-        (x, w)
-        for x, w in itertools.permutations(_units(base), 2)
-        if not x.members & w.members
-    ]
-    pairs.sort(key=lambda pair: -sum(len(unit.members) for unit in pair))
-    for x, w in pairs:
-        inner = set(x.factor.indices) - outer
-        if not inner or inner != set(w.factor.indices) - outer:
-            continue
-        used, columns = x.members | w.members, outer & set(w.factor.indices)
-        scales = [f for i, f in enumerate(base.factors) if i not in used]
-        if not all(f.is_number and set(f.indices) <= columns for f in scales):
-            continue
-        yield Linear(
-            x=x.factor,
-            w=w.factor,
-            w_scales=tuple(scales),
-            matrices=_matrices(
-                [w.factor, *(base.factors[i] for i in w.members)], inner
-            ),
-            base=base,
-            coefficient=base.coefficient / (x.number * w.number),
-            rows=tuple(i for i in x.factor.indices if i in outer),
-            in_indices=tuple(i for i in x.factor.indices if i not in outer),
-            out_indices=tuple(i for i in w.factor.indices if i in outer),
-            equations=base.equations - x.equations - w.equations,
-        )
-
-
-def _matrices(factors: Sequence[Factor], inner: set[Index]) -> tuple[Atom, ...]:
-    """Returns the arrays that have input and output features."""
-    return tuple(
-        f.var for f in factors if inner & set(f.indices) and set(f.indices) - inner
-    )
+                best, best_reasons = found, why
+    if best is None:
+        most = max((cost for cost, _ in reasons), default=0)
+        best_reasons = [reason for cost, reason in reasons if cost == most]
+    best_reasons.sort(key=lambda reason: isinstance(reason, OtherInput))
+    return best, [str(reason) for reason in best_reasons if reason.args]
 
 
 def _with_branches(
-    linear: Linear, others: Sequence[Term], indices: Indices, reasons: list[str]
-) -> Linear | None:
-    found, rest = [], []
+    n: Normalizer, base: Base, others: Sequence[Term]
+) -> tuple[Linear | None, list[NotThin]]:
+    """Adds the branches and the bias, and says why other terms are no branches.
+
+    Returns:
+        The linear; None if it has no branches. And the reasons.
+    """
+    linear = base.linear
+    found, biases, rest = [], [], []
+    reasons: list[NotThin] = []
     for term in others:
+        inner = without_scales(term, linear.scales)
         try:
-            found.append(_branch(linear, term, indices))
+            if inner is None:
+                raise NotThin
+            found.append(_branch(n, linear, inner))
+            continue
         except NotThin as error:
-            reasons += error.args
+            reasons.append(error)
+        if inner is not None and not biases and is_bias(inner, linear):
+            biases.append(inner)
+        else:
             rest.append(term)
     if not found:
-        return None
-    bias = next((t for t in rest if _is_bias(t, linear)), None)
-    used = [f.equations for f in found] + ([] if bias is None else [bias.equations])
+        return None, reasons
+    used = [f.equations for f in found] + [bias.equations for bias in biases]
     linear = dataclasses.replace(
         linear,
         branches=tuple(f.branch for f in found),
         branch_dtypes=tuple(f.term.rounded for f in found),
         restored=any(t.restored for t in (linear.base, *(f.term for f in found))),
         branch_precisions=tuple(f.term.precisions for f in found),
-        bias=bias,
-        rest=tuple(t for t in rest if t is not bias),
+        bias=next(iter(biases), None),
+        rest=tuple(rest),
         equations=linear.equations.union(*used),
     )
     try:
+        if base.obstacle is not None:
+            raise NotThin(base.obstacle)
         linear = _with_common_parts(linear, found)
-        _check_base(linear, indices)
+        _check_base(n, linear)
     except NotThin as error:
-        reasons += error.args
-        return None
-    return linear
+        return None, [*reasons, error]
+    return linear, reasons
 
 
 def _with_common_parts(linear: Linear, found: Sequence[_Found]) -> Linear:
@@ -175,7 +133,7 @@ def _same_mask(first: Mask | None, second: Mask | None) -> bool:
     )
 
 
-def _check_base(linear: Linear, indices: Indices) -> None:
+def _check_base(n: Normalizer, linear: Linear) -> None:
     """Raises `NotThin` if the kernels cannot compute the sum."""
     if set(linear.w.indices) & set(linear.rows):
         raise NotThin("its frozen weight differs by sequence")
@@ -183,17 +141,28 @@ def _check_base(linear: Linear, indices: Indices) -> None:
         raise NotThin(f"its frozen product is multiplied by {linear.coefficient:g}")
     factors = [o.var for b in linear.branches for o in (*b.a, *b.b)]
     if any(f.var is factor for f in linear.w_scales for factor in factors):
-        raise NotThin(
-            "its frozen product and a branch are scaled by the same array: scale their "
-            "sum"
-        )
+        raise NotThin  # without one of the branches, the sum is scaled
     adapters = linear.adapter_indices
-    rows = indices.size_of(linear.rows)
-    if adapters and linear.selection is None and indices.size_of(adapters) == rows:
-        raise NotThin("each row has its own A and B or its own scale")
+    rows = n.indices.size_of(linear.rows)
+    if adapters and linear.selection is None and n.indices.size_of(adapters) == rows:
+        gathered = _gather_reason(n, factors)
+        raise NotThin(gathered or "each row has its own A and B or its own scale")
 
 
-def _is_bias(term: Term, linear: Linear) -> bool:
+def _gather_reason(n: Normalizer, arrays: Iterable[Any]) -> str | None:
+    """Returns why a gather is not read as a choice of adapters; None: there is none."""
+    for array in arrays:
+        eqn = n.made_by.get(array) if isinstance(array, core.Var) else None
+        if eqn is None or eqn.primitive.name != "gather":
+            continue
+        if (fill := other_fill(eqn.params)) is not None:
+            return f"ids outside of its tables are filled in with {fill:g}"
+        return "A or B is gathered in a way that is not read as a choice by row"
+    return None
+
+
+def is_bias(term: Term, linear: Linear) -> bool:
+    """Tells whether a term is a vector over the output features."""
     return (
         len(term.factors) == 1
         and term.factors[0].is_number
@@ -202,36 +171,44 @@ def _is_bias(term: Term, linear: Linear) -> bool:
     )
 
 
-def _branch(linear: Linear, term: Term, indices: Indices) -> _Found:
+def _branch(n: Normalizer, linear: Linear, term: Term) -> _Found:
     """Reads a term as a low-rank branch of a linear; raises `NotThin` if it is none."""
     if sum(f.is_number for f in term.factors) < 3:
         raise NotThin
-    for x in _units(term):
-        if (names := _same_input(linear, x.factor, indices)) is not None:
+    for x in units_of(term):
+        if (names := _same_input(linear, x.factor, n.indices)) is not None:
             break
     else:
-        raise NotThin(*_other_input(linear, term))
+        raise OtherInput(*_other_input(n, linear, term))
     kept = [f for i, f in enumerate(term.factors) if i not in x.members]
     kept = list(
         rename_term(
             dataclasses.replace(term, factors=tuple(kept), groups=()), names
         ).factors
     )
-    factors, selection = _selected(linear, kept)
+    check_features(linear, kept)
+    factors, selection = _selected(n, linear, kept)
     if any(f.var is linear.x.var for f in (*factors, linear.w)):
         raise NotThin("its weights are the input itself")
+    if _is_base_again(linear, factors):
+        raise NotThin
     if any(f.var is matrix for f in factors for matrix in linear.matrices):
         raise NotThin("the branch reads the frozen product, as a series adapter does")
-    mask = _mask(linear, [f for f in factors if f.keeps is not None])
+    mask = _mask(n, linear, [f for f in factors if f.keeps is not None])
     factors = [f for f in factors if f.is_number]
     table = () if selection is None else selection.table_indices
-    a, b, rank_indices = split_factors(linear, factors, table, indices)
-    check_rank(linear, rank_indices, indices)
+    a, b, rank_indices = split_factors(linear, factors, table, n.indices)
+    check_rank(linear, rank_indices, n.indices)
     branch = Branch(
         a=tuple(f.operand for f in a),
         b=tuple(f.operand for f in b),
         rank_indices=rank_indices,
         coefficient=term.coefficient / x.number,
+        products=tuple(
+            frozenset(term.factors[i].var for i in group.members)
+            for group in term.groups
+            if not group.members & x.members
+        ),
     )
     return _Found(
         branch=branch,
@@ -242,8 +219,15 @@ def _branch(linear: Linear, term: Term, indices: Indices) -> _Found:
     )
 
 
+def _is_base_again(linear: Linear, factors: Sequence[Factor]) -> bool:
+    """Tells whether a term is the frozen product, with other scales."""
+    outer = {*linear.rows, *linear.out_indices}
+    inside = [f for f in factors if not set(f.indices) <= outer]
+    return len(inside) == 1 and inside[0].var is linear.w.var
+
+
 def _selected(
-    linear: Linear, factors: list[Factor]
+    n: Normalizer, linear: Linear, factors: list[Factor]
 ) -> tuple[list[Factor], Selection | None]:
     """Replaces the choices of a term by one selection."""
     choices = [f for f in factors if f.choice is not None]
@@ -251,6 +235,14 @@ def _selected(
         return factors, None
     first, choice = choices[0], choices[0].choice
     assert choice is not None
+    outsides = [f.choice.outside for f in choices if f.choice is not None]
+    if {f.choice.key for f in choices if f.choice} == {choice.key} and len(
+        {*outsides}
+    ) > 1:
+        raise NotThin(
+            "A and B read ids outside of their tables in different ways: "
+            f"{' and '.join(outsides)}"
+        )
     if any(f.choice != choice or f.dims[:-1] != first.dims[:-1] for f in choices):
         raise NotThin("A and B are chosen by different numbers of adapters")
     rows = {i for dim in first.dims[:-1] for i in dim}
@@ -263,8 +255,12 @@ def _selected(
     rest = tuple(f for f in factors if f.choice is None)
     rest = rename_term(Term(1.0, rest), names).factors
     table = set(first.dims[-1])
-    if any(set(f.indices) & set(linear.rows) for f in rest if f.is_number):
-        raise NotThin("A or B depends on the row beside its adapter")
+    by_row = [f for f in rest if set(f.indices) & set(linear.rows) and f.is_number]
+    if any(set(f.indices) <= set(linear.rows) for f in by_row):
+        raise NotThin(SCALED_BY_ROW)
+    if by_row:
+        gathered = _gather_reason(n, [f.var for f in by_row])
+        raise NotThin(gathered or "A or B depends on the row beside its adapter")
     if not any(table & set(f.indices) for f in rest):
         raise NotThin
     selection = Selection(
@@ -297,27 +293,52 @@ def _same_input(linear: Linear, x: Factor, indices: Indices) -> Names | None:
     return names
 
 
-def _other_input(linear: Linear, term: Term) -> list[str]:
-    """Explains a term that has the shape of a branch but not the same x."""
+def _other_input(n: Normalizer, linear: Linear, term: Term) -> list[str]:
+    """Explains a term that would be a branch if it had the same x."""
     arrays = [f for f in term.factors if f.is_number]
     if any(f.var is linear.x.var for f in arrays):
-        return ["the branch sums over another axis of x than the frozen product"]
-    outer = {i for f in arrays for i in f.indices}
-    if len(arrays) == 3 and set(linear.out_indices) <= outer:
-        return ["the branch and the frozen product have different x"]
+        return [
+            "the branch has another axis of x as rows, or sums over another axis, than "
+            "the frozen product"
+        ]
+    outer = {*linear.rows, *linear.out_indices}
+    for x in units_of(term):
+        factors = [f for i, f in enumerate(term.factors) if i not in x.members]
+        inner = tuple(i for i in x.factor.indices if i not in outer)
+        other = dataclasses.replace(linear, x=x.factor, in_indices=inner)
+        table = {i for f in factors if f.choice is not None for i in f.dims[-1]}
+        try:
+            numbers = [f for f in factors if f.is_number]
+            _, _, bond = split_factors(other, numbers, tuple(table), n.indices)
+            check_rank(linear, bond, n.indices)
+        except NotThin:
+            continue
+        if inner and bond:
+            return ["the branch and the frozen product have different x"]
     return []
 
 
-def _mask(linear: Linear, masks: Sequence[Factor]) -> Mask | None:
+def _mask(n: Normalizer, linear: Linear, masks: Sequence[Factor]) -> Mask | None:
     if not masks:
         return None
-    if len(masks) > 1:
-        raise NotThin("the branch has several masks")
-    (mask,) = masks
-    if not set(mask.indices) <= {*linear.rows, *linear.in_indices}:
+    for mask in masks:
+        if set(mask.indices) <= {*linear.rows, *linear.in_indices}:
+            continue
+        if _compares_floats(n, mask):
+            raise NotThin("it chooses adapters by ids that are floats, not integers")
         raise NotThin(
             "the branch's mask is on its result or inside it, and kernels mask x only; "
             "for gradients of branches with dropout, call jaxlora.fuse before jax.grad"
         )
+    if len(masks) > 1:
+        raise NotThin("the branch has several masks")
+    (mask,) = masks
     assert mask.keeps is not None
     return Mask(operand=mask.operand, keeps=mask.keeps)
+
+
+def _compares_floats(n: Normalizer, mask: Factor) -> bool:
+    eqn = n.made_by.get(mask.var) if isinstance(mask.var, core.Var) else None
+    if eqn is None or eqn.primitive.name != "eq":
+        return False
+    return any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.invars)

@@ -95,11 +95,16 @@ def _outside(params: dict[str, Any]) -> str:
         return "clip"
     if mode != lax.GatherScatterMode.FILL_OR_DROP:
         raise Opaque
-    if fill is None or fill != fill:
-        return "nan"
-    if fill != 0:
+    if other_fill(params) is not None:
         raise Opaque
-    return "zero"
+    return "nan" if fill is None or fill != fill else "zero"
+
+
+def other_fill(params: dict[str, Any]) -> float | None:
+    """Returns what a gather fills in, if that is neither 0 nor NaN."""
+    mode, fill = params["mode"], params["fill_value"]
+    is_filled = mode == lax.GatherScatterMode.FILL_OR_DROP and fill is not None
+    return float(fill) if is_filled and fill == fill and fill != 0 else None
 
 
 def _choice_term(rows: Form, entry: tuple[Index, ...], choice: Choice) -> Term:

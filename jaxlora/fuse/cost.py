@@ -9,8 +9,10 @@ import functools
 import math
 from collections.abc import Iterable
 
+import jax
 import networkx as nx
 
+from jaxlora.fuse.formed import Formed
 from jaxlora.fuse.graph import data_flow
 from jaxlora.fuse.kernel_rates import (
     TILE_COLUMNS,
@@ -131,6 +133,7 @@ def decide_shape(
             after_1 = after_2 = after_1 + _plain_shrink(shape, described)
         passes = "forward" if keeps_s else "forward and backward"
         reason = _compare(before_2.seconds, after_2.seconds, passes)
+        reason += _of_formed(shape, described, keeps_s)
     return Decision(
         fused=is_plain or after_2.seconds < before_2.seconds,
         reason=reason,
@@ -156,6 +159,16 @@ def _compare(before: float, after: float, passes: str) -> str:
     if after < before:
         return f"{before / after:.2f} times as fast {passes}: {times}"
     return f"fused kernels would be slower {passes}: {times}"
+
+
+def _of_formed(shape: SiteShape, device: KernelRates, keeps_s: bool) -> str:
+    """Says what it costs to form the arrays that the kernels read."""
+    if not shape.formed:
+        return ""
+    costs = [formed_costs(f, shape, device)[0 if keeps_s else 1] for f in shape.formed]
+    seconds = sum(cost.seconds for cost in costs)
+    names = ", ".join(sorted({f.role.upper() for f in shape.formed}))
+    return f", of which {format_time(seconds)} to form {names}"
 
 
 def format_time(seconds: float) -> str:
@@ -200,7 +213,67 @@ def fused_costs(shape: SiteShape, device: KernelRates) -> tuple[Cost, Cost]:
         backward += _shrink(shape, n, device, rank)
     if shape.masks:
         forward += Cost(seconds=_MASK_SECONDS)
-    return forward, forward + backward + _expand_with_outers(shape, device)
+    extra_1, extra_2 = (sum(costs, Cost()) for costs in _beside(shape, device))
+    backward += _expand_with_outers(shape, device) + extra_2 + extra_1 * -1.0
+    return forward + extra_1, forward + extra_1 + backward
+
+
+def _beside(shape: SiteShape, device: KernelRates) -> tuple[list[Cost], list[Cost]]:
+    """Costs of what runs beside the kernels, of the forward pass and of both."""
+    pairs = [_scaling_costs(shape, device)]
+    pairs += [formed_costs(f, shape, device) for f in shape.formed]
+    forward, both = zip(*pairs, strict=True)
+    return list(forward), list(both)
+
+
+def formed_costs(
+    formed: Formed, shape: SiteShape, device: KernelRates
+) -> tuple[Cost, Cost]:
+    """Predicts the forward pass and both passes of a product that kernels read.
+
+    The gradient of a weight's scales needs that of the weight, which is a product as
+    large as the frozen one.
+    """
+    arrays = formed.arrays
+
+    def run(arrays, d):
+        product, pullback = jax.vjp(formed.product, arrays)
+        return product, pullback(d)
+
+    result = jax.eval_shape(formed.product, arrays)
+    programs = [jax.make_jaxpr(formed.product)(arrays)]
+    if formed.is_trained:
+        programs.append(jax.make_jaxpr(run)(arrays, result))
+    forward, *rest = (graph_cost(data_flow(program), device) for program in programs)
+    both = rest[0] if rest else forward
+    if formed.role == "w" and formed.is_trained:
+        both += _weight_gradient(shape, result.shape, device)
+    return forward, both
+
+
+def _weight_gradient(
+    shape: SiteShape, sizes: tuple[int, ...], device: KernelRates
+) -> Cost:
+    """Cost of dW, which reads x and dy."""
+    k, n = sizes[-2:]
+    num_bytes = _bytes(shape, k) + _bytes(shape, n) + k * n * shape.itemsize
+    seconds = max(
+        device.matmul_seconds((1, k, n, shape.tokens)), num_bytes / device.memory_bytes
+    )
+    return Cost(num_bytes=num_bytes, seconds=seconds + device.launch_seconds)
+
+
+def _scaling_costs(shape: SiteShape, device: KernelRates) -> tuple[Cost, Cost]:
+    """Costs of the scales of sums: y is read and written, and so is dy, with y."""
+    pass_bytes = sum(_bytes(shape, n) for n in shape.out_features[: shape.scales])
+    launch = device.launch_seconds * bool(shape.scales)
+
+    def cost(passes: int, launches: int) -> Cost:
+        num_bytes = passes * pass_bytes
+        seconds = num_bytes / device.memory_bytes + launches * launch
+        return Cost(num_bytes=num_bytes, seconds=seconds)
+
+    return cost(2, 1), cost(5, 2)
 
 
 def _small_seconds(device: KernelRates) -> float:

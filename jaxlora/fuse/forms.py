@@ -50,7 +50,8 @@ class Factor:
         var: The array.
         dims: The indices that make up each of its dimensions.
         dtype: The dtype to which it was cast.
-        keeps: For a boolean mask, the value that means 1; None for other arrays.
+        keeps: For a mask of truth values, or of zeros and ones, the value that means 1;
+            None for other arrays.
         choice: For an array of zeros and ones that chooses from a table, how `var`
             gives it; its last dimension is the table's.
     """

@@ -30,7 +30,7 @@ def inputs_of(site: Site) -> list[core.Var]:
         operands += [o for branch in p.branches for o in (*branch.a, *branch.b)]
         operands += [] if p.mask is None else [p.mask.operand]
         operands += [] if p.bias is None else [p.bias]
-        operands += [operand for _, operand in p.rest]
+        operands += [*p.scales, *(operand for _, operand in p.rest)]
     atoms = [operand.var for operand in operands]
     if site.selection is not None:
         atoms.append(site.selection.var)
@@ -185,7 +185,7 @@ class _Call:
         if p.mask is None:
             return None
         order, operand = self._x_order(), p.mask.operand
-        kept = self._spread(operand, order)
+        kept = self._spread(operand, order).astype(bool)
         kept = kept if p.mask.keeps else ~kept
         return GivenMask(pack_mask(self._stored(kept)), ones)
 
@@ -227,8 +227,11 @@ class _Call:
         y = y.reshape(self._shape(order))
         wanted = [i for dim in p.root_dims for i in dim]
         y = y.transpose([order.index(i) for i in wanted])
-        if p.rest:
+        if p.scales or p.rest:
             y = y.astype(jnp.float32)
+        for scale in p.scales:
+            factor = self._spread(scale, wanted).astype(scale.dtype)
+            y = y * factor.astype(jnp.float32)
         for number, operand in p.rest:
             added = self._spread(operand, wanted).astype(operand.dtype)
             y = y + _times(added.astype(jnp.float32), number)

@@ -13,6 +13,7 @@ from jaxlora.fuse.forms import Atom, Factor, Indices, Term
 from jaxlora.fuse.site import Branch, Index, Mask, Selection
 
 MAX_RANK = 256  # of the tuning tables; larger branches are compute-bound
+SCALED_BY_ROW = "the branch's scale differs by row"
 RANK_FRACTION = 4  # a branch then costs at most half of the frozen product
 
 
@@ -39,6 +40,7 @@ class Linear:
         selection: How rows choose their adapter.
         mask: The branches' dropout mask.
         bias: The term that is a vector over the output features.
+        scales: Factors that scale the sum of the product, the branches and the bias.
         rest: The other terms.
         equations: The equations that compute the product, the branches and the bias.
     """
@@ -60,6 +62,7 @@ class Linear:
     w_scales: tuple[Factor, ...] = ()
     mask: Mask | None = None
     bias: Term | None = None
+    scales: tuple[Factor, ...] = ()
     rest: tuple[Term, ...] = ()
     equations: frozenset[int] = frozenset()
 
@@ -86,9 +89,7 @@ def split_factors(
 ) -> tuple[list[Factor], list[Factor], tuple[Index, ...]]:
     """Splits the factors into A and B, with the smallest rank between them."""
     inner, outer = set(linear.in_indices), set(linear.out_indices)
-    held = {i for f in factors for i in f.indices}
-    if not (inner <= held and outer <= held):
-        raise NotThin
+    check_features(linear, factors)
     if any(inner & set(f.indices) and outer & set(f.indices) for f in factors):
         raise NotThin
     fixed_a = [f for f in factors if inner & set(f.indices)]
@@ -106,6 +107,18 @@ def split_factors(
     return best
 
 
+def check_features(linear: Linear, factors: Sequence[Factor]) -> None:
+    """Raises `NotThin` if A and B lack features of x or of the result."""
+    held = {i for f in factors for i in f.indices}
+    if not held.issuperset(linear.in_indices):
+        raise NotThin("A does not multiply all features of x")
+    if not held.issuperset(i for i in linear.out_indices if i not in linear.rows):
+        raise NotThin(
+            "the branch has another shape than the frozen product: it is repeated over "
+            "output features"
+        )
+
+
 def _check_scales(
     linear: Linear, free: Sequence[Factor], fixed: Sequence[Factor]
 ) -> None:
@@ -113,7 +126,7 @@ def _check_scales(
     rows = set(linear.rows)
     by_row = {i for f in fixed for i in f.indices} & rows
     if any(set(f.indices) & rows - by_row for f in free):
-        raise NotThin("the branch's scale differs by row")
+        raise NotThin(SCALED_BY_ROW)
 
 
 def _shared(
@@ -130,6 +143,8 @@ def check_rank(
     """Raises `NotThin` if a branch's rank is not small beside the frozen product."""
     rank = indices.size_of(rank_indices)
     k, n = (indices.size_of(i) for i in (linear.in_indices, linear.out_indices))
+    if rank > min(k, n):
+        raise NotThin  # nothing of low rank
     limit = min(MAX_RANK, min(k, n) // RANK_FRACTION)
     if rank > limit:
         raise NotThin(

@@ -59,6 +59,7 @@ class Normalizer:
         forms: The form of each variable that was computed.
         made_by: The equation that computed each variable.
         numbers: Its number.
+        number: The number of the present equation.
         joiner: Makes one term of concatenated segments.
     """
 
@@ -74,6 +75,7 @@ class Normalizer:
         self.forms: dict[core.Var, Form] = {}
         self.made_by: dict[core.Var, Any] = {}
         self.numbers: dict[core.Var, int] = {}
+        self.number = -1
         self.joiner = Joiner(self.indices, self.made_by, self.numbers)
 
     def leaf(self, atom: Atom) -> Form:
@@ -98,15 +100,14 @@ class Normalizer:
         for out in eqn.outvars:
             self.made_by[out] = eqn
             self.numbers[out] = number
-        rule = self._rules.get(eqn.primitive.name)
-        if rule is None or len(eqn.outvars) != 1 or not rule.covers(eqn):
+        self.number = number
+        if len(eqn.outvars) != 1:
             return
         (out,) = eqn.outvars
-        if any(0 in v.aval.shape for v in (*eqn.invars, out)):
+        if any(0 in getattr(v.aval, "shape", ()) for v in (*eqn.invars, out)):
             return  # empty arrays have no indices
-        try:
-            form = rule.form(self, eqn)
-        except Opaque:
+        form = self.form_of(eqn)
+        if form is None:
             return
         terms = [t for t in form.terms if t.coefficient != 0] or list(form.terms[:1])
         if len(terms) > MAX_TERMS or any(len(t.factors) > MAX_FACTORS for t in terms):
@@ -115,6 +116,27 @@ class Normalizer:
             form.dims,
             tuple(_finish(t, number, out, form, terms, _rounds(eqn)) for t in terms),
         )
+
+    def form_of(self, eqn: Any) -> Form | None:
+        """Computes the form of an equation's only result; None: it has no rule."""
+        rule = self._rules.get(eqn.primitive.name)
+        if rule is None or not rule.covers(eqn):
+            return None
+        try:
+            return rule.form(self, eqn)
+        except Opaque:
+            return None
+
+    def obstacle(self, reason: str) -> None:
+        """Ends a rule at what the kernels do not compute.
+
+        Args:
+            reason: What that is, as a clause without a full stop.
+
+        Raises:
+            Opaque: Always, unless obstacles are only noted.
+        """
+        raise Opaque(reason)
 
     def forget(self, var: core.Var) -> None:
         """Makes a variable an opaque array from now on."""

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from jaxlora.fuse.forms import holds
+from jaxlora.fuse.forms import holds, narrower
 from jaxlora.fuse.linear import Linear
 
 KERNEL_DTYPES = tuple(map(np.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
@@ -73,7 +73,7 @@ def precision_of(linear: Linear) -> lax.Precision | None:
 def sharding_reason(linear: Linear) -> str | None:
     """Returns why the arrays' shardings keep kernels from reading rows of tokens."""
     branches = [o.var for b in linear.branches for o in (*b.a, *b.b)]
-    scales = [f.var for f in linear.w_scales]
+    scales = [f.var for f in (*linear.w_scales, *linear.scales)]
     for atom in (linear.x.var, linear.w.var, *scales, *branches):
         aval: Any = atom.aval
         if any(axis is not None for axis in aval.sharding.spec):
@@ -96,12 +96,18 @@ def rounding_reason(linear: Linear) -> str | None:
     if not holds(kernel, rounded):
         return f"its sum is kept in {rounded}, and the kernels round it to {kernel}"
     for dtype in linear.branch_dtypes:
-        if dtype is not None and not holds(kernel, dtype):
+        if dtype is None or holds(kernel, dtype):
+            continue
+        if dtype.itemsize <= kernel.itemsize:
+            return f"its branch is rounded to {dtype}, and the kernels use {kernel}"
+        else:
             return (
                 f"its branch is summed in {dtype}, and the kernels would round it and "
                 f"its gradients to {kernel}. Cast x, A and B to {kernel} first"
             )
     if linear.restored:
+        for dtype in linear.branch_dtypes:
+            rounded = narrower(rounded, dtype)
         return (
             f"a sum in it is rounded to {rounded} and cast to a larger dtype, and the "
             "kernels would not round it"

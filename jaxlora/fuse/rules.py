@@ -7,10 +7,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxlora.fuse.casts import cast_term, convert_form, is_float, whole_form
 from jaxlora.fuse.choose import (
     gather_form,
     one_hot_form,
@@ -18,7 +18,6 @@ from jaxlora.fuse.choose import (
     value_key,
 )
 from jaxlora.fuse.forms import (
-    Factor,
     Form,
     Names,
     Opaque,
@@ -29,20 +28,16 @@ from jaxlora.fuse.forms import (
     fresh,
     holds,
     multiply,
-    narrower,
     only_masks,
     rename,
     scaled,
     sum_of_constants,
     sum_over,
 )
+from jaxlora.fuse.like_terms import merged
 from jaxlora.fuse.normal import Normalizer, Rule, is_arithmetic
 from jaxlora.fuse.segments import read_segments
 from jaxlora.fuse.site import Index
-
-
-def _is_float(aval: Any) -> bool:
-    return jnp.issubdtype(aval.dtype, jnp.floating)
 
 
 def _add(n: Normalizer, eqn) -> Form:
@@ -60,7 +55,7 @@ def _add(n: Normalizer, eqn) -> Form:
     first, second = align(
         n.indices, _spread(n, first, shape), _spread(n, second, shape)
     )
-    return Form(first.dims, first.terms + second.terms)
+    return merged(n, Form(first.dims, first.terms + second.terms))
 
 
 def _stop_gradient(n: Normalizer, eqn) -> Form:
@@ -121,62 +116,18 @@ def _worth_multiplying(first: Form, second: Form) -> bool:
     if all(covers):
         return False
     is_scalar = not own[1 if covers[0] else 0] & all_indices
-    is_sum = all(t.rounded is not None for t in other.terms)
+    is_sum = any(t.rounded is not None for t in other.terms)
     return len(vector.terms) == 1 and (is_scalar or is_sum)
 
 
 def _div(n: Normalizer, eqn) -> Form:
-    if not _is_float(eqn.outvars[0].aval):
+    if not is_float(eqn.outvars[0].aval):
         raise Opaque
     number = constant(n.form(eqn.invars[1]))
     if not number:
         raise Opaque
     form = n.form(eqn.invars[0])
     return scaled(_spread(n, form, eqn.outvars[0].aval.shape), 1.0 / number)
-
-
-def _convert(n: Normalizer, eqn) -> Form:
-    (source,), (out,) = eqn.invars, eqn.outvars
-    dtype = out.aval.dtype
-    if not _is_float(out.aval) or dtype.itemsize < 2:
-        raise Opaque
-    form = n.form(source)
-    number = constant(form)
-    if number is not None:
-        return Form(form.dims, (Term(float(dtype.type(number)), ()),))
-    if not (source.aval.dtype == bool or _is_float(source.aval)):
-        raise Opaque
-    is_sum = any(t.rounded is not None for t in form.terms)
-    if not is_sum and any(_was_rounded(f) for t in form.terms for f in t.factors):
-        form = n.leaf(source)  # what was rounded stays so if it is cast back
-    restored = is_sum and not holds(source.aval.dtype, dtype)
-    if is_sum:
-        return Form(form.dims, tuple(_rounded(t, dtype, restored) for t in form.terms))
-    return Form(form.dims, tuple(_cast(term, dtype) for term in form.terms))
-
-
-def _rounded(term: Term, dtype: np.dtype, restored: bool) -> Term:
-    """Rounds a term of a sum with matrix products; arrays beside them are not cast."""
-    if term.rounded is None:
-        return term
-    return dataclasses.replace(
-        term,
-        rounded=narrower(term.rounded, dtype),
-        restored=term.restored or restored,
-    )
-
-
-def _cast(term: Term, dtype: np.dtype) -> Term:
-    factors = (
-        dataclasses.replace(f, dtype=dtype) if f.is_number else f for f in term.factors
-    )
-    return dataclasses.replace(term, factors=tuple(factors))
-
-
-def _was_rounded(factor: Factor) -> bool:
-    """Tells whether a factor is cast to a smaller dtype than its array's."""
-    aval: Any = factor.var.aval
-    return factor.is_number and factor.dtype.itemsize < aval.dtype.itemsize
 
 
 def _not(n: Normalizer, eqn) -> Form:
@@ -189,7 +140,7 @@ def _not(n: Normalizer, eqn) -> Form:
 def _select(n: Normalizer, eqn) -> Form:
     which, *cases = eqn.invars
     out = eqn.outvars[0]
-    if len(cases) != 2 or which.aval.dtype != bool or not _is_float(out.aval):
+    if len(cases) != 2 or which.aval.dtype != bool or not is_float(out.aval):
         raise Opaque
     forms = [n.form(case) for case in cases]
     zero = [constant(form) == 0 for form in forms]
@@ -259,7 +210,7 @@ def _dot(n: Normalizer, eqn) -> Form:
     free_r = [d for i, d in enumerate(right.dims) if i not in (*contract_r, *batch_r)]
     dims = (*(left.dims[i] for i in batch_l), *free_l, *free_r)
     product = sum_over(n.indices, multiply(left, right, dims), summed, out.dtype)
-    return _at_its_precision(product, eqn)
+    return _at_its_precision(n, product, eqn)
 
 
 def _read(form: Form, dtype: np.dtype) -> Form:
@@ -280,7 +231,7 @@ def _read(form: Form, dtype: np.dtype) -> Form:
     return Form(form.dims, tuple(terms))
 
 
-def _at_its_precision(form: Form, eqn: Any) -> Form:
+def _at_its_precision(n: Normalizer, form: Form, eqn: Any) -> Form:
     """Notes what a matrix product was asked for.
 
     Products of types with 16 bits are exact in float32, at any `jax.lax.Precision`.
@@ -288,7 +239,9 @@ def _at_its_precision(form: Form, eqn: Any) -> Form:
     asked = eqn.params["precision"]
     given = set(asked if isinstance(asked, tuple) else (asked,))
     if len(given) > 1 or not isinstance(min(given, key=str), lax.Precision | None):
-        raise Opaque
+        named = " and ".join(sorted(map(str, given)))
+        n.obstacle(f"one of its products is asked for precision {named}")
+        return form
     if any(v.aval.dtype.itemsize <= 2 for v in eqn.invars[:2]):
         return form
     precisions = {p or lax.Precision.DEFAULT for p in given}
@@ -327,7 +280,7 @@ def _unify_axes(
 
 def _gather(n: Normalizer, eqn) -> Form:
     table, rows = eqn.invars
-    if not _is_float(table.aval):
+    if not is_float(table.aval):
         raise Opaque
     key = value_key(n.made_by, rows)
     return gather_form(fresh(n.indices, n.form(table)), n.form(rows), key, eqn)
@@ -345,18 +298,18 @@ def _ragged_dot(n: Normalizer, eqn) -> Form:
     key = value_key(n.made_by, sizes)
     table = fresh(n.indices, n.form(right))
     product = ragged_dot_form(n.indices, n.form(left), table, sizes, key, eqn)
-    return _at_its_precision(product, eqn)
+    return _at_its_precision(n, product, eqn)
 
 
 def _concatenate(n: Normalizer, eqn) -> Form:
-    if not _is_float(eqn.outvars[0].aval):
+    if not is_float(eqn.outvars[0].aval):
         raise Opaque
     segments = read_segments(n.indices, [n.form(v) for v in eqn.invars], eqn)
     place, source, axis = n.joiner.source_of(segments)
     form, dtype = n.form(source), segments.terms[0].factors[place].dtype
     if len(form.terms) != 1 or dtype != source.aval.dtype:
         form = n.leaf(source)
-        form = Form(form.dims, tuple(_cast(term, dtype) for term in form.terms))
+        form = Form(form.dims, tuple(cast_term(term, dtype) for term in form.terms))
     return n.joiner.join(segments, place, form, axis)
 
 
@@ -374,14 +327,16 @@ _RAGGED = ("ragged_dot_dimension_numbers", "precision", "preferred_element_type"
 RULES: dict[str, Rule] = {
     "add": _rule(_add),
     "add_any": _rule(_add),
+    "ceil": _rule(whole_form),
     "broadcast_in_dim": _rule(_expand_dims, "shape", "broadcast_dimensions"),
     "concatenate": _rule(_concatenate, "dimension"),
-    "convert_element_type": _rule(_convert, *_CAST),
+    "convert_element_type": _rule(convert_form, *_CAST),
     "copy": _rule(_identity),
     "copy_p": _rule(_identity),
     "div": _rule(_div),
     "dot_general": _rule(_dot, *_DOT),
     "eq": _rule(_eq),
+    "floor": _rule(whole_form),
     "gather": _rule(_gather, *_GATHER, *_PROMISES),
     "mul": _rule(_mul),
     "name": _rule(_identity, "name"),
@@ -391,6 +346,7 @@ RULES: dict[str, Rule] = {
     "ragged_dot_general": _rule(_ragged_dot, *_RAGGED),
     "reduce_sum": _rule(_reduce_sum, "axes"),
     "reshape": _rule(_reshape, "new_sizes"),
+    "round": _rule(whole_form, "rounding_method"),
     "select_n": _rule(_select),
     "sharding_constraint": _rule(_constrained, *_PLACE),
     "stop_gradient": _rule(_stop_gradient),

@@ -10,7 +10,7 @@ from jax.extend import core
 from jaxlora.fuse.kernel_call import inputs_of
 from jaxlora.fuse.site import Index, Site
 
-_PLACE = ("path", "location", "jaxpr", "equations", "sizes")
+_PLACE = ("path", "location", "jaxpr", "equations", "sizes", "products")
 
 
 def signature(site: Site) -> Hashable:

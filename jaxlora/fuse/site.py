@@ -77,17 +77,19 @@ class Branch:
         b: The factors of B.
         rank_indices: The indices that A and B share and that are summed over.
         coefficient: Product of the constant factors; also of a mask's 1 / keep.
+        products: The arrays of which the function itself computes a product.
     """
 
     a: tuple[Operand, ...]
     b: tuple[Operand, ...]
     rank_indices: tuple[Index, ...]
     coefficient: float
+    products: tuple[frozenset[core.Var | core.Literal], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SiteProjection:
-    """One frozen product with its low-rank branches: `x W + bias + rest + branches`.
+    """One frozen product with branches: `scales * (x W + bias + branches) + rest`.
 
     Attributes:
         root: The variable that holds the sum.
@@ -97,6 +99,7 @@ class SiteProjection:
         branches: Its low-rank branches.
         mask: The dropout mask of the branches' x; None: there is none.
         bias: A vector over the output features; None: there is none.
+        scales: Arrays that multiply the sum.
         rest: Further summands, each with its constant factor.
         out_indices: The indices of the output features, slowest first.
         rank: Sum of the branches' ranks.
@@ -110,6 +113,7 @@ class SiteProjection:
     branches: tuple[Branch, ...]
     mask: Mask | None
     bias: Operand | None
+    scales: tuple[Operand, ...]
     rest: tuple[tuple[float, Operand], ...]
     out_indices: tuple[Index, ...]
     rank: int

@@ -10,6 +10,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:jax.nn.one_hot input")
 
 SEEDS = range(320)
 PLAIN_SEEDS = range(32)
+COMPILED_SEEDS = range(0, 320, 16)
 AUTO_SEEDS = range(0, 320, 16)
 
 
@@ -17,7 +18,8 @@ AUTO_SEEDS = range(0, 320, 16)
 def test_a_fused_function_is_as_accurate_as_the_original(seed):
     """What is rewritten obeys the rule; what is not has the same program."""
     function = draw(seed)
-    verdict = check(function, implementation="xla")
+    compiled = seed in COMPILED_SEEDS
+    verdict = check(function, compiled=compiled, implementation="xla")
     assert not verdict.faults, f"{function}:\n" + "\n".join(verdict.faults)
 
 

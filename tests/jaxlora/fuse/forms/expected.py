@@ -1,7 +1,4 @@
-"""Forms of well-known libraries and models that a user expects to be fused.
-
-Those that are near misses are not found yet, and stay as they are.
-"""
+"""Forms of well-known libraries and models that a user expects to be fused."""
 
 import equinox as eqx
 import jax
@@ -31,7 +28,7 @@ IDS = np.random.default_rng(4).integers(0, G, T)
 X_BATCH = (BATCH, TOKENS, K)
 
 
-@near_miss(trained="x a b magnitude", magnitude=(N,))
+@form(trained="x a b magnitude", magnitude=(N,))
 def dora_of_peft(x, w, a, b, magnitude):
     """DoRA as PEFT 0.17 writes it: the base is counted once, and then (m - 1) times."""
     norm = jnp.linalg.norm(w + SCALE * (a @ b), axis=0)
@@ -40,7 +37,7 @@ def dora_of_peft(x, w, a, b, magnitude):
     return base + ((m - 1) * base + m * ((x @ a) @ b) * SCALE)
 
 
-@near_miss(trained="x a b bias magnitude", magnitude=(N,))
+@form(trained="x a b bias magnitude", magnitude=(N,))
 def dora_of_peft_with_a_bias(x, w, a, b, bias, magnitude):
     """PEFT takes the bias off the base's result before it is scaled."""
     norm = jnp.linalg.norm(w + SCALE * (a @ b), axis=0)
@@ -106,7 +103,7 @@ def int8_weight_with_one_scale_for_all_heads(x, codes, column_scale, a, b):
     return base + (SCALE * (x @ a) @ b).reshape(base.shape)
 
 
-@near_miss("scaled by the same array", trained="x a b magnitude", magnitude=(N,))
+@form(trained="x a b magnitude", magnitude=(N,))
 def dora_on_both_terms(x, w, a, b, magnitude):
     m = magnitude / lax.stop_gradient(jnp.linalg.norm(w + a @ b, axis=0))
     return (x @ w) * m + ((x @ a) @ b) * m
@@ -117,7 +114,11 @@ def product_scaled_by_a_number_made_from_x(x, w, a, b):
     return (x @ w) * jnp.tanh(jnp.mean(x)) + (x @ a) @ b
 
 
-@near_miss(trained="x w a b gate", gate=(T, 1))
+@near_miss(
+    "frozen product is multiplied by an array that differs by row",
+    trained="x w a b gate",
+    gate=(T, 1),
+)
 def product_scaled_by_row(x, w, a, b, gate):
     return (x @ w) * gate + (x @ a) @ b
 
@@ -142,7 +143,7 @@ def dropout_divided_by_a_constant_in_bfloat16(x, w, a, b, key):
     return x @ w + SCALE * (jnp.where(kept, x / keep, 0) @ a) @ b
 
 
-@near_miss(key=KEY, q=jnp.asarray(KEEP))
+@near_miss("different x", key=KEY, q=jnp.asarray(KEEP))
 def dropout_divided_by_a_traced_number(x, w, a, b, key, q):
     kept = jax.random.bernoulli(key, KEEP, x.shape)
     return x @ w + SCALE * (jnp.where(kept, x / q, 0) @ a) @ b
@@ -154,7 +155,7 @@ def dropout_by_uniform_numbers(x, w, a, b, key):
     return x @ w + SCALE * (jnp.where(kept, x / KEEP, 0) @ a) @ b
 
 
-@near_miss(key=KEY)
+@form(key=KEY)
 def dropout_by_the_floor_of_uniform_numbers(x, w, a, b, key):
     """TensorFlow's first dropout: the floor of a number from KEEP to 1 + KEEP."""
     kept = jnp.floor(KEEP + jax.random.uniform(key, x.shape))

@@ -17,49 +17,51 @@ SQUARE = {"w": (K, K), "b": (R, K)}
 # a matmul of K rows.
 
 
-@near_miss(**SQUARE)
+@near_miss("as a series adapter does", **SQUARE)
 def series_adapter(x, w, a, b):
     y = x @ w
     return y + (y @ a) @ b
 
 
-@near_miss(**SQUARE)
+@near_miss("as a series adapter does", **SQUARE)
 def series_adapter_with_a_scale(x, w, a, b):
     y = x @ w
     return y + SCALE * ((y @ a) @ b)
 
 
-@near_miss(**SQUARE, bias=(K,))
+@near_miss("as a series adapter does", **SQUARE, bias=(K,))
 def series_adapter_after_a_bias(x, w, a, b, bias):
     y = x @ w + bias
     return y + SCALE * ((y @ a) @ b)
 
 
-@near_miss(a=(N, R))
+@near_miss("as a series adapter does", a=(N, R))
 def series_adapter_of_another_width(x, w, a, b):
     y = x @ w
     return y + (y @ a) @ b
 
 
-@near_miss(x=(BATCH, TOKENS, K), **SQUARE)
+@near_miss("as a series adapter does", x=(BATCH, TOKENS, K), **SQUARE)
 def series_adapter_of_a_batch(x, w, a, b):
     y = jnp.einsum("btk,kn->btn", x, w)
     return y + jnp.einsum("btn,nr,rm->btm", y, a, b)
 
 
-@near_miss(**SQUARE)
+@near_miss("as a series adapter does", **SQUARE)
 def series_adapter_behind_two_linears(x, w, a, b):
     y = (x @ w) @ w
     return y + (y @ a) @ b
 
 
-@near_miss(w=(K, K), a=(N, R), b=(R, N), up=(K, N), trained="x a b")
+@near_miss(
+    "as a series adapter does", w=(K, K), a=(N, R), b=(R, N), up=(K, N), trained="x a b"
+)
 def series_adapter_of_a_mlp_without_activation(x, w, up, a, b):
     y = x @ w @ up
     return y + (y @ a) @ b
 
 
-@near_miss(w=(K, N), m=(N, R), a=(K, R))
+@near_miss("added twice, with different scales", w=(K, N), m=(N, R), a=(K, R))
 def base_feeds_the_shrink(x, w, m, a, b):
     """s reads both x and the base's result."""
     y = x @ w
@@ -76,32 +78,41 @@ def scores_with_a_decoupled_part(x, wq, wk, a, b):
     return q @ k.T + (x @ a) @ (x @ b).T
 
 
-@near_miss(x=(64, K), a=(48, R), b=(48, R), wq=(K, 48), wk=(K, 48))
+@near_miss(
+    "as a series adapter does", x=(64, K), a=(48, R), b=(48, R), wq=(K, 48), wk=(K, 48)
+)
 def scores_of_projected_queries(x, wq, wk, a, b):
     q, k = x @ wq, x @ wk
     return q @ k.T + (q @ a) @ (k @ b).T
 
 
-@near_miss(x=(BATCH, 64, K), a=(48, R), b=(48, R), wq=(K, 48), wk=(K, 48))
+@near_miss(
+    "as a series adapter does",
+    x=(BATCH, 64, K),
+    a=(48, R),
+    b=(48, R),
+    wq=(K, 48),
+    wk=(K, 48),
+)
 def scores_of_a_batch(x, wq, wk, a, b):
     q, k = x @ wq, x @ wk
     first = jnp.einsum("bqd,bkd->bqk", q, k)
     return first + jnp.einsum("bqr,bkr->bqk", q @ a, k @ b)
 
 
-@near_miss(x=(64, K), a=(64, R))
+@near_miss("result of another matrix product", x=(64, K), a=(64, R))
 def mixture_of_values(x, w, a, b):
     """The large operand is a softmax of the input."""
     p = jax.nn.softmax(x @ x.T)
     return p @ (x @ w) + (p @ a) @ b
 
 
-@near_miss(trained="x a b")
+@near_miss("computed from its input", trained="x a b")
 def weight_that_is_made_from_x(x, w, a, b):
     return x @ (w * jnp.tanh(jnp.mean(x))) + (x @ a) @ b
 
 
-@near_miss(x=(64, K), b=(R, K))
+@near_miss("result of another matrix product", x=(64, K), b=(R, K))
 def linear_attention(x, w, a, b):
     state = x.T @ x
     return x @ state + (x @ a) @ b
@@ -115,13 +126,13 @@ def branch_of_a_recurrent_state(x, w, h, a, b):
 # Ways to choose an adapter that the kernels do not have.
 
 
-@near_miss(**TABLES, ids=IDS)
+@near_miss("A and B are chosen", **TABLES, ids=IDS)
 def a_and_b_chosen_by_other_ids(x, w, a, b, ids):
     s = jnp.einsum("tk,tkr->tr", x, a[ids])
     return x @ w + jnp.einsum("tr,trn->tn", s, b[jnp.roll(ids, 1)])
 
 
-@near_miss(**TABLES, ids=IDS)
+@near_miss("filled in with 1", **TABLES, ids=IDS)
 def a_filled_and_b_clipped(x, w, a, b, ids):
     a = a.at[ids + 1].get(mode="fill", fill_value=1)
     s = jnp.einsum("tk,tkr->tr", x, a)
@@ -129,14 +140,14 @@ def a_filled_and_b_clipped(x, w, a, b, ids):
     return x @ w + jnp.einsum("tr,trn->tn", s, b)
 
 
-@near_miss(**TABLES, ids=IDS)
+@near_miss("scale differs by row", **TABLES, ids=IDS)
 def adapters_weighted_by_a_smoothed_one_hot(x, w, a, b, ids):
     chosen = 0.9 * jax.nn.one_hot(ids, G) + 0.1 / G
     s = jnp.einsum("tk,gkr,tg->tr", x, a, chosen)
     return x @ w + jnp.einsum("tr,grn,tg->tn", s, b, chosen)
 
 
-@near_miss(**TABLES, ids=IDS)
+@near_miss("several branches that choose", **TABLES, ids=IDS)
 def two_adapters_for_each_row(x, w, a, b, ids):
     def branch(ids):
         s = jnp.einsum("tk,tkr->tr", x, a[ids])
@@ -148,28 +159,28 @@ def two_adapters_for_each_row(x, w, a, b, ids):
 # What is between the factors.
 
 
-@near_miss()
+@near_miss("another axis")
 def norm_of_s_over_rows(x, w, a, b):
     s = x @ a
     return x @ w + (s - jnp.mean(s, 0)) @ b
 
 
-@near_miss()
+@near_miss("is applied between A and B")
 def s_clipped(x, w, a, b):
     return x @ w + jnp.clip(x @ a, -1, 1) @ b
 
 
-@near_miss()
+@near_miss("sort is applied between A and B")
 def s_sorted(x, w, a, b):
     return x @ w + jnp.sort(x @ a, axis=-1) @ b
 
 
-@near_miss()
+@near_miss("cumsum is applied to its branch")
 def branch_accumulated_over_rows(x, w, a, b):
     return x @ w + jnp.cumsum((x @ a) @ b, axis=0)
 
 
-@near_miss(trained="x w a b")
+@near_miss("reverse is applied between A and B", trained="x w a b")
 def gradient_of_b_reversed(x, w, a, b):
     """A gradient reversal layer: its value is x, and its gradient is negated."""
 
@@ -181,7 +192,7 @@ def gradient_of_b_reversed(x, w, a, b):
     return x @ w + reverse(x @ a) @ b
 
 
-@near_miss(trained="x w a b")
+@near_miss("round is applied between A and B", trained="x w a b")
 def straight_through_rounding_of_s(x, w, a, b):
     s = x @ a
     s = s + lax.stop_gradient(jnp.round(s) - s)

@@ -114,6 +114,11 @@ def bias_after_branch(x, w, a, b, bias):
     return (x @ w + SCALE * (x @ a) @ b) + bias
 
 
+@form(trained="x a b residual", residual=(37, N))
+def multiple_of_a_residual_before_branch(x, w, a, b, residual):
+    return (x @ w - 2.0 * residual) + SCALE * (x @ a) @ b
+
+
 @form(trained="x a b bias", x=X_BATCH)
 def bias_by_reshape(x, w, a, b, bias):
     y = lax.dot_general(x, w, (((2,), (0,)), ((), ())))

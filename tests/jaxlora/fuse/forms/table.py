@@ -5,12 +5,14 @@ Importing the modules registers their functions.
 
 from tests.jaxlora.fuse.forms import (  # noqa: F401
     adapters,
+    dora,
     dropout,
     expected,
     flax_modules,
     lookalikes,
     near_misses,
     nested,
+    other_inputs,
     other_libraries,
     plain,
     variants,

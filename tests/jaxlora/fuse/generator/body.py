@@ -39,6 +39,8 @@ def arguments(draw: Draw) -> Arrays:
             "a2": normal(k, r, dtype=draw.lora_dtype),
             "b2": normal(r, n, dtype=draw.lora_dtype),
         }
+    if draw.magnitude != "none":
+        made["m"] = jnp.asarray(rng.uniform(0.5, 2.0, n), draw.dtype)
     if draw.dropout != "none":
         made["key"] = jax.random.key(draw.seed)
     shapes = {
@@ -151,9 +153,22 @@ def _sum(draw, base, branch, p):
         return base * branch
     if draw.fault == "branch twice":
         base = base + branch
+    if draw.magnitude != "none":
+        return _magnified(draw, base, -branch if draw.minus else branch, p["m"])
     if draw.minus:
         return -branch + base if draw.branch_first else base - branch
     return branch + base if draw.branch_first else base + branch
+
+
+def _magnified(draw, base, branch, m):
+    if draw.magnitude == "sum":
+        return m * (base + branch)
+    if draw.magnitude == "both":
+        return base * m + branch * m
+    offset = m - 1
+    if draw.magnitude == "rounded":
+        offset = offset.astype("bfloat16").astype(m.dtype)
+    return base + (offset * base + m * branch)
 
 
 def _constrained(value):

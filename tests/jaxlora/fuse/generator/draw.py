@@ -31,6 +31,8 @@ class Draw:
         scale_at: The value that is scaled.
         scale_dtype: Dtype of a scale that is an array.
         times: A number that multiplies the base.
+        magnitude: How DoRA's magnitude scales the sum, of "sum", "both" terms, an
+            "offset" from one as in PEFT, or such an offset that is "rounded".
         minus: Whether the branch is subtracted.
         branch_first: Whether the branch is the first summand.
         order: What is multiplied first: "s", "ab", or "merged" into w.
@@ -74,6 +76,7 @@ class Draw:
     scale_at: str = "branch"
     scale_dtype: str = "float32"
     times: float = 1.0
+    magnitude: str = "none"
     minus: bool = False
     branch_first: bool = False
     order: str = "s"

@@ -230,6 +230,10 @@ def _post(rng, made):
     return {"post": rng.choice(["tanh", "float32", "bfloat16", "residual"])}
 
 
+def _magnitude(rng, made):
+    return {"magnitude": rng.choice(["sum", "both", "offset", "offset", "rounded"])}
+
+
 # Each kind of feature, and how often a function has it.
 FEATURES = (
     (_rows, 0.2),
@@ -253,6 +257,7 @@ FEATURES = (
     (_nested, 0.06),
     (_gradient, 0.15),
     (_stored, 0.25),
+    (_magnitude, 0.2),
 )
 
 
@@ -284,6 +289,8 @@ def _consistent(draw: Draw) -> Draw:
         changed |= {"second": False}
     if draw.dropout != "none" or draw.fault not in ("none", "branch twice"):
         changed |= {"order": "s"} if draw.order == "merged" else {}
+    if draw.fault in ("attention", "multiplied") or draw.order == "merged":
+        changed |= {"magnitude": "none"}
     if draw.outside:
         changed |= {"gradient": False}
     if {*draw.around} & {*draw.outside} and draw.splits_rows:

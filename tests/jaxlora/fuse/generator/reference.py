@@ -41,10 +41,12 @@ class Evaluator:
         wide: The dtype of all floats.
         nudge: What is added to values before the author's roundings, in roundings of
             their dtype; see `bounds`.
+        cuts: The equations at which the author rounds.
     """
 
     wide: Any = np.float64
     nudge: float = 0.0
+    cuts: list[Any] = dataclasses.field(default_factory=list)
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """Evaluates a jaxpr; results that are floats have the wide dtype."""
@@ -64,10 +66,10 @@ class Evaluator:
         return self._widened(np.asarray(atom.val, atom.aval.dtype))
 
     def _widened(self, value: Any) -> Any:
-        if _is_key(value):
+        if is_key(value):
             return value
         value = np.asarray(value)
-        return value.astype(self.wide) if _is_float(value.dtype) else value
+        return value.astype(self.wide) if is_float(value.dtype) else value
 
     def _apply(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
         name, params = eqn.primitive.name, eqn.params
@@ -83,15 +85,17 @@ class Evaluator:
         ]
 
     def _rounded(self, eqn: Any, value: Any, aval: Any) -> Any:
-        if _is_key(value):
+        if is_key(value):
             return value
-        if not _is_float(aval.dtype):
+        if not is_float(aval.dtype):
             return np.asarray(value).astype(aval.dtype).reshape(aval.shape)
         value = np.asarray(value, self.wide).reshape(aval.shape)
-        inputs = [v.aval.dtype for v in eqn.invars if _is_float(v.aval.dtype)]
+        inputs = [v.aval.dtype for v in eqn.invars if is_float(v.aval.dtype)]
         if eqn.primitive.name == "reduce_precision":
+            self.cuts.append(eqn)
             return self._cut(value, _named_precision(eqn.params), inputs[0])
         if inputs and all(_bits(aval.dtype) < _bits(dtype) for dtype in inputs):
+            self.cuts.append(eqn)
             return self._cut(value, aval.dtype, inputs[0])
         return value
 
@@ -111,25 +115,29 @@ def bounds(closed: Any, args: Sequence[Any], *, wide: Any = np.float64):
     found by two further evaluations, in which everything that the author rounds is a
     little larger, or smaller.
     """
-    exact, up, down = (
+    evaluator = Evaluator(wide)
+    exact = evaluator.run(closed.jaxpr, closed.consts, args)
+    if not evaluator.cuts:
+        return [(value, np.zeros(np.shape(value))) for value in exact]
+    up, down = (
         Evaluator(wide, nudge).run(closed.jaxpr, closed.consts, args)
-        for nudge in (0.0, _NUDGE, -_NUDGE)
+        for nudge in (_NUDGE, -_NUDGE)
     )
     with np.errstate(invalid="ignore"):
         slack = [
             np.abs(more - value) + np.abs(less - value)
-            if _is_float(value.dtype)
+            if is_float(value.dtype)
             else np.zeros(value.shape)
             for value, more, less in zip(exact, up, down, strict=True)
         ]
     return list(zip(exact, slack, strict=True))
 
 
-def _is_key(value: Any) -> bool:
+def is_key(value: Any) -> bool:
     return jnp.issubdtype(getattr(value, "dtype", np.float32), jax.dtypes.extended)
 
 
-def _is_float(dtype: Any) -> bool:
+def is_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) or dtype == np.longdouble
 
 
@@ -146,11 +154,11 @@ def _by_jax(eqn: Any, values: list[Any]) -> Any:
     """Applies a primitive that has no definition here, in float64."""
     params = dict(eqn.params)
     for key in ("new_dtype", "preferred_element_type", "dtype"):
-        if params.get(key) is not None and _is_float(params[key]):
+        if params.get(key) is not None and is_float(params[key]):
             params[key] = np.dtype(np.float64)
     with jax.enable_x64(True):
         narrow = [
-            v if _is_key(v) or not _is_float(v.dtype) else v.astype(np.float64)
+            v if is_key(v) or not is_float(v.dtype) else v.astype(np.float64)
             for v in values
         ]
         if eqn.primitive.name == "scatter-add":
@@ -159,8 +167,8 @@ def _by_jax(eqn: Any, values: list[Any]) -> Any:
             return np.asarray(lax.scatter_add(*map(jnp.asarray, narrow), **options))
         result = eqn.primitive.bind(*map(jnp.asarray, narrow), **params)
     if eqn.primitive.multiple_results:
-        return [r if _is_key(r) else np.asarray(r) for r in result]
-    return result if _is_key(result) else np.asarray(result)
+        return [r if is_key(r) else np.asarray(r) for r in result]
+    return result if is_key(result) else np.asarray(result)
 
 
 def _dot_general(eqn: Any, x: Any, y: Any) -> Any:
@@ -188,7 +196,7 @@ def _gather(eqn: Any, table: Any, rows: Any) -> Any:
         )
     )
     fill = params["fill_value"]
-    if fill is None and _is_float(table.dtype):
+    if fill is None and is_float(table.dtype):
         fill = np.nan
     found = table.reshape(-1)[np.clip(taken, 0, None)] if table.size else taken
     return found if fill is None else np.where(taken < 0, fill, found)
@@ -206,7 +214,7 @@ def _broadcast(eqn: Any, value: Any) -> Any:
 
 def _convert(eqn: Any, value: Any) -> Any:
     dtype = eqn.params["new_dtype"]
-    return value if _is_float(dtype) else value.astype(dtype)
+    return value if is_float(dtype) else value.astype(dtype)
 
 
 def _select(eqn: Any, which: Any, *cases: Any) -> Any:
@@ -241,6 +249,28 @@ def _split(eqn: Any, value: Any) -> Any:
     return np.split(value, ends, axis=eqn.params["axis"])
 
 
+def _cumsum(eqn: Any, value: Any) -> Any:
+    axis, back = eqn.params["axis"], eqn.params["reverse"]
+    value = np.flip(value, axis) if back else value
+    total = np.cumsum(value, axis, dtype=value.dtype)
+    return np.flip(total, axis) if back else total
+
+
+def _shift(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Shifts bits; as many as there are, or more, leave none."""
+
+    def apply(eqn: Any, value: Any, by: Any) -> Any:
+        bits = 8 * value.dtype.itemsize
+        unsigned = np.dtype(f"u{value.dtype.itemsize}")
+        wide = value.view(unsigned) if value.ndim else value.astype(unsigned)
+        by = np.broadcast_to(np.asarray(by).astype(np.int64), wide.shape)
+        kept = (by >= 0) & (by < bits)
+        shifted = function(wide, np.where(kept, by, 0).astype(unsigned))
+        return np.where(kept, shifted, 0).astype(unsigned).astype(value.dtype)
+
+    return apply
+
+
 def _elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
     def apply(eqn: Any, *values: Any) -> Any:
         with np.errstate(all="ignore"):
@@ -263,7 +293,7 @@ NUMPY: dict[str, Callable[..., Any]] = {
     "sub": _elementwise(np.subtract),
     "mul": _elementwise(np.multiply),
     "div": _elementwise(
-        lambda x, y: x / y if _is_float(np.asarray(x).dtype) else lax.div(x, y)
+        lambda x, y: x / y if is_float(np.asarray(x).dtype) else lax.div(x, y)
     ),
     "neg": _elementwise(np.negative),
     "abs": _elementwise(np.abs),
@@ -279,6 +309,14 @@ NUMPY: dict[str, Callable[..., Any]] = {
     "rsqrt": _elementwise(lambda x: 1 / np.sqrt(x)),
     "logistic": _elementwise(lambda x: 1 / (1 + np.exp(-x))),
     "floor": _elementwise(np.floor),
+    "ceil": _elementwise(np.ceil),
+    "and": _elementwise(np.bitwise_and),
+    "or": _elementwise(np.bitwise_or),
+    "xor": _elementwise(np.bitwise_xor),
+    "not": _elementwise(np.invert),
+    "shift_left": _shift(np.left_shift),
+    "shift_right_logical": _shift(np.right_shift),
+    "cumsum": _cumsum,
     "eq": _elementwise(np.equal),
     "ne": _elementwise(np.not_equal),
     "lt": _elementwise(np.less),
