@@ -62,7 +62,7 @@ _FILES = (
     ("pallas_kernels/dequantize.py", QUANTIZING),
     ("pallas_kernels/", OWN),
     ("adapters/optimizer.py", OPTIMIZER),
-    ("train/step.py", OWN),  # sums of gradients
+    ("train/execute/step.py", OWN),  # sums of gradients
 )
 _PRODUCT_FILES = ("pallas_kernels/", "modules/multi_lora_linear.py")
 _REPEATS = 3

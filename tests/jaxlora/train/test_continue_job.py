@@ -3,16 +3,18 @@
 import pytest
 
 from jaxlora import LoraJob
+from jaxlora.adapters.adapter import Adapter
 from jaxlora.errors import AdapterError
 from jaxlora.train.job_state import JobState
+from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.saved.continue_job import copy_best_export
 from tests.jaxlora.train import made_run
 
 
 def job_of(run_dir, **settings) -> JobState:
     """A job without data, of which only the settings are read."""
-    run = object.__new__(JobState)
-    run.settings = LoraJob.model_validate(
+    prepared = object.__new__(PreparedJob)
+    job = LoraJob.model_validate(
         {
             "name": "best",
             "data": {"path": "none"},
@@ -22,7 +24,8 @@ def job_of(run_dir, **settings) -> JobState:
         }
         | settings
     )
-    return run
+    object.__setattr__(prepared, "settings", job)
+    return JobState(prepared, Adapter(modules={}))
 
 
 def contents(folder):

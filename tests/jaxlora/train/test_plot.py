@@ -6,8 +6,8 @@ import pathlib
 import pytest
 
 from jaxlora.run.log import RunLog
+from jaxlora.train.report import plot
 from jaxlora.train.report.plot import LossPlot, plot_losses, rank_jobs
-from jaxlora.train.report.summary import plot
 from tests.jaxlora.run import made_events
 
 

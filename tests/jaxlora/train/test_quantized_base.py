@@ -221,7 +221,7 @@ def test_the_second_copy_lies_where_the_mesh_divides_it(config):
 def test_the_plan_says_how_large_the_base_is(config):
     plain, nf4 = plan_run(config()), plan_run(config(quantize_base="nf4"))
     linears = 2 * 64 * (2 * 64 + 2 * 32 + 3 * 128)  # of two layers
-    assert nf4.base_format.name == "nf4"
+    assert nf4.plan.model.base_format.name == "nf4"
     saved = 4 * linears - linears // 2 - linears // 64
     assert (
         0 < saved - (plain.memory.base_bytes - nf4.memory.base_bytes) < 2000

@@ -17,7 +17,7 @@ from jaxlora.errors import CheckpointError, DeviceError
 from jaxlora.hf.names import linear_shapes
 from jaxlora.train.execute.in_flight import InFlight
 from jaxlora.train.execute.staged_executor import StagedExecutor
-from jaxlora.train.job_state import JobState
+from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.saved.checkpoint import Checkpoints
 from jaxlora.train.saved.describe_run import check_resumes
 from jaxlora.train.saved.read_checkpoint import read_newest
@@ -148,11 +148,11 @@ def test_less_patience_needs_a_word_too(tmp_path):
     often = {"eval_every": 1, "early_stopping": 2}
     job = LoraJob(name="now", data={"path": "x"}, eval_fraction=0.1, **often)
 
-    class Job(JobState):
+    class Job(PreparedJob):
         num_steps = 9
 
-        def __init__(self, job: LoraJob):
-            self.job = job
+        def __init__(self, settings: LoraJob):
+            object.__setattr__(self, "settings", settings)
 
     identity = made_run.identity(jobs)
     with pytest.raises(CheckpointError, match="has had 2 evaluations without a gain, "):
