@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 _SUFFIX = ".jaxlora-tmp"
 _TEMPORARY = re.compile(rf"\.(.+)\.[0-9a-f]{{8}}{re.escape(_SUFFIX)}")
 _MARK, _MARK_TEXT = "jaxlora.txt", "jaxlora is writing this folder, and removes it.\n"
-_NEW, _OLD = "new", "old"  # what is being written, and what it has replaced
+# What is being written is in the first folder, and what it has replaced in the second.
+_NEW, _OLD = "new", "old"
 # Some file systems cannot sync folders, but then do not need it either.
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 # A folder cannot be renamed to a name that a folder with contents has.

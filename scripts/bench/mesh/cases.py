@@ -57,8 +57,6 @@ class Case:
         remat: What the backward pass recomputes.
         repeats: Number of timed calls of a pass or a step.
         window_repeats: Number of timed runs of a window.
-        traced_microbatches: As `num_microbatches`, for the profiled window; 0: no
-            window is profiled.
     """
 
     model: str
@@ -81,7 +79,6 @@ class Case:
     remat: str = "none"
     repeats: int = 10
     window_repeats: int = 1
-    traced_microbatches: int = 16
 
     def __post_init__(self):
         most = len(self.data_sets)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -123,12 +122,6 @@ class MeshTraining:
         for items in outcomes:
             _check_finite(items)
         return elapsed
-
-    def run(self, window: Window) -> None:
-        """Runs a window, and waits for its end."""
-        executor = self.executor()
-        deque(executor.run(window), maxlen=0)
-        executor.wait()
 
     def executor(self, in_flight: int = 0) -> StagedExecutor:
         """Makes the executor of the run.

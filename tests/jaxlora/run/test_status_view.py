@@ -8,7 +8,7 @@ import types
 import pytest
 from rich.console import Console
 
-from jaxlora.run import time_left
+from jaxlora.run import status
 from jaxlora.run.events import JobAddEvent, RunEndEvent
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.status import StatusTracker
@@ -103,7 +103,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 1000.0
-        monkeypatch.setattr(time_left.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(status.time, "perf_counter", lambda: self.now)
 
 
 def test_time_left_leaves_out_the_start(monkeypatch):
