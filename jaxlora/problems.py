@@ -1,8 +1,9 @@
 """Problems of settings, and how they are written for users of YAML and of Python."""
 
+import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import pydantic
@@ -173,6 +174,37 @@ def settings_error(problems: Iterable[Problem], words: Words) -> ConfigError:
     found = ConfigError(format_problems(listed, words))
     found.problems = listed
     return found
+
+
+class Problems:
+    """Collects errors about settings, so that a user sees all of them at once."""
+
+    def __init__(self) -> None:
+        self._errors: list[tuple[Path, JaxloraError]] = []
+
+    def add(self, path: Path, error: JaxloraError) -> None:
+        self._errors.append((path, error))
+
+    @contextlib.contextmanager
+    def at(self, *path: int | str) -> Iterator[None]:
+        """Collects the error of a block, as a problem of the setting at this path."""
+        try:
+            yield
+        except JaxloraError as error:
+            self.add(path, error)
+
+    def has(self, *path: int | str) -> bool:
+        """Whether there is a problem at this path or below it."""
+        return any(found[: len(path)] == path for found, _ in self._errors)
+
+    def raise_all(self) -> None:
+        """Raises what was collected; a single error keeps its type and message."""
+        problems = [problem_of(path, error) for path, error in self._errors]
+        if len(problems) > 1:
+            raise settings_error(problems, PythonWords("RunConfig"))
+        for _, error in self._errors:
+            error.problems = tuple(problems)
+            raise error
 
 
 def _type_text(problem: Problem, texts: Mapping[str, str]) -> str | None:

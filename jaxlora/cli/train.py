@@ -61,8 +61,6 @@ def _run(arguments: argparse.Namespace) -> int:
     given = {key: value for key, value in options.items() if value is not None}
     file = RunFile.read(arguments.run_file, **OPTIONS)
     config = file.config(given, find_missing=missing_inputs)
-    if not arguments.resume:
-        _check_outputs(config, arguments.run_file)
     local_ids = None if member is None else member.local_device_ids
     take_free_gpus(local_ids, gathers=config.may_gather)
     with file.rewords(given):
@@ -72,16 +70,6 @@ def _run(arguments: argparse.Namespace) -> int:
 
         with joined(member):
             return _train_in_process(config, arguments)
-
-
-def _check_outputs(config: "RunConfig", run_file: str) -> None:
-    """Checks that a new run would replace neither its run file nor its data."""
-    from jaxlora.cli.outputs import check_output
-    from jaxlora.run.folder import REPLACED, RUN_FILE
-
-    read = [run_file, *(job.data.path for job in config.jobs)]
-    for name in (RUN_FILE, *REPLACED):
-        check_output(pathlib.Path(config.output_dir, name), read)
 
 
 def _train_in_process(config: "RunConfig", arguments: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import logging
 import pathlib
 from collections.abc import Mapping, Sequence
 
+from jaxlora.common.note import log_notes
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.device_check import check_device
 from jaxlora.distributed import processes
@@ -121,6 +122,7 @@ class Trainer:
 
     def _open_job(self, settings: LoraJob) -> JobState:
         prepared = prepare_job(settings, self.model.config, self.reader)
+        log_notes(prepared.notes)
         check_fits(prepared, self.plan.spec)
         job = start_job(prepared, self.model)
         self._continue([job])

@@ -1,17 +1,15 @@
 """Checks what a run names before any data are read, and reports problems together."""
 
-import contextlib
 import dataclasses
 import datetime
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from jaxlora.config import DataConfig, RunConfig
 from jaxlora.data.fields import check_template
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
-from jaxlora.errors import JaxloraError
 from jaxlora.hf.files import tokenizer_folder
 from jaxlora.hf.load import FrozenModel
-from jaxlora.problems import Path, PythonWords, problem_of, settings_error
+from jaxlora.problems import Path, Problems
 from jaxlora.train.execute.samples import sample_prompts
 from jaxlora.train.plan.found_inputs import missing_inputs
 from jaxlora.train.plan.planned_model import PlannedModel, planned_model
@@ -49,7 +47,7 @@ def check_inputs(
         JaxloraError: Something is missing or does not fit. If there are several
             problems, the message lists them all.
     """
-    problems = _Problems()
+    problems = Problems()
     for setting, check in checks.items():
         with problems.at(setting):
             check()
@@ -78,9 +76,7 @@ def _open(config: RunConfig, model: FrozenModel | None, started: str) -> Inputs:
     return Inputs(model=planned, tokenizer=tokenizer)
 
 
-def _check_jobs(
-    config: RunConfig, inputs: Inputs | None, problems: "_Problems"
-) -> None:
+def _check_jobs(config: RunConfig, inputs: Inputs | None, problems: Problems) -> None:
     """Checks templates, and what else can be known if the model is open."""
     for number, job in enumerate(config.jobs):
         for key in ("data", "eval_data"):
@@ -96,7 +92,7 @@ def _check_jobs(
 
 
 def _check_data(
-    data: DataConfig, inputs: Inputs | None, path: Path, problems: "_Problems"
+    data: DataConfig, inputs: Inputs | None, path: Path, problems: Problems
 ) -> None:
     for key in ("prompt", "completion"):
         with problems.at(*path, key):
@@ -104,34 +100,3 @@ def _check_data(
     if inputs is not None and data.chat:
         with problems.at(*path, "chat"):
             inputs.tokenizer.chat.check()
-
-
-class _Problems:
-    """Collects errors about settings."""
-
-    def __init__(self) -> None:
-        self._errors: list[tuple[Path, JaxloraError]] = []
-
-    def add(self, path: Path, error: JaxloraError) -> None:
-        self._errors.append((path, error))
-
-    @contextlib.contextmanager
-    def at(self, *path: int | str) -> Iterator[None]:
-        """Collects the error of a block, as a problem of the setting at this path."""
-        try:
-            yield
-        except JaxloraError as error:
-            self.add(path, error)
-
-    def has(self, *path: int | str) -> bool:
-        """Whether there is a problem at this path or below it."""
-        return any(found[: len(path)] == path for found, _ in self._errors)
-
-    def raise_all(self) -> None:
-        """Raises what was collected; a single error keeps its type and message."""
-        problems = [problem_of(path, error) for path, error in self._errors]
-        if len(problems) > 1:
-            raise settings_error(problems, PythonWords("RunConfig"))
-        for _, error in self._errors:
-            error.problems = tuple(problems)
-            raise error

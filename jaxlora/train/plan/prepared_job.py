@@ -6,8 +6,7 @@
 import dataclasses
 import functools
 import hashlib
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.peft_import import import_peft
 from jaxlora.adapters.targets import ModuleLora, check_ranks, resolve_targets
 from jaxlora.common.counted import counted
+from jaxlora.common.note import Note
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.order import JobOrder
 from jaxlora.data.token_cache import user_token_cache
@@ -24,8 +24,7 @@ from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.names import linear_shapes
 from jaxlora.modules.trained_tensors import tensor_settings, tensors_with
-
-logger = logging.getLogger(__name__)
+from jaxlora.problems import Problems
 
 _SCALING_FIELDS = {"lora_alpha", "alpha_pattern", "use_rslora"}
 
@@ -40,6 +39,7 @@ class PreparedJob:
         start: Adapter of `init_from`; None: the job starts from fresh weights.
         train_data: Training samples.
         eval_data: Held-out samples, if any.
+        notes: Lines for the log about its samples and modules.
     """
 
     settings: LoraJob
@@ -47,6 +47,7 @@ class PreparedJob:
     start: Adapter | None
     train_data: TokenizedData
     eval_data: TokenizedData | None
+    notes: tuple[Note, ...] = ()
 
     @property
     def name(self) -> str:
@@ -115,23 +116,27 @@ def data_reader(config: RunConfig, tokenizer: Tokenizer) -> DataReader:
 
 
 def prepare_job(job: LoraJob, model: ModelConfig, reader: DataReader) -> PreparedJob:
-    """Selects the modules that a job adapts, and reads its samples; logs both.
+    """Selects the modules that a job adapts, and reads its samples.
 
     Raises:
         JaxloraError: The targets, the adapter to start from or the data cannot be used.
     """
     modules, start = _choose_modules(job, model)
-    train, held_out = _read_data(job, reader)
-    _warn_about_positions(job.name, train, held_out, model.max_positions)
-    logger.info(
-        "%s: rank %s on %s: %s",
-        job.name,
-        "/".join(map(str, sorted({module.rank for module in modules.values()}))),
-        counted(len(modules), "module"),
-        ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in modules)),
-    )
+    train, held_out = reader.read(job, "train"), None
+    if job.eval_data is not None or job.eval_fraction > 0:
+        held_out = reader.read(job, "eval")
+    summaries = [data.summary() for data in (train, held_out) if data is not None]
     return PreparedJob(
-        settings=job, modules=modules, start=start, train_data=train, eval_data=held_out
+        settings=job,
+        modules=modules,
+        start=start,
+        train_data=train,
+        eval_data=held_out,
+        notes=(
+            *(Note(f"{job.name}: {summary}") for summary in summaries),
+            *_notes_on_positions(job.name, _lengths(train, held_out), model),
+            _note_on_modules(job.name, modules),
+        ),
     )
 
 
@@ -148,9 +153,14 @@ def prepare_jobs(
         reader: Reads the data with the tokenizer of the base model.
 
     Raises:
-        JaxloraError: A job cannot be used.
+        JaxloraError: A job cannot be used. If several cannot, the message lists them.
     """
-    return [prepare_job(job, model, reader) for job in jobs]
+    problems, prepared = Problems(), []
+    for number, job in enumerate(jobs):
+        with problems.at("jobs", number):
+            prepared.append(prepare_job(job, model, reader))
+    problems.raise_all()
+    return prepared
 
 
 def check_modules(job: LoraJob, model: ModelConfig) -> None:
@@ -215,36 +225,28 @@ def _check_stated_settings(
         )
 
 
-def _read_data(
-    job: LoraJob, reader: DataReader
-) -> tuple[TokenizedData, TokenizedData | None]:
-    """Reads a job's training samples and its held-out ones, if any; logs both."""
-    train, held_out = reader.read(job, "train"), None
-    if job.eval_data is not None or job.eval_fraction > 0:
-        held_out = reader.read(job, "eval")
-    for data in filter(None, (train, held_out)):
-        logger.info("%s: %s", job.name, data.summary())
-    return train, held_out
-
-
-def _warn_about_positions(
-    name: str, train: TokenizedData, held_out: TokenizedData | None, positions: int
-) -> None:
+def _notes_on_positions(
+    name: str, lengths: np.ndarray, model: ModelConfig
+) -> Iterator[Note]:
     """Warns, once, of samples that are longer than the model's position limit."""
-    lengths = _lengths(train, held_out)
-    num_beyond = np.count_nonzero(lengths > positions)
+    limit = model.max_positions
+    num_beyond = np.count_nonzero(lengths > limit)
     if num_beyond:
-        logger.warning(
-            "%s: %d of %d samples are longer than the %d positions that the model "
-            "supports (max_position_embeddings); the longest has %d tokens. Set "
-            "max_length to %d, or expect worse results on them.",
-            name,
-            num_beyond,
-            len(lengths),
-            positions,
-            lengths.max(),
-            positions,
+        yield Note(
+            f"{name}: {num_beyond} of {len(lengths)} samples are longer than the "
+            f"{limit} positions that the model supports (max_position_embeddings); the "
+            f"longest has {lengths.max()} tokens. Set max_length to {limit}, or expect "
+            "worse results on them.",
+            is_warning=True,
         )
+
+
+def _note_on_modules(name: str, modules: Mapping[str, ModuleLora]) -> Note:
+    ranks = "/".join(map(str, sorted({module.rank for module in modules.values()})))
+    kinds = dict.fromkeys(module.rsplit(".", 1)[-1] for module in modules)
+    return Note(
+        f"{name}: rank {ranks} on {counted(len(modules), 'module')}: {', '.join(kinds)}"
+    )
 
 
 def _lengths(train: TokenizedData, held_out: TokenizedData | None) -> np.ndarray:

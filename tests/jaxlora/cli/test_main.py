@@ -114,12 +114,13 @@ def test_outputs_never_replace_what_is_read(folder, capsys, tmp_path):
     (tmp_path / "settings.yaml").write_text(text)
     (tmp_path / "plan.png").symlink_to(folder / "first.jsonl")
     new_run = "train", tmp_path / "settings.yaml", "--output-dir", tmp_path
-    for arguments in (
-        new_run,
-        ("plan", folder / "run.yaml", "--picture", tmp_path / "plan.png"),
+    picture = "plan", folder / "run.yaml", "--picture", tmp_path / "plan.png"
+    for arguments, message in (
+        (new_run, "settings.yaml of another origin, which a run would replace"),
+        (picture, "would be replaced, and it is read as"),
     ):
         assert main([str(argument) for argument in arguments]) == 1
-        assert "would be replaced, and it is read as" in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert (tmp_path / "settings.yaml").read_text() == text
 
 

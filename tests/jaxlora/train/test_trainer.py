@@ -243,7 +243,7 @@ def adapters_of(config: RunConfig) -> dict[str, bytes]:
     }
 
 
-def test_samples_beyond_the_models_positions_are_counted(model, jobs, caplog):
+def test_samples_beyond_the_models_positions_are_counted(model, jobs):
     """One warning a job, however many of its samples and whichever side they are on."""
     reader = DataReader(load_tokenizer(model.folder))
     job = prepare_job(jobs[0], model.config, reader)
@@ -251,10 +251,9 @@ def test_samples_beyond_the_models_positions_are_counted(model, jobs, caplog):
     samples = (*job.train_data.samples, *job.eval_data.samples)
     lengths = sorted(len(sample.token_ids) for sample in samples)
     positions = lengths[-4] - 1
-    caplog.clear()
     short = dataclasses.replace(model.config, max_positions=positions)
-    prepare_job(jobs[0], short, reader)
-    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    notes = prepare_job(jobs[0], short, reader).notes
+    warnings = [note.text for note in notes if note.is_warning]
     count = sum(length > positions for length in lengths)
     assert warnings == [
         f"job0: {count} of {len(lengths)} samples are longer than the {positions} "
@@ -270,6 +269,25 @@ def test_empty_data_is_an_error(config, model, tmp_path, jobs):
     job = jobs[0].model_copy(update={"data": data})
     with pytest.raises(ValueError, match=r"none\.jsonl"):
         Trainer(config(job), model)
+
+
+def test_problems_of_several_jobs_data_come_together(config, model, tmp_path, jobs):
+    (tmp_path / "none.jsonl").write_text("")
+    (tmp_path / "broken.jsonl").write_text('{"text": \n')
+
+    def reading(number: int, name: str):
+        data = jobs[number].data.model_copy(update={"path": f"{tmp_path}/{name}"})
+        return jobs[number].model_copy(update={"data": data})
+
+    run = config(reading(0, "none.jsonl"), jobs[1], reading(2, "broken.jsonl"))
+    with pytest.raises(ConfigError) as found:
+        Trainer(run, model)
+    first, second = str(found.value).splitlines()
+    assert "jobs[0]" in first
+    assert "none.jsonl" in first
+    assert "jobs[2]" in second
+    assert "broken.jsonl" in second
+    assert not pathlib.Path(run.output_dir).exists()
 
 
 def test_another_tokenizer_than_the_models(config, tmp_path, monkeypatch):
