@@ -74,7 +74,9 @@ class LoraJob(StrictModel):
         continue_from: Output folder of another run, whose job of the same name
             continues here with its whole state: optimizer, position in the data and
             evaluations.
-        batch_size: Samples in a global batch: one optimizer step.
+        objective: What the loss is; see `jaxlora.data.objectives`.
+        batch_size: Samples (groups of them, if the objective has groups) in a global
+            batch: one optimizer step.
         epochs: Passes over the data; may be a fraction. Used when `steps` is None.
         steps: Optimizer steps.
         learning_rate: Peak rate.
@@ -122,6 +124,7 @@ class LoraJob(StrictModel):
     init_from: str | None = None
     continue_from: str | None = None
 
+    objective: str = "next_token"
     batch_size: PositiveInt = 8
     epochs: PositiveFloat = 1.0
     steps: PositiveInt | None = None

@@ -2,14 +2,16 @@
 
 import dataclasses
 import functools
+import itertools
 import typing
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxlora.data.objectives import NEXT_TOKEN, OBJECTIVES, Objective
 from jaxlora.data.samples import TokenizedSample
 from jaxlora.scheduler import Limits, Microbatch, Sample
 
@@ -26,7 +28,10 @@ class PackedBatch:
         segment_ids: Index of the sample that each row belongs to; -1 in padding rows.
         labels: The token that each row should predict, which is the next one of its
             sample.
-        loss_weight: Weight of each row's loss; 0 for rows without a target.
+        loss_inputs: What each objective of the run reads of its rows, by name of the
+            objective; 0 in other rows.
+        group_ids: Index of the group of samples that each row belongs to; -1 in padding
+            rows. None: every group of the run is one sample.
         token_index: Index of each token in the global batch of its job.
         block_adapter: Slot of each token block; -1 for padding blocks.
     """
@@ -35,7 +40,8 @@ class PackedBatch:
     positions: Int[Array, " T"]
     segment_ids: Int[Array, " T"]
     labels: Int[Array, " T"]
-    loss_weight: Float[Array, " T"]
+    loss_inputs: dict[str, dict[str, Float[Array, " T"]]]
+    group_ids: Int[Array, " T"] | None
     token_index: Int[Array, " T"]
     block_adapter: Int[Array, " NB"]
 
@@ -48,14 +54,26 @@ class JobBatch:
         slot: Slot of the job.
         step: Number of the job's optimizer step that uses this batch.
         samples: Samples of the batch, in the order of the job.
-        weight: Weight of each target token's loss: the reciprocal of the number of
-            target tokens for training, 1 for a sum.
+        weight: Weight of each term of the loss: the reciprocal of their number for
+            training, 1 for a sum.
+        objective: What the loss is.
     """
 
     slot: int
     step: int
     samples: Sequence[TokenizedSample]
     weight: float
+    objective: Objective = NEXT_TOKEN
+
+    @property
+    def num_terms(self) -> int:
+        """Number of terms of the loss."""
+        return self.objective.num_terms(self.samples)
+
+    def group(self, index: int) -> Sequence[TokenizedSample]:
+        """Returns the samples of a group, which lie in one microbatch."""
+        size = self.objective.group_size
+        return self.samples[index * size : (index + 1) * size]
 
     @property
     def num_target_tokens(self) -> int:
@@ -68,39 +86,47 @@ class JobBatch:
         return sum(len(s.token_ids) for s in self.samples)
 
     def to_schedule(self) -> list[Sample]:
-        """Converts the batch to scheduler samples, with the slot as the job number."""
+        """Converts each group to a scheduler's sample, with the slot as its owner."""
+        num_groups = len(self.samples) // self.objective.group_size
         return [
             Sample(
-                owner=self.slot, batch=self.step, index=i, num_tokens=len(s.token_ids)
+                owner=self.slot,
+                batch=self.step,
+                index=i,
+                num_tokens=sum(len(s.token_ids) for s in self.group(i)),
             )
-            for i, s in enumerate(self.samples)
+            for i in range(num_groups)
         ]
 
     @functools.cached_property
     def starts(self) -> np.ndarray:
-        """Index in the global batch of each sample's first token."""
+        """Index in the global batch of each group's first token."""
         lengths = [len(s.token_ids) for s in self.samples]
-        return np.cumsum([0, *lengths[:-1]])
+        return np.cumsum([0, *lengths[:-1]])[:: self.objective.group_size]
 
 
 def split_by_segment_limit(
-    microbatch: Microbatch, short_tokens: int, max_short: int
+    microbatch: Microbatch,
+    short_tokens: int,
+    max_short: int,
+    lengths: Callable[[Sample], Sequence[int]] = lambda sample: (sample.num_tokens,),
 ) -> list[Microbatch]:
     """Splits a microbatch, in order, into parts with a limited number of short samples.
 
     Args:
-        microbatch: The samples; those of one job are adjacent.
+        microbatch: The groups of samples; those of one job are adjacent.
         short_tokens: A sample is short if it has at most this many tokens.
-        max_short: Most short samples in one part, at least 1.
+        max_short: Most short samples in one part, at least as many as a group has.
+        lengths: Tokens of the samples of a group.
     """
     parts, num_short = [[]], 0
     for sample in microbatch:
-        is_short = sample.num_tokens <= short_tokens
-        if is_short and num_short == max_short:
+        more = sum(length <= short_tokens for length in lengths(sample))
+        if num_short + more > max_short:
             parts.append([])
             num_short = 0
         parts[-1].append(sample)
-        num_short += is_short
+        num_short += more
     return [tuple(part) for part in parts]
 
 
@@ -108,6 +134,7 @@ def pack_tick(
     microbatches: Sequence[Microbatch],
     batches: Mapping[int, JobBatch],
     limits: Limits,
+    objectives: Sequence[str] = (NEXT_TOKEN.name,),
 ) -> PackedBatch:
     """Packs microbatches that several devices run at the same time, one after another.
 
@@ -116,94 +143,147 @@ def pack_tick(
         batches: Global batch of each slot. If a slot is missing, its rows become
             padding.
         limits: Capacity and block size of each microbatch.
+        objectives: Objectives of the run.
 
     Returns:
         NumPy arrays; each device has `limits.capacity` of the rows.
     """
-    parts = [pack_microbatch(one, batches, limits) for one in microbatches]
+    parts = [pack_microbatch(one, batches, limits, objectives) for one in microbatches]
     if len(parts) == 1:
         return parts[0]
     return jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
 
 
 def pack_microbatch(
-    microbatch: Microbatch, batches: Mapping[int, JobBatch], limits: Limits
+    microbatch: Microbatch,
+    batches: Mapping[int, JobBatch],
+    limits: Limits,
+    objectives: Sequence[str] = (NEXT_TOKEN.name,),
 ) -> PackedBatch:
     """Packs a microbatch into `limits.capacity` rows.
 
     Args:
-        microbatch: The samples; those of one job are adjacent.
+        microbatch: The groups of samples; those of one job are adjacent.
         batches: Global batch of each slot in the microbatch. If a slot is missing, its
             rows become padding.
         limits: Capacity and block size.
+        objectives: Objectives of the run.
 
     Returns:
         NumPy arrays.
     """
     num_rows, block = limits.capacity, limits.block_tokens
-    # Each sample with its number, its first row and its global batch.
-    packed: list[tuple[int, int, JobBatch, TokenizedSample]] = []
-    row = 0
-    for number, sample in enumerate(microbatch):
-        if number and sample.owner != microbatch[number - 1].owner:
+    # The rows of each sample: its number, its group's, and where both begin.
+    packed: list[_Rows] = []
+    row = num_samples = 0
+    for number, group in enumerate(microbatch):
+        if number and group.owner != microbatch[number - 1].owner:
             row = limits.padded(row)
-        batch = batches.get(sample.owner)
-        if batch is not None:
-            packed.append((number, row, batch, batch.samples[sample.index]))
-        row += sample.num_tokens
+        if (batch := batches.get(group.owner)) is None:
+            row, num_samples = row + group.num_tokens, num_samples + 1
+            continue
+        first, in_batch = row, batch.starts[group.index]
+        for sample in batch.group(group.index):
+            index = in_batch + row - first
+            packed.append(_Rows(num_samples, number, row, index, batch, sample))
+            row += len(sample.token_ids)
+            num_samples += 1
     if not packed:
-        return _padding(limits)
-    lengths = np.array([len(tokens.token_ids) for *_, tokens in packed])
+        return _padding(limits, objectives)
+    lengths = np.array([len(part.sample.token_ids) for part in packed])
 
     def by_token(values, dtype=np.int32) -> np.ndarray:
         return np.repeat(np.array(list(values), dtype), lengths)
 
     ends = np.cumsum(lengths)
     positions = np.arange(ends[-1], dtype=np.int32) - by_token(ends - lengths)
-    rows = by_token(first for _, first, _, _ in packed) + positions
+    rows = by_token(part.row for part in packed) + positions
 
     def to_rows(values: np.ndarray, padding: int = 0) -> np.ndarray:
         out = np.full(num_rows, padding, values.dtype)
         out[rows] = values
         return out
 
-    def next_in_sample(values: np.ndarray) -> np.ndarray:
-        """Returns the value of each token's successor; 0 for the last of a sample."""
-        out = np.roll(values, -1)
-        out[ends - 1] = 0
-        return out
-
-    token_ids = np.concatenate([tokens.token_ids for *_, tokens in packed])
-    is_target = np.concatenate([tokens.is_target for *_, tokens in packed])
-    weight = by_token((batch.weight for _, _, batch, _ in packed), np.float32)
-    starts = (batch.starts[microbatch[n].index] for n, _, batch, _ in packed)
+    token_ids = np.concatenate([part.sample.token_ids for part in packed])
+    labels = np.roll(token_ids, -1)
+    labels[ends - 1] = 0  # nothing follows the last token of a sample
     block_adapter = np.full(num_rows // block, -1, np.int32)
-    block_adapter[rows // block] = by_token(batch.slot for _, _, batch, _ in packed)
+    block_adapter[rows // block] = by_token(part.batch.slot for part in packed)
     arrays: dict[str, Any] = {
         "token_ids": to_rows(token_ids),
         "positions": to_rows(positions),
-        "segment_ids": to_rows(by_token(number for number, *_ in packed), padding=-1),
-        "labels": to_rows(next_in_sample(token_ids)),
-        "loss_weight": to_rows(next_in_sample(is_target) * weight),
-        "token_index": to_rows(by_token(starts) + positions),
+        "segment_ids": to_rows(by_token(part.number for part in packed), padding=-1),
+        "labels": to_rows(labels),
+        "loss_inputs": _loss_inputs(packed, num_rows, objectives),
+        "group_ids": to_rows(by_token(part.group for part in packed), padding=-1)
+        if has_groups(objectives)
+        else None,
+        "token_index": to_rows(by_token(part.index for part in packed) + positions),
         "block_adapter": block_adapter,
     }
     return PackedBatch(**arrays)
 
 
-def _padding(limits: Limits) -> PackedBatch:
+class _Rows(NamedTuple):
+    """The rows of a sample in a microbatch.
+
+    Attributes:
+        number: Index of the sample in the microbatch.
+        group: Index of its group in the microbatch.
+        row: Its first row.
+        index: Index of its first token in the global batch.
+        batch: Its global batch.
+        sample: Its tokens.
+    """
+
+    number: int
+    group: int
+    row: int
+    index: int
+    batch: JobBatch
+    sample: TokenizedSample
+
+
+def has_groups(objectives: Sequence[str]) -> bool:
+    """Whether an objective has groups of several samples."""
+    return any(OBJECTIVES[name].group_size > 1 for name in objectives)
+
+
+def _loss_inputs(
+    packed: Sequence[_Rows], num_rows: int, objectives: Sequence[str]
+) -> dict[str, dict[str, np.ndarray]]:
+    """Lays out what each objective reads of the rows of its jobs."""
+    inputs = {
+        name: {
+            key: np.zeros(num_rows, np.float32) for key in OBJECTIVES[name].input_names
+        }
+        for name in objectives
+    }
+    for _, parts in itertools.groupby(packed, lambda part: part.group):
+        first, *others = parts
+        group = [first.sample, *(part.sample for part in others)]
+        batch = first.batch
+        values = batch.objective.row_inputs(group, batch.weight)
+        end = first.row + sum(len(sample.token_ids) for sample in group)
+        for key, of_rows in values.items():
+            inputs[batch.objective.name][key][first.row : end] = of_rows
+    return inputs
+
+
+def _padding(limits: Limits, objectives: Sequence[str]) -> PackedBatch:
     """Returns a microbatch without samples."""
     num_rows, num_blocks = limits.capacity, limits.capacity // limits.block_tokens
     zeros: Any = np.zeros(num_rows, np.int32)
     none: Any = np.full(num_rows, -1, np.int32)
-    weight: Any = np.zeros(num_rows, np.float32)
+    inputs: Any = _loss_inputs((), num_rows, objectives)
     blocks: Any = np.full(num_blocks, -1, np.int32)
     return PackedBatch(
         token_ids=zeros,
         positions=zeros,
         segment_ids=none,
         labels=zeros,
-        loss_weight=weight,
+        loss_inputs=inputs,
+        group_ids=none if has_groups(objectives) else None,
         token_index=zeros,
         block_adapter=blocks,
     )

@@ -46,6 +46,7 @@ class TokenizedData:
             within `max_length`.
         num_bad: Records that were dropped because they are invalid
             (`data.bad_records`).
+        group_size: Consecutive samples that the job's objective takes together.
     """
 
     source: str
@@ -56,6 +57,7 @@ class TokenizedData:
     num_dropped: int
     num_without_target: int
     num_bad: int = 0
+    group_size: int = 1
 
     @functools.cached_property
     def lengths(self) -> Int[np.ndarray, " S"]:
@@ -63,6 +65,11 @@ class TokenizedData:
         if isinstance(self.samples, Samples):
             return self.samples.lengths
         return np.array([len(s.token_ids) for s in self.samples])
+
+    @functools.cached_property
+    def group_lengths(self) -> Int[np.ndarray, " _"]:
+        """Tokens of each group of samples."""
+        return self.lengths.reshape(-1, self.group_size).sum(axis=1)
 
     @property
     def num_tokens(self) -> int:
@@ -73,10 +80,10 @@ class TokenizedData:
         """Mean number of tokens of a global batch.
 
         Args:
-            batch_size: Samples of a batch; a batch never has more than there are.
+            batch_size: Groups of a batch; a batch never has more than there are.
         """
-        num_samples = len(self.samples)
-        return min(batch_size, num_samples) * self.num_tokens / num_samples
+        num_groups = len(self.group_lengths)
+        return min(batch_size, num_groups) * self.num_tokens / num_groups
 
     @property
     def num_target_tokens(self) -> int:

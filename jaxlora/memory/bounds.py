@@ -7,6 +7,7 @@ from typing import get_args
 
 from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
+from jaxlora.data.objectives import find_objective
 from jaxlora.data.tokenize import TokenizedData
 from jaxlora.models.layer import Remat
 from jaxlora.pallas_kernels.device import platform
@@ -59,7 +60,7 @@ class Bounds:
         """
         block = config.block_tokens
         num_slots = config.max_concurrent_jobs or len(config.jobs)
-        longest = max(int(data.lengths.max()) for data in (*train, *held_out))
+        longest = max(int(data.group_lengths.max()) for data in (*train, *held_out))
         steps = [
             data.mean_batch_tokens(job.batch_size) + block / 2
             for job, data in zip(config.jobs, train, strict=True)
@@ -77,17 +78,20 @@ class Bounds:
         while 2 * unit <= min(_MAX_UNIT, most / 8):
             unit *= 2
         largest = _round_up(most, unit)
-        allowed = max(job.max_length for job in config.jobs)
+        allowed = max(
+            job.max_length * find_objective(job.objective).group_size
+            for job in config.jobs
+        )
         smallest = _round_up(min(allowed, largest), unit)
         asked = config.microbatch_tokens
-        num_samples = sum(len(data.samples) for data in train)
+        num_groups = sum(len(data.group_lengths) for data in train)
         return Bounds(
             smallest=smallest,
             largest=largest,
             unit=unit,
             fixed=None if asked == "auto" else asked,
             remats=get_args(Remat) if config.remat == "auto" else (),
-            sample_tokens=sum(data.num_tokens for data in train) / num_samples,
+            sample_tokens=sum(data.num_tokens for data in train) / num_groups,
             window_tokens=config.window_steps * a_step / sizes.devices_per_stage,
         )
 

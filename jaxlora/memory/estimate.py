@@ -198,7 +198,7 @@ def _kept_bytes(spec: DecoderSpec, num_tokens: int, block_tokens: int) -> int:
         spec.base_shapes(),
         spec.adapter_shapes(),
         settings_shapes(spec),
-        batch_shapes(limits),
+        batch_shapes(limits, objectives=spec.options.objectives),
         key_shapes(spec),
     ).jaxpr
     given = set(traced.invars)

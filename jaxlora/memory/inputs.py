@@ -1,19 +1,31 @@
 """Shapes of a training step's inputs, to trace or compile it before there is data."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
-from jaxlora.data.pack import PackedBatch
+from jaxlora.data.objectives import NEXT_TOKEN, OBJECTIVES
+from jaxlora.data.pack import PackedBatch, has_groups
 from jaxlora.models.forward import SlotKeys
 from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.scheduler import Limits
 
 
-def batch_shapes(limits: Limits, placement: StageSharding = ONE_DEVICE) -> PackedBatch:
-    """Shapes of a microbatch of `limits.capacity` tokens on each device of a stage."""
+def batch_shapes(
+    limits: Limits,
+    placement: StageSharding = ONE_DEVICE,
+    objectives: Sequence[str] = (NEXT_TOKEN.name,),
+) -> PackedBatch:
+    """Shapes of a microbatch of `limits.capacity` tokens on each device of a stage.
+
+    Args:
+        limits: Capacity and block size.
+        placement: The devices.
+        objectives: Objectives of the run.
+    """
     where = placement.sharding(placement.rows)
     num_rows = placement.num_devices * limits.capacity
 
@@ -27,7 +39,11 @@ def batch_shapes(limits: Limits, placement: StageSharding = ONE_DEVICE) -> Packe
         positions=rows,
         segment_ids=rows,
         labels=rows,
-        loss_weight=weights,
+        loss_inputs={
+            name: dict.fromkeys(OBJECTIVES[name].input_names, weights)
+            for name in objectives
+        },
+        group_ids=rows if has_groups(objectives) else None,
         token_index=rows,
         block_adapter=blocks,
     )

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxlora.data.objectives import NEXT_TOKEN
 from jaxlora.families.model_config import LayerLinear, ModelConfig
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.layer import DecoderLayer, Remat, run_layer
@@ -42,6 +43,7 @@ class DecoderOptions:
         fsdp: Number of devices among which each large weight is divided. If it is more
             than 1, the decoder must run inside `jax.shard_map` that is manual over an
             axis `fsdp` of that size.
+        objectives: Objectives of the jobs that it can train.
     """
 
     dtype: jnp.dtype
@@ -52,6 +54,7 @@ class DecoderOptions:
     max_segment_tokens: int
     mean_segment_tokens: int = 64
     fsdp: int = 1
+    objectives: tuple[str, ...] = (NEXT_TOKEN.name,)
 
     def __post_init__(self):
         if self.fsdp < 1:

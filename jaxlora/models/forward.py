@@ -5,12 +5,14 @@ The whole decoder and a stage of it run the same functions: `embed` on the first
 """
 
 import dataclasses
+import functools
 import typing
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlora.data.objectives import OBJECTIVES
 from jaxlora.data.pack import PackedBatch
 from jaxlora.models.decoder import Decoder
 from jaxlora.models.spec import DecoderSpec, SlotSettings
@@ -43,7 +45,7 @@ class JobLosses:
     """Losses of a microbatch, by slot.
 
     Attributes:
-        loss: Sum of weight * nll over the slot's target tokens.
+        loss: Sum of the losses of the slot's rows.
         is_finite: Whether all of the slot's hidden states are finite.
     """
 
@@ -82,6 +84,38 @@ def run_layers(
     return decoder.run_layers(h, batch.positions, batch.segment_ids, routing)
 
 
+def label_nll(
+    decoder: Decoder,
+    batch: PackedBatch,
+    hidden: Float[Array, "T D"],
+    before: Float[Array, "T D"],
+) -> Float[Array, " T"]:
+    """Negative log likelihood of the labels, in nats; 0 in rows that are no targets.
+
+    Args:
+        decoder: The decoder, or its last stage.
+        batch: The microbatch; the objectives of the decoder say which rows are targets.
+        hidden: Hidden states after the final norm.
+        before: Hidden states before the last layer, see `Decoder.stored_head`.
+    """
+    is_target = functools.reduce(
+        jnp.logical_or,
+        [
+            OBJECTIVES[name].is_target(batch.loss_inputs[name])
+            for name in decoder.options.objectives
+        ],
+    )
+    head, transposed = decoder.stored_head(before)
+    return target_nll(
+        hidden,
+        head,
+        batch.labels,
+        is_target,
+        head_transposed=transposed,
+        logit_softcap=decoder.config.logit_softcap,
+    )
+
+
 def losses(
     decoder: Decoder,
     batch: PackedBatch,
@@ -100,17 +134,14 @@ def losses(
         before: Hidden states before the last layer, see `Decoder.stored_head`.
     """
     hidden = decoder.final_norm(h)
-    is_target = batch.loss_weight > 0
-    head, transposed = decoder.stored_head(before)
-    nll = target_nll(
-        hidden,
-        head,
-        batch.labels,
-        is_target,
-        head_transposed=transposed,
-        logit_softcap=decoder.config.logit_softcap,
+    nll = label_nll(decoder, batch, hidden, before)
+    loss_T = functools.reduce(
+        jnp.add,
+        [
+            OBJECTIVES[name].losses(nll, batch.loss_inputs[name], batch.group_ids)
+            for name in decoder.options.objectives
+        ],
     )
-    loss_T = jnp.where(is_target, nll * batch.loss_weight, 0.0)
     num_blocks = batch.block_adapter.shape[0]
     finite_T = jnp.isfinite(hidden).all(axis=-1) | (batch.segment_ids < 0)
     assert decoder.slots is not None

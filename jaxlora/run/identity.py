@@ -32,6 +32,7 @@ FIXED_IN_JOB: dict[str, str] = {
     "use_rslora": _SCALING,
     "init_from": "the job has started from it",
     "init_from_fingerprint": "the job has started from it",
+    "objective": "the saved moments were made with its gradients",
     "dropout": "an exported adapter states one dropout for all of its steps",
     "adam_b1": _MOMENTS,
     "adam_b2": _MOMENTS,

@@ -73,16 +73,27 @@ class JobState:
 
     def batch(self, slot: int, step: int) -> JobBatch:
         """Returns the global batch of an optimizer step, for the job in a slot."""
-        data, order = self.prepared.train_data, self.prepared.order
-        samples = tuple(data.samples[i] for i in order.batch(step))
-        num_targets = sum(int(s.is_target.sum()) for s in samples)
-        return JobBatch(slot=slot, step=step, samples=samples, weight=1.0 / num_targets)
+        objective, data = self.prepared.objective, self.prepared.train_data
+        samples = tuple(data.samples[i] for i in self.prepared.sample_numbers(step))
+        return JobBatch(
+            slot=slot,
+            step=step,
+            samples=samples,
+            weight=1.0 / objective.num_terms(samples),
+            objective=objective,
+        )
 
     def eval_batch(self, slot: int) -> JobBatch:
         """Returns all held-out samples, for the job in a slot."""
         held_out = self.prepared.eval_data
         assert held_out is not None, f"{self.name} has no held-out samples"
-        return JobBatch(slot=slot, step=0, samples=held_out.samples, weight=1.0)
+        return JobBatch(
+            slot=slot,
+            step=0,
+            samples=held_out.samples,
+            weight=1.0,
+            objective=self.prepared.objective,
+        )
 
     def learning_rate(self, step: int) -> float:
         """Returns the learning rate of an optimizer step, counted from 0."""

@@ -123,7 +123,7 @@ class Trainer:
     def _open_job(self, settings: LoraJob) -> JobState:
         prepared = prepare_job(settings, self.model.config, self.reader)
         log_notes(prepared.notes)
-        check_fits(prepared, self.plan.spec)
+        check_fits(prepared, self.plan.spec, self.plan.config.limits.capacity)
         job = start_job(prepared, self.model)
         self._continue([job])
         return job

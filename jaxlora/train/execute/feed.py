@@ -18,6 +18,7 @@ class Feed:
         window: Window,
         ticks: Sequence[Tick],
         limits: Limits,
+        objectives: Sequence[str],
         upload: Callable[[PackedBatch], Any],
     ):
         """Starts before the first tick.
@@ -26,10 +27,12 @@ class Feed:
             window: The window.
             ticks: Its microbatches, possibly split further, by tick.
             limits: Limits of a microbatch.
+            objectives: Objectives of the run.
             upload: Starts the upload of the arrays of a tick; returns what `take` does.
         """
         self._jobs, self._ticks = window.jobs, ticks
         self._limits, self._upload = limits, upload
+        self._objectives = objectives
         self._remaining = Counter(
             (s.owner, s.batch) for tick in ticks for m in tick for s in m
         )
@@ -75,7 +78,8 @@ class Feed:
                 self._batches[slot, step] = self._jobs[slot].batch(slot, step)
             batches[slot] = self._batches[slot, step]
         # Rows of released slots become padding, so no other rows move.
-        return self._upload(pack_tick(self._ticks[number], batches, self._limits))
+        tick = self._ticks[number]
+        return self._upload(pack_tick(tick, batches, self._limits, self._objectives))
 
     def complete(self, samples: Sequence[Sample]) -> dict[int, JobBatch]:
         """Returns the global batches that a tick completes, by slot.

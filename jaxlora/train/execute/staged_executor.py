@@ -1,7 +1,7 @@
 """Trains on the devices of a layout, from one device to a pipeline of FSDP groups."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jaxlora.data.pack import (
 )
 from jaxlora.models.forward import Base, JobLosses
 from jaxlora.modules.length_classes import shortest_class
-from jaxlora.scheduler import Limits, Microbatch, greedy
+from jaxlora.scheduler import Limits, Microbatch, Sample, greedy
 from jaxlora.scheduler.lanes import Tick, ticks_of
 from jaxlora.sharding.global_arrays import everywhere, put
 from jaxlora.train.execute.executor import Outcomes, Window
@@ -56,6 +56,7 @@ class StagedExecutor:
         assert spec.slots is not None
         self._num_slots = spec.slots.num_slots
         self._layout, self._limits = layout, limits
+        self._objectives = spec.options.objectives
         self._bases = layout.bases(params)
         self._short = None
         if spec.options.attention == "cudnn":
@@ -103,8 +104,14 @@ class StagedExecutor:
 
     def run(self, window: Window) -> Iterator[Outcomes]:
         """Runs a window, and yields the results of its optimizer steps."""
-        ticks = self._ticks(window.schedule.microbatches)
-        self._feed = Feed(window, ticks, self._limits, self._upload)
+
+        def lengths(group: Sample) -> Sequence[int]:
+            return window.jobs[group.owner].prepared.lengths_in_group(
+                group.batch, group.index
+            )
+
+        ticks = self._ticks(window.schedule.microbatches, lengths)
+        self._feed = Feed(window, ticks, self._limits, self._objectives, self._upload)
         self._released.clear()
         running = StagedWindow(
             self._layout, self._bases, self.slots, window, self._feed, len(ticks)
@@ -115,22 +122,33 @@ class StagedExecutor:
                 self.slots.clear(slot)
         self._feed = None
 
-    def _ticks(self, microbatches: Sequence[Microbatch]) -> list[Tick]:
-        """Groups microbatches by tick, and splits those with too many short samples."""
+    def _ticks(
+        self,
+        microbatches: Sequence[Microbatch],
+        lengths: Callable[[Sample], Sequence[int]],
+    ) -> list[Tick]:
+        """Groups microbatches by tick, and splits those with too many short samples.
+
+        Args:
+            microbatches: The microbatches.
+            lengths: Tokens of the samples of a group.
+        """
         ticks: list[Tick] = []
         for tick in ticks_of(microbatches, self._layout.num_lanes):
-            parts = [self._split(microbatch) for microbatch in tick]
+            parts = [self._split(microbatch, lengths) for microbatch in tick]
             # A lane without a further part waits; ticks of no-ops keep their place.
             for i in range(max(map(len, parts))):
                 ticks.append(tuple(p[i] if i < len(p) else () for p in parts))
         return ticks
 
-    def _split(self, microbatch: Microbatch) -> list[Microbatch]:
+    def _split(
+        self, microbatch: Microbatch, lengths: Callable[[Sample], Sequence[int]]
+    ) -> list[Microbatch]:
         """Splits a microbatch with more short samples than attention has room for."""
         if self._short is None:
             return [microbatch]
         short, most = self._short.tokens, self._short.segments
-        return split_by_segment_limit(microbatch, short, most)
+        return split_by_segment_limit(microbatch, short, most, lengths)
 
     def _upload(self, packed: PackedBatch) -> list[PackedBatch]:
         """Starts the upload of a tick's rows to the devices of every stage."""
@@ -140,20 +158,23 @@ class StagedExecutor:
     # ---- evaluation ----------------------------------------------------------------
 
     def evaluate(self, jobs: Mapping[int, JobState]) -> dict[int, float]:
-        """Returns the mean loss over held-out target tokens, in nats, by slot."""
+        """Returns the mean loss over the terms of held-out samples, by slot."""
         batches = {slot: job.eval_batch(slot) for slot, job in jobs.items()}
+
+        def lengths(group: Sample) -> Sequence[int]:
+            samples = batches[group.owner].group(group.index)
+            return [len(sample.token_ids) for sample in samples]
+
         losses = [
-            self._evaluate(pack_tick(tick, batches, self._limits))
-            for tick in self._ticks(self._side_by_side(batches))
+            self._evaluate(pack_tick(tick, batches, self._limits, self._objectives))
+            for tick in self._ticks(self._side_by_side(batches), lengths)
         ]
         host = jax.device_get(everywhere(losses))
         total = total_losses([out.loss for out in host])
         flags = [out.is_finite.reshape(-1, self._num_slots) for out in host]
         is_finite = np.concatenate(flags).all(axis=0)
         return {
-            slot: float(total[slot]) / batch.num_target_tokens
-            if is_finite[slot]
-            else math.nan
+            slot: float(total[slot]) / batch.num_terms if is_finite[slot] else math.nan
             for slot, batch in batches.items()
         }
 

@@ -15,6 +15,7 @@ from jaxlora.adapters.exchange import exchange
 from jaxlora.adapters.optimizer import AdapterState, measure, optimizer_step
 from jaxlora.adapters.slots import write_slot
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
+from jaxlora.data.pack import PackedBatch
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.inputs import batch_shapes, key_shapes
 from jaxlora.models.forward import Base, training_options
@@ -160,7 +161,7 @@ class CompiledSteps:
             state.params,
             state.pending,
             settings,
-            batch_shapes(limits, self._placement),
+            self._batch_shapes(limits),
             key_shapes(self._spec),
         )
 
@@ -182,7 +183,7 @@ class CompiledSteps:
             name: Name of the stage for the log.
         """
         spec, rows = self._spec, self._placement.sharding(self._placement.rows)
-        batch, keys = batch_shapes(limits, self._placement), key_shapes(spec)
+        batch, keys = self._batch_shapes(limits), key_shapes(spec)
         size = len(batch.token_ids), spec.config.hidden_size
         hidden = jax.ShapeDtypeStruct(size, spec.options.dtype, sharding=rows)
         h = () if spec.has_embedding else (hidden,)
@@ -200,6 +201,9 @@ class CompiledSteps:
         args = base, state.params, kept, state.pending, hidden
         backward = compiled(self.backward, f"the backward pass, {name}", *args)
         return StagePrograms(last=backward, forward=forward)
+
+    def _batch_shapes(self, limits: Limits) -> PackedBatch:
+        return batch_shapes(limits, self._placement, self._spec.options.objectives)
 
     def num_compilations(self) -> int:
         """Programs compiled so far."""

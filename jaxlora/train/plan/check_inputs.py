@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from jaxlora.config import DataConfig, RunConfig
 from jaxlora.data.fields import check_template
+from jaxlora.data.objectives import find_objective
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
 from jaxlora.hf.files import tokenizer_folder
 from jaxlora.hf.load import FrozenModel
@@ -82,6 +83,8 @@ def _check_jobs(config: RunConfig, inputs: Inputs | None, problems: Problems) ->
         for key in ("data", "eval_data"):
             if (data := getattr(job, key)) is not None:
                 _check_data(data, inputs, ("jobs", number, key), problems)
+        with problems.at("jobs", number, "objective"):
+            find_objective(job.objective)
         if inputs is not None and not problems.has("jobs", number, "init_from"):
             key = "target_modules" if job.init_from is None else "init_from"
             with problems.at("jobs", number, key):

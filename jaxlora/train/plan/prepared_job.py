@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
+from jaxtyping import Int
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.peft_import import import_peft
@@ -16,6 +17,7 @@ from jaxlora.adapters.targets import ModuleLora, check_ranks, resolve_targets
 from jaxlora.common.counted import counted
 from jaxlora.common.note import Note
 from jaxlora.config import LoraJob, RunConfig
+from jaxlora.data.objectives import Objective, find_objective
 from jaxlora.data.order import JobOrder
 from jaxlora.data.token_cache import user_token_cache
 from jaxlora.data.tokenize import DataReader, TokenizedData
@@ -54,6 +56,10 @@ class PreparedJob:
         """Name of the job."""
         return self.settings.name
 
+    def __post_init__(self):
+        for data in filter(None, (self.train_data, self.eval_data)):
+            assert data.group_size == self.objective.group_size, "read for another"
+
     @property
     def ranks(self) -> dict[str, int]:
         """Rank of each linear that the job adapts, by module name."""
@@ -64,7 +70,7 @@ class PreparedJob:
         """Order of the samples, which defines the global batches."""
         settings = self.settings
         return JobOrder(
-            num_samples=len(self.train_data.samples),
+            num_samples=len(self.train_data.group_lengths),
             batch_size=settings.batch_size,
             seed=settings.seed,
             shuffle=settings.shuffle,
@@ -92,6 +98,23 @@ class PreparedJob:
             "init_from_fingerprint": None if start is None else _hash_adapter(start),
         }
 
+    @property
+    def objective(self) -> Objective:
+        """What the job's loss is."""
+        return find_objective(self.settings.objective)
+
+    def sample_numbers(self, step: int) -> Int[np.ndarray, " B"]:
+        """Returns the indices of the samples of an optimizer step's global batch."""
+        size = self.train_data.group_size
+        groups = self.order.batch(step)
+        return (size * groups[:, None] + np.arange(size)).ravel()
+
+    def lengths_in_group(self, step: int, index: int) -> list[int]:
+        """Returns the tokens of each sample of a group of a global batch."""
+        size = self.train_data.group_size
+        numbers = self.sample_numbers(step)[index * size : (index + 1) * size]
+        return self.train_data.lengths[numbers].tolist()
+
     def is_set(self, setting: str) -> bool:
         """Whether the adapter has the trained tensors that a setting adds."""
         if self.start is not None:
@@ -99,10 +122,8 @@ class PreparedJob:
         return getattr(self.settings, setting)
 
     def lengths(self, step: int) -> list[int]:
-        """Returns the tokens of each sample of an optimizer step's global batch."""
-        return [
-            len(self.train_data.samples[i].token_ids) for i in self.order.batch(step)
-        ]
+        """Returns the tokens of each group of an optimizer step's global batch."""
+        return self.train_data.group_lengths[self.order.batch(step)].tolist()
 
     def first_steps(self, num_steps: int) -> "PreparedJob":
         """Returns the job with at most so many optimizer steps."""
@@ -256,6 +277,12 @@ def _lengths(train: TokenizedData, held_out: TokenizedData | None) -> np.ndarray
 def longest_sample(prepared: PreparedJob) -> int:
     """Returns the number of tokens of a job's longest sample, held out or not."""
     return int(_lengths(prepared.train_data, prepared.eval_data).max())
+
+
+def longest_group(prepared: PreparedJob) -> int:
+    """Returns the number of tokens of a job's longest group of samples."""
+    data = filter(None, (prepared.train_data, prepared.eval_data))
+    return max(int(one.group_lengths.max()) for one in data)
 
 
 def _hash_adapter(adapter: Adapter) -> str:

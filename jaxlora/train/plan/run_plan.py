@@ -268,7 +268,7 @@ def _draft(
     available = machine.memory_of(config.mesh_sizes.num_devices)
     spec, copies = choose_copies(config, spec, bounds, available)
     for job in jobs:
-        check_fits(job, spec)
+        check_fits(job, spec, bounds.max_tokens)
     return _Draft(
         config=config,
         model=model,

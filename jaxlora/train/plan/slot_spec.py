@@ -18,7 +18,7 @@ from jaxlora.train.plan.kernel_choice import (
     choose_kernels,
 )
 from jaxlora.train.plan.planned_model import PlannedModel
-from jaxlora.train.plan.prepared_job import PreparedJob, longest_sample
+from jaxlora.train.plan.prepared_job import PreparedJob, longest_group, longest_sample
 
 
 def decoder_spec(
@@ -57,6 +57,7 @@ def decoder_spec(
         attention=attention.name,
         max_segment_tokens=min(longest, max_tokens),
         mean_segment_tokens=min(_mean_tokens(job.train_data) for job in jobs),
+        objectives=tuple(sorted({job.objective for job in config.jobs})),
     )
     shape = SlotShape(
         num_slots=config.max_concurrent_jobs or len(jobs),
@@ -85,8 +86,13 @@ def _mean_tokens(data: TokenizedData) -> int:
     return data.num_tokens // len(data.samples)
 
 
-def check_fits(prepared: PreparedJob, spec: DecoderSpec) -> None:
+def check_fits(prepared: PreparedJob, spec: DecoderSpec, max_tokens: int) -> None:
     """Checks that the slots and a microbatch can hold a job.
+
+    Args:
+        prepared: The job.
+        spec: The decoder with the slots.
+        max_tokens: Capacity of a microbatch, or an upper bound on it.
 
     Raises:
         ConfigError: A rank is above the slots', a module has no slots, the job drops
@@ -111,6 +117,12 @@ def check_fits(prepared: PreparedJob, spec: DecoderSpec) -> None:
                 f"job {name!r} has {setting}, and the slots of this run were made "
                 f"without. Start the run with a job that has {setting}: true."
             )
+    if prepared.objective.name not in spec.options.objectives:
+        raise ConfigError(
+            f"job {name!r} has objective {prepared.objective.name!r}, and this run "
+            f"was started for {', '.join(spec.options.objectives)}. Start a run with a "
+            "job of this objective."
+        )
     for module in prepared.modules:
         if linear_path(module) not in spec.adapted:
             raise ConfigError(
@@ -124,4 +136,11 @@ def check_fits(prepared: PreparedJob, spec: DecoderSpec) -> None:
             f"samples of at most {limit}. Raise microbatch_tokens (and, for a job that "
             "joins later, the max_length of the jobs it starts with), or lower the "
             "job's max_length."
+        )
+    if (longest := longest_group(prepared)) > max_tokens:
+        size = prepared.objective.group_size
+        raise ConfigError(
+            f"job {name!r} has {size} samples that are trained on together, of "
+            f"{longest} tokens in all, and a microbatch holds {max_tokens}. Raise "
+            "microbatch_tokens, or lower the job's max_length."
         )

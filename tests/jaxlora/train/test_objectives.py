@@ -1,0 +1,166 @@
+"""Another objective is one entry of a table, and trains beside next-token jobs.
+
+The objective here prefers the first of two samples to the second, by a margin of their
+mean log likelihoods; SimPO (arXiv 2405.14734) has such a loss.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlora import LoraJob
+from jaxlora.data.objectives import (
+    NEXT_TOKEN,
+    OBJECTIVES,
+    Objective,
+    next_token_targets,
+)
+from jaxlora.data.pack import JobBatch, pack_microbatch
+from jaxlora.data.samples import TokenizedSample
+from jaxlora.data.tokenize import DataReader, TokenizedData
+from jaxlora.errors import ConfigError
+from jaxlora.scheduler import Limits
+from tests.jaxlora.train.test_contracts import assert_same_training
+
+SCALE, MARGIN = 2.0, 0.5
+
+
+def row_inputs(group, weight: float) -> dict[str, np.ndarray]:
+    targets = [next_token_targets(sample).astype(np.float32) for sample in group]
+    first = np.zeros(sum(map(len, targets)), np.float32)
+    first[0] = weight
+    # The sign tells the samples apart, and the size makes a mean.
+    signs = [one / one.sum() * sign for one, sign in zip(targets, (1, -1), strict=True)]
+    return {"term": first, "share": np.concatenate(signs)}
+
+
+def losses(nll, inputs, groups):
+    difference = jax.ops.segment_sum(-nll * inputs["share"], groups, len(nll))[groups]
+    loss = jax.nn.softplus(MARGIN - SCALE * difference)
+    return jnp.where(inputs["term"] > 0, loss * inputs["term"], 0.0)
+
+
+PAIRS = Objective(
+    name="pairs",
+    group_size=2,
+    input_names=("term", "share"),
+    num_terms=lambda samples: len(samples) // 2,
+    row_inputs=row_inputs,
+    is_target=lambda inputs: inputs["share"] != 0,
+    losses=losses,
+)
+
+
+def in_pairs(data: TokenizedData) -> TokenizedData:
+    """Takes each two consecutive samples as a pair."""
+    samples = tuple(data.samples)
+    even = samples[: len(samples) // 2 * 2]
+    return dataclasses.replace(data, samples=even, group_size=2)
+
+
+@pytest.fixture(autouse=True)
+def pairs(monkeypatch) -> None:
+    """Adds the objective, and reads the records of its jobs as pairs."""
+    monkeypatch.setitem(OBJECTIVES, PAIRS.name, PAIRS)
+    read = DataReader.read
+
+    def read_pairs(self, job: LoraJob, which) -> TokenizedData:
+        data = read(self, job, which)
+        return in_pairs(data) if job.objective == "pairs" else data
+
+    monkeypatch.setattr(DataReader, "read", read_pairs)
+
+
+def of_pairs(job: LoraJob, **changes) -> LoraJob:
+    return job.replace(objective="pairs", name=f"{job.name}-pairs", **changes)
+
+
+def test_each_job_trains_as_if_it_were_alone(train, jobs):
+    pairs = of_pairs(jobs[1])
+    together = train([jobs[0], pairs, of_pairs(jobs[2])])
+    alone = train([pairs], microbatch_tokens=256)
+    assert_same_training(together, alone, [pairs.name])
+    # The neighbours' objective takes no part in a next-token job.
+    alone = train([jobs[0]], microbatch_tokens=256)
+    assert_same_training(together, alone, [jobs[0].name])
+
+
+def test_losses_are_those_of_the_definition(train, jobs):
+    """At a learning rate of 0, from the likelihoods that next-token jobs report."""
+    still = {"learning_rate": 0.0, "shuffle": False, "dropout": 0.0, "eval_every": None}
+    single = jobs[0].replace(batch_size=1, steps=12, **still)
+    pairs = of_pairs(jobs[0], batch_size=3, steps=2, **still)
+    found = train([single, pairs])
+    nll = found.losses[single.name]
+
+    def loss(pair: int) -> float:
+        difference = nll[2 * pair + 1] - nll[2 * pair]
+        return math.log1p(math.exp(MARGIN - SCALE * difference))
+
+    expected = [np.mean([loss(i) for i in step]) for step in ((0, 1, 2), (3, 4, 5))]
+    assert found.losses[pairs.name] == pytest.approx(expected, rel=1e-5)
+
+
+def test_training_raises_the_margin(train, jobs):
+    job = of_pairs(jobs[0], steps=8, learning_rate=2e-2, lr_schedule="constant")
+    outcome = train([job.replace(batch_size=8, dropout=0.0)])
+    losses = outcome.losses[job.name]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_groups_lie_in_one_microbatch_as_samples_of_their_own():
+    rng = np.random.default_rng(3)
+
+    def sample(length: int) -> TokenizedSample:
+        is_target = np.arange(length) > 1
+        return TokenizedSample(rng.integers(1, 99, length, np.int32), is_target)
+
+    lengths = (5, 3, 9, 4)
+    samples = [sample(length) for length in lengths]
+    both = {
+        0: JobBatch(slot=0, step=0, samples=samples, weight=0.5, objective=PAIRS),
+        1: JobBatch(slot=1, step=0, samples=samples[:1], weight=1.0),
+    }
+    groups = both[0].to_schedule()
+    assert [group.num_tokens for group in groups] == [8, 13]
+    packed = pack_microbatch(
+        (groups[1], groups[0], *both[1].to_schedule()),
+        both,
+        Limits(capacity=48, block_tokens=8),
+        (NEXT_TOKEN.name, PAIRS.name),
+    )
+    # 21 rows of the pairs, padding to a block, and the next-token job's 5 rows.
+    numbers = [0] * 9 + [1] * 4 + [2] * 5 + [3] * 3 + [-1] * 3 + [4] * 5 + [-1] * 19
+    assert packed.segment_ids.tolist() == numbers
+    of_group = [0] * 13 + [1] * 8 + [-1] * 3 + [2] * 5 + [-1] * 19
+    assert packed.group_ids.tolist() == of_group
+    starts = [*range(8, 21), *range(8)]
+    assert packed.token_index[:21].tolist() == starts
+    shares = packed.loss_inputs["pairs"]["share"]
+    assert shares[1:8].tolist() == pytest.approx([1 / 7] * 7)
+    assert shares[9:13].tolist() == pytest.approx([0, -1 / 2, -1 / 2, 0])
+    assert not shares[21:].any()
+    weights = packed.loss_inputs["next_token"]["weight"]
+    assert weights.nonzero()[0].tolist() == [25, 26, 27]
+
+
+def test_a_job_that_joins_needs_an_objective_of_the_run(jobs, train):
+    trainer = train([jobs[0]]).trainer
+    with pytest.raises(
+        ConfigError, match=r"objective 'pairs'.* started for next_token"
+    ):
+        trainer.add_job(of_pairs(jobs[1]))
+
+
+def test_a_pair_that_no_microbatch_holds_is_refused(train, jobs):
+    with pytest.raises(ConfigError, match="2 samples that are trained on together"):
+        train([of_pairs(jobs[0])], microbatch_tokens=96)
+
+
+def test_an_unknown_objective_names_those_that_exist(train, jobs):
+    with pytest.raises(ConfigError, match="must be one of next_token, pairs"):
+        train([jobs[0].replace(objective="nonsense")])
