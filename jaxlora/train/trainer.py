@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.device_check import check_device
-from jaxlora.distributed import processes
+from jaxlora.distributed import agreement, processes
 from jaxlora.hf.load import FrozenModel
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.run import events
@@ -18,7 +18,6 @@ from jaxlora.run.identity import RunIdentity
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.lock import RunLock
 from jaxlora.run.saved_run import RunRecord, SavedRequests
-from jaxlora.train import agreement
 from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.device_error import explained
 from jaxlora.train.execute.layout import Layout
@@ -196,7 +195,8 @@ class Trainer:
             Exception: A callback raised it; the run can be resumed.
         """
         # Until the report is written, no other process may write to the folder.
-        with agreement.held(RunLock(self.output_dir)) as self._lock:
+        self._lock = RunLock(self.output_dir)
+        with agreement.held(self._lock):
             processes.from_first(lambda: check_folder(self.output_dir, resume=resume))
             if self._has_begun:
                 self._reset()
