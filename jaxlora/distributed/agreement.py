@@ -4,7 +4,7 @@ import contextlib
 import pathlib
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -23,6 +23,7 @@ _FILES = ("model", "jobs", "token_cache")
 _JOB_FILES = ("data", "eval_data", "init_from", "continue_from")
 
 
+@runtime_checkable
 class ReadJob(Protocol):
     """A job whose data are read."""
 
