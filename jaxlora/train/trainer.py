@@ -19,12 +19,11 @@ from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.lock import RunLock
 from jaxlora.run.saved_run import RunRecord, SavedRequests
 from jaxlora.train.compilation_cache import keep_compiled_programs
-from jaxlora.train.device_error import explained
+from jaxlora.train.ending import StopRequest, explained
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.execute.windows import Windows
 from jaxlora.train.inbox import Inbox
-from jaxlora.train.interrupt import StopRequest
 from jaxlora.train.job_state import JobState, start_job
 from jaxlora.train.joining import Joining
 from jaxlora.train.open_run import open_run

@@ -18,7 +18,7 @@ from jaxlora.models.stacks import to_paths
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.sharding.mesh import stage_meshes
 from jaxlora.sharding.mesh_sizes import MeshSizes
-from jaxlora.train.execute.residuals import join, split
+from jaxlora.train.execute.stage_passes import join, split
 from tests import tiny
 from tests.pallas_kernels.problems import QUICK_TO_COMPILE
 
