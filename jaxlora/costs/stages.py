@@ -100,7 +100,6 @@ def decoder_seconds(
     speed: DeviceSpeed = UNKNOWN_DEVICE,
     *,
     mean_tokens: float | None = None,
-    head_layers: float | None = None,
 ) -> DecoderSeconds:
     """Estimates the time of each part of a decoder.
 
@@ -108,8 +107,6 @@ def decoder_seconds(
         spec: The whole decoder.
         speed: Rates of the device.
         mean_tokens: Mean length of the samples; None: that of the decoder's options.
-        head_layers: Measured time of the head and the loss, as a multiple of the time
-            of a mean layer; None: by the estimate.
     """
     mean = spec.options.mean_segment_tokens if mean_tokens is None else mean_tokens
 
@@ -124,9 +121,6 @@ def decoder_seconds(
         for layer in range(spec.config.num_layers)
     ]
     head = seconds(head_work(spec, _TARGET_SHARE))
-    if head_layers is not None:
-        mean_layer = sum(layer.both for layer in layers) / len(layers)
-        head *= head_layers * mean_layer / head.both
     return DecoderSeconds(
         embedding=seconds(embedding_work(spec)), layers=tuple(layers), head=head
     )
@@ -139,7 +133,6 @@ def stage_borders(
     *,
     dtype: DTypeLike = jnp.bfloat16,
     remat: Remat = "none",
-    head_layers: float | None = None,
 ) -> tuple[int, ...]:
     """Divides the layers of a model into pipeline stages of about equal time.
 
@@ -151,7 +144,6 @@ def stage_borders(
         speed: Rates of the devices.
         dtype: Dtype of weights and activations.
         remat: Part of each layer that the backward pass recomputes.
-        head_layers: See `decoder_seconds`.
 
     Returns:
         See `DecoderSeconds.borders`.
@@ -161,9 +153,7 @@ def stage_borders(
     """
     options = DecoderOptions(dtype=jnp.dtype(dtype), remat=remat, max_segment_tokens=1)
     spec = DecoderSpec(config=model, options=options)
-    seconds = decoder_seconds(
-        spec, speed, mean_tokens=_MEAN_TOKENS, head_layers=head_layers
-    )
+    seconds = decoder_seconds(spec, speed, mean_tokens=_MEAN_TOKENS)
     return seconds.borders(num_stages)
 
 

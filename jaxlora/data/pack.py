@@ -41,7 +41,7 @@ class PackedBatch:
     segment_ids: Int[Array, " T"]
     labels: Int[Array, " T"]
     loss_inputs: dict[str, dict[str, Float[Array, " T"]]]
-    group_ids: Int[Array, " T"] | None
+    group_ids: Int[Array, " T"] | None = None
     token_index: Int[Array, " T"]
     block_adapter: Int[Array, " NB"]
 

@@ -3,25 +3,26 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jax_core
 
+from jaxlora.families.model_config import LayerLinear
 from jaxlora.memory import planned
-from jaxlora.memory.dequantized import scratch_bytes
 from jaxlora.memory.footprint import (
     GAPS,
-    SINGLE_DEVICE,
     Footprint,
     StageUse,
     fixed_bytes,
     gathered_bytes,
     num_bytes,
-    resident_footprint,
+    stage_resident,
 )
 from jaxlora.memory.inputs import batch_shapes, key_shapes, settings_shapes
+from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.forward import job_losses, training_options
 from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
@@ -35,6 +36,14 @@ from jaxlora.scheduler import Limits
 _TRACED_TOKENS = 4096  # at least, so that the bytes per token are exact enough
 _MLP_KEEPS = 3  # arrays of the MLP's width that are kept: gate, up and their product
 _GRADIENT_COPIES = 2.5
+# Linears that share their input run in one call; see `apply_together`.
+_TOGETHER = {
+    "self_attn.q_proj": "q, k and v",
+    "self_attn.k_proj": "q, k and v",
+    "self_attn.v_proj": "q, k and v",
+    "mlp.gate_proj": "gate and up",
+    "mlp.up_proj": "gate and up",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,21 +67,7 @@ class StepBytes:
     alone: float
 
 
-def estimated_footprint(
-    spec: DecoderSpec, block_tokens: int, num_tokens: int | None
-) -> Footprint:
-    """Estimates a run's footprint on a single device.
-
-    Args:
-        spec: The decoder.
-        block_tokens: Tokens of a block.
-        num_tokens: Tokens of a microbatch; None: see `step_bytes`.
-    """
-    found = step_bytes(spec, block_tokens, num_tokens)
-    return stage_footprint(spec, found, SINGLE_DEVICE)
-
-
-def stage_footprint(spec: DecoderSpec, found: StepBytes, use: StageUse) -> Footprint:
+def stage_estimated(spec: DecoderSpec, found: StepBytes, use: StageUse) -> Footprint:
     """Estimates the footprint of one stage on each of its devices.
 
     Args:
@@ -87,7 +82,7 @@ def stage_footprint(spec: DecoderSpec, found: StepBytes, use: StageUse) -> Footp
     gaps = 0.0 if spec.has_head else GAPS * use.num_kept * kept
     transient = found.transient if spec.has_head else found.alone
     return dataclasses.replace(
-        resident_footprint(spec, use),
+        stage_resident(spec, use),
         gathered_bytes=gathered_bytes(spec, use),
         fixed_bytes=fixed_bytes(spec, use),
         bytes_per_token=use.num_kept * kept + gaps + waiting,
@@ -273,3 +268,42 @@ def _mask_bytes(spec: DecoderSpec) -> int:
     if spec.slots is None or not spec.slots.use_dropout or not backend.stores_masks:
         return 0
     return sum(spec.linear(path).in_features for path in spec.adapted)
+
+
+def scratch_bytes(spec: DecoderSpec) -> int:
+    """Returns the bytes that the largest call of quantized linears takes for weights.
+
+    These are dequantized weights, or transposed fp8 weights. They are freed when the
+    call has ended.
+
+    Args:
+        spec: The decoder, or one stage of it.
+    """
+    base = spec.options.base_format
+    if base is None:
+        return 0
+    each = _bytes_per_weight(spec, base)
+    calls: dict[tuple[int, str], int] = {}
+    for number in spec.layer_numbers:
+        for linear in _quantized(spec, base, number):
+            call = number, _TOGETHER.get(linear.name, linear.name)
+            size = each * linear.in_features * linear.out_features
+            calls[call] = calls.get(call, 0) + size
+    return max(calls.values(), default=0)
+
+
+def _bytes_per_weight(spec: DecoderSpec, base: BaseFormat) -> int:
+    if not base.options.multiplies_backward:
+        return spec.options.dtype.itemsize
+    backend = get_backend(spec.options.implementation)
+    return 1 if backend.transposes_fp8 and not base.options.stores_transpose else 0
+
+
+def _quantized(
+    spec: DecoderSpec, base: BaseFormat, number: int
+) -> Iterable[LayerLinear]:
+    return (
+        linear
+        for name, linear in spec.config.linears().items()
+        if base.quantizes(f"layers.{number}.{name}")
+    )

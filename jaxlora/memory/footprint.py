@@ -29,7 +29,7 @@ GAPS = 0.025
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StageUse:
-    """How a device of one pipeline stage is used; the default is a single device.
+    """How a device of one pipeline stage is used.
 
     Attributes:
         num_shards: Devices among which the frozen weights of the stage are divided.
@@ -41,14 +41,11 @@ class StageUse:
             come from another stage or go there.
     """
 
-    num_shards: int = 1
-    num_replicas: int = 1
-    num_parts: int = 1
-    num_kept: int = 1
-    num_waiting: int = 0
-
-
-SINGLE_DEVICE = StageUse()
+    num_shards: int
+    num_replicas: int
+    num_parts: int
+    num_kept: int
+    num_waiting: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -125,8 +122,8 @@ class Footprint:
         return self.adapter_bytes // _COPIES * _CHECKPOINT_COPIES
 
 
-def resident_footprint(spec: DecoderSpec, use: StageUse = SINGLE_DEVICE) -> Footprint:
-    """The footprint of weights and slots alone, without a training step.
+def stage_resident(spec: DecoderSpec, use: StageUse) -> Footprint:
+    """The footprint of a stage's weights and slots alone, without a training step.
 
     Args:
         spec: The decoder, or one stage of it.
@@ -141,13 +138,10 @@ def resident_footprint(spec: DecoderSpec, use: StageUse = SINGLE_DEVICE) -> Foot
     )
 
 
-def measured_footprint(
-    spec: DecoderSpec,
-    programs: StagePrograms,
-    limits: Limits,
-    use: StageUse = SINGLE_DEVICE,
+def stage_measured(
+    spec: DecoderSpec, programs: StagePrograms, limits: Limits, use: StageUse
 ) -> Footprint | None:
-    """Returns the footprint that the compiler reports; None if it reports none.
+    """Returns a stage's footprint as the compiler reports it; None: it reports none.
 
     Args:
         spec: The decoder, or one stage of it.
@@ -174,7 +168,7 @@ def measured_footprint(
     step_bytes = max(step_bytes, optimizer_bytes(spec, use))
     fixed_bytes = min(head_bytes(spec), step_bytes // 2) if spec.has_head else 0
     return dataclasses.replace(
-        resident_footprint(spec, use),
+        stage_resident(spec, use),
         fixed_bytes=fixed_bytes,
         bytes_per_token=(step_bytes - fixed_bytes) / limits.capacity,
     )

@@ -1,4 +1,4 @@
-"""Memory of a run on the devices of a mesh, stage by stage."""
+"""Memory of a run on the devices of a mesh, stage by stage; one device is a mesh."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from jaxlora.config import RunConfig
 from jaxlora.costs.device_speed import DeviceSpeed, find_speed
 from jaxlora.costs.stages import stage_specs
-from jaxlora.memory import estimate, footprint
-from jaxlora.memory.estimate import StepBytes
-from jaxlora.memory.footprint import Footprint, StagePrograms, StageUse
+from jaxlora.memory.estimate import stage_estimated, step_bytes
+from jaxlora.memory.footprint import (
+    Footprint,
+    StagePrograms,
+    StageUse,
+    stage_measured,
+    stage_resident,
+)
 from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels.device import device_kind
@@ -143,22 +148,27 @@ def resident_footprint(stages: MeshStages) -> MeshFootprint:
     """The footprint of weights and slots alone, without a training step."""
     return MeshFootprint(
         stages=tuple(
-            footprint.resident_footprint(spec, stages.use(number))
+            stage_resident(spec, stages.use(number))
             for number, spec in enumerate(stages.specs)
         )
     )
 
 
-def estimated_footprint(stages: MeshStages, found: StepBytes) -> MeshFootprint:
-    """Estimates the footprint of a run on every stage.
+def estimated_footprint(
+    stages: MeshStages, block_tokens: int, num_tokens: int | None
+) -> MeshFootprint:
+    """Estimates the footprint of a run at one capacity.
 
     Args:
-        stages: The stages.
-        found: Bytes per token of the whole decoder's training step.
+        stages: Stages of the run.
+        block_tokens: Tokens of a block.
+        num_tokens: Tokens of a microbatch; None: a lower bound for every capacity, see
+            `step_bytes`.
     """
+    found = step_bytes(stages.spec, block_tokens, num_tokens)
     return MeshFootprint(
         stages=tuple(
-            estimate.stage_footprint(spec, found, stages.use(number))
+            stage_estimated(spec, found, stages.use(number))
             for number, spec in enumerate(stages.specs)
         )
     )
@@ -176,8 +186,7 @@ def measured_footprint(
     """
     found = []
     for number, (spec, own) in enumerate(zip(stages.specs, programs, strict=True)):
-        use = stages.use(number)
-        stage = footprint.measured_footprint(spec, own, limits, use)
+        stage = stage_measured(spec, own, limits, stages.use(number))
         if stage is None:
             return None
         found.append(stage)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from jaxlora.config import RunConfig
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.device_memory import DeviceMemory, format_bytes
-from jaxlora.memory.fitting import estimate_at, largest_fitting
 from jaxlora.memory.footprint import Footprint
-from jaxlora.memory.mesh import MeshFootprint, MeshStages
+from jaxlora.memory.mesh import MeshFootprint, MeshStages, estimated_footprint
 from jaxlora.memory.need import DoesNotFitError, MemoryNeed
+from jaxlora.memory.options import largest_fitting
 from jaxlora.models.layer import Remat
 
 
@@ -128,7 +128,7 @@ def _corrected(
 
     def estimate(remat: Remat, tokens: int | None) -> MeshFootprint:
         other = stages.with_remat(remat)
-        return estimate_at(other, config.block_tokens, tokens)
+        return estimated_footprint(other, config.block_tokens, tokens)
 
     tokens = config.limits.capacity
     tightest = found.tightest(tokens)

@@ -47,10 +47,6 @@ class TrainedTensor:
         sizes = {"K": in_features, "N": out_features, "R": rank}
         return tuple(sizes[letter] for letter in self.dimensions)
 
-    def at_rank(self, padded: np.ndarray, rank: int) -> np.ndarray:
-        """A view of a tensor of a larger rank, at a rank r."""
-        return padded[tuple(slice(rank if d == "R" else None) for d in self.dimensions)]
-
 
 def _kaiming_uniform(rng: np.random.Generator, kernel: Any, rank: int) -> np.ndarray:
     """Draws from +-1/sqrt(K), which is PEFT's kaiming_uniform(a = sqrt 5)."""

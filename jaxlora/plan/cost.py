@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxlora.costs.device_speed import UNKNOWN_DEVICE
-from jaxlora.memory.fitting import estimate_at
+from jaxlora.memory.mesh import estimated_footprint
 from jaxlora.memory.need import MemoryNeed
 from jaxlora.memory.refusal import refusal
 from jaxlora.scheduler import Schedule
@@ -34,7 +34,7 @@ class PlannedTime:
 def memory_need(plan: RunPlan) -> MemoryNeed:
     """Estimates the memory of a run."""
     tokens = plan.config.limits.capacity
-    found = estimate_at(plan.stages, plan.config.block_tokens, tokens)
+    found = estimated_footprint(plan.stages, plan.config.block_tokens, tokens)
     available = this_machine().memory_of(plan.stages.sizes.num_devices)
     return MemoryNeed.of(plan.stages, found, tokens, available)
 
@@ -49,7 +49,7 @@ def check_fits(plan: RunPlan) -> None:
     if need.fits:
         return
     assert need.available is not None
-    found = estimate_at(plan.stages, plan.config.block_tokens, need.tokens)
+    found = estimated_footprint(plan.stages, plan.config.block_tokens, need.tokens)
     raise refusal(plan.config, plan.stages, plan.bounds, found, need.available)
 
 

@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from jaxlora.config import LoraJob
+from jaxlora.distributed import agreement
 from jaxlora.errors import ConfigError
-from jaxlora.train import agreement
 from jaxlora.train.job_state import JobState
 
 
@@ -91,7 +91,9 @@ class Joining:
 
     def take(self) -> list[JobState]:
         """Returns the jobs that join now, which are the same on all processes."""
-        taken = agreement.take_added(tuple(self._waiting))
+        waiting = {job.name: job for job in tuple(self._waiting)}
+        names = agreement.added_everywhere([job.prepared for job in waiting.values()])
+        taken = [waiting[name] for name in names]
         for job in taken:
             self._waiting.remove(job)
         return taken

@@ -7,7 +7,7 @@ import jax
 
 from jaxlora.common.note import log_notes
 from jaxlora.config import RunConfig
-from jaxlora.distributed import processes
+from jaxlora.distributed import agreement, processes
 from jaxlora.errors import ModelError
 from jaxlora.hf.load import FrozenModel, load_model
 from jaxlora.models.forward import Base
@@ -18,7 +18,6 @@ from jaxlora.run.folder import (
 )
 from jaxlora.run.lock import check_not_in_use
 from jaxlora.trackers.table import check_installed
-from jaxlora.train import agreement
 from jaxlora.train.execute.samples import Sampler
 from jaxlora.train.job_state import JobState, start_job
 from jaxlora.train.plan.auto_mesh.machine import this_machine
@@ -87,7 +86,7 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
     agreement.check_mesh(plan.config)
     model = _as_planned(plan, model or _load(plan))
     jobs = [start_job(job, model) for job in prepared]
-    agreement.check_inputs(model.fingerprint, jobs)
+    agreement.check_inputs(model.fingerprint, prepared)
     sampler = None
     if config.samples is not None:
         sampler = Sampler(config.samples, model, plan.spec, reader.tokenizer)

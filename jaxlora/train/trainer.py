@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from jaxlora.common.note import log_notes
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.device_check import check_device
-from jaxlora.distributed import processes
+from jaxlora.distributed import agreement, processes
 from jaxlora.hf.load import FrozenModel
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.run import events
@@ -19,14 +19,12 @@ from jaxlora.run.identity import RunIdentity
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.lock import RunLock
 from jaxlora.run.saved_run import RunRecord, SavedRequests
-from jaxlora.train import agreement
 from jaxlora.train.compilation_cache import keep_compiled_programs
-from jaxlora.train.device_error import explained
+from jaxlora.train.ending import StopRequest, explained
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.execute.windows import Windows
 from jaxlora.train.inbox import Inbox
-from jaxlora.train.interrupt import StopRequest
 from jaxlora.train.job_state import JobState, start_job
 from jaxlora.train.joining import Joining
 from jaxlora.train.open_run import open_run
@@ -198,7 +196,8 @@ class Trainer:
             Exception: A callback raised it; the run can be resumed.
         """
         # Until the report is written, no other process may write to the folder.
-        with agreement.held(RunLock(self.output_dir)) as self._lock:
+        self._lock = RunLock(self.output_dir)
+        with agreement.held(self._lock):
             processes.from_first(lambda: check_folder(self.output_dir, resume=resume))
             if self._has_begun:
                 self._reset()

@@ -1,6 +1,5 @@
 """LoRAFusion's complete algorithm: group, pack, merge, verify and fix."""
 
-import dataclasses
 import logging
 import multiprocessing
 from collections.abc import Iterable, Sequence
@@ -32,35 +31,6 @@ from jaxlora.scheduler.types import (
 )
 
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """Results of the solver for the global batches of all groups.
-
-    Attributes:
-        optimal: Number of batches whose packing the solver proved to be optimal.
-        feasible: Number of batches for which the solver reached its time limit, with a
-            better packing than first-fit decreasing.
-        greedy: Number of batches packed by first-fit decreasing, because the solver was
-            not used, or found nothing better.
-        failures: Reasons of the solver's failures. The batches for which it failed were
-            packed by first-fit decreasing and do not count as `greedy`.
-    """
-
-    optimal: int
-    feasible: int
-    greedy: int
-    failures: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Packing:
-    """A schedule, with the solver's results and the groups of jobs."""
-
-    schedule: Schedule
-    report: Report
-    groups: tuple[tuple[int, ...], ...]
 
 
 def pack(
@@ -97,44 +67,20 @@ def pack(
     References:
         LoRAFusion, https://arxiv.org/abs/2510.00206, section 5.2 and Algorithm 1.
     """
-    return pack_with_report(
-        samples,
-        limits,
-        pipeline,
-        time_limit=time_limit,
-        num_workers=num_workers,
-        seed=seed,
-        use_milp=use_milp,
-        use_merge=use_merge,
-    ).schedule
-
-
-def pack_with_report(
-    samples: Sequence[Sample],
-    limits: Limits,
-    pipeline: Pipeline,
-    *,
-    time_limit: float = 10.0,
-    num_workers: int = 1,
-    seed: int = 0,
-    use_milp: bool = True,
-    use_merge: bool = True,
-) -> Packing:
-    """Packs like `pack`, and also returns the solver's results and the groups."""
     _check(samples, limits, time_limit, num_workers)
     groups = head_tail(statistics(samples), limits, pipeline)
     settings = Settings(
         limits=limits, time_limit=time_limit, seed=seed, use_milp=use_milp
     )
     packed = _pack_all(in_order(samples, groups), settings, num_workers)
+    _log_outcomes(packed)
     batches = [p.microbatches for p in packed]
     joined = (
         merge(batches, limits, pipeline)
         if use_merge
         else tuple(chain.from_iterable(batches))
     )
-    schedule = verify_and_fix(joined, samples, limits, pipeline)
-    return Packing(schedule=schedule, report=_report(packed), groups=groups)
+    return verify_and_fix(joined, samples, limits, pipeline)
 
 
 def in_order(
@@ -212,28 +158,22 @@ def _check(
         raise ValueError("a sample is given twice. Pass each sample once.")
 
 
-def _report(packed: Sequence[BatchSchedule]) -> Report:
+def _log_outcomes(packed: Sequence[BatchSchedule]) -> None:
     count = lambda outcome: sum(p.outcome is outcome for p in packed)
-    report = Report(
-        optimal=count(Outcome.OPTIMAL),
-        feasible=count(Outcome.FEASIBLE),
-        greedy=count(Outcome.GREEDY),
-        failures=tuple(p.reason for p in packed if p.outcome is Outcome.FAILED),
-    )
     _log.info(
         "%d batches: %d packed optimally by the solver, %d at its time limit, %d "
         "greedily",
         len(packed),
-        report.optimal,
-        report.feasible,
-        report.greedy,
+        count(Outcome.OPTIMAL),
+        count(Outcome.FEASIBLE),
+        count(Outcome.GREEDY),
     )
-    if report.failures:
+    failures = [p.reason for p in packed if p.outcome is Outcome.FAILED]
+    if failures:
         _log.warning(
             "the solver failed for %d of %d batches, which were packed greedily; the "
             "first: %s",
-            len(report.failures),
+            len(failures),
             len(packed),
-            report.failures[0],
+            failures[0],
         )
-    return report

@@ -1,4 +1,4 @@
-"""A training step of this library with random weights, compiled and timed."""
+"""Runs with random weights, planned and laid out as in the trainer, and timed."""
 
 import dataclasses
 import functools
@@ -10,209 +10,241 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlora.adapters.optimizer import OptimizerInputs
-from jaxlora.adapters.slots import SlotTable, fresh_adapter
+from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.optimizer import OptimizerInputs, Pending
+from jaxlora.adapters.slots import fresh_adapter
 from jaxlora.adapters.targets import resolve_targets
-from jaxlora.config import DataConfig, LoraJob
+from jaxlora.bench import weights
+from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.pack import PackedBatch
+from jaxlora.data.tokenize import TokenizedData, TokenizedSample
 from jaxlora.families.model_config import ModelConfig
+from jaxlora.hf.base_format import kept_linears
 from jaxlora.hf.names import linear_names, linear_path
-from jaxlora.models.base_format import kernel_of
-from jaxlora.models.decoder import DecoderOptions
-from jaxlora.models.forward import SlotKeys, job_losses, training_options
+from jaxlora.memory.mesh import MeshStages
+from jaxlora.models.base_format import BaseFormat, kernel_of
+from jaxlora.models.forward import SlotKeys
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.modules.multi_lora_linear import SlotShape
-from jaxlora.modules.trained_tensors import rate_ratios
-from jaxlora.pallas_kernels import compile_program, get_backend
-from jaxlora.scheduler import Limits
-from jaxlora.train.execute.step import (
-    CompiledSteps,
-    no_garbage_collection,
-)
-from jaxlora.train.plan.kernel_choice import kernels_unsupported
+from jaxlora.pallas_kernels import compile_program
+from jaxlora.train.execute.layout import Layout
+from jaxlora.train.execute.staged_window import optimizer_inputs
+from jaxlora.train.execute.step import no_garbage_collection
+from jaxlora.train.job_state import JobState
+from jaxlora.train.plan.auto_mesh.machine import Machine
+from jaxlora.train.plan.planned_model import PlannedModel
+from jaxlora.train.plan.prepared_job import PreparedJob
+from jaxlora.train.plan.quantized_base import run_format
+from jaxlora.train.plan.run_plan import RunPlan, resolve
 
 GIB = 2**30
 WARM_UPS = 3
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Setup:
-    """The training step to measure.
-
-    Attributes:
-        model: Shape of the base.
-        options: Options of the decoder.
-        limits: Limits of a microbatch.
-        num_jobs: Number of adapters, one per slot; 0: the base alone, without LoRA.
-        rank: Rank of each adapter, on all linears.
-        dropout: Dropout rate of each adapter.
-    """
-
-    model: ModelConfig
-    options: DecoderOptions
-    limits: Limits
-    num_jobs: int = 4
-    rank: int = 16
-    dropout: float = 0.1
-
-    def spec(self) -> DecoderSpec:
-        """Returns the decoder's structure."""
-        slots = SlotShape(num_slots=max(1, self.num_jobs), rank=self.rank)
-        paths = linear_names(self.model) if self.num_jobs else ()
-        return DecoderSpec(
-            config=self.model,
-            options=self.options,
-            slots=slots,
-            adapted=tuple(sorted(map(linear_path, paths))),
-        )
-
-    def unsupported(self) -> str | None:
-        """Returns why the LoRA kernels asked for cannot run this, or None."""
-        if not self.num_jobs:
-            return None
-        backend = get_backend(self.options.implementation)
-        return kernels_unsupported(backend, self.spec(), self.limits.block_tokens)
+Start = Callable[[], Callable[[], object]]
+Programs = dict[str, jax.stages.Compiled]
 
 
-class Training:
-    """A run's programs and state, like those in the trainer.
-
-    Attributes:
-        programs: Compiled programs, by name.
-        compile_seconds: Time to trace and compile them.
-    """
-
-    def __init__(self, setup: Setup, base: Mapping[str, jax.Array], batch: PackedBatch):
-        """Compiles for batches of one shape.
-
-        Args:
-            setup: The training step.
-            base: Weights of the base.
-            batch: Any batch of the shape.
-        """
-        self.setup, self._base, self._spec = setup, dict(base), setup.spec()
-        self.programs: dict[str, jax.stages.Compiled] = {}
-        self._steps = CompiledSteps(self._spec)
-        self._table = SlotTable(self._spec, self._steps.write_slot)
-        # These are the options with which the training step is compiled.
-        options = training_options(self._spec)
-        self._frozen = jax.jit(self._frozen_gradient, compiler_options=options)
-        if setup.num_jobs:
-            self._start_adapters()
-            slots: Any = np.arange(setup.num_jobs, dtype=np.int32)
-            self._keys = SlotKeys(seed=slots, step=np.zeros_like(slots))
-            self._hyper = usual_hyper(setup.num_jobs)
-        began = time.perf_counter()
-        with no_garbage_collection():
-            for name, program in self._lowered(batch).items():
-                self.programs[name] = compile_program(program)
-        self.compile_seconds = time.perf_counter() - began
-
-    def _lowered(self, batch: PackedBatch) -> dict[str, jax.stages.Lowered]:
-        if not self.setup.num_jobs:
-            return {"accumulate": self._frozen.lower(self._base, batch)}
-        return {
-            "accumulate": self._steps.accumulate.lower(*self._arguments(batch)),
-            "step": self._steps.step.lower(self._table.state, self._hyper, ()),
-        }
-
-    def _arguments(self, batch: PackedBatch) -> tuple[Any, ...]:
-        state, settings = self._table.state, self._table.settings
-        return self._base, state.params, state.pending, settings, batch, self._keys
-
-    def _start_adapters(self) -> None:
-        setup = self.setup
-        names = linear_names(setup.model)
-        shapes = self._spec.base_shapes()
-        base = self._spec.options.base_format
-        kernels = {
-            n: kernel_of(shapes, f"{linear_path(n)}.kernel", base) for n in names
-        }
-        for slot in range(setup.num_jobs):
-            job = LoraJob(
-                name=f"job{slot}",
-                data=DataConfig(path="random"),
-                rank=setup.rank,
-                dropout=setup.dropout,
-                seed=slot,
-            )
-            start = fresh_adapter(job, resolve_targets(job, names), kernels)
-            self._table.load(slot, start)
-
-    def _frozen_gradient(self, base, batch: PackedBatch) -> jax.Array:
-        """Runs forward, and backward down to the first norm."""
-        first = next(path for path in base if path.endswith("attention_norm.scale"))
-        # Without adapters there is one slot, which gets the loss of all jobs. If the
-        # other jobs had gradients of zero, products would draw less power.
-        owner = jnp.minimum(batch.block_adapter, 0)
-        batch = dataclasses.replace(batch, block_adapter=owner)
-
-        def loss(scale):
-            own = {**base, first: scale}
-            settings = self._table.settings
-            return job_losses(self._spec, own, {}, settings, batch, None).loss.sum()
-
-        return jax.grad(loss)(base[first])
-
-    def run(self, batches: Sequence[PackedBatch]) -> bool:
-        """Takes one optimizer step of every job, and waits for its end.
-
-        Returns:
-            Whether the gradients are finite. Otherwise times are meaningless.
-        """
-        made: Any = self.start(batches)()
-        if self.setup.num_jobs:
-            return bool(made.is_finite.all())
-        return all(bool(jnp.isfinite(gradient).all()) for gradient in made)
-
-    def start(self, batches: Sequence[PackedBatch]) -> Callable[[], object]:
-        """Queues a step without waiting, and returns a function that waits for it.
-
-        That function returns the gradient of the base alone, or the step's result.
-        """
-        if not self.setup.num_jobs:
-            frozen = [self._frozen(self._base, x) for x in batches]
-            return functools.partial(jax.block_until_ready, frozen)
-        table = self._table
-        for batch in batches:
-            pending, *_ = self._steps.accumulate(*self._arguments(batch))
-            table.state = dataclasses.replace(table.state, pending=pending)
-        table.state, result = self._steps.step(table.state, self._hyper, ())
-        return functools.partial(jax.block_until_ready, result)
-
-    def program_bytes(self) -> int:
-        """Returns the bytes of the largest program with its arguments, as XLA says."""
-        found = []
-        for program in self.programs.values():
-            m = program.memory_analysis()
-            assert m is not None
-            beyond = m.output_size_in_bytes - m.alias_size_in_bytes
-            found.append(m.argument_size_in_bytes + beyond + m.temp_size_in_bytes)
-        return max(found)
-
-
-def usual_hyper(num_jobs: int) -> OptimizerInputs:
-    """Makes usual settings of an optimizer step, which all slots take."""
-
-    def row(value: float, dtype: type = np.float32) -> Any:
-        return np.full(num_jobs, value, dtype)
-
-    return OptimizerInputs(
-        step_mask=row(True, np.bool_),
-        count=row(0, np.int32),
-        learning_rate=row(1e-5),
-        rate_ratio=rate_ratios(lambda ratio: row(1.0)),
-        weight_decay=row(0.0),
-        b1=row(0.9),
-        b2=row(0.999),
-        eps=row(1e-8),
-        max_norm=row(1.0),
+def make_job(
+    settings: LoraJob, samples: Sequence[TokenizedSample], model: ModelConfig
+) -> PreparedJob:
+    """Makes a job of given samples."""
+    data = TokenizedData(
+        source="random",
+        samples=tuple(samples),
+        max_length=settings.max_length,
+        num_records=len(samples),
+        num_truncated=0,
+        num_dropped=0,
+        num_without_target=0,
+    )
+    return PreparedJob(
+        settings=settings,
+        modules=resolve_targets(settings, linear_names(model)),
+        start=None,
+        train_data=data,
+        eval_data=None,
     )
 
 
-def time_steps(
-    start: Callable[[], Callable[[], object]], repeats: int, warm_ups: int = WARM_UPS
-) -> list[float]:
+def plan_run(
+    config: RunConfig,
+    model: ModelConfig,
+    jobs: Sequence[PreparedJob],
+    machine: Machine,
+    *,
+    mean_segment_tokens: int,
+) -> RunPlan:
+    """Plans a run as the trainer does, but all replicas share all jobs.
+
+    Args:
+        config: The run; nothing of it is `auto` but kernels and attention.
+        model: The model, which has no files.
+        jobs: The jobs.
+        machine: The machine that the run is for.
+        mean_segment_tokens: Mean length of samples for which attention has room.
+
+    Raises:
+        ConfigError: The run cannot be trained here.
+    """
+    stored = None
+    if config.quantize_base is not None:
+        kept = kept_linears(model, config.keep_bf16)
+        stored = BaseFormat.named(config.quantize_base, kept=kept)
+    base = PlannedModel(
+        config=model,
+        dtype=jnp.dtype(config.dtype),
+        base_format=run_format(config, model, stored),
+    )
+    plan = resolve(config, base, jobs, machine)
+    options = dataclasses.replace(
+        plan.spec.options, mean_segment_tokens=mean_segment_tokens
+    )
+    spec = dataclasses.replace(plan.spec, options=options)
+    lanes = dataclasses.replace(plan.lanes, slots_per_replica=None)
+    return dataclasses.replace(
+        plan, stages=MeshStages.of(plan.config, spec), lanes=lanes
+    )
+
+
+class Training:
+    """The weights, the slots and the programs of a run.
+
+    Attributes:
+        plan: The plan of the run.
+        layout: The stages on their devices.
+        bases: Frozen weights of each stage.
+        slots: The slots.
+        jobs: The jobs, each in the slot of its number, with a fresh adapter.
+    """
+
+    def __init__(self, plan: RunPlan, jobs: Sequence[PreparedJob]):
+        """Makes weights and adapters on the devices; nothing is compiled yet.
+
+        Args:
+            plan: The plan of the run.
+            jobs: The jobs; none: the base alone.
+        """
+        self.plan, base_format = plan, plan.spec.options.base_format
+        shapes = plan.spec.base_shapes()
+        params = weights.random_base(shapes, plan.place, base_format)
+        self.params = jax.block_until_ready(params)
+        self.layout = Layout.of(plan.stages, self.params)
+        self.bases = self.layout.bases(self.params)
+        self.slots = self.layout.empty_slots()
+        self.jobs = [JobState(job, _fresh_adapter(job, plan.spec)) for job in jobs]
+        self.load()
+
+    @property
+    def spec(self) -> DecoderSpec:
+        """The whole decoder."""
+        return self.plan.spec
+
+    @property
+    def starts(self) -> list[Adapter]:
+        """The adapter that each job starts from."""
+        return [job.start for job in self.jobs]
+
+    def load(self) -> None:
+        """Puts the first adapters into the slots, without gradients and moments."""
+        for slot, job in enumerate(self.jobs):
+            self.slots.load(slot, job.start)
+
+    @functools.cached_property
+    def keys(self) -> SlotKeys:
+        """Keys of the jobs' dropout in their first step."""
+        zeros: Any = np.zeros(self.plan.num_slots, np.int32)
+        return SlotKeys(seed=zeros + np.arange(len(zeros), dtype=np.int32), step=zeros)
+
+    @functools.cached_property
+    def _hyper(self) -> OptimizerInputs:
+        first = {slot: (job, 0) for slot, job in enumerate(self.jobs)}
+        return optimizer_inputs(first, self.plan.num_slots)
+
+    def place(self, rows: Any, stage: int) -> Any:
+        """Puts rows of tokens on the devices of a stage."""
+        placement = self.layout.stages[stage].placement
+        return jax.device_put(rows, placement.sharding(placement.rows))
+
+    def inputs(self, stage: int, batch: PackedBatch) -> tuple[Any, ...]:
+        """Returns what a pass of a stage takes: base, adapters, settings, batch, keys.
+
+        Args:
+            stage: Number of the stage.
+            batch: The rows.
+        """
+        table = self.slots.tables[stage]
+        base, params = self.bases[stage], table.state.params
+        return base, params, table.settings, batch, self.keys
+
+    def accumulate(self, batch: PackedBatch, *h: Any) -> tuple[Pending, Any]:
+        """Queues the last stage, forward and backward.
+
+        Args:
+            batch: The rows.
+            *h: Hidden states of the stage before, if there is one.
+
+        Returns:
+            The pending gradients, and the gradient of `h`.
+        """
+        base, params, *rest = self.inputs(-1, batch)
+        table = self.slots.tables[-1]
+        run = self.layout.stages[-1].steps.accumulate
+        pending, _, dh = run(base, params, table.state.pending, *rest, *h)
+        table.state = dataclasses.replace(table.state, pending=pending)
+        return pending, dh
+
+    def start(self, batches: Sequence[PackedBatch]) -> Callable[[], Any]:
+        """Queues a step of all jobs on one stage; returns a function that waits for it.
+
+        That function returns the result of the optimizer step.
+        """
+        (stage,), (table,) = self.layout.stages, self.slots.tables
+        for batch in batches:
+            self.accumulate(batch)
+        table.state, result = stage.steps.step(table.state, self._hyper, ())
+        return functools.partial(jax.block_until_ready, result)
+
+    def is_finite(self, made: Any) -> bool:
+        """Whether the gradients of a step are; otherwise times are meaningless."""
+        return bool(made.is_finite.all())
+
+    def lowered(self, batch: PackedBatch) -> dict[str, jax.stages.Lowered]:
+        """Returns the programs of a step on one stage, by name, not yet compiled."""
+        (stage,), (table,) = self.layout.stages, self.slots.tables
+        base, params, *rest = self.inputs(0, batch)
+        pending = table.state.pending
+        return {
+            "accumulate": stage.steps.accumulate.lower(base, params, pending, *rest),
+            "step": stage.steps.step.lower(table.state, self._hyper, ()),
+        }
+
+
+def _fresh_adapter(job: PreparedJob, spec: DecoderSpec) -> Adapter:
+    shapes, base_format = spec.base_shapes(), spec.options.base_format
+    kernels = {
+        name: kernel_of(shapes, f"{linear_path(name)}.kernel", base_format)
+        for name in job.modules
+    }
+    return fresh_adapter(job.settings, job.modules, kernels)
+
+
+def compile_all(lowered: Mapping[str, jax.stages.Lowered]) -> Programs:
+    """Compiles programs, by name."""
+    with no_garbage_collection():
+        return {name: compile_program(program) for name, program in lowered.items()}
+
+
+def program_bytes(programs: Programs) -> int:
+    """Returns the bytes of the largest program with its arguments, as XLA says."""
+    found = []
+    for program in programs.values():
+        m = program.memory_analysis()
+        assert m is not None
+        beyond = m.output_size_in_bytes - m.alias_size_in_bytes
+        found.append(m.argument_size_in_bytes + beyond + m.temp_size_in_bytes)
+    return max(found)
+
+
+def time_steps(start: Start, repeats: int, warm_ups: int = WARM_UPS) -> list[float]:
     """Measures milliseconds from the end of each step to the end of the next.
 
     As in training, the next step is queued before the host waits for one.
@@ -235,7 +267,8 @@ def time_steps(
     return times
 
 
-def peak_bytes() -> int | None:
-    """Returns the peak device memory of this process, or None where it is unknown."""
-    stats = jax.local_devices()[0].memory_stats()
-    return None if stats is None else stats["peak_bytes_in_use"]
+def peak_gib(num_devices: int = 1) -> float | None:
+    """Returns the largest peak memory of the first devices; None if it is unknown."""
+    stats = [device.memory_stats() for device in jax.devices()[:num_devices]]
+    peaks = [one["peak_bytes_in_use"] for one in stats if one]
+    return round(max(peaks) / GIB, 2) if peaks else None

@@ -6,17 +6,17 @@ import jax
 import pytest
 
 from jaxlora.pallas_kernels.triton import tiles
-from jaxlora.pallas_kernels.triton.compile import (
-    KernelFacts,
-    kernel_facts,
-    shared_memory_bytes,
-)
 from jaxlora.pallas_kernels.triton.device_functions import GIVEN, HASHED
 from jaxlora.pallas_kernels.triton.dual import dual_kernel
 from jaxlora.pallas_kernels.triton.expand import expand_kernel
 from jaxlora.pallas_kernels.triton.outer import outer_kernel
 from jaxlora.pallas_kernels.triton.shrink import shrink_kernel
 from jaxlora.pallas_kernels.triton.target import Target
+from tests.pallas_kernels.triton_facts import (
+    KernelFacts,
+    kernel_facts,
+    shared_memory_bytes,
+)
 
 KERNELS = {
     "expand": expand_kernel,

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import multiprocessing
+import re
 import time
 import types
 from concurrent.futures.process import BrokenProcessPool
@@ -15,7 +16,7 @@ import pytest
 
 from jaxlora.bench.scheduler.lengths import jobs
 from jaxlora.scheduler import Limits, lorafusion, padded_tokens, violations
-from jaxlora.scheduler.lorafusion import algorithm, batch, milp, solver
+from jaxlora.scheduler.lorafusion import algorithm, batch, group, milp, solver
 from jaxlora.scheduler.lorafusion.algorithm import verify_and_fix
 from jaxlora.scheduler.spacing import with_no_ops
 from jaxlora.scheduler.types import Pipeline
@@ -55,7 +56,7 @@ def of_lengths(*lengths):
 
 
 def groups(samples, pipeline):
-    return lorafusion.head_tail(lorafusion.statistics(samples), LIMITS, pipeline)
+    return group.head_tail(group.statistics(samples), LIMITS, pipeline)
 
 
 def test_the_longest_job_is_paired_with_the_shortest():
@@ -69,10 +70,10 @@ def test_jobs_stay_alone_if_a_pair_would_wait_for_itself():
 
 
 def test_statistics():
-    (found,) = lorafusion.statistics(
+    (found,) = group.statistics(
         [sample(5, 0, 0, 10), sample(5, 0, 1, 20), sample(5, 1, 0, 30)]
     )
-    expected = lorafusion.Statistics(job=5, mean=20.0, std=10.0, batch_size=1.5)
+    expected = group.Statistics(job=5, mean=20.0, std=10.0, batch_size=1.5)
     assert found == expected
 
 
@@ -200,11 +201,11 @@ def test_a_solver_failure_is_reported(
     monkeypatch.setattr(target, name, broken)
     samples = jobs(["mix"] * 4, num_samples=16, batch_size=8)
     limits = Limits(capacity=6144, block_tokens=64)
-    packing = lorafusion.pack_with_report(samples, limits, FOUR)
-    assert packing.schedule == lorafusion.pack(samples, limits, FOUR, **GREEDY)
-    assert packing.report.failures[0].startswith(reason)
-    assert packing.report.optimal == packing.report.feasible == 0
-    assert "were packed greedily; the first: SolverError" in caplog.text
+    caplog.set_level(logging.INFO, algorithm.__name__)
+    schedule = lorafusion.pack(samples, limits, FOUR)
+    assert ": 0 packed optimally by the solver, 0 at its time limit" in caplog.text
+    assert f"were packed greedily; the first: {reason}" in caplog.text
+    assert schedule == lorafusion.pack(samples, limits, FOUR, **GREEDY)
 
 
 def test_a_missing_pulp_is_reported(monkeypatch):
@@ -237,9 +238,9 @@ def test_a_dead_worker_process_is_reported(monkeypatch, caplog):
     monkeypatch.setattr(algorithm, "ProcessPoolExecutor", Dead)
     samples = jobs(["mix"] * 4, num_samples=16, batch_size=8)
     limits = Limits(capacity=6144, block_tokens=64)
-    packing = lorafusion.pack_with_report(samples, limits, FOUR, num_workers=2)
-    assert packing.schedule == lorafusion.pack(samples, limits, FOUR, **GREEDY)
-    assert "BrokenProcessPool: a process was killed" in packing.report.failures
+    schedule = lorafusion.pack(samples, limits, FOUR, num_workers=2)
+    assert schedule == lorafusion.pack(samples, limits, FOUR, **GREEDY)
+    assert "first: BrokenProcessPool: a process was killed" in caplog.text
     assert "died" in caplog.text
 
 
@@ -259,26 +260,29 @@ def test_solves_after_a_model_with_more_threads():
     assert answer == solver.Answer(objective=3, proved=True)
 
 
-def test_the_result_does_not_depend_on_the_number_of_processes():
+def test_the_result_does_not_depend_on_the_number_of_processes(caplog):
+    caplog.set_level(logging.INFO, algorithm.__name__)
     samples = jobs(["xsum", "wikisum"], num_samples=24, batch_size=6)
     limits = Limits(capacity=6144, block_tokens=64)
     alone, spread = (
-        lorafusion.pack_with_report(samples, limits, FOUR, num_workers=n)
-        for n in (1, 2)
+        lorafusion.pack(samples, limits, FOUR, num_workers=n) for n in (1, 2)
     )
     assert alone == spread
-    assert alone.report.optimal > 0
+    of_one, of_two = (record.getMessage() for record in caplog.records)
+    assert of_one == of_two
+    assert ": 0 packed optimally" not in of_one
     assert multiprocessing.active_children() == []
 
 
 def test_reports_every_batch(caplog):
-    caplog.set_level(logging.INFO, "jaxlora.scheduler.lorafusion.algorithm")
+    caplog.set_level(logging.INFO, algorithm.__name__)
     samples = jobs(["cnn", "mix"], num_samples=12, batch_size=6)
     limits = Limits(capacity=6144, block_tokens=64)
-    report = lorafusion.pack_with_report(samples, limits, FOUR).report
-    assert report.optimal + report.feasible + report.greedy == 4
-    assert report.failures == ()
-    assert f"4 batches: {report.optimal} packed optimally" in caplog.text
+    lorafusion.pack(samples, limits, FOUR)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("4 batches: ")
+    _, *counts = (int(n) for n in re.findall(r"\d+", record.getMessage()))
+    assert sum(counts) == 4
 
 
 # Inputs on which LoRAFusion's code fails

@@ -11,7 +11,7 @@ from jaxlora.data.pack import PackedBatch
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
 from jaxlora.sharding.pipeline import Pass
 from jaxlora.train.execute.layout import Layout
-from jaxlora.train.execute.residuals import Residuals
+from jaxlora.train.execute.stage_passes import Residuals
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +15,55 @@ from jaxlora.data.pack import PackedBatch
 from jaxlora.models.forward import Base, JobLosses, SlotKeys, run_stage
 from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.models.stacks import added, to_paths
-from jaxlora.train.execute.residuals import Residuals, join, split
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("arrays",),
+    meta_fields=("structure", "places"),
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Residuals:
+    """The arrays that a forward pass keeps for its backward pass.
+
+    Attributes:
+        arrays: The arrays that are kept, without the arguments.
+        structure: Structure of the pytree that `jax.vjp` returned.
+        places: For each of its arrays the number of the argument that it is; None: it
+            is the next of `arrays`.
+    """
+
+    arrays: tuple[Any, ...]
+    structure: Any
+    places: tuple[int | None, ...]
+
+
+def split(pullback: Any, arguments: Any) -> Residuals:
+    """Takes the arguments out of what `jax.vjp` returned.
+
+    Args:
+        pullback: The second result of `jax.vjp`, in the trace that called it.
+        arguments: A pytree of arguments that need not be kept.
+    """
+    numbers = {id(one): i for i, one in enumerate(jax.tree.leaves(arguments))}
+    leaves, structure = jax.tree.flatten(pullback)
+    # A residual that is an argument is the same object, not only an equal one.
+    places = tuple(numbers.get(id(leaf)) for leaf in leaves)
+    kept = (leaf for leaf, place in zip(leaves, places, strict=True) if place is None)
+    return Residuals(arrays=tuple(kept), structure=structure, places=places)
+
+
+def join(residuals: Residuals, arguments: Any) -> Callable[..., Any]:
+    """Returns the backward pass again.
+
+    Args:
+        residuals: What `split` returned.
+        arguments: The arguments, in the same pytree.
+    """
+    given, kept = jax.tree.leaves(arguments), iter(residuals.arrays)
+    leaves = [next(kept) if p is None else given[p] for p in residuals.places]
+    return jax.tree.unflatten(residuals.structure, leaves)
+
 
 Hidden = Float[Array, "T D"]
 

@@ -78,7 +78,7 @@ class StagedWindow:
         self._unfinished: deque[jax.Array] = deque()  # losses of the last ticks
         self._steps: dict[int, _Steps] = {}  # by the tick that they follow
         seeds = {slot: job.settings.seed for slot, job in window.jobs.items()}
-        self._seeds = self._by_slot(seeds, np.int32)
+        self._seeds = by_slot(seeds, self._num_slots, np.int32)
         # Queued since the last outcomes.
         self._num_microbatches = self._num_tokens = 0
 
@@ -128,7 +128,8 @@ class StagedWindow:
             return
         # The host may not have reached these steps yet: they are the samples'.
         steps = {s.owner: s.batch for s in samples}
-        keys = SlotKeys(seed=self._seeds, step=self._by_slot(steps, np.int32))
+        numbers = by_slot(steps, self._num_slots, np.int32)
+        keys = SlotKeys(seed=self._seeds, step=numbers)
         self._in_flight.enter(tick, batches, keys)
         self._samples[tick] = samples
         self._num_microbatches += self._layout.num_lanes
@@ -144,11 +145,12 @@ class StagedWindow:
         step = {slot: batch.step for slot, batch in batches.items()}
         rates = {s: self._jobs[s].learning_rate(number) for s, number in step.items()}
         self._exchange(batches)
+        stepping = {s: (self._jobs[s], number) for s, number in step.items()}
         self._steps[tick] = _Steps(
             batches=batches,
             learning_rates=rates,
             losses={slot: self._losses.pop(slot) for slot in batches},
-            hyper=self._hyper({s: (self._jobs[s], n) for s, n in step.items()}),
+            hyper=optimizer_inputs(stepping, self._num_slots),
             measured=self._measure(),
         )
 
@@ -192,38 +194,41 @@ class StagedWindow:
         self._num_microbatches = self._num_tokens = 0
         return Outcomes(steps=steps, num_microbatches=number, num_tokens=tokens)
 
-    # ---- settings ------------------------------------------------------------------
 
-    def _by_slot(self, values: Mapping[int, float], dtype) -> Any:
-        """Puts values into a NumPy array by slot; a jitted call uploads it fastest."""
-        out = np.zeros(self._num_slots, dtype)
-        for slot, value in values.items():
-            out[slot] = value
-        return out
+def by_slot(values: Mapping[int, float], num_slots: int, dtype: Any) -> Any:
+    """Puts values into a NumPy array by slot; a jitted call uploads it fastest."""
+    out = np.zeros(num_slots, dtype)
+    for slot, value in values.items():
+        out[slot] = value
+    return out
 
-    def _hyper(self, stepping: Mapping[int, tuple[JobState, int]]) -> OptimizerInputs:
-        """Settings of optimizer steps; rows of slots that do not step are not used.
 
-        Args:
-            stepping: The jobs that step, and the number of the step, by slot.
-        """
+def optimizer_inputs(
+    stepping: Mapping[int, tuple[JobState, int]], num_slots: int
+) -> OptimizerInputs:
+    """Settings of optimizer steps; rows of slots that do not step are not used.
 
-        def row(value: Callable[[JobState, int], float], dtype=np.float32) -> Any:
-            return self._by_slot({s: value(*of) for s, of in stepping.items()}, dtype)
+    Args:
+        stepping: The jobs that step, and the number of the step, by slot.
+        num_slots: Number of slots.
+    """
 
-        return OptimizerInputs(
-            step_mask=row(lambda job, step: True, np.bool_),
-            count=row(lambda job, step: step, np.int32),
-            learning_rate=row(lambda job, step: job.learning_rate(step)),
-            rate_ratio=rate_ratios(
-                lambda ratio: row(lambda job, step: ratio(job.settings))
-            ),
-            weight_decay=row(lambda job, step: job.settings.weight_decay),
-            b1=row(lambda job, step: job.settings.adam_b1),
-            b2=row(lambda job, step: job.settings.adam_b2),
-            eps=row(lambda job, step: job.settings.adam_eps),
-            max_norm=row(lambda job, step: job.settings.max_grad_norm or np.inf),
-        )
+    def row(value: Callable[[JobState, int], float], dtype=np.float32) -> Any:
+        return by_slot({s: value(*of) for s, of in stepping.items()}, num_slots, dtype)
+
+    return OptimizerInputs(
+        step_mask=row(lambda job, step: True, np.bool_),
+        count=row(lambda job, step: step, np.int32),
+        learning_rate=row(lambda job, step: job.learning_rate(step)),
+        rate_ratio=rate_ratios(
+            lambda ratio: row(lambda job, step: ratio(job.settings))
+        ),
+        weight_decay=row(lambda job, step: job.settings.weight_decay),
+        b1=row(lambda job, step: job.settings.adam_b1),
+        b2=row(lambda job, step: job.settings.adam_b2),
+        eps=row(lambda job, step: job.settings.adam_eps),
+        max_norm=row(lambda job, step: job.settings.max_grad_norm or np.inf),
+    )
 
 
 def _step_outcomes(steps: _Steps) -> dict[int, StepOutcome]:

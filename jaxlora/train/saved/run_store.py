@@ -12,7 +12,7 @@ from jaxlora.adapters.peft_export import export_peft
 from jaxlora.adapters.slots import ParkedSlot
 from jaxlora.common.atomic import write_text
 from jaxlora.common.yaml_file import dump_yaml
-from jaxlora.distributed import processes
+from jaxlora.distributed import agreement, processes
 from jaxlora.hf.load import FrozenModel
 from jaxlora.hf.names import linear_names
 from jaxlora.run.folder import (
@@ -26,11 +26,10 @@ from jaxlora.run.folder import (
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.lock import RunLock
 from jaxlora.run.saved_run import RunRecord, SavedRequests, SavedRun
-from jaxlora.train import agreement
 from jaxlora.train.job_state import JobState
 from jaxlora.train.saved.checkpoint import Checkpoints
 from jaxlora.train.saved.job_card import job_card
-from jaxlora.train.saved.read_checkpoint import ReadCheckpoint
+from jaxlora.train.saved.read_checkpoint import ReadCheckpoint, newest_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +62,9 @@ class RunStore:
         if is_resumed and processes.is_first():
             self.record = read_run_record(folder)
         checkpoints = folder / CHECKPOINTS
-        self._is_anew = agreement.newest_for_all(checkpoints) is None
+        newest = newest_checkpoint(checkpoints)
+        agreement.check_newest(checkpoints, newest)
+        self._is_anew = newest is None
         if is_resumed and self._is_anew:
             logger.warning("there is no complete checkpoint: training from the start")
         is_first = processes.is_first()

@@ -2,27 +2,24 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.targets import resolve_targets
 from jaxlora.bench.scheduler.lengths import lengths
 from jaxlora.bench.shapes import config_json
 from jaxlora.bench.tokens import job_batch
+from jaxlora.bench.training import make_job, plan_run
 from jaxlora.config import DataConfig, LoraJob, RunConfig
-from jaxlora.data.tokenize import TokenizedData
+from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.config import model_config
-from jaxlora.hf.names import linear_names
-from jaxlora.memory.mesh import MeshStages
 from jaxlora.scheduler import Limits
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.job_state import JobState
 from jaxlora.train.plan.auto_mesh.machine import this_machine
-from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepared_job import PreparedJob
-from jaxlora.train.plan.run_plan import RunPlan, resolve
+from jaxlora.train.plan.run_plan import RunPlan
 
 # The sources of the jobs' lengths, in the order of the jobs; see
 # `bench.scheduler.lengths`.
@@ -142,27 +139,26 @@ class Case:
             seed=slot,
         )
 
-    def base(self) -> PlannedModel:
-        """Returns the base model, which has no weights."""
-        config = model_config(config_json(self.model, self.num_layers))
-        return PlannedModel(
-            config=config, dtype=jnp.dtype(self.dtype), base_format=None
-        )
+    def model_config(self) -> ModelConfig:
+        """Returns the architecture of the model."""
+        return model_config(config_json(self.model, self.num_layers))
 
     def plan(self) -> RunPlan:
-        """Plans the run as the trainer does, but all replicas share all jobs.
+        """Plans the run.
 
         Raises:
             ConfigError: The run cannot be trained here.
         """
-        config, jobs = self.config(), make_jobs(self, max(self.adapters), 1)
-        plan = resolve(config, self.base(), jobs, this_machine())
+        jobs = make_jobs(self, max(self.adapters), 1)
         # Attention also has room for the probes of `pass_times`.
         mean = max(1, min(self.longest // 4, 480))
-        options = dataclasses.replace(plan.spec.options, mean_segment_tokens=mean)
-        stages = MeshStages.of(config, dataclasses.replace(plan.spec, options=options))
-        lanes = dataclasses.replace(plan.lanes, slots_per_replica=None)
-        return dataclasses.replace(plan, stages=stages, lanes=lanes)
+        return plan_run(
+            self.config(),
+            self.model_config(),
+            jobs,
+            this_machine(),
+            mean_segment_tokens=mean,
+        )
 
 
 def make_jobs(case: Case, num_jobs: int, num_microbatches: int) -> list[PreparedJob]:
@@ -181,42 +177,17 @@ def make_jobs(case: Case, num_jobs: int, num_microbatches: int) -> list[Prepared
         for name, own, rng in zip(case.data_sets, drawn, rngs, strict=False):
             batch = lengths(name, case.batch_samples, rng)
             own += np.minimum(batch, case.longest).tolist()
-    names = linear_names(case.base().config)
-    vocab_size = config_json(case.model)["vocab_size"]
-    jobs = []
-    for slot, (own, rng) in enumerate(zip(drawn, rngs, strict=True)):
-        settings = case.config().jobs[slot]
-        samples = job_batch(slot, own, vocab_size, rng).samples
-        data = TokenizedData(
-            source="random",
-            samples=samples,
-            max_length=case.longest,
-            num_records=len(samples),
-            num_truncated=0,
-            num_dropped=0,
-            num_without_target=0,
-        )
-        job = PreparedJob(
-            settings=settings,
-            modules=resolve_targets(settings, names),
-            start=None,
-            train_data=data,
-            eval_data=None,
-        )
-        jobs.append(job)
+    model, jobs = case.model_config(), []
+    for settings, own, rng in zip(case.config().jobs, drawn, rngs, strict=False):
+        samples = job_batch(len(jobs), own, model.vocab_size, rng).samples
+        jobs.append(make_job(settings, samples, model))
     return jobs
 
 
 def make_runs(
-    case: Case, num_jobs: int, num_microbatches: int, start: Adapter
+    case: Case, num_microbatches: int, starts: Sequence[Adapter]
 ) -> dict[int, JobState]:
-    """Makes the jobs of `make_jobs`, by slot.
-
-    Args:
-        case: The case.
-        num_jobs: Number of jobs.
-        num_microbatches: See `make_jobs`.
-        start: The adapter that each job starts from.
-    """
-    jobs = make_jobs(case, num_jobs, num_microbatches)
-    return {slot: JobState(job, start) for slot, job in enumerate(jobs)}
+    """Makes a job for each adapter that it starts from; see `make_jobs`."""
+    jobs = make_jobs(case, len(starts), num_microbatches)
+    pairs = zip(jobs, starts, strict=True)
+    return {slot: JobState(job, start) for slot, (job, start) in enumerate(pairs)}

@@ -5,7 +5,6 @@
 CASE is a `Case` in JSON. After the given number of seconds, no further part begins.
 """
 
-import dataclasses
 import functools
 import math
 import sys
@@ -23,10 +22,9 @@ from jaxlora.bench.mesh.orders import Order, windows
 from jaxlora.bench.mesh.pass_times import full_tick, measure_passes
 from jaxlora.bench.mesh.results import Results, columns_of
 from jaxlora.bench.report import Timing, about, needs_gpu
-from jaxlora.bench.training import GIB, time_steps, usual_hyper
+from jaxlora.bench.training import GIB, peak_gib, time_steps
 from jaxlora.costs.device_speed import UNKNOWN_DEVICE, find_speed
 from jaxlora.errors import JaxloraError
-from jaxlora.models.forward import SlotKeys
 from jaxlora.scheduler import CostModel, simulate
 from jaxlora.scheduler.lanes import ticks_of
 from jaxlora.train.compilation_cache import keep_compiled_programs
@@ -97,7 +95,7 @@ class _Mesh:
         """Compiles all programs, and runs each of them once."""
         training = self._training
         seconds = training.compile()
-        runs = make_runs(self._case, max(self._case.adapters), 1, training.start)
+        runs = make_runs(self._case, 1, training.starts)
         warm_up = windows("together", runs, self._case.limits, training.lanes())
         training.seconds(warm_up)
         options = training.spec.options
@@ -109,38 +107,24 @@ class _Mesh:
             remat=options.remat,
             weights_seconds=self._weights_seconds,
             compile_seconds=round(seconds, 1),
-            peak_gib=training.peak_gib(),
+            peak_gib=peak_gib(self._case.sizes.num_devices),
         )
 
     def _step(self) -> None:
         """Times a full tick with the optimizer step of all jobs."""
         training = self._training
-        (stage,), (table,) = training.layout.stages, training.slots.tables
-        (base,), num_jobs = training.bases, max(self._case.adapters)
-        rows = stage.placement.sharding(stage.placement.rows)
-        batch = jax.device_put(full_tick(training), rows)
-        slots: Any = np.arange(num_jobs, dtype=np.int32)
-        keys, hyper = SlotKeys(seed=slots, step=slots), usual_hyper(num_jobs)
-
-        def start() -> Callable[[], object]:
-            state = table.state
-            pending, *_ = stage.steps.accumulate(
-                base, state.params, state.pending, table.settings, batch, keys
-            )
-            state = dataclasses.replace(state, pending=pending)
-            table.state, result = stage.steps.step(state, hyper, ())
-            return functools.partial(jax.block_until_ready, result)
-
-        timing = Timing.of(time_steps(start, self._case.repeats))
+        batch = training.place(full_tick(training), 0)
+        steps = time_steps(lambda: training.start([batch]), self._case.repeats)
+        timing = Timing.of(steps)
         training.load()
         memory = training.step_memory()
         self._add(
             "step",
-            adapters=num_jobs,
+            adapters=max(self._case.adapters),
             **timing.columns("step_ms", 2),
             argument_gib=round(memory.argument_size_in_bytes / GIB, 2),
             temp_gib=round(memory.temp_size_in_bytes / GIB, 2),
-            peak_gib=training.peak_gib(),
+            peak_gib=peak_gib(self._case.sizes.num_devices),
         )
 
     def _passes(self) -> None:
@@ -170,7 +154,7 @@ class _Mesh:
             self._training,
             self._training.lanes(in_flight),
         )
-        runs = make_runs(case, num_jobs, case.num_microbatches, training.start)
+        runs = make_runs(case, case.num_microbatches, training.starts[:num_jobs])
         some = windows(order, runs, case.limits, lanes, case.round_robin_samples)
         times = [training.seconds(some, in_flight) for _ in range(case.window_repeats)]
         seconds = float(np.median(times))
@@ -201,7 +185,7 @@ class _Mesh:
             all_seconds=[round(one, 4) for one in times],
             tokens_per_second_gpu=round(tokens / seconds / case.sizes.num_devices, 1),
             **self._of_peak(lengths, seconds),
-            peak_gib=training.peak_gib(),
+            peak_gib=peak_gib(case.sizes.num_devices),
             **bubbles,
         )
 

@@ -6,70 +6,32 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import jax
-
-from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.slots import fresh_adapter
 from jaxlora.bench.mesh.cases import Case, make_jobs
 from jaxlora.bench.tokens import TARGET_SHARE
-from jaxlora.bench.training import GIB
-from jaxlora.bench.weights import random_base
+from jaxlora.bench.training import Training
 from jaxlora.costs.work import head_work, layer_work
 from jaxlora.errors import JaxloraError
-from jaxlora.hf.names import linear_path
-from jaxlora.models.base_format import kernel_of
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import Lanes, Pipeline
 from jaxlora.train.execute.executor import Outcomes, Window
-from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.staged_executor import StagedExecutor
 
 
-class MeshTraining:
-    """Programs, weights and slots of a run on a mesh.
+class MeshTraining(Training):
+    """The weights, the slots and the programs of a case.
 
     Attributes:
         case: What is measured.
-        plan: The plan of the run.
-        layout: The stages, with as many ticks in flight as stages.
-        slots: The slots, all of them with an adapter.
-        bases: Frozen weights of each stage.
-        start: The adapter that every job starts from.
     """
 
     def __init__(self, case: Case):
-        """Makes the weights on the devices; nothing is compiled yet.
+        """Makes weights and adapters on the devices; nothing is compiled yet.
 
         Raises:
             ConfigError: The run cannot be trained here.
         """
-        self.case, self.plan = case, case.plan()
-        params = random_base(self.plan.spec.base_shapes(), self.plan.place)
-        self.layout = Layout.of(self.plan.stages, params)
-        self.bases = self.layout.bases(params)
-        self._params = params
-        self.start = self._fresh_adapter()
-        self.slots = self.layout.empty_slots()
-        self.load()
-
-    @property
-    def spec(self) -> DecoderSpec:
-        """The whole decoder."""
-        return self.plan.spec
-
-    def _fresh_adapter(self) -> Adapter:
-        job = make_jobs(self.case, 1, 1)[0]
-        shapes = self.spec.base_shapes()
-        kernels = {
-            name: kernel_of(shapes, f"{linear_path(name)}.kernel", None)
-            for name in job.modules
-        }
-        return fresh_adapter(job.settings, job.modules, kernels)
-
-    def load(self) -> None:
-        """Puts the first adapter into all slots, without gradients and moments."""
-        for slot in range(max(self.case.adapters)):
-            self.slots.load(slot, self.start)
+        super().__init__(case.plan(), make_jobs(case, max(case.adapters), 1))
+        self.case = case
 
     def lanes(self, in_flight: int = 0) -> Lanes:
         """Returns the lanes for which windows are packed.
@@ -132,14 +94,7 @@ class MeshTraining:
         layout = self.layout
         if in_flight:
             layout = dataclasses.replace(layout, in_flight=in_flight)
-        return StagedExecutor(layout, self._params, self.slots, self.case.limits)
-
-    def peak_gib(self) -> float | None:
-        """Returns the largest peak memory of a device so far; None if it is unknown."""
-        used = jax.devices()[: self.case.sizes.num_devices]
-        stats = [device.memory_stats() for device in used]
-        peaks = [one["peak_bytes_in_use"] for one in stats if one]
-        return round(max(peaks) / GIB, 2) if peaks else None
+        return StagedExecutor(layout, self.params, self.slots, self.case.limits)
 
 
 def flops_per_token(spec: DecoderSpec, mean_keys: float) -> float:

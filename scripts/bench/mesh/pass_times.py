@@ -12,13 +12,10 @@ import numpy as np
 from jaxlora.bench.mesh.mesh_training import MeshTraining
 from jaxlora.bench.scheduler.lengths import lengths
 from jaxlora.bench.tokens import equal_shares, fill, shared_batches
-from jaxlora.bench.training import time_steps
+from jaxlora.bench.training import Start, time_steps
 from jaxlora.data.pack import PackedBatch, pack_tick
-from jaxlora.models.forward import SlotKeys
 from jaxlora.scheduler import CostModel, StageCost
 from jaxlora.scheduler.calibrate import TimePoint, fit_time
-
-Start = Callable[[], Callable[[], object]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,10 +127,6 @@ class _Timer:
 
     def __init__(self, training: MeshTraining):
         self._training, self._stages = training, training.layout.stages
-        slots = training.spec.slots
-        assert slots is not None
-        rows: Any = np.zeros(slots.num_slots, np.int32)
-        self._keys = SlotKeys(seed=rows, step=rows)
         self.points: dict[str, list[TimePoint]] = {}
         self.transfers: list[float] = []
 
@@ -155,20 +148,15 @@ class _Timer:
             dh = self._backward(probe, stage, kept.pop(), self._send(dh, stage))
 
     def _inputs(self, probe: Probe, stage: int) -> tuple[Any, ...]:
-        table, placement = self._training.slots.tables[stage], self._place(stage)
-        batch = jax.device_put(probe.packed, placement)
-        base = self._training.bases[stage]
-        return base, table.state.params, table.settings, batch, self._keys
+        batch = self._training.place(probe.packed, stage)
+        return self._training.inputs(stage, batch)
 
     def _both(self, probe: Probe, stage: int, h: tuple[Any, ...]) -> Any:
         """Times the last stage; returns the gradient of its input."""
-        table = self._training.slots.tables[stage]
-        base, params, *inputs = self._inputs(probe, stage)
-        run, out = self._stages[stage].steps.accumulate, []
+        batch, out = self._training.place(probe.packed, stage), []
 
         def start():
-            pending, _, dh = run(base, params, table.state.pending, *inputs, *h)
-            table.state = dataclasses.replace(table.state, pending=pending)
+            pending, dh = self._training.accumulate(batch, *h)
             out[:] = [dh]
             return _wait(jnp.copy(pending.is_finite))  # the next call takes the other
 
@@ -202,16 +190,10 @@ class _Timer:
     def _send(self, rows: Any, stage: int) -> Any:
         """Times a transfer to a stage, and returns the rows there."""
         jax.block_until_ready(rows)
-        place = self._place(stage)
-        times = time_steps(
-            lambda: _wait(jax.device_put(rows, place)), self._training.case.repeats
-        )
+        move = functools.partial(self._training.place, rows, stage)
+        times = time_steps(lambda: _wait(move()), self._training.case.repeats)
         self.transfers.append(float(np.median(times)) / 1000)
-        return jax.device_put(rows, place)
-
-    def _place(self, stage: int) -> Any:
-        placement = self._stages[stage].placement
-        return placement.sharding(placement.rows)
+        return move()
 
 
 def _wait(made: Any) -> Callable[[], object]:

@@ -1,12 +1,11 @@
 """Rows of the step benchmark: what each one runs, and on which tokens."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxlora.bench.report import Timing
 from jaxlora.bench.tokens import Microbatch, full_microbatch
-from jaxlora.models.base_format import BaseFormat
 from jaxlora.scheduler import Limits
 
 
@@ -65,58 +64,53 @@ class Row:
     Attributes:
         library: `jaxlora`, or `torch` for transformers with peft.
         has_adapters: Whether it trains adapters, or runs the base alone.
-        implementation: LoRA kernels, for jaxlora.
-        base_format: How the base is quantized, for jaxlora; None: it is not.
-        keep_bf16: Linears that are not quantized, as in a run file.
-        remat: What the backward pass recomputes. For torch, every value but `none`
-            means transformers' gradient checkpointing.
+        settings: Settings of the run, for jaxlora.
+        checkpoints: Whether transformers recomputes each layer, for torch.
         layout: Layout of samples for torch: `packed` under a block mask, or `padded`.
     """
 
     library: str
     has_adapters: bool = True
-    implementation: str = "xla"
-    base_format: BaseFormat | None = None
-    keep_bf16: tuple[str, ...] = ()
-    remat: str = "none"
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    checkpoints: bool = False
     layout: str = "packed"
 
 
-def _fused(remat: str = "none", **options: Any) -> Row:
-    """Returns a row of the fused kernels."""
-    return Row(library="jaxlora", implementation="mosaic", remat=remat, **options)
+def _jaxlora(implementation: str, **settings: Any) -> Row:
+    """Returns a row of a run with these settings."""
+    own = {"remat": "none"} | settings | {"implementation": implementation}
+    return Row(library="jaxlora", settings=own)
 
 
-def _quantized(name: str, *, remat: str = "none", keep_bf16=(), **options: Any) -> Row:
-    """Returns the row of the fused kernels on a quantized base."""
-    base_format = BaseFormat.named(name, **options)
-    return _fused(remat, base_format=base_format, keep_bf16=keep_bf16)
+def _fp8(**settings: Any) -> Row:
+    """Returns a row of the fused kernels on an fp8 base."""
+    return _jaxlora("mosaic", quantize_base="fp8", **settings)
 
 
 FROZEN, PEER = "adapters off", "peft, packed"
 FP8 = "jaxlora mosaic, fp8"
 ROWS = {
-    FROZEN: Row(library="jaxlora", has_adapters=False),
-    "jaxlora mosaic": _fused(),
-    "jaxlora triton": Row(library="jaxlora", implementation="triton"),
-    "jaxlora xla": Row(library="jaxlora"),
-    "jaxlora mosaic, remat mlp": _fused("mlp"),
-    "jaxlora mosaic, remat layer": _fused("layer"),
-    "jaxlora mosaic, remat elementwise": _fused("elementwise"),
-    FP8: _quantized("fp8", transposed=True),
-    f"{FP8}, one copy": _quantized("fp8"),
-    f"{FP8}, one copy, remat elementwise": _quantized("fp8", remat="elementwise"),
-    f"{FP8}, down_proj kept": _quantized(
-        "fp8", transposed=True, keep_bf16=("down_proj",)
+    FROZEN: dataclasses.replace(_jaxlora("xla"), has_adapters=False),
+    "jaxlora mosaic": _jaxlora("mosaic"),
+    "jaxlora triton": _jaxlora("triton"),
+    "jaxlora xla": _jaxlora("xla"),
+    "jaxlora mosaic, remat mlp": _jaxlora("mosaic", remat="mlp"),
+    "jaxlora mosaic, remat layer": _jaxlora("mosaic", remat="layer"),
+    "jaxlora mosaic, remat elementwise": _jaxlora("mosaic", remat="elementwise"),
+    FP8: _fp8(fp8_weight_copies=2),
+    f"{FP8}, one copy": _fp8(fp8_weight_copies=1),
+    f"{FP8}, one copy, remat elementwise": _fp8(
+        fp8_weight_copies=1, remat="elementwise"
     ),
-    f"{FP8} forward": _quantized("fp8", fp8_backward=False),
-    "jaxlora mosaic, int8": _quantized("int8"),
-    "jaxlora mosaic, nf4": _quantized("nf4"),
-    "jaxlora xla, remat layer": Row(library="jaxlora", remat="layer"),
+    f"{FP8}, down_proj kept": _fp8(fp8_weight_copies=2, keep_bf16=("down_proj",)),
+    f"{FP8} forward": _fp8(fp8_backward=False),
+    "jaxlora mosaic, int8": _jaxlora("mosaic", quantize_base="int8"),
+    "jaxlora mosaic, nf4": _jaxlora("mosaic", quantize_base="nf4"),
+    "jaxlora xla, remat layer": _jaxlora("xla", remat="layer"),
     "torch, adapters off": Row(library="torch", has_adapters=False),
     PEER: Row(library="torch"),
     "peft, padded": Row(library="torch", layout="padded"),
-    "peft, packed, remat": Row(library="torch", remat="layer"),
+    "peft, packed, remat": Row(library="torch", checkpoints=True),
 }
 
 

@@ -20,21 +20,24 @@ from pathlib import Path
 from typing import IO, Any
 
 import jax
-import jax.numpy as jnp
 
-from jaxlora.bench import training, weights
+from jaxlora.bench import training
 from jaxlora.bench.options import triton_code
 from jaxlora.bench.report import needs_gpu
 from jaxlora.bench.shapes import config_json
 from jaxlora.bench.step import peers
+from jaxlora.bench.step.base_alone import BaseAlone
 from jaxlora.bench.step.cases import ROWS, Case, Row, microbatches, result
 from jaxlora.bench.tokens import Microbatch
+from jaxlora.bench.training import Training
+from jaxlora.config import DataConfig, LoraJob, RunConfig
+from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
-from jaxlora.hf.base_format import kept_linears
 from jaxlora.hf.config import model_config
-from jaxlora.models.decoder import DecoderOptions
 from jaxlora.profile import step_parts
-from jaxlora.train.plan.kernel_choice import choose_attention
+from jaxlora.train.plan.auto_mesh.machine import this_machine
+from jaxlora.train.plan.prepared_job import PreparedJob
+from jaxlora.train.plan.run_plan import RunPlan
 
 
 def measure(
@@ -59,68 +62,77 @@ def _measure_jaxlora(
 ) -> dict[str, Any]:
     model = model_config(config_json(case.model, case.layers))
     drawn = microbatches(case, model.vocab_size)
-    setup = _setup(case, row, model, drawn)
-    reason = setup.unsupported()
-    if reason is not None:
-        return {"skipped": f"{row.implementation} cannot run this: {reason}"}
+    try:
+        plan, jobs = plan_row(case, row, model, drawn)
+    except ConfigError as error:
+        return {"skipped": str(error)}
     reason = needs_gpu(case.model, jax.default_backend() == "gpu")
     if reason is not None:
         return {"skipped": reason}
     batches = [m.packed for m in drawn]
-    shapes = setup.spec().base_shapes()
-    base = weights.random_base(shapes, base_format=setup.options.base_format)
-    base = jax.block_until_ready(base)
-    trained = training.Training(setup, base, batches[0])
+    trained = Training(plan, jobs) if row.has_adapters else BaseAlone(plan)
+    began = time.perf_counter()
+    programs = training.compile_all(trained.lowered(batches[0]))
+    compile_seconds = time.perf_counter() - began
     take_device()
-    if not trained.run(batches):
+    if not trained.is_finite(trained.start(batches)()):
         return {"skipped": "the gradients are not finite"}
     times = training.time_steps(lambda: trained.start(batches), case.repeats)
     num_tokens = sum(m.num_tokens for m in drawn)
-    found = result(times, num_tokens, jax.devices()[0].device_kind) | _memory(trained)
+    found = result(times, num_tokens, jax.devices()[0].device_kind) | {
+        "attention": plan.spec.options.attention,
+        "compile_seconds": round(compile_seconds, 1),
+        "peak_gib": training.peak_gib(),
+        "program_gib": round(training.program_bytes(programs) / training.GIB, 2),
+    }
     if case.profile:
         found["parts"] = step_parts.measure(
             lambda: trained.start(batches)(),
-            step_parts.Attribution(trained.programs, case.rank),
+            step_parts.Attribution(programs, case.rank),
             found["step_ms"],
         )
     return found
 
 
-def _setup(
+def plan_row(
     case: Case, row: Row, model: ModelConfig, drawn: Sequence[Microbatch]
-) -> training.Setup:
-    dtype, base_format = jnp.dtype(case.dtype), row.base_format
-    if base_format is not None:
-        kept = kept_linears(model, row.keep_bf16)
-        base_format = dataclasses.replace(base_format, kept=kept)
-    options = DecoderOptions(
-        dtype=dtype,
-        base_format=base_format,
-        remat=row.remat,  # type: ignore[arg-type]
-        implementation=row.implementation,
-        attention=choose_attention(case.attention, dtype, model).name,
-        max_segment_tokens=min(case.longest_tokens, case.microbatch_tokens),
-        mean_segment_tokens=min(m.num_tokens // len(m.samples) for m in drawn),
-    )
-    return training.Setup(
-        model=model,
-        options=options,
-        limits=case.limits,
-        num_jobs=case.adapters if row.has_adapters else 0,
-        rank=case.rank,
-        dropout=case.dropout,
-    )
+) -> tuple[RunPlan, list[PreparedJob]]:
+    """Plans the run whose step a row measures; its jobs have random tokens.
 
-
-def _memory(trained: training.Training) -> dict[str, Any]:
-    """Returns the columns about compilation and memory."""
-    peak = training.peak_bytes()
-    return {
-        "attention": trained.setup.options.attention,
-        "compile_seconds": round(trained.compile_seconds, 1),
-        "peak_gib": None if peak is None else round(peak / training.GIB, 2),
-        "program_gib": round(trained.program_bytes() / training.GIB, 2),
-    }
+    Raises:
+        ConfigError: The row cannot run here.
+    """
+    samples = [sample for m in drawn for sample in m.samples]
+    settings = [
+        LoraJob(
+            name=f"job{slot}",
+            data=DataConfig(path="random"),
+            rank=case.rank,
+            dropout=case.dropout,
+            batch_size=len(samples),
+            max_length=min(case.longest_tokens, case.microbatch_tokens),
+            learning_rate=1e-5,
+            seed=slot,
+        )
+        for slot in range(case.adapters)
+    ]
+    config = RunConfig(
+        model=case.model,
+        jobs=settings,
+        microbatch_tokens=case.microbatch_tokens,
+        block_tokens=case.block_tokens,
+        dtype=case.dtype,  # type: ignore[arg-type]
+        attention=case.attention,  # type: ignore[arg-type]
+        # Dropout is compiled in, so that rows of any rate run the same programs.
+        slot_dropout=True,
+        **row.settings,
+    )
+    jobs = [training.make_job(job, samples, model) for job in settings]
+    # What does not fit into memory is tried: a benchmark says how far an estimate goes.
+    machine = dataclasses.replace(this_machine(), memory=None)
+    mean = min(m.num_tokens // len(m.samples) for m in drawn)
+    plan = training.plan_run(config, model, jobs, machine, mean_segment_tokens=mean)
+    return plan, jobs
 
 
 def take_turn(turn: IO[str]) -> None:

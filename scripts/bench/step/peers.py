@@ -94,7 +94,7 @@ def _model(case: Case, row: Row, device: str):
         model = _with_adapter(model, case).to(dtype)
     else:
         model.requires_grad_(False)
-    if row.remat != "none":
+    if row.checkpoints:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False}

@@ -97,14 +97,6 @@ def test_the_last_stage_has_fewer_layers():
     assert [stage.has_head for stage in stages] == [False, False, True]
 
 
-def test_a_measured_time_of_the_head_replaces_the_estimate():
-    spec = decoder(LLAMA_8B)
-    times = decoder_seconds(spec, H200, head_layers=6.0)
-    mean = sum(t.both for t in times.layers) / 32
-    assert times.head.both == pytest.approx(6 * mean)
-    assert stage_borders(LLAMA_8B, 4, H200, head_layers=6.0) == (0, 9, 19, 29, 32)
-
-
 def test_one_stage_is_the_decoder():
     spec = decoder(TINY)
     assert stage_specs(spec, 1) == (spec,)

@@ -20,10 +20,13 @@ from jax.experimental import topologies
 from jaxlora.adapters.optimizer import AdapterState, Pending
 from jaxlora.costs.device_speed import find_speed
 from jaxlora.costs.stages import stage_specs
-from jaxlora.memory.fitting import estimate_at
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.inputs import settings_shapes
-from jaxlora.memory.mesh import MeshStages, measured_footprint
+from jaxlora.memory.mesh import (
+    MeshStages,
+    estimated_footprint,
+    measured_footprint,
+)
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.pallas_kernels.mosaic import hopper as device
@@ -114,7 +117,7 @@ def compare(words: str, remat: str, devices) -> list[dict[str, int]]:
     found = measured_footprint(stages, programs, LIMITS)
     assert found is not None
     with jax.default_device(devices[0]):  # for which attention is compiled
-        guess = estimate_at(stages, LIMITS.block_tokens, LIMITS.capacity)
+        guess = estimated_footprint(stages, LIMITS.block_tokens, LIMITS.capacity)
     return [
         {
             "estimated": own.total_bytes(LIMITS.capacity),

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import pytest
 
 from jaxlora.adapters.slots import SlotTable
+from jaxlora.config import RunConfig
 from jaxlora.hf.config import model_config
 from jaxlora.hf.names import linear_names, linear_path
-from jaxlora.memory.estimate import estimated_footprint
-from jaxlora.memory.footprint import Footprint, StagePrograms, measured_footprint
+from jaxlora.memory.footprint import Footprint, StagePrograms
+from jaxlora.memory.mesh import MeshStages, estimated_footprint, measured_footprint
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.layer import Remat
 from jaxlora.models.spec import DecoderSpec
@@ -48,10 +49,13 @@ def estimated_and_measured(spec: DecoderSpec, num_tokens: int) -> tuple[float, f
     steps = CompiledSteps(spec)
     table = SlotTable(spec, steps.write_slot)
     program = steps.compile_accumulate(base, table.state, table.settings, limits)
-    measured = measured_footprint(spec, StagePrograms(last=program), limits)
+    job = {"name": "a", "data": {"path": "a.jsonl"}}
+    stages = MeshStages.of(RunConfig(model="m", jobs=(job,)), spec)
+    measured = measured_footprint(stages, [StagePrograms(last=program)], limits)
     assert measured is not None
-    estimated = estimated_footprint(spec, 64, num_tokens)
-    return estimated.step_bytes(num_tokens), measured.step_bytes(num_tokens)
+    estimated = estimated_footprint(stages, 64, num_tokens)
+    ([one], [other]) = estimated.stages, measured.stages
+    return one.step_bytes(num_tokens), other.step_bytes(num_tokens)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a GPU")

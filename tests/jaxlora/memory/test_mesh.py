@@ -16,15 +16,7 @@ from jaxlora.memory import device_memory as device_module
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.capacity import fit, resolve_auto
 from jaxlora.memory.device_memory import DeviceMemory, device_memory
-from jaxlora.memory.estimate import estimated_footprint as single_footprint
-from jaxlora.memory.estimate import step_bytes
-from jaxlora.memory.footprint import SINGLE_DEVICE as ONE
-from jaxlora.memory.footprint import (
-    StagePrograms,
-    StageUse,
-    num_bytes,
-    optimizer_bytes,
-)
+from jaxlora.memory.footprint import StagePrograms, num_bytes, optimizer_bytes
 from jaxlora.memory.mesh import (
     MeshFootprint,
     MeshStages,
@@ -63,8 +55,7 @@ def stages_of(spec: DecoderSpec, mesh: str, **settings) -> MeshStages:
 
 
 def estimate(mesh: str, **settings) -> MeshFootprint:
-    found = step_bytes(SPEC, 64, TOKENS)
-    return estimated_footprint(stages_of(SPEC, mesh, **settings), found)
+    return estimated_footprint(stages_of(SPEC, mesh, **settings), 64, TOKENS)
 
 
 def settle(run: RunConfig, spec: DecoderSpec, bounds: Bounds) -> RunConfig:
@@ -82,11 +73,6 @@ def have(monkeypatch):
         monkeypatch.setattr(device_module, "device_memory", lambda *_: found)
 
     return set_to
-
-
-def test_one_device_is_a_mesh():
-    [stage] = estimate("fsdp=1").stages
-    assert stage == single_footprint(SPEC, 64, TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -110,9 +96,8 @@ def test_a_stage_holds_its_own_weights_and_activations():
     assert first.adapter_bytes + second.adapter_bytes == whole.adapter_bytes
     # Only the last stage computes logits; each has optimizer steps of its own.
     assert second.fixed_bytes == whole.fixed_bytes > 0
-    assert first.fixed_bytes == optimizer_bytes(
-        stages_of(SPEC, "stage=2").specs[0], ONE
-    )
+    stages = stages_of(SPEC, "stage=2")
+    assert first.fixed_bytes == optimizer_bytes(stages.specs[0], stages.use(0))
     assert first.fixed_bytes < second.fixed_bytes
     more = estimate("stage=2", pipeline_microbatches=3).stages
     assert more[0].bytes_per_token > first.bytes_per_token
@@ -157,8 +142,9 @@ def test_the_sum_of_gradients_takes_no_more_on_more_devices(data, monkeypatch):
     """Two copies of a slot; a slot is a fourth of a copy of all of them."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     slots = num_bytes(SPEC.adapter_shapes())
-    assert optimizer_bytes(SPEC, StageUse(num_parts=data)) == slots // 2
-    assert optimizer_bytes(SPEC, ONE) == 0
+    use = lambda mesh: stages_of(SPEC, mesh).use(0)
+    assert optimizer_bytes(SPEC, use(f"data={data}")) == slots // 2
+    assert optimizer_bytes(SPEC, use("fsdp=1")) == 0
 
 
 def test_llama_70b_fits_four_devices():

@@ -7,7 +7,7 @@ import pytest
 from jaxlora.config import RunConfig
 from jaxlora.costs.device_speed import find_speed
 from jaxlora.costs.throughput import seconds_per_token
-from jaxlora.memory import estimate, fitting
+from jaxlora.memory import estimate, mesh
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.device_memory import DeviceMemory
 from jaxlora.memory.estimate import StepBytes
@@ -63,7 +63,7 @@ STEP_BYTES = {
 @pytest.fixture(autouse=True)
 def step_bytes(monkeypatch):
     monkeypatch.setattr(
-        fitting, "step_bytes", lambda spec, *_: STEP_BYTES[spec.options.remat]
+        mesh, "step_bytes", lambda spec, *_: STEP_BYTES[spec.options.remat]
     )
 
 
@@ -152,20 +152,19 @@ def test_a_capacity_has_the_scratch_of_its_own_classes_of_length(monkeypatch):
         transient=28672,
         alone=28672,
     )
-    monkeypatch.setattr(fitting, "step_bytes", estimate.step_bytes)  # not the fixture
+    monkeypatch.setattr(mesh, "step_bytes", estimate.step_bytes)  # not the fixture
     monkeypatch.setattr(estimate, "_step_bytes", lambda *_: traced)
     monkeypatch.setattr(estimate, "_attention_bytes", attention_on_h200)
+    stages = MeshStages.of(CONFIG, spec)
     needed = {
-        tokens: estimate.estimated_footprint(spec, 64, tokens)
+        tokens: mesh.estimated_footprint(stages, 64, tokens)
         for tokens in range(1024, 16385, 1024)
     }
     measured = 19.74 * 2**30
-    assert measured < needed[12288].step_bytes(12288) < 1.05 * measured
+    assert measured < needed[12288].stages[0].step_bytes(12288) < 1.05 * measured
     bounds = dataclasses.replace(AUTO, smallest=2048, remats=("none",))
     available = DeviceMemory(num_bytes=limit, source="made up")
-    [found] = find_options(
-        CONFIG, MeshStages.of(CONFIG, spec), bounds, available, SPEED
-    )
+    [found] = find_options(CONFIG, stages, bounds, available, SPEED)
     fitting_tokens = [t for t, f in needed.items() if f.total_bytes(t) <= limit]
     assert found.fits and found.tokens == max(fitting_tokens) < 12288
 

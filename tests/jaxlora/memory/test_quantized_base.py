@@ -8,8 +8,8 @@ import pytest
 from jaxlora.config import RunConfig
 from jaxlora.hf.config import model_config
 from jaxlora.memory.bounds import Bounds
-from jaxlora.memory.dequantized import scratch_bytes
 from jaxlora.memory.device_memory import DeviceMemory
+from jaxlora.memory.estimate import scratch_bytes
 from jaxlora.memory.footprint import Footprint, num_bytes
 from jaxlora.memory.weight_copies import choose_copies, with_copies
 from jaxlora.models.base_format import BaseFormat

@@ -77,7 +77,7 @@ def batch_shapes(num_devices: int) -> PackedBatch:
         positions=ids,
         segment_ids=ids,
         labels=ids,
-        loss_weight=rows(jnp.float32),
+        loss_inputs={"next_token": {"weight": rows(jnp.float32)}},
         token_index=ids,
         block_adapter=rows(jnp.int32, TOKENS // 64),
     )

@@ -18,7 +18,7 @@ from jaxlora.models.stacks import to_paths
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.sharding.mesh import stage_meshes
 from jaxlora.sharding.mesh_sizes import MeshSizes
-from jaxlora.train.execute.residuals import join, split
+from jaxlora.train.execute.stage_passes import join, split
 from tests import tiny
 from tests.pallas_kernels.problems import QUICK_TO_COMPILE
 
@@ -87,7 +87,7 @@ def batches(num_devices: int) -> PackedBatch:
         positions=rows % 12,
         segment_ids=rows // 12,
         labels=rng.integers(0, 50, shape).astype(np.int32),
-        loss_weight=rng.random(shape, np.float32),
+        loss_inputs={"next_token": {"weight": rng.random(shape, np.float32)}},
         token_index=rows + TOKENS * np.arange(num_devices, dtype=np.int32)[:, None],
         block_adapter=np.stack(
             [np.roll([0, 1, -1, 1], i) for i in range(num_devices)]

@@ -77,7 +77,7 @@ def batch() -> PackedBatch:
         positions=position.astype(np.int32),
         segment_ids=segment.astype(np.int32),
         labels=rng.integers(0, 50, TOKENS).astype(np.int32),
-        loss_weight=rng.random(TOKENS, np.float32),
+        loss_inputs={"next_token": {"weight": rng.random(TOKENS, np.float32)}},
         token_index=np.arange(TOKENS, dtype=np.int32),
         block_adapter=np.array([0, 1, 2, -1], np.int32),
     )

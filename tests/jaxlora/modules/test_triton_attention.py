@@ -22,7 +22,6 @@ from jaxlora.pallas_kernels.triton.attention_backward import (
     attention_query_gradient,
 )
 from jaxlora.pallas_kernels.triton.attention_forward import attention_forward
-from jaxlora.pallas_kernels.triton.compile import kernel_facts, shared_memory_bytes
 from jaxlora.pallas_kernels.triton.launch import Tile
 from jaxlora.pallas_kernels.triton.target import forced_capability, interpreted
 from tests.jaxlora.modules.attention_cases import (
@@ -36,6 +35,7 @@ from tests.jaxlora.modules.attention_cases import (
 )
 from tests.oracle import assert_as_accurate_as
 from tests.pallas_kernels import triton_interpreter
+from tests.pallas_kernels.triton_facts import kernel_facts, shared_memory_bytes
 
 ROWS, LONGEST = 128, 60
 # A segment of several tiles, one of a tile and a row, a single row, and padding.

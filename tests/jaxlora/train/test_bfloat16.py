@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 from unittest import mock
 
+import jax
 import numpy as np
 import pytest
 
@@ -21,15 +22,17 @@ def only(slot):
     """Leaves the rows of all other slots empty in every microbatch."""
     whole = pack.pack_microbatch
 
-    def packed(microbatch, batches, limits):
-        made = whole(microbatch, batches, limits)
+    def packed(microbatch, batches, limits, objectives):
+        made = whole(microbatch, batches, limits, objectives)
         is_other = np.asarray(made.block_adapter) != slot
         rows = np.repeat(is_other, limits.block_tokens)
         return dataclasses.replace(
             made,
             token_ids=np.where(rows, 0, made.token_ids),
             segment_ids=np.where(rows, -1, made.segment_ids),
-            loss_weight=np.where(rows, np.float32(0), made.loss_weight),
+            loss_inputs=jax.tree.map(
+                lambda values: np.where(rows, np.float32(0), values), made.loss_inputs
+            ),
             block_adapter=np.where(is_other, -1, made.block_adapter),
         )
 

@@ -17,8 +17,7 @@ from jaxlora.memory import mesh
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.capacity import fit, resolve_auto
 from jaxlora.memory.device_memory import DeviceMemory
-from jaxlora.memory.estimate import estimated_footprint
-from jaxlora.memory.footprint import Footprint, StagePrograms, resident_footprint
+from jaxlora.memory.footprint import Footprint, StagePrograms
 from jaxlora.memory.mesh import MeshStages
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
@@ -165,7 +164,7 @@ def test_a_run_that_does_not_fit_says_what_would(config, model, have, settings):
     have(2**40)
     asked = config(**settings)
     trainer = Trainer(asked, model)
-    resident = resident_footprint(trainer.plan.spec)
+    [resident] = mesh.resident_footprint(trainer.plan.stages).stages
     base, adapters = resident.base_bytes, resident.adapter_bytes
     have(base + adapters - 1)
     with pytest.raises(
@@ -225,7 +224,7 @@ def test_a_run_that_is_resumed_keeps_its_number(config, model, have):
     trainer.train(callbacks=[AtWindow(lambda t: t.stop_job("job0"))])
     tokens = trainer.config.microbatch_tokens
     assert run_identity(trainer.plan, "", []).settings["microbatch_tokens"] == tokens
-    resident = resident_footprint(trainer.plan.spec).total_bytes(0)
+    resident = mesh.resident_footprint(trainer.plan.stages).total_bytes(0)
     have(needed(trainer))  # a smaller device, which an estimate would not trust
     again = Trainer(first, model)
     assert again.config.microbatch_tokens == tokens
@@ -314,11 +313,11 @@ def test_what_is_measured_is_not_compiled_again(config, model, caplog):
     assert len(compiled) == 1
 
 
-def test_remat_needs_less(spec):
+def test_remat_needs_less(config, spec):
     def needed(remat):
-        options = dataclasses.replace(spec.options, remat=remat)
-        again = dataclasses.replace(spec, options=options)
-        return estimated_footprint(again, 16, None).bytes_per_token
+        stages = MeshStages.of(config(), spec).with_remat(remat)
+        [found] = mesh.estimated_footprint(stages, 16, None).stages
+        return found.bytes_per_token
 
     assert needed("layer") < needed("mlp") < needed("none")
     assert needed("layer") < needed("elementwise") < needed("none")

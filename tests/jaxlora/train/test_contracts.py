@@ -223,7 +223,9 @@ def without(packed, slots):
         packed,
         token_ids=np.where(rows, 0, packed.token_ids),
         segment_ids=np.where(rows, -1, packed.segment_ids),
-        loss_weight=np.where(rows, 0, packed.loss_weight),
+        loss_inputs=jax.tree.map(
+            lambda values: np.where(rows, 0, values), packed.loss_inputs
+        ),
         block_adapter=np.where(gone, -1, packed.block_adapter),
     )
 

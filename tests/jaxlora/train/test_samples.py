@@ -10,7 +10,7 @@ from jaxlora.cli.main import main
 from jaxlora.config.generation_settings import SamplesConfig
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.run.log import read_events
-from jaxlora.train.report.sample_file import SampleFile
+from jaxlora.train.report.run_callbacks import SampleFile
 from jaxlora.train.saved.run_adapters import load_run_adapters
 from tests import tiny
 from tests.jaxlora.run.made_events import step

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxlora.bench.weights import random_base
 
 
-def broken_base(shapes, **options):
+def broken_base(shapes, *options):
     """Makes random weights with NaN in all of them."""
-    made = random_base(shapes, **options)
+    made = random_base(shapes, *options)
     return {k: v.at[..., 0].set(jnp.nan) for k, v in made.items()}

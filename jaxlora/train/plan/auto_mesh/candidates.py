@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from jaxlora.config import RunConfig
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.device_memory import DeviceMemory
-from jaxlora.memory.fitting import estimate_at, estimated_room, largest_fitting
-from jaxlora.memory.mesh import MeshFootprint, MeshStages
+from jaxlora.memory.mesh import MeshFootprint, MeshStages, estimated_footprint
+from jaxlora.memory.options import estimated_room, largest_fitting
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import Lanes, Limits, Sample, Schedule
 from jaxlora.scheduler.replicas import Load
@@ -69,7 +69,7 @@ class Candidate:
     @functools.cached_property
     def found(self) -> MeshFootprint:
         """Its estimated memory."""
-        return estimate_at(self.stages, self.config.block_tokens, self.tokens)
+        return estimated_footprint(self.stages, self.config.block_tokens, self.tokens)
 
     @property
     def needed_bytes(self) -> int:
@@ -120,7 +120,9 @@ class Candidates:
         found = self._candidate(config, spec, bounds, bounds.max_tokens)
         if bounds.fixed is not None or memory is None:
             return found
-        estimate = functools.partial(estimate_at, found.stages, config.block_tokens)
+        estimate = functools.partial(
+            estimated_footprint, found.stages, config.block_tokens
+        )
         room = estimated_room(memory, config.mesh_sizes)
         tokens = largest_fitting(bounds, estimate, room) or bounds.smallest
         return self._candidate(config, spec, bounds, tokens)

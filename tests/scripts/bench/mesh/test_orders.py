@@ -22,7 +22,7 @@ START = Adapter(modules={})
 
 @pytest.mark.parametrize("order", ["together", "one by one", "round robin"])
 def test_every_order_runs_all_samples_by_the_rules(order):
-    runs = make_runs(CASE, 2, 12, START)
+    runs = make_runs(CASE, 12, [START] * 2)
     lanes = Lanes(pipeline=Pipeline.one_f_one_b(3))
     some = windows(order, runs, CASE.limits, lanes)
     assert len(some) == (2 if order == "one by one" else 1)
@@ -35,7 +35,10 @@ def test_every_order_runs_all_samples_by_the_rules(order):
 
 
 def test_round_robin_has_at_most_so_many_samples_in_a_microbatch():
-    runs, lanes = make_runs(CASE, 2, 6, START), Lanes(pipeline=Pipeline.one_f_one_b(3))
+    runs, lanes = (
+        make_runs(CASE, 6, [START] * 2),
+        Lanes(pipeline=Pipeline.one_f_one_b(3)),
+    )
 
     def most(*limit):
         (window,) = windows("round robin", runs, CASE.limits, lanes, *limit)
@@ -46,7 +49,7 @@ def test_round_robin_has_at_most_so_many_samples_in_a_microbatch():
 
 def test_one_job_after_the_other_drains_between_batches():
     """The pipeline is empty when a batch enters: S - 1 no-ops are before it."""
-    runs = make_runs(CASE, 1, 8, START)
+    runs = make_runs(CASE, 8, [START])
     lanes = Lanes(pipeline=Pipeline.one_f_one_b(3))
     (window,) = windows("one by one", runs, CASE.limits, lanes)
     ticks = [{s.batch for s in m} for m in window.schedule.microbatches]
@@ -58,8 +61,8 @@ def test_one_job_after_the_other_drains_between_batches():
 
 
 def test_jobs_depend_on_the_number_of_tokens_only():
-    runs = make_runs(CASE, 2, 6, START)
-    again = make_runs(CASE, 2, 12, START)
+    runs = make_runs(CASE, 6, [START] * 2)
+    again = make_runs(CASE, 12, [START] * 2)
     assert sum(run.prepared.train_data.num_tokens for run in runs.values()) >= 6 * 1024
     for slot, run in runs.items():
         assert run.num_steps < again[slot].num_steps

@@ -3,18 +3,16 @@
 import contextlib
 import pathlib
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
 from jaxlora import __version__
 from jaxlora.common.counted import counted
-from jaxlora.config import RunConfig
+from jaxlora.config import LoraJob, RunConfig
 from jaxlora.distributed import processes
 from jaxlora.errors import CheckpointError, ConfigError
-from jaxlora.run.lock import RunLock
-from jaxlora.train.job_state import JobState
-from jaxlora.train.saved.read_checkpoint import newest_checkpoint
 
 _SAME_FILES = (
     "Give all processes the same run file, data, base model and version of jaxlora; "
@@ -23,6 +21,21 @@ _SAME_FILES = (
 # Each host may have its own copies and caches of files; their contents are compared.
 _FILES = ("model", "jobs", "token_cache")
 _JOB_FILES = ("data", "eval_data", "init_from", "continue_from")
+
+
+@runtime_checkable
+class ReadJob(Protocol):
+    """A job whose data are read."""
+
+    @property
+    def settings(self) -> LoraJob:
+        """The job's settings."""
+        ...
+
+    @property
+    def fingerprints(self) -> dict[str, str | None]:
+        """Hashes of the inputs that the settings only name."""
+        ...
 
 
 def check_settings(config: RunConfig) -> None:
@@ -42,13 +55,11 @@ def check_settings(config: RunConfig) -> None:
     }
     settings = config.model_dump(mode="json")
     values |= {key: v for key, v in settings.items() if key not in _FILES}
-    for job in settings["jobs"]:
-        where = f"of job {job['name']!r}"
-        values |= {f"{k} {where}": v for k, v in job.items() if k not in _JOB_FILES}
+    values |= _of_jobs({job["name"]: job for job in settings["jobs"]})
     processes.check_same(values, _SAME_FILES)
 
 
-def check_inputs(base: str, jobs: Sequence[JobState]) -> None:
+def check_inputs(base: str, jobs: Sequence[ReadJob]) -> None:
     """Checks that all processes have read the same base model and data.
 
     Args:
@@ -60,10 +71,8 @@ def check_inputs(base: str, jobs: Sequence[JobState]) -> None:
     """
     if processes.count() == 1:
         return
-    values: dict[str, str | None] = {"the fingerprint of the base model": base}
-    for job in jobs:
-        for key, value in job.prepared.fingerprints.items():
-            values[f"{key} of job {job.name!r}"] = value
+    values: dict[str, Any] = {"the fingerprint of the base model": base}
+    values |= _of_jobs({job.settings.name: job.fingerprints for job in jobs})
     processes.check_same(values, _SAME_FILES)
 
 
@@ -96,29 +105,28 @@ def check_mesh(config: RunConfig) -> None:
         )
 
 
-def newest_for_all(folder: pathlib.Path) -> int | None:
-    """Returns the newest checkpoint, which all processes must see.
+def check_newest(folder: pathlib.Path, newest: int | None) -> None:
+    """Checks that all processes see the same newest checkpoint.
 
     Args:
         folder: The `checkpoints` folder of the run.
+        newest: Number of the newest checkpoint that this process sees there, if any.
 
     Raises:
         CheckpointError: A process sees another one.
     """
-    mine = newest_checkpoint(folder)
-    first = processes.from_first(lambda: mine)
-    if mine != first:
+    first = processes.from_first(lambda: newest)
+    if newest != first:
         raise CheckpointError(
             f"process {processes.index()} on {socket.gethostname()} sees checkpoint "
-            f"{mine} in {folder}, and process 0 sees {first}. To resume, every process "
-            "reads the checkpoint, so output_dir must be on a file system that all "
-            "hosts share."
+            f"{newest} in {folder}, and process 0 sees {first}. To resume, every "
+            "process reads the checkpoint, so output_dir must be on a file system that "
+            "all hosts share."
         )
-    return first
 
 
-def take_added(added: Sequence[JobState]) -> list[JobState]:
-    """Returns the jobs that have been added on every process, in the same order.
+def added_everywhere(added: Sequence[ReadJob]) -> list[str]:
+    """Returns the names of the jobs that every process has added, in the same order.
 
     Args:
         added: Jobs that were added on this process and have not joined the run.
@@ -126,27 +134,30 @@ def take_added(added: Sequence[JobState]) -> list[JobState]:
     Raises:
         ConfigError: The processes have added jobs of the same name that differ.
     """
-    by_name = {job.name: job for job in added}
+    by_name = {job.settings.name: job for job in added}
     names = processes.gather(list(by_name))
     taken = [name for name in names[0] if all(name in other for other in names)]
     if processes.count() > 1 and taken:
-        _check_jobs([by_name[name] for name in taken])
-    return [by_name[name] for name in taken]
+        values = {}
+        for name in taken:
+            job = by_name[name]
+            values[name] = job.settings.model_dump(mode="json") | job.fingerprints
+        processes.check_same(_of_jobs(values), "Add the same job on every process.")
+    return taken
 
 
-def _check_jobs(jobs: Sequence[JobState]) -> None:
-    values = {}
-    for job in jobs:
-        settings = job.settings.model_dump(mode="json") | job.prepared.fingerprints
-        where = f"of job {job.name!r}"
-        values |= {
-            f"{k} {where}": v for k, v in settings.items() if k not in _JOB_FILES
-        }
-    processes.check_same(values, "Add the same job on every process.")
+def _of_jobs(jobs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns values of jobs, without those that each host may have for itself."""
+    return {
+        f"{key} of job {name!r}": value
+        for name, values in jobs.items()
+        for key, value in values.items()
+        if key not in _JOB_FILES
+    }
 
 
 @contextlib.contextmanager
-def held(lock: RunLock) -> Iterator[RunLock]:
+def held(lock: contextlib.AbstractContextManager[object]) -> Iterator[None]:
     """Takes the lock of the run's folder, on the process that writes to it."""
     with contextlib.ExitStack() as stack:
 
@@ -154,4 +165,4 @@ def held(lock: RunLock) -> Iterator[RunLock]:
             stack.enter_context(lock)
 
         processes.from_first(take)
-        yield lock
+        yield

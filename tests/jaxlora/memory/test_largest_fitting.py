@@ -1,9 +1,9 @@
 """The largest capacity that fits, where memory does not grow evenly with it."""
 
 from jaxlora.memory.bounds import Bounds
-from jaxlora.memory.fitting import largest_fitting
 from jaxlora.memory.footprint import Footprint
 from jaxlora.memory.mesh import MeshFootprint
+from jaxlora.memory.options import largest_fitting
 
 BOUNDS = Bounds(smallest=256, largest=2048, unit=128)
 CAPACITIES = range(256, 2049, 128)
