@@ -94,7 +94,10 @@ def main() -> None:
     if platform != "cpu":  # where the estimate is for the devices that are here
         jax.default_backend = lambda: platform
     found["slots"] = num_bytes(spec.adapter_shapes())
-    found["estimate"] = optimizer_bytes(spec, StageUse(num_parts=number))
+    use = StageUse(
+        num_shards=1, num_replicas=1, num_parts=number, num_kept=1, num_waiting=0
+    )
+    found["estimate"] = optimizer_bytes(spec, use)
     out.write_text(json.dumps(found))
 
 

@@ -121,8 +121,8 @@ def test_how_it_runs_does_not_matter(train, jobs, settings):
 def test_microbatches_in_parts_teach_the_same(train, jobs, monkeypatch):
     whole = train(jobs[:3])
 
-    def in_parts(self, microbatch):
-        return split_by_segment_limit(microbatch, 10**6, 2)
+    def in_parts(self, microbatch, lengths):
+        return split_by_segment_limit(microbatch, 10**6, 2, lengths)
 
     monkeypatch.setattr(StagedExecutor, "_split", in_parts)
     names = [job.name for job in jobs[:3]]
