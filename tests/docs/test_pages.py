@@ -1,5 +1,6 @@
 """The pages lead somewhere, and the reference pages leave nothing out."""
 
+import csv
 import pathlib
 import pkgutil
 import re
@@ -35,6 +36,14 @@ def test_links_lead_to_files_and_headings():
             elif anchor and anchor not in pages.anchors(target):
                 broken.append(f"{page.relative_to(pages.ROOT)}: {link} (no heading)")
     assert not broken
+
+
+@pytest.mark.parametrize("path", sorted(pages.DOCS.glob("*.csv")), ids=lambda p: p.name)
+def test_measurements_say_where_and_when(path: pathlib.Path):
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert rows
+    assert all(row[key] for row in rows for key in ("device", "versions", "date"))
 
 
 @pytest.mark.parametrize(
