@@ -111,7 +111,7 @@ class BatchSource:
 
 
 class BatchCursor:
-    """How far planning has come in one job.
+    """The position of planning in one job.
 
     Attributes:
         source: The job's batches.

@@ -1,4 +1,9 @@
-"""The devices of a pipeline stage as lanes, which run microbatches side by side."""
+"""Lanes, the data-parallel ranks of a run, and ticks, one microbatch for each of them.
+
+"Rank" always means the rank of a LoRA adapter in this library, so a data-parallel rank
+is called a lane. Other libraries number the microbatches of each rank: those with the
+same number on all ranks are a tick here.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,7 +13,7 @@ from jaxlora.scheduler.types import Microbatch, Pipeline
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Lanes:
-    """How the devices of a run consume microbatches.
+    """The data-parallel lanes of a run, and its pipeline.
 
     A stage has `data * fsdp` devices. Each of them is a lane: in a tick, each lane runs
     one microbatch. Tick t of a schedule is its microbatches [t * n : (t + 1) * n] for n

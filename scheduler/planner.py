@@ -28,7 +28,7 @@ _FILL_TARGETS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Effort:
-    """How hard to plan.
+    """The effort that planning may take.
 
     The limits are counts, not times, so the same input always gets the same plan.
 

@@ -1,4 +1,6 @@
-"""Packs samples into ticks, in which several lanes run one microbatch each.
+"""Packs samples into ticks: one microbatch for each lane, run at the same time.
+
+`lanes.py` defines both words.
 
 Two batches of a job never share a tick, as the second one needs the weights after the
 first. So a tick can only be full if its jobs have enough samples in one batch each.

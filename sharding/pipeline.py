@@ -1,9 +1,10 @@
 """The order of work of a 1F1B pipeline, as the host dispatches it.
 
-A tick is what all devices of one stage run at the same time. The pipeline runs ticks
-0, 1, ...: each of them forward on the stages 0 to S - 1, then backward on the stages
-S - 1 to 0. The last stage runs the forward and backward pass of a tick at once, because
-nothing lies between them.
+A tick is a set of microbatches, one for each device of a stage, which run at the same
+time. With one device per stage it is a microbatch. The pipeline runs ticks 0, 1, ...:
+each of them forward on the stages 0 to S - 1, then backward on the stages S - 1 to 0.
+The last stage runs the forward and backward pass of a tick at once, because nothing
+lies between them.
 
 In round i, every stage runs one forward pass, and then the backward pass of tick i. The
 forward pass is of tick i + a, where stage 0 is a = W - 1 ticks ahead, the last stage

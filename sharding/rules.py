@@ -1,4 +1,4 @@
-"""Along which dimension each frozen weight is divided among the devices of an axis."""
+"""The dimension along which an axis of devices divides each frozen weight."""
 
 from collections.abc import Sequence
 

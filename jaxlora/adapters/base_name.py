@@ -1,4 +1,4 @@
-"""How the files of an adapter name its base, without telling where anything lies."""
+"""The name of the base model in an adapter's files, without paths of this machine."""
 
 import dataclasses
 import pathlib

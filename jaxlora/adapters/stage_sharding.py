@@ -1,4 +1,4 @@
-"""Where the slots of a stage live on its devices."""
+"""The sharding of a stage's adapter slots over its devices."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What every command of the command line consists of."""
+"""The parts that every command of the command line defines."""
 
 import argparse
 import dataclasses

@@ -21,12 +21,12 @@ from jaxlora.errors import StorageError
 
 logger = logging.getLogger(__name__)
 
-# What is being written lies in a folder of such a name, which holds the file _MARK as
-# well. Only folders with that file are removed: a name alone proves nothing.
+# Name of the temporary folder for a path that is being written. It also holds the file
+# _MARK. Only folders with that file are removed: a name alone proves nothing.
 _SUFFIX = ".jaxlora-tmp"
 _TEMPORARY = re.compile(rf"\.(.+)\.[0-9a-f]{{8}}{re.escape(_SUFFIX)}")
 _MARK, _MARK_TEXT = "jaxlora.txt", "jaxlora is writing this folder, and removes it.\n"
-# What is being written is in the first folder, and what it has replaced in the second.
+# The temporary folder's subfolders for the new contents and the contents they replace.
 _NEW, _OLD = "new", "old"
 # Some file systems cannot sync folders, but then do not need it either.
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)

@@ -62,7 +62,7 @@ def read_json_file(path: pathlib.Path) -> Any:
 
 
 def check_regular_file(path: pathlib.Path) -> None:
-    """Raises OSError if a path is missing or is not a regular file but, say, a pipe."""
+    """Raises OSError unless a path is a regular file (and not, say, a pipe)."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(_NOT_REGULAR)
 

@@ -36,7 +36,7 @@ def wrap_errors(where: str, cure: str, kind: type[JaxloraError]) -> Iterator[Non
 
 @contextlib.contextmanager
 def wrap_panics(where: str, cure: str, kind: type[JaxloraError]) -> Iterator[None]:
-    """A cheaper variant of `wrap_errors`, for frequent calls.
+    """Converts panics alone, which is cheaper than `wrap_errors`, for frequent calls.
 
     Only panics and the plain `Exception` of a Rust library become `kind`, and the text
     that Rust prints for a panic is not suppressed.

@@ -39,7 +39,7 @@ def _something_is_kept_from(base: Any) -> tuple[str, str] | None:
 
 
 class BaseSettings(StrictModel):
-    """How the linears of the decoder layers store their frozen weights.
+    """Storage format of the frozen linears in the decoder layers.
 
     The embedding, the head, norms and biases always have the run's dtype.
 

@@ -9,7 +9,7 @@ from jaxlora.config.strict import Bool, PositiveInt, StrictModel
 
 
 class DataConfig(StrictModel):
-    """Where a job's records are, and how a record becomes tokens.
+    """The location of a job's records, and how a record becomes tokens.
 
     A record is a prompt with its completion (both texts, or both lists of messages), a
     list of chat messages, plain text, or an instruction with its input and output.

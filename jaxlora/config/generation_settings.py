@@ -23,7 +23,7 @@ Seed = Annotated[NonNegativeInt, Field(lt=2**31)]
 
 
 class GenerationSettings(StrictModel):
-    """How tokens are chosen, and when a text ends.
+    """Settings of how tokens are chosen and when a text ends.
 
     Attributes:
         max_new_tokens: Largest number of tokens to generate.

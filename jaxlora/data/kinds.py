@@ -26,7 +26,7 @@ ALPACA = ("instruction", "input", "output")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Which fields of the records are read, and as what.
+    """The fields of the records that are read, and their meaning.
 
     Attributes:
         kind: The kind of the records.

@@ -11,7 +11,7 @@ from jaxlora.errors import DataError
 
 Message = dict[str, Any]
 
-# Advice for records in which nobody has the role of the assistant.
+# Advice for records without a message of the assistant.
 RENAME_CURE = (
     "If the assistant has another name there, rename its role to 'assistant'; if not, "
     "remove the record"

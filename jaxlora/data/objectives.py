@@ -22,7 +22,7 @@ RowInputs = dict[str, Float[Array, " T"]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What the loss of a job is.
+    """The definition of a job's loss.
 
     The loss of a global batch is the mean of its terms, for instance of its target
     tokens. Every term is in one microbatch, and which one does not change it.

@@ -36,7 +36,7 @@ _CHATML = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shown:
-    """Which samples of a data set are shown.
+    """The samples of a data set that are shown.
 
     Attributes:
         data: The data set.

@@ -1,4 +1,4 @@
-"""Which process of a run this is, from flags, variables or a cluster's scheduler.
+"""Finds this process's place in a run from flags, variables or a cluster's scheduler.
 
 Nothing here imports JAX unless the run has several processes.
 """

@@ -27,7 +27,7 @@ Names = dict[Index, tuple[Index, ...]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """How an array of zeros and ones chooses one entry of a table for each row.
+    """A choice of one table entry for each row, by an array of zeros and ones.
 
     Attributes:
         key: Equal for choices that are the same for every input.
@@ -358,7 +358,7 @@ def sum_over(indices: Indices, form: Form, summed: Sequence[Index], dtype) -> Fo
 
 
 def constant(form: Form) -> float | None:
-    """Returns the number that every element of a value is; None: it is no constant."""
+    """Returns the number that all elements of a value equal; None: not a constant."""
     if any(term.factors for term in form.terms):
         return None
     return sum(term.coefficient for term in form.terms)

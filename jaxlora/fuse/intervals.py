@@ -18,7 +18,7 @@ Bounds = tuple[Any, Any]  # the smallest and the largest value, in the array's d
 _DEPTH = 24  # equations between an array and what bounds it
 
 _SAME = ("reshape", "squeeze", "broadcast_in_dim", "transpose", "copy", "stop_gradient")
-# Of operations that are monotone in each operand, rounding included.
+# Bounds of operations that are monotone in each operand, rounding included.
 _MONOTONE: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "max": np.maximum,

@@ -144,7 +144,7 @@ def _opened(n: Normalizer, terms: Iterable[Term], var: core.Var) -> Iterator[Ter
 
 
 def _parts(n: Normalizer, var: core.Var, factor: Factor) -> list[Term] | None:
-    """Returns an array and a number whose sum a factor is; None: it is no such sum."""
+    """Returns the array and the number of a factor that is their sum, or None."""
     eqn: Any = n.made_by[var]
     aval: Any = var.aval
     if not factor.is_number or not holds(factor.dtype, aval.dtype):

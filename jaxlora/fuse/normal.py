@@ -27,7 +27,7 @@ MAX_FACTORS = 12  # a value with a longer product is an opaque array
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """How the form of an equation's result follows from those of its inputs.
+    """A rule that derives the form of an equation's result from those of its inputs.
 
     Attributes:
         form: Returns the form of the result, or raises `Opaque`.

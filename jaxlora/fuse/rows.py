@@ -14,7 +14,7 @@ from jaxlora.fuse.site import Index, Selection, Site
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Rows:
-    """How rows [T, ...] are stored in token blocks.
+    """The storage of rows [T, ...] in token blocks.
 
     Attributes:
         block_adapter: The slot of each token block; -1: it has no rows.

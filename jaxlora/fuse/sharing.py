@@ -1,4 +1,4 @@
-"""How the values inside a linear with branches depend on its input and its mask.
+"""Dependence of the values inside a linear with branches on its input and its mask.
 
 They decide whether a value that something else reads too may stay computed beside
 the kernels, as the gradients of A and B sum s and the masked x over rows.

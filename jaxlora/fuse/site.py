@@ -46,7 +46,7 @@ class Mask:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Selection:
-    """How rows choose their adapter from tables of A and B.
+    """The selection of each row's adapter from tables of A and B.
 
     Attributes:
         var: The adapter of each row, or if `is_ragged` the number of consecutive rows

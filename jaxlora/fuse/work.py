@@ -16,7 +16,7 @@ _FUNCTION_OPERATIONS = 8  # of an exponential and other functions in software
 
 
 class Kind(enum.Enum):
-    """How XLA treats an equation.
+    """The way in which XLA runs an equation.
 
     Attributes:
         MATMUL: A matrix product, which is a kernel by itself.

@@ -65,7 +65,7 @@ class Checkpoint:
 
     @property
     def layout(self) -> StorageLayout | None:
-        """How config.json says that linears are stored; None: as dense weights."""
+        """Storage format of the linears by config.json; None: dense weights."""
         return read_quantization(self.config_json)
 
     @property

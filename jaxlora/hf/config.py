@@ -21,7 +21,7 @@ _EXPERTS = (
     "n_routed_experts",
     "moe_intermediate_size",
 )
-# What each kind of scaling consists of.
+# The keys of each kind of scaling.
 _FACTOR, _FREQUENCY = Field("number", 1e6), Field("number", 1e9)
 _SCALINGS = {
     "default": {},

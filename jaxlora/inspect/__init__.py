@@ -1,4 +1,4 @@
-"""What a file, a folder or this machine holds: `jaxlora inspect`."""
+"""`jaxlora inspect`: describes a file, a folder or this machine."""
 
 from jaxlora.inspect.artifacts import inspect_path
 

@@ -196,7 +196,7 @@ def _measured(
 
 
 class _Search:
-    """Which capacity to compile next, by those that were measured."""
+    """Chooses the capacity to compile next from those that were measured."""
 
     def __init__(self, bounds: Bounds):
         self._bounds = bounds

@@ -29,7 +29,7 @@ GAPS = 0.025
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StageUse:
-    """How a device of one pipeline stage is used.
+    """The use of a device of one pipeline stage.
 
     Attributes:
         num_shards: Devices among which the frozen weights of the stage are divided.

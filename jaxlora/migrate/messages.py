@@ -10,7 +10,7 @@ _FIELDS = (
     {"role": "role", "content": "content"},
     {"role": "from", "content": "value"},
 )
-# The speakers whom these tools and ours read alike, besides the roles themselves.
+# Names of speakers that these tools and jaxlora read alike, besides the roles.
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 
 

@@ -1,4 +1,4 @@
-"""Where the records of another tool's data set are."""
+"""Finds the records of another tool's data set."""
 
 import re
 from collections.abc import Sequence

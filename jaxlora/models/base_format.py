@@ -1,4 +1,4 @@
-"""How the linears of a decoder with a quantized base store their weights."""
+"""The storage format of the linears in a decoder with a quantized base."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -27,7 +27,7 @@ from jaxlora.sharding import layerwise
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderOptions:
-    """How a decoder runs; none of it changes what it computes beyond rounding.
+    """Options of how a decoder runs; they change its results by rounding at most.
 
     Attributes:
         dtype: Dtype of weights that are not quantized, and of activations.

@@ -1,4 +1,4 @@
-"""How the frozen weights of a decoder are divided among devices, and gathered.
+"""Divides the frozen weights of a decoder among devices, and gathers them.
 
 `base_specs` is the rule. The functions that gather run inside `jax.shard_map`; see
 `jaxlora.sharding.layerwise`.

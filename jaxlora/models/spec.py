@@ -219,7 +219,7 @@ class DecoderSpec:
 
     @functools.cached_property
     def stacks(self) -> tuple[Stack, ...]:
-        """Which adapter tables share an array: those of one kind in all layers here."""
+        """The adapter tables that share an array: those of one kind in all layers."""
         tables = self.shapes(nnx.LoRAParam)
         stacks = []
         for name in self.config.linears():

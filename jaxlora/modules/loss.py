@@ -45,7 +45,7 @@ def target_nll(
 
 
 class _Head(NamedTuple):
-    """How the head makes logits: see `target_nll`."""
+    """The head that makes logits; see `target_nll`."""
 
     transposed: bool
     softcap: float | None

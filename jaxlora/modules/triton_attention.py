@@ -23,7 +23,7 @@ _MAX_ELEMENTS = 2**31  # offsets inside a segment are int32
 
 
 class Tiles(NamedTuple):
-    """How each kernel is compiled.
+    """Compilation settings of each kernel.
 
     Attributes:
         forward: Tile of `attention_forward`.

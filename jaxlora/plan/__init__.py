@@ -1,4 +1,4 @@
-"""What a run would do, without training: `jaxlora plan`."""
+"""`jaxlora plan`: predicts a run without training it."""
 
 from jaxlora.plan.forecast import Part, RunForecast, plan_run
 

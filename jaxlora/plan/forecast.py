@@ -68,7 +68,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RunForecast:
-    """What a run does in which no job ends early.
+    """The predicted course of a run in which no job ends early.
 
     Attributes:
         plan: What is decided about the run.

@@ -57,7 +57,7 @@ class Callback:
         getattr(self, f"on_{event.kind}")(event)
 
     def on_run_start(self, event: events.RunStartEvent) -> None:
-        """The run begins, or goes on in this process."""
+        """The run begins, or continues in this process."""
 
     def on_job_add(self, event: events.JobAddEvent) -> None:
         """A job joins the run while it trains."""

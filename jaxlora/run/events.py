@@ -62,7 +62,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunStartEvent(Event):
-    """The run begins, or goes on in this process.
+    """The run begins, or continues in this process.
 
     Attributes:
         jobs: The jobs, in the order in which they were given.

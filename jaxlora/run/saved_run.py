@@ -124,7 +124,7 @@ class SavedRun:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SavedTensors:
-    """How a checkpoint stores the weights and moments of a job that has begun.
+    """Layout of the weights and moments of a job that has begun, in a checkpoint.
 
     Attributes:
         shapes: Shape of each tensor at the job's own rank, by dotted path, in the order

@@ -122,7 +122,7 @@ class StatusTracker(Callback):
         self._time_left = TimeLeft()
 
     def on_event(self, event: Event) -> None:
-        """Takes up an event."""
+        """Updates the state by an event."""
         if isinstance(event, RunStartEvent):
             self._start(event)
         elif isinstance(event, JobAddEvent):
@@ -183,7 +183,7 @@ class TimeLeft:
         self._estimated, self._seconds = 0.0, -1.0
 
     def note_job(self, name: str, done: float) -> None:
-        """Takes up a job that joins with some tokens done in another run."""
+        """Counts a job that joins with tokens already done in another run."""
         self._before[name] = done
 
     def note_window(self, done: Mapping[str, float], left: float) -> None:

@@ -1,4 +1,4 @@
-"""What ends a run early: signals, devices that fail, and a removed folder."""
+"""Ends a run early: on signals, failing devices or a removed folder."""
 
 import contextlib
 import logging

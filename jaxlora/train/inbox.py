@@ -117,7 +117,7 @@ class Inbox(Callback):
         return has_taken or self._num_answered > before
 
     def deliver(self) -> None:
-        """Gives the requesters their answers, which are in the record by now."""
+        """Sends the answers, which the record already holds, to the requesters."""
         if processes.is_first():
             self._outbox.deliver()
 
@@ -238,7 +238,7 @@ class Inbox(Callback):
 
 
 def _result(future: Future[JobState]) -> str | None:
-    """Returns why reading failed, an empty text if it did not, None if it goes on."""
+    """Returns why reading failed: empty if it did not, None while it still reads."""
     if not future.done():
         return None
     error = future.exception()

@@ -346,7 +346,7 @@ class Trainer:
         return has_taken
 
     def _record(self, store: RunStore) -> None:
-        """Takes up jobs that were added, and writes the run's record if it changed."""
+        """Adds the jobs that have joined, and writes the run's record if it changed."""
         self._take_added()
         self._requests.agree()
         if not processes.is_first():

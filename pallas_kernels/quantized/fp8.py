@@ -105,17 +105,17 @@ class Fp8Options(WeightOptions):
 
     @property
     def multiplies_forward(self) -> bool:
-        """True: kernels multiply e4m3."""
+        """Whether kernels multiply e4m3; always true of this format."""
         return True
 
     @property
     def multiplies_backward(self) -> bool:
-        """As `fp8_backward` says."""
+        """Whether kernels also multiply e4m3 in the backward pass."""
         return self.fp8_backward
 
     @property
     def stores_transpose(self) -> bool:
-        """As `transposed` says."""
+        """Whether a transposed copy of the values is stored."""
         return self.transposed
 
     def shapes(

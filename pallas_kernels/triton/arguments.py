@@ -1,4 +1,4 @@
-"""How kernels take the slots' settings and the masks of up to three projections.
+"""Kernel arguments: the slots' settings and the masks of up to three projections.
 
 A kernel has three parameters for each of them, because each projection may have arrays
 of its own. Where there are fewer projections, the last one's arrays are given again.

@@ -23,7 +23,7 @@ FP_FUSION = True
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tile:
-    """How a kernel is compiled.
+    """Compilation settings of a kernel.
 
     Attributes:
         sizes: Sizes of the tiles and the like, by the name of the kernel's constant.

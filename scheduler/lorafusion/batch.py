@@ -16,7 +16,7 @@ from jaxlora.scheduler.types import (
 
 
 class Outcome(enum.Enum):
-    """How a batch was packed."""
+    """The way in which a batch was packed."""
 
     OPTIMAL = "optimal"  # by the solver, with a proof for both stages
     FEASIBLE = "feasible"  # by the solver, which reached its time limit

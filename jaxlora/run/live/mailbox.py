@@ -5,9 +5,9 @@ is `<id>.answer.json`. Files appear under their name only when they are complete
 folder works on every file system that the run itself can use, also if the run is on
 another host; a request that was made survives a kill of either side.
 
-The folder belongs to the user who runs the run, and nobody else may enter it. So
-whoever may write a request could also stop the process. Files are JSON of a fixed form;
-nothing in them is executed.
+Only the user who runs the process may enter the folder. So a user who can write a
+request could also stop the process. Files are JSON of a fixed form; nothing in them is
+executed.
 """
 
 import contextlib

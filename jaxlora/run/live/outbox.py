@@ -46,7 +46,7 @@ class Outbox:
         self._answers[name] = answer
 
     def deliver(self) -> None:
-        """Lets the thread write the answers, all of which are in the record by now."""
+        """Lets the thread write the answers, which the record already holds."""
         self.collect()
         for name, answer in self._answers.items():
             if name not in self._sent:

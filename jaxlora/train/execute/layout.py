@@ -1,4 +1,4 @@
-"""How a run's decoder and its slots lie on the devices of a mesh."""
+"""The layout of a run's decoder and its slots on the devices of a mesh."""
 
 import bisect
 import dataclasses

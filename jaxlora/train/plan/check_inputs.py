@@ -19,7 +19,7 @@ from jaxlora.train.plan.prepared_job import check_modules
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What a run reads besides its data.
+    """The inputs of a run besides its data.
 
     Attributes:
         model: The base model, without weights.

@@ -40,7 +40,7 @@ class Choice[Name: str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class KernelChoices:
-    """What runs on the device of a run.
+    """The kernels and attention that run on the device of a run.
 
     Attributes:
         kernels: LoRA kernels.

@@ -100,7 +100,7 @@ class PreparedJob:
 
     @property
     def objective(self) -> Objective:
-        """What the job's loss is."""
+        """The job's objective, which defines its loss."""
         return find_objective(self.settings.objective)
 
     def sample_numbers(self, step: int) -> Int[np.ndarray, " B"]:

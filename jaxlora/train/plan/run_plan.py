@@ -39,7 +39,7 @@ from jaxlora.train.saved.continue_job import continued_step
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RunPlan:
-    """What is decided about a run before its weights are loaded.
+    """All decisions about a run that are made before its weights are loaded.
 
     Attributes:
         config: The run; none of `mesh`, `microbatch_tokens` and `remat` is `auto`.
@@ -77,7 +77,7 @@ class RunPlan:
 
     @property
     def place(self) -> Place | None:
-        """Where weights go while they are read; None: all to one device."""
+        """Placement of weights while they are read; None: all on one device."""
         if self.stages.sizes.num_devices == 1:
             return None
         return base_placement(self.stages.sizes, self.stages.borders)

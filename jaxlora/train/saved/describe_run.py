@@ -159,7 +159,7 @@ def _check_not_cut(
 
 
 def _cut_reason(job: PreparedJob, done: JobProgress) -> str | None:
-    """Says why a job that goes on would end at once; None if it would not."""
+    """Returns why a resumed job would end at once; None if it would not."""
     if done.step > job.num_steps:
         wanted = f"the number wanted now is {job.num_steps}"
         return f"has done {counted(done.step, 'step')}, and {wanted}"
@@ -203,7 +203,7 @@ def check_settings_resume(config: RunConfig) -> None:
         found = read_newest(folder / CHECKPOINTS)
         then, where = found.run.identity, "the checkpoint"
         path = folder / CHECKPOINTS / str(found.number)
-    # What is not known yet is taken to be the same.
+    # Values that are not known yet count as unchanged.
     jobs = {job.name: job.model_dump(mode="json") for job in config.jobs}
     jobs = {name: then.jobs.get(name, {}) | job for name, job in jobs.items()}
     now = RunIdentity(base="", settings=then.settings, jobs=jobs)

@@ -149,7 +149,7 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-# What rows share that are compared with each other.
+# Columns that must be equal in rows that are compared with each other.
 _SETTINGS = (
     "model", "layers", "rank", "dropout", "dtype", "microbatches", "microbatch_tokens",
     "triton_code",

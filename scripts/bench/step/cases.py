@@ -59,7 +59,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """How a row runs.
+    """Settings of a row.
 
     Attributes:
         library: `jaxlora`, or `torch` for transformers with peft.

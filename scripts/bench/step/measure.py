@@ -128,7 +128,7 @@ def plan_row(
         **row.settings,
     )
     jobs = [training.make_job(job, samples, model) for job in settings]
-    # What does not fit into memory is tried: a benchmark says how far an estimate goes.
+    # Memory is not checked first: a benchmark shows how accurate the estimate is.
     machine = dataclasses.replace(this_machine(), memory=None)
     mean = min(m.num_tokens // len(m.samples) for m in drawn)
     plan = training.plan_run(config, model, jobs, machine, mean_segment_tokens=mean)
