@@ -146,7 +146,7 @@ def one_hot_form(first: Form, second: Form, made_by: dict[core.Var, Any]) -> For
 
 
 def _iota_size(form: Form, made_by: dict[core.Var, Any]) -> int | None:
-    """Returns the size of an iota along its only dimension; None if it is not an iota."""
+    """Returns the size of an iota along its only dimension; None: it is not an iota."""
     if len(form.terms) != 1 or len(form.terms[0].factors) != 1:
         return None
     var = form.terms[0].factors[0].var
