@@ -24,6 +24,20 @@ def test_the_home_page_lists_every_page():
     assert set(pages.DOCS.rglob("*.md")) - {home} <= linked
 
 
+def test_files_that_pages_name_exist():
+    """The log keeps old names, and the page on extending names files to be added."""
+    folders = "jaxlora|scheduler|sharding|pallas_kernels|scripts|tests|docs|examples"
+    name = re.compile(rf"`((?:{folders})/[\w/.-]*\w)/?`")
+    missing = [
+        f"{page.relative_to(pages.ROOT)}: {path}"
+        for page in pages.pages()
+        if page.parent.name != "log" and page.name != "extend.md"
+        for path in name.findall(page.read_text(encoding="utf-8"))
+        if not (pages.ROOT / path).exists()
+    ]
+    assert not missing
+
+
 def test_links_lead_to_files_and_headings():
     """Links that work in a clone and on a Git host; the site's build checks its own."""
     broken = []
@@ -65,7 +79,7 @@ def test_every_public_name_is_in_the_reference(package: types.ModuleType, page: 
 
 
 def test_the_reference_shows_functions_and_classes():
-    """A package with the name of its function (`jaxlora.fuse`) has another docstring."""
+    """A package named as its function (`jaxlora.fuse`) has another docstring."""
     for page in REFERENCE.glob("*.md"):
         listed = re.findall(r"^::: ([\w.]+)$", page.read_text(), re.M)
         assert len(set(listed)) == len(listed), f"{page.name} has a name twice"
@@ -83,7 +97,7 @@ def test_the_run_file_of_the_readme(tmp_path: pathlib.Path):
 
 
 def test_the_readme_is_short():
-    """It is read on one screen: at most one picture, one table and three code blocks."""
+    """It fits one screen: at most one picture, one table and three code blocks."""
     text = (pages.ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 60
     assert len(re.findall(r"^\|---", text, re.M)) == 1

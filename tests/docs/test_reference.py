@@ -9,9 +9,9 @@ import pytest
 
 from jaxlora.config import DataConfig, LoraJob, RunConfig
 from jaxlora.config.generation_settings import SamplesConfig
-from jaxlora.trackers import metrics
 from jaxlora.run import events
 from jaxlora.run.job_progress import JobProgress
+from jaxlora.trackers import metrics
 from tests.docs import pages
 
 _ROW = re.compile(r"^\| (`[^|]*) \|([^|]*)\|", re.M)
