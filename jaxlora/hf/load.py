@@ -224,7 +224,7 @@ def _host_bytes(checkpoint: Checkpoint, spec: TensorSpec, dtype: np.dtype) -> in
     if spec.path in checkpoint.quantized:
         return stored
     kind = checkpoint.files[spec.hf_name].dtype(spec.hf_name)
-    cast = 0 if kind == dtype else stored // kind.itemsize * dtype.itemsize
+    cast = 0 if kind == dtype else 4 * (stored // kind.itemsize)  # float32 at most
     return stored + cast
 
 

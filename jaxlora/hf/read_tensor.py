@@ -25,7 +25,7 @@ def read_tensor(
         name: Name of the tensor.
         dtypes: Dtypes that it may have.
         dtype: Dtype that it will be cast to; None: it is not cast.
-        check: Called about every MiB; what it raises ends the reading.
+        check: Called about every 16 MiB; what it raises ends the reading.
 
     Returns:
         The tensor, and its hash in hexadecimal digits.
@@ -36,7 +36,6 @@ def read_tensor(
     """
     array = file.empty(name, dtypes)
     digest, peaks = xxhash.xxh3_128(), []
-    # Each part stays in the CPU's cache while it is hashed and checked.
     for part in file.fill(name, array):
         check()
         digest.update(part.view(np.uint8))

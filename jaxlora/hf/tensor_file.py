@@ -26,7 +26,9 @@ STORED: Mapping[str, np.dtype] = {
     "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8),
 }
-_PART_BYTES = 2**20  # read at a time
+# Read at a time. Between parts a thread needs the interpreter lock, for which it may
+# wait 5 ms while another thread runs Python, so parts are not small.
+_PART_BYTES = 2**24
 
 
 class TensorFile:

@@ -80,7 +80,7 @@ class StoredLinear:
         """Reads the weight, into arrays of the host, and hashes each of its tensors.
 
         Args:
-            check: Called about every MiB; what it raises ends the reading.
+            check: Called about every 16 MiB; what it raises ends the reading.
 
         Returns:
             The weight, and the hash of each tensor by Hugging Face's name.

@@ -4,6 +4,7 @@ import itertools
 import os
 import signal
 import threading
+import time
 
 import pytest
 
@@ -64,7 +65,7 @@ def test_a_task_that_is_too_large_runs_alone():
 
 
 def test_the_first_error_in_order_is_raised():
-    """Task 2 fails after task 5 has; those that begin later do not run to their end."""
+    """Task 2 fails after task 5 has; those that come later do not run to their end."""
     failed, ended = threading.Event(), []
 
     def second(check):
@@ -76,12 +77,14 @@ def test_the_first_error_in_order_is_raised():
         failed.set()
         raise ValueError("fifth")
 
-    def later(check):
-        while True:
+    def long(check):
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
             check()
+        ended.extend([long] * 100)
 
     functions = [lambda check: ended.append(check)] * 100
-    functions[2], functions[5], functions[6] = second, fifth, later
+    functions[2], functions[3], functions[5], functions[6] = second, long, fifth, long
     with pytest.raises(ValueError, match="second"):
         run_tasks(tasks_of(functions), max_bytes=9, num_threads=4)
     assert len(ended) < 15
