@@ -8,7 +8,9 @@ import functools
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.typing import DTypeLike
 
 
 def put(tree: Any, where: Sharding | None) -> Any:
@@ -30,6 +32,55 @@ def put(tree: Any, where: Sharding | None) -> Any:
         return jax.make_array_from_callback(x.shape, where, lambda part: x[part])
 
     return jax.tree.map(one, tree)
+
+
+def put_converted(
+    x: np.ndarray,
+    where: Sharding | None,
+    dtype: DTypeLike,
+    *,
+    transpose: bool = False,
+) -> jax.Array:
+    """Copies an array of the host to devices, in another dtype or transposed.
+
+    Each device converts its own part by itself. So any thread may call this: no
+    program runs on several devices, which would have to start in the same order on all.
+
+    Args:
+        x: The array, the same on each process.
+        where: Placement of the result; None: JAX's default device.
+        dtype: Dtype of the result.
+        transpose: Whether the result is the transpose of a matrix.
+    """
+    if where is None:
+        return _put_part(x, None, jax.default_backend(), dtype, transpose)
+    shape = x.shape[::-1] if transpose else x.shape
+    parts = []
+    for device, index in where.addressable_devices_indices_map(shape).items():
+        assert index is not None
+        part = x[index[::-1] if transpose else index]
+        parts.append(_put_part(part, device, device.platform, dtype, transpose))
+    return jax.make_array_from_single_device_arrays(shape, where, parts, dtype=dtype)
+
+
+def _put_part(
+    x: np.ndarray,
+    device: jax.Device | None,
+    platform: str,
+    dtype: DTypeLike,
+    transpose: bool,
+) -> jax.Array:
+    if platform != "cpu":
+        return _converted(jax.device_put(x, device), dtype, transpose)
+    # Here, copying with strides transposes faster than a program of XLA does. There is
+    # none to compile, either.
+    x = x.astype(dtype, copy=False)
+    return jax.device_put(x.T if transpose else x, device)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _converted(x: jax.Array, dtype: DTypeLike, transpose: bool) -> jax.Array:
+    return (x.T if transpose else x).astype(dtype)
 
 
 def everywhere(tree: Any) -> Any:

@@ -27,6 +27,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxlora.common.cores import num_cores
 from jaxlora.data.template_worker import OUT_OF_MEMORY, Payload, Task, TemplateLimits
 from jaxlora.errors import DataError
 
@@ -277,9 +278,7 @@ def _command(limits: TemplateLimits) -> list[str]:
 @functools.cache
 def shared_pool() -> TemplatePool:
     """Returns the child processes that all threads share."""
-    if hasattr(os, "sched_getaffinity"):
-        return TemplatePool(min(_MAX_PROCESSES, len(os.sched_getaffinity(0))))
-    return TemplatePool(min(_MAX_PROCESSES, os.cpu_count() or 1))
+    return TemplatePool(min(_MAX_PROCESSES, num_cores()))
 
 
 # The children of a process serve no fork of it.

@@ -1,37 +1,42 @@
-"""Loads a base model from a checkpoint, streamed tensor by tensor to its devices."""
+"""Loads a base model from a checkpoint, several tensors at a time."""
 
 import dataclasses
+import functools
 import hashlib
 import logging
 import pathlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import xxhash
 
 import jaxlora
+from jaxlora.common.cores import num_cores
 from jaxlora.device_check import check_device
 from jaxlora.errors import ModelError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.base_format import find_base_format
+from jaxlora.hf.bounded_threads import Task, run_tasks
 from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
 from jaxlora.hf.files import hub_revision, model_folder
-from jaxlora.hf.magnitude import check_finite, largest
 from jaxlora.hf.names import TensorSpec
 from jaxlora.hf.quantized.place import Place, put_linear
-from jaxlora.hf.tensor_file import TensorFile
+from jaxlora.hf.read_tensor import read_tensor
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.pallas_kernels import device
-from jaxlora.sharding.global_arrays import put
+from jaxlora.sharding.global_arrays import put_converted
 
 logger = logging.getLogger(__name__)
 
-# Rows of a matrix that are read at a time. They stay in the CPU's cache while they are
-# hashed, checked and transposed.
-_BLOCK_ROWS = 32
+_MAX_THREADS = 16
+# Limits of the bytes of all tensors that are loaded at a time. Between them, the bytes
+# are a fraction of the checkpoint, because neither the host nor a device should need
+# much more memory for loading a model than for holding it.
+MIN_BYTES, MAX_BYTES = 2**28, 2**31
+FRACTION = 1 / 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,11 +95,18 @@ def load_model(
 ) -> FrozenModel:
     """Loads a Hugging Face checkpoint of one of the families in `FAMILIES`.
 
-    Each tensor goes from its file through one host buffer to its device, so the host
-    never holds more than one tensor in addition to those placed there. On the way it is
-    hashed for the fingerprint and checked for NaN and infinity. A linear that is to be
-    quantized is quantized on its devices, which never hold more than one dense linear
-    in addition to the quantized ones.
+    Each tensor goes from its file through a buffer of the host to its devices. On the
+    way it is hashed for the fingerprint and checked for NaN and infinity. A linear that
+    is to be quantized is quantized on one device.
+
+    A thread for each processor core, at most 16, does so with one tensor after another.
+    The buffers of all threads never hold more than an eighth of the checkpoint (256 MiB
+    at least, 2 GiB at most), or one tensor if that is larger. Nor do the tensors on a
+    device that are not transposed, cast or quantized yet. On a CPU, each thread needs
+    up to two copies of a linear in float32 as well while it quantizes.
+
+    With several processes, each reads and hashes every tensor, and places the parts on
+    its own devices.
 
     Args:
         source: A folder, or a hub id.
@@ -141,6 +153,21 @@ def load_model(
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Loaded:
+    """A weight of the model that has been loaded.
+
+    Attributes:
+        params: Its arrays, by our path.
+        hashes: Hash of each tensor that was read, by Hugging Face's name.
+        squares: The sums of squares that `put_linear` returns.
+    """
+
+    params: dict[str, jax.Array]
+    hashes: dict[str, str]
+    squares: np.ndarray
+
+
 def _load(
     checkpoint: Checkpoint,
     base: BaseFormat | None,
@@ -148,26 +175,88 @@ def _load(
     place: Place | None,
 ) -> tuple[dict[str, jax.Array], str]:
     """Reads all weights; returns them, and the fingerprint."""
-    params, hashes, squares = {}, {}, np.zeros(2)
-    for spec in checkpoint.specs():
+    began = time.perf_counter()
+
+    def position(spec: TensorSpec) -> tuple[str, int]:
         file = checkpoint.files[spec.hf_name]
-        if base is not None and (linear := checkpoint.quantized.get(spec.path)):
-            weight, found = linear.read()
-            arrays, added = put_linear(spec.path, weight, base, place)
-            hashes |= found
-            squares += added
-        elif base is not None and _is_quantized(checkpoint, base, spec):
-            weight, hashes[spec.hf_name] = _read(file, spec, None)
-            arrays, _ = put_linear(spec.path, weight, base, place)
-        else:
-            where = None if place is None else place(spec.path, spec.shape)
-            weight, hashes[spec.hf_name] = _read(file, spec, dtype)
-            # This waits until the buffer is free, before the next one is made.
-            arrays = {spec.path: jax.block_until_ready(put(weight, where))}
-        del weight
-        params |= arrays
+        return str(file.path), file.offset(spec.hf_name)
+
+    specs = checkpoint.specs()
+    ordered = sorted(specs, key=position)  # disks read fastest from front to back
+    load = functools.partial(_load_weight, checkpoint, base, dtype, place)
+    tasks = [
+        Task(
+            num_bytes=_host_bytes(checkpoint, spec, dtype),
+            run=functools.partial(load, spec),
+        )
+        for spec in ordered
+    ]
+    total = sum(_stored_bytes(checkpoint, spec) for spec in specs)
+    results = run_tasks(
+        tasks,
+        max_bytes=min(MAX_BYTES, max(MIN_BYTES, int(FRACTION * total))),
+        num_threads=min(_MAX_THREADS, num_cores()),
+    )
+    seconds, gib = time.perf_counter() - began, total / 2**30
+    logger.info(
+        "loaded the base: %.3g GiB in %.1f s, %.3g GiB/s", gib, seconds, gib / seconds
+    )
+    by_path = {spec.path: x for spec, x in zip(ordered, results, strict=True)}
+    params, hashes, squares = {}, {}, np.zeros(2)
+    for loaded in (by_path[spec.path] for spec in specs):
+        params |= loaded.params
+        hashes |= loaded.hashes
+        squares += loaded.squares
     _log_differences(checkpoint, squares)
     return params, _fingerprint(checkpoint, hashes)
+
+
+def _stored_bytes(checkpoint: Checkpoint, spec: TensorSpec) -> int:
+    """Returns the bytes of a weight's tensors in the checkpoint."""
+    linear = checkpoint.quantized.get(spec.path)
+    names = [spec.hf_name] if linear is None else linear.tensor_names
+    return sum(checkpoint.files[name].num_bytes(name) for name in names)
+
+
+def _host_bytes(checkpoint: Checkpoint, spec: TensorSpec, dtype: np.dtype) -> int:
+    """Returns the bytes of the host that are in use while a weight is loaded."""
+    stored = _stored_bytes(checkpoint, spec)
+    if spec.path in checkpoint.quantized:
+        return stored
+    kind = checkpoint.files[spec.hf_name].dtype(spec.hf_name)
+    cast = 0 if kind == dtype else 4 * (stored // kind.itemsize)  # float32 at most
+    return stored + cast
+
+
+def _load_weight(
+    checkpoint: Checkpoint,
+    base: BaseFormat | None,
+    dtype: np.dtype,
+    place: Place | None,
+    spec: TensorSpec,
+    check: Callable[[], None],
+) -> _Loaded:
+    """Reads a weight and puts it on its devices; returns when its buffers are free."""
+    if base is not None and (linear := checkpoint.quantized.get(spec.path)):
+        stored, hashes = linear.read(check)
+        params, squares = put_linear(spec.path, stored, base, place)
+        return _Loaded(params=params, hashes=hashes, squares=squares)
+    file, name, squares = checkpoint.files[spec.hf_name], spec.hf_name, np.zeros(2)
+    if base is not None and _is_quantized(checkpoint, base, spec):
+        weight, digest = read_tensor(
+            file, name, dtype=np.dtype(np.float32), check=check
+        )
+        if weight.dtype == np.float64:  # which JAX has not
+            weight = weight.astype(np.float32)
+        params, _ = put_linear(spec.path, weight, base, place)
+    else:
+        where = None if place is None else place(spec.path, spec.shape)
+        weight, digest = read_tensor(file, name, dtype=dtype, check=check)
+        if weight.dtype == np.float64:
+            weight = weight.astype(dtype)
+        array = put_converted(weight, where, dtype, transpose=spec.transpose)
+        params = {spec.path: jax.block_until_ready(array)}
+    return _Loaded(params=params, hashes={name: digest}, squares=squares)
 
 
 def _is_quantized(checkpoint: Checkpoint, base: BaseFormat, spec: TensorSpec) -> bool:
@@ -212,31 +301,3 @@ def base_dtype(dtype: str) -> np.dtype:
     elif dtype not in ("bfloat16", "float32"):
         raise ModelError(f"dtype={dtype!r}; wanted auto, bfloat16 or float32.")
     return jnp.dtype(dtype)
-
-
-def _read(
-    file: TensorFile, spec: TensorSpec, dtype: np.dtype | None
-) -> tuple[np.ndarray, str]:
-    """Reads, hashes and checks a tensor, casts it to `dtype` and transposes it.
-
-    If `dtype` is None, the tensor keeps its layout, and its dtype or float32.
-    """
-    num_rows = _BLOCK_ROWS if len(spec.hf_shape) == 2 else spec.hf_shape[0]
-    is_transposed = spec.transpose and dtype is not None
-    if dtype is None:
-        stored = file.dtype(spec.hf_name)
-        dtype = np.dtype(np.float32) if stored == np.float64 else stored
-    buffer = np.empty(spec.shape if is_transposed else spec.hf_shape, dtype)
-    digest, peaks, start = xxhash.xxh3_128(), [], 0
-    for block in file.blocks(spec.hf_name, num_rows):
-        digest.update(block.view(np.uint8))
-        peaks.append(largest(block))
-        rows = slice(start, start + len(block))
-        with np.errstate(over="ignore", invalid="ignore"):
-            if is_transposed:
-                buffer[:, rows] = block.T
-            else:
-                buffer[rows] = block
-        start += len(block)
-    check_finite(peaks, f"{file.path}: {spec.hf_name}", ModelError, dtype)
-    return buffer, digest.hexdigest()

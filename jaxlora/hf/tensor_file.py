@@ -26,6 +26,9 @@ STORED: Mapping[str, np.dtype] = {
     "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8),
 }
+# Read at a time. Between parts a thread needs the interpreter lock, for which it may
+# wait 5 ms while another thread runs Python, so parts are not small.
+_PART_BYTES = 2**24
 
 
 class TensorFile:
@@ -94,6 +97,15 @@ class TensorFile:
             )
         return dtypes[dtype]
 
+    def num_bytes(self, name: str) -> int:
+        """Returns the number of bytes of a tensor."""
+        first, end = self._header[name]["data_offsets"]
+        return end - first
+
+    def offset(self, name: str) -> int:
+        """Returns the position of a tensor among the bytes of all tensors."""
+        return self._header[name]["data_offsets"][0]
+
     def array(self, name: str, dtypes: Mapping[str, np.dtype] = FLOATS) -> np.ndarray:
         """Reads a whole tensor.
 
@@ -104,16 +116,49 @@ class TensorFile:
         Raises:
             ModelError: The tensor has another dtype, or cannot be read.
         """
+        array = self.empty(name, dtypes)
+        for _ in self.fill(name, array):
+            pass
+        return array
+
+    def empty(self, name: str, dtypes: Mapping[str, np.dtype] = FLOATS) -> np.ndarray:
+        """Returns an array for a tensor, with arbitrary contents.
+
+        Args:
+            name: Name of the tensor.
+            dtypes: Dtypes that it may have.
+
+        Raises:
+            ModelError: The tensor has another dtype.
+        """
         dtype, shape = self.dtype(name, dtypes), self.shape(name)
         try:
-            array = np.empty(shape, dtype)
+            return np.empty(shape, dtype)
         except ValueError as error:  # an empty tensor beyond NumPy's limits
             raise ModelError(
                 f"{self.path}: {name} has shape {shape}: {error}"
             ) from None
+
+    def fill(self, name: str, array: np.ndarray) -> Iterator[np.ndarray]:
+        """Reads a tensor into an array from `empty`; yields each part that is there.
+
+        Args:
+            name: Name of the tensor.
+            array: The array.
+
+        Yields:
+            Vectors, parts of the array; together they are the array.
+
+        Raises:
+            ModelError: The file cannot be read.
+        """
+        values = array.reshape(-1)
+        size = _PART_BYTES // array.itemsize
         with self._at(name) as file:
-            self._fill(file, array)
-        return array
+            for start in range(0, values.size, size):
+                part = values[start : start + size]
+                self._fill(file, part)
+                yield part
 
     def blocks(self, name: str, num_rows: int) -> Iterator[np.ndarray]:
         """Yields a tensor in blocks of rows; each block is overwritten by the next.

@@ -1,15 +1,12 @@
 """The quantized linears of a checkpoint: finds, checks and reads them."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-
-import numpy as np
-import xxhash
+from collections.abc import Callable, Iterable, Mapping
 
 from jaxlora.errors import ModelError
-from jaxlora.hf.magnitude import check_finite
 from jaxlora.hf.names import TensorSpec
 from jaxlora.hf.quantized.stored import StorageLayout, StoredTensor, StoredWeight
+from jaxlora.hf.read_tensor import read_tensor
 from jaxlora.hf.tensor_file import FLOATS, STORED, TensorFile
 from jaxlora.pallas_kernels import OPTIONS, WeightOptions
 
@@ -77,8 +74,13 @@ class StoredLinear:
                     f"calls for {shapes}. Does config.json belong to these weights?"
                 )
 
-    def read(self) -> tuple[StoredWeight, dict[str, str]]:
+    def read(
+        self, check: Callable[[], None] = lambda: None
+    ) -> tuple[StoredWeight, dict[str, str]]:
         """Reads the weight, into arrays of the host, and hashes each of its tensors.
+
+        Args:
+            check: Called about every 16 MiB; what it raises ends the reading.
 
         Returns:
             The weight, and the hash of each tensor by Hugging Face's name.
@@ -89,11 +91,9 @@ class StoredLinear:
         """
         arrays, hashes = {}, {}
         for tensor, name in zip(self.tensors, self.tensor_names, strict=True):
-            file = self.files[name]
-            array = arrays[tensor.name] = file.array(name, STORED)
-            hashes[name] = xxhash.xxh3_128_hexdigest(array.reshape(-1).view(np.uint8))
-            if array.dtype.kind not in "iu":
-                check_finite(array, f"{file.path}: {name}", ModelError)
+            arrays[tensor.name], hashes[name] = read_tensor(
+                self.files[name], name, dtypes=STORED, check=check
+            )
         where = f"{self.files[f'{self.name}.weight'].path}: {self.name}"
         return self.layout.weight(self.shape, arrays, where), hashes
 
