@@ -47,9 +47,10 @@ def test_events_carry_what_happened(config, model):
     assert recorder.kinds()[0] == "run_start" and recorder.kinds()[-1] == "run_end"
     assert [i.settings for i in events[0].jobs] == list(config.jobs)
     assert recorder.kinds("job2")[:2] == ["job_start", "eval"]
-    assert recorder.kinds("job2")[-1] == "job_end"
+    assert recorder.kinds("job2")[-2:] == ["job_end", "export"]
     for job in result.jobs:
         mine = [e for e in events if getattr(e, "job", None) == job.name]
+        assert mine.pop().step == job.progress.step  # its adapter is written
         assert mine[-1].progress == job.progress
         steps = [e for e in mine if e.kind == "step"]
         assert [e.step for e in steps] == list(range(1, job.num_steps + 1))
