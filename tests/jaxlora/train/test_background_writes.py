@@ -20,33 +20,42 @@ from jaxlora.train.saved.read_checkpoint import newest_checkpoint, read_newest
 from tests.jaxlora.train.at_window import AtWindow
 
 
-@pytest.fixture
-def config(model, jobs, tmp_path) -> RunConfig:
+@pytest.fixture(scope="module")
+def make_config(model, jobs):
     """A checkpoint after every second round; the first job exports its best."""
-    return RunConfig(
-        model=str(model.folder),
-        output_dir=str(tmp_path / "run"),
-        jobs=(
-            jobs[0].model_copy(update={"keep_best": True, "steps": 6}),
-            jobs[1].model_copy(update={"steps": 5}),
-        ),
-        microbatch_tokens=512,
-        block_tokens=16,
-        checkpoint_every=2,
-        window_steps=1,
-        # The shapes of other tests' runs, which are compiled already.
-        max_concurrent_jobs=2,
-        slot_rank=8,
-        slot_targets="all-linear",
-        slot_dropout=True,
-    )
+
+    def make(folder: pathlib.Path) -> RunConfig:
+        return RunConfig(
+            model=str(model.folder),
+            output_dir=str(folder),
+            jobs=(
+                jobs[0].model_copy(update={"keep_best": True, "steps": 6}),
+                jobs[1].model_copy(update={"steps": 5}),
+            ),
+            microbatch_tokens=512,
+            block_tokens=16,
+            checkpoint_every=2,
+            window_steps=1,
+            # The shapes of other tests' runs, which are compiled already.
+            max_concurrent_jobs=2,
+            slot_rank=8,
+            slot_targets="all-linear",
+            slot_dropout=True,
+        )
+
+    return make
 
 
 @pytest.fixture
-def whole(config, model, tmp_path):
+def config(make_config, tmp_path) -> RunConfig:
+    return make_config(tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def whole(make_config, model, tmp_path_factory):
     """The adapters of a run that nothing stopped and nothing slowed down."""
-    calm = config.model_copy(update={"output_dir": str(tmp_path / "whole")})
-    return weights(Trainer(calm, model).train())
+    config = make_config(tmp_path_factory.mktemp("whole") / "run")
+    return weights(Trainer(config, model).train())
 
 
 def weights(result) -> dict[str, bytes]:
@@ -136,15 +145,13 @@ def test_a_write_that_fails_ends_the_run(config, model, monkeypatch, whole):
 
     with monkeypatch.context() as patched:
         while_writing(patched, fail)
-        with pytest.raises(CheckpointError, match="could not be written.*No space"):
+        with pytest.raises(CheckpointError, match=r"could not be written.*No space"):
             Trainer(config, model).train()
     assert newest_checkpoint(checkpoints(config)) == 2
     assert weights(Trainer(config, model).train(resume=True)) == whole
 
 
-def test_no_checkpoint_follows_an_export_that_failed(
-    config, model, monkeypatch, whole
-):
+def test_no_checkpoint_follows_an_export_that_failed(config, model, monkeypatch, whole):
     """It would say that the job has ended, though its adapter is not there."""
     export = run_store.export_peft
 
