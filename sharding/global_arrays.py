@@ -19,6 +19,8 @@ from jax.sharding import (
 
 # The device's copy engine reaches this memory directly; see JAX's memory kinds.
 _HOST_MEMORY = "pinned_host"
+# XLA's allocator of this memory has 64 GiB, unless its settings say otherwise.
+_MOST_LOCKED = 40 << 30
 
 
 def put(tree: Any, where: Sharding | None) -> Any:
@@ -59,17 +61,24 @@ def _everywhere(x: jax.Array) -> jax.Array:
 
 
 def to_host(tree: Any) -> Any:
-    """Copies arrays of devices to page-locked memory of this host, and waits for it.
+    """Copies arrays of devices to memory of this host, and waits for it.
 
     The copies are arrays that no program donates, so training may go on while another
-    thread reads them. Of an array that every device holds, one copy is made. All
-    processes must take part, as in `everywhere`.
+    thread reads them. Of an array that every device holds, one copy is made. The first
+    `_MOST_LOCKED` bytes go to page-locked memory, and the others, which take several
+    times as long, become NumPy arrays. All processes must take part, as in
+    `everywhere`.
     """
+    left = _MOST_LOCKED
 
-    def one(x: jax.Array) -> jax.Array:
+    def one(x: jax.Array) -> jax.Array | np.ndarray:
+        nonlocal left
         x = _everywhere(x)
         if x.is_fully_replicated:
             x = x.addressable_data(0)
+        left -= x.nbytes
+        if left < 0:
+            return np.array(x)
         return jax.device_put(x, x.sharding.with_memory_kind(_HOST_MEMORY))
 
     return jax.block_until_ready(jax.tree.map(one, tree))
@@ -85,8 +94,11 @@ def reserve_host(tree: Any) -> Callable[[], None]:
         tree: Arrays of the shapes, dtypes and placements that `to_host` will get; they
             are not kept.
     """
-    places = []
+    places, left = [], _MOST_LOCKED
     for x in jax.tree.leaves(tree):
+        left -= x.nbytes
+        if left < 0:
+            break
         if x.is_fully_replicated or not x.is_fully_addressable:
             device, *_ = x.sharding.addressable_devices
             places.append((x.shape, x.dtype, device))

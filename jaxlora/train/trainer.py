@@ -336,7 +336,8 @@ class Trainer:
         self._inbox = Inbox(self.output_dir, self, self._joining, answered)
         opened.callback(self._inbox.close)
         self._record(store)
-        store.prepare(self.slots)
+        if self.config.checkpoint_every:
+            store.prepare(self.slots)
         return store
 
     def _take_requests(self, store: RunStore, *, waits: bool = False) -> bool:

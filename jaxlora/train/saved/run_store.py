@@ -11,7 +11,7 @@ import logging
 import pathlib
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from jaxlora.adapters.adapter import Adapter
@@ -43,6 +43,8 @@ from jaxlora.train.saved.job_states import JobStates
 from jaxlora.train.saved.read_checkpoint import ReadCheckpoint, newest_checkpoint
 
 logger = logging.getLogger(__name__)
+
+_MOST_PENDING = 16  # checkpoints and adapters between two windows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -200,6 +202,8 @@ class RunStore:
         future = None
         if processes.is_first():
             future = self._writer.submit(self._unless_failed, write)
+            if len(self._pending) >= _MOST_PENDING:  # their weights take memory
+                wait([pending.future for pending in self._pending if pending.future])
         self._pending.append(_Pending(event=event, future=future))
 
     def _unless_failed(self, write: Callable[[], None]) -> None:

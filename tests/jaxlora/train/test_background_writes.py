@@ -14,6 +14,7 @@ from jaxlora import Callback, RunConfig, Trainer
 from jaxlora.adapters.export_record import read_record
 from jaxlora.adapters.slots import KINDS
 from jaxlora.errors import CheckpointError, StorageError
+from jaxlora.sharding import global_arrays
 from jaxlora.train.saved import orbax_folder, run_store
 from jaxlora.train.saved.job_states import JobStates
 from jaxlora.train.saved.read_checkpoint import newest_checkpoint, read_newest
@@ -111,8 +112,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     assert weights(result) == whole
 
 
-def test_a_snapshot_does_not_follow_the_slots(config, model):
+@pytest.mark.parametrize("most_locked", [1 << 30, 3000, 0])
+def test_a_snapshot_does_not_follow_the_slots(config, model, monkeypatch, most_locked):
     """Weights and moments stay, whatever the programs do with the slots' memory."""
+    monkeypatch.setattr(global_arrays, "_MOST_LOCKED", most_locked)
     trainer = Trainer(config, model)
     job = trainer.jobs[1]
     trainer.slots.load(1, job.start)
