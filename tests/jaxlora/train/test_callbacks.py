@@ -98,7 +98,8 @@ def test_a_callback_that_fails_loses_no_step(config, model, tmp_path):
     with pytest.raises(LookupError, match="not in my table") as raised:
         Trainer(config, model).train(callbacks=[FailsAt(), recorder])
     assert raised.value.__notes__ == ["It was raised by FailsAt.on_step."]
-    assert recorder.kinds()[-3:] == ["window", "checkpoint", "run_end"]
+    kinds = [kind for kind in recorder.kinds() if kind != "export"]
+    assert kinds[-3:] == ["window", "checkpoint", "run_end"]
     assert recorder.events[-1].is_interrupted and recorder.events[-1].round == 4
     resumed = Trainer(config, model).train(resume=True)
     whole = config.model_copy(update={"output_dir": str(tmp_path / "whole")})
