@@ -5,12 +5,23 @@ can read only those parts of an array that are on its own devices.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import (
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 from jax.typing import DTypeLike
+
+# The device's copy engine reaches this memory directly; see JAX's memory kinds.
+_HOST_MEMORY = "pinned_host"
+# XLA's allocator of this memory has 64 GiB, unless its settings say otherwise.
+_MOST_LOCKED = 40 << 30
 
 
 def put(tree: Any, where: Sharding | None) -> Any:
@@ -97,6 +108,64 @@ def _everywhere(x: jax.Array) -> jax.Array:
         return x
     assert isinstance(x.sharding, NamedSharding)
     return _copied(x.sharding.mesh)(x)
+
+
+def to_host(tree: Any) -> Any:
+    """Copies arrays of devices to memory of this host, and waits for it.
+
+    The copies are arrays that no program donates, so training may go on while another
+    thread reads them. Of an array that every device holds, one copy is made. The first
+    `_MOST_LOCKED` bytes go to page-locked memory, and the others, which take several
+    times as long, become NumPy arrays. All processes must take part, as in
+    `everywhere`.
+    """
+    left = _MOST_LOCKED
+
+    def one(x: jax.Array) -> jax.Array | np.ndarray:
+        nonlocal left
+        x = _everywhere(x)
+        if x.is_fully_replicated:
+            x = x.addressable_data(0)
+        left -= x.nbytes
+        if left < 0:
+            return np.array(x)
+        return jax.device_put(x, x.sharding.with_memory_kind(_HOST_MEMORY))
+
+    return jax.block_until_ready(jax.tree.map(one, tree))
+
+
+def reserve_host(tree: Any) -> Callable[[], None]:
+    """Returns a function that lets the allocator get the memory of `to_host`.
+
+    Locking pages takes about as long as filling them. The allocator keeps them when
+    they are free, so the first call of `to_host` need not wait for the system.
+
+    Args:
+        tree: Arrays of the shapes, dtypes and placements that `to_host` will get; they
+            are not kept.
+    """
+    places, left = [], _MOST_LOCKED
+    for x in jax.tree.leaves(tree):
+        left -= x.nbytes
+        if left < 0:
+            break
+        if x.is_fully_replicated or not x.is_fully_addressable:
+            device, *_ = x.sharding.addressable_devices
+            places.append((x.shape, x.dtype, device))
+        else:
+            places += [(s.data.shape, x.dtype, s.device) for s in x.addressable_shards]
+
+    def reserve() -> None:
+        copies = [
+            jax.device_put(
+                np.zeros(shape, dtype),
+                SingleDeviceSharding(device, memory_kind=_HOST_MEMORY),
+            )
+            for shape, dtype, device in places
+        ]
+        jax.block_until_ready(copies)
+
+    return reserve
 
 
 @functools.lru_cache(maxsize=32)

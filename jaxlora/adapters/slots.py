@@ -20,7 +20,7 @@ from jaxlora.hf.names import linear_path
 from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.trained_tensors import tensor_paths, tensors_with, unpadded
-from jaxlora.sharding.global_arrays import everywhere, put
+from jaxlora.sharding.global_arrays import everywhere, put, to_host
 
 # The parts of a slot's state that outlast a global batch: weights and both moments.
 Kind = Literal["params", "mu", "nu"]
@@ -131,6 +131,11 @@ class ParkedSlot:
         return adapter_from_rows(self.params, like)
 
 
+# Returns the state of a slot as it was when the snapshot was taken; a ValueError says
+# that the slot was empty. Any thread may call it, and training may go on.
+ReadSlot = Callable[[int], ParkedSlot]
+
+
 class SlotTable:
     """The adapters on the device, by slot.
 
@@ -226,6 +231,27 @@ class SlotTable:
             for rows in self._rows(slot, *KINDS)
         )
         return ParkedSlot(params=params, mu=mu, nu=nu)
+
+    def snapshot(self) -> ReadSlot:
+        """Copies all slots to the host, between two global batches; see `ReadSlot`."""
+        stacks, shapes = self._spec.stacks, dict(self._shapes)
+        tables = to_host({kind: getattr(self.state, kind) for kind in KINDS})
+
+        def read(slot: int) -> ParkedSlot:
+            if slot not in shapes:
+                raise ValueError(f"slot {slot} is empty.")
+            tensors = {}
+            for kind, by_name in tables.items():
+                rows = {
+                    name: np.asarray(table)[slot] for name, table in by_name.items()
+                }
+                paths = to_paths(stacks, rows, axis=0)
+                tensors[kind] = {
+                    p: paths[p][unpadded(s)] for p, s in shapes[slot].items()
+                }
+            return ParkedSlot(**tensors)
+
+        return read
 
     def park(self, slot: int) -> ParkedSlot:
         """Takes the state out of a slot, between two global batches.

@@ -1,11 +1,12 @@
 """The slots of a decoder whose layers are divided among pipeline stages."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.slots import KINDS, Kind, ParkedSlot, SlotTable
+from jaxlora.adapters.slots import KINDS, Kind, ParkedSlot, ReadSlot, SlotTable
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.sharding.global_arrays import reserve_host
 
 
 class StagedSlots:
@@ -75,10 +76,17 @@ class StagedSlots:
         Raises:
             ValueError: The slot is empty.
         """
-        parts = [table.copy(slot) for table in self.tables]
-        return ParkedSlot(
-            **{k: {p: a for x in parts for p, a in x.of(k).items()} for k in KINDS}
-        )
+        return _joined([table.copy(slot) for table in self.tables])
+
+    def snapshot(self) -> ReadSlot:
+        """Copies all slots to the host, between two global batches; see `ReadSlot`."""
+        reads = [table.snapshot() for table in self.tables]
+        return lambda slot: _joined([read(slot) for read in reads])
+
+    def reserve_snapshot(self) -> Callable[[], None]:
+        """Returns a function that reserves the memory of a snapshot, in any thread."""
+        kinds = [[getattr(t.state, kind) for kind in KINDS] for t in self.tables]
+        return reserve_host(kinds)
 
     def park(self, slot: int) -> ParkedSlot:
         """Takes the state out of a slot, between two global batches.
@@ -89,3 +97,10 @@ class StagedSlots:
         parked = self.copy(slot)
         self.clear(slot)
         return parked
+
+
+def _joined(parts: Sequence[ParkedSlot]) -> ParkedSlot:
+    """Joins the parts of a slot's state on all stages."""
+    return ParkedSlot(
+        **{k: {p: a for x in parts for p, a in x.of(k).items()} for k in KINDS}
+    )

@@ -87,7 +87,10 @@ class Callback:
         """A window has ended: some optimizer steps of every running job."""
 
     def on_checkpoint(self, event: events.CheckpointEvent) -> None:
-        """A checkpoint is being written."""
+        """A checkpoint is on the disk."""
+
+    def on_export(self, event: events.ExportEvent) -> None:
+        """An adapter of a job is on the disk."""
 
     def on_run_end(self, event: events.RunEndEvent) -> None:
         """The run ends in this process."""

@@ -216,7 +216,7 @@ class SampleEvent(JobEvent):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class JobEndEvent(JobEvent):
-    """A job has ended; its adapter is exported, unless it failed or never began.
+    """A job has ended; an `ExportEvent` follows, unless it failed or never began.
 
     Attributes:
         status: `finished`, `stopped`, `stopped early` or `failed`.
@@ -269,14 +269,31 @@ class WindowEvent(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointEvent(Event):
-    """A checkpoint is being written; its folder appears when it is complete.
+    """A checkpoint is complete and on the disk; training went on meanwhile.
 
     Attributes:
-        folder: Folder of the checkpoint.
+        folder: Folder of the checkpoint. Its number is the event's round.
     """
 
     kind = "checkpoint"
 
+    folder: pathlib.Path
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ExportEvent(Event):
+    """An adapter of a job is complete and on the disk; training went on meanwhile.
+
+    Attributes:
+        job: Name of the job.
+        step: Optimizer steps done by the weights.
+        folder: PEFT folder of the adapter, in which one of more steps is kept.
+    """
+
+    kind = "export"
+
+    job: str
+    step: int
     folder: pathlib.Path
 
 

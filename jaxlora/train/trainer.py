@@ -41,8 +41,8 @@ from jaxlora.train.saved.describe_run import (
     run_identity,
     saved_run,
 )
-from jaxlora.train.saved.job_states import job_states, restore_jobs
-from jaxlora.train.saved.run_store import RunStore, export_job
+from jaxlora.train.saved.job_states import JobStates, restore_jobs
+from jaxlora.train.saved.run_store import RunStore
 
 logger = logging.getLogger(__name__)
 
@@ -233,7 +233,7 @@ class Trainer:
             own = open_callbacks(self.config, self.output_dir, store.latest(), opened)
             self._listen(callbacks, own, resume)
             self._take_requests(store)
-            with self._windows() as windows:
+            with self._windows(store) as windows:
                 while not (stops := self._must_end(stop.requested)):
                     if not windows.start():
                         if not self._take_requests(store, waits=True):
@@ -241,6 +241,7 @@ class Trainer:
                         continue
                     before = self.round
                     windows.run_next()
+                    self._send_written(store)
                     self._take_requests(store)
                     every = self.config.checkpoint_every
                     if every and self.round // every > before // every:
@@ -248,6 +249,7 @@ class Trainer:
                 self.round = windows.round
             if store.latest() != self.round:
                 self._save(store)
+            self._send_written(store, waits=True)
             stops = stops and not all(job.progress.is_over for job in self.jobs)
             end = events.RunEndEvent(round=self.round, is_interrupted=stops)
             self._send(end)
@@ -280,7 +282,7 @@ class Trainer:
         self._lock.check_folder()  # callbacks would make a removed folder again
         self._listeners.send(event)
 
-    def _windows(self) -> Windows:
+    def _windows(self, store: RunStore) -> Windows:
         params, limits = self.model.params, self.config.limits
         executor = StagedExecutor(self.layout, params, self.slots, limits)
         return Windows(
@@ -289,7 +291,7 @@ class Trainer:
             executor,
             first_round=self.round,
             requests=self._requests,
-            export=self._export,
+            export=functools.partial(self._export, store),
             send=self._send,
             make_samples=None if self._opened.sampler is None else self._make_samples,
         )
@@ -302,13 +304,12 @@ class Trainer:
     def _folder(self, job: JobState) -> pathlib.Path:
         return self.output_dir / ADAPTERS / job.name
 
-    def _export(self, job: JobState) -> None:
+    def _export(self, store: RunStore, job: JobState) -> None:
         if job.parked is not None:
             adapter = job.parked.adapter(job.start)
         else:
             adapter = self.slots.read(job.slot, job.start)
-        if processes.is_first():
-            export_job(job, adapter, self.model, self.output_dir, self._lock)
+        store.export(self.round, job, adapter, self.model)
 
     # ---- checkpoints ---------------------------------------------------------------
 
@@ -335,6 +336,8 @@ class Trainer:
         self._inbox = Inbox(self.output_dir, self, self._joining, answered)
         opened.callback(self._inbox.close)
         self._record(store)
+        if self.config.checkpoint_every:
+            store.prepare(self.slots)
         return store
 
     def _take_requests(self, store: RunStore, *, waits: bool = False) -> bool:
@@ -376,9 +379,15 @@ class Trainer:
                 continue_job(job, self._identity([job]))
 
     def _save(self, store: RunStore) -> None:
+        if store.is_saving:  # the disk is slower than `checkpoint_every`
+            logger.warning("round %d: waiting for the checkpoint before", self.round)
+            self._send_written(store, waits=True)
         # Requests that were made after the record was written are in the next one.
         requests = SavedRequests() if store.record is None else store.record.requests
         saved = saved_run(self._identity(), self.jobs, self.model, requests)
-        states = job_states(self.jobs, self.slots)
-        folder = store.save(self.round, states, saved)
-        self._send(events.CheckpointEvent(round=self.round, folder=folder))
+        store.save(self.round, JobStates.of(self.jobs, self.slots), saved)
+
+    def _send_written(self, store: RunStore, *, waits: bool = False) -> None:
+        """Sends events for the checkpoints and adapters that are on the disk."""
+        for event in store.written(waits=waits):
+            self._send(event)

@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import pathlib
+import re
+import shutil
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -20,21 +22,27 @@ from jaxlora.run.identity import RunIdentity, check_same_run
 from jaxlora.run.saved_run import SavedCheckpoint, SavedRun, SavedTensors, sealed
 from jaxlora.train.saved.read_checkpoint import (
     FORMAT,
+    ITEM,
+    META_FILE,
     ReadCheckpoint,
     array_name,
+    checkpoint_numbers,
     checksum,
     newest_checkpoint,
+    other_files,
     read_newest,
 )
 
 logger = logging.getLogger(__name__)
 
+_TEMPORARY = re.compile(r"[0-9]+\.orbax-checkpoint-tmp.*")
+
 
 class Checkpoints:
     """A folder of checkpoints, of which the newest few are kept.
 
-    A checkpoint is written in the background and gets its name only when it is
-    complete, so a kill at any time leaves only complete checkpoints.
+    A checkpoint gets its name only when it is complete, so a kill at any time leaves
+    only complete checkpoints.
     """
 
     def __init__(
@@ -49,58 +57,57 @@ class Checkpoints:
         Args:
             folder: Folder that holds only checkpoints; one process writes to it.
             keep: Number of checkpoints to keep; None: all.
-            is_writer: Whether it is this process that writes to it. If not, `save`
-                only takes note of the number.
+            is_writer: Whether this process writes; otherwise it only reads, and the
+                folder is left as it is.
 
         Raises:
             CheckpointError: The folder cannot be used.
         """
-        self._folder = folder.absolute()
+        self._folder, self._keep = folder.absolute(), keep
         # Orbax also logs the errors that it raises, with the traces of its threads.
         logging.getLogger("absl").addFilter(_is_not_raised_as_well)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: Future[bool] | None = None
-        self._manager = self._open(keep) if is_writer else None
-        self._latest = newest_checkpoint(self._folder)
+        if is_writer:
+            with self._explaining():
+                make_folder(self._folder)
+                _check_folders(self._folder)
 
-    def _open(self, keep: int | None) -> Any:
-        # Importing orbax takes half a second, which a run that is refused need not pay.
+    @functools.cached_property
+    def _manager(self) -> Any:
+        # Importing orbax takes a second, in the thread that writes.
         from jaxlora.train.saved.orbax_folder import open_manager
 
+        return open_manager(self._folder, self._keep)
+
+    def prepare(self) -> None:
+        """Loads the library that writes checkpoints, so that the first need not."""
         with self._explaining():
-            make_folder(self._folder)
-            return open_manager(self._folder, keep)
+            _ = self._manager
 
     def latest(self) -> int | None:
-        """Rounds done at the newest checkpoint, which may still be being written."""
-        return self._latest
+        """Rounds done at the newest complete checkpoint; None if there is none."""
+        return newest_checkpoint(self._folder)
 
     def save(
         self, number: int, parked: Mapping[str, ParkedSlot], run: SavedRun
     ) -> None:
-        """Starts writing a checkpoint; returns before it is on the disk.
+        """Writes a checkpoint; it is on the disk when this returns.
 
         Args:
             number: Rounds done.
             parked: By job name, the state of each job that has begun and not ended,
-                between two global batches. The arrays must not change afterwards.
+                between two global batches.
             run: State of the run to save with them.
 
         Raises:
-            CheckpointError: This checkpoint, or the one before, could not be written.
+            CheckpointError: It could not be written.
         """
-        self.wait()
-        if self._latest is not None and number <= self._latest:
+        latest = self.latest()
+        if latest is not None and number <= latest:
             raise CheckpointError(
-                f"{self._folder} holds checkpoint {self._latest}, so that checkpoint "
+                f"{self._folder} holds checkpoint {latest}, so that checkpoint "
                 f"{number} cannot follow: it is of another run. Choose another "
                 "output_dir."
             )
-        self._latest = number
-        if self._manager is not None:
-            self._pending = self._writer.submit(self._write, number, dict(parked), run)
-
-    def _write(self, number: int, parked: dict[str, ParkedSlot], run: SavedRun) -> bool:
         arrays = {
             array_name(job, kind): _flat(state, kind)
             for job, state in parked.items()
@@ -115,18 +122,10 @@ class Checkpoints:
         }
         saved = SavedCheckpoint(run=run, tensors=tensors)
         meta = json.dumps(sealed({"format": FORMAT, **dataclasses.asdict(saved)}))
-        from jaxlora.train.saved.orbax_folder import save_files
-
-        assert self._manager is not None
-        return save_files(self._manager, number, arrays, meta)
-
-    def wait(self) -> None:
-        """Waits until the pending checkpoint is on the disk."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
         with self._explaining():
-            if not pending.result():
+            from jaxlora.train.saved.orbax_folder import save_files
+
+            if not save_files(self._manager, number, arrays, meta):
                 raise RuntimeError("orbax declined to write it")
 
     def restore(self, identity: RunIdentity) -> ReadCheckpoint:
@@ -148,22 +147,14 @@ class Checkpoints:
         return found
 
     def close(self) -> None:
-        """Finishes writing and closes the folder.
-
-        Raises:
-            CheckpointError: The last checkpoint could not be written.
-        """
-        try:
-            self.wait()
-        finally:
-            self._writer.shutdown()
-            if self._manager is not None:
-                with self._explaining():
-                    self._manager.close()
+        """Closes the folder."""
+        if "_manager" in vars(self):
+            with self._explaining():
+                self._manager.close()
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Raises errors of this or an earlier background write as `CheckpointError`."""
+        """Raises errors of writing as `CheckpointError`."""
         try:
             yield
         except CheckpointError:
@@ -178,6 +169,28 @@ class Checkpoints:
                 f"a checkpoint could not be written to {self._folder}: {error}. Those "
                 "before it are whole: mend the cause (is the disk full?) and resume."
             ) from error
+
+
+def _check_folders(folder: pathlib.Path) -> None:
+    """Removes checkpoints that a kill left incomplete, and refuses what is none.
+
+    Raises:
+        CheckpointError: A folder has the name of a checkpoint, complete or not, and
+            holds something else.
+    """
+    left = [p for p in folder.iterdir() if _TEMPORARY.fullmatch(p.name)]
+    found = [p for p in left if not p.is_dir() or p.is_symlink() or other_files(p)]
+    for number in checkpoint_numbers(folder):
+        path = folder / str(number)
+        # A kill while an old checkpoint is removed leaves a part of its files.
+        if not (path / ITEM / META_FILE).exists() and other_files(path):
+            found.append(path)
+    if found:
+        raise CheckpointError(
+            f"{found[0]} has the name of a checkpoint, and holds none. Move it away."
+        )
+    for path in left:
+        shutil.rmtree(path)
 
 
 def _is_not_raised_as_well(record: logging.LogRecord) -> bool:

@@ -1,27 +1,47 @@
 """Collects the states of a run's jobs for a checkpoint, and restores them from one."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 
-from jaxlora.adapters.slots import ParkedSlot
+from jaxlora.adapters.slots import ParkedSlot, ReadSlot
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.train.job_state import JobState
 from jaxlora.train.saved.read_checkpoint import ReadCheckpoint
 
 
-def job_states(jobs: Sequence[JobState], slots: StagedSlots) -> dict[str, ParkedSlot]:
-    """Returns the states of the jobs that have begun and not ended, by name.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class JobStates:
+    """A snapshot of the jobs that have begun and not ended; training may go on.
 
-    Args:
-        jobs: All jobs of the run, between two windows.
-        slots: The slots of the run.
+    Attributes:
+        slots: Slot of each job that runs, by name.
+        read_slot: Returns the state of a slot.
+        parked: State of each job that is paused, by name.
     """
-    states = {}
-    for job in jobs:
-        if job.has_slot:
-            states[job.name] = slots.copy(job.slot)
-        elif job.parked is not None:
-            states[job.name] = job.parked
-    return states
+
+    slots: Mapping[str, int]
+    read_slot: ReadSlot
+    parked: Mapping[str, ParkedSlot]
+
+    @staticmethod
+    def of(jobs: Sequence[JobState], slots: StagedSlots) -> "JobStates":
+        """Takes the snapshot; it is complete when this returns.
+
+        Args:
+            jobs: All jobs of the run, between two windows.
+            slots: The slots of the run.
+        """
+        running = {job.name: job.slot for job in jobs if job.has_slot}
+        return JobStates(
+            slots=running,
+            read_slot=slots.snapshot() if running else slots.copy,
+            parked={job.name: job.parked for job in jobs if job.parked is not None},
+        )
+
+    def read(self) -> dict[str, ParkedSlot]:
+        """Returns the state of each job, by name."""
+        running = {name: self.read_slot(slot) for name, slot in self.slots.items()}
+        return {**self.parked, **running}
 
 
 def restore_jobs(

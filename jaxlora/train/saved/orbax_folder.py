@@ -4,8 +4,6 @@ import dataclasses
 import logging
 import os
 import pathlib
-import re
-import shutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,19 +13,14 @@ import safetensors.numpy
 
 from jaxlora.common.atomic import sync_files
 from jaxlora.distributed import processes
-from jaxlora.errors import CheckpointError
 from jaxlora.train.saved.read_checkpoint import (
     ITEM,
     META_FILE,
     TENSORS_FILE,
-    checkpoint_numbers,
+    other_files,
 )
 
 logger = logging.getLogger(__name__)
-
-# Orbax's own files also begin with an underscore.
-_FILES = (META_FILE, TENSORS_FILE, "commit_success.txt")
-_TEMPORARY = re.compile(r"[0-9]+\.orbax-checkpoint-tmp.*")
 
 
 class _Handler(ocp.CheckpointHandler):
@@ -71,43 +64,11 @@ class _KeepNewest:
         keeps = [True] * len(checkpoints)
         for i, checkpoint in enumerate(checkpoints[:num_old]):
             path = self.folder / str(checkpoint.step)
-            others = _other_files(path)
+            others = other_files(path)
             keeps[i] = bool(others)
             if others:
                 logger.warning("%s is kept, because it holds %s", path, others[0].name)
         return keeps
-
-
-def _other_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the files in a folder that are not those of a checkpoint."""
-    return [
-        path
-        for path in folder.rglob("*")
-        if not (path.is_dir() and not path.is_symlink())
-        and not (path.name in _FILES or path.name.startswith("_"))
-    ]
-
-
-def _check_folders(folder: pathlib.Path) -> None:
-    """Removes checkpoints that a kill left incomplete, and refuses what is none.
-
-    Raises:
-        CheckpointError: A folder has the name of a checkpoint, complete or not, and
-            holds something else.
-    """
-    left = [p for p in folder.iterdir() if _TEMPORARY.fullmatch(p.name)]
-    found = [p for p in left if not p.is_dir() or p.is_symlink() or _other_files(p)]
-    for number in checkpoint_numbers(folder):
-        path = folder / str(number)
-        # A kill while an old checkpoint is removed leaves a part of its files.
-        if not (path / ITEM / META_FILE).exists() and _other_files(path):
-            found.append(path)
-    if found:
-        raise CheckpointError(
-            f"{found[0]} has the name of a checkpoint, and holds none. Move it away."
-        )
-    for path in left:
-        shutil.rmtree(path)
 
 
 def open_manager(folder: pathlib.Path, keep: int | None) -> ocp.CheckpointManager:
@@ -116,11 +77,7 @@ def open_manager(folder: pathlib.Path, keep: int | None) -> ocp.CheckpointManage
     Args:
         folder: The folder; it exists.
         keep: Number of checkpoints to keep; None: all.
-
-    Raises:
-        CheckpointError: A folder has the name of a checkpoint, and holds none.
     """
-    _check_folders(folder)
     options = ocp.CheckpointManagerOptions(
         preservation_policy=_KeepNewest(folder=folder, count=keep),
         enable_async_checkpointing=False,

@@ -24,6 +24,8 @@ from jaxlora.run.saved_run import (
 FORMAT = 6
 # A checkpoint is the folder checkpoints/<rounds>/run/ with these files.
 ITEM, META_FILE, TENSORS_FILE = "run", "meta.json", "tensors.safetensors"
+# Orbax's own files also begin with an underscore.
+_FILES = (META_FILE, TENSORS_FILE, "commit_success.txt")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,15}")
 
 
@@ -63,6 +65,16 @@ def checkpoint_numbers(folder: pathlib.Path) -> list[int]:
     # Incomplete checkpoints have longer names.
     names = [path.name for path in folder.iterdir() if path.is_dir()]
     return [int(name) for name in names if _NUMBER.fullmatch(name)]
+
+
+def other_files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the files in a folder that are not those of a checkpoint."""
+    return [
+        path
+        for path in folder.rglob("*")
+        if not (path.is_dir() and not path.is_symlink())
+        and not (path.name in _FILES or path.name.startswith("_"))
+    ]
 
 
 def read_newest(folder: pathlib.Path, kinds: Sequence[Kind] = ()) -> ReadCheckpoint:

@@ -1,20 +1,29 @@
-"""The files by which a run is resumed: record, checkpoints, exported adapters."""
+"""The files by which a run is resumed: record, checkpoints, exported adapters.
 
+Checkpoints and adapters are written by a thread of their own while training goes on, in
+the order in which they were asked for. So when a checkpoint says that a job has ended,
+the adapter of that job is on the disk. After a failure, nothing more is written.
+"""
+
+import collections
 import dataclasses
 import logging
 import pathlib
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.export_record import ExportRecord
 from jaxlora.adapters.peft_export import export_peft
-from jaxlora.adapters.slots import ParkedSlot
+from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.common.atomic import write_text
 from jaxlora.common.yaml_file import dump_yaml
 from jaxlora.distributed import agreement, processes
 from jaxlora.hf.load import FrozenModel
 from jaxlora.hf.names import linear_names
+from jaxlora.run.events import CheckpointEvent, Event, ExportEvent
 from jaxlora.run.folder import (
     ADAPTERS,
     CHECKPOINTS,
@@ -24,18 +33,35 @@ from jaxlora.run.folder import (
     write_run_record,
 )
 from jaxlora.run.identity import RunIdentity
+from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.lock import RunLock
 from jaxlora.run.saved_run import RunRecord, SavedRequests, SavedRun
 from jaxlora.train.job_state import JobState
 from jaxlora.train.saved.checkpoint import Checkpoints
 from jaxlora.train.saved.job_card import job_card
+from jaxlora.train.saved.job_states import JobStates
 from jaxlora.train.saved.read_checkpoint import ReadCheckpoint, newest_checkpoint
 
 logger = logging.getLogger(__name__)
 
+_MOST_PENDING = 16  # checkpoints and adapters between two windows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Pending:
+    """What is being written, or waits for it.
+
+    Attributes:
+        event: Event to send when it is written.
+        future: Its end; None on processes that do not write.
+    """
+
+    event: Event
+    future: Future[None] | None
+
 
 class RunStore:
-    """Writes the record and the checkpoints of a run, and finds them on resume.
+    """Writes the files of a run in the background, and finds them on resume.
 
     Of several processes only the first writes; the others make the same calls.
 
@@ -67,8 +93,12 @@ class RunStore:
         self._is_anew = newest is None
         if is_resumed and self._is_anew:
             logger.warning("there is no complete checkpoint: training from the start")
+        self._latest = newest
         is_first = processes.is_first()
         self._checkpoints = Checkpoints(checkpoints, keep=keep, is_writer=is_first)
+        self._pending: collections.deque[_Pending] = collections.deque()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._has_failed = threading.Event()
 
     def restore(self, identity: RunIdentity) -> ReadCheckpoint | None:
         """Reads the newest checkpoint; None if there is none.
@@ -96,8 +126,8 @@ class RunStore:
         return SavedRequests(**processes.from_first(saved))
 
     def latest(self) -> int | None:
-        """Rounds done at the newest checkpoint; None if there is none."""
-        return self._checkpoints.latest()
+        """Rounds done at the newest checkpoint, which may still be being written."""
+        return self._latest
 
     def write_record(
         self, record: RunRecord, settings: Callable[[], dict[str, Any]]
@@ -113,57 +143,148 @@ class RunStore:
             write_text(self._folder / SETTINGS_FILE, dump_yaml(settings()))
             self.record = record
 
-    def save(
-        self, number: int, states: Mapping[str, ParkedSlot], run: SavedRun
-    ) -> pathlib.Path:
-        """Starts writing a checkpoint, and returns its folder; see `Checkpoints.save`.
+    # ---- in the background ---------------------------------------------------------
 
-        Raises:
-            CheckpointError: This checkpoint, or the one before, could not be written.
+    def prepare(self, slots: StagedSlots) -> None:
+        """Prepares for the first checkpoint, in the thread that writes.
+
+        It loads the library that writes checkpoints, and lets the allocator get memory
+        for a snapshot from the system. If that fails, the checkpoint fails and says so.
+
+        Args:
+            slots: The slots of the run.
         """
         if processes.is_first():
+            self._writer.submit(self._checkpoints.prepare)
+            self._writer.submit(slots.reserve_snapshot())
+
+    def save(self, number: int, states: JobStates, run: SavedRun) -> None:
+        """Starts writing a checkpoint; the one before must be written.
+
+        Args:
+            number: Rounds done.
+            states: The jobs that have begun and not ended.
+            run: State of the run to save with them.
+        """
+        self._latest = number
+
+        def write() -> None:
             self._lock.check()
-        self._checkpoints.save(number, states, run)
-        return self._folder / CHECKPOINTS / str(number)
+            self._checkpoints.save(number, states.read(), run)
+
+        folder = self._folder / CHECKPOINTS / str(number)
+        self._start(write, CheckpointEvent(round=number, folder=folder))
+
+    def export(
+        self, number: int, job: JobState, adapter: Adapter, model: FrozenModel
+    ) -> None:
+        """Starts writing a job's adapter, unless the folder has one of more steps.
+
+        Args:
+            number: Rounds done.
+            job: The job.
+            adapter: Its weights now.
+            model: The base model.
+        """
+        progress, target = job.progress, self._folder / ADAPTERS / job.name
+
+        def write() -> None:
+            self._lock.check()
+            if prepare_export_folder(target, progress.step):
+                _export(job, progress, adapter, model, target)
+
+        event = ExportEvent(
+            round=number, job=job.name, step=progress.step, folder=target
+        )
+        self._start(write, event)
+
+    def _start(self, write: Callable[[], None], event: Event) -> None:
+        future = None
+        if processes.is_first():
+            future = self._writer.submit(self._unless_failed, write)
+            if len(self._pending) >= _MOST_PENDING:  # their weights take memory
+                wait([pending.future for pending in self._pending if pending.future])
+        self._pending.append(_Pending(event=event, future=future))
+
+    def _unless_failed(self, write: Callable[[], None]) -> None:
+        if self._has_failed.is_set():
+            return
+        try:
+            write()
+        except BaseException:
+            self._has_failed.set()
+            raise
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether the event of a checkpoint has not been taken yet."""
+        return any(isinstance(p.event, CheckpointEvent) for p in self._pending)
+
+    def written(self, *, waits: bool = False) -> list[Event]:
+        """Returns an event for each file that was written since the last call.
+
+        All processes get the same events.
+
+        Args:
+            waits: Whether to wait until everything is written.
+
+        Raises:
+            JaxloraError: A checkpoint or an adapter could not be written.
+        """
+        if not self._pending:
+            return []
+        count = processes.from_first(lambda: self._num_written(waits=waits))
+        return [self._pending.popleft().event for _ in range(count)]
+
+    def _num_written(self, *, waits: bool) -> int:
+        count = 0
+        for pending in self._pending:
+            assert pending.future is not None
+            if not waits and not pending.future.done():
+                break
+            try:
+                pending.future.result()
+            except BaseException:
+                self._pending.clear()  # so that it is raised once
+                raise
+            count += 1
+        return count
 
     def close(self) -> None:
-        """Waits until the last checkpoint is on the disk."""
-        self._checkpoints.close()
+        """Waits until everything is written.
+
+        Raises:
+            JaxloraError: A checkpoint or an adapter could not be written.
+        """
+        try:
+            if processes.is_first():
+                self._num_written(waits=True)
+        finally:
+            self._writer.shutdown()
+            self._checkpoints.close()
 
 
-def export_job(
+def _export(
     job: JobState,
+    progress: JobProgress,
     adapter: Adapter,
     model: FrozenModel,
     folder: pathlib.Path,
-    lock: RunLock,
 ) -> None:
-    """Writes a job's adapter to its folder in a run, unless a later one is there.
-
-    Args:
-        job: The job.
-        adapter: Its weights now.
-        model: The base model.
-        folder: Folder of the run.
-        lock: Lock of that folder, which is held.
-    """
-    step, target = job.progress.step, folder / ADAPTERS / job.name
-    lock.check()
-    if not prepare_export_folder(target, step):
-        return
+    """Writes a job's adapter with the progress that belongs to it."""
     export_peft(
         adapter,
-        target,
+        folder,
         base_model=model.source,
         revision=model.revision,
         linear_names=linear_names(model.config),
-        record=ExportRecord(job=job.name, step=step),
+        record=ExportRecord(job=job.name, step=progress.step),
         card=job_card(
             name=job.name,
-            step=step,
+            step=progress.step,
             base_model=model.source,
             revision=model.revision,
             settings=job.settings.model_dump(mode="json"),
-            progress=job.progress,
+            progress=progress,
         ),
     )

@@ -27,11 +27,11 @@ made_run.write_checkpoints(folder, (1,))
 checkpoints = Checkpoints(folder / "checkpoints")
 limit = int(sys.argv[2]), resource.RLIM_INFINITY
 resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-checkpoints.save(2, made_run.states(2), made_run.saved_run())
 try:
-    checkpoints.close()
+    checkpoints.save(2, made_run.states(2), made_run.saved_run())
 except CheckpointError as error:
     print(error)
+checkpoints.close()
 """
 
 

@@ -43,6 +43,28 @@ from jaxlora.cli.main import main
 sys.exit(main(["train", sys.argv[1], *sys.argv[3:]]))
 """
 
+# Kills itself in the middle of the second checkpoint, while a later step has ended.
+KILL_IN_WRITE = """
+import os, signal, sys, threading
+from jaxlora.run.log import RunLog
+from jaxlora.train.saved import orbax_folder
+left, write, goes_on = 2, RunLog._write, threading.Event()
+def sync(folder, sync_files=orbax_folder.sync_files):
+    global left
+    left -= 1
+    if left == 0:
+        goes_on.wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    sync_files(folder)
+def note(self, line):
+    write(self, line)
+    if left == 0 and b'"event": "step"' in line:
+        goes_on.set()
+orbax_folder.sync_files, RunLog._write = sync, note
+from jaxlora.cli.main import main
+sys.exit(main(["train", sys.argv[1]]))
+"""
+
 
 @pytest.fixture(scope="module")
 def make_run(tmp_path_factory):
@@ -85,7 +107,7 @@ def make_run(tmp_path_factory):
     return make
 
 
-def killed(run_file, *arguments, at: int) -> None:
+def killed(run_file, *arguments, program: str = KILL) -> None:
     """Trains in a process of its own, which kills itself."""
     # With as many devices as here, it finds the programs of this process.
     env = os.environ | {
@@ -93,7 +115,7 @@ def killed(run_file, *arguments, at: int) -> None:
         "JAX_NUM_CPU_DEVICES": str(jax.config.jax_num_cpu_devices),
     }
     ended = subprocess.run(
-        [sys.executable, "-c", KILL, run_file, str(at), *arguments],
+        [sys.executable, "-c", program, run_file, *arguments],
         env=env,
         capture_output=True,
         text=True,
@@ -160,11 +182,23 @@ def test_killed_again_and_again(make_run, whole, window_steps, kills):
     one has begun; wherever it was not, earlier. None comes after the last window.
     """
     run_file = make_run(f"killed{window_steps}", window_steps=window_steps)
-    killed(run_file, at=9)
+    killed(run_file, "9")
     for line in kills:
-        killed(run_file, "--resume", at=line)
+        killed(run_file, str(line), "--resume")
     assert command(run_file, "--resume") == 0
     assert results(run_file) == whole[window_steps]
+
+
+def test_killed_in_the_middle_of_a_write(make_run, whole):
+    """Training is past the checkpoint by then; the one before it is used."""
+    run_file = make_run("written", window_steps=1)
+    killed(run_file, program=KILL_IN_WRITE)
+    folder = pathlib.Path(json.loads(run_file.read_text())["output_dir"])
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names[0] == "2" and names[1].startswith("4.orbax-checkpoint-tmp")
+    assert read_events(folder / "metrics.jsonl")[-1]["round"] >= 5
+    assert command(run_file, "--resume") == 0
+    assert results(run_file) == whole[1]
 
 
 @pytest.mark.parametrize("signal_name", ["SIGINT", "SIGTERM"])
@@ -208,7 +242,7 @@ def test_a_fused_run_resumes_with_the_same_bits(
     """The second checkpoint has begun by then, so the first one is complete."""
     run_file = fused_run(f"fused_{signal_name}")
     if signal_name == "SIGKILL":
-        killed(run_file, at=16)
+        killed(run_file, "16")
     else:
         signal_at(16, signal_name)
         assert command(run_file) == 130
