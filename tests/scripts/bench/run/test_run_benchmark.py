@@ -35,7 +35,11 @@ def test_inputs_are_a_run(tmp_path):
     }
     assert float(np.std(model.params["layers.0.mlp.up_proj.kernel"])) > 0.05
     found = check_inputs(
-        config, model, "now", report_to=lambda: None, output_dir=lambda: None
+        config,
+        model,
+        "2026-11-25T00:00:00",
+        report_to=lambda: None,
+        output_dir=lambda: None,
     )
     reader = data_reader(config, found.tokenizer)
     jobs = prepare_jobs(config.jobs, found.model.config, reader)
