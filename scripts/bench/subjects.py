@@ -30,6 +30,9 @@ class Subject:
 SUBJECTS = {
     "kernels": Subject("kernels.benchmark", "LoRA linears against the frozen layer"),
     "step": Subject("step.benchmark", "training steps against peft and the base alone"),
+    "run": Subject(
+        "run.benchmark", "whole runs, from the command to the end", on_device=False
+    ),
     "mesh": Subject(
         "mesh.benchmark", "pipelines and FSDP on the GPUs of a machine", gathers=True
     ),

@@ -1,0 +1,266 @@
+"""Times whole runs as a user has them, from the command to the end.
+
+It makes a checkpoint with random weights, jobs with samples of different lengths and a
+run file, and runs these commands, each in a process of its own, with the files in the
+page cache:
+
+- cold: `jaxlora train` with an empty cache of compiled programs.
+- again: the same with a new output folder, and with what the first has kept.
+- resumed: `jaxlora train --resume` after a third run was killed at a checkpoint.
+- generate, cold and again: `jaxlora generate` of one token with all adapters.
+- peft: one step of transformers + peft with one adapter on the same checkpoint.
+
+Rows have the seconds to the end of the first step, and the tokens per second from there
+to the end, evaluations and checkpoints included. Prints a table, and where the seconds
+to the first step went; with --output-dir, writes run.jsonl, run.md and run.png.
+
+    jaxlora bench run --output-dir bench
+    jaxlora bench run --model tiny --tokens 20000
+"""
+
+import argparse
+import importlib.util
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import yaml
+
+from jaxlora.bench.options import add_output_dir
+from jaxlora.bench.report import Row, Rows, about, sections, table
+from jaxlora.bench.run.commands import Done, events, run_command, waits
+from jaxlora.bench.run.inputs import (
+    Inputs,
+    write_checkpoint,
+    write_data,
+    write_run_file,
+)
+from jaxlora.bench.shapes import LARGE, MODELS
+from jaxlora.errors import JaxloraError
+from jaxlora.run.folder import ADAPTERS, CHECKPOINTS
+
+STARTS = ("cold", "again", "resumed", "generate cold", "generate again", "peft")
+_SHORTEST = 0.2  # seconds; shorter waits are not shown by themselves
+_COLUMNS = (
+    "start", "first_step_s", "seconds", "tokens", "tokens_per_second", "outside_s",
+    "fill",
+)  # fmt: skip
+
+
+class Commands:
+    """The commands, which share a checkpoint, the data and a cache."""
+
+    def __init__(self, inputs: Inputs, work: Path, checkpoint: Path):
+        """Writes checkpoint and data.
+
+        Args:
+            inputs: What is trained.
+            work: Folder for everything else, which must be empty.
+            checkpoint: Folder of the checkpoint, which is kept for the next time.
+        """
+        self._inputs, self._work, self._checkpoint = inputs, work, checkpoint
+        write_checkpoint(inputs, checkpoint)
+        self._data = write_data(inputs, work / "data")
+
+    def _run_file(self, name: str) -> tuple[Path, Path]:
+        output_dir = self._work / name.replace(" ", "-")
+        arguments = self._inputs, self._checkpoint, self._data, output_dir
+        return write_run_file(*arguments), output_dir
+
+    def train(self, start: str) -> Row:
+        """Trains from the beginning to the end."""
+        path, output_dir = self._run_file(start)
+        done = run_command(["jaxlora", "train", str(path)], self._with_cache("train"))
+        return _trained(start, done, output_dir)
+
+    def _with_cache(self, name: str) -> dict[str, str]:
+        """Returns the variables of a command that uses a cache of this name."""
+        return {
+            "HF_HUB_OFFLINE": "1",
+            "XDG_CACHE_HOME": str(self._work / "cache" / name),
+        }
+
+    def resumed(self, start: str) -> Row:
+        """Kills a run after its first checkpoint, and resumes it."""
+        path, output_dir = self._run_file(start)
+        command = ["jaxlora", "train", str(path)]
+        folder = output_dir / CHECKPOINTS
+
+        def is_saved() -> bool:
+            return folder.exists() and any(p.name.isdigit() for p in folder.iterdir())
+
+        environment = self._with_cache("train")
+        run_command(command, environment, kill_when=is_saved)
+        done = run_command([*command, "--resume"], environment)
+        return _trained(start, done, output_dir)
+
+    def generate(self, start: str) -> Row:
+        """Generates a token with every adapter of the first run."""
+        folder = self._work / "cold" / ADAPTERS
+        adapters = [f"--adapter={path}" for path in sorted(folder.iterdir())]
+        command = ["jaxlora", "generate", str(self._checkpoint), *adapters]
+        command += ["--prompt", "the quick brown fox", "--max-new-tokens", "1"]
+        if (quantize := self._inputs.settings.get("quantize_base")) is not None:
+            command += ["--quantize", quantize]
+        done = run_command(command, self._with_cache("generate"))
+        return _row(start, done, first_step=done.seconds)
+
+    def peft(self, start: str) -> Row:
+        """Runs one step of peft."""
+        needed = ("torch", "transformers", "peft")
+        if missing := [n for n in needed if importlib.util.find_spec(n) is None]:
+            return {"start": start, "skipped": f"{', '.join(missing)} not installed"}
+        command = ["jaxlora.bench.run.peft_step", str(self._checkpoint)]
+        command.append(str(self._data[0]))
+        done = run_command(command, self._with_cache("peft"))
+        ended = next(at for at, text in done.lines if text == "step ended")
+        return _row(start, done, first_step=ended)
+
+
+def _trained(start: str, done: Done, output_dir: Path) -> Row:
+    """Describes a run that trained to its end.
+
+    `outside_s` is the time from the first step to the end that no window counts: that
+    of evaluations, checkpoints and exports for which training stood still.
+    """
+    mine = [e for e in events(output_dir, "step") if e["time"] >= done.began]
+    windows = [e for e in events(output_dir, "window") if e["time"] >= done.began]
+    first, last = mine[0]["time"], max(e["time"] for e in mine)
+    tokens = sum(e["num_tokens"] for e in mine if e["time"] > first)
+    after = [w for w in windows if w["time"] > first][1:]
+    rows = sum(w["num_tokens"] / w["fill"] for w in after if w["fill"])
+    return _row(start, done, first_step=first - done.began) | {
+        "tokens": tokens,
+        "tokens_per_second": round(tokens / (last - first)) if last > first else None,
+        "outside_s": _outside(windows),
+        "fill": round(sum(w["num_tokens"] for w in after) / rows, 3) if rows else None,
+    }
+
+
+def _outside(windows: Sequence[dict[str, Any]]) -> float:
+    pairs = itertools.pairwise(windows)
+    return round(sum(b["time"] - a["time"] - b["seconds"] for a, b in pairs), 2)
+
+
+def _row(start: str, done: Done, *, first_step: float) -> dict[str, Any]:
+    return {
+        "start": start,
+        "first_step_s": round(first_step, 1),
+        "seconds": round(done.seconds, 1),
+        "waits": [
+            (round(a, 2), round(b, 2), text)
+            for a, b, text in waits(done.lines, first_step, _SHORTEST)
+        ],
+    }
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """Formats the rows, and where the seconds to the first step went."""
+    made = {"from the command": table(rows, [*_COLUMNS, "skipped"])}
+    for row in rows:
+        parts = [
+            {"from_s": a, "to_s": b, "seconds": round(b - a, 1), "ended by": text}
+            for a, b, text in row.get("waits", ())
+        ]
+        made[f"until the first step: {row['start']}"] = table(parts)
+    return sections(made)
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draws the waits until the first step, a bar for each start."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [row for row in rows if row.get("waits")]
+    figure, axes = pyplot.subplots(figsize=(10, 0.8 + 1.1 * len(shown)))
+    for y, row in enumerate(reversed(shown)):
+        for number, (a, b, text) in enumerate(row["waits"]):
+            color = pyplot.get_cmap("tab20")(number % 20)
+            axes.barh(y, b - a, left=a, color=color, edgecolor="white")
+            if b - a > 0.06 * max(r["first_step_s"] for r in shown):
+                axes.text(a, y + 0.42, text[:46], fontsize=6, va="bottom")
+    axes.set_yticks(range(len(shown)), [row["start"] for row in reversed(shown)])
+    axes.set_xlabel("seconds from the command; a part ends with the log's line")
+    axes.set_title(f"To the end of the first step: {shown[0].get('model', '')}")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def add_options(out: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    add_output_dir(out)
+    out.add_argument("--model", choices=MODELS, default=LARGE)
+    out.add_argument("--layers", type=int, help="replaces the model's own number")
+    out.add_argument("--jobs", type=int, default=4)
+    out.add_argument("--tokens", type=int, default=950_000, help="of all jobs together")
+    out.add_argument("--batch-size", type=int, default=8)
+    out.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="setting of the run file, in YAML; repeatable",
+    )
+    out.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))
+    out.add_argument(
+        "--checkpoint",
+        type=Path,
+        help="folder for the random checkpoint, which is kept and used again; by "
+        "default it is temporary",
+    )
+
+
+def measured(args: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]:
+    """Yields a row for each start."""
+    settings = dict(text.split("=", 1) for text in args.set)
+    inputs = Inputs(
+        model=args.model,
+        layers=args.layers,
+        jobs=args.jobs,
+        tokens=args.tokens,
+        batch_size=args.batch_size,
+        settings={k: yaml.safe_load(v) for k, v in settings.items()},
+    )
+    commands = Commands(inputs, work, args.checkpoint or work / "checkpoint")
+    kinds = {
+        "cold": commands.train,
+        "again": commands.train,
+        "resumed": commands.resumed,
+        "generate cold": commands.generate,
+        "generate again": commands.generate,
+        "peft": commands.peft,
+    }
+    about_inputs = {"model": args.model, "layers": args.layers or "all"}
+    about_inputs["set"] = json.dumps(settings)
+    for start in args.starts:
+        yield about_inputs | kinds[start](start)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs the benchmark with the given options."""
+    rows, device = Rows(args.output_dir, "run", tables), _device()
+    with tempfile.TemporaryDirectory(prefix="jaxlora-bench-run-") as work:
+        for row in measured(args, Path(work)):
+            rows.add(row | about(device))
+    print(rows.tables())
+    if args.output_dir is not None:
+        draw(rows.rows, args.output_dir / "run.png")
+
+
+def _device() -> str:
+    """Returns the name of the device, which this process must leave to the commands."""
+    code = "import jax; print(jax.devices()[0].device_kind)"
+    done = subprocess.run([sys.executable, "-c", code], stdout=PIPE, text=True)
+    if done.returncode:
+        raise JaxloraError("JAX does not start here.")
+    return done.stdout.strip()

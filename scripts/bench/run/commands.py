@@ -1,0 +1,120 @@
+"""Runs a command as a user does, and notes when each of its lines came."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxlora.errors import JaxloraError
+from jaxlora.run.log import METRICS_FILE
+
+_POLL_SECONDS = 0.05
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Done:
+    """A command that has ended.
+
+    Attributes:
+        began: Time at which the process started, in seconds since the epoch.
+        seconds: Seconds until it ended.
+        lines: Each line of its log, with the seconds at which it came.
+    """
+
+    began: float
+    seconds: float
+    lines: tuple[tuple[float, str], ...]
+
+
+def run_command(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    kill_when: Callable[[], bool] | None = None,
+) -> Done:
+    """Runs a Python module to its end.
+
+    Args:
+        arguments: The module and its arguments.
+        environment: Variables in addition to those of this process.
+        kill_when: Kills the process once this holds.
+
+    Raises:
+        JaxloraError: It failed.
+    """
+    began, epoch = time.perf_counter(), time.time()
+    lines: list[tuple[float, str]] = []
+    was_killed = False
+    with subprocess.Popen(
+        [sys.executable, "-m", *arguments],
+        env={**_without_own_cache(), **environment},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        reader = threading.Thread(target=_note, args=(process.stderr, began, lines))
+        reader.start()
+        while kill_when is not None and process.poll() is None and not was_killed:
+            if was_killed := kill_when():
+                process.kill()
+            time.sleep(_POLL_SECONDS)
+        code, seconds = process.wait(), time.perf_counter() - began
+        reader.join()
+    if code and not (was_killed and code == -signal.SIGKILL):
+        said = "\n".join(text for _, text in lines[-12:])
+        raise JaxloraError(f"{' '.join(arguments)} ended with status {code}:\n{said}")
+    return Done(began=epoch, seconds=seconds, lines=tuple(lines))
+
+
+def _without_own_cache() -> dict[str, str]:
+    """Returns this process's variables without another cache of programs."""
+    cache = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+    return {name: value for name, value in os.environ.items() if name not in cache}
+
+
+def _note(stream: Iterable[str], began: float, lines: list[tuple[float, str]]) -> None:
+    for line in stream:
+        lines.append((time.perf_counter() - began, line.rstrip()))
+
+
+def events(output_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """Returns the events of a kind in a run's metrics, as far as they are written."""
+    try:
+        text = (output_dir / METRICS_FILE).read_text()
+    except FileNotFoundError:
+        return []
+    whole = text[: text.rfind("\n") + 1].splitlines()
+    return [e for e in map(json.loads, whole) if e["event"] == kind]
+
+
+def waits(
+    lines: Sequence[tuple[float, str]], until: float, shortest: float
+) -> list[tuple[float, float, str]]:
+    """Returns where the time until a moment went, as the log tells it.
+
+    Args:
+        lines: Lines with the seconds at which they came.
+        until: The moment, in seconds.
+        shortest: Shorter waits are counted to the next longer one.
+
+    Returns:
+        For each wait its beginning, its end and the line that ended it.
+    """
+    found, last = [], 0.0
+    for at, text in lines:
+        if at > until:
+            break
+        if at - last >= shortest:
+            found.append((last, at, text))
+            last = at
+    if until - last >= shortest:
+        found.append((last, until, "the first step has ended"))
+    return found

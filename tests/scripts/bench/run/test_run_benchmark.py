@@ -1,0 +1,124 @@
+import json
+
+import numpy as np
+import pytest
+
+from jaxlora.bench import subjects
+from jaxlora.bench.run import benchmark
+from jaxlora.bench.run.commands import Done, events, run_command, waits
+from jaxlora.bench.run.inputs import (
+    Inputs,
+    write_checkpoint,
+    write_data,
+    write_run_file,
+)
+from jaxlora.config.run_file import RunFile
+from jaxlora.errors import JaxloraError
+from jaxlora.hf.load import load_model
+from jaxlora.run.log import METRICS_FILE
+from jaxlora.train.plan.check_inputs import check_inputs
+from jaxlora.train.plan.prepared_job import data_reader, prepare_jobs
+
+INPUTS = Inputs(model="tiny", jobs=2, tokens=6000, median_tokens=200, batch_size=2)
+
+
+def test_inputs_are_a_run(tmp_path):
+    checkpoint, output_dir = tmp_path / "checkpoint", tmp_path / "run"
+    write_checkpoint(INPUTS, checkpoint)
+    data = write_data(INPUTS, tmp_path / "data")
+    config = RunFile.read(write_run_file(INPUTS, checkpoint, data, output_dir)).config(
+        {}
+    )
+    model = load_model(checkpoint)
+    assert {bool(np.isfinite(np.asarray(w)).all()) for w in model.params.values()} == {
+        True
+    }
+    assert float(np.std(model.params["layers.0.mlp.up_proj.kernel"])) > 0.05
+    found = check_inputs(
+        config,
+        model,
+        "2026-11-25T00:00:00",
+        report_to=lambda: None,
+        output_dir=lambda: None,
+    )
+    reader = data_reader(config, found.tokenizer)
+    jobs = prepare_jobs(config.jobs, found.model.config, reader)
+    lengths = [
+        [len(s.token_ids) for part in (j.train_data, j.eval_data) for s in part.samples]
+        for j in jobs
+    ]
+    assert all(abs(sum(one) - 3000) <= 2 * len(one) for one in lengths)
+    assert len({tuple(one) for one in lengths}) == 2
+    assert all(len(set(one)) > 3 and max(one) <= 2048 for one in lengths)
+    assert all(j.train_data.num_truncated == 0 and j.eval_data for j in jobs)
+
+
+def test_a_checkpoint_is_written_once(tmp_path):
+    write_checkpoint(INPUTS, tmp_path)
+    before = {p.name: p.stat().st_mtime_ns for p in tmp_path.iterdir()}
+    write_checkpoint(INPUTS, tmp_path)
+    assert {p.name: p.stat().st_mtime_ns for p in tmp_path.iterdir()} == before
+
+
+def test_waits_are_those_that_are_long_enough():
+    lines = [(1.0, "a"), (1.1, "b"), (1.2, "c"), (3.0, "d"), (9.0, "e")]
+    assert waits(lines, 4.0, 0.15) == [
+        (0.0, 1.0, "a"),
+        (1.0, 1.2, "c"),
+        (1.2, 3.0, "d"),
+        (3.0, 4.0, "the first step has ended"),
+    ]
+
+
+def _event(kind, time, **values):
+    return json.dumps({"event": kind, "time": time, "round": 1, **values}) + "\n"
+
+
+def test_a_trained_row(tmp_path):
+    window = {"num_tokens": 80, "fill": 0.8}
+    text = (
+        _event("step", 50, num_tokens=7)  # of an earlier process
+        + _event("step", 110, num_tokens=50)
+        + _event("step", 111, num_tokens=30)
+        + _event("window", 111, seconds=3, **window)
+        + _event("step", 113, num_tokens=80)
+        + _event("window", 114, seconds=2, **window)
+        + _event("step", 120, num_tokens=80)
+        + _event("window", 120, seconds=4, num_tokens=80, fill=0.4)
+        + '{"event": "st'
+    )
+    (tmp_path / METRICS_FILE).write_text(text)
+    done = Done(began=100.0, seconds=25.0, lines=((2.0, "imported"),))
+    row = benchmark._trained("cold", done, tmp_path)
+    assert row["first_step_s"] == 10
+    assert (row["tokens"], row["tokens_per_second"]) == (190, 19)
+    assert row["outside_s"] == 3  # 1 before the second window, and 2 before the third
+    assert row["fill"] == round(160 / 300, 3)
+    assert "imported" in benchmark.tables([row])
+    benchmark.draw([row], tmp_path / "run.png")
+    assert (tmp_path / "run.png").stat().st_size > 1000
+
+
+def test_a_command_that_fails_says_why(tmp_path, monkeypatch):
+    (tmp_path / "broken.py").write_text("import sys; sys.exit('no such thing')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(JaxloraError, match="no such thing"):
+        run_command(["broken"], {})
+
+
+def test_a_command_is_killed_when_asked(tmp_path, monkeypatch):
+    waiting = "import sys, time\nprint('up', file=sys.stderr, flush=True)\n"
+    (tmp_path / "waiting.py").write_text(waiting + "time.sleep(60)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    asked = iter([False, True])
+    done = run_command(["waiting"], {}, kill_when=lambda: next(asked))
+    assert done.seconds < 30
+
+
+def test_events_without_a_run(tmp_path):
+    assert events(tmp_path, "step") == []
+
+
+def test_options():
+    args = subjects.parse(benchmark, "run", ["--model", "tiny", "--set", "remat=mlp"])
+    assert args.set == ["remat=mlp"]
