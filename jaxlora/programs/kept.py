@@ -50,31 +50,37 @@ class KeptPrograms:
         Raises:
             DamagedEntryError: The entry is damaged, or others may have written it.
         """
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             # A link may lead to a file that somebody else chooses.
-            handle = os.open(self.path(key), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            handle = os.open(self.path(key), flags)
         except FileNotFoundError:
             return None
         except OSError as error:
             is_link = error.errno == errno.ELOOP
             why = "it is a symbolic link" if is_link else error.strerror
             raise DamagedEntryError(why) from error
-        with open(handle, "rb") as file:
-            found = os.fstat(handle)
-            if not stat.S_ISREG(found.st_mode):
-                raise DamagedEntryError("it is no regular file")
-            try:
-                check_private(self.folder.stat(), self.folder)
-                check_private(found, self.path(key))
-                data = file.read()
-                os.utime(handle)  # the time of its last use
-            except OSError as error:
-                raise DamagedEntryError(error.strerror) from error
+        try:
+            data = self._read_open(handle, self.path(key))
+        except OSError as error:
+            raise DamagedEntryError(error.strerror) from error
+        finally:
+            os.close(handle)
         start = len(_HEADER) + _DIGEST_BYTES
         payload = data[start:]
         if data[:start] != _HEADER + hashlib.sha256(payload).digest():
             raise DamagedEntryError("it is damaged or of another version")
         return payload
+
+    def _read_open(self, handle: int, path: pathlib.Path) -> bytes:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            raise DamagedEntryError("it is no regular file")
+        check_private(self.folder.stat(), self.folder)
+        check_private(found, path)
+        os.utime(handle)  # the time of its last use
+        with open(handle, "rb", closefd=False) as file:
+            return file.read()
 
     def write(self, key: str, payload: bytes) -> None:
         """Writes an entry as a whole, and removes old ones beyond the bound.

@@ -130,6 +130,8 @@ class Prepared:
     Attributes:
         what: Its name for the log.
         is_loaded: Whether it was loaded, and not compiled.
+        is_announced: Whether the log has said that it is being compiled.
+        is_finished: Whether the log has said how long it took.
         seconds: Time that it took so far, tracing included.
     """
 
@@ -144,10 +146,10 @@ class Prepared:
         """Starts; see `Program.prepare`."""
         self._before_tracing = before_tracing
         self.what, self.is_loaded, self.seconds = what, False, 0.0
+        self.is_announced = self.is_finished = False
         self._jitted, self._args = jitted, _shapes(args)
         self._lowered: jax.stages.Lowered | None = None
         self._compiled: jax.stages.Compiled | None = None
-        self._is_told = False
         self._kept = _kept()
         self._key = program_key(identity, args) if self._kept is not None else ""
         self._future: Future | None = None
@@ -186,11 +188,6 @@ class Prepared:
         if self._lowered is not None:
             return self._lowered.out_info
         return self.compiled().out_info
-
-    def take_note(self) -> bool:
-        """Whether the log has not named the program yet; from now on, it has."""
-        is_new, self._is_told = not self._is_told, True
-        return is_new
 
     def _read(self) -> bytes | None:
         if self._kept is None:
@@ -243,12 +240,23 @@ class Prepared:
         return compiled
 
 
+def announce(prepared: Sequence[Prepared]) -> None:
+    """Logs in one line which programs are being compiled, each of them once."""
+    new = [one for one in prepared if not (one.is_announced or one.is_loaded)]
+    for one in new:
+        one.is_announced = True
+    if new:
+        names = ", ".join(one.what for one in new)
+        logger.info("compiling %d program%s: %s", len(new), "s"[: len(new) - 1], names)
+
+
 def finish(prepared: Sequence[Prepared]) -> None:
     """Waits for programs, and logs in one line how long new ones took."""
-    new = [one for one in prepared if one.take_note()]
+    new = [one for one in prepared if not one.is_finished]
     began = time.perf_counter()
     for one in new:
         one.compiled()
+        one.is_finished = True
     waited = time.perf_counter() - began
     for is_loaded, verb in ((False, "compiled"), (True, "loaded")):
         found = [one for one in new if one.is_loaded == is_loaded]
@@ -258,7 +266,7 @@ def finish(prepared: Sequence[Prepared]) -> None:
                 "%s %d program%s, waited %.1f s (%s)",
                 verb,
                 len(found),
-                "s" if len(found) > 1 else "",
+                "s"[: len(found) - 1],
                 waited,
                 each,
             )

@@ -48,6 +48,7 @@ class OpenedRun:
         model: The frozen base.
         layout: The decoder on its devices.
         slots: The slots, which are empty.
+        num_compiled: Programs that this process had compiled for the layout before.
         jobs: The jobs.
         reader: Reads the data of jobs.
         started: Time at which the run began, in ISO format.
@@ -59,6 +60,7 @@ class OpenedRun:
     model: FrozenModel
     layout: Layout
     slots: StagedSlots
+    num_compiled: int
     jobs: list[JobState]
     reader: DataReader
     started: str
@@ -99,7 +101,7 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
     log_notes(plan.notes)
     agreement.check_mesh(plan.config)
     layout = Layout.of(plan.stages, None if model is None else model.params)
-    slots = layout.empty_slots()
+    slots, num_compiled = layout.empty_slots(), layout.num_compilations()
 
     def start_programs() -> None:
         limits, evaluates = plan.config.limits, any(map(has_held_out, prepared))
@@ -116,6 +118,7 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
         model=model,
         layout=layout,
         slots=slots,
+        num_compiled=num_compiled,
         jobs=jobs,
         reader=reader,
         started=started,

@@ -83,6 +83,7 @@ class Trainer:
         self.reader = opened.reader
         self.output_dir = pathlib.Path(config.output_dir)
         self.layout, self.slots = opened.layout, opened.slots
+        self._num_compiled = opened.num_compiled
         self.round, self._requests = 0, Requests()
         self._joining = Joining([job.name for job in self.jobs], self._open_job)
         self._added = list(opened.joined)
@@ -215,18 +216,19 @@ class Trainer:
                 identity, folder = self._identity(), self.output_dir
                 prepared = [job.prepared for job in self.jobs]
                 processes.from_first(lambda: may_cut(folder, identity, prepared))
-            compiled_before = self.layout.num_compilations()
             with explained(self.output_dir, self._lock):
                 # A run that does not fit into memory is refused.
                 self.plan = self.plan.fit(self.compile)
                 self.layout = self.layout.with_remat(self.plan.spec.options.remat)
                 self._start_programs(self.plan).finish()
                 interrupted = self._run(resume, callbacks)
+            compiled_before = self._num_compiled
+            self._num_compiled = self.layout.num_compilations()
             result = RunResult(
                 jobs=tuple(job_result(job, self._folder(job)) for job in self.jobs),
                 output_dir=self.output_dir,
                 interrupted=interrupted,
-                num_compilations=self.layout.num_compilations() - compiled_before,
+                num_compilations=self._num_compiled - compiled_before,
             )
             if processes.is_first():
                 write_report(result)

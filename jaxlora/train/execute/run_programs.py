@@ -10,7 +10,7 @@ from jaxlora.adapters.exchange import exchange_rounds
 from jaxlora.adapters.slots import SlotTable, row_shapes
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.memory.footprint import StagePrograms
-from jaxlora.programs.program import Prepared, finish
+from jaxlora.programs.program import Prepared, announce, finish
 from jaxlora.scheduler import Limits
 from jaxlora.train.execute.layout import Layout, Stage
 from jaxlora.train.execute.staged_window import optimizer_inputs
@@ -31,7 +31,7 @@ class RunPrograms:
 
     @staticmethod
     def start(
-        layout: Layout, slots: StagedSlots, limits: Limits, *, evaluates: bool
+        layout: Layout, slots: StagedSlots, limits: Limits, *, evaluates: bool = True
     ) -> "RunPrograms":
         """Starts to compile the programs, or to load them; the base is not needed.
 
@@ -53,7 +53,14 @@ class RunPrograms:
             if evaluates:
                 others.append(_evaluation(stage, table, limits, name))
             others += _updates(stage, table, len(layout.stages), name)
-        return RunPrograms(passes=tuple(passes), others=tuple(others))
+        found = RunPrograms(passes=tuple(passes), others=tuple(others))
+        announce(found.each)
+        return found
+
+    @property
+    def each(self) -> list[Prepared]:
+        """The programs, one by one."""
+        return [*(p for one in self.passes for p in one.each), *self.others]
 
     def compiled_passes(self) -> tuple[StagePrograms, ...]:
         """Waits for the passes of all stages."""
@@ -61,7 +68,7 @@ class RunPrograms:
 
     def finish(self) -> None:
         """Waits for all programs, and logs how long they took."""
-        finish([*(p for one in self.passes for p in one.each), *self.others])
+        finish(self.each)
 
 
 def _named(layout: Layout, slots: StagedSlots):
