@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import logging
 import math
@@ -158,8 +159,9 @@ class Prepared:
         if processes.any_of(entry is None):
             self._start_compiling()
         else:
+            assert entry is not None
             self.is_loaded = True
-            self._future = in_background(lambda: self._load(entry))
+            self._future = in_background(functools.partial(self._load, entry))
             if processes.count() > 1:
                 self.compiled()
 

@@ -31,7 +31,7 @@ class RunPrograms:
 
     @staticmethod
     def start(
-        layout: Layout, slots: StagedSlots, limits: Limits, *, evaluates: bool = True
+        layout: Layout, slots: StagedSlots, limits: Limits, *, evaluates: bool
     ) -> "RunPrograms":
         """Starts to compile the programs, or to load them; the base is not needed.
 

@@ -46,7 +46,8 @@ class MeshTraining(Training):
     def compile(self) -> float:
         """Compiles the passes of all stages at the same time; returns the seconds."""
         began, limits = time.perf_counter(), self.case.limits
-        RunPrograms.start(self.layout, self.slots, limits).compiled_passes()
+        args = self.layout, self.slots, limits
+        RunPrograms.start(*args, evaluates=False).compiled_passes()
         return time.perf_counter() - began
 
     def step_memory(self) -> Any:

@@ -32,7 +32,7 @@ def step(base, state, rows):
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
-    """Programs are kept in a folder of the test, also if a file was changed just now."""
+    """Keeps programs in a folder of the test, also if a file is new."""
     monkeypatch.setattr(key, "_IMPORTED", 2**63)
     key.source_stamp.cache_clear()
     found = KeptPrograms(folder=tmp_path / "programs")
@@ -59,7 +59,7 @@ def bits(result) -> bytes:
 
 
 def test_a_loaded_program_is_the_compiled_one(kept):
-    """Same bits, same donation, same memory, same kind of results; nothing is traced."""
+    """Same bits, donation, memory and kinds of results; nothing is traced."""
     first, second = make(), make()
     args, again = arguments(), arguments()
     one, other = first(*args), second(*again)
@@ -181,9 +181,7 @@ def test_one_line_says_how_long_programs_took(kept, caplog):
     for verb in ("compiled", "loaded"):
         caplog.clear()
         programs = make(what="first"), make(what="second")
-        prepared = [
-            one.prepare(*arguments(rows)) for one, rows in zip(programs, (8, 16))
-        ]
+        prepared = [one.prepare(*arguments(8 * n)) for n, one in enumerate(programs, 1)]
         finish(prepared)
         finish(prepared)
         (line,) = caplog.messages
