@@ -23,6 +23,8 @@ _TEMPORARY = tempfile.TemporaryDirectory(prefix="jaxlora-tests-")
 _CACHE = os.environ.setdefault("JAXLORA_TESTS_CACHE_DIR", _TEMPORARY.name)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
 os.environ["XDG_CACHE_HOME"] = _TEMPORARY.name
+# A test may change a function, which the key of a whole program would not show.
+os.environ.setdefault("JAXLORA_KEEP_PROGRAMS", "0")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 jax.config.update("jax_compilation_cache_dir", _CACHE)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

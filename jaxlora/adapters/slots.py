@@ -314,6 +314,19 @@ class SlotTable:
         self.settings: SlotSettings = put(copies, where)
 
 
+def row_shapes(spec: DecoderSpec) -> dict[Kind, dict[str, jax.ShapeDtypeStruct]]:
+    """Returns the shapes of what `write_slot` writes.
+
+    Args:
+        spec: The decoder, or one stage of it.
+    """
+    rows = {
+        name: jax.ShapeDtypeStruct(shape.shape[1:], jnp.float32)
+        for name, shape in spec.adapter_shapes().items()
+    }
+    return {kind: rows for kind in KINDS}
+
+
 def write_slot(
     state: AdapterState, slot: Int[Array, ""], rows: dict[Kind, Rows]
 ) -> AdapterState:

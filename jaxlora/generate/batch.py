@@ -15,12 +15,14 @@ from jaxlora.generate.choose_token import method_of
 from jaxlora.generate.programs import (
     MAX_STEPS,
     NO_TOKEN,
+    Programs,
     Rows,
     Sampling,
     Weights,
     programs_of,
 )
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.programs.program import announce, finish
 
 FinishReason = Literal["eos_token", "stop_sequence", "length"]
 
@@ -38,6 +40,12 @@ class LoadedDecoder:
 
     spec: DecoderSpec
     weights: Weights
+
+    @property
+    def programs(self) -> Programs:
+        """The functions that run it."""
+        device = next(iter(self.weights.base.values())).sharding
+        return programs_of(self.spec, device)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -130,18 +138,18 @@ class Batch:
         """
         self.answers = [Answer() for _ in requests]
         self._requests, self._end_ids = requests, frozenset(end_ids)
-        self._programs = programs_of(decoder.spec)
-        self._weights = decoder.weights
-        self._method = method_of(settings.temperature, settings.top_p)
+        self._weights, programs = decoder.weights, decoder.programs
+        self._empty, self._prefill = programs.empty, programs.prefill
+        self._decode = programs.decode[method_of(settings.temperature, settings.top_p)]
         self._sampling = Sampling(
             temperature=jnp.float32(settings.temperature),
             top_p=jnp.float32(settings.top_p),
             end_ids=_padded(end_ids),
             num_steps=jnp.int32(MAX_STEPS),
         )
-        self._prefill(shape or _smallest_shape(requests))
+        self._run_prompts(shape or _smallest_shape(requests))
 
-    def _prefill(self, shape: BatchShape) -> None:
+    def _run_prompts(self, shape: BatchShape) -> None:
         token_ids = np.zeros((shape.num_rows, shape.prompt_tokens), np.int32)
         starts = np.full(shape.num_rows, shape.prompt_tokens, np.int32)
         slots, seeds = np.zeros((2, shape.num_rows), np.int32)
@@ -150,10 +158,20 @@ class Batch:
             token_ids[i, starts[i] :] = request.token_ids
             slots[i], seeds[i] = request.slot, request.seed
         self._rows = Rows(*map(jnp.asarray, (starts, slots, seeds)))
-        state = self._programs.empty(shape.num_rows, shape.cache_tokens)
-        for begin in range(0, shape.prompt_tokens, shape.part_tokens):
-            ids = jnp.asarray(token_ids[:, begin : begin + shape.part_tokens])
-            state = self._programs.prefill(state, self._weights, self._rows, ids)
+        state = self._empty(shape.num_rows, shape.cache_tokens)
+        parts = range(0, shape.prompt_tokens, shape.part_tokens)
+        ids = [jnp.asarray(token_ids[:, i : i + shape.part_tokens]) for i in parts]
+        args = state, self._weights, self._rows
+        is_done = jnp.zeros(shape.num_rows, bool)
+        # They are compiled side by side.
+        prepared = [
+            self._prefill.prepare(*args, ids[0]),
+            self._decode.prepare(*args, self._sampling, is_done),
+        ]
+        announce(prepared)
+        finish(prepared)
+        for part in ids:
+            state = self._prefill(state, self._weights, self._rows, part)
         self._state = state
 
     @property
@@ -177,13 +195,12 @@ class Batch:
         is_done = np.ones(len(self._rows.slots), bool)
         for i, answer in enumerate(self.answers):
             is_done[i] = answer.finish_reason is not None
-        self._state, *made = self._programs.decode(
+        self._state, *made = self._decode(
             self._state,
             self._weights,
             self._rows,
             self._sampling._replace(num_steps=jnp.int32(num_steps)),
             jnp.asarray(is_done),
-            self._method,
         )
         token_ids, logprobs = jax.device_get(made)
         for i, (request, answer) in enumerate(

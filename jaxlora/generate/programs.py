@@ -1,11 +1,13 @@
 """The compiled functions of generation, of fixed shapes."""
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Sharding
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.generate.cached_attention import LayerCache, cached_attention, empty_cache
@@ -18,6 +20,7 @@ from jaxlora.models.stacks import to_paths
 from jaxlora.modules.attention import LayerRopes, layer_ropes
 from jaxlora.modules.loss import head_logits
 from jaxlora.modules.multi_lora_linear import Routing
+from jaxlora.programs.program import Program
 
 MAX_STEPS = 32  # most tokens of each sequence that one call of `decode` generates
 NO_TOKEN = -1  # stands in the output of `decode` where no token was generated
@@ -91,38 +94,53 @@ class Sampling(NamedTuple):
 
 
 class Programs:
-    """The jitted functions for a decoder; each compiles once for each shape.
+    """The functions for a decoder; each has one program for each shape.
 
     Attributes:
-        empty: Makes the state of a batch before its prompts.
         prefill: Runs the next S tokens of the prompts.
-        decode: Generates up to `MAX_STEPS` tokens of each sequence.
+        decode: Generates up to `MAX_STEPS` tokens of each sequence, by how tokens are
+            chosen.
     """
 
-    def __init__(self, spec: DecoderSpec):
+    def __init__(self, spec: DecoderSpec, device: Sharding):
         """Makes the functions; none is traced yet.
 
         Args:
             spec: The whole decoder.
+            device: Where its weights are.
         """
-        self._spec = spec
-        self.empty = jax.jit(self._empty, static_argnums=(0, 1))
-        self.prefill = jax.jit(
-            self._prefill, donate_argnums=0, compiler_options=_OPTIONS
-        )
-        self.decode = jax.jit(
-            self._decode,
-            donate_argnums=0,
-            static_argnums=5,
-            compiler_options=_OPTIONS,
-        )
+        self._spec, self._device = spec, device
+        self._empties: dict[tuple[int, int], Program] = {}
+        self.prefill = self._program("prompts", self._prefill, range(4))
+        self.decode: dict[Method, Program] = {
+            method: self._program(
+                f"{method} tokens",
+                functools.partial(self._decode, method=method),
+                range(5),
+            )
+            for method in get_args(Method)
+        }
+
+    def _program(self, what: str, run: Any, varies: Sequence[int]) -> Program:
+        jitted = jax.jit(run, donate_argnums=0, compiler_options=_OPTIONS)
+        identity = "generation", what, self._spec, self._device, _OPTIONS
+        return Program(jitted, what, identity, varies=varies)
+
+    def empty(self, num_rows: int, num_tokens: int) -> State:
+        """Makes the state of a batch before its prompts."""
+        sizes = num_rows, num_tokens
+        if sizes not in self._empties:
+            jitted = jax.jit(functools.partial(self._zeros, *sizes))
+            identity = "generation", "empty", self._spec, self._device, sizes
+            self._empties[sizes] = Program(jitted, "empty cache", identity)
+        return self._empties[sizes]()
 
     def num_compilations(self) -> int:
         """Programs compiled so far."""
-        functions: tuple[Any, ...] = self.empty, self.prefill, self.decode
-        return sum(function._cache_size() for function in functions)
+        functions = self.prefill, *self.decode.values(), *self._empties.values()
+        return sum(function.num_compilations() for function in functions)
 
-    def _empty(self, num_rows: int, num_tokens: int) -> State:
+    def _zeros(self, num_rows: int, num_tokens: int) -> State:
         config, options = self._spec.config, self._spec.options
         return State(
             cache=empty_cache(config, num_rows, num_tokens, options.dtype),
@@ -164,6 +182,7 @@ class Programs:
         rows: Rows,
         sampling: Sampling,
         is_done: Bool[Array, " B"],
+        *,
         method: Method,
     ) -> tuple[State, Int[Array, "B M"], Float[Array, "B M"]]:
         """Generates tokens until all sequences have ended, or all steps are done.
@@ -237,9 +256,9 @@ def _choose(
 
 
 @functools.lru_cache(maxsize=16)
-def programs_of(spec: DecoderSpec) -> Programs:
+def programs_of(spec: DecoderSpec, device: Sharding) -> Programs:
     """Returns the functions for a decoder, which all of this process share."""
-    return Programs(spec)
+    return Programs(spec, device)
 
 
 def next_logits(

@@ -1,16 +1,19 @@
-"""Opens a run: its settings, base model and data, before anything is compiled."""
+"""Opens a run: its settings, data and base model, while its programs are compiled."""
 
 import dataclasses
 import pathlib
+from collections.abc import Callable
 
 import jax
 
+from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.common.note import log_notes
 from jaxlora.config import RunConfig
 from jaxlora.distributed import agreement, processes
 from jaxlora.errors import ModelError
 from jaxlora.hf.load import FrozenModel, load_model
 from jaxlora.models.forward import Base
+from jaxlora.programs.program import in_background
 from jaxlora.run.folder import (
     as_begun,
     check_writable,
@@ -18,12 +21,19 @@ from jaxlora.run.folder import (
 )
 from jaxlora.run.lock import check_not_in_use
 from jaxlora.trackers.table import check_installed
+from jaxlora.train.execute.layout import Layout
+from jaxlora.train.execute.run_programs import RunPrograms
 from jaxlora.train.execute.samples import Sampler
 from jaxlora.train.job_state import JobState, start_job
 from jaxlora.train.plan.auto_mesh.machine import this_machine
 from jaxlora.train.plan.check_inputs import check_inputs
 from jaxlora.train.plan.planned_model import PlannedModel
-from jaxlora.train.plan.prepared_job import DataReader, data_reader, prepare_jobs
+from jaxlora.train.plan.prepared_job import (
+    DataReader,
+    PreparedJob,
+    data_reader,
+    prepare_jobs,
+)
 from jaxlora.train.plan.quantized_base import with_copies
 from jaxlora.train.plan.run_plan import RunPlan, resolve
 from jaxlora.train.saved.describe_run import check_settings_resume
@@ -31,11 +41,14 @@ from jaxlora.train.saved.describe_run import check_settings_resume
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class OpenedRun:
-    """A run whose model and data are loaded.
+    """A run whose model and data are loaded; its programs may still be compiled.
 
     Attributes:
         plan: The plan of the run, with the jobs that joined it earlier.
         model: The frozen base.
+        layout: The decoder on its devices.
+        slots: The slots, which are empty.
+        num_compiled: Programs that this process had compiled for the layout before.
         jobs: The jobs.
         reader: Reads the data of jobs.
         started: Time at which the run began, in ISO format.
@@ -45,6 +58,9 @@ class OpenedRun:
 
     plan: RunPlan
     model: FrozenModel
+    layout: Layout
+    slots: StagedSlots
+    num_compiled: int
     jobs: list[JobState]
     reader: DataReader
     started: str
@@ -53,7 +69,7 @@ class OpenedRun:
 
 
 def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
-    """Loads the base model and every job's data.
+    """Loads the base model and every job's data; the programs are compiled meanwhile.
 
     Args:
         config: The run.
@@ -84,7 +100,14 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
     plan = resolve(config, inputs.model, prepared, this_machine(held))
     log_notes(plan.notes)
     agreement.check_mesh(plan.config)
-    model = _as_planned(plan, model or _load(plan))
+    layout = Layout.of(plan.stages, None if model is None else model.params)
+    slots, num_compiled = layout.empty_slots(), layout.num_compilations()
+
+    def start_programs() -> None:
+        limits, evaluates = plan.config.limits, any(map(has_held_out, prepared))
+        RunPrograms.start(layout, slots, limits, evaluates=evaluates)
+
+    model = _as_planned(plan, _beside(start_programs, lambda: model or _load(plan)))
     jobs = [start_job(job, model) for job in prepared]
     agreement.check_inputs(model.fingerprint, prepared)
     sampler = None
@@ -93,12 +116,39 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
     return OpenedRun(
         plan=plan,
         model=model,
+        layout=layout,
+        slots=slots,
+        num_compiled=num_compiled,
         jobs=jobs,
         reader=reader,
         started=started,
         joined=tuple(job.name for job in config.jobs if job.name not in given),
         sampler=sampler,
     )
+
+
+def has_held_out(job: PreparedJob) -> bool:
+    """Whether a job has samples to evaluate it on."""
+    return job.eval_data is not None
+
+
+def _beside(start_programs: Callable[[], None], load: Callable[[], FrozenModel]):
+    """Loads the base in a thread while this thread traces the programs.
+
+    An error of the model comes before one of the programs, so that the same run always
+    fails in the same way. Several processes do one after the other, in the same order.
+    """
+    if processes.count() > 1:
+        model = load()
+        start_programs()
+        return model
+    loading = in_background(load)
+    try:
+        start_programs()
+    except Exception:
+        loading.result()
+        raise
+    return loading.result()
 
 
 def _load(plan: RunPlan) -> FrozenModel:

@@ -21,13 +21,13 @@ from jaxlora.run.lock import RunLock
 from jaxlora.run.saved_run import RunRecord, SavedRequests
 from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.ending import StopRequest, explained
-from jaxlora.train.execute.layout import Layout
+from jaxlora.train.execute.run_programs import RunPrograms
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.execute.windows import Windows
 from jaxlora.train.inbox import Inbox
 from jaxlora.train.job_state import JobState, start_job
 from jaxlora.train.joining import Joining
-from jaxlora.train.open_run import open_run
+from jaxlora.train.open_run import has_held_out, open_run
 from jaxlora.train.plan.prepared_job import prepare_job
 from jaxlora.train.plan.run_plan import RunPlan
 from jaxlora.train.plan.slot_spec import check_fits
@@ -64,8 +64,8 @@ class Trainer:
     def __init__(self, config: RunConfig, model: FrozenModel | None = None):
         """Loads the base model and every job's data; trains nothing yet.
 
-        Compiled programs are kept in ~/.cache/jaxlora/xla, unless JAX's settings of the
-        compilation cache say otherwise.
+        The programs of the run are loaded or compiled meanwhile. They are kept in
+        ~/.cache/jaxlora, unless JAX's settings of the compilation cache say otherwise.
 
         Args:
             config: The run.
@@ -82,8 +82,8 @@ class Trainer:
         self.model, self.jobs = opened.model, opened.jobs
         self.reader = opened.reader
         self.output_dir = pathlib.Path(config.output_dir)
-        self.layout = Layout.of(self.plan.stages, self.model.params)
-        self.slots = self.layout.empty_slots()
+        self.layout, self.slots = opened.layout, opened.slots
+        self._num_compiled = opened.num_compiled
         self.round, self._requests = 0, Requests()
         self._joining = Joining([job.name for job in self.jobs], self._open_job)
         self._added = list(opened.joined)
@@ -99,11 +99,18 @@ class Trainer:
     def compile(self, plan: RunPlan) -> tuple[StagePrograms, ...]:
         """Compiles the passes of all stages with the settings of a plan.
 
+        The other programs of the run are compiled beside them; see `RunPrograms`.
+
         Args:
             plan: The run's plan, or one with another capacity or `remat`.
         """
+        return self._start_programs(plan).compiled_passes()
+
+    def _start_programs(self, plan: RunPlan) -> RunPrograms:
         layout = self.layout.with_remat(plan.spec.options.remat)
-        return layout.compile(self.model.params, self.slots, plan.config.limits)
+        evaluates = any(has_held_out(job.prepared) for job in self.jobs)
+        limits = plan.config.limits
+        return RunPrograms.start(layout, self.slots, limits, evaluates=evaluates)
 
     # ---- jobs come and go: any thread may call these -------------------------------
 
@@ -209,17 +216,19 @@ class Trainer:
                 identity, folder = self._identity(), self.output_dir
                 prepared = [job.prepared for job in self.jobs]
                 processes.from_first(lambda: may_cut(folder, identity, prepared))
-            compiled_before = self.layout.num_compilations()
             with explained(self.output_dir, self._lock):
                 # A run that does not fit into memory is refused.
                 self.plan = self.plan.fit(self.compile)
                 self.layout = self.layout.with_remat(self.plan.spec.options.remat)
+                self._start_programs(self.plan).finish()
                 interrupted = self._run(resume, callbacks)
+            compiled_before = self._num_compiled
+            self._num_compiled = self.layout.num_compilations()
             result = RunResult(
                 jobs=tuple(job_result(job, self._folder(job)) for job in self.jobs),
                 output_dir=self.output_dir,
                 interrupted=interrupted,
-                num_compilations=self.layout.num_compilations() - compiled_before,
+                num_compilations=self._num_compiled - compiled_before,
             )
             if processes.is_first():
                 write_report(result)

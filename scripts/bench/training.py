@@ -26,9 +26,9 @@ from jaxlora.models.base_format import BaseFormat, kernel_of
 from jaxlora.models.forward import SlotKeys
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels import compile_program
+from jaxlora.programs.program import no_garbage_collection
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.staged_window import optimizer_inputs
-from jaxlora.train.execute.step import no_garbage_collection
 from jaxlora.train.job_state import JobState
 from jaxlora.train.plan.auto_mesh.machine import Machine
 from jaxlora.train.plan.planned_model import PlannedModel

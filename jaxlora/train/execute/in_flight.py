@@ -11,7 +11,6 @@ from jaxlora.data.pack import PackedBatch
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
 from jaxlora.sharding.pipeline import Pass
 from jaxlora.train.execute.layout import Layout
-from jaxlora.train.execute.stage_passes import Residuals
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +38,7 @@ class InFlight:
         # By stage and tick: what a pass waits for, and what a backward pass needs.
         self._hidden: dict[tuple[int, int], jax.Array] = {}
         self._gradients: dict[tuple[int, int], jax.Array] = {}
-        self._residuals: dict[tuple[int, int], Residuals] = {}
+        self._residuals: dict[tuple[int, int], Sequence[jax.Array]] = {}
 
     def enter(self, tick: int, batches: Sequence[PackedBatch], keys: SlotKeys) -> None:
         """Takes in a tick.

@@ -15,14 +15,12 @@ from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.load import Place
-from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.mesh import MeshStages
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.forward import Base
 from jaxlora.models.layer import Remat
 from jaxlora.models.sharded import EMBEDDING, base_spec
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.scheduler import Limits
 from jaxlora.sharding.mesh import stage_meshes
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.execute.step import CompiledSteps, compiled_steps
@@ -44,6 +42,14 @@ class Stage:
     def steps(self) -> CompiledSteps:
         """The compiled functions of this stage, which all runs of a process share."""
         return compiled_steps(self.spec, self.placement)
+
+    def base_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of the frozen weights, as they lie on the devices."""
+        specs, place = self.spec.base_specs(), self.placement.sharding
+        return {
+            path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(specs[path]))
+            for path, x in self.spec.base_shapes().items()
+        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +76,7 @@ class Layout:
         Args:
             stages: The stages.
             base: The frozen weights; a run without a mesh is where they are. None:
-                JAX's default device.
+                they will be on JAX's default device.
             devices: Devices of a mesh to choose from; None: all of them.
 
         Raises:
@@ -132,36 +138,16 @@ class Layout:
             for stage in self.stages
         ]
 
-    def compile(
-        self, params: Base, slots: StagedSlots, limits: Limits
-    ) -> tuple[StagePrograms, ...]:
-        """Compiles the passes of all stages, so that none waits for another later.
-
-        Args:
-            params: Frozen weights of the whole decoder.
-            slots: The slots.
-            limits: Limits of the microbatches.
-        """
-        found, num_stages = [], len(self.stages)
-        parts = zip(self.stages, self.bases(params), slots.tables, strict=True)
-        for number, (stage, base, table) in enumerate(parts, start=1):
-            args = base, table.state, table.settings, limits
-            if num_stages == 1:
-                program = stage.steps.compile_accumulate(*args)
-                found.append(StagePrograms(last=program))
-                continue
-            name = f"stage {number} of {num_stages}"
-            found.append(stage.steps.compile_passes(*args, name))
-        return tuple(found)
-
     def num_compilations(self) -> int:
         """Programs compiled so far for these stages, in this process."""
         return sum(stage.steps.num_compilations() for stage in self.stages)
 
 
 def _device_of(base: Base | None) -> Any:
-    """Returns where the slots of a run without a mesh are, if the base says so."""
-    device = None if base is None else next(iter(base.values())).sharding
+    """Returns where the slots of a run without a mesh are: where the base is."""
+    if base is None:
+        return ONE_DEVICE.committed(PartitionSpec())
+    device = next(iter(base.values())).sharding
     if isinstance(device, NamedSharding):  # the base may be divided; slots are not
         return NamedSharding(device.mesh, PartitionSpec())
     return device

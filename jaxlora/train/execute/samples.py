@@ -1,7 +1,6 @@
 """Texts that the jobs of a run generate at their evaluations, from their own slots."""
 
 import dataclasses
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,8 +15,6 @@ from jaxlora.generate.prompt import Generation, Prompt
 from jaxlora.generate.write import prompt_text
 from jaxlora.hf.load import FrozenModel
 from jaxlora.models.spec import DecoderSpec
-
-logger = logging.getLogger(__name__)
 
 # Given the slots of some jobs, generates with their adapters. Returns, by job, what a
 # `SampleEvent` has of each text.
@@ -77,7 +74,6 @@ class Sampler:
         self._spec = dataclasses.replace(spec, options=options)
         self._end_ids = end_ids(model, tokenizer)
         self._prompts = sample_prompts(config, spec.config, tokenizer)
-        self._has_compiled = False
 
     def generate(
         self, slots: Mapping[str, int], table: SlotTable
@@ -91,9 +87,6 @@ class Sampler:
         Returns:
             What a `SampleEvent` has of each text, in the order of the prompts, by job.
         """
-        if not self._has_compiled:
-            logger.info("the first samples compile their programs")
-            self._has_compiled = True
         prompts = [
             dataclasses.replace(prompt, adapter=job)
             for job in slots

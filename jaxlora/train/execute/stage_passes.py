@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,29 +17,33 @@ from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.models.stacks import added, to_paths
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("arrays",),
-    meta_fields=("structure", "places"),
-)
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Residuals:
-    """The arrays that a forward pass keeps for its backward pass.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Pullback:
+    """How a backward pass is made from the arrays that its forward pass keeps.
 
     Attributes:
-        arrays: The arrays that are kept, without the arguments.
         structure: Structure of the pytree that `jax.vjp` returned.
         places: For each of its arrays the number of the argument that it is; None: it
-            is the next of `arrays`.
+            is the next of the arrays that are kept.
     """
 
-    arrays: tuple[Any, ...]
     structure: Any
     places: tuple[int | None, ...]
 
+    def join(self, kept: Sequence[Any], arguments: Any) -> Callable[..., Any]:
+        """Returns the backward pass.
 
-def split(pullback: Any, arguments: Any) -> Residuals:
-    """Takes the arguments out of what `jax.vjp` returned.
+        Args:
+            kept: The arrays that `split` returned.
+            arguments: The arguments, in the same pytree.
+        """
+        given, rest = jax.tree.leaves(arguments), iter(kept)
+        leaves = [next(rest) if p is None else given[p] for p in self.places]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+def split(pullback: Any, arguments: Any) -> tuple[Pullback, tuple[Any, ...]]:
+    """Takes the arguments out of what `jax.vjp` returned; returns the other arrays.
 
     Args:
         pullback: The second result of `jax.vjp`, in the trace that called it.
@@ -50,19 +54,7 @@ def split(pullback: Any, arguments: Any) -> Residuals:
     # A residual that is an argument is the same object, not only an equal one.
     places = tuple(numbers.get(id(leaf)) for leaf in leaves)
     kept = (leaf for leaf, place in zip(leaves, places, strict=True) if place is None)
-    return Residuals(arrays=tuple(kept), structure=structure, places=places)
-
-
-def join(residuals: Residuals, arguments: Any) -> Callable[..., Any]:
-    """Returns the backward pass again.
-
-    Args:
-        residuals: What `split` returned.
-        arguments: The arguments, in the same pytree.
-    """
-    given, kept = jax.tree.leaves(arguments), iter(residuals.arrays)
-    leaves = [next(kept) if p is None else given[p] for p in residuals.places]
-    return jax.tree.unflatten(residuals.structure, leaves)
+    return Pullback(structure=structure, places=places), tuple(kept)
 
 
 Hidden = Float[Array, "T D"]
@@ -87,6 +79,8 @@ class StagePasses:
         slots = dataclasses.replace(spec.slots, num_slots=self._num_slots)
         self._spec = dataclasses.replace(spec, slots=slots)
         self._placement = placement
+        # Of the forward passes that were traced, by the number of rows on a device.
+        self._pullbacks: dict[int, Pullback] = {}
         self._by_path = functools.partial(to_paths, spec.stacks, axis=1)
 
     def accumulate(
@@ -132,8 +126,11 @@ class StagePasses:
         batch: PackedBatch,
         keys: SlotKeys,
         h: Hidden | None = None,
-    ) -> tuple[Hidden, Residuals]:
-        """Runs a stage that is not the last; returns hidden states and residuals."""
+    ) -> tuple[Hidden, tuple[Array, ...]]:
+        """Runs a stage that is not the last; returns hidden states and residuals.
+
+        Its trace decides how residuals make a backward pass, so it comes first.
+        """
         run = self._runner(base, settings, batch, keys)
         tables = self._by_path(params)
         if h is None:
@@ -141,14 +138,15 @@ class StagePasses:
         else:
             out, pullback = jax.vjp(run, tables, h)
         assert not isinstance(out, JobLosses)
-        kept = split(pullback, (base, tables))
+        pullback, kept = split(pullback, (base, tables))
+        self._pullbacks[len(batch.token_ids)] = pullback
         return out, jax.tree.map(lambda x: x[None], kept)
 
     def backward(
         self,
         base: Base,
         params: Tables,
-        residuals: Residuals,
+        residuals: Sequence[Array],
         pending: Pending,
         dh: Hidden,
     ) -> tuple[Pending, Hidden | None]:
@@ -163,7 +161,8 @@ class StagePasses:
             stage's input; None on the first stage.
         """
         kept = jax.tree.map(lambda x: x[0], residuals)
-        pullback = join(kept, (base, self._by_path(params)))
+        arguments = base, self._by_path(params)
+        pullback = self._pullbacks[len(dh)].join(kept, arguments)
         gradients, *rest = pullback(dh)
         pending = self._added(pending, gradients, is_finite=True)
         return pending, rest[0] if rest else None

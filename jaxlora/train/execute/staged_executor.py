@@ -25,7 +25,6 @@ from jaxlora.train.execute.executor import Outcomes, Window
 from jaxlora.train.execute.feed import Feed
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.staged_window import StagedWindow, total_losses
-from jaxlora.train.execute.step import compiled
 from jaxlora.train.job_state import JobState
 
 
@@ -61,7 +60,6 @@ class StagedExecutor:
         self._short = None
         if spec.options.attention == "cudnn":
             self._short = shortest_class(limits.capacity, *spec.options.lengths)
-        self._can_evaluate = False
         self._feed: Feed | None = None  # of the window that runs
         self._released: set[int] = set()  # in the window that runs
         self.slots = slots
@@ -212,13 +210,5 @@ class StagedExecutor:
             table, placement = self.slots.tables[number], stage.placement
             args = self._bases[number], table.state.params, table.settings
             h = tuple(jax.device_put(x, placement.sharding(placement.rows)) for x in h)
-            if not self._can_evaluate:
-                what = _named("the evaluation", number, len(self._layout.stages))
-                compiled(stage.steps.evaluate, what, *args, uploaded[number], *h)
             h = (stage.steps.evaluate(*args, uploaded[number], *h),)
-        self._can_evaluate = True
         return h[0]
-
-
-def _named(what: str, number: int, num_stages: int) -> str:
-    return what if num_stages == 1 else f"{what}, stage {number + 1} of {num_stages}"

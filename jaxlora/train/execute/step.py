@@ -1,11 +1,8 @@
 """The compiled functions of training: pure, of fixed shapes, for all slots at once."""
 
-import contextlib
+import dataclasses
 import functools
-import gc
-import logging
-import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,51 +15,33 @@ from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.data.pack import PackedBatch
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.inputs import batch_shapes, key_shapes
-from jaxlora.models.forward import Base, training_options
+from jaxlora.models.forward import training_options
 from jaxlora.models.spec import DecoderSpec, SlotSettings
-from jaxlora.pallas_kernels import compile_program
+from jaxlora.programs.program import Prepared, Program
 from jaxlora.scheduler import Limits
 from jaxlora.train.execute.stage_passes import StagePasses
 
-logger = logging.getLogger(__name__)
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedPasses:
+    """The passes of a stage that are being compiled; see `StagePrograms`."""
 
-def compiled(jitted: Any, what: str, *args: Any) -> jax.stages.Compiled:
-    """Compiles a function for arguments of these shapes, and logs how long it takes.
+    last: Prepared
+    forward: Prepared | None = None
 
-    Later calls with arguments of the same shapes reuse the program.
+    @property
+    def each(self) -> list[Prepared]:
+        """The passes, in the order in which they run."""
+        return [one for one in (self.forward, self.last) if one is not None]
 
-    Args:
-        jitted: A jitted function.
-        what: Name of the function for the log.
-        *args: Arguments, or their shapes.
-    """
-    logger.info("compiling %s; later ones reuse it", what)
-    began = time.perf_counter()
-    with no_garbage_collection():
-        program = compile_program(jitted.lower(*args))
-    logger.info("compiled %s in %.1f s", what, time.perf_counter() - began)
-    return program
-
-
-@contextlib.contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Pauses Python's collector of reference cycles.
-
-    Tracing and lowering make millions of long-lived objects. The collector would scan
-    them repeatedly, which would take half of the time.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    def compiled(self) -> StagePrograms:
+        """Waits for the programs."""
+        forward = None if self.forward is None else self.forward.compiled()
+        return StagePrograms(last=self.last.compiled(), forward=forward)
 
 
 class CompiledSteps:
-    """The jitted functions of a stage; each compiles once for each batch shape.
+    """The functions of a stage; each has one program for each batch shape.
 
     On several devices, each device runs the same program on a microbatch of its own.
     See `StagePasses` for the arguments.
@@ -91,6 +70,7 @@ class CompiledSteps:
         """
         self._spec, self._placement = spec, placement
         passes, p = StagePasses(spec, placement), placement
+        self._passes = passes
         training = training_options(spec)
         base, slots = spec.base_specs(), p.by_slot
         specs: Any = AdapterState  # with partition specs in the place of tables
@@ -98,117 +78,128 @@ class CompiledSteps:
         inputs = p.by_linear_and_slot, p.rows  # settings and batch
         h = () if spec.has_embedding else (p.rows,)
 
-        def jitted(run, takes, gives, **options):
-            return _jitted(run, placement, takes, gives, **options)
+        def program(what, run, takes, gives, *, varies=(), **options):
+            jitted = _jitted(run, placement, takes, gives, **options)
+            identity = "training", what, spec, placement, options
+            return Program(jitted, what, identity, varies=varies)
 
-        self.accumulate = jitted(
+        self.accumulate = program(
+            "training step",
             passes.accumulate,
             (base, slots, p.partial, *inputs, slots, *h),
             (p.partial, p.partial, p.rows),
+            varies=(4,),
             donate_argnums=2,
             compiler_options=training,
         )
-        self.forward = jitted(
+        self.forward = program(
+            "forward pass",
             passes.forward,
             (base, slots, *inputs, slots, *h),
             (p.rows, p.rows),
+            varies=(3,),
             compiler_options=training,
         )
-        self.backward = jitted(
+        self.backward = program(
+            "backward pass",
             passes.backward,
             (base, slots, p.rows, p.partial, p.rows),
             (p.partial, p.rows),
+            varies=(4,),
             donate_argnums=3,
             compiler_options=training,
         )
-        self.evaluate = jitted(
+        self.evaluate = program(
+            "evaluation",
             passes.evaluate,
             (base, slots, *inputs, *h),
             p.partial if spec.has_head else p.rows,
+            varies=(3,),
             compiler_options=spec.gather_options(),
         )
-        self.exchange = jitted(
+        self.exchange = program(
+            "sum over devices",
             functools.partial(exchange, axes=p.summed_axes),
             (p.partial, slots),
             p.partial,
             donate_argnums=0,
         )
-        self.measure = jitted(measure, (p.partial,), slots)
-        self.step = jitted(
-            optimizer_step, (state, slots, slots), (state, slots), donate_argnums=0
-        )
-        self.write_slot = jax.jit(
-            functools.partial(write_slot),
+        self.measure = program("gradient norms", measure, (p.partial,), slots)
+        self.step = program(
+            "optimizer step",
+            optimizer_step,
+            (state, slots, slots),
+            (state, slots),
+            varies=(2,),
             donate_argnums=0,
-            out_shardings=None if p.mesh is None else _shardings(placement, state),
         )
-
-    def compile_accumulate(
-        self, base: Base, state: AdapterState, settings: SlotSettings, limits: Limits
-    ) -> jax.stages.Compiled:
-        """Compiles `accumulate` as a run will call it; the run reuses the program.
-
-        Args:
-            base: Frozen weights.
-            state: State of the slots.
-            settings: Settings of the slots.
-            limits: Limits of the microbatches.
-        """
-        return compiled(
-            self.accumulate,
-            "the training step",
-            base,
-            state.params,
-            state.pending,
-            settings,
-            self._batch_shapes(limits),
-            key_shapes(self._spec),
+        written = None if p.mesh is None else _shardings(placement, state)
+        write = jax.jit(
+            functools.partial(write_slot), donate_argnums=0, out_shardings=written
         )
+        identity = "training", "slot", spec, placement
+        self.write_slot = Program(write, "writing a slot", identity)
 
-    def compile_passes(
+    def prepare_passes(
         self,
-        base: Base,
+        base: Mapping[str, Any],
         state: AdapterState,
         settings: SlotSettings,
         limits: Limits,
-        name: str,
-    ) -> StagePrograms:
-        """Compiles the passes of a pipeline stage as a run will call them.
+        name: str = "",
+    ) -> PreparedPasses:
+        """Starts to compile the forward and backward pass as a run calls them.
 
         Args:
-            base: Frozen weights of the stage.
+            base: Frozen weights of the stage, or their shapes.
             state: State of the slots.
             settings: Settings of the slots.
             limits: Limits of the microbatches.
-            name: Name of the stage for the log.
+            name: What the log adds to the name of a pass; empty: there is one stage.
         """
-        spec, rows = self._spec, self._placement.sharding(self._placement.rows)
-        batch, keys = self._batch_shapes(limits), key_shapes(spec)
-        size = len(batch.token_ids), spec.config.hidden_size
-        hidden = jax.ShapeDtypeStruct(size, spec.options.dtype, sharding=rows)
+        spec, keys = self._spec, key_shapes(self._spec)
+        hidden = self.hidden_shape(limits)
         h = () if spec.has_embedding else (hidden,)
-        inputs = settings, batch, keys, *h
+        inputs = settings, self.batch_shapes(limits), keys, *h
         if spec.has_head:
-            what = f"the forward and backward pass, {name}"
             args = base, state.params, state.pending, *inputs
-            return StagePrograms(last=compiled(self.accumulate, what, *args))
+            what = f"forward and backward pass{name}" if name else None
+            return PreparedPasses(last=self.accumulate.prepare(*args, what=what))
         args = base, state.params, *inputs
-        forward = compiled(self.forward, f"the forward pass, {name}", *args)
-        _, kept = self.forward.eval_shape(*args)
+        forward = self.forward.prepare(*args, what=f"forward pass{name}")
         kept = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), kept
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=hidden.sharding),
+            forward.out_info[1],
         )
-        args = base, state.params, kept, state.pending, hidden
-        backward = compiled(self.backward, f"the backward pass, {name}", *args)
-        return StagePrograms(last=backward, forward=forward)
+        backward = self.backward.prepare(
+            *(base, state.params, kept, state.pending, hidden),
+            what=f"backward pass{name}",
+            # It is the transpose of this trace, which a loaded program has not made.
+            before_tracing=lambda: self.forward.jitted.eval_shape(*args),
+        )
+        return PreparedPasses(last=backward, forward=forward)
 
-    def _batch_shapes(self, limits: Limits) -> PackedBatch:
+    def batch_shapes(self, limits: Limits) -> PackedBatch:
+        """Shapes of the rows of a tick."""
         return batch_shapes(limits, self._placement, self._spec.options.objectives)
+
+    def hidden_shape(self, limits: Limits) -> jax.ShapeDtypeStruct:
+        """Shape of the hidden states that go from stage to stage."""
+        num_rows = self._placement.num_devices * limits.capacity
+        return jax.ShapeDtypeStruct(
+            (num_rows, self._spec.config.hidden_size),
+            self._spec.options.dtype,
+            sharding=self._placement.sharding(self._placement.rows),
+        )
+
+    @property
+    def programs(self) -> dict[str, Program]:
+        """The functions, by the name of their attribute."""
+        return {k: v for k, v in vars(self).items() if isinstance(v, Program)}
 
     def num_compilations(self) -> int:
         """Programs compiled so far."""
-        functions = vars(self).values()
-        return sum(f._cache_size() for f in functions if hasattr(f, "_cache_size"))
+        return sum(one.num_compilations() for one in self.programs.values())
 
 
 def _jitted(

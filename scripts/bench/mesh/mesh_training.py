@@ -3,7 +3,6 @@
 import dataclasses
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxlora.bench.mesh.cases import Case, make_jobs
@@ -14,6 +13,7 @@ from jaxlora.errors import JaxloraError
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import Lanes, Pipeline
 from jaxlora.train.execute.executor import Outcomes, Window
+from jaxlora.train.execute.run_programs import RunPrograms
 from jaxlora.train.execute.staged_executor import StagedExecutor
 
 
@@ -45,22 +45,16 @@ class MeshTraining(Training):
 
     def compile(self) -> float:
         """Compiles the passes of all stages at the same time; returns the seconds."""
-        stages = range(len(self.layout.stages))
-        began = time.perf_counter()
-        with ThreadPoolExecutor(len(stages)) as pool:
-            list(pool.map(self._compile_stage, stages))
+        began, limits = time.perf_counter(), self.case.limits
+        args = self.layout, self.slots, limits
+        RunPrograms.start(*args, evaluates=False).compiled_passes()
         return time.perf_counter() - began
-
-    def _compile_stage(self, number: int) -> None:
-        stage, table = self.layout.stages[number], self.slots.tables[number]
-        args = self.bases[number], table.state, table.settings, self.case.limits
-        stage.steps.compile_passes(*args, f"stage {number}")
 
     def step_memory(self) -> Any:
         """Returns the memory of the training step on each device, as XLA says."""
         (stage,), (table,) = self.layout.stages, self.slots.tables
         args = self.bases[0], table.state, table.settings, self.case.limits
-        return stage.steps.compile_accumulate(*args).memory_analysis()
+        return stage.steps.prepare_passes(*args).compiled().last.memory_analysis()
 
     def seconds(self, windows: Sequence[Window], in_flight: int = 0) -> float:
         """Runs windows one after the other; returns the time until all is done.

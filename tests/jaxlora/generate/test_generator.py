@@ -12,7 +12,6 @@ from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import ConfigError, DataError, JaxloraError
 from jaxlora.generate.generator import end_ids, prompt_ids
-from jaxlora.generate.programs import programs_of
 from jaxlora.generate.prompt import as_prompts
 
 LIVELY = GenerationSettings(max_new_tokens=12, temperature=2.0, top_p=0.95, seed=3)
@@ -208,7 +207,7 @@ def test_tools_go_to_the_chat_template(folder):
 
 def test_prompts_and_answers_of_other_lengths_reuse_the_programs(model):
     generator = Generator(model, batch_size=2)
-    programs = programs_of(generator._text_decoder.decoder.spec)
+    programs = generator._text_decoder.decoder.programs
     generator.generate([Prompt(text) for text in TEXTS[:2]], LIVELY)
     before = programs.num_compilations()
     shorter = LIVELY.replace(max_new_tokens=5, temperature=1.0, top_p=0.5, seed=8)

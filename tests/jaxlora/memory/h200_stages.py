@@ -97,9 +97,7 @@ def compile_stage(stage: Stage) -> StagePrograms:
         settings_shapes(spec),
     )
     args = base, state_shapes(stage), settings, LIMITS
-    if spec.has_embedding and spec.has_head:
-        return StagePrograms(last=stage.steps.compile_accumulate(*args))
-    return stage.steps.compile_passes(*args, "a stage")
+    return stage.steps.prepare_passes(*args).compiled()
 
 
 def compare(words: str, remat: str, devices) -> list[dict[str, int]]:

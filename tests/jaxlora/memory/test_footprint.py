@@ -11,7 +11,7 @@ from jaxlora.adapters.slots import SlotTable
 from jaxlora.config import RunConfig
 from jaxlora.hf.config import model_config
 from jaxlora.hf.names import linear_names, linear_path
-from jaxlora.memory.footprint import Footprint, StagePrograms
+from jaxlora.memory.footprint import Footprint
 from jaxlora.memory.mesh import MeshStages, estimated_footprint, measured_footprint
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.layer import Remat
@@ -48,10 +48,11 @@ def estimated_and_measured(spec: DecoderSpec, num_tokens: int) -> tuple[float, f
     base = {k: jnp.zeros(s.shape, s.dtype) for k, s in spec.base_shapes().items()}
     steps = CompiledSteps(spec)
     table = SlotTable(spec, steps.write_slot)
-    program = steps.compile_accumulate(base, table.state, table.settings, limits)
+    args = base, table.state, table.settings, limits
+    programs = steps.prepare_passes(*args).compiled()
     job = {"name": "a", "data": {"path": "a.jsonl"}}
     stages = MeshStages.of(RunConfig(model="m", jobs=(job,)), spec)
-    measured = measured_footprint(stages, [StagePrograms(last=program)], limits)
+    measured = measured_footprint(stages, [programs], limits)
     assert measured is not None
     estimated = estimated_footprint(stages, 64, num_tokens)
     ([one], [other]) = estimated.stages, measured.stages

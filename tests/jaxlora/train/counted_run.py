@@ -1,6 +1,6 @@
 """Counts the programs that a run compiles.
 
-    python -m tests.jaxlora.train.counted_run RUN_FILE {interrupt,resume}
+    python -m tests.jaxlora.train.counted_run RUN_FILE {interrupt,resume,train}
 
 trains in this process and prints the counts as one line of JSON.
 """
@@ -52,15 +52,18 @@ def interrupt(trainer):
 
 def main(run_file: str, how: str) -> None:
     config = load_run(run_file)
-    statuses = []
+    statuses, result = [], None
     with counting() as (compiled, missed):
         if how == "interrupt":
             with contextlib.suppress(RuntimeError):
                 Trainer(config).train(callbacks=[AtWindow(interrupt)])
         else:
-            result = Trainer(config).train(resume=True)
+            result = Trainer(config).train(resume=how == "resume")
             statuses = [job.progress.status for job in result.jobs]
-    print(json.dumps({"compiled": compiled, "missed": missed, "statuses": statuses}))
+    counts = {"compiled": compiled, "missed": missed, "statuses": statuses}
+    if result is not None:
+        counts["num_compilations"] = result.num_compilations
+    print(json.dumps(counts))
 
 
 if __name__ == "__main__":

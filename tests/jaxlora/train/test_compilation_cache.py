@@ -9,6 +9,8 @@ import jax
 import pytest
 
 from jaxlora import RunConfig, Trainer
+from jaxlora.programs import program
+from jaxlora.programs.program import keep_programs
 from jaxlora.train.compilation_cache import keep_compiled_programs
 
 
@@ -23,7 +25,9 @@ def unset(monkeypatch, tmp_path):
     before = {name: getattr(jax.config, name) for name in names}
     jax.config.update("jax_compilation_cache_dir", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("JAXLORA_KEEP_PROGRAMS", raising=False)
     yield
+    keep_programs(None)
     for name, value in before.items():
         jax.config.update(name, value)
 
@@ -35,15 +39,34 @@ def test_a_trainer_keeps_what_it_compiles(model, jobs, tmp_path, caplog):
     )
     for _ in range(2):
         Trainer(config, model)
-    folder = str(tmp_path / "cache" / "jaxlora" / "xla")
-    assert jax.config.jax_compilation_cache_dir == folder
+    folder = tmp_path / "cache" / "jaxlora"
+    assert jax.config.jax_compilation_cache_dir == str(folder / "xla")
+    assert program._Kept.programs.folder == folder / "programs"
     assert caplog.text.count(f"compiled programs are kept in {folder}") == 1
+
+
+def test_where_whole_programs_are_kept(tmp_path, monkeypatch):
+    """Beside JAX's cache, if its settings choose a folder of this machine."""
+
+    def folder():
+        keep_compiled_programs()
+        kept = program._Kept.programs
+        return None if kept is None else kept.folder
+
+    assert folder() == tmp_path / "cache" / "jaxlora" / "programs"
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
+    assert folder() == tmp_path / "mine" / "jaxlora-programs"
+    monkeypatch.setenv("JAXLORA_KEEP_PROGRAMS", "0")
+    assert folder() is None
+    monkeypatch.delenv("JAXLORA_KEEP_PROGRAMS")
+    jax.config.update("jax_compilation_cache_dir", "gs://bucket/programs")
+    assert folder() is None
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("jax_compilation_cache_dir", "mine"),
+        ("jax_compilation_cache_dir", "gs://mine"),
         ("jax_compilation_cache_dir", ""),
         ("jax_enable_compilation_cache", False),
     ],
@@ -53,7 +76,8 @@ def test_jaxs_own_settings_go_first(name, value, caplog):
     jax.config.update(name, value)
     keep_compiled_programs()
     assert getattr(jax.config, name) == value
-    assert jax.config.jax_compilation_cache_dir in (None, "mine", "")
+    assert jax.config.jax_compilation_cache_dir in (None, "gs://mine", "")
+    assert program._Kept.programs is None
     assert not caplog.records
 
 

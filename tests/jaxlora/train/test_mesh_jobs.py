@@ -113,7 +113,7 @@ def test_one_program_for_each_function_of_a_stage(meshes, small_jobs, eventful, 
     stages = again.trainer.layout.stages
     for stage, passes in zip(stages, kinds, strict=True):
         passes = passes | ({"exchange"} if stage.placement.num_parts > 1 else set())
-        functions = vars(stage.steps).items()
-        counts = {n: f._cache_size() for n, f in functions if hasattr(f, "_cache_size")}
+        programs = stage.steps.programs.items()
+        counts = {name: one.num_programs() for name, one in programs}
         used = dict.fromkeys(always | passes, 1)
         assert counts == dict.fromkeys(counts, 0) | used

@@ -48,9 +48,12 @@ def test_a_second_trainer_of_the_same_shapes_compiles_nothing(make_trainer):
     assert second.num_compilations == 0
 
 
-def in_a_new_process(run_file: pathlib.Path, cache: pathlib.Path, *how: str) -> dict:
+def in_a_new_process(
+    run_file: pathlib.Path, cache: pathlib.Path, *how: str, keeps: bool = False
+) -> dict:
     """Trains in a process of its own; returns how it ended and what it compiled."""
     settings = {
+        "JAXLORA_KEEP_PROGRAMS": str(int(keeps)),
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
@@ -85,3 +88,21 @@ def test_resuming_in_the_same_process_compiles_nothing(make_trainer):
     with counting() as (compiled, _):
         make_trainer("cut").train(resume=True)
     assert {name: compiled[name] for name in RUN} == dict.fromkeys(RUN, 0)
+
+
+def test_a_second_process_loads_its_programs(make_trainer, tmp_path):
+    """It traces and compiles none of them, and its adapters have the same bits."""
+    cache, counts, adapters = tmp_path / "cache", [], []
+    for name in ("first", "second"):
+        run_file = tmp_path / f"{name}.json"
+        config = make_trainer(name).config.model_dump(mode="json")
+        run_file.write_text(json.dumps(config))
+        counts.append(in_a_new_process(run_file, cache, "train", keeps=True))
+        weights = (tmp_path / name / "adapters").rglob("adapter_model.safetensors")
+        adapters.append([path.read_bytes() for path in sorted(weights)])
+    first, second = counts
+    assert {name: first["compiled"].get(name) for name in RUN} == dict.fromkeys(RUN, 1)
+    assert first["num_compilations"] == len(RUN)
+    assert not second["compiled"].keys() & set(RUN)
+    assert second["num_compilations"] == 0
+    assert len(adapters[0]) == 3 and adapters[0] == adapters[1]

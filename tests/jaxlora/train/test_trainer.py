@@ -15,6 +15,7 @@ from jaxlora.data.tokenize import DataReader
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.run.log import read_events
+from jaxlora.train.execute.step import compiled_steps
 from jaxlora.train.job_state import JobState
 from jaxlora.train.plan import prepared_job
 from jaxlora.train.plan.prepared_job import prepare_job
@@ -112,14 +113,13 @@ def test_jobs_wait_for_a_slot(train, jobs):
 
 def test_says_what_it_compiles(train, jobs, caplog):
     caplog.set_level(logging.INFO, "jaxlora")
+    compiled_steps.cache_clear()
     train(jobs[:1])
     said = [r.getMessage() for r in caplog.records if "compil" in r.getMessage()]
-    assert [text.split(";")[0].split(" in ")[0] for text in said] == [
-        "compiling the training step",
-        "compiled the training step",
-        "compiling the evaluation",
-        "compiled the evaluation",
-    ]
+    names = "training step", "evaluation", "optimizer step", "writing a slot"
+    assert said[0] == f"compiling 4 programs: {', '.join(names)}"
+    assert len(said) == 2 and said[1].startswith("compiled 4 programs, waited ")
+    assert all(f"{name} " in said[1] for name in names)
 
 
 def test_starts_from_an_adapter(train, jobs, model, monkeypatch):

@@ -1,0 +1,116 @@
+"""A folder of compiled programs, from which later processes load them.
+
+An entry is a pickle, and loading it runs code. So it is only read from a folder and a
+file that belong to this user and that nobody else may write to.
+"""
+
+import dataclasses
+import errno
+import hashlib
+import logging
+import os
+import pathlib
+import stat
+
+from jaxlora.common.atomic import new_file, remove_leftovers
+from jaxlora.common.cache_home import check_private, make_private
+from jaxlora.errors import StorageError
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES = 4 * 2**30
+_SUFFIX = ".program"
+_HEADER = b"jaxlora program 1\n"
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+class DamagedEntryError(Exception):
+    """An entry cannot be used; the text says why."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class KeptPrograms:
+    """The folder.
+
+    Attributes:
+        folder: Its path.
+        max_bytes: Bound on the size of all entries; those used least recently go first.
+    """
+
+    folder: pathlib.Path
+    max_bytes: int = MAX_BYTES
+
+    def path(self, key: str) -> pathlib.Path:
+        """Returns the path of an entry."""
+        return self.folder / f"{key}{_SUFFIX}"
+
+    def read(self, key: str) -> bytes | None:
+        """Returns what was written under a key; None if there is no such entry.
+
+        Raises:
+            DamagedEntryError: The entry is damaged, or others may have written it.
+        """
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            # A link may lead to a file that somebody else chooses.
+            handle = os.open(self.path(key), flags)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            is_link = error.errno == errno.ELOOP
+            why = "it is a symbolic link" if is_link else error.strerror
+            raise DamagedEntryError(why) from error
+        try:
+            data = self._read_open(handle, self.path(key))
+        except OSError as error:
+            raise DamagedEntryError(error.strerror) from error
+        finally:
+            os.close(handle)
+        start = len(_HEADER) + _DIGEST_BYTES
+        payload = data[start:]
+        if data[:start] != _HEADER + hashlib.sha256(payload).digest():
+            raise DamagedEntryError("it is damaged or of another version")
+        return payload
+
+    def _read_open(self, handle: int, path: pathlib.Path) -> bytes:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            raise DamagedEntryError("it is no regular file")
+        check_private(self.folder.stat(), self.folder)
+        check_private(found, path)
+        os.utime(handle)  # the time of its last use
+        with open(handle, "rb", closefd=False) as file:
+            return file.read()
+
+    def write(self, key: str, payload: bytes) -> None:
+        """Writes an entry as a whole, and removes old ones beyond the bound.
+
+        A folder that cannot be written is named in the log.
+        """
+        try:
+            make_private(self.folder)
+            with new_file(self.path(key), mode=0o600) as file:
+                file.write(_HEADER + hashlib.sha256(payload).digest())
+                file.write(payload)
+            remove_leftovers(self.folder)
+            self._remove_old()
+        except (OSError, StorageError) as error:
+            logger.warning("a compiled program is not kept: %s", error)
+
+    def _remove_old(self) -> None:
+        """Removes the entries used least recently, until the rest is small enough."""
+        entries = []
+        for path in self.folder.iterdir():
+            if path.suffix != _SUFFIX:
+                continue
+            try:
+                found = path.lstat()
+            except FileNotFoundError:  # another process has removed it
+                continue
+            entries.append((found.st_mtime_ns, found.st_size, path))
+        excess = sum(size for _, size, _ in entries) - self.max_bytes
+        for _, size, path in sorted(entries):
+            if excess <= 0:
+                return
+            path.unlink(missing_ok=True)
+            excess -= size

@@ -1,0 +1,390 @@
+"""Functions that are compiled, or loaded from disk, before they are called."""
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import logging
+import math
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+from jax._src import config as jax_config
+from jax.experimental import serialize_executable
+
+from jaxlora.distributed import processes
+from jaxlora.pallas_kernels import compile_program
+from jaxlora.programs.kept import DamagedEntryError, KeptPrograms
+from jaxlora.programs.key import program_key, source_stamp
+
+logger = logging.getLogger(__name__)
+
+
+class _Kept:
+    """Where the programs of this process are kept; see `keep_programs`."""
+
+    programs: KeptPrograms | None = None
+
+
+def keep_programs(programs: KeptPrograms | None) -> None:
+    """Keeps the programs that are compiled from now on, or stops doing so."""
+    _Kept.programs = programs
+
+
+def _kept() -> KeptPrograms | None:
+    """Returns the folder; None if the files of the package are newer than its code."""
+    programs = _Kept.programs
+    return programs if programs is not None and source_stamp().is_current() else None
+
+
+class Program:
+    """A function that has one program for each shape of some of its arguments.
+
+    It is called as a jitted function is. But it can also be compiled before there are
+    arguments, beside other programs; and a program that an earlier process has kept is
+    loaded without being traced.
+    """
+
+    def __init__(
+        self,
+        jitted: Any,
+        what: str,
+        identity: Any,
+        *,
+        varies: Sequence[int] = (),
+    ):
+        """Makes the function; nothing is traced yet.
+
+        Args:
+            jitted: The jitted function.
+            what: Its name for the log.
+            identity: All that the function depends on besides its arguments, for the
+                key; see `jaxlora.programs.key.canonical`.
+            varies: Numbers of the arguments whose shapes may differ from call to call.
+        """
+        self.jitted, self.what = jitted, what
+        self._identity, self._varies = identity, tuple(varies)
+        self._prepared: dict[Any, Prepared] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        """Calls the program for these arguments; compiles it if there is none yet."""
+        prepared = self._prepared.get(self._signature(args))
+        if prepared is None:
+            prepared = self.prepare(*args)
+            finish([prepared])
+        return prepared.compiled()(*args)
+
+    def prepare(
+        self,
+        *args: Any,
+        what: str | None = None,
+        before_tracing: Callable[[], Any] | None = None,
+    ) -> "Prepared":
+        """Starts to load or to compile the program for arguments of these shapes.
+
+        Tracing is done when this returns; XLA goes on in a thread.
+
+        Args:
+            *args: Arguments, or their shapes.
+            what: Name of the program for the log.
+            before_tracing: Is called before the function is traced, if it is.
+        """
+        signature = self._signature(args)
+        found = self._prepared.get(signature)
+        if found is None or found.has_failed:
+            found = Prepared(
+                self.jitted, what or self.what, self._identity, args, before_tracing
+            )
+            self._prepared[signature] = found
+        return found
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """Lowers the function, as `jax.jit(...).lower` does."""
+        return self.jitted.lower(*args)
+
+    def num_programs(self) -> int:
+        """Programs that were prepared so far, of which some may have been loaded."""
+        return len(self._prepared)
+
+    def num_compilations(self) -> int:
+        """Programs compiled so far."""
+        return sum(not one.is_loaded for one in self._prepared.values())
+
+    def _signature(self, args: Sequence[Any]) -> Any:
+        """What decides which program runs, as `jax.jit` has it for each call."""
+        varying = jax.tree.leaves([args[i] for i in self._varies])
+        return (
+            jax_config.trace_context(),
+            jax.config.read("jax_disable_most_optimizations"),
+            *[leaf.shape for leaf in varying],
+        )
+
+
+class Prepared:
+    """A program that is loaded or compiled in the background.
+
+    Attributes:
+        what: Its name for the log.
+        is_loaded: Whether it was loaded, and not compiled.
+        is_announced: Whether the log has said that it is being compiled.
+        is_finished: Whether the log has said how long it took.
+        seconds: Time that it took so far, tracing included.
+    """
+
+    def __init__(
+        self,
+        jitted: Any,
+        what: str,
+        identity: Any,
+        args: tuple[Any, ...],
+        before_tracing: Callable[[], Any] | None,
+    ):
+        """Starts; see `Program.prepare`."""
+        self._before_tracing = before_tracing
+        self.what, self.is_loaded, self.seconds = what, False, 0.0
+        self.is_announced = self.is_finished = False
+        self._jitted, self._args = jitted, _shapes(args)
+        self._lowered: jax.stages.Lowered | None = None
+        self._compiled: jax.stages.Compiled | None = None
+        self._kept = _kept()
+        self._key = program_key(identity, args) if self._kept is not None else ""
+        self._future: Future | None = None
+        entry = self._read()
+        # All processes of a run load a program, or all compile it.
+        if processes.any_of(entry is None):
+            self._start_compiling()
+        else:
+            assert entry is not None
+            self.is_loaded = True
+            self._future = in_background(functools.partial(self._load, entry))
+            if processes.count() > 1:
+                self.compiled()
+
+    def compiled(self) -> jax.stages.Compiled:
+        """Waits for the program, and returns it."""
+        if self._compiled is None:
+            assert self._future is not None
+            found = self._future.result()
+            # All processes must agree on this too.
+            if self.is_loaded and processes.any_of(found is None):
+                self.is_loaded = False
+                self._start_compiling()
+                found = self._future.result()
+            self._compiled, self._lowered = found, None
+        return self._compiled
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether compiling has ended with an error."""
+        future = self._future
+        return future is not None and future.done() and future.exception() is not None
+
+    @property
+    def out_info(self) -> Any:
+        """Shapes of the results, before the program is compiled if it is not loaded."""
+        if self._lowered is not None:
+            return self._lowered.out_info
+        return self.compiled().out_info
+
+    def _read(self) -> bytes | None:
+        if self._kept is None:
+            return None
+        try:
+            return self._kept.read(self._key)
+        except DamagedEntryError as error:
+            self._reject(str(error))
+            return None
+
+    def _reject(self, why: str) -> None:
+        assert self._kept is not None
+        logger.warning(
+            "%s cannot be used for %s, which is compiled instead: %s",
+            self._kept.path(self._key),
+            self.what,
+            why,
+        )
+
+    def _load(self, entry: bytes) -> jax.stages.Compiled | None:
+        began = time.perf_counter()
+        try:
+            compiled = deserialize(entry, self._args)
+        except Exception as error:  # whatever a pickle of another kind may raise
+            self._reject(f"{type(error).__name__}: {error}"[:200])
+            return None
+        self.seconds += time.perf_counter() - began
+        return compiled
+
+    def _start_compiling(self) -> None:
+        began = time.perf_counter()
+        with no_garbage_collection():
+            if self._before_tracing is not None:
+                self._before_tracing()
+            lowered = self._lowered = self._jitted.lower(*self._args)
+        self.seconds += time.perf_counter() - began
+        self._future = in_background(lambda: self._compile(lowered))
+        if processes.count() > 1:  # in the same order on all of them
+            self.compiled()
+
+    def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        began = time.perf_counter()
+        with _beside_xlas_cache() if self._kept else contextlib.nullcontext():
+            compiled = compile_program(lowered)
+        if self._kept is not None and source_stamp().is_current():
+            entry = serialize(compiled, self.what)
+            if entry is not None:
+                self._kept.write(self._key, entry)
+        self.seconds += time.perf_counter() - began
+        return compiled
+
+
+def announce(prepared: Sequence[Prepared]) -> None:
+    """Logs in one line which programs are being compiled, each of them once."""
+    new = [one for one in prepared if not (one.is_announced or one.is_loaded)]
+    for one in new:
+        one.is_announced = True
+    if new:
+        names = ", ".join(one.what for one in new)
+        logger.info("compiling %d program%s: %s", len(new), "s"[: len(new) - 1], names)
+
+
+def finish(prepared: Sequence[Prepared]) -> None:
+    """Waits for programs, and logs in one line how long new ones took."""
+    new = [one for one in prepared if not one.is_finished]
+    began = time.perf_counter()
+    for one in new:
+        one.compiled()
+        one.is_finished = True
+    waited = time.perf_counter() - began
+    for is_loaded, verb in ((False, "compiled"), (True, "loaded")):
+        found = [one for one in new if one.is_loaded == is_loaded]
+        if found:
+            each = ", ".join(f"{one.what} {one.seconds:.1f}" for one in found)
+            logger.info(
+                "%s %d program%s, waited %.1f s (%s)",
+                verb,
+                len(found),
+                "s"[: len(found) - 1],
+                waited,
+                each,
+            )
+
+
+def in_background[T](run: Callable[[], T]) -> Future:
+    """Runs a function in a thread that does not keep the process from ending."""
+    future: Future = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(run())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="jaxlora-program", daemon=True).start()
+    return future
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Pauses Python's collector of reference cycles.
+
+    Tracing and lowering make millions of long-lived objects. The collector would scan
+    them repeatedly, which would take half of the time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _beside_xlas_cache() -> Iterator[None]:
+    """Lets JAX's persistent cache neither give nor take a program on a CPU.
+
+    XLA's CPU client serializes a program that was itself loaded without its functions,
+    and it fails when it runs ("Function ... not found").
+    """
+    if jax.default_backend() != "cpu":
+        yield
+        return
+    # No entry has such a key, as none is written for it.
+    with (
+        jax_config.persistent_cache_min_compile_time_secs(math.inf),
+        jax_config.compilation_cache_include_metadata_in_key(True),
+    ):
+        yield
+
+
+# ---- serialization -------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    """What is kept of a program.
+
+    Attributes:
+        executable: What JAX serializes.
+        out_tree: Structure of the results.
+        devices: Numbers of the devices, in the order of the program.
+    """
+
+    executable: bytes
+    out_tree: Any
+    devices: tuple[int, ...]
+
+
+def serialize(compiled: jax.stages.Compiled, what: str) -> bytes | None:
+    """Returns a program as bytes; None if another process could not run it."""
+    unloaded = getattr(compiled._executable, "_unloaded_executable", None)
+    if unloaded is None or unloaded.host_callbacks or unloaded.keepalive:
+        logger.debug("%s is not kept, as it calls Python", what)
+        return None
+    try:
+        executable, _, out_tree = serialize_executable.serialize(compiled)
+        devices = tuple(device.id for device in unloaded.device_list)
+        return pickle.dumps(
+            _Entry(executable=executable, out_tree=out_tree, devices=devices)
+        )
+    except Exception as error:  # a back end or a structure that has no such form
+        logger.info("%s is not kept: %s", what, error)
+        return None
+
+
+def deserialize(entry: bytes, args: tuple[Any, ...]) -> jax.stages.Compiled:
+    """Loads a program on its devices.
+
+    Args:
+        entry: What `serialize` returned. It must come from this user.
+        args: Arguments that the program was compiled for, or their shapes.
+    """
+    found: _Entry = pickle.loads(entry)
+    by_id = {device.id: device for device in jax.devices()}
+    return serialize_executable.deserialize_and_load(
+        found.executable,
+        jax.tree.structure((args, {})),
+        found.out_tree,
+        execution_devices=[by_id[number] for number in found.devices],
+    )
+
+
+def _shapes(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns arguments without arrays of the device, which would stay alive."""
+
+    def shape(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        return jax.ShapeDtypeStruct(
+            leaf.shape,
+            leaf.dtype,
+            sharding=leaf.sharding if leaf.committed else None,
+            weak_type=leaf.weak_type,
+        )
+
+    return jax.tree.map(shape, args)

@@ -1,0 +1,204 @@
+"""Functions whose programs are compiled ahead of their calls, or loaded."""
+
+import dataclasses
+import functools
+import gc
+import logging
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlora.programs import key, program
+from jaxlora.programs.kept import KeptPrograms
+from jaxlora.programs.program import Program, deserialize, finish, keep_programs
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("a", "b"), meta_fields=()
+)
+@dataclasses.dataclass(frozen=True)
+class State:
+    a: jax.Array
+    b: dict[str, jax.Array]
+
+
+def step(base, state, rows):
+    y = jnp.sin(rows).sum() + sum(jnp.tanh(w).sum() for w in base.values())
+    return State(a=state.a + y, b={k: v * y for k, v in state.b.items()}), {"y": y}
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """Keeps programs in a folder of the test, also if a file is new."""
+    monkeypatch.setattr(key, "_IMPORTED", 2**63)
+    key.source_stamp.cache_clear()
+    found = KeptPrograms(folder=tmp_path / "programs")
+    keep_programs(found)
+    yield found
+    keep_programs(None)
+    key.source_stamp.cache_clear()
+
+
+def make(*, what: str = "a step") -> Program:
+    jitted = jax.jit(functools.partial(step), donate_argnums=1)
+    return Program(jitted, what, ("test", "step"), varies=(2,))
+
+
+def arguments(num_rows: int = 8):
+    where = jax.devices()[0]
+    base = {f"w{i}": jnp.full((4, 4), 0.1 * i) for i in range(5)}
+    state = State(a=jnp.zeros(3), b={"t": jnp.ones((2, 3))})
+    return base, jax.device_put(state, where), np.arange(num_rows, dtype=np.float32)
+
+
+def bits(result) -> bytes:
+    return b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(result))
+
+
+def test_a_loaded_program_is_the_compiled_one(kept):
+    """Same bits, donation, memory and kinds of results; nothing is traced."""
+    first, second = make(), make()
+    args, again = arguments(), arguments()
+    one, other = first(*args), second(*again)
+    assert (first.num_compilations(), second.num_compilations()) == (1, 0)
+    assert second.num_programs() == 1
+    assert second.jitted._cache_size() == 0
+    assert bits(one) == bits(other) == bits(jax.jit(step)(*arguments()))
+    assert args[1].a.is_deleted() and again[1].a.is_deleted()
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert (x.sharding, x.committed) == (y.sharding, y.committed)
+    memory = [
+        p.prepare(*arguments()).compiled().memory_analysis() for p in (first, second)
+    ]
+    for name in ("argument", "output", "alias", "temp"):
+        sizes = [getattr(m, f"{name}_size_in_bytes") for m in memory]
+        assert sizes[0] == sizes[1]
+
+
+def test_a_program_for_each_shape(kept):
+    ours, theirs = make(), make()
+    for num_rows in (8, 16, 8):
+        assert bits(ours(*arguments(num_rows))) == bits(theirs(*arguments(num_rows)))
+    assert (ours.num_compilations(), theirs.num_compilations()) == (2, 0)
+    with pytest.raises(TypeError):
+        ours({}, *arguments()[1:])
+
+
+def test_a_program_is_prepared_before_there_are_arrays(kept):
+    shapes = jax.tree.map(
+        lambda x: (
+            jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=jax.devices()[0] and jnp.zeros(()).sharding
+            )
+            if isinstance(x, jax.Array)
+            else x
+        ),
+        arguments(),
+    )
+    one = make()
+    prepared = one.prepare(*shapes)
+    assert one.prepare(*shapes) is prepared
+    found = prepared.out_info
+    result = one(*arguments())
+    assert one.num_compilations() == 1
+    assert jax.tree.map(lambda x: x.shape, found) == jax.tree.map(jnp.shape, result)
+
+
+@pytest.mark.parametrize(
+    "how", ["damaged", "another pickle", "another program", "mode"]
+)
+def test_an_entry_that_cannot_be_loaded(kept, caplog, how):
+    make()(*arguments())
+    (path,) = kept.folder.iterdir()
+    if how == "damaged":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif how == "mode":
+        path.chmod(0o666)
+    elif how == "another pickle":
+        kept.write(path.stem, pickle.dumps({"x": 1}))
+    else:
+        entry = pickle.loads(kept.read(path.stem))
+        kept.write(path.stem, pickle.dumps(dataclasses.replace(entry, executable=b"")))
+    one = make()
+    assert bits(one(*arguments())) == bits(jax.jit(step)(*arguments()))
+    assert one.num_compilations() == 1
+    assert caplog.text.count(f"{path} cannot be used for a step") == 1
+    again = make()
+    again(*arguments())
+    assert again.num_compilations() == 0
+
+
+def test_what_calls_python_is_not_kept(kept):
+    def callback(x):
+        jax.debug.callback(lambda y: None, x)
+        return x + 1
+
+    Program(jax.jit(callback), "a callback", "test")(np.float32(1))
+    assert not kept.folder.exists()
+
+
+def test_a_program_of_jaxs_cache_is_not_serialized_again(kept, tmp_path):
+    """On a CPU, XLA would serialize it without its functions."""
+    jitted = jax.jit(functools.partial(step), donate_argnums=1)
+    jitted.lower(*arguments()).compile()  # puts it into the cache, if it is slow enough
+    with jax._src.config.persistent_cache_min_compile_time_secs(0.0):
+        jitted.lower(*arguments()).compile()
+        make()(*arguments())
+    (path,) = kept.folder.iterdir()
+    loaded = deserialize(kept.read(path.stem), arguments())
+    assert bits(loaded(*arguments())) == bits(jax.jit(step)(*arguments()))
+
+
+def test_nothing_is_kept_by_newer_files(kept, monkeypatch):
+    monkeypatch.setattr(key, "_IMPORTED", 0)
+    key.source_stamp.cache_clear()
+    make()(*arguments())
+    assert not kept.folder.exists()
+
+
+def test_an_error_comes_again_and_is_not_kept(kept):
+    calls = []
+
+    def fails(x):
+        calls.append(x)
+        if len(calls) < 3:
+            raise ValueError("no such program")
+        return x
+
+    one = Program(jax.jit(fails), "a failure", "test")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no such program"):
+            one(np.float32(1))
+    assert one(np.float32(1)) == 1
+
+
+def test_one_line_says_how_long_programs_took(kept, caplog):
+    caplog.set_level(logging.INFO, "jaxlora")
+    for verb in ("compiled", "loaded"):
+        caplog.clear()
+        programs = make(what="first"), make(what="second")
+        prepared = [one.prepare(*arguments(8 * n)) for n, one in enumerate(programs, 1)]
+        finish(prepared)
+        finish(prepared)
+        (line,) = caplog.messages
+        assert line.startswith(f"{verb} 2 programs, waited ") and "first " in line
+
+
+def test_the_collector_runs_again_after_an_error():
+    with pytest.raises(ValueError), program.no_garbage_collection():
+        assert not gc.isenabled()
+        raise ValueError
+    assert gc.isenabled()
+
+
+def test_other_settings_are_another_program():
+    one = make()
+    one(*arguments())
+    with jax.default_matmul_precision("bfloat16"):
+        one(*arguments())
+    one(*arguments())
+    assert one.num_programs() == 2
