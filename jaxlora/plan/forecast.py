@@ -178,7 +178,7 @@ def _resolve(
     """
     inputs = check_inputs(config, None, started, **checks)
     reader = data_reader(config, inputs.tokenizer)
-    jobs = prepare_jobs(config.jobs, inputs.model.config, reader)
+    jobs = prepare_jobs(config.jobs, inputs.modules, inputs.model.config, reader)
     log_notes(note for job in jobs for note in job.notes)
     plan = resolve(config, inputs.model, jobs, this_machine())
     log_notes(plan.notes)

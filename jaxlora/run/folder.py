@@ -74,34 +74,24 @@ def start_time(folder: pathlib.Path) -> str:
     return record.started
 
 
-def begun_settings(config: RunConfig) -> dict[str, Any]:
+def _begun_settings(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     """Returns what the settings that are `auto` became when the run began.
 
-    Args:
-        config: The run.
-
-    Returns:
-        Values of `microbatch_tokens` and `remat`, of those that are `auto`, and the
-        number and rank of the slots if jobs have joined since; empty if no run has
-        begun in its `output_dir`.
+    These are `microbatch_tokens` and `remat`, and the number and rank of the slots if
+    jobs have joined since.
 
     Raises:
-        CheckpointError: `block_tokens` differs from what the run began with, or the
-            run's record is damaged.
+        CheckpointError: `block_tokens` differs from what the run began with.
     """
-    folder = pathlib.Path(config.output_dir)
-    record = read_run_record(folder)
-    if record is None:
-        return {}
     begun: dict[str, Any] = {}
     if config.microbatch_tokens == "auto":
         begun["microbatch_tokens"] = record.microbatch_tokens
         if record.microbatch_tokens % config.block_tokens:
             raise CheckpointError(
-                f"the run in {folder} began with {record.microbatch_tokens} for "
-                "microbatch_tokens: auto, which is not a multiple of "
-                f"block_tokens={config.block_tokens}. Give the block_tokens that the "
-                "run began with, or choose another output_dir."
+                f"the run in {config.output_dir} began with "
+                f"{record.microbatch_tokens} for microbatch_tokens: auto, which is not "
+                f"a multiple of block_tokens={config.block_tokens}. Give the "
+                "block_tokens that the run began with, or choose another output_dir."
             )
     if config.remat == "auto" and record.remat is not None:
         begun["remat"] = record.remat
@@ -116,21 +106,8 @@ def begun_settings(config: RunConfig) -> dict[str, Any]:
     return begun
 
 
-def added_jobs(config: RunConfig) -> list[dict[str, Any]]:
-    """Returns the jobs that joined while the run trained and are not in its run file.
-
-    Args:
-        config: The run.
-
-    Returns:
-        Their settings, as JSON values, in the order in which they joined.
-
-    Raises:
-        CheckpointError: The run's record is damaged.
-    """
-    record = read_run_record(pathlib.Path(config.output_dir))
-    if record is None:
-        return []
+def _added_jobs(config: RunConfig, record: RunRecord) -> list[dict[str, Any]]:
+    """Returns the settings of jobs that joined later and are not in the run file."""
     names = {job.name for job in config.jobs}
     found = []
     for name in record.added:
@@ -148,16 +125,20 @@ def as_begun(config: RunConfig) -> RunConfig:
         config: The run.
 
     Returns:
-        The run with the settings that it began with (`begun_settings`) and the jobs
-        that joined while it trained (`added_jobs`). All processes of a run get those
-        that the first one reads.
+        The run with the settings that it began with and the jobs that joined while it
+        trained. All processes of a run get those that the first one reads.
 
     Raises:
         CheckpointError: The run's record is damaged or contradicts the settings.
     """
-    begun, added = processes.from_first(
-        lambda: (begun_settings(config), added_jobs(config))
-    )
+
+    def read() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        record = read_run_record(pathlib.Path(config.output_dir))
+        if record is None:
+            return {}, []
+        return _begun_settings(config, record), _added_jobs(config, record)
+
+    begun, added = processes.from_first(read)
     joined = [LoraJob.model_validate(job) for job in added]
     return config.replace(**begun, jobs=(*config.jobs, *joined))
 

@@ -78,7 +78,7 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
         output_dir=lambda: processes.from_first(lambda: check_writable(folder)),
     )
     reader = data_reader(config, inputs.tokenizer)
-    prepared = prepare_jobs(config.jobs, inputs.model.config, reader)
+    prepared = prepare_jobs(config.jobs, inputs.modules, inputs.model.config, reader)
     log_notes(note for job in prepared for note in job.notes)
     held = 0 if model is None else device_bytes(model.params)
     plan = resolve(config, inputs.model, prepared, this_machine(held))

@@ -14,7 +14,7 @@ from jaxlora.problems import Path, Problems
 from jaxlora.train.execute.samples import sample_prompts
 from jaxlora.train.plan.found_inputs import missing_inputs
 from jaxlora.train.plan.planned_model import PlannedModel, planned_model
-from jaxlora.train.plan.prepared_job import check_modules
+from jaxlora.train.plan.prepared_job import ChosenModules, choose_modules
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,10 +24,12 @@ class Inputs:
     Attributes:
         model: The base model, without weights.
         tokenizer: Its tokenizer.
+        modules: The modules that each job adapts.
     """
 
     model: PlannedModel
     tokenizer: Tokenizer
+    modules: tuple[ChosenModules, ...] = ()
 
 
 def check_inputs(
@@ -59,10 +61,10 @@ def check_inputs(
     if not problems.has("model"):
         with problems.at("model"):
             inputs = _open(config, model, started)
-    _check_jobs(config, inputs, problems)
+    modules = _check_jobs(config, inputs, problems)
     problems.raise_all()
     assert inputs is not None, "without a problem, the model is open"
-    return inputs
+    return dataclasses.replace(inputs, modules=modules)
 
 
 def _open(config: RunConfig, model: FrozenModel | None, started: str) -> Inputs:
@@ -77,8 +79,11 @@ def _open(config: RunConfig, model: FrozenModel | None, started: str) -> Inputs:
     return Inputs(model=planned, tokenizer=tokenizer)
 
 
-def _check_jobs(config: RunConfig, inputs: Inputs | None, problems: Problems) -> None:
-    """Checks templates, and what else can be known if the model is open."""
+def _check_jobs(
+    config: RunConfig, inputs: Inputs | None, problems: Problems
+) -> tuple[ChosenModules, ...]:
+    """Checks templates; if the model is open, also returns the modules of the jobs."""
+    modules = []
     for number, job in enumerate(config.jobs):
         for key in ("data", "eval_data"):
             if (data := getattr(job, key)) is not None:
@@ -88,10 +93,11 @@ def _check_jobs(config: RunConfig, inputs: Inputs | None, problems: Problems) ->
         if inputs is not None and not problems.has("jobs", number, "init_from"):
             key = "target_modules" if job.init_from is None else "init_from"
             with problems.at("jobs", number, key):
-                check_modules(job, inputs.model.config)
+                modules.append(choose_modules(job, inputs.model.config))
     if inputs is not None and config.samples is not None:
         with problems.at("samples", "prompts"):
             sample_prompts(config.samples, inputs.model.config, inputs.tokenizer)
+    return tuple(modules)
 
 
 def _check_data(

@@ -32,6 +32,19 @@ _SCALING_FIELDS = {"lora_alpha", "alpha_pattern", "use_rslora"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ChosenModules:
+    """The modules that a job adapts.
+
+    Attributes:
+        modules: Rank and scaling of each linear that it adapts, by module name.
+        start: Adapter of `init_from`; None: the job starts from fresh weights.
+    """
+
+    modules: Mapping[str, ModuleLora]
+    start: Adapter | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PreparedJob:
     """The modules that a job adapts, and its samples.
 
@@ -142,34 +155,41 @@ def prepare_job(job: LoraJob, model: ModelConfig, reader: DataReader) -> Prepare
     Raises:
         JaxloraError: The targets, the adapter to start from or the data cannot be used.
     """
-    modules, start = _choose_modules(job, model)
+    return _read_job(job, choose_modules(job, model), model, reader)
+
+
+def _read_job(
+    job: LoraJob, chosen: ChosenModules, model: ModelConfig, reader: DataReader
+) -> PreparedJob:
     train, held_out = reader.read(job, "train"), None
     if job.eval_data is not None or job.eval_fraction > 0:
         held_out = reader.read(job, "eval")
     summaries = [data.summary() for data in (train, held_out) if data is not None]
     return PreparedJob(
         settings=job,
-        modules=modules,
-        start=start,
+        modules=chosen.modules,
+        start=chosen.start,
         train_data=train,
         eval_data=held_out,
         notes=(
             *(Note(f"{job.name}: {summary}") for summary in summaries),
             *_notes_on_positions(job.name, _lengths(train, held_out), model),
-            _note_on_modules(job.name, modules),
+            _note_on_modules(job.name, chosen.modules),
         ),
     )
 
 
 def prepare_jobs(
     jobs: Sequence[LoraJob],
+    chosen: Sequence[ChosenModules],
     model: ModelConfig,
     reader: DataReader,
 ) -> list[PreparedJob]:
-    """Prepares the jobs of a run.
+    """Reads the samples of a run's jobs.
 
     Args:
         jobs: The jobs.
+        chosen: The modules of each job.
         model: Architecture of the base model.
         reader: Reads the data with the tokenizer of the base model.
 
@@ -177,31 +197,24 @@ def prepare_jobs(
         JaxloraError: A job cannot be used. If several cannot, the message lists them.
     """
     problems, prepared = Problems(), []
-    for number, job in enumerate(jobs):
+    for number, (job, modules) in enumerate(zip(jobs, chosen, strict=True)):
         with problems.at("jobs", number):
-            prepared.append(prepare_job(job, model, reader))
+            prepared.append(_read_job(job, modules, model, reader))
     problems.raise_all()
     return prepared
 
 
-def check_modules(job: LoraJob, model: ModelConfig) -> None:
-    """Checks the targets of a job, or the adapter that it starts from.
+def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:
+    """Chooses the modules that a job adapts, by its targets or those of `init_from`.
 
     Raises:
         JaxloraError: They do not fit the model.
     """
-    _choose_modules(job, model)
-
-
-def _choose_modules(
-    job: LoraJob, model: ModelConfig
-) -> tuple[dict[str, ModuleLora], Adapter | None]:
-    """Returns the modules that a job adapts, and the adapter of `init_from`, if any."""
     shapes = linear_shapes(model)
     if job.init_from is None:
         modules = resolve_targets(job, tuple(shapes))
         check_ranks(job, modules, shapes)
-        return modules, None
+        return ChosenModules(modules=modules, start=None)
     start = import_peft(job.init_from, shapes)
     start = dataclasses.replace(start, dropout=job.dropout)
     _check_stated_settings(job, start, tuple(shapes))
@@ -213,7 +226,7 @@ def _choose_modules(
         )
         for name, weights in start.modules.items()
     }
-    return modules, start
+    return ChosenModules(modules=modules, start=start)
 
 
 def _check_stated_settings(

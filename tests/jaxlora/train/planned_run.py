@@ -8,7 +8,7 @@ from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.train.job_state import JobState, start_job
 from jaxlora.train.plan.auto_mesh.machine import this_machine
 from jaxlora.train.plan.planned_model import PlannedModel
-from jaxlora.train.plan.prepared_job import PreparedJob, prepare_jobs
+from jaxlora.train.plan.prepared_job import PreparedJob, choose_modules, prepare_jobs
 from jaxlora.train.plan.run_plan import RunPlan, resolve
 
 
@@ -24,5 +24,6 @@ def plan_and_jobs(
 ) -> tuple[RunPlan, list[JobState]]:
     """Plans a run, and starts its jobs."""
     reader = DataReader(load_tokenizer(model.folder))
-    jobs = prepare_jobs(config.jobs, model.config, reader)
+    chosen = [choose_modules(job, model.config) for job in config.jobs]
+    jobs = prepare_jobs(config.jobs, chosen, model.config, reader)
     return plan_jobs(config, model, jobs), [start_job(job, model) for job in jobs]

@@ -16,6 +16,7 @@ from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.run.log import read_events
 from jaxlora.train.job_state import JobState
+from jaxlora.train.plan import prepared_job
 from jaxlora.train.plan.prepared_job import prepare_job
 from tests import tiny
 from tests.jaxlora.train.conftest import folder_of
@@ -121,14 +122,22 @@ def test_says_what_it_compiles(train, jobs, caplog):
     ]
 
 
-def test_starts_from_an_adapter(train, jobs, model):
+def test_starts_from_an_adapter(train, jobs, model, monkeypatch):
     """Training in two halves: the second starts from the first one's folder."""
     first = train([jobs[0]])
     folder = folder_of(first) / "adapters" / "job0"
     again = LoraJob(
         name="again", data=jobs[0].data, init_from=str(folder), steps=1, max_length=96
     )
-    outcome = train([again.model_copy(update={"learning_rate": 0.0})])
+    read, import_peft = [], prepared_job.import_peft
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            prepared_job,
+            "import_peft",
+            lambda folder, shapes: read.append(folder) or import_peft(folder, shapes),
+        )
+        outcome = train([again.model_copy(update={"learning_rate": 0.0})])
+    assert read == [str(folder)]  # once, by the checks before any data are read
     assert outcome.bytes["again"] == first.bytes["job0"]
     for stated, message in (
         ({"rank": 2}, "which has rank 4 on model"),
