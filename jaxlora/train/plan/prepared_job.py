@@ -164,7 +164,7 @@ def _read_job(
     train, held_out = reader.read(job, "train"), None
     if job.eval_data is not None or job.eval_fraction > 0:
         held_out = reader.read(job, "eval")
-    summaries = [data.summary() for data in (train, held_out) if data is not None]
+    read = {"training": train, "held out": held_out}
     return PreparedJob(
         settings=job,
         modules=chosen.modules,
@@ -172,7 +172,11 @@ def _read_job(
         train_data=train,
         eval_data=held_out,
         notes=(
-            *(Note(f"{job.name}: {summary}") for summary in summaries),
+            *(
+                Note(f"{job.name}, {use}: {data.summary()}")
+                for use, data in read.items()
+                if data is not None
+            ),
             *_notes_on_positions(job.name, _lengths(train, held_out), model),
             _note_on_modules(job.name, chosen.modules),
         ),
@@ -266,8 +270,9 @@ def _notes_on_positions(
     limit = model.max_positions
     num_beyond = np.count_nonzero(lengths > limit)
     if num_beyond:
+        are = "is" if num_beyond == 1 else "are"
         yield Note(
-            f"{name}: {num_beyond} of {len(lengths)} samples are longer than the "
+            f"{name}: {num_beyond} of {len(lengths)} samples {are} longer than the "
             f"{limit} positions that the model supports (max_position_embeddings); the "
             f"longest has {lengths.max()} tokens. Set max_length to {limit}, or expect "
             "worse results on them.",

@@ -236,7 +236,7 @@ def test_truncate(run):
     assert (result.num_tokens, result.num_target_tokens) == (22, 14)
     assert result.summary().endswith(
         "records.jsonl: 4 samples, 22 tokens, 14 of them to predict; 2 of 5 samples "
-        "were longer than max_length=6: truncated; 1 of 5 sample was without a token "
+        "were longer than max_length=6: truncated; 1 of 5 samples was without a token "
         "to predict: dropped."
     )
 

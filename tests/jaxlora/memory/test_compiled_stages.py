@@ -6,15 +6,21 @@ import pytest
 
 from tests.deviceless import compile_deviceless
 
-MESHES = ("stage=2", "data=2,stage=2", "stage=2,fsdp=2", "stage=4")
+MESHES = {
+    "none": ("stage=2", "data=2,stage=2", "stage=2,fsdp=2", "stage=4"),
+    "mlp": ("stage=2",),
+    "layer": ("stage=2",),
+}
 
 
-def test_every_stage_is_estimated_within_5_percent(tmp_path):
+@pytest.mark.parametrize("remat", MESHES)
+def test_every_stage_is_estimated_within_5_percent(remat, tmp_path):
     """Two layers of Llama-3.1-8B on each stage, microbatches of 8,192 tokens."""
     out = tmp_path / "found.json"
-    compile_deviceless("tests.jaxlora.memory.h200_stages", out, "none", *MESHES)
+    meshes = MESHES[remat]
+    compile_deviceless("tests.jaxlora.memory.h200_stages", out, remat, *meshes)
     found = json.loads(out.read_text())
-    assert list(found) == list(MESHES)
+    assert tuple(found) == meshes
     for mesh, stages in found.items():
         for number, stage in enumerate(stages):
             near = pytest.approx(stage["compiled"], rel=0.05)

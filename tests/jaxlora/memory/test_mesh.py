@@ -16,7 +16,13 @@ from jaxlora.memory import device_memory as device_module
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.capacity import fit, resolve_auto
 from jaxlora.memory.device_memory import DeviceMemory, device_memory
-from jaxlora.memory.footprint import StagePrograms, num_bytes, optimizer_bytes
+from jaxlora.memory.estimate import StepBytes, stage_estimated, step_bytes
+from jaxlora.memory.footprint import (
+    GAPS,
+    StagePrograms,
+    num_bytes,
+    optimizer_bytes,
+)
 from jaxlora.memory.mesh import (
     MeshFootprint,
     MeshStages,
@@ -25,6 +31,7 @@ from jaxlora.memory.mesh import (
     resident_footprint,
 )
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.scheduler import Limits
 from tests.llama import LLAMA_8B, LLAMA_70B, decoder
 
@@ -102,6 +109,44 @@ def test_a_stage_holds_its_own_weights_and_activations():
     more = estimate("stage=2", pipeline_microbatches=3).stages
     assert more[0].bytes_per_token > first.bytes_per_token
     assert more[0].base_bytes == first.base_bytes
+
+
+@pytest.mark.parametrize("remat", ["none", "mlp", "layer"])
+def test_arrays_that_two_programs_keep(remat):
+    """Reshapes are copies between programs; the first input may need no gradient."""
+    found = StepBytes(
+        kept_by_layer=1000.0,
+        reshaped_by_layer=100.0,
+        kept_at_ends=10.0,
+        recomputed=0.0,
+        transient=0.0,
+        alone=0.0,
+    )
+    slots = SlotShape(num_slots=4, rank=16, use_dropout=False)  # keeps no masks
+    spec = dataclasses.replace(SPEC, slots=slots)
+    stages = stages_of(spec, "stage=3").with_remat(remat)
+    hidden, gaps = 64 * SPEC.options.dtype.itemsize, 1 + GAPS
+    kept = []
+    for number, spec in enumerate(stages.specs):
+        use = stages.use(number)
+        part = stage_estimated(spec, found, use)
+        kept.append((part.bytes_per_token - use.num_waiting * hidden) / use.num_kept)
+    first, middle, last = (len(spec.layer_numbers) for spec in stages.specs)
+    unused = 0 if remat == "layer" else hidden
+    assert kept == pytest.approx(
+        [(1100 * first - unused) * gaps, 1100 * middle * gaps, 1000 * last + 10]
+    )
+
+
+def test_recomputed_arrays_and_gradients_that_peak_together():
+    """At the gradient of the MLP's product; one layer of width 64 and 256."""
+    size = SPEC.options.dtype.itemsize
+    for remat in ("mlp", "layer"):
+        found = step_bytes(SPEC.with_remat(remat), 16, None)
+        assert found.transient == 256 * size
+        assert found.alone >= (256 + 64) * size
+    none = step_bytes(SPEC.with_remat("none"), 16, None)
+    assert none.transient == (256 + 3 * 64) * size
 
 
 def test_a_tied_embedding_is_on_both_ends():

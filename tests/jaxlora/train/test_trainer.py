@@ -262,6 +262,8 @@ def test_samples_beyond_the_models_positions_are_counted(model, jobs):
     positions = lengths[-4] - 1
     short = dataclasses.replace(model.config, max_positions=positions)
     notes = prepare_job(jobs[0], short, reader).notes
+    for note, use in zip(notes, ("training", "held out"), strict=False):
+        assert note.text.startswith(f"job0, {use}: ")
     warnings = [note.text for note in notes if note.is_warning]
     count = sum(length > positions for length in lengths)
     assert warnings == [
