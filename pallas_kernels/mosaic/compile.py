@@ -17,7 +17,7 @@ _TARGET = "mosaic_gpu_v2"
 _CONFIG = "mhlo.backend_config"
 # What a call has instead of its kernel's code, once that is compiled. Errors of Mosaic
 # would show it.
-_PLACEHOLDER = "compiled beforehand"
+_PLACEHOLDER = b"compiled beforehand"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +58,15 @@ def compile_program(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     here, stays in the program, so that XLA compiles it or reports why it cannot.
 
     Args:
-        lowered: The program, with or without Mosaic kernels. It is changed.
+        lowered: The program, with or without Mosaic kernels. It is changed, and so is
+            what JAX keeps of it: lowered again in this process, it has no code either.
     """
     module: Any = lowered.compiler_ir("stablehlo")
     calls: dict[bytes, list[ir.Operation]] = {}
     for call in _calls_in(module.operation):
-        calls.setdefault(_attributes(call)["kernel_hash"], []).append(call)
+        attributes = _attributes(call)
+        if attributes["module"] != _PLACEHOLDER:
+            calls.setdefault(attributes["kernel_hash"], []).append(call)
     if calls:
         kernels = {key: _Kernel(_attributes(same[0])) for key, same in calls.items()}
         for key in _compile_kernels(kernels):
