@@ -150,6 +150,9 @@ def sum_parts(
     index = jnp.arange(room, dtype=jnp.int32)[:, None]
     is_part = index < num_parts
     source = jnp.where(is_part, first + index, 0)
+    # Without the barrier, XLA would compute both again in every gather of the kernel
+    # that adds up the gradients of many layers, and LLVM would take seconds for each.
+    is_part, source = jax.lax.optimization_barrier((is_part, source))
     total = sums.at[source].get(mode="promise_in_bounds")
     # Rows that were never written may hold anything, so they must be selected away.
     total = jnp.where(is_part.reshape(room, -1, *(1,) * (sums.ndim - 1)), total, 0)

@@ -1,24 +1,23 @@
-"""Compiles a program and its Mosaic kernels in parallel."""
+"""Compiles a program whose Mosaic kernels are compiled beforehand, in parallel."""
 
 import dataclasses
+import logging
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxlib.mlir import ir
 
+logger = logging.getLogger(__name__)
+
 _TARGET = "mosaic_gpu_v2"
-_DTYPES = {
-    "bf16": jnp.bfloat16,
-    "f16": jnp.float16,
-    "f32": jnp.float32,
-    "f8E4M3FN": jnp.float8_e4m3fn,
-    "i32": jnp.int32,
-    "ui32": jnp.uint32,
-}
+_CONFIG = "mhlo.backend_config"
+# What a call has instead of its kernel's code, once that is compiled. Errors of Mosaic
+# would show it.
+_PLACEHOLDER = b"compiled beforehand"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,60 +27,72 @@ class _Kernel:
     Attributes:
         attributes: Attributes of the custom call, from which Mosaic's runtime compiles
             the kernel, by name.
-        operands: Shapes of the operands.
-        results: Shapes of the results.
     """
 
-    attributes: dict[str, Any]
-    operands: list[jax.ShapeDtypeStruct]
-    results: list[jax.ShapeDtypeStruct]
+    attributes: Mapping[str, Any]
 
     def compile(self) -> None:
-        """Compiles a program that only calls the kernel."""
-        call = jax.ffi.ffi_call(_TARGET, self.results)
+        """Compiles a program that only calls the kernel, and is never run.
 
-        def mosaic_kernel(*arrays: jax.Array) -> Any:
-            return call(*arrays, **self.attributes)
+        Its operands do not matter: Mosaic's runtime compiles from the attributes alone.
+        """
+        call = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct((1,), jnp.float32))
 
-        jax.jit(mosaic_kernel).lower(*self.operands).compile()
+        def mosaic_kernel() -> Any:
+            return call(**self.attributes)
+
+        jax.jit(mosaic_kernel).lower().compile()
 
 
 def compile_program(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Calls `lowered.compile()`, and compiles the Mosaic kernels in parallel meanwhile.
+    """Calls `lowered.compile()` after its Mosaic kernels were compiled in parallel.
 
     XLA compiles the kernels of a program one after the other in one thread, for one to
-    five seconds each. Mosaic's runtime caches compiled kernels for the whole process by
-    a hash of their code. So this function compiles each kernel as a separate program in
-    a separate thread while XLA works on the rest. XLA then finds it in the cache.
+    five seconds each. And it searches the code of the kernel of every call for two
+    words, again and again: a third of the time to compile a deep model. Mosaic's
+    runtime keeps compiled kernels for the whole process, by a hash of their code which
+    is an attribute of the call. So this function compiles each kernel as a program of
+    its own in a thread of its own, and then takes its code out of the calls.
+
+    A kernel that does not compile on its own, such as one for a device that is not
+    here, stays in the program, so that XLA compiles it or reports why it cannot.
 
     Args:
-        lowered: The program, with or without Mosaic kernels.
+        lowered: The program, with or without Mosaic kernels. It is changed, and so is
+            what JAX keeps of it: lowered again in this process, it has no code either.
     """
-    kernels = _kernels(lowered)
-    if not kernels:
-        return lowered.compile()
-    pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="mosaic-compile")
-    try:
-        for kernel in kernels:
-            pool.submit(kernel.compile)
-        return lowered.compile()
-    finally:
-        # A program from the persistent cache does not need its kernels compiled.
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _kernels(lowered: jax.stages.Lowered) -> list[_Kernel]:
-    """Finds the distinct kernels of a program, those with the most code first."""
     module: Any = lowered.compiler_ir("stablehlo")
-    kernels = {}
+    calls: dict[bytes, list[ir.Operation]] = {}
     for call in _calls_in(module.operation):
-        kernel = _Kernel(
-            attributes=_attributes(call),
-            operands=[_shape(value.type) for value in call.operands],
-            results=[_shape(value.type) for value in call.results],
-        )
-        kernels[kernel.attributes["module"]] = kernel
-    return [kernels[code] for code in sorted(kernels, key=len, reverse=True)]
+        attributes = _attributes(call)
+        if attributes["module"] != _PLACEHOLDER:
+            calls.setdefault(attributes["kernel_hash"], []).append(call)
+    if calls:
+        kernels = {key: _Kernel(_attributes(same[0])) for key, same in calls.items()}
+        for key in _compile_kernels(kernels):
+            for call in calls[key]:
+                _remove_code(call)
+    return lowered.compile()
+
+
+def _compile_kernels(kernels: Mapping[bytes, _Kernel]) -> list[bytes]:
+    """Compiles kernels in threads; returns the hashes of those that compiled."""
+
+    def size(key: bytes) -> int:
+        return len(kernels[key].attributes["module"])
+
+    with ThreadPoolExecutor(
+        os.cpu_count(), thread_name_prefix="mosaic-compile"
+    ) as pool:
+        # Those with the most code take longest, so they start first.
+        order = sorted(kernels, key=size, reverse=True)
+        futures: dict[bytes, Future] = {
+            key: pool.submit(kernels[key].compile) for key in order
+        }
+    for key, future in futures.items():
+        if (error := future.exception()) is not None:
+            logger.debug("XLA compiles kernel %s itself: %s", key.hex(), error)
+    return [key for key, future in futures.items() if future.exception() is None]
 
 
 def _calls_in(operation: ir.Operation) -> Iterator[ir.Operation]:
@@ -98,7 +109,7 @@ def _calls_in(operation: ir.Operation) -> Iterator[ir.Operation]:
 
 def _attributes(call: ir.Operation) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for named in ir.DictAttr(call.attributes["mhlo.backend_config"]):
+    for named in ir.DictAttr(call.attributes[_CONFIG]):
         if isinstance(named.attr, ir.BoolAttr):
             values[named.name] = bool(ir.BoolAttr(named.attr).value)
         else:
@@ -106,6 +117,8 @@ def _attributes(call: ir.Operation) -> dict[str, Any]:
     return values
 
 
-def _shape(array: ir.Type) -> jax.ShapeDtypeStruct:
-    tensor = ir.RankedTensorType(array)
-    return jax.ShapeDtypeStruct(tensor.shape, _DTYPES[str(tensor.element_type)])
+def _remove_code(call: ir.Operation) -> None:
+    with call.context:
+        config = {x.name: x.attr for x in ir.DictAttr(call.attributes[_CONFIG])}
+        config["module"] = ir.StringAttr.get(_PLACEHOLDER)
+        call.attributes[_CONFIG] = ir.DictAttr.get(config)
