@@ -31,8 +31,24 @@ class PlannedDevice:
     num_hosts: int = 1
 
 
-# JAX traces a function again where this is another one.
+# JAX traces a function again where one of these is another one.
 _PLANNED = jax.make_user_context(None)
+_SHAPES_ONLY = jax.make_user_context(False)
+
+
+@contextlib.contextmanager
+def shapes_only() -> Iterator[None]:
+    """Leaves the code of kernels out of traces inside, of which only shapes are used.
+
+    To trace the code takes longer than all the rest.
+    """
+    with _SHAPES_ONLY(True):
+        yield
+
+
+def traces_shapes_only() -> bool:
+    """Whether this is inside `shapes_only`."""
+    return _SHAPES_ONLY.value
 
 
 @contextlib.contextmanager

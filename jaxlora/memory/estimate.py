@@ -30,7 +30,7 @@ from jaxlora.models.stacks import to_paths
 from jaxlora.modules.attention import packed_attention
 from jaxlora.modules.scoring import layer_scoring
 from jaxlora.pallas_kernels import get_backend
-from jaxlora.pallas_kernels.device import planned_device, planned_for
+from jaxlora.pallas_kernels.device import planned_device, planned_for, shapes_only
 from jaxlora.scheduler import Limits
 
 _TRACED_TOKENS = 4096  # at least, so that the bytes per token are exact enough
@@ -219,13 +219,14 @@ def _kept_bytes(
 
         return jax.vjp(total, params)[1]
 
-    traced = jax.make_jaxpr(backward)(
-        spec.base_shapes(),
-        spec.adapter_shapes(),
-        settings_shapes(spec),
-        batch_shapes(limits, objectives=spec.options.objectives),
-        key_shapes(spec),
-    ).jaxpr
+    with shapes_only():
+        traced = jax.make_jaxpr(backward)(
+            spec.base_shapes(),
+            spec.adapter_shapes(),
+            settings_shapes(spec),
+            batch_shapes(limits, objectives=spec.options.objectives),
+            key_shapes(spec),
+        ).jaxpr
     given = set(traced.invars)
     kept = {v for v in traced.outvars if isinstance(v, jax_core.Var)} - given
     sources = {
