@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import (
     NamedSharding,
@@ -22,6 +23,7 @@ from jax.typing import DTypeLike
 _HOST_MEMORY = "pinned_host"
 # XLA's allocator of this memory has 64 GiB, unless its settings say otherwise.
 _MOST_LOCKED = 40 << 30
+_PIECE_BYTES = 1 << 24
 
 
 def put(tree: Any, where: Sharding | None) -> Any:
@@ -82,15 +84,34 @@ def _put_part(
     transpose: bool,
 ) -> jax.Array:
     if platform != "cpu":
-        return _converted(jax.device_put(x, device), dtype, transpose)
+        return _converted(_put_in_pieces(x, device), dtype, transpose)
     # Here, copying with strides transposes faster than a program of XLA does. There is
     # none to compile, either.
     x = x.astype(dtype, copy=False)
     return jax.device_put(x.T if transpose else x, device)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _converted(x: jax.Array, dtype: DTypeLike, transpose: bool) -> jax.Array:
+def _put_in_pieces(x: np.ndarray, device: jax.Device | None) -> list[jax.Array]:
+    """Copies an array to a device as pieces of its first dimension.
+
+    XLA copies each of them to page-locked memory first. To lock memory takes longer
+    than to copy from it, so threads should need no more than a piece each.
+    """
+    if x.ndim == 0 or x.nbytes <= _PIECE_BYTES:
+        return [jax.device_put(x, device)]
+    rows = max(1, _PIECE_BYTES * len(x) // x.nbytes)
+    return [
+        jax.block_until_ready(jax.device_put(x[start : start + rows], device))
+        for start in range(0, len(x), rows)
+    ]
+
+
+# The copies are so short that searching for their fastest form does not pay.
+@functools.partial(
+    jax.jit, static_argnums=(1, 2), compiler_options={"xla_gpu_autotune_level": 0}
+)
+def _converted(pieces: list[jax.Array], dtype: DTypeLike, transpose: bool) -> jax.Array:
+    x = jnp.concatenate(pieces) if len(pieces) > 1 else pieces[0]
     return (x.T if transpose else x).astype(dtype)
 
 

@@ -37,6 +37,7 @@ _MAX_THREADS = 16
 # much more memory for loading a model than for holding it.
 MIN_BYTES, MAX_BYTES = 2**28, 2**31
 FRACTION = 1 / 8
+LARGE_BYTES = 2**28  # tensors of so many bytes are read first
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,12 +178,15 @@ def _load(
     """Reads all weights; returns them, and the fingerprint."""
     began = time.perf_counter()
 
-    def position(spec: TensorSpec) -> tuple[str, int]:
+    def position(spec: TensorSpec) -> tuple[int, str, int]:
         file = checkpoint.files[spec.hf_name]
-        return str(file.path), file.offset(spec.hf_name)
+        # No thread is left alone with a large tensor at the end. For the others, disks
+        # read fastest from front to back.
+        large = -(_stored_bytes(checkpoint, spec) // LARGE_BYTES)
+        return large, str(file.path), file.offset(spec.hf_name)
 
     specs = checkpoint.specs()
-    ordered = sorted(specs, key=position)  # disks read fastest from front to back
+    ordered = sorted(specs, key=position)
     load = functools.partial(_load_weight, checkpoint, base, dtype, place)
     tasks = [
         Task(

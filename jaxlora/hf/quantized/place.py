@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jaxlora.hf.quantized.stored import BlockWeight, StoredWeight
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.pallas_kernels import QuantizedWeight
-from jaxlora.sharding.global_arrays import put
+from jaxlora.sharding.global_arrays import put, put_converted
 
 Place = Callable[[str, tuple[int, ...]], Sharding]
 
@@ -47,7 +48,7 @@ def put_linear(
         field: None if place is None else place(f"{path}.{field}", shape.shape)
         for field, shape in shapes.items()
     }
-    local = put(weight, _one_device(places["values"]))
+    local = _put_whole(weight, _one_device(places["values"]))
     squares = jnp.zeros(2)
     if not isinstance(weight, QuantizedWeight):
         local, squares = _quantized(local, base)
@@ -58,6 +59,12 @@ def put_linear(
     spread = {f"{path}.{f}": _spread(x, places[f]) for f, x in arrays.items()}
     # When this returns, the buffers of the host and the dense weight are free.
     return jax.block_until_ready(spread), np.asarray(squares, np.float64)
+
+
+def _put_whole(weight: np.ndarray | StoredWeight, where: Sharding | None) -> Any:
+    if isinstance(weight, np.ndarray):
+        return put_converted(weight, where, weight.dtype)
+    return put(weight, where)
 
 
 def _one_device(where: Sharding | None) -> Sharding | None:

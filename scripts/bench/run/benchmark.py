@@ -45,6 +45,7 @@ from jaxlora.bench.shapes import LARGE, MODELS
 from jaxlora.errors import JaxloraError
 from jaxlora.run.folder import ADAPTERS, CHECKPOINTS
 
+Columns = dict[str, Any]
 STARTS = ("cold", "again", "resumed", "generate cold", "generate again", "peft")
 _SHORTEST = 0.2  # seconds; shorter waits are not shown by themselves
 _COLUMNS = (
@@ -73,7 +74,7 @@ class Commands:
         arguments = self._inputs, self._checkpoint, self._data, output_dir
         return write_run_file(*arguments), output_dir
 
-    def train(self, start: str) -> Row:
+    def train(self, start: str) -> Columns:
         """Trains from the beginning to the end."""
         path, output_dir = self._run_file(start)
         done = run_command(["jaxlora", "train", str(path)], self._with_cache("train"))
@@ -86,7 +87,7 @@ class Commands:
             "XDG_CACHE_HOME": str(self._work / "cache" / name),
         }
 
-    def resumed(self, start: str) -> Row:
+    def resumed(self, start: str) -> Columns:
         """Kills a run after its first checkpoint, and resumes it."""
         path, output_dir = self._run_file(start)
         command = ["jaxlora", "train", str(path)]
@@ -100,7 +101,7 @@ class Commands:
         done = run_command([*command, "--resume"], environment)
         return _trained(start, done, output_dir)
 
-    def generate(self, start: str) -> Row:
+    def generate(self, start: str) -> Columns:
         """Generates a token with every adapter of the first run."""
         folder = self._work / "cold" / ADAPTERS
         adapters = [f"--adapter={path}" for path in sorted(folder.iterdir())]
@@ -111,7 +112,7 @@ class Commands:
         done = run_command(command, self._with_cache("generate"))
         return _row(start, done, first_step=done.seconds)
 
-    def peft(self, start: str) -> Row:
+    def peft(self, start: str) -> Columns:
         """Runs one step of peft."""
         needed = ("torch", "transformers", "peft")
         if missing := [n for n in needed if importlib.util.find_spec(n) is None]:
@@ -123,7 +124,7 @@ class Commands:
         return _row(start, done, first_step=ended)
 
 
-def _trained(start: str, done: Done, output_dir: Path) -> Row:
+def _trained(start: str, done: Done, output_dir: Path) -> Columns:
     """Describes a run that trained to its end.
 
     `outside_s` is the time from the first step to the end that no window counts: that

@@ -73,7 +73,8 @@ def write_checkpoint(inputs: Inputs, folder: Path) -> None:
     with ThreadPoolExecutor(_WRITERS) as pool:
         files = [pool.submit(write, name) for name in groups]
     index = {name: file for one in files for name, file in one.result().items()}
-    text = json.dumps({"weight_map": index})
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    text = json.dumps({"metadata": {"total_size": size}, "weight_map": index})
     (folder / "model.safetensors.index.json").write_text(text)
     _write_tokenizer(folder)
     path.write_text(json.dumps(config))  # last, as it says that all is there

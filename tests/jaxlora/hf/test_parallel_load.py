@@ -146,8 +146,9 @@ def test_parts_on_a_mesh_are_those_of_one_device(tmp_path):
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("kinds", [("F32", "BF16"), ("F16", "F32"), ("BF16", "BF16")])
-def test_each_platform_converts_alike(platform, transpose, kinds):
-    """The program for GPUs runs on the CPU here."""
+def test_each_platform_converts_alike(monkeypatch, platform, transpose, kinds):
+    """The program for GPUs runs on the CPU here, on pieces of a few rows."""
+    monkeypatch.setattr(global_arrays, "_PIECE_BYTES", 83 * 8 * 5 + 7)
     stored, wanted = (KINDS[kind] for kind in kinds)
     x = finite_bits(np.random.default_rng(1), (37, 83), stored)
     found = global_arrays._put_part(x, None, platform, wanted, transpose)
