@@ -76,7 +76,7 @@ _REMAT = "Set remat of the run: none, elementwise, mlp, layer or auto."
 _DTYPE = "Set dtype of the run: bfloat16, float32 or auto (bfloat16 on a GPU)."
 _FOUR_BITS = "Set `quantize_base: nf4` for the run."
 _EIGHT_BITS = "Set `quantize_base: int8` (or fp8, on Hopper) for the run."
-_OPTIMIZER = "Leave it out: the optimizer is AdamW with its moments in float32."
+_OPTIMIZER = "Set optimizer: adamw or lion, whose state is float32."
 _FROZEN = "Leave it out: the embedding, the head, norms and biases stay frozen."
 _LOSS_ON = (
     "Set loss_on in data: completion trains on the answers only, all on every token."
@@ -237,7 +237,6 @@ OF_JOB = OtherNames(
         "pad_to_sequence_len": _PACKING,
         "group_by_length": _PACKING,
         "optim": _OPTIMIZER,
-        "optimizer": _OPTIMIZER,
         "random_state": "Set seed.",
         "train_on_inputs": _LOSS_ON,
         "train_on_prompt": _LOSS_ON,

@@ -11,10 +11,10 @@ from jaxlora.run.saved_fields import STRICT, JobName
 
 logger = logging.getLogger(__name__)
 
-_SHAPE = "the saved weights and moments have the shape that it gives"
+_SHAPE = "the saved weights and optimizer state have the shape that it gives"
 _SCALING = "the saved weights were trained with this scaling"
 _POSITION = "the position in the data follows from it"
-_MOMENTS = "the saved moments were made with it"
+_MOMENTS = "the saved optimizer state was made with it"
 
 # Settings of a job that must not change on resume, and the reasons. Data is compared by
 # its fingerprint, so that files may be moved.
@@ -32,7 +32,9 @@ FIXED_IN_JOB: dict[str, str] = {
     "use_rslora": _SCALING,
     "init_from": "the job has started from it",
     "init_from_fingerprint": "the job has started from it",
-    "objective": "the saved moments were made with its gradients",
+    "objective": "the saved optimizer state was made with its gradients",
+    "optimizer": "the saved optimizer state is its own",
+    "optimizer_args": _MOMENTS,
     "dropout": "an exported adapter states one dropout for all of its steps",
     "adam_b1": _MOMENTS,
     "adam_b2": _MOMENTS,
@@ -40,6 +42,8 @@ FIXED_IN_JOB: dict[str, str] = {
     "keep_best": "the best weights so far were exported, or not, by the old setting",
     "eval_data_fingerprint": "the best loss so far was measured on it",
 }
+# Values of settings that older checkpoints do not name.
+OLDER_JOBS = {"objective": "next_token", "optimizer": "adamw", "optimizer_args": {}}
 # Settings of a job that may change: they take effect from the next optimizer step on.
 FREE_IN_JOB = frozenset(
     {
@@ -74,7 +78,7 @@ FIXED_IN_RUN = {
     "dtype": _BASE,
     "quantize_base": _BASE,
     "keep_bf16": _BASE,
-    "fp8_backward": "the saved moments were made with such gradients",
+    "fp8_backward": "the saved optimizer state was made with such gradients",
 }
 
 
@@ -120,6 +124,7 @@ class RunIdentity:
                     "stop it with stop_job"
                 )
             else:
+                then, now = OLDER_JOBS | then, OLDER_JOBS | now
                 out += _refused(f"job {name!r}: ", where, then, now, FIXED_IN_JOB)
         return out
 
@@ -131,6 +136,7 @@ class RunIdentity:
             if then is None:
                 out.append(f"job {name!r} was added")
             else:
+                then, now = OLDER_JOBS | then, OLDER_JOBS | now
                 out += _changed(f"job {name!r}: ", then, now)
         kept = [name for name in self.jobs if name in saved.jobs]
         if kept != [name for name in saved.jobs if name in self.jobs]:
