@@ -5,7 +5,7 @@ error says how to convert them.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 
@@ -22,9 +22,13 @@ class OtherNames:
     hints: Mapping[str, str]
 
     def translate(
-        self, values: Mapping[str, Any]
+        self, values: Mapping[str, Any], own: Collection[str] = ()
     ) -> tuple[dict[str, str], dict[str, str]]:
         """Finds which of our settings each key gives; unknown keys stay.
+
+        Args:
+            values: The settings that were given.
+            own: Names of our settings, which need no hint.
 
         Returns:
             Our name of each key that can be taken, and for each other key the reason: a
@@ -34,7 +38,7 @@ class OtherNames:
         refused: dict[str, str] = {}
         first: dict[str, str] = {}
         for key, value in values.items():
-            if key in self.hints:
+            if key in self.hints and key not in own:
                 refused[key] = (
                     f"{key!r} is not a setting here. {self._hint(key, value)}"
                 )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlora.errors import CheckpointError
+from jaxlora.modules.trained_tensors import tensor_settings
 from jaxlora.run.saved_fields import STRICT, JobName
 
 logger = logging.getLogger(__name__)
@@ -42,8 +43,15 @@ FIXED_IN_JOB: dict[str, str] = {
     "keep_best": "the best weights so far were exported, or not, by the old setting",
     "eval_data_fingerprint": "the best loss so far was measured on it",
 }
+# Settings that give tensors to an adapter have the shape of the saved weights, too.
+FIXED_IN_JOB |= dict.fromkeys(tensor_settings(), _SHAPE)
 # Values of settings that older checkpoints do not name.
-OLDER_JOBS = {"objective": "next_token", "optimizer": "adamw", "optimizer_args": {}}
+OLDER_JOBS: dict[str, Any] = {
+    "objective": "next_token",
+    "optimizer": "adamw",
+    "optimizer_args": {},
+    **dict.fromkeys(tensor_settings(), False),
+}
 # Settings of a job that may change: they take effect from the next optimizer step on.
 FREE_IN_JOB = frozenset(
     {
