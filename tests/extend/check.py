@@ -67,7 +67,12 @@ def write_seed_oss(folder: pathlib.Path) -> pathlib.Path:
     """A model of the new family: a bias of the output projection, and no others."""
     family = {"model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"]}
     biases = {"head_dim": 8, "attention_bias": False, "attention_out_bias": True}
-    config = tiny.CONFIG | family | biases | {"num_hidden_layers": 1}
+    config = (
+        tiny.CONFIG
+        | family
+        | biases
+        | {"num_hidden_layers": 1, "intermediate_size": 64}
+    )
     tiny.write_model(folder, config=config)
     path = folder / "model.safetensors"
     weights = safetensors.numpy.load_file(path)
