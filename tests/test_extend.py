@@ -1,12 +1,58 @@
-"""docs/extend.md names files that exist, and at most six of them for a change."""
+"""docs/extend.md states what changes take, by patches that are kept and applied."""
 
 import pathlib
 import re
+import shutil
+import subprocess
+import sys
+
+import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+PATCHES = sorted((ROOT / "tests" / "extend").glob("*.patch"))
 # A path in backticks, unless it is marked as a file to add.
 PATH = re.compile(r"`([\w./-]+\.(?:py|md))`(?! \(new\))")
+MOST = 6  # source files of a change
+COPIED = ("jaxlora", "pallas_kernels", "sharding", "scheduler", "examples", "tests")
+REFRESH = (
+    "The tree has changed under {name}. Apply it by hand (patch -p1 --merge < "
+    "tests/extend/{name}), mend what does not fit, and write it again: git diff > "
+    "tests/extend/{name}. Then take the source back, and correct docs/extend.md."
+)
+
+
+def files_of(patch: pathlib.Path) -> list[str]:
+    """The files that a patch changes or adds."""
+    return re.findall(r"^\+\+\+ b/(.+)$", patch.read_text(encoding="utf-8"), re.M)
+
+
+def copy_of_tree(folder: pathlib.Path) -> pathlib.Path:
+    """Copies the sources, and what the check imports of the tests."""
+    for name in COPIED:
+        shutil.copytree(
+            ROOT / name,
+            folder / name,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("golden", "*.jsonl", "*.safetensors"),
+        )
+    return folder
+
+
+def apply(patch: pathlib.Path, folder: pathlib.Path, *options: str) -> None:
+    run = subprocess.run(
+        ["git", "apply", *options, str(patch)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not run.returncode, f"{REFRESH.format(name=patch.name)}\n{run.stderr}"
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory) -> pathlib.Path:
+    return copy_of_tree(tmp_path_factory.mktemp("tree"))
 
 
 def test_every_file_exists():
@@ -16,9 +62,48 @@ def test_every_file_exists():
     assert not missing, f"correct docs/extend.md: {missing}"
 
 
-def test_no_change_takes_more_than_six_source_files():
-    tables = re.findall(
-        r"^\| file \| change \|\n\|---\|---\|\n((?:\|.*\n)+)", TEXT, re.M
+def test_the_table_has_the_numbers_of_the_patches():
+    rows = re.findall(r"^\| .+ \| `tests/extend/(\w+\.patch)` \| (\d+) \|", TEXT, re.M)
+    counts = {patch.name: len(files_of(patch)) for patch in PATCHES}
+    assert len(counts) == 5
+    assert {name: int(number) for name, number in rows} == counts
+    assert max(counts.values()) <= MOST
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
+def test_each_patch_changes_what_its_section_says(tree, patch):
+    """And applies to the tree as it is."""
+    apply(patch, tree, "--check")
+    titles = {
+        "adapter": "An adapter variant",
+        "family": "A model family",
+        "format": "A quantized format",
+        "objective": "An objective",
+        "optimizer": "An optimizer",
+    }
+    section = TEXT.split(f"\n## {titles[patch.stem]}\n")[1].split("\n## ")[0]
+    missing = [name for name in files_of(patch) if f"`{name}`" not in section]
+    assert not missing, f"docs/extend.md: {titles[patch.stem]}: add {missing}"
+
+
+def test_the_changes_work_together(tmp_path):
+    """Each trains beside a job without it; they share one copy and one process."""
+    tree = copy_of_tree(tmp_path)
+    for patch in PATCHES:
+        apply(patch, tree)
+    run = subprocess.run(
+        [sys.executable, "tests/extend/check.py"],
+        cwd=tree,
+        env={
+            "PYTHONPATH": str(tree),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_llvm_disable_expensive_passes=true",
+            "HOME": str(tmp_path),
+            "PATH": "/usr/bin:/bin",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert len(tables) == 8
-    assert all(len(table.splitlines()) <= 6 for table in tables)
+    assert not run.returncode, run.stdout + run.stderr
+    assert "all changes work" in run.stdout

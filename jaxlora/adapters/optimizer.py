@@ -1,15 +1,17 @@
-"""One AdamW for each slot: the optimizer of one adapter, mapped over the slots."""
+"""Optimizer steps of the slots: the step of one adapter, mapped over the slots."""
 
 import dataclasses
 import functools
 import typing
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlora.adapters.optimizers import ADAMW, OPTIMIZERS, Optimizer, state_names
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.modules.trained_tensors import tensor_of
 
@@ -42,14 +44,14 @@ class AdapterState:
 
     Attributes:
         params: Trained tensors of every adapted linear.
-        mu: First moments.
-        nu: Second moments.
+        optimizer_state: State tensors of the optimizers of the run, by name, such as
+            `mu`; see `jaxlora.adapters.optimizers`. In a slot whose optimizer does not
+            have the tensor, it is zero.
         pending: Gradients of the incomplete global batches.
     """
 
     params: Tables
-    mu: Tables
-    nu: Tables
+    optimizer_state: dict[str, Tables]
     pending: Pending
 
 
@@ -67,9 +69,9 @@ class OptimizerInputs:
         rate_ratio: Factors of the learning rates of trained tensors, by name, for those
             that have one; see `jaxlora.modules.trained_tensors`.
         weight_decay: Decoupled decay.
-        b1: Decay of the first moment.
-        b2: Decay of the second moment.
-        eps: Added to the root of the second moment.
+        settings: For each optimizer of the run, its other settings by name; 0 in slots
+            with another optimizer.
+        optimizer: Number of the slot's optimizer in `settings`, sorted by name.
         max_norm: Largest gradient norm; infinity never clips.
     """
 
@@ -78,9 +80,8 @@ class OptimizerInputs:
     learning_rate: Float[Array, "*G"]
     rate_ratio: dict[str, Float[Array, "*G"]]
     weight_decay: Float[Array, "*G"]
-    b1: Float[Array, "*G"]
-    b2: Float[Array, "*G"]
-    eps: Float[Array, "*G"]
+    settings: dict[str, dict[str, Float[Array, "*G"]]]
+    optimizer: Int[Array, "*G"]
     max_norm: Float[Array, "*G"]
 
 
@@ -93,7 +94,7 @@ class StepResult:
     Attributes:
         norm: Norm of the gradient, before clipping.
         is_finite: Whether losses, hidden states and gradient are all finite; if not,
-            the slot has kept its weights and moments.
+            the slot has kept its weights and its optimizer state.
     """
 
     norm: Float[Array, "*G"]
@@ -104,6 +105,7 @@ def zero_state(
     shapes: dict[str, jax.ShapeDtypeStruct],
     num_slots: int,
     placement: StageSharding = ONE_DEVICE,
+    optimizers: Sequence[str] = (ADAMW.name,),
 ) -> AdapterState:
     """Makes empty slots.
 
@@ -111,6 +113,7 @@ def zero_state(
         shapes: Shapes of the tables, by name.
         num_slots: Number of slots G.
         placement: Where the slots live.
+        optimizers: Names of the optimizers of the run.
     """
     tables = placement.committed(placement.by_slot)
     partial = placement.committed(placement.partial)
@@ -127,50 +130,82 @@ def zero_state(
         is_finite=jnp.ones((*parts, num_slots), jnp.bool_, device=partial),
     )
     return AdapterState(
-        params=zeros(tables), mu=zeros(tables), nu=zeros(tables), pending=pending
+        params=zeros(tables),
+        optimizer_state={name: zeros(tables) for name in state_names(optimizers)},
+        pending=pending,
     )
 
 
 def _adapter_step(
-    tables: tuple[Tables, Tables, Tables],
+    tables: tuple[Tables, dict[str, Tables]],
     gradients: Tables,
     measured: "GradientNorms",
-    hyper: OptimizerInputs,
-) -> tuple[tuple[Tables, Tables, Tables], StepResult]:
-    """Applies AdamW to one adapter; `optimizer_step` maps this over the slots.
+    inputs: OptimizerInputs,
+) -> tuple[tuple[Tables, dict[str, Tables]], StepResult]:
+    """Applies the optimizer of one adapter; `optimizer_step` maps this over the slots.
+
+    Every optimizer of the run is computed, and that of the adapter is taken.
 
     Args:
-        tables: Weights, first and second moments.
+        tables: Weights and optimizer state.
         gradients: Gradients of the global batch.
         measured: Measures of the global batch over all stages.
-        hyper: Settings of the step.
+        inputs: Settings of the step.
 
     Returns:
-        Weights and moments afterwards, and the result.
+        Weights and optimizer state afterwards, and the result.
     """
-    old, mu, nu = tables
+    params, state = tables
     norm = jnp.sqrt(measured.squares)
-    clip = jnp.where(norm > hyper.max_norm, hyper.max_norm / norm, 1.0)
+    clip = jnp.where(norm > inputs.max_norm, inputs.max_norm / norm, 1.0)
     gradients = jax.tree.map(lambda g: g * clip, gradients)
-    adamw = optax.adamw(
-        hyper.learning_rate,
-        b1=hyper.b1,
-        b2=hyper.b2,
-        eps=hyper.eps,
-        weight_decay=hyper.weight_decay,
-    )
-    before = optax.tree.set(adamw.init(old), count=hyper.count, mu=mu, nu=nu)
-    updates, after = adamw.update(gradients, before, old)
-    factors = hyper.rate_ratio
-    ratio = {path: factors.get(tensor_of(path).name, 1.0) for path in old}
-    updates = jax.tree.map(jnp.multiply, updates, ratio)
-    params = jax.tree.map(jnp.add, old, updates)
     # Otherwise weights that are not finite would outlast the batch that caused them.
     is_finite = measured.is_finite & jnp.isfinite(norm)
-    taken = hyper.step_mask & is_finite
-    stepped = params, optax.tree.get(after, "mu"), optax.tree.get(after, "nu")
-    tables = jax.tree.map(lambda new, old: jnp.where(taken, new, old), stepped, tables)
-    return tables, StepResult(norm=norm, is_finite=is_finite)
+    taken = inputs.step_mask & is_finite
+    new_params, new_state = params, state
+    for number, name in enumerate(inputs.settings):
+        optimizer = OPTIMIZERS[name]
+        own = {key: state[key] for key in optimizer.state}
+        stepped = _updated(optimizer, params, own, gradients, inputs)
+        is_own = taken if len(inputs.settings) == 1 else _chosen(taken, number, inputs)
+        if len(inputs.settings) > 1:
+            # Each optimizer is compiled as it is without the others.
+            stepped = jax.lax.optimization_barrier(stepped)
+        old = new_params, {key: new_state[key] for key in optimizer.state}
+        new_params, own = _select(is_own, stepped, old)
+        new_state = new_state | own
+    return (new_params, new_state), StepResult(norm=norm, is_finite=is_finite)
+
+
+def _chosen(taken: Any, number: int, inputs: OptimizerInputs) -> Any:
+    return taken & (inputs.optimizer == number)
+
+
+def _select(condition: Any, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda new, old: jnp.where(condition, new, old), new, old)
+
+
+def _updated(
+    optimizer: Optimizer,
+    params: Tables,
+    state: dict[str, Tables],
+    gradients: Tables,
+    inputs: OptimizerInputs,
+) -> tuple[Tables, dict[str, Tables]]:
+    """Returns the weights and the state of one adapter after a step of an optimizer."""
+    transformation = optimizer.transformation(
+        inputs.learning_rate, inputs.weight_decay, **inputs.settings[optimizer.name]
+    )
+    before = transformation.init(params)
+    counted = optax.tree.get_all_with_path(before, "count")
+    count = {"count": inputs.count} if counted else {}
+    before = optax.tree.set(before, **count, **state)
+    updates, after = transformation.update(gradients, before, params)
+    factors = inputs.rate_ratio
+    ratio = {path: factors.get(tensor_of(path).name, 1.0) for path in params}
+    updates = jax.tree.map(jnp.multiply, updates, ratio)
+    params = jax.tree.map(jnp.add, params, updates)
+    return params, {name: optax.tree.get(after, name) for name in state}
 
 
 @typing.no_type_check  # JAX rebuilds it around things that are not arrays
@@ -227,34 +262,35 @@ def _over_stages(measured: Sequence[GradientNorms]) -> GradientNorms:
 
 def optimizer_step(
     state: AdapterState,
-    hyper: OptimizerInputs,
+    inputs: OptimizerInputs,
     stages: Sequence[GradientNorms] = (),
 ) -> tuple[AdapterState, StepResult]:
     """Applies an optimizer step to the slots whose global batch is complete.
 
-    A slot whose batch is not finite keeps its weights and moments. The device decides
-    this, so that it does not wait until the host has read the losses.
+    A slot whose batch is not finite keeps its weights and its optimizer state. The
+    device decides this, so that it does not wait until the host has read the losses.
 
     Args:
         state: All slots. The pending gradients of those that step are summed over the
             devices; see `exchange`.
-        hyper: Settings of the slots; `step_mask` selects the slots that step.
+        inputs: Settings of the slots; `step_mask` selects the slots that step.
         stages: Measures of the batch on every stage, in the order of the stages, as the
             norm of an adapter is over all of them; empty: there is only this stage.
 
     References:
-        AdamW, arXiv 1711.05101; LoRA+, arXiv 2402.12354.
+        LoRA+, arXiv 2402.12354; those of the optimizers are in their table.
     """
     measured = _over_stages(stages or [measure(state.pending)])
-    tables = state.params, state.mu, state.nu
+    tables = state.params, state.optimizer_state
     step = jax.vmap(_adapter_step)
-    gradients = _summed(state.pending, hyper.step_mask)
-    tables, result = step(tables, gradients, measured, hyper)
+    gradients = _summed(state.pending, inputs.step_mask)
+    tables, result = step(tables, gradients, measured, inputs)
     # If gradients were emptied before they are used, XLA would copy them on a CPU.
-    tables, emptied = jax.lax.optimization_barrier((tables, hyper.step_mask))
-    params, mu, nu = tables
+    tables, emptied = jax.lax.optimization_barrier((tables, inputs.step_mask))
+    params, optimizer_state = tables
     pending = _emptied(state.pending, emptied)
-    return AdapterState(params=params, mu=mu, nu=nu, pending=pending), result
+    new = AdapterState(params=params, optimizer_state=optimizer_state, pending=pending)
+    return new, result
 
 
 def _summed(pending: Pending, step_mask: Bool[Array, " G"]) -> Tables:

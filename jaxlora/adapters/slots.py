@@ -3,8 +3,8 @@
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
 from jaxlora.adapters.optimizer import AdapterState, Pending, Tables, zero_state
+from jaxlora.adapters.optimizers import OPTIMIZERS, state_names
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.adapters.targets import ModuleLora
 from jaxlora.config import LoraJob
@@ -22,9 +23,10 @@ from jaxlora.models.stacks import to_paths
 from jaxlora.modules.trained_tensors import tensor_paths, tensors_with, unpadded
 from jaxlora.sharding.global_arrays import everywhere, put, to_host
 
-# The parts of a slot's state that outlast a global batch: weights and both moments.
-Kind = Literal["params", "mu", "nu"]
-KINDS: tuple[Kind, ...] = ("params", "mu", "nu")
+# The parts of a slot's state that outlast a global batch: the weights, and each state
+# tensor of the optimizer, such as `mu`.
+Kind = str
+PARAMS: Kind = "params"
 
 Rows = dict[str, Float[Array, "L ..."]]  # of one slot, by name of the stack
 
@@ -93,28 +95,56 @@ class ParkedSlot:
     Attributes:
         params: Trained tensors at the adapter's own rank, float32, by dotted path
             (`layers.0.mlp.up_proj.lora_a`).
-        mu: First moments of the optimizer, by path.
-        nu: Second moments of the optimizer, by path.
+        optimizer_state: State tensors of the job's optimizer, by name, each by path.
 
     Raises:
-        ValueError: Weights and moments differ in paths or shapes.
+        ValueError: Weights and optimizer state differ in paths or shapes.
     """
 
     params: dict[str, np.ndarray]
-    mu: dict[str, np.ndarray]
-    nu: dict[str, np.ndarray]
+    optimizer_state: dict[str, dict[str, np.ndarray]]
 
     def __post_init__(self):
         shapes = [
-            {path: array.shape for path, array in self.of(kind).items()}
-            for kind in KINDS
+            {path: array.shape for path, array in tensors.items()}
+            for tensors in self.by_kind().values()
         ]
         if shapes.count(shapes[0]) < len(shapes):
-            raise ValueError("params, mu and nu must have the same paths and shapes.")
+            kinds = ", ".join(self.by_kind())
+            raise ValueError(f"{kinds} must have the same paths and shapes.")
 
-    def of(self, kind: Kind) -> dict[str, np.ndarray]:
-        """Returns the tensors of one kind, by path."""
-        return getattr(self, kind)
+    @staticmethod
+    def of(tensors: Mapping[Kind, dict[str, np.ndarray]]) -> "ParkedSlot":
+        """Makes a state from the tensors of each kind, by path."""
+        state = {kind: tensors[kind] for kind in tensors if kind != PARAMS}
+        return ParkedSlot(params=tensors[PARAMS], optimizer_state=state)
+
+    def by_kind(self) -> dict[Kind, dict[str, np.ndarray]]:
+        """Returns the tensors of each kind, by path."""
+        return {PARAMS: self.params} | self.optimizer_state
+
+    def limited_to(self, paths: Collection[str]) -> "ParkedSlot":
+        """Returns the part of the state in some linears, such as those of a stage.
+
+        Args:
+            paths: Dotted paths of the linears (`layers.0.mlp.up_proj`).
+        """
+
+        def mine(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            return {p: a for p, a in tensors.items() if p.rpartition(".")[0] in paths}
+
+        return ParkedSlot.of({k: mine(t) for k, t in self.by_kind().items()})
+
+    @staticmethod
+    def join(parts: Sequence["ParkedSlot"]) -> "ParkedSlot":
+        """Joins the parts of a state in different linears."""
+        kinds = [part.by_kind() for part in parts]
+        return ParkedSlot.of(
+            {
+                kind: {path: a for part in kinds for path, a in part[kind].items()}
+                for kind in kinds[0]
+            }
+        )
 
     def check_like(self, adapter: Adapter) -> None:
         """Checks that the shapes of the state match those of an adapter.
@@ -161,7 +191,9 @@ class SlotTable:
         self._placement = placement
         assert spec.slots is not None
         num_slots = spec.slots.num_slots
-        self.state = zero_state(spec.adapter_shapes(), num_slots, placement)
+        self.state = zero_state(
+            spec.adapter_shapes(), num_slots, placement, spec.slots.optimizers
+        )
         self._places = {path: i for i, path in enumerate(spec.adapted)}
         shape = len(self._places), num_slots
         self._host_settings = SlotSettings(
@@ -170,14 +202,27 @@ class SlotTable:
             rank=np.zeros(shape, np.int32),
         )
         self._upload_settings()
-        # Shapes of each slot's tensors without their padding, by path.
+        # Shapes of each slot's tensors without their padding, by path, and the state
+        # tensors of its optimizer.
         self._shapes: dict[int, dict[str, tuple[int, ...]]] = {}
+        self._state_names: dict[int, tuple[str, ...]] = {}
 
-    def load(self, slot: int, adapter: Adapter) -> None:
-        """Puts an adapter into a slot, with empty optimizer state."""
-        params = adapter.by_path()
-        self._write(slot, {"params": params})
-        self.activate(slot, adapter)
+    @property
+    def kept(self) -> dict[Kind, Tables]:
+        """The tables that outlast a global batch, in a fixed order."""
+        states = sorted(self.state.optimizer_state.items())
+        return {PARAMS: self.state.params, **dict(states)}
+
+    def load(self, slot: int, adapter: Adapter, optimizer: str) -> None:
+        """Puts an adapter into a slot, with empty optimizer state.
+
+        Args:
+            slot: An empty slot.
+            adapter: The adapter.
+            optimizer: Name of its optimizer, which is one of the run's.
+        """
+        self._write(slot, {PARAMS: adapter.by_path()})
+        self.activate(slot, adapter, OPTIMIZERS[optimizer].state)
 
     def restore(self, slot: int, parked: ParkedSlot, like: Adapter) -> None:
         """Puts a parked state into a slot, which need not be the one that it left.
@@ -188,14 +233,18 @@ class SlotTable:
             like: An adapter with the ranks, scalings and dropout of the parked one.
 
         Raises:
-            ValueError: The state has other modules or ranks than `like`.
+            ValueError: The state has other modules or ranks than `like`, or is of an
+                optimizer that is none of the run's.
         """
         parked.check_like(like)
-        self._write(slot, {kind: parked.of(kind) for kind in KINDS})
-        self.activate(slot, like)
+        self._write(slot, parked.by_kind())
+        self.activate(slot, like, tuple(parked.optimizer_state))
 
-    def activate(self, slot: int, adapter: Adapter) -> None:
-        """Sets a slot's scaling and dropout; its weights stay."""
+    def activate(
+        self, slot: int, adapter: Adapter, state_names: tuple[str, ...]
+    ) -> None:
+        """Sets a slot's scaling, dropout and state tensors; its weights stay."""
+        self._state_names[slot] = state_names
         self._shapes[slot] = {p: array.shape for p, array in adapter.by_path().items()}
         self._clear_settings(slot)
         for name, weights in adapter.modules.items():
@@ -209,13 +258,14 @@ class SlotTable:
         """Empties a slot: weights, optimizer state and settings."""
         self._write(slot, {})
         self._shapes.pop(slot, None)
+        self._state_names.pop(slot, None)
         self._clear_settings(slot)
         self._upload_settings()
 
     def read(self, slot: int, like: Adapter) -> Adapter:
         """Returns the adapter in a slot, with the modules and ranks of `like`."""
-        (rows,) = self._rows(slot, "params")
-        return adapter_from_rows(rows, like)
+        rows = self._rows(slot, (PARAMS,))
+        return adapter_from_rows(rows[PARAMS], like)
 
     def copy(self, slot: int) -> ParkedSlot:
         """Returns the state of a slot, between two global batches; the slot keeps it.
@@ -225,31 +275,34 @@ class SlotTable:
         """
         if slot not in self._shapes:
             raise ValueError(f"slot {slot} is empty.")
-        shapes = self._shapes[slot]
-        params, mu, nu = (
-            {path: np.array(rows[path][unpadded(s)]) for path, s in shapes.items()}
-            for rows in self._rows(slot, *KINDS)
-        )
-        return ParkedSlot(params=params, mu=mu, nu=nu)
+        shapes, names = self._shapes[slot], self._state_names[slot]
+        # All kinds are read, so that there is one program for all optimizers.
+        rows = self._rows(slot, tuple(self.kept))
+
+        def own(padded: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            return {p: np.array(padded[p][unpadded(s)]) for p, s in shapes.items()}
+
+        return ParkedSlot.of({kind: own(rows[kind]) for kind in (PARAMS, *names)})
 
     def snapshot(self) -> ReadSlot:
         """Copies all slots to the host, between two global batches; see `ReadSlot`."""
         stacks, shapes = self._spec.stacks, dict(self._shapes)
-        tables = to_host({kind: getattr(self.state, kind) for kind in KINDS})
+        names = {slot: (PARAMS, *of) for slot, of in self._state_names.items()}
+        tables = to_host(self.kept)
 
         def read(slot: int) -> ParkedSlot:
             if slot not in shapes:
                 raise ValueError(f"slot {slot} is empty.")
             tensors = {}
-            for kind, by_name in tables.items():
+            for kind in names[slot]:
                 rows = {
-                    name: np.asarray(table)[slot] for name, table in by_name.items()
+                    name: np.asarray(table)[slot] for name, table in tables[kind].items()
                 }
                 paths = to_paths(stacks, rows, axis=0)
                 tensors[kind] = {
                     p: paths[p][unpadded(s)] for p, s in shapes[slot].items()
                 }
-            return ParkedSlot(**tensors)
+            return ParkedSlot.of(tensors)
 
         return read
 
@@ -263,16 +316,19 @@ class SlotTable:
         self.clear(slot)
         return parked
 
-    def _rows(self, slot: int, *kinds: Kind) -> list[dict[str, np.ndarray]]:
-        """Reads the tensors of a slot, by path, with their padding."""
+    def _rows(
+        self, slot: int, kinds: Sequence[Kind]
+    ) -> dict[Kind, dict[str, np.ndarray]]:
+        """Reads the tensors of a slot, by kind and path, with their padding."""
         if not self._spec.stacks:
-            return [{} for _ in kinds]
-        tables = [getattr(self.state, kind) for kind in kinds]
+            return {kind: {} for kind in kinds}
+        kept = self.kept
+        tables = [kept[kind] for kind in kinds]
         flat_kinds = jax.device_get(everywhere(_flat_rows(tables, np.int32(slot))))
         shapes = self._stack_shapes()
         ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
-        return [
-            to_paths(
+        return {
+            kind: to_paths(
                 self._spec.stacks,
                 {
                     name: part.reshape(shape)
@@ -282,8 +338,8 @@ class SlotTable:
                 },
                 axis=0,
             )
-            for flat in flat_kinds
-        ]
+            for kind, flat in zip(kinds, flat_kinds, strict=True)
+        }
 
     def _stack_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of a slot's rows in each stack, by name, in the order of the names."""
@@ -294,9 +350,11 @@ class SlotTable:
         self, slot: int, tensors: Mapping[Kind, Mapping[str, np.ndarray]]
     ) -> None:
         """Writes tensors by path, without padding; what is not given becomes zero."""
-        shapes = self._stack_shapes()
+        shapes, kinds = self._stack_shapes(), tuple(self.kept)
+        if unknown := sorted(tensors.keys() - set(kinds)):
+            raise ValueError(f"the slots have no state {unknown[0]!r} of an optimizer.")
         rows: dict[Kind, dict[str, np.ndarray]] = {}
-        for kind in KINDS:
+        for kind in kinds:
             rows[kind] = {n: np.zeros(s, np.float32) for n, s in shapes.items()}
             tables = to_paths(self._spec.stacks, rows[kind], axis=0)  # views
             for path, tensor in tensors.get(kind, {}).items():
@@ -324,7 +382,8 @@ def row_shapes(spec: DecoderSpec) -> dict[Kind, dict[str, jax.ShapeDtypeStruct]]
         name: jax.ShapeDtypeStruct(shape.shape[1:], jnp.float32)
         for name, shape in spec.adapter_shapes().items()
     }
-    return {kind: rows for kind in KINDS}
+    assert spec.slots is not None
+    return {kind: rows for kind in (PARAMS, *state_names(spec.slots.optimizers))}
 
 
 def write_slot(
@@ -335,7 +394,7 @@ def write_slot(
     Args:
         state: All slots.
         slot: Number of the slot, int32.
-        rows: Weights and moments of the slot, for each stack.
+        rows: Weights and optimizer state of the slot, by kind, for each stack.
     """
 
     def written(tables: Tables, rows: Rows) -> Tables:
@@ -346,9 +405,11 @@ def write_slot(
     mine = (slice(None),) * (pending.is_finite.ndim - 1) + (slot,)
     gradients = {n: t.at[mine].set(0.0) for n, t in pending.gradients.items()}
     return AdapterState(
-        params=written(state.params, rows["params"]),
-        mu=written(state.mu, rows["mu"]),
-        nu=written(state.nu, rows["nu"]),
+        params=written(state.params, rows[PARAMS]),
+        optimizer_state={
+            name: written(tables, rows[name])
+            for name, tables in state.optimizer_state.items()
+        },
         pending=Pending(
             gradients=gradients,
             is_finite=pending.is_finite.at[mine].set(True),

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.slots import KINDS, Kind, ParkedSlot, ReadSlot, SlotTable
+from jaxlora.adapters.slots import ParkedSlot, ReadSlot, SlotTable
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.sharding.global_arrays import reserve_host
 
@@ -28,10 +28,16 @@ class StagedSlots:
         self._adapted = [frozenset(spec.adapted) for spec in specs]
         self.tables = tuple(tables)
 
-    def load(self, slot: int, adapter: Adapter) -> None:
-        """Puts an adapter into a slot, with empty optimizer state."""
+    def load(self, slot: int, adapter: Adapter, optimizer: str) -> None:
+        """Puts an adapter into a slot, with empty optimizer state.
+
+        Args:
+            slot: An empty slot.
+            adapter: The adapter.
+            optimizer: Name of its optimizer, which is one of the run's.
+        """
         for table, paths in zip(self.tables, self._adapted, strict=True):
-            table.load(slot, adapter.limited_to(paths))
+            table.load(slot, adapter.limited_to(paths), optimizer)
 
     def restore(self, slot: int, parked: ParkedSlot, like: Adapter) -> None:
         """Puts a parked state into a slot, which need not be the one that it left.
@@ -42,19 +48,12 @@ class StagedSlots:
             like: An adapter with the ranks, scalings and dropout of the parked one.
 
         Raises:
-            ValueError: The state has other modules or ranks than `like`.
+            ValueError: The state has other modules or ranks than `like`, or is of an
+                optimizer that is none of the run's.
         """
         parked.check_like(like)
         for table, paths in zip(self.tables, self._adapted, strict=True):
-
-            def mine(kind: Kind, paths=paths):
-                tensors = parked.of(kind).items()
-                return {
-                    p: array for p, array in tensors if p.rpartition(".")[0] in paths
-                }
-
-            part = ParkedSlot(**{kind: mine(kind) for kind in KINDS})
-            table.restore(slot, part, like.limited_to(paths))
+            table.restore(slot, parked.limited_to(paths), like.limited_to(paths))
 
     def clear(self, slot: int) -> None:
         """Empties a slot: weights, optimizer state and settings."""
@@ -76,17 +75,16 @@ class StagedSlots:
         Raises:
             ValueError: The slot is empty.
         """
-        return _joined([table.copy(slot) for table in self.tables])
+        return ParkedSlot.join([table.copy(slot) for table in self.tables])
 
     def snapshot(self) -> ReadSlot:
         """Copies all slots to the host, between two global batches; see `ReadSlot`."""
         reads = [table.snapshot() for table in self.tables]
-        return lambda slot: _joined([read(slot) for read in reads])
+        return lambda slot: ParkedSlot.join([read(slot) for read in reads])
 
     def reserve_snapshot(self) -> Callable[[], None]:
         """Returns a function that reserves the memory of a snapshot, in any thread."""
-        kinds = [[getattr(t.state, kind) for kind in KINDS] for t in self.tables]
-        return reserve_host(kinds)
+        return reserve_host([table.kept for table in self.tables])
 
     def park(self, slot: int) -> ParkedSlot:
         """Takes the state out of a slot, between two global batches.
@@ -97,10 +95,3 @@ class StagedSlots:
         parked = self.copy(slot)
         self.clear(slot)
         return parked
-
-
-def _joined(parts: Sequence[ParkedSlot]) -> ParkedSlot:
-    """Joins the parts of a slot's state on all stages."""
-    return ParkedSlot(
-        **{k: {p: a for x in parts for p, a in x.of(k).items()} for k in KINDS}
-    )

@@ -1,11 +1,12 @@
 """`jaxlora generate`."""
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from jaxlora.cli.command import Command
 from jaxlora.cli.options import add_device, add_revision, positive_int, use_device
 from jaxlora.common.console import complain
+from jaxlora.config.base_settings import QuantizedFormat
 from jaxlora.errors import ConfigError
 from jaxlora.printable import KEPT_IN_TEXTS, printable
 
@@ -41,7 +42,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_settings(parser)
     parser.add_argument("--batch-size", type=positive_int, default=16, metavar="N")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
-    parser.add_argument("--quantize", choices=("fp8", "int8", "nf4"))
+    parser.add_argument("--quantize", choices=get_args(QuantizedFormat))
     add_revision(parser)
     add_device(parser)
 

@@ -5,7 +5,7 @@ error says how to convert them.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 
@@ -22,9 +22,13 @@ class OtherNames:
     hints: Mapping[str, str]
 
     def translate(
-        self, values: Mapping[str, Any]
+        self, values: Mapping[str, Any], own: Collection[str] = ()
     ) -> tuple[dict[str, str], dict[str, str]]:
         """Finds which of our settings each key gives; unknown keys stay.
+
+        Args:
+            values: The settings that were given.
+            own: Names of our settings, which need no hint.
 
         Returns:
             Our name of each key that can be taken, and for each other key the reason: a
@@ -34,7 +38,7 @@ class OtherNames:
         refused: dict[str, str] = {}
         first: dict[str, str] = {}
         for key, value in values.items():
-            if key in self.hints:
+            if key in self.hints and key not in own:
                 refused[key] = (
                     f"{key!r} is not a setting here. {self._hint(key, value)}"
                 )
@@ -76,7 +80,7 @@ _REMAT = "Set remat of the run: none, elementwise, mlp, layer or auto."
 _DTYPE = "Set dtype of the run: bfloat16, float32 or auto (bfloat16 on a GPU)."
 _FOUR_BITS = "Set `quantize_base: nf4` for the run."
 _EIGHT_BITS = "Set `quantize_base: int8` (or fp8, on Hopper) for the run."
-_OPTIMIZER = "Leave it out: the optimizer is AdamW with its moments in float32."
+_OPTIMIZER = "Set optimizer: adamw or lion, whose state is float32."
 _FROZEN = "Leave it out: the embedding, the head, norms and biases stay frozen."
 _LOSS_ON = (
     "Set loss_on in data: completion trains on the answers only, all on every token."
@@ -237,7 +241,6 @@ OF_JOB = OtherNames(
         "pad_to_sequence_len": _PACKING,
         "group_by_length": _PACKING,
         "optim": _OPTIMIZER,
-        "optimizer": _OPTIMIZER,
         "random_state": "Set seed.",
         "train_on_inputs": _LOSS_ON,
         "train_on_prompt": _LOSS_ON,

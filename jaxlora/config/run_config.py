@@ -84,10 +84,14 @@ class LoraJob(StrictModel):
         warmup_steps: Optimizer steps of linear warm-up.
         warmup_ratio: Warm-up as a share of all steps, when `warmup_steps` is None.
         lora_plus_ratio: Rate of B over rate of A (LoRA+, arXiv 2402.12354).
-        weight_decay: Decoupled weight decay of AdamW.
-        adam_b1: Decay of the first moment.
-        adam_b2: Decay of the second moment.
-        adam_eps: Added to the root of the second moment.
+        optimizer: How gradients change the weights: `adamw` or `lion`; see
+            `jaxlora.adapters.optimizers`.
+        optimizer_args: Settings of an optimizer other than `adamw`, by name, such as
+            `{b1: 0.95, b2: 0.98}` of `lion`.
+        weight_decay: Decoupled weight decay.
+        adam_b1: Decay of the first moment of `adamw`.
+        adam_b2: Decay of the second moment of `adamw`.
+        adam_eps: Added to the root of the second moment of `adamw`.
         max_grad_norm: Clip the adapter's own gradient to this norm; None: never.
         max_length: Longest sample in tokens.
         too_long: What to do with a longer sample.
@@ -133,6 +137,8 @@ class LoraJob(StrictModel):
     warmup_steps: NonNegativeInt | None = None
     warmup_ratio: Fraction = 0.0
     lora_plus_ratio: PositiveFloat = 1.0
+    optimizer: str = "adamw"
+    optimizer_args: dict[str, NonNegativeFloat] = {}
     weight_decay: NonNegativeFloat = 0.0
     adam_b1: Fraction = 0.9
     adam_b2: Fraction = 0.999

@@ -125,7 +125,7 @@ class StrictModel(pydantic.BaseModel):
             The setting that each known key gives, and for each other key the reason
             why it cannot be used.
         """
-        ours, refused = cls.aliases.translate(values)
+        ours, refused = cls.aliases.translate(values, cls.model_fields)
         for key in [key for key, name in ours.items() if name not in cls.model_fields]:
             del ours[key]
             place = cls.belongs.get(key)

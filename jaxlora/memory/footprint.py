@@ -8,13 +8,12 @@ from typing import Any
 
 import jax
 
+from jaxlora.adapters.optimizers import state_names
 from jaxlora.memory.inputs import batch_shapes
 from jaxlora.models.sharded import layer_bytes
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import Limits
 
-_COPIES = 4  # of an adapter: weights, two moments and gradients
-_CHECKPOINT_COPIES = 3  # more copies while a checkpoint is taken
 _EXCHANGED_COPIES = 2  # of a slot's gradients: those sent, and those received
 _HEAD_ROWS = 1024  # rows of logits that the loss computes at a time
 _LOGIT_BYTES = 6  # a logit is held in float32 and in bfloat16
@@ -72,13 +71,15 @@ class Footprint:
         base_bytes: Bytes of the frozen weights, or of the device's shards of them.
         gathered_bytes: Bytes of the weights that are gathered from all shards while
             their layers run.
-        adapter_bytes: Bytes of the slots: adapters, moments and gradients.
+        adapter_bytes: Bytes of the slots: adapters, optimizer state and gradients.
         fixed_bytes: Bytes of the training step that do not depend on the tokens.
         bytes_per_token: Bytes per token of a microbatch.
         transient_bytes_per_token: Bytes per token that are needed only while the fixed
             bytes are free.
         scratch_bytes: Further bytes that are needed only while the fixed bytes are
             free, and do not depend on the tokens.
+        adapter_copies: Number of copies of the adapters' shapes in `adapter_bytes`:
+            weights, gradients, and each state tensor of the optimizers.
     """
 
     base_bytes: int
@@ -88,6 +89,7 @@ class Footprint:
     bytes_per_token: float
     transient_bytes_per_token: float = 0.0
     scratch_bytes: int = 0
+    adapter_copies: int = 4
 
     @property
     def resident_bytes(self) -> int:
@@ -120,7 +122,8 @@ class Footprint:
         )
 
     def _checkpoint_bytes(self) -> int:
-        return self.adapter_bytes // _COPIES * _CHECKPOINT_COPIES
+        """Bytes of the copies while a checkpoint is taken: of all but gradients."""
+        return self.adapter_bytes // self.adapter_copies * (self.adapter_copies - 1)
 
 
 @functools.lru_cache(maxsize=64)  # the same for all capacities that a choice tries
@@ -132,12 +135,19 @@ def stage_resident(spec: DecoderSpec, use: StageUse) -> Footprint:
         use: How the device is used.
     """
     slots = num_bytes(spec.adapter_shapes())
+    copies = 2 + _num_states(spec)
     return Footprint(
         base_bytes=shard_bytes(spec.base_shapes(), use.num_shards),
-        adapter_bytes=_COPIES * math.ceil(slots / use.num_replicas),
+        adapter_bytes=copies * math.ceil(slots / use.num_replicas),
+        adapter_copies=copies,
         fixed_bytes=0,
         bytes_per_token=0.0,
     )
+
+
+def _num_states(spec: DecoderSpec) -> int:
+    """Number of state tensors of the run's optimizers, each as large as the weights."""
+    return 0 if spec.slots is None else len(state_names(spec.slots.optimizers))
 
 
 def stage_measured(
@@ -219,9 +229,10 @@ def optimizer_bytes(spec: DecoderSpec, use: StageUse) -> int:
     ):  # a slot's chunks for all devices, and those from them
         at_sum = _EXCHANGED_COPIES * num_bytes(shapes) // spec.slots.num_slots
     if jax.default_backend() == "cpu" and shapes:
-        # XLA copies the moments before it replaces them, but for the last array.
+        # XLA copies the state before it replaces it, but for the last array.
         largest = max(num_bytes(shape) for shape in shapes.values())
-        at_step = (2 * num_bytes(shapes) - largest) // use.num_replicas
+        copied = max(0, _num_states(spec) * num_bytes(shapes) - largest)
+        at_step = copied // use.num_replicas
     return max(at_sum, at_step)
 
 

@@ -13,7 +13,7 @@ class MemoryNeed:
 
     Attributes:
         base_bytes: Frozen weights, or the device's part of them.
-        adapter_bytes: Adapters with their moments and gradients.
+        adapter_bytes: Adapters with their optimizer state and gradients.
         step_bytes: The rest of a training step; 0: it is not known.
         tokens: Tokens of a microbatch.
         where: The devices, as what follows a number of bytes; empty if there is one.

@@ -3,6 +3,7 @@
 import pathlib
 from typing import Any
 
+from jaxlora.adapters.optimizers import LION, find_by_other_name
 from jaxlora.config import LoraJob, check_job_name
 from jaxlora.migrate import reasons
 from jaxlora.migrate.migration import Migration
@@ -91,16 +92,24 @@ def note_packing(migration: Migration, samples: int) -> None:
 
 
 def set_optimizer(migration: Migration, key: str) -> None:
-    """Reports optimizers that are not supported: it is always AdamW here."""
+    """Sets the optimizer; says which one takes the place of one that is not here."""
     name = migration.take(key)
     if name is None:
         return
-    if str(name).removeprefix("paged_").startswith("adamw"):
-        text = f"{name}: the optimizer is AdamW with its moments in float32."
-    else:
+    found = find_by_other_name(str(name))
+    if found is None:
         text = f"{name} is replaced by AdamW, which may need another learning_rate."
         migration.to_do.append(f"learning_rate: {key} {text}")
-    migration.left_out[key] = text
+        migration.left_out[key] = text
+        return
+    if found is LION:
+        # transformers gives the betas of Adam to Lion.
+        betas = {"b1": ("adam_beta1", 0.9), "b2": ("adam_beta2", 0.999)}
+        args = {ours: migration.take(*theirs) for ours, theirs in betas.items()}
+        migration.job |= {"optimizer": found.name, "optimizer_args": args}
+    if name != found.name:
+        text = f"{name}: the optimizer is {found.name}, and its state is float32."
+        migration.left_out[key] = text
 
 
 def set_trackers(migration: Migration) -> None:

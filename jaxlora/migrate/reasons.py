@@ -58,7 +58,7 @@ _TRAINER: Mapping[str, str] = {
     "metric_for_best_model": "The best evaluation is that of the lowest loss.",
     "greater_is_better": "The best evaluation is that of the lowest loss.",
     "lr_scheduler_kwargs": RATE,
-    "optim_args": "The optimizer is AdamW with its moments in float32.",
+    "optim_args": "Set optimizer_args of the job, if its optimizer has settings.",
     "optim_target_modules": "The optimizer trains the weights of the adapter.",
     "dtype": "Set dtype of the run: bfloat16, float32 or auto.",
     "tf32": "Products of float32 are computed as JAX does by default.",
@@ -86,7 +86,7 @@ _FAMILIES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("image_", "video_", "audio_", "freeze_", "processor_"), TEXT_ONLY),
     (("bnb_", "double_quantization", "use_bnb_nested"), NF4),
     (("cosine_", "lr_quadratic_warmup", "lr_groups"), RATE),
-    (("adam_beta3", "adam_epsilon2"), "The optimizer is AdamW."),
+    (("adam_beta3", "adam_epsilon2"), "No optimizer here has this setting."),
     (("pissa_", "loftq_", "eva_", "corda_"), START),
     (("kd_", "teacher_"), "Training is on given answers only."),
 )

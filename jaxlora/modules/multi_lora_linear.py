@@ -54,6 +54,8 @@ class SlotShape:
             programs; the rate of each slot is data.
         settings: The settings of jobs for which there are tables; see
             `TrainedTensor.setting`.
+        optimizers: Names of the optimizers of jobs, sorted, for whose state there are
+            tables; see `jaxlora.adapters.optimizers`.
 
     Raises:
         ValueError: A size is not positive.
@@ -63,6 +65,7 @@ class SlotShape:
     rank: int
     use_dropout: bool = True
     settings: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ("adamw",)
 
     @property
     def tensors(self) -> tuple[TrainedTensor, ...]:

@@ -130,7 +130,7 @@ def _add_memory(table: Table, need: MemoryNeed, stored: str) -> None:
         word = "yes" if need.fits else "no"
         table.add_row("fits", literal(f"{word}: needs {total} of {there}{each}"))
     table.add_row("  base weights", format_bytes(need.base_bytes) + stored)
-    adapters = f"{format_bytes(need.adapter_bytes)}, with moments and gradients"
+    adapters = f"{format_bytes(need.adapter_bytes)}, with optimizer state and gradients"
     table.add_row("  adapters", adapters)
     if need.tokens:
         step = f"{format_bytes(need.step_bytes)}, for {need.tokens:,} tokens"

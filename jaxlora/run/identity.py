@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlora.errors import CheckpointError
+from jaxlora.modules.trained_tensors import tensor_settings
 from jaxlora.run.saved_fields import STRICT, JobName
 
 logger = logging.getLogger(__name__)
 
-_SHAPE = "the saved weights and moments have the shape that it gives"
+_SHAPE = "the saved weights and optimizer state have the shape that it gives"
 _SCALING = "the saved weights were trained with this scaling"
 _POSITION = "the position in the data follows from it"
-_MOMENTS = "the saved moments were made with it"
+_MOMENTS = "the saved optimizer state was made with it"
 
 # Settings of a job that must not change on resume, and the reasons. Data is compared by
 # its fingerprint, so that files may be moved.
@@ -32,13 +33,24 @@ FIXED_IN_JOB: dict[str, str] = {
     "use_rslora": _SCALING,
     "init_from": "the job has started from it",
     "init_from_fingerprint": "the job has started from it",
-    "objective": "the saved moments were made with its gradients",
+    "objective": "the saved optimizer state was made with its gradients",
+    "optimizer": "the saved optimizer state is its own",
+    "optimizer_args": _MOMENTS,
     "dropout": "an exported adapter states one dropout for all of its steps",
     "adam_b1": _MOMENTS,
     "adam_b2": _MOMENTS,
     "adam_eps": _MOMENTS,
     "keep_best": "the best weights so far were exported, or not, by the old setting",
     "eval_data_fingerprint": "the best loss so far was measured on it",
+}
+# Settings that give tensors to an adapter have the shape of the saved weights, too.
+FIXED_IN_JOB |= dict.fromkeys(tensor_settings(), _SHAPE)
+# Values of settings that older checkpoints do not name.
+OLDER_JOBS: dict[str, Any] = {
+    "objective": "next_token",
+    "optimizer": "adamw",
+    "optimizer_args": {},
+    **dict.fromkeys(tensor_settings(), False),
 }
 # Settings of a job that may change: they take effect from the next optimizer step on.
 FREE_IN_JOB = frozenset(
@@ -67,8 +79,6 @@ FREE_IN_JOB = frozenset(
         "too_long",
     }
 )
-# Settings of a job that runs of earlier versions did not save, and what these runs did.
-_ADDED_IN_JOB = {"objective": "next_token"}
 # Settings of a run that must not change. The others only change how samples share
 # microbatches, and so results by no more than rounding.
 _BASE = "the saved weights were trained on such a base"
@@ -76,7 +86,7 @@ FIXED_IN_RUN = {
     "dtype": _BASE,
     "quantize_base": _BASE,
     "keep_bf16": _BASE,
-    "fp8_backward": "the saved moments were made with such gradients",
+    "fp8_backward": "the saved optimizer state was made with such gradients",
 }
 
 
@@ -122,7 +132,7 @@ class RunIdentity:
                     "stop it with stop_job"
                 )
             else:
-                then = _ADDED_IN_JOB | then
+                then, now = OLDER_JOBS | then, OLDER_JOBS | now
                 out += _refused(f"job {name!r}: ", where, then, now, FIXED_IN_JOB)
         return out
 
@@ -134,7 +144,8 @@ class RunIdentity:
             if then is None:
                 out.append(f"job {name!r} was added")
             else:
-                out += _changed(f"job {name!r}: ", _ADDED_IN_JOB | then, now)
+                then, now = OLDER_JOBS | then, OLDER_JOBS | now
+                out += _changed(f"job {name!r}: ", then, now)
         kept = [name for name in self.jobs if name in saved.jobs]
         if kept != [name for name in saved.jobs if name in self.jobs]:
             out.append(f"the order of the jobs is now {', '.join(kept)}")

@@ -124,12 +124,13 @@ class SavedRun:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SavedTensors:
-    """Layout of the weights and moments of a job that has begun, in a checkpoint.
+    """Layout of the weights and optimizer state of a job in a checkpoint.
 
     Attributes:
         shapes: Shape of each tensor at the job's own rank, by dotted path, in the order
             in which the arrays hold them.
-        checksums: XXH3 of the array of each kind.
+        checksums: XXH3 of the array of each kind: the weights, and each state tensor
+            of the job's optimizer.
     """
 
     __pydantic_config__ = STRICT

@@ -146,7 +146,7 @@ class Training:
     def load(self) -> None:
         """Puts the first adapters into the slots, without gradients and moments."""
         for slot, job in enumerate(self.jobs):
-            self.slots.load(slot, job.start)
+            self.slots.load(slot, job.start, job.settings.optimizer)
 
     @functools.cached_property
     def keys(self) -> SlotKeys:
@@ -155,9 +155,10 @@ class Training:
         return SlotKeys(seed=zeros + np.arange(len(zeros), dtype=np.int32), step=zeros)
 
     @functools.cached_property
-    def _hyper(self) -> OptimizerInputs:
+    def _first_inputs(self) -> OptimizerInputs:
+        assert self.spec.slots is not None
         first = {slot: (job, 0) for slot, job in enumerate(self.jobs)}
-        return optimizer_inputs(first, self.plan.num_slots)
+        return optimizer_inputs(first, self.spec.slots)
 
     def place(self, rows: Any, stage: int) -> Any:
         """Puts rows of tokens on the devices of a stage."""
@@ -200,7 +201,7 @@ class Training:
         (stage,), (table,) = self.layout.stages, self.slots.tables
         for batch in batches:
             self.accumulate(batch)
-        table.state, result = stage.steps.step(table.state, self._hyper, ())
+        table.state, result = stage.steps.step(table.state, self._first_inputs, ())
         return functools.partial(jax.block_until_ready, result)
 
     def is_finite(self, made: Any) -> bool:
@@ -214,7 +215,7 @@ class Training:
         pending = table.state.pending
         return {
             "accumulate": stage.steps.accumulate.lower(base, params, pending, *rest),
-            "step": stage.steps.step.lower(table.state, self._hyper, ()),
+            "step": stage.steps.step.lower(table.state, self._first_inputs, ()),
         }
 
 

@@ -48,7 +48,7 @@ def put_linear(
         field: None if place is None else place(f"{path}.{field}", shape.shape)
         for field, shape in shapes.items()
     }
-    local = _put_whole(weight, _one_device(places["values"]))
+    local = _put_whole(weight, _one_device(next(iter(places.values()))))
     squares = jnp.zeros(2)
     if not isinstance(weight, QuantizedWeight):
         local, squares = _quantized(local, base)

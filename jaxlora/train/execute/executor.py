@@ -81,8 +81,8 @@ class Executor(Protocol):
     `release` may be called too.
     """
 
-    def load(self, slot: int, adapter: Adapter) -> None:
-        """Puts an adapter into an empty slot, with empty optimizer state."""
+    def load(self, slot: int, adapter: Adapter, optimizer: str) -> None:
+        """Puts an adapter into an empty slot, with empty state of its optimizer."""
         ...
 
     def park(self, slot: int) -> ParkedSlot:

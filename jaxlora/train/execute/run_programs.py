@@ -108,9 +108,9 @@ def _updates(
     for slot in exchange_rounds([0], num_slots, placement):
         what = f"sum over devices{name}"
         found.append(steps.exchange.prepare(state.pending, slot, what=what))
-    hyper = optimizer_inputs({}, num_slots)
+    inputs = optimizer_inputs({}, stage.spec.slots)
     step = steps.step.prepare(
-        state, hyper, tuple(measured), what=f"optimizer step{name}"
+        state, inputs, tuple(measured), what=f"optimizer step{name}"
     )
     rows, number = row_shapes(stage.spec), jax.ShapeDtypeStruct((), "int32")
     write = steps.write_slot.prepare(state, number, rows, what=f"writing a slot{name}")

@@ -66,9 +66,9 @@ class StagedExecutor:
 
     # ---- slots ---------------------------------------------------------------------
 
-    def load(self, slot: int, adapter: Adapter) -> None:
-        """Puts an adapter into an empty slot, with empty optimizer state."""
-        self.slots.load(slot, adapter)
+    def load(self, slot: int, adapter: Adapter, optimizer: str) -> None:
+        """Puts an adapter into an empty slot, with empty state of its optimizer."""
+        self.slots.load(slot, adapter, optimizer)
 
     def park(self, slot: int) -> ParkedSlot:
         """Takes the whole state out of a slot, between two windows."""

@@ -10,9 +10,11 @@ import numpy as np
 
 from jaxlora.adapters.exchange import exchange_rounds
 from jaxlora.adapters.optimizer import GradientNorms, OptimizerInputs, StepResult
+from jaxlora.adapters.optimizers import OPTIMIZERS
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.data.pack import JobBatch
 from jaxlora.models.forward import Base, SlotKeys
+from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.modules.trained_tensors import rate_ratios
 from jaxlora.scheduler import Sample
 from jaxlora.sharding.global_arrays import everywhere
@@ -32,7 +34,7 @@ class _Steps:
         batches: The global batches, by slot.
         learning_rates: The learning rates, by slot.
         losses: By slot, the losses of each tick of the global batch.
-        hyper: Settings of the steps.
+        inputs: Settings of the steps.
         measured: For each stage, the measures of all stages, on its devices; empty if
             there is one stage only.
         results: Results of the steps, of each stage that has queued them.
@@ -41,7 +43,7 @@ class _Steps:
     batches: dict[int, JobBatch]
     learning_rates: dict[int, float]
     losses: dict[int, list[jax.Array]]
-    hyper: OptimizerInputs
+    inputs: OptimizerInputs
     measured: list[tuple[GradientNorms, ...]]
     results: list[StepResult] = dataclasses.field(default_factory=list)
 
@@ -69,7 +71,8 @@ class StagedWindow:
             num_ticks: Number of ticks.
         """
         assert layout.stages[0].spec.slots is not None
-        self._num_slots = layout.stages[0].spec.slots.num_slots
+        self._slots = layout.stages[0].spec.slots
+        self._num_slots = self._slots.num_slots
         self._layout, self._tables = layout, slots.tables
         self._jobs, self._feed, self._num_ticks = window.jobs, feed, num_ticks
         self._in_flight = InFlight(layout, bases, slots)
@@ -150,7 +153,7 @@ class StagedWindow:
             batches=batches,
             learning_rates=rates,
             losses={slot: self._losses.pop(slot) for slot in batches},
-            hyper=optimizer_inputs(stepping, self._num_slots),
+            inputs=optimizer_inputs(stepping, self._slots),
             measured=self._measure(),
         )
 
@@ -180,7 +183,7 @@ class StagedWindow:
         """Queues optimizer steps on one stage."""
         table, run = self._tables[stage], self._layout.stages[stage].steps.step
         measured = steps.measured[stage]
-        table.state, result = run(table.state, steps.hyper, measured)
+        table.state, result = run(table.state, steps.inputs, measured)
         steps.results.append(everywhere(result))
         if stage:
             return
@@ -204,17 +207,33 @@ def by_slot(values: Mapping[int, float], num_slots: int, dtype: Any) -> Any:
 
 
 def optimizer_inputs(
-    stepping: Mapping[int, tuple[JobState, int]], num_slots: int
+    stepping: Mapping[int, tuple[JobState, int]], slots: SlotShape
 ) -> OptimizerInputs:
     """Settings of optimizer steps; rows of slots that do not step are not used.
 
     Args:
         stepping: The jobs that step, and the number of the step, by slot.
-        num_slots: Number of slots.
+        slots: The slots.
     """
 
     def row(value: Callable[[JobState, int], float], dtype=np.float32) -> Any:
-        return by_slot({s: value(*of) for s, of in stepping.items()}, num_slots, dtype)
+        values = {slot: value(*of) for slot, of in stepping.items()}
+        return by_slot(values, slots.num_slots, dtype)
+
+    def settings(name: str) -> dict[str, Any]:
+        """Settings of an optimizer; 0 in slots with another one."""
+        optimizer = OPTIMIZERS[name]
+        own = {
+            slot: optimizer.settings_of(job.settings)
+            for slot, (job, _) in stepping.items()
+            if job.settings.optimizer == name
+        }
+        return {
+            key: by_slot({s: own[s][key] for s in own}, slots.num_slots, np.float32)
+            for key in optimizer.settings
+        }
+
+    number = {name: i for i, name in enumerate(slots.optimizers)}
 
     return OptimizerInputs(
         step_mask=row(lambda job, step: True, np.bool_),
@@ -224,9 +243,8 @@ def optimizer_inputs(
             lambda ratio: row(lambda job, step: ratio(job.settings))
         ),
         weight_decay=row(lambda job, step: job.settings.weight_decay),
-        b1=row(lambda job, step: job.settings.adam_b1),
-        b2=row(lambda job, step: job.settings.adam_b2),
-        eps=row(lambda job, step: job.settings.adam_eps),
+        settings={name: settings(name) for name in slots.optimizers},
+        optimizer=row(lambda job, step: number[job.settings.optimizer], np.int32),
         max_norm=row(lambda job, step: job.settings.max_grad_norm or np.inf),
     )
 

@@ -74,7 +74,7 @@ class CompiledSteps:
         training = training_options(spec)
         base, slots = spec.base_specs(), p.by_slot
         specs: Any = AdapterState  # with partition specs in the place of tables
-        state = specs(params=slots, mu=slots, nu=slots, pending=p.partial)
+        state = specs(params=slots, optimizer_state=slots, pending=p.partial)
         inputs = p.by_linear_and_slot, p.rows  # settings and batch
         h = () if spec.has_embedding else (p.rows,)
 

@@ -193,7 +193,7 @@ class Windows:
         parked, job.parked = job.parked, None
         job.update(status="running", reason="", slot=slot)
         if parked is None:
-            self._executor.load(slot, job.start)
+            self._executor.load(slot, job.start, job.settings.optimizer)
             logger.info("%s starts in slot %d", job.name, slot)
             self._send_of(job, JobStartEvent, slot=slot)
             return

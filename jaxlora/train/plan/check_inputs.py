@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 from collections.abc import Callable
 
+from jaxlora.adapters.optimizers import find_optimizer
 from jaxlora.config import DataConfig, RunConfig
 from jaxlora.data.fields import check_template
 from jaxlora.data.objectives import find_objective
@@ -90,6 +91,8 @@ def _check_jobs(
                 _check_data(data, inputs, ("jobs", number, key), problems)
         with problems.at("jobs", number, "objective"):
             find_objective(job.objective)
+        with problems.at("jobs", number, "optimizer"):
+            find_optimizer(job)
         if inputs is not None and not problems.has("jobs", number, "init_from"):
             key = "target_modules" if job.init_from is None else "init_from"
             with problems.at("jobs", number, key):

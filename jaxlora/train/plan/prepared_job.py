@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.optimizers import find_optimizer
 from jaxlora.adapters.peft_import import import_peft
 from jaxlora.adapters.targets import ModuleLora, check_ranks, resolve_targets
 from jaxlora.common.counted import counted
@@ -153,8 +154,10 @@ def prepare_job(job: LoraJob, model: ModelConfig, reader: DataReader) -> Prepare
     """Selects the modules that a job adapts, and reads its samples.
 
     Raises:
-        JaxloraError: The targets, the adapter to start from or the data cannot be used.
+        JaxloraError: The optimizer, the targets, the adapter to start from or the data
+            cannot be used.
     """
+    find_optimizer(job)
     return _read_job(job, choose_modules(job, model), model, reader)
 
 

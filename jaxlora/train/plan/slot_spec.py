@@ -72,6 +72,7 @@ def decoder_spec(
             for setting in tensor_settings()
             if any(getattr(job, setting) for job in config.jobs)
         ),
+        optimizers=tuple(sorted({job.optimizer for job in config.jobs})),
     )
     spec = DecoderSpec(
         config=model, options=options, slots=shape, adapted=tuple(sorted(adapted))
@@ -117,6 +118,12 @@ def check_fits(prepared: PreparedJob, spec: DecoderSpec, max_tokens: int) -> Non
                 f"job {name!r} has {setting}, and the slots of this run were made "
                 f"without. Start the run with a job that has {setting}: true."
             )
+    if prepared.settings.optimizer not in spec.slots.optimizers:
+        raise ConfigError(
+            f"job {name!r} has optimizer {prepared.settings.optimizer!r}, and this run "
+            f"was started for {', '.join(spec.slots.optimizers)}. Start the run with a "
+            "job of this optimizer."
+        )
     if prepared.objective.name not in spec.options.objectives:
         raise ConfigError(
             f"job {name!r} has objective {prepared.objective.name!r}, and this run "

@@ -15,7 +15,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from jaxlora.adapters.slots import KINDS, Kind, ParkedSlot
+from jaxlora.adapters.slots import ParkedSlot
 from jaxlora.common.atomic import make_folder
 from jaxlora.errors import CheckpointError
 from jaxlora.run.identity import RunIdentity, check_same_run
@@ -109,14 +109,17 @@ class Checkpoints:
                 "output_dir."
             )
         arrays = {
-            array_name(job, kind): _flat(state, kind)
+            array_name(job, kind): _flat(tensors, state)
             for job, state in parked.items()
-            for kind in KINDS
+            for kind, tensors in state.by_kind().items()
         }
         tensors = {
             job: SavedTensors(
                 shapes={path: list(a.shape) for path, a in state.params.items()},
-                checksums={k: checksum(arrays[array_name(job, k)]) for k in KINDS},
+                checksums={
+                    kind: checksum(arrays[array_name(job, kind)])
+                    for kind in state.by_kind()
+                },
             )
             for job, state in parked.items()
         }
@@ -138,7 +141,7 @@ class Checkpoints:
             CheckpointError: There is no checkpoint, it is damaged, or it is of another
                 run.
         """
-        found = read_newest(self._folder, KINDS)
+        found = read_newest(self._folder, None)
         then = found.run.identity
         path = self._folder / str(found.number)
         check_same_run(identity, then, path, "the checkpoint")
@@ -197,6 +200,6 @@ def _is_not_raised_as_well(record: logging.LogRecord) -> bool:
     return not (record.exc_info and "orbax" in record.pathname)
 
 
-def _flat(state: ParkedSlot, kind: Kind) -> np.ndarray:
+def _flat(tensors: Mapping[str, np.ndarray], state: ParkedSlot) -> np.ndarray:
     """Concatenates the tensors of one kind in one array, in the order of `params`."""
-    return np.concatenate([state.of(kind)[path].ravel() for path in state.params])
+    return np.concatenate([tensors[path].ravel() for path in state.params])

@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Sequence
 
 from jaxlora.adapters.export_record import read_export
-from jaxlora.adapters.slots import KINDS, Kind
+from jaxlora.adapters.slots import Kind
 from jaxlora.common.atomic import find_complete_folder, replace_folder, sync_files
 from jaxlora.common.counted import counted
 from jaxlora.config import LoraJob
@@ -33,7 +33,7 @@ def continue_job(job: JobState, identity: RunIdentity) -> None:
             or the base differ too much to continue.
     """
     name, folder = job.name, job.settings.continue_from
-    found = _read_continued(job.settings, job.num_steps, identity, KINDS)
+    found = _read_continued(job.settings, job.num_steps, identity, None)
     job.parked = found.parked(name)
     job.progress = dataclasses.replace(
         found.run.progress[name],
@@ -58,7 +58,10 @@ def check_continues(job: LoraJob, num_steps: int, identity: RunIdentity) -> None
 
 
 def _read_continued(
-    job: LoraJob, num_steps: int, identity: RunIdentity, kinds: Sequence[Kind] = ()
+    job: LoraJob,
+    num_steps: int,
+    identity: RunIdentity,
+    kinds: Sequence[Kind] | None = (),
 ) -> ReadCheckpoint:
     assert job.continue_from is not None
     name, folder = job.name, pathlib.Path(job.continue_from)

@@ -50,7 +50,7 @@ class ReadCheckpoint:
 
     def parked(self, job: str) -> ParkedSlot:
         """Returns the state of a job's slot; all kinds must have been read."""
-        return ParkedSlot(**self.tensors[job])
+        return ParkedSlot.of(self.tensors[job])
 
 
 def newest_checkpoint(folder: pathlib.Path) -> int | None:
@@ -77,7 +77,9 @@ def other_files(folder: pathlib.Path) -> list[pathlib.Path]:
     ]
 
 
-def read_newest(folder: pathlib.Path, kinds: Sequence[Kind] = ()) -> ReadCheckpoint:
+def read_newest(
+    folder: pathlib.Path, kinds: Sequence[Kind] | None = ()
+) -> ReadCheckpoint:
     """Reads the newest checkpoint.
 
     An active run removes old checkpoints. If a checkpoint disappears while it is read,
@@ -85,7 +87,7 @@ def read_newest(folder: pathlib.Path, kinds: Sequence[Kind] = ()) -> ReadCheckpo
 
     Args:
         folder: The `checkpoints` folder of the run.
-        kinds: Kinds of tensors to read.
+        kinds: Kinds of tensors to read; None: all that there are.
 
     Raises:
         CheckpointError: There is no checkpoint, or it is damaged; the text says how to
@@ -104,14 +106,16 @@ def read_newest(folder: pathlib.Path, kinds: Sequence[Kind] = ()) -> ReadCheckpo
             number = newer
 
 
-def _read(folder: pathlib.Path, number: int, kinds: Sequence[Kind]) -> ReadCheckpoint:
+def _read(
+    folder: pathlib.Path, number: int, kinds: Sequence[Kind] | None
+) -> ReadCheckpoint:
     place, cure = folder / str(number) / ITEM, _cure(folder, number)
     saved = read_sealed(place / META_FILE, SavedCheckpoint, version=FORMAT, cure=cure)
     # Without kinds, the tables are not read, and each job has an empty one.
     tensors: dict[str, dict[Kind, dict[str, np.ndarray]]] = {
         n: {} for n in saved.tensors
     }
-    if kinds:
+    if kinds is None or kinds:
         tensors = _read_tensors(place / TENSORS_FILE, saved.tensors, kinds, cure)
     return ReadCheckpoint(number=number, run=saved.run, tensors=tensors)
 
@@ -119,7 +123,7 @@ def _read(folder: pathlib.Path, number: int, kinds: Sequence[Kind]) -> ReadCheck
 def _read_tensors(
     path: pathlib.Path,
     jobs: Mapping[str, SavedTensors],
-    kinds: Sequence[Kind],
+    kinds: Sequence[Kind] | None,
     cure: str,
 ) -> dict[str, dict[Kind, dict[str, np.ndarray]]]:
     """Reads the tensors of all jobs, and compares them with their checksums."""
@@ -130,7 +134,7 @@ def _read_tensors(
             for job, saved in jobs.items():
                 out[job] = {
                     kind: _split(file.get_tensor(array_name(job, kind)), saved, kind)
-                    for kind in kinds
+                    for kind in (saved.checksums if kinds is None else kinds)
                 }
     except (OSError, safetensors.SafetensorError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {error}. {cure}") from error

@@ -64,12 +64,16 @@ def temporary_bytes(spec: DecoderSpec, placement: StageSharding) -> dict[str, in
         is_finite=jax.ShapeDtypeStruct((parts, size), jnp.bool_, sharding=partial),
     )
     slots = tables(placement.by_slot)
-    state = AdapterState(params=slots, mu=slots, nu=slots, pending=pending)
+    state = AdapterState(
+        params=slots, optimizer_state={"mu": slots, "nu": slots}, pending=pending
+    )
     rates = {f.name: row() for f in dataclasses.fields(OptimizerInputs)}
     own = dict(
         step_mask=row(jnp.bool_),
         count=row(jnp.int32),
         rate_ratio=rate_ratios(lambda ratio: row()),
+        settings={"adamw": {name: row() for name in ("b1", "b2", "eps")}},
+        optimizer=row(jnp.int32),
     )
     steps, slot = CompiledSteps(spec, placement), np.zeros(1, np.int32)
     lowered = {

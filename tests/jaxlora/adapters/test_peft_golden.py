@@ -44,7 +44,7 @@ def logits(model, adapter, tokens, *, slot: int) -> np.ndarray:
         adapted=tuple(sorted(map(linear_path, adapter.modules))),
     )
     table = SlotTable(spec, CompiledSteps(spec).write_slot)
-    table.load(slot, adapter)
+    table.load(slot, adapter, "adamw")
     rows = jnp.arange(len(tokens))
 
     @jax.jit

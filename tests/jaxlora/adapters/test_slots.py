@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxlora.adapters.optimizer import OptimizerInputs, optimizer_step
-from jaxlora.adapters.slots import KINDS, ParkedSlot, SlotTable
+from jaxlora.adapters.slots import ParkedSlot, SlotTable
 from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
@@ -61,26 +61,25 @@ def train(table: SlotTable, slot: int, adapter, seed: int, steps: range) -> None
         def row(value, dtype=np.float32):
             return np.array([value if i == slot else 0 for i in range(3)], dtype)
 
-        hyper = OptimizerInputs(
+        inputs = OptimizerInputs(
             step_mask=row(True, np.bool_),
             count=row(step, np.int32),
             learning_rate=row(0.01),
             rate_ratio=rate_ratios(lambda ratio: row(2.0)),
             weight_decay=row(0.1),
-            b1=row(0.9),
-            b2=row(0.999),
-            eps=row(1e-8),
+            settings={"adamw": {"b1": row(0.9), "b2": row(0.999), "eps": row(1e-8)}},
+            optimizer=np.zeros(3, np.int32),
             max_norm=row(np.inf),
         )
         state = dataclasses.replace(table.state, pending=pending)
-        table.state, _ = STEP(state, hyper)
+        table.state, _ = STEP(state, inputs)
 
 
 def is_equal(one: ParkedSlot, other: ParkedSlot) -> bool:
     return all(
-        one.of(kind).keys() == other.of(kind).keys()
-        and all((one.of(kind)[p] == other.of(kind)[p]).all() for p in one.of(kind))
-        for kind in KINDS
+        one.by_kind()[kind].keys() == tensors.keys()
+        and all((one.by_kind()[kind][p] == tensors[p]).all() for p in tensors)
+        for kind, tensors in other.by_kind().items()
     )
 
 
@@ -95,18 +94,18 @@ def test_a_parked_job_continues_with_the_same_bits(tables, adapters, rank, slot)
     """In its old slot, in another slot, and among slots of a larger rank."""
     job, other = adapters
     stayed = tables(4)
-    stayed.load(0, job)
+    stayed.load(0, job, "adamw")
     train(stayed, 0, job, seed=1, steps=range(4))
 
     left = tables(4)
-    left.load(0, job)
+    left.load(0, job, "adamw")
     train(left, 0, job, seed=1, steps=range(2))
     parked = left.park(0)
     assert not any(
         np.asarray(table)[0].any()
-        for table in jax.tree.leaves((left.state.params, left.state.mu, left.state.nu))
+        for table in jax.tree.leaves((left.state.params, left.state.optimizer_state))
     )
-    left.load(0, other)  # the slot has other tenants meanwhile
+    left.load(0, other, "adamw")  # the slot has other tenants meanwhile
     train(left, 0, other, seed=2, steps=range(3))
     if slot == 0:
         left.clear(0)
@@ -126,12 +125,13 @@ def test_the_moments_matter(tables, adapters, lost):
     """A park that lost a moment would be noticed by the test above."""
     job = adapters[0]
     table = tables(4)
-    table.load(0, job)
+    table.load(0, job, "adamw")
     train(table, 0, job, seed=1, steps=range(2))
     parked = table.park(0)
-    zeros = {path: np.zeros_like(array) for path, array in parked.of(lost).items()}
+    kinds = parked.by_kind()
+    kinds[lost] = {path: np.zeros_like(array) for path, array in kinds[lost].items()}
     table.restore(1, parked, job)
-    table.restore(2, dataclasses.replace(parked, **{lost: zeros}), job)
+    table.restore(2, ParkedSlot.of(kinds), job)
     for slot in (1, 2):
         train(table, slot, job, seed=1, steps=range(2, 3))
     whole, without = (table.park(slot).params for slot in (1, 2))
@@ -143,11 +143,11 @@ def test_states_that_do_not_fit(tables, adapters):
     table = tables(4)
     with pytest.raises(ValueError, match="slot 1 is empty"):
         table.park(1)
-    table.load(1, job)
+    table.load(1, job, "adamw")
     parked = table.park(1)
     with pytest.raises(ValueError, match="slot 1 is empty"):
         table.copy(1)
     with pytest.raises(ValueError, match="the parked state has other shapes"):
         table.restore(1, parked, other)
     with pytest.raises(ValueError, match="same paths and shapes"):
-        dataclasses.replace(parked, nu={})
+        ParkedSlot.of(parked.by_kind() | {"nu": {}})

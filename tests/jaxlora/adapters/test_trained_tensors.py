@@ -14,7 +14,7 @@ from jaxlora import LoraJob
 from jaxlora.adapters.optimizer import OptimizerInputs, optimizer_step
 from jaxlora.adapters.peft_export import export_peft
 from jaxlora.adapters.peft_import import import_peft
-from jaxlora.adapters.slots import KINDS, SlotTable, fresh_adapter
+from jaxlora.adapters.slots import SlotTable, fresh_adapter
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.errors import AdapterError
 from jaxlora.hf.config import model_config
@@ -76,26 +76,25 @@ def start(spec, linear_shapes):
 def stepped(spec, adapter) -> SlotTable:
     """Slots of which the second holds the adapter, after a step with gradients of 1."""
     table = SlotTable(spec, CompiledSteps(spec).write_slot)
-    table.load(1, adapter)
+    table.load(1, adapter, "adamw")
 
     def row(value, dtype=np.float32):
         return np.array([0, value], dtype)
 
-    hyper = OptimizerInputs(
+    inputs = OptimizerInputs(
         step_mask=row(True, np.bool_),
         count=row(0, np.int32),
         learning_rate=row(0.01),
         rate_ratio=tensors.rate_ratios(lambda ratio: row(ratio(JOB))),
         weight_decay=row(0),
-        b1=row(0.9),
-        b2=row(0.999),
-        eps=row(1e-8),
+        settings={"adamw": {"b1": row(0.9), "b2": row(0.999), "eps": row(1e-8)}},
+        optimizer=np.zeros(2, np.int32),
         max_norm=row(np.inf),
     )
     ones = jax.tree.map(jnp.ones_like, table.state.pending.gradients)
     pending = dataclasses.replace(table.state.pending, gradients=ones)
     state = dataclasses.replace(table.state, pending=pending)
-    table.state, _ = jax.jit(optimizer_step)(state, hyper)
+    table.state, _ = jax.jit(optimizer_step)(state, inputs)
     return table
 
 
@@ -130,8 +129,8 @@ def test_a_checkpoint_carries_a_third_tensor(spec, start, tmp_path):
     with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
         found = checkpoints.restore(identity)
     table.restore(0, found.parked("job"), found.adapter("job"))
-    for kind in KINDS:
-        before, after = table.copy(1).of(kind), table.copy(0).of(kind)
+    for kind, before in table.copy(1).by_kind().items():
+        after = table.copy(0).by_kind()[kind]
         assert any(path.endswith(MAGNITUDE.name) for path in before)
         for path, tensor in before.items():
             assert tensor.any()

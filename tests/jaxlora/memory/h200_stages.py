@@ -75,7 +75,9 @@ def state_shapes(stage: Stage) -> AdapterState:
         },
         is_finite=shape((*parts, num_slots), jnp.bool_, placement.partial),
     )
-    return AdapterState(params=whole, mu=whole, nu=whole, pending=pending)
+    return AdapterState(
+        params=whole, optimizer_state={"mu": whole, "nu": whole}, pending=pending
+    )
 
 
 def compile_stage(stage: Stage) -> StagePrograms:

@@ -21,9 +21,14 @@ from tests.jaxlora.migrate.texts import MODEL, ON_DATA, ON_FILE
             "The default is used: 'cosine'",
         ),
         (
-            ON_FILE + "optimizer: lion\n",
-            {},
-            "optimizer: lion is replaced by AdamW",
+            ON_FILE + "optimizer: adafactor\n",
+            {"optimizer": "adamw"},
+            "optimizer: adafactor is replaced by AdamW",
+        ),
+        (
+            ON_FILE + "optimizer: paged_lion_8bit\nadam_beta1: 0.95\n",
+            {"optimizer": "lion", "optimizer_args": {"b1": 0.95, "b2": 0.999}},
+            "the optimizer is lion, and its state is float32",
         ),
         (
             ON_FILE + "lora_model_dir: old\nlora_r: 4\n",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
-from jaxlora.adapters.slots import KINDS, ParkedSlot, SlotTable, write_slot
+from jaxlora.adapters.slots import ParkedSlot, SlotTable, write_slot
 from jaxlora.data.pack import PackedBatch
 from jaxlora.hf.config import model_config
 from jaxlora.models.decoder import DecoderOptions
@@ -277,12 +277,8 @@ def restore_slot(tables: list[SlotTable], parked: ParkedSlot) -> None:
     """Puts a slot's state into the tables of all stages, each its share."""
     for table in tables:
         linears = table._spec.adapted
-        share = ParkedSlot(
-            **{
-                kind: {p: a for p, a in parked.of(kind).items() if p[:-7] in linears}
-                for kind in KINDS
-            }
-        )
+        share = parked.limited_to(linears)
+        assert all(path[:-7] in linears for path in share.params)
         modules = {
             f"model.{path}": LoraWeights(
                 tensors={n: share.params[f"{path}.{n}"] for n in ("lora_a", "lora_b")},
@@ -296,10 +292,7 @@ def restore_slot(tables: list[SlotTable], parked: ParkedSlot) -> None:
 
 def park_slot(tables: list[SlotTable]) -> ParkedSlot:
     """The state of a slot of all stages together."""
-    parts = [table.park(1) for table in tables]
-    return ParkedSlot(
-        **{k: dict(i for p in parts for i in p.of(k).items()) for k in KINDS}
-    )
+    return ParkedSlot.join([table.park(1) for table in tables])
 
 
 def test_a_slot_that_leaves_one_cut_continues_in_another():
@@ -310,16 +303,15 @@ def test_a_slot_that_leaves_one_cut_continues_in_another():
         for path, (k, n) in shapes.items()
     }
     rng = np.random.default_rng(0)
-    parked = ParkedSlot(
-        **{
+    parked = ParkedSlot.of(
+        {
             kind: {p: rng.normal(size=s).astype(np.float32) for p, s in at_rank.items()}
-            for kind in KINDS
+            for kind in ("params", "mu", "nu")
         }
     )
     for cut in ((0, 3), (0, 2, 3), (0, 1, 2, 3)):
         there = slot_tables(cut)
         restore_slot(there, parked)
         again = park_slot(there)
-        for kind in KINDS:
-            jax.tree.map(np.testing.assert_array_equal, again.of(kind), parked.of(kind))
+        jax.tree.map(np.testing.assert_array_equal, again.by_kind(), parked.by_kind())
         parked = again

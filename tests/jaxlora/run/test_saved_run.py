@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlora.adapters.slots import KINDS
 from jaxlora.errors import CheckpointError
 from jaxlora.run.folder import read_run_record
 from jaxlora.run.saved_run import sealed
@@ -53,15 +52,16 @@ def test_a_checkpoint_comes_back_to_the_bit(run):
     wanted = made_run.states(6)
     assert found.tensors.keys() == wanted.keys()
     for job, state in wanted.items():
-        for kind in KINDS:
-            for path, tensor in state.of(kind).items():
-                np.testing.assert_array_equal(found.parked(job).of(kind)[path], tensor)
+        kept = found.parked(job).by_kind()
+        for kind, tensors in state.by_kind().items():
+            for path, tensor in tensors.items():
+                np.testing.assert_array_equal(kept[kind][path], tensor)
 
 
 def test_no_changed_byte_is_restored(run, capfd, tmp_path):
     """Any byte of any file: the same tensors come back, or an error does."""
     place = run / "checkpoints" / "6"
-    wanted = read_newest(run / "checkpoints", KINDS)
+    wanted = read_newest(run / "checkpoints", None)
     refused = 0
     for path in sorted(p for p in place.rglob("*") if p.is_file()):
         data = path.read_bytes()
@@ -70,7 +70,7 @@ def test_no_changed_byte_is_restored(run, capfd, tmp_path):
             changed[position] ^= 1 << position % 8
             path.write_bytes(changed)
             try:
-                found = read_newest(run / "checkpoints", KINDS)
+                found = read_newest(run / "checkpoints", None)
             except CheckpointError as error:
                 refused += 1
                 assert str(place) in str(error)

@@ -34,7 +34,7 @@ class LateExecutor:
         self._released: set[int] = set()
         self._may_release: set[int] | None = None  # None: any, between windows
 
-    def load(self, slot: int, adapter: Adapter) -> None:
+    def load(self, slot: int, adapter: Adapter, optimizer: str) -> None:
         assert self._window is None and slot not in self.steps
         self.steps[slot] = 0
 

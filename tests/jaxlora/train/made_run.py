@@ -66,7 +66,7 @@ def parked(seed: int = 0) -> ParkedSlot:
             for tensor, path in tensor_paths(name.removeprefix("model."))
         }
 
-    return ParkedSlot(params=tensors(), mu=tensors(), nu=tensors())
+    return ParkedSlot.of({kind: tensors() for kind in ("params", "mu", "nu")})
 
 
 def states(number: int = 0) -> dict[str, ParkedSlot]:

@@ -12,7 +12,6 @@ import pytest
 
 from jaxlora import Callback, RunConfig, Trainer
 from jaxlora.adapters.export_record import read_record
-from jaxlora.adapters.slots import KINDS
 from jaxlora.errors import CheckpointError, StorageError
 from jaxlora.sharding import global_arrays
 from jaxlora.train.saved import orbax_folder, run_store
@@ -118,25 +117,22 @@ def test_a_snapshot_does_not_follow_the_slots(config, model, monkeypatch, most_l
     monkeypatch.setattr(global_arrays, "_MOST_LOCKED", most_locked)
     trainer = Trainer(config, model)
     job = trainer.jobs[1]
-    trainer.slots.load(1, job.start)
-    shapes = {kind: job.start.by_path() for kind in KINDS}
+    trainer.slots.load(1, job.start, "adamw")
     rng = np.random.default_rng(5)
     state = trainer.slots.copy(1)
-    for kind in KINDS:
-        for path, tensor in shapes[kind].items():
-            state.of(kind)[path][...] = rng.normal(size=tensor.shape)
+    for tensors in state.by_kind().values():
+        for tensor in tensors.values():
+            tensor[...] = rng.normal(size=tensor.shape)
     trainer.slots.restore(1, state, job.start)
     job.update(status="running", slot=1)
     states = JobStates.of(trainer.jobs, trainer.slots)
     trainer.slots.clear(1)
-    trainer.slots.load(0, trainer.jobs[0].start)
+    trainer.slots.load(0, trainer.jobs[0].start, "adamw")
     found = states.read()
     assert found.keys() == {job.name}
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        [found[job.name].of(kind) for kind in KINDS],
-        [state.of(kind) for kind in KINDS],
-    )
+    kinds = found[job.name].by_kind()
+    assert kinds.keys() == {"params", "mu", "nu"}
+    jax.tree.map(np.testing.assert_array_equal, kinds, state.by_kind())
 
 
 def test_a_write_that_fails_ends_the_run(config, model, monkeypatch, whole):

@@ -205,7 +205,7 @@ def bench(request, model, jobs, tmp_path_factory):
     def table() -> SlotTable:
         new = SlotTable(spec, stage.steps.write_slot, stage.placement)
         for slot in range(len(runs)):
-            new.load(slot, adapters[slot])
+            new.load(slot, adapters[slot], "adamw")
         return new
 
     return model, stage, table, packed
@@ -239,9 +239,8 @@ def all_alike(*, step_mask, count) -> OptimizerInputs:
         learning_rate=half / 50,
         rate_ratio=rate_ratios(lambda ratio: half),
         weight_decay=half,
-        b1=half,
-        b2=half,
-        eps=half,
+        settings={"adamw": {"b1": half, "b2": half, "eps": half}},
+        optimizer=jnp.zeros(3, jnp.int32),
         max_norm=half,
     )
 
@@ -252,8 +251,8 @@ def one_step(bench, packed, spoil=lambda state: state):
     slots = table()
     state, out = accumulated(model, stage, spoil(slots.state), slots.settings, packed)
     gradients = jax.tree.map(np.array, state.pending.gradients)
-    hyper = all_alike(step_mask=[True, True, True], count=2)
-    state, result = stage.steps.step(state, hyper, ())
+    inputs = all_alike(step_mask=[True, True, True], count=2)
+    state, result = stage.steps.step(state, inputs, ())
     return gradients, *jax.device_get((out, state.params, result))
 
 
@@ -314,14 +313,15 @@ def test_a_batch_that_is_not_finite_leaves_its_slot_as_it_is(bench):
         return dataclasses.replace(state, pending=pending)
 
     before = jax.tree.map(np.array, slots.state.params)
-    hyper = all_alike(step_mask=[True, True, False], count=2)
-    state, result = stage.steps.step(spoil(slots.state), hyper, ())
+    inputs = all_alike(step_mask=[True, True, False], count=2)
+    state, result = stage.steps.step(spoil(slots.state), inputs, ())
     assert np.isfinite(result.norm).all()
     assert result.is_finite.tolist() == [True, False, True]
     for path, now in state.params.items():
         assert not np.array_equal(now[0], before[path][0])
         np.testing.assert_array_equal(now[1], before[path][1])
-        assert not state.mu[path][1].any() and not state.nu[path][1].any()
+        for moments in state.optimizer_state.values():
+            assert not moments[path][1].any()
         assert not state.pending.gradients[path][1].any()
     assert state.pending.is_finite.all()
 
@@ -332,13 +332,13 @@ def test_a_slot_without_a_whole_batch_stays_as_it_is(bench):
     before = jax.tree.map(np.array, slots.state.params)
     state, _ = accumulated(model, stage, slots.state, slots.settings, packed)
     gradients = jax.tree.map(np.array, state.pending.gradients)
-    hyper = all_alike(step_mask=[True, False, True], count=0)
-    state, _ = stage.steps.step(state, hyper, ())
+    inputs = all_alike(step_mask=[True, False, True], count=0)
+    state, _ = stage.steps.step(state, inputs, ())
     for path, table_now in state.params.items():
         np.testing.assert_array_equal(table_now[1], before[path][1])
         kept = state.pending.gradients[path]
         np.testing.assert_array_equal(kept[1], gradients[path][1])
         assert not kept[0].any()
-        assert not state.mu[path][1].any()
+        assert not state.optimizer_state["mu"][path][1].any()
     # Slot 1 adapts every linear, so every table has something to keep.
     assert all(g[1].any() for g in gradients.values())

@@ -90,7 +90,7 @@ def train_together(names):
     limits = Limits(capacity=64, block_tokens=8)
     executor = StagedExecutor(layout, model.params, slots, limits)
     for slot, run in enumerate(runs):
-        executor.load(slot, run.start)
+        executor.load(slot, run.start, run.settings.optimizer)
         run.update(status="running", slot=slot)
     outcomes = {run.name: [] for run in runs}
     for first in range(0, 12, 4):

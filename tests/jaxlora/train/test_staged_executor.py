@@ -114,7 +114,7 @@ def by_hand(model, jobs):
         slots = layout.empty_slots()
         executor = StagedExecutor(layout, model.params, slots, config.limits)
         for slot, job in runs.items():
-            executor.load(slot, job.start)
+            executor.load(slot, job.start, job.settings.optimizer)
         items, outcomes, left_out = [], {slot: [] for slot in runs}, None
         for item in executor.run(Window(jobs=runs, schedule=schedule)):
             items.append(sorted(item.steps))

@@ -1,0 +1,166 @@
+"""Trains with every change of this folder's patches, in a copy that has them.
+
+`tests/test_extend.py` runs it. Each job has one of the changes, and they train beside a
+job without any.
+"""
+
+import json
+import pathlib
+import sys
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+
+from jaxlora import LoraJob, RunConfig, Trainer
+from jaxlora.pallas_kernels import FORMATS, Projection, multi_lora_linears
+from jaxlora.run.log import read_events
+from tests import tiny
+
+MAGNITUDE = "lora_magnitude_vector"
+
+
+def main() -> None:
+    """Checks all changes; an assertion fails if one does not work."""
+    folder = pathlib.Path(tempfile.mkdtemp())
+    check_gradients()
+    check_quantized()
+    plain, *others = make_jobs(folder)
+    model = write_seed_oss(folder / "model")
+    losses = train(model, folder / "together", [plain, *others])
+    assert all(len(found) == 3 for found in losses.values()), losses
+    alone = train(model, folder / "alone", [plain])
+    np.testing.assert_allclose(losses["plain"], alone["plain"], rtol=1e-5)
+    check_dora_export(folder / "together" / "adapters" / "dora", model)
+    quantized = train(model, folder / "int4", [plain], quantize_base="int4")
+    gap = np.array(quantized["plain"]) - alone["plain"]
+    assert 0 < np.abs(gap).max() < 0.5, gap
+    print("all changes work")
+
+
+def make_jobs(folder: pathlib.Path) -> list[LoraJob]:
+    """A job without a change, and one with each change of a job."""
+    changes = {
+        "plain": {},
+        "dora": {"use_dora": True},
+        "sgd": {"optimizer": "sgd", "optimizer_args": {"momentum": 0.8}},
+        "pairs": {"objective": "simpo"},
+    }
+    return [
+        LoraJob(
+            name=name,
+            data={"path": tiny.write_records(folder / f"{name}.jsonl", 12, seed)},
+            rank=2,
+            steps=3,
+            batch_size=3,
+            learning_rate=1e-2,
+            max_length=96,
+            **settings,
+        )
+        for seed, (name, settings) in enumerate(changes.items())
+    ]
+
+
+def write_seed_oss(folder: pathlib.Path) -> pathlib.Path:
+    """A model of the new family: a bias of the output projection, and no others."""
+    family = {"model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"]}
+    biases = {"head_dim": 8, "attention_bias": False, "attention_out_bias": True}
+    config = (
+        tiny.CONFIG
+        | family
+        | biases
+        | {"num_hidden_layers": 1, "intermediate_size": 64}
+    )
+    tiny.write_model(folder, config=config)
+    path = folder / "model.safetensors"
+    weights = safetensors.numpy.load_file(path)
+    bias = np.full(tiny.CONFIG["hidden_size"], 0.1, np.float32)
+    weights["model.layers.0.self_attn.o_proj.bias"] = bias
+    safetensors.numpy.save_file(weights, path, {"format": "pt"})
+    return folder
+
+
+def train(model: pathlib.Path, out: pathlib.Path, jobs, **settings) -> dict[str, list]:
+    """Returns the losses of each job."""
+    config = RunConfig(
+        model=str(model),
+        output_dir=str(out),
+        jobs=jobs,
+        microbatch_tokens=512,
+        block_tokens=16,
+        checkpoint_every=2,
+        implementation="xla",
+        report_to="none",
+        token_cache=False,
+        **settings,
+    )
+    Trainer(config).train()
+    steps = [e for e in read_events(out / "metrics.jsonl") if e["event"] == "step"]
+    return {j.name: [e["loss"] for e in steps if e["job"] == j.name] for j in jobs}
+
+
+def check_dora_export(folder: pathlib.Path, model: pathlib.Path) -> None:
+    """The magnitudes are exported, and have moved from the norms they start from."""
+    assert json.loads((folder / "adapter_config.json").read_text())["use_dora"]
+    tensors = safetensors.numpy.load_file(folder / "adapter_model.safetensors")
+    name = "model.layers.0.self_attn.q_proj"
+    magnitude = tensors[f"base_model.model.{name}.{MAGNITUDE}"]
+    weight = safetensors.numpy.load_file(model / "model.safetensors")[f"{name}.weight"]
+    moved = np.abs(magnitude - np.linalg.norm(weight, axis=1)).max()
+    assert 1e-3 < moved < 0.1, moved
+
+
+def check_gradients() -> None:
+    """DoRA of one slot beside LoRA of another, against the definition in PEFT."""
+    rng = np.random.default_rng(0)
+
+    def random(*shape: int) -> jax.Array:
+        return jnp.array(rng.normal(size=shape), jnp.float32)
+
+    x, w, dy = random(32, 8), random(8, 6), random(32, 6)
+    scaling = jnp.array([0.5, 2.0])
+    slots, of_row = jnp.array([0, 1]), jnp.repeat(jnp.array([0, 1]), 16)
+    params = {"a": random(2, 8, 2), "b": random(2, 2, 6), "m": 1 + random(2, 6) ** 2}
+    params["m"] = params["m"].at[1].set(0.0)  # slot 1 has LoRA only
+
+    def ours(params, x):
+        projection = Projection(
+            w=w,
+            a=params["a"],
+            b=params["b"],
+            scaling=scaling,
+            extra={MAGNITUDE: params["m"]},
+        )
+        return multi_lora_linears(x, [projection], slots, implementation="xla")[0]
+
+    def definition(params, x):
+        whole = w + scaling[:, None, None] * params["a"] @ params["b"]
+        norm = jax.lax.stop_gradient(jnp.linalg.norm(whole, axis=1))
+        factor = jnp.array([[1.0], [0.0]]) * params["m"] / norm
+        factor += jnp.array([[0.0], [1.0]])
+        return jnp.einsum("tk,tkn->tn", x, whole[of_row]) * factor[of_row]
+
+    def result(run):
+        y, gradients = jax.vjp(run, params, x)
+        return y, gradients(dy)
+
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5),
+        result(ours),
+        result(definition),
+    )
+
+
+def check_quantized() -> None:
+    """Each value of int4 is within half a step of its group's scale."""
+    w = jnp.array(np.random.default_rng(1).normal(size=(5, 64)), jnp.float32)
+    found = FORMATS["int4"].quantize(w)
+    error = jnp.abs(found.dequantize(jnp.float32) - w).reshape(5, 2, 32)
+    largest = jnp.abs(w.reshape(5, 2, 32)).max(axis=2, keepdims=True)
+    assert (error <= largest / 7 / 2 * 1.001).all()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
