@@ -23,9 +23,9 @@ _TEMPORARY = tempfile.TemporaryDirectory(prefix="jaxlora-tests-")
 _CACHE = os.environ.setdefault("JAXLORA_TESTS_CACHE_DIR", _TEMPORARY.name)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
 os.environ["XDG_CACHE_HOME"] = _TEMPORARY.name
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 jax.config.update("jax_compilation_cache_dir", _CACHE)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 
 # Likewise, none of them may be queued behind another.
 jax.config.update("jax_cpu_enable_async_dispatch", False)
@@ -55,22 +55,37 @@ beartype_package("jaxlora.data", conf=CHECKS)
 jaxtyping.install_import_hook([f"jaxlora.{name}" for name in _CHECKED], "tests.check")
 
 
-@pytest.fixture(scope="module")
-def compiled_quickly():
-    """On CPUs, a module's programs are compiled without XLA's costly optimizations.
+_QUICK = "jax_disable_most_optimizations"
 
-    It holds for processes that its tests start, too. It is for tests that compare only
-    what was compiled alike, and not for Mosaic's interpreter: one of its threads once
-    crashed in such a compilation.
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_quickly():
+    """On CPUs, programs are compiled without XLA's costly optimizations.
+
+    It holds for processes that tests start, too.
     """
     if jax.default_backend() != "cpu":
         yield
         return
-    name = "jax_disable_most_optimizations"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(name.upper(), "1")
-        jax.clear_caches()  # JAX would also take programs that were compiled otherwise
-        jax.config.update(name, True)
+        patch.setenv(_QUICK.upper(), "1")
+        jax.config.update(_QUICK, True)
         yield
-        jax.config.update(name, False)
+        jax.config.update(_QUICK, False)
+
+
+@pytest.fixture(scope="module")
+def compiled_normally(compiled_quickly):
+    """A module's programs are compiled as those of users.
+
+    It is for tests of what XLA makes of a program, such as the memory that it needs,
+    and for Mosaic's interpreter: a thread of it once crashed in a quick compilation.
+    """
+    before = getattr(jax.config, _QUICK)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(_QUICK.upper(), raising=False)
+        jax.clear_caches()  # JAX would also take programs that were compiled otherwise
+        jax.config.update(_QUICK, False)
+        yield
+        jax.config.update(_QUICK, before)
         jax.clear_caches()
