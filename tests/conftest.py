@@ -2,7 +2,7 @@
 
 import os
 import pathlib
-import pkgutil
+import re
 import tempfile
 
 # Pallas' GPU interpreter runs a kernel's threads at once, and each blocks a thread of
@@ -12,7 +12,7 @@ os.environ.setdefault("NPROC", "32")
 import jax
 import jaxtyping
 import pytest
-from beartype.claw import beartype_package
+from beartype.claw import beartype_packages
 
 from tests import CHECKS
 
@@ -38,23 +38,37 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
 os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
 
-# Shapes and types in signatures are checked, but not in the scheduler and most of fuse:
-# these have no arrays, and their inner loops would run five times as long. Few modules
-# of the readers of data name shapes. For the others beartype alone is many times as
-# fast; it cannot be used where functions are compiled, as it hides the methods of what
-# `jax.jit` returns.
-_PACKAGE = pathlib.Path(__file__).parents[1] / "jaxlora"
-_MODULES = {module.name for module in pkgutil.iter_modules([str(_PACKAGE)])}
-_WITH_SHAPES = [
-    f"data.{path.stem}"
-    for path in (_PACKAGE / "data").glob("*.py")
-    if "jaxtyping" in path.read_text(encoding="utf-8")
-]
-_CHECKED = [*(_MODULES - {"data", "fuse", "scheduler"}), *_WITH_SHAPES]
-_CHECKED += ["fuse.kernel_call", "fuse.rows"]
-beartype_package("jaxlora.data", conf=CHECKS)
-jaxtyping.install_import_hook([f"jaxlora.{name}" for name in _CHECKED], "tests.check")
+# Types in signatures are checked, and shapes too where there are arrays. Elsewhere,
+# beartype alone is many times as fast. It hides the methods of what `jax.jit` returns,
+# and refuses Triton's kernels and types that are imported for the type checker alone.
+# The scheduler and most of fuse are not checked: their inner loops would run five times
+# as long.
+_ROOT = pathlib.Path(__file__).parents[1]
+_UNCHECKED = ("jaxlora.fuse.", "jaxlora.scheduler.")
+_CHECKED = ("jaxlora.fuse.kernel_call", "jaxlora.fuse.rows")
+_WITH_SHAPES = re.compile(
+    r"^\s*(import|from) (jax|jaxtyping|flax|optax|triton)\b|TYPE_CHECKING", re.MULTILINE
+)
 
+
+def _install_checks() -> None:
+    """Checks the modules of the package when they are imported."""
+    with_shapes, others = ["jaxlora.generate"], []  # a package that is one module, too
+    for folder, _, files in os.walk(_ROOT / "jaxlora", followlinks=True):
+        for path in (pathlib.Path(folder, name) for name in files):
+            if path.suffix != ".py" or path.stem == "__init__":
+                continue
+            name = ".".join(path.relative_to(_ROOT).with_suffix("").parts)
+            if name.startswith(_UNCHECKED) and name not in _CHECKED:
+                continue
+            found = _WITH_SHAPES.search(path.read_text(encoding="utf-8"))
+            (with_shapes if found else others).append(name)
+    others = [name for name in others if not name.startswith("jaxlora.generate.")]
+    beartype_packages(others, conf=CHECKS)
+    jaxtyping.install_import_hook(with_shapes, "tests.check")
+
+
+_install_checks()
 
 _QUICK = "jax_disable_most_optimizations"
 

@@ -45,9 +45,7 @@ def test_alone_equals_together(train, jobs, count):
     together = train(jobs[:count])
     assert together.result.num_compilations <= 4
     for job in jobs[:count] if count < 8 else jobs[3:5]:
-        # In the first case, jobs without dropout have programs without it.
-        dropout = {"slot_dropout": None} if count == 2 else {}
-        alone = train([job], **ALONE | dropout)
+        alone = train([job], **ALONE)
         assert_same_training(together, alone, [job.name])
 
 
