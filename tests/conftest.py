@@ -2,7 +2,7 @@
 
 import os
 import pathlib
-import pkgutil
+import re
 import tempfile
 
 # Pallas' GPU interpreter runs a kernel's threads at once, and each blocks a thread of
@@ -12,7 +12,7 @@ os.environ.setdefault("NPROC", "32")
 import jax
 import jaxtyping
 import pytest
-from beartype.claw import beartype_package
+from beartype.claw import beartype_packages
 
 from tests import CHECKS
 
@@ -23,11 +23,12 @@ _TEMPORARY = tempfile.TemporaryDirectory(prefix="jaxlora-tests-")
 _CACHE = os.environ.setdefault("JAXLORA_TESTS_CACHE_DIR", _TEMPORARY.name)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
 os.environ["XDG_CACHE_HOME"] = _TEMPORARY.name
+os.environ["MPLCONFIGDIR"] = f"{_CACHE}/matplotlib"  # lists of fonts
 # A test may change a function, which the key of a whole program would not show.
 os.environ.setdefault("JAXLORA_KEEP_PROGRAMS", "0")
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 jax.config.update("jax_compilation_cache_dir", _CACHE)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 
 # Likewise, none of them may be queued behind another.
 jax.config.update("jax_cpu_enable_async_dispatch", False)
@@ -39,40 +40,71 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
 os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
 
-# Shapes and types in signatures are checked, but not in the scheduler and most of fuse:
-# these have no arrays, and their inner loops would run five times as long. Few modules
-# of the readers of data name shapes. For the others beartype alone is many times as
-# fast; it cannot be used where functions are compiled, as it hides the methods of what
-# `jax.jit` returns.
-_PACKAGE = pathlib.Path(__file__).parents[1] / "jaxlora"
-_MODULES = {module.name for module in pkgutil.iter_modules([str(_PACKAGE)])}
-_WITH_SHAPES = [
-    f"data.{path.stem}"
-    for path in (_PACKAGE / "data").glob("*.py")
-    if "jaxtyping" in path.read_text(encoding="utf-8")
-]
-_CHECKED = [*(_MODULES - {"data", "fuse", "scheduler"}), *_WITH_SHAPES]
-_CHECKED += ["fuse.kernel_call", "fuse.rows"]
-beartype_package("jaxlora.data", conf=CHECKS)
-jaxtyping.install_import_hook([f"jaxlora.{name}" for name in _CHECKED], "tests.check")
+# Types in signatures are checked, and shapes too where there are arrays. Elsewhere,
+# beartype alone is many times as fast. It hides the methods of what `jax.jit` returns,
+# and refuses Triton's kernels and types that are imported for the type checker alone.
+# The scheduler and most of fuse are not checked: their inner loops would run five times
+# as long.
+_ROOT = pathlib.Path(__file__).parents[1]
+_UNCHECKED = ("jaxlora.fuse.", "jaxlora.scheduler.")
+_CHECKED = ("jaxlora.fuse.kernel_call", "jaxlora.fuse.rows")
+_WITH_SHAPES = re.compile(
+    r"^\s*(import|from) (jax|jaxtyping|flax|optax|triton)\b|TYPE_CHECKING", re.MULTILINE
+)
 
 
-@pytest.fixture(scope="module")
+def _install_checks() -> None:
+    """Checks the modules of the package when they are imported."""
+    with_shapes, others = ["jaxlora.generate"], []  # a package that is one module, too
+    for folder, _, files in os.walk(_ROOT / "jaxlora", followlinks=True):
+        for path in (pathlib.Path(folder, name) for name in files):
+            if path.suffix != ".py" or path.stem == "__init__":
+                continue
+            name = ".".join(path.relative_to(_ROOT).with_suffix("").parts)
+            if name.startswith(_UNCHECKED) and name not in _CHECKED:
+                continue
+            found = _WITH_SHAPES.search(path.read_text(encoding="utf-8"))
+            (with_shapes if found else others).append(name)
+    others = [name for name in others if not name.startswith("jaxlora.generate.")]
+    beartype_packages(others, conf=CHECKS)
+    jaxtyping.install_import_hook(with_shapes, "tests.check")
+
+
+_install_checks()
+
+_QUICK = "jax_disable_most_optimizations"
+
+
+@pytest.fixture(scope="session", autouse=True)
 def compiled_quickly():
-    """On CPUs, a module's programs are compiled without XLA's costly optimizations.
+    """On CPUs, programs are compiled without XLA's costly optimizations.
 
-    It holds for processes that its tests start, too. It is for tests that compare only
-    what was compiled alike, and not for Mosaic's interpreter: one of its threads once
-    crashed in such a compilation.
+    It holds for processes that tests start, too.
     """
     if jax.default_backend() != "cpu":
         yield
         return
-    name = "jax_disable_most_optimizations"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(name.upper(), "1")
-        jax.clear_caches()  # JAX would also take programs that were compiled otherwise
-        jax.config.update(name, True)
+        patch.setenv(_QUICK.upper(), "1")
+        jax.config.update(_QUICK, True)
         yield
-        jax.config.update(name, False)
+        jax.config.update(_QUICK, False)
+
+
+@pytest.fixture(scope="module")
+def compiled_normally(compiled_quickly):
+    """A module's programs are compiled as those of users.
+
+    It is for tests of what XLA makes of a program, such as the memory that it needs,
+    and for Mosaic's interpreter: a thread of it once crashed in a quick compilation.
+    """
+    if jax.default_backend() != "cpu":
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(_QUICK.upper())
+        jax.clear_caches()  # JAX would also take programs that were compiled otherwise
+        jax.config.update(_QUICK, False)
+        yield
+        jax.config.update(_QUICK, True)
         jax.clear_caches()

@@ -38,6 +38,7 @@ def compile_deviceless(module: str, *arguments: str | pathlib.Path) -> None:
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={toolkit} {flags}",
     }
+    env.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)  # see conftest.py
     command = [sys.executable, "-m", module, *map(str, arguments)]
     subprocess.run(command, env=env, cwd=ROOT, check=True)
 

@@ -296,7 +296,8 @@ class SlotTable:
             tensors = {}
             for kind in names[slot]:
                 rows = {
-                    name: np.asarray(table)[slot] for name, table in tables[kind].items()
+                    name: np.asarray(table)[slot]
+                    for name, table in tables[kind].items()
                 }
                 paths = to_paths(stacks, rows, axis=0)
                 tensors[kind] = {

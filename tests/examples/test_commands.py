@@ -2,12 +2,8 @@
 
 import shutil
 
-import pytest
-
 from tests.docs import pages
 from tests.examples.commands import run_page
-
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 GUIDES = (pages.DOCS / "tutorial.md", *sorted((pages.DOCS / "howto").glob("*.md")))
 RUN = {

@@ -27,6 +27,8 @@ from tests.deviceless import compile_deviceless
 from tests.oracle import assert_as_accurate_as
 from tests.pallas_kernels.fused import ON_HOPPER, mosaic_kernels
 
+pytestmark = pytest.mark.usefixtures("compiled_normally")
+
 SLOTS = np.array([2, -1, 2, 0, 0], np.int32)  # slot 1 has no rows
 RANKS, RANK = (8, 3, 80), 128
 ROW_SLOT = np.repeat(SLOTS, 64)

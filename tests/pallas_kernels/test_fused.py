@@ -32,6 +32,8 @@ from tests.pallas_kernels.problems import (
     weight_of,
 )
 
+pytestmark = pytest.mark.usefixtures("compiled_normally")
+
 BACK_ENDS = back_ends()
 
 

@@ -42,6 +42,7 @@ def test_a_token_has_the_documented_bit():
         np.testing.assert_array_equal(pack_mask(kept), word)
 
 
+@pytest.mark.usefixtures("compiled_normally")
 def test_packing_stores_no_integer_per_element():
     """The widest array in memory is the mask itself."""
     kept = jax.ShapeDtypeStruct((1024, 512), jnp.bool)

@@ -11,6 +11,8 @@ from jaxlora.pallas_kernels.routing import make_blocks
 from tests.oracle import relative_error
 from tests.pallas_kernels.fused import MOSAIC, mosaic_kernels
 
+pytestmark = pytest.mark.usefixtures("compiled_normally")
+
 
 @pytest.fixture(autouse=True)
 def _kernels():

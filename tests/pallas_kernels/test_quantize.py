@@ -17,6 +17,8 @@ from jaxlora.pallas_kernels.routing import make_blocks
 from tests.pallas_kernels.fused import mosaic_kernels
 from tests.pallas_kernels.problems import given_mask
 
+pytestmark = pytest.mark.usefixtures("compiled_normally")
+
 SLOTS = np.array([2, -1, 0, 1], np.int32)
 NUM_SLOTS, LARGEST = 3, 448.0
 

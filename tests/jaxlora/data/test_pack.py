@@ -54,3 +54,52 @@ def test_token_indices_count_through_the_global_batch():
             np.testing.assert_array_equal(packed.token_index[rows], expected)
             found[sample.owner] += packed.token_index[rows].tolist()
     assert all(sorted(seen) == list(range(sum(lengths))) for seen in found.values())
+
+
+@given(
+    groups=st.lists(
+        st.lists(st.integers(1, 20), min_size=1, max_size=4), min_size=1, max_size=3
+    ),
+    absent=st.none() | st.integers(0, 2),
+    seed=st.integers(0, 99),
+)
+def test_every_row_is_that_of_its_token(groups, absent, seed):
+    """The definition, row by row: samples in order, each job on blocks of its own."""
+    rng, limits = np.random.default_rng(seed), Limits(capacity=272, block_tokens=8)
+    jobs = {
+        slot: JobBatch(
+            slot=slot,
+            step=3,
+            samples=[
+                TokenizedSample(
+                    token_ids=rng.integers(1, 99, n, np.int32),
+                    is_target=rng.random(n) < 0.5,
+                )
+                for n in lengths
+            ],
+            weight=0.25,
+        )
+        for slot, lengths in enumerate(groups)
+    }
+    microbatch = tuple(s for job in jobs.values() for s in job.to_schedule())
+    present = {slot: job for slot, job in jobs.items() if slot != absent}
+    packed = pack_microbatch(microbatch, present, limits)
+    names = "token_ids", "positions", "segment_ids", "labels", "token_index"
+    wanted = {name: [-1 if name == "segment_ids" else 0] * 272 for name in names}
+    slots, row, number = [-1] * (272 // 8), 0, 0
+    for slot, job in jobs.items():
+        row, index = -(-row // 8) * 8, 0
+        for sample in job.samples:
+            ids = sample.token_ids.tolist()
+            for position, token in enumerate(ids):
+                if slot != absent:
+                    following = [*ids, 0][position + 1]
+                    values = token, position, number, following, index
+                    for name, value in zip(names, values, strict=True):
+                        wanted[name][row] = value
+                    slots[row // 8] = slot
+                row, index = row + 1, index + 1
+            number += 1
+    for name in names:
+        assert getattr(packed, name).tolist() == wanted[name], name
+    assert packed.block_adapter.tolist() == slots

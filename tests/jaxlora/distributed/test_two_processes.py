@@ -3,8 +3,6 @@
 import json
 import signal
 
-import pytest
-
 from jaxlora.run.live.mailbox import Mailbox
 from jaxlora.run.message import ControlRequest
 from tests.jaxlora.distributed.conftest import (
@@ -12,8 +10,6 @@ from tests.jaxlora.distributed.conftest import (
     results,
     train_in_two,
 )
-
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 NEVER = -1, 0  # a process that sends itself no signal
 

@@ -23,8 +23,6 @@ from tests import tiny
 from tests.jaxlora.train import fused
 from tests.jaxlora.train.at_window import AtWindow
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 # Kills itself at the given line of the metrics, wherever the run is just then: the
 # checkpoint of that round is still being written in the background.
 KILL = """

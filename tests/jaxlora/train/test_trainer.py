@@ -21,6 +21,7 @@ from jaxlora.train.plan import prepared_job
 from jaxlora.train.plan.prepared_job import prepare_job
 from tests import tiny
 from tests.jaxlora.train.conftest import folder_of
+from tests.jaxlora.train.outcome import Outcome
 
 
 @pytest.fixture
@@ -42,8 +43,9 @@ def config(model, jobs, tmp_path):
     return make
 
 
-def test_what_a_run_leaves(train, jobs):
-    outcome = train(jobs[:2])
+def test_what_a_run_leaves(config, model):
+    trainer = Trainer(config(checkpoint_every=None), model)
+    outcome = Outcome(trainer, trainer.train(), model)
     folder = folder_of(outcome)
     summary = json.loads((folder / "summary.json").read_text())
     assert set(summary["jobs"]) == {"job0", "job1"}

@@ -202,6 +202,7 @@ def peak_bytes(kind, num_layers, n):
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.usefixtures("compiled_normally")
 @pytest.mark.parametrize("kind", ["fp8", "int8", "nf4"])
 def test_dequantized_weights_are_not_kept(kind):
     """Also those of XLA on CPUs, which converts a product's operands to float32."""

@@ -17,7 +17,6 @@ from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 def test_the_base_alone_has_gradients_from_every_job():
     """Products of zeros draw less power, so a base that had them would look fast."""
     case = Case(

@@ -28,7 +28,6 @@ def relative_error(got, want):
     return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("make", [linear, adapters])
 def test_linears_keep_their_values_and_gradients(make):
     program = jax.jit(lambda: make("small", rate=0.1, tokens=128, width=64).arguments)()

@@ -15,6 +15,8 @@ from jaxlora.pallas_kernels.triton.target import interpreted as interpreted_trit
 from jaxlora.pallas_kernels.triton.target import present_target
 from tests.pallas_kernels import triton_interpreter
 
+pytestmark = pytest.mark.usefixtures("compiled_normally")
+
 
 @pytest.fixture
 def rows(monkeypatch):

@@ -37,10 +37,6 @@ TINY = (
 )
 
 
-# Times are compared with each other only, and no results with others.
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-
 def of_kind(results, kind):
     return [row for row in results.rows if row["kind"] == kind]
 

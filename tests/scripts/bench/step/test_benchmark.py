@@ -24,7 +24,6 @@ def parsed(options):
     return subjects.parse(benchmark, "step", shlex.split(options))
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 def test_step(tmp_path, capsys):
     """One row, in a process of its own as on a GPU."""
     rows = ["--rows", "jaxlora xla"]

@@ -27,9 +27,6 @@ TINY = Case(
 )
 
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-
 def test_kernels_that_cannot_run_here_say_why(monkeypatch):
     monkeypatch.setattr(
         kernel_choice, "kernels_unsupported", lambda *_: "no Hopper GPU"
