@@ -12,7 +12,8 @@ page cache:
 
 Rows have the seconds to the end of the first step, and the tokens per second from there
 to the end, evaluations and checkpoints included. Prints a table, and where the seconds
-to the first step went; with --output-dir, writes run.jsonl, run.md and run.png.
+to the first step went; with --output-dir, writes run.jsonl, run.md, run.png and the log
+of each command with the seconds of its lines.
 
     jaxlora bench run --output-dir bench
     jaxlora bench run --model tiny --tokens 20000
@@ -154,6 +155,7 @@ def _row(start: str, done: Done, *, first_step: float) -> dict[str, Any]:
         "start": start,
         "first_step_s": round(first_step, 1),
         "seconds": round(done.seconds, 1),
+        "log": [f"{at:.2f} {text}" for at, text in done.lines],
         "waits": [
             (round(a, 2), round(b, 2), text)
             for a, b, text in waits(done.lines, first_step, _SHORTEST)
@@ -252,6 +254,10 @@ def run(args: argparse.Namespace) -> None:
     rows, device = Rows(args.output_dir, "run", tables), _device()
     with tempfile.TemporaryDirectory(prefix="jaxlora-bench-run-") as work:
         for row in measured(args, Path(work)):
+            log = row.pop("log", [])
+            if args.output_dir is not None:
+                path = args.output_dir / f"run {row['start']}.log".replace(" ", "-")
+                path.write_text("\n".join(log) + "\n")
             rows.add(row | about(device))
     print(rows.tables())
     if args.output_dir is not None:
