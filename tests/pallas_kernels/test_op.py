@@ -148,6 +148,43 @@ def mask_of(*, seed=0, step=0, layer=0, projection=0, rate=0.3, tokens=None):
     )
 
 
+def is_kept(seed, step, linear, token, feature, rate) -> bool:
+    """The definition of the masks in Python's integers; `linear` counts from 0.
+
+    Checkpoints resume with the same masks, so another definition would break them.
+    """
+
+    def mix(h):
+        h = (h ^ h >> 16) * 0x7FEB352D % 2**32
+        h = (h ^ h >> 15) * 0x846CA68B % 2**32
+        return h ^ h >> 16
+
+    def key(salt):
+        h = mix((mix(seed ^ salt) + step * 0xC2B2AE35) % 2**32)
+        return mix(h ^ (linear + 1) * 0x27D4EB2F % 2**32)
+
+    h = mix((token * 0x9E3779B1 + key(0x9E3779B9)) % 2**32)
+    word = mix((feature * 0x85EBCA77 + key(0x85EBCA6B)) % 2**32)
+    return ((h | 1) * word + mix(h ^ 0x68E31DA4)) % 2**32 >= round(rate * 2**32)
+
+
+def test_masks_are_those_of_their_definition():
+    tokens = np.array([0, 1, 7, 63, 64, 100_000])
+    for seed, step, layer, projection in (
+        (0, 0, 0, 0),
+        (7, 3, 2, 5),
+        (2**31 - 1,) * 2 + (31, 6),
+    ):
+        where = {"seed": seed, "step": step, "layer": layer, "projection": projection}
+        kept = mask_of(rate=0.25, tokens=tokens, **where)
+        for row, token in enumerate(tokens.tolist()):
+            wanted = [
+                is_kept(seed, step, 64 * layer + projection, token, feature, 0.25)
+                for feature in range(256)
+            ]
+            assert kept[row].tolist() == wanted, (where, token)
+
+
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 0.9])
 def test_dropout_rate(rate):
     kept = mask_of(rate=rate)

@@ -21,24 +21,27 @@ from tests.jaxlora.train.at_window import AtWindow
 from tests.jaxlora.train.test_preemption import Killed
 
 
+def one_slot(model, job: LoraJob, folder: pathlib.Path) -> RunConfig:
+    """A run of one slot, so that jobs never share a microbatch."""
+    return RunConfig(
+        model=str(model.folder),
+        output_dir=str(folder),
+        jobs=[job.model_copy(update={"name": "first", "steps": 8})],
+        max_concurrent_jobs=1,
+        slot_rank=8,
+        slot_targets=["q_proj", "k_proj", "v_proj", "down_proj"],
+        slot_dropout=True,
+        microbatch_tokens=512,
+        block_tokens=16,
+        window_steps=2,
+        checkpoint_every=2,
+    )
+
+
 @pytest.fixture
 def config(model, jobs, tmp_path):
-    """A run of one slot, so that jobs never share a microbatch."""
-
     def make(name: str = "run") -> RunConfig:
-        return RunConfig(
-            model=str(model.folder),
-            output_dir=str(tmp_path / name),
-            jobs=[jobs[0].model_copy(update={"name": "first", "steps": 8})],
-            max_concurrent_jobs=1,
-            slot_rank=8,
-            slot_targets=["q_proj", "k_proj", "v_proj", "down_proj"],
-            slot_dropout=True,
-            microbatch_tokens=512,
-            block_tokens=16,
-            window_steps=2,
-            checkpoint_every=2,
-        )
+        return one_slot(model, jobs[0], tmp_path / name)
 
     return make
 
@@ -85,10 +88,11 @@ def weights(config: RunConfig) -> dict[str, bytes]:
     }
 
 
-@pytest.fixture
-def alone(config, model) -> bytes:
-    Trainer(config("alone"), model).train()
-    return weights(config("alone"))["first"]
+@pytest.fixture(scope="module")
+def alone(model, jobs, tmp_path_factory) -> bytes:
+    config = one_slot(model, jobs[0], tmp_path_factory.mktemp("alone"))
+    Trainer(config, model).train()
+    return weights(config)["first"]
 
 
 def test_requests_are_answered_and_change_no_other_job(config, model, late, alone):

@@ -16,7 +16,7 @@ from tests.jaxlora.train.at_window import AtWindow
 from tests.oracle import relative_error
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def low(jobs):
     """A job of eight steps, in windows of two."""
     return jobs[0].model_copy(update={"name": "low", "steps": 8})
@@ -27,24 +27,28 @@ def high(jobs):
     return jobs[3].model_copy(update={"name": "high", "steps": 3, "priority": 1})
 
 
+def one_slot(model, folder: pathlib.Path, jobs, **settings) -> RunConfig:
+    return RunConfig(
+        model=str(model.folder),
+        output_dir=str(folder),
+        jobs=jobs,
+        max_concurrent_jobs=1,
+        slot_rank=8,
+        slot_targets="all-linear",
+        slot_dropout=True,
+        microbatch_tokens=512,
+        block_tokens=16,
+        window_steps=2,
+        **settings,
+    )
+
+
 @pytest.fixture
 def config(model, low, tmp_path):
     """A run of one slot; settings may be changed."""
 
     def make(name="run", jobs=(low,), **settings) -> RunConfig:
-        return RunConfig(
-            model=str(model.folder),
-            output_dir=str(tmp_path / name),
-            jobs=jobs,
-            max_concurrent_jobs=1,
-            slot_rank=8,
-            slot_targets="all-linear",
-            slot_dropout=True,
-            microbatch_tokens=512,
-            block_tokens=16,
-            window_steps=2,
-            **settings,
-        )
+        return one_slot(model, tmp_path / name, jobs, **settings)
 
     return make
 
@@ -79,11 +83,12 @@ def at_round(number, call):
     return AtWindow(on_window)
 
 
-@pytest.fixture
-def alone(config, model):
-    """The low job's run when nothing comes between."""
-    Trainer(config("alone"), model).train()
-    return config("alone")
+@pytest.fixture(scope="module")
+def alone(model, low, tmp_path_factory):
+    """The low job's run when nothing comes between; no test changes it."""
+    config = one_slot(model, tmp_path_factory.mktemp("alone"), (low,))
+    Trainer(config, model).train()
+    return config
 
 
 def test_a_higher_priority_takes_the_slot(config, model, high, alone):
