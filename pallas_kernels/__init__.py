@@ -4,7 +4,7 @@ from jaxlora.pallas_kernels.backends import BACKENDS, Backend, get_backend
 from jaxlora.pallas_kernels.dropout import Dropout, MaskWords, dropout_keys, mask_words
 from jaxlora.pallas_kernels.frozen import frozen_linear
 from jaxlora.pallas_kernels.given_mask import GivenMask, pack_mask, unpack_mask
-from jaxlora.pallas_kernels.mosaic.compile import compile_program
+from jaxlora.pallas_kernels.mosaic.compile import compile_program, prepare_to_load
 from jaxlora.pallas_kernels.op import (
     LINEAR_RESULTS,
     multi_lora_linear,
@@ -52,6 +52,7 @@ __all__ = [
     "multi_lora_linear_reference",
     "multi_lora_linears",
     "pack_mask",
+    "prepare_to_load",
     "quantize_rows",
     "row_scale",
     "unpack_mask",

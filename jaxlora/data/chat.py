@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from jaxlora.data.messages import RENAME_CURE, Conversation, Message
 from jaxlora.data.template import Answer, Failure, run_task
-from jaxlora.data.template_worker import Payload, Task
+from jaxlora.data.template_task import Payload, Task
 from jaxlora.errors import DataError, ModelError
 
 Span = tuple[int, int]

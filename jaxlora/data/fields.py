@@ -9,7 +9,7 @@ from jaxlora.data.notes import Notes
 from jaxlora.data.preference import describe_preference
 from jaxlora.data.read import Record
 from jaxlora.data.template import Failure, run_task
-from jaxlora.data.template_worker import Payload, Task
+from jaxlora.data.template_task import Payload, Task
 from jaxlora.data.values import check_text
 from jaxlora.errors import DataError
 

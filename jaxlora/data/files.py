@@ -10,7 +10,6 @@ from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.ipc
-import pyarrow.parquet
 
 from jaxlora.errors import DataError
 
@@ -209,6 +208,8 @@ class _JsonText:
 
 
 def _read_parquet(path: Path) -> Iterator[Record]:
+    import pyarrow.parquet
+
     with _damage(path, "Parquet"), pyarrow.parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=_ARROW_ROWS):
             yield from arrow_rows(batch, str(path))

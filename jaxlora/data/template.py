@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlora.common.cores import num_cores
-from jaxlora.data.template_worker import OUT_OF_MEMORY, Payload, Task, TemplateLimits
+from jaxlora.data.template_task import OUT_OF_MEMORY, Payload, Task, TemplateLimits
 from jaxlora.errors import DataError
 
 _MAX_PROCESSES = 8

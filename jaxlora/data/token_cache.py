@@ -9,6 +9,7 @@ at the same time. Only entries that nobody but this user may have written are us
 
 import functools
 import hashlib
+import importlib.metadata
 import json
 import logging
 import os
@@ -18,7 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-import jinja2
 import numpy as np
 import pyarrow
 import pydantic
@@ -73,10 +73,15 @@ def cache_key(
         "tokenizer": tokenizer.fingerprint,
         "clock": _clock(tokenizer),
         "max_length": max_length,
-        "versions": [tokenizers.__version__, jinja2.__version__, pyarrow.__version__],
+        "versions": [tokenizers.__version__, _jinja_version(), pyarrow.__version__],
         "code": _code_hash(),
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+
+
+def _jinja_version() -> str:
+    """Returns the version of Jinja without importing it; no template runs here."""
+    return importlib.metadata.version("jinja2")
 
 
 def _clock(tokenizer: Tokenizer) -> list[str]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import huggingface_hub
 from huggingface_hub import constants as hub_constants
-from huggingface_hub import errors as hub_errors
 
 from jaxlora.common.cache_home import cache_home
 from jaxlora.common.json_file import check_regular_file, read_json_file, shown
@@ -119,6 +118,9 @@ def hub_revision(
 
 
 def _fetched(source: str, revision: str | None) -> str:
+    # This imports the hub's network client, which a local folder does not need.
+    from huggingface_hub import errors as hub_errors
+
     try:
         return huggingface_hub.snapshot_download(
             source,

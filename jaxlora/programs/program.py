@@ -18,7 +18,7 @@ from jax._src import config as jax_config
 from jax.experimental import serialize_executable
 
 from jaxlora.distributed import processes
-from jaxlora.pallas_kernels import compile_program
+from jaxlora.pallas_kernels import compile_program, prepare_to_load
 from jaxlora.programs.kept import DamagedEntryError, KeptPrograms
 from jaxlora.programs.key import program_key, source_stamp
 
@@ -161,6 +161,7 @@ class Prepared:
         else:
             assert entry is not None
             self.is_loaded = True
+            prepare_to_load()
             self._future = in_background(functools.partial(self._load, entry))
             if processes.count() > 1:
                 self.compiled()

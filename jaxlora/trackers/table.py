@@ -3,6 +3,7 @@
 A run goes on when a tracker fails, for example because the network is lost.
 """
 
+import importlib
 import importlib.util
 import logging
 import pathlib
@@ -13,9 +14,6 @@ from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.printable import one_line
 from jaxlora.run.callback import Callback
 from jaxlora.run.events import EvalEvent, Event, StepEvent, WindowEvent
-from jaxlora.trackers.tensorboard import TensorBoard
-from jaxlora.trackers.trackio import Trackio
-from jaxlora.trackers.wandb import Wandb
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +92,9 @@ class GuardedTracker(Callback):
         )
 
 
-TRACKERS = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
+# The class of each tracker, in the module of that name, which is imported
+# when it is used: its package may be large.
+TRACKERS = {"tensorboard": "TensorBoard", "wandb": "Wandb", "trackio": "Trackio"}
 _EXTRAS = ("wandb", "trackio")  # packages that are extras of jaxlora
 
 
@@ -119,4 +119,9 @@ def open_trackers(names: Iterable[str], folder: pathlib.Path) -> list[GuardedTra
         names: Names of trackers.
         folder: Folder of the run.
     """
-    return [GuardedTracker(n, TRACKERS[n](folder)) for n in dict.fromkeys(names)]
+    return [GuardedTracker(name, _open(name, folder)) for name in dict.fromkeys(names)]
+
+
+def _open(name: str, folder: pathlib.Path) -> Tracker:
+    module = importlib.import_module(f"jaxlora.trackers.{name}")
+    return getattr(module, TRACKERS[name])(folder)

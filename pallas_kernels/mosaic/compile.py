@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxlib.mlir import ir
 
+from jaxlora.pallas_kernels import device
+
 logger = logging.getLogger(__name__)
 
 _TARGET = "mosaic_gpu_v2"
@@ -42,6 +44,17 @@ class _Kernel:
             return call(**self.attributes)
 
         jax.jit(mosaic_kernel).lower().compile()
+
+
+def prepare_to_load() -> None:
+    """Lets programs with Mosaic kernels run here that another process has compiled.
+
+    Mosaic's runtime is a part of XLA's plugin. It finds its own library by environment
+    variables, which are set when the Python part is imported. A process that traces no
+    kernel would not import it.
+    """
+    if device.platform() == "gpu" and device.not_nvidia() is None:
+        import jax.experimental.mosaic.gpu  # noqa: F401
 
 
 def compile_program(lowered: jax.stages.Lowered) -> jax.stages.Compiled:

@@ -1,6 +1,6 @@
 """Forward and backward pass of the `mosaic` back end on an fp8 base.
 
-The passes are those of layer.py with e4m3 products. The shrinks also quantize their
+The passes are those of passes.py with e4m3 products. The shrinks also quantize their
 rows: x by its own rows' scales, and each dy times the scales of its output features,
 by one scale a row for all projections. So one accumulator can sum dx over them.
 Without masks, s comes divided by the rows' scales, and its term shares the accumulator

@@ -3,14 +3,14 @@
 import contextlib
 import contextvars
 from collections.abc import Iterator
-
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from typing import Any
 
 from jaxlora.pallas_kernels import device
 
 _HOPPER = 90
-_INTERPRET: contextvars.ContextVar[plgpu.InterpretGPUParams | None] = (
-    contextvars.ContextVar("interpret", default=None)
+# A `plgpu.InterpretGPUParams`, whose module only the kernels themselves import.
+_INTERPRET: contextvars.ContextVar[Any] = contextvars.ContextVar(
+    "interpret", default=None
 )
 # The interpreter runs three threads for each simulated block, so a CPU with few cores
 # can take only a few blocks.
@@ -18,10 +18,13 @@ _INTERPRETED_SMS = 2
 
 
 @contextlib.contextmanager
-def interpreted(params: plgpu.InterpretGPUParams) -> Iterator[None]:
+def interpreted(params: Any) -> Iterator[None]:
     """Runs kernels that are traced inside in Pallas' interpreter, on any device.
 
     This is for tests.
+
+    Args:
+        params: The interpreter's settings, a `plgpu.InterpretGPUParams`.
     """
     token = _INTERPRET.set(params)
     try:
@@ -30,7 +33,7 @@ def interpreted(params: plgpu.InterpretGPUParams) -> Iterator[None]:
         _INTERPRET.reset(token)
 
 
-def interpret_params() -> plgpu.InterpretGPUParams | None:
+def interpret_params() -> Any:
     """Returns the interpreter's parameters, or None outside `interpreted`."""
     return _INTERPRET.get()
 

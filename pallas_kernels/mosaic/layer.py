@@ -1,45 +1,21 @@
-"""Forward and backward pass of the `mosaic` back end, as sequences of kernels.
+"""The `mosaic` back end: which linears it runs, and its forward and backward pass.
 
-Forward: shrink (s = factor dropout(x) A), then expand (y = x W + s B).
-Backward: shrink (ds = factor dy B^T), then in one launch expand (dx = dy W^T +
-mask (ds A^T)) and outer (dA = dropout(x)^T ds and dB = s^T dy). The kernels that read
-x, or sum dx, do so for all projections at once. See docs/kernels.md.
-
-References:
-    LoRAFusion, arXiv 2510.00206, section 5.1, Figures 9 to 11.
+The passes are in passes.py, which imports Pallas' Mosaic back end and with it MLIR's
+dialects. It is imported when a pass is traced: most starts of a run load programs that
+were kept, and trace nothing.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxlora.pallas_kernels.dropout import TILE_TOKENS
-from jaxlora.pallas_kernels.mosaic import fp8_layer
-from jaxlora.pallas_kernels.mosaic.backward import run_backward
 from jaxlora.pallas_kernels.mosaic.hopper import unsupported_device
-from jaxlora.pallas_kernels.mosaic.mask import make_mask
-from jaxlora.pallas_kernels.mosaic.products import (
-    Term,
-    expand,
-    expand_work,
-    outer_work,
-    shrink,
-)
-from jaxlora.pallas_kernels.mosaic.ring_shape import ROWS, STEP
-from jaxlora.pallas_kernels.operands import (
-    MAX_RANK,
-    make_operands,
-    unsupported_linear,
-)
+from jaxlora.pallas_kernels.operands import unsupported_linear
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
 from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
 from jaxlora.pallas_kernels.settings import RANK_STEP
 
-# expand keeps the stages of all ranks of a tile filled.
-assert RANK_STEP == STEP and MAX_RANK == 4 * STEP
-assert ROWS == TILE_TOKENS
+__all__ = ["backward", "forward", "unsupported"]
 
 
 def unsupported(shape: LinearShape) -> str | None:
@@ -47,19 +23,14 @@ def unsupported(shape: LinearShape) -> str | None:
     if (reason := unsupported_device()) is not None:
         return reason
     if shape.weight_format != Fp8Weight.format:
-        return unsupported_linear(shape, multiple=STEP, least=2 * STEP)
+        return unsupported_linear(shape, multiple=RANK_STEP, least=2 * RANK_STEP)
     if shape.dtype != jnp.bfloat16:
         name = jnp.dtype(shape.dtype).name
         return f"with fp8 weights its kernels take x in bfloat16 only, not {name}"
     # Both passes copy whole steps of 128 bytes from device memory.
-    return unsupported_linear(shape, multiple=2 * STEP)
+    return unsupported_linear(shape, multiple=2 * RANK_STEP)
 
 
-def _swap_last_axes(x: Array) -> Array:
-    return x.transpose(0, 2, 1)
-
-
-@functools.partial(jax.jit, static_argnames=("w_transposed",))
 def forward(
     x: Float[Array, "T K"],
     projections: tuple[Projection, ...],
@@ -73,21 +44,13 @@ def forward(
     The backward pass reads s again. In each block of rows, only the ranks of the
     block's own adapter are ever written or read.
     """
-    if fp8_layer.fp8_weights(projections):
-        return fp8_layer.forward(x, projections, block_adapter)
-    given = make_operands(x, projections, block_adapter)
-    a = [_swap_last_axes(a) for a in given.a]
-    masks = list(map(make_mask, given.masks))
-    s = shrink(x, a, given.settings, given.blocks, masks)
-    y = []
-    for i, p in enumerate(projections):
-        b = _swap_last_axes(given.b[i]) if w_transposed else given.b[i]
-        term = Term(x, p.dense_w, s[i], b, given.settings[i])
-        y.append(expand([term], layer, given.blocks, p.bias, transposed=w_transposed))
-    return y, s
+    from jaxlora.pallas_kernels.mosaic import passes
+
+    return passes.forward(
+        x, projections, layer, block_adapter, w_transposed=w_transposed
+    )
 
 
-@functools.partial(jax.jit, static_argnames=("w_transposed",))
 def backward(
     dy: list[Array],
     x: Float[Array, "T K"],
@@ -97,26 +60,10 @@ def backward(
     block_adapter: Int[Array, " NB"],
     *,
     w_transposed: bool = False,
-) -> tuple[Float[Array, "T K"], list[dict[str, Array]]]:
+) -> tuple[Float[Array, "T K"], list[dict[str, jax.Array]]]:
     """Computes dx [T, K] in x's dtype; `a` [G, K, R] and `b` [G, R, N] in float32."""
-    if fp8_layer.fp8_weights(projections):
-        return fp8_layer.backward(dy, x, projections, s, block_adapter)
-    given = make_operands(x, projections, block_adapter)
-    settings, blocks = given.settings, given.blocks
-    masks = list(map(make_mask, given.masks))
-    ds, outers = [], []
-    for i, dy_i in enumerate(dy):
-        unmasked = [settings[i]], blocks, []
-        ds += shrink(dy_i, [given.b[i]], *unmasked)
-        outers.append(outer_work(dy_i, [s[i]], *unmasked, transposed=True))
-    outers.append(outer_work(x, ds, settings, blocks, masks, transposed=False))
-    a = [_swap_last_axes(a) for a in given.a] if w_transposed else given.a
-    w = [p.dense_w for p in projections]
-    terms = [Term(*one) for one in zip(dy, w, ds, a, settings, strict=True)]
+    from jaxlora.pallas_kernels.mosaic import passes
 
-    def work(i):
-        return expand_work(
-            terms[i], layer, blocks, masks=masks[i], transposed=not w_transposed
-        )
-
-    return run_backward(work, outers, [p.a.shape[2] for p in projections])
+    return passes.backward(
+        dy, x, projections, s, layer, block_adapter, w_transposed=w_transposed
+    )

@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from jaxlora.config import DataConfig, LoraJob
 from jaxlora.data import encode_records, template
 from jaxlora.data.template import TemplatePool
-from jaxlora.data.template_worker import TemplateLimits
+from jaxlora.data.template_task import TemplateLimits
 from jaxlora.data.tokenize import DataReader
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
 from tests.jaxlora.data import templates

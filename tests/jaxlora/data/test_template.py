@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from jaxlora.data.template import Failure, TemplatePool, run_task
-from jaxlora.data.template_worker import Payload, Task, TemplateLimits
+from jaxlora.data.template_task import Payload, Task, TemplateLimits
 
 HELLO = Task("{{ a }}!")
 # It takes minutes, and no memory.
@@ -261,7 +261,7 @@ import sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from jaxlora.data.template import run_task
-from jaxlora.data.template_worker import Payload, Task
+from jaxlora.data.template_task import Payload, Task
 import jax
 import psutil
 

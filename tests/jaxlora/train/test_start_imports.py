@@ -1,0 +1,61 @@
+"""`jaxlora train` imports no package before it needs it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from scripts import arrows
+
+# The modules that may import each package, of which a run needs none before its first
+# step, or none at all.
+IMPORTED_BY = {
+    "jax.experimental.mosaic": ("jaxlora.pallas_kernels.mosaic", "jaxlora.bench"),
+    "jax.experimental.pallas": ("jaxlora.pallas_kernels.mosaic",),
+    "jinja2": ("jaxlora.data.sandbox", "jaxlora.data.template_worker"),
+    "matplotlib": (
+        "jaxlora.train.report.plot",
+        "jaxlora.fuse",
+        "jaxlora.scheduler.picture",
+        "jaxlora.bench",
+    ),
+    "networkx": ("jaxlora.fuse",),
+    "orbax": ("jaxlora.train.saved.orbax_folder",),
+    "pulp": ("jaxlora.scheduler.lorafusion",),
+    "highspy": ("jaxlora.scheduler.lorafusion.solver",),
+    "scipy": ("jaxlora.scheduler.calibrate",),
+    "tensorboardX": ("jaxlora.trackers.tensorboard",),
+    "gguf": ("jaxlora.adapters.gguf_export", "jaxlora.hf.gguf_file"),
+    "huggingface_hub.errors": ("jaxlora.hf",),
+    "pyarrow.parquet": ("jaxlora.data.files",),
+}
+# What the packages above would bring along.
+_WITH_THEM = ("google.protobuf", "httpx", "httpx2", "PIL")
+_PROGRAM = """
+import sys
+import jaxlora.cli.main
+import jaxlora.train.trainer
+print(*(name for name in sys.argv[1:] if name in sys.modules))
+"""
+
+
+def test_the_trainer_is_imported_without_heavy_packages():
+    names = (*IMPORTED_BY, *_WITH_THEM)
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, *names],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [], "imported before the first step"
+
+
+@pytest.mark.parametrize("package", IMPORTED_BY)
+def test_only_these_modules_import_the_package(package):
+    for module, path in arrows.find_modules().items():
+        if not module.startswith("jaxlora."):
+            continue
+        names = {f"{name}." for name in arrows.imported_names(path)}
+        if any(name.startswith(f"{package}.") for name in names):
+            allowed = tuple(f"{one}." for one in IMPORTED_BY[package])
+            assert f"{module}.".startswith(allowed), f"{module} imports {package}"
