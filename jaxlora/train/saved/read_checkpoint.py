@@ -131,10 +131,16 @@ def _read_tensors(
     try:
         check_regular_file(path)
         with safetensors.safe_open(path, framework="numpy") as file:
+            held = list(file.keys())
             for job, saved in jobs.items():
+                wanted = kinds
+                if wanted is None:  # an array without a checksum is refused, too
+                    arrays = (name.rsplit("/", 1) for name in held)
+                    own = {kind for owner, kind in arrays if owner == job}
+                    wanted = sorted(own | saved.checksums.keys())
                 out[job] = {
                     kind: _split(file.get_tensor(array_name(job, kind)), saved, kind)
-                    for kind in (saved.checksums if kinds is None else kinds)
+                    for kind in wanted
                 }
     except (OSError, safetensors.SafetensorError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {error}. {cure}") from error

@@ -39,4 +39,5 @@ def test_the_same_arrays_are_counted(monkeypatch):
         with_kernels = contextlib.nullcontext
         short = estimate._kept_bytes(spec, 256, 64)
         monkeypatch.setattr(estimate, "shapes_only", with_kernels)
-        assert estimate._kept_bytes(spec, 256, 64) == short > 0
+        assert estimate._kept_bytes(spec, 256, 64) == short
+        assert min(short) > 0

@@ -108,8 +108,8 @@ def assert_same_on_meshes(one: Outcome, other: Outcome) -> None:
 def assert_empty_slot(trainer: Trainer, slot: int) -> None:
     """Checks that a slot of a trainer is empty on every stage."""
     for table in trainer.slots.tables:
-        for kind in ("params", "mu", "nu"):
-            for path, array in getattr(table.state, kind).items():
+        for kind, tables in table.kept.items():
+            for path, array in tables.items():
                 assert not np.asarray(array[slot]).any(), (kind, path)
         for path, gradients in table.state.pending.gradients.items():
             assert not np.asarray(gradients).any(), path

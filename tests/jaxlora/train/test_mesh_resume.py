@@ -65,7 +65,7 @@ def test_killed(meshes, mesh_jobs, resume, tmp_path):
     events = read_events(whole.result.output_dir / "metrics.jsonl")
     kinds = [event["event"] for event in events]
     second_window = kinds.index("window", kinds.index("window") + 1)
-    killed(run_file, at=second_window + 2)
+    killed(run_file, str(second_window + 2))
     folder = pathlib.Path(config.output_dir)
     assert newest_checkpoint(folder / CHECKPOINTS) is not None
     resumed = resume(folder, MESH)

@@ -42,7 +42,7 @@ def test_inputs_are_a_run(tmp_path):
         output_dir=lambda: None,
     )
     reader = data_reader(config, found.tokenizer)
-    jobs = prepare_jobs(config.jobs, found.model.config, reader)
+    jobs = prepare_jobs(config.jobs, found.modules, found.model.config, reader)
     lengths = [
         [len(s.token_ids) for part in (j.train_data, j.eval_data) for s in part.samples]
         for j in jobs
