@@ -14,7 +14,7 @@ from jaxlora.pallas_kernels import (
     multi_lora_linear_reference,
     multi_lora_linears,
 )
-from jaxlora.pallas_kernels.dropout import keep_mask
+from jaxlora.pallas_kernels.dropout import inverse_keep, keep_mask
 from tests.oracle import assert_as_accurate_as, relative_error
 
 K, N, R, G, BLOCK = 24, 40, 8, 4, 16
@@ -193,6 +193,11 @@ def test_dropout_rate(rate):
     for axis in (0, 1):  # each token and each feature has the rate, too
         line = np.sqrt(rate * (1 - rate) / kept.shape[axis])
         assert np.abs(kept.mean(axis) - (1 - rate)).max() <= 5.5 * line
+
+
+def test_kept_features_are_scaled_so_that_their_mean_stays():
+    rates = jnp.array([0.0, 0.5, 0.75])
+    np.testing.assert_allclose(inverse_keep(rates), [1, 2, 4], rtol=1e-6)
 
 
 @pytest.mark.parametrize("change", ["seed", "step", "layer", "projection"])
