@@ -11,7 +11,7 @@ import safetensors
 import xxhash
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.slots import Kind, ParkedSlot
+from jaxlora.adapters.slots import PARAMS, Kind, ParkedSlot
 from jaxlora.common.json_file import check_regular_file
 from jaxlora.errors import CheckpointError
 from jaxlora.run.saved_run import (
@@ -137,7 +137,8 @@ def _read_tensors(
                 if wanted is None:  # an array without a checksum is refused, too
                     arrays = (name.rsplit("/", 1) for name in held)
                     own = {kind for owner, kind in arrays if owner == job}
-                    wanted = sorted(own | saved.checksums.keys())
+                    both = own | saved.checksums.keys()
+                    wanted = sorted(both, key=lambda kind: (kind != PARAMS, kind))
                 out[job] = {
                     kind: _split(file.get_tensor(array_name(job, kind)), saved, kind)
                     for kind in wanted
