@@ -11,13 +11,50 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 
 from jaxlora.errors import DeviceError
 
 _SECONDS = 20.0  # without its daemon, the driver starts anew for each query
 _A_GPU = re.compile(r"\d+|(GPU|MIG)-.*")  # an entry of CUDA_VISIBLE_DEVICES
 _MEANT = "To compute on the CPU, say so: --device cpu, or JAX_PLATFORMS=cpu."
+
+
+_starting: list[Future[None]] = []  # what `start_backend` has begun
+
+
+def start_backend() -> None:
+    """Starts JAX's back ends in a thread, so that other work is done meanwhile.
+
+    CUDA takes two to three seconds, most of them outside of Python. The environment
+    must be as JAX shall see it, and several processes must have joined. `check_device`
+    waits for the back ends, and reports their errors.
+    """
+    import jax
+
+    future: Future[None] = Future()
+
+    def start() -> None:
+        try:
+            jax.default_backend()
+            future.set_result(None)
+        except BaseException as error:
+            future.set_exception(error)
+
+    _starting[:] = [future]
+    # Python waits for it at exit: it cannot be ended while CUDA starts.
+    threading.Thread(target=start, name="jaxlora-backend").start()
+
+
+def _default_backend() -> str:
+    import jax
+
+    # If a back end fails, JAX may raise the error only to the first who asks.
+    if _starting:
+        _starting.pop().result()
+    return jax.default_backend()
 
 
 def check_device() -> None:
@@ -29,10 +66,8 @@ def check_device() -> None:
     Raises:
         DeviceError: JAX uses another device, or does not start.
     """
-    import jax
-
     try:
-        backend = jax.default_backend()
+        backend = _default_backend()
     except RuntimeError as error:
         raise DeviceError(f"JAX does not start here: {_sentence(error)}") from error
     if backend == "gpu" or _is_told():

@@ -73,6 +73,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _train_in_process(config: "RunConfig", arguments: argparse.Namespace) -> int:
+    from jaxlora.device_check import start_backend
+
+    start_backend()
     from jaxlora.distributed import processes
     from jaxlora.run.folder import check_folder
     from jaxlora.run.lock import check_not_in_use

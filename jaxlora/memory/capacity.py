@@ -50,6 +50,7 @@ def resolve_auto(
     stages: MeshStages,
     bounds: Bounds,
     available: DeviceMemory | None,
+    on_accepted: Callable[[], None] = lambda: None,
 ) -> Resolved:
     """Chooses what is `auto` by estimates of memory and time.
 
@@ -62,6 +63,8 @@ def resolve_auto(
         stages: Its stages.
         bounds: Bounds of the capacity, and the choices of an automatic `remat`.
         available: Memory of each device; None: it is not known.
+        on_accepted: Is called when a run on one device can no longer be refused; only
+            estimates follow.
 
     Raises:
         ConfigError: The run does not fit; or `remat` is `auto` and the device does not
@@ -70,6 +73,7 @@ def resolve_auto(
     if available is None:
         return _unchecked(config, bounds)
     _check_resident(config, stages, bounds, available)
+    on_accepted()
     is_auto = "auto" in (config.microbatch_tokens, config.remat)
     if is_auto or stages.sizes.stage > 1:
         return _estimated(config, stages, bounds, available)

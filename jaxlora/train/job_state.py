@@ -2,9 +2,10 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.slots import ParkedSlot, fresh_adapter
+from jaxlora.adapters.slots import ParkedSlot, blank_adapter, fresh_adapter
 from jaxlora.config import LoraJob
 from jaxlora.data.pack import JobBatch
 from jaxlora.hf.load import FrozenModel
@@ -20,15 +21,37 @@ class JobState:
 
     Attributes:
         prepared: Its settings, modules and samples.
-        start: Adapter that the job starts from.
+        like: An adapter with the modules, ranks and shapes of the job's; its values
+            may be zeros.
         progress: Progress of the job.
         parked: State of the slot that the job left, while it is paused.
     """
 
-    def __init__(self, prepared: PreparedJob, start: Adapter):
-        self.prepared, self.start = prepared, start
+    def __init__(
+        self,
+        prepared: PreparedJob,
+        like: Adapter,
+        draw: Callable[[], Adapter] | None = None,
+    ):
+        """Makes the state of a job that has done nothing.
+
+        Args:
+            prepared: The job.
+            like: The adapter that it starts from, or one of the same shapes.
+            draw: Makes the adapter that it starts from; None: this is `like`.
+        """
+        self.prepared, self.like, self._draw = prepared, like, draw
         self.progress = JobProgress()
         self.parked: ParkedSlot | None = None
+
+    @property
+    def start(self) -> Adapter:
+        """The adapter that the job starts from.
+
+        Fresh weights are drawn each time, always with the same bits: a job needs them
+        once, and one that continues from a checkpoint never.
+        """
+        return self.like if self._draw is None else self._draw()
 
     @property
     def settings(self) -> LoraJob:
@@ -64,7 +87,7 @@ class JobState:
     @property
     def largest_rank(self) -> int:
         """Largest rank of the job's modules."""
-        return max(weights.rank for weights in self.start.modules.values())
+        return max(weights.rank for weights in self.like.modules.values())
 
     def update(self, **changes) -> None:
         """Changes some fields of `progress`."""
@@ -146,7 +169,7 @@ class JobState:
         return JobInfo(
             settings=self.settings,
             rank=self.largest_rank,
-            num_modules=len(self.start.modules),
+            num_modules=len(self.like.modules),
             num_steps=self.num_steps,
             batch_tokens=self.batch_tokens,
             progress=self.progress,
@@ -155,16 +178,14 @@ class JobState:
 
 def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:
     """Returns a job that has done nothing, with the adapter that it starts from."""
-    start = prepared.start
-    if start is None:
-        kernels = {
-            name: kernel_of(
-                model.params, f"{linear_path(name)}.kernel", model.base_format
-            )
-            for name in prepared.modules
-        }
-        start = fresh_adapter(prepared.settings, prepared.modules, kernels)
-    return JobState(prepared, start)
+    if prepared.start is not None:
+        return JobState(prepared, prepared.start)
+    kernels = {
+        name: kernel_of(model.params, f"{linear_path(name)}.kernel", model.base_format)
+        for name in prepared.modules
+    }
+    given = prepared.settings, prepared.modules, kernels
+    return JobState(prepared, blank_adapter(*given), lambda: fresh_adapter(*given))
 
 
 def learning_rate(job: LoraJob, step: int, num_steps: int) -> float:

@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import jax
 
@@ -11,7 +12,7 @@ from jaxlora.common.note import log_notes
 from jaxlora.config import RunConfig
 from jaxlora.distributed import agreement, processes
 from jaxlora.errors import ModelError
-from jaxlora.hf.load import FrozenModel, load_model
+from jaxlora.hf.load import FrozenModel, Place, load_model
 from jaxlora.models.forward import Base
 from jaxlora.programs.program import in_background
 from jaxlora.run.folder import (
@@ -97,7 +98,14 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
     prepared = prepare_jobs(config.jobs, inputs.modules, inputs.model.config, reader)
     log_notes(note for job in prepared for note in job.notes)
     held = 0 if model is None else device_bytes(model.params)
-    plan = resolve(config, inputs.model, prepared, this_machine(held))
+    loading = _EarlyLoad(config)
+    plan = resolve(
+        config,
+        inputs.model,
+        prepared,
+        this_machine(held),
+        on_accepted=loading.start if model is None else lambda: None,
+    )
     log_notes(plan.notes)
     agreement.check_mesh(plan.config)
     layout = Layout.of(plan.stages, None if model is None else model.params)
@@ -107,7 +115,10 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
         limits, evaluates = plan.config.limits, any(map(has_held_out, prepared))
         RunPrograms.start(layout, slots, limits, evaluates=evaluates)
 
-    model = _as_planned(plan, _beside(start_programs, lambda: model or _load(plan)))
+    def base() -> FrozenModel:
+        return model or loading.result(plan)
+
+    model = _as_planned(plan, _beside(start_programs, base))
     jobs = [start_job(job, model) for job in prepared]
     agreement.check_inputs(model.fingerprint, prepared)
     sampler = None
@@ -151,15 +162,38 @@ def _beside(start_programs: Callable[[], None], load: Callable[[], FrozenModel])
     return loading.result()
 
 
-def _load(plan: RunPlan) -> FrozenModel:
-    config = plan.config
+class _EarlyLoad:
+    """Loads the base of a run on one device beside the estimates of its plan.
+
+    On several devices, the plan decides where weights go. The load begins when nothing
+    is left that could refuse the run, as it may take long and cannot be ended.
+    """
+
+    def __init__(self, config: RunConfig):
+        self._config = config
+        self._future: Future[FrozenModel] | None = None
+
+    def start(self) -> None:
+        """Begins to load in a thread, unless the plan decides where weights go."""
+        is_settled = self._config.mesh != "auto" and processes.count() == 1
+        if is_settled and self._config.mesh_sizes.num_devices == 1:
+            self._future = in_background(lambda: _load(self._config, None))
+
+    def result(self, plan: RunPlan) -> FrozenModel:
+        """Returns the base, which is loaded here if that has not begun."""
+        if self._future is None:
+            return _load(plan.config, plan.place)
+        return self._future.result()
+
+
+def _load(config: RunConfig, place: Place | None) -> FrozenModel:
     return load_model(
         config.model,
         dtype=config.dtype,
         revision=config.revision,
         quantize=config.quantize_base,
         keep_bf16=config.keep_bf16,
-        place=lambda *_: plan.place,
+        place=lambda *_: place,
     )
 
 

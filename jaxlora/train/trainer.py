@@ -315,9 +315,9 @@ class Trainer:
 
     def _export(self, store: RunStore, job: JobState) -> None:
         if job.parked is not None:
-            adapter = job.parked.adapter(job.start)
+            adapter = job.parked.adapter(job.like)
         else:
-            adapter = self.slots.read(job.slot, job.start)
+            adapter = self.slots.read(job.slot, job.like)
         store.export(self.round, job, adapter, self.model)
 
     # ---- checkpoints ---------------------------------------------------------------

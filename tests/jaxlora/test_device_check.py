@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import types
 
 import jax
@@ -10,7 +11,12 @@ from rich.console import Console
 
 from jaxlora import Generator, LoraJob, RunConfig, Trainer, device_check
 from jaxlora.cli.main import main
-from jaxlora.device_check import check_device, check_device_in_child, visible_gpu
+from jaxlora.device_check import (
+    check_device,
+    check_device_in_child,
+    start_backend,
+    visible_gpu,
+)
 from jaxlora.errors import DeviceError
 from jaxlora.hf.load import load_model
 from jaxlora.inspect.device import inspect_device
@@ -195,3 +201,29 @@ def test_what_nvidia_smi_says(tmp_path, monkeypatch, script, is_listed):
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert device_check._smi_lists_a_gpu() == is_listed
+
+
+def test_the_back_end_starts_in_a_thread_whose_error_is_the_refusal(monkeypatch):
+    """JAX raises the error of a back end once, and then goes on with the CPU."""
+    threads = []
+
+    def fails_once():
+        threads.append(threading.current_thread())
+        if len(threads) == 1:
+            raise RuntimeError("no CUDA here")
+        return "cpu"
+
+    monkeypatch.setattr(jax, "default_backend", fails_once)
+    start_backend()
+    with pytest.raises(DeviceError, match=r"JAX does not start here: no CUDA here\."):
+        check_device()
+    assert threads[0] is not threading.current_thread() and len(threads) == 1
+
+
+def test_a_back_end_that_has_started_is_used(monkeypatch):
+    asked = []
+    monkeypatch.setattr(jax, "default_backend", lambda: asked.append(1) or "gpu")
+    start_backend()
+    check_device()
+    check_device()
+    assert len(asked) == 3

@@ -197,7 +197,7 @@ class Windows:
             logger.info("%s starts in slot %d", job.name, slot)
             self._send_of(job, JobStartEvent, slot=slot)
             return
-        self._executor.restore(slot, parked, job.start)
+        self._executor.restore(slot, parked, job.like)
         logger.info("%s continues in slot %d", job.name, slot)
         self._send_of(job, JobResumeEvent, slot=slot)
 

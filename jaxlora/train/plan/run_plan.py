@@ -138,6 +138,7 @@ def resolve(
     model: PlannedModel,
     jobs: Sequence[PreparedJob],
     machine: Machine,
+    on_accepted: Callable[[], None] = lambda: None,
 ) -> RunPlan:
     """Decides all that is `auto`, and refuses what cannot be trained; logs nothing.
 
@@ -146,6 +147,9 @@ def resolve(
         model: The base model.
         jobs: Jobs of the run.
         machine: The machine that the run is for.
+        on_accepted: Is called when a run on one device can no longer be refused; what
+            follows are estimates, which may take seconds. Only if the device's memory
+            is known.
 
     Raises:
         ConfigError: The mesh does not fit the devices or the model, no mesh has enough
@@ -164,7 +168,7 @@ def resolve(
         config, note = draft.with_remat()
         notes.append(note)
     draft = _draft(config, model, jobs, machine)
-    plan = draft.finish()
+    plan = draft.finish(on_accepted)
     # Stages may have settled it by an estimate.
     bounds = plan.bounds.with_remats() if chooses_remat else plan.bounds
     return dataclasses.replace(plan, bounds=bounds, notes=(*notes, *plan.notes))
@@ -212,10 +216,14 @@ class _Draft:
     def available(self) -> DeviceMemory | None:
         return self.machine.memory_of(self.config.mesh_sizes.num_devices)
 
-    def resolved(self) -> capacity.Resolved:
+    def resolved(
+        self, on_accepted: Callable[[], None] = lambda: None
+    ) -> capacity.Resolved:
         """Returns the run with the capacity and the `remat` that are estimated best."""
         stages = MeshStages.of(self.config, self.spec)
-        return capacity.resolve_auto(self.config, stages, self.bounds, self.available)
+        return capacity.resolve_auto(
+            self.config, stages, self.bounds, self.available, on_accepted
+        )
 
     def with_remat(self) -> tuple[RunConfig, Note]:
         """Replaces `remat: auto`; returns the reason too."""
@@ -223,9 +231,9 @@ class _Draft:
         why = found.notes[0]
         return self.config.replace(remat=found.config.remat), why
 
-    def finish(self) -> RunPlan:
-        """Chooses the capacity, and lays the run out."""
-        found, bounds = self.resolved(), self.bounds
+    def finish(self, on_accepted: Callable[[], None]) -> RunPlan:
+        """Chooses the capacity, and lays the run out; see `resolve`."""
+        found, bounds = self.resolved(on_accepted), self.bounds
         config, notes = found.config, [*self.notes, *found.notes]
         if bounds.fixed is None and config.mesh_sizes.num_devices > 1:
             config, faster = self._with_fastest_capacity(config)

@@ -64,7 +64,7 @@ def job_result(job: JobState, folder: pathlib.Path) -> JobResult:
     return JobResult(
         name=job.name,
         rank=job.largest_rank,
-        num_modules=len(job.start.modules),
+        num_modules=len(job.like.modules),
         num_steps=job.num_steps,
         progress=job.progress,
         folder=folder if _is_exported(job) and folder.is_dir() else None,

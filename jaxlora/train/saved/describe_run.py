@@ -177,10 +177,10 @@ def _saved_adapter(job: JobState) -> SavedAdapter:
     return SavedAdapter(
         modules={
             name: (weights.rank, weights.lora_alpha)
-            for name, weights in job.start.modules.items()
+            for name, weights in job.like.modules.items()
         },
-        use_rslora=job.start.use_rslora,
-        dropout=job.start.dropout,
+        use_rslora=job.like.use_rslora,
+        dropout=job.like.dropout,
         keep_best=job.settings.keep_best,
     )
 

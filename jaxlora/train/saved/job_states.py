@@ -68,7 +68,7 @@ def restore_jobs(
             continue
         slot, parked = job.progress.slot, found.parked(name)
         if slot is not None and slot < num_slots:
-            slots.restore(slot, parked, job.start)
+            slots.restore(slot, parked, job.like)
             continue
         job.parked = parked
         if slot is not None:

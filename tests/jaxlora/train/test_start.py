@@ -1,0 +1,104 @@
+"""What a run does before its first step, and beside what."""
+
+import concurrent.futures
+import zlib
+
+import numpy as np
+import pytest
+
+from jaxlora import RunConfig, Trainer
+from jaxlora.errors import ConfigError
+from jaxlora.memory import device_memory as device_module
+from jaxlora.memory import options
+from jaxlora.memory.device_memory import DeviceMemory
+from jaxlora.train import job_state, open_run
+from jaxlora.train.job_state import start_job
+from jaxlora.train.report.summary import JobResult
+from tests.jaxlora.train.at_window import AtWindow
+from tests.jaxlora.train.counted_run import interrupt
+
+_SECONDS = 60.0  # a wait that is longer has failed
+
+
+@pytest.fixture
+def config(model, jobs, tmp_path):
+    def make(**settings) -> RunConfig:
+        small = {"max_length": 64, "target_modules": ("down_proj",)}
+        return RunConfig(
+            model=str(model.folder),
+            output_dir=str(tmp_path / "run"),
+            jobs=[job.model_copy(update=small) for job in jobs[:2]],
+            **{"block_tokens": 16, "dtype": "float32", "implementation": "xla"}
+            | settings,
+        )
+
+    return make
+
+
+def have(monkeypatch, num_bytes: int) -> None:
+    found = DeviceMemory(num_bytes=num_bytes, source="a pretended device")
+    monkeypatch.setattr(device_module, "device_memory", lambda *_: found)
+
+
+def test_the_base_is_loaded_beside_the_estimates(config, monkeypatch):
+    have(monkeypatch, 2**40)
+    begun: concurrent.futures.Future[None] = concurrent.futures.Future()
+    load, estimate = open_run.load_model, options.find_options
+
+    def loads(*args, **settings):
+        begun.set_result(None)
+        return load(*args, **settings)
+
+    def estimates(*args):
+        begun.result(timeout=_SECONDS)  # or the load would wait for the estimates
+        return estimate(*args)
+
+    monkeypatch.setattr(open_run, "load_model", loads)
+    monkeypatch.setattr(options, "find_options", estimates)
+    trainer = Trainer(config(microbatch_tokens="auto"))
+    assert begun.done() and trainer.model.params
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [({}, "this run needs"), ({"microbatch_tokens": 16}, "sample of .* tokens")],
+)
+def test_a_run_that_is_refused_loads_nothing(config, monkeypatch, settings, refused):
+    have(monkeypatch, 2**10 if not settings else 2**40)
+    loads = []
+    monkeypatch.setattr(open_run, "load_model", lambda *_, **__: loads.append(1))
+    with pytest.raises(ConfigError, match=refused):
+        Trainer(config(**settings))
+    assert not loads
+
+
+def test_fresh_weights_are_drawn_when_a_job_starts(config, model, monkeypatch):
+    """They are the bits of one stream for each module; resuming draws none."""
+    drawn, draw = [], job_state.fresh_adapter
+
+    def counted(job, *rest):
+        drawn.append(job.name)
+        return draw(job, *rest)
+
+    monkeypatch.setattr(job_state, "fresh_adapter", counted)
+    run = config(microbatch_tokens=128, checkpoint_every=1, window_steps=1)
+    trainer = Trainer(run, model)
+    assert not drawn
+    with pytest.raises(RuntimeError, match="stop here"):
+        trainer.train(callbacks=[AtWindow(interrupt)])
+    assert drawn == ["job0", "job1"]
+    result = Trainer(run, model).train(resume=True)
+    assert drawn == ["job0", "job1"]
+    assert all(isinstance(job, JobResult) and job.num_modules for job in result.jobs)
+
+    job = start_job(trainer.jobs[0].prepared, model)
+    for name, weights in job.start.modules.items():
+        key = [job.settings.seed, zlib.crc32(name.encode())]
+        rng = np.random.Generator(np.random.Philox(key=key))
+        in_features, bound = weights.a.shape[0], weights.a.shape[0] ** -0.5
+        a = rng.uniform(-bound, bound, (in_features, weights.rank))
+        np.testing.assert_array_equal(weights.a, a.astype(np.float32))
+        assert not weights.b.any()
+        assert {n: t.shape for n, t in weights.tensors.items()} == {
+            n: t.shape for n, t in job.like.modules[name].tensors.items()
+        }
