@@ -84,16 +84,16 @@ def blank_adapter(
         modules: The modules that the job adapts.
         kernels: Frozen weight of each linear, K N, or its shape, by module name.
     """
-    tensors = {
-        name: {
-            tensor.name: np.broadcast_to(
-                np.float32(0), tensor.shape(*kernels[name].shape, module.rank)
-            )
+
+    def blank(name: str) -> dict[str, np.ndarray]:
+        in_features, out_features = kernels[name].shape
+        sizes = in_features, out_features, modules[name].rank
+        return {
+            tensor.name: np.broadcast_to(np.float32(0), tensor.shape(*sizes))
             for tensor in _tensors(job)
         }
-        for name, module in modules.items()
-    }
-    return _adapter(job, modules, tensors)
+
+    return _adapter(job, modules, {name: blank(name) for name in modules})
 
 
 def _tensors(job: LoraJob) -> tuple[TrainedTensor, ...]:
