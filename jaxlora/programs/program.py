@@ -18,7 +18,7 @@ from jax._src import config as jax_config
 from jax.experimental import serialize_executable
 
 from jaxlora.distributed import processes
-from jaxlora.pallas_kernels import compile_program, prepare_to_load
+from jaxlora.pallas_kernels import compile_program, lower_program, prepare_to_load
 from jaxlora.programs.kept import DamagedEntryError, KeptPrograms
 from jaxlora.programs.key import program_key, source_stamp
 
@@ -105,7 +105,7 @@ class Program:
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """Lowers the function, as `jax.jit(...).lower` does."""
-        return self.jitted.lower(*args)
+        return lower_program(self.jitted, *args)
 
     def num_programs(self) -> int:
         """Programs that were prepared so far, of which some may have been loaded."""
@@ -225,7 +225,7 @@ class Prepared:
         with no_garbage_collection():
             if self._before_tracing is not None:
                 self._before_tracing()
-            lowered = self._lowered = self._jitted.lower(*self._args)
+            lowered = self._lowered = lower_program(self._jitted, *self._args)
         self.seconds += time.perf_counter() - began
         self._future = in_background(lambda: self._compile(lowered))
         if processes.count() > 1:  # in the same order on all of them

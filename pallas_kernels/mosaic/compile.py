@@ -1,7 +1,9 @@
 """Compiles a program whose Mosaic kernels are compiled beforehand, in parallel."""
 
 import dataclasses
+import functools
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src import config as jax_config
 from jaxlib.mlir import ir
 
 from jaxlora.pallas_kernels import device
@@ -20,6 +23,12 @@ _CONFIG = "mhlo.backend_config"
 # What a call has instead of its kernel's code, once that is compiled. Errors of Mosaic
 # would show it.
 _PLACEHOLDER = b"compiled beforehand"
+# Attributes of the calls of kernels that run on one device, besides hash and code.
+_ONE_DEVICE = {
+    "use_custom_barrier": False,
+    "skip_device_barrier": False,
+    "uses_xla_collective_metadata": False,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +42,11 @@ class _Kernel:
 
     attributes: Mapping[str, Any]
 
+    @property
+    def key(self) -> frozenset:
+        """What tells it from other kernels: all but the code, which has a hash."""
+        return frozenset((k, v) for k, v in self.attributes.items() if k != "module")
+
     def compile(self) -> None:
         """Compiles a program that only calls the kernel, and is never run.
 
@@ -40,10 +54,38 @@ class _Kernel:
         """
         call = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct((1,), jnp.float32))
 
-        def mosaic_kernel() -> Any:
+        def kernel_alone() -> Any:
             return call(**self.attributes)
 
-        jax.jit(mosaic_kernel).lower().compile()
+        # A program that JAX's persistent cache holds would be loaded, not compiled.
+        with jax_config.persistent_cache_min_compile_time_secs(math.inf):
+            jax.jit(kernel_alone).lower().compile()
+
+
+class _LoweredKernels(dict[bytes, bytes]):
+    """Mosaic's table of lowered kernels, code by hash; compiles new ones at once."""
+
+    def __setitem__(self, kernel_hash: bytes, code: bytes) -> None:
+        super().__setitem__(kernel_hash, code)
+        found = {"kernel_hash": kernel_hash, "module": code}
+        _start(_Kernel({**found, **_ONE_DEVICE}))
+
+
+# The kernels of this process that are compiled or being compiled.
+_started: dict[frozenset, Future] = {}
+
+
+def _start(kernel: _Kernel) -> Future:
+    """Starts to compile a kernel in a thread, unless that was done before."""
+    found = _started.get(kernel.key)
+    if found is None:
+        found = _started[kernel.key] = _threads().submit(kernel.compile)
+    return found
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="mosaic-compile")
 
 
 def prepare_to_load() -> None:
@@ -57,6 +99,29 @@ def prepare_to_load() -> None:
         import jax.experimental.mosaic.gpu  # noqa: F401
 
 
+def lower_program(jitted: Any, *args: Any) -> jax.stages.Lowered:
+    """Calls `jitted.lower(*args)`, and compiles its Mosaic kernels meanwhile.
+
+    Lowering is Python code in one thread, and takes half a second per kernel. Each
+    kernel is compiled in a thread of its own as soon as it is lowered.
+
+    Args:
+        jitted: A jitted function.
+        *args: Its arguments, or their shapes.
+    """
+    if device.platform() == "gpu" and device.not_nvidia() is None:
+        _compile_when_lowered()
+    return jitted.lower(*args)
+
+
+def _compile_when_lowered() -> None:
+    """Lets Mosaic compile the kernels that it lowers from now on."""
+    from jax.experimental.mosaic.gpu import core
+
+    if not isinstance(core.KNOWN_KERNELS, _LoweredKernels):
+        core.KNOWN_KERNELS = _LoweredKernels(core.KNOWN_KERNELS)
+
+
 def compile_program(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Calls `lowered.compile()` after its Mosaic kernels were compiled in parallel.
 
@@ -65,7 +130,8 @@ def compile_program(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     words, again and again: a third of the time to compile a deep model. Mosaic's
     runtime keeps compiled kernels for the whole process, by a hash of their code which
     is an attribute of the call. So this function compiles each kernel as a program of
-    its own in a thread of its own, and then takes its code out of the calls.
+    its own in a thread of its own, unless `lower_program` has done so, and then takes
+    its code out of the calls.
 
     A kernel that does not compile on its own, such as one for a device that is not
     here, stays in the program, so that XLA compiles it or reports why it cannot.
@@ -75,37 +141,18 @@ def compile_program(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
             what JAX keeps of it: lowered again in this process, it has no code either.
     """
     module: Any = lowered.compiler_ir("stablehlo")
-    calls: dict[bytes, list[ir.Operation]] = {}
+    calls: dict[Future, list[ir.Operation]] = {}
     for call in _calls_in(module.operation):
         attributes = _attributes(call)
         if attributes["module"] != _PLACEHOLDER:
-            calls.setdefault(attributes["kernel_hash"], []).append(call)
-    if calls:
-        kernels = {key: _Kernel(_attributes(same[0])) for key, same in calls.items()}
-        for key in _compile_kernels(kernels):
-            for call in calls[key]:
-                _remove_code(call)
+            calls.setdefault(_start(_Kernel(attributes)), []).append(call)
+    for kernel, same in calls.items():
+        if (error := kernel.exception()) is not None:
+            logger.debug("XLA compiles a Mosaic kernel itself: %s", error)
+            continue
+        for call in same:
+            _remove_code(call)
     return lowered.compile()
-
-
-def _compile_kernels(kernels: Mapping[bytes, _Kernel]) -> list[bytes]:
-    """Compiles kernels in threads; returns the hashes of those that compiled."""
-
-    def size(key: bytes) -> int:
-        return len(kernels[key].attributes["module"])
-
-    with ThreadPoolExecutor(
-        os.cpu_count(), thread_name_prefix="mosaic-compile"
-    ) as pool:
-        # Those with the most code take longest, so they start first.
-        order = sorted(kernels, key=size, reverse=True)
-        futures: dict[bytes, Future] = {
-            key: pool.submit(kernels[key].compile) for key in order
-        }
-    for key, future in futures.items():
-        if (error := future.exception()) is not None:
-            logger.debug("XLA compiles kernel %s itself: %s", key.hex(), error)
-    return [key for key, future in futures.items() if future.exception() is None]
 
 
 def _calls_in(operation: ir.Operation) -> Iterator[ir.Operation]:

@@ -1,12 +1,14 @@
-"""Tests of `compile_program`, with custom calls that nothing runs."""
+"""Tests of `compile_program` and `lower_program`, with kernels that nothing runs."""
 
 import hashlib
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.mosaic.gpu import core
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxlora.pallas_kernels import compile_program
+from jaxlora.pallas_kernels import compile_program, lower_program
 from jaxlora.pallas_kernels.mosaic import compile as mosaic_compile
 
 CODE = {name: name.encode() * 50_000 for name in ("expand", "outer")}
@@ -56,6 +58,13 @@ def given(monkeypatch):
     return found
 
 
+@pytest.fixture(autouse=True)
+def new_process(monkeypatch):
+    """No kernel is compiled yet."""
+    monkeypatch.setattr(mosaic_compile, "_started", {})
+    monkeypatch.setattr(core, "KNOWN_KERNELS", {})
+
+
 @pytest.fixture
 def compiled(monkeypatch):
     """The code of each kernel that was compiled on its own."""
@@ -97,3 +106,27 @@ def test_a_program_without_kernels_is_compiled(compiled):
     program = compile_program(jax.jit(lambda x: x + 1).lower(jnp.zeros(3)))
     assert program(jnp.ones(3)).tolist() == [2, 2, 2]
     assert compiled == []
+
+
+class MosaicProgram:
+    """A jitted function with a real kernel, which is lowered for a GPU."""
+
+    def lower(self, x):
+        @plgpu.kernel(out_type=jax.ShapeDtypeStruct(x.shape, x.dtype))
+        def run(x_gmem, y_gmem):
+            y_gmem[...] = x_gmem[...] * 2
+
+        return jax.jit(run).trace(x).lower(lowering_platforms=("cuda",))
+
+
+def test_a_kernel_is_compiled_as_soon_as_it_is_lowered(monkeypatch, given, compiled):
+    monkeypatch.setattr(mosaic_compile.device, "platform", lambda: "gpu")
+    monkeypatch.setattr(mosaic_compile.device, "not_nvidia", lambda: None)
+    lowered = lower_program(MosaicProgram(), jnp.zeros(128))
+    (started,) = mosaic_compile._started.values()
+    started.result()
+    (call,) = calls_of(lowered)
+    assert compiled == [call["module"]]
+    compile_program(lowered)
+    assert given == [[call | {"module": b"compiled beforehand"}]]
+    assert len(compiled) == 1
