@@ -203,7 +203,10 @@ def _source_stats() -> tuple[tuple[str, int, int], ...]:
         folders[:] = sorted(name for name in folders if name != "__pycache__")
         for name in sorted(names):
             path = pathlib.Path(folder, name)
-            found = path.stat()
+            try:
+                found = path.stat()
+            except FileNotFoundError:  # it was removed just now, or is a dead link
+                continue
             short = path.relative_to(_PACKAGE).as_posix()
             stats.append((short, found.st_size, found.st_mtime_ns))
     return tuple(stats)
