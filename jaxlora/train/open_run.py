@@ -1,7 +1,10 @@
 """Opens a run: its settings, data and base model, while its programs are compiled."""
 
+import contextlib
 import dataclasses
+import importlib
 import pathlib
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -115,6 +118,9 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
         limits, evaluates = plan.config.limits, any(map(has_held_out, prepared))
         RunPrograms.start(layout, slots, limits, evaluates=evaluates)
 
+        if model is None:
+            _import_ahead(plan.config)
+
     def base() -> FrozenModel:
         return model or loading.result(plan)
 
@@ -160,6 +166,26 @@ def _beside(start_programs: Callable[[], None], load: Callable[[], FrozenModel])
         loading.result()
         raise
     return loading.result()
+
+
+def _import_ahead(config: RunConfig) -> None:
+    """Imports in a thread what training needs, while this one waits for the base.
+
+    The library that writes checkpoints takes more than a second, in which the first
+    steps would wait for the interpreter's lock. An error is raised where the module is
+    used.
+    """
+    names = [f"jaxlora.trackers.{name}" for name in config.report_to]
+    if config.checkpoint_every:
+        names.append("jaxlora.train.saved.orbax_folder")
+
+    def work() -> None:
+        for name in names:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+
+    # Python waits for it at exit: extension modules cannot be left half imported.
+    threading.Thread(target=work, name="jaxlora-imports").start()
 
 
 class _EarlyLoad:

@@ -1,6 +1,8 @@
 """What a run does before its first step, and beside what."""
 
 import concurrent.futures
+import sys
+import threading
 import zlib
 
 import numpy as np
@@ -102,3 +104,14 @@ def test_fresh_weights_are_drawn_when_a_job_starts(config, model, monkeypatch):
         assert {n: t.shape for n, t in weights.tensors.items()} == {
             n: t.shape for n, t in job.like.modules[name].tensors.items()
         }
+
+
+def test_modules_for_training_are_imported_beside_the_load(config, monkeypatch):
+    names = "jaxlora.trackers.tensorboard", "jaxlora.train.saved.orbax_folder"
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    Trainer(config(report_to="tensorboard", microbatch_tokens=128))
+    for thread in threading.enumerate():
+        if thread.name == "jaxlora-imports":
+            thread.join(_SECONDS)
+    assert sys.modules.keys() >= set(names)
