@@ -2,30 +2,22 @@
 
 import dataclasses
 import math
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxlora.adapters.adapter import Adapter, LoraWeights
+from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.optimizer import AdapterState, Pending, Tables, zero_state
 from jaxlora.adapters.optimizers import OPTIMIZERS, state_names
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
-from jaxlora.adapters.targets import ModuleLora
-from jaxlora.common.cores import num_cores
-from jaxlora.config import LoraJob
 from jaxlora.hf.names import linear_path
 from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.trained_tensors import (
-    TrainedTensor,
     tensor_paths,
-    tensors_with,
     unpadded,
 )
 from jaxlora.sharding.global_arrays import everywhere, put, to_host
@@ -34,7 +26,6 @@ from jaxlora.sharding.global_arrays import everywhere, put, to_host
 # tensor of the optimizer, such as `mu`.
 Kind = str
 PARAMS: Kind = "params"
-_MAX_THREADS = 8  # that draw initial values
 
 Rows = dict[str, Float[Array, "L ..."]]  # of one slot, by name of the stack
 
@@ -42,77 +33,6 @@ Rows = dict[str, Float[Array, "L ..."]]  # of one slot, by name of the stack
 WriteSlot = Callable[
     [AdapterState, np.int32, dict[Kind, dict[str, np.ndarray]]], AdapterState
 ]
-
-
-def fresh_adapter(
-    job: LoraJob,
-    modules: Mapping[str, ModuleLora],
-    kernels: Mapping[str, Any],
-) -> Adapter:
-    """Makes the adapter that a new job starts from, with PEFT's initial values.
-
-    Each module draws from its own stream, keyed by the job's seed and the module's
-    name, so that neither other jobs nor other targets change it.
-
-    Args:
-        job: The job that the adapter is for.
-        modules: The modules that the job adapts.
-        kernels: Frozen weight of each linear, K N, by module name.
-    """
-
-    def drawn(name: str) -> dict[str, np.ndarray]:
-        stream = np.random.Philox(key=[job.seed, zlib.crc32(name.encode())])
-        rng, rank = np.random.Generator(stream), modules[name].rank
-        return {
-            tensor.name: tensor.start(rng, kernels[name], rank).astype(np.float32)
-            for tensor in _tensors(job)
-        }
-
-    # NumPy draws without the interpreter's lock.
-    with ThreadPoolExecutor(min(num_cores(), _MAX_THREADS)) as pool:
-        tensors = dict(zip(modules, pool.map(drawn, modules), strict=True))
-    return _adapter(job, modules, tensors)
-
-
-def blank_adapter(
-    job: LoraJob,
-    modules: Mapping[str, ModuleLora],
-    kernels: Mapping[str, Any],
-) -> Adapter:
-    """Makes an adapter with the shapes of `fresh_adapter`, whose zeros use no memory.
-
-    Args:
-        job: The job that the adapter is for.
-        modules: The modules that the job adapts.
-        kernels: Frozen weight of each linear, K N, or its shape, by module name.
-    """
-
-    def blank(name: str) -> dict[str, np.ndarray]:
-        (k, n), rank = kernels[name].shape, modules[name].rank
-        return {
-            tensor.name: np.broadcast_to(np.float32(0), tensor.shape(k, n, rank))
-            for tensor in _tensors(job)
-        }
-
-    return _adapter(job, modules, {name: blank(name) for name in modules})
-
-
-def _tensors(job: LoraJob) -> tuple[TrainedTensor, ...]:
-    return tensors_with(lambda setting: getattr(job, setting))
-
-
-def _adapter(
-    job: LoraJob,
-    modules: Mapping[str, ModuleLora],
-    tensors: Mapping[str, dict[str, np.ndarray]],
-) -> Adapter:
-    weights = {
-        name: LoraWeights(
-            tensors=tensors[name], rank=module.rank, lora_alpha=module.lora_alpha
-        )
-        for name, module in modules.items()
-    }
-    return Adapter(modules=weights, use_rslora=job.use_rslora, dropout=job.dropout)
 
 
 def adapter_from_rows(rows: Mapping[str, np.ndarray], like: Adapter) -> Adapter:

@@ -5,7 +5,8 @@ import math
 from collections.abc import Callable
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.slots import ParkedSlot, blank_adapter, fresh_adapter
+from jaxlora.adapters.fresh import blank_adapter, fresh_adapter
+from jaxlora.adapters.slots import ParkedSlot
 from jaxlora.config import LoraJob
 from jaxlora.data.pack import JobBatch
 from jaxlora.hf.load import FrozenModel

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.fresh import fresh_adapter
 from jaxlora.adapters.optimizer import OptimizerInputs, Pending
-from jaxlora.adapters.slots import fresh_adapter
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.bench import weights
 from jaxlora.config import LoraJob, RunConfig
