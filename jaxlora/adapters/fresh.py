@@ -60,10 +60,9 @@ def blank_adapter(
     """
 
     def blank(name: str) -> dict[str, np.ndarray]:
-        in_features, out_features = kernels[name].shape
-        sizes = in_features, out_features, modules[name].rank
+        (k, n), rank = kernels[name].shape, modules[name].rank
         return {
-            tensor.name: np.broadcast_to(np.float32(0), tensor.shape(*sizes))
+            tensor.name: np.broadcast_to(np.float32(0), tensor.shape(k, n, rank))
             for tensor in _tensors(job)
         }
 

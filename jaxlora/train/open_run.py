@@ -171,9 +171,8 @@ def _beside(start_programs: Callable[[], None], load: Callable[[], FrozenModel])
 def _import_ahead(config: RunConfig) -> None:
     """Imports in a thread what training needs, while this one waits for the base.
 
-    The library that writes checkpoints takes more than a second, in which the first
-    steps would wait for the interpreter's lock. An error is raised where the module is
-    used.
+    The library that writes checkpoints takes half a second, in which the first steps
+    would wait for the interpreter's lock. An error is raised where the module is used.
     """
     names = [f"jaxlora.trackers.{name}" for name in config.report_to]
     if config.checkpoint_every:
