@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from jaxlora.config import RunConfig
@@ -148,7 +148,7 @@ def largest_fitting(
 
 def _estimates(
     estimate: Callable[[int | None], MeshFootprint], tried: Sequence[int]
-) -> Iterator[tuple[int, MeshFootprint]]:
+) -> Generator[tuple[int, MeshFootprint]]:
     """Yields capacities with their estimates, of which several are made at once."""
     num_threads = _num_threads()
     if num_threads == 1:
