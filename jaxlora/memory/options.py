@@ -1,8 +1,12 @@
 """The settings of `remat` and `microbatch_tokens` that fit, and the fastest of them."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+import os
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from jaxlora.config import RunConfig
 from jaxlora.costs.device_speed import DeviceSpeed
@@ -12,6 +16,7 @@ from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.device_memory import DeviceMemory, format_bytes
 from jaxlora.memory.mesh import MeshFootprint, MeshStages
 from jaxlora.models.layer import Remat
+from jaxlora.pallas_kernels import device
 from jaxlora.sharding.mesh_sizes import MeshSizes
 
 # Share of the memory that an automatic capacity leaves free on several devices. It is
@@ -136,8 +141,32 @@ def largest_fitting(
     if most is None:
         return None
     tried = range(most, bounds.smallest - 1, -bounds.unit)
-    fits = (t for t in tried if estimate(t).total_bytes(t) <= num_bytes)
-    return next(fits, None)
+    with contextlib.closing(_estimates(estimate, tried)) as estimates:
+        fits = (t for t, found in estimates if found.total_bytes(t) <= num_bytes)
+        return next(fits, None)
+
+
+def _estimates(
+    estimate: Callable[[int | None], MeshFootprint], tried: Sequence[int]
+) -> Generator[tuple[int, MeshFootprint]]:
+    """Yields capacities with their estimates, of which several are made at once."""
+    num_threads = _num_threads()
+    if num_threads == 1:
+        yield from ((tokens, estimate(tokens)) for tokens in tried)
+        return
+    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="memory-estimate")
+    try:
+        for group in itertools.batched(tried, num_threads):
+            yield from zip(group, pool.map(estimate, group), strict=True)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _num_threads() -> int:
+    """Estimates to make at once: XLA compiles attention for each of them on a GPU."""
+    if device.planned_device() is not None or device.platform() != "gpu":
+        return 1
+    return min(4, max(1, (os.cpu_count() or 1) // 3))
 
 
 def fastest(options: Sequence[Option]) -> Option:

@@ -211,4 +211,17 @@ def training_options(spec: DecoderSpec) -> dict[str, str | bool | int]:
         spec: The decoder, or one stage of it.
     """
     no_remat = {"xla_disable_hlo_passes": "rematerialization"}
-    return no_remat | compiler_options(spec.options.attention) | spec.gather_options()
+    return no_remat | evaluation_options(spec)
+
+
+def evaluation_options(spec: DecoderSpec) -> dict[str, bool | int]:
+    """Compiler options for a program with the decoder's forward pass alone.
+
+    With cuDNN's attention they are those of training, with which XLA compiles one
+    kernel per fusion. It would otherwise compile several and choose the fastest, which
+    takes long, and which may give other losses in the next process.
+
+    Args:
+        spec: The decoder, or one stage of it.
+    """
+    return compiler_options(spec.options.attention) | spec.gather_options()

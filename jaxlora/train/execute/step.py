@@ -15,11 +15,15 @@ from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.data.pack import PackedBatch
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.inputs import batch_shapes, key_shapes
-from jaxlora.models.forward import training_options
+from jaxlora.models.forward import evaluation_options, training_options
 from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.programs.program import Prepared, Program
 from jaxlora.scheduler import Limits
 from jaxlora.train.execute.stage_passes import StagePasses
+
+# Programs that only read and write arrays, or launch few kernels. XLA would compile
+# several kernels for each fusion, time them, and choose by times that vary.
+_SHORT: dict[str, Any] = {"xla_gpu_autotune_level": 0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +119,7 @@ class CompiledSteps:
             (base, slots, *inputs, *h),
             p.partial if spec.has_head else p.rows,
             varies=(3,),
-            compiler_options=spec.gather_options(),
+            compiler_options=evaluation_options(spec),
         )
         self.exchange = program(
             "sum over devices",
@@ -123,8 +127,11 @@ class CompiledSteps:
             (p.partial, slots),
             p.partial,
             donate_argnums=0,
+            compiler_options=_SHORT,
         )
-        self.measure = program("gradient norms", measure, (p.partial,), slots)
+        self.measure = program(
+            *("gradient norms", measure, (p.partial,), slots), compiler_options=_SHORT
+        )
         self.step = program(
             "optimizer step",
             optimizer_step,
@@ -132,12 +139,16 @@ class CompiledSteps:
             (state, slots),
             varies=(2,),
             donate_argnums=0,
+            compiler_options=_SHORT,
         )
         written = None if p.mesh is None else _shardings(placement, state)
         write = jax.jit(
-            functools.partial(write_slot), donate_argnums=0, out_shardings=written
+            functools.partial(write_slot),
+            donate_argnums=0,
+            out_shardings=written,
+            compiler_options=_SHORT,
         )
-        identity = "training", "slot", spec, placement
+        identity = "training", "slot", spec, placement, _SHORT
         self.write_slot = Program(write, "writing a slot", identity)
 
     def prepare_passes(

@@ -1,5 +1,8 @@
 """The largest capacity that fits, where memory does not grow evenly with it."""
 
+import pytest
+
+from jaxlora.memory import options
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.footprint import Footprint
 from jaxlora.memory.mesh import MeshFootprint
@@ -22,7 +25,9 @@ def estimate(num_tokens: int | None) -> MeshFootprint:
     return MeshFootprint(stages=(stage,))
 
 
-def test_the_largest_that_fits():
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_the_largest_that_fits(monkeypatch, num_threads):
+    monkeypatch.setattr(options, "_num_threads", lambda: num_threads)
     for num_bytes in range(1000, 50_000, 700):
         fitting = [t for t in CAPACITIES if estimate(t).total_bytes(t) <= num_bytes]
         expected = max(fitting, default=None)
