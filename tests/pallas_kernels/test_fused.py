@@ -45,21 +45,58 @@ def fused(request):
         yield found
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        {},
-        {"rates": None, "dtype": jnp.float16},
-        {"block": 128, "blocks": (1, 1, 0), "ranks": (1, 100)[:2], "rates": (0.1, 0.9)},
-        {"k": 192, "n": 128, "blocks": (0,), "ranks": (64,), "rates": (0.3,)},
-        {"blocks": (-1, -1, 0), "k": 128, "ranks": (256,), "rates": (0.5,)},
-    ],
-    ids=["mixed", "fp16 plain", "two chunks", "narrow", "rank 256"],
+def on_back_ends(cases, quick):
+    """Crosses back ends with cases, by name.
+
+    Args:
+        cases: The cases of any back end.
+        quick: By back end, the cases that are always interpreted: each property of a
+            case is in one of them, on either back end. The others are of the grid.
+            Where a back end is compiled, no case takes long.
+    """
+    return pytest.mark.parametrize(
+        ("fused", "case"),
+        [
+            pytest.param(back_end, case, id=f"{back_end}-{name}", marks=marks)
+            for back_end, fused in BACK_ENDS.items()
+            for name, case in cases.items()
+            for marks in [
+                () if fused.compiled or name in quick[back_end] else pytest.mark.grid
+            ]
+        ],
+        indirect=["fused"],
+    )
+
+
+@on_back_ends(
+    {
+        "mixed": {},
+        "fp16 plain": {"rates": None, "dtype": jnp.float16},
+        "two chunks": {
+            "block": 128,
+            "blocks": (1, 1, 0),
+            "ranks": (1, 100),
+            "rates": (0.1, 0.9),
+        },
+        "narrow": {
+            "k": 192,
+            "n": 128,
+            "blocks": (0,),
+            "ranks": (64,),
+            "rates": (0.3,),
+        },
+        "rank 256": {"blocks": (-1, -1, 0), "ranks": (256,), "rates": (0.5,)},
+    },
+    quick={
+        "mosaic": {"mixed", "fp16 plain", "two chunks"},
+        "triton": {"mixed", "fp16 plain", "rank 256"},
+    },
 )
 def test_matches_the_definition(fused, case):
     fused.check(*fused.problem(**case))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", BACK_ENDS)
 @settings(
     max_examples=3,
@@ -83,9 +120,13 @@ def test_matches_the_definition_for_any_mix(name, blocks, ranks, rates, seed):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize("w_transposed", [False, True])
-def test_storage_of_base_and_mask_changes_no_bit(fused, w_transposed):
+@on_back_ends(
+    {"w": False, "w transposed": True},
+    quick={"mosaic": {"w transposed"}, "triton": {"w"}},
+)
+def test_storage_of_base_and_mask_changes_no_bit(fused, case):
     """A mask is given or computed, and NaN in dropped features reaches no adapter."""
+    w_transposed = case
     p, rank = fused.problem(k=192)
     mask = given_mask(p)
     given_mask_first = p | {"dropout": mask}, p
@@ -115,19 +156,26 @@ def _problems_sharing_x(fused, widths, ranks, **options):
         yield p | {"x": x, "dropout": drop}, rank
 
 
-@pytest.mark.parametrize(
-    ("widths", "ranks", "rates", "is_given"),
-    [
-        ((192, 128, 128), ((8, 3), (0, 16), (16, 2)), (0.0, 0.5), False),
-        ((128, 128), ((8, 0), (100, 3)), (0.2, 0.5), True),
-        ((128, 128), ((8, 3), (4, 8)), None, False),
-    ],
-    ids=["three", "two chunks of ranks and given masks", "plain"],
+@on_back_ends(
+    {
+        "three": ((128, 192, 128), ((16, 3), (0, 16), (16, 2)), (0.0, 0.5), False),
+        "two": ((128, 128), ((16, 3), (0, 16)), (0.0, 0.5), False),
+        "two chunks of ranks and given masks": (
+            (128, 128),
+            ((8, 0), (100, 3)),
+            (0.2, 0.5),
+            True,
+        ),
+        "plain": ((128, 128), ((8, 3), (4, 8)), None, False),
+    },
+    quick={
+        "mosaic": {"two", "two chunks of ranks and given masks"},
+        "triton": {"three", "plain"},
+    },
 )
-def test_linears_that_share_x_equal_linears_alone(
-    fused, widths, ranks, rates, is_given
-):
+def test_linears_that_share_x_equal_linears_alone(fused, case):
     """All bits but dx's are the same; dx is rounded once instead of once per linear."""
+    widths, ranks, rates, is_given = case
     problems = list(
         _problems_sharing_x(fused, widths, ranks, rates=rates, blocks=(1, -1, 0))
     )
@@ -219,7 +267,7 @@ def test_words_computed_beforehand_change_no_bit(fused):
     wanted = fused.run(p, rank)
     for got, want in zip(fused.run(with_words(p, 1), rank), wanted, strict=True):
         np.testing.assert_array_equal(got, want)
-    y, *_ = fused.run(with_words(p, 2), rank)
+    y = fused.op(**with_words(p, 2), rank=rank)
     assert not np.array_equal(y, wanted[0]), "another projection has another mask"
 
 
@@ -277,8 +325,7 @@ def test_works_under_jit_and_shard_map(fused):
     sharded = jax.shard_map(
         gradient, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
     )
-    for compiled in (jax.jit(gradient), jax.jit(sharded)):
-        np.testing.assert_array_equal(compiled(p["x"]), wanted)
+    np.testing.assert_array_equal(jax.jit(sharded)(p["x"]), wanted)
 
 
 def test_works_under_remat_and_scan_over_a_stack(fused):
@@ -331,8 +378,10 @@ def test_many_adapters_and_many_rows(fused, num_slots, num_blocks, block):
 
 def test_vmap_gives_the_values_of_a_loop(fused):
     p, rank = fused.problem((0,), n=128, ranks=(4,), rates=None)
-    run = lambda x: fused.run(p | {"x": x}, rank)[0]
+    run = lambda x: fused.op(**p | {"x": x}, rank=rank)
     xs = jnp.stack([p["x"], -2 * p["x"]])
+    backward = lambda x: fused.run(p | {"x": x}, rank)
+    jax.eval_shape(jax.vmap(backward), xs)  # it has the same rule
     mapped = jax.vmap(run)(xs)
     looped = [run(x) for x in xs]
     jax.tree.map(

@@ -30,7 +30,11 @@ MANY_SLOTS, FEW_SLOTS = [17, 3, 0, 10], [17, 3]
 
 @pytest.mark.parametrize(
     ("transposed", "num_blocks"),
-    [(False, MANY_SLOTS), (True, MANY_SLOTS), (True, FEW_SLOTS)],
+    [
+        (False, MANY_SLOTS),
+        pytest.param(True, MANY_SLOTS, marks=pytest.mark.grid),
+        (True, FEW_SLOTS),
+    ],
 )
 def test_a_gradient_in_parts_depends_on_its_own_rows_alone(transposed, num_blocks):
     """The slots have two parts, one and none. 32 blocks are many for two slots."""
@@ -59,7 +63,7 @@ def test_a_gradient_in_parts_depends_on_its_own_rows_alone(transposed, num_block
         x, s = (np.asarray(z, np.float64)[rows] for z in (wide, narrow))
         want = s.T @ x if transposed else x.T @ s
         np.testing.assert_allclose(got[slot], want, rtol=1e-4, atol=1e-4)
-        if rows.any():
+        if slot < 2:  # one with two parts, and one with one
             alone = gradient(owner == slot)
             np.testing.assert_array_equal(np.asarray(alone)[slot], got[slot])
 
@@ -87,7 +91,7 @@ def test_many_small_slots_share_the_parts_of_a_tile():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k": 72}, "72 x 320 features are not multiples of 64"),
+        ({"k": 72}, "72 x 192 features are not multiples of 64"),
         ({"n": 64}, "128 x 64 features are not multiples of 64, at least 128"),
         ({"dtype": jnp.float32}, "float32 is neither bfloat16 nor float16"),
         ({"ranks": (8, 3, 16, 300)}, "rank 300 is larger than 256"),
