@@ -72,6 +72,15 @@ def _install_checks() -> None:
 
 _install_checks()
 
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips tests that need more devices than there are, as on one GPU."""
+    for mark in item.iter_markers("needs_devices"):
+        (wanted,) = mark.args
+        if jax.device_count() < wanted:
+            pytest.skip(f"{wanted} devices are needed, and {jax.device_count()} here")
+
+
 _QUICK = "jax_disable_most_optimizations"
 
 

@@ -20,7 +20,7 @@ class Kind:
         targets: The files that are damaged, as patterns; one of them at a time.
         damage: How.
         read: Reads them from the folder with the library.
-        num_cases: How many in a run of the tests.
+        num_cases: How many in a run of the tests marked `grid`.
         changes_folder: Whether reading writes into the folder.
         entries: What a file may become beside a file with other contents; nothing
             where the file only carries a text for the test.

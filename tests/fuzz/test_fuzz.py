@@ -4,12 +4,14 @@ Each case damages one file in a way that depends on the seed. To run one kind:
 
     pytest tests/fuzz -k parquet
 
-`FUZZ_CASES=1000` sets the number of cases of each kind, `FUZZ_SEED=7` the seed, and
-`FUZZ_SHOWN=99` the number of faults in the report.
+Every run of the tests takes the first cases of each kind; with the mark `grid`, all of
+them. `FUZZ_CASES=1000` sets the number of cases of each kind, `FUZZ_SEED=7` the seed,
+and `FUZZ_SHOWN=99` the number of faults in the report.
 """
 
 import contextlib
 import faulthandler
+import math
 import os
 import pathlib
 import random
@@ -30,6 +32,7 @@ from tests.fuzz.kind import Kind
 _SECONDS = 20.0  # limit of one case, which usually takes a few milliseconds
 _MOST_BYTES = 2**30  # limit of the memory that the cases of one kind may add
 _KINDS = data_kinds.KINDS | migrate_kinds.KINDS | model_kinds.KINDS | run_kinds.KINDS
+_FIRST = 0.2  # the share of the cases that every run of the tests takes
 _SEED = int(os.environ.get("FUZZ_SEED", "0"))
 _SHOWN = int(os.environ.get("FUZZ_SHOWN", "8"))
 
@@ -38,15 +41,17 @@ class TooSlow(BaseException):
     """It is not an Exception, so the code under test does not catch it."""
 
 
+@pytest.mark.parametrize("share", [_FIRST, pytest.param(1.0, marks=pytest.mark.grid)])
 @pytest.mark.parametrize("name", _KINDS)
-def test_damaged_inputs(name, tmp_path):
+def test_damaged_inputs(name, share, tmp_path):
     kind = _KINDS[name]
     folder, whole = tmp_path / "case", tmp_path / "whole"
     folder.mkdir()
     kind.make(folder)
     shutil.copytree(folder, whole)
     kind.read(folder)  # undamaged files can be read
-    num_cases = int(os.environ.get("FUZZ_CASES", kind.num_cases))
+    some = math.ceil(share * kind.num_cases)
+    num_cases = int(os.environ.get("FUZZ_CASES", some))
     faults = []
     with bounded_memory() as grown:
         for number in range(num_cases):

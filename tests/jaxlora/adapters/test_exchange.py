@@ -60,12 +60,14 @@ def exchanged(
     return jax.tree.map(np.asarray, pending)
 
 
+@pytest.mark.needs_devices(8)
 @pytest.mark.parametrize(
-    "placement",
-    [on(1, 2), on(3, 1), on(2, 3), on(1, 8), on(2, 2, is_pinned=True)],
+    ("data", "fsdp", "is_pinned"),
+    [(1, 2, False), (3, 1, False), (2, 3, False), (1, 8, False), (2, 2, True)],
     ids=["fsdp2", "data3", "data2_fsdp3", "fsdp8", "pinned"],
 )
-def test_the_slots_that_step_get_sums_in_the_order_of_devices(placement):
+def test_the_slots_that_step_get_sums_in_the_order_of_devices(data, fsdp, is_pinned):
+    placement = on(data, fsdp, is_pinned=is_pinned)
     before = random_pending(placement, 4)
     before.is_finite[-1, 3] = False
     slots = (0, 1, 3)
@@ -79,6 +81,7 @@ def test_the_slots_that_step_get_sums_in_the_order_of_devices(placement):
     assert (after.is_finite == [True, True, True, False]).all()
 
 
+@pytest.mark.needs_devices(4)
 def test_what_is_not_finite_stays_in_its_slot():
     placement = on(2, 2)
     before = random_pending(placement, 3)
@@ -89,6 +92,7 @@ def test_what_is_not_finite_stays_in_its_slot():
         assert np.isfinite(value[:, 0]).all() and np.isnan(value[:, 1]).all(), name
 
 
+@pytest.mark.needs_devices(4)
 def test_a_stage_without_adapted_linears():
     placement = on(1, 4)
     before = random_pending(placement, 2, {})
@@ -97,18 +101,22 @@ def test_a_stage_without_adapted_linears():
     assert after.is_finite.tolist() == [[True, False]] * 4
 
 
+def test_one_device_exchanges_nothing():
+    assert not list(exchange_rounds({4, 1, 2}, 8, ONE_DEVICE))
+
+
+@pytest.mark.needs_devices(8)
 @pytest.mark.parametrize(
-    ("placement", "rounds"),
+    ("data", "fsdp", "is_pinned", "rounds"),
     [
-        (ONE_DEVICE, []),
-        (on(4, 1, is_pinned=True), []),
-        (on(2, 1), [[1], [2], [4]]),
-        (on(2, 2, is_pinned=True), [[1, 0], [2, -1]]),
-        (on(4, 2, is_pinned=True), [[1, 0, 0, -1]]),
+        (4, 1, True, []),
+        (2, 1, False, [[1], [2], [4]]),
+        (2, 2, True, [[1, 0], [2, -1]]),
+        (4, 2, True, [[1, 0, 0, -1]]),
     ],
 )
-def test_each_call_takes_a_slot_of_every_replica(placement, rounds):
-    found = exchange_rounds({4, 1, 2}, 8, placement)
+def test_each_call_takes_a_slot_of_every_replica(data, fsdp, is_pinned, rounds):
+    found = exchange_rounds({4, 1, 2}, 8, on(data, fsdp, is_pinned=is_pinned))
     assert [list(one) for one in found] == rounds
 
 

@@ -2,7 +2,13 @@
 
 import json
 import signal
+from typing import Any
 
+import pytest
+
+from jaxlora import Trainer, load_run
+from jaxlora.distributed import processes
+from jaxlora.errors import ConfigError
 from jaxlora.run.live.mailbox import Mailbox
 from jaxlora.run.message import ControlRequest
 from tests.jaxlora.distributed.conftest import (
@@ -14,23 +20,13 @@ from tests.jaxlora.distributed.conftest import (
 NEVER = -1, 0  # a process that sends itself no signal
 
 
-def test_two_processes_train_like_one(make_run, in_one_process):
-    """The bits are the same. Process 1 writes nothing and has nothing to say."""
-    run_file = make_run()
-    first, second = train_in_two([run_file, run_file])
-    assert first.status == 0 and second.status == 0, first.stderr + second.stderr
-    assert results(run_file) == in_one_process
-    assert "2 adapters, trained together" in first.stdout
-    assert "adapters" not in second.stdout and "job0" not in second.stderr
-    boards = list((folder_of(run_file) / "tensorboard").rglob("events.*"))
-    assert len({board.parent for board in boards}) == len(boards)
-    assert not (folder_of(run_file) / "run.lock").exists()
-
-
-def test_a_run_that_was_killed_and_interrupted_has_the_same_bits(
+def test_two_processes_train_like_one_also_when_killed_and_interrupted(
     make_run, in_one_process
 ):
-    """Process 1 is killed, and after a resume it alone gets a signal to stop."""
+    """Process 1 is killed, and after a resume it alone gets a signal to stop.
+
+    The bits are those of one process, which nothing stopped.
+    """
     run_file = make_run()
     killed = (4, signal.SIGKILL)
     first, second = train_in_two([run_file, run_file], signals=(NEVER, killed))
@@ -67,8 +63,14 @@ def test_requests_reach_both_processes(make_run):
         ),
     )
     posted = [mailbox.post(request) for request in requests]
-    for ended in train_in_two([run_file, run_file]):
-        assert ended.status == 0, ended.stderr
+    first, second = train_in_two([run_file, run_file])
+    assert first.status == 0 and second.status == 0, first.stderr + second.stderr
+    # Process 1 writes nothing and has nothing to say.
+    assert "3 adapters, trained together" in first.stdout
+    assert "adapters" not in second.stdout and "job0" not in second.stderr
+    boards = list((folder / "tensorboard").rglob("events.*"))
+    assert len({board.parent for board in boards}) == len(boards)
+    assert not (folder / "run.lock").exists()
     answers = [mailbox.take_answer(name) for name in posted]
     assert [answer.is_accepted for answer in answers] == [True, True, False]
     assert "no.jsonl" in answers[2].text
@@ -80,21 +82,37 @@ def test_requests_reach_both_processes(make_run):
     }
 
 
-def test_processes_with_different_run_files_refuse_to_train(make_run):
-    first = make_run()
-    other = make_run(checkpoint_every=3, output_dir=folder_of(first))
-    run_files = first, other
-    for ended in train_in_two(run_files):
-        assert ended.status == 1
-        assert "checkpoint_every is 2 on process 0 and 3 on process 1" in ended.stderr
-    assert not folder_of(first).exists()
+@pytest.fixture
+def settings_of_another(monkeypatch):
+    """Lets this process believe that there is another, whose settings may differ."""
+    changes: dict[str, Any] = {}
+
+    def gather(value):
+        theirs = value
+        if isinstance(value, tuple) and isinstance(value[1], dict):
+            theirs = value[0], value[1] | changes
+        return [value, theirs]
+
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(processes, "gather", gather)
+    return changes
 
 
-def test_a_pipeline_over_processes_is_refused(make_run):
+def test_processes_with_different_run_files_refuse_to_train(
+    make_run, settings_of_another
+):
+    run_file = make_run()
+    settings_of_another["checkpoint_every"] = 3
+    message = "checkpoint_every is 2 on process 0 and 3 on process 1"
+    with pytest.raises(ConfigError, match=message):
+        Trainer(load_run(run_file))
+    assert not folder_of(run_file).exists()
+
+
+def test_a_pipeline_over_processes_is_refused(make_run, settings_of_another):
     run_file = make_run(mesh="stage=2,fsdp=2")
-    for ended in train_in_two([run_file, run_file]):
-        assert ended.status == 1
-        assert "Pipelines run in one process only" in ended.stderr
+    with pytest.raises(ConfigError, match="Pipelines run in one process only"):
+        Trainer(load_run(run_file))
     assert not folder_of(run_file).exists()
 
 

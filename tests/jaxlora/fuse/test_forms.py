@@ -15,7 +15,7 @@ from tests.jaxlora.fuse.generator import arithmetic
 from tests.oracle import assert_as_accurate_as
 
 # Every so many forms are also compiled; the others run in NumPy, which is cheaper.
-COMPILED = 6
+COMPILED = 12
 
 
 def both_ways(form: Form, function):

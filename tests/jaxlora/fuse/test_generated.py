@@ -10,8 +10,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:jax.nn.one_hot input")
 
 SEEDS = range(320)
 PLAIN_SEEDS = range(32)
-COMPILED_SEEDS = range(0, 320, 16)
-AUTO_SEEDS = range(0, 320, 16)
+COMPILED_SEEDS = range(0, 320, 32)
+AUTO_SEEDS = range(0, 320, 32)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

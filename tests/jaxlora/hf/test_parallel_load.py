@@ -121,6 +121,7 @@ def test_fingerprint_of_a_quantized_checkpoint(tmp_path, kind):
     assert load_model(tmp_path).fingerprint == plain_reading(tmp_path)[1]
 
 
+@pytest.mark.needs_devices(4)
 def test_parts_on_a_mesh_are_those_of_one_device(tmp_path):
     folder = write_ragged(tmp_path, 7, tied=False)
     mesh = jax.make_mesh((2, 2), ("x", "y"))

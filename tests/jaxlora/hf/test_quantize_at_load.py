@@ -112,6 +112,7 @@ def test_kept_linears_and_transposed_copies(dense):
     np.testing.assert_array_equal(copy.view(np.uint8), values.T.view(np.uint8))
 
 
+@pytest.mark.needs_devices(2)
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_same_bits_on_several_devices(loaded, dense, name):
     """Matrices are divided, by columns if these are even; vectors are replicated."""

@@ -88,6 +88,7 @@ def placements() -> dict[str, StageSharding]:
     }
 
 
+@pytest.mark.needs_devices(4)
 def test_devices_and_meshes_change_the_key():
     keys = {name: program_key(one, ()) for name, one in placements().items()}
     assert len(set(keys.values())) == len(keys)
@@ -115,6 +116,7 @@ def arguments() -> dict[str, tuple]:
     return found
 
 
+@pytest.mark.needs_devices(4)
 def test_arguments_change_the_key():
     keys = {name: program_key("f", args) for name, args in arguments().items()}
     assert len(set(keys.values())) == len(keys)

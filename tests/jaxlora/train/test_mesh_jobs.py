@@ -6,6 +6,8 @@ from jaxlora.run.log import read_events
 from tests.jaxlora.train.counted_run import counting
 from tests.jaxlora.train.mesh_runs import assert_empty_slot, assert_same_on_meshes
 
+pytestmark = pytest.mark.needs_devices(8)
+
 MESHES = ["stage=2", "data=2,stage=2,fsdp=2"]
 
 

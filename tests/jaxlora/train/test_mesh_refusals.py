@@ -8,6 +8,8 @@ import pytest
 from jaxlora import Trainer, load_run
 from jaxlora.errors import ConfigError
 
+pytestmark = pytest.mark.needs_devices(8)
+
 
 @pytest.mark.parametrize(
     ("mesh", "message"),

@@ -16,6 +16,8 @@ from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
 from tests.jaxlora.train.outcome import Outcome
 from tests.jaxlora.train.test_resume import killed
 
+pytestmark = pytest.mark.needs_devices(2)
+
 MESH = "stage=2"
 
 

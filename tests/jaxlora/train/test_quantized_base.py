@@ -118,6 +118,7 @@ def test_same_bits_twice_and_after_an_interruption(config, train):
     assert resumed.bytes == train(quantize_base="fp8").bytes
 
 
+@pytest.mark.needs_devices(4)
 @pytest.mark.parametrize(
     ("mesh", "name", "rounding"),
     [("stage=2,fsdp=2", "fp8", FP8_ROUNDING), ("fsdp=2", "nf4", SUM_ROUNDING)],
@@ -210,6 +211,7 @@ def test_the_log_says_how_the_base_is_multiplied(config, caplog):
     )
 
 
+@pytest.mark.needs_devices(2)
 def test_the_second_copy_lies_where_the_mesh_divides_it(config):
     trainer = Trainer(config(quantize_base="fp8", fp8_weight_copies=2, mesh="fsdp=2"))
     specs = trainer.layout.stages[0].spec.base_specs()

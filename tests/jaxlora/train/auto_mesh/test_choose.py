@@ -134,6 +134,7 @@ def test_devices_without_known_memory_and_speed(tokens):
     assert "on each device, of an unknown size" in choice.reason
 
 
+@pytest.mark.needs_devices(8)
 def test_the_simulated_devices_of_this_machine():
     where = this_machine()
     assert where.num_devices == 8 and where.memory is not None
