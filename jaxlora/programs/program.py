@@ -1,39 +1,51 @@
 """Functions that are compiled, or loaded from disk, before they are called."""
 
 import contextlib
-import dataclasses
 import functools
 import gc
 import logging
 import math
-import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax._src import config as jax_config
-from jax.experimental import serialize_executable
 
 from jaxlora.distributed import processes
 from jaxlora.pallas_kernels import compile_program, lower_program, prepare_to_load
 from jaxlora.programs.kept import DamagedEntryError, KeptPrograms
 from jaxlora.programs.key import program_key, source_stamp
+from jaxlora.programs.serialized import deserialize, serialize
 
 logger = logging.getLogger(__name__)
 
 
 class _Kept:
-    """Where the programs of this process are kept; see `keep_programs`."""
+    """Where the programs of this process are kept; see `keep_programs`.
+
+    Attributes:
+        programs: The folder.
+        writers: The threads that write programs, by key.
+    """
 
     programs: KeptPrograms | None = None
+    writers: ClassVar[dict[str, threading.Thread]] = {}
 
 
 def keep_programs(programs: KeptPrograms | None) -> None:
     """Keeps the programs that are compiled from now on, or stops doing so."""
+    wait_until_kept()
     _Kept.programs = programs
+
+
+def wait_until_kept() -> None:
+    """Waits until the programs that were compiled so far are written."""
+    for writer in list(_Kept.writers.values()):
+        writer.join()
+    _Kept.writers.clear()
 
 
 def _kept() -> KeptPrograms | None:
@@ -195,6 +207,8 @@ class Prepared:
     def _read(self) -> bytes | None:
         if self._kept is None:
             return None
+        if (writer := _Kept.writers.get(self._key)) is not None:
+            writer.join()
         try:
             return self._kept.read(self._key)
         except DamagedEntryError as error:
@@ -235,12 +249,20 @@ class Prepared:
         began = time.perf_counter()
         with _beside_xlas_cache() if self._kept else contextlib.nullcontext():
             compiled = compile_program(lowered)
-        if self._kept is not None and source_stamp().is_current():
-            entry = serialize(compiled, self.what)
-            if entry is not None:
-                self._kept.write(self._key, entry)
         self.seconds += time.perf_counter() - began
+        if self._kept is not None and source_stamp().is_current():
+            # The first step does not wait for it, but the end of the process does.
+            work = functools.partial(self._keep, compiled)
+            writer = threading.Thread(target=work, name="jaxlora-keep")
+            writer.start()
+            _Kept.writers[self._key] = writer
         return compiled
+
+    def _keep(self, compiled: jax.stages.Compiled) -> None:
+        assert self._kept is not None
+        entry = serialize(compiled, self.what)
+        if entry is not None:
+            self._kept.write(self._key, entry)
 
 
 def announce(prepared: Sequence[Prepared]) -> None:
@@ -307,72 +329,18 @@ def no_garbage_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _beside_xlas_cache() -> Iterator[None]:
-    """Lets JAX's persistent cache neither give nor take a program on a CPU.
+    """Lets JAX's persistent cache neither give nor take a program.
 
-    XLA's CPU client serializes a program that was itself loaded without its functions,
-    and it fails when it runs ("Function ... not found").
+    It would serialize, compress and write the program before the first step could use
+    it. And XLA's CPU client serializes a program that it has loaded without its
+    functions, which fails when it runs ("Function ... not found").
     """
-    if jax.default_backend() != "cpu":
-        yield
-        return
     # No entry has such a key, as none is written for it.
     with (
         jax_config.persistent_cache_min_compile_time_secs(math.inf),
         jax_config.compilation_cache_include_metadata_in_key(True),
     ):
         yield
-
-
-# ---- serialization -------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Entry:
-    """What is kept of a program.
-
-    Attributes:
-        executable: What JAX serializes.
-        out_tree: Structure of the results.
-        devices: Numbers of the devices, in the order of the program.
-    """
-
-    executable: bytes
-    out_tree: Any
-    devices: tuple[int, ...]
-
-
-def serialize(compiled: jax.stages.Compiled, what: str) -> bytes | None:
-    """Returns a program as bytes; None if another process could not run it."""
-    unloaded = getattr(compiled._executable, "_unloaded_executable", None)
-    if unloaded is None or unloaded.host_callbacks or unloaded.keepalive:
-        logger.debug("%s is not kept, as it calls Python", what)
-        return None
-    try:
-        executable, _, out_tree = serialize_executable.serialize(compiled)
-        devices = tuple(device.id for device in unloaded.device_list)
-        return pickle.dumps(
-            _Entry(executable=executable, out_tree=out_tree, devices=devices)
-        )
-    except Exception as error:  # a back end or a structure that has no such form
-        logger.info("%s is not kept: %s", what, error)
-        return None
-
-
-def deserialize(entry: bytes, args: tuple[Any, ...]) -> jax.stages.Compiled:
-    """Loads a program on its devices.
-
-    Args:
-        entry: What `serialize` returned. It must come from this user.
-        args: Arguments that the program was compiled for, or their shapes.
-    """
-    found: _Entry = pickle.loads(entry)
-    by_id = {device.id: device for device in jax.devices()}
-    return serialize_executable.deserialize_and_load(
-        found.executable,
-        jax.tree.structure((args, {})),
-        found.out_tree,
-        execution_devices=[by_id[number] for number in found.devices],
-    )
 
 
 def _shapes(args: tuple[Any, ...]) -> tuple[Any, ...]:

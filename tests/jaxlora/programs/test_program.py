@@ -5,15 +5,17 @@ import functools
 import gc
 import logging
 import pickle
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlora.programs import key, program
+from jaxlora.programs import key, program, serialized
 from jaxlora.programs.kept import KeptPrograms
-from jaxlora.programs.program import Program, deserialize, finish, keep_programs
+from jaxlora.programs.program import Program, finish, keep_programs, wait_until_kept
+from jaxlora.programs.serialized import deserialize
 
 
 @functools.partial(
@@ -113,6 +115,7 @@ def test_a_program_is_prepared_before_there_are_arrays(kept):
 )
 def test_an_entry_that_cannot_be_loaded(kept, caplog, how):
     make()(*arguments())
+    wait_until_kept()
     (path,) = kept.folder.iterdir()
     if how == "damaged":
         path.write_bytes(path.read_bytes()[:-1])
@@ -138,6 +141,7 @@ def test_what_calls_python_is_not_kept(kept):
         return x + 1
 
     Program(jax.jit(callback), "a callback", "test")(np.float32(1))
+    wait_until_kept()
     assert not kept.folder.exists()
 
 
@@ -148,6 +152,7 @@ def test_a_program_of_jaxs_cache_is_not_serialized_again(kept, tmp_path):
     with jax._src.config.persistent_cache_min_compile_time_secs(0.0):
         jitted.lower(*arguments()).compile()
         make()(*arguments())
+    wait_until_kept()
     (path,) = kept.folder.iterdir()
     loaded = deserialize(kept.read(path.stem), arguments())
     assert bits(loaded(*arguments())) == bits(jax.jit(step)(*arguments()))
@@ -157,6 +162,7 @@ def test_nothing_is_kept_by_newer_files(kept, monkeypatch):
     monkeypatch.setattr(key, "_IMPORTED", 0)
     key.source_stamp.cache_clear()
     make()(*arguments())
+    wait_until_kept()
     assert not kept.folder.exists()
 
 
@@ -202,3 +208,19 @@ def test_other_settings_are_another_program():
         one(*arguments())
     one(*arguments())
     assert one.num_programs() == 2
+
+
+def test_a_call_does_not_wait_until_its_program_is_kept(kept, monkeypatch):
+    called = threading.Event()
+
+    def serialize(*args):
+        assert called.wait(60)
+        return serialized.serialize(*args)
+
+    monkeypatch.setattr(program, "serialize", serialize)
+    make()(*arguments())
+    assert not kept.folder.exists()
+    called.set()
+    again = make()  # waits for the entry
+    again(*arguments())
+    assert again.num_compilations() == 0
