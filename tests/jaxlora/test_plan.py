@@ -74,7 +74,14 @@ def test_the_trainer_runs_what_was_planned(config):
     assert first == {0, 1, 4}  # by priority, then first come first served
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=1", "stage=2", "data=2,stage=2,fsdp=2"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "fsdp=1",
+        pytest.param("stage=2", marks=pytest.mark.needs_devices(2)),
+        pytest.param("data=2,stage=2,fsdp=2", marks=pytest.mark.needs_devices(8)),
+    ],
+)
 def test_a_plan_is_whole(config, mesh):
     planned = plan_run(config.replace(mesh=mesh, max_concurrent_jobs=4))
     sizes = planned.sizes
@@ -91,6 +98,7 @@ def test_a_plan_is_whole(config, mesh):
         assert planned.busy == pytest.approx(planned.whole.schedule.fill)
 
 
+@pytest.mark.needs_devices(2)
 def test_a_pipeline_drains_between_windows(config):
     """So the whole run takes as long as its windows one by one."""
     planned = plan_run(config.replace(mesh="stage=2"))
@@ -102,6 +110,7 @@ def test_a_pipeline_drains_between_windows(config):
     assert next_start == times.backward_end[0, :first].max()
 
 
+@pytest.mark.needs_devices(2)
 def test_a_stage_takes_its_share_of_the_time(config):
     """Both stages of one layer each; the head makes the second one slower."""
     planned = plan_run(config.replace(mesh="stage=2"), steps=1)
@@ -109,6 +118,7 @@ def test_a_stage_takes_its_share_of_the_time(config):
     assert first < second < 1
 
 
+@pytest.mark.needs_devices(2)
 def test_a_mesh_is_chosen_for_this_machine(config, caplog):
     caplog.set_level("INFO")
     auto = config.replace(mesh="auto")
@@ -118,6 +128,7 @@ def test_a_mesh_is_chosen_for_this_machine(config, caplog):
     assert any(f"mesh auto: {planned.sizes} on" in m for m in caplog.messages)
 
 
+@pytest.mark.needs_devices(2)
 def test_devices_in_flight_share_the_steps_of_jobs(config, tmp_path):
     """More lanes and stages get smaller microbatches, down to the longest sample."""
     auto = config.replace(microbatch_tokens="auto", output_dir=str(tmp_path / "run"))

@@ -118,7 +118,13 @@ BAD_RUNS: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", BAD_RUNS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.needs_devices(8)] * ("mesh" in kind))
+        for kind in BAD_RUNS
+    ],
+)
 def test_a_plan_refuses_what_training_refuses(config, tmp_path, kind):
     """In the same words."""
     change, message = BAD_RUNS[kind]

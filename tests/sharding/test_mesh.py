@@ -107,6 +107,7 @@ def test_a_machine_with_too_few_devices():
         stage_meshes(MeshSizes(stage=2, fsdp=2), jax.devices()[:1])
 
 
+@pytest.mark.needs_devices(2)
 @pytest.mark.parametrize(("set_by_user", "policy"), [(None, "2"), ("0", "0")])
 def test_gathers_use_the_copy_engines_unless_the_user_chose(
     monkeypatch, set_by_user, policy
