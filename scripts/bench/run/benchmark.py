@@ -23,6 +23,7 @@ import argparse
 import importlib.util
 import itertools
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -48,7 +49,11 @@ from jaxlora.run.folder import ADAPTERS, CHECKPOINTS
 
 Columns = dict[str, Any]
 STARTS = ("cold", "again", "resumed", "generate cold", "generate again", "peft")
-_SHORTEST = 0.2  # seconds; shorter waits are not shown by themselves
+# Waits that are shorter, in seconds or as a share, are not shown by themselves.
+_SHORTEST, _SHORTEST_SHARE = 0.2, 0.02
+# Characters in a label as long as the picture, and in the shortest label.
+_CHARACTERS, _SHORTEST_LABEL = 150, 8
+_CLOCK = re.compile(r"^[0-9:]{8} ")
 _COLUMNS = (
     "start", "first_step_s", "seconds", "tokens", "tokens_per_second", "outside_s",
     "fill",
@@ -150,7 +155,8 @@ def _outside(windows: Sequence[dict[str, Any]]) -> float:
     return round(sum(b["time"] - a["time"] - b["seconds"] for a, b in pairs), 2)
 
 
-def _row(start: str, done: Done, *, first_step: float) -> dict[str, Any]:
+def _row(start: str, done: Done, *, first_step: float) -> Columns:
+    shortest = max(_SHORTEST, _SHORTEST_SHARE * first_step)
     return {
         "start": start,
         "first_step_s": round(first_step, 1),
@@ -158,7 +164,7 @@ def _row(start: str, done: Done, *, first_step: float) -> dict[str, Any]:
         "log": [f"{at:.2f} {text}" for at, text in done.lines],
         "waits": [
             (round(a, 2), round(b, 2), text)
-            for a, b, text in waits(done.lines, first_step, _SHORTEST)
+            for a, b, text in waits(done.lines, first_step, shortest)
         ],
     }
 
@@ -183,13 +189,16 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     from matplotlib import pyplot
 
     shown = [row for row in rows if row.get("waits")]
-    figure, axes = pyplot.subplots(figsize=(10, 0.8 + 1.1 * len(shown)))
+    longest = max(row["first_step_s"] for row in shown)
+    figure, axes = pyplot.subplots(figsize=(10, 0.8 + 0.6 * len(shown)))
     for y, row in enumerate(reversed(shown)):
         for number, (a, b, text) in enumerate(row["waits"]):
-            color = pyplot.get_cmap("tab20")(number % 20)
+            color = pyplot.get_cmap("Pastel1")(number % 9)
             axes.barh(y, b - a, left=a, color=color, edgecolor="white")
-            if b - a > 0.06 * max(r["first_step_s"] for r in shown):
-                axes.text(a, y + 0.42, text[:46], fontsize=6, va="bottom")
+            fits = int(_CHARACTERS * (b - a) / longest)
+            label = _CLOCK.sub("", text)[:fits]
+            if fits >= _SHORTEST_LABEL:
+                axes.text(a + 0.004 * longest, y, label, fontsize=6, va="center")
     axes.set_yticks(range(len(shown)), [row["start"] for row in reversed(shown)])
     axes.set_xlabel("seconds from the command; a part ends with the log's line")
     axes.set_title(f"To the end of the first step: {shown[0].get('model', '')}")
