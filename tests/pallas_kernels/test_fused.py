@@ -230,16 +230,17 @@ def test_other_slots_change_no_bit(fused):
     """Slots are renamed, and one of the others diverges."""
     p, rank = fused.problem((2, 0, -1, 2, 1))
     wanted = fused.run(p, rank)
-    order = np.array([3, 1, 0, 2])  # new slot i holds old slot order[i]
+    order = np.array([0, 3, 1, 2])  # new slot i holds old slot order[i]
     place = jnp.array(np.argsort(order))
     blocks = p["block_adapter"]
     q = p | {name: p[name][order] for name in ("a", "b", "scaling")}
     q["block_adapter"] = jnp.where(blocks >= 0, place[jnp.maximum(blocks, 0)], -1)
     drop = p["dropout"]
     q["dropout"] = Dropout(drop.key[order], drop.rate[order], drop.token_index)
-    # Old slot 0 and its rows diverge.
+    # Slot 0 and its rows diverge; rows of padding must not read it.
     theirs = np.repeat(np.asarray(blocks) == 0, 64)[:, None]
-    q["a"] = q["a"].at[place[0]].set(jnp.nan)
+    for name in "ab":
+        q[name] = q[name].at[place[0]].set(jnp.nan)
     q["x"] = jnp.where(theirs, jnp.inf, p["x"])
     y, dx, da, db = fused.run(q, rank[order])
     mine = ~theirs[:, 0]

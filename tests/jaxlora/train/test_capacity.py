@@ -23,7 +23,7 @@ from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.plan import plan_run
-from jaxlora.run.folder import begun_settings, write_run_record
+from jaxlora.run.folder import as_begun, write_run_record
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.saved_run import RunRecord
 from jaxlora.train.execute.step import compiled_steps
@@ -241,11 +241,12 @@ def test_a_run_that_is_resumed_keeps_its_blocks(config):
     identity = RunIdentity(base="", settings={"microbatch_tokens": 176}, jobs={})
     record = RunRecord(started="2020-02-03T04:05:06", identity=identity)
     write_run_record(folder, record)
-    assert begun_settings(first) == {"microbatch_tokens": 176}
-    assert begun_settings(first.replace(microbatch_tokens=64)) == {}
+    assert as_begun(first) == first.replace(microbatch_tokens=176)
+    given = first.replace(microbatch_tokens=64)
+    assert as_begun(given) == given
     other = first.replace(block_tokens=64)
     message = r"176 for microbatch_tokens: auto, which is not .* block_tokens=64. Give"
-    for resume in (begun_settings, plan_run):
+    for resume in (as_begun, plan_run):
         with pytest.raises(CheckpointError, match=message):
             resume(other)
 
@@ -257,8 +258,9 @@ def test_a_run_that_is_resumed_keeps_its_remat(config):
     identity = RunIdentity(base="", settings=settings, jobs={})
     record = RunRecord(started="2020-02-03T04:05:06", identity=identity)
     write_run_record(folder, record)
-    assert begun_settings(first) == {"remat": "mlp"}
-    assert begun_settings(first.replace(remat="layer")) == {}
+    assert as_begun(first) == first.replace(remat="mlp")
+    given = first.replace(remat="layer")
+    assert as_begun(given) == given
     with pytest.raises(ValueError, match="remat is 'some', which there is not"):
         RunRecord(
             started="2020-02-03T04:05:06",

@@ -39,26 +39,55 @@ def assert_same_training(one, other, names):
             assert weights.b.any(), f"{name} did not learn in {module}"
 
 
-@pytest.mark.parametrize("count", [2, 3, 8])
-def test_alone_equals_together(train, jobs, count):
+@pytest.fixture(scope="module")
+def done():
+    """The runs that several tests compare with; each is trained once."""
+    return {}
+
+
+@pytest.fixture
+def three(train, jobs, done):
+    """The first three jobs, trained together."""
+    if "three" not in done:
+        done["three"] = train(jobs[:3])
+    return done["three"]
+
+
+@pytest.fixture
+def alone(train, done):
+    """Trains a job alone."""
+
+    def run(job):
+        key = repr(job)
+        if key not in done:
+            done[key] = train([job], **ALONE)
+        return done[key]
+
+    return run
+
+
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.grid), 3, 8])
+def test_alone_equals_together(train, three, alone, jobs, count):
     """Other neighbours, slots, packing and accumulation; the same updates."""
-    together = train(jobs[:count])
+    together = three if count == 3 else train(jobs[:count])
     assert together.result.num_compilations <= 4
     for job in jobs[:count] if count < 8 else jobs[3:5]:
-        alone = train([job], **ALONE)
-        assert_same_training(together, alone, [job.name])
+        assert_same_training(together, alone(job), [job.name])
 
 
 def test_rounding_moves_an_unstable_job_alone(meshes, mesh_jobs):
     """Other packing only rounds differently; steps that are too large magnify that.
 
+    How much depends on the model and the processor; here the norms of the wild job move
+    by 6e-6 within six steps, thrice the bound that other jobs keep, and later by more.
     The jobs differ in the learning rate and in clipping. In the same packing both have
     the same bits, so what a larger microbatch changes is the order of sums.
     """
     steady = mesh_jobs[1].model_copy(update={"name": "steady", "steps": 6})
     changes = {"learning_rate": 0.3, "warmup_steps": 0, "lr_schedule": "constant"}
     wild = steady.model_copy(
-        update=changes | {"name": "wild", "adam_eps": 1e-8, "max_grad_norm": None}
+        update=changes
+        | {"name": "wild", "adam_eps": 1e-8, "max_grad_norm": None, "steps": 20}
     )
     one = meshes.once("fsdp=1", (steady, wild))
     again = meshes.train("fsdp=1", (steady, wild))
@@ -72,8 +101,8 @@ def test_rounding_moves_an_unstable_job_alone(meshes, mesh_jobs):
     assert one.losses["steady"] == pytest.approx(other.losses["steady"], rel=1e-6)
     assert one.norms["steady"] == pytest.approx(other.norms["steady"], rel=SUM_ROUNDING)
     assert_same_training(one, other, ["steady"])
-    assert one.losses["wild"] != pytest.approx(other.losses["wild"], rel=1e-3)
-    assert one.progress["wild"].step == other.progress["wild"].step == 6
+    assert one.norms["wild"] != pytest.approx(other.norms["wild"], rel=SUM_ROUNDING)
+    assert one.progress["wild"].step == other.progress["wild"].step == 20
 
 
 def test_a_neighbour_that_diverges_changes_nothing(train, jobs):
@@ -88,16 +117,15 @@ def test_a_neighbour_that_diverges_changes_nothing(train, jobs):
     assert_same_training(with_wild, alone, [jobs[0].name, jobs[2].name])
 
 
-def test_a_neighbour_that_finishes_early_changes_nothing(train, jobs):
+def test_a_neighbour_that_finishes_early_changes_nothing(train, alone, jobs):
     short = jobs[1].model_copy(update={"name": "short", "steps": 1})
     with_short = train([short, jobs[2]])
     assert with_short.progress["short"].step == 1
-    alone = train([jobs[2]], **ALONE)
-    assert_same_training(with_short, alone, [jobs[2].name])
+    assert_same_training(with_short, alone(jobs[2]), [jobs[2].name])
 
 
-def test_same_bits_twice(train, jobs):
-    one, two = train(jobs[:3]), train(jobs[:3])
+def test_same_bits_twice(train, three, jobs):
+    one, two = three, train(jobs[:3])
     assert one.bytes == two.bytes
     assert one.losses == two.losses
 
@@ -106,37 +134,39 @@ def test_same_bits_twice(train, jobs):
     "settings",
     [
         {"remat": "elementwise", "max_concurrent_jobs": 5},
-        {"remat": "mlp", "microbatch_tokens": 128, "block_tokens": 32},
-        {"remat": "layer"},
-        {"window_steps": 1, "packer": "greedy"},
-        {"window_steps": 2, "packer": "lorafusion"},
+        {
+            "remat": "mlp",
+            "microbatch_tokens": 128,
+            "block_tokens": 32,
+            "window_steps": 2,
+            "packer": "lorafusion",
+        },
+        {"remat": "layer", "window_steps": 1, "packer": "greedy"},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
-def test_how_it_runs_does_not_matter(train, jobs, settings):
-    plain, other = train(jobs[:3]), train(jobs[:3], **settings)
-    assert_same_training(plain, other, [job.name for job in jobs[:3]])
+def test_how_it_runs_does_not_matter(train, three, jobs, settings):
+    other = train(jobs[:3], **settings)
+    assert_same_training(three, other, [job.name for job in jobs[:3]])
 
 
-def test_microbatches_in_parts_teach_the_same(train, jobs, monkeypatch):
-    whole = train(jobs[:3])
-
+def test_microbatches_in_parts_teach_the_same(train, three, jobs, monkeypatch):
     def in_parts(self, microbatch, lengths):
         return split_by_segment_limit(microbatch, 10**6, 2, lengths)
 
     monkeypatch.setattr(StagedExecutor, "_split", in_parts)
     names = [job.name for job in jobs[:3]]
-    assert_same_training(train(jobs[:3]), whole, names)
+    assert_same_training(train(jobs[:3]), three, names)
 
 
-def test_seeds_matter(train, jobs):
+def test_seeds_matter(alone, jobs):
     """The negative control: what keys the streams changes the result."""
     other = jobs[0].model_copy(update={"seed": 5})
-    assert train([jobs[0]], **ALONE).bytes != train([other], **ALONE).bytes
+    assert alone(jobs[0]).bytes != alone(other).bytes
 
 
-@pytest.mark.parametrize("window_steps", [1, 2])
-def test_jobs_come_and_go_without_recompiling(train, jobs, window_steps):
+@pytest.mark.parametrize("window_steps", [pytest.param(1, marks=pytest.mark.grid), 2])
+def test_jobs_come_and_go_without_recompiling(train, alone, jobs, window_steps):
     """Eight jobs through three slots, one stopped, one more joining under way."""
     late = jobs[0].model_copy(update={"name": "late", "rank": 7, "learning_rate": 1e-3})
     counts = []
@@ -157,8 +187,8 @@ def test_jobs_come_and_go_without_recompiling(train, jobs, window_steps):
     finished = [n for n, p in outcome.progress.items() if p.status == "finished"]
     assert len(finished) == 8 and "late" in finished
     # A job that came into a used slot trains as in a new one.
-    assert_same_training(outcome, train([jobs[7]], **ALONE), [jobs[7].name])
-    assert_same_training(outcome, train([late], **ALONE), ["late"])
+    assert_same_training(outcome, alone(jobs[7]), [jobs[7].name])
+    assert_same_training(outcome, alone(late), ["late"])
 
 
 # ---- one step, to the bit ------------------------------------------------------------

@@ -240,8 +240,7 @@ MAKE = {
 }
 
 
-@pytest.mark.parametrize("kind", MAKE)
-def test_what_is_no_request_ends_nobody(config, model, caplog, kind):
+def test_what_is_no_request_ends_nobody(config, model, caplog):
     """Neither the live run nor the one that resumes; it stays where it is."""
     run, made = config(), []
 
@@ -251,21 +250,23 @@ def test_what_is_no_request_ends_nobody(config, model, caplog, kind):
                 return
             super()._make(trainer)
             control = trainer.output_dir / "control"
-            other = f"{9:020d}-{'0' * 16}.request.json"
-            for name in (other, f"{self.ids[0]}.answer.json"):
-                MAKE[kind](control / name)
-                made.append(control / name)
+            for number, make in enumerate(MAKE.values()):
+                other = f"{number + 9:020d}-{'0' * 16}.request.json"
+                for name in (other, f"{self.ids[number]}.answer.json"):
+                    make(control / name)
+                made.append(control / other)
 
     pause = ControlRequest(action="pause", job="first")
-    requester = Maker(run, stop("nobody"), pause)
+    requester = Maker(run, *[stop(f"nobody{i}") for i in range(len(MAKE))], pause)
     (job,) = Trainer(run, model).train(callbacks=[requester]).jobs
     assert job.progress.status == "paused"
-    assert f"{made[0]} is ignored" in caplog.text
+    for path in made:
+        assert f"{path} is ignored" in caplog.text
     answer = client.send(pathlib.Path(run.output_dir), "resume", "first")
     assert answer.is_accepted
     (job,) = Trainer(run, model).train(resume=True).jobs
     assert job.progress.status == "finished"
-    assert os.path.lexists(made[0])
+    assert len(made) == len(MAKE) and all(map(os.path.lexists, made))
 
 
 def test_many_requests_take_little_time_of_a_window(config, model, alone, monkeypatch):

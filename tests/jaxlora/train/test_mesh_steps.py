@@ -9,6 +9,8 @@ from jaxlora.scheduler import Pipeline
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from tests.jaxlora.train.pass_log import PassLog, WindowLog
 
+pytestmark = pytest.mark.needs_devices(3)
+
 STAGES = {"stage=2": {}, "stage=3": {"pipeline_microbatches": 5}}
 
 
@@ -44,7 +46,9 @@ def test_every_pass_reads_the_weights_of_its_batch(logged, mesh, mesh_jobs):
     assert num_steps == num_stages * sum(job.steps for job in mesh_jobs)
 
 
-@pytest.mark.parametrize("mesh", STAGES)
+@pytest.mark.parametrize(
+    "mesh", ["stage=2", pytest.param("stage=3", marks=pytest.mark.grid)]
+)
 def test_batches_that_are_closer_read_old_weights(logged, mesh, monkeypatch):
     """The negative control: the distance between batches is one tick too small."""
 

@@ -6,11 +6,13 @@ from jaxlora import Trainer
 from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
 from tests.jaxlora.train.outcome import Outcome
 
+pytestmark = pytest.mark.needs_devices(8)
+
 
 @pytest.mark.parametrize(
     ("mesh", "settings"),
     [
-        ("fsdp=2", {}),
+        pytest.param("fsdp=2", {}, marks=pytest.mark.grid),
         ("data=2", {}),
         ("stage=2", {}),
         ("stage=2,fsdp=2", {"pipeline_microbatches": 3, "remat": "mlp"}),

@@ -68,8 +68,9 @@ def in_a_new_process(
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.grid
 def test_a_resumed_run_compiles_what_a_fresh_one_does(make_trainer, tmp_path):
-    """And it finds all of that in the persistent cache."""
+    """And it finds all of that in JAX's cache, where whole programs are not kept."""
     run_file, cache = tmp_path / "cut.json", tmp_path / "cache"
     config = make_trainer("cut").config.model_dump(mode="json")
     run_file.write_text(json.dumps(config))

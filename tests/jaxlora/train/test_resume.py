@@ -171,7 +171,14 @@ def whole(make_run):
 
 
 @pytest.mark.parametrize(
-    ("window_steps", "kills"), [(1, (2, 9, 8, 6)), (4, (14, 13, 3))]
+    ("window_steps", "kills"),
+    [
+        (1, (2,)),
+        (4, (14,)),
+        pytest.param(1, (2, 9, 8, 6), marks=pytest.mark.grid),
+        pytest.param(4, (14, 13, 3), marks=pytest.mark.grid),
+    ],
+    ids=["every step", "windows", "every step, more", "windows, more"],
 )
 def test_killed_again_and_again(make_run, whole, window_steps, kills):
     """kill -9 at points that fall before, in and after checkpoints, and in windows.
@@ -179,7 +186,8 @@ def test_killed_again_and_again(make_run, whole, window_steps, kills):
     Wherever the checkpoint under way was complete, a kill falls right after the next
     one has begun; wherever it was not, earlier. None comes after the last window.
     """
-    run_file = make_run(f"killed{window_steps}", window_steps=window_steps)
+    name = f"killed{window_steps}_{len(kills)}"
+    run_file = make_run(name, window_steps=window_steps)
     killed(run_file, "9")
     for line in kills:
         killed(run_file, str(line), "--resume")

@@ -44,6 +44,26 @@ def changed(config: RunConfig, **changes) -> RunConfig:
     return config.model_copy(update=changes)
 
 
+@pytest.fixture(scope="module")
+def done():
+    """The runs that nothing stopped; each is trained once."""
+    return {}
+
+
+@pytest.fixture
+def train_whole(config, model, tmp_path, done):
+    """Trains the run in another folder, without a stop; returns its settings."""
+
+    def run(**changes) -> RunConfig:
+        key = repr(changes)
+        if key not in done:
+            done[key] = changed(config, output_dir=str(tmp_path / "whole"), **changes)
+            Trainer(done[key], model).train()
+        return done[key]
+
+    return run
+
+
 def interrupt_at(number: int, also=lambda trainer: None):
     def on_window(trainer):
         if trainer.round == number:
@@ -61,13 +81,12 @@ def adapters(config: RunConfig) -> dict[str, bytes]:
     }
 
 
-def test_other_slots_and_a_job_added_on_resume(config, model, jobs, tmp_path):
+def test_other_slots_and_a_job_added_on_resume(config, model, jobs, train_whole):
     """The jobs go into one slot in turn, of another rank and on other linears.
 
     The job whose slot is gone is paused, with its whole state, until the slot is free.
     """
-    whole = changed(config, output_dir=str(tmp_path / "whole"))
-    Trainer(whole, model).train()
+    whole = train_whole()
     Trainer(config, model).train(callbacks=[AtWindow(interrupt_at(1))])
     new = jobs[2].model_copy(update={"steps": 1})
     other = changed(
@@ -188,11 +207,10 @@ def test_an_older_checkpoint_cannot_follow(config, model):
 
 @pytest.mark.parametrize("at", [0, 2])
 def test_the_same_trainer_goes_on_after_an_error(
-    config, model, tmp_path, monkeypatch, at
+    config, model, train_whole, monkeypatch, at
 ):
     """In the middle of a batch; before the first checkpoint, and after some."""
-    whole = changed(config, output_dir=str(tmp_path / "whole"), microbatch_tokens=128)
-    Trainer(whole, model).train()
+    whole = train_whole(microbatch_tokens=128)
     config = changed(config, microbatch_tokens=128)
     trainer, run, left = Trainer(config, model), InFlight.run, [3]
 
@@ -218,10 +236,11 @@ def test_the_same_trainer_goes_on_after_an_error(
         ("INTERNAL: device 3 was lost", r"a device failed: INTERNAL: device 3"),
     ],
 )
-def test_a_device_that_fails_ends_the_run_in_words(config, model, status, words):
+def test_a_device_that_fails_ends_the_run_in_words(
+    config, model, train_whole, status, words
+):
     """And the run goes on from its checkpoint in the same bits."""
-    whole = changed(config, output_dir=f"{config.output_dir}-whole")
-    Trainer(whole, model).train()
+    whole = train_whole()
     trainer, run = Trainer(config, model), InFlight._run
 
     def fails(self, one):

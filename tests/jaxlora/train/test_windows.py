@@ -150,14 +150,6 @@ def busy(jobs):
     return [jobs[0], wild, *jobs[2:5]]
 
 
-def test_plans_are_ready(train, busy):
-    outcome = train(busy, max_concurrent_jobs=2, window_steps=2)
-    ahead = [e["planned_ahead"] for e in window_events(outcome)]
-    assert not ahead[0]  # nothing was known before
-    assert ahead.count(False) == 2  # and once for the job that failed
-    assert len(ahead) > 4
-
-
 def plan_only_when_asked(monkeypatch):
     """No window's plan is ready when the device is done with the window before."""
     asked = threading.Event()
@@ -185,20 +177,26 @@ def plan_only_when_asked(monkeypatch):
         monkeypatch.setattr(PlanAhead, name, function)
 
 
-@pytest.mark.parametrize("how", ["never ahead", "late"])
-def test_when_a_window_is_planned_changes_nothing(train, busy, monkeypatch, how):
+def plan_never_ahead(monkeypatch):
+    monkeypatch.setattr(PlanAhead, "prepare", lambda self, samples: None)
+
+
+def test_plans_are_ready_and_when_they_are_made_changes_nothing(train, busy):
     settings = {"max_concurrent_jobs": 2, "window_steps": 2}
     usual = train(busy, **settings)
-    if how == "never ahead":
-        monkeypatch.setattr(PlanAhead, "prepare", lambda self, samples: None)
-    else:
-        plan_only_when_asked(monkeypatch)
-    other = train(busy, **settings)
-    if how == "never ahead":
-        assert not any(e["planned_ahead"] for e in window_events(other))
-    assert other.bytes == usual.bytes
-    assert other.losses == usual.losses
-    assert other.evals == usual.evals
+    ahead = [e["planned_ahead"] for e in window_events(usual)]
+    assert not ahead[0]  # nothing was known before
+    assert ahead.count(False) == 2  # and once for the job that failed
+    assert len(ahead) > 4
+    for plan_otherwise in (plan_never_ahead, plan_only_when_asked):
+        with pytest.MonkeyPatch.context() as patch:
+            plan_otherwise(patch)
+            other = train(busy, **settings)
+        if plan_otherwise is plan_never_ahead:
+            assert not any(e["planned_ahead"] for e in window_events(other))
+        assert other.bytes == usual.bytes
+        assert other.losses == usual.losses
+        assert other.evals == usual.evals
 
 
 # ---- who runs ------------------------------------------------------------------------
