@@ -36,7 +36,7 @@ import yaml
 
 from jaxlora.bench.options import add_output_dir
 from jaxlora.bench.report import Row, Rows, about, sections, table
-from jaxlora.bench.run.commands import Done, events, run_command, waits
+from jaxlora.bench.run.commands import Done, run_command, waits
 from jaxlora.bench.run.inputs import (
     Inputs,
     write_checkpoint,
@@ -46,6 +46,7 @@ from jaxlora.bench.run.inputs import (
 from jaxlora.bench.shapes import LARGE, MODELS
 from jaxlora.errors import JaxloraError
 from jaxlora.run.folder import ADAPTERS, CHECKPOINTS
+from jaxlora.run.log import METRICS_FILE, read_events
 
 Columns = dict[str, Any]
 STARTS = ("cold", "again", "resumed", "generate cold", "generate again", "peft")
@@ -136,8 +137,15 @@ def _trained(start: str, done: Done, output_dir: Path) -> Columns:
     `outside_s` is the time from the first step to the end that no window counts: that
     of evaluations, checkpoints and exports for which training stood still.
     """
-    mine = [e for e in events(output_dir, "step") if e["time"] >= done.began]
-    windows = [e for e in events(output_dir, "window") if e["time"] >= done.began]
+    events = [
+        event
+        for event in read_events(output_dir / METRICS_FILE)
+        if event["time"] >= done.began
+    ]
+    mine = [event for event in events if event["event"] == "step"]
+    windows = [event for event in events if event["event"] == "window"]
+    if not mine:
+        raise JaxloraError(f"{start}: no step is left to time. Give more --tokens.")
     first, last = mine[0]["time"], max(e["time"] for e in mine)
     tokens = sum(e["num_tokens"] for e in mine if e["time"] > first)
     after = [w for w in windows if w["time"] > first][1:]
@@ -189,6 +197,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     from matplotlib import pyplot
 
     shown = [row for row in rows if row.get("waits")]
+    if not shown:
+        return
     longest = max(row["first_step_s"] for row in shown)
     figure, axes = pyplot.subplots(figsize=(10, 0.8 + 0.6 * len(shown)))
     for y, row in enumerate(reversed(shown)):
@@ -220,6 +230,7 @@ def add_options(out: argparse.ArgumentParser) -> None:
         "--set",
         action="append",
         default=[],
+        type=_setting,
         metavar="NAME=VALUE",
         help="setting of the run file, in YAML; repeatable",
     )
@@ -232,16 +243,48 @@ def add_options(out: argparse.ArgumentParser) -> None:
     )
 
 
+def _setting(text: str) -> tuple[str, Any]:
+    """Parses `NAME=VALUE`."""
+    name, separator, value = text.partition("=")
+    try:
+        if name and separator:
+            return name, yaml.safe_load(value)
+    except yaml.YAMLError:
+        pass
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not NAME=VALUE with a value in YAML, such as remat=mlp"
+    )
+
+
+def _check_order(starts: Sequence[str]) -> None:
+    """Checks that what a start needs is there when its turn comes.
+
+    Raises:
+        JaxloraError: Adapters that generation needs are trained later or not at all.
+    """
+    for number, start in enumerate(starts):
+        if start.startswith("generate") and "cold" not in starts[:number]:
+            raise JaxloraError(
+                f"--starts: {start!r} generates with the adapters that 'cold' trains. "
+                "Name cold before it."
+            )
+
+
 def measured(args: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]:
-    """Yields a row for each start."""
-    settings = dict(text.split("=", 1) for text in args.set)
+    """Yields a row for each start.
+
+    Raises:
+        JaxloraError: The starts are in an impossible order, or a command failed.
+    """
+    _check_order(args.starts)
+    settings = dict(args.set)
     inputs = Inputs(
         model=args.model,
         layers=args.layers,
         jobs=args.jobs,
         tokens=args.tokens,
         batch_size=args.batch_size,
-        settings={k: yaml.safe_load(v) for k, v in settings.items()},
+        settings=settings,
     )
     commands = Commands(inputs, work, args.checkpoint or work / "checkpoint")
     kinds = {

@@ -1,7 +1,6 @@
 """Runs a command as a user does, and notes when each of its lines came."""
 
 import dataclasses
-import json
 import os
 import signal
 import subprocess
@@ -9,11 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 from jaxlora.errors import JaxloraError
-from jaxlora.run.log import METRICS_FILE
 
 _POLL_SECONDS = 0.05
 
@@ -83,16 +79,6 @@ def _without_own_cache() -> dict[str, str]:
 def _note(stream: Iterable[str], began: float, lines: list[tuple[float, str]]) -> None:
     for line in stream:
         lines.append((time.perf_counter() - began, line.rstrip()))
-
-
-def events(output_dir: Path, kind: str) -> list[dict[str, Any]]:
-    """Returns the events of a kind in a run's metrics, as far as they are written."""
-    try:
-        text = (output_dir / METRICS_FILE).read_text()
-    except FileNotFoundError:
-        return []
-    whole = text[: text.rfind("\n") + 1].splitlines()
-    return [e for e in map(json.loads, whole) if e["event"] == kind]
 
 
 def waits(

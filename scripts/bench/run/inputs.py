@@ -27,7 +27,7 @@ _WRITERS = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What a run is made of.
+    """Sizes and settings of a run with random inputs.
 
     Attributes:
         model: One of `shapes.MODELS`.

@@ -5,7 +5,7 @@ import pytest
 
 from jaxlora.bench import subjects
 from jaxlora.bench.run import benchmark
-from jaxlora.bench.run.commands import Done, events, run_command, waits
+from jaxlora.bench.run.commands import Done, run_command, waits
 from jaxlora.bench.run.inputs import (
     Inputs,
     write_checkpoint,
@@ -71,7 +71,9 @@ def test_waits_are_those_that_are_long_enough():
 
 
 def _event(kind, time, **values):
-    return json.dumps({"event": kind, "time": time, "round": 1, **values}) + "\n"
+    loss = {"loss": 1.0} if kind == "step" else {}
+    event = {"event": kind, "time": time, "round": 1, **loss, **values}
+    return json.dumps(event) + "\n"
 
 
 def test_a_trained_row(tmp_path):
@@ -115,10 +117,31 @@ def test_a_command_is_killed_when_asked(tmp_path, monkeypatch):
     assert done.seconds < 30
 
 
-def test_events_without_a_run(tmp_path):
-    assert events(tmp_path, "step") == []
+def test_a_run_without_steps_is_refused(tmp_path):
+    done = Done(began=100.0, seconds=1.0, lines=())
+    with pytest.raises(JaxloraError, match=r"resumed: no step .* more --tokens"):
+        benchmark._trained("resumed", done, tmp_path)
 
 
 def test_options():
     args = subjects.parse(benchmark, "run", ["--model", "tiny", "--set", "remat=mlp"])
-    assert args.set == ["remat=mlp"]
+    assert args.set == [("remat", "mlp")]
+
+
+@pytest.mark.parametrize("text", ["remat", "=mlp", "remat=[1"])
+def test_a_setting_that_cannot_be_read(text, capsys):
+    with pytest.raises(SystemExit):
+        subjects.parse(benchmark, "run", ["--set", text])
+    assert f"'{text}' is not NAME=VALUE" in capsys.readouterr().err
+
+
+def test_generation_needs_adapters(tmp_path):
+    args = subjects.parse(benchmark, "run", ["--starts", "generate cold", "cold"])
+    with pytest.raises(JaxloraError, match="Name cold before it"):
+        next(benchmark.measured(args, tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_picture_without_waits_is_not_drawn(tmp_path):
+    benchmark.draw([{"start": "peft", "skipped": "why"}], tmp_path / "run.png")
+    assert not list(tmp_path.iterdir())
