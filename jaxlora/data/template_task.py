@@ -1,4 +1,4 @@
-"""What the process that renders templates is asked, and its limits.
+"""Requests to the process that renders templates, and its limits.
 
 This is apart from `template_worker`, so that only that process imports Jinja.
 """

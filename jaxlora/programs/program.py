@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import jax
 from jax._src import config as jax_config
 
+from jaxlora.common.counted import counted
 from jaxlora.distributed import processes
 from jaxlora.pallas_kernels import compile_program, lower_program, prepare_to_load
 from jaxlora.programs.kept import DamagedEntryError, KeptPrograms
@@ -128,7 +129,7 @@ class Program:
         return sum(not one.is_loaded for one in self._prepared.values())
 
     def _signature(self, args: Sequence[Any]) -> Any:
-        """What decides which program runs, as `jax.jit` has it for each call."""
+        """Returns the values that select a program, as `jax.jit` does for each call."""
         varying = jax.tree.leaves([args[i] for i in self._varies])
         return (
             jax_config.trace_context(),
@@ -272,7 +273,7 @@ def announce(prepared: Sequence[Prepared]) -> None:
         one.is_announced = True
     if new:
         names = ", ".join(one.what for one in new)
-        logger.info("compiling %d program%s: %s", len(new), "s"[: len(new) - 1], names)
+        logger.info("compiling %s: %s", counted(len(new), "program"), names)
 
 
 def finish(prepared: Sequence[Prepared]) -> None:
@@ -288,10 +289,9 @@ def finish(prepared: Sequence[Prepared]) -> None:
         if found:
             each = ", ".join(f"{one.what} {one.seconds:.1f}" for one in found)
             logger.info(
-                "%s %d program%s, waited %.1f s (%s)",
+                "%s %s, waited %.1f s (%s)",
                 verb,
-                len(found),
-                "s"[: len(found) - 1],
+                counted(len(found), "program"),
                 waited,
                 each,
             )

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Entry:
-    """What is kept of a program.
+    """The parts of a program that are kept on disk.
 
     Attributes:
         executable: What JAX serializes.

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _TARGET = "mosaic_gpu_v2"
 _CONFIG = "mhlo.backend_config"
-# What a call has instead of its kernel's code, once that is compiled. Errors of Mosaic
+# A call has this in place of its kernel's code, once that is compiled. Errors of Mosaic
 # would show it.
 _PLACEHOLDER = b"compiled beforehand"
 # Attributes of the calls of kernels that run on one device, besides hash and code.
@@ -44,7 +44,7 @@ class _Kernel:
 
     @property
     def key(self) -> frozenset:
-        """What tells it from other kernels: all but the code, which has a hash."""
+        """Attributes that identify the kernel: all but the code, which has a hash."""
         return frozenset((k, v) for k, v in self.attributes.items() if k != "module")
 
     def compile(self) -> None:

@@ -79,7 +79,7 @@ class StagePasses:
         slots = dataclasses.replace(spec.slots, num_slots=self._num_slots)
         self._spec = dataclasses.replace(spec, slots=slots)
         self._placement = placement
-        # Of the forward passes that were traced, by the number of rows on a device.
+        # The backward functions of traced forward passes, by rows on a device.
         self._pullbacks: dict[int, Pullback] = {}
         self._by_path = functools.partial(to_paths, spec.stacks, axis=1)
 

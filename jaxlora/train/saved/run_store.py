@@ -49,7 +49,7 @@ _MOST_PENDING = 16  # checkpoints and adapters between two windows
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Pending:
-    """What is being written, or waits for it.
+    """A file that is being written, or that waits for its turn.
 
     Attributes:
         event: Event to send when it is written.
