@@ -132,15 +132,21 @@ class BatchCursor:
     )  # fmt: skip
 
     def __init__(
-        self, source: BatchSource, *, num_batches: int, slots_per_batch: float
+        self,
+        source: BatchSource,
+        *,
+        num_batches: int,
+        slots_per_batch: float,
+        is_started: bool = False,
+        ready: int = 0,
     ):
-        """Starts at the job's first batch."""
+        """Starts at the first batch of the source, or in it."""
         self.source = source
         self.num_batches = num_batches
         self.slots_per_batch = slots_per_batch
-        self.ready = 0
         self.is_paused = False
         self._enter_batch(0)
+        self.is_started, self.ready = is_started, ready
 
     def _enter_batch(self, number: int) -> None:
         self.number = number

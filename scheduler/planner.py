@@ -71,11 +71,34 @@ class JobBatches:
         batches: Samples of each global batch, in order.
         num_batches: Number of batches.
         batch_tokens: Mean number of tokens in a batch, which may be an estimate.
+        is_started: Whether some samples of the first batch are in earlier microbatches,
+            so that `batches` has the rest of it.
+        ready: First slot in which the first batch may run.
     """
 
     batches: Iterable[Sequence[Sample]]
     num_batches: int
     batch_tokens: float
+    is_started: bool = False
+    ready: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Hint:
+    """The last window's fill target, which the next window tries first.
+
+    It only saves time, but it decides which targets are tried. So a plan that shall be
+    repeated needs the same hints.
+
+    Attributes:
+        target: Index of the target; None: there was no window before.
+        num_windows: For how many further windows it was the same.
+        num_jobs: Number of jobs in the window.
+    """
+
+    target: int | None = None
+    num_windows: int = 0
+    num_jobs: int = 0
 
 
 # A filled slot: (items, tokens padded to the bucket, sum of squared lengths).
@@ -137,6 +160,10 @@ class Planner:
         pipeline: Pipeline,
         cost: CostModel,
         effort: Effort = DEFAULT_EFFORT,
+        *,
+        first_slot: int = 0,
+        before: Sequence[Microbatch] = (),
+        hint: Hint | None = None,
     ):
         """Starts without jobs.
 
@@ -145,6 +172,9 @@ class Planner:
             pipeline: Provides the distance between the batches of a job.
             cost: Costs of microbatches, which the planner minimizes.
             effort: How hard to plan.
+            first_slot: Number of the first slot to plan.
+            before: The microbatches before it that share the pipeline with it.
+            hint: What the window before it has found; None: there was none.
 
         Raises:
             ValueError: The cost model and the pipeline differ in the number of stages.
@@ -156,11 +186,9 @@ class Planner:
         self.effort = effort
         self._work = WorkModel.from_cost(cost)
         self._targets = _work_targets(limits, cost, effort.fill_targets)
-        self._state = _State(jobs=[], slot=0, before=[((), 0, 0)])
-        # Index of the last window's target, and for how many windows it was the same.
-        self._best: int | None = None
-        self._num_unchanged = 0
-        self._num_jobs = 0
+        slots = [self._slot([self._work.item(s) for s in m]) for m in before]
+        self._state = _State(jobs=[], slot=first_slot, before=slots or [((), 0, 0)])
+        self.hint = Hint() if hint is None else hint
 
     def add(self, job: JobBatches) -> None:
         """Adds a job, which is planned from the next window on.
@@ -171,7 +199,13 @@ class Planner:
         slots = job.batch_tokens / self.limits.capacity + self.pipeline.distance - 1
         slots = max(1.0, slots)  # two batches of a job never share a slot
         source = BatchSource(job.batches, self._work, self.limits)
-        new = BatchCursor(source, num_batches=job.num_batches, slots_per_batch=slots)
+        new = BatchCursor(
+            source,
+            num_batches=job.num_batches,
+            slots_per_batch=slots,
+            is_started=job.is_started,
+            ready=job.ready,
+        )
         if source.job is None:
             return  # it has no batches
         if any(x.source.job == source.job for x in self._state.jobs):
@@ -220,7 +254,8 @@ class Planner:
 
     def _plan_window(self, state: _State) -> _Window:
         """Returns the best of the plans with different targets."""
-        candidates = self._candidates(sum(x.can_run for x in state.jobs))
+        num_jobs = sum(x.can_run for x in state.jobs)
+        candidates = self._candidates(num_jobs)
         lookahead = self.effort.lookahead if len(candidates) > 1 else 0
         plans = {i: self._fill(state, self._targets[i], lookahead) for i in candidates}
         best = _fastest(plans)
@@ -231,8 +266,8 @@ class Planner:
                 if i not in plans:
                     plans[i] = self._fill(state, self._targets[i], lookahead)
             best = _fastest(plans)
-        self._num_unchanged = self._num_unchanged + 1 if best == self._best else 0
-        self._best = best
+        num_windows = self.hint.num_windows + 1 if best == self.hint.target else 0
+        self.hint = Hint(target=best, num_windows=num_windows, num_jobs=num_jobs)
         return self._improve(state, plans[best])
 
     def _candidates(self, num_jobs: int) -> Sequence[int]:
@@ -242,12 +277,12 @@ class Planner:
         first window tries every other target. Later ones try the neighbors of the best
         target, and once it is stable, only at intervals.
         """
-        if self._best is None or num_jobs != self._num_jobs:
-            self._num_jobs = num_jobs
+        best = self.hint.target
+        if best is None or num_jobs != self.hint.num_jobs:
             return range(len(self._targets))[::2]
-        if self._num_unchanged % _RETRY_INTERVAL:
-            return [self._best]
-        return self._around(self._best)
+        if self.hint.num_windows % _RETRY_INTERVAL:
+            return [best]
+        return self._around(best)
 
     def _around(self, best: int) -> Sequence[int]:
         return range(len(self._targets))[max(0, best - 1) : best + 2]
