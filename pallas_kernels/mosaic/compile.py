@@ -5,6 +5,7 @@ import functools
 import logging
 import math
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -18,7 +19,7 @@ from jaxlora.pallas_kernels import device
 
 logger = logging.getLogger(__name__)
 
-_TARGET = "mosaic_gpu_v2"
+TARGET = "mosaic_gpu_v2"
 _CONFIG = "mhlo.backend_config"
 # A call has this in place of its kernel's code, once that is compiled. Errors of Mosaic
 # would show it.
@@ -52,7 +53,7 @@ class _Kernel:
 
         Its operands do not matter: Mosaic's runtime compiles from the attributes alone.
         """
-        call = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct((1,), jnp.float32))
+        call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((1,), jnp.float32))
 
         def kernel_alone() -> Any:
             return call(**self.attributes)
@@ -68,19 +69,26 @@ class _LoweredKernels(dict[bytes, bytes]):
     def __setitem__(self, kernel_hash: bytes, code: bytes) -> None:
         super().__setitem__(kernel_hash, code)
         found = {"kernel_hash": kernel_hash, "module": code}
-        _start(_Kernel({**found, **_ONE_DEVICE}))
+        compile_ahead({**found, **_ONE_DEVICE})
+
+
+def compile_ahead(attributes: Mapping[str, Any]) -> None:
+    """Starts to compile a kernel in a thread; see `_Kernel`. Any thread may call it."""
+    _start(_Kernel(attributes))
 
 
 # The kernels of this process that are compiled or being compiled.
 _started: dict[frozenset, Future] = {}
+_lock = threading.Lock()
 
 
 def _start(kernel: _Kernel) -> Future:
     """Starts to compile a kernel in a thread, unless that was done before."""
-    found = _started.get(kernel.key)
-    if found is None:
-        found = _started[kernel.key] = _threads().submit(kernel.compile)
-    return found
+    with _lock:
+        found = _started.get(kernel.key)
+        if found is None:
+            found = _started[kernel.key] = _threads().submit(kernel.compile)
+        return found
 
 
 @functools.cache
@@ -99,22 +107,7 @@ def prepare_to_load() -> None:
         import jax.experimental.mosaic.gpu  # noqa: F401
 
 
-def lower_program(jitted: Any, *args: Any) -> jax.stages.Lowered:
-    """Calls `jitted.lower(*args)`, and compiles its Mosaic kernels meanwhile.
-
-    Lowering is Python code in one thread, and takes half a second per kernel. Each
-    kernel is compiled in a thread of its own as soon as it is lowered.
-
-    Args:
-        jitted: A jitted function.
-        *args: Its arguments, or their shapes.
-    """
-    if device.platform() == "gpu" and device.not_nvidia() is None:
-        _compile_when_lowered()
-    return jitted.lower(*args)
-
-
-def _compile_when_lowered() -> None:
+def compile_when_lowered() -> None:
     """Lets Mosaic compile the kernels that it lowers from now on."""
     from jax.experimental.mosaic.gpu import core
 
@@ -142,8 +135,8 @@ def compile_program(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """
     module: Any = lowered.compiler_ir("stablehlo")
     calls: dict[Future, list[ir.Operation]] = {}
-    for call in _calls_in(module.operation):
-        attributes = _attributes(call)
+    for call in calls_in(module.operation):
+        attributes = read_attributes(call)
         if attributes["module"] != _PLACEHOLDER:
             calls.setdefault(_start(_Kernel(attributes)), []).append(call)
     for kernel, same in calls.items():
@@ -155,19 +148,21 @@ def compile_program(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     return lowered.compile()
 
 
-def _calls_in(operation: ir.Operation) -> Iterator[ir.Operation]:
+def calls_in(operation: ir.Operation) -> Iterator[ir.Operation]:
+    """Yields the calls of Mosaic kernels in an operation, such as a module."""
     for region in operation.regions:
         for block in region:
             for view in block:
                 inner = view.operation
                 if inner.name == "stablehlo.custom_call":
                     target = inner.attributes["call_target_name"]
-                    if ir.StringAttr(target).value == _TARGET:
+                    if ir.StringAttr(target).value == TARGET:
                         yield inner
-                yield from _calls_in(inner)
+                yield from calls_in(inner)
 
 
-def _attributes(call: ir.Operation) -> dict[str, Any]:
+def read_attributes(call: ir.Operation) -> dict[str, Any]:
+    """Returns the attributes of a kernel's call; see `_Kernel`."""
     values: dict[str, Any] = {}
     for named in ir.DictAttr(call.attributes[_CONFIG]):
         if isinstance(named.attr, ir.BoolAttr):

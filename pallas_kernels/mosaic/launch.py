@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jaxlora.pallas_kernels.device import traces_shapes_only
+from jaxlora.pallas_kernels.mosaic import lower
 from jaxlora.pallas_kernels.mosaic.mask import Mask
 from jaxlora.pallas_kernels.mosaic.ring import Ring
 from jaxlora.pallas_kernels.mosaic.ring_shape import COMPUTE_WGS, RingShape
@@ -209,14 +210,84 @@ def _launch(
     interpret: Any,
 ) -> list[dict[str, Any]]:
     """Runs the works of `tree`; operand i is the input `operand_indices[i]`."""
-    works: list[Work] = jax.tree.unflatten(tree, [inputs[i] for i in operand_indices])
-    in_tree = jax.tree.structure([work.operands for work in works])
-    types, out_tree = jax.tree.flatten([dict(work.out_types) for work in works])
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
+    kernel = Kernel(
+        works=jax.tree.unflatten(tree, [shapes[i] for i in operand_indices]),
+        inputs=shapes,
+        operand_indices=operand_indices,
+        dtype=jnp.dtype(dtype),
+        num_sms=num_sms,
+        num_side_sms=num_side_sms,
+    )
+    if interpret is None and lower.are_used():
+        run = lower.lowered_elsewhere(kernel)
+    else:
+        run = kernel.function(interpret)
+    run = jax.custom_batching.sequential_vmap(run)
+    outs = jax.tree.structure([dict(work.out_types) for work in kernel.works])
+    return jax.tree.unflatten(outs, run(*inputs))
 
-    def body(*refs):
-        num_in, num_out = len(inputs), len(types)
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Kernel:
+    """All that a kernel is compiled from; see `launch`.
+
+    Attributes:
+        works: The works, whose operands are shapes.
+        inputs: Shapes of the kernel's inputs.
+        operand_indices: Number of the input that each operand of the works is.
+        dtype: Dtype of the rings' tiles.
+        num_sms: Number of multiprocessors.
+        num_side_sms: Number of side multiprocessors.
+    """
+
+    works: list[Work]
+    inputs: list[jax.ShapeDtypeStruct]
+    operand_indices: tuple[int, ...]
+    dtype: jnp.dtype
+    num_sms: int
+    num_side_sms: int
+
+    @property
+    def out_types(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of all results, flat."""
+        return jax.tree.leaves([dict(work.out_types) for work in self.works])
+
+    def function(self, interpret: Any = None) -> Callable[..., list[jax.Array]]:
+        """Returns the kernel as a function of its inputs, to be traced.
+
+        Args:
+            interpret: Parameters of Pallas' GPU interpreter, or None.
+        """
+        works = self.works
+        groups = [group for w in works for group in w.ring.tile_groups(self.dtype)]
+        return plgpu.kernel(
+            self._body,
+            out_type=self.out_types,
+            scratch_types=[
+                groups if len(groups) == 1 else plgpu.RefUnion(*groups),
+                [work.ring.barriers() for work in works],
+                plgpu.Barrier(
+                    num_arrivals=COMPUTE_WGS, num_barriers=max(len(works) - 1, 1)
+                ),
+            ],
+            grid=(self.num_sms,),
+            grid_names=("sm",),
+            num_threads=COMPUTE_WGS + 1,
+            thread_name="wg",
+            kernel_name="_".join(["lora", *dict.fromkeys(work.name for work in works)]),
+            interpret=interpret,
+            compiler_params=plgpu.CompilerParams(lowering_semantics=_SEMANTICS),
+        )
+
+    def _body(self, *refs) -> None:
+        """The kernel's code, for references to inputs, results and shared memory."""
+        works, num_in = self.works, len(self.inputs)
+        in_tree = jax.tree.structure([work.operands for work in works])
+        out_tree = jax.tree.structure([dict(work.out_types) for work in works])
+        num_out = out_tree.num_leaves
         outs = jax.tree.unflatten(out_tree, refs[num_in : num_in + num_out])
-        operands = jax.tree.unflatten(in_tree, [refs[i] for i in operand_indices])
+        operands = jax.tree.unflatten(in_tree, [refs[i] for i in self.operand_indices])
         groups, barriers, work_done = refs[num_in + num_out :]
         tiles = _tiles_by_work(works, groups)
         wg, sm = lax.axis_index("wg"), lax.axis_index("sm")
@@ -224,31 +295,10 @@ def _launch(
         for i, work in enumerate(works):
             ring = Ring(work.ring, *tiles[i], *barriers[i])
             named = _select(operands[i]) | outs[i] | dict(work.static_args)
-            items = _assign_items(work, sm, num_sms, num_side_sms)
+            items = _assign_items(work, sm, self.num_sms, self.num_side_sms)
             todo.append((work, work.role(ring=ring, **named), items))
         pl.when(wg == COMPUTE_WGS)(lambda: _load_all(todo, work_done))
         pl.when(wg < COMPUTE_WGS)(lambda: _compute_all(todo, work_done, wg))
-
-    groups = [group for work in works for group in work.ring.tile_groups(dtype)]
-    num_pauses = max(len(works) - 1, 1)
-    kernel = plgpu.kernel(
-        body,
-        out_type=types,
-        scratch_types=[
-            groups if len(groups) == 1 else plgpu.RefUnion(*groups),
-            [work.ring.barriers() for work in works],
-            plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=num_pauses),
-        ],
-        grid=(num_sms,),
-        grid_names=("sm",),
-        num_threads=COMPUTE_WGS + 1,
-        thread_name="wg",
-        kernel_name="_".join(["lora", *dict.fromkeys(work.name for work in works)]),
-        interpret=interpret,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=_SEMANTICS),
-    )
-    run = jax.custom_batching.sequential_vmap(kernel)
-    return jax.tree.unflatten(out_tree, run(*inputs))
 
 
 def _tiles_by_work(works: Sequence[Work], groups: Any) -> list[list[Any]]:

@@ -40,8 +40,8 @@ def lower_decoder():
 def calls_of(lowered):
     """The attributes of each call of a kernel in a program."""
     module = lowered.compiler_ir("stablehlo")
-    calls = mosaic_compile._calls_in(module.operation)
-    return [mosaic_compile._attributes(call) for call in calls]
+    calls = mosaic_compile.calls_in(module.operation)
+    return [mosaic_compile.read_attributes(call) for call in calls]
 
 
 @pytest.fixture

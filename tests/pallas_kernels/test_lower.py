@@ -1,0 +1,113 @@
+"""Kernels that other processes lower are those that this process would lower."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
+
+from jaxlora.pallas_kernels import device, lower_program, multi_lora_linear
+from jaxlora.pallas_kernels.mosaic import compile as mosaic_compile
+from jaxlora.pallas_kernels.mosaic import lower
+from tests.pallas_kernels.problems import problem
+
+# A name of a kernel ends with a number that counts the kernels of a process.
+NUMBER = re.compile(r"(lora_[a-z_]+_)\d+")
+
+
+@pytest.fixture(autouse=True)
+def new_process(monkeypatch):
+    """The device is a Hopper GPU, which compiles nothing, and there are no workers."""
+    monkeypatch.setattr(device, "platform", lambda: "gpu")
+    monkeypatch.setattr(device, "not_nvidia", lambda: None)
+    monkeypatch.setattr(device, "capability", lambda: 90)
+    monkeypatch.setattr(device, "num_sms", lambda: 132)
+    monkeypatch.setattr(device, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(mosaic_compile._Kernel, "compile", lambda self: None)
+    monkeypatch.setattr(mosaic_compile, "_started", {})
+    monkeypatch.setattr(lower, "_lowered", {})
+    monkeypatch.setattr(lower, "_queues", [])
+
+
+class Gradient:
+    """A jitted gradient of a linear, which is lowered for a GPU."""
+
+    def lower(self, p):
+        def loss(x, a, b):
+            given = p | {"x": x, "a": a, "b": b}
+            y = multi_lora_linear(**given, implementation="mosaic")
+            return y.astype(jnp.float32).sum()
+
+        run = jax.jit(jax.grad(loss, (0, 1, 2)))
+        given = p["x"], p["a"], p["b"]
+        return run.trace(*given).lower(lowering_platforms=("cuda",))
+
+
+def _without_lines(code):
+    """Returns the text of a kernel without its number and the lines that it is from."""
+    with mlir.make_ir_context() as context:
+        context.allow_unregistered_dialects = True
+        return NUMBER.sub(r"\1", str(ir.Module.parse(code)))
+
+
+def lowered(monkeypatch, num_workers):
+    """Returns the calls of kernels in a program, and the program without their code."""
+    jax.clear_caches()
+    monkeypatch.setattr(lower, "_num_workers", lambda: num_workers)
+    p, _ = problem(k=128, n=128)
+    found = lower_program(Gradient(), p)
+    module = found.compiler_ir("stablehlo")
+    calls = []
+    for call in mosaic_compile.calls_in(module.operation):
+        attributes = mosaic_compile.read_attributes(call)
+        code = _without_lines(attributes.pop("module"))
+        attributes.pop("kernel_hash")
+        calls.append((code, attributes))
+        mosaic_compile._remove_code(call)
+    text = re.sub(r'kernel_hash = "[^"]*"', "", found.as_text())
+    return calls, text
+
+
+def test_a_program_is_the_same_whoever_lowers_its_kernels(monkeypatch, caplog):
+    elsewhere = lowered(monkeypatch, 1)
+    kernels = list(lower._lowered.values())
+    here = lowered(monkeypatch, 0)
+    assert here == elsewhere == lowered(monkeypatch, 1)
+    assert len(lower._lowered) == len(kernels) >= 2  # each was sent once
+    assert not caplog.records
+    # Each was compiled as soon as it was there, and once.
+    hashes = {kernel.attributes.result()["kernel_hash"] for kernel in kernels}
+    started = {dict(key)["kernel_hash"] for key in mosaic_compile._started}
+    assert hashes <= started
+
+
+def test_a_kernel_that_a_worker_cannot_lower_is_lowered_here(monkeypatch, caplog):
+    here = lowered(monkeypatch, 0)
+    monkeypatch.setattr(lower, "_start_process", lambda: None)
+    monkeypatch.setattr(lower._Worker, "_exchange", lambda self, request: "no memory")
+    assert lowered(monkeypatch, 1) == here
+    assert "a kernel is lowered in this process: " in caplog.text
+    assert "no memory" in caplog.text
+
+
+def test_a_worker_that_has_ended_is_started_again(monkeypatch):
+    started = []
+
+    class Ended:
+        def send_bytes(self, request):
+            raise BrokenPipeError
+
+    class Works:
+        def send_bytes(self, request):
+            started.append(request)
+
+        def recv_bytes(self):
+            return lower.pickle.dumps({"module": b""})
+
+    worker = lower._Worker(lower.queue.SimpleQueue())
+    worker._connection = Ended()
+    monkeypatch.setattr(lower, "_start_process", Works)
+    assert worker._ask(b"kernel") == {"module": b""}
+    assert started == [b"kernel"]
