@@ -31,6 +31,7 @@ from jaxlora.modules.attention import packed_attention
 from jaxlora.modules.scoring import layer_scoring
 from jaxlora.pallas_kernels import get_backend
 from jaxlora.pallas_kernels.device import planned_device, planned_for, shapes_only
+from jaxlora.programs.program import kept_value
 from jaxlora.scheduler import Limits
 
 _TRACED_TOKENS = 4096  # at least, so that the bytes per token are exact enough
@@ -122,6 +123,18 @@ def step_bytes(
         num_tokens: Tokens of a microbatch; None: without attention's transient memory,
             which is a lower bound for every capacity.
     """
+    given = spec, block_tokens, num_tokens, planned_device()
+    values = kept_value(
+        "the estimate of memory",
+        ("step_bytes", *given),
+        lambda: dataclasses.asdict(_estimate(spec, block_tokens, num_tokens)),
+    )
+    return StepBytes(**values)
+
+
+def _estimate(
+    spec: DecoderSpec, block_tokens: int, num_tokens: int | None
+) -> StepBytes:
     is_planned = planned_device() is not None
     if is_planned:
         with planned_for(planned.TRACED_ON):

@@ -3,8 +3,10 @@
 import contextlib
 import functools
 import gc
+import json
 import logging
 import math
+import pathlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -53,6 +55,32 @@ def _kept() -> KeptPrograms | None:
     """Returns the folder; None if the files of the package are newer than its code."""
     programs = _Kept.programs
     return programs if programs is not None and source_stamp().is_current() else None
+
+
+def kept_value[T](what: str, identity: Any, compute: Callable[[], T]) -> T:
+    """Returns what a pure function computes, or what an earlier process has kept of it.
+
+    Args:
+        what: Its name for the log.
+        identity: The name and all arguments of the function, for the key.
+        compute: Computes the value, which JSON can hold.
+    """
+    kept = _kept()
+    if kept is None:
+        return compute()
+    key = program_key(("value", identity), ())
+    try:
+        if (entry := kept.read(key)) is not None:
+            return json.loads(entry)
+    except (DamagedEntryError, ValueError) as error:
+        _reject(kept.path(key), what, "computed instead", str(error))
+    value = compute()
+    kept.write(key, json.dumps(value).encode())
+    return value
+
+
+def _reject(path: pathlib.Path, what: str, how: str, why: str) -> None:
+    logger.warning("%s cannot be used for %s, which is %s: %s", path, what, how, why)
 
 
 class Program:
@@ -218,12 +246,7 @@ class Prepared:
 
     def _reject(self, why: str) -> None:
         assert self._kept is not None
-        logger.warning(
-            "%s cannot be used for %s, which is compiled instead: %s",
-            self._kept.path(self._key),
-            self.what,
-            why,
-        )
+        _reject(self._kept.path(self._key), self.what, "compiled instead", why)
 
     def _load(self, entry: bytes) -> jax.stages.Compiled | None:
         began = time.perf_counter()

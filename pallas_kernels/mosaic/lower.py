@@ -44,6 +44,8 @@ _IDLE_SECONDS = 30  # after which a worker ends
 _PROGRAM = """
 import sys
 sys.path[:] = {path!r}
+import jaxlora.pallas_kernels.mosaic.fp8_products  # and not with the first kernel
+import jaxlora.pallas_kernels.mosaic.products
 from jaxlora.pallas_kernels.mosaic.lower import serve
 serve({handle})
 """
@@ -255,11 +257,7 @@ def serve(handle: int) -> None:
         handle: File descriptor of the connection.
     """
     connection = Connection(handle)
-    # Imported now, and not with the first request.
-    import jaxlora.pallas_kernels.mosaic.fp8_products
-    import jaxlora.pallas_kernels.mosaic.products  # noqa: F401
-
-    jax.devices()
+    jax.devices()  # takes a while, the first time
     with contextlib.suppress(EOFError, BrokenPipeError):
         while connection.poll(_IDLE_SECONDS):
             settings, kernel = pickle.loads(connection.recv_bytes())

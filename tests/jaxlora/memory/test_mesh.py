@@ -13,6 +13,7 @@ import pytest
 from jaxlora.config import RunConfig
 from jaxlora.errors import ConfigError
 from jaxlora.memory import device_memory as device_module
+from jaxlora.memory import estimate
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.capacity import fit, resolve_auto
 from jaxlora.memory.device_memory import DeviceMemory, device_memory
@@ -30,8 +31,13 @@ from jaxlora.memory.mesh import (
     measured_footprint,
     resident_footprint,
 )
+from jaxlora.memory.planned import TRACED_ON
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
+from jaxlora.pallas_kernels.device import planned_for
+from jaxlora.programs import key
+from jaxlora.programs.kept import KeptPrograms
+from jaxlora.programs.program import keep_programs
 from jaxlora.scheduler import Limits
 from tests.llama import LLAMA_8B, LLAMA_70B, decoder
 
@@ -147,6 +153,24 @@ def test_recomputed_arrays_and_gradients_that_peak_together():
         assert found.alone >= (256 + 64) * size
     none = step_bytes(SPEC.with_remat("none"), 16, None)
     assert none.transient == (256 + 3 * 64) * size
+
+
+def test_an_estimate_is_kept_for_the_next_process(tmp_path, monkeypatch):
+    """For each decoder, capacity and device that is planned for."""
+    monkeypatch.setattr(key, "_IMPORTED", 2**63)  # also if a file is new
+    key.source_stamp.cache_clear()
+    keep_programs(KeptPrograms(folder=tmp_path / "programs"))
+    try:
+        found = step_bytes(SPEC, 16, 64)
+        monkeypatch.setattr(estimate, "_step_bytes", None)
+        assert step_bytes(SPEC, 16, 64) == found
+        with pytest.raises(TypeError):
+            step_bytes(SPEC, 16, 128)
+        with pytest.raises(TypeError), planned_for(TRACED_ON):
+            step_bytes(SPEC, 16, 64)
+    finally:
+        keep_programs(None)
+        key.source_stamp.cache_clear()
 
 
 def test_a_tied_embedding_is_on_both_ends():

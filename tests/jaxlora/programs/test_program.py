@@ -14,7 +14,13 @@ import pytest
 
 from jaxlora.programs import key, program, serialized
 from jaxlora.programs.kept import KeptPrograms
-from jaxlora.programs.program import Program, finish, keep_programs, wait_until_kept
+from jaxlora.programs.program import (
+    Program,
+    finish,
+    keep_programs,
+    kept_value,
+    wait_until_kept,
+)
 from jaxlora.programs.serialized import deserialize
 
 
@@ -54,6 +60,31 @@ def arguments(num_rows: int = 8):
     base = {f"w{i}": jnp.full((4, 4), 0.1 * i) for i in range(5)}
     state = State(a=jnp.zeros(3), b={"t": jnp.ones((2, 3))})
     return base, jax.device_put(state, where), np.arange(num_rows, dtype=np.float32)
+
+
+def test_a_value_is_computed_once_for_each_identity(kept, caplog):
+    calls = []
+
+    def value(number):
+        def compute():
+            calls.append(number)
+            return {"third": number / 3, "none": None}
+
+        return kept_value("a value", ("test", number), compute)
+
+    first = [value(1), value(2)]
+    assert (
+        [value(1), value(2)]
+        == first
+        == [{"third": n / 3, "none": None} for n in (1, 2)]
+    )
+    assert calls == [1, 2] and not caplog.records
+    for path in kept.folder.iterdir():
+        path.write_bytes(path.read_bytes()[:-1])
+    assert value(2) == first[1] and calls == [1, 2, 2]
+    assert "cannot be used for a value, which is computed instead" in caplog.text
+    keep_programs(None)
+    assert value(2) == first[1] and calls == [1, 2, 2, 2]
 
 
 def bits(result) -> bytes:
