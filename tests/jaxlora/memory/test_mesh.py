@@ -13,7 +13,7 @@ import pytest
 from jaxlora.config import RunConfig
 from jaxlora.errors import ConfigError
 from jaxlora.memory import device_memory as device_module
-from jaxlora.memory import estimate
+from jaxlora.memory import estimate as memory_estimate
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.capacity import fit, resolve_auto
 from jaxlora.memory.device_memory import DeviceMemory, device_memory
@@ -162,7 +162,7 @@ def test_an_estimate_is_kept_for_the_next_process(tmp_path, monkeypatch):
     keep_programs(KeptPrograms(folder=tmp_path / "programs"))
     try:
         found = step_bytes(SPEC, 16, 64)
-        monkeypatch.setattr(estimate, "_step_bytes", None)
+        monkeypatch.setattr(memory_estimate, "_step_bytes", None)
         assert step_bytes(SPEC, 16, 64) == found
         with pytest.raises(TypeError):
             step_bytes(SPEC, 16, 128)
