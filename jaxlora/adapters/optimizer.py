@@ -101,6 +101,37 @@ class StepResult:
     is_finite: Bool[Array, "*G"]
 
 
+def empty_state(
+    shapes: dict[str, jax.ShapeDtypeStruct],
+    num_slots: int,
+    placement: StageSharding,
+    optimizers: Sequence[str],
+) -> AdapterState:
+    """Computes the state of empty slots; see `zero_state`."""
+    parts = () if placement.num_devices == 1 else (placement.num_parts,)
+
+    def zeros(*axes: int) -> Tables:
+        return {n: jnp.zeros((*axes, *s.shape), s.dtype) for n, s in shapes.items()}
+
+    is_finite = jnp.ones((*parts, num_slots), jnp.bool_)
+    return AdapterState(
+        params=zeros(),
+        optimizer_state={name: zeros() for name in state_names(optimizers)},
+        pending=Pending(gradients=zeros(*parts), is_finite=is_finite),
+    )
+
+
+def state_shardings(placement: StageSharding) -> Any:
+    """Returns where the state of slots lives, as the start of its tree."""
+    tables = placement.committed(placement.by_slot)
+    specs: Any = AdapterState  # with placements in the place of tables
+    return specs(
+        params=tables,
+        optimizer_state=tables,
+        pending=placement.committed(placement.partial),
+    )
+
+
 def zero_state(
     shapes: dict[str, jax.ShapeDtypeStruct],
     num_slots: int,
@@ -115,25 +146,9 @@ def zero_state(
         placement: Where the slots live.
         optimizers: Names of the optimizers of the run.
     """
-    tables = placement.committed(placement.by_slot)
-    partial = placement.committed(placement.partial)
-    parts = () if placement.num_devices == 1 else (placement.num_parts,)
-
-    def zeros(where, *axes: int) -> Tables:
-        return {
-            path: jnp.zeros((*axes, *s.shape), s.dtype, device=where)
-            for path, s in shapes.items()
-        }
-
-    pending = Pending(
-        gradients=zeros(partial, *parts),
-        is_finite=jnp.ones((*parts, num_slots), jnp.bool_, device=partial),
-    )
-    return AdapterState(
-        params=zeros(tables),
-        optimizer_state={name: zeros(tables) for name in state_names(optimizers)},
-        pending=pending,
-    )
+    given = shapes, num_slots, placement, optimizers
+    make = functools.partial(empty_state, *given)
+    return jax.jit(make, out_shardings=state_shardings(placement))()
 
 
 def _adapter_step(

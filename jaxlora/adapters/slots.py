@@ -26,6 +26,8 @@ PARAMS: Kind = "params"
 
 Rows = dict[str, Float[Array, "L ..."]]  # of one slot, by name of the stack
 
+# The compiled `read_slot_rows`.
+ReadRows = Callable[[list[Tables], np.int32], list[jax.Array]]
 # The compiled `write_slot`.
 WriteSlot = Callable[
     [AdapterState, np.int32, dict[Kind, dict[str, np.ndarray]]], AdapterState
@@ -145,6 +147,9 @@ class SlotTable:
         spec: DecoderSpec,
         write_slot: WriteSlot,
         placement: StageSharding = ONE_DEVICE,
+        *,
+        read_slot: ReadRows | None = None,
+        empty: Callable[[], AdapterState] | None = None,
     ):
         """Makes empty slots.
 
@@ -152,14 +157,19 @@ class SlotTable:
             spec: The decoder, or one stage of it.
             write_slot: The compiled function `write_slot` of the decoder.
             placement: Where the slots live.
+            read_slot: The compiled `read_slot_rows`; None: it is compiled here.
+            empty: Makes the state of empty slots; None: `zero_state` does.
         """
         self._spec, self._write_slot = spec, write_slot
+        self._read_slot = read_slot or jax.jit(read_slot_rows)
         self._placement = placement
         assert spec.slots is not None
         num_slots = spec.slots.num_slots
-        self.state = zero_state(
-            spec.adapter_shapes(), num_slots, placement, spec.slots.optimizers
-        )
+        if empty is None:
+            shapes, optimizers = spec.adapter_shapes(), spec.slots.optimizers
+            self.state = zero_state(shapes, num_slots, placement, optimizers)
+        else:
+            self.state = empty()
         self._places = {path: i for i, path in enumerate(spec.adapted)}
         shape = len(self._places), num_slots
         self._host_settings = SlotSettings(
@@ -295,7 +305,7 @@ class SlotTable:
             return {kind: {} for kind in kinds}
         kept = self.kept
         tables = [kept[kind] for kind in kinds]
-        flat_kinds = jax.device_get(everywhere(_flat_rows(tables, np.int32(slot))))
+        flat_kinds = jax.device_get(everywhere(self._read_slot(tables, np.int32(slot))))
         shapes = self._stack_shapes()
         ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
         return {
@@ -324,8 +334,10 @@ class SlotTable:
         shapes, kinds = self._stack_shapes(), tuple(self.kept)
         if unknown := sorted(tensors.keys() - set(kinds)):
             raise ValueError(f"the slots have no state {unknown[0]!r} of an optimizer.")
+        # One of the sets of kinds in `row_shapes`, each of which has a program.
+        written = kinds if len(tensors) > 1 else tuple(tensors)
         rows: dict[Kind, dict[str, np.ndarray]] = {}
-        for kind in kinds:
+        for kind in written:
             rows[kind] = {n: np.zeros(s, np.float32) for n, s in shapes.items()}
             tables = to_paths(self._spec.stacks, rows[kind], axis=0)  # views
             for path, tensor in tensors.get(kind, {}).items():
@@ -343,8 +355,12 @@ class SlotTable:
         self.settings: SlotSettings = put(copies, where)
 
 
-def row_shapes(spec: DecoderSpec) -> dict[Kind, dict[str, jax.ShapeDtypeStruct]]:
-    """Returns the shapes of what `write_slot` writes.
+def row_shapes(
+    spec: DecoderSpec,
+) -> dict[str, dict[Kind, dict[str, jax.ShapeDtypeStruct]]]:
+    """Returns the shapes of what `write_slot` writes, by what is done to the slot.
+
+    A slot is emptied, started with weights alone, or restored with all its state.
 
     Args:
         spec: The decoder, or one stage of it.
@@ -354,7 +370,12 @@ def row_shapes(spec: DecoderSpec) -> dict[Kind, dict[str, jax.ShapeDtypeStruct]]
         for name, shape in spec.adapter_shapes().items()
     }
     assert spec.slots is not None
-    return {kind: rows for kind in (PARAMS, *state_names(spec.slots.optimizers))}
+    kinds = PARAMS, *state_names(spec.slots.optimizers)
+    return {
+        "starting a job": {PARAMS: rows},
+        "emptying a slot": {},
+        "restoring a job": dict.fromkeys(kinds, rows),
+    }
 
 
 def write_slot(
@@ -365,20 +386,22 @@ def write_slot(
     Args:
         state: All slots.
         slot: Number of the slot, int32.
-        rows: Weights and optimizer state of the slot, by kind, for each stack.
+        rows: Weights and optimizer state of the slot, by kind, for each stack. Kinds
+            that are absent become zero, without a copy from the host.
     """
 
-    def written(tables: Tables, rows: Rows) -> Tables:
-        return {name: t.at[slot].set(rows[name]) for name, t in tables.items()}
+    def written(tables: Tables, kind: Kind) -> Tables:
+        new = rows.get(kind, dict.fromkeys(tables, 0.0))
+        return {name: t.at[slot].set(new[name]) for name, t in tables.items()}
 
     pending = state.pending
     # On several devices, pending gradients have a first axis of devices.
     mine = (slice(None),) * (pending.is_finite.ndim - 1) + (slot,)
     gradients = {n: t.at[mine].set(0.0) for n, t in pending.gradients.items()}
     return AdapterState(
-        params=written(state.params, rows[PARAMS]),
+        params=written(state.params, PARAMS),
         optimizer_state={
-            name: written(tables, rows[name])
+            name: written(tables, name)
             for name, tables in state.optimizer_state.items()
         },
         pending=Pending(
@@ -388,8 +411,7 @@ def write_slot(
     )
 
 
-@jax.jit
-def _flat_rows(kinds: list[Tables], slot: Int[Array, ""]) -> list[jax.Array]:
+def read_slot_rows(kinds: list[Tables], slot: Int[Array, ""]) -> list[jax.Array]:
     """Concatenates a slot's rows of each kind, as many small transfers are slow."""
     return [
         jnp.concatenate([tables[name][slot].ravel() for name in sorted(tables)])

@@ -4,8 +4,7 @@ import contextlib
 import dataclasses
 import importlib
 import pathlib
-import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import Future
 
 import jax
@@ -101,30 +100,22 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
     prepared = prepare_jobs(config.jobs, inputs.modules, inputs.model.config, reader)
     log_notes(note for job in prepared for note in job.notes)
     held = 0 if model is None else device_bytes(model.params)
-    loading = _EarlyLoad(config)
+    base = _Loading(config, model)
     plan = resolve(
-        config,
-        inputs.model,
-        prepared,
-        this_machine(held),
-        on_accepted=loading.start if model is None else lambda: None,
+        config, inputs.model, prepared, this_machine(held), on_accepted=base.start_early
     )
     log_notes(plan.notes)
     agreement.check_mesh(plan.config)
     layout = Layout.of(plan.stages, None if model is None else model.params)
     slots, num_compiled = layout.empty_slots(), layout.num_compilations()
 
-    def start_programs() -> None:
-        limits, evaluates = plan.config.limits, any(map(has_held_out, prepared))
+    base.start(plan)
+    limits, evaluates = plan.config.limits, any(map(has_held_out, prepared))
+    with base.first_to_fail():
         RunPrograms.start(layout, slots, limits, evaluates=evaluates)
-
         if model is None:
             _import_ahead(plan.config)
-
-    def base() -> FrozenModel:
-        return model or loading.result(plan)
-
-    model = _as_planned(plan, _beside(start_programs, base))
+    model = _as_planned(plan, base.result())
     jobs = [start_job(job, model) for job in prepared]
     agreement.check_inputs(model.fingerprint, prepared)
     sampler = None
@@ -149,66 +140,71 @@ def has_held_out(job: PreparedJob) -> bool:
     return job.eval_data is not None
 
 
-def _beside(start_programs: Callable[[], None], load: Callable[[], FrozenModel]):
-    """Loads the base in a thread while this thread traces the programs.
-
-    An error of the model comes before one of the programs, so that the same run always
-    fails in the same way. Several processes do one after the other, in the same order.
-    """
-    if processes.count() > 1:
-        model = load()
-        start_programs()
-        return model
-    loading = in_background(load)
-    try:
-        start_programs()
-    except Exception:
-        loading.result()
-        raise
-    return loading.result()
-
-
 def _import_ahead(config: RunConfig) -> None:
-    """Imports in a thread what training needs, while this one waits for the base.
+    """Imports what training needs, while the base is read by other threads.
 
-    The library that writes checkpoints takes half a second, in which the first steps
-    would wait for the interpreter's lock. An error is raised where the module is used.
+    The library that writes checkpoints takes half a second, for which the first steps
+    would wait. An error is raised where the module is used.
     """
     names = [f"jaxlora.trackers.{name}" for name in config.report_to]
     if config.checkpoint_every:
         names.append("jaxlora.train.saved.orbax_folder")
-
-    def work() -> None:
-        for name in names:
-            with contextlib.suppress(Exception):
-                importlib.import_module(name)
-
-    # Python waits for it at exit: extension modules cannot be left half imported.
-    threading.Thread(target=work, name="jaxlora-imports").start()
+    for name in names:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
 
 
-class _EarlyLoad:
-    """Loads the base of a run on one device beside the estimates of its plan.
+class _Loading:
+    """The base of a run while it is loaded in a thread, unless it was given.
 
-    On several devices, the plan decides where weights go. The load begins when nothing
-    is left that could refuse the run, as it may take long and cannot be ended.
+    On one device, it is loaded beside the estimates of the plan. On several, the plan
+    decides where weights go. It begins when nothing is left that could refuse the run,
+    as it may take long and cannot be ended.
     """
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: RunConfig, given: FrozenModel | None):
         self._config = config
         self._future: Future[FrozenModel] | None = None
+        if given is not None:
+            self._future = Future()
+            self._future.set_result(given)
 
-    def start(self) -> None:
-        """Begins to load in a thread, unless the plan decides where weights go."""
+    def start_early(self) -> None:
+        """Begins to load, unless the plan decides where weights go."""
         is_settled = self._config.mesh != "auto" and processes.count() == 1
         if is_settled and self._config.mesh_sizes.num_devices == 1:
-            self._future = in_background(lambda: _load(self._config, None))
+            self._start(self._config, None)
 
-    def result(self, plan: RunPlan) -> FrozenModel:
-        """Returns the base, which is loaded here if that has not begun."""
+    def start(self, plan: RunPlan) -> None:
+        """Begins to load, unless it has begun.
+
+        Several processes load at once and not in a thread, as they must do the same in
+        the same order.
+        """
+        self._start(plan.config, plan.place)
+        if processes.count() > 1:
+            self.result()
+
+    def _start(self, config: RunConfig, place: Place | None) -> None:
         if self._future is None:
-            return _load(plan.config, plan.place)
+            self._future = in_background(lambda: _load(config, place))
+
+    def result(self) -> FrozenModel:
+        """Waits for the base."""
+        assert self._future is not None
         return self._future.result()
+
+    @contextlib.contextmanager
+    def first_to_fail(self) -> Iterator[None]:
+        """Raises an error of the base rather than one of the block.
+
+        So the same run always fails in the same way.
+        """
+        try:
+            yield
+        except Exception:
+            self.result()
+            raise
 
 
 def _load(config: RunConfig, place: Place | None) -> FrozenModel:

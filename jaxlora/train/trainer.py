@@ -259,6 +259,8 @@ class Trainer:
                         if not self._take_requests(store, waits=True):
                             break
                         continue
+                    if self.config.checkpoint_every:
+                        store.prepare(self.slots)
                     for border in stream.run():
                         self._at_border(store, stream, border, stop)
                     self._take_requests(store)
@@ -395,8 +397,6 @@ class Trainer:
         self._inbox = Inbox(self.output_dir, self, self._joining, answered)
         opened.callback(self._inbox.close)
         self._record(store)
-        if self.config.checkpoint_every:
-            store.prepare(self.slots)
         return store
 
     def _take_requests(self, store: RunStore, *, waits: bool = False) -> bool:

@@ -115,7 +115,14 @@ class Layout:
     def empty_slots(self) -> StagedSlots:
         """Makes the slots of all stages, without adapters."""
         tables = [
-            SlotTable(s.spec, s.steps.write_slot, s.placement) for s in self.stages
+            SlotTable(
+                stage.spec,
+                stage.steps.write_slot,
+                stage.placement,
+                read_slot=stage.steps.read_slot,
+                empty=stage.steps.empty,
+            )
+            for stage in self.stages
         ]
         return StagedSlots([stage.spec for stage in self.stages], tables)
 

@@ -112,6 +112,10 @@ def _updates(
     step = steps.step.prepare(
         state, inputs, tuple(measured), what=f"optimizer step{name}"
     )
-    rows, number = row_shapes(stage.spec), jax.ShapeDtypeStruct((), "int32")
-    write = steps.write_slot.prepare(state, number, rows, what=f"writing a slot{name}")
-    return [*found, step, write]
+    number = jax.ShapeDtypeStruct((), "int32")
+    writes = [
+        steps.write_slot.prepare(state, number, rows, what=f"{what}{name}")
+        for what, rows in row_shapes(stage.spec).items()
+    ]
+    read = steps.read_slot.prepare([state.params], number, what=f"reading a slot{name}")
+    return [*found, step, *writes, read]

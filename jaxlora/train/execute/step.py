@@ -2,21 +2,27 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
 from jaxlora.adapters.exchange import exchange
-from jaxlora.adapters.optimizer import AdapterState, measure, optimizer_step
-from jaxlora.adapters.slots import write_slot
+from jaxlora.adapters.optimizer import (
+    AdapterState,
+    empty_state,
+    measure,
+    optimizer_step,
+    state_shardings,
+)
+from jaxlora.adapters.slots import read_slot_rows, write_slot
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.data.pack import PackedBatch
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.inputs import batch_shapes, key_shapes
 from jaxlora.models.forward import evaluation_options, training_options
-from jaxlora.models.spec import DecoderSpec, SlotSettings
+from jaxlora.models.spec import DecoderSpec, SlotSettings, SlotShape
 from jaxlora.programs.program import Prepared, Program
 from jaxlora.scheduler import Limits
 from jaxlora.train.execute.stage_passes import StagePasses
@@ -62,7 +68,9 @@ class CompiledSteps:
         measure: Norms of the pending gradients, which the other stages need for their
             optimizer steps.
         step: Optimizer step of the slots whose global batch is complete.
+        empty: Makes the state of empty slots.
         write_slot: Replaces the state of a slot; see `jaxlora.adapters.slots`.
+        read_slot: Reads rows of a slot; see `jaxlora.adapters.slots`.
     """
 
     def __init__(self, spec: DecoderSpec, placement: StageSharding = ONE_DEVICE):
@@ -73,21 +81,24 @@ class CompiledSteps:
             placement: The devices of the stage.
         """
         self._spec, self._placement = spec, placement
-        passes, p = StagePasses(spec, placement), placement
-        self._passes = passes
+        self._make_passes()
+        self._make_updates()
+        if spec.slots is not None:
+            self._make_slots(spec.slots)
+
+    def _program(self, what, run, takes, gives, *, varies=(), **options) -> Program:
+        jitted = _jitted(run, self._placement, takes, gives, **options)
+        identity = "training", what, self._spec, self._placement, options
+        return Program(jitted, what, identity, varies=varies)
+
+    def _make_passes(self) -> None:
+        spec, p = self._spec, self._placement
+        passes = StagePasses(spec, p)
         training = training_options(spec)
         base, slots = spec.base_specs(), p.by_slot
-        specs: Any = AdapterState  # with partition specs in the place of tables
-        state = specs(params=slots, optimizer_state=slots, pending=p.partial)
         inputs = p.by_linear_and_slot, p.rows  # settings and batch
         h = () if spec.has_embedding else (p.rows,)
-
-        def program(what, run, takes, gives, *, varies=(), **options):
-            jitted = _jitted(run, placement, takes, gives, **options)
-            identity = "training", what, spec, placement, options
-            return Program(jitted, what, identity, varies=varies)
-
-        self.accumulate = program(
+        self.accumulate = self._program(
             "training step",
             passes.accumulate,
             (base, slots, p.partial, *inputs, slots, *h),
@@ -96,7 +107,7 @@ class CompiledSteps:
             donate_argnums=2,
             compiler_options=training,
         )
-        self.forward = program(
+        self.forward = self._program(
             "forward pass",
             passes.forward,
             (base, slots, *inputs, slots, *h),
@@ -104,7 +115,7 @@ class CompiledSteps:
             varies=(3,),
             compiler_options=training,
         )
-        self.backward = program(
+        self.backward = self._program(
             "backward pass",
             passes.backward,
             (base, slots, p.rows, p.partial, p.rows),
@@ -113,7 +124,7 @@ class CompiledSteps:
             donate_argnums=3,
             compiler_options=training,
         )
-        self.evaluate = program(
+        self.evaluate = self._program(
             "evaluation",
             passes.evaluate,
             (base, slots, *inputs, *h),
@@ -121,7 +132,10 @@ class CompiledSteps:
             varies=(3,),
             compiler_options=evaluation_options(spec),
         )
-        self.exchange = program(
+
+    def _make_updates(self) -> None:
+        p, slots = self._placement, self._placement.by_slot
+        self.exchange = self._program(
             "sum over devices",
             functools.partial(exchange, axes=p.summed_axes),
             (p.partial, slots),
@@ -129,27 +143,49 @@ class CompiledSteps:
             donate_argnums=0,
             compiler_options=_SHORT,
         )
-        self.measure = program(
+        self.measure = self._program(
             *("gradient norms", measure, (p.partial,), slots), compiler_options=_SHORT
         )
-        self.step = program(
+        self.step = self._program(
             "optimizer step",
             optimizer_step,
-            (state, slots, slots),
-            (state, slots),
+            (self._state_specs, slots, slots),
+            (self._state_specs, slots),
             varies=(2,),
             donate_argnums=0,
             compiler_options=_SHORT,
         )
-        written = None if p.mesh is None else _shardings(placement, state)
-        write = jax.jit(
-            functools.partial(write_slot),
+
+    def _make_slots(self, slots: SlotShape) -> None:
+        spec, p = self._spec, self._placement
+
+        def program(what: str, run: Any, varies: Sequence[int], **options) -> Program:
+            # `partial` makes a new function, because jit caches programs by function.
+            jitted = jax.jit(functools.partial(run), compiler_options=_SHORT, **options)
+            identity = "training", what, spec, p, _SHORT
+            return Program(jitted, what, identity, varies=varies)
+
+        given = spec.adapter_shapes(), slots.num_slots, p, slots.optimizers
+        self.empty = program(
+            "empty slots",
+            functools.partial(empty_state, *given),
+            (),
+            out_shardings=state_shardings(p),
+        )
+        written = None if p.mesh is None else _shardings(p, self._state_specs)
+        self.write_slot = program(
+            *("writing a slot", write_slot, (2,)),
             donate_argnums=0,
             out_shardings=written,
-            compiler_options=_SHORT,
         )
-        identity = "training", "slot", spec, placement, _SHORT
-        self.write_slot = Program(write, "writing a slot", identity)
+        self.read_slot = program("reading a slot", read_slot_rows, (0,))
+
+    @property
+    def _state_specs(self) -> Any:
+        """Partition specs of the state of the slots."""
+        specs: Any = AdapterState  # with partition specs in the place of tables
+        slots, partial = self._placement.by_slot, self._placement.partial
+        return specs(params=slots, optimizer_state=slots, pending=partial)
 
     def prepare_passes(
         self,

@@ -99,6 +99,7 @@ class RunStore:
         self._pending: collections.deque[_Pending] = collections.deque()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._has_failed = threading.Event()
+        self._is_prepared = False
 
     def restore(self, identity: RunIdentity) -> ReadCheckpoint | None:
         """Reads the newest checkpoint; None if there is none.
@@ -146,15 +147,17 @@ class RunStore:
     # ---- in the background ---------------------------------------------------------
 
     def prepare(self, slots: StagedSlots) -> None:
-        """Prepares for the first checkpoint, in the thread that writes.
+        """Prepares for the first checkpoint, in the thread that writes; once.
 
-        It loads the library that writes checkpoints, and lets the allocator get memory
+        It opens the library that writes checkpoints, and lets the allocator get memory
         for a snapshot from the system. If that fails, the checkpoint fails and says so.
+        Beside the start of the jobs, which copies to the device, it would delay them.
 
         Args:
             slots: The slots of the run.
         """
-        if processes.is_first():
+        if processes.is_first() and not self._is_prepared:
+            self._is_prepared = True
             self._writer.submit(self._checkpoints.prepare)
             self._writer.submit(slots.reserve_snapshot())
 

@@ -70,7 +70,7 @@ def alone(train, done):
 def test_alone_equals_together(train, three, alone, jobs, count):
     """Other neighbours, slots, packing and accumulation; the same updates."""
     together = three if count == 3 else train(jobs[:count])
-    assert together.result.num_compilations <= 4
+    assert together.result.num_compilations <= 7
     for job in jobs[:count] if count < 8 else jobs[3:5]:
         assert_same_training(together, alone(job), [job.name])
 
