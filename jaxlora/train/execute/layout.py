@@ -120,7 +120,7 @@ class Layout:
                 stage.steps.write_slot,
                 stage.placement,
                 read_slot=stage.steps.read_slot,
-                empty=stage.steps.empty,
+                empty=stage.steps.make_empty,
             )
             for stage in self.stages
         ]

@@ -118,4 +118,4 @@ def _updates(
         for what, rows in row_shapes(stage.spec).items()
     ]
     read = steps.read_slot.prepare([state.params], number, what=f"reading a slot{name}")
-    return [*found, step, *writes, read]
+    return [*found, step, steps.empty.prepare(), *writes, read]

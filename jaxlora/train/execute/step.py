@@ -180,6 +180,10 @@ class CompiledSteps:
         )
         self.read_slot = program("reading a slot", read_slot_rows, (0,))
 
+    def make_empty(self) -> AdapterState:
+        """Makes the state of empty slots; a run logs the program with its others."""
+        return self.empty.prepare().compiled()()
+
     @property
     def _state_specs(self) -> Any:
         """Partition specs of the state of the slots."""
