@@ -153,12 +153,12 @@ def _prompts(arguments: argparse.Namespace) -> "list[Prompt]":
 def _generator(arguments: argparse.Namespace) -> "Generator":
     from jaxlora.generate.adapter_names import named_folders
     from jaxlora.generate.generator import Generator
-    from jaxlora.hf.load import load_model
+    from jaxlora.hf.load import open_model
     from jaxlora.train.saved.run_adapters import load_run_adapters
 
     adapters: dict[str, Any] = named_folders(arguments.adapter)
     if arguments.run_dir is None:
-        model = load_model(
+        model = open_model(
             arguments.model,
             dtype=arguments.dtype or "auto",
             revision=arguments.revision,

@@ -1,14 +1,16 @@
 """Loads adapters for generation, each into a slot of its own."""
 
 from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.generate.batch import LoadedDecoder
-from jaxlora.generate.programs import Tables, Weights
-from jaxlora.hf.load import FrozenModel
+from jaxlora.generate.programs import Tables
+from jaxlora.hf.load import FrozenModel, OpenedModel
 from jaxlora.hf.names import linear_path
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec, SlotSettings
@@ -19,14 +21,19 @@ from jaxlora.modules.trained_tensors import tensor_settings, unpadded
 NO_ADAPTER = 0  # the slot of the base model, which stays empty
 
 
-def load_decoder(model: FrozenModel, adapters: Iterable[Adapter]) -> LoadedDecoder:
+def load_decoder(
+    model: FrozenModel | OpenedModel,
+    adapters: Iterable[Adapter],
+    loading: Future[FrozenModel] | None = None,
+) -> LoadedDecoder:
     """Makes a decoder with a slot for the base model and one for each adapter.
 
     The adapters are rounded to the model's dtype, as training does for its products.
 
     Args:
-        model: The base model, on one device.
+        model: The base model, on one device or without weights.
         adapters: The adapters; their slots are numbered from 1.
+        loading: The model that is being loaded, if it has no weights.
     """
     adapters = tuple(adapters)
     options = DecoderOptions(
@@ -38,10 +45,15 @@ def load_decoder(model: FrozenModel, adapters: Iterable[Adapter]) -> LoadedDecod
         slots=_slot_shape(adapters),
         adapted=tuple(sorted({linear_path(n) for a in adapters for n in a.modules})),
     )
-    if not adapters:
-        return LoadedDecoder(spec=spec, weights=Weights(model.params, {}, None))
-    tables, settings = _tables(spec, adapters), _settings(spec, adapters)
-    return LoadedDecoder(spec=spec, weights=Weights(model.params, tables, settings))
+    if isinstance(model, FrozenModel):
+        base: Any = model.params
+    else:
+        assert loading is not None
+        base = loading
+    tables, settings = {}, None
+    if adapters:
+        tables, settings = _tables(spec, adapters), _settings(spec, adapters)
+    return LoadedDecoder(spec=spec, base=base, adapters=tables, settings=settings)
 
 
 def _slot_shape(adapters: tuple[Adapter, ...]) -> SlotShape | None:

@@ -2,7 +2,8 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from typing import Literal
+from concurrent.futures import Future
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,13 @@ from jaxlora.generate.programs import (
     Programs,
     Rows,
     Sampling,
+    Tables,
     Weights,
     programs_of,
 )
-from jaxlora.models.spec import DecoderSpec
+from jaxlora.hf.load import FrozenModel
+from jaxlora.models.forward import Base
+from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.programs.program import announce, finish
 
 FinishReason = Literal["eos_token", "stop_sequence", "length"]
@@ -31,20 +35,43 @@ _END_IDS_MULTIPLE = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class LoadedDecoder:
-    """A decoder on its device, ready to generate.
+    """A decoder on its device, ready to generate as soon as its base is loaded.
 
     Attributes:
         spec: The whole decoder.
-        weights: Its arrays.
+        base: The frozen weights, or the model that is being loaded.
+        adapters: Slot tables, by name of the stack; empty without slots.
+        settings: Settings of the slots; None without slots.
     """
 
     spec: DecoderSpec
-    weights: Weights
+    base: Base | Future[FrozenModel]
+    adapters: Tables
+    settings: SlotSettings | None
+
+    @property
+    def weights(self) -> Weights:
+        """Its arrays; waits until they are loaded."""
+        base = self.base
+        if isinstance(base, Future):
+            base = base.result().params
+        return Weights(base, self.adapters, self.settings)
+
+    @property
+    def weight_shapes(self) -> Any:
+        """Its arrays, or their shapes if they are not loaded yet."""
+        base: Any = self.base
+        if isinstance(base, Future):
+            base = self.spec.base_shapes()
+        return Weights(base, self.adapters, self.settings)
 
     @property
     def programs(self) -> Programs:
         """The functions that run it."""
-        device = next(iter(self.weights.base.values())).sharding
+        if isinstance(self.base, Future):  # to JAX's default device
+            device = jnp.zeros(()).sharding
+        else:
+            device = next(iter(self.base.values())).sharding
         return programs_of(self.spec, device)
 
 
@@ -138,7 +165,7 @@ class Batch:
         """
         self.answers = [Answer() for _ in requests]
         self._requests, self._end_ids = requests, frozenset(end_ids)
-        self._weights, programs = decoder.weights, decoder.programs
+        programs = decoder.programs
         self._empty, self._prefill = programs.empty, programs.prefill
         self._decode = programs.decode[method_of(settings.temperature, settings.top_p)]
         self._sampling = Sampling(
@@ -147,9 +174,9 @@ class Batch:
             end_ids=_padded(end_ids),
             num_steps=jnp.int32(MAX_STEPS),
         )
-        self._run_prompts(shape or _smallest_shape(requests))
+        self._run_prompts(decoder, shape or _smallest_shape(requests))
 
-    def _run_prompts(self, shape: BatchShape) -> None:
+    def _run_prompts(self, decoder: LoadedDecoder, shape: BatchShape) -> None:
         token_ids = np.zeros((shape.num_rows, shape.prompt_tokens), np.int32)
         starts = np.full(shape.num_rows, shape.prompt_tokens, np.int32)
         slots, seeds = np.zeros((2, shape.num_rows), np.int32)
@@ -161,14 +188,15 @@ class Batch:
         state = self._empty(shape.num_rows, shape.cache_tokens)
         parts = range(0, shape.prompt_tokens, shape.part_tokens)
         ids = [jnp.asarray(token_ids[:, i : i + shape.part_tokens]) for i in parts]
-        args = state, self._weights, self._rows
+        args = state, decoder.weight_shapes, self._rows
         is_done = jnp.zeros(shape.num_rows, bool)
-        # They are compiled side by side.
+        # They are compiled side by side, and while the base is loaded.
         prepared = [
             self._prefill.prepare(*args, ids[0]),
             self._decode.prepare(*args, self._sampling, is_done),
         ]
         announce(prepared)
+        self._weights = decoder.weights
         finish(prepared)
         for part in ids:
             state = self._prefill(state, self._weights, self._rows, part)

@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,9 @@ from jaxlora.generate.prompt import (
     as_prompts,
 )
 from jaxlora.generate.write import prompt_text
-from jaxlora.hf.load import FrozenModel, load_model
+from jaxlora.hf.load import FrozenModel, OpenedModel, open_model
 from jaxlora.hf.names import linear_shapes
+from jaxlora.programs.program import in_background
 
 _STREAM_STEPS = 4  # tokens between two pieces of text that are streamed
 
@@ -181,13 +183,12 @@ class Generator:
     prompts of its batch, except that a batch of another shape rounds differently.
 
     Attributes:
-        model: The base model.
         adapters: Names of the adapters.
     """
 
     def __init__(
         self,
-        model: FrozenModel | str | pathlib.Path,
+        model: FrozenModel | OpenedModel | str | pathlib.Path,
         adapters: Adapters | None = None,
         *,
         batch_size: int = 16,
@@ -195,8 +196,8 @@ class Generator:
         """Loads the adapters and the tokenizer; nothing is compiled yet.
 
         Args:
-            model: The base model, on one device; or a folder or hub id, from which it
-                is loaded.
+            model: The base model, on one device; or a folder or hub id. Then it is
+                loaded meanwhile, and while the first programs are compiled.
             adapters: PEFT folders or adapters, by name; or folders, which are named
                 like the last part of their path.
             batch_size: Most prompts that are generated together.
@@ -212,20 +213,30 @@ class Generator:
             raise ConfigError(f"batch_size={batch_size!r} must be at least 1.")
         check_device()
         named = {} if adapters is None else named_adapters(adapters)
-        model = _loaded(model)
-        _check_one_device(model)
-        self.model, self.adapters = model, tuple(named)
+        self._loading: Future[FrozenModel] = Future()
+        if isinstance(model, FrozenModel):
+            _check_one_device(model)
+            self._loading.set_result(model)
+        else:
+            model = _opened(model)
+            self._loading = in_background(model.load)
+        self.adapters = tuple(named)
         self._batch_size = batch_size
         tokenizer = load_tokenizer(model.folder)
         tokenizer.check_fits(model.config.vocab_size)
         loaded = [_read(model, adapter) for adapter in named.values()]
         numbered = enumerate(self.adapters, NO_ADAPTER + 1)
         self._text_decoder = TextDecoder(
-            decoder=load_decoder(model, loaded),
+            decoder=load_decoder(model, loaded, self._loading),
             tokenizer=tokenizer,
             slots={BASE: NO_ADAPTER, **{name: slot for slot, name in numbered}},
             end_ids=end_ids(model, tokenizer),
         )
+
+    @property
+    def model(self) -> FrozenModel:
+        """The base model; waits until it is loaded."""
+        return self._loading.result()
 
     def generate(
         self,
@@ -293,7 +304,7 @@ class Generator:
         return [dataclasses.replace(prompt, adapter=name) for name in names]
 
 
-def end_ids(model: FrozenModel, tokenizer: Tokenizer) -> tuple[int, ...]:
+def end_ids(model: FrozenModel | OpenedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Returns the tokens that end a text: the tokenizer's and the model's."""
     own = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     return tuple(dict.fromkeys([*own, *model_eos_ids(model.folder)]))
@@ -309,15 +320,15 @@ def _check_one_device(model: FrozenModel) -> None:
             )
 
 
-def _loaded(model: Any) -> FrozenModel:
-    if isinstance(model, FrozenModel):
+def _opened(model: Any) -> OpenedModel:
+    if isinstance(model, OpenedModel):
         return model
     if not isinstance(model, str | pathlib.Path):
         raise ConfigError(
             f"the model is of type {type(model).__name__}. Give what load_model "
             "returned, a folder, or a hub id."
         )
-    return load_model(model)
+    return open_model(model)
 
 
 def _chosen(settings: GenerationSettings | None) -> GenerationSettings:
@@ -328,7 +339,9 @@ def _chosen(settings: GenerationSettings | None) -> GenerationSettings:
     return settings or GenerationSettings()
 
 
-def _read(model: FrozenModel, adapter: str | pathlib.Path | Adapter) -> Adapter:
+def _read(
+    model: FrozenModel | OpenedModel, adapter: str | pathlib.Path | Adapter
+) -> Adapter:
     if isinstance(adapter, Adapter):
         return adapter
     return import_peft(adapter, linear_shapes(model.config))

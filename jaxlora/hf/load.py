@@ -132,6 +132,61 @@ def load_model(
             nothing.
         DeviceError: A GPU is visible, and JAX does not use it.
     """
+    opened = open_model(
+        source,
+        dtype=dtype,
+        revision=revision,
+        quantize=quantize,
+        keep_bf16=keep_bf16,
+        fp8_weight_copies=fp8_weight_copies,
+    )
+    placed = None if place is None else place(opened.config, opened.base_format)
+    return opened.load(placed)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class OpenedModel:
+    """A base model whose weights have not been read; see `FrozenModel`."""
+
+    checkpoint: Checkpoint
+    dtype: jnp.dtype
+    folder: pathlib.Path
+    source: str
+    revision: str | None
+    base_format: BaseFormat | None
+
+    @property
+    def config(self) -> ModelConfig:
+        """Architecture of the model."""
+        return self.checkpoint.config
+
+    def load(self, place: Place | None = None) -> FrozenModel:
+        """Reads the weights; see `load_model`."""
+        params, fingerprint = _load(
+            self.checkpoint, self.base_format, self.dtype, place
+        )
+        return FrozenModel(
+            config=self.config,
+            params=params,
+            dtype=self.dtype,
+            folder=self.folder,
+            source=self.source,
+            fingerprint=fingerprint,
+            revision=self.revision,
+            base_format=self.base_format,
+        )
+
+
+def open_model(
+    source: str | pathlib.Path,
+    *,
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto",
+    revision: str | None = None,
+    quantize: Literal["fp8", "int8", "nf4"] | None = None,
+    keep_bf16: Sequence[str] = (),
+    fp8_weight_copies: Literal[1, 2] = 1,
+) -> OpenedModel:
+    """Reads the config and the headers of a checkpoint; see `load_model`."""
     check_device()
     folder = model_folder(source, revision)
     checkpoint = open_checkpoint(folder)
@@ -139,16 +194,11 @@ def load_model(
     base = find_base_format(
         checkpoint, quantize, keep_bf16, fp8_weight_copies=fp8_weight_copies
     )
-    chosen = base_dtype(dtype)
-    placed = None if place is None else place(checkpoint.config, base)
-    params, fingerprint = _load(checkpoint, base, chosen, placed)
-    return FrozenModel(
-        config=checkpoint.config,
-        params=params,
-        dtype=jnp.dtype(chosen),
+    return OpenedModel(
+        checkpoint=checkpoint,
+        dtype=jnp.dtype(base_dtype(dtype)),
         folder=folder,
         source=str(source),
-        fingerprint=fingerprint,
         revision=hub_revision(source, folder, revision),
         base_format=base,
     )

@@ -10,7 +10,6 @@ from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.generate.batch import LoadedDecoder
 from jaxlora.generate.generator import TextDecoder, end_ids, prompt_ids
-from jaxlora.generate.programs import Weights
 from jaxlora.generate.prompt import Generation, Prompt
 from jaxlora.generate.write import prompt_text
 from jaxlora.hf.load import FrozenModel
@@ -101,9 +100,14 @@ class Sampler:
 
     def _decoder(self, slots: Mapping[str, int], table: SlotTable) -> TextDecoder:
         """Returns a decoder of the present weights, which a step would invalidate."""
-        weights = Weights(self._model.params, table.state.params, table.settings)
+        decoder = LoadedDecoder(
+            spec=self._spec,
+            base=self._model.params,
+            adapters=table.state.params,
+            settings=table.settings,
+        )
         return TextDecoder(
-            decoder=LoadedDecoder(spec=self._spec, weights=weights),
+            decoder=decoder,
             tokenizer=self._tokenizer,
             slots=slots,
             end_ids=self._end_ids,

@@ -1,6 +1,7 @@
 """Texts of a base model and of several adapters in one batch."""
 
 import json
+import threading
 
 import jaxtyping
 import numpy as np
@@ -10,11 +11,14 @@ import jaxlora
 from jaxlora import Generator, Prompt, load_model, merge_adapter
 from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.data.tokenizer import load_tokenizer
-from jaxlora.errors import ConfigError, DataError, JaxloraError
+from jaxlora.errors import ConfigError, DataError, JaxloraError, ModelError
 from jaxlora.generate.generator import end_ids, prompt_ids
 from jaxlora.generate.prompt import as_prompts
+from jaxlora.hf.load import OpenedModel
+from jaxlora.programs.program import Program
 
 LIVELY = GenerationSettings(max_new_tokens=12, temperature=2.0, top_p=0.95, seed=3)
+_SECONDS = 60.0  # a wait that is longer has failed
 TEXTS = ("ab", "a somewhat longer prompt", "x")
 
 
@@ -251,3 +255,40 @@ def test_wrong_input_is_refused_with_the_cure(model, make_adapter, unchecked):
         Generator(None)
     with pytest.raises(ConfigError, match="the settings are"):
         generator.generate("ab", {"temperature": 1.0})
+
+
+def test_programs_are_prepared_while_the_base_is_loaded(tiny_folder, monkeypatch):
+    """A generator of a folder has the texts of one of a loaded model."""
+    begun, load, prepare = threading.Event(), OpenedModel.load, Program.prepare
+
+    def loads(self, *args):
+        assert begun.wait(_SECONDS)  # or programs would wait for the base
+        return load(self, *args)
+
+    def prepares(self, *args, **settings):
+        if self.what == "prompts":
+            begun.set()
+        return prepare(self, *args, **settings)
+
+    monkeypatch.setattr(OpenedModel, "load", loads)
+    monkeypatch.setattr(Program, "prepare", prepares)
+    generator = Generator(tiny_folder)
+    settings = GenerationSettings(max_new_tokens=3)
+    programs = generator._text_decoder.decoder.programs
+    texts = generator.generate("abc", settings)
+    assert begun.is_set()
+    count = programs.prefill.num_programs()
+    loaded = Generator(generator.model)
+    assert loaded._text_decoder.decoder.programs is programs
+    assert loaded.generate("abc", settings) == texts
+    assert programs.prefill.num_programs() == count  # that of the shapes runs
+
+
+def test_an_error_of_the_base_comes_before_the_text(tiny_folder, monkeypatch):
+    def loads(self, *args):
+        raise ModelError("a weight is not finite")
+
+    monkeypatch.setattr(OpenedModel, "load", loads)
+    generator = Generator(tiny_folder)
+    with pytest.raises(ModelError, match="a weight is not finite"):
+        generator.generate("abc", GenerationSettings(max_new_tokens=3))
