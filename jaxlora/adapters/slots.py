@@ -27,7 +27,7 @@ PARAMS: Kind = "params"
 Rows = dict[str, Float[Array, "L ..."]]  # of one slot, by name of the stack
 
 # The compiled `read_slot_rows`.
-ReadRows = Callable[[list[Tables], np.int32], list[jax.Array]]
+ReadRows = Callable[[Tables, np.int32], jax.Array]
 # The compiled `write_slot`.
 WriteSlot = Callable[
     [AdapterState, np.int32, dict[Kind, dict[str, np.ndarray]]], AdapterState
@@ -256,8 +256,7 @@ class SlotTable:
         if slot not in self._shapes:
             raise ValueError(f"slot {slot} is empty.")
         shapes, names = self._shapes[slot], self._state_names[slot]
-        # All kinds are read, so that there is one program for all optimizers.
-        rows = self._rows(slot, tuple(self.kept))
+        rows = self._rows(slot, (PARAMS, *names))
 
         def own(padded: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             return {p: np.array(padded[p][unpadded(s)]) for p, s in shapes.items()}
@@ -303,9 +302,11 @@ class SlotTable:
         """Reads the tensors of a slot, by kind and path, with their padding."""
         if not self._spec.stacks:
             return {kind: {} for kind in kinds}
-        kept = self.kept
-        tables = [kept[kind] for kind in kinds]
-        flat_kinds = jax.device_get(everywhere(self._read_slot(tables, np.int32(slot))))
+        kept, number = self.kept, np.int32(slot)
+        # One program reads all kinds, which have the same shapes.
+        flat_kinds = jax.device_get(
+            everywhere([self._read_slot(kept[kind], number) for kind in kinds])
+        )
         shapes = self._stack_shapes()
         ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
         return {
@@ -411,9 +412,6 @@ def write_slot(
     )
 
 
-def read_slot_rows(kinds: list[Tables], slot: Int[Array, ""]) -> list[jax.Array]:
-    """Concatenates a slot's rows of each kind, as many small transfers are slow."""
-    return [
-        jnp.concatenate([tables[name][slot].ravel() for name in sorted(tables)])
-        for tables in kinds
-    ]
+def read_slot_rows(tables: Tables, slot: Int[Array, ""]) -> Float[Array, " N"]:
+    """Concatenates a slot's rows of a kind, as many small transfers are slow."""
+    return jnp.concatenate([tables[name][slot].ravel() for name in sorted(tables)])

@@ -117,5 +117,5 @@ def _updates(
         steps.write_slot.prepare(state, number, rows, what=f"{what}{name}")
         for what, rows in row_shapes(stage.spec).items()
     ]
-    read = steps.read_slot.prepare([state.params], number, what=f"reading a slot{name}")
+    read = steps.read_slot.prepare(state.params, number, what=f"reading a slot{name}")
     return [*found, step, steps.empty.prepare(), *writes, read]

@@ -178,7 +178,7 @@ class CompiledSteps:
             donate_argnums=0,
             out_shardings=written,
         )
-        self.read_slot = program("reading a slot", read_slot_rows, (0,))
+        self.read_slot = program("reading a slot", read_slot_rows, ())
 
     def make_empty(self) -> AdapterState:
         """Makes the state of empty slots; a run logs the program with its others."""
