@@ -13,13 +13,13 @@ import tempfile
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights
-from jaxlora.adapters.base_name import is_hub_id
+from jaxlora.adapters.base_name import is_hub_id, stated_base
 from jaxlora.adapters.peft_import import import_peft
 from jaxlora.errors import AdapterError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.families.table import FAMILIES
 from jaxlora.hf.checkpoint import planned_checkpoint
-from jaxlora.hf.files import read_json, tokenizer_folder
+from jaxlora.hf.files import tokenizer_folder
 from jaxlora.hf.names import linear_shapes
 
 # llama.cpp's architectures by model_type. It reads Mistral's models as Llama's.
@@ -59,9 +59,8 @@ def export_gguf(
     """
     adapter_folder, out = pathlib.Path(adapter_folder), pathlib.Path(out)
     if base is None:
-        stated = read_json(adapter_folder / "adapter_config.json")
-        base = stated.get("base_model_name_or_path") or ""
-        revision = revision or stated.get("revision")
+        base, stated = stated_base(adapter_folder)
+        revision = revision or stated
     if not base:
         raise AdapterError(
             f"{adapter_folder} does not name its base model. Give its folder or hub "

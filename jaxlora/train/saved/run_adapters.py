@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.base_name import stated_base
 from jaxlora.adapters.export_record import read_record
 from jaxlora.adapters.peft_import import import_peft
-from jaxlora.common.json_file import read_json_file
 from jaxlora.common.yaml_file import parse_yaml
-from jaxlora.errors import CheckpointError
+from jaxlora.errors import AdapterError, CheckpointError
 from jaxlora.hf.load import FrozenModel, load_model
 from jaxlora.hf.names import linear_shapes
 from jaxlora.run.folder import SETTINGS_FILE, read_run_record
@@ -53,13 +53,19 @@ def load_run_adapters(
     return loaded, adapters, notes
 
 
-def _base_source(run_dir: pathlib.Path, named: dict[str, Any]) -> str:
+def _base_source(
+    run_dir: pathlib.Path, adapter: pathlib.Path
+) -> tuple[str, str | None]:
     """Returns the base that an adapter of a run names, or that its run was given.
 
     The files of an adapter tell only the last part of a folder's path.
+
+    Returns:
+        The folder or hub id, and its revision.
     """
+    source, revision = stated_base(adapter)
     settings = run_dir / SETTINGS_FILE
-    if named.get("revision") is None and settings.is_file():
+    if revision is None and settings.is_file():
         try:
             text = settings.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
@@ -68,8 +74,12 @@ def _base_source(run_dir: pathlib.Path, named: dict[str, Any]) -> str:
             ) from error
         given = parse_yaml(text, str(settings))
         if isinstance(given, dict) and isinstance(given.get("model"), str):
-            return given["model"]
-    return named["base_model_name_or_path"]
+            return given["model"], None
+    if source is None:
+        raise AdapterError(
+            f"{adapter} does not name its base model. Name it: --model MODEL."
+        )
+    return source, revision
 
 
 def _load_base(
@@ -77,11 +87,12 @@ def _load_base(
 ) -> FrozenModel:
     record = read_run_record(run_dir)
     settings: dict[str, Any] = {} if record is None else record.identity.settings
-    named: dict[str, Any] = read_json_file(adapter / "adapter_config.json")
-    source = _base_source(run_dir, named) if model is None else model
+    source, revision = (
+        (model, None) if model is not None else _base_source(run_dir, adapter)
+    )
     loaded = load_model(
         source,
-        revision=named.get("revision") if model is None else None,
+        revision=revision,
         dtype=settings.get("dtype", "auto"),
         quantize=settings.get("quantize_base"),
         keep_bf16=settings.get("keep_bf16", ()),

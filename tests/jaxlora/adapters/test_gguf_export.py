@@ -149,3 +149,13 @@ def test_an_adapter_without_a_base(make_adapter, export, tmp_path):
     (peft / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(AdapterError, match="--base MODEL"):
         export_gguf(peft, tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize("key", ["base_model_name_or_path", "revision"])
+@pytest.mark.parametrize("value", [["a/b"], 3, {"a": "b"}, False])
+def test_a_base_that_is_no_text(make_adapter, export, tmp_path, key, value):
+    peft = export(make_adapter())
+    config = json.loads((peft / "adapter_config.json").read_text())
+    (peft / "adapter_config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(AdapterError, match=rf"adapter_config.json has {key}=.* text"):
+        export_gguf(peft, tmp_path / "a.gguf")

@@ -1,6 +1,7 @@
 """The mesh that is chosen for a described machine."""
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -184,6 +185,39 @@ def test_several_capacities_of_a_mesh_are_compared():
     alone = demand_of(1, 16, given, lengths=(500,))
     fixed = Candidates(alone, where, where.memory)
     assert fixed.fastest(fixed.largest(config, largest.stages.spec))[0].tokens == 12288
+
+
+@pytest.mark.parametrize(
+    ("num_jobs", "batch_size", "lengths"),
+    [(1, 64, (400,)), (4, 16, (200, 360, 520, 680, 840, 1000))],
+)
+def test_no_mesh_and_capacity_is_predicted_to_be_faster(num_jobs, batch_size, lengths):
+    """Of all on 8 H200s, for Llama-3.1-8B; memory is left out."""
+    bounds = Bounds(smallest=1024, largest=8192, unit=1024)
+    demand = demand_of(num_jobs, batch_size, bounds, lengths)
+    jobs = [{"name": f"job{i}", "data": {"path": "a"}} for i in range(num_jobs)]
+    config = RunConfig(
+        model="m", jobs=jobs, mesh="auto", microbatch_tokens="auto", remat="layer"
+    )
+    spec, where = decoder(LLAMA_8B, remat="layer"), machine(8, gib=None)
+    candidates = Candidates(demand, where, None)
+    choice = choose_mesh(config, spec, demand, where)
+    taken, seconds = candidates.fastest(
+        candidates.largest(config.replace(mesh=str(choice.sizes)), spec)
+    )
+    meshes = [
+        MeshSizes(data=data, stage=stage, fsdp=fsdp)
+        for data, stage, fsdp in itertools.product((1, 2, 4, 8), repeat=3)
+        if data * stage * fsdp <= 8
+    ]
+    every = [
+        candidates.at(config.replace(mesh=str(mesh), microbatch_tokens=t), spec, bounds)
+        for mesh in meshes
+        for t in range(bounds.smallest, bounds.largest + 1, bounds.unit)
+    ]
+    assert len(every) == 20 * 8
+    best = min(map(candidates.seconds_per_token, every))
+    assert best <= seconds <= 1.01 * best, f"{taken.stages.sizes}, {taken.tokens}"
 
 
 def test_fewer_devices_are_taken_if_more_are_no_faster():
