@@ -33,6 +33,16 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 # Likewise, none of them may be queued behind another.
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
+# XLA's CPU compiler would run MLIR's passes for every fusion, which is half of its work;
+# its older emitters make the same loops. And LLVM would compile each program in up to 32
+# modules at once, which two cores do not. Processes that tests start take this over.
+XLA_FLAGS = (
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true"
+    " --xla_cpu_parallel_codegen_split_count=1"
+)
+if XLA_FLAGS not in (given := os.environ.get("XLA_FLAGS", "")):
+    os.environ["XLA_FLAGS"] = f"{given} {XLA_FLAGS}".strip()
+
 # Meshes are tested on simulated devices. Work without a mesh runs on the first of them.
 jax.config.update("jax_num_cpu_devices", 8)
 

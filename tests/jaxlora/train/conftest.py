@@ -3,12 +3,10 @@
 import pathlib
 from collections.abc import Callable
 
-import jax
 import pytest
 
 from jaxlora import LoraJob, RunConfig, Trainer
 from jaxlora.hf.load import FrozenModel, load_model
-from jaxlora.train.plan import slot_spec
 from jaxlora.train.report import summary
 from tests import tiny
 from tests.jaxlora.train.at_window import at_windows
@@ -21,18 +19,6 @@ TARGETS = (
     ("down_proj",),
     r"model\.layers\.1\..*(gate|up)_proj",
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _same_programs_for_all_data():
-    """Runs share programs, which take longest, whatever the mean length of samples.
-
-    The mean chooses the room of cuDNN's attention, which no CPU has.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        if jax.default_backend() == "cpu":
-            patch.setattr(slot_spec, "_mean_tokens", lambda data: 32)
-        yield
 
 
 @pytest.fixture(scope="session")
