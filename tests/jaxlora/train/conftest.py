@@ -32,6 +32,13 @@ def model(tmp_path_factory) -> FrozenModel:
 
 
 @pytest.fixture(scope="session")
+def two_layers(tmp_path_factory) -> FrozenModel:
+    """A model of two layers, for contracts of layers and for stages."""
+    folder = tiny.write_model(tmp_path_factory.mktemp("base") / "two")
+    return load_model(folder, dtype="float32")
+
+
+@pytest.fixture(scope="session")
 def jobs(tmp_path_factory) -> tuple[LoraJob, ...]:
     """Eight jobs that differ in all that a job can differ in."""
     folder = tmp_path_factory.mktemp("data")

@@ -16,7 +16,6 @@ from jaxlora.modules.trained_tensors import rate_ratios
 from jaxlora.scheduler import greedy
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.staged_executor import StagedExecutor
-from tests import tiny
 from tests.jaxlora.train import fused
 from tests.jaxlora.train.mesh_runs import SUM_ROUNDING
 from tests.jaxlora.train.planned_run import plan_and_jobs
@@ -41,10 +40,9 @@ def assert_same_training(one, other, names):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A model of two layers, of which the jobs adapt all or some."""
-    folder = tiny.write_model(tmp_path_factory.mktemp("base") / "two")
-    return load_model(folder, dtype="float32")
+def model(two_layers):
+    """Of its layers, the jobs adapt both or one."""
+    return two_layers
 
 
 @pytest.fixture(scope="module")

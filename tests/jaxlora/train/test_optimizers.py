@@ -187,7 +187,7 @@ def end_the_run(trainer: Trainer) -> None:
 
 
 @pytest.fixture(scope="module")
-def on_meshes(model, jobs, tmp_path_factory):
+def on_meshes(two_layers, jobs, tmp_path_factory):
     """Trains three jobs in two slots on a mesh; returns the adapters, by job."""
     run = [lion(jobs[0], steps=4), jobs[4].replace(steps=4), lion(jobs[2], steps=4)]
 
@@ -195,7 +195,7 @@ def on_meshes(model, jobs, tmp_path_factory):
     def trained(mesh: str, *, stop: bool) -> dict[str, dict[str, np.ndarray]]:
         folder = tmp_path_factory.mktemp("run")
         config = RunConfig(
-            model=str(model.folder),
+            model=str(two_layers.folder),
             output_dir=str(folder),
             jobs=run,
             max_concurrent_jobs=2,
