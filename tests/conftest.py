@@ -33,6 +33,16 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 # Likewise, none of them may be queued behind another.
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
+# XLA's CPU compiler would run MLIR's passes for every fusion, half of its work; older
+# emitters make the same loops. And LLVM would compile each program in up to 32 modules
+# at once, which two cores do not. Processes that tests start take these flags over.
+XLA_FLAGS = (
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true"
+    " --xla_cpu_parallel_codegen_split_count=1"
+)
+if XLA_FLAGS not in (given := os.environ.get("XLA_FLAGS", "")):
+    os.environ["XLA_FLAGS"] = f"{given} {XLA_FLAGS}".strip()
+
 # Meshes are tested on simulated devices. Work without a mesh runs on the first of them.
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -86,9 +96,10 @@ _QUICK = "jax_disable_most_optimizations"
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_quickly():
-    """On CPUs, programs are compiled without XLA's costly optimizations.
+    """On CPUs, programs are compiled without LLVM's costly optimizations.
 
-    It holds for processes that tests start, too.
+    XLA's own passes run, so that fusions, collectives and the memory that a program
+    needs are those of users. It holds for processes that tests start, too.
     """
     if jax.default_backend() != "cpu":
         yield
@@ -102,10 +113,10 @@ def compiled_quickly():
 
 @pytest.fixture(scope="module")
 def compiled_normally(compiled_quickly):
-    """A module's programs are compiled as those of users.
+    """A module's programs are compiled with LLVM's optimizations.
 
-    It is for tests of what XLA makes of a program, such as the memory that it needs,
-    and for Mosaic's interpreter: a thread of it once crashed in a quick compilation.
+    It is for the interpreters of kernels, as a thread of Mosaic's once crashed in a
+    quick compilation.
     """
     if jax.default_backend() != "cpu":
         yield

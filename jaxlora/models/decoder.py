@@ -39,7 +39,9 @@ class DecoderOptions:
         max_segment_tokens: Upper bound on the length of packed samples.
         mean_segment_tokens: Mean length of the samples of the job with the shortest
             samples, or less. cuDNN attention has room for one and a half times the
-            number of samples that this gives for a microbatch.
+            number of samples that this gives for a microbatch. A run leaves it at the
+            default if its attention does not depend on it, so that programs are the
+            same for other data.
         fsdp: Number of devices among which each large weight is divided. If it is more
             than 1, the decoder must run inside `jax.shard_map` that is manual over an
             axis `fsdp` of that size.

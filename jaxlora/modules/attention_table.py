@@ -24,6 +24,8 @@ class AttentionChoice:
         scratch_bytes: Returns the bytes that the backward pass of one layer takes for
             itself with a number of tokens, where no compiler for the device is here;
             None: a compiler for any device is good enough.
+        depends_on_mean: Whether its program depends on the mean length of the samples,
+            and not only on the longest.
         traced_as: Implementation that keeps the same arrays for the backward pass, and
             can be traced where this one's packages are missing; None: itself.
     """
@@ -31,6 +33,7 @@ class AttentionChoice:
     name: AttentionImplementation
     unsupported: Callable[[DTypeLike, ModelConfig], str | None]
     scratch_bytes: Callable[[ModelConfig, SegmentLengths, int], int] | None = None
+    depends_on_mean: bool = True
     traced_as: AttentionImplementation | None = None
 
 
@@ -81,7 +84,11 @@ ATTENTIONS: dict[str, AttentionChoice] = {
             scratch_bytes=_triton_scratch_bytes,
             traced_as="cudnn",
         ),
-        AttentionChoice(name="xla", unsupported=lambda dtype, model: None),
+        AttentionChoice(
+            name="xla",
+            unsupported=lambda dtype, model: None,
+            depends_on_mean=False,
+        ),
     )
 }
 assert ATTENTIONS.keys() == set(get_args(AttentionImplementation))

@@ -10,6 +10,7 @@ from jaxlora.errors import ConfigError
 from jaxlora.hf.names import linear_names, linear_path
 from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.modules.attention_table import ATTENTIONS
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.modules.trained_tensors import tensor_settings
 from jaxlora.train.plan.kernel_choice import (
@@ -56,9 +57,12 @@ def decoder_spec(
         remat=config.weakest_remat,
         attention=attention.name,
         max_segment_tokens=min(longest, max_tokens),
-        mean_segment_tokens=min(_mean_tokens(job.train_data) for job in jobs),
         objectives=tuple(sorted({job.objective for job in config.jobs})),
     )
+    # Otherwise, other data of the same shapes would be compiled for anew.
+    if ATTENTIONS[attention.name].depends_on_mean:
+        mean = min(_mean_tokens(job.train_data) for job in jobs)
+        options = dataclasses.replace(options, mean_segment_tokens=mean)
     shape = SlotShape(
         num_slots=config.max_concurrent_jobs or len(jobs),
         rank=config.slot_rank or max(max(job.ranks.values()) for job in jobs),

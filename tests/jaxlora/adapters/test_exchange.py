@@ -123,7 +123,6 @@ def test_each_call_takes_a_slot_of_every_replica(data, fsdp, is_pinned, rounds):
 # ---- memory --------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("compiled_normally")
 @pytest.mark.parametrize(("devices", "slots"), [(2, 4), (64, 4), (64, 1)])
 def test_memory_does_not_grow_with_devices(tmp_path, devices, slots):
     out = tmp_path / "memory.json"

@@ -63,6 +63,8 @@ def start(
     env = kept | {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
+        # Only the first start of a run traces and compiles its programs.
+        "JAXLORA_KEEP_PROGRAMS": "1",
         # XLA's pool must hold the threads of all collectives at the same time.
         "NPROC": "8",
     }

@@ -176,7 +176,6 @@ def test_shapes_that_nf4_cannot_hold_are_named(folder):
     assert found == find_base_format(planned_checkpoint(folder), "int8")
 
 
-@pytest.mark.usefixtures("compiled_normally")
 @pytest.mark.parametrize("name", FORMATS)
 def test_quantizing_needs_one_copy_in_float32_at_most(name):
     w = jax.ShapeDtypeStruct((512, 1024), np.float16)

@@ -22,8 +22,6 @@ from jaxlora.train.execute.step import CompiledSteps
 from tests.jaxlora.train import fused
 from tests.tiny import CONFIG
 
-pytestmark = pytest.mark.usefixtures("compiled_normally")
-
 FOOTPRINT = Footprint(
     base_bytes=1000,
     adapter_bytes=400,

@@ -12,8 +12,6 @@ from tests.deviceless import compile_deviceless
 from tests.jaxlora.models import test_sharded as decoders
 from tests.scheduled_hlo import entry_ops, gathered_arrays, most_alive_bytes
 
-pytestmark = pytest.mark.usefixtures("compiled_normally")
-
 FSDP = 4
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 H200_LAYERS, VOCABULARY = 4, 128256

@@ -23,6 +23,7 @@ from tests import tiny
 from tests.pallas_kernels.problems import QUICK_TO_COMPILE
 
 LAYERS, SLOTS, TOKENS = 3, 2, 40
+MOST_DEVICES = 4
 PER_DEVICE = PartitionSpec(("data", "fsdp"))
 # The first linear is not adapted in any layer, the last one in all.
 ADAPTED = ("self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
@@ -78,9 +79,12 @@ def settings(spec: DecoderSpec) -> SlotSettings:
 
 
 def batches(num_devices: int) -> PackedBatch:
-    """A microbatch of its own for each device; the first axis is that of devices."""
+    """A microbatch of its own for each device; the first axis is that of devices.
+
+    Those of fewer devices are the first of `MOST_DEVICES`.
+    """
     rng = np.random.default_rng(2)
-    shape = num_devices, TOKENS
+    shape = MOST_DEVICES, TOKENS
     rows = np.broadcast_to(np.arange(TOKENS, dtype=np.int32), shape)
     values = PackedBatch(
         token_ids=rng.integers(0, 50, shape).astype(np.int32),
@@ -88,12 +92,12 @@ def batches(num_devices: int) -> PackedBatch:
         segment_ids=rows // 12,
         labels=rng.integers(0, 50, shape).astype(np.int32),
         loss_inputs={"next_token": {"weight": rng.random(shape, np.float32)}},
-        token_index=rows + TOKENS * np.arange(num_devices, dtype=np.int32)[:, None],
+        token_index=rows + TOKENS * np.arange(MOST_DEVICES, dtype=np.int32)[:, None],
         block_adapter=np.stack(
-            [np.roll([0, 1, -1, 1], i) for i in range(num_devices)]
+            [np.roll([0, 1, -1, 1], i) for i in range(MOST_DEVICES)]
         ).astype(np.int32),
     )
-    return jax.tree.map(jnp.asarray, values)
+    return jax.tree.map(lambda x: jnp.asarray(x[:num_devices]), values)
 
 
 def loss_and_gradients(spec: DecoderSpec, base, tables, batch):
@@ -104,11 +108,13 @@ def loss_and_gradients(spec: DecoderSpec, base, tables, batch):
     return jax.grad(total, has_aux=True)(tables)
 
 
-def wanted_losses_and_gradients(spec: DecoderSpec, base, tables, batch):
-    """Those of a whole decoder, for the microbatch of each device."""
-    run = functools.partial(loss_and_gradients, whole_spec(spec))
-    program = jax.jit(jax.vmap(run, (None, None, 0)), compiler_options=QUICK_TO_COMPILE)
-    return program(base, tables, batch)
+@functools.cache
+def wanted_losses_and_gradients(*, tied: bool):
+    """Those of a whole decoder that recomputes nothing, for each of `MOST_DEVICES`."""
+    spec = make_spec(tied=tied)
+    run = jax.vmap(functools.partial(loss_and_gradients, spec), (None, None, 0))
+    program = jax.jit(run, compiler_options=QUICK_TO_COMPILE)
+    return program(*arrays(spec), batches(MOST_DEVICES))
 
 
 def on_devices(
@@ -133,6 +139,10 @@ def on_devices(
 
 def first(tree):
     return jax.tree.map(lambda x: x[0], tree)
+
+
+def first_of(tree, count: int):
+    return jax.tree.map(lambda x: x[:count], tree)
 
 
 def with_axis(tree):
@@ -164,7 +174,7 @@ def test_each_device_gets_the_losses_and_gradients_of_a_whole_decoder(
 
     run = on_devices(spec, local, PartitionSpec(), PER_DEVICE)
     got = run(base, tables, batches(fsdp))
-    wanted = wanted_losses_and_gradients(spec, base, tables, batches(fsdp))
+    wanted = first_of(wanted_losses_and_gradients(tied=tied), fsdp)
     assert np.abs(wanted[1].loss).min() > 0
     assert_equal(got, wanted)
 
@@ -227,7 +237,7 @@ def test_a_stage_keeps_only_activations_for_its_backward_program():
     (gradients, dh), out = last(*of_last, batch, h)
     first_backward = on_devices(first_stage, backward, whole, PER_DEVICE, PER_DEVICE)
     gradients |= first_backward(*of_first, kept, dh)
-    wanted, wanted_out = wanted_losses_and_gradients(spec, base, tables, batch)
+    wanted, wanted_out = first_of(wanted_losses_and_gradients(tied=False), 2)
     assert_equal((gradients, out), (wanted, wanted_out))
 
 

@@ -133,7 +133,6 @@ def test_blocks_in_turn_are_blocks_together(window, score_bytes, monkeypatch):
         assert relative_error(got, want) < 1e-6
 
 
-@pytest.mark.usefixtures("compiled_normally")
 def test_long_segments_keep_no_square_of_scores():
     """All scores at once would take 8 GiB, and their gradient as much again."""
     t, heads = 8192, 32

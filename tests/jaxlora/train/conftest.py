@@ -3,13 +3,13 @@
 import pathlib
 from collections.abc import Callable
 
-import jax
 import pytest
 
 from jaxlora import LoraJob, RunConfig, Trainer
 from jaxlora.hf.load import FrozenModel, load_model
-from jaxlora.train.plan import slot_spec
+from jaxlora.train.execute.run_programs import RunPrograms
 from jaxlora.train.report import summary
+from jaxlora.train.report.plot import plot_losses
 from tests import tiny
 from tests.jaxlora.train.at_window import at_windows
 from tests.jaxlora.train.mesh_runs import MeshRuns
@@ -19,25 +19,22 @@ TARGETS = (
     ("q_proj", "v_proj"),
     "all-linear",
     ("down_proj",),
-    r"model\.layers\.1\..*(gate|up)_proj",
+    r"model\.layers\.0\..*(gate|up)_proj",
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _same_programs_for_all_data():
-    """Runs share programs, which take longest, whatever the mean length of samples.
-
-    The mean chooses the room of cuDNN's attention, which no CPU has.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        if jax.default_backend() == "cpu":
-            patch.setattr(slot_spec, "_mean_tokens", lambda data: 32)
-        yield
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> FrozenModel:
-    folder = tiny.write_model(tmp_path_factory.mktemp("base") / "tiny")
+    """A model of one layer: tracing and compiling take half as long as for two."""
+    folder = tmp_path_factory.mktemp("base") / "tiny"
+    tiny.write_model(folder, config=tiny.CONFIG | {"num_hidden_layers": 1})
+    return load_model(folder, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def two_layers(tmp_path_factory) -> FrozenModel:
+    """A model of two layers, for contracts of layers and for stages."""
+    folder = tiny.write_model(tmp_path_factory.mktemp("base") / "two")
     return load_model(folder, dtype="float32")
 
 
@@ -73,11 +70,31 @@ def jobs(tmp_path_factory) -> tuple[LoraJob, ...]:
     return tuple(job(i) for i in range(8))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _without_pictures():
+    """A picture takes longer than the training of a tiny model; see `pictures`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(summary, "plot_losses", lambda *_: None)
+        yield
+
+
 @pytest.fixture
-def train(model, tmp_path, monkeypatch) -> Callable[..., Outcome]:
-    """Trains jobs together; every call into its own folder, without a picture."""
+def pictures(monkeypatch):
+    """A test's runs draw their losses, as those of users."""
+    monkeypatch.setattr(summary, "plot_losses", plot_losses)
+
+
+@pytest.fixture
+def compiled_when_called(monkeypatch):
+    """Programs are not compiled ahead: for trainers that are looked at, not trained."""
+    empty = RunPrograms(passes=(), others=())
+    monkeypatch.setattr(RunPrograms, "start", lambda *_, **__: empty)
+
+
+@pytest.fixture
+def train(model, tmp_path) -> Callable[..., Outcome]:
+    """Trains jobs together; every call into its own folder."""
     count = iter(range(1000))
-    monkeypatch.setattr(summary, "plot_losses", lambda *_: None)
 
     def run(jobs, *, on_window=None, **settings) -> Outcome:
         shape = {"microbatch_tokens": 512, "block_tokens": 16, "slot_dropout": True}

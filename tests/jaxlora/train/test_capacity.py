@@ -103,6 +103,7 @@ def settle(config: RunConfig, spec: DecoderSpec, bounds: Bounds, compile_stages=
     return fit(config, stages, bounds, compile_stages)
 
 
+@pytest.mark.usefixtures("compiled_when_called")
 def test_auto_fills_what_can_be_filled(config, model, have):
     have(2**40)
     trainer = Trainer(config(), model)
@@ -159,6 +160,7 @@ def test_auto_takes_the_most_that_fits(config, spec, have, monkeypatch, off_by, 
     assert settle(chosen, spec, bounds) == chosen
 
 
+@pytest.mark.usefixtures("compiled_when_called")
 @pytest.mark.parametrize("settings", [{}, {"microbatch_tokens": 256}])
 def test_a_run_that_does_not_fit_says_what_would(config, model, have, settings):
     have(2**40)
@@ -299,6 +301,7 @@ def test_an_automatic_remat_becomes_stronger_if_the_step_needs_more(
     assert run_identity(trainer.plan, "", []).settings["remat"] == "layer"
 
 
+@pytest.mark.usefixtures("compiled_when_called")
 def test_a_plan_takes_the_remat_of_the_trainer(config, model, have):
     have(2**40)
     trainer = Trainer(config(remat="auto"), model)

@@ -87,6 +87,7 @@ def test_tensorboard(tmp_path, monkeypatch, capfd, at):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.usefixtures("pictures")
 @pytest.mark.parametrize("name", ["summary.json", "losses.png"])
 def test_the_report(tmp_path, monkeypatch, name):
     result = RunResult(

@@ -94,7 +94,7 @@ def test_losses_are_those_of_the_definition(train, jobs):
     still = {"learning_rate": 0.0, "shuffle": False, "dropout": 0.0, "eval_every": None}
     single = jobs[0].replace(batch_size=1, steps=12, **still)
     pairs = of_pairs(jobs[0], batch_size=3, steps=2, **still)
-    found = train([single, pairs])
+    found = train([single, pairs], max_concurrent_jobs=3)  # programs of another test
     nll = found.losses[single.name]
 
     def loss(pair: int) -> float:
@@ -107,7 +107,8 @@ def test_losses_are_those_of_the_definition(train, jobs):
 
 def test_training_raises_the_margin(train, jobs):
     job = of_pairs(jobs[0], steps=8, learning_rate=2e-2, lr_schedule="constant")
-    outcome = train([job.replace(batch_size=8, dropout=0.0)])
+    job = job.replace(batch_size=8, dropout=0.0)
+    outcome = train([job], microbatch_tokens=256)  # programs of a job alone
     losses = outcome.losses[job.name]
     assert losses[-1] < 0.5 * losses[0]
 

@@ -181,7 +181,7 @@ def test_a_job_that_joins_needs_an_optimizer_of_the_run(jobs, train):
 
 
 @pytest.fixture(scope="module")
-def on_meshes(model, jobs, tmp_path_factory):
+def on_meshes(two_layers, jobs, tmp_path_factory):
     """Trains three jobs in two slots on a mesh; returns the adapters, by job."""
     run = [lion(jobs[0], steps=4), jobs[4].replace(steps=4), lion(jobs[2], steps=4)]
 
@@ -189,7 +189,7 @@ def on_meshes(model, jobs, tmp_path_factory):
     def trained(mesh: str, *, stop: bool) -> dict[str, dict[str, np.ndarray]]:
         folder = tmp_path_factory.mktemp("run")
         config = RunConfig(
-            model=str(model.folder),
+            model=str(two_layers.folder),
             output_dir=str(folder),
             jobs=run,
             max_concurrent_jobs=2,

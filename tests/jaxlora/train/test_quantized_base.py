@@ -132,6 +132,7 @@ def test_a_mesh_trains_what_one_device_trains(train, mesh, name, rounding):
 # ---- settings ------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("compiled_when_called")
 def test_a_run_resumes_with_the_same_base_only(config, train):
     folder = str(train(quantize_base="fp8").trainer.output_dir)
     for settings, message in (
@@ -166,6 +167,7 @@ def test_settings_that_do_not_fit_the_model_are_refused(
         start(config(**settings))
 
 
+@pytest.mark.usefixtures("compiled_when_called")
 def test_settings_that_do_not_fit_a_given_model_are_refused(config):
     source = config().model
     model = load_model(source, dtype="float32", quantize="int8")
@@ -183,6 +185,7 @@ def test_settings_that_do_not_fit_a_given_model_are_refused(config):
 # ---- copies, the log and the plan ----------------------------------------------------
 
 
+@pytest.mark.usefixtures("compiled_when_called")
 def test_the_log_says_how_the_base_is_multiplied(config, caplog):
     caplog.set_level(logging.INFO)
     settings = {"quantize_base": "fp8", "keep_bf16": ("1.*down_proj",)}
@@ -211,6 +214,7 @@ def test_the_log_says_how_the_base_is_multiplied(config, caplog):
     )
 
 
+@pytest.mark.usefixtures("compiled_when_called")
 @pytest.mark.needs_devices(2)
 def test_the_second_copy_lies_where_the_mesh_divides_it(config):
     trainer = Trainer(config(quantize_base="fp8", fp8_weight_copies=2, mesh="fsdp=2"))

@@ -58,6 +58,7 @@ def contents(folder: pathlib.Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.usefixtures("pictures")
 def test_beside_a_run_that_goes_on(config, model, tmp_path):
     """A second run is refused; what only reads works, and changes nothing."""
     # No evaluation is due in the third round, so no adapter is being written then.

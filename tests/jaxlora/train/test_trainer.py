@@ -43,6 +43,7 @@ def config(model, jobs, tmp_path):
     return make
 
 
+@pytest.mark.usefixtures("pictures")
 def test_what_a_run_leaves(config, model):
     trainer = Trainer(config(checkpoint_every=None), model)
     outcome = Outcome(trainer, trainer.train(), model)
