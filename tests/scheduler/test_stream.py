@@ -20,8 +20,8 @@ from jaxlora.scheduler import (
 )
 from jaxlora.scheduler.check import replica_violations
 from jaxlora.scheduler.lanes import Tick
+from jaxlora.scheduler.plan_ahead import PlanAhead
 from jaxlora.scheduler.stream import (
-    PlanAhead,
     Position,
     Rules,
     StreamState,

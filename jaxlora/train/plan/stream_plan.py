@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.scheduler import Sample, Schedule
 from jaxlora.scheduler.lanes import Tick, ticks_of
+from jaxlora.scheduler.plan_ahead import PlanAhead
 from jaxlora.scheduler.stream import (
     Lengths,
-    PlanAhead,
     Position,
     Rules,
     StreamState,

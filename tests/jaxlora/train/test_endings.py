@@ -14,7 +14,7 @@ from jaxlora import RunConfig, Trainer
 from jaxlora.errors import JaxloraError
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.log import read_events
-from jaxlora.train.execute import stream
+from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.report.summary import (
     JobResult,
@@ -111,14 +111,14 @@ def test_a_stopped_job_keeps_its_best(train, long, monkeypatch, is_better):
 
 def test_a_stop_at_any_time(train, long, jobs, monkeypatch):
     """As from another thread: the weights that are evaluated are those exported."""
-    note = stream.Stream._note
+    note = JobLifecycle.note
 
     def note_and_stop(self, run, outcome):
         note(self, run, outcome)
         if run.progress.step == 2:
             self._requests.stop("job0", "enough")
 
-    monkeypatch.setattr(stream.Stream, "_note", note_and_stop)
+    monkeypatch.setattr(JobLifecycle, "note", note_and_stop)
     outcome = train([long, jobs[2]])
     monkeypatch.undo()
     finished = train([long.model_copy(update={"steps": 2}), jobs[2]])
@@ -129,13 +129,13 @@ def test_a_stop_at_any_time(train, long, jobs, monkeypatch):
 
 
 def test_a_stop_during_the_first_evaluation(train, long, monkeypatch):
-    evaluate = stream.Stream._evaluate
+    evaluate = JobLifecycle.evaluate
 
     def evaluate_and_stop(self, runs):
         evaluate(self, runs)
         self._requests.stop("job0", "never mind")
 
-    monkeypatch.setattr(stream.Stream, "_evaluate", evaluate_and_stop)
+    monkeypatch.setattr(JobLifecycle, "evaluate", evaluate_and_stop)
     outcome = train([long])
     progress = outcome.progress["job0"]
     assert (progress.status, progress.step) == ("stopped", 0)

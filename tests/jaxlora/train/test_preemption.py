@@ -9,6 +9,7 @@ from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.hf.names import linear_shapes
 from jaxlora.plan import plan_run
 from jaxlora.run.log import read_events
+from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.execute.stream import Stream
 from tests.jaxlora.train.at_window import AtWindow, InterruptAt
 from tests.oracle import relative_error
@@ -127,15 +128,15 @@ class Killed(BaseException):
 
 def killed_at(number: int, monkeypatch) -> None:
     """Makes the next run end after a round and what is due at its border."""
-    change = Stream._change
+    change = JobLifecycle.change
 
     def change_or_end(self, at_border):
         if self.round >= number:
             raise Killed
         return change(self, at_border)
 
-    monkeypatch.setattr(Stream, "_change", change_or_end)
-    monkeypatch.setattr(Stream, "_is_settled", lambda self: False)
+    monkeypatch.setattr(JobLifecycle, "change", change_or_end)
+    monkeypatch.setattr(JobLifecycle, "is_settled", lambda self: False)
 
 
 def test_a_kill_while_a_job_is_paused(config, model, low, high, alone, monkeypatch):

@@ -8,9 +8,9 @@ import pytest
 from jaxlora import RunConfig, Trainer
 from jaxlora.run.log import read_events
 from jaxlora.scheduler import planner
+from jaxlora.scheduler.plan_ahead import PlanAhead
 from jaxlora.scheduler.planner import DEFAULT_EFFORT
-from jaxlora.scheduler.stream import PlanAhead
-from jaxlora.train.execute import stream
+from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.execute.staged_stream import StagedStream
 from jaxlora.train.plan.job_slots import (
     JobPosition,
@@ -111,13 +111,13 @@ def test_a_round_ends_when_all_jobs_have_stepped(train, jobs):
 
 def test_a_stop_waits_for_the_batch(train, jobs, monkeypatch):
     """A request that comes at any time, as from another thread."""
-    trainers, note = [], stream.Stream._note
+    trainers, note = [], JobLifecycle.note
 
     def note_and_stop(self, run, outcome):
         note(self, run, outcome)
         self._requests.stop("job1", "no longer needed")
 
-    monkeypatch.setattr(stream.Stream, "_note", note_and_stop)
+    monkeypatch.setattr(JobLifecycle, "note", note_and_stop)
     outcome = train(jobs[:2], on_window=trainers.append)
     assert outcome.progress["job1"].status == "stopped"
     assert 1 <= outcome.progress["job1"].step <= 2

@@ -1,0 +1,369 @@
+"""Starts, evaluates, pauses and ends the jobs of a stream, between their batches."""
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+from jaxlora.common.counted import counted
+from jaxlora.run.events import (
+    EvalEvent,
+    Event,
+    JobEndEvent,
+    JobEvent,
+    JobPauseEvent,
+    JobResumeEvent,
+    JobStartEvent,
+    SampleEvent,
+    StepEvent,
+)
+from jaxlora.run.saved_stream import SavedStream
+from jaxlora.scheduler.stream import Position
+from jaxlora.train.execute.executor import Executor, StepOutcome
+from jaxlora.train.execute.samples import MakeSamples
+from jaxlora.train.job_state import JobState
+from jaxlora.train.plan.job_slots import JobPosition, assign_slots
+from jaxlora.train.plan.run_plan import RunPlan
+from jaxlora.train.plan.stream_plan import StreamPlan
+from jaxlora.train.requests import Requests
+
+logger = logging.getLogger(__name__)
+
+
+class JobLifecycle:
+    """The jobs of a run and their slots.
+
+    Attributes:
+        jobs: Jobs of the run; more may be added between two microbatches.
+        by_slot: The running jobs, by slot.
+        round: Rounds done. Events are of the next one.
+        has_events: Whether there were events since it was last set to False.
+        may_start: Whether jobs may start now.
+        untimed_seconds: Time that was not spent on training, since it was last reset.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        jobs: Sequence[JobState],
+        executor: Executor,
+        ticks: StreamPlan,
+        *,
+        first_round: int,
+        requests: Requests,
+        export: Callable[[JobState], None],
+        send: Callable[[Event], None],
+        make_samples: MakeSamples | None = None,
+    ):
+        """Makes the object; see `Stream`.
+
+        Args:
+            plan: The plan of the run.
+            jobs: Jobs of the run.
+            executor: Has the slots.
+            ticks: The microbatches.
+            first_round: Rounds done before.
+            requests: Requests to stop and to pause jobs.
+            export: Writes a job's adapter.
+            send: Sends an event to the callbacks.
+            make_samples: Generates texts with the adapters in slots, for evaluations.
+        """
+        self.jobs, self.by_slot = jobs, {}
+        self.round, self.has_events, self.may_start = first_round, False, True
+        self.untimed_seconds = 0.0
+        self._plan, self._config = plan, plan.config
+        self._executor, self._ticks = executor, ticks
+        self._requests, self._export = requests, export
+        self._send, self._make_samples = send, make_samples
+        self._numbers: dict[str, int] = {}  # of jobs, by name
+        self._settled: tuple[int, ...] | None = None  # see `is_settled`
+
+    # ---- starting and pausing ------------------------------------------------------
+
+    def restore(self, saved: SavedStream | None) -> None:
+        """Takes up the jobs that have a slot, where a checkpoint has left them.
+
+        Args:
+            saved: The microbatches that followed the checkpoint; None: there are none.
+
+        Raises:
+            RuntimeError: They break a rule.
+        """
+        self.by_slot = {job.slot: job for job in self.jobs if job.has_slot}
+        steps = {slot: job.progress.step for slot, job in self.by_slot.items()}
+        jobs = self.describe()
+        if saved is not None and self._ticks.restore(saved, steps, jobs):
+            return
+        for job in self.by_slot.values():
+            self._ticks.start(self._position(job))
+
+    def describe(self) -> str:
+        return ", ".join(
+            f"{slot}: {job.name} of {job.num_steps}"
+            for slot, job in sorted(self.by_slot.items())
+        )
+
+    def number(self, job: JobState) -> int:
+        """Returns the number of a job in the run."""
+        for number in range(len(self._numbers), len(self.jobs)):
+            self._numbers[self.jobs[number].name] = number
+        return self._numbers[job.name]
+
+    def _position(self, job: JobState) -> Position:
+        return Position(
+            job=self.number(job),
+            owner=job.slot,
+            batch=job.progress.step,
+            num_batches=job.num_steps,
+            batch_tokens=job.batch_tokens,
+        )
+
+    def _positions(self) -> list[JobPosition]:
+        """Returns the positions of running jobs, and of those that may start."""
+        return [
+            JobPosition(
+                job=number,
+                priority=job.settings.priority,
+                slot=job.progress.slot,
+                step=job.progress.step,
+                num_steps=job.num_steps,
+                batch_tokens=job.batch_tokens,
+            )
+            for number, job in enumerate(self.jobs)
+            if job.has_slot or not (job.progress.is_over or self._is_held(job))
+        ]
+
+    def _is_held(self, job: JobState) -> bool:
+        """Whether a job was asked to pause."""
+        return self._requests.pause_reason(job.name) is not None
+
+    def has_work(self) -> bool:
+        """Whether a job runs or may start."""
+        return bool(self._positions())
+
+    def is_settled(self) -> bool:
+        """Whether nothing has come up since the last `_change`."""
+        return self._settled == (len(self.jobs), self._requests.version)
+
+    def change(self, at_border: Collection[JobState]) -> int:
+        """Ends, pauses and starts jobs; returns how many have left.
+
+        Args:
+            at_border: The jobs with a slot that are between two global batches.
+        """
+        seen = len(self.jobs), self._requests.version
+        here = [job for job in self.jobs if job in at_border or not job.has_slot]
+        num_left = self.end_jobs(here)  # stopped since they were last looked at
+        here = [job for job in here if job.has_slot]
+        num_left += self._pause_by_request(here)
+        positions = assign_slots(
+            self._positions(),
+            self._plan.num_slots,
+            preempts=self._config.preempt,
+            lanes=self._plan.lanes,
+        )
+        num_left += self._pause_for_priority(positions, here)
+        num_left += self._start_jobs(positions)
+        # A slot may have been left or may not be free yet, and a job that is to pause
+        # may be in the middle of a batch: look again.
+        is_settled = not num_left and all(
+            self.jobs[p.job].progress.slot == p.slot for p in positions
+        )
+        is_settled &= not any(map(self._is_held, self.by_slot.values()))
+        self._settled = seen if is_settled else None
+        return num_left
+
+    def _pause_by_request(self, at_border: Collection[JobState]) -> int:
+        """Pauses jobs that were asked to pause; returns how many."""
+        count = 0
+        for job in at_border:
+            if (reason := self._requests.pause_reason(job.name)) is not None:
+                self._pause(job, reason)
+                count += 1
+        return count
+
+    def _pause_for_priority(
+        self, positions: Sequence[JobPosition], at_border: Collection[JobState]
+    ) -> int:
+        """Pauses jobs whose slots others are to have; returns how many."""
+        jobs = [self.jobs[p.job] for p in positions if p.slot is None]
+        paused = [job for job in jobs if job.has_slot and job in at_border]
+        for job in paused:
+            self._pause(job, "a job of higher priority has its slot")
+        return len(paused)
+
+    def _start_jobs(self, positions: Sequence[JobPosition]) -> int:
+        """Starts jobs that get a slot, and evaluates them if due; returns how many end.
+
+        A job that was paused continues, and is not evaluated again.
+        """
+        new = []
+        for position in positions:
+            job, slot = self.jobs[position.job], position.slot
+            if slot is None or job.has_slot or not self.may_start:
+                continue
+            if slot in self.by_slot or not self._executor.is_free(slot):
+                continue  # soon
+            if job.parked is None:
+                new.append(job)
+            self._start(job, slot)
+        self.evaluate([job for job in new if job.wants_eval()])
+        return self.end_jobs(new)
+
+    def _pause(self, job: JobState, reason: str) -> None:
+        """Parks the whole state of a running job, and frees its slot."""
+        job.parked = self._executor.copy(job.slot)
+        self._leave(job)
+        job.update(status="paused", reason=reason)
+        logger.info("%s: paused. %s", job.name, reason)
+        self._send_of(job, JobPauseEvent, reason=reason)
+
+    def _leave(self, job: JobState) -> None:
+        """Frees the slot of a job."""
+        slot = job.slot
+        self._ticks.drop(slot)
+        self._executor.release(slot)
+        del self.by_slot[slot]
+        job.update(slot=None)
+
+    def _start(self, job: JobState, slot: int) -> None:
+        """Loads a job into a free slot: its first adapter, or its parked state."""
+        parked, job.parked = job.parked, None
+        job.update(status="running", reason="", slot=slot)
+        self.by_slot[slot] = job
+        self._ticks.start(self._position(job))
+        if parked is None:
+            self._executor.load(slot, job.start, job.settings.optimizer)
+            logger.info("%s starts in slot %d", job.name, slot)
+            self._send_of(job, JobStartEvent, slot=slot)
+            return
+        self._executor.restore(slot, parked, job.like)
+        logger.info("%s continues in slot %d", job.name, slot)
+        self._send_of(job, JobResumeEvent, slot=slot)
+
+    def _send_of(self, job: JobState, kind: type[JobEvent], **values) -> None:
+        """Sends an event of a job at the step that it has reached."""
+        self.has_events = True
+        event = kind(
+            round=self.round + 1,
+            job=job.name,
+            progress=job.progress,
+            num_steps=job.num_steps,
+            **values,
+        )
+        self._send(event)
+
+    # ---- steps and evaluations -----------------------------------------------------
+
+    def note(self, job: JobState, outcome: StepOutcome) -> None:
+        if not outcome.is_finite:
+            job.update(
+                status="failed",
+                reason=f"loss {outcome.loss:g} with gradient norm "
+                f"{outcome.grad_norm:g} in step {job.progress.step + 1} is not finite; "
+                "lower learning_rate or set max_grad_norm",
+            )
+            return
+        self._ticks.note_step(job.slot)
+        job.note_step(outcome.loss, outcome.num_tokens)
+        self._send_of(
+            job,
+            StepEvent,
+            loss=outcome.loss,
+            grad_norm=outcome.grad_norm,
+            learning_rate=outcome.learning_rate,
+            num_tokens=outcome.num_tokens,
+            num_target_tokens=outcome.num_target_tokens,
+        )
+
+    @contextlib.contextmanager
+    def _untimed(self) -> Iterator[None]:
+        """Excludes the time of the block from the time spent on training."""
+        self._executor.wait()  # the pending microbatch counts as training
+        began = time.perf_counter()
+        yield
+        self.untimed_seconds += time.perf_counter() - began
+
+    def evaluate(self, jobs: Sequence[JobState]) -> None:
+        if not jobs:
+            return
+        with self._untimed():
+            losses = self._executor.evaluate({job.slot: job for job in jobs})
+        sound = [job for job in jobs if math.isfinite(losses[job.slot])]
+        for job in jobs:
+            loss = losses[job.slot]
+            if not math.isfinite(loss):
+                job.update(status="failed", reason="the evaluation loss is not finite")
+                continue
+            is_best = job.note_eval(loss)
+            if is_best and job.settings.keep_best:
+                with self._untimed():
+                    self._export(job)
+            self._send_of(job, EvalEvent, eval_loss=loss, is_best=is_best)
+        self._send_samples(sound)
+
+    def _send_samples(self, jobs: Sequence[JobState]) -> None:
+        """Generates texts with the adapters of jobs that were evaluated."""
+        if self._make_samples is None or not jobs:
+            return
+        with self._untimed():
+            samples = self._make_samples({job.name: job.slot for job in jobs})
+        for job in jobs:
+            for values in samples[job.name]:
+                self._send_of(job, SampleEvent, **values)
+
+    # ---- ending jobs ---------------------------------------------------------------
+
+    def end_jobs(self, jobs: Sequence[JobState]) -> int:
+        """Evaluates and exports the jobs that end here, and frees their slots.
+
+        Args:
+            jobs: Jobs that are between two batches, or wait.
+
+        Returns:
+            The number of jobs that ended.
+        """
+        was_over = {job for job in jobs if job.progress.is_over and not job.has_slot}
+        for job in jobs:
+            if not job.progress.is_over:
+                self._decide(job)
+        ending = [r for r in jobs if r.progress.is_over and r not in was_over]
+        # A request to stop may come at any step, even when no evaluation is due.
+        self.evaluate(
+            [r for r in ending if r.progress.status == "stopped" and r.lacks_eval()]
+        )
+        for job in ending:
+            self._end(job)
+        return len(ending)
+
+    def _end(self, job: JobState) -> None:
+        """Exports the adapter of a job that is over, and releases its slot."""
+        has_weights = job.has_slot or job.parked is not None
+        if (
+            has_weights
+            and job.progress.status != "failed"
+            and not job.settings.keep_best
+        ):
+            with self._untimed():
+                self._export(job)
+        job.parked = None
+        if job.has_slot:
+            self._leave(job)
+        ended = job.progress
+        logger.info("%s: %s (%s)", job.name, ended.status, ended.reason)
+        self._send_of(job, JobEndEvent, status=ended.status, reason=ended.reason)
+
+    def _decide(self, job: JobState) -> None:
+        """Marks a job as over if it ends here; it is between two batches, or waits."""
+        if (step := job.progress.step) > (wanted := job.num_steps):
+            reason = f"{counted(step, 'step')} done, and the number wanted is {wanted}"
+            job.update(status="finished", reason=reason)
+        elif step == wanted:
+            job.update(status="finished", reason="all steps are done")
+        elif job.has_stalled():
+            patience = job.settings.early_stopping
+            reason = f"no better evaluation for {patience} evaluations"
+            job.update(status="stopped early", reason=reason)
+        elif (reason := self._requests.stop_reason(job.name)) is not None:
+            job.update(status="stopped", reason=reason)
