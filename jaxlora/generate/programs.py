@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxlora.generate.cached_attention import LayerCache, cached_attention, empty_cache
 from jaxlora.generate.choose_token import Method, choose_tokens
 from jaxlora.models.decoder import Decoder
-from jaxlora.models.forward import Base
+from jaxlora.models.forward import SINGLE_CALLS, Base
 from jaxlora.models.layer import DecoderLayer
 from jaxlora.models.spec import DecoderSpec, SlotSettings
 from jaxlora.models.stacks import to_paths
@@ -26,7 +26,7 @@ MAX_STEPS = 32  # most tokens of each sequence that one call of `decode` generat
 NO_TOKEN = -1  # stands in the output of `decode` where no token was generated
 
 # XLA would copy the weights of q, k and v into one matrix for each token.
-_OPTIONS = {"xla_disable_hlo_passes": "dot-merger"}
+_OPTIONS = {"xla_disable_hlo_passes": "dot-merger", **SINGLE_CALLS}
 
 Tables = dict[str, Float[Array, "G L P Q"]]
 

@@ -45,6 +45,6 @@ def test_alone_equals_together(train, jobs):
     together = train(jobs[:2])
     alone = train(jobs[1:2], max_concurrent_jobs=2, slot_dropout=True)  # same programs
     assert_same_training(together, alone, [jobs[1].name])
-    assert together.result.num_compilations <= 4
+    assert together.result.num_compilations <= 7
     losses = together.losses[jobs[1].name]
     assert np.isfinite(losses).all() and losses[-1] < losses[0]

@@ -15,7 +15,7 @@ from jaxlora.run.live.mailbox import Mailbox
 from jaxlora.run.live.status_file import read_status
 from jaxlora.run.message import ControlRequest
 from jaxlora.train import inbox
-from jaxlora.train.execute.stream import Stream
+from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.inbox import Inbox
 from tests.jaxlora.train.at_window import AtWindow
 from tests.jaxlora.train.test_preemption import Killed
@@ -148,10 +148,10 @@ def test_stopping_pausing_and_resuming(config, model, late):
     assert job.progress.step == 2
 
 
-def killed_once_it_joined(self) -> bool:
+def killed_once_it_joined(self, at_border) -> int:
     if len(self.jobs) > 1:
         raise Killed
-    return start(self)
+    return change(self, at_border)
 
 
 def killed_while_data_are_read(self) -> None:
@@ -164,7 +164,7 @@ def killed_before_the_answer(self) -> None:
         raise Killed
 
 
-start = Stream.start
+change = JobLifecycle.change
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ start = Stream.start
     [
         (Inbox, "_finish_adds", killed_while_data_are_read),
         (Inbox, "deliver", killed_before_the_answer),
-        (Stream, "start", killed_once_it_joined),
+        (JobLifecycle, "change", killed_once_it_joined),
     ],
 )
 def test_an_added_job_outlives_a_kill(

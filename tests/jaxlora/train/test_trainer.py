@@ -119,9 +119,12 @@ def test_says_what_it_compiles(train, jobs, caplog):
     compiled_steps.cache_clear()
     train(jobs[:1])
     said = [r.getMessage() for r in caplog.records if "compil" in r.getMessage()]
-    names = "training step", "evaluation", "optimizer step", "writing a slot"
-    assert said[0] == f"compiling 4 programs: {', '.join(names)}"
-    assert len(said) == 2 and said[1].startswith("compiled 4 programs, waited ")
+    names = (
+        *("training step", "evaluation", "optimizer step", "empty slots"),
+        *("starting a job", "emptying a slot", "restoring a job", "reading a slot"),
+    )
+    assert said[0] == f"compiling 8 programs: {', '.join(names)}"
+    assert len(said) == 2 and said[1].startswith("compiled 8 programs, waited ")
     assert all(f"{name} " in said[1] for name in names)
 
 
