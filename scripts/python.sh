@@ -17,7 +17,10 @@ find_python() {
 
 set_up() {
   if [ ! -x .venv/bin/pip ]; then
-    "$(find_python)" -m venv .venv
+    local python
+    python="$(find_python)"
+    echo "Installing into .venv with $python. This takes a minute or two."
+    "$python" -m venv .venv
   fi
   # Most of the ten thousand files are never imported; Python compiles what is.
   .venv/bin/pip install --quiet --disable-pip-version-check --no-compile \

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -111,11 +111,11 @@ def step_bytes(
     """Estimates the bytes per token of a training step from what its trace keeps.
 
     The arrays that the backward pass keeps are counted for the first two layers, traced
-    with two numbers of tokens. Transient memory inside a layer is added by a formula.
-    For attention it is measured by compiling attention's gradient alone, because its
-    scratch memory may be larger than all other arrays in a layer. It is compiled for
-    `num_tokens`, because cuDNN's scratch per token may almost double from one capacity
-    to the next: its sequences are divisors of the capacity.
+    with one or two numbers of tokens. Transient memory inside a layer is added by a
+    formula. For attention it is measured by compiling attention's gradient alone,
+    because its scratch memory may be larger than all other arrays in a layer. It is
+    compiled for `num_tokens`, because cuDNN's scratch per token may almost double from
+    one capacity to the next: its sequences are divisors of the capacity.
 
     Args:
         spec: The whole decoder.
@@ -164,14 +164,20 @@ def _step_bytes(spec: DecoderSpec, block_tokens: int) -> StepBytes:
     while tokens < 2 * spec.options.max_segment_tokens:
         tokens *= 2
 
-    def kept(num_layers: int, *, remat: Remat) -> tuple[float, float]:
-        part = _first_layers(spec, num_layers, remat=remat)
-        return _kept_per_token(part, tokens, block_tokens)
-
     remat, mlp, hidden = spec.options.remat, _mlp_bytes(spec), _hidden_bytes(spec)
-    one, reshaped = kept(1, remat=remat)
-    two = kept(2, remat=remat)[0] if spec.config.num_layers > 1 else one
-    recomputed = kept(1, remat="none")[0] - one if remat != "none" else 0.0
+    one = _kept(_first_layers(spec, 1, remat=remat), tokens, block_tokens)
+    two = one.per_token
+    if spec.config.num_layers > 1:
+        whole = _first_layers(spec, 2, remat=remat)
+        if _first_are_alike(spec):
+            both, _ = _kept_bytes(whole, tokens, block_tokens)
+            two = (both - 2 * one.fixed) / tokens
+        else:
+            two = _kept(whole, tokens, block_tokens).per_token
+    recomputed = 0.0
+    if remat != "none":
+        weakest = _first_layers(spec, 1, remat="none")
+        recomputed = _kept(weakest, tokens, block_tokens).per_token - one.per_token
     # The gradients of the MLP's arrays, as none of these is free for them.
     alone = _MLP_KEEPS * mlp + hidden - recomputed
     if remat == "none":
@@ -181,9 +187,9 @@ def _step_bytes(spec: DecoderSpec, block_tokens: int) -> StepBytes:
         # the hidden states has the place of what was kept for the loss.
         transient, own = mlp, mlp + hidden
     return StepBytes(
-        kept_by_layer=two - one,
-        reshaped_by_layer=reshaped,
-        kept_at_ends=2 * one - two,
+        kept_by_layer=two - one.per_token,
+        reshaped_by_layer=one.reshaped,
+        kept_at_ends=2 * one.per_token - two,
         recomputed=recomputed,
         transient=transient,
         alone=max(own, alone),
@@ -201,17 +207,43 @@ def _first_layers(spec: DecoderSpec, num_layers: int, *, remat: Remat) -> Decode
     return dataclasses.replace(spec, config=config, options=options, adapted=adapted)
 
 
+def _first_are_alike(spec: DecoderSpec) -> bool:
+    """Whether the first two layers keep as many bytes that no token adds to.
+
+    These are slices of the slot tables. The embedding and the loss keep none.
+    """
+
+    def linears(number: int) -> set[tuple[str, str | None]]:
+        paths = spec.stage(number, number + 1).adapted
+        return {(p.split(".", 2)[2], spec.options.weight_format(p)) for p in paths}
+
+    return linears(0) == linears(1)
+
+
+class _Kept(NamedTuple):
+    """Bytes that a decoder keeps for its backward pass.
+
+    Attributes:
+        per_token: Bytes for each token.
+        reshaped: Bytes for each token of reshapes of arrays that are kept.
+        fixed: Bytes that do not depend on the tokens.
+    """
+
+    per_token: float
+    reshaped: float
+    fixed: int
+
+
 @functools.lru_cache(maxsize=64)
-def _kept_per_token(
-    spec: DecoderSpec, num_tokens: int, block_tokens: int
-) -> tuple[float, float]:
-    """See `_kept_bytes`; per token, and so without the weights."""
-    small = _kept_bytes(spec, num_tokens, block_tokens)
-    large = _kept_bytes(spec, 2 * num_tokens, block_tokens)
-    distinct, reshaped = (
-        (b - a) / num_tokens for a, b in zip(small, large, strict=True)
+def _kept(spec: DecoderSpec, num_tokens: int, block_tokens: int) -> _Kept:
+    """Counts the kept bytes, from traces with two numbers of tokens."""
+    small, reshaped = _kept_bytes(spec, num_tokens, block_tokens)
+    large, more = _kept_bytes(spec, 2 * num_tokens, block_tokens)
+    return _Kept(
+        per_token=(large - small) / num_tokens,
+        reshaped=(more - reshaped) / num_tokens,
+        fixed=2 * small - large,
     )
-    return distinct, reshaped
 
 
 def _kept_bytes(

@@ -150,7 +150,7 @@ class DecoderSpec:
     @functools.cached_property
     def _split(self) -> tuple[Any, Any]:
         """Modules without arrays, and the shapes of their variables."""
-        return _split(self)
+        return _split(self.with_remat("none"))
 
     def bind(
         self, *arrays: Mapping[str, Array], settings: SlotSettings | None = None
@@ -180,7 +180,9 @@ class DecoderSpec:
             path: variable.replace(given[name])
             for name, (path, variable) in variables.items()
         }
-        return nnx.merge(graph, nnx.from_flat_state(flat))
+        decoder = nnx.merge(graph, nnx.from_flat_state(flat))
+        decoder.options = self.options  # what is recomputed changes no module
+        return decoder
 
     def _by_path(self, settings: SlotSettings | None) -> dict[str, Array]:
         """The variable of each setting of each adapted linear."""
@@ -249,28 +251,48 @@ def _shapes(
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Traces only the first of many layers that have the same variables."""
     if len(spec.layer_numbers) <= _FEW_LAYERS:
-        _, state = spec._split
-        return {
-            name: jax.ShapeDtypeStruct(variable.shape, variable.dtype)
-            for name, (_, variable) in _by_dotted_path(state).items()
-            if isinstance(variable, kind)
-        }
+        return _traced_shapes(spec, kind)
     shapes: dict[str, jax.ShapeDtypeStruct] = {}
-    alike: dict[Hashable, DecoderSpec] = {}
     for i in spec.layer_numbers:
-        layer = spec.stage(i, i + 1)
-        first = alike.setdefault(_variables_of(layer), layer)
-        old, new = f"layers.{first.layer_numbers.start}.", f"layers.{i}."
-        for path, shape in _shapes(first, kind).items():
-            shapes[path.replace(old, new, 1)] = shape
+        first, found = _shapes_of_layer(_OneLayer.of(spec.stage(i, i + 1)), kind)
+        for path, shape in found.items():
+            shapes[path.replace(f"layers.{first}.", f"layers.{i}.", 1)] = shape
     return {path: shapes[path] for path in sorted(shapes, key=lambda p: p.split("."))}
 
 
-def _variables_of(layer: DecoderSpec) -> Hashable:
-    """Stages of one layer with equal keys have the same variables."""
-    formats = tuple(map(layer.options.weight_format, layer._linear_paths()))
-    adapted = tuple(path.split(".", 2)[2] for path in layer.adapted)
-    return layer.has_embedding, layer.has_head, adapted, formats
+def _traced_shapes(
+    spec: DecoderSpec, kind: type[nnx.Variable]
+) -> dict[str, jax.ShapeDtypeStruct]:
+    _, state = spec._split
+    return {
+        name: jax.ShapeDtypeStruct(variable.shape, variable.dtype)
+        for name, (_, variable) in _by_dotted_path(state).items()
+        if isinstance(variable, kind)
+    }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _OneLayer:
+    """A stage of one layer; equal to another one that has the same variables."""
+
+    spec: DecoderSpec = dataclasses.field(compare=False)
+    variables: Hashable
+
+    @staticmethod
+    def of(spec: DecoderSpec) -> "_OneLayer":
+        formats = tuple(map(spec.options.weight_format, spec._linear_paths()))
+        adapted = tuple(path.split(".", 2)[2] for path in spec.adapted)
+        model = spec.config, spec.options, spec.slots
+        ends = spec.has_embedding, spec.has_head
+        return _OneLayer(spec, (*model, *ends, adapted, formats))
+
+
+@functools.lru_cache(maxsize=64)
+def _shapes_of_layer(
+    layer: _OneLayer, kind: type[nnx.Variable]
+) -> tuple[int, dict[str, jax.ShapeDtypeStruct]]:
+    """The number of the first layer that was equal, and its shapes."""
+    return layer.spec.layer_numbers.start, _traced_shapes(layer.spec, kind)
 
 
 def _by_dotted_path(state: Any) -> dict[str, tuple[tuple, Any]]:

@@ -20,6 +20,7 @@ from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.mesh import MeshStages
 from jaxlora.memory.weight_copies import choose_copies
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.programs.program import no_garbage_collection
 from jaxlora.scheduler import CostModel, Lanes, Schedule
 from jaxlora.scheduler.replicas import Load, Pinning
 from jaxlora.scheduler.simulate import simulate
@@ -146,6 +147,7 @@ class RunPlan:
         return {"bubble": round(found.bubble, 4), "stages": busy}
 
 
+@no_garbage_collection()  # its estimates trace decoders
 def resolve(
     config: RunConfig,
     model: PlannedModel,

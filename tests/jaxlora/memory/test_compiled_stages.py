@@ -13,6 +13,7 @@ MESHES = {
 }
 
 
+@pytest.mark.grid  # half an hour of compiling
 @pytest.mark.parametrize("remat", MESHES)
 def test_every_stage_is_estimated_within_5_percent(remat, tmp_path):
     """Two layers of Llama-3.1-8B on each stage, microbatches of 8,192 tokens."""
