@@ -3,7 +3,7 @@
 import heapq
 
 from jaxlora.scheduler.cost import CostModel
-from jaxlora.scheduler.fill import Item
+from jaxlora.scheduler.cursor import Item
 from jaxlora.scheduler.types import Limits, Pipeline
 
 # A slot trades with this many slots on either side.

@@ -6,13 +6,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from jaxlora.scheduler.cost import CostModel
-from jaxlora.scheduler.fill import (
-    BatchCursor,
-    BatchSource,
-    Item,
-    WorkModel,
-    fill_slot,
-)
+from jaxlora.scheduler.cursor import BatchCursor, BatchSource, Item, WorkModel
+from jaxlora.scheduler.fill import fill_slot
+from jaxlora.scheduler.job_queue import JobQueue
 from jaxlora.scheduler.local_search import LocalSearch
 from jaxlora.scheduler.simulate import check_stages, slowest_per_cycle
 from jaxlora.scheduler.types import Limits, Microbatch, Pipeline, Sample
@@ -92,7 +88,7 @@ class _State:
         before: The last slots, which still share the pipeline with the next one.
     """
 
-    jobs: list[BatchCursor]
+    jobs: JobQueue
     slot: int
     before: list[Slot]
 
@@ -156,11 +152,13 @@ class Planner:
         self.effort = effort
         self._work = WorkModel.from_cost(cost)
         self._targets = _work_targets(limits, cost, effort.fill_targets)
-        self._state = _State(jobs=[], slot=0, before=[((), 0, 0)])
+        self._state = _State(jobs=JobQueue(), slot=0, before=[((), 0, 0)])
         # Index of the last window's target, and for how many windows it was the same.
         self._best: int | None = None
         self._num_unchanged = 0
         self._num_jobs = 0
+        # Index of each job in the queue.
+        self._index: dict[int, int] = {}
 
     def add(self, job: JobBatches) -> None:
         """Adds a job, which is planned from the next window on.
@@ -171,12 +169,14 @@ class Planner:
         slots = job.batch_tokens / self.limits.capacity + self.pipeline.distance - 1
         slots = max(1.0, slots)  # two batches of a job never share a slot
         source = BatchSource(job.batches, self._work, self.limits)
-        new = BatchCursor(source, num_batches=job.num_batches, slots_per_batch=slots)
+        new = BatchCursor.at_start(
+            source, num_batches=job.num_batches, slots_per_batch=slots
+        )
         if source.job is None:
             return  # it has no batches
-        if any(x.source.job == source.job for x in self._state.jobs):
+        if source.job in self._index:
             raise ValueError(f"job {source.job} was already added. Add each job once.")
-        self._state.jobs.append(new)
+        self._index[source.job] = self._state.jobs.add(new)
 
     def pause(self, job: int) -> None:
         """Pauses a job after its current batch.
@@ -186,7 +186,7 @@ class Planner:
         Raises:
             ValueError: The job was not added.
         """
-        self._progress(job).is_paused = True
+        self._state.jobs.replace(self._known(job), is_paused=True)
 
     def resume(self, job: int) -> None:
         """Resumes a paused job at its next batch.
@@ -194,7 +194,7 @@ class Planner:
         Raises:
             ValueError: The job was not added.
         """
-        self._progress(job).is_paused = False
+        self._state.jobs.replace(self._known(job), is_paused=False)
 
     def next_window(self) -> list[Microbatch]:
         """Plans the next microbatches; the list is empty if no job has samples to run.
@@ -203,24 +203,26 @@ class Planner:
             ValueError: A batch that was read is invalid, for example because a sample
                 is longer than the capacity.
         """
-        if not any(x.can_run for x in self._state.jobs):
+        if not self._state.jobs:
             return []
         plan = self._plan_window(self._state)
         self._state = plan.after
-        for x in self._state.jobs:
+        for _, x in self._state.jobs.changed():
             x.source.forget_before(x.number)
+        self._state.jobs.settle()
         return [_microbatch(s[0]) for s in plan.committed]
 
-    def _progress(self, job: int) -> BatchCursor:
-        for x in self._state.jobs:
-            if x.source.job == job:
-                return x
-        known = [x.source.job for x in self._state.jobs]
-        raise ValueError(f"job {job} was not added. The jobs are {known}.")
+    def _known(self, job: int) -> int:
+        """Returns the index of a job that was added."""
+        if job not in self._index:
+            raise ValueError(
+                f"job {job} was not added. The jobs are {list(self._index)}."
+            )
+        return self._index[job]
 
     def _plan_window(self, state: _State) -> _Window:
         """Returns the best of the plans with different targets."""
-        candidates = self._candidates(sum(x.can_run for x in state.jobs))
+        candidates = self._candidates(len(state.jobs))
         lookahead = self.effort.lookahead if len(candidates) > 1 else 0
         plans = {i: self._fill(state, self._targets[i], lookahead) for i in candidates}
         best = _fastest(plans)
@@ -259,7 +261,7 @@ class Planner:
         num, num_after = plan.num_committed, self.pipeline.num_stages - 1
         search = LocalSearch(
             [list(s[0]) for s in plan.committed],
-            {x.job: x.ready - state.slot for x in state.jobs if x.items},
+            self._earliest(state, plan.committed),
             self.limits,
             self.pipeline,
             self.cost,
@@ -268,34 +270,42 @@ class Planner:
         )
         found = search.run(self.effort.trades_per_slot * num)
         slots = [self._slot(items) for items in found]
-        for x in plan.after.jobs:
+        jobs = plan.after.jobs
+        for index, x in list(jobs.changed()):
             last = search.last_before(x.job, x.batch) if x.items else None
             if last is not None:
-                x.ready = state.slot + last + self.pipeline.distance
+                ready = state.slot + last + self.pipeline.distance
+                if ready != x.ready:
+                    jobs.replace(index, ready=ready)
         after = dataclasses.replace(
             plan.after, before=self._in_pipeline(state.before + slots)
         )
         return dataclasses.replace(plan, slots=slots + plan.slots[num:], after=after)
+
+    def _earliest(self, state: _State, slots: list[Slot]) -> dict[int, int]:
+        """Returns the slot, from the first of `slots`, in which each job may run."""
+        jobs = {item[2].owner for slot in slots for item in slot[0]}
+        return {job: state.jobs[self._index[job]].ready - state.slot for job in jobs}
 
     def _in_pipeline(self, slots: list[Slot]) -> list[Slot]:
         return slots[-self.pipeline.num_stages :]
 
     def _fill(self, state: _State, target: int, lookahead: int) -> _Window:
         limits, distance = self.limits, self.pipeline.distance
-        jobs = [x.copy() for x in state.jobs]
+        jobs = state.jobs.copy()
         committed = self.effort.committed * limits.capacity
         stop = committed + lookahead * limits.capacity
         slots: list[Slot] = []
         work, done = [], 0
         after = None
-        while done < stop and any(x.can_run for x in jobs):
+        while done < stop and jobs:
             if after is None and done >= committed:
-                after = len(slots), [x.copy() for x in jobs]
+                after = len(slots), jobs.copy()
             items = fill_slot(jobs, state.slot + len(slots), target, limits, distance)
             slots.append(self._slot(items))
             done += sum(i[0] for i in items)
             work.append(done)
-        is_done = not any(x.can_run for x in jobs)
+        is_done = not jobs
         if after is None or is_done:
             after = len(slots), jobs
         num, jobs_after = after

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from jaxlora.scheduler import joint
 from jaxlora.scheduler.cost import CostModel
-from jaxlora.scheduler.fill import BatchCursor, BatchSource, WorkModel, fill_slot
+from jaxlora.scheduler.cursor import BatchCursor, BatchSource, WorkModel
+from jaxlora.scheduler.fill import fill_slot
+from jaxlora.scheduler.job_queue import JobQueue
 from jaxlora.scheduler.lanes import Lanes, Tick
 from jaxlora.scheduler.packers import PackerName, get_packer
 from jaxlora.scheduler.types import (
@@ -115,18 +117,18 @@ def fill_ticks(
         keeps the distance.
     """
     work = WorkModel.from_cost(cost)
-    jobs = [
-        BatchCursor(
+    jobs = JobQueue()
+    for job in joint.job_batches(samples):
+        cursor = BatchCursor.at_start(
             BatchSource(job.batches, work, limits),
             num_batches=job.num_batches,
             slots_per_batch=ticks_per_batch(
                 job.batch_tokens, num_lanes * limits.capacity, distance
             ),
         )
-        for job in joint.job_batches(samples)
-    ]
+        jobs.add(cursor)
     ticks: list[list[Microbatch]] = []
-    while any(job.can_run for job in jobs):
+    while jobs:
         lanes = [
             fill_slot(jobs, len(ticks), limits.capacity, limits, distance)
             for _ in range(num_lanes)

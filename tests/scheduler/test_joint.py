@@ -245,7 +245,7 @@ def test_frees_batches_that_are_planned():
     planner.add(source(0, 300))
     num_held = []
     while planner.next_window():
-        (progress,) = planner._state.jobs
+        progress = planner._state.jobs[0]
         num_held.append(len(progress.source._items))
     assert max(num_held) < 100
     assert num_held[-1] == 0

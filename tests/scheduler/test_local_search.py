@@ -15,7 +15,7 @@ from jaxlora.scheduler import (
     violations,
     window_sum,
 )
-from jaxlora.scheduler.fill import WorkModel
+from jaxlora.scheduler.cursor import WorkModel
 from jaxlora.scheduler.local_search import LocalSearch
 from tests.scheduler.strategies import LIMITS, costs, job_mixes
 
