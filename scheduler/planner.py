@@ -16,6 +16,10 @@ from jaxlora.scheduler.types import Limits, Microbatch, Pipeline, Sample
 # While the best target stays the same, other targets are tried again after this many
 # windows.
 _RETRY_INTERVAL = 4
+# With many jobs, one more or less hardly changes the best target. The same number of
+# jobs counts as another window before other targets are tried again.
+_MANY_JOBS = 16
+_MAX_INTERVAL = 16
 
 _FILL_TARGETS = (
     1.06, 1.03, 1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2,
@@ -153,9 +157,9 @@ class Planner:
         self._work = WorkModel.from_cost(cost)
         self._targets = _work_targets(limits, cost, effort.fill_targets)
         self._state = _State(jobs=JobQueue(), slot=0, before=[((), 0, 0)])
-        # Index of the last window's target, and for how many windows it was the same.
+        # Index of the last window's target, and for how many windows it stays.
         self._best: int | None = None
-        self._num_unchanged = 0
+        self._num_fixed = 0
         self._num_jobs = 0
         # Index of each job in the queue.
         self._index: dict[int, int] = {}
@@ -233,7 +237,12 @@ class Planner:
                 if i not in plans:
                     plans[i] = self._fill(state, self._targets[i], lookahead)
             best = _fastest(plans)
-        self._num_unchanged = self._num_unchanged + 1 if best == self._best else 0
+        if len(candidates) == 1:
+            self._num_fixed -= 1
+        else:
+            interval = _RETRY_INTERVAL if best == self._best else 1
+            interval = max(interval, len(state.jobs) // _MANY_JOBS)
+            self._num_fixed = min(interval, _MAX_INTERVAL) - 1
         self._best = best
         return self._improve(state, plans[best])
 
@@ -244,10 +253,11 @@ class Planner:
         first window tries every other target. Later ones try the neighbors of the best
         target, and once it is stable, only at intervals.
         """
-        if self._best is None or num_jobs != self._num_jobs:
+        change = abs(num_jobs - self._num_jobs)
+        if self._best is None or change > num_jobs // _MANY_JOBS:
             self._num_jobs = num_jobs
             return range(len(self._targets))[::2]
-        if self._num_unchanged % _RETRY_INTERVAL:
+        if self._num_fixed:
             return [self._best]
         return self._around(self._best)
 
