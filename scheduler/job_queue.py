@@ -72,6 +72,11 @@ class JobQueue:
         keys += self._ready[: num - len(keys)]
         return [index for _, index in keys]
 
+    def only(self) -> int:
+        """Returns the index of the only job that can run."""
+        keys = self._started + self._ready + [key for _, key in self._waiting]
+        return keys[0][1]
+
     def take(
         self, index: int, chosen: Sequence[int], slot: int, distance: int
     ) -> None:

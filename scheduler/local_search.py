@@ -97,12 +97,6 @@ class LocalSearch:
                             break
         return self.slots
 
-    def last_before(self, job: int, batch: int) -> int | None:
-        """Returns the last slot of the job's batches before `batch`, or None."""
-        places = self.places.get(job, {})
-        earlier = [number for number in places if number < batch]
-        return max(places[max(earlier)]) if earlier else None
-
     def _neighbors(self, i: int) -> list[int]:
         near = range(max(0, i - _REACH), min(len(self.slots), i + _REACH + 1))
         return sorted((j for j in near if j != i), key=self._cost)

@@ -10,6 +10,8 @@ from jaxlora.scheduler.cursor import BatchCursor, BatchSource, Item, WorkModel
 from jaxlora.scheduler.fill import fill_slot
 from jaxlora.scheduler.job_queue import JobQueue
 from jaxlora.scheduler.local_search import LocalSearch
+from jaxlora.scheduler.polish import Polish
+from jaxlora.scheduler.ramps import Ramps
 from jaxlora.scheduler.simulate import check_stages, slowest_per_cycle
 from jaxlora.scheduler.types import Limits, Microbatch, Pipeline, Sample
 
@@ -20,6 +22,9 @@ _RETRY_INTERVAL = 4
 # jobs counts as another window before other targets are tried again.
 _MANY_JOBS = 16
 _MAX_INTERVAL = 16
+# Slots that are polished together, and how far the next ones start after them.
+_POLISHED_SLOTS = 24
+_POLISHED_STRIDE = 16
 
 _FILL_TARGETS = (
     1.06, 1.03, 1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2,
@@ -40,12 +45,16 @@ class Effort:
             capacity. Squared lengths count as additional work, so the work of a full
             microbatch may exceed 1. With buckets, the bucket sizes are used instead.
         trades_per_slot: Number of trades per slot that local search may try.
+        polish_rounds: Number of rounds in which slots near fill, drain and no-ops are
+            polished on the simulated makespan. With 0, batches that run alone get no
+            ramps either.
     """
 
     committed: int = 24
     lookahead: int = 32
     fill_targets: tuple[float, ...] = _FILL_TARGETS
     trades_per_slot: int = 12
+    polish_rounds: int = 40
 
     def __post_init__(self):
         if self.committed < 1 or self.lookahead < 0:
@@ -156,6 +165,11 @@ class Planner:
         self.effort = effort
         self._work = WorkModel.from_cost(cost)
         self._targets = _work_targets(limits, cost, effort.fill_targets)
+        # Nothing drains between two batches with a shorter distance.
+        drains = 1 < pipeline.num_stages <= pipeline.distance
+        self._ramps = (
+            Ramps(limits, pipeline, cost) if drains and effort.polish_rounds else None
+        )
         self._state = _State(jobs=JobQueue(), slot=0, before=[((), 0, 0)])
         # Index of the last window's target, and for how many windows it stays.
         self._best: int | None = None
@@ -226,6 +240,9 @@ class Planner:
 
     def _plan_window(self, state: _State) -> _Window:
         """Returns the best of the plans with different targets."""
+        if self._runs_alone(state.jobs) is not None:
+            best = self._best or 0
+            return self._polish(state, self._fill(state, self._targets[best], 0))
         candidates = self._candidates(len(state.jobs))
         lookahead = self.effort.lookahead if len(candidates) > 1 else 0
         plans = {i: self._fill(state, self._targets[i], lookahead) for i in candidates}
@@ -244,7 +261,7 @@ class Planner:
             interval = max(interval, len(state.jobs) // _MANY_JOBS)
             self._num_fixed = min(interval, _MAX_INTERVAL) - 1
         self._best = best
-        return self._improve(state, plans[best])
+        return self._polish(state, self._improve(state, plans[best]))
 
     def _candidates(self, num_jobs: int) -> Sequence[int]:
         """Returns the indices of the targets that a window tries first.
@@ -271,7 +288,7 @@ class Planner:
         num, num_after = plan.num_committed, self.pipeline.num_stages - 1
         search = LocalSearch(
             [list(s[0]) for s in plan.committed],
-            self._earliest(state, plan.committed),
+            self._earliest(state, plan.committed, 0),
             self.limits,
             self.pipeline,
             self.cost,
@@ -280,41 +297,119 @@ class Planner:
         )
         found = search.run(self.effort.trades_per_slot * num)
         slots = [self._slot(items) for items in found]
+        return self._with_committed(state, plan, slots)
+
+    def _with_committed(
+        self, state: _State, plan: _Window, slots: list[Slot]
+    ) -> _Window:
+        """Returns a plan with other committed slots, which hold the same items."""
+        last: dict[int, dict[int, int]] = {}
+        for i, slot in enumerate(slots):
+            for _, _, sample in slot[0]:
+                last.setdefault(sample.owner, {})[sample.batch] = state.slot + i
         jobs = plan.after.jobs
         for index, x in list(jobs.changed()):
-            last = search.last_before(x.job, x.batch) if x.items else None
-            if last is not None:
-                ready = state.slot + last + self.pipeline.distance
-                if ready != x.ready:
-                    jobs.replace(index, ready=ready)
+            # Only the last of the earlier batches matters, which is the latest.
+            ends = last.get(x.job, {}) if x.items else {}
+            earlier = [slot for batch, slot in ends.items() if batch < x.batch]
+            ready = max(earlier, default=None)
+            if ready is not None and ready + self.pipeline.distance != x.ready:
+                jobs.replace(index, ready=ready + self.pipeline.distance)
         after = dataclasses.replace(
-            plan.after, before=self._in_pipeline(state.before + slots)
+            plan.after,
+            slot=state.slot + len(slots),
+            before=self._in_pipeline(state.before + slots),
         )
-        return dataclasses.replace(plan, slots=slots + plan.slots[num:], after=after)
+        return dataclasses.replace(
+            plan,
+            slots=slots + plan.slots[plan.num_committed :],
+            num_committed=len(slots),
+            after=after,
+        )
 
-    def _earliest(self, state: _State, slots: list[Slot]) -> dict[int, int]:
-        """Returns the slot, from the first of `slots`, in which each job may run."""
+    def _polish(self, state: _State, plan: _Window) -> _Window:
+        """Polishes the committed slots near fill, drain and no-ops."""
+        if self._ramps is None:
+            return plan
+        num, num_before = plan.num_committed, len(state.before)
+        is_done = not plan.after.jobs
+        slots = state.before + plan.slots
+        edges = [i for i, slot in enumerate(slots) if not slot[0]]
+        if is_done:
+            edges.append(len(slots))
+            # Polishing may spread the last items over more slots.
+            more = self.pipeline.num_stages
+            slots, num = slots + [((), 0, 0)] * more, num + more
+        polish = Polish(
+            [list(slot[0]) for slot in slots],
+            self._earliest(state, slots, num_before),
+            self.limits,
+            self.pipeline,
+            self.cost,
+        )
+        near = self.pipeline.num_stages
+        for first in range(num_before, num_before + num, _POLISHED_STRIDE):
+            last = min(first + _POLISHED_SLOTS, num_before + num)
+            if any(first - near <= edge < last + near for edge in edges):
+                polish.run(first, last, self.effort.polish_rounds)
+        found = polish.result()[num_before : num_before + num]
+        while is_done and found and not found[-1]:
+            found.pop()
+        return self._with_committed(state, plan, [self._slot(x) for x in found])
+
+    def _earliest(
+        self, state: _State, slots: list[Slot], num_before: int
+    ) -> dict[int, int]:
+        """Returns the slot, from the first of `slots`, in which each job may run.
+
+        Args:
+            state: The state in which a window starts.
+            slots: Some slots before it, and its own.
+            num_before: Number of slots before it.
+        """
         jobs = {item[2].owner for slot in slots for item in slot[0]}
-        return {job: state.jobs[self._index[job]].ready - state.slot for job in jobs}
+        first = state.slot - num_before
+        return {job: state.jobs[self._index[job]].ready - first for job in jobs}
 
     def _in_pipeline(self, slots: list[Slot]) -> list[Slot]:
-        return slots[-self.pipeline.num_stages :]
+        return slots[-2 * self.pipeline.num_stages :]
+
+    def _runs_alone(self, jobs: JobQueue) -> BatchCursor | None:
+        """Returns the job that has the pipeline for a whole batch, if there is one."""
+        if self._ramps is None or len(jobs) > 1:
+            return None
+        job = jobs[jobs.only()]
+        return None if job.is_started else job
+
+    def _next_slots(
+        self, jobs: JobQueue, slot: int, target: int
+    ) -> list[list[Item]]:
+        """Fills the next slot, or those of the next batch if it runs alone."""
+        distance = self.pipeline.distance
+        alone = self._runs_alone(jobs)
+        if alone is None or self._ramps is None:
+            return [fill_slot(jobs, slot, target, self.limits, distance)]
+        out: list[list[Item]] = [[] for _ in range(slot, alone.ready)]
+        for indices in self._ramps.split(alone.items):
+            out.append([alone.items[i] for i in indices])
+        everything = range(len(alone.items))
+        jobs.take(jobs.only(), everything, slot + len(out) - 1, distance)
+        return out
 
     def _fill(self, state: _State, target: int, lookahead: int) -> _Window:
-        limits, distance = self.limits, self.pipeline.distance
         jobs = state.jobs.copy()
-        committed = self.effort.committed * limits.capacity
-        stop = committed + lookahead * limits.capacity
+        committed = self.effort.committed * self.limits.capacity
+        stop = committed + lookahead * self.limits.capacity
         slots: list[Slot] = []
         work, done = [], 0
         after = None
         while done < stop and jobs:
             if after is None and done >= committed:
                 after = len(slots), jobs.copy()
-            items = fill_slot(jobs, state.slot + len(slots), target, limits, distance)
-            slots.append(self._slot(items))
-            done += sum(i[0] for i in items)
-            work.append(done)
+            for items in self._next_slots(jobs, state.slot + len(slots), target):
+                slots.append(self._slot(items))
+                done += sum(i[0] for i in items)
+                work.append(done)
         is_done = not jobs
         if after is None or is_done:
             after = len(slots), jobs
