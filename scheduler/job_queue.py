@@ -16,11 +16,15 @@ class JobQueue:
     """Progress of many jobs. To fill a slot looks at few of them, however many exist.
 
     A copy shares all that has not changed, so planning can try several ways to go on.
+
+    Attributes:
+        index_of: Index of each job, by its number.
     """
 
     def __init__(self):
         """Starts without jobs."""
-        self._added: list[BatchCursor] = []  # shared by all copies
+        self.index_of: dict[int, int] = {}  # shared by all copies, as are those added
+        self._added: list[BatchCursor] = []
         self._changed: dict[int, BatchCursor] = {}  # replaces those in `_added`
         self._started: list[_Key] = []
         self._ready: list[_Key] = []
@@ -40,6 +44,7 @@ class JobQueue:
     def copy(self) -> "JobQueue":
         """Returns a copy that advances independently."""
         new = JobQueue()
+        new.index_of = self.index_of
         new._added = self._added
         new._changed = self._changed.copy()
         new._started = self._started.copy()
@@ -47,12 +52,12 @@ class JobQueue:
         new._waiting = self._waiting.copy()
         return new
 
-    def add(self, job: BatchCursor) -> int:
-        """Adds a job, and returns its index."""
+    def add(self, job: BatchCursor) -> None:
+        """Adds a job that has batches."""
         index = len(self._added)
+        self.index_of[job.job] = index
         self._added.append(job)
         self._insert(index, job)
-        return index
 
     def replace(self, index: int, **fields) -> None:
         """Replaces fields of a job's cursor."""
@@ -72,10 +77,10 @@ class JobQueue:
         keys += self._ready[: num - len(keys)]
         return [index for _, index in keys]
 
-    def only(self) -> int:
-        """Returns the index of the only job that can run."""
+    def running(self) -> list[tuple[int, BatchCursor]]:
+        """Returns the jobs that can run, with their indices."""
         keys = self._started + self._ready + [key for _, key in self._waiting]
-        return keys[0][1]
+        return [(index, self[index]) for _, index in keys]
 
     def take(
         self, index: int, chosen: Sequence[int], slot: int, distance: int

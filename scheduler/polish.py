@@ -16,6 +16,7 @@ _MAX_EXCHANGES = 256
 _MAX_TOGETHER = 8
 # A relative saving that is worth another round.
 _MIN_SAVING = 1e-4
+SMOOTH = (1.0, 0.3, 0.1, 0.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,26 +96,45 @@ class Polish:
             last: Slot after the last one whose items may move.
             max_rounds: Maximum number of rounds.
         """
-        sizes = self._sizes()
-        segment = Segment(*sizes, first, last, self._cost, self._pipeline)
         part = slice(first, last)
-        now = segment.makespans(*(x[part, None] for x in sizes))[0]
+        segment = Segment(*self._sizes(), first, last, self._cost, self._pipeline)
+        best = self._makespan(segment, part), self._slot, self._tokens
+        tokens = self._sizes()[0][part]
+        unit = max(self._cost.stages[0].forward(tokens.mean(), 0), 0)
+        for smoothing in SMOOTH:
+            self._descend(segment, part, max_rounds, smoothing * unit)
+            now = self._makespan(segment, part)
+            if now < best[0] * (1 - 1e-9):
+                best = now, self._slot, self._tokens
+        _, self._slot, self._tokens = best
+        return best[0]
+
+    def _makespan(
+        self, segment: Segment, part: slice, smoothing: float = 0.0
+    ) -> float:
+        sizes = (x[part, None] for x in self._sizes())
+        return float(segment.makespans(*sizes, smoothing)[0])
+
+    def _descend(
+        self, segment: Segment, part: slice, max_rounds: int, smoothing: float
+    ) -> None:
+        self._slot, self._tokens = self._slot.copy(), self._tokens.copy()
+        now = self._makespan(segment, part, smoothing)
         for _ in range(max_rounds):
-            tried = self._promising(segment, part, now)
+            tried = self._promising(segment, part, now, smoothing)
             if not len(tried.give):
                 break
-            times = segment.makespans(*self._variants(tried, part))
+            times = segment.makespans(*self._variants(tried, part), smoothing)
             best = self._disjoint(tried, np.argsort(times, kind="stable"), times < now)
             if not len(best):
                 break
             together = tried[best]
-            times = segment.makespans(*self._cumulative(together, part))
+            times = segment.makespans(*self._cumulative(together, part), smoothing)
             num = int(np.argmin(times))
             saving, now = now - times[num], times[num]
             self._make(together[: num + 1])
             if saving < _MIN_SAVING * now:
                 break
-        return float(now)
 
     def _sizes(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the padded tokens and the squares of each slot."""
@@ -126,9 +146,11 @@ class Polish:
         block = self._limits.block_tokens
         return -(-tokens // block) * block
 
-    def _promising(self, segment: Segment, part: slice, now: float) -> _Exchanges:
+    def _promising(
+        self, segment: Segment, part: slice, now: float, smoothing: float
+    ) -> _Exchanges:
         """Returns the exchanges that should shorten the makespan the most."""
-        gain, loss = self._slopes(segment, part, now)
+        gain, loss = self._slopes(segment, part, now, smoothing)
         low, high = self._ranges()
         items = np.flatnonzero((self._slot >= part.start) & (self._slot < part.stop))
         items = items[gain[self._slot[items] - part.start] > 0]
@@ -157,7 +179,7 @@ class Polish:
         return found[np.flatnonzero(fits)[:_MAX_EXCHANGES]]
 
     def _slopes(
-        self, segment: Segment, part: slice, now: float
+        self, segment: Segment, part: slice, now: float, smoothing: float
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns how the makespan changes with a little less or more work of a slot.
 
@@ -174,7 +196,7 @@ class Polish:
         if self._cost.buckets:
             more = np.minimum(more, self._limits.capacity)
         both = np.concatenate([less, more], axis=1)
-        times = segment.makespans(both, np.repeat(squares, 2 * num, axis=1))
+        times = segment.makespans(both, np.repeat(squares, 2 * num, axis=1), smoothing)
         return (now - times[:num]) / step * is_real, (times[num:] - now) / step
 
     def _ranges(self) -> tuple[np.ndarray, np.ndarray]:

@@ -1,5 +1,7 @@
 """Simulates many variants of some ticks of a schedule at once."""
 
+import functools
+
 import numpy as np
 
 from jaxlora.scheduler.cost import CostModel
@@ -39,6 +41,7 @@ class Segment:
             pipeline: The pipeline.
         """
         self._cost = cost
+        self._smoothing = 0.0
         self._warm_up = [pipeline.warm_up(s) for s in range(cost.num_stages)]
         self._ticks = self._times(tokens[:, None], squares[:, None])
         self._first, self._last = first, last
@@ -49,19 +52,32 @@ class Segment:
         )
         self._tails = self._paths_after()
 
-    def makespans(self, tokens: np.ndarray, squares: np.ndarray) -> np.ndarray:
+    def makespans(
+        self, tokens: np.ndarray, squares: np.ndarray, smoothing: float = 0.0
+    ) -> np.ndarray:
         """Returns the makespan of the whole schedule with each variant of the segment.
 
         Args:
             tokens: Padded tokens of the segment's ticks [ticks, variants].
             squares: Sums of the squared sample lengths [ticks, variants].
+            smoothing: Paths whose lengths differ by less than this time count together,
+                so that the result also falls if one of several longest paths becomes
+                shorter. With 0, the makespan is exact.
         """
+        self._smoothing = smoothing
         ticks = self._ticks.copy()
         ticks[self._first : self._last] = self._times(tokens, squares)
         clock, ends = self._advance(ticks, *self._before, self._start, self._last)
         paths = [c + self._tails[s] for s, c in enumerate(clock)]
         paths += [end + self._tails[key] for key, end in ends.items()]
-        return np.max(np.broadcast_arrays(*paths, np.zeros(tokens.shape[1])), axis=0)
+        return functools.reduce(self._later, paths, np.zeros(tokens.shape[1]))
+
+    def _later(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """Returns the maximum, or a smooth approximation from above."""
+        if not self._smoothing:
+            return np.maximum(a, b)
+        near = np.maximum(self._smoothing - abs(a - b), 0)
+        return np.maximum(a, b) + near * near * (0.25 / self._smoothing)
 
     def _times(self, tokens: np.ndarray, squares: np.ndarray) -> list[_Tick]:
         is_real = tokens > 0
@@ -105,7 +121,7 @@ class Segment:
                 if tick is not None:
                     begin = clock[s]
                     if s:
-                        begin = np.maximum(begin, ends.pop((s - 1, m)) + tick[2])
+                        begin = self._later(begin, ends.pop((s - 1, m)) + tick[2])
                     clock[s] = begin + tick[0][s]
                     if s < last:
                         ends[s, m] = clock[s]
@@ -113,7 +129,7 @@ class Segment:
             if tick is not None:
                 clock[last] = clock[last] + tick[1][last]
                 for s in reversed(range(last)):
-                    begin = np.maximum(clock[s], clock[s + 1] + tick[2])
+                    begin = self._later(clock[s], clock[s + 1] + tick[2])
                     clock[s] = begin + tick[1][s]
         return clock, ends
 
