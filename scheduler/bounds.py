@@ -3,7 +3,8 @@
 import dataclasses
 from collections.abc import Iterable
 
-from jaxlora.scheduler.cost import AffineCost, CostModel, StageCost
+from jaxlora.scheduler.cost import AffineCost, CostModel
+from jaxlora.scheduler.lanes import pooled
 from jaxlora.scheduler.simulate import check_stages
 from jaxlora.scheduler.types import Limits, Pipeline, Sample, batches_by_job
 
@@ -66,7 +67,7 @@ def lower_bound(
         ValueError: The cost model and the pipeline differ in the number of stages.
     """
     check_stages(cost, pipeline)
-    limits, cost = _pooled(limits, cost, num_lanes)
+    limits, cost = pooled(limits, cost, num_lanes)
     samples = list(samples)
     jobs = [
         [_make_batch([s.num_tokens for s in batch], limits) for batch in batches]
@@ -89,37 +90,6 @@ def lower_bound(
         work=_work_bound(padded, squares, min_microbatches, shortest, cost),
         chain=chain,
         microbatches=max(min_microbatches, *(_job_slots(j, pipeline) for j in jobs)),
-    )
-
-
-def _pooled(
-    limits: Limits, cost: CostModel, num_lanes: int
-) -> tuple[Limits, CostModel]:
-    """Returns the limits and costs of one lane that is as fast as all lanes together.
-
-    A tick takes at least as long as on this lane, because its slowest lane has at least
-    the mean number of tokens.
-    """
-    stages = tuple(
-        StageCost(
-            forward=_divided(stage.forward, num_lanes),
-            backward=_divided(stage.backward, num_lanes),
-        )
-        for stage in cost.stages
-    )
-    buckets = tuple(num_lanes * bucket for bucket in cost.buckets)
-    return (
-        dataclasses.replace(limits, capacity=num_lanes * limits.capacity),
-        dataclasses.replace(cost, stages=stages, buckets=buckets),
-    )
-
-
-def _divided(cost: AffineCost, num_lanes: int) -> AffineCost:
-    """Returns the cost of a pass whose tokens are divided evenly over lanes."""
-    return dataclasses.replace(
-        cost,
-        per_token=cost.per_token / num_lanes,
-        per_square=cost.per_square / num_lanes,
     )
 
 

@@ -26,7 +26,7 @@ _RETRY_INTERVAL = 4
 _MANY_JOBS = 16
 _MAX_INTERVAL = 16
 # A plan of a single window polishes the fillings with this many targets.
-_NUM_POLISHED = 3
+_NUM_POLISHED = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

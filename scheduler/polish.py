@@ -12,11 +12,12 @@ from jaxlora.scheduler.types import Limits, Pipeline
 # An item moves at most this many slots.
 _REACH = 8
 # Exchanges that are simulated in a round, and those of them that may be made together.
-_MAX_EXCHANGES = 256
+_MAX_EXCHANGES = 128
 _MAX_TOGETHER = 8
 # A relative saving that is worth another round.
-_MIN_SAVING = 1e-4
-SMOOTH = (1.0, 0.3, 0.1, 0.0)
+_MIN_SAVING = 2e-4
+# Paths that differ by less than this part of a forward pass count together, in turn.
+_SMOOTHING = (1.0, 0.3, 0.1, 0.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class Polish:
         best = self._makespan(segment, part), self._slot, self._tokens
         tokens = self._sizes()[0][part]
         unit = max(self._cost.stages[0].forward(tokens.mean(), 0), 0)
-        for smoothing in SMOOTH:
+        for smoothing in _SMOOTHING:
             self._descend(segment, part, max_rounds, smoothing * unit)
             now = self._makespan(segment, part)
             if now < best[0] * (1 - 1e-9):

@@ -76,8 +76,13 @@ class Segment:
         """Returns the maximum, or a smooth approximation from above."""
         if not self._smoothing:
             return np.maximum(a, b)
-        near = np.maximum(self._smoothing - abs(a - b), 0)
-        return np.maximum(a, b) + near * near * (0.25 / self._smoothing)
+        near = np.abs(a - b)
+        np.subtract(self._smoothing, near, out=near)
+        np.maximum(near, 0, out=near)
+        near *= near
+        near *= 0.25 / self._smoothing
+        near += np.maximum(a, b)
+        return near
 
     def _times(self, tokens: np.ndarray, squares: np.ndarray) -> list[_Tick]:
         is_real = tokens > 0
