@@ -82,9 +82,7 @@ class JobQueue:
         keys = self._started + self._ready + [key for _, key in self._waiting]
         return [(index, self[index]) for _, index in keys]
 
-    def take(
-        self, index: int, chosen: Sequence[int], slot: int, distance: int
-    ) -> None:
+    def take(self, index: int, chosen: Sequence[int], slot: int, distance: int) -> None:
         """Plans items of a job for a slot."""
         old = self[index]
         self._remove(index, old)

@@ -99,9 +99,7 @@ def ticks_of(microbatches: Sequence[Microbatch], num_lanes: int) -> list[Tick]:
     ]
 
 
-def pooled(
-    limits: Limits, cost: CostModel, num_lanes: int
-) -> tuple[Limits, CostModel]:
+def pooled(limits: Limits, cost: CostModel, num_lanes: int) -> tuple[Limits, CostModel]:
     """Returns the limits and costs of one lane that is as fast as all lanes together.
 
     A tick takes at least as long as on this lane, because its slowest lane has at least

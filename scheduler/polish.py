@@ -70,8 +70,7 @@ class Polish:
         self.slots = [list(slot) for slot in slots]
         self._limits, self._pipeline, self._cost = limits, pipeline, cost
         self._items = [item for slot in slots for item in slot]
-        places = [[i] * len(slot) for i, slot in enumerate(slots)]
-        self._slot = np.array(sum(places, []), int)
+        self._slot = np.repeat(np.arange(len(slots)), [len(slot) for slot in slots])
         self._work = np.array([item[0] for item in self._items])
         self._size = np.array([item[1] for item in self._items])
         jobs = sorted({item[2].owner for item in self._items})
@@ -110,9 +109,7 @@ class Polish:
         _, self._slot, self._tokens = best
         return best[0]
 
-    def _makespan(
-        self, segment: Segment, part: slice, smoothing: float = 0.0
-    ) -> float:
+    def _makespan(self, segment: Segment, part: slice, smoothing: float = 0.0) -> float:
         sizes = (x[part, None] for x in self._sizes())
         return float(segment.makespans(*sizes, smoothing)[0])
 

@@ -71,9 +71,7 @@ class Ramps:
 
     def _makespans(self, tokens: np.ndarray, squares: np.ndarray) -> np.ndarray:
         nothing = np.zeros(len(tokens))
-        alone = Segment(
-            nothing, nothing, 0, len(tokens), self._cost, self._pipeline
-        )
+        alone = Segment(nothing, nothing, 0, len(tokens), self._cost, self._pipeline)
         return alone.makespans(tokens, squares)
 
     def _best_profiles(

@@ -138,9 +138,7 @@ class WindowFiller:
         ((index, job),) = jobs.running()
         return None if job.is_started else index
 
-    def _next_slots(
-        self, jobs: JobQueue, slot: int, target: int
-    ) -> list[list[Item]]:
+    def _next_slots(self, jobs: JobQueue, slot: int, target: int) -> list[list[Item]]:
         """Fills the next slot, or those of the next batch if it runs alone."""
         distance, alone = self._pipeline.distance, self.runs_alone(jobs)
         if alone is None or self._ramps is None:
@@ -238,9 +236,7 @@ class WindowFiller:
         slots = [self._slot(items) for items in found]
         return self._with_committed(state, plan, slots)
 
-    def _with_committed(
-        self, state: State, plan: Window, slots: list[Slot]
-    ) -> Window:
+    def _with_committed(self, state: State, plan: Window, slots: list[Slot]) -> Window:
         """Returns a plan with other committed slots, which hold the same items."""
         last: dict[int, dict[int, int]] = {}
         for i, slot in enumerate(slots):
@@ -332,4 +328,3 @@ class WindowFiller:
 
     def _in_pipeline(self, slots: list[Slot]) -> list[Slot]:
         return slots[-2 * self._pipeline.num_stages :]
-

@@ -75,11 +75,15 @@ def test_is_below_every_legal_schedule(buckets, data):
 
 
 def test_work_bound():
-    """The last stage runs five full microbatches after the shortest one arrives."""
+    """Five samples that share no microbatch fill one each, and two short ones run alone.
+
+    A short one arrives first at the last stage, and the other one returns last.
+    """
     samples = [s for job in range(5) for s in batches((60, 4), job=job)]
     cost = CostModel.uniform(3, forward=PER_TOKEN, backward=PER_TOKEN, communication=3)
     bound = lower_bound(samples, LIMITS, Pipeline.one_f_one_b(3), cost)
-    assert bound.work == 5 * 2 * (10 + 64) + 2 * (2 * (10 + 4) + 2 * 3)
+    work = 5 * 2 * (10 + 64) + 2 * 2 * (10 + 16)
+    assert bound.work == work + 2 * (2 * (10 + 16) + 2 * 3)
     assert bound.microbatches == 5
 
 
@@ -97,11 +101,11 @@ def test_chain_bound_is_reached_by_single_samples():
     cost = CostModel.uniform(4, forward=PER_TOKEN, backward=PER_TOKEN)
     pipeline = Pipeline.one_f_one_b(4)
     bound = lower_bound(samples, LIMITS, pipeline, cost)
-    assert bound.chain == 4 * 2 * (30 + 50 + 30 + 64)
+    # The samples are padded to 64, 32 and 64 tokens.
+    assert bound.chain == 4 * 2 * (30 + 64 + 32 + 64)
     apart = tuple(m for s in samples for m in ((s,), (), (), ()))[:-3]
     schedule = Schedule(microbatches=apart, limits=LIMITS)
-    # The samples are padded to 64, 32 and 64 tokens.
-    assert simulate(schedule, cost, pipeline).makespan == 4 * 2 * (30 + 64 + 32 + 64)
+    assert simulate(schedule, cost, pipeline).makespan == bound.makespan
     assert bound.microbatches == 9
 
 
