@@ -44,9 +44,6 @@ class Polish:
     In each round, the change of the makespan with a little more or less work in each
     slot ranks all exchanges. The most promising ones are simulated, and the best ones
     are made.
-
-    Attributes:
-        slots: Items of all slots of the window.
     """
 
     def __init__(
@@ -67,7 +64,6 @@ class Polish:
             pipeline: Stages, and distance between the batches of a job.
             cost: Times of the passes.
         """
-        self.slots = [list(slot) for slot in slots]
         self._limits, self._pipeline, self._cost = limits, pipeline, cost
         self._items = [item for slot in slots for item in slot]
         self._slot = np.repeat(np.arange(len(slots)), [len(slot) for slot in slots])
@@ -110,8 +106,9 @@ class Polish:
         return best[0]
 
     def _makespan(self, segment: Segment, part: slice, smoothing: float = 0.0) -> float:
-        sizes = (x[part, None] for x in self._sizes())
-        return float(segment.makespans(*sizes, smoothing)[0])
+        tokens, squares = self._sizes()
+        columns = tokens[part, None], squares[part, None]
+        return float(segment.makespans(*columns, smoothing)[0])
 
     def _descend(
         self, segment: Segment, part: slice, max_rounds: int, smoothing: float

@@ -21,7 +21,7 @@ _RISES = (0.15, 0.3, 0.5, 0.75, 1.0)
 # Numbers of microbatches that are tried, beyond the fewest, in units of stages.
 _MAX_MORE = 4
 # Profiles that are tried with the items of a batch.
-_NUM_TRIED = 16
+_NUM_TRIED = 8
 # Profiles are computed for work that is a power of this.
 _RATIO = 1.05
 
@@ -85,7 +85,10 @@ class Ramps:
             tokens[: len(shape), k] = np.array(shape) * _RATIO**rounded
         tokens = np.minimum(tokens, self._limits.capacity)
         times = self._makespans(tokens, np.zeros_like(tokens))
-        best = np.argsort(times, kind="stable")[:_NUM_TRIED]
+        ranked = np.argsort(times, kind="stable")
+        # Items are not divisible, so the best profile of each number counts as well.
+        of_number = {len(shapes[k]): k for k in reversed(ranked)}
+        best = dict.fromkeys([*ranked[:_NUM_TRIED], *of_number.values()])
         return [shapes[k] for k in best]
 
     def _assign(

@@ -149,9 +149,10 @@ class Segment:
         out: dict = dict.fromkeys(stages, 0.0)
         for i in reversed(range(self._last, len(self._ticks))):
             tick, path = self._ticks[i], 0.0
-            for s in stages if tick is not None else ():
-                out[s] = float(tick[1][s, 0]) + max(out[s], path)
-                path = wait + out[s]
+            if tick is not None:
+                for s in stages:
+                    out[s] = float(tick[1][s, 0]) + max(out[s], path)
+                    path = wait + out[s]
             for s in reversed(stages):
                 m = i + self._warm_up[s]
                 tick = self._ticks[m] if m < len(self._ticks) else None

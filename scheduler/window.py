@@ -214,9 +214,10 @@ class WindowFiller:
 
     def makespan(self, plan: Window) -> float:
         """Returns the simulated makespan of a plan on its own."""
-        sizes = np.array([(slot[1], slot[2]) for slot in plan.slots], float).T
-        whole = Segment(*sizes, 0, len(plan.slots), self._cost, self._pipeline)
-        return float(whole.makespans(*(x[:, None] for x in sizes))[0])
+        tokens = np.array([slot[1] for slot in plan.slots], float)
+        squares = np.array([slot[2] for slot in plan.slots], float)
+        whole = Segment(tokens, squares, 0, len(tokens), self._cost, self._pipeline)
+        return float(whole.makespans(tokens[:, None], squares[:, None])[0])
 
     def improve(self, state: State, plan: Window) -> Window:
         """Improves the committed slots of a plan by local search."""

@@ -75,10 +75,7 @@ def test_is_below_every_legal_schedule(buckets, data):
 
 
 def test_work_bound():
-    """Five samples that share no microbatch fill one each, and two short ones run alone.
-
-    A short one arrives first at the last stage, and the other one returns last.
-    """
+    """Five samples share no microbatch, and short ones come first and last."""
     samples = [s for job in range(5) for s in batches((60, 4), job=job)]
     cost = CostModel.uniform(3, forward=PER_TOKEN, backward=PER_TOKEN, communication=3)
     bound = lower_bound(samples, LIMITS, Pipeline.one_f_one_b(3), cost)
