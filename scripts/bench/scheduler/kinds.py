@@ -121,7 +121,7 @@ def _packers(
     cost: CostModel,
     time_limit: float,
 ) -> dict[str, Callable[[], Schedule]]:
-    """Returns the packers. `plain` has no polishing, ramps and choice of tick targets."""
+    """Returns the packers; `plain` has no polishing, ramps or targets of ticks."""
     n, pipeline = lanes.num_lanes, lanes.pipeline
     distance = pipeline.distance
 
