@@ -5,6 +5,7 @@ import itertools
 
 import hypothesis
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 
 from jaxlora.scheduler import (
@@ -72,6 +73,44 @@ def test_is_below_every_legal_schedule(buckets, data):
             fewest = min(fewest, used[-1] - used[0] + 1)
     assert bound.makespan <= shortest * (1 + 1e-9)
     assert bound.microbatches <= fewest
+
+
+def test_is_near_the_optimum_on_two_lanes():
+    """The optimum of enumerated instances is never below the bound, and near it."""
+    rng, ratios = np.random.default_rng(0), []
+    for shape in (((2, 1),), ((3,),), ((1,), (1,), (1,)), ((2,), (1,))) * 2:
+        num_stages = int(rng.integers(1, 3))
+        pipeline = Pipeline.one_f_one_b(num_stages)
+        token = AffineCost(base=float(rng.choice([0, 30])), per_token=1, per_square=0)
+        cost = CostModel.uniform(num_stages, forward=token, backward=token)
+        samples = [
+            s
+            for job, sizes in enumerate(shape)
+            for s in batches(*(rng.integers(1, 64, n).tolist() for n in sizes), job=job)
+        ]
+        shortest = min(
+            simulate(schedule, cost, pipeline, num_lanes=2).makespan
+            for schedule in every_schedule(samples, 2 * (2 + num_stages))
+            if not [
+                v
+                for v in violations(
+                    schedule, samples, distance=pipeline.distance, num_lanes=2
+                )
+                if "is empty" not in v
+            ]
+        )
+        bound = lower_bound(samples, LIMITS, pipeline, cost, num_lanes=2).makespan
+        assert bound <= shortest * (1 + 1e-9)
+        ratios.append(shortest / bound)
+    assert np.mean(ratios) < 1.1
+
+
+def test_large_samples_share_no_microbatch():
+    samples = batches((33, 34, 35, 10), (40,)) + batches((31, 32), job=1)
+    cost = CostModel.uniform(1, forward=PER_TOKEN, backward=PER_TOKEN)
+    assert lower_bound(samples, LIMITS, Pipeline(), cost).microbatches == 5
+    two = lower_bound(samples, LIMITS, Pipeline(), cost, num_lanes=2)
+    assert two.microbatches == 3
 
 
 def test_work_bound():
