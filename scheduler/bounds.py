@@ -1,9 +1,12 @@
 """Lower bounds on the makespan of any legal schedule."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from jaxlora.scheduler.cost import AffineCost, CostModel, StageCost
+import numpy as np
+
+from jaxlora.scheduler.cost import AffineCost, CostModel
+from jaxlora.scheduler.lanes import pooled
 from jaxlora.scheduler.simulate import check_stages
 from jaxlora.scheduler.types import Limits, Pipeline, Sample, batches_by_job
 
@@ -37,12 +40,55 @@ class Bound:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Batch:
+class _Model:
+    """What the samples run on.
+
+    A tick takes at least as long as each of its samples on one lane, and as long as all
+    of them on a lane that is as fast as all lanes together.
+    """
+
+    num_lanes: int
+    limits: Limits
+    cost: CostModel
+    all_limits: Limits
+    all_cost: CostModel
+
+    @classmethod
+    def of(cls, limits: Limits, cost: CostModel, num_lanes: int) -> "_Model":
+        return cls(num_lanes, limits, cost, *pooled(limits, cost, num_lanes))
+
+    def padded(self, num_tokens: int) -> int:
+        """Pads the tokens of one microbatch to blocks and to the smallest bucket."""
+        smallest = self.cost.buckets[0] if self.cost.buckets else 0
+        return max(self.limits.padded(num_tokens), smallest)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Group:
+    """Samples that run in some number of ticks, perhaps with others.
+
+    Attributes:
+        lengths: Lengths of the samples, in ascending order.
+        tokens: Fewest tokens of all of them, padded.
+        squares: Sum of their squared lengths.
+        fewest: Fewest ticks that hold them.
+    """
+
+    lengths: np.ndarray
     tokens: int
     squares: int
-    num_samples: int
-    longest: int
-    min_microbatches: int
+    fewest: int
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], model: _Model) -> "_Group":
+        lengths = np.sort([s.num_tokens for s in samples])
+        lanes = _fewest_microbatches(lengths, model.limits.capacity)
+        return cls(
+            lengths=lengths,
+            tokens=model.limits.padded(int(lengths.sum())),
+            squares=int((lengths**2).sum()),
+            fewest=-(-lanes // model.num_lanes),
+        )
 
 
 def lower_bound(
@@ -66,136 +112,146 @@ def lower_bound(
         ValueError: The cost model and the pipeline differ in the number of stages.
     """
     check_stages(cost, pipeline)
-    limits, cost = _pooled(limits, cost, num_lanes)
-    samples = list(samples)
+    samples, model = list(samples), _Model.of(limits, cost, num_lanes)
+    if not samples:
+        return Bound(work=0.0, chain=0.0, microbatches=0)
     jobs = [
-        [_make_batch([s.num_tokens for s in batch], limits) for batch in batches]
+        [_Group.of(batch, model) for batch in batches]
         for batches in batches_by_job(samples).values()
     ]
-    if not jobs:
-        return Bound(work=0.0, chain=0.0, microbatches=0)
-    padded = sum(limits.padded(b.tokens) for job in jobs for b in job)
-    squares = sum(b.squares for job in jobs for b in job)
-    # Two batches of the same job never share a microbatch.
-    min_microbatches = max(
-        -(-padded // limits.capacity),
-        *(sum(b.min_microbatches for b in job) for job in jobs),
+    together = _Group.of(samples, model)
+    # Two batches of the same job never share a tick.
+    tokens = sum(batch.tokens for job in jobs for batch in job)
+    fewest = max(
+        -(-tokens // model.all_limits.capacity),
+        together.fewest,
+        *(sum(batch.fewest for batch in job) for job in jobs),
     )
-    shortest = min(s.num_tokens for s in samples)
+    together = dataclasses.replace(together, tokens=tokens, fewest=fewest)
     chain = 0.0
     if pipeline.distance >= pipeline.num_stages:
-        chain = max(sum(_batch_latency(b, cost) for b in job) for job in jobs)
+        chain = max(sum(_latency(batch, model) for batch in job) for job in jobs)
     return Bound(
-        work=_work_bound(padded, squares, min_microbatches, shortest, cost),
+        work=_latency(together, model),
         chain=chain,
-        microbatches=max(min_microbatches, *(_job_slots(j, pipeline) for j in jobs)),
+        microbatches=max(fewest, *(_job_slots(job, pipeline) for job in jobs)),
     )
 
 
-def _pooled(
-    limits: Limits, cost: CostModel, num_lanes: int
-) -> tuple[Limits, CostModel]:
-    """Returns the limits and costs of one lane that is as fast as all lanes together.
+def _fewest_microbatches(lengths: np.ndarray, capacity: int) -> int:
+    """Bounds the number of microbatches that hold samples.
 
-    A tick takes at least as long as on this lane, because its slowest lane has at least
-    the mean number of tokens.
+    Samples of more than half of the capacity never share one. Other samples, from some
+    length on, only fit beside those that leave room for that length.
+
+    Args:
+        lengths: Lengths in ascending order.
+        capacity: Tokens of a microbatch.
+
+    References:
+        Martello and Toth, Lower bounds and reduction procedures for the bin packing
+        problem, 1990, bound L2.
     """
-    stages = tuple(
-        StageCost(
-            forward=_divided(stage.forward, num_lanes),
-            backward=_divided(stage.backward, num_lanes),
-        )
-        for stage in cost.stages
-    )
-    buckets = tuple(num_lanes * bucket for bucket in cost.buckets)
-    return (
-        dataclasses.replace(limits, capacity=num_lanes * limits.capacity),
-        dataclasses.replace(cost, stages=stages, buckets=buckets),
-    )
+    sums = np.concatenate([[0], lengths.cumsum()])
+    half = int(np.searchsorted(lengths, capacity // 2, "right"))
+    cuts = np.unique(np.concatenate([[1], lengths[:half]]))
+    first = np.searchsorted(lengths, cuts, "left")
+    with_room = np.searchsorted(lengths, capacity - cuts, "right")
+    room = (with_room - half) * capacity - (sums[with_room] - sums[half])
+    more = -(-(sums[half] - sums[first] - room) // capacity)
+    return len(lengths) - half + max(0, int(more.max()))
 
 
-def _divided(cost: AffineCost, num_lanes: int) -> AffineCost:
-    """Returns the cost of a pass whose tokens are divided evenly over lanes."""
-    return dataclasses.replace(
-        cost,
-        per_token=cost.per_token / num_lanes,
-        per_square=cost.per_square / num_lanes,
-    )
-
-
-def _make_batch(lengths: list[int], limits: Limits) -> _Batch:
-    return _Batch(
-        tokens=sum(lengths),
-        squares=sum(n * n for n in lengths),
-        num_samples=len(lengths),
-        longest=max(lengths),
-        min_microbatches=max(1, -(-limits.padded(sum(lengths)) // limits.capacity)),
-    )
-
-
-def _job_slots(job: list[_Batch], pipeline: Pipeline) -> int:
-    """Minimum number of positions from a job's first microbatch to its last."""
+def _job_slots(job: list[_Group], pipeline: Pipeline) -> int:
+    """Minimum number of positions from a job's first tick to its last."""
     gaps = (len(job) - 1) * (pipeline.distance - 1)
-    return sum(b.min_microbatches for b in job) + gaps
+    return sum(batch.fewest for batch in job) + gaps
 
 
-def _work_bound(
-    padded: int, squares: int, num_microbatches: int, shortest: int, cost: CostModel
-) -> float:
-    bound, travel, smallest = 0.0, 0.0, _min_bucket(cost)
-    tokens = max(padded, num_microbatches * smallest)
-    for stage in cost.stages:
-        step = stage.forward + stage.backward
-        fixed = (num_microbatches - 1) * step.base
-        bound = max(bound, travel + step(tokens, squares) + fixed)
-        # The stages before this one delay its first pass and follow its last one.
-        travel += step(max(shortest, smallest), shortest**2) + 2 * cost.communication
+def _latency(group: _Group, model: _Model) -> float:
+    """Bounds the time from the first forward to the last backward pass of samples.
+
+    It is the minimum over all numbers of ticks that the samples may be split into. More
+    ticks overlap better, but each of them has a fixed cost. Other samples in the same
+    ticks only add time, so they are ignored.
+    """
+    best = float("inf")
+    if group.fewest == 1:
+        best = _one_tick(group, model)
+    num = np.arange(max(2, group.fewest), len(group.lengths) + 1)
+    if len(num):
+        several = np.maximum(_busiest(group, model, num), _paths(group, model, num))
+        best = min(best, float(several.min()))
+    return best
+
+
+def _one_tick(group: _Group, model: _Model) -> float:
+    longest = int(group.lengths[-1])
+    tokens = max(group.tokens, model.num_lanes * model.padded(1))
+    out = 2 * (model.cost.num_stages - 1) * model.cost.communication
+    for one, every in zip(model.cost.stages, model.all_cost.stages, strict=True):
+        step, all_step = one.forward + one.backward, every.forward + every.backward
+        out += max(
+            step(model.padded(longest), longest**2), all_step(tokens, group.squares)
+        )
+    return out
+
+
+def _busiest(group: _Group, model: _Model, num: np.ndarray) -> np.ndarray:
+    """Bounds the time by the work of each stage, with `num` ticks.
+
+    The first tick arrives through the stages before it, and the last one, which is
+    another one, returns through them.
+    """
+    shortest, second = (int(n) for n in group.lengths[:2])
+    smallest = model.padded(1)
+    tokens = np.maximum(group.tokens, num * model.num_lanes * smallest)
+    # What the first and the last tick hold at least, as the others may be full.
+    ends = group.tokens - (num - 2) * model.all_limits.capacity
+    # Of the samples that share no microbatch, only as many as lanes share a tick.
+    large = group.lengths[group.lengths > model.limits.capacity // 2][::-1]
+    large = large[:: model.num_lanes]
+    bound, travel = np.zeros(len(num)), np.zeros(len(num))
+    for one, every in zip(model.cost.stages, model.all_cost.stages, strict=True):
+        step, all_step = one.forward + one.backward, every.forward + every.backward
+        work = all_step(tokens, group.squares) + (num - 1) * all_step.base
+        others = (num - len(large)) * step(model.padded(shortest), shortest**2)
+        alone = sum(step(model.padded(int(n)), int(n) ** 2) for n in large)
+        bound = np.maximum(bound, travel + np.maximum(work, others + alone))
+        pair = min(
+            one.forward(model.padded(a), a * a) + one.backward(model.padded(b), b * b)
+            for a, b in ((shortest, second), (second, shortest))
+        )
+        per_token = min(every.forward.per_token, every.backward.per_token)
+        travel = travel + 2 * model.cost.communication
+        travel = travel + np.maximum(pair, step.base + per_token * ends)
     return bound
 
 
-def _min_bucket(cost: CostModel) -> int:
-    """Tokens to which every microbatch is padded at least."""
-    return cost.buckets[0] if cost.buckets else 0
+def _paths(group: _Group, model: _Model, num: np.ndarray) -> np.ndarray:
+    """Bounds the time by two paths through the pipeline, with `num` ticks.
 
-
-def _batch_latency(batch: _Batch, cost: CostModel) -> float:
-    """Bounds the time from a batch's first forward to its last backward on stage 0.
-
-    It is the minimum over all numbers of microbatches that the batch may be split into.
-    More microbatches overlap better, but each of them has a fixed cost. Samples of
-    other jobs in the same microbatches only add time, so they are ignored.
+    One follows the tick with the most tokens, the other one the longest sample. While
+    that tick travels, stage 0 also runs the forward passes of the earlier ticks and the
+    backward passes of the later ones.
     """
-    bucket = _min_bucket(cost)
-    all_stages = sum((s.forward + s.backward for s in cost.stages), start=_ZERO)
-    hops = 2 * (cost.num_stages - 1) * cost.communication
-    first = cost.stages[0]
-    # While one microbatch travels, stage 0 also runs the forward passes of the earlier
-    # ones and the backward passes of the later ones.
+    lanes, longest = model.num_lanes, int(group.lengths[-1])
+    hops = 2 * (model.cost.num_stages - 1) * model.cost.communication
+    first = model.all_cost.stages[0]
     one_pass = _minimum(first.forward, first.backward)
-    best = float("inf")
-    if batch.min_microbatches == 1:
-        best = all_stages(max(batch.tokens, bucket), batch.squares) + hops
-    for num in range(max(2, batch.min_microbatches), batch.num_samples + 1):
-        tokens = max(-(-batch.tokens // num), batch.longest)
-        other_buckets = (num - 1) * bucket
-        # One bound follows the microbatch with the most tokens.
-        largest = all_stages(max(tokens, bucket), 0) + one_pass(
-            max(batch.tokens - tokens, other_buckets), batch.squares
-        )
-        # Another one follows the microbatch with the longest sample.
-        square = batch.longest**2
-        longest = all_stages(max(batch.longest, bucket), square) + one_pass(
-            max(batch.tokens - batch.longest, other_buckets), batch.squares - square
-        )
-        travel = max(largest, longest) + (num - 2) * one_pass.base + hops
-        # A third one is the work of the busiest stage.
-        busiest = max(
-            (s.forward + s.backward)(max(batch.tokens, num * bucket), batch.squares)
-            + (num - 1) * (s.forward + s.backward).base
-            for s in cost.stages
-        )
-        best = min(best, max(travel, busiest))
-    return best
+    other_buckets = (num - 1) * lanes * model.padded(1)
+    most = np.maximum(-(-group.tokens // num), lanes * model.padded(1))
+    every = sum((s.forward + s.backward for s in model.all_cost.stages), start=_ZERO)
+    with_most = every(most, 0) + one_pass(
+        np.maximum(group.tokens - most, other_buckets), group.squares
+    )
+    held = lanes * model.padded(longest)
+    alone = sum((s.forward + s.backward for s in model.cost.stages), start=_ZERO)
+    with_longest = alone(model.padded(longest), longest**2) + one_pass(
+        np.maximum(group.tokens - held, other_buckets),
+        max(0, group.squares - lanes * longest**2),
+    )
+    return np.maximum(with_most, with_longest) + (num - 2) * one_pass.base + hops
 
 
 _ZERO = AffineCost(base=0.0, per_token=0.0, per_square=0.0)

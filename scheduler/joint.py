@@ -1,9 +1,11 @@
 """The default packer, which plans all jobs and several global batches together."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 from jaxlora.scheduler.cost import CostModel
 from jaxlora.scheduler.planner import DEFAULT_EFFORT, Effort, JobBatches, Planner
+from jaxlora.scheduler.simulate import simulate
 from jaxlora.scheduler.types import (
     Limits,
     Microbatch,
@@ -24,6 +26,9 @@ __all__ = [
     "stream",
 ]
 
+# Samples of a plan that is compared with one without polishing.
+_MAX_COMPARED = 8192
+
 
 def pack(
     samples: Sequence[Sample],
@@ -33,6 +38,10 @@ def pack(
     effort: Effort = DEFAULT_EFFORT,
 ) -> Schedule:
     """Packs any number of global batches of any number of jobs.
+
+    Polishing sees a window and its neighbors, so it may prolong the rest of a plan. If
+    there are not too many samples, a plan without polishing is made as well, and the
+    shorter one is returned.
 
     Args:
         samples: The samples, in any order. The batches of a job may differ in size, and
@@ -47,9 +56,17 @@ def pack(
             pipeline differ in the number of stages.
     """
     check_fits(samples, limits)
-    windows = stream(job_batches(samples), limits, pipeline, cost, effort)
-    microbatches = tuple(m for window in windows for m in window)
-    return Schedule(microbatches=microbatches, limits=limits)
+    jobs, efforts = job_batches(samples), [effort]
+    if effort.polish_rounds and len(samples) <= _MAX_COMPARED:
+        efforts.append(dataclasses.replace(effort, polish_rounds=0))
+    schedules = []
+    for tried in efforts:
+        windows = stream(jobs, limits, pipeline, cost, tried)
+        microbatches = tuple(m for window in windows for m in window)
+        schedules.append(Schedule(microbatches=microbatches, limits=limits))
+    if len(schedules) == 1 or schedules[0] == schedules[1]:
+        return schedules[0]
+    return min(schedules, key=lambda s: simulate(s, cost, pipeline).makespan)
 
 
 def job_batches(samples: Sequence[Sample]) -> list[JobBatches]:
@@ -71,7 +88,7 @@ def stream(
     cost: CostModel,
     effort: Effort = DEFAULT_EFFORT,
 ) -> Iterator[list[Microbatch]]:
-    """Yields the microbatches of `pack` window by window, and reads batches as needed.
+    """Yields microbatches window by window, and reads batches as needed.
 
     Args:
         jobs: The batches of each job.

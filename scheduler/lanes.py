@@ -8,7 +8,8 @@ same number on all ranks are a tick here.
 import dataclasses
 from collections.abc import Sequence
 
-from jaxlora.scheduler.types import Microbatch, Pipeline
+from jaxlora.scheduler.cost import AffineCost, CostModel, StageCost
+from jaxlora.scheduler.types import Limits, Microbatch, Pipeline
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,3 +97,32 @@ def ticks_of(microbatches: Sequence[Microbatch], num_lanes: int) -> list[Tick]:
         tuple(microbatches[first : first + num_lanes])
         for first in range(0, len(microbatches), num_lanes)
     ]
+
+
+def pooled(limits: Limits, cost: CostModel, num_lanes: int) -> tuple[Limits, CostModel]:
+    """Returns the limits and costs of one lane that is as fast as all lanes together.
+
+    A tick takes at least as long as on this lane, because its slowest lane has at least
+    the mean number of tokens.
+    """
+    stages = tuple(
+        StageCost(
+            forward=_divided(stage.forward, num_lanes),
+            backward=_divided(stage.backward, num_lanes),
+        )
+        for stage in cost.stages
+    )
+    buckets = tuple(num_lanes * bucket for bucket in cost.buckets)
+    return (
+        dataclasses.replace(limits, capacity=num_lanes * limits.capacity),
+        dataclasses.replace(cost, stages=stages, buckets=buckets),
+    )
+
+
+def _divided(cost: AffineCost, num_lanes: int) -> AffineCost:
+    """Returns the cost of a pass whose tokens are divided evenly over lanes."""
+    return dataclasses.replace(
+        cost,
+        per_token=cost.per_token / num_lanes,
+        per_square=cost.per_square / num_lanes,
+    )

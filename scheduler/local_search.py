@@ -3,7 +3,7 @@
 import heapq
 
 from jaxlora.scheduler.cost import CostModel
-from jaxlora.scheduler.fill import Item
+from jaxlora.scheduler.cursor import Item
 from jaxlora.scheduler.types import Limits, Pipeline
 
 # A slot trades with this many slots on either side.
@@ -96,12 +96,6 @@ class LocalSearch:
                             has_improved = True
                             break
         return self.slots
-
-    def last_before(self, job: int, batch: int) -> int | None:
-        """Returns the last slot of the job's batches before `batch`, or None."""
-        places = self.places.get(job, {})
-        earlier = [number for number in places if number < batch]
-        return max(places[max(earlier)]) if earlier else None
 
     def _neighbors(self, i: int) -> list[int]:
         near = range(max(0, i - _REACH), min(len(self.slots), i + _REACH + 1))

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from jaxlora.scheduler import greedy, joint, lorafusion
+from jaxlora.scheduler import greedy, joint, lorafusion, mlora
+from jaxlora.scheduler.bounds import lower_bound
 from jaxlora.scheduler.cost import CostModel
 from jaxlora.scheduler.plan import Packer
-from jaxlora.scheduler.simulate import window_sum
+from jaxlora.scheduler.simulate import simulate
 from jaxlora.scheduler.spacing import with_no_ops
 from jaxlora.scheduler.types import (
     Limits,
@@ -18,6 +19,11 @@ from jaxlora.scheduler.types import (
 )
 
 PackerName = Literal["joint", "greedy", "lorafusion"]
+
+# Other orders are only tried if joint packing exceeds the bound by more than this, and
+# only among few jobs.
+_SMALL_GAP = 0.01
+_FEW_JOBS = 64
 
 
 def get_packer(name: PackerName) -> Packer:
@@ -51,15 +57,22 @@ def by_rounds(
 def _joint(
     samples: Sequence[Sample], limits: Limits, pipeline: Pipeline, cost: CostModel
 ) -> Schedule:
-    """Packs jointly and by rounds, and returns the schedule with the shorter time.
+    """Packs jointly, and in other orders if the bound leaves room and jobs are few.
 
-    Packing by rounds is occasionally better if there are few jobs.
+    Packing by rounds, and mLoRA's order if batches are tiny, are occasionally better.
     """
+    schedule = joint.pack(samples, limits, pipeline, cost)
+    makespan = simulate(schedule, cost, pipeline).makespan
+    bound = lower_bound(samples, limits, pipeline, cost)
+    num_jobs = len({s.owner for s in samples})
+    if bound.gap(makespan) <= _SMALL_GAP or num_jobs > _FEW_JOBS:
+        return schedule
     candidates = (
-        joint.pack(samples, limits, pipeline, cost),
+        schedule,
         by_rounds(samples, limits, pipeline, cost),
+        mlora.pack(samples, limits, pipeline),
     )
-    return min(candidates, key=lambda schedule: window_sum(schedule, cost))
+    return min(candidates, key=lambda s: simulate(s, cost, pipeline).makespan)
 
 
 def _lorafusion(

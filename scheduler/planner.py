@@ -6,61 +6,27 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from jaxlora.scheduler.cost import CostModel
-from jaxlora.scheduler.fill import (
-    BatchCursor,
-    BatchSource,
-    Item,
-    WorkModel,
-    fill_slot,
-)
-from jaxlora.scheduler.local_search import LocalSearch
-from jaxlora.scheduler.simulate import check_stages, slowest_per_cycle
+from jaxlora.scheduler.cursor import BatchCursor, BatchSource, Item, WorkModel
+from jaxlora.scheduler.job_queue import JobQueue
+from jaxlora.scheduler.simulate import check_stages
 from jaxlora.scheduler.types import Limits, Microbatch, Pipeline, Sample
+from jaxlora.scheduler.window import (
+    DEFAULT_EFFORT,
+    Effort,
+    State,
+    Window,
+    WindowFiller,
+)
 
 # While the best target stays the same, other targets are tried again after this many
 # windows.
 _RETRY_INTERVAL = 4
-
-_FILL_TARGETS = (
-    1.06, 1.03, 1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2,
-)  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Effort:
-    """The effort that planning may take.
-
-    The limits are counts, not times, so the same input always gets the same plan.
-
-    Attributes:
-        committed: Work that a window adds to the plan, in full microbatches.
-        lookahead: Additional work that is planned to judge the window, in full
-            microbatches.
-        fill_targets: Work to which microbatches are filled, as fractions of the
-            capacity. Squared lengths count as additional work, so the work of a full
-            microbatch may exceed 1. With buckets, the bucket sizes are used instead.
-        trades_per_slot: Number of trades per slot that local search may try.
-    """
-
-    committed: int = 24
-    lookahead: int = 32
-    fill_targets: tuple[float, ...] = _FILL_TARGETS
-    trades_per_slot: int = 12
-
-    def __post_init__(self):
-        if self.committed < 1 or self.lookahead < 0:
-            raise ValueError(
-                f"committed={self.committed} must be positive and "
-                f"lookahead={self.lookahead} must not be negative."
-            )
-        if not self.fill_targets or min(self.fill_targets) <= 0:
-            raise ValueError(
-                f"fill_targets={self.fill_targets} must be positive, and at least one "
-                "is needed."
-            )
-
-
-DEFAULT_EFFORT = Effort()
+# With many jobs, one more or less hardly changes the best target. The same number of
+# jobs counts as another window before other targets are tried again.
+_MANY_JOBS = 16
+_MAX_INTERVAL = 16
+# A plan of a single window polishes the fillings with this many targets.
+_NUM_POLISHED = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,63 +51,20 @@ class JobBatches:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Hint:
-    """The last window's fill target, which the next window tries first.
+    """What a window has found, which says what the next one tries first.
 
-    It only saves time, but it decides which targets are tried. So a plan that shall be
+    It saves time. It also decides which targets are tried, so a plan that shall be
     repeated needs the same hints.
 
     Attributes:
-        target: Index of the target; None: there was no window before.
-        num_windows: For how many further windows it was the same.
-        num_jobs: Number of jobs in the window.
+        target: Index of the best fill target; None: there was no window before.
+        num_fixed: For how many further windows no other target is tried.
+        num_jobs: Number of jobs when all targets were tried.
     """
 
     target: int | None = None
-    num_windows: int = 0
+    num_fixed: int = 0
     num_jobs: int = 0
-
-
-# A filled slot: (items, tokens padded to the bucket, sum of squared lengths).
-Slot = tuple[Sequence[Item], int, int]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _State:
-    """The state of planning between two slots.
-
-    Attributes:
-        jobs: Progress of each job.
-        slot: Number of the next slot.
-        before: The last slots, which still share the pipeline with the next one.
-    """
-
-    jobs: list[BatchCursor]
-    slot: int
-    before: list[Slot]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Window:
-    """A plan for the next slots.
-
-    Attributes:
-        slots: The slots, including those that are only planned as lookahead.
-        num_committed: Number of slots that become part of the plan.
-        after: State after the committed slots.
-        work: Total work after each slot.
-        time: Total time after each slot. If no work is left, the last entry includes
-            the time in which the pipeline drains.
-    """
-
-    slots: list[Slot]
-    num_committed: int
-    after: _State
-    work: np.ndarray
-    time: np.ndarray
-
-    @property
-    def committed(self) -> list[Slot]:
-        return self.slots[: self.num_committed]
 
 
 class Planner:
@@ -152,6 +75,9 @@ class Planner:
     wins, where time is the sum over all cycles of the slowest microbatch in the
     pipeline (`simulate.window_sum`). Local search then balances the first slots, which
     are committed. The other slots are planned again as part of the next window.
+
+    Attributes:
+        hint: What the last window has found.
     """
 
     def __init__(
@@ -186,8 +112,11 @@ class Planner:
         self.effort = effort
         self._work = WorkModel.from_cost(cost)
         self._targets = _work_targets(limits, cost, effort.fill_targets)
-        slots = [self._slot([self._work.item(s) for s in m]) for m in before]
-        self._state = _State(jobs=[], slot=first_slot, before=slots or [((), 0, 0)])
+        self._filler = WindowFiller(limits, pipeline, cost, effort)
+        slots = [self._filler.slot([self._work.item(s) for s in m]) for m in before]
+        self._state = State(
+            jobs=JobQueue(), slot=first_slot, before=slots or [((), 0, 0)]
+        )
         self.hint = Hint() if hint is None else hint
 
     def add(self, job: JobBatches) -> None:
@@ -199,7 +128,7 @@ class Planner:
         slots = job.batch_tokens / self.limits.capacity + self.pipeline.distance - 1
         slots = max(1.0, slots)  # two batches of a job never share a slot
         source = BatchSource(job.batches, self._work, self.limits)
-        new = BatchCursor(
+        new = BatchCursor.at_start(
             source,
             num_batches=job.num_batches,
             slots_per_batch=slots,
@@ -208,9 +137,9 @@ class Planner:
         )
         if source.job is None:
             return  # it has no batches
-        if any(x.source.job == source.job for x in self._state.jobs):
+        if source.job in self._state.jobs.index_of:
             raise ValueError(f"job {source.job} was already added. Add each job once.")
-        self._state.jobs.append(new)
+        self._state.jobs.add(new)
 
     def pause(self, job: int) -> None:
         """Pauses a job after its current batch.
@@ -220,7 +149,7 @@ class Planner:
         Raises:
             ValueError: The job was not added.
         """
-        self._progress(job).is_paused = True
+        self._state.jobs.replace(self._known(job), is_paused=True)
 
     def resume(self, job: int) -> None:
         """Resumes a paused job at its next batch.
@@ -228,7 +157,7 @@ class Planner:
         Raises:
             ValueError: The job was not added.
         """
-        self._progress(job).is_paused = False
+        self._state.jobs.replace(self._known(job), is_paused=False)
 
     def next_window(self) -> list[Microbatch]:
         """Plans the next microbatches; the list is empty if no job has samples to run.
@@ -237,38 +166,57 @@ class Planner:
             ValueError: A batch that was read is invalid, for example because a sample
                 is longer than the capacity.
         """
-        if not any(x.can_run for x in self._state.jobs):
+        if not self._state.jobs:
             return []
         plan = self._plan_window(self._state)
         self._state = plan.after
-        for x in self._state.jobs:
+        for _, x in self._state.jobs.changed():
             x.source.forget_before(x.number)
+        self._state.jobs.settle()
         return [_microbatch(s[0]) for s in plan.committed]
 
-    def _progress(self, job: int) -> BatchCursor:
-        for x in self._state.jobs:
-            if x.source.job == job:
-                return x
-        known = [x.source.job for x in self._state.jobs]
-        raise ValueError(f"job {job} was not added. The jobs are {known}.")
+    def _known(self, job: int) -> int:
+        """Returns the index of a job that was added."""
+        index_of = self._state.jobs.index_of
+        if job not in index_of:
+            raise ValueError(f"job {job} was not added. The jobs are {list(index_of)}.")
+        return index_of[job]
 
-    def _plan_window(self, state: _State) -> _Window:
+    def _plan_window(self, state: State) -> Window:
         """Returns the best of the plans with different targets."""
-        num_jobs = sum(x.can_run for x in state.jobs)
-        candidates = self._candidates(num_jobs)
-        lookahead = self.effort.lookahead if len(candidates) > 1 else 0
-        plans = {i: self._fill(state, self._targets[i], lookahead) for i in candidates}
-        best = _fastest(plans)
-        if (
-            len(candidates) > 3
-        ):  # a coarse grid, which is refined around its best target
-            for i in self._around(best):
-                if i not in plans:
-                    plans[i] = self._fill(state, self._targets[i], lookahead)
-            best = _fastest(plans)
-        num_windows = self.hint.num_windows + 1 if best == self.hint.target else 0
-        self.hint = Hint(target=best, num_windows=num_windows, num_jobs=num_jobs)
-        return self._improve(state, plans[best])
+        filler, jobs = self._filler, state.jobs
+        if filler.runs_alone(jobs) is not None:
+            return filler.polish(state, filler.fill(state, self._targets[0], 0))
+        candidates, hint = self._candidates(len(jobs)), self.hint
+        is_fixed = len(candidates) == 1
+        lookahead = filler.context if is_fixed else self.effort.lookahead
+        fill = lambda i: filler.fill(state, self._targets[i], lookahead)
+        plans = {i: fill(i) for i in candidates}
+        ranked = _by_speed(plans)
+        if len(candidates) > 3:  # a coarse grid, refined around its best target
+            plans |= {i: fill(i) for i in self._around(ranked[0]) if i not in plans}
+            ranked = _by_speed(plans)
+        num_fixed = hint.num_fixed - 1
+        if not is_fixed:
+            interval = _RETRY_INTERVAL if ranked[0] == hint.target else 1
+            interval = max(interval, len(jobs) // _MANY_JOBS)
+            num_fixed = min(interval, _MAX_INTERVAL) - 1
+        is_new = self._is_other_number(len(jobs))
+        self.hint = Hint(
+            target=ranked[0],
+            num_fixed=num_fixed,
+            num_jobs=len(jobs) if is_new else hint.num_jobs,
+        )
+        is_whole = state.slot == 0 and not plans[ranked[0]].after.jobs
+        improved = [
+            filler.improve(state, plans[i])
+            for i in ranked[: _NUM_POLISHED if is_whole else 1]
+        ]
+        polished = [filler.polish(state, plan) for plan in improved]
+        if not is_whole:
+            return polished[0]
+        # The makespan of a window that is the whole plan is known.
+        return min([*polished, improved[0]], key=filler.makespan)
 
     def _candidates(self, num_jobs: int) -> Sequence[int]:
         """Returns the indices of the targets that a window tries first.
@@ -278,99 +226,25 @@ class Planner:
         target, and once it is stable, only at intervals.
         """
         best = self.hint.target
-        if best is None or num_jobs != self.hint.num_jobs:
+        if best is None or self._is_other_number(num_jobs):
             return range(len(self._targets))[::2]
-        if self.hint.num_windows % _RETRY_INTERVAL:
-            return [best]
-        return self._around(best)
+        return [best] if self.hint.num_fixed else self._around(best)
+
+    def _is_other_number(self, num_jobs: int) -> bool:
+        """Whether all targets are tried, as there are more or fewer jobs than then."""
+        if self.hint.target is None:
+            return True
+        return abs(num_jobs - self.hint.num_jobs) > num_jobs // _MANY_JOBS
 
     def _around(self, best: int) -> Sequence[int]:
         return range(len(self._targets))[max(0, best - 1) : best + 2]
 
-    def _improve(self, state: _State, plan: _Window) -> _Window:
-        """Improves the committed slots of a plan by local search."""
-        if not self.effort.trades_per_slot:
-            return plan
-        num, num_after = plan.num_committed, self.pipeline.num_stages - 1
-        search = LocalSearch(
-            [list(s[0]) for s in plan.committed],
-            {x.job: x.ready - state.slot for x in state.jobs if x.items},
-            self.limits,
-            self.pipeline,
-            self.cost,
-            before=[list(s[0]) for s in state.before],
-            after=[list(s[0]) for s in plan.slots[num : num + num_after]],
-        )
-        found = search.run(self.effort.trades_per_slot * num)
-        slots = [self._slot(items) for items in found]
-        for x in plan.after.jobs:
-            last = search.last_before(x.job, x.batch) if x.items else None
-            if last is not None:
-                x.ready = state.slot + last + self.pipeline.distance
-        after = dataclasses.replace(
-            plan.after, before=self._in_pipeline(state.before + slots)
-        )
-        return dataclasses.replace(plan, slots=slots + plan.slots[num:], after=after)
 
-    def _in_pipeline(self, slots: list[Slot]) -> list[Slot]:
-        return slots[-self.pipeline.num_stages :]
-
-    def _fill(self, state: _State, target: int, lookahead: int) -> _Window:
-        limits, distance = self.limits, self.pipeline.distance
-        jobs = [x.copy() for x in state.jobs]
-        committed = self.effort.committed * limits.capacity
-        stop = committed + lookahead * limits.capacity
-        slots: list[Slot] = []
-        work, done = [], 0
-        after = None
-        while done < stop and any(x.can_run for x in jobs):
-            if after is None and done >= committed:
-                after = len(slots), [x.copy() for x in jobs]
-            items = fill_slot(jobs, state.slot + len(slots), target, limits, distance)
-            slots.append(self._slot(items))
-            done += sum(i[0] for i in items)
-            work.append(done)
-        is_done = not any(x.can_run for x in jobs)
-        if after is None or is_done:
-            after = len(slots), jobs
-        num, jobs_after = after
-        before = self._in_pipeline(state.before + slots[:num])
-        return _Window(
-            slots=slots,
-            num_committed=num,
-            after=_State(jobs_after, state.slot + num, before),
-            work=np.array(work),
-            time=self._times(state.before, slots, is_done),
-        )
-
-    def _slot(self, items: list[Item]) -> Slot:
-        tokens: dict[int, int] = {}
-        for _, n, sample in items:
-            tokens[sample.owner] = tokens.get(sample.owner, 0) + n
-        padded = sum(map(self.limits.padded, tokens.values()))
-        bucket_tokens = self.cost.bucket_tokens(padded)
-        return items, bucket_tokens, sum(n * n for _, n, _ in items)
-
-    def _times(
-        self, before: list[Slot], slots: list[Slot], is_done: bool
-    ) -> np.ndarray:
-        """Returns the total time after each slot; see `_Window.time`."""
-        in_order = before + slots
-        tokens = np.array([s[1] for s in in_order], float)
-        squares = np.array([s[2] for s in in_order], float)
-        is_real = np.array([bool(s[0]) for s in in_order], float)
-        forward, backward = self.cost.times(tokens, squares, is_real)
-        cycles = slowest_per_cycle(forward + backward)
-        time = cycles[len(before) : len(in_order)].cumsum()
-        if is_done:
-            time[-1] += cycles[len(in_order) :].sum()
-        return time
-
-
-def _fastest(plans: dict[int, _Window]) -> int:
-    """Returns the index of the plan that is the first to finish their common work."""
+def _by_speed(plans: dict[int, Window]) -> list[int]:
+    """Returns the indices of plans; the first to finish their common work leads."""
     common = min(p.work[-1] for p in plans.values())
-    return min(plans, key=lambda i: np.interp(common, plans[i].work, plans[i].time))
+    time = lambda i: float(np.interp(common, plans[i].work, plans[i].time))
+    return sorted(plans, key=time)
 
 
 def _work_targets(

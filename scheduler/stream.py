@@ -10,7 +10,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jaxlora.scheduler.cost import CostModel
-from jaxlora.scheduler.fill import BatchCursor, BatchSource, WorkModel, fill_slot
+from jaxlora.scheduler.cursor import BatchCursor, BatchSource, WorkModel
+from jaxlora.scheduler.fill import fill_slot
+from jaxlora.scheduler.job_queue import JobQueue
 from jaxlora.scheduler.lanes import Lanes, Tick, ticks_of
 from jaxlora.scheduler.packers import PackerName
 from jaxlora.scheduler.planner import Hint, JobBatches, Planner
@@ -195,7 +197,7 @@ def _plan_lanes(
         rules.lanes.pipeline,
         rules.cost,
         first_slot=state.tick,
-        before=[microbatch for (microbatch,) in state.before],
+        before=[_of_nobody(microbatch) for (microbatch,) in state.before],
         hint=hint,
     )
     for position in state.positions:
@@ -207,20 +209,20 @@ def _fill_lanes(state: StreamState, lengths: Lengths, rules: Rules) -> tuple[Tic
     """Fills one tick after the other, lane by lane."""
     limits, num_lanes = rules.limits, rules.lanes.num_lanes
     distance, work = rules.lanes.pipeline.distance, WorkModel.from_cost(rules.cost)
-    jobs = []
+    jobs = JobQueue()
     for position in state.positions:
         job = _job_batches(position, lengths)
         tick_tokens = num_lanes * limits.capacity
-        cursor = BatchCursor(
+        cursor = BatchCursor.at_start(
             BatchSource(job.batches, work, limits),
             num_batches=job.num_batches,
             slots_per_batch=ticks_per_batch(job.batch_tokens, tick_tokens, distance),
             is_started=job.is_started,
             ready=job.ready,
         )
-        jobs.append(cursor)
+        jobs.add(cursor)
     ticks: list[list[Microbatch]] = []
-    while len(ticks) < _TICKS_OF_LANES and any(job.can_run for job in jobs):
+    while jobs and len(ticks) < _TICKS_OF_LANES:
         tick = state.tick + len(ticks)
         lanes = [
             fill_slot(jobs, tick, limits.capacity, limits, distance)
@@ -283,6 +285,14 @@ def _batches(
             for i in (range(len(tokens)) if left is None else left)
         ]
         left = None
+
+
+def _of_nobody(microbatch: Microbatch) -> Microbatch:
+    """Gives samples to owners without a job, as their slots may have other jobs now.
+
+    Jobs keep their distance from them by `Position.ready`.
+    """
+    return tuple(dataclasses.replace(s, owner=-1 - s.owner) for s in microbatch)
 
 
 def _microbatch(samples: Iterable[Sample]) -> Microbatch:

@@ -5,6 +5,7 @@ import itertools
 
 import hypothesis
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 
 from jaxlora.scheduler import (
@@ -74,12 +75,51 @@ def test_is_below_every_legal_schedule(buckets, data):
     assert bound.microbatches <= fewest
 
 
+def test_is_near_the_optimum_on_two_lanes():
+    """The optimum of enumerated instances is never below the bound, and near it."""
+    rng, ratios = np.random.default_rng(0), []
+    for shape in (((2, 1),), ((3,),), ((1,), (1,), (1,)), ((2,), (1,))) * 2:
+        num_stages = int(rng.integers(1, 3))
+        pipeline = Pipeline.one_f_one_b(num_stages)
+        token = AffineCost(base=float(rng.choice([0, 30])), per_token=1, per_square=0)
+        cost = CostModel.uniform(num_stages, forward=token, backward=token)
+        samples = [
+            s
+            for job, sizes in enumerate(shape)
+            for s in batches(*(rng.integers(1, 64, n).tolist() for n in sizes), job=job)
+        ]
+        shortest = min(
+            simulate(schedule, cost, pipeline, num_lanes=2).makespan
+            for schedule in every_schedule(samples, 2 * (2 + num_stages))
+            if not [
+                v
+                for v in violations(
+                    schedule, samples, distance=pipeline.distance, num_lanes=2
+                )
+                if "is empty" not in v
+            ]
+        )
+        bound = lower_bound(samples, LIMITS, pipeline, cost, num_lanes=2).makespan
+        assert bound <= shortest * (1 + 1e-9)
+        ratios.append(shortest / bound)
+    assert np.mean(ratios) < 1.1
+
+
+def test_large_samples_share_no_microbatch():
+    samples = batches((33, 34, 35, 10), (40,)) + batches((31, 32), job=1)
+    cost = CostModel.uniform(1, forward=PER_TOKEN, backward=PER_TOKEN)
+    assert lower_bound(samples, LIMITS, Pipeline(), cost).microbatches == 5
+    two = lower_bound(samples, LIMITS, Pipeline(), cost, num_lanes=2)
+    assert two.microbatches == 3
+
+
 def test_work_bound():
-    """The last stage runs five full microbatches after the shortest one arrives."""
+    """Five samples share no microbatch, and short ones come first and last."""
     samples = [s for job in range(5) for s in batches((60, 4), job=job)]
     cost = CostModel.uniform(3, forward=PER_TOKEN, backward=PER_TOKEN, communication=3)
     bound = lower_bound(samples, LIMITS, Pipeline.one_f_one_b(3), cost)
-    assert bound.work == 5 * 2 * (10 + 64) + 2 * (2 * (10 + 4) + 2 * 3)
+    work = 5 * 2 * (10 + 64) + 2 * 2 * (10 + 16)
+    assert bound.work == work + 2 * (2 * (10 + 16) + 2 * 3)
     assert bound.microbatches == 5
 
 
@@ -97,11 +137,11 @@ def test_chain_bound_is_reached_by_single_samples():
     cost = CostModel.uniform(4, forward=PER_TOKEN, backward=PER_TOKEN)
     pipeline = Pipeline.one_f_one_b(4)
     bound = lower_bound(samples, LIMITS, pipeline, cost)
-    assert bound.chain == 4 * 2 * (30 + 50 + 30 + 64)
+    # The samples are padded to 64, 32 and 64 tokens.
+    assert bound.chain == 4 * 2 * (30 + 64 + 32 + 64)
     apart = tuple(m for s in samples for m in ((s,), (), (), ()))[:-3]
     schedule = Schedule(microbatches=apart, limits=LIMITS)
-    # The samples are padded to 64, 32 and 64 tokens.
-    assert simulate(schedule, cost, pipeline).makespan == 4 * 2 * (30 + 64 + 32 + 64)
+    assert simulate(schedule, cost, pipeline).makespan == bound.makespan
     assert bound.microbatches == 9
 
 

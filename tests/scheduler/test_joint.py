@@ -28,7 +28,7 @@ COST = CostModel.uniform(4, forward=FORWARD, backward=BACKWARD)
 PIPELINE = Pipeline.one_f_one_b(4)
 
 
-@hypothesis.settings(deadline=None)
+@hypothesis.settings(max_examples=20, deadline=None)
 @hypothesis.given(samples=job_mixes(), pipeline=pipelines(), data=st.data())
 def test_keeps_every_rule(samples, pipeline, data):
     cost = data.draw(costs(pipeline.num_stages))
@@ -42,7 +42,7 @@ def test_keeps_every_rule(samples, pipeline, data):
     assert bound.microbatches <= len(schedule.microbatches)
 
 
-@hypothesis.settings(deadline=None)
+@hypothesis.settings(max_examples=20, deadline=None)
 @hypothesis.given(samples=job_mixes(max_batches=12), pipeline=pipelines())
 def test_keeps_every_rule_across_windows(samples, pipeline):
     """The windows are so small that most batches extend over several of them."""
@@ -52,7 +52,7 @@ def test_keeps_every_rule_across_windows(samples, pipeline):
     assert violations(schedule, samples, distance=pipeline.distance) == []
 
 
-@hypothesis.settings(deadline=None)
+@hypothesis.settings(max_examples=20, deadline=None)
 @hypothesis.given(samples=job_mixes(), pipeline=pipelines())
 def test_fills_buckets(samples, pipeline):
     cost = CostModel.uniform(
@@ -65,7 +65,7 @@ def test_fills_buckets(samples, pipeline):
 @pytest.mark.parametrize("num_jobs", [1, 2, 3, 4, 8])
 def test_bubbles_stay_small(num_jobs):
     """Jobs with a global batch of 16 run on four stages with 6144 tokens."""
-    max_bubble = {1: 0.38, 2: 0.08, 3: 0.035, 4: 0.030, 8: 0.024}[num_jobs]
+    max_bubble = {1: 0.24, 2: 0.06, 3: 0.03, 4: 0.025, 8: 0.02}[num_jobs]
     limits = Limits(capacity=6144, block_tokens=64)
     samples = jobs(["mix"] * num_jobs, num_samples=320, batch_size=16)
     schedule = joint.pack(samples, limits, PIPELINE, COST)
@@ -210,7 +210,8 @@ def samples_of(sources):
 
 def test_jobs_join_and_pause_between_windows():
     """Job 1 joins late; job 0 pauses after a complete batch and resumes later."""
-    effort = joint.Effort(committed=4, lookahead=2)
+    # With ramps, a batch that runs alone would be planned as a whole.
+    effort = joint.Effort(committed=4, lookahead=2, polish_rounds=0)
     planner = joint.Planner(LIMITS, PIPELINE, COST, effort)
     sources = [source(0, 4, size=30), source(1, 20), source(2, 3)]
     planner.add(sources[0])
@@ -245,7 +246,7 @@ def test_frees_batches_that_are_planned():
     planner.add(source(0, 300))
     num_held = []
     while planner.next_window():
-        (progress,) = planner._state.jobs
+        progress = planner._state.jobs[0]
         num_held.append(len(progress.source._items))
     assert max(num_held) < 100
     assert num_held[-1] == 0
@@ -297,7 +298,7 @@ def test_full_microbatches_take_longer():
     """Filling every microbatch gives close to the fewest, but not the shortest run."""
     limits = Limits(capacity=6144, block_tokens=64)
     samples = jobs(["mix"] * 4, num_samples=160, batch_size=16)
-    effort = joint.Effort(fill_targets=(1.12,), trades_per_slot=0)
+    effort = joint.Effort(fill_targets=(1.12,), trades_per_slot=0, polish_rounds=0)
     full = joint.pack(samples, limits, PIPELINE, COST, effort)
     bound = lower_bound(samples, limits, PIPELINE, COST)
     assert violations(full, samples, distance=4) == []

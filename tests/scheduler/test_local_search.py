@@ -15,7 +15,7 @@ from jaxlora.scheduler import (
     violations,
     window_sum,
 )
-from jaxlora.scheduler.fill import WorkModel
+from jaxlora.scheduler.cursor import WorkModel
 from jaxlora.scheduler.local_search import LocalSearch
 from tests.scheduler.strategies import LIMITS, costs, job_mixes
 
@@ -128,16 +128,6 @@ def test_moves_nothing_over_the_capacity():
 
 def test_leaves_no_slot_empty():
     assert trade([[(0, 0, 100)], [(1, 0, 10)]]) == [100, 10]
-
-
-def test_finds_the_last_slot_of_a_job():
-    cost = CostModel.uniform(2, forward=PER_TOKEN, backward=PER_TOKEN)
-    slots = microbatches([(0, 3, 9)], [(1, 0, 9), (0, 3, 9)], [], [(0, 5, 9)])
-    found = search(slots, Pipeline.one_f_one_b(2), cost)
-    assert found.last_before(0, 5) == 1
-    assert found.last_before(0, 6) == 3
-    assert found.last_before(0, 3) is None
-    assert found.last_before(7, 1) is None
 
 
 @pytest.mark.parametrize("last_stage", [0.5, 1.0, 2.0])

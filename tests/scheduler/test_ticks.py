@@ -1,5 +1,7 @@
 """Tests packing into ticks of several lanes."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,6 +9,8 @@ from hypothesis import strategies as st
 
 from jaxlora.bench.scheduler.lengths import jobs
 from jaxlora.scheduler import (
+    AffineCost,
+    CostModel,
     Lanes,
     Limits,
     Pipeline,
@@ -14,11 +18,12 @@ from jaxlora.scheduler import (
     get_packer,
     lower_bound,
     pack_ticks,
+    simulate,
     violations,
 )
 from jaxlora.scheduler.check import replica_violations, require_legal
 from jaxlora.scheduler.lanes import ticks_of
-from jaxlora.scheduler.ticks import arrange
+from jaxlora.scheduler.ticks import arrange, fill_ticks
 from jaxlora.train.plan.job_slots import fixed_shape_cost
 from tests.scheduler.strategies import LIMITS, mixes, sample
 
@@ -57,7 +62,7 @@ lanes_of_any_shape = st.builds(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=20, deadline=None)
 @given(mixes(), lanes_of_any_shape, st.sampled_from(PACKERS[:2]), st.booleans())
 def test_ticks_are_legal(samples, lanes, packer, pinned):
     if pinned:  # the jobs of `mixes` have the numbers 0, 3, ..., 15
@@ -98,6 +103,21 @@ def test_lanes_are_about_as_full_as_possible(name, num_jobs, batch_size, lanes):
     samples = jobs([name] * num_jobs, num_samples=8 * batch_size, batch_size=batch_size)
     fewest = fewest_ticks(samples, lanes, limits)
     assert num_ticks(samples, lanes, limits=limits) <= 1.1 * fewest + 2
+
+
+@settings(max_examples=12, deadline=None)
+@given(mixes(max_jobs=4, max_samples=5), lanes_of_any_shape)
+def test_ticks_never_take_longer_than_filled_one_by_one(samples, lanes):
+    n, pipeline = lanes.num_lanes, lanes.pipeline
+    token = AffineCost(base=30, per_token=1, per_square=0)
+    cost = CostModel.uniform(pipeline.num_stages, forward=token, backward=token)
+    time = lambda schedule: simulate(schedule, cost, pipeline, num_lanes=n).makespan
+    filled = fill_ticks(samples, LIMITS, cost, n, pipeline.distance)
+    padded = [(*tick, *((),) * (n - len(tick))) for tick in filled]
+    plain = Schedule(microbatches=tuple(itertools.chain(*padded)), limits=LIMITS)
+    packed = pack_ticks(samples, LIMITS, "joint", lanes, cost)
+    assert violations(packed, samples, distance=pipeline.distance, num_lanes=n) == []
+    assert n == 1 or time(packed) <= time(plain) * (1 + 1e-9)
 
 
 def test_tiny_batches_take_one_tick_a_round():

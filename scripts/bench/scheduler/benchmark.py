@@ -25,6 +25,7 @@ import numpy as np
 
 from jaxlora.bench.options import add_output_dir
 from jaxlora.bench.report import Row, Rows, about, pivot, sections, versions
+from jaxlora.bench.scheduler import kinds
 from jaxlora.bench.scheduler.lengths import (
     SHAPES,
     WORDS_AND_SIGMA,
@@ -251,6 +252,12 @@ def tables(rows: Sequence[Row]) -> str:
             "Planning, microseconds per sample": pivot(
                 even, ["jobs"], "packer", "planning_us_per_sample"
             ),
+            "Makespan over the bound": pivot(
+                of("kinds"),
+                ["kind", "lanes", "last_stage", "stages"],
+                "packer",
+                "makespan_over_bound",
+            ),
             "Real tokens of microbatches, %": pivot(
                 of("fill"), [size, "capacity"], "packer", "fill_percent"
             ),
@@ -293,6 +300,7 @@ def run(args: argparse.Namespace) -> None:
     }
     rows = Rows(args.output_dir, "scheduler", tables)
     for row in itertools.chain(
+        kinds.rows(args.quick, limit),
         *(case.rows(chosen, list(COSTS)) for case in adapters(args.quick)),
         *(case.rows(in_grid, list(COSTS)) for case in grid(args.quick)),
         fill_rows(),
