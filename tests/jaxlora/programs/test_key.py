@@ -24,9 +24,9 @@ ARGUMENTS = ({"w": SHAPE}, np.int32(1))
 
 
 @pytest.fixture(scope="module")
-def spec(model) -> DecoderSpec:
+def spec(two_layers) -> DecoderSpec:
     return DecoderSpec(
-        config=model.config,
+        config=two_layers.config,
         options=DecoderOptions(dtype=jnp.dtype("float32"), max_segment_tokens=64),
         slots=SlotShape(num_slots=2, rank=4, use_dropout=True, settings=()),
         adapted=("layers.0.self_attn.q_proj",),

@@ -318,7 +318,10 @@ def test_what_is_measured_is_not_compiled_again(config, model, caplog):
     assert len(compiled) == 1
 
 
-def test_remat_needs_less(config, spec):
+def test_remat_needs_less(config, spec, two_layers):
+    """With one layer, the activations of its pass would be all that is kept."""
+    spec = dataclasses.replace(spec, config=two_layers.config)
+
     def needed(remat):
         stages = MeshStages.of(config(), spec).with_remat(remat)
         [found] = mesh.estimated_footprint(stages, 16, None).stages
