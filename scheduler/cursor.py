@@ -134,15 +134,23 @@ class BatchCursor:
 
     @classmethod
     def at_start(
-        cls, source: BatchSource, *, num_batches: int, slots_per_batch: float
+        cls,
+        source: BatchSource,
+        *,
+        num_batches: int,
+        slots_per_batch: float,
+        is_started: bool = False,
+        ready: int = 0,
     ) -> "BatchCursor":
-        """Returns the cursor of a job's first batch."""
+        """Returns the cursor of the first batch of a source, or of the rest of it."""
         return cls(
             source=source,
             num_batches=num_batches,
             slots_per_batch=slots_per_batch,
             number=0,
             items=source.batch(0),
+            is_started=is_started,
+            ready=ready,
         )
 
     @property

@@ -37,11 +37,34 @@ class JobBatches:
         batches: Samples of each global batch, in order.
         num_batches: Number of batches.
         batch_tokens: Mean number of tokens in a batch, which may be an estimate.
+        is_started: Whether some samples of the first batch are in earlier microbatches,
+            so that `batches` has the rest of it.
+        ready: First slot in which the first batch may run.
     """
 
     batches: Iterable[Sequence[Sample]]
     num_batches: int
     batch_tokens: float
+    is_started: bool = False
+    ready: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Hint:
+    """The last window's fill target, which the next window tries first.
+
+    It only saves time, but it decides which targets are tried. So a plan that shall be
+    repeated needs the same hints.
+
+    Attributes:
+        target: Index of the target; None: there was no window before.
+        num_windows: For how many further windows no other target is tried.
+        num_jobs: Number of jobs when all targets were tried.
+    """
+
+    target: int | None = None
+    num_windows: int = 0
+    num_jobs: int = 0
 
 
 class Planner:
@@ -60,6 +83,10 @@ class Planner:
         pipeline: Pipeline,
         cost: CostModel,
         effort: Effort = DEFAULT_EFFORT,
+        *,
+        first_slot: int = 0,
+        before: Sequence[Microbatch] = (),
+        hint: Hint | None = None,
     ):
         """Starts without jobs.
 
@@ -68,6 +95,9 @@ class Planner:
             pipeline: Provides the distance between the batches of a job.
             cost: Costs of microbatches, which the planner minimizes.
             effort: How hard to plan.
+            first_slot: Number of the first slot to plan.
+            before: The microbatches before it that share the pipeline with it.
+            hint: What the window before it has found; None: there was none.
 
         Raises:
             ValueError: The cost model and the pipeline differ in the number of stages.
@@ -80,11 +110,11 @@ class Planner:
         self._work = WorkModel.from_cost(cost)
         self._targets = _work_targets(limits, cost, effort.fill_targets)
         self._filler = WindowFiller(limits, pipeline, cost, effort)
-        self._state = State(jobs=JobQueue(), slot=0, before=[((), 0, 0)])
-        # Index of the last window's target, and for how many windows it stays.
-        self._best: int | None = None
-        self._num_fixed = 0
-        self._num_jobs = 0
+        slots = [self._filler.slot([self._work.item(s) for s in m]) for m in before]
+        self._state = State(
+            jobs=JobQueue(), slot=first_slot, before=slots or [((), 0, 0)]
+        )
+        self.hint = Hint() if hint is None else hint
 
     def add(self, job: JobBatches) -> None:
         """Adds a job, which is planned from the next window on.
@@ -96,7 +126,11 @@ class Planner:
         slots = max(1.0, slots)  # two batches of a job never share a slot
         source = BatchSource(job.batches, self._work, self.limits)
         new = BatchCursor.at_start(
-            source, num_batches=job.num_batches, slots_per_batch=slots
+            source,
+            num_batches=job.num_batches,
+            slots_per_batch=slots,
+            is_started=job.is_started,
+            ready=job.ready,
         )
         if source.job is None:
             return  # it has no batches
@@ -151,7 +185,7 @@ class Planner:
         if filler.runs_alone(jobs) is not None:
             return filler.polish(state, filler.fill(state, self._targets[0], 0))
         candidates = self._candidates(len(jobs))
-        is_fixed = len(candidates) == 1
+        is_fixed = len(candidates) == 1 and self.hint.num_windows > 0
         lookahead = filler.context if is_fixed else self.effort.lookahead
         fill = lambda i: filler.fill(state, self._targets[i], lookahead)
         plans = {i: fill(i) for i in candidates}
@@ -160,12 +194,11 @@ class Planner:
             plans |= {i: fill(i) for i in self._around(ranked[0]) if i not in plans}
             ranked = _by_speed(plans)
         if is_fixed:
-            self._num_fixed -= 1
+            self.hint = dataclasses.replace(
+                self.hint, num_windows=self.hint.num_windows - 1
+            )
         else:
-            interval = _RETRY_INTERVAL if ranked[0] == self._best else 1
-            interval = max(interval, len(jobs) // _MANY_JOBS)
-            self._num_fixed = min(interval, _MAX_INTERVAL) - 1
-        self._best = ranked[0]
+            self.hint = self._hint(ranked[0], len(jobs))
         is_whole = state.slot == 0 and not plans[ranked[0]].after.jobs
         improved = [
             filler.improve(state, plans[i])
@@ -184,13 +217,27 @@ class Planner:
         first window tries every other target. Later ones try the neighbors of the best
         target, and once it is stable, only at intervals.
         """
-        change = abs(num_jobs - self._num_jobs)
-        if self._best is None or change > num_jobs // _MANY_JOBS:
-            self._num_jobs = num_jobs
+        best = self.hint.target
+        if best is None or self._tries_all(num_jobs):
             return range(len(self._targets))[::2]
-        if self._num_fixed:
-            return [self._best]
-        return self._around(self._best)
+        if self.hint.num_windows:
+            return [best]
+        return self._around(best)
+
+    def _hint(self, target: int, num_jobs: int) -> Hint:
+        """Returns the hint after a window that has tried several targets."""
+        interval = _RETRY_INTERVAL if target == self.hint.target else 1
+        interval = min(max(interval, num_jobs // _MANY_JOBS), _MAX_INTERVAL)
+        return Hint(
+            target=target,
+            num_windows=interval - 1,
+            num_jobs=num_jobs if self._tries_all(num_jobs) else self.hint.num_jobs,
+        )
+
+    def _tries_all(self, num_jobs: int) -> bool:
+        """Whether a window does not start from the target of the last one."""
+        change = abs(num_jobs - self.hint.num_jobs)
+        return self.hint.target is None or change > num_jobs // _MANY_JOBS
 
     def _around(self, best: int) -> Sequence[int]:
         return range(len(self._targets))[max(0, best - 1) : best + 2]

@@ -73,7 +73,7 @@ def pack_ticks(
         apart = Pipeline(num_stages=pipeline.num_stages, distance=n * pipeline.distance)
         packed = get_packer(packer)(samples, limits, apart, cost)
         ticks = arrange(packed.microbatches, n, pipeline.distance)
-    microbatches = itertools.chain.from_iterable(_balanced(ticks, n))
+    microbatches = itertools.chain.from_iterable(balanced(ticks, n))
     return Schedule(microbatches=tuple(microbatches), limits=limits)
 
 
@@ -94,7 +94,7 @@ def _shortest(
     schedules = []
     for ticks in ways:
         even = (_even(tick, limits, n, cost) for tick in ticks)
-        microbatches = itertools.chain.from_iterable(_balanced(even, n))
+        microbatches = itertools.chain.from_iterable(balanced(even, n))
         schedules.append(Schedule(microbatches=tuple(microbatches), limits=limits))
     time = lambda s: simulate(s, cost, pipeline, num_lanes=n).makespan
     return min(schedules, key=time)
@@ -338,7 +338,7 @@ def _following(microbatches: Sequence[Microbatch]) -> list[set[int]]:
     return out
 
 
-def _balanced(ticks: Iterable[Sequence[Microbatch]], num_lanes: int) -> Iterator[Tick]:
+def balanced(ticks: Iterable[Sequence[Microbatch]], num_lanes: int) -> Iterator[Tick]:
     """Pads ticks, and gives the longest microbatch to the lane with the fewest tokens.
 
     The microbatches of a tick may run on any lanes, so the lanes get about the same

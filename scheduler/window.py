@@ -169,7 +169,7 @@ class WindowFiller:
             if after is None and done >= committed:
                 after = len(slots), jobs.copy()
             for items in self._next_slots(jobs, state.slot + len(slots), target):
-                slots.append(self._slot(items))
+                slots.append(self.slot(items))
                 done += sum(i[0] for i in items)
                 work.append(done)
         is_done = not jobs
@@ -185,7 +185,8 @@ class WindowFiller:
             time=self._times(state.before, slots, is_done),
         )
 
-    def _slot(self, items: list[Item]) -> Slot:
+    def slot(self, items: list[Item]) -> Slot:
+        """Returns a filled slot of items."""
         tokens: dict[int, int] = {}
         for _, n, sample in items:
             tokens[sample.owner] = tokens.get(sample.owner, 0) + n
@@ -235,7 +236,7 @@ class WindowFiller:
             after=[list(s[0]) for s in plan.slots[num : num + num_after]],
         )
         found = search.run(self._effort.trades_per_slot * num)
-        slots = [self._slot(items) for items in found]
+        slots = [self.slot(items) for items in found]
         return self._with_committed(state, plan, slots)
 
     def _with_committed(self, state: State, plan: Window, slots: list[Slot]) -> Window:
@@ -296,7 +297,7 @@ class WindowFiller:
             found.pop()
         while state.slot == 0 and found and not found[0]:
             del found[0]
-        return self._with_committed(state, plan, [self._slot(x) for x in found])
+        return self._with_committed(state, plan, [self.slot(x) for x in found])
 
     def _near_edges(
         self, slots: list[Slot], first: int, last: int
@@ -324,9 +325,13 @@ class WindowFiller:
             slots: Some slots before it, and its own.
             num_before: Number of slots before it.
         """
-        jobs = {item[2].owner for slot in slots for item in slot[0]}
-        first = state.slot - num_before
-        return {job: state.jobs[state.jobs.index_of[job]].ready - first for job in jobs}
+        out = dict.fromkeys((i[2].owner for slot in slots for i in slot[0]), 0)
+        for job in out:
+            # Jobs that only run before the window may have been forgotten.
+            index = state.jobs.index_of.get(job)
+            if index is not None:
+                out[job] = state.jobs[index].ready - (state.slot - num_before)
+        return out
 
     def _in_pipeline(self, slots: list[Slot]) -> list[Slot]:
         return slots[-2 * self._pipeline.num_stages :]

@@ -25,7 +25,8 @@ References:
 """
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 # Ticks that the host may queue before the devices have finished the tick before them.
@@ -68,12 +69,13 @@ class Round:
 
 
 def one_f_one_b(
-    num_ticks: int, num_stages: int, in_flight: int | None = None
+    has_tick: Callable[[int], bool], num_stages: int, in_flight: int | None = None
 ) -> Iterator[Round]:
     """Yields the rounds of a pipeline from its fill to its drain.
 
     Args:
-        num_ticks: Number of ticks.
+        has_tick: Whether there is a further tick of this number. It is asked once for
+            each tick, in order, just before the tick is needed, until the answer is no.
         num_stages: Number of stages S.
         in_flight: Ticks W that are in flight on the first stage, at least S; None: S.
             More of them hide transfers and uneven ticks, and take more memory.
@@ -89,14 +91,21 @@ def one_f_one_b(
         )
     last = num_stages - 1
     ahead = ticks_ahead(num_stages, width)
-    warm_up = [
-        Pass(kind="forward", stage=stage, tick=tick)
-        for tick in range(width - 1)
-        for stage in range(last)
-        if tick < min(ahead[stage], num_ticks)
-    ]
-    for number in range(num_ticks + width):
-        passes = [] if number else warm_up
+    num_ticks, has_ended = 0, False
+    for number in itertools.count():
+        while not has_ended and num_ticks < number + width:
+            has_ended = not has_tick(num_ticks)
+            num_ticks += not has_ended
+        if has_ended and number >= num_ticks + width:
+            return
+        passes = []
+        if number == 0:  # the pipeline fills
+            passes = [
+                Pass(kind="forward", stage=stage, tick=tick)
+                for tick in range(min(width - 1, num_ticks))
+                for stage in range(last)
+                if tick < ahead[stage]
+            ]
         passes += [
             Pass(kind="forward", stage=stage, tick=number + ahead[stage])
             for stage in range(last)

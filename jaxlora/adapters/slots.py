@@ -220,6 +220,10 @@ class SlotTable:
             self._host_settings.rank[place] = weights.rank
         self._upload_settings()
 
+    def has_job(self, slot: int) -> bool:
+        """Whether a slot has an adapter in it."""
+        return slot in self._shapes
+
     def clear(self, slot: int) -> None:
         """Empties a slot: weights, optimizer state and settings."""
         self._write(slot, {})

@@ -1,7 +1,7 @@
 """The slots of a decoder whose layers are divided among pipeline stages."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.slots import ParkedSlot, ReadSlot, SlotTable
@@ -55,6 +55,10 @@ class StagedSlots:
         for table, paths in zip(self.tables, self._adapted, strict=True):
             table.restore(slot, parked.limited_to(paths), like.limited_to(paths))
 
+    def has_job(self, slot: int) -> bool:
+        """Whether a slot has an adapter in it."""
+        return self.tables[0].has_job(slot)
+
     def clear(self, slot: int) -> None:
         """Empties a slot: weights, optimizer state and settings."""
         for table in self.tables:
@@ -79,8 +83,12 @@ class StagedSlots:
 
     def snapshot(self) -> ReadSlot:
         """Copies all slots to the host, between two global batches; see `ReadSlot`."""
-        reads = [table.snapshot() for table in self.tables]
-        return lambda slot: ParkedSlot.join([read(slot) for read in reads])
+        return self.joined(dict(enumerate(t.snapshot() for t in self.tables)))
+
+    def joined(self, reads: Mapping[int, ReadSlot]) -> ReadSlot:
+        """Joins the copies of all stages, which are given by their numbers."""
+        ordered = [reads[stage] for stage in range(len(self.tables))]
+        return lambda slot: ParkedSlot.join([read(slot) for read in ordered])
 
     def reserve_snapshot(self) -> Callable[[], None]:
         """Returns a function that reserves the memory of a snapshot, in any thread."""

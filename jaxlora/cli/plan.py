@@ -40,7 +40,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--details",
         action="store_true",
-        help="also print the windows and what the scheduler reaches",
+        help="also print what the scheduler reaches",
     )
     parser.add_argument("--picture", help="write a Gantt picture (.png, .svg or .pdf)")
 

@@ -216,21 +216,20 @@ class RunConfig(BaseSettings):
         attention: Attention implementation: `cudnn` (GPUs of data centers from Hopper
             on), `triton` (NVIDIA GPUs from Ampere on) or `xla` (anywhere); `auto` takes
             the first of these that can run the model.
-        window_steps: Optimizer steps of each job that are packed together, as one
-            window. Longer windows fill microbatches better. Jobs start, checkpoints
-            are written and an interrupt takes effect only between windows.
+        window_steps: Rounds between two reports of the speed. A round ends when every
+            running job has taken an optimizer step. The packers `greedy` and
+            `lorafusion` pack so many batches of each job together.
         preempt: Whether a waiting job takes the slot of a running job of strictly lower
-            priority, between two windows. The paused job keeps its whole state and
-            continues when a slot is free, so no work is lost.
-        packer: Packing algorithm for a window: `joint` packs all its steps together;
-            `greedy` packs one step of every job at a time; `lorafusion` is LoRAFusion's
-            algorithm.
-        checkpoint_every: Rounds (one optimizer step of every running job) between
-            checkpoints, each at the end of its window; None: only at the end and when
+            priority, after that job's current global batch. The paused job keeps its
+            whole state and continues when a slot is free, so no work is lost.
+        packer: Packing algorithm: `joint` packs all jobs in one stream, without a
+            break; `greedy` packs one step of every job at a time; `lorafusion` is
+            LoRAFusion's algorithm.
+        checkpoint_every: Rounds between checkpoints; None: only at the end and when
             interrupted.
         keep_checkpoints: Number of checkpoints to keep.
-        log_every: Rounds between lines of the training log, each at the end of its
-            window.
+        log_every: Rounds between lines of the training log, at most one for each
+            report of the speed.
         token_cache: Whether the tokens of data are kept in ~/.cache/jaxlora/tokens, so
             that later runs on the same data need not make them again.
         report_to: Experiment trackers that receive each job's metrics: `tensorboard`,

@@ -1,7 +1,5 @@
 """Predicts the throughput of microbatches of one size."""
 
-import math
-
 from jaxlora.costs.device_speed import DeviceSpeed
 from jaxlora.costs.stages import decoder_seconds
 from jaxlora.models.spec import DecoderSpec
@@ -9,8 +7,6 @@ from jaxlora.models.spec import DecoderSpec
 # A quarter of a mean sample is free at the end of a microbatch. It would be half of one
 # if all samples were equally long, and nothing if lengths of all kinds were at hand.
 _FREE_SAMPLES = 0.25
-# Half of the last microbatch of a window is free, as windows end anywhere in it.
-_FREE_MICROBATCHES = 0.5
 
 
 def seconds_per_token(
@@ -19,20 +15,17 @@ def seconds_per_token(
     capacity: int,
     *,
     sample_tokens: float = 0.0,
-    window_tokens: float = math.inf,
 ) -> float:
     """Predicts the time of training on one token of a sample.
 
     A microbatch takes the time of its whole capacity, and that of reading the weights.
-    Small microbatches are slower for that, and large ones for the rest of a window that
-    does not fill one.
+    Small microbatches are slower for that, and for the room that samples leave.
 
     Args:
         spec: The decoder; its `remat` adds the work that is done again.
         speed: Rates of the device.
         capacity: Capacity of a microbatch, in tokens.
         sample_tokens: Mean length of the samples.
-        window_tokens: Tokens of the samples that are packed together.
 
     Returns:
         The time, in the unit of `decoder_seconds`.
@@ -41,5 +34,4 @@ def seconds_per_token(
     each = sum(layer.both for layer in times.layers)
     each += times.embedding.both + times.head.both
     filled = max(1.0, capacity - _FREE_SAMPLES * sample_tokens)
-    num_microbatches = 1 / filled + _FREE_MICROBATCHES / window_tokens  # for each token
-    return num_microbatches * (capacity + speed.weight_tokens) * each
+    return (capacity + speed.weight_tokens) * each / filled

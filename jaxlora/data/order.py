@@ -34,7 +34,8 @@ class JobOrder:
     shuffle: bool = True
     epochs: float = 1.0
     steps: int | None = None
-    # A cache of the last epoch's permutation; it never changes the result.
+    # The last epochs' permutations. Planning runs ahead of training, in a thread of its
+    # own and possibly in the next epoch, so there are two. They never change a result.
     _cache: dict = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -69,10 +70,14 @@ class JobOrder:
         return self._epoch(epoch)[first:end].copy()
 
     def _epoch(self, epoch: int) -> Int[np.ndarray, " N"]:
-        if epoch not in self._cache:
-            self._cache.clear()
-            self._cache[epoch] = permutation(self.num_samples, self.seed, epoch)
-        return self._cache[epoch]
+        found = self._cache.get(epoch)
+        if found is None:
+            found = permutation(self.num_samples, self.seed, epoch)
+            for other in list(self._cache):
+                if abs(other - epoch) > 1:
+                    self._cache.pop(other, None)
+            self._cache[epoch] = found
+        return found
 
 
 def permutation(num: int, seed: int, stream: int) -> Int[np.ndarray, " N"]:

@@ -76,6 +76,11 @@ class JobBatch:
         return self.samples[index * size : (index + 1) * size]
 
     @property
+    def num_groups(self) -> int:
+        """Number of groups of samples."""
+        return len(self.samples) // self.objective.group_size
+
+    @property
     def num_target_tokens(self) -> int:
         """Number of tokens that are trained on or evaluated."""
         return sum(int(s.is_target.sum()) for s in self.samples)
@@ -87,7 +92,6 @@ class JobBatch:
 
     def to_schedule(self) -> list[Sample]:
         """Converts each group to a scheduler's sample, with the slot as its owner."""
-        num_groups = len(self.samples) // self.objective.group_size
         return [
             Sample(
                 owner=self.slot,
@@ -95,7 +99,7 @@ class JobBatch:
                 index=i,
                 num_tokens=sum(len(s.token_ids) for s in self.group(i)),
             )
-            for i in range(num_groups)
+            for i in range(self.num_groups)
         ]
 
     @functools.cached_property

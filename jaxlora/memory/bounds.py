@@ -34,7 +34,8 @@ class Bounds:
         remats: Choices of an automatic `remat`, from the weakest on; empty if it is
             fixed.
         sample_tokens: Mean length of the samples.
-        window_tokens: Tokens of a window that each device of a stage has.
+        step_tokens: Tokens of a step of all jobs that run at once, for each device of a
+            stage.
     """
 
     smallest: int
@@ -43,7 +44,7 @@ class Bounds:
     fixed: int | None = None
     remats: tuple[Remat, ...] = ()
     sample_tokens: float = 0.0
-    window_tokens: float = math.inf
+    step_tokens: float = math.inf
 
     @staticmethod
     def of(
@@ -92,7 +93,7 @@ class Bounds:
             fixed=None if asked == "auto" else asked,
             remats=get_args(Remat) if config.remat == "auto" else (),
             sample_tokens=sum(data.num_tokens for data in train) / num_groups,
-            window_tokens=config.window_steps * a_step / sizes.devices_per_stage,
+            step_tokens=a_step / sizes.devices_per_stage,
         )
 
     @property
@@ -138,7 +139,7 @@ def low_fill(config: RunConfig, bounds: Bounds) -> tuple[Note, ...]:
         bounds: Bounds of its capacity.
     """
     capacity = config.limits.capacity
-    step_tokens = bounds.window_tokens / config.window_steps
+    step_tokens = bounds.step_tokens
     if step_tokens >= _LOW_FILL * capacity:
         return ()
     if capacity > bounds.largest:

@@ -106,7 +106,6 @@ def _option(
             speed,
             tokens,
             sample_tokens=bounds.sample_tokens,
-            window_tokens=bounds.window_tokens,
         ),
     )
 

@@ -1,7 +1,6 @@
 """Predicts what a planned run needs: memory, and time alone and together."""
 
 import dataclasses
-from collections.abc import Sequence
 
 from jaxlora.costs.device_speed import UNKNOWN_DEVICE
 from jaxlora.memory.mesh import estimated_footprint
@@ -53,10 +52,10 @@ def check_fits(plan: RunPlan) -> None:
     raise refusal(plan.config, plan.stages, plan.bounds, found, need.available)
 
 
-def run_seconds(plan: RunPlan, schedules: Sequence[Schedule]) -> float | None:
-    """Predicts the time of windows one after the other; None on an unknown device."""
+def run_seconds(plan: RunPlan, schedule: Schedule) -> float | None:
+    """Predicts the time of a run's microbatches; None on an unknown device."""
     machine = this_machine()
     if machine.speed is UNKNOWN_DEVICE:
         return None
     stages, links = plan.stages, machine.links(plan.config.network_gbits)
-    return sum(window_seconds(stages, plan.lanes, s, links) for s in schedules)
+    return window_seconds(stages, plan.lanes, schedule, links)

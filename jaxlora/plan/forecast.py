@@ -5,9 +5,8 @@ This needs the tokenizer and the jobs' data, but no weights and no GPU.
 
 import dataclasses
 import datetime
-import itertools
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from jaxlora.common.note import log_notes
 from jaxlora.config import RunConfig
@@ -18,6 +17,7 @@ from jaxlora.memory.gpu_share import GATHERING_SHARE, SHARE
 from jaxlora.memory.need import MemoryNeed
 from jaxlora.pallas_kernels.device import planned_for
 from jaxlora.plan.cost import PlannedTime, check_fits, memory_need, run_seconds
+from jaxlora.plan.foretell import foretell
 from jaxlora.run.folder import (
     as_begun,
     check_folder,
@@ -25,45 +25,16 @@ from jaxlora.run.folder import (
     read_run_record,
     start_time,
 )
-from jaxlora.scheduler import (
-    Microbatch,
-    Plan,
-    Sample,
-    Schedule,
-    lower_bound,
-)
+from jaxlora.scheduler import Plan, Sample, Schedule
 from jaxlora.scheduler.plan import evaluate
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.trackers.table import check_installed
 from jaxlora.train.plan.auto_mesh.machine import this_machine
 from jaxlora.train.plan.check_inputs import check_inputs
-from jaxlora.train.plan.next_window import (
-    assign_slots,
-    pack_window,
-    positions_after,
-    window_samples,
-)
 from jaxlora.train.plan.prepared_job import PreparedJob, data_reader, prepare_jobs
-from jaxlora.train.plan.run_plan import RunPlan, first_positions, resolve
+from jaxlora.train.plan.run_plan import RunPlan, resolve
 from jaxlora.train.saved.continue_job import check_continues
 from jaxlora.train.saved.describe_run import check_resumes, run_identity
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Part:
-    """One window of a run, whose samples are packed together.
-
-    Attributes:
-        samples: The samples; a job is identified by its number in the run file.
-        schedule: Microbatches of the samples.
-        fewest: Lower bound on the number of ticks of any schedule.
-        greedy: Microbatches of `packer: greedy`.
-    """
-
-    samples: tuple[Sample, ...]
-    schedule: Schedule
-    fewest: int
-    greedy: Schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,7 +47,7 @@ class RunForecast:
         jobs: Jobs of the run.
         memory: What it needs on each device, by estimate.
         time: How long it takes, predicted; None: the rates of the device are not known.
-        parts: Windows of the run, in the order in which they run.
+        samples: All samples; they name their job by its number in the run file.
         whole: The whole run, checked and simulated.
         greedy: The same samples under `packer: greedy`.
     """
@@ -86,7 +57,7 @@ class RunForecast:
     jobs: tuple[PreparedJob, ...]
     memory: MemoryNeed
     time: PlannedTime | None
-    parts: tuple[Part, ...]
+    samples: tuple[Sample, ...]
     whole: Plan
     greedy: Plan
 
@@ -103,7 +74,7 @@ class RunForecast:
     @property
     def num_tokens(self) -> int:
         """Tokens of all samples, without padding."""
-        return sum(s.num_tokens for part in self.parts for s in part.samples)
+        return sum(s.num_tokens for s in self.samples)
 
     @property
     def busy(self) -> float:
@@ -122,8 +93,7 @@ def plan_run(
 
     The plan has the same microbatches as the trainer, as long as no job ends early. A
     run that the trainer would refuse before its first step is refused, except for
-    faults of weights that are not looked at, and for memory beyond the estimate. A
-    pipeline drains between two windows.
+    faults of weights that are not looked at, and for memory beyond the estimate.
 
     Args:
         config: The run. If its mesh is `auto`, it is chosen for the machine.
@@ -191,26 +161,30 @@ def _forecast(
     steps: int | None,
     machine: GpuMachine | None,
 ) -> RunForecast:
-    """Packs the windows of a run, and predicts what it needs."""
+    """Plans the microbatches of a run, and predicts what it needs."""
     if steps is not None:
         jobs = [job.first_steps(steps) for job in jobs]
-    parts = tuple(_part(plan, window) for window in _windows(plan, jobs))
+    schedule = foretell(plan, jobs)
+    samples = tuple(s for m in schedule.microbatches for s in m)
+    # Slots have become jobs, which may run on one replica after the other.
+    lanes = dataclasses.replace(plan.lanes, slots_per_replica=None)
+    greedy = plan.with_config(plan.config.replace(packer="greedy"))
     return RunForecast(
         plan=plan,
         machine=machine,
         jobs=tuple(jobs),
         memory=memory_need(plan),
-        time=_time(plan, jobs, parts),
-        parts=parts,
-        whole=_join([p.schedule for p in parts], parts, plan),
-        greedy=_join([p.greedy for p in parts], parts, plan),
+        time=_time(plan, jobs, schedule),
+        samples=samples,
+        whole=evaluate(schedule, samples, lanes, plan.cost),
+        greedy=evaluate(foretell(greedy, jobs), samples, lanes, plan.cost),
     )
 
 
 def _time(
-    plan: RunPlan, jobs: Sequence[PreparedJob], parts: Sequence[Part]
+    plan: RunPlan, jobs: Sequence[PreparedJob], schedule: Schedule
 ) -> PlannedTime | None:
-    together = run_seconds(plan, [part.schedule for part in parts])
+    together = run_seconds(plan, schedule)
     if together is None:
         return None
     apart = [together]
@@ -229,11 +203,7 @@ def _seconds_alone(plan: RunPlan, job: PreparedJob) -> float:
         tokens = min(largest, config.limits.capacity)
         config = config.replace(microbatch_tokens=tokens)
     alone = plan.alone(config, job)
-    schedules = [
-        pack_window(w.samples, config.limits, config.packer, alone.lanes)
-        for w in _windows(alone, [job])
-    ]
-    seconds = run_seconds(alone, schedules)
+    seconds = run_seconds(alone, foretell(alone, [job]))
     assert seconds is not None
     return seconds
 
@@ -248,77 +218,3 @@ def _check_saved_states(plan: RunPlan, jobs: Sequence[PreparedJob]) -> None:
         if job.settings.continue_from is not None:
             own = run_identity(plan, "", [job])
             check_continues(job.settings, job.num_steps, own)
-
-
-# ---- windows -------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Window:
-    """Samples by slot, and the job in each slot."""
-
-    samples: tuple[Sample, ...]
-    job_of_slot: dict[int, int]
-
-
-def _windows(plan: RunPlan, jobs: Sequence[PreparedJob]) -> Iterator[_Window]:
-    """Yields the windows of a run in which no job ends early."""
-    config, positions = plan.config, first_positions(jobs)
-    while positions:
-        positions = assign_slots(
-            positions, plan.num_slots, preempts=config.preempt, lanes=plan.lanes
-        )
-        running = {p.slot: p.job for p in positions if p.slot is not None}
-        samples = window_samples(
-            positions, config.window_steps, lambda job, step: jobs[job].lengths(step)
-        )
-        yield _Window(samples=samples, job_of_slot=running)
-        positions = positions_after(positions, config.window_steps)
-
-
-def _part(plan: RunPlan, window: _Window) -> Part:
-    limits, lanes = plan.config.limits, plan.lanes
-    schedule = pack_window(window.samples, limits, plan.config.packer, lanes)
-    greedy = pack_window(window.samples, limits, "greedy", lanes)
-    bound = lower_bound(
-        window.samples, limits, lanes.pipeline, plan.cost, num_lanes=lanes.num_lanes
-    )
-    return Part(
-        samples=_by_job(window.samples, window),
-        schedule=_renamed(schedule, window),
-        fewest=bound.microbatches,
-        greedy=_renamed(greedy, window),
-    )
-
-
-def _by_job(samples: Sequence[Sample], window: _Window) -> tuple[Sample, ...]:
-    """Replaces the slots of samples by the numbers of the jobs in them."""
-    jobs = window.job_of_slot
-    return tuple(dataclasses.replace(s, owner=jobs[s.owner]) for s in samples)
-
-
-def _renamed(schedule: Schedule, window: _Window) -> Schedule:
-    microbatches = tuple(_by_job(m, window) for m in schedule.microbatches)
-    return dataclasses.replace(schedule, microbatches=microbatches)
-
-
-def _join(schedules: Sequence[Schedule], parts: Sequence[Part], plan: RunPlan) -> Plan:
-    """Concatenates the schedules of windows, and simulates them.
-
-    No-ops between two windows let the pipeline drain.
-    """
-    lanes = plan.lanes
-    drain: tuple[Microbatch, ...] = ((),) * lanes.num_lanes
-    drain *= lanes.pipeline.distance - 1
-    microbatches: list[Microbatch] = []
-    for schedule in schedules:
-        microbatches += (
-            (*drain, *schedule.microbatches)
-            if microbatches
-            else (schedule.microbatches)
-        )
-    joined = Schedule(microbatches=tuple(microbatches), limits=schedules[0].limits)
-    samples = list(itertools.chain.from_iterable(part.samples for part in parts))
-    # Slots have become jobs, which may run on other replicas in other windows.
-    lanes = dataclasses.replace(lanes, slots_per_replica=None)
-    return evaluate(joined, samples, lanes, plan.cost)

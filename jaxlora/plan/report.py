@@ -17,7 +17,6 @@ from jaxlora.plan import RunForecast
 from jaxlora.scheduler import Plan, picture
 from jaxlora.scheduler.timeline import Timeline
 
-_SHOWN_PARTS = 20
 _DRAWN_MICROBATCHES = 60
 
 
@@ -34,7 +33,7 @@ def print_plan(
         planned: The plan.
         console: Console to print to.
         price_per_hour: Price of one GPU for an hour, in any currency.
-        details: Whether to print the windows and what the scheduler reaches, too.
+        details: Whether to print what the scheduler reaches, too.
     """
     machine = planned.machine
     where = "on this machine" if machine is None else describe_machine(machine)
@@ -46,10 +45,6 @@ def print_plan(
     show(console, _jobs_table(planned, details))
     if not details:
         return
-    show(console, _parts_table(planned))
-    hidden = len(planned.parts) - _SHOWN_PARTS
-    if hidden > 0:
-        show(console, f"... and {hidden} more; the totals count all.")
     show(console, _totals_table(planned))
 
 
@@ -225,42 +220,6 @@ def _jobs_table(planned: RunForecast, details: bool) -> Table:
             row = (number, *row)
         table.add_row(literal(job.name), *(f"{n:,}" for n in row))
     return table
-
-
-def _parts_table(planned: RunForecast) -> Table:
-    num_lanes = planned.sizes.devices_per_stage
-    one = num_lanes == 1
-    table = _table(
-        "windows" if one else f"windows; a tick is {num_lanes} microbatches",
-        "number", "jobs", "steps", "microbatches" if one else "ticks", "fewest",
-        "greedy", "fill", "padding",
-    )  # fmt: skip
-    for number, part in enumerate(planned.parts[:_SHOWN_PARTS]):
-        batches = {(s.owner, s.batch) for s in part.samples}
-        jobs = {job for job, _ in batches}
-        fill = part.schedule.fill
-        table.add_row(
-            str(number),
-            _numbers(jobs),
-            str(len(batches)),
-            str(len(part.schedule.microbatches) // num_lanes),
-            str(part.fewest),
-            str(len(part.greedy.microbatches) // num_lanes),
-            f"{fill:.1%}",
-            f"{1 - fill:.1%}",
-        )
-    return table
-
-
-def _numbers(jobs: set[int]) -> str:
-    """Formats job numbers compactly: 0-3,7."""
-    ranges: list[list[int]] = []
-    for job in sorted(jobs):
-        if ranges and job == ranges[-1][1] + 1:
-            ranges[-1][1] = job
-        else:
-            ranges.append([job, job])
-    return ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in ranges)
 
 
 def _totals_table(planned: RunForecast) -> Table:

@@ -43,8 +43,9 @@ class Callback:
     resume jobs through `trainer`; it must not call `trainer.train`.
 
     If a method raises an exception, the callback gets no more events. The run finishes
-    its window, writes a checkpoint and then raises the exception from `Trainer.train`,
-    so no step is lost and `resume=True` continues. All other callbacks get all events.
+    what is in flight, writes a checkpoint and then raises the exception from
+    `Trainer.train`, so no step is lost and `resume=True` continues. All other callbacks
+    get all events.
 
     Attributes:
         trainer: Trainer of the run; it is set before the first event.
@@ -84,7 +85,7 @@ class Callback:
         """A job has ended."""
 
     def on_window(self, event: events.WindowEvent) -> None:
-        """A window has ended: some optimizer steps of every running job."""
+        """Some rounds have ended: a report of their work."""
 
     def on_checkpoint(self, event: events.CheckpointEvent) -> None:
         """A checkpoint is on the disk."""
@@ -129,8 +130,8 @@ class Listeners:
     ) -> None:
         name = type(callback).__name__
         logger.error(
-            "%s.on_%s failed: %r. The run finishes the window, writes a checkpoint and "
-            "ends.",
+            "%s.on_%s failed: %r. The run finishes what is in flight, writes a "
+            "checkpoint and ends.",
             name,
             event.kind,
             error,

@@ -231,7 +231,7 @@ class JobEndEvent(JobEvent):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WindowEvent(Event):
-    """A window has ended: some optimizer steps of every running job.
+    """Some rounds have ended (`RunConfig.window_steps`): a report of their work.
 
     Attributes:
         num_rounds: Rounds of the window.
@@ -240,9 +240,8 @@ class WindowEvent(Event):
         tokens_per_second: Speed of the window.
         num_microbatches: Microbatches that ran.
         fill: Share of their rows that hold tokens.
-        planned_ahead: Whether the window was planned while the one before ran.
-        planning_seconds: Time that training waited for the plan.
-        left_out: Samples that did not run because their job had ended, by job.
+        planned_ahead: Whether all of them were planned while others ran.
+        planning_seconds: Time that training waited for plans.
         pipeline: Estimates for a pipeline of stages, by name; empty without stages.
     """
 
@@ -257,7 +256,6 @@ class WindowEvent(Event):
     fill: float
     planned_ahead: bool
     planning_seconds: float
-    left_out: Mapping[str, int]
     pipeline: Mapping[str, Any]
 
     def values(self) -> dict[str, Any]:

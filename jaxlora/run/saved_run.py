@@ -30,6 +30,7 @@ from jaxlora.run.saved_fields import (
     OneLine,
     Size,
 )
+from jaxlora.run.saved_stream import SavedStream
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +110,7 @@ class SavedRun:
         linear_names: Names of the base's linears.
         requests: Requests to stop and to pause jobs.
         base_revision: Commit of a base from the hub; None for a folder.
+        stream: The microbatches that follow; None if an earlier version saved it.
     """
 
     __pydantic_config__ = STRICT
@@ -120,6 +122,7 @@ class SavedRun:
     linear_names: list[LinearName]
     requests: SavedRequests
     base_revision: OneLine | None = None
+    stream: SavedStream | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

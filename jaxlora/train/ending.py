@@ -43,8 +43,8 @@ class StopRequest:
         self.requested = True
         self._restore()
         logger.warning(
-            "%s: finishing the window, then writing a checkpoint. Send it again to "
-            "quit immediately.",
+            "%s: finishing what is in flight, then writing a checkpoint. Send it again "
+            "to quit immediately.",
             signal.Signals(number).name,
         )
 

@@ -1,5 +1,6 @@
 """Requests to stop, pause and resume jobs while a run trains."""
 
+import itertools
 from collections.abc import Iterable
 
 from jaxlora.distributed import processes
@@ -12,6 +13,9 @@ class Requests:
     Any thread may make requests, as each one is a single write to a dict. The thread
     that trains reads them between global batches. If several processes train the run,
     requests take effect when the processes `agree`, so that all of them act alike.
+
+    Attributes:
+        version: Changes after each request that has come into force.
     """
 
     def __init__(self):
@@ -20,18 +24,23 @@ class Requests:
         is_alone = processes.count() == 1
         self._new_stopping = self._stopping if is_alone else {}
         self._new_pausing = self._pausing if is_alone else {}
+        self._count = itertools.count(1)  # `next` of it is atomic
+        self.version = 0
 
     def stop(self, name: str, reason: str) -> None:
         """Asks for a job to end after its current global batch."""
         self._new_stopping[name] = reason
+        self.version = next(self._count)
 
     def pause(self, name: str, reason: str) -> None:
-        """Asks for a job to leave its slot after the current window."""
+        """Asks for a job to leave its slot after its current global batch."""
         self._new_pausing[name] = reason
+        self.version = next(self._count)
 
     def resume(self, name: str) -> None:
         """Allows a paused job to continue."""
         self._new_pausing[name] = None
+        self.version = next(self._count)
 
     def agree(self) -> None:
         """Puts the requests made on any process into force on all of them."""
@@ -41,6 +50,7 @@ class Requests:
         for stopping, pausing in processes.gather(new):
             self._stopping |= stopping
             self._pausing |= pausing
+        self.version = next(self._count)
 
     def stop_reason(self, name: str) -> str | None:
         """Returns why a job was asked to stop; None if it was not."""

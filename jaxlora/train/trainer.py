@@ -1,15 +1,18 @@
-"""The trainer: many jobs on one base, from first window to exported adapters."""
+"""The trainer: many jobs on one base, from their first step to exported adapters."""
 
 import contextlib
 import functools
 import logging
 import pathlib
+import time
 from collections.abc import Mapping, Sequence
 
+from jaxlora.adapters.slots import ReadSlot
 from jaxlora.common.note import log_notes
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.device_check import check_device
 from jaxlora.distributed import agreement, processes
+from jaxlora.errors import CheckpointError
 from jaxlora.hf.load import FrozenModel
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.run import events
@@ -19,11 +22,12 @@ from jaxlora.run.identity import RunIdentity
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.lock import RunLock
 from jaxlora.run.saved_run import RunRecord, SavedRequests
+from jaxlora.run.saved_stream import SavedStream
 from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.ending import StopRequest, explained
 from jaxlora.train.execute.run_programs import RunPrograms
 from jaxlora.train.execute.staged_executor import StagedExecutor
-from jaxlora.train.execute.windows import Windows
+from jaxlora.train.execute.stream import Border, Stream
 from jaxlora.train.inbox import Inbox
 from jaxlora.train.job_state import JobState, start_job
 from jaxlora.train.joining import Joining
@@ -46,6 +50,8 @@ from jaxlora.train.saved.run_store import RunStore
 
 logger = logging.getLogger(__name__)
 
+_LOOK_SECONDS = 0.5  # between looks for requests, if only one process trains
+
 
 class Trainer:
     """Trains the jobs of a run together, each exactly as if it were alone.
@@ -57,7 +63,7 @@ class Trainer:
         reader: Reads the data of jobs, with the tokenizer of the base.
         layout: The decoder on its devices.
         slots: The slots, with the adapters of running jobs.
-        round: Rounds done; see `Windows`.
+        round: Rounds done; see `Stream`.
         output_dir: Folder of the run.
     """
 
@@ -90,6 +96,9 @@ class Trainer:
         self._has_begun = False
         self._lock = RunLock(self.output_dir)
         self._listeners = Listeners([])
+        self._saved_stream: SavedStream | None = None
+        self._num_saved = 0  # checkpoints that were due so far
+        self._looked = 0.0
 
     @property
     def config(self) -> RunConfig:
@@ -115,7 +124,7 @@ class Trainer:
     # ---- jobs come and go: any thread may call these -------------------------------
 
     def add_job(self, job: LoraJob) -> None:
-        """Adds a job to the run; it joins before the next window.
+        """Adds a job to the run; it joins within a few microbatches.
 
         It starts when a slot is free, or at once if its priority is higher than that of
         a running job (`RunConfig.preempt`).
@@ -136,7 +145,7 @@ class Trainer:
     def stop_job(self, name: str, reason: str = "stopped by request") -> None:
         """Stops a job after its current global batch; it is evaluated and exported.
 
-        A job that waits for a slot, or is paused, ends before the next window.
+        A job that waits for a slot, or is paused, ends at once.
 
         Raises:
             ConfigError: There is no such job.
@@ -145,7 +154,7 @@ class Trainer:
         self._requests.stop(name, reason)
 
     def pause_job(self, name: str, reason: str = "paused by request") -> None:
-        """Takes a job out of its slot after the current window, with all its state.
+        """Takes a job out of its slot after its current global batch, with its state.
 
         It does not run again before `resume_job`, also if the run is resumed in another
         process. If only paused jobs are left, the run ends.
@@ -183,8 +192,9 @@ class Trainer:
     ) -> RunResult:
         """Trains until every job has ended, or until it is interrupted.
 
-        On Ctrl-C (or SIGTERM), it finishes the current window, writes a checkpoint and
-        returns.
+        On Ctrl-C (or SIGTERM), it finishes the microbatches that are in flight, writes
+        a checkpoint and returns. Global batches that are not complete begin anew when
+        the run is resumed.
 
         Args:
             resume: Continue from the newest checkpoint in `output_dir`.
@@ -235,35 +245,65 @@ class Trainer:
         return result
 
     def _run(self, resume: bool, callbacks: Sequence[Callback]) -> bool:
-        """Runs one window after another; returns whether a signal ended it early."""
-        # Signals take effect only between windows, and never interrupt a checkpoint.
+        """Runs the jobs to their ends; returns whether a signal ended it early."""
+        # Signals take effect only between microbatches, and never interrupt a
+        # checkpoint.
         with StopRequest() as stop, contextlib.ExitStack() as opened:
             store = self._open_store(resume, opened)
             own = open_callbacks(self.config, self.output_dir, store.latest(), opened)
             self._listen(callbacks, own, resume)
             self._take_requests(store)
-            with self._windows(store) as windows:
+            with self._open_stream(store) as stream:
                 while not (stops := self._must_end(stop.requested)):
-                    if not windows.start():
+                    if not stream.start():
                         if not self._take_requests(store, waits=True):
                             break
                         continue
-                    before = self.round
-                    windows.run_next()
-                    self._send_written(store)
+                    for border in stream.run():
+                        self._at_border(store, stream, border, stop)
                     self._take_requests(store)
-                    every = self.config.checkpoint_every
-                    if every and self.round // every > before // every:
-                        self._save(store)
-                self.round = windows.round
-            if store.latest() != self.round:
-                self._save(store)
+                self.round = stream.round
+                if store.latest() != self.round:
+                    self._save(store, stream, stream.snapshot())
             self._send_written(store, waits=True)
             stops = stops and not all(job.progress.is_over for job in self.jobs)
             end = events.RunEndEvent(round=self.round, is_interrupted=stops)
             self._send(end)
             self._listeners.raise_failure()
             return end.is_interrupted
+
+    def _at_border(
+        self, store: RunStore, stream: Stream, border: Border, stop: StopRequest
+    ) -> None:
+        """Does what is due between two microbatches."""
+        self._send_written(store)
+        if border.ends_window or processes.count() == 1:
+            # Several processes act alike only where they look at the same border.
+            if self._must_end(stop.requested):
+                stream.stop()
+            if border.ends_window or self._is_time_to_look():
+                self._take_requests(store)
+        found = border.snapshot
+        if border.ends_round and self._num_due(stream.round) > self._num_saved:
+            self._num_saved = self._num_due(stream.round)
+            found = stream.snapshot()
+        if found is not None:
+            stream.end_round()
+            self._save(store, stream, found)
+        self.round = stream.round
+
+    def _is_time_to_look(self) -> bool:
+        """Whether to look for requests before the window ends."""
+        now = time.monotonic()
+        if self._joining.num_waiting or now - self._looked > _LOOK_SECONDS:
+            self._looked = now
+            return True
+        return False
+
+    def _num_due(self, number: int) -> int:
+        """Returns how many checkpoints are due by a round."""
+        every = self.config.checkpoint_every
+        return number // every if every else 0
 
     def _must_end(self, is_asked: bool) -> bool:
         """Whether a signal or a failed callback, on any process, ends the run."""
@@ -291,10 +331,10 @@ class Trainer:
         self._lock.check_folder()  # callbacks would make a removed folder again
         self._listeners.send(event)
 
-    def _windows(self, store: RunStore) -> Windows:
+    def _open_stream(self, store: RunStore) -> Stream:
         params, limits = self.model.params, self.config.limits
         executor = StagedExecutor(self.layout, params, self.slots, limits)
-        return Windows(
+        stream = Stream(
             self.plan,
             self.jobs,
             executor,
@@ -304,6 +344,15 @@ class Trainer:
             send=self._send,
             make_samples=None if self._opened.sampler is None else self._make_samples,
         )
+        try:
+            stream.restore(self._saved_stream)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"checkpoint {self.round} of {self.output_dir} is damaged: its "
+                f"microbatches break a rule, as {error} Remove its folder to resume "
+                "from the checkpoint before."
+            ) from error
+        return stream
 
     def _make_samples(self, slots: Mapping[str, int]) -> dict[str, list[dict]]:
         (table,) = self.slots.tables
@@ -333,7 +382,8 @@ class Trainer:
         opened.callback(store.close)
         found = store.restore(self._identity())
         if found is not None:
-            self.round = found.number
+            self.round, self._saved_stream = found.number, found.run.stream
+            self._num_saved = self._num_due(self.round)
             restore_jobs(self.jobs, found, self.slots, self.plan.num_slots)
             logger.info("resumed after round %d", self.round)
         self._requests.restore(store.saved_requests(found))
@@ -377,7 +427,7 @@ class Trainer:
     def _reset(self) -> None:
         """Discards what an earlier call of `train` has left, but requests to stop."""
         self.slots = self.layout.empty_slots()
-        self.round = 0
+        self.round, self._num_saved, self._saved_stream = 0, 0, None
         for job in self.jobs:
             job.progress, job.parked = JobProgress(), None
 
@@ -387,14 +437,20 @@ class Trainer:
             if job.settings.continue_from and job.progress.status == "waiting":
                 continue_job(job, self._identity([job]))
 
-    def _save(self, store: RunStore) -> None:
+    def _save(
+        self, store: RunStore, stream: Stream, read_slot: ReadSlot | None
+    ) -> None:
+        assert read_slot is not None, "steps are in flight"
+        self.round = stream.round
         if store.is_saving:  # the disk is slower than `checkpoint_every`
             logger.warning("round %d: waiting for the checkpoint before", self.round)
             self._send_written(store, waits=True)
         # Requests that were made after the record was written are in the next one.
         requests = SavedRequests() if store.record is None else store.record.requests
-        saved = saved_run(self._identity(), self.jobs, self.model, requests)
-        store.save(self.round, JobStates.of(self.jobs, self.slots), saved)
+        saved = saved_run(
+            self._identity(), self.jobs, self.model, requests, stream.saved()
+        )
+        store.save(self.round, JobStates.of(self.jobs, read_slot), saved)
 
     def _send_written(self, store: RunStore, *, waits: bool = False) -> None:
         """Sends events for the checkpoints and adapters that are on the disk."""

@@ -28,7 +28,7 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels import compile_program
 from jaxlora.programs.program import no_garbage_collection
 from jaxlora.train.execute.layout import Layout
-from jaxlora.train.execute.staged_window import optimizer_inputs
+from jaxlora.train.execute.staged_stream import optimizer_inputs
 from jaxlora.train.job_state import JobState
 from jaxlora.train.plan.auto_mesh.machine import Machine
 from jaxlora.train.plan.planned_model import PlannedModel

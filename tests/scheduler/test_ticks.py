@@ -24,7 +24,7 @@ from jaxlora.scheduler import (
 from jaxlora.scheduler.check import replica_violations, require_legal
 from jaxlora.scheduler.lanes import ticks_of
 from jaxlora.scheduler.ticks import arrange, fill_ticks
-from jaxlora.train.plan.next_window import fixed_shape_cost
+from jaxlora.train.plan.job_slots import fixed_shape_cost
 from tests.scheduler.strategies import LIMITS, mixes, sample
 
 PACKERS = ("joint", "greedy", "lorafusion")

@@ -13,7 +13,8 @@ SIZES = [(7, 1, 1), (1, 3, 3), (2, 4, 4), (9, 4, 4), (9, 3, 5), (3, 2, 6)]
 def order(sizes):
     """Passes and steps in the order in which they are dispatched."""
     work = []
-    for one in one_f_one_b(*sizes):
+    num_ticks, num_stages, width = sizes
+    for one in one_f_one_b(lambda tick: tick < num_ticks, num_stages, width):
         work += [(p.kind, p.stage, p.tick) for p in one.passes]
         work += [("step", stage, tick) for stage, tick in one.stepping]
         if one.finished is not None:
@@ -69,4 +70,21 @@ def test_ticks_in_flight_are_bounded(sizes):
 
 def test_fewer_ticks_in_flight_than_stages_are_refused():
     with pytest.raises(ValueError, match="at least the number of stages, 3"):
-        next(one_f_one_b(5, 3, 2))
+        next(one_f_one_b(lambda tick: tick < 5, 3, 2))
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_each_tick_is_asked_for_once_and_only_when_it_is_needed(sizes):
+    """What comes next may depend on all that has happened before."""
+    num_ticks, num_stages, width = sizes
+    asked = []
+
+    def has_tick(tick):
+        asked.append(tick)
+        return tick < num_ticks
+
+    for number, one in enumerate(one_f_one_b(has_tick, num_stages, width)):
+        assert asked == list(range(min(number + width, num_ticks + 1)))
+        assert {p.tick for p in one.passes} <= set(
+            range(min(number + width, num_ticks))
+        )

@@ -1,6 +1,6 @@
-"""The interface between the windows of a run and the devices that train them.
+"""The interface between the stream of a run and the devices that train it.
 
-Control flows downward. `Windows` decides which jobs train and when a job ends; an
+Control flows downward. `Stream` decides which jobs train and when a job ends; an
 executor queues the work on its devices and yields what the optimizer steps did.
 `staged_executor.py` does this for one device and for any mesh.
 """
@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.slots import ParkedSlot
-from jaxlora.scheduler import Schedule
+from jaxlora.adapters.slots import ParkedSlot, ReadSlot
 from jaxlora.train.job_state import JobState
+from jaxlora.train.plan.stream_plan import StreamTick
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,71 +39,66 @@ class StepOutcome:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Outcomes:
-    """Work done in a window since the previous item of `Executor.run`.
+    """A tick that `Executor.run` has run.
 
     Attributes:
-        steps: Results of optimizer steps, by slot; at most one per slot. Only the last
-            item of a window may be empty.
-        num_microbatches: Microbatches queued.
+        steps: Results of the optimizer steps that followed it, by slot.
+        num_microbatches: Its microbatches; 0 if none of its samples had to run.
         num_tokens: Tokens in them, without padding.
+        snapshot: The states that `Executor.snapshot` has promised; None: not in this
+            item.
     """
 
     steps: Mapping[int, StepOutcome]
     num_microbatches: int
     num_tokens: int
+    snapshot: ReadSlot | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Window:
-    """The next optimizer steps of every running job, packed together.
+@runtime_checkable
+class TickSource(Protocol):
+    """Gives the ticks of a stream, one after the other."""
 
-    Attributes:
-        jobs: The running jobs, by slot. An executor reads their settings and data, and
-            never their progress, which changes while the window runs.
-        schedule: Complete global batches of each job, starting with its next one.
-            Samples name their job by its slot.
-    """
-
-    jobs: Mapping[int, JobState]
-    schedule: Schedule
-
-    def __post_init__(self):
-        jobs = {s.owner for m in self.schedule.microbatches for s in m}
-        assert jobs == set(self.jobs), f"samples of slots {jobs}, jobs in {self.jobs}"
+    def take(self) -> StreamTick | None:
+        """Returns the next tick; None if there is none now."""
+        ...
 
 
 @runtime_checkable
 class Executor(Protocol):
     """Trains the adapters in the slots of one base model.
 
-    All calls are made by one thread. Every method may be called between two windows.
-    While the iterator of `run` is suspended at an item, `evaluate`, `read`, `wait` and
-    `release` may be called too.
+    All calls are made by one thread. All methods may be called between two calls of
+    `run`, and while its iterator is suspended at an item.
     """
 
-    def load(self, slot: int, adapter: Adapter, optimizer: str) -> None:
-        """Puts an adapter into an empty slot, with empty state of its optimizer."""
+    def is_free(self, slot: int) -> bool:
+        """Whether a job may be put into a slot: it has none, and none is in flight."""
         ...
 
-    def park(self, slot: int) -> ParkedSlot:
-        """Takes the whole state out of a slot, which is empty then.
-
-        This is possible only between windows, when no gradient is pending.
-        """
+    def load(self, slot: int, adapter: Adapter, optimizer: str) -> None:
+        """Puts an adapter into a free slot, with empty state of its optimizer."""
         ...
 
     def restore(self, slot: int, parked: ParkedSlot, like: Adapter) -> None:
-        """Puts a parked state into an empty slot, which may be another one than before.
+        """Puts a parked state into a free slot, which may be another one than before.
 
         Args:
             slot: The slot.
-            parked: State that `park` returned, possibly in another process.
+            parked: State that `copy` returned, possibly in another process.
             like: Adapter that the job started from, which gives scaling and dropout.
         """
         ...
 
+    def copy(self, slot: int) -> ParkedSlot:
+        """Returns the whole state of a slot, without gradients that are pending.
+
+        While the iterator of `run` is suspended, the slot is one of the item's.
+        """
+        ...
+
     def read(self, slot: int, like: Adapter) -> Adapter:
-        """Returns the adapter in a slot.
+        """Returns the adapter in a slot; see `copy`.
 
         Args:
             slot: The slot.
@@ -111,40 +106,54 @@ class Executor(Protocol):
         """
         ...
 
-    def run(self, window: Window) -> Iterator[Outcomes]:
-        """Runs a window, and yields the results of its optimizer steps.
+    def run(
+        self, source: TickSource, jobs: Mapping[int, JobState]
+    ) -> Iterator[Outcomes]:
+        """Runs ticks until there is none, and yields an item for each.
 
         A job takes an optimizer step as soon as its global batch is complete, and no
         sooner. Steps that the same microbatch completes are taken in one call and
         reported in one item. At each item:
 
-        - At least one microbatch after the step is already queued, if the window has
-          one. So the devices have work while the caller handles the item. A pipeline
-          has several in flight.
+        - At least one microbatch after the step is already queued, if there is one. So
+          the devices have work while the caller handles the item. A pipeline has
+          several in flight.
         - No further step of the jobs in the item is queued. Their slots hold exactly
           the weights after the reported step, and keep them until the iterator
           continues. So a job that is released here has taken no further step.
-        - Which steps are in which item, and in which order, follows from the window and
+        - Which steps are in which item, and in which order, follows from the ticks and
           from the slots released so far. It never depends on timing.
 
         Each step of each job is reported exactly once, in the order of the job's steps,
-        unless the job is released. When the iterator ends, every global batch of the
-        remaining jobs is complete and no gradient is pending. If the iterator is
-        abandoned before its end, no further window may be run.
+        unless the job is released. If the source was stopped within global batches,
+        their gradients are still pending when the iterator ends.
+
+        Args:
+            source: The ticks, which begin each job with its next global batch. Samples
+                name their job by its slot. A job that leaves is dropped from its ticks
+                first, and then released here.
+            jobs: The running jobs, by slot, which may change at each item. An executor
+                reads their settings and data, and never their progress.
         """
         ...
 
-    def release(self, slot: int) -> int:
+    def release(self, slot: int) -> None:
         """Empties a slot: weights, optimizer state and pending gradients.
 
-        While a window runs, only slots of the item yielded last may be released. The
-        slot takes no further step in the window. Its samples in microbatches that are
-        already queued run, and their gradients are discarded. Its remaining samples do
-        not run; their rows become padding, so no other job's rows move. The slot stays
-        empty until the window ends.
+        While `run` is suspended, only slots of its last item may be released. The slot
+        takes no further step. What is queued of its samples runs, and their gradients
+        are discarded.
+        """
+        ...
+
+    def snapshot(self) -> ReadSlot | None:
+        """Copies the states of all slots to the host, each after its last step.
 
         Returns:
-            The number of samples of the window that do not run; 0 between windows.
+            The states; None if a pipeline has steps in flight. Then the item of a later
+            step has them, as they are after exactly the steps that were reported with
+            it and before, and no job may be put into a slot until then. If the run ends
+            first, ask again.
         """
         ...
 

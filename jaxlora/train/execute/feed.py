@@ -1,100 +1,127 @@
-"""Packs the ticks of a window, each one before its turn."""
+"""Packs the ticks of a stream, each one before its turn."""
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxlora.data.pack import JobBatch, PackedBatch, pack_tick
 from jaxlora.scheduler import Limits, Sample
 from jaxlora.scheduler.lanes import Tick
-from jaxlora.train.execute.executor import Window
+from jaxlora.train.execute.executor import TickSource
+from jaxlora.train.job_state import JobState
+from jaxlora.train.plan.stream_plan import StreamTick
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class FedTick:
+    """A tick for the devices: a tick of the plan, or a part of one.
+
+    Attributes:
+        tick: Its microbatches.
+        of: The tick of the plan, which knows the slots whose samples do not run.
+    """
+
+    tick: Tick
+    of: StreamTick
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """The samples that run."""
+        dropped = self.of.dropped
+        return tuple(s for m in self.tick for s in m if s.owner not in dropped)
 
 
 class Feed:
-    """The ticks of a window, without the samples of released slots."""
+    """The ticks of a stream as arrays, without the samples of jobs that have left."""
 
     def __init__(
         self,
-        window: Window,
-        ticks: Sequence[Tick],
+        source: TickSource,
+        jobs: Mapping[int, JobState],
         limits: Limits,
         objectives: Sequence[str],
+        *,
+        split: Callable[[Tick], Sequence[Tick]],
         upload: Callable[[PackedBatch], Any],
     ):
-        """Starts before the first tick.
+        """Takes no tick yet.
 
         Args:
-            window: The window.
-            ticks: Its microbatches, possibly split further, by tick.
+            source: The ticks.
+            jobs: The job in each slot, at any time.
             limits: Limits of a microbatch.
             objectives: Objectives of the run.
+            split: Splits a tick that the devices cannot run at once.
             upload: Starts the upload of the arrays of a tick; returns what `take` does.
         """
-        self._jobs, self._ticks = window.jobs, ticks
-        self._limits, self._upload = limits, upload
-        self._objectives = objectives
-        self._remaining = Counter(
-            (s.owner, s.batch) for tick in ticks for m in tick for s in m
-        )
-        self._batches: dict[tuple[int, int], JobBatch] = {}  # by slot and step
-        self._ready: tuple[int, tuple[Sample, ...], Any] | None = None
+        self._source, self._jobs = source, jobs
+        self._limits, self._objectives = limits, objectives
+        self._split, self._upload = split, upload
+        self._fetched: deque[FedTick] = deque()
         self._num_taken = 0
-        self._released: set[int] = set()
+        # The samples of the next tick for which it was packed, and its arrays.
+        self._ready: tuple[tuple[Sample, ...], Any] | None = None
+        self._batches: dict[tuple[int, int], JobBatch] = {}  # by slot and step
+        self._remaining: dict[tuple[int, int], int] = {}  # groups to run, likewise
 
-    def _kept(self, number: int) -> tuple[Sample, ...]:
-        """Returns the samples of a tick without those of released slots."""
-        return tuple(
-            s for m in self._ticks[number] for s in m if s.owner not in self._released
-        )
+    def has_tick(self, number: int) -> bool:
+        """Whether there is a tick of this number, counted from the start."""
+        while self._num_taken + len(self._fetched) <= number:
+            of = self._source.take()
+            if of is None:
+                return False
+            parts = self._split(of.tick)
+            self._fetched += [FedTick(tick=part, of=of) for part in parts]
+        return True
 
     def prepare(self, number: int) -> None:
-        """Packs a tick before its turn; does nothing after the last one."""
-        if number < len(self._ticks):
-            kept = self._kept(number)
-            self._ready = number, kept, self._pack(number, kept)
+        """Packs the next tick before its turn; does nothing if there is none."""
+        if self.has_tick(number):
+            assert number == self._num_taken
+            fed = self._fetched[0]
+            self._ready = fed.samples, self._pack(fed.tick, fed.samples)
 
-    def take(self, number: int) -> tuple[tuple[Sample, ...], Any]:
-        """Returns the samples of a tick and its arrays; None if none are left.
+    def take(self) -> tuple[FedTick, Any]:
+        """Returns the next tick and its arrays; None if none of its samples run.
 
-        If a slot in it was released since `prepare`, the arrays are packed again.
-        Otherwise they would leave gradients in that slot.
+        If a job has left since `prepare`, the arrays are packed again. Otherwise they
+        would leave gradients in its slot.
         """
-        kept, ready = self._kept(number), self._ready
-        if ready is not None and ready[:2] == (number, kept):
-            packed = ready[2]
-        else:
-            packed = self._pack(number, kept)
-        self._num_taken = number + 1
-        return kept, packed
+        fed, ready = self._fetched.popleft(), self._ready
+        self._num_taken += 1
+        self._ready = None
+        if ready is not None and ready[0] == fed.samples:
+            return fed, ready[1]
+        return fed, self._pack(fed.tick, fed.samples)
 
-    def _pack(self, number: int, kept: tuple[Sample, ...]) -> Any:
-        if not kept:
+    def _pack(self, tick: Tick, samples: tuple[Sample, ...]) -> Any:
+        if not samples:
             return None
         batches = {}
-        mine = {(s.owner, s.batch) for s in kept}
-        assert len(mine) == len({s.owner for s in kept}), "two batches of a job"
+        mine = {(s.owner, s.batch) for s in samples}
+        assert len(mine) == len({s.owner for s in samples}), "two batches of a job"
         for slot, step in mine:
             if (slot, step) not in self._batches:
-                self._batches[slot, step] = self._jobs[slot].batch(slot, step)
+                batch = self._jobs[slot].batch(slot, step)
+                self._batches[slot, step] = batch
+                self._remaining[slot, step] = batch.num_groups
             batches[slot] = self._batches[slot, step]
-        # Rows of released slots become padding, so no other rows move.
-        tick = self._ticks[number]
+        # Rows of jobs that have left become padding, so no other rows move.
         return self._upload(pack_tick(tick, batches, self._limits, self._objectives))
 
-    def complete(self, samples: Sequence[Sample]) -> dict[int, JobBatch]:
-        """Returns the global batches that a tick completes, by slot.
-
-        Slots that were released since the tick was taken are left out.
-        """
+    def complete(self, fed: FedTick) -> dict[int, JobBatch]:
+        """Returns the global batches that a tick completes, by slot."""
         out = {}
-        for s in samples:
+        for s in fed.samples:
             self._remaining[s.owner, s.batch] -= 1
-            if not self._remaining[s.owner, s.batch] and s.owner not in self._released:
+            if not self._remaining[s.owner, s.batch]:
+                del self._remaining[s.owner, s.batch]
                 out[s.owner] = self._batches.pop((s.owner, s.batch))
         return out
 
-    def release(self, slot: int) -> int:
-        """Leaves out a slot's samples from now on; returns how many there are."""
-        self._released.add(slot)
-        rest = self._ticks[self._num_taken :]
-        return sum(s.owner == slot for tick in rest for m in tick for s in m)
+    def forget(self, slot: int) -> None:
+        """Forgets the batches of a job that has left its slot."""
+        for kept in (self._batches, self._remaining):
+            for key in [key for key in kept if key[0] == slot]:
+                del kept[key]

@@ -1,7 +1,7 @@
 """The ticks that are in a pipeline, and what they hand from stage to stage."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,10 +15,11 @@ from jaxlora.train.execute.layout import Layout
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Entered:
-    """A tick that has entered the pipeline: its rows on each stage, and its keys."""
+    """A tick in the pipeline: its rows on each stage, its keys, and its slots."""
 
     batches: Sequence[PackedBatch]
     keys: SlotKeys
+    slots: frozenset[int]
 
 
 class InFlight:
@@ -40,18 +41,29 @@ class InFlight:
         self._gradients: dict[tuple[int, int], jax.Array] = {}
         self._residuals: dict[tuple[int, int], Sequence[jax.Array]] = {}
 
-    def enter(self, tick: int, batches: Sequence[PackedBatch], keys: SlotKeys) -> None:
+    def enter(
+        self,
+        tick: int,
+        batches: Sequence[PackedBatch],
+        keys: SlotKeys,
+        slots: Iterable[int],
+    ) -> None:
         """Takes in a tick.
 
         Args:
             tick: Number of the tick.
             batches: Its rows, on the devices of each stage.
             keys: Keys of its dropout masks.
+            slots: Slots of its rows.
         """
-        self._ticks[tick] = _Entered(batches=batches, keys=keys)
+        self._ticks[tick] = _Entered(batches=batches, keys=keys, slots=frozenset(slots))
 
     def __contains__(self, tick: int) -> bool:
         return tick in self._ticks
+
+    def ticks_of(self, slot: int) -> list[int]:
+        """Returns the ticks with rows of a slot that have not left the first stage."""
+        return [tick for tick, entered in self._ticks.items() if slot in entered.slots]
 
     def run(self, one: Pass) -> JobLosses | None:
         """Queues a pass of a tick; returns the losses on the last stage."""

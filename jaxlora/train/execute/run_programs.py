@@ -13,7 +13,7 @@ from jaxlora.memory.footprint import StagePrograms
 from jaxlora.programs.program import Prepared, announce, finish
 from jaxlora.scheduler import Limits
 from jaxlora.train.execute.layout import Layout, Stage
-from jaxlora.train.execute.staged_window import optimizer_inputs
+from jaxlora.train.execute.staged_stream import optimizer_inputs
 from jaxlora.train.execute.step import PreparedPasses
 
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.slots import ParkedSlot
+from jaxlora.adapters.slots import ParkedSlot, ReadSlot
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.data.pack import (
     JobBatch,
@@ -21,10 +21,10 @@ from jaxlora.modules.length_classes import shortest_class
 from jaxlora.scheduler import Limits, Microbatch, Sample, greedy
 from jaxlora.scheduler.lanes import Tick, ticks_of
 from jaxlora.sharding.global_arrays import everywhere, put
-from jaxlora.train.execute.executor import Outcomes, Window
+from jaxlora.train.execute.executor import Outcomes, TickSource
 from jaxlora.train.execute.feed import Feed
 from jaxlora.train.execute.layout import Layout
-from jaxlora.train.execute.staged_window import StagedWindow, total_losses
+from jaxlora.train.execute.staged_stream import StagedStream, total_losses
 from jaxlora.train.job_state import JobState
 
 
@@ -60,38 +60,43 @@ class StagedExecutor:
         self._short = None
         if spec.options.attention == "cudnn":
             self._short = shortest_class(limits.capacity, *spec.options.lengths)
-        self._feed: Feed | None = None  # of the window that runs
-        self._released: set[int] = set()  # in the window that runs
+        self._stream: StagedStream | None = None  # that runs
         self.slots = slots
 
     # ---- slots ---------------------------------------------------------------------
 
+    def is_free(self, slot: int) -> bool:
+        """Whether a job may be put into a slot."""
+        is_used = self.slots.has_job(slot)
+        return not (is_used or (self._stream and self._stream.is_leaving(slot)))
+
     def load(self, slot: int, adapter: Adapter, optimizer: str) -> None:
-        """Puts an adapter into an empty slot, with empty state of its optimizer."""
+        """Puts an adapter into a free slot, with empty state of its optimizer."""
         self.slots.load(slot, adapter, optimizer)
 
-    def park(self, slot: int) -> ParkedSlot:
-        """Takes the whole state out of a slot, between two windows."""
-        return self.slots.park(slot)
-
     def restore(self, slot: int, parked: ParkedSlot, like: Adapter) -> None:
-        """Puts a parked state into an empty slot."""
+        """Puts a parked state into a free slot."""
         self.slots.restore(slot, parked, like)
+
+    def copy(self, slot: int) -> ParkedSlot:
+        """Returns the whole state of a slot, without pending gradients."""
+        return self.slots.copy(slot)
 
     def read(self, slot: int, like: Adapter) -> Adapter:
         """Returns the adapter in a slot, at the ranks of `like`."""
         return self.slots.read(slot, like)
 
-    def release(self, slot: int) -> int:
-        """Empties a slot; returns how many samples of the window do not run.
-
-        Gradients that queued passes add afterwards are discarded at the window's end.
-        """
+    def release(self, slot: int) -> None:
+        """Empties a slot; gradients that queued passes add later are discarded."""
         self.slots.clear(slot)
-        if self._feed is None:
-            return 0
-        self._released.add(slot)
-        return self._feed.release(slot)
+        if self._stream is not None:
+            self._stream.release(slot)
+
+    def snapshot(self) -> ReadSlot | None:
+        """Copies the states of all slots to the host."""
+        if self._stream is None:
+            return self.slots.snapshot()
+        return self._stream.snapshot()
 
     def wait(self) -> None:
         """Waits until the devices have finished all queued work."""
@@ -100,51 +105,49 @@ class StagedExecutor:
 
     # ---- training ------------------------------------------------------------------
 
-    def run(self, window: Window) -> Iterator[Outcomes]:
-        """Runs a window, and yields the results of its optimizer steps."""
+    def run(
+        self, source: TickSource, jobs: Mapping[int, JobState]
+    ) -> Iterator[Outcomes]:
+        """Runs ticks until there is none, and yields the results of their steps."""
 
         def lengths(group: Sample) -> Sequence[int]:
-            return window.jobs[group.owner].prepared.lengths_in_group(
-                group.batch, group.index
-            )
+            return jobs[group.owner].prepared.lengths_in_group(group.batch, group.index)
 
-        ticks = self._ticks(window.schedule.microbatches, lengths)
-        self._feed = Feed(window, ticks, self._limits, self._objectives, self._upload)
-        self._released.clear()
-        running = StagedWindow(
-            self._layout, self._bases, self.slots, window, self._feed, len(ticks)
+        feed = Feed(
+            source,
+            jobs,
+            self._limits,
+            self._objectives,
+            split=lambda tick: self._split_tick(tick, lengths),
+            upload=self._upload,
         )
-        yield from running.outcomes()
-        if len(self._layout.stages) > 1:
-            for slot in self._released:  # passes in flight have added gradients
-                self.slots.clear(slot)
-        self._feed = None
+        self._stream = StagedStream(self._layout, self._bases, self.slots, jobs, feed)
+        yield from self._stream.outcomes()
+        self._stream = None
 
-    def _ticks(
-        self,
-        microbatches: Sequence[Microbatch],
-        lengths: Callable[[Sample], Sequence[int]],
+    def _split_tick(
+        self, tick: Tick, lengths: Callable[[Sample], Sequence[int]]
     ) -> list[Tick]:
-        """Groups microbatches by tick, and splits those with too many short samples.
+        """Splits a tick that has a microbatch with too many short samples.
 
         Args:
-            microbatches: The microbatches.
+            tick: The tick.
             lengths: Tokens of the samples of a group.
         """
-        ticks: list[Tick] = []
-        for tick in ticks_of(microbatches, self._layout.num_lanes):
-            parts = [self._split(microbatch, lengths) for microbatch in tick]
-            # A lane without a further part waits; ticks of no-ops keep their place.
-            for i in range(max(map(len, parts))):
-                ticks.append(tuple(p[i] if i < len(p) else () for p in parts))
-        return ticks
+        if self._short is None:
+            return [tick]
+        parts = [self._split(microbatch, lengths) for microbatch in tick]
+        # A lane without a further part waits; ticks of no-ops keep their place.
+        return [
+            tuple(p[i] if i < len(p) else () for p in parts)
+            for i in range(max(map(len, parts)))
+        ]
 
     def _split(
         self, microbatch: Microbatch, lengths: Callable[[Sample], Sequence[int]]
     ) -> list[Microbatch]:
         """Splits a microbatch with more short samples than attention has room for."""
-        if self._short is None:
-            return [microbatch]
+        assert self._short is not None
         short, most = self._short.tokens, self._short.segments
         return split_by_segment_limit(microbatch, short, most, lengths)
 
@@ -165,7 +168,8 @@ class StagedExecutor:
 
         losses = [
             self._evaluate(pack_tick(tick, batches, self._limits, self._objectives))
-            for tick in self._ticks(self._side_by_side(batches), lengths)
+            for whole in ticks_of(self._side_by_side(batches), self._layout.num_lanes)
+            for tick in self._split_tick(whole, lengths)
         ]
         host = jax.device_get(everywhere(losses))
         total = total_losses([out.loss for out in host])

@@ -12,7 +12,7 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels.device import device_kind
 from jaxlora.scheduler import AffineCost, CostModel, Lanes, Pipeline, StageCost
 from jaxlora.scheduler.replicas import Load, Pinning, decide_pinning
-from jaxlora.train.plan.next_window import fixed_shape_cost
+from jaxlora.train.plan.job_slots import fixed_shape_cost
 
 
 def run_lanes(config: RunConfig, loads: Sequence[Load], num_slots: int) -> Pinning:

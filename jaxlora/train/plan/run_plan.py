@@ -23,13 +23,14 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import CostModel, Lanes, Schedule
 from jaxlora.scheduler.replicas import Load, Pinning
 from jaxlora.scheduler.simulate import simulate
+from jaxlora.scheduler.stream import Rules
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE
 from jaxlora.train.execute.layout import base_placement, base_specs_of
 from jaxlora.train.plan.auto_mesh.candidates import Candidates, Demand
 from jaxlora.train.plan.auto_mesh.choose import choose_mesh
 from jaxlora.train.plan.auto_mesh.machine import Machine
+from jaxlora.train.plan.job_slots import JobPosition
 from jaxlora.train.plan.lanes import run_lanes, window_cost
-from jaxlora.train.plan.next_window import JobPosition
 from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.plan.quantized_base import describe_base
@@ -74,6 +75,18 @@ class RunPlan:
     def cost(self) -> CostModel:
         """Estimated time of a microbatch on each stage."""
         return window_cost(self.config, self.model.config)
+
+    @property
+    def rules(self) -> Rules:
+        """What all microbatches of the run have in common."""
+        config = self.config
+        return Rules(
+            limits=config.limits,
+            lanes=self.lanes,
+            cost=self.cost,
+            packer=config.packer,
+            num_batches=config.window_steps,
+        )
 
     @property
     def place(self) -> Place | None:

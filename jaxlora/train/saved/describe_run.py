@@ -17,6 +17,7 @@ from jaxlora.run.folder import CHECKPOINTS, RUN_FILE, read_run_record
 from jaxlora.run.identity import RunIdentity, check_same_run
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_run import SavedAdapter, SavedRequests, SavedRun
+from jaxlora.run.saved_stream import SavedStream
 from jaxlora.train.job_state import JobState
 from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.plan.run_plan import RunPlan
@@ -90,6 +91,7 @@ def saved_run(
     jobs: Sequence[JobState],
     model: FrozenModel,
     requests: SavedRequests,
+    stream: SavedStream,
 ) -> SavedRun:
     """Returns what a checkpoint keeps besides the tensors of the jobs.
 
@@ -98,6 +100,7 @@ def saved_run(
         jobs: The jobs.
         model: The base model.
         requests: Requests to stop and to pause jobs.
+        stream: The microbatches that follow.
     """
     return SavedRun(
         identity=identity,
@@ -107,6 +110,7 @@ def saved_run(
         base_revision=model.revision,
         linear_names=list(linear_names(model.config)),
         requests=requests,
+        stream=stream,
     )
 
 

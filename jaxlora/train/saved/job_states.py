@@ -24,17 +24,16 @@ class JobStates:
     parked: Mapping[str, ParkedSlot]
 
     @staticmethod
-    def of(jobs: Sequence[JobState], slots: StagedSlots) -> "JobStates":
+    def of(jobs: Sequence[JobState], read_slot: ReadSlot) -> "JobStates":
         """Takes the snapshot; it is complete when this returns.
 
         Args:
-            jobs: All jobs of the run, between two windows.
-            slots: The slots of the run.
+            jobs: All jobs of the run.
+            read_slot: The states of the slots, each after the steps of its job.
         """
-        running = {job.name: job.slot for job in jobs if job.has_slot}
         return JobStates(
-            slots=running,
-            read_slot=slots.snapshot() if running else slots.copy,
+            slots={job.name: job.slot for job in jobs if job.has_slot},
+            read_slot=read_slot,
             parked={job.name: job.parked for job in jobs if job.parked is not None},
         )
 

@@ -6,15 +6,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxlora.bench.mesh.cases import Case, make_jobs
+from jaxlora.bench.mesh.orders import Window
 from jaxlora.bench.tokens import TARGET_SHARE
 from jaxlora.bench.training import Training
 from jaxlora.costs.work import head_work, layer_work
 from jaxlora.errors import JaxloraError
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import Lanes, Pipeline
-from jaxlora.train.execute.executor import Outcomes, Window
+from jaxlora.train.execute.executor import Outcomes
 from jaxlora.train.execute.run_programs import RunPrograms
 from jaxlora.train.execute.staged_executor import StagedExecutor
+from jaxlora.train.plan.stream_plan import FixedTicks
 
 
 class MeshTraining(Training):
@@ -72,7 +74,11 @@ class MeshTraining(Training):
         executor = self.executor(in_flight)
         executor.wait()
         began = time.perf_counter()
-        outcomes = [list(executor.run(window)) for window in windows]
+        num_lanes = self.layout.num_lanes
+        outcomes = [
+            list(executor.run(FixedTicks(window.schedule, num_lanes), window.jobs))
+            for window in windows
+        ]
         executor.wait()
         elapsed = time.perf_counter() - began
         for items in outcomes:

@@ -1,14 +1,27 @@
 """The orders in which the same samples run: ours, and those of others."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
-from jaxlora.scheduler import Lanes, Limits, Sample, mlora
-from jaxlora.train.execute.executor import Window
+from jaxlora.scheduler import Lanes, Limits, Sample, Schedule, mlora
 from jaxlora.train.job_state import JobState
-from jaxlora.train.plan.next_window import pack_window
+from jaxlora.train.plan.job_slots import pack_whole
 
 Order = Literal["together", "one by one", "round robin"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """Microbatches of some jobs, after which the devices have nothing to do.
+
+    Attributes:
+        jobs: The jobs, by slot.
+        schedule: All samples of the jobs.
+    """
+
+    jobs: Mapping[int, JobState]
+    schedule: Schedule
 
 
 def windows(
@@ -42,13 +55,13 @@ def windows(
         return [
             Window(
                 jobs={slot: job},
-                schedule=pack_window(samples_of({slot: job}), limits, "greedy", lanes),
+                schedule=pack_whole(samples_of({slot: job}), limits, "greedy", lanes),
             )
             for slot, job in jobs.items()
         ]
     samples = samples_of(jobs)
     if order == "together":
-        schedule = pack_window(samples, limits, "joint", lanes)
+        schedule = pack_whole(samples, limits, "joint", lanes)
     else:
         assert lanes.num_lanes == 1
         mean = sum(s.num_tokens for s in samples) / len(samples)

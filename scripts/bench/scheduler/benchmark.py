@@ -47,7 +47,7 @@ from jaxlora.scheduler import (
     simulate,
     violations,
 )
-from jaxlora.train.plan.next_window import fixed_shape_cost, pack_window
+from jaxlora.train.plan.job_slots import fixed_shape_cost, pack_whole
 
 STAGES = Pipeline.one_f_one_b(4)
 BLOCK = 64  # tokens
@@ -216,7 +216,7 @@ def fill(
     number = fewest = 0
     for first in range(0, FILL_STEPS, steps):
         window = [s for s in samples if first <= s.batch < first + steps]
-        number += len(pack_window(window, limits, packer).microbatches)
+        number += len(pack_whole(window, limits, packer).microbatches)
         fewest += lower_bound(window, limits, Pipeline(), cost).microbatches
     real = sum(s.num_tokens for s in samples)
     share = round(100 * real / (number * limits.capacity), 1)

@@ -140,8 +140,13 @@ def test_plan(folder, capsys, tmp_path):
     options = "--details", "--picture", picture
     text = said(capsys, "plan", folder / "run.yaml", *options)
     assert re.search(r"first +0 +10 .* 2 ", text)  # samples and steps
-    assert re.search(r"\n 0 +0-1 +4 ", text)  # a window: jobs 0 and 1, four steps
-    for words in ("fewest", "padding", "bubble", "lower bound", "speed against greedy"):
+    for words in (
+        "microbatches",
+        "padding",
+        "bubble",
+        "lower bound",
+        "speed against greedy",
+    ):
         assert words in text
     assert re.search(r"on 1 device +\n", text) and "no-ops" in text
     assert re.search(rf"wrote {picture}: microbatches 1 to (\d+) of \1\b", text)
@@ -150,7 +155,7 @@ def test_plan(folder, capsys, tmp_path):
     text = said(
         capsys, "plan", "--details", folder / "run.yaml", "--mesh", mesh, "--steps", 1
     )
-    assert f"simulated on mesh {mesh}" in text and "a tick is 2 microbatches" in text
+    assert f"simulated on mesh {mesh}" in text
 
 
 def test_plan_needs_no_weights(folder, capsys, tmp_path):

@@ -18,15 +18,15 @@ from tests import tiny
 # Ends its process, by a signal to itself, at the given event of the run.
 CHILD = """
 import os, signal, sys
-from jaxlora.train.execute.windows import Windows
-left, run_next = int(sys.argv[1]), Windows.run_next
+from jaxlora.train.execute.stream import Stream
+left, end_window = int(sys.argv[1]) - 1, Stream._end_window
 def count(self):
     global left
+    end_window(self)
     left -= 1
     if left == 0:
         os.kill(os.getpid(), int(sys.argv[2]))
-    run_next(self)
-Windows.run_next = count
+Stream._end_window = count
 from jaxlora.cli.main import main
 sys.exit(main(["train", *sys.argv[3:]]))
 """
@@ -141,7 +141,7 @@ def make_run(tmp_path_factory) -> Callable[..., pathlib.Path]:
                 "batch_size": 3 + i,
                 "rank": 2 + i,
                 "dropout": 0.1,
-                "steps": 4 + i,
+                "steps": 9 + i,
                 "learning_rate": 0.01,
                 "max_length": 96,
                 "eval_fraction": 0.2,

@@ -28,7 +28,7 @@ def test_two_processes_train_like_one_also_when_killed_and_interrupted(
     The bits are those of one process, which nothing stopped.
     """
     run_file = make_run()
-    killed = (4, signal.SIGKILL)
+    killed = (6, signal.SIGKILL)
     first, second = train_in_two([run_file, run_file], signals=(NEVER, killed))
     assert second.status == -signal.SIGKILL
     assert first.status == 1, first.stderr

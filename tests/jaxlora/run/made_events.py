@@ -124,6 +124,5 @@ def window(number: int) -> WindowEvent:
         fill=0.9,
         planned_ahead=False,
         planning_seconds=0.0,
-        left_out={},
         pipeline={},
     )

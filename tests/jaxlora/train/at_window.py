@@ -1,5 +1,7 @@
-"""A callback that calls a function after each window."""
+"""Callbacks that call a function after each window, or end the run there."""
 
+import os
+import signal
 from collections.abc import Callable
 
 from jaxlora import Callback, Trainer
@@ -13,6 +15,20 @@ class AtWindow(Callback):
 
     def on_window(self, event) -> None:
         self._call(self.trainer)
+
+
+class InterruptAt(Callback):
+    """Interrupts the run once, as Ctrl-C does, where a window ends with a round."""
+
+    def __init__(self, number: int, also: Callable[[Trainer], None] = lambda t: None):
+        self._number, self._also = number, also
+        self._is_done = False
+
+    def on_window(self, event) -> None:
+        if event.round >= self._number and not self._is_done:
+            self._is_done = True
+            self._also(self.trainer)
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def at_windows(call: Callable[[Trainer], None] | None) -> list[AtWindow]:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.slots import ParkedSlot
-from jaxlora.train.execute.executor import Outcomes, StepOutcome, Window
+from jaxlora.train.execute.executor import Outcomes, StepOutcome, TickSource
 from jaxlora.train.job_state import JobState
+from jaxlora.train.plan.stream_plan import StreamTick
 
 
 @dataclasses.dataclass
@@ -29,63 +30,78 @@ class LateExecutor:
     ran: Counter = dataclasses.field(default_factory=Counter)
 
     def __post_init__(self):
-        self._window: Window | None = None
-        self._queued = 0  # microbatches
-        self._released: set[int] = set()
-        self._may_release: set[int] | None = None  # None: any, between windows
+        self._source: TickSource | None = None
+        self._jobs: Mapping[int, JobState] = {}
+        self._may_release: set[int] | None = None  # None: any, between two runs
+        self._left: dict[int, int] = {}  # last microbatch in flight, by slot
+        self._number = 0  # of the microbatch that is queued
+
+    def is_free(self, slot: int) -> bool:
+        return slot not in self.steps and slot not in self._left
 
     def load(self, slot: int, adapter: Adapter, optimizer: str) -> None:
-        assert self._window is None and slot not in self.steps
+        assert self.is_free(slot)
         self.steps[slot] = 0
 
-    def park(self, slot: int) -> ParkedSlot:
-        assert self._window is None
-        return self.steps.pop(slot)  # type: ignore[return-value]
+    def copy(self, slot: int) -> ParkedSlot:
+        if self._may_release is not None:
+            assert slot in self._may_release, "its step may be in flight"
+        return self.steps[slot]  # type: ignore[return-value]
 
     def restore(self, slot: int, parked: ParkedSlot, like: Adapter) -> None:
-        assert self._window is None and slot not in self.steps
+        assert self.is_free(slot)
         self.steps[slot] = parked  # type: ignore[assignment]
 
     def read(self, slot: int, like: Adapter) -> Adapter:
         assert slot in self.steps
         return like
 
-    def run(self, window: Window) -> Iterator[Outcomes]:
-        assert set(window.jobs) == set(self.steps), "another set of jobs"
-        self._window, self._queued, self._released = window, 0, set()
-        microbatches = window.schedule.microbatches
-        remaining = Counter((s.owner, s.batch) for m in microbatches for s in m)
-        pending: deque[tuple[int, dict[int, int]]] = deque()
-        for number, microbatch in enumerate(microbatches):
-            kept = [s for s in microbatch if s.owner not in self._released]
-            self._queued = number + 1
-            for s in kept:
-                remaining[s.owner, s.batch] -= 1
-                self.ran[window.jobs[s.owner].name] += 1
-            complete = {
-                s.owner: s.batch for s in kept if not remaining[s.owner, s.batch]
-            }
-            while pending and (
-                number - pending[0][0] >= self.in_flight
-                or any(complete.keys() & steps.keys() for _, steps in pending)
-            ):
-                yield self._report(pending.popleft()[1])
-            complete = {s: b for s, b in complete.items() if s not in self._released}
-            for slot, batch in complete.items():
-                assert batch == self.steps[slot]
-                self.steps[slot] += 1
-            if complete:
-                pending.append((number, complete))
-        while pending:
-            yield self._report(pending.popleft()[1])
-        self._window, self._may_release = None, None
+    def run(
+        self, source: TickSource, jobs: Mapping[int, JobState]
+    ) -> Iterator[Outcomes]:
+        assert set(jobs) == set(self.steps), "another set of jobs"
+        self._source, self._jobs, self._number = source, jobs, 0
+        left: Counter[tuple[int, int]] = Counter()
+        # Microbatches that are queued, and the steps that they complete.
+        flying: deque[tuple[StreamTick, dict[int, int]]] = deque()
+        prepared = source.take()
+        while prepared is not None or flying:
+            if prepared is not None:
+                steps = self._queue(prepared, left)
+                flying.append((prepared, steps))
+                prepared = source.take()
+            if len(flying) > self.in_flight or prepared is None:
+                taken, steps = flying.popleft()
+                yield self._report(taken, steps)
+                prepared = source.take() if prepared is None else prepared
+            self._number += 1
+            for slot in [s for s, last in self._left.items() if last < self._number]:
+                del self._left[slot]
+        self._source, self._may_release = None, None
+        self._left.clear()
 
-    def _report(self, steps: dict[int, int]) -> Outcomes:
-        assert self._window is not None
-        self._may_release = set(steps)
+    def _queue(
+        self, taken: StreamTick, left: Counter[tuple[int, int]]
+    ) -> dict[int, int]:
+        """Runs a microbatch; returns the steps that it completes."""
+        complete = {}
+        for s in taken.samples:
+            job = self._jobs[s.owner]
+            self.ran[job.name] += 1
+            left[s.owner, s.batch] += 1
+            if left[s.owner, s.batch] == len(job.prepared.lengths(s.batch)):
+                complete[s.owner] = s.batch
+                del left[s.owner, s.batch]
+        return complete
+
+    def _report(self, taken: StreamTick, steps: dict[int, int]) -> Outcomes:
         outcomes = {}
         for slot, step in steps.items():
-            loss = self.loss(self._window.jobs[slot].settings.name, step + 1)
+            if slot in taken.dropped:
+                continue
+            assert step == self.steps[slot]
+            self.steps[slot] += 1
+            loss = self.loss(self._jobs[slot].settings.name, step + 1)
             outcomes[slot] = StepOutcome(
                 loss=loss,
                 grad_norm=1.0,
@@ -94,17 +110,18 @@ class LateExecutor:
                 num_target_tokens=8,
                 is_finite=loss == loss,
             )
+        self._may_release = set(outcomes)
         return Outcomes(steps=outcomes, num_microbatches=1, num_tokens=8)
 
-    def release(self, slot: int) -> int:
+    def release(self, slot: int) -> None:
         if self._may_release is not None:
             assert slot in self._may_release, "its step may be in flight"
+            if self.in_flight > 1:
+                self._left[slot] = self._number + self.in_flight
         del self.steps[slot]
-        self._released.add(slot)
-        if self._window is None:
-            return 0
-        rest = self._window.schedule.microbatches[self._queued :]
-        return sum(s.owner == slot for m in rest for s in m)
+
+    def snapshot(self) -> None:
+        raise AssertionError("no checkpoint is due")
 
     def evaluate(self, runs: Mapping[int, JobState]) -> dict[int, float]:
         return {s: self.eval_loss(r.name, self.steps[s]) for s, r in runs.items()}

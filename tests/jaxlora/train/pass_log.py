@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlora.scheduler import Schedule
-from jaxlora.scheduler.lanes import ticks_of
+from jaxlora.scheduler.lanes import Tick
 from jaxlora.train.execute.layout import Layout
 
 # Functions of a stage that run a pass forward, and those that run one backward.
@@ -16,18 +15,18 @@ FORWARD, BACKWARD = ("forward", "accumulate"), ("backward", "accumulate")
 
 
 @dataclasses.dataclass
-class WindowLog:
-    """The passes and steps that the stages were given in one window.
+class RunLog:
+    """The passes and steps that the stages were given until they had nothing to do.
 
     Attributes:
-        schedule: Schedule of the window.
+        ticks: The ticks, in their order.
         passes: By stage and function, the optimizer steps that each slot had done in
             the weights that each call got.
-        steps: Stage, slot and backward passes of the stage in this window so far, for
+        steps: Stage, slot and backward passes of the stage in this run so far, for
             each optimizer step of a slot.
     """
 
-    schedule: Schedule
+    ticks: list[Tick] = dataclasses.field(default_factory=list)
     passes: dict[tuple[int, str], list[dict[int, int]]] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(list)
     )
@@ -43,8 +42,8 @@ class PassLog:
 
     def __init__(self, layout: Layout, monkeypatch):
         """Wraps the functions of a layout, which new trainers share."""
-        self.windows: list[WindowLog] = []
-        self._num_stages, self._num_lanes = len(layout.stages), layout.num_lanes
+        self.runs: list[RunLog] = []
+        self._num_stages = len(layout.stages)
         self._done = [collections.Counter() for _ in layout.stages]
         self._known: dict[int, tuple[Any, dict[int, int]]] = {}  # by id of an array
         for number, stage in enumerate(layout.stages):
@@ -55,38 +54,37 @@ class PassLog:
 
     def note_pass(self, stage: int, name: str, params: Any) -> None:
         array = jax.tree.leaves(params)[0]
-        # Unknown weights were put into the slots between two windows.
+        # Unknown weights were put into the slots between two runs.
         first = array, dict(self._done[stage])
         _, done = self._known.setdefault(id(array), first)
-        self.windows[-1].passes[stage, name].append(done)
+        self.runs[-1].passes[stage, name].append(done)
 
     def note_step(self, stage: int, step_mask: Any, params: Any) -> None:
-        window = self.windows[-1]
-        ran = sum(len(window.passes[stage, name]) for name in BACKWARD)
+        run = self.runs[-1]
+        ran = sum(len(run.passes[stage, name]) for name in BACKWARD)
         for slot in np.flatnonzero(step_mask):
             self._done[stage][int(slot)] += 1
-            window.steps.append((stage, int(slot), ran))
+            run.steps.append((stage, int(slot), ran))
         array = jax.tree.leaves(params)[0]
         self._known[id(array)] = array, dict(self._done[stage])
 
     def wrong(self) -> list[str]:
         """Describes the passes and steps that are not those of the schedule."""
         found: list[str] = []
-        for window in self.windows:
-            ticks = ticks_of(window.schedule.microbatches, self._num_lanes)
+        for run in self.runs:
             batches = [
-                {(s.owner, s.batch) for m in t for s in m} for t in ticks if any(t)
+                {(s.owner, s.batch) for m in t for s in m} for t in run.ticks if any(t)
             ]
             for stage in range(self._num_stages):
-                found += self._wrong_reads(window, stage, batches)
-                found += _wrong_steps(window, stage, batches)
+                found += self._wrong_reads(run, stage, batches)
+                found += _wrong_steps(run, stage, batches)
         return found
 
-    def _wrong_reads(self, window, stage, batches):
+    def _wrong_reads(self, run, stage, batches):
         is_last = stage == self._num_stages - 1
         names = ("accumulate",) if is_last else ("forward", "backward")
         for name in names:
-            passes = window.passes[stage, name]
+            passes = run.passes[stage, name]
             if len(passes) != len(batches):
                 yield f"{len(passes)} of {len(batches)} passes {name}, stage {stage}"
             for tick, (done, mine) in enumerate(zip(passes, batches, strict=False)):
@@ -98,11 +96,11 @@ class PassLog:
                         )
 
 
-def _wrong_steps(window, stage, batches):
+def _wrong_steps(run, stage, batches):
     """A step follows all backward passes of its batch, and there is one per batch."""
     last_tick = {key: tick for tick, mine in enumerate(batches) for key in mine}
     taken = collections.defaultdict(list)
-    for where, slot, num_passes in window.steps:
+    for where, slot, num_passes in run.steps:
         if where == stage:
             taken[slot].append(num_passes)
     for slot in {slot for slot, _ in last_tick}:

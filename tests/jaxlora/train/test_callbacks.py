@@ -85,7 +85,7 @@ def test_a_callback_stops_and_pauses_jobs(config, model):
 
 
 class FailsAt(Callback):
-    """Raises an exception in the middle of a window."""
+    """Raises an exception in the middle of a round."""
 
     def on_step(self, event):
         if event.step == 2:
@@ -93,14 +93,14 @@ class FailsAt(Callback):
 
 
 def test_a_callback_that_fails_loses_no_step(config, model, tmp_path):
-    """The window ends and is saved; a resumed run ends like one without a failure."""
+    """What is in flight is saved; a resumed run ends like one without a failure."""
     recorder = Recorder()
     with pytest.raises(LookupError, match="not in my table") as raised:
         Trainer(config, model).train(callbacks=[FailsAt(), recorder])
     assert raised.value.__notes__ == ["It was raised by FailsAt.on_step."]
     kinds = [kind for kind in recorder.kinds() if kind != "export"]
     assert kinds[-3:] == ["window", "checkpoint", "run_end"]
-    assert recorder.events[-1].is_interrupted and recorder.events[-1].round == 4
+    assert recorder.events[-1].is_interrupted and recorder.events[-1].round < 6
     resumed = Trainer(config, model).train(resume=True)
     whole = config.model_copy(update={"output_dir": str(tmp_path / "whole")})
     calm = Trainer(whole, model).train()

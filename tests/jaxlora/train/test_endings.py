@@ -14,7 +14,7 @@ from jaxlora import RunConfig, Trainer
 from jaxlora.errors import JaxloraError
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.log import read_events
-from jaxlora.train.execute import windows
+from jaxlora.train.execute import stream
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.report.summary import (
     JobResult,
@@ -24,8 +24,10 @@ from jaxlora.train.report.summary import (
     write_report,
 )
 from jaxlora.train.saved.checkpoint import Checkpoints
-from tests.jaxlora.train.at_window import AtWindow
+from jaxlora.train.saved.read_checkpoint import newest_checkpoint
+from tests.jaxlora.train.at_window import AtWindow, InterruptAt
 from tests.jaxlora.train.conftest import folder_of
+from tests.jaxlora.train.test_contracts import assert_same_training
 
 # All runs here share one set of compiled programs.
 SHAPE = {"max_concurrent_jobs": 2, "slot_dropout": True}
@@ -66,16 +68,20 @@ def events_of(outcome, name: str) -> list[dict]:
 
 def test_a_stopped_job_is_evaluated_like_a_finished_one(train, long, jobs):
     stopped = train([long, jobs[2]], on_window=stop("job0"))
-    finished = train([long.model_copy(update={"steps": 4}), jobs[2]])
-    assert stopped.progress["job0"].status == "stopped"
-    assert evaluated_steps(stopped, "job0") == [0, 4]
-    assert stopped.evals == finished.evals
-    assert stopped.bytes == finished.bytes
     progress = stopped.progress["job0"]
+    step = progress.step
+    finished = train([long.model_copy(update={"steps": step}), jobs[2]])
+    assert progress.status == "stopped" and 4 <= step < 40
+    assert evaluated_steps(stopped, "job0") == [0, step]
+    # They are packed in another way, as one of them was meant to be longer.
+    assert_same_training(stopped, finished, ["job0", "job2"])
     assert progress.last_eval == stopped.evals["job0"][-1] != progress.first_eval
     last = events_of(stopped, "job0")[-2:]
-    assert [(e["event"], e["step"]) for e in last] == [("eval", 4), ("job_end", 4)]
-    assert last[0]["round"] == last[1]["round"] == 5
+    assert [(e["event"], e["step"]) for e in last] == [
+        ("eval", step),
+        ("job_end", step),
+    ]
+    assert last[0]["round"] == last[1]["round"] >= 5
 
 
 def test_a_stop_where_an_evaluation_was_due_needs_no_other(train, long):
@@ -103,16 +109,16 @@ def test_a_stopped_job_keeps_its_best(train, long, monkeypatch, is_better):
     assert (outcome.bytes == kept) == is_better
 
 
-def test_a_stop_within_a_window(train, long, jobs, monkeypatch):
+def test_a_stop_at_any_time(train, long, jobs, monkeypatch):
     """As from another thread: the weights that are evaluated are those exported."""
-    note = windows.Windows._note
+    note = stream.Stream._note
 
     def note_and_stop(self, run, outcome):
         note(self, run, outcome)
         if run.progress.step == 2:
             self._requests.stop("job0", "enough")
 
-    monkeypatch.setattr(windows.Windows, "_note", note_and_stop)
+    monkeypatch.setattr(stream.Stream, "_note", note_and_stop)
     outcome = train([long, jobs[2]])
     monkeypatch.undo()
     finished = train([long.model_copy(update={"steps": 2}), jobs[2]])
@@ -123,13 +129,13 @@ def test_a_stop_within_a_window(train, long, jobs, monkeypatch):
 
 
 def test_a_stop_during_the_first_evaluation(train, long, monkeypatch):
-    evaluate = windows.Windows._evaluate
+    evaluate = stream.Stream._evaluate
 
     def evaluate_and_stop(self, runs):
         evaluate(self, runs)
         self._requests.stop("job0", "never mind")
 
-    monkeypatch.setattr(windows.Windows, "_evaluate", evaluate_and_stop)
+    monkeypatch.setattr(stream.Stream, "_evaluate", evaluate_and_stop)
     outcome = train([long])
     progress = outcome.progress["job0"]
     assert (progress.status, progress.step) == ("stopped", 0)
@@ -187,25 +193,15 @@ def stop_all(trainer: Trainer) -> None:
         trainer.stop_job(run.name, "enough")
 
 
-def stop_all_and_end_the_run(trainer: Trainer) -> None:
-    """For `AtWindow`: Ctrl-C right after a stop of all jobs was asked for."""
-    stop_all(trainer)
-    end_the_run(trainer)
-
-
-def end_the_run(trainer: Trainer) -> None:
-    """For `AtWindow`: Ctrl-C."""
-    os.kill(os.getpid(), signal.SIGINT)
-
-
 @pytest.mark.parametrize("when", ["before the interrupt", "before the resume"])
 def test_a_stop_and_a_resume(model, config, when):
     """Asked for in the process that was interrupted, or in the one that resumes."""
     first = Trainer(config, model)
     if when == "before the interrupt":
-        assert first.train(callbacks=[AtWindow(stop_all_and_end_the_run)]).interrupted
+        # The jobs may end before the run does.
+        first.train(callbacks=[InterruptAt(1, stop_all)])
     else:
-        assert first.train(callbacks=[AtWindow(end_the_run)]).interrupted
+        assert first.train(callbacks=[InterruptAt(1)]).interrupted
     second = Trainer(config, model)
     if when == "before the resume":
         for job in config.jobs:
@@ -213,7 +209,7 @@ def test_a_stop_and_a_resume(model, config, when):
     result = second.train(resume=True)
     progress = {job.name: job.progress for job in result.jobs}
     assert [p.status for p in progress.values()] == ["stopped"] * 3
-    assert (progress["job0"].step, progress["job0"].last_eval_step) == (4, 4)
+    assert 4 <= progress["job0"].step == progress["job0"].last_eval_step < 40
     assert progress["job3"].first_eval is None
     # A third process knows of it too, and does nothing.
     again = Trainer(config, model).train(resume=True)
@@ -233,9 +229,9 @@ def test_an_error_of_the_users_function_loses_no_window(model, config):
     with pytest.raises(LookupError, match="not in my table"):
         Trainer(config, model).train(callbacks=[AtWindow(fail)])
     checkpoints = pathlib.Path(config.output_dir) / "checkpoints"
-    assert (checkpoints / "4").is_dir()
+    newest = newest_checkpoint(checkpoints)
     events = checkpoints.parent / "metrics.jsonl"
-    assert max(e["round"] for e in read_events(events)) == 4
+    assert newest == max(e["round"] for e in read_events(events)) >= 4
 
 
 def test_an_interrupt_while_the_last_checkpoint_is_written(model, config, monkeypatch):

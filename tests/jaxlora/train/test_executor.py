@@ -1,7 +1,6 @@
-"""Windows keep their promises with any executor that keeps the contract."""
+"""A stream keeps its promises with any executor that keeps the contract."""
 
 import contextlib
-import itertools
 import math
 
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jaxlora.adapters.targets import ModuleLora
 from jaxlora.data.tokenize import TokenizedData, TokenizedSample
 from jaxlora.hf.config import model_config
 from jaxlora.run.log import RunLog, read_events
-from jaxlora.train.execute.windows import Windows
+from jaxlora.train.execute.stream import Border, Stream
 from jaxlora.train.job_state import JobState
 from jaxlora.train.plan.auto_mesh.machine import this_machine
 from jaxlora.train.plan.planned_model import PlannedModel
@@ -76,9 +75,9 @@ def eval_loss(name: str, step: int) -> float:
 
 @pytest.fixture
 def drive(tmp_path):
-    """Runs windows to their end; returns jobs, executor, exported steps and events."""
+    """Runs a stream to its end; returns jobs, executor, exported steps and events."""
 
-    def run(in_flight: int, after_window=lambda number, requests: None):
+    def run(in_flight: int, at_border=lambda border, jobs, requests: None):
         runs = make_runs()
         executor = LateExecutor(in_flight, loss, eval_loss)
         config = RunConfig(
@@ -103,10 +102,10 @@ def drive(tmp_path):
         def export(run: JobState) -> None:
             exported[run.name] = executor.steps[run.slot]
             if run.name == "stalls":
-                requests.stop("asked", "enough")  # in the middle of a window
+                requests.stop("asked", "enough")  # between two borders
 
         with contextlib.closing(log):
-            windows = Windows(
+            stream = Stream(
                 plan,
                 runs,
                 executor,
@@ -115,12 +114,11 @@ def drive(tmp_path):
                 export=export,
                 send=log.on_event,
             )
-            with windows:
-                for number in itertools.count(1):
-                    if not windows.start():
-                        break
-                    windows.run_next()
-                    after_window(number, requests)
+            stream.restore(None)
+            with stream:
+                while stream.start():
+                    for border in stream.run():
+                        at_border(border, {job.name: job for job in runs}, requests)
         return runs, executor, exported, read_events(folder / "metrics.jsonl")
 
     return run
@@ -149,16 +147,27 @@ def test_late_reports_change_no_decision(drive, in_flight):
 
 
 @pytest.mark.parametrize("in_flight", [1, 5])
-def test_samples_run_or_are_left_out(drive, in_flight):
-    """Every sample of a window is accounted for, also those of jobs that ended."""
-    runs, executor, _, events = drive(in_flight)
-    left_out = next(e["left_out"] for e in events if e["event"] == "window")
-    assert set(left_out) == {"wild", "stalls", "asked"}
-    for name, count in left_out.items():
-        assert executor.ran[name] + count == 2 * 6
+def test_only_what_is_in_flight_runs_for_nothing(drive, in_flight):
+    """All samples of a job's steps run, and few beyond the step at which it ends."""
+    runs, executor, _, _ = drive(in_flight)
     for run in runs:
-        if run.name not in left_out:
-            assert executor.ran[run.name] == 2 * run.num_steps
+        step = run.progress.step + (run.name == "wild")  # whose last step failed
+        for_nothing = executor.ran[run.name] - 2 * step
+        # A microbatch holds two of its samples.
+        assert 0 <= for_nothing <= 2 * (in_flight + 1)
+        if run.progress.status == "finished":
+            assert for_nothing == 0
+
+
+def test_a_slot_that_was_left_is_taken_while_others_run(drive):
+    """The job that waits starts before those that run have ended."""
+    _, _, _, events = drive(2)
+    started = [e["job"] for e in events if e["event"] == "job_start"]
+    assert started[-1] == "waits"
+    kinds = [(e["event"], e.get("job")) for e in events]
+    first = kinds.index(("step", "waits"))
+    assert kinds.index(("job_start", "waits")) < first
+    assert first < kinds.index(("job_end", "calm"))
 
 
 def test_a_longer_pipeline_runs_more_for_nothing(drive):
@@ -171,15 +180,15 @@ def test_a_longer_pipeline_runs_more_for_nothing(drive):
 
 
 def test_a_paused_job_continues_where_it_was(drive):
-    """It leaves its slot for a window, and takes no step and no evaluation twice."""
+    """It leaves its slot, and takes no step and no evaluation twice."""
 
-    def after_window(number, requests):
-        if number == 1:
+    def at_border(border: Border, jobs, requests):
+        if jobs["calm"].progress.step == 6 and jobs["calm"].has_slot:
             requests.pause("calm", "later")
-        if number == 2:
+        if jobs["waits"].progress.step == 2:
             requests.resume("calm")
 
-    runs, executor, exported, events = drive(2, after_window)
+    runs, executor, exported, events = drive(2, at_border)
     mine = [(e["event"], e["step"]) for e in events if e.get("job") == "calm"]
     changes = [
         change for change in mine if change[0] in ("job_pause", "job_resume", "job_end")

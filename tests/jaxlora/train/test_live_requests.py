@@ -15,7 +15,7 @@ from jaxlora.run.live.mailbox import Mailbox
 from jaxlora.run.live.status_file import read_status
 from jaxlora.run.message import ControlRequest
 from jaxlora.train import inbox
-from jaxlora.train.execute.windows import Windows
+from jaxlora.train.execute.stream import Stream
 from jaxlora.train.inbox import Inbox
 from tests.jaxlora.train.at_window import AtWindow
 from tests.jaxlora.train.test_preemption import Killed
@@ -164,7 +164,7 @@ def killed_before_the_answer(self) -> None:
         raise Killed
 
 
-start = Windows.start
+start = Stream.start
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ start = Windows.start
     [
         (Inbox, "_finish_adds", killed_while_data_are_read),
         (Inbox, "deliver", killed_before_the_answer),
-        (Windows, "start", killed_once_it_joined),
+        (Stream, "start", killed_once_it_joined),
     ],
 )
 def test_an_added_job_outlives_a_kill(

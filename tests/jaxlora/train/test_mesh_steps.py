@@ -6,8 +6,8 @@ import pytest
 
 from jaxlora import Trainer
 from jaxlora.scheduler import Pipeline
-from jaxlora.train.execute.staged_executor import StagedExecutor
-from tests.jaxlora.train.pass_log import PassLog, WindowLog
+from jaxlora.train.execute.feed import Feed
+from tests.jaxlora.train.pass_log import PassLog, RunLog
 
 pytestmark = pytest.mark.needs_devices(3)
 
@@ -23,13 +23,23 @@ def logged(meshes, mesh_jobs, monkeypatch):
         if mesh == "stage=3":
             settings["model"] = str(meshes.untied)
         trainer = Trainer(meshes.config(mesh, mesh_jobs, **settings))
-        log, run_window = PassLog(trainer.layout, monkeypatch), StagedExecutor.run
+        log, begin, take = (
+            PassLog(trainer.layout, monkeypatch),
+            Feed.__init__,
+            Feed.take,
+        )
 
-        def noted(self, window):
-            log.windows.append(WindowLog(schedule=window.schedule))
-            return run_window(self, window)
+        def begun(self, *args, **settings):
+            log.runs.append(RunLog())
+            begin(self, *args, **settings)
 
-        monkeypatch.setattr(StagedExecutor, "run", noted)
+        def taken(self):
+            fed, arrays = take(self)
+            log.runs[-1].ticks.append(fed.tick)
+            return fed, arrays
+
+        monkeypatch.setattr(Feed, "__init__", begun)
+        monkeypatch.setattr(Feed, "take", taken)
         trainer.train()
         return log, len(trainer.layout.stages)
 
@@ -38,11 +48,11 @@ def logged(meshes, mesh_jobs, monkeypatch):
 
 @pytest.mark.parametrize("mesh", STAGES)
 def test_every_pass_reads_the_weights_of_its_batch(logged, mesh, mesh_jobs):
-    """Batches of several ticks, and jobs of 3 to 5 steps, in windows of two."""
+    """Batches of several ticks, and jobs of 3 to 5 steps, without a break."""
     log, num_stages = logged(mesh)
-    assert len(log.windows) == 3
+    assert len(log.runs) == 1
     assert log.wrong() == []
-    num_steps = sum(len(window.steps) for window in log.windows)
+    num_steps = sum(len(run.steps) for run in log.runs)
     assert num_steps == num_stages * sum(job.steps for job in mesh_jobs)
 
 

@@ -3,8 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import os
-import signal
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +27,7 @@ from jaxlora.models.decoder import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.multi_lora_linear import SlotShape
 from tests import tiny
-from tests.jaxlora.train.at_window import at_windows
+from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.test_contracts import assert_same_training
 
 NAMES = ("layer.lora_a", "layer.lora_b")
@@ -182,10 +180,6 @@ def test_a_job_that_joins_needs_an_optimizer_of_the_run(jobs, train):
         trainer.add_job(lion(jobs[1]))
 
 
-def end_the_run(trainer: Trainer) -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-
-
 @pytest.fixture(scope="module")
 def on_meshes(model, jobs, tmp_path_factory):
     """Trains three jobs in two slots on a mesh; returns the adapters, by job."""
@@ -206,7 +200,7 @@ def on_meshes(model, jobs, tmp_path_factory):
             mesh=mesh,
         )
         if stop:
-            assert Trainer(config).train(callbacks=at_windows(end_the_run)).interrupted
+            assert Trainer(config).train(callbacks=[InterruptAt(1)]).interrupted
         Trainer(config).train(resume=stop)
         found = (folder / "adapters").rglob("*.safetensors")
         return {p.parent.name: safetensors.numpy.load_file(p) for p in found}

@@ -15,12 +15,12 @@ from jaxlora.config import RunConfig
 from jaxlora.data.tokenize import TokenizedData, TokenizedSample
 from jaxlora.hf.names import linear_shapes
 from jaxlora.scheduler import Limits
-from jaxlora.train.execute.executor import Window
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.job_state import JobState
-from jaxlora.train.plan.next_window import pack_window
+from jaxlora.train.plan.job_slots import pack_whole
 from jaxlora.train.plan.prepared_job import PreparedJob
+from jaxlora.train.plan.stream_plan import FixedTicks
 from tests.jaxlora.train.planned_run import plan_jobs
 from tests.oracle import relative_error
 
@@ -100,10 +100,9 @@ def train_together(names):
             for step in range(first, first + 4)
             for s in run.batch(run.slot, step).to_schedule()
         ]
-        schedule = pack_window(samples, limits, "joint")
+        schedule = pack_whole(samples, limits, "joint")
         assert len(schedule.microbatches) > 4
-        window = Window(jobs=dict(enumerate(runs)), schedule=schedule)
-        for item in executor.run(window):
+        for item in executor.run(FixedTicks(schedule), dict(enumerate(runs))):
             for slot, outcome in item.steps.items():
                 outcomes[runs[slot].settings.name].append(outcome)
     return model, runs, slots, outcomes

@@ -1,8 +1,6 @@
 """Jobs that are paused keep their whole state, and end as if they had never been."""
 
-import os
 import pathlib
-import signal
 
 import pytest
 
@@ -11,8 +9,8 @@ from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.hf.names import linear_shapes
 from jaxlora.plan import plan_run
 from jaxlora.run.log import read_events
-from jaxlora.train.execute.windows import Windows
-from tests.jaxlora.train.at_window import AtWindow
+from jaxlora.train.execute.stream import Stream
+from tests.jaxlora.train.at_window import AtWindow, InterruptAt
 from tests.oracle import relative_error
 
 
@@ -128,15 +126,16 @@ class Killed(BaseException):
 
 
 def killed_at(number: int, monkeypatch) -> None:
-    """Makes the next run end after a round, when the next window would start."""
-    start = Windows.start
+    """Makes the next run end after a round and what is due at its border."""
+    change = Stream._change
 
-    def start_or_end(self):
+    def change_or_end(self, at_border):
         if self.round >= number:
             raise Killed
-        return start(self)
+        return change(self, at_border)
 
-    monkeypatch.setattr(Windows, "start", start_or_end)
+    monkeypatch.setattr(Stream, "_change", change_or_end)
+    monkeypatch.setattr(Stream, "_is_settled", lambda self: False)
 
 
 def test_a_kill_while_a_job_is_paused(config, model, low, high, alone, monkeypatch):
@@ -230,9 +229,9 @@ def test_requests_outlive_a_kill(config, model, monkeypatch):
 
 
 def test_jobs_may_be_added_at_any_time(config, model, high, monkeypatch):
-    """As by another thread, in the middle of a window: it joins after the window."""
+    """As by another thread, at any time: it joins at the next border."""
     run, trainer, added = config(), None, []
-    handle = Windows._handle
+    handle = Stream._handle
 
     def handle_and_add(self, outcomes):
         before = len(trainer.jobs)
@@ -241,10 +240,11 @@ def test_jobs_may_be_added_at_any_time(config, model, high, monkeypatch):
             trainer.add_job(high)
             with pytest.raises(ConfigError, match="a job named 'high' is in this run"):
                 trainer.add_job(high)
-        handle(self, outcomes)
+        stepped = handle(self, outcomes)
         assert len(trainer.jobs) == before
+        return stepped
 
-    monkeypatch.setattr(Windows, "_handle", handle_and_add)
+    monkeypatch.setattr(Stream, "_handle", handle_and_add)
     trainer = Trainer(run, model)
     result = trainer.train()
     assert [job.name for job in result.jobs] == ["low", "high"]
@@ -252,10 +252,7 @@ def test_jobs_may_be_added_at_any_time(config, model, high, monkeypatch):
 
 
 def test_a_refused_resume_compiles_nothing(config, model, low, monkeypatch):
-    def end_the_run(trainer):
-        os.kill(os.getpid(), signal.SIGINT)
-
-    Trainer(config(), model).train(callbacks=[AtWindow(end_the_run)])
+    Trainer(config(), model).train(callbacks=[InterruptAt(1)])
     other = low.model_copy(update={"seed": 5})
 
     def compiles(self, plan):
@@ -270,10 +267,9 @@ def test_a_job_continues_in_another_run(config, model, low, jobs, alone):
     """Among other neighbours: the same updates, and no step is done twice."""
     left = config("left")
 
-    def leave(trainer):
-        os.kill(os.getpid(), signal.SIGINT)
-
-    Trainer(left, model).train(callbacks=[at_round(4, leave)])
+    Trainer(left, model).train(callbacks=[InterruptAt(2)])
+    step = len(losses(left))
+    assert 2 <= step < 8
     changed = low.model_copy(update={"seed": 5, "continue_from": left.output_dir})
     with pytest.raises(CheckpointError, match="job 'low': seed is 100 in the check"):
         Trainer(config("changed", jobs=(changed,)), model).train()
@@ -281,11 +277,11 @@ def test_a_job_continues_in_another_run(config, model, low, jobs, alone):
     there = config("there", jobs=(jobs[1], here)).model_copy(
         update={"max_concurrent_jobs": 2}
     )
-    foretold = [s for part in plan_run(there).parts for s in part.samples]
-    assert {s.batch for s in foretold if s.owner == 1} == {4, 5, 6, 7}
+    foretold = plan_run(there).samples
+    assert {s.batch for s in foretold if s.owner == 1} == set(range(step, 8))
     result = Trainer(there, model).train()
     assert {job.progress.status for job in result.jobs} == {"finished"}
-    assert changes(there)[0] == ("job_resume", "low", 4)
+    assert changes(there)[0] == ("job_resume", "low", step)
     assert losses(left) + losses(there) == pytest.approx(losses(alone), rel=1e-5)
     shapes = linear_shapes(model.config)
     ours, wanted = (

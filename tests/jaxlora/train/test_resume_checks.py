@@ -3,11 +3,9 @@
 import contextlib
 import dataclasses
 import math
-import os
 import pathlib
 import re
 import shutil
-import signal
 
 import jax
 import pytest
@@ -22,7 +20,7 @@ from jaxlora.train.saved.checkpoint import Checkpoints
 from jaxlora.train.saved.describe_run import check_resumes
 from jaxlora.train.saved.read_checkpoint import read_newest
 from tests.jaxlora.train import made_run
-from tests.jaxlora.train.at_window import AtWindow
+from tests.jaxlora.train.at_window import InterruptAt
 from tests.oracle import relative_error
 
 
@@ -64,15 +62,6 @@ def train_whole(config, model, tmp_path, done):
     return run
 
 
-def interrupt_at(number: int, also=lambda trainer: None):
-    def on_window(trainer):
-        if trainer.round == number:
-            also(trainer)
-            os.kill(os.getpid(), signal.SIGINT)
-
-    return on_window
-
-
 def adapters(config: RunConfig) -> dict[str, bytes]:
     folder = pathlib.Path(config.output_dir) / "adapters"
     return {
@@ -87,7 +76,7 @@ def test_other_slots_and_a_job_added_on_resume(config, model, jobs, train_whole)
     The job whose slot is gone is paused, with its whole state, until the slot is free.
     """
     whole = train_whole()
-    Trainer(config, model).train(callbacks=[AtWindow(interrupt_at(1))])
+    Trainer(config, model).train(callbacks=[InterruptAt(1)])
     new = jobs[2].model_copy(update={"steps": 1})
     other = changed(
         config,
@@ -108,34 +97,43 @@ def test_other_slots_and_a_job_added_on_resume(config, model, jobs, train_whole)
             assert relative_error(found.by_path()[path], tensor) < 2e-4
 
 
+def saved_step(config: RunConfig) -> int:
+    """Returns the steps of the only job in the newest checkpoint."""
+    found = read_newest(pathlib.Path(config.output_dir) / "checkpoints")
+    (progress,) = found.run.progress.values()
+    return progress.step
+
+
 def test_more_steps_on_resume(config, model, tmp_path):
     """At a constant rate, the job ends as one that had these steps from the start."""
-    job = config.jobs[0].model_copy(update={"lr_schedule": "constant", "steps": 3})
-    longer = job.model_copy(update={"steps": 6})
+    job = config.jobs[0].model_copy(update={"lr_schedule": "constant", "steps": 6})
+    longer = job.model_copy(update={"steps": 9})
     config = changed(config, jobs=(job,), window_steps=1)
     whole = changed(config, jobs=(longer,), output_dir=str(tmp_path / "whole"))
     Trainer(whole, model).train()
-    Trainer(config, model).train(callbacks=[AtWindow(interrupt_at(2))])
+    Trainer(config, model).train(callbacks=[InterruptAt(2)])
     Trainer(changed(config, jobs=(longer,)), model).train(resume=True)
     assert adapters(config) == adapters(whole)
-    longest = longer.model_copy(update={"steps": 7})
-    with pytest.raises(CheckpointError, match="has finished its 6 steps, and 7 are"):
+    longest = longer.model_copy(update={"steps": 10})
+    with pytest.raises(CheckpointError, match="has finished its 9 steps, and 10 are"):
         Trainer(changed(config, jobs=(longest,)), model).train(resume=True)
 
 
 def test_fewer_steps_than_are_done_need_a_word(config, model, tmp_path, caplog):
     """Without it nothing is lost: the way back to the settings before is open."""
-    job = config.jobs[0].model_copy(update={"lr_schedule": "constant", "steps": 6})
+    job = config.jobs[0].model_copy(update={"lr_schedule": "constant", "steps": 9})
     shorter = job.model_copy(update={"steps": 2})
     config = changed(config, jobs=(job,), window_steps=1)
     whole = changed(config, output_dir=str(tmp_path / "whole"))
     Trainer(whole, model).train()
-    Trainer(config, model).train(callbacks=[AtWindow(interrupt_at(4))])
+    Trainer(config, model).train(callbacks=[InterruptAt(4)])
+    done_steps = saved_step(config)
+    assert 4 <= done_steps < 9
     cut = changed(config, jobs=(shorter,))
     with pytest.raises(CheckpointError) as refused:
         Trainer(cut, model).train(resume=True)
     for words in (
-        f"job {job.name!r} has done 4 steps, and the number wanted now is 2",
+        f"job {job.name!r} has done {done_steps} steps, and the number wanted now is 2",
         "optimizer states be dropped",
         "Set these settings back",
         "drop_state=True (--drop-state)",
@@ -148,12 +146,13 @@ def test_fewer_steps_than_are_done_need_a_word(config, model, tmp_path, caplog):
     cut = changed(cut, output_dir=elsewhere)
     (done,) = Trainer(cut, model).train(resume=True, drop_state=True).jobs
     assert "their optimizer states are dropped, so they cannot go on" in caplog.text
-    assert (done.progress.status, done.progress.step) == ("finished", 4)
-    assert done.progress.reason == "4 steps done, and the number wanted is 2"
+    assert (done.progress.status, done.progress.step) == ("finished", done_steps)
+    reason = f"{done_steps} steps done, and the number wanted is 2"
+    assert done.progress.reason == reason
     other = shorter.model_copy(update={"continue_from": str(tmp_path / "stopped")})
     stopped = changed(config, output_dir=str(tmp_path / "stopped"))
-    Trainer(stopped, model).train(callbacks=[AtWindow(interrupt_at(4))])
-    message = r"has done 4 steps in .*, and the number wanted here is 2, "
+    Trainer(stopped, model).train(callbacks=[InterruptAt(4)])
+    message = r"has done [4-8] steps in .*, and the number wanted here is 2, "
     with pytest.raises(CheckpointError, match=message):
         new = changed(config, jobs=(other,), output_dir=str(tmp_path / "new"))
         Trainer(new, model).train()
@@ -183,7 +182,7 @@ def test_less_patience_needs_a_word_too(tmp_path):
 
 def test_a_refused_resume_leaves_the_folder(config, model):
     config = changed(config, jobs=config.jobs[:1], microbatch_tokens="auto")
-    Trainer(config, model).train(callbacks=[AtWindow(interrupt_at(1))])
+    Trainer(config, model).train(callbacks=[InterruptAt(1)])
     folder = pathlib.Path(config.output_dir)
     before = (folder / "run.json").read_text()
     other = config.jobs[0].model_copy(update={"batch_size": 1})
@@ -196,16 +195,17 @@ def test_a_refused_resume_leaves_the_folder(config, model):
 def test_an_older_checkpoint_cannot_follow(config, model):
     config = changed(config, jobs=config.jobs[:1])
     trainer = Trainer(config, model)
-    trainer.train(callbacks=[AtWindow(interrupt_at(2))])
+    trainer.train(callbacks=[InterruptAt(2)])
     folder = trainer.output_dir / "checkpoints"
     found = read_newest(folder)
     with contextlib.closing(Checkpoints(folder)) as saved:
-        with pytest.raises(CheckpointError, match="checkpoint 2, so that checkpoint 1"):
+        match = f"checkpoint {found.number}, so that checkpoint 1"
+        with pytest.raises(CheckpointError, match=match):
             saved.save(1, {}, found.run)
-        assert saved.latest() == found.number == 2
+        assert saved.latest() == found.number >= 2
 
 
-@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("at", [0, 1])
 def test_the_same_trainer_goes_on_after_an_error(
     config, model, train_whole, monkeypatch, at
 ):
@@ -261,8 +261,8 @@ def test_a_device_that_fails_ends_the_run_in_words(
 
 def test_a_stop_that_was_asked_for_is_kept(config, model):
     name = config.jobs[0].name
-    stop = interrupt_at(1, lambda trainer: trainer.stop_job(name, "enough"))
-    Trainer(config, model).train(callbacks=[AtWindow(stop)])
+    stop = InterruptAt(1, lambda trainer: trainer.stop_job(name, "enough"))
+    Trainer(config, model).train(callbacks=[stop])
     result = Trainer(config, model).train(resume=True)
     progress = {job.name: job.progress for job in result.jobs}
     assert (progress[name].status, progress[name].reason) == ("stopped", "enough")
@@ -277,14 +277,14 @@ def test_other_held_out_data_is_refused(config, model, tmp_path):
     data = {"path": str(held_out)}
     job = type(job)(**job.model_dump(exclude={"eval_fraction"}) | {"eval_data": data})
     config = changed(config, jobs=(job,))
-    Trainer(config, model).train(callbacks=[AtWindow(interrupt_at(1))])
+    Trainer(config, model).train(callbacks=[InterruptAt(1)])
     held_out.write_text("\n".join(lines[3:6]))
     with pytest.raises(CheckpointError, match="eval_data_fingerprint is"):
         Trainer(config, model).train(resume=True)
 
 
 def test_a_folder_with_checkpoints_is_not_begun_anew(config, model):
-    Trainer(config, model).train(callbacks=[AtWindow(interrupt_at(2))])
+    Trainer(config, model).train(callbacks=[InterruptAt(2)])
     (pathlib.Path(config.output_dir) / "metrics.jsonl").unlink()
     with pytest.raises(CheckpointError, match="already holds a run"):
         Trainer(config, model).train()
@@ -292,7 +292,7 @@ def test_a_folder_with_checkpoints_is_not_begun_anew(config, model):
 
 def test_a_run_that_has_ended_was_not_interrupted(config, model):
     last = max(job.steps for job in config.jobs)
-    result = Trainer(config, model).train(callbacks=[AtWindow(interrupt_at(last))])
+    result = Trainer(config, model).train(callbacks=[InterruptAt(last)])
     assert not result.interrupted
     assert {job.progress.status for job in result.jobs} == {"finished"}
 

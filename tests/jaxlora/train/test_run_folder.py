@@ -7,7 +7,6 @@ import os
 import pathlib
 import re
 import shutil
-import signal
 import subprocess
 import sys
 
@@ -28,7 +27,7 @@ from jaxlora.run.log import read_events
 from jaxlora.train.saved.checkpoint import Checkpoints
 from jaxlora.train.saved.export import export_checkpoint
 from tests.jaxlora.train import made_run
-from tests.jaxlora.train.at_window import AtWindow
+from tests.jaxlora.train.at_window import AtWindow, InterruptAt
 
 
 @pytest.fixture
@@ -49,14 +48,6 @@ def config(model, jobs, tmp_path):
         slot_targets="all-linear",
         slot_dropout=True,
     )
-
-
-def interrupt_at(number: int):
-    def on_window(trainer):
-        if trainer.round == number:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    return on_window
 
 
 def contents(folder: pathlib.Path) -> dict[str, bytes]:
@@ -128,7 +119,7 @@ def test_a_run_without_its_checkpoints(config, model):
 
     folder = pathlib.Path(config.output_dir)
     trainer = Trainer(config, model)
-    trainer.train(callbacks=[AtWindow(interrupt_at(3))])
+    trainer.train(callbacks=[InterruptAt(3)])
     other_seed = config.jobs[1].model_copy(update={"seed": 5})
     other = changed(jobs=(config.jobs[0], other_seed))
     is_refused(other, "job 'job1': seed is 101 in the checkpoint and 5 now")
@@ -141,7 +132,7 @@ def test_a_run_without_its_checkpoints(config, model):
     fewer = changed(jobs=config.jobs[:1])
     is_refused(fewer, f"{where}job 'job1' is in run.json but not in this run")
     before = contents(folder / "adapters")
-    Trainer(config, model).train(resume=True, callbacks=[AtWindow(interrupt_at(1))])
+    Trainer(config, model).train(resume=True, callbacks=[InterruptAt(1)])
     assert contents(folder / "adapters") == before  # not the first evaluation's
     (folder / "run.json").unlink()
     is_refused(config, r"a run without run\.json")

@@ -14,13 +14,13 @@ from jaxlora.scheduler import Lanes, Limits, Sample, Schedule
 from jaxlora.scheduler.replicas import Load
 from jaxlora.train.plan.auto_mesh.machine import Machine
 from jaxlora.train.plan.auto_mesh.predict import window_seconds
-from jaxlora.train.plan.lanes import run_lanes
-from jaxlora.train.plan.next_window import (
+from jaxlora.train.plan.job_slots import (
     JobPosition,
     assign_slots,
-    pack_window,
-    window_samples,
+    next_samples,
+    pack_whole,
 )
+from jaxlora.train.plan.lanes import run_lanes
 
 # Capacities that are compared, as shares of the largest one that fits. A smaller one
 # may fill its microbatches better, and a pipeline fills and drains faster with it.
@@ -203,7 +203,7 @@ class Candidates:
         if key not in self._packed:
             # The joint packer takes little time, and is deterministic.
             samples = self._samples(config, lanes)
-            schedule = pack_window(samples, config.limits, "joint", lanes)
+            schedule = pack_whole(samples, config.limits, "joint", lanes)
             self._packed[key] = schedule
         return self._packed[key]
 
@@ -215,6 +215,6 @@ class Candidates:
             preempts=config.preempt,
             lanes=lanes,
         )
-        a_step = len(window_samples(positions, 1, self._demand.lengths))
+        a_step = len(next_samples(positions, 1, self._demand.lengths))
         num_steps = min(config.window_steps, max(1, _MOST_SAMPLES // a_step))
-        return window_samples(positions, num_steps, self._demand.lengths)
+        return next_samples(positions, num_steps, self._demand.lengths)

@@ -14,7 +14,7 @@ from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.plan.auto_mesh.candidates import Candidates, Demand
 from jaxlora.train.plan.auto_mesh.choose import MeshChoice, choose_mesh
 from jaxlora.train.plan.auto_mesh.machine import Machine, this_machine
-from jaxlora.train.plan.next_window import JobPosition
+from jaxlora.train.plan.job_slots import JobPosition
 from tests.llama import LLAMA_8B, LLAMA_70B, decoder
 
 SMALL = dataclasses.replace(

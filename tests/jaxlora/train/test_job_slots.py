@@ -1,11 +1,11 @@
 """Tests the slots and ticks of a window on several replicas."""
 
 from jaxlora.scheduler import Lanes, Limits
-from jaxlora.train.plan.next_window import (
+from jaxlora.train.plan.job_slots import (
     JobPosition,
     assign_slots,
-    pack_window,
-    window_samples,
+    next_samples,
+    pack_whole,
 )
 
 PINNED = Lanes(data=2, slots_per_replica=2)
@@ -51,9 +51,9 @@ def test_a_window_of_pinned_jobs():
     positions = assign_slots(
         [position(job) for job in range(4)], 4, preempts=False, lanes=PINNED
     )
-    samples = window_samples(positions, 2, lambda job, step: [40, 50])
+    samples = next_samples(positions, 2, lambda job, step: [40, 50])
     limits = Limits(capacity=128, block_tokens=32)
-    packed = pack_window(samples, limits, "joint", PINNED)
+    packed = pack_whole(samples, limits, "joint", PINNED)
     assert len(packed.microbatches) % 2 == 0
     for i, microbatch in enumerate(packed.microbatches):
         assert {s.owner // 2 for s in microbatch} <= {i % 2}

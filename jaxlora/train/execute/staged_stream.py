@@ -1,4 +1,4 @@
-"""One window of a run, from its first forward pass to its last optimizer step."""
+"""The stream of a run, from its first forward pass to its last optimizer step."""
 
 import dataclasses
 from collections import defaultdict, deque
@@ -11,16 +11,16 @@ import numpy as np
 from jaxlora.adapters.exchange import exchange_rounds
 from jaxlora.adapters.optimizer import GradientNorms, OptimizerInputs, StepResult
 from jaxlora.adapters.optimizers import OPTIMIZERS
+from jaxlora.adapters.slots import ReadSlot
 from jaxlora.adapters.staged_slots import StagedSlots
 from jaxlora.data.pack import JobBatch
 from jaxlora.models.forward import Base, SlotKeys
 from jaxlora.modules.multi_lora_linear import SlotShape
 from jaxlora.modules.trained_tensors import rate_ratios
-from jaxlora.scheduler import Sample
 from jaxlora.sharding.global_arrays import everywhere
 from jaxlora.sharding.pipeline import RUN_AHEAD, Pass, one_f_one_b
-from jaxlora.train.execute.executor import Outcomes, StepOutcome, Window
-from jaxlora.train.execute.feed import Feed
+from jaxlora.train.execute.executor import Outcomes, StepOutcome
+from jaxlora.train.execute.feed import FedTick, Feed
 from jaxlora.train.execute.in_flight import InFlight
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.job_state import JobState
@@ -48,17 +48,24 @@ class _Steps:
     results: list[StepResult] = dataclasses.field(default_factory=list)
 
 
-class StagedWindow:
-    """Queues the work of one window; see `jaxlora.sharding.pipeline` for its order."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Cut:
+    """Copies of the slots of each stage, after its steps that follow a tick."""
+
+    tick: int
+    reads: dict[int, ReadSlot] = dataclasses.field(default_factory=dict)
+
+
+class StagedStream:
+    """Queues the work of a stream; see `jaxlora.sharding.pipeline` for its order."""
 
     def __init__(
         self,
         layout: Layout,
         bases: Sequence[Base],
         slots: StagedSlots,
-        window: Window,
+        jobs: Mapping[int, JobState],
         feed: Feed,
-        num_ticks: int,
     ):
         """Queues nothing yet.
 
@@ -66,43 +73,44 @@ class StagedWindow:
             layout: The stages.
             bases: Frozen weights of each stage.
             slots: The slots to train.
-            window: The window.
-            feed: Its ticks.
-            num_ticks: Number of ticks.
+            jobs: The job in each slot, at any time.
+            feed: The ticks.
         """
         assert layout.stages[0].spec.slots is not None
-        self._slots = layout.stages[0].spec.slots
-        self._num_slots = self._slots.num_slots
-        self._layout, self._tables = layout, slots.tables
-        self._jobs, self._feed, self._num_ticks = window.jobs, feed, num_ticks
+        self._shape = layout.stages[0].spec.slots
+        self._layout, self._slots, self._tables = layout, slots, slots.tables
+        self._jobs, self._feed = jobs, feed
         self._in_flight = InFlight(layout, bases, slots)
-        self._samples: dict[int, tuple[Sample, ...]] = {}  # of ticks in flight
+        self._fed: dict[int, FedTick] = {}  # whose steps are not queued yet
         self._losses: dict[int, list[jax.Array]] = defaultdict(list)  # by slot
         self._unfinished: deque[jax.Array] = deque()  # losses of the last ticks
         self._steps: dict[int, _Steps] = {}  # by the tick that they follow
-        seeds = {slot: job.settings.seed for slot, job in window.jobs.items()}
-        self._seeds = by_slot(seeds, self._num_slots, np.int32)
-        # Queued since the last outcomes.
-        self._num_microbatches = self._num_tokens = 0
+        # Slots that were left, and the last tick in flight that adds gradients to them.
+        self._leaving: dict[int, int] = {}
+        self._num_rounds = 0
+        self._cut: _Cut | None = None
+        self._sizes: dict[int, tuple[int, int]] = {}  # microbatches and tokens of ticks
 
     def outcomes(self) -> Iterator[Outcomes]:
-        """Runs the window, and yields the results of its optimizer steps."""
+        """Runs the ticks, and yields the results of their optimizer steps."""
         stages, in_flight = self._layout.stages, self._layout.in_flight
-        for one in one_f_one_b(self._num_ticks, len(stages), in_flight):
-            for step in one.passes:
-                self._queue(step)
-            if one.finished in self._steps:
-                yield self._report(_step_outcomes(self._steps.pop(one.finished)))
+        for one in one_f_one_b(self._feed.has_tick, len(stages), in_flight):
+            for each in one.passes:
+                self._queue(each)
+            self._clear_left(self._num_rounds)
+            if one.finished is not None:
+                yield self._report(one.finished)
             for stage, tick in one.stepping:
                 if stage == 0:
                     self._complete(tick)
                 if tick in self._steps:
                     self._step(stage, self._steps[tick])
-        if self._num_microbatches:
-            yield self._report({})
+                if self._cut is not None and self._cut.tick == tick:
+                    self._cut.reads[stage] = self._tables[stage].snapshot()
+            self._num_rounds += 1
 
     def _queue(self, one: Pass) -> None:
-        """Queues a pass of a tick, unless all of the tick's jobs are released."""
+        """Queues a pass of a tick, unless no sample of the tick runs."""
         enters = one.stage == 0 and one.kind != "backward"
         if enters:
             self._enter(one.tick)
@@ -112,7 +120,7 @@ class StagedWindow:
         if losses is not None:
             self._wait_for_earlier(losses.loss)
             loss = everywhere(losses.loss)
-            for slot in {s.owner for s in self._samples[one.tick]}:
+            for slot in {s.owner for s in self._fed[one.tick].samples}:
                 self._losses[slot].append(loss)
         if enters:
             self._feed.prepare(one.tick + 1)
@@ -126,23 +134,46 @@ class StagedWindow:
             self._unfinished.popleft().block_until_ready()
 
     def _enter(self, tick: int) -> None:
-        samples, batches = self._feed.take(tick)
+        fed, batches = self._feed.take()
+        self._fed[tick] = fed
         if batches is None:
             return
         # The host may not have reached these steps yet: they are the samples'.
-        steps = {s.owner: s.batch for s in samples}
-        numbers = by_slot(steps, self._num_slots, np.int32)
-        keys = SlotKeys(seed=self._seeds, step=numbers)
-        self._in_flight.enter(tick, batches, keys)
-        self._samples[tick] = samples
-        self._num_microbatches += self._layout.num_lanes
-        self._num_tokens += sum(s.num_tokens for s in samples)
+        steps = {s.owner: s.batch for s in fed.samples}
+        seeds = {slot: self._jobs[slot].settings.seed for slot in steps}
+        keys = SlotKeys(
+            seed=by_slot(seeds, self._shape.num_slots, np.int32),
+            step=by_slot(steps, self._shape.num_slots, np.int32),
+        )
+        self._in_flight.enter(tick, batches, keys, steps)
+        num_tokens = sum(s.num_tokens for s in fed.samples)
+        self._sizes[tick] = self._layout.num_lanes, num_tokens
+
+    # ---- jobs that leave -----------------------------------------------------------
+
+    def release(self, slot: int) -> None:
+        """Forgets a job that has left its slot; its samples are dropped already."""
+        self._feed.forget(slot)
+        self._losses.pop(slot, None)
+        last = max(self._in_flight.ticks_of(slot), default=None)
+        if last is not None:
+            self._leaving[slot] = last
+
+    def is_leaving(self, slot: int) -> bool:
+        """Whether passes in flight still add gradients to a slot that was left."""
+        return slot in self._leaving
+
+    def _clear_left(self, finished: int) -> None:
+        """Discards the gradients of passes that were in flight when a job left."""
+        for slot in [s for s, last in self._leaving.items() if last <= finished]:
+            del self._leaving[slot]
+            self._slots.clear(slot)
 
     # ---- optimizer steps -----------------------------------------------------------
 
     def _complete(self, tick: int) -> None:
         """Prepares the steps that follow a tick whose backward passes are queued."""
-        batches = self._feed.complete(self._samples.pop(tick, ()))
+        batches = self._feed.complete(self._fed.pop(tick))
         if not batches:
             return
         step = {slot: batch.step for slot, batch in batches.items()}
@@ -153,14 +184,14 @@ class StagedWindow:
             batches=batches,
             learning_rates=rates,
             losses={slot: self._losses.pop(slot) for slot in batches},
-            inputs=optimizer_inputs(stepping, self._slots),
+            inputs=optimizer_inputs(stepping, self._shape),
             measured=self._measure(),
         )
 
     def _exchange(self, slots: Collection[int]) -> None:
         """Queues the sums of the slots' gradients over the devices of every stage."""
         for stage, table in zip(self._layout.stages, self._tables, strict=True):
-            for slot in exchange_rounds(slots, self._num_slots, stage.placement):
+            for slot in exchange_rounds(slots, self._shape.num_slots, stage.placement):
                 pending = stage.steps.exchange(table.state.pending, slot)
                 table.state = dataclasses.replace(table.state, pending=pending)
 
@@ -192,10 +223,29 @@ class StagedWindow:
             for array in jax.tree.leaves((steps.losses, steps.results)):
                 array.copy_to_host_async()
 
-    def _report(self, steps: Mapping[int, StepOutcome]) -> Outcomes:
-        number, tokens = self._num_microbatches, self._num_tokens
-        self._num_microbatches = self._num_tokens = 0
-        return Outcomes(steps=steps, num_microbatches=number, num_tokens=tokens)
+    # ---- results -------------------------------------------------------------------
+
+    def snapshot(self) -> ReadSlot | None:
+        """Copies the states of all slots to the host; see `Executor.snapshot`."""
+        if not self._steps:
+            return self._slots.snapshot()
+        # Each stage is copied after its own steps of the next tick.
+        self._cut = _Cut(tick=self._num_rounds)
+        return None
+
+    def _report(self, tick: int) -> Outcomes:
+        """Reports a tick, and the steps that followed it."""
+        steps, snapshot = self._steps.pop(tick, None), None
+        if self._cut is not None and self._cut.tick == tick:
+            snapshot = self._slots.joined(self._cut.reads)
+            self._cut = None
+        number, tokens = self._sizes.pop(tick, (0, 0))
+        return Outcomes(
+            steps={} if steps is None else _step_outcomes(steps),
+            num_microbatches=number,
+            num_tokens=tokens,
+            snapshot=snapshot,
+        )
 
 
 def by_slot(values: Mapping[int, float], num_slots: int, dtype: Any) -> Any:

@@ -1,19 +1,21 @@
-"""Windows of several steps: who leaves in the middle, and plans made ahead."""
+"""Jobs that leave a stream in the middle, plans made ahead, and who runs."""
 
+import dataclasses
 import threading
 
-import numpy as np
 import pytest
 
 from jaxlora import RunConfig, Trainer
 from jaxlora.run.log import read_events
+from jaxlora.scheduler import planner
+from jaxlora.scheduler.planner import DEFAULT_EFFORT
 from jaxlora.scheduler.stream import PlanAhead
-from jaxlora.train.execute import windows
-from jaxlora.train.plan.next_window import (
+from jaxlora.train.execute import stream
+from jaxlora.train.execute.staged_stream import StagedStream
+from jaxlora.train.plan.job_slots import (
     JobPosition,
     assign_slots,
-    positions_after,
-    window_samples,
+    next_samples,
 )
 from tests.jaxlora.train.at_window import AtWindow
 from tests.jaxlora.train.conftest import folder_of
@@ -42,37 +44,35 @@ def test_a_job_that_fails_in_a_window_moves_no_bit_of_another(train, jobs):
     assert failed.losses["job2"] == calm.losses["job2"]
     # Evaluations are packed with whoever is evaluated then: in another layout.
     assert failed.evals["job2"] == pytest.approx(calm.evals["job2"], rel=1e-6)
-    # Two samples a step, in one microbatch. The failed step ran, and the device had the
-    # next one's microbatch when it was read.
-    left_out = window_events(failed)[0]["left_out"]
-    assert left_out == {"wild": 2 * (4 - progress.step - 2)}
-    assert window_events(calm)[0]["left_out"] == {}
 
 
-def test_a_job_that_fails_leaves_nothing_in_its_slot(train, jobs):
+def test_a_job_that_fails_leaves_nothing_in_its_slot(train, jobs, monkeypatch):
     """The microbatch that the device had when it failed goes with it."""
     wild = jobs[1].model_copy(
         update={"name": "wild", "learning_rate": 1e30, "warmup_steps": 0}
     )
     num_left = []
 
-    def on_window(trainer):
-        state = trainer.slots.tables[0].state
-        assert state.pending.is_finite.all()
+    def release(self, slot):
+        left = self._jobs[slot].name
+        original(self, slot)
+        state = self._slots.tables[0].state
+        assert state.pending.is_finite[..., slot].all()
         for path, gradients in state.pending.gradients.items():
-            assert not gradients.any(), path
-            assert np.isfinite(state.params[path]).all(), path
-        num_left.append(sum(r.progress.status == "waiting" for r in trainer.jobs))
+            assert not gradients[slot].any(), path
+            assert not state.params[path][slot].any(), path
+        num_left.append(left)
 
-    settings = {"max_concurrent_jobs": 2}
-    outcome = train([jobs[2], wild, jobs[4]], on_window=on_window, **settings)
+    original = StagedStream.release
+    monkeypatch.setattr(StagedStream, "release", release)
+    outcome = train([jobs[2], wild, jobs[4]], max_concurrent_jobs=2)
     assert outcome.progress["wild"].status == "failed"
-    assert num_left[0] == 1  # job4 takes the slot that wild has left
+    assert num_left[0] == "wild"  # job4 takes the slot that it has left
     assert_same_training(outcome, train([jobs[4]]), ["job4"])
 
 
-def test_early_stopping_in_a_window(train, jobs):
-    """At the same step, with the same losses, as where each window is one step."""
+def test_early_stopping(train, jobs):
+    """At the same step, with the same losses, however often it is reported."""
     job = jobs[0].model_copy(
         update={
             "steps": 20,
@@ -84,33 +84,40 @@ def test_early_stopping_in_a_window(train, jobs):
     one, four = train([job, jobs[2]], window_steps=1), train([job, jobs[2]])
     assert four.progress["job0"].status == "stopped early"
     assert four.progress["job0"].step == one.progress["job0"].step == 2
-    assert_same_training(four, one, ["job0", "job2"])
-    left_out = window_events(four)[0]["left_out"]
-    # An epoch ends with a smaller batch, of 4: the device had it already.
-    assert left_out == {"job0": 5}
-    assert not any(e["left_out"] for e in window_events(one))
+    assert four.bytes == one.bytes and four.losses == one.losses
+    assert len(window_events(one)) > len(window_events(four))
 
 
-def test_rounds_are_steps(train, jobs):
-    """An event's round is that of its step, whatever the window."""
-    outcome = train(jobs[:2], window_steps=3)
+def test_a_round_ends_when_all_jobs_have_stepped(train, jobs):
+    """Events come in the order of their rounds; jobs take as many steps as fit."""
+    outcome = train(jobs[:4], window_steps=2)
     events = read_events(folder_of(outcome) / "metrics.jsonl")
+    rounds = [e["round"] for e in events]
+    assert rounds == sorted(rounds)
+    steps, ends = {}, {}
     for e in events:
-        if e["event"] in ("step", "eval", "job_end"):
-            assert e["round"] == max(1, e["step"]), e
-    assert [e["round"] for e in window_events(outcome)] == [3, 4]
-    assert [e["num_rounds"] for e in window_events(outcome)] == [3, 1]
+        if e["event"] == "step":
+            steps.setdefault(e["round"], set()).add(e["job"])
+        if e["event"] == "job_end":
+            ends[e["job"]] = e["round"]
+    last = max(steps)
+    for number in range(1, last + 1):
+        running = {name for name, end in ends.items() if end >= number}
+        assert steps[number] == running, number
+    windows = window_events(outcome)
+    assert [e["round"] for e in windows] == [*range(2, last, 2), last]
+    assert sum(e["num_rounds"] for e in windows) == last
 
 
-def test_a_stop_in_a_window_waits_for_the_batch(train, jobs, monkeypatch):
-    """A request that comes while a window runs, as from another thread."""
-    trainers, note = [], windows.Windows._note
+def test_a_stop_waits_for_the_batch(train, jobs, monkeypatch):
+    """A request that comes at any time, as from another thread."""
+    trainers, note = [], stream.Stream._note
 
     def note_and_stop(self, run, outcome):
         note(self, run, outcome)
         self._requests.stop("job1", "no longer needed")
 
-    monkeypatch.setattr(windows.Windows, "_note", note_and_stop)
+    monkeypatch.setattr(stream.Stream, "_note", note_and_stop)
     outcome = train(jobs[:2], on_window=trainers.append)
     assert outcome.progress["job1"].status == "stopped"
     assert 1 <= outcome.progress["job1"].step <= 2
@@ -151,49 +158,53 @@ def busy(jobs):
 
 
 def plan_only_when_asked(monkeypatch):
-    """No window's plan is ready when the device is done with the window before."""
+    """No plan is ready when it is needed."""
     asked = threading.Event()
-    names = "_plan", "prepare", "take", "close"
+    names = "__init__", "prepare", "take", "close"
     original = {name: getattr(PlanAhead, name) for name in names}
 
-    def plan(self, samples):
-        asked.wait()
-        return original["_plan"](self, samples)
+    def init(self, plan):
+        def plan_when_asked(state):
+            asked.wait()
+            return plan(state)
 
-    def prepare(self, samples):
+        original["__init__"](self, plan_when_asked)
+
+    def prepare(self, state):
         asked.clear()
-        original["prepare"](self, samples)
+        original["prepare"](self, state)
 
-    def take(self, samples):
+    def take(self, state):
         asked.set()
-        return original["take"](self, samples)
+        return original["take"](self, state)
 
     def close(self):
         asked.set()
         original["close"](self)
 
-    changed = {"_plan": plan, "prepare": prepare, "take": take, "close": close}
+    changed = {"__init__": init, "prepare": prepare, "take": take, "close": close}
     for name, function in changed.items():
         monkeypatch.setattr(PlanAhead, name, function)
 
 
 def plan_never_ahead(monkeypatch):
-    monkeypatch.setattr(PlanAhead, "prepare", lambda self, samples: None)
+    monkeypatch.setattr(PlanAhead, "prepare", lambda self, state: None)
 
 
-def test_plans_are_ready_and_when_they_are_made_changes_nothing(train, busy):
-    settings = {"max_concurrent_jobs": 2, "window_steps": 2}
+def test_when_plans_are_made_changes_nothing(train, busy, monkeypatch):
+    settings = {"max_concurrent_jobs": 2, "window_steps": 1}
+    # So short stretches that there are several between two jobs that come or go.
+    effort = dataclasses.replace(DEFAULT_EFFORT, committed=1)
+    monkeypatch.setattr(planner, "DEFAULT_EFFORT", effort)
+    monkeypatch.setattr(planner.Planner.__init__, "__defaults__", (effort,))
     usual = train(busy, **settings)
     ahead = [e["planned_ahead"] for e in window_events(usual)]
     assert not ahead[0]  # nothing was known before
-    assert ahead.count(False) == 2  # and once for the job that failed
-    assert len(ahead) > 4
+    assert ahead.count(True) > 4
     for plan_otherwise in (plan_never_ahead, plan_only_when_asked):
         with pytest.MonkeyPatch.context() as patch:
             plan_otherwise(patch)
             other = train(busy, **settings)
-        if plan_otherwise is plan_never_ahead:
-            assert not any(e["planned_ahead"] for e in window_events(other))
         assert other.bytes == usual.bytes
         assert other.losses == usual.losses
         assert other.evals == usual.evals
@@ -226,7 +237,7 @@ def position(job, *, slot=None, step=0, num_steps=5, priority=0) -> JobPosition:
     )
 
 
-def test_the_jobs_of_the_next_windows():
+def test_the_first_free_slots_are_taken():
     positions = [
         position(0, slot=1, step=3),
         position(1),
@@ -235,10 +246,7 @@ def test_the_jobs_of_the_next_windows():
     ]
     filled = assign_slots(positions, 3, preempts=False)
     assert [p.slot for p in filled] == [1, 2, 0, None]
-    after = positions_after(filled, 2)
-    assert [(p.job, p.step) for p in after] == [(1, 2), (2, 2), (3, 0)]
-    assert [p.slot for p in assign_slots(after, 3, preempts=False)] == [2, 0, 1]
-    samples = window_samples(filled, 4, lambda job, step: [10 * job + step] * 2)
+    samples = next_samples(filled, 4, lambda job, step: [10 * job + step] * 2)
     assert len(samples) == 2 * (2 + 4 + 4)  # job 0 has two steps left
     assert samples[0].owner == 1 and samples[0].batch == 3
     assert {s.num_tokens for s in samples if s.owner == 0} == {20, 21, 22, 23}
@@ -263,6 +271,4 @@ def test_higher_priorities_take_slots():
     waiting = [position(i, priority=i % 3) for i in range(7)]
     assert slots(waiting, preempts=True) == slots(waiting, preempts=False)
     # A paused job continues before those of its priority that came after it.
-    later = positions_after(assign_slots(positions, 3, preempts=True), 5)
-    assert [p.job for p in later] == [1, 4]
-    assert [p.slot for p in assign_slots(later[:1], 3, preempts=True)] == [0]
+    assert [p.slot for p in assign_slots(positions[1:2], 3, preempts=True)] == [0]

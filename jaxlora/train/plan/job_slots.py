@@ -1,7 +1,7 @@
-"""The jobs, samples and microbatches of the next window, as pure functions.
+"""Which jobs have the slots of a run, and the first samples of these jobs.
 
-They depend only on the position of each job. The trainer, its planning ahead and
-`jaxlora plan` all use them, so a plan foretells the windows of a run.
+The functions are pure, and depend only on the position of each job. The trainer and
+`jaxlora plan` use them alike.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from jaxlora.scheduler.replicas import choose_slots
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class JobPosition:
-    """The position of a job that has not ended, between two windows.
+    """The position of a job that has not ended, between two of its global batches.
 
     Attributes:
         job: Number of the job, in order of arrival.
@@ -47,11 +47,11 @@ class JobPosition:
         """Number of tokens that the job still trains on, about."""
         return (self.num_steps - self.step) * self.batch_tokens
 
-    def steps(self, window_steps: int) -> range:
-        """Returns the optimizer steps of the job in the next window."""
+    def steps(self, most: int) -> range:
+        """Returns the next optimizer steps of the job, at most so many."""
         if self.slot is None:
             return range(0)
-        return range(self.step, min(self.step + window_steps, self.num_steps))
+        return range(self.step, min(self.step + most, self.num_steps))
 
 
 def assign_slots(
@@ -61,7 +61,7 @@ def assign_slots(
     preempts: bool,
     lanes: Lanes = ONE_LANE,
 ) -> list[JobPosition]:
-    """Chooses the jobs of the next window.
+    """Chooses the jobs that have the slots.
 
     Waiting jobs start by priority, then by order of arrival. They take the lowest free
     slots. If jobs are pinned to replicas, they take slots of the replicas with the
@@ -75,7 +75,7 @@ def assign_slots(
         lanes: The lanes of the run.
 
     Returns:
-        The positions with the slots of the next window; a job that is paused has none.
+        The positions with their slots; a job that waits or is to pause has none.
     """
     # There is no estimate of memory, because slots and microbatches take theirs when
     # the run starts.
@@ -105,27 +105,16 @@ def _candidate(position: JobPosition) -> Candidate:
     return Candidate(job=position.job, priority=position.priority)
 
 
-def positions_after(
-    positions: Sequence[JobPosition], window_steps: int
-) -> list[JobPosition]:
-    """Returns the positions after a window in which no job ends early or joins."""
-    moved = [
-        dataclasses.replace(p, step=p.step + len(p.steps(window_steps)))
-        for p in positions
-    ]
-    return [position for position in moved if position.step < position.num_steps]
-
-
-def window_samples(
+def next_samples(
     positions: Sequence[JobPosition],
-    window_steps: int,
+    num_steps: int,
     lengths: Callable[[int, int], Sequence[int]],
 ) -> tuple[Sample, ...]:
-    """Returns the samples of the next window; they name their job by its slot.
+    """Returns the samples of the next steps; they name their job by its slot.
 
     Args:
-        positions: Positions of the jobs, with the slots of the window.
-        window_steps: Largest number of optimizer steps of a job in a window.
+        positions: Positions of the jobs, with their slots.
+        num_steps: Largest number of optimizer steps of a job.
         lengths: Given the number of a job and a step, returns the tokens of each sample
             of that global batch.
     """
@@ -133,7 +122,7 @@ def window_samples(
         Sample(owner=position.slot, batch=step, index=i, num_tokens=num_tokens)
         for position in positions
         if position.slot is not None
-        for step in position.steps(window_steps)
+        for step in position.steps(num_steps)
         for i, num_tokens in enumerate(lengths(position.job, step))
     )
 
@@ -150,16 +139,16 @@ def fixed_shape_cost(capacity: int, num_stages: int = 1) -> CostModel:
     )
 
 
-def pack_window(
+def pack_whole(
     samples: Sequence[Sample],
     limits: Limits,
     packer: PackerName,
     lanes: Lanes = ONE_LANE,
 ) -> Schedule:
-    """Packs a window into ticks of the lanes.
+    """Packs whole batches into ticks of the lanes, which all run in one shape.
 
     Args:
-        samples: Samples of the window; they name their job by its slot.
+        samples: The samples; they name their job by its slot.
         limits: Limits of a microbatch.
         packer: Name of the packer.
         lanes: The lanes of the run; by default one device.

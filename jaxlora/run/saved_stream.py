@@ -1,0 +1,113 @@
+"""The next microbatches of a run, as a checkpoint holds them."""
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Annotated
+
+from pydantic import Field
+
+from jaxlora.run.saved_fields import STRICT
+from jaxlora.scheduler import Sample
+from jaxlora.scheduler.lanes import Tick
+from jaxlora.scheduler.planner import Hint
+from jaxlora.scheduler.stream import Position, StreamState
+
+_Count = Annotated[int, Field(ge=0, lt=2**53)]
+# By lane, the slot, batch, index and tokens of each sample.
+SavedTick = list[list[tuple[_Count, _Count, _Count, _Count]]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SavedStream:
+    """The ticks that a resumed run goes on with, so that it ends in the same bits.
+
+    Attributes:
+        rules: Describes the rules of the ticks and the jobs in the slots. The ticks are
+            only of use if they are the same.
+        repeated: Ticks with samples of batches that are not complete. They run again.
+        dropped: For each of them, the slots whose samples do not run, as their job has
+            left.
+        planned: Ticks that were planned and have not run.
+        tick: Number of the first of them.
+        positions: Positions of the jobs before them.
+        before: The ticks before them that share the pipeline with them.
+        hints: What planning has found, before and after them.
+    """
+
+    __pydantic_config__ = STRICT
+
+    rules: str
+    repeated: list[SavedTick]
+    dropped: list[list[_Count]]
+    planned: list[SavedTick]
+    tick: _Count
+    positions: list[Position]
+    before: list[SavedTick]
+    hints: tuple[list[Hint], list[Hint]]
+
+    def __post_init__(self):
+        if len(self.dropped) != len(self.repeated):
+            raise ValueError("dropped has other ticks than repeated.")
+
+    @staticmethod
+    def of(
+        rules: str,
+        repeated: Sequence[tuple[Tick, Collection[int]]],
+        state: StreamState,
+        planned: Sequence[Tick],
+        hints: Sequence[Hint],
+    ) -> "SavedStream":
+        """Makes the value.
+
+        Args:
+            rules: Describes rules and jobs.
+            repeated: Ticks that run again, and the slots in each whose job has left.
+            state: State of the stream before the planned ticks.
+            planned: The planned ticks.
+            hints: What planning them has found.
+        """
+        return SavedStream(
+            rules=rules,
+            repeated=[_saved(tick) for tick, _ in repeated],
+            dropped=[sorted(slots) for _, slots in repeated],
+            planned=[_saved(tick) for tick in planned],
+            tick=state.tick,
+            positions=list(state.positions),
+            before=[_saved(tick) for tick in state.before],
+            hints=(list(state.hints), list(hints)),
+        )
+
+    @property
+    def repeated_ticks(self) -> list[tuple[Tick, set[int]]]:
+        """The ticks that run again, and the slots in each whose job has left."""
+        pairs = zip(self.repeated, self.dropped, strict=True)
+        return [(_tick(saved), set(slots)) for saved, slots in pairs]
+
+    @property
+    def planned_ticks(self) -> list[Tick]:
+        """The ticks that follow."""
+        return [_tick(saved) for saved in self.planned]
+
+    @property
+    def state(self) -> StreamState:
+        """State of the stream before the planned ticks."""
+        return StreamState(
+            tick=self.tick,
+            positions=tuple(self.positions),
+            before=tuple(_tick(saved) for saved in self.before),
+            hints=tuple(self.hints[0]),
+        )
+
+
+def _saved(tick: Tick) -> SavedTick:
+    return [[(s.owner, s.batch, s.index, s.num_tokens) for s in m] for m in tick]
+
+
+def _tick(saved: SavedTick) -> Tick:
+    return tuple(
+        tuple(
+            Sample(owner=owner, batch=batch, index=index, num_tokens=num_tokens)
+            for owner, batch, index, num_tokens in microbatch
+        )
+        for microbatch in saved
+    )

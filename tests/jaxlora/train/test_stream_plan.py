@@ -1,0 +1,145 @@
+"""A stream that is saved at any point goes on with the same microbatches."""
+
+import dataclasses
+import json
+import random
+
+import pydantic
+import pytest
+
+from jaxlora.run.saved_stream import SavedStream
+from jaxlora.train.plan.stream_plan import StreamPlan, StreamTick
+from tests.scheduler.test_stream import KINDS, Mix
+
+NUM_SLOTS = 4
+
+
+class Course:
+    """A run without devices: jobs start, step and leave as a random sequence says.
+
+    Attributes:
+        plan: The stream.
+        steps: Optimizer steps of the job in each slot.
+    """
+
+    def __init__(self, mix: Mix, rules, lag: int):
+        self.mix, self.plan, self.lag = mix, StreamPlan(rules, mix.lengths), lag
+        self.in_slot: dict[int, int] = {}
+        self.steps: dict[int, int] = {}
+        self.left: dict[tuple[int, int], int] = {}
+        self.in_flight: list[StreamTick] = []
+        self.waiting = list(range(len(mix.tokens)))
+
+    def fill_slots(self) -> None:
+        for slot in range(NUM_SLOTS):
+            if slot not in self.in_slot and self.waiting:
+                job = self.in_slot[slot] = self.waiting.pop(0)
+                self.steps[slot] = 0
+                self.plan.start(self.mix.position(job, slot=slot))
+
+    def leave(self, slot: int) -> None:
+        self.plan.drop(slot)
+        del self.in_slot[slot], self.steps[slot]
+        for key in [key for key in self.left if key[0] == slot]:
+            del self.left[key]
+
+    def tick(self) -> StreamTick | None:
+        """Takes a tick, and reports the steps of one that was taken `lag` before."""
+        taken = self.plan.take()
+        if taken is not None:
+            self.in_flight.append(taken)
+        if self.in_flight and (taken is None or len(self.in_flight) > self.lag):
+            self.report(self.in_flight.pop(0))
+        return taken
+
+    def report(self, taken: StreamTick) -> None:
+        for s in taken.samples:
+            key = s.owner, s.batch
+            size = len(self.mix.lengths(self.in_slot[s.owner], s.batch))
+            self.left[key] = self.left.get(key, size) - 1
+            if not self.left[key]:
+                del self.left[key]
+                assert self.steps[s.owner] == s.batch
+                self.steps[s.owner] += 1
+                self.plan.note_step(s.owner)
+
+    def ended(self) -> list[int]:
+        return [
+            slot
+            for slot, job in self.in_slot.items()
+            if self.steps[slot] == len(self.mix.tokens[job])
+        ]
+
+    def resumed(self) -> "Course":
+        """Returns the run as another process goes on with it."""
+        saved = dataclasses.asdict(self.plan.saved("jobs"))
+        read = pydantic.TypeAdapter(SavedStream).validate_json(json.dumps(saved))
+        other = Course(self.mix, self.plan._rules, self.lag)
+        other.in_slot, other.steps = dict(self.in_slot), dict(self.steps)
+        other.waiting = list(self.waiting)
+        assert other.plan.restore(read, self.steps, "jobs")
+        return other
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_saved_stream_goes_on_alike(kind, seed):
+    """Jobs that leave or join afterwards change the same ticks in both runs."""
+    rng = random.Random(seed)
+    rules = KINDS[kind]
+    lag = 2 * rules.lanes.pipeline.num_stages
+    one = Course(Mix(seed, num_jobs=7), rules, lag)
+    one.fill_slots()
+    for _ in range(rng.randint(1, 15)):
+        one.tick()
+        for slot in one.ended():
+            one.leave(slot)
+        one.fill_slots()
+    other = one.resumed()
+    num_repeated = len(other.plan._fixed)
+    for _ in range(num_repeated):
+        assert other.tick() is not None
+    compared = 0
+    for _ in range(200):
+        ours, theirs = one.tick(), other.tick()
+        assert (ours is None) == (theirs is None)
+        if ours is not None and theirs is not None:
+            assert ours.tick == theirs.tick
+            compared += 1
+        leaving = {*one.ended()} & {*other.ended()}
+        if rng.random() < 0.1 and one.in_slot:
+            leaving |= {rng.choice(sorted(one.in_slot))} & other.in_slot.keys()
+        for slot in leaving:
+            one.leave(slot)
+            other.leave(slot)
+        one.fill_slots()
+        other.fill_slots()
+        assert one.in_slot == other.in_slot
+        if not one.in_slot:
+            break
+    assert not one.in_slot and not other.in_slot
+    assert compared
+
+
+def test_saved_ticks_of_other_jobs_or_rules_are_not_used():
+    mix = Mix(0)
+    one = Course(mix, KINDS["stages"], 8)
+    one.fill_slots()
+    one.tick()
+    saved = one.plan.saved("jobs")
+    assert not StreamPlan(KINDS["stages"], mix.lengths).restore(saved, {}, "others")
+    assert not StreamPlan(KINDS["lanes"], mix.lengths).restore(saved, {}, "jobs")
+    assert StreamPlan(KINDS["stages"], mix.lengths).restore(saved, one.steps, "jobs")
+
+
+def test_ticks_that_do_not_fit_the_data_are_refused():
+    """As of a file that was changed: nothing runs that the rules forbid."""
+    mix = Mix(1)
+    one = Course(mix, KINDS["stages"], 8)
+    one.fill_slots()
+    one.tick()
+    saved = one.plan.saved("jobs")
+    assert saved.planned
+    wrong = dataclasses.replace(saved, planned=[saved.planned[0], *saved.planned])
+    with pytest.raises(RuntimeError, match="are left"):
+        StreamPlan(KINDS["stages"], mix.lengths).restore(wrong, one.steps, "jobs")
