@@ -82,10 +82,12 @@ def _shortest(
 ) -> Schedule:
     """Packs jointly in several ways, and returns the schedule with the shortest run."""
     n, pipeline = lanes.num_lanes, lanes.pipeline
-    ramps = [(), _ramp(pipeline)] if pipeline.num_stages > 1 else [()]
+    targets, ramps = _TARGETS, list(dict.fromkeys([(), _ramp(pipeline)]))
+    if len(cost.buckets) == 1:  # all microbatches take the same time
+        targets, ramps = (1.0,), [()]
     ways = [
         fill_ticks(samples, limits, cost, n, pipeline.distance, target, ramp)
-        for target, ramp in itertools.product(_TARGETS, ramps)
+        for target, ramp in itertools.product(targets, ramps)
     ]
     for part in _POOL_PARTS:
         ways.append(split_ticks(samples, limits, cost, n, pipeline, part))
@@ -101,7 +103,7 @@ def _shortest(
 def _ramp(pipeline: Pipeline) -> tuple[float, ...]:
     """Returns by how much the first ticks are filled, and in reverse the last ones."""
     num = pipeline.num_stages
-    return tuple((i + 1) / (num + 1) for i in range(num))
+    return tuple((i + 1) / (num + 1) for i in range(num if num > 1 else 0))
 
 
 def _even(

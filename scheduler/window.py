@@ -126,9 +126,10 @@ class WindowFiller:
         """
         self._limits, self._pipeline = limits, pipeline
         self._cost, self._effort = cost, effort
-        # Nothing drains between two batches with a shorter distance.
+        # Nothing drains between two batches with a shorter distance, and with a single
+        # compiled shape all microbatches take the same time.
         drains = 1 < pipeline.num_stages <= pipeline.distance
-        polishes = drains and effort.polish_rounds > 0
+        polishes = drains and len(cost.buckets) != 1 and effort.polish_rounds > 0
         self._ramps = Ramps(limits, pipeline, cost) if polishes else None
 
     def runs_alone(self, jobs: JobQueue) -> int | None:

@@ -28,7 +28,7 @@ COST = CostModel.uniform(4, forward=FORWARD, backward=BACKWARD)
 PIPELINE = Pipeline.one_f_one_b(4)
 
 
-@hypothesis.settings(max_examples=20, deadline=None)
+@hypothesis.settings(max_examples=12, deadline=None)
 @hypothesis.given(samples=job_mixes(), pipeline=pipelines(), data=st.data())
 def test_keeps_every_rule(samples, pipeline, data):
     cost = data.draw(costs(pipeline.num_stages))
@@ -42,7 +42,7 @@ def test_keeps_every_rule(samples, pipeline, data):
     assert bound.microbatches <= len(schedule.microbatches)
 
 
-@hypothesis.settings(max_examples=20, deadline=None)
+@hypothesis.settings(max_examples=12, deadline=None)
 @hypothesis.given(samples=job_mixes(max_batches=12), pipeline=pipelines())
 def test_keeps_every_rule_across_windows(samples, pipeline):
     """The windows are so small that most batches extend over several of them."""
@@ -52,7 +52,7 @@ def test_keeps_every_rule_across_windows(samples, pipeline):
     assert violations(schedule, samples, distance=pipeline.distance) == []
 
 
-@hypothesis.settings(max_examples=20, deadline=None)
+@hypothesis.settings(max_examples=12, deadline=None)
 @hypothesis.given(samples=job_mixes(), pipeline=pipelines())
 def test_fills_buckets(samples, pipeline):
     cost = CostModel.uniform(

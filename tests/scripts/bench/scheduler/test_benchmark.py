@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxlora.bench import subjects
-from jaxlora.bench.scheduler import benchmark
+from jaxlora.bench.scheduler import benchmark, kinds
 from jaxlora.scheduler import Limits
 
 
@@ -27,6 +27,8 @@ def small(monkeypatch):
     monkeypatch.setattr(benchmark, "adapters", lambda quick: adapters)
     monkeypatch.setattr(benchmark, "grid", lambda quick: grid)
     monkeypatch.setattr(benchmark, "FILL_STEPS", 8)
+    kind = kinds.Kind(lengths="mix", num_samples=(8, 4), batch_size=4)
+    monkeypatch.setattr(kinds, "KINDS", {"2 jobs": kind})
 
 
 def test_rows_and_tables(small, tmp_path, capsys):
@@ -34,11 +36,13 @@ def test_rows_and_tables(small, tmp_path, capsys):
     subjects.run("scheduler", options)
     tables = (tmp_path / "scheduler.md").read_text()
     assert tables.strip() in capsys.readouterr().out
-    bubbles, speeds, planning, fill = tables.split("### ")[1:]
+    bubbles, speeds, planning, by_kind, fill = tables.split("### ")[1:]
     head = "| paper | no merge | no milp | greedy | mlora | joint |"
     assert f"| cost | jobs {head}" in bubbles and "| last stage +6 % | 2 |" in bubbles
     assert "| even | xsum | 2 | 1.0 | " in speeds
     assert f"| jobs {head}" in planning
+    assert "| mlora | paper | plain | joint |" in by_kind
+    assert "| 2 jobs | 1 | 1.0 | 4 | " in by_kind
     assert "greedy, 1 steps | joint, 1 steps | joint, 4 steps" in fill
     lines = (tmp_path / "scheduler.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
@@ -71,3 +75,13 @@ def test_more_steps_in_a_window_never_need_more_microbatches(monkeypatch):
         assert found["fill_percent"] == pytest.approx(real, abs=0.06)
         numbers.append(number)
     assert numbers == sorted(numbers, reverse=True)
+
+
+def test_kinds_on_several_lanes():
+    """Every packer makes legal ticks, and joint packing is the shortest."""
+    kind = kinds.Kind(lengths="mix", num_samples=(8, 4, 4), batch_size=4)
+    rows = list(kinds._of_case(kind, 2, 1.0, 2, 0.1))
+    times = {row["packer"]: row["makespan_over_bound"] for row in rows}
+    assert set(times) == {"mlora", "paper", "plain", "joint"}
+    assert min(times.values()) >= 1
+    assert times["joint"] <= times["plain"]
