@@ -348,10 +348,10 @@ class Trainer:
         )
         try:
             stream.restore(self._saved_stream)
-        except RuntimeError as error:
+        except (RuntimeError, LookupError, ValueError) as error:
             raise CheckpointError(
                 f"checkpoint {self.round} of {self.output_dir} is damaged: its "
-                f"microbatches break a rule, as {error} Remove its folder to resume "
+                f"microbatches break a rule ({error}). Remove its folder to resume "
                 "from the checkpoint before."
             ) from error
         return stream

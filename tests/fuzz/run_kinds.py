@@ -12,7 +12,8 @@ from unittest import mock
 from jaxlora import FrozenModel, LoraJob, RunConfig, Trainer, load_model
 from jaxlora.inspect import inspect_path
 from jaxlora.train import trainer
-from jaxlora.train.execute import windows
+from jaxlora.train.execute.job_lifecycle import JobLifecycle
+from jaxlora.train.execute.stream import Border, Stream
 from jaxlora.train.plan.run_plan import RunPlan
 from jaxlora.train.report.plot import plot_losses
 from jaxlora.train.saved.export import export_checkpoint
@@ -43,14 +44,13 @@ def run_config(folder: pathlib.Path) -> RunConfig:
 
 
 @contextlib.contextmanager
-def without_computing(**windows_methods) -> Iterator[None]:
-    """Replaces compilation, training steps and plots by stubs."""
+def without_computing(**stream_methods) -> Iterator[None]:
+    """Replaces compilation, evaluations, training steps and plots by stubs."""
     with contextlib.ExitStack() as patches:
-        for name, function in windows_methods.items():
-            patch = mock.patch.object(windows.Windows, name, function)
-            patches.enter_context(patch)
-
+        for name, function in stream_methods.items():
+            patches.enter_context(mock.patch.object(Stream, name, function))
         for owner, name, stub in (
+            (JobLifecycle, "evaluate", lambda *_: None),
             (RunPlan, "fit", lambda self, _: self),
             (trainer, "write_report", lambda *_: None),
         ):
@@ -74,10 +74,11 @@ def make_run(folder: pathlib.Path) -> None:
     make_model(folder)
     make_records("a.jsonl", PAIRS)(folder)
 
-    def interrupt(_) -> None:
+    def interrupt(_) -> Iterator[Border]:
         os.kill(os.getpid(), signal.SIGINT)
+        return iter(())
 
-    with without_computing(_evaluate=lambda *_: None, run_next=interrupt):
+    with without_computing(run=interrupt):
         train(folder)
     write_events(folder / "run")
 

@@ -88,17 +88,19 @@ class JobLifecycle:
             saved: The microbatches that followed the checkpoint; None: there are none.
 
         Raises:
-            RuntimeError: They break a rule.
+            RuntimeError, LookupError, ValueError: They break a rule.
         """
         self.by_slot = {job.slot: job for job in self.jobs if job.has_slot}
         steps = {slot: job.progress.step for slot, job in self.by_slot.items()}
-        jobs = self.describe()
-        if saved is not None and self._ticks.restore(saved, steps, jobs):
+        numbers = {slot: self.number(job) for slot, job in self.by_slot.items()}
+        found = saved and self._ticks.restore(saved, steps, numbers, self.describe())
+        if found:
             return
         for job in self.by_slot.values():
             self._ticks.start(self._position(job))
 
     def describe(self) -> str:
+        """Describes the jobs in the slots, for the microbatches that are saved."""
         return ", ".join(
             f"{slot}: {job.name} of {job.num_steps}"
             for slot, job in sorted(self.by_slot.items())

@@ -131,7 +131,7 @@ class Stream:
             saved: The microbatches that followed the checkpoint; None: there are none.
 
         Raises:
-            RuntimeError: They break a rule.
+            RuntimeError, LookupError, ValueError: They break a rule.
         """
         self._life.restore(saved)
 

@@ -188,7 +188,13 @@ class StreamPlan:
             hints=self._after.hints,
         )
 
-    def restore(self, saved: SavedStream, steps: Mapping[int, int], jobs: str) -> bool:
+    def restore(
+        self,
+        saved: SavedStream,
+        steps: Mapping[int, int],
+        numbers: Mapping[int, int],
+        jobs: str,
+    ) -> bool:
         """Goes on with saved ticks; returns whether they are of these jobs and rules.
 
         Samples of batches that are not complete run again, in the same microbatches.
@@ -196,10 +202,13 @@ class StreamPlan:
         Args:
             saved: The ticks.
             steps: Optimizer steps of the job in each slot that is in use.
+            numbers: Number of the job in each of these slots.
             jobs: Describes these jobs, as for `saved`.
 
         Raises:
             RuntimeError: The ticks break a rule.
+            LookupError: They have samples that there are not.
+            ValueError: They have batches that there are not.
         """
         if saved.rules != self._described(jobs):
             return False
@@ -209,8 +218,12 @@ class StreamPlan:
             taken = StreamTick(tick=tick, dropped=dropped)
             if unknown := {s.owner for s in taken.samples} - steps.keys():
                 raise RuntimeError(f"slots {sorted(unknown)} have ticks and no job.")
-            done = {s.owner for s in taken.samples if s.batch < steps[s.owner]}
-            taken.dropped |= done
+            taken.dropped |= {
+                s.owner for s in taken.samples if s.batch < steps[s.owner]
+            }
+            for s in taken.samples:
+                if s.num_tokens != self._lengths(numbers[s.owner], s.batch)[s.index]:
+                    raise RuntimeError(f"slot {s.owner} has samples of other lengths.")
             self._fixed.append(taken)
         self._steps = dict(steps)
         self._now, self._planned = state, deque(planned)

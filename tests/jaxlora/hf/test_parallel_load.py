@@ -152,6 +152,8 @@ def test_each_platform_converts_alike(monkeypatch, platform, transpose, kinds):
     monkeypatch.setattr(global_arrays, "_PIECE_BYTES", 83 * 8 * 5 + 7)
     stored, wanted = (KINDS[kind] for kind in kinds)
     x = finite_bits(np.random.default_rng(1), (37, 83), stored)
+    if platform == "gpu":  # as on some CPUs, XLA's program flushes them
+        x[np.abs(x.astype(np.float64)) < 1e-37] = 0
     found = global_arrays._put_part(x, None, platform, wanted, transpose)
     expected = x.astype(wanted)
     expected = expected.T if transpose else expected

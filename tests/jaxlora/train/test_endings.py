@@ -248,7 +248,7 @@ def test_an_interrupt_while_the_last_checkpoint_is_written(model, config, monkey
     assert (result.output_dir / "checkpoints" / "5").is_dir()
 
 
-def test_the_summary_is_written_before_the_picture(tmp_path):
+def test_the_summary_is_written_before_the_picture(tmp_path, pictures):
     """The latter reads the events of the run, and may fail."""
     (tmp_path / "metrics.jsonl").mkdir()
     result = RunResult(

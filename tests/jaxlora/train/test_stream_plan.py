@@ -77,7 +77,7 @@ class Course:
         other = Course(self.mix, self.plan._rules, self.lag)
         other.in_slot, other.steps = dict(self.in_slot), dict(self.steps)
         other.waiting = list(self.waiting)
-        assert other.plan.restore(read, self.steps, "jobs")
+        assert other.plan.restore(read, self.steps, self.in_slot, "jobs")
         return other
 
 
@@ -127,9 +127,10 @@ def test_saved_ticks_of_other_jobs_or_rules_are_not_used():
     one.fill_slots()
     one.tick()
     saved = one.plan.saved("jobs")
-    assert not StreamPlan(KINDS["stages"], mix.lengths).restore(saved, {}, "others")
-    assert not StreamPlan(KINDS["lanes"], mix.lengths).restore(saved, {}, "jobs")
-    assert StreamPlan(KINDS["stages"], mix.lengths).restore(saved, one.steps, "jobs")
+    assert not StreamPlan(KINDS["stages"], mix.lengths).restore(saved, {}, {}, "others")
+    assert not StreamPlan(KINDS["lanes"], mix.lengths).restore(saved, {}, {}, "jobs")
+    again = StreamPlan(KINDS["stages"], mix.lengths)
+    assert again.restore(saved, one.steps, one.in_slot, "jobs")
 
 
 def test_ticks_that_do_not_fit_the_data_are_refused():
@@ -139,7 +140,18 @@ def test_ticks_that_do_not_fit_the_data_are_refused():
     one.fill_slots()
     one.tick()
     saved = one.plan.saved("jobs")
-    assert saved.planned
-    wrong = dataclasses.replace(saved, planned=[saved.planned[0], *saved.planned])
-    with pytest.raises(RuntimeError, match="are left"):
-        StreamPlan(KINDS["stages"], mix.lengths).restore(wrong, one.steps, "jobs")
+    (owner, batch, index, tokens), *rest = saved.repeated[0][0]
+
+    def repeated(*sample: int):
+        return dataclasses.replace(saved, repeated=[[[sample, *rest]]])
+
+    for wrong, error in (
+        (dataclasses.replace(saved, planned=[*saved.planned[:1]] * 2), RuntimeError),
+        (repeated(owner, batch, index, tokens + 1), RuntimeError),
+        (repeated(owner, batch, 1000, tokens), LookupError),
+        (repeated(owner, 1000, index, tokens), LookupError),
+        (repeated(99, batch, index, tokens), RuntimeError),
+    ):
+        plan = StreamPlan(KINDS["stages"], mix.lengths)
+        with pytest.raises(error):
+            plan.restore(wrong, one.steps, one.in_slot, "jobs")
