@@ -47,7 +47,10 @@ from jaxlora.scheduler import (
     simulate,
     violations,
 )
-from jaxlora.train.plan.job_slots import fixed_shape_cost, pack_whole
+from jaxlora.scheduler.lanes import ONE_LANE
+from jaxlora.scheduler.stream import Position, Rules, whole_stream
+from jaxlora.scheduler.types import batches_by_job
+from jaxlora.train.plan.job_slots import fixed_shape_cost
 
 STAGES = Pipeline.one_f_one_b(4)
 BLOCK = 64  # tokens
@@ -55,13 +58,8 @@ CAPACITIES = (4096, 6144, 8192, 16384)
 FOUR_JOBS = {name: (name,) * 4 for name in ("mix", *WORDS_AND_SIGMA, *SHAPES)} | {
     "het": (*WORDS_AND_SIGMA, "mix")
 }
-# Windows of the trainer: steps that are packed together, and the packer.
-WINDOWS: tuple[tuple[int, PackerName], ...] = (
-    (1, "greedy"),
-    (1, "joint"),
-    (4, "joint"),
-    (8, "joint"),
-)
+# Packers of the trainer's stream. `greedy` packs one step of every job at a time.
+STREAMED: tuple[PackerName, ...] = ("greedy", "joint")
 FILL_STEPS = 64  # global batches of each job
 
 
@@ -205,19 +203,30 @@ def fill_samples(batch_sizes: Sequence[int]) -> list[Sample]:
 
 
 def fill(
-    samples: Sequence[Sample], limits: Limits, steps: int, packer: PackerName
+    samples: Sequence[Sample], limits: Limits, packer: PackerName
 ) -> dict[str, Any]:
-    """Packs windows of `steps` global batches of each job, as the trainer does.
+    """Packs all samples as one stream, as the trainer does on one device.
 
     Returns:
         The share of real tokens, the number of microbatches, and a lower bound of it.
     """
     cost = fixed_shape_cost(limits.capacity)
-    number = fewest = 0
-    for first in range(0, FILL_STEPS, steps):
-        window = [s for s in samples if first <= s.batch < first + steps]
-        number += len(pack_whole(window, limits, packer).microbatches)
-        fewest += lower_bound(window, limits, Pipeline(), cost).microbatches
+    rules = Rules(limits=limits, lanes=ONE_LANE, cost=cost, packer=packer)
+    jobs = batches_by_job(samples)
+    tokens = {job: [[s.num_tokens for s in b] for b in jobs[job]] for job in jobs}
+    positions = [
+        Position(
+            job=job,
+            owner=job,
+            batch=0,
+            num_batches=len(batches),
+            batch_tokens=sum(map(sum, batches)) / len(batches),
+        )
+        for job, batches in tokens.items()
+    ]
+    lengths = lambda job, batch: tokens[job][batch]
+    number = sum(1 for _ in whole_stream(positions, lengths, rules))
+    fewest = lower_bound(samples, limits, Pipeline(), cost).microbatches
     real = sum(s.num_tokens for s in samples)
     share = round(100 * real / (number * limits.capacity), 1)
     return {"fill_percent": share, "microbatches": number, "fewest": fewest}
@@ -228,13 +237,13 @@ def fill_rows() -> Iterator[dict[str, Any]]:
     batch_sizes = (8, 8, 8, 8), (16, 16, 16, 16), (4, 8, 16, 32)
     for sizes, capacity in itertools.product(batch_sizes, (4096, 8192)):
         given, limits = fill_samples(sizes), Limits(capacity=capacity, block_tokens=64)
-        for steps, packer in WINDOWS:
+        for packer in STREAMED:
             yield {
                 "table": "fill",
                 "batch_size": ", ".join(map(str, sizes)),
                 "capacity": capacity,
-                "packer": f"{packer}, {steps} steps",
-                **fill(given, limits, steps, packer),
+                "packer": packer,
+                **fill(given, limits, packer),
             }
 
 

@@ -43,7 +43,7 @@ def test_rows_and_tables(small, tmp_path, capsys):
     assert f"| jobs {head}" in planning
     assert "| mlora | paper | plain | joint |" in by_kind
     assert "| 2 jobs | 1 | 1.0 | 4 | " in by_kind
-    assert "greedy, 1 steps | joint, 1 steps | joint, 4 steps" in fill
+    assert "greedy | joint" in fill
     lines = (tmp_path / "scheduler.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     grid = [row for row in rows if row["table"] == "grid"]
@@ -63,18 +63,18 @@ def test_a_speed_is_that_of_the_best_capacity():
     assert found == {"paper": 1.0, "joint": 1.25}
 
 
-def test_more_steps_in_a_window_never_need_more_microbatches(monkeypatch):
+def test_a_stream_needs_fewer_microbatches_than_steps_on_their_own():
     given = benchmark.fill_samples((2, 5, 3))
     limits = Limits(capacity=4096, block_tokens=64)
     numbers = []
-    for steps, packer in benchmark.WINDOWS:
-        found = benchmark.fill(given, limits, steps, packer)
+    for packer in benchmark.STREAMED:
+        found = benchmark.fill(given, limits, packer)
         number = found["microbatches"]
         assert found["fewest"] <= number
         real = 100 * sum(s.num_tokens for s in given) / (number * 4096)
         assert found["fill_percent"] == pytest.approx(real, abs=0.06)
         numbers.append(number)
-    assert numbers == sorted(numbers, reverse=True)
+    assert numbers[0] > numbers[1]
 
 
 def test_kinds_on_several_lanes():
