@@ -17,7 +17,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout",
         type=positive_int,
-        help="wait N seconds for the answer, which comes when the run ends its window; "
+        help="wait N seconds for the answer, which comes within a few microbatches; "
         "by default until the run ends",
         metavar="N",
     )

@@ -172,9 +172,9 @@ class StatusTracker(Callback):
 class TimeLeft:
     """An estimate from the windows that this process has run, except the first.
 
-    Programs are compiled in the first window, and all jobs are evaluated before it. At
-    the end of a window every global batch is complete, so that the tokens done are
-    known exactly; within one, the estimate only counts down.
+    Programs are compiled in the first window, and all jobs are evaluated before it.
+    Tokens count when their global batch is complete. Between two windows, the estimate
+    only counts down.
     """
 
     def __init__(self):

@@ -31,13 +31,13 @@ from jaxlora.train.joining import Joining
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.5  # between looks into the folder within a window
+_POLL_SECONDS = 0.5  # between looks into the folder
 # Requests that may be taken and not answered yet. Others wait in the folder, so many of
-# them take little of a window's time, and the run's record stays small.
+# them take little of training's time, and the run's record stays small.
 _MAX_OPEN = 256
 _DONE = {
     "stop": "stops after its current global batch",
-    "pause": "leaves its slot after this window",
+    "pause": "leaves its slot after its current global batch",
     "resume": "continues when a slot is free",
 }
 
@@ -52,9 +52,9 @@ class LiveRun(JobControl, Protocol):
 
 
 class Inbox(Callback):
-    """Takes requests between windows, in the thread that trains.
+    """Takes requests between microbatches, in the thread that trains.
 
-    Within a window it only looks for requests that take effect there, such as a stop.
+    At a step it only looks for requests that take effect there, such as a stop.
     The data of a job to add are read by another thread, while training goes on.
     """
 
@@ -92,14 +92,14 @@ class Inbox(Callback):
         return self._outbox.answers
 
     def on_event(self, event) -> None:
-        """Looks for requests within a window, if only one process trains."""
+        """Looks for requests at a step, if only one process trains."""
         if isinstance(event, StepEvent) and processes.count() == 1:
             now = time.monotonic()
             if now - self._looked > _POLL_SECONDS:
                 self._take()
 
     def poll(self, *, waits: bool = False) -> bool:
-        """Takes new requests, and jobs whose data have been read, between windows.
+        """Takes new requests, and jobs whose data have been read.
 
         Args:
             waits: Whether to wait for the data of jobs that are being added.

@@ -11,7 +11,7 @@ from jaxlora.train.job_state import JobState
 
 
 class Joining:
-    """The names of a run's jobs, and the jobs that join before the next window.
+    """The names of a run's jobs, and the jobs that are about to join.
 
     Any thread may call the methods, except `take`.
     """
@@ -31,7 +31,7 @@ class Joining:
 
     @property
     def num_waiting(self) -> int:
-        """Number of jobs that join before the next window."""
+        """Number of jobs that are about to join."""
         return len(self._waiting)
 
     def check_name(self, name: str) -> None:
@@ -86,7 +86,7 @@ class Joining:
             return self._open_job(settings)
 
     def join(self, job: JobState) -> None:
-        """Lets an opened job join before the next window."""
+        """Lets an opened job join when the run looks for it."""
         self._waiting.append(job)
 
     def take(self) -> list[JobState]:

@@ -48,7 +48,7 @@ class RunPlan:
         model: The base model.
         stages: The decoder with its slots, in the stages of the mesh. There may be more
             slots than asked for, so that they divide among replicas.
-        lanes: The lanes for which windows are packed.
+        lanes: The lanes for which microbatches are packed.
         bounds: Bounds of the capacity, and what an automatic `remat` may become when
             the step is compiled.
         notes: The reasons, for the log.
@@ -133,11 +133,11 @@ class RunPlan:
         return self.with_config(found)
 
     def pipeline_figures(self, schedule: Schedule) -> dict[str, Any]:
-        """Predicts how busy the stages are during a window; empty without stages.
+        """Predicts how busy the stages are in a schedule; empty without stages.
 
         Returns:
             `bubble`, the fraction of the time of all stages in which nothing runs, and
-            `stages`, the fraction of the window in which each stage works.
+            `stages`, the fraction of the time in which each stage works.
         """
         pipeline, lanes = self.lanes.pipeline, self.lanes.num_lanes
         if pipeline.num_stages == 1:
