@@ -56,7 +56,7 @@ def admit(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Preemption:
-    """The jobs to pause and the jobs to start between two windows.
+    """The jobs to pause and the jobs to start between two microbatches.
 
     Attributes:
         paused: Running jobs that give up their slots, in order of ascending priority.

@@ -22,6 +22,10 @@ def foretell(plan: RunPlan, jobs: Sequence[PreparedJob]) -> Schedule:
     """
     with StreamPlan(plan.rules, lambda job, step: jobs[job].lengths(step)) as stream:
         ticks = list(_Course(plan, jobs, stream).ticks())
+    while not any(ticks[-1]):
+        ticks.pop()
+    if plan.lanes.pipeline.distance == 1:  # a no-op takes no time
+        ticks = [tick for tick in ticks if any(tick)]
     microbatches = tuple(microbatch for tick in ticks for microbatch in tick)
     return Schedule(microbatches=microbatches, limits=plan.config.limits)
 
@@ -33,53 +37,47 @@ class _Course:
         self._plan, self._jobs, self._stream = plan, jobs, stream
         self._left = {p.job: p for p in first_positions(jobs)}  # that have not ended
         self._in_slot: dict[int, int] = {}  # job by slot
-        self._done: Counter[int] = Counter()  # samples of the last batch, by slot
+        self._steps: Counter[int] = Counter()  # optimizer steps done, by slot
+        self._done: Counter[tuple[int, int]] = Counter()  # samples, by slot and batch
         # Ticks that are taken after a tick before the trainer knows of its steps: W
         # until they are reported, and W that are in flight and prepared by then.
-        self._lag = 2 * (
-            plan.lanes.pipeline.in_flight or plan.lanes.pipeline.num_stages
-        )
+        pipeline = plan.lanes.pipeline
+        self._lag = 2 * (pipeline.in_flight or pipeline.num_stages)
 
     def ticks(self) -> Iterator[Tick]:
         """Yields the ticks, whose samples name their job by its number."""
-        ending: deque[tuple[int, int]] = deque()  # tick at which a slot is left
+        stepping: deque[tuple[int, int]] = deque()  # the tick of a report, and a slot
         self._fill_slots()
         number = 0
-        while True:
-            taken = self._stream.take()
-            if taken is None:
-                if not ending:
-                    return
-                number = ending[0][0]
-            else:
-                yield self._renamed(taken.tick)
-                ending += [(number + self._lag, s) for s in self._completed(taken.tick)]
+        while (taken := self._stream.take()) is not None:
+            yield self._renamed(taken.tick)
+            stepping += [(number + self._lag, s) for s in self._completed(taken.tick)]
             ended = []
-            while ending and ending[0][0] <= number:
-                ended.append(ending.popleft()[1])
+            while stepping and stepping[0][0] <= number:
+                slot = stepping.popleft()[1]
+                self._stream.note_step(slot)
+                self._steps[slot] += 1
+                if self._steps[slot] == self._jobs[self._in_slot[slot]].num_steps:
+                    ended.append(slot)
             if ended:
                 self._leave(ended)
-            number += taken is not None
+            number += 1
 
     def _completed(self, tick: Tick) -> list[int]:
-        """Returns the slots whose jobs have no samples after a tick."""
-        last = {
-            slot: self._jobs[job].num_steps - 1 for slot, job in self._in_slot.items()
-        }
-        touched = Counter(
-            s.owner for m in tick for s in m if s.batch == last.get(s.owner)
-        )
+        """Returns the slots whose batch is complete with a tick."""
+        touched = Counter((s.owner, s.batch) for m in tick for s in m)
         self._done.update(touched)
-        return [
-            slot
-            for slot in sorted(touched)
-            if self._done[slot]
-            == len(self._jobs[self._in_slot[slot]].lengths(last[slot]))
-        ]
+        complete = []
+        for slot, batch in sorted(touched):
+            job = self._jobs[self._in_slot[slot]]
+            if self._done[slot, batch] == len(job.lengths(batch)):
+                del self._done[slot, batch]
+                complete.append(slot)
+        return complete
 
     def _leave(self, slots: Sequence[int]) -> None:
         for slot in slots:
-            del self._left[self._in_slot.pop(slot)], self._done[slot]
+            del self._left[self._in_slot.pop(slot)], self._steps[slot]
             self._stream.drop(slot)
         self._fill_slots()
 
@@ -95,6 +93,7 @@ class _Course:
             if slot is None or slot in self._in_slot:
                 continue
             self._left[position.job], self._in_slot[slot] = position, position.job
+            self._steps[slot] = position.step
             self._stream.start(
                 Position(
                     job=position.job,

@@ -1,7 +1,7 @@
 """The next microbatches of a run, as a checkpoint holds them."""
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated
 
 from pydantic import Field
@@ -32,6 +32,9 @@ class SavedStream:
         positions: Positions of the jobs before them.
         before: The ticks before them that share the pipeline with them.
         hints: What planning has found, before and after them.
+        leaving: Slots with rows of a job that has left in ticks in flight, and the tick
+            from which each is free.
+        at_border: Slots whose jobs are between two of their batches here.
     """
 
     __pydantic_config__ = STRICT
@@ -44,6 +47,8 @@ class SavedStream:
     positions: list[Position]
     before: list[SavedTick]
     hints: tuple[list[Hint], list[Hint]]
+    leaving: dict[_Count, _Count]
+    at_border: list[_Count]
 
     def __post_init__(self):
         if len(self.dropped) != len(self.repeated):
@@ -56,6 +61,8 @@ class SavedStream:
         state: StreamState,
         planned: Sequence[Tick],
         hints: Sequence[Hint],
+        leaving: Mapping[int, int],
+        at_border: Sequence[int],
     ) -> "SavedStream":
         """Makes the value.
 
@@ -65,6 +72,8 @@ class SavedStream:
             state: State of the stream before the planned ticks.
             planned: The planned ticks.
             hints: What planning them has found.
+            leaving: See the attribute.
+            at_border: See the attribute.
         """
         return SavedStream(
             rules=rules,
@@ -75,6 +84,8 @@ class SavedStream:
             positions=list(state.positions),
             before=[_saved(tick) for tick in state.before],
             hints=(list(state.hints), list(hints)),
+            leaving=dict(leaving),
+            at_border=list(at_border),
         )
 
     @property

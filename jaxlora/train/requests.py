@@ -15,7 +15,7 @@ class Requests:
     requests take effect when the processes `agree`, so that all of them act alike.
 
     Attributes:
-        version: Changes after each request that has come into force.
+        version: Changes with each request; if it does, there may be a new one.
     """
 
     def __init__(self):

@@ -193,7 +193,7 @@ class Trainer:
         """Trains until every job has ended, or until it is interrupted.
 
         On Ctrl-C (or SIGTERM), it finishes the microbatches that are in flight, writes
-        a checkpoint and returns. Global batches that are not complete begin anew when
+        a checkpoint and returns. Global batches that are not complete run again when
         the run is resumed.
 
         Args:
@@ -286,11 +286,12 @@ class Trainer:
             if border.ends_window or self._is_time_to_look():
                 self._take_requests(store)
         found = border.snapshot
-        if border.ends_round and self._num_due(stream.round) > self._num_saved:
-            self._num_saved = self._num_due(stream.round)
+        is_due = self._num_due(stream.round) > self._num_saved
+        if found is None and border.ends_round and is_due:
             found = stream.snapshot()
         if found is not None:
             stream.end_round()
+            self._num_saved = self._num_due(stream.round)
             self._save(store, stream, found)
         self.round = stream.round
 

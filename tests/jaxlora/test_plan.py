@@ -74,11 +74,14 @@ def test_the_trainer_runs_what_was_planned(config, mesh, monkeypatch, tmp_path):
         ran.extend(
             tuple((names[s.owner], s.batch, s.index) for s in microbatch)
             for microbatch in fed.tick
+            if any(fed.tick) or planned.sizes.stage > 1
         )
         return fed, arrays
 
     monkeypatch.setattr(Feed, "take", note)
     trainer.train()
+    while not ran[-1]:  # until the last step is reported
+        ran.pop()
     names = [job.name for job in planned.jobs]
     assert ran == [
         tuple((names[s.owner], s.batch, s.index) for s in microbatch)

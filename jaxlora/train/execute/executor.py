@@ -60,7 +60,7 @@ class TickSource(Protocol):
     """Gives the ticks of a stream, one after the other."""
 
     def take(self) -> StreamTick | None:
-        """Returns the next tick; None if there is none now."""
+        """Returns the next tick; None if there is none, after which it is not asked."""
         ...
 
 

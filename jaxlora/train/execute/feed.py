@@ -28,6 +28,8 @@ class FedTick:
     @property
     def samples(self) -> tuple[Sample, ...]:
         """The samples that run."""
+        if self.of.is_held:
+            return ()
         dropped = self.of.dropped
         return tuple(s for m in self.tick for s in m if s.owner not in dropped)
 
@@ -71,8 +73,9 @@ class Feed:
             of = self._source.take()
             if of is None:
                 return False
-            parts = self._split(of.tick)
-            self._fetched += [FedTick(tick=part, of=of) for part in parts]
+            if of.parts is None:
+                of.parts = tuple(self._split(of.tick))
+            self._fetched += [FedTick(tick=part, of=of) for part in of.parts]
         return True
 
     def prepare(self, number: int) -> None:

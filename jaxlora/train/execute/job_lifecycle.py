@@ -81,11 +81,14 @@ class JobLifecycle:
 
     # ---- starting and pausing ------------------------------------------------------
 
-    def restore(self, saved: SavedStream | None) -> None:
+    def restore(self, saved: SavedStream | None) -> list[JobState]:
         """Takes up the jobs that have a slot, where a checkpoint has left them.
 
         Args:
             saved: The microbatches that followed the checkpoint; None: there are none.
+
+        Returns:
+            The jobs with a slot that are between two of their batches.
 
         Raises:
             RuntimeError, LookupError, ValueError: They break a rule.
@@ -94,15 +97,16 @@ class JobLifecycle:
         steps = {slot: job.progress.step for slot, job in self.by_slot.items()}
         numbers = {slot: self.number(job) for slot, job in self.by_slot.items()}
         found = saved and self._ticks.restore(saved, steps, numbers, self.describe())
-        if found:
-            return
+        if saved is not None and found:
+            return [self.by_slot[s] for s in saved.at_border if s in self.by_slot]
         for job in self.by_slot.values():
             self._ticks.start(self._position(job))
+        return list(self.by_slot.values())
 
     def describe(self) -> str:
         """Describes the jobs in the slots, for the microbatches that are saved."""
         return ", ".join(
-            f"{slot}: {job.name} of {job.num_steps}"
+            f"{slot}: {self.number(job)} {job.name} of {job.num_steps}"
             for slot, job in sorted(self.by_slot.items())
         )
 
@@ -145,7 +149,7 @@ class JobLifecycle:
         return bool(self._positions())
 
     def is_settled(self) -> bool:
-        """Whether nothing has come up since the last `_change`."""
+        """Whether nothing has come up since the last `change`."""
         return self._settled == (len(self.jobs), self._requests.version)
 
     def change(self, at_border: Collection[JobState]) -> int:
@@ -205,7 +209,8 @@ class JobLifecycle:
             job, slot = self.jobs[position.job], position.slot
             if slot is None or job.has_slot or not self.may_start:
                 continue
-            if slot in self.by_slot or not self._executor.is_free(slot):
+            is_free = self._ticks.is_free(slot) and self._executor.is_free(slot)
+            if slot in self.by_slot or not is_free:
                 continue  # soon
             if job.parked is None:
                 new.append(job)

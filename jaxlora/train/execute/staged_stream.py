@@ -110,20 +110,22 @@ class StagedStream:
             self._num_rounds += 1
 
     def _queue(self, one: Pass) -> None:
-        """Queues a pass of a tick, unless no sample of the tick runs."""
+        """Queues a pass of a tick, and packs the next one if the tick enters."""
         enters = one.stage == 0 and one.kind != "backward"
         if enters:
             self._enter(one.tick)
-        if one.tick not in self._in_flight:
-            return
+        if one.tick in self._in_flight:  # some of its samples run
+            self._run(one)
+        if enters:
+            self._feed.prepare(one.tick + 1)
+
+    def _run(self, one: Pass) -> None:
         losses = self._in_flight.run(one)
         if losses is not None:
             self._wait_for_earlier(losses.loss)
             loss = everywhere(losses.loss)
             for slot in {s.owner for s in self._fed[one.tick].samples}:
                 self._losses[slot].append(loss)
-        if enters:
-            self._feed.prepare(one.tick + 1)
 
     def _wait_for_earlier(self, loss: jax.Array) -> None:
         """Waits if the last stage of a pipeline has too many unfinished ticks."""
@@ -227,10 +229,11 @@ class StagedStream:
 
     def snapshot(self) -> ReadSlot | None:
         """Copies the states of all slots to the host; see `Executor.snapshot`."""
-        if not self._steps:
+        if self._cut is None and not self._steps:
             return self._slots.snapshot()
-        # Each stage is copied after its own steps of the next tick.
-        self._cut = _Cut(tick=self._num_rounds)
+        if self._cut is None:
+            # Each stage is copied after its own steps of the next tick.
+            self._cut = _Cut(tick=self._num_rounds)
         return None
 
     def _report(self, tick: int) -> Outcomes:

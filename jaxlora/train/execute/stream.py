@@ -104,6 +104,7 @@ class Stream:
         )
         self._due: set[str] = set()  # jobs without a step in this round
         self._has_stepped = False  # in this round
+        self._stepped: list[JobState] = []  # jobs that are between two batches
         self._window = _Window()
 
     def __enter__(self) -> "Stream":
@@ -122,7 +123,8 @@ class Stream:
 
     def saved(self) -> SavedStream:
         """Returns the microbatches that follow, for a checkpoint at this border."""
-        return self._ticks.saved(self._life.describe())
+        here = [job.slot for job in self._stepped if job.has_slot]
+        return self._ticks.saved(self._life.describe(), here)
 
     def restore(self, saved: SavedStream | None) -> None:
         """Takes up the jobs that have a slot, where a checkpoint has left them.
@@ -133,7 +135,7 @@ class Stream:
         Raises:
             RuntimeError, LookupError, ValueError: They break a rule.
         """
-        self._life.restore(saved)
+        self._stepped = self._life.restore(saved)
 
     def snapshot(self) -> ReadSlot | None:
         """Copies the states of all slots, each after the steps reported so far.
@@ -157,7 +159,9 @@ class Stream:
 
         Jobs that start for the first time are evaluated.
         """
-        self._life.change(self._life.jobs)
+        if not self._life.by_slot:
+            self._ticks.forget_leaving()
+        self._life.change(self._stepped)
         if not self._life.by_slot:
             self.end_round()  # that of the events above, as no step follows
         return self._life.has_work()
@@ -174,8 +178,7 @@ class Stream:
         self._begin_window()
         for outcomes in self._executor.run(self._ticks, self._life.by_slot):
             self._window.add(outcomes)
-            self._ticks.skip()
-            stepped = self._handle(outcomes)
+            stepped = self._stepped = self._handle(outcomes)
             num_rounds = self.round
             if not self._due and self._has_stepped:
                 self._end_round()
@@ -188,6 +191,9 @@ class Stream:
             )
             if not self._life.is_settled() or any(not j.has_slot for j in stepped):
                 self._life.change([job for job in stepped if job.has_slot])
+            if self.round > num_rounds:
+                self._due = {job.name for job in self._life.by_slot.values()}
+        self._ticks.forget_leaving()
         if not self._life.may_start:  # no tick has followed that could be copied after
             self._life.may_start = True
             snapshot = self._executor.snapshot()

@@ -6,7 +6,7 @@ a run with it.
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.scheduler import Sample, Schedule
@@ -31,10 +31,15 @@ class StreamTick:
         dropped: Slots whose samples do not run, because their job has left or because a
             checkpoint has their step already. Their rows become padding, so no other
             rows move.
+        parts: The ticks into which it is divided for the devices; None: it was not
+            looked at yet.
+        is_held: Whether it waits until the run is resumed.
     """
 
     tick: Tick
     dropped: set[int] = dataclasses.field(default_factory=set)
+    parts: tuple[Tick, ...] | None = None
+    is_held: bool = False
 
     @property
     def samples(self) -> Iterator[Sample]:
@@ -68,7 +73,10 @@ class StreamPlan:
         self._fixed: deque[StreamTick] = deque()  # to run once more, before `_planned`
         self._taken: deque[StreamTick] = deque()  # with samples of unfinished batches
         self._steps: dict[int, int] = {}  # optimizer steps of the job in each slot
-        self._is_stopped = False
+        self._num_held: int | None = None  # ticks to take and hold; None: not stopped
+        self._leaving: dict[
+            int, int
+        ] = {}  # slots, and the tick from which each is free
         self.forget_figures()
 
     def __enter__(self) -> "StreamPlan":
@@ -94,10 +102,17 @@ class StreamPlan:
 
     def drop(self, slot: int) -> None:
         """Takes out the job in a slot; what is left of it does not run."""
+        done = self._steps.get(slot, 0)
+        has_rows = any(
+            s.owner == slot and s.batch >= done for t in self._taken for s in t.samples
+        )
         for taken in (*self._taken, *self._fixed):
             taken.dropped.add(slot)
         self._steps.pop(slot, None)
         self._forget_finished()
+        pipeline = self._rules.lanes.pipeline
+        if has_rows and pipeline.num_stages > 1:
+            self._leaving[slot] = self._next_tick + self._width
         in_plan = any(s.owner == slot for t in self._planned for m in t for s in m)
         if in_plan or any(p.owner == slot for p in self._after.positions):
             self._now = self._after = self._replan().without(slot)
@@ -108,8 +123,35 @@ class StreamPlan:
         self._forget_finished()
 
     def stop(self) -> None:
-        """Lets no further tick be taken."""
-        self._is_stopped = True
+        """Lets no further tick run; those that are taken now are held.
+
+        They are taken until all ticks in flight are reported. So a job that joins or
+        leaves meanwhile changes the same ticks as in a run that is not stopped.
+        """
+        if self._num_held is None:
+            self._num_held = 2 * self._width
+
+    def is_free(self, slot: int) -> bool:
+        """Whether no tick in flight has rows of the last job in a slot.
+
+        It is counted in ticks, so that it does not depend on how a run was resumed.
+        """
+        return self._leaving.get(slot, 0) <= self._next_tick
+
+    def forget_leaving(self) -> None:
+        """Notes that nothing is in flight."""
+        self._leaving.clear()
+
+    @property
+    def _next_tick(self) -> int:
+        """Number of the next tick that is taken."""
+        return self._now.tick + len(self._since)
+
+    @property
+    def _width(self) -> int:
+        """Ticks in flight on the first stage."""
+        pipeline = self._rules.lanes.pipeline
+        return pipeline.in_flight or pipeline.num_stages
 
     def _replan(self) -> StreamState:
         """Gives up the ticks that are planned and not taken; returns the state then."""
@@ -121,34 +163,37 @@ class StreamPlan:
     # ---- ticks ---------------------------------------------------------------------
 
     def take(self) -> StreamTick | None:
-        """Returns the next tick; None if no job has samples left, or it is stopped."""
-        if self._is_stopped:
+        """Returns the next tick; None if no job has samples left and all are reported.
+
+        While steps are outstanding, after which other jobs may start, it is a no-op.
+        """
+        if self._num_held == 0:
             return None
         taken = self._take()
-        if taken is not None:
+        if taken is None:
+            return None
+        if self._num_held is not None:
+            self._num_held -= 1
+            taken.is_held = True
+        else:
             self.recent.append(taken.tick)
+        self._taken.append(taken)
         return taken
-
-    def skip(self) -> None:
-        """Passes over the tick that would be taken now if it were not stopped.
-
-        It runs when the run is resumed. So a job that joins or leaves meanwhile changes
-        the same ticks as in a run that is not stopped.
-        """
-        if self._is_stopped:
-            self._take()
 
     def _take(self) -> StreamTick | None:
         if self._fixed:
-            taken = self._fixed.popleft()
-        else:
-            if not self._planned and not self._plan():
-                return None
+            return self._fixed.popleft()
+        if self._planned or self._plan():
             tick = self._planned.popleft()
-            self._since.append(tick)
-            taken = StreamTick(tick=tick)
-        self._taken.append(taken)
-        return taken
+        else:
+            self._forget_finished()
+            is_leaving = any(not self.is_free(slot) for slot in self._leaving)
+            if not self._taken and not is_leaving:
+                return None
+            tick = ((),) * self._rules.lanes.num_lanes
+            self._after = dataclasses.replace(self._after, tick=self._after.tick + 1)
+        self._since.append(tick)
+        return StreamTick(tick=tick)
 
     def _plan(self) -> bool:
         """Plans the next stretch; returns whether it has ticks."""
@@ -174,18 +219,25 @@ class StreamPlan:
 
     # ---- checkpoints ---------------------------------------------------------------
 
-    def saved(self, jobs: str) -> SavedStream:
+    def saved(self, jobs: str, at_border: Sequence[int]) -> SavedStream:
         """Returns what a run needs to go on with the same ticks.
 
         Args:
             jobs: Describes the jobs in the slots.
+            at_border: Slots whose jobs are between two of their batches.
         """
         return SavedStream.of(
             rules=self._described(jobs),
-            repeated=[(t.tick, t.dropped) for t in (*self._taken, *self._fixed)],
+            repeated=[
+                (part, taken.dropped)
+                for taken in (*self._taken, *self._fixed)
+                for part in taken.parts or (taken.tick,)
+            ],
             state=advance(self._now, self._since, self._lengths, self._rules),
             planned=tuple(self._planned),
             hints=self._after.hints,
+            leaving=self._leaving,
+            at_border=at_border,
         )
 
     def restore(
@@ -215,7 +267,7 @@ class StreamPlan:
         state, planned = saved.state, saved.planned_ticks
         after = advance(state, planned, self._lengths, self._rules)
         for tick, dropped in saved.repeated_ticks:
-            taken = StreamTick(tick=tick, dropped=dropped)
+            taken = StreamTick(tick=tick, dropped=dropped, parts=(tick,))
             if unknown := {s.owner for s in taken.samples} - steps.keys():
                 raise RuntimeError(f"slots {sorted(unknown)} have ticks and no job.")
             taken.dropped |= {
@@ -225,7 +277,7 @@ class StreamPlan:
                 if s.num_tokens != self._lengths(numbers[s.owner], s.batch)[s.index]:
                     raise RuntimeError(f"slot {s.owner} has samples of other lengths.")
             self._fixed.append(taken)
-        self._steps = dict(steps)
+        self._steps, self._leaving = dict(steps), dict(saved.leaving)
         self._now, self._planned = state, deque(planned)
         self._after = dataclasses.replace(after, hints=tuple(saved.hints[1]))
         return True

@@ -227,7 +227,7 @@ def test_higher_priorities_start_first(train, jobs):
             if run.progress.status == "finished" and run.name not in order
         )
 
-    train(ranked, max_concurrent_jobs=1, on_window=on_window)
+    train(ranked, max_concurrent_jobs=1, window_steps=1, on_window=on_window)
     assert order == ["job1", "job3", "job0", "job2"]
 
 

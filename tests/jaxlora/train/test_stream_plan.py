@@ -32,7 +32,8 @@ class Course:
 
     def fill_slots(self) -> None:
         for slot in range(NUM_SLOTS):
-            if slot not in self.in_slot and self.waiting:
+            is_free = slot not in self.in_slot and self.plan.is_free(slot)
+            if is_free and self.waiting:
                 job = self.in_slot[slot] = self.waiting.pop(0)
                 self.steps[slot] = 0
                 self.plan.start(self.mix.position(job, slot=slot))
@@ -53,7 +54,7 @@ class Course:
         return taken
 
     def report(self, taken: StreamTick) -> None:
-        for s in taken.samples:
+        for s in () if taken.is_held else tuple(taken.samples):
             key = s.owner, s.batch
             size = len(self.mix.lengths(self.in_slot[s.owner], s.batch))
             self.left[key] = self.left.get(key, size) - 1
@@ -72,7 +73,7 @@ class Course:
 
     def resumed(self) -> "Course":
         """Returns the run as another process goes on with it."""
-        saved = dataclasses.asdict(self.plan.saved("jobs"))
+        saved = dataclasses.asdict(self.plan.saved("jobs", []))
         read = pydantic.TypeAdapter(SavedStream).validate_json(json.dumps(saved))
         other = Course(self.mix, self.plan._rules, self.lag)
         other.in_slot, other.steps = dict(self.in_slot), dict(self.steps)
@@ -121,12 +122,61 @@ def test_a_saved_stream_goes_on_alike(kind, seed):
     assert compared
 
 
+def run_on(course: Course) -> list:
+    """Runs until nothing is left, as a trainer does; returns the ticks."""
+    ticks = []
+    while True:
+        taken = course.tick()
+        if taken is not None:
+            ticks.append(taken.tick)
+        for slot in course.ended():
+            course.leave(slot)
+        course.fill_slots()
+        if taken is None and not course.in_flight:
+            return ticks
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(4))
+def test_an_interrupted_stream_goes_on_as_if_it_had_not_been(kind, seed):
+    """Jobs that end while it drains make room for others in the same ticks."""
+    rng, rules = random.Random(seed), KINDS[kind]
+    lag = 2 * rules.lanes.pipeline.num_stages
+
+    def start() -> Course:
+        course = Course(Mix(seed, num_jobs=7), rules, lag)
+        course.fill_slots()
+        return course
+
+    whole = run_on(start())
+    for number in rng.sample(range(1, len(whole)), 4):
+        cut = start()
+        before = []
+        for _ in range(number):
+            taken = cut.tick()
+            assert taken is not None
+            before.append(taken.tick)
+            for slot in cut.ended():
+                cut.leave(slot)
+            cut.fill_slots()
+        cut.plan.stop()
+        before += run_on(cut)
+        resumed = cut.resumed()
+        num_repeated = len(resumed.plan._fixed)
+        resumed.fill_slots()
+        after = run_on(resumed)
+        assert before[len(before) - num_repeated :] == after[:num_repeated]
+        found = before + after[num_repeated:]
+        # A run that has nothing else to do ends after other numbers of no-ops.
+        assert [t for t in found if any(t)] == [t for t in whole if any(t)]
+
+
 def test_saved_ticks_of_other_jobs_or_rules_are_not_used():
     mix = Mix(0)
     one = Course(mix, KINDS["stages"], 8)
     one.fill_slots()
     one.tick()
-    saved = one.plan.saved("jobs")
+    saved = one.plan.saved("jobs", [])
     assert not StreamPlan(KINDS["stages"], mix.lengths).restore(saved, {}, {}, "others")
     assert not StreamPlan(KINDS["lanes"], mix.lengths).restore(saved, {}, {}, "jobs")
     again = StreamPlan(KINDS["stages"], mix.lengths)
@@ -139,7 +189,7 @@ def test_ticks_that_do_not_fit_the_data_are_refused():
     one = Course(mix, KINDS["stages"], 8)
     one.fill_slots()
     one.tick()
-    saved = one.plan.saved("jobs")
+    saved = one.plan.saved("jobs", [])
     (owner, batch, index, tokens), *rest = saved.repeated[0][0]
 
     def repeated(*sample: int):
