@@ -41,7 +41,7 @@ class Bound:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Model:
-    """What the samples run on.
+    """The lanes and stages on which the samples run.
 
     A tick takes at least as long as each of its samples on one lane, and as long as all
     of them on a lane that is as fast as all lanes together.
@@ -206,9 +206,9 @@ def _busiest(group: _Group, model: _Model, num: np.ndarray) -> np.ndarray:
     shortest, second = (int(n) for n in group.lengths[:2])
     smallest = model.padded(1)
     tokens = np.maximum(group.tokens, num * model.num_lanes * smallest)
-    # What the first and the last tick hold at least, as the others may be full.
+    # The first and the last tick hold at least this, as the others may be full.
     ends = group.tokens - (num - 2) * model.all_limits.capacity
-    # Of the samples that share no microbatch, only as many as lanes share a tick.
+    # Two large samples share no microbatch, so a tick has one on each lane at most.
     large = group.lengths[group.lengths > model.limits.capacity // 2][::-1]
     large = large[:: model.num_lanes]
     bound, travel = np.zeros(len(num)), np.zeros(len(num))

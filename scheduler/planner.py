@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from jaxlora.scheduler.cost import CostModel
-from jaxlora.scheduler.cursor import BatchCursor, BatchSource, Item, WorkModel
+from jaxlora.scheduler.cursor import BatchCursor, BatchSource, WorkModel
 from jaxlora.scheduler.job_queue import JobQueue
 from jaxlora.scheduler.simulate import check_stages
-from jaxlora.scheduler.types import Limits, Microbatch, Pipeline, Sample
+from jaxlora.scheduler.types import Limits, Microbatch, Pipeline, Sample, in_order
 from jaxlora.scheduler.window import (
     DEFAULT_EFFORT,
     Effort,
@@ -51,7 +51,7 @@ class JobBatches:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Hint:
-    """What a window has found, which says what the next one tries first.
+    """Findings of a window that say which targets the next one tries first.
 
     It saves time. It also decides which targets are tried, so a plan that shall be
     repeated needs the same hints.
@@ -173,7 +173,7 @@ class Planner:
         for _, x in self._state.jobs.changed():
             x.source.forget_before(x.number)
         self._state.jobs.settle()
-        return [_microbatch(s[0]) for s in plan.committed]
+        return [in_order(i[2] for i in s[0]) for s in plan.committed]
 
     def _known(self, job: int) -> int:
         """Returns the index of a job that was added."""
@@ -256,7 +256,3 @@ def _work_targets(
         return tuple(reversed(fitting)) or (limits.capacity,)
     targets = {max(limits.block_tokens, int(f * limits.capacity)) for f in fill_targets}
     return tuple(sorted(targets, reverse=True))
-
-
-def _microbatch(items: Sequence[Item]) -> Microbatch:
-    return tuple(sorted((i[2] for i in items), key=lambda s: (s.owner, s.index)))

@@ -17,7 +17,13 @@ from jaxlora.scheduler.lanes import Lanes, Tick, ticks_of
 from jaxlora.scheduler.packers import PackerName
 from jaxlora.scheduler.planner import Hint, JobBatches, Planner
 from jaxlora.scheduler.ticks import balanced, pack_ticks, ticks_per_batch
-from jaxlora.scheduler.types import Limits, Microbatch, Sample, padded_tokens
+from jaxlora.scheduler.types import (
+    Limits,
+    Microbatch,
+    Sample,
+    in_order,
+    padded_tokens,
+)
 
 # Ticks of several lanes are filled one after the other, without a look ahead.
 _TICKS_OF_LANES = 16
@@ -28,7 +34,7 @@ Lengths = Callable[[int, int], Sequence[int]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
-    """What of a job is not in a tick yet.
+    """The part of a job that is not in a tick yet.
 
     Attributes:
         job: Number of the job, by which its lengths are asked for.
@@ -86,7 +92,7 @@ class StreamState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
-    """What all ticks of a stream have in common.
+    """Settings that all ticks of a stream share.
 
     Attributes:
         limits: Limits of a microbatch.
@@ -228,7 +234,7 @@ def _fill_lanes(state: StreamState, lengths: Lengths, rules: Rules) -> tuple[Tic
             fill_slot(jobs, tick, limits.capacity, limits, distance)
             for _ in range(num_lanes)
         ]
-        ticks.append([_microbatch(i[2] for i in items) for items in lanes if items])
+        ticks.append([in_order(i[2] for i in items) for items in lanes if items])
     return tuple(balanced(ticks, num_lanes))
 
 
@@ -293,10 +299,6 @@ def _of_nobody(microbatch: Microbatch) -> Microbatch:
     Jobs keep their distance from them by `Position.ready`.
     """
     return tuple(dataclasses.replace(s, owner=-1 - s.owner) for s in microbatch)
-
-
-def _microbatch(samples: Iterable[Sample]) -> Microbatch:
-    return tuple(sorted(samples, key=lambda s: (s.owner, s.index)))
 
 
 # ---- state ---------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from jaxlora.scheduler.types import (
     Sample,
     Schedule,
     check_fits,
+    in_order,
     padded_tokens,
 )
 
@@ -181,7 +182,7 @@ def _split(
                 break
         else:
             left.append(sample)
-    return [_microbatch(lane) for lane in lanes if lane], left
+    return [in_order(lane) for lane in lanes if lane], left
 
 
 def _pack_replicas(
@@ -263,17 +264,13 @@ def fill_ticks(
             for _ in range(num_lanes)
         ]
         left -= sum(i[0] for items in lanes for i in items) / (num_lanes * full)
-        ticks.append([_microbatch(i[2] for i in items) for items in lanes if items])
+        ticks.append([in_order(i[2] for i in items) for items in lanes if items])
     return ticks
 
 
 def ticks_per_batch(batch_tokens: float, tick_tokens: int, distance: int) -> float:
     """Estimates the ticks from the start of a job's batch to that of its next one."""
     return max(1.0, batch_tokens / tick_tokens) + distance - 1
-
-
-def _microbatch(samples: Iterable[Sample]) -> Microbatch:
-    return tuple(sorted(samples, key=lambda s: (s.owner, s.index)))
 
 
 def arrange(

@@ -150,6 +150,11 @@ class Schedule:
         return real / max(1, len(self.microbatches) * self.limits.capacity)
 
 
+def in_order(samples: Iterable[Sample]) -> Microbatch:
+    """Returns a microbatch of samples, in which those of a job are adjacent."""
+    return tuple(sorted(samples, key=lambda s: (s.owner, s.index)))
+
+
 def tokens_by_job(samples: Iterable[Sample]) -> dict[int, int]:
     """Counts the tokens of each job, without padding."""
     out: dict[int, int] = {}

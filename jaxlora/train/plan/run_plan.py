@@ -79,7 +79,7 @@ class RunPlan:
 
     @property
     def rules(self) -> Rules:
-        """What all microbatches of the run have in common."""
+        """Settings that all microbatches of the run share."""
         config = self.config
         return Rules(
             limits=config.limits,

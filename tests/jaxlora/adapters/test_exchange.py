@@ -44,7 +44,7 @@ def random_pending(placement: StageSharding, num_slots: int, shapes=SHAPES) -> P
 def exchanged(
     placement: StageSharding, pending: Pending, slots, num_slots: int
 ) -> Pending:
-    """What the devices have afterwards, and one compiled program."""
+    """Returns the gradients on the devices after an exchange, by one program."""
     partial = placement.sharding(placement.partial)
     run = _jitted(
         functools.partial(exchange, axes=placement.summed_axes),
