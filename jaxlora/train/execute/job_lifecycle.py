@@ -152,8 +152,8 @@ class JobLifecycle:
         """Whether nothing has come up since the last `change`."""
         return self._settled == (len(self.jobs), self._requests.version)
 
-    def change(self, at_border: Collection[JobState]) -> int:
-        """Ends, pauses and starts jobs; returns how many have left.
+    def change(self, at_border: Collection[JobState]) -> None:
+        """Ends, pauses and starts jobs.
 
         Args:
             at_border: The jobs with a slot that are between two global batches.
@@ -178,7 +178,6 @@ class JobLifecycle:
         )
         is_settled &= not any(map(self._is_held, self.by_slot.values()))
         self._settled = seen if is_settled else None
-        return num_left
 
     def _pause_by_request(self, at_border: Collection[JobState]) -> int:
         """Pauses jobs that were asked to pause; returns how many."""

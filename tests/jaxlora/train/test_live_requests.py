@@ -148,10 +148,10 @@ def test_stopping_pausing_and_resuming(config, model, late):
     assert job.progress.step == 2
 
 
-def killed_once_it_joined(self, at_border) -> int:
+def killed_once_it_joined(self, at_border) -> None:
     if len(self.jobs) > 1:
         raise Killed
-    return change(self, at_border)
+    change(self, at_border)
 
 
 def killed_while_data_are_read(self) -> None:
