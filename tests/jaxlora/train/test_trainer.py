@@ -106,7 +106,8 @@ def test_jobs_wait_for_a_slot(train, jobs):
         if len(running) == 1:
             trainer.stop_job("job3", "not wanted any more")
 
-    outcome = train(jobs[:4], max_concurrent_jobs=2, on_window=on_window)
+    slots = {"max_concurrent_jobs": 2, "window_steps": 1}
+    outcome = train(jobs[:4], **slots, on_window=on_window)
     assert max(map(len, running)) <= 2
     statuses = [p.status for p in outcome.progress.values()]
     assert statuses == ["finished", "finished", "finished", "stopped"]
