@@ -72,9 +72,6 @@ class Backend:
         backward: The kernels of the backward pass.
         unsupported: Returns why the back end cannot run a linear of a given shape on
             the default device, as a clause without a full stop; None if it can.
-        takes_shared_inputs: Whether the kernels read `MaskWords` and `KernelSettings`,
-            which a model makes once for all its linears. If not, they take the key of
-            `Dropout`.
         stores_masks: Whether dropout masks occupy device memory, one byte per element
             of x.
         partitionable: Whether XLA can partition the kernels over a mesh. If not, a
@@ -91,7 +88,6 @@ class Backend:
     forward: Forward
     backward: Backward
     unsupported: Callable[[LinearShape], str | None]
-    takes_shared_inputs: bool
     stores_masks: bool
     partitionable: bool
     transposes_fp8: bool = False
@@ -127,7 +123,6 @@ BACKENDS: dict[str, Backend] = _table(
         forward=mosaic.forward,
         backward=mosaic.backward,
         unsupported=mosaic.unsupported,
-        takes_shared_inputs=True,
         stores_masks=False,
         partitionable=False,
         transposes_fp8=True,
@@ -138,7 +133,6 @@ BACKENDS: dict[str, Backend] = _table(
         backward=triton.backward,
         unsupported=triton.unsupported,
         slow_device=triton.slow_device,
-        takes_shared_inputs=True,
         stores_masks=False,
         partitionable=False,
         traced_as="mosaic",
@@ -148,7 +142,6 @@ BACKENDS: dict[str, Backend] = _table(
         forward=xla.forward,
         backward=xla.backward,
         unsupported=xla.unsupported,
-        takes_shared_inputs=False,
         stores_masks=True,
         partitionable=True,
     ),

@@ -11,7 +11,7 @@ import typing
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Integer, UInt
+from jaxtyping import Array, Bool, Float, Int, Integer, Shaped, UInt
 
 
 @typing.no_type_check  # JAX also builds it from leaves that are not arrays
@@ -42,9 +42,8 @@ class Dropout:
             projection); see `dropout_keys`. None if there are `words`.
         rate: Probability of dropping a feature, by slot.
         token_index: The token's own index in its job's global batch.
-        words: The words that fused kernels compute from key and token_index, computed
-            for many projections at once by `mask_words`; None: the kernels compute
-            their own.
+        words: The words that kernels compute from key and token_index, computed for
+            many projections at once by `mask_words`; None: they compute their own.
     """
 
     key: UInt[Array, "G 2"] | None
@@ -66,8 +65,17 @@ class Dropout:
             slot: Slot of each token block.
             shape: (T, K) of x.
         """
-        token_index = self.token_index.reshape(slot.shape[0], -1)
-        return keep_mask(self.given_key()[slot], self.rate[slot], token_index, shape[1])
+        if self.words is None:
+            token_index = self.token_index.reshape(slot.shape[0], -1)
+            key = self.given_key()[slot]
+            return keep_mask(key, self.rate[slot], token_index, shape[1])
+        index = self.words.index[0]
+        token, feature = (
+            entries(table, index) for table in (self.words.token, self.words.feature)
+        )
+        multiplier, offset = (token[:, i].reshape(slot.shape[0], -1) for i in (0, 1))
+        word = entries(feature[:, : shape[1]], slot)
+        return _is_kept(multiplier, offset, word, entries(threshold(self.rate), slot))
 
     def given_key(self) -> UInt[Array, "G 2"]:
         """Returns the key.
@@ -77,10 +85,19 @@ class Dropout:
         """
         if self.key is None:
             raise ValueError(
-                "dropout has no key, and this implementation does not take words made "
-                "beforehand. Give the key of dropout_keys."
+                "dropout has neither a key nor words made beforehand. Give the key of "
+                "dropout_keys, or the words of mask_words."
             )
         return self.key
+
+
+def entries(table: Shaped[Array, "N ..."], index: Int[Array, "..."]) -> Array:
+    """Returns the entries at indices that are known to be from 0 to N - 1.
+
+    `table[index]` would also provide for negative ones, which makes half of the
+    operations of a linear in plain JAX.
+    """
+    return table.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 # Words are stored in the tiles in which the fused kernels read them.
@@ -156,9 +173,10 @@ def mask_words(
     """
     num_features = -(-num_features // TILE_FEATURES) * TILE_FEATURES
     index = token_index.reshape(-1, TILE_TOKENS)
-    slot = jnp.repeat(block_adapter, index.shape[0] // block_adapter.shape[0])
-    block_key = key[:, jnp.maximum(slot, 0), 0]
-    token = jnp.stack(token_words(block_key[..., None], index), axis=2)
+    rows_per_block = token_index.shape[0] // block_adapter.shape[0]
+    slot = jnp.repeat(jnp.maximum(block_adapter, 0), rows_per_block)
+    token_key = key[:, slot.reshape(index.shape), 0]
+    token = jnp.stack(token_words(token_key, index), axis=2)
     feature = feature_words(key[..., 1], num_features)
     indices = np.arange(key.shape[0], dtype=np.int32)[:, None]
     return [MaskWords(token, feature, jnp.asarray(index)) for index in indices]
@@ -187,5 +205,14 @@ def keep_mask(
     """
     multiplier, offset = token_words(key[:, :1], token_index)
     word = feature_words(key[:, 1], num_features)
+    return _is_kept(multiplier, offset, word, threshold(rate))
+
+
+def _is_kept(
+    multiplier: UInt[Array, "NB BT"],
+    offset: UInt[Array, "NB BT"],
+    word: UInt[Array, "NB K"],
+    least: UInt[Array, " NB"],
+) -> Bool[Array, "NB BT K"]:
     bits = multiplier[:, :, None] * word[:, None, :] + offset[:, :, None]
-    return bits >= threshold(rate)[:, None, None]
+    return bits >= least[:, None, None]

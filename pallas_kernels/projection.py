@@ -31,9 +31,8 @@ class Projection:
             None drops nothing.
         extra: Further trained tensors of the slots, by name, for back ends that know
             them.
-        settings: What fused kernels compute from scaling, rank and dropout rate,
-            computed for many projections at once by `kernel_settings`; None: the
-            kernels compute their own.
+        settings: What kernels compute from scaling, rank and dropout rate, computed for
+            many projections at once by `kernel_settings`; None: they compute their own.
     """
 
     w: Float[Array, "K N"] | Float[Array, "L K N"] | QuantizedWeight

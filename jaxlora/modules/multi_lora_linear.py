@@ -25,6 +25,7 @@ from jaxlora.modules.trained_tensors import (
 )
 from jaxlora.pallas_kernels import (
     LINEAR_RESULTS,
+    TILE_TOKENS,
     Dropout,
     KernelSettings,
     MaskWords,
@@ -32,7 +33,6 @@ from jaxlora.pallas_kernels import (
     QuantizedWeight,
     dropout_keys,
     frozen_linear,
-    get_backend,
     kernel_settings,
     mask_words,
     multi_lora_linears,
@@ -300,40 +300,38 @@ def with_shared_inputs(linears: Iterable[MultiLoraLinear], routing: Routing) -> 
     """Adds to the routing the inputs that the kernels of all linears can share.
 
     Otherwise each linear would compute its own in small XLA kernels. A decoder would
-    have hundreds of these, which take XLA longer to compile than everything else.
+    have hundreds of these, which take XLA longer to compile than everything else; in
+    plain JAX, the random words would be a third of the program.
     """
-    fused = [
-        linear
-        for linear in linears
-        if linear.slots is not None
-        and get_backend(linear.implementation).takes_shared_inputs
-    ]
-    if not fused:
+    adapted = [linear for linear in linears if linear.slots is not None]
+    if not adapted:
         return routing
-    token_index = routing.token_index
-    rank = jnp.stack([linear.rank[...] for linear in fused])
-    scaling = jnp.stack([linear.scaling[...] for linear in fused])
-    dropout = jnp.stack([linear.dropout[...] for linear in fused])
+    drops = routing.token_index is not None
+    rank = jnp.stack([linear.rank[...] for linear in adapted])
+    scaling = jnp.stack([linear.scaling[...] for linear in adapted])
     settings = kernel_settings(
         jnp.where(rank > 0, scaling, 0.0),
         rank,
-        None if token_index is None else dropout,
+        jnp.stack([linear.dropout[...] for linear in adapted]) if drops else None,
     )
+    places = [linear._place for linear in adapted]
     return dataclasses.replace(
         routing,
-        settings={
-            linear._place: one for linear, one in zip(fused, settings, strict=True)
-        },
-        words={} if token_index is None else _mask_words(fused, routing, token_index),
+        settings=dict(zip(places, settings, strict=True)),
+        words=_mask_words(adapted, routing),
     )
 
 
 def _mask_words(
-    linears: Sequence[MultiLoraLinear],
-    routing: Routing,
-    token_index: Int[Array, " T"],
+    linears: Sequence[MultiLoraLinear], routing: Routing
 ) -> dict[tuple[int, int], MaskWords]:
-    """Computes the words of the dropout masks, by (layer, projection)."""
+    """Computes the words of the dropout masks, by place; none for odd numbers of rows.
+
+    The words are in blocks of rows. Fused kernels have these blocks, too.
+    """
+    token_index = routing.token_index
+    if token_index is None or token_index.shape[0] % TILE_TOKENS:
+        return {}
     places: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for linear in linears:
         places[linear.in_features].append(linear._place)

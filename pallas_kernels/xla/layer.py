@@ -6,12 +6,12 @@ memory, which makes this slower than fused kernels.
 """
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxlora.pallas_kernels.dropout import Dropout
-from jaxlora.pallas_kernels.given_mask import GivenMask
+from jaxlora.pallas_kernels.dropout import entries
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
 from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
 from jaxlora.pallas_kernels.xla import fp8
@@ -32,12 +32,49 @@ def _einsum(spec: str, *operands: Array) -> Array:
     return jnp.einsum(spec, *operands, preferred_element_type=jnp.float32)
 
 
-def _factor(
-    scaling: Array, dropout: Dropout | GivenMask | None, slot_B: Array
-) -> Array:
-    if dropout is not None:
-        scaling = scaling * dropout.inverse_keep
-    return scaling[slot_B][:, None, None]
+class _Blocks:
+    """The token blocks of a call, as its projections read their tables.
+
+    Padding blocks are computed with slot 0, which may hold anything. A product with
+    zero would keep its NaN, so their results are left out by selection.
+    """
+
+    def __init__(self, block_adapter: Int[Array, " NB"]):
+        self.adapter = block_adapter
+        self.slot = jnp.maximum(block_adapter, 0)
+        self._is_live = (block_adapter >= 0)[:, None, None]
+
+    def split(self, rows: Float[Array, "T D"]) -> Float[Array, "NB BT D"]:
+        return rows.reshape(self.slot.shape[0], -1, rows.shape[1])
+
+    def live(self, rows: Float[Array, "NB BT D"]) -> Float[Array, "T D"]:
+        """Joins the blocks; rows of padding become zero."""
+        return jnp.where(self._is_live, rows, 0).reshape(-1, rows.shape[2])
+
+    def keep(
+        self, projection: Projection, shape: tuple[int, ...]
+    ) -> Bool[Array, "NB BT K"] | None:
+        """Returns which features of x are kept; None: all of them."""
+        dropout = projection.dropout
+        return None if dropout is None else dropout.keep(self.slot, shape)
+
+    def factor(self, projection: Projection) -> Float[Array, "NB 1 1"]:
+        """Returns the multiplier of s."""
+        if projection.settings is not None:
+            settings: Any = projection.settings  # of which no row is left out here
+            factor = entries(settings.factor, settings.index[0])
+        elif projection.dropout is None:
+            factor = projection.scaling
+        else:
+            factor = projection.scaling * projection.dropout.inverse_keep
+        return entries(factor, self.slot)[:, None, None]
+
+    def sum_by_adapter(
+        self, blocks: Float[Array, "NB P Q"], num_slots: int
+    ) -> Float[Array, "G P Q"]:
+        """Sums each adapter's blocks in their order."""
+        mine = self.adapter == jnp.arange(num_slots)[:, None]
+        return jnp.where(mine[:, :, None, None], blocks, 0).sum(axis=1)
 
 
 def forward(
@@ -53,45 +90,33 @@ def forward(
         bases = fp8.products(x, weights)
     else:
         spec = "tk,nk->tn" if w_transposed else "tk,kn->tn"
-        bases = [_einsum(spec, x, p.dense_w[layer[0]]) for p in projections]
+        index = layer[0]
+        bases = [_einsum(spec, x, entries(p.dense_w, index)) for p in projections]
+    blocks = _Blocks(block_adapter)
     parts = [
-        _forward(x, p, base, block_adapter)
-        for p, base in zip(projections, bases, strict=True)
+        _forward(blocks, x, p, base) for p, base in zip(projections, bases, strict=True)
     ]
     return [y for y, _ in parts], [s for _, s in parts]
 
 
 def _forward(
+    blocks: _Blocks,
     x: Float[Array, "T K"],
     projection: Projection,
     base: Float[Array, "T N"],
-    block_adapter: Int[Array, " NB"],
 ) -> tuple[Float[Array, "T N"], Float[Array, "NB BT R"]]:
     """Adds bias and LoRA to the product of x and the base weight."""
-    a, b, dropout = projection.a, projection.b, projection.dropout
-    num_blocks = block_adapter.shape[0]
-    slot_B = jnp.maximum(block_adapter, 0)
-    x_B = x.reshape(num_blocks, -1, x.shape[1])
-    if dropout is not None:
-        x_B = jnp.where(dropout.keep(slot_B, x.shape), x_B, 0)
-    s = _einsum("btk,bkr->btr", x_B, a.astype(x.dtype)[slot_B])
-    s = (s * _factor(projection.scaling, dropout, slot_B)).astype(x.dtype)
-    delta = _einsum("btr,brn->btn", s, b.astype(x.dtype)[slot_B])
-    y = base.reshape(delta.shape) + delta
+    x_B = blocks.split(x)
+    if (keep := blocks.keep(projection, x.shape)) is not None:
+        x_B = jnp.where(keep, x_B, 0)
+    a_B = entries(projection.a.astype(x.dtype), blocks.slot)
+    b_B = entries(projection.b.astype(x.dtype), blocks.slot)
+    s = _einsum("btk,bkr->btr", x_B, a_B)
+    s = (s * blocks.factor(projection)).astype(x.dtype)
+    y = blocks.split(base) + _einsum("btr,brn->btn", s, b_B)
     if projection.bias is not None:
         y = y + projection.bias.astype(jnp.float32)
-    # Padding blocks were computed with slot 0, which may hold anything. A product with
-    # zero would keep its NaN, so select.
-    y = jnp.where(block_adapter[:, None, None] >= 0, y, 0)
-    return y.reshape(x.shape[0], -1).astype(x.dtype), s
-
-
-def _sum_by_adapter(
-    blocks: Float[Array, "NB P Q"], block_adapter: Int[Array, " NB"], num_slots: int
-) -> Float[Array, "G P Q"]:
-    """Sums each adapter's blocks in block order, by selection, as 0 * NaN is NaN."""
-    mine = block_adapter == jnp.arange(num_slots)[:, None]
-    return jnp.where(mine[:, :, None, None], blocks, 0).sum(axis=1)
+    return blocks.live(y).astype(x.dtype), s
 
 
 def backward(
@@ -110,9 +135,11 @@ def backward(
     else:
         spec = "tn,nk->tk" if w_transposed else "tn,kn->tk"
         pairs = zip(dy, projections, strict=True)
-        bases = [_einsum(spec, dy_p, p.dense_w[layer[0]]) for dy_p, p in pairs]
+        index = layer[0]
+        bases = [_einsum(spec, dy_p, entries(p.dense_w, index)) for dy_p, p in pairs]
+    blocks = _Blocks(block_adapter)
     parts = [
-        _backward(dy_p, x, p, base, s_p, block_adapter)
+        _backward(blocks, dy_p, x, p, base, s_p)
         for dy_p, p, base, s_p in zip(dy, projections, bases, s, strict=True)
     ]
     dx = functools.reduce(jnp.add, (part for part, _ in parts))
@@ -120,30 +147,27 @@ def backward(
 
 
 def _backward(
+    blocks: _Blocks,
     dy: Float[Array, "T N"],
     x: Float[Array, "T K"],
     projection: Projection,
     base: Float[Array, "T K"],
     s: Float[Array, "NB BT R"],
-    block_adapter: Int[Array, " NB"],
 ) -> tuple[Float[Array, "T K"], dict[str, Array]]:
     """Adds LoRA's gradient of x to the base's; computes the gradients of A and B."""
-    a, b, dropout = projection.a, projection.b, projection.dropout
-    num_slots, num_blocks = a.shape[0], block_adapter.shape[0]
-    slot_B = jnp.maximum(block_adapter, 0)
-    x_B = x.reshape(num_blocks, -1, x.shape[1])
-    dy_B = dy.reshape(num_blocks, -1, dy.shape[1])
-    keep = None if dropout is None else dropout.keep(slot_B, x.shape)
+    x_B, dy_B = blocks.split(x), blocks.split(dy)
+    keep = blocks.keep(projection, x.shape)
+    num_slots = projection.a.shape[0]
+    a_B = entries(projection.a.astype(x.dtype), blocks.slot)
+    b_B = entries(projection.b.astype(x.dtype), blocks.slot)
 
-    ds = _einsum("btn,brn->btr", dy_B, b.astype(x.dtype)[slot_B])
-    ds = (ds * _factor(projection.scaling, dropout, slot_B)).astype(x.dtype)
-    db = _sum_by_adapter(_einsum("btr,btn->brn", s, dy_B), block_adapter, num_slots)
+    ds = _einsum("btn,brn->btr", dy_B, b_B)
+    ds = (ds * blocks.factor(projection)).astype(x.dtype)
+    db = blocks.sum_by_adapter(_einsum("btr,btn->brn", s, dy_B), num_slots)
     kept_B = x_B if keep is None else jnp.where(keep, x_B, 0)
-    da = _sum_by_adapter(_einsum("btk,btr->bkr", kept_B, ds), block_adapter, num_slots)
+    da = blocks.sum_by_adapter(_einsum("btk,btr->bkr", kept_B, ds), num_slots)
 
-    through = _einsum("btr,bkr->btk", ds, a.astype(x.dtype)[slot_B])
+    through = _einsum("btr,bkr->btk", ds, a_B)
     if keep is not None:
         through = jnp.where(keep, through, 0)
-    dx = base.reshape(through.shape) + through
-    dx = jnp.where(block_adapter[:, None, None] >= 0, dx, 0)
-    return dx.reshape(x.shape), {"a": da, "b": db}
+    return blocks.live(blocks.split(base) + through), {"a": da, "b": db}

@@ -97,7 +97,6 @@ TOY = Backend(
     forward=forward,
     backward=backward,
     unsupported=lambda shape: "it is 48 wide" if shape.in_features == 48 else None,
-    takes_shared_inputs=False,
     stores_masks=False,
     partitionable=False,
 )
