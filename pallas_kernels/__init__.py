@@ -2,7 +2,6 @@
 
 from jaxlora.pallas_kernels.backends import BACKENDS, Backend, get_backend
 from jaxlora.pallas_kernels.dropout import (
-    TILE_TOKENS,
     Dropout,
     MaskWords,
     dropout_keys,
@@ -37,7 +36,6 @@ __all__ = [
     "FORMATS",
     "LINEAR_RESULTS",
     "OPTIONS",
-    "TILE_TOKENS",
     "Backend",
     "Dropout",
     "Fp8Weight",

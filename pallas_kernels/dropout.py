@@ -73,7 +73,10 @@ class Dropout:
         token, feature = (
             entries(table, index) for table in (self.words.token, self.words.feature)
         )
-        multiplier, offset = (token[:, i].reshape(slot.shape[0], -1) for i in (0, 1))
+        num_blocks, num_tokens = slot.shape[0], shape[0]
+        multiplier, offset = (
+            token[:, i].reshape(-1)[:num_tokens].reshape(num_blocks, -1) for i in (0, 1)
+        )
         word = entries(feature[:, : shape[1]], slot)
         return _is_kept(multiplier, offset, word, entries(threshold(self.rate), slot))
 
@@ -91,7 +94,9 @@ class Dropout:
         return self.key
 
 
-def entries(table: Shaped[Array, "N ..."], index: Int[Array, "..."]) -> Array:
+def entries(
+    table: Shaped[Array, "N ..."], index: Int[Array, "..."] | np.integer
+) -> Array:
     """Returns the entries at indices that are known to be from 0 to N - 1.
 
     `table[index]` would also provide for negative ones, which makes half of the
@@ -168,14 +173,17 @@ def mask_words(
     Args:
         key: The words of `dropout_keys`.
         block_adapter: Slot of each token block; -1 for padding.
-        token_index: The token's index in its job's global batch; T is a multiple of 64.
-        num_features: K, rounded up to whole tiles.
+        token_index: The token's index in its job's global batch.
+        num_features: K.
     """
+    num_tokens = token_index.shape[0]
+    pad = 0, -num_tokens % TILE_TOKENS  # the tiles are whole
     num_features = -(-num_features // TILE_FEATURES) * TILE_FEATURES
-    index = token_index.reshape(-1, TILE_TOKENS)
-    rows_per_block = token_index.shape[0] // block_adapter.shape[0]
-    slot = jnp.repeat(jnp.maximum(block_adapter, 0), rows_per_block)
-    token_key = key[:, slot.reshape(index.shape), 0]
+    slot = jnp.repeat(
+        jnp.maximum(block_adapter, 0), num_tokens // block_adapter.shape[0]
+    )
+    index = jnp.pad(token_index, pad).reshape(-1, TILE_TOKENS)
+    token_key = key[:, jnp.pad(slot, pad).reshape(index.shape), 0]
     token = jnp.stack(token_words(token_key, index), axis=2)
     feature = feature_words(key[..., 1], num_features)
     indices = np.arange(key.shape[0], dtype=np.int32)[:, None]

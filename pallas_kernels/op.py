@@ -269,7 +269,8 @@ def _check_shapes(
 def _check_words(words: MaskWords, x, num_slots: int) -> None:
     t, k = x.shape
     blocks, slots, features = (*words.token.shape[1:2], *words.feature.shape[1:])
-    if (blocks * TILE_TOKENS, slots) != (t, num_slots) or features < k:
+    num_blocks = -(-t // TILE_TOKENS)
+    if (blocks, slots) != (num_blocks, num_slots) or features < k:
         raise ValueError(
             f"dropout's words are for {blocks * TILE_TOKENS} tokens, {slots} slots and "
             f"{features} features, wanted {t}, {num_slots} and {k} or more. Make them "

@@ -15,12 +15,13 @@ import pytest
 from beartype.claw import beartype_packages
 
 from tests import CHECKS
+from tests.program_cache import compiled_programs
 
-# Runs of the same shapes compile once in a session, in all of its processes: those of
-# pytest-xdist start later than this one and take over the variable. No test writes into
-# the user's cache. JAXLORA_TESTS_CACHE_DIR keeps programs for the next session.
+# Runs of the same shapes compile once, in all processes of a session and in later
+# sessions: those of pytest-xdist start later than this one and take over the variable.
+# No test writes into the user's own cache.
 _TEMPORARY = tempfile.TemporaryDirectory(prefix="jaxlora-tests-")
-_CACHE = os.environ.setdefault("JAXLORA_TESTS_CACHE_DIR", _TEMPORARY.name)
+_CACHE = os.environ.setdefault("JAXLORA_TESTS_CACHE_DIR", str(compiled_programs()))
 os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
 os.environ["XDG_CACHE_HOME"] = _TEMPORARY.name
 os.environ["MPLCONFIGDIR"] = f"{_CACHE}/matplotlib"  # lists of fonts

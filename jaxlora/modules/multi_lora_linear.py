@@ -25,7 +25,6 @@ from jaxlora.modules.trained_tensors import (
 )
 from jaxlora.pallas_kernels import (
     LINEAR_RESULTS,
-    TILE_TOKENS,
     Dropout,
     KernelSettings,
     MaskWords,
@@ -325,12 +324,9 @@ def with_shared_inputs(linears: Iterable[MultiLoraLinear], routing: Routing) -> 
 def _mask_words(
     linears: Sequence[MultiLoraLinear], routing: Routing
 ) -> dict[tuple[int, int], MaskWords]:
-    """Computes the words of the dropout masks, by place; none for odd numbers of rows.
-
-    The words are in blocks of rows. Fused kernels have these blocks, too.
-    """
+    """Computes the words of the dropout masks, by place."""
     token_index = routing.token_index
-    if token_index is None or token_index.shape[0] % TILE_TOKENS:
+    if token_index is None:
         return {}
     places: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for linear in linears:
