@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -146,9 +146,20 @@ def zero_state(
         placement: Where the slots live.
         optimizers: Names of the optimizers of the run.
     """
-    given = shapes, num_slots, placement, optimizers
-    make = functools.partial(empty_state, *given)
-    return jax.jit(make, out_shardings=state_shardings(placement))()
+    return _make_empty(tuple(shapes.items()), num_slots, placement, tuple(optimizers))()
+
+
+@functools.lru_cache(maxsize=32)
+def _make_empty(
+    shapes: tuple[tuple[str, jax.ShapeDtypeStruct], ...],
+    num_slots: int,
+    placement: StageSharding,
+    optimizers: tuple[str, ...],
+) -> Callable[[], AdapterState]:
+    make = functools.partial(
+        empty_state, dict(shapes), num_slots, placement, optimizers
+    )
+    return jax.jit(make, out_shardings=state_shardings(placement))
 
 
 def _adapter_step(
