@@ -9,6 +9,7 @@ leaves, and planned again by a run that resumes.
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from jaxlora.scheduler.buckets import rows_of
 from jaxlora.scheduler.cost import CostModel
 from jaxlora.scheduler.lane_fill import next_window
 from jaxlora.scheduler.lanes import Lanes, Tick, ticks_of
@@ -91,7 +92,10 @@ class Rules:
     Attributes:
         limits: Limits of a microbatch.
         lanes: The lanes, and their pipeline.
-        cost: Times of a microbatch on one lane of each stage.
+        cost: Times of a microbatch on one lane of each stage. Its buckets are the
+            compiled shapes; the largest is the capacity.
+        shapes_from: First tick that may have a shape below the capacity. A number of a
+            tick, and not a time, decides it: the same run always gets the same ticks.
         packer: Name of the packer. `joint` fills one microbatch after the other with
             whatever is left. The others take whole batches.
         num_batches: Number of batches of each job that the other packers take at once.
@@ -100,8 +104,26 @@ class Rules:
     limits: Limits
     lanes: Lanes
     cost: CostModel
+    shapes_from: int = 0
     packer: PackerName = "joint"
     num_batches: int = 1
+
+    def at(self, tick: int) -> "Rules":
+        """Returns the rules for a stretch that begins with a tick."""
+        if tick >= self.shapes_from or len(self.cost.buckets) < 2:
+            return self
+        largest = self.cost.buckets[-1:]
+        return dataclasses.replace(
+            self, cost=dataclasses.replace(self.cost, buckets=largest)
+        )
+
+    def rows(self, number: int, tick: Tick) -> int:
+        """Returns the compiled shape of a tick: the rows of each of its microbatches.
+
+        All lanes of a tick have the shape of the longest one.
+        """
+        buckets = self.at(number).cost.buckets or (self.limits.capacity,)
+        return rows_of(tick, self.limits, buckets)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +153,7 @@ def next_stretch(state: StreamState, lengths: Lengths, rules: Rules) -> Stretch:
     """
     if not state.positions:
         return Stretch(ticks=(), after=state)
+    rules = rules.at(state.tick)
     if rules.lanes.pinned:
         ticks, hints = _plan_replicas(state, lengths, rules)
     else:

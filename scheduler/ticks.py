@@ -69,7 +69,7 @@ def pack_ticks(
         return get_packer(packer)(samples, limits, pipeline, cost)
     check_fits(samples, limits)
     if packer == "joint":
-        return _shortest(samples, limits, lanes, cost)
+        return pack_lanes(samples, limits, lanes, cost)
     else:
         # If batches of a job are this far apart, no two of them need to share a tick.
         apart = Pipeline(num_stages=pipeline.num_stages, distance=n * pipeline.distance)
@@ -79,10 +79,22 @@ def pack_ticks(
     return Schedule(microbatches=tuple(microbatches), limits=limits)
 
 
-def _shortest(
-    samples: Sequence[Sample], limits: Limits, lanes: Lanes, cost: CostModel
+def pack_lanes(
+    samples: Sequence[Sample],
+    limits: Limits,
+    lanes: Lanes,
+    cost: CostModel,
+    effort: joint.Effort = joint.DEFAULT_EFFORT,
 ) -> Schedule:
-    """Packs jointly in several ways, and returns the schedule with the shortest run."""
+    """Packs jointly in several ways, and returns the schedule with the shortest run.
+
+    Args:
+        samples: The samples.
+        limits: Limits of a microbatch.
+        lanes: The lanes, of which there are several.
+        cost: Times of a microbatch on one lane.
+        effort: How hard to plan.
+    """
     n, pipeline = lanes.num_lanes, lanes.pipeline
     queue = queue_of(joint.job_batches(samples), limits, lanes, cost)
     work = WorkModel.from_cost(cost)
@@ -93,7 +105,7 @@ def _shortest(
     ]
     for part in POOL_PARTS:
         together, pooled_cost = pool(limits, lanes, cost, part)
-        packed = joint.pack(samples, together, pipeline, pooled_cost)
+        packed = joint.pack(samples, together, pipeline, pooled_cost, effort)
         ways.append(split_ticks(packed.microbatches, limits, n, cost))
     schedules = []
     for ticks in ways:
