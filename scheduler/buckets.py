@@ -1,13 +1,19 @@
 """Chooses a small set of compiled shapes (buckets) for a run."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxlora.scheduler import joint
 from jaxlora.scheduler.cost import CostModel
-from jaxlora.scheduler.plan import Packer
-from jaxlora.scheduler.simulate import window_sum
-from jaxlora.scheduler.types import Limits, Pipeline, Sample, check_fits
+from jaxlora.scheduler.lanes import Lanes, Tick, ticks_of
+from jaxlora.scheduler.simulate import simulate
+from jaxlora.scheduler.ticks import pack_lanes
+from jaxlora.scheduler.types import Limits, Sample, Schedule, check_fits, padded_tokens
+
+# Without polishing, whose gains are about the same with any buckets.
+_EFFORT = joint.Effort(polish_rounds=0)
+
+Packer = Callable[[Sequence[Sample], Limits, Lanes, CostModel], Schedule]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,35 +22,55 @@ class Buckets:
 
     Attributes:
         sizes: Tokens of each bucket, in ascending order; the last is the capacity.
-        time: Estimated time of the samples with these buckets (`simulate.window_sum`).
-        single_bucket_time: Estimated time with the capacity as the only bucket.
+        time: Simulated time of the samples with these buckets.
+        fill: Part of the rows of the microbatches that holds real tokens.
+        single_bucket_time: The time with the capacity as the only bucket.
+        single_bucket_fill: The fill then.
     """
 
     sizes: tuple[int, ...]
     time: float
+    fill: float
     single_bucket_time: float
+    single_bucket_fill: float
+
+
+def pack_quickly(
+    samples: Sequence[Sample], limits: Limits, lanes: Lanes, cost: CostModel
+) -> Schedule:
+    """Packs jointly, without polishing."""
+    if lanes.num_lanes > 1:
+        return pack_lanes(samples, limits, lanes, cost, _EFFORT)
+    return joint.pack(samples, limits, lanes.pipeline, cost, _EFFORT)
+
+
+def rows_of(tick: Tick, limits: Limits, buckets: Sequence[int]) -> int:
+    """Returns the rows of each microbatch of a tick, all of which have one bucket."""
+    longest = max(padded_tokens(microbatch, limits) for microbatch in tick)
+    return next(bucket for bucket in buckets if bucket >= longest)
 
 
 def choose(
     samples: Sequence[Sample],
     limits: Limits,
-    pipeline: Pipeline,
+    lanes: Lanes,
     cost: CostModel,
     *,
     candidates: Sequence[int],
     max_buckets: int = 3,
     min_gain: float = 0.01,
-    packer: Packer = joint.pack,
+    packer: Packer = pack_quickly,
 ) -> Buckets:
     """Chooses buckets greedily: it keeps adding the one that saves the most time.
 
     The capacity is always a bucket. The samples are packed again for every set of
-    buckets that is tried, because packers fill microbatches up to the bucket sizes.
+    buckets that is tried, because packers fill microbatches up to the bucket sizes. All
+    lanes of a tick run in the bucket of the longest one.
 
     Args:
         samples: The samples to run, or a representative part of them.
         limits: Capacity and block size.
-        pipeline: The pipeline.
+        lanes: The lanes.
         cost: Costs of microbatches. Its own buckets are ignored.
         candidates: Bucket sizes to choose from, in tokens. Sizes above the capacity are
             ignored.
@@ -64,19 +90,31 @@ def choose(
             f"{limits.block_tokens} tokens."
         )
     check_fits(samples, limits)
+    n = lanes.num_lanes
 
-    def time_with(sizes: tuple[int, ...]) -> float:
+    def packed_with(sizes: tuple[int, ...]) -> tuple[float, float]:
+        """Returns the time and the fill."""
         bucketed = dataclasses.replace(cost, buckets=sizes)
-        return window_sum(packer(samples, limits, pipeline, bucketed), bucketed)
+        schedule = packer(samples, limits, lanes, bucketed)
+        time = simulate(schedule, bucketed, lanes.pipeline, num_lanes=n).makespan
+        ticks = [t for t in ticks_of(schedule.microbatches, n) if any(t)]
+        rows = n * sum(rows_of(tick, limits, sizes) for tick in ticks)
+        return time, sum(s.num_tokens for s in samples) / max(1, rows)
 
     sizes = (limits.capacity,)
-    time = single_bucket_time = time_with(sizes)
+    time, fill = single_time, single_fill = packed_with(sizes)
     remaining = sorted({c for c in candidates if c < limits.capacity})
     while remaining and len(sizes) < max_buckets:
-        times = {c: time_with(tuple(sorted((*sizes, c)))) for c in remaining}
-        best = min(remaining, key=lambda c: (times[c], c))
-        if times[best] > (1 - min_gain) * time:
+        found = {c: packed_with(tuple(sorted((*sizes, c)))) for c in remaining}
+        best = min(remaining, key=lambda c: (found[c][0], c))
+        if found[best][0] > (1 - min_gain) * time:
             break
-        sizes, time = tuple(sorted((*sizes, best))), times[best]
+        sizes, (time, fill) = tuple(sorted((*sizes, best))), found[best]
         remaining.remove(best)
-    return Buckets(sizes=sizes, time=time, single_bucket_time=single_bucket_time)
+    return Buckets(
+        sizes=sizes,
+        time=time,
+        fill=fill,
+        single_bucket_time=single_time,
+        single_bucket_fill=single_fill,
+    )

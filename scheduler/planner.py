@@ -159,6 +159,11 @@ class Planner:
         """
         self._state.jobs.replace(self._known(job), is_paused=False)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether no job has samples left to run."""
+        return not self._state.jobs
+
     def next_window(self) -> list[Microbatch]:
         """Plans the next microbatches; the list is empty if no job has samples to run.
 

@@ -9,24 +9,19 @@ leaves, and planned again by a run that resumes.
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from jaxlora.scheduler.buckets import rows_of
 from jaxlora.scheduler.cost import CostModel
-from jaxlora.scheduler.cursor import BatchCursor, BatchSource, WorkModel
-from jaxlora.scheduler.fill import fill_slot
-from jaxlora.scheduler.job_queue import JobQueue
+from jaxlora.scheduler.lane_fill import next_window
 from jaxlora.scheduler.lanes import Lanes, Tick, ticks_of
 from jaxlora.scheduler.packers import PackerName
 from jaxlora.scheduler.planner import Hint, JobBatches, Planner
-from jaxlora.scheduler.ticks import balanced, pack_ticks, ticks_per_batch
+from jaxlora.scheduler.ticks import pack_ticks
 from jaxlora.scheduler.types import (
     Limits,
     Microbatch,
     Sample,
-    in_order,
     padded_tokens,
 )
-
-# Ticks of several lanes are filled one after the other, without a look ahead.
-_TICKS_OF_LANES = 16
 
 # Given the number of a job and of a global batch, returns the tokens of each sample.
 Lengths = Callable[[int, int], Sequence[int]]
@@ -97,7 +92,10 @@ class Rules:
     Attributes:
         limits: Limits of a microbatch.
         lanes: The lanes, and their pipeline.
-        cost: Times of a microbatch on one lane of each stage.
+        cost: Times of a microbatch on one lane of each stage. Its buckets are the
+            compiled shapes; the largest is the capacity.
+        shapes_from: First tick that may have a shape below the capacity. A number of a
+            tick, and not a time, decides it: the same run always gets the same ticks.
         packer: Name of the packer. `joint` fills one microbatch after the other with
             whatever is left. The others take whole batches.
         num_batches: Number of batches of each job that the other packers take at once.
@@ -106,8 +104,26 @@ class Rules:
     limits: Limits
     lanes: Lanes
     cost: CostModel
+    shapes_from: int = 0
     packer: PackerName = "joint"
     num_batches: int = 1
+
+    def at(self, tick: int) -> "Rules":
+        """Returns the rules for a stretch that begins with a tick."""
+        if tick >= self.shapes_from or len(self.cost.buckets) < 2:
+            return self
+        largest = self.cost.buckets[-1:]
+        return dataclasses.replace(
+            self, cost=dataclasses.replace(self.cost, buckets=largest)
+        )
+
+    def rows(self, number: int, tick: Tick) -> int:
+        """Returns the compiled shape of a tick: the rows of each of its microbatches.
+
+        All lanes of a tick have the shape of the longest one.
+        """
+        buckets = self.at(number).cost.buckets or (self.limits.capacity,)
+        return rows_of(tick, self.limits, buckets)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,6 +153,7 @@ def next_stretch(state: StreamState, lengths: Lengths, rules: Rules) -> Stretch:
     """
     if not state.positions:
         return Stretch(ticks=(), after=state)
+    rules = rules.at(state.tick)
     if rules.lanes.pinned:
         ticks, hints = _plan_replicas(state, lengths, rules)
     else:
@@ -196,46 +213,25 @@ def _plan_lanes(
     """Plans lanes that share all jobs; at least one tick."""
     if rules.packer != "joint":
         return _plan_batches(state, lengths, rules), hint
+    before = [tuple(map(_of_nobody, tick)) for tick in state.before]
+    jobs = lambda: (_job_batches(position, lengths) for position in state.positions)
     if rules.lanes.num_lanes > 1:
-        return _fill_lanes(state, lengths, rules), hint
+        window = next_window(
+            *(jobs, rules.limits, rules.lanes, rules.cost),
+            first_tick=state.tick,
+            before=before,
+            hint=hint,
+        )
+        return tuple(window.ticks), window.hint
     planner = Planner(
-        rules.limits,
-        rules.lanes.pipeline,
-        rules.cost,
+        *(rules.limits, rules.lanes.pipeline, rules.cost),
         first_slot=state.tick,
-        before=[_of_nobody(microbatch) for (microbatch,) in state.before],
+        before=[microbatch for (microbatch,) in before],
         hint=hint,
     )
-    for position in state.positions:
-        planner.add(_job_batches(position, lengths))
+    for job in jobs():
+        planner.add(job)
     return tuple((microbatch,) for microbatch in planner.next_window()), planner.hint
-
-
-def _fill_lanes(state: StreamState, lengths: Lengths, rules: Rules) -> tuple[Tick, ...]:
-    """Fills one tick after the other, lane by lane."""
-    limits, num_lanes = rules.limits, rules.lanes.num_lanes
-    distance, work = rules.lanes.pipeline.distance, WorkModel.from_cost(rules.cost)
-    jobs = JobQueue()
-    for position in state.positions:
-        job = _job_batches(position, lengths)
-        tick_tokens = num_lanes * limits.capacity
-        cursor = BatchCursor.at_start(
-            BatchSource(job.batches, work, limits),
-            num_batches=job.num_batches,
-            slots_per_batch=ticks_per_batch(job.batch_tokens, tick_tokens, distance),
-            is_started=job.is_started,
-            ready=job.ready,
-        )
-        jobs.add(cursor)
-    ticks: list[list[Microbatch]] = []
-    while jobs and len(ticks) < _TICKS_OF_LANES:
-        tick = state.tick + len(ticks)
-        lanes = [
-            fill_slot(jobs, tick, limits.capacity, limits, distance)
-            for _ in range(num_lanes)
-        ]
-        ticks.append([in_order(i[2] for i in items) for items in lanes if items])
-    return tuple(balanced(ticks, num_lanes))
 
 
 def _plan_batches(

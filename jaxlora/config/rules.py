@@ -77,6 +77,16 @@ def _microbatches_hold_whole_blocks(run: Any) -> tuple[str, str] | None:
     return None
 
 
+def _shapes_hold_whole_blocks(run: Any) -> tuple[str, str] | None:
+    shapes = () if run.microbatch_shapes == "auto" else run.microbatch_shapes
+    if wrong := [tokens for tokens in shapes if tokens % run.block_tokens]:
+        return "microbatch_shapes", (
+            f"microbatch_shapes={wrong} are not multiples of "
+            f"block_tokens={run.block_tokens}."
+        )
+    return None
+
+
 def _samples_have_evaluations(run: Any) -> tuple[str, str] | None:
     if run.samples is not None and not any(map(_is_evaluated, run.jobs)):
         return "samples", (
@@ -125,6 +135,7 @@ OF_A_RUN: tuple[Rule, ...] = (
     _there_are_jobs,
     _names_differ,
     _microbatches_hold_whole_blocks,
+    _shapes_hold_whole_blocks,
     _samples_have_evaluations,
     _samples_have_one_device,
     _first_stage_can_fill_the_pipeline,

@@ -58,4 +58,5 @@ def run_seconds(plan: RunPlan, schedule: Schedule) -> float | None:
     if machine.speed is UNKNOWN_DEVICE:
         return None
     stages, links = plan.stages, machine.links(plan.config.network_gbits)
-    return window_seconds(stages, plan.lanes, schedule, links)
+    shapes = plan.shapes.tokens
+    return window_seconds(stages, plan.lanes, schedule, links, shapes)

@@ -189,7 +189,7 @@ class Prepared:
         self._before_tracing = before_tracing
         self.what, self.is_loaded, self.seconds = what, False, 0.0
         self.is_announced = self.is_finished = False
-        self._jitted, self._args = jitted, _shapes(args)
+        self._jitted, self._args = jitted, shapes_of(args)
         self._lowered: jax.stages.Lowered | None = None
         self._compiled: jax.stages.Compiled | None = None
         self._kept = _kept()
@@ -366,7 +366,7 @@ def _beside_xlas_cache() -> Iterator[None]:
         yield
 
 
-def _shapes(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def shapes_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns arguments without arrays of the device, which would stay alive."""
 
     def shape(leaf: Any) -> Any:

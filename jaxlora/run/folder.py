@@ -77,8 +77,8 @@ def start_time(folder: pathlib.Path) -> str:
 def _begun_settings(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     """Returns what the settings that are `auto` became when the run began.
 
-    These are `microbatch_tokens` and `remat`, and the number and rank of the slots if
-    jobs have joined since.
+    These are `microbatch_tokens`, `microbatch_shapes` and `remat`, and the number and
+    rank of the slots if jobs have joined since.
 
     Raises:
         CheckpointError: `block_tokens` differs from what the run began with.
@@ -95,8 +95,12 @@ def _begun_settings(config: RunConfig, record: RunRecord) -> dict[str, Any]:
             )
     if config.remat == "auto" and record.remat is not None:
         begun["remat"] = record.remat
+    if config.microbatch_shapes == "auto":
+        # An earlier version had one shape.
+        begun["microbatch_shapes"] = record.microbatch_shapes
     for name, value in begun.items():
-        logger.info("%s: auto: %s, as when the run began", name, value)
+        if value != ():
+            logger.info("%s: auto: %s, as when the run began", name, value)
     if record.added:
         # The slots were made for the jobs that the run began with.
         then = record.identity.settings

@@ -248,6 +248,11 @@ class RunRecord:
         return self.identity.settings["microbatch_tokens"]
 
     @property
+    def microbatch_shapes(self) -> tuple[int, ...]:
+        """Shapes of the run's smaller microbatches; none in earlier versions."""
+        return tuple(self.identity.settings.get("microbatch_shapes", ()))
+
+    @property
     def remat(self) -> Remat | None:
         """`remat` of the run; None if an earlier version began it."""
         return self.identity.settings.get("remat")
@@ -260,6 +265,11 @@ class RunRecord:
         remat = self.identity.settings.get("remat")
         if remat not in (None, *get_args(Remat)):
             raise ValueError(f"remat is {remat!r}, which there is not.")
+        shapes = self.identity.settings.get("microbatch_shapes", [])
+        if not isinstance(shapes, list) or not all(
+            type(n) is int and 0 < n < tokens for n in shapes
+        ):
+            raise ValueError(f"microbatch_shapes is {shapes!r}, no list of shapes.")
         self.requests.check_names(self.identity.jobs)
         if not set(self.added) <= self.identity.jobs.keys():
             raise ValueError("added has other jobs than identity.")

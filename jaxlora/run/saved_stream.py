@@ -25,6 +25,7 @@ class SavedStream:
         rules: Describes the rules of the ticks and the jobs in the slots. The ticks are
             only of use if they are the same.
         repeated: Ticks with samples of batches that are not complete. They run again.
+        rows: For each of them, the rows of each of its microbatches.
         dropped: For each of them, the slots whose samples do not run, as their job has
             left.
         planned: Ticks that were planned and have not run.
@@ -32,6 +33,7 @@ class SavedStream:
         positions: Positions of the jobs before them.
         before: The ticks before them that share the pipeline with them.
         hints: What planning has found, before and after them.
+        shapes_from: First tick that may have a shape below the capacity.
         leaving: Slots with rows of a job that has left in ticks in flight, and the tick
             from which each is free.
         at_border: Slots whose jobs are between two of their batches here.
@@ -41,26 +43,29 @@ class SavedStream:
 
     rules: str
     repeated: list[SavedTick]
+    rows: list[_Count]
     dropped: list[list[_Count]]
     planned: list[SavedTick]
     tick: _Count
     positions: list[Position]
     before: list[SavedTick]
     hints: tuple[list[Hint], list[Hint]]
+    shapes_from: _Count
     leaving: dict[_Count, _Count]
     at_border: list[_Count]
 
     def __post_init__(self):
-        if len(self.dropped) != len(self.repeated):
-            raise ValueError("dropped has other ticks than repeated.")
+        if not len(self.rows) == len(self.dropped) == len(self.repeated):
+            raise ValueError("rows or dropped has other ticks than repeated.")
 
     @staticmethod
     def of(
         rules: str,
-        repeated: Sequence[tuple[Tick, Collection[int]]],
+        repeated: Sequence[tuple[Tick, int, Collection[int]]],
         state: StreamState,
         planned: Sequence[Tick],
         hints: Sequence[Hint],
+        shapes_from: int,
         leaving: Mapping[int, int],
         at_border: Sequence[int],
     ) -> "SavedStream":
@@ -68,31 +73,35 @@ class SavedStream:
 
         Args:
             rules: Describes rules and jobs.
-            repeated: Ticks that run again, and the slots in each whose job has left.
+            repeated: Ticks that run again, the rows of each microbatch, and the slots
+                whose job has left.
             state: State of the stream before the planned ticks.
             planned: The planned ticks.
             hints: What planning them has found.
+            shapes_from: See the attribute.
             leaving: See the attribute.
             at_border: See the attribute.
         """
         return SavedStream(
             rules=rules,
-            repeated=[_saved(tick) for tick, _ in repeated],
-            dropped=[sorted(slots) for _, slots in repeated],
+            repeated=[_saved(tick) for tick, _, _ in repeated],
+            rows=[rows for _, rows, _ in repeated],
+            dropped=[sorted(slots) for _, _, slots in repeated],
             planned=[_saved(tick) for tick in planned],
             tick=state.tick,
             positions=list(state.positions),
             before=[_saved(tick) for tick in state.before],
             hints=(list(state.hints), list(hints)),
+            shapes_from=shapes_from,
             leaving=dict(leaving),
             at_border=list(at_border),
         )
 
     @property
-    def repeated_ticks(self) -> list[tuple[Tick, set[int]]]:
-        """The ticks that run again, and the slots in each whose job has left."""
-        pairs = zip(self.repeated, self.dropped, strict=True)
-        return [(_tick(saved), set(slots)) for saved, slots in pairs]
+    def repeated_ticks(self) -> list[tuple[Tick, int, set[int]]]:
+        """The ticks that run again, their rows, and the slots whose job has left."""
+        each = zip(self.repeated, self.rows, self.dropped, strict=True)
+        return [(_tick(saved), rows, set(slots)) for saved, rows, slots in each]
 
     @property
     def planned_ticks(self) -> list[Tick]:

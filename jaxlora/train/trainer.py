@@ -25,7 +25,7 @@ from jaxlora.run.saved_run import RunRecord, SavedRequests
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.ending import StopRequest, explained
-from jaxlora.train.execute.run_programs import RunPrograms
+from jaxlora.train.execute.run_programs import FurtherPrograms, RunPrograms
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.execute.stream import Border, Stream
 from jaxlora.train.inbox import Inbox
@@ -231,7 +231,10 @@ class Trainer:
                 self.plan = self.plan.fit(self.compile)
                 self.layout = self.layout.with_remat(self.plan.spec.options.remat)
                 self._start_programs(self.plan).finish()
-                interrupted = self._run(resume, callbacks)
+                shapes = self.plan.further_limits
+                with FurtherPrograms(self.layout, self.slots, shapes) as further:
+                    self._further = further
+                    interrupted = self._run(resume, callbacks)
             compiled_before = self._num_compiled
             self._num_compiled = self.layout.num_compilations()
             result = RunResult(
@@ -336,7 +339,9 @@ class Trainer:
 
     def _open_stream(self, store: RunStore) -> Stream:
         params, limits = self.model.params, self.config.limits
-        executor = StagedExecutor(self.layout, params, self.slots, limits)
+        executor = StagedExecutor(
+            self.layout, params, self.slots, limits, self._further.wait_for
+        )
         stream = Stream(
             self.plan,
             self.jobs,

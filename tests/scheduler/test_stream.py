@@ -34,7 +34,9 @@ from jaxlora.scheduler.stream import (
 LIMITS = Limits(capacity=512, block_tokens=16)
 
 
-def rules(num_stages=1, data=1, fsdp=1, *, pinned=False, packer="joint") -> Rules:
+def rules(
+    num_stages=1, data=1, fsdp=1, *, pinned=False, packer="joint", buckets=(512,)
+) -> Rules:
     half = AffineCost(base=0.0, per_token=0.5 / num_stages, per_square=0.0)
     return Rules(
         limits=LIMITS,
@@ -44,7 +46,9 @@ def rules(num_stages=1, data=1, fsdp=1, *, pinned=False, packer="joint") -> Rule
             pipeline=Pipeline.one_f_one_b(num_stages),
             slots_per_replica=2 if pinned else None,
         ),
-        cost=CostModel.uniform(num_stages, forward=half, backward=half, buckets=(512,)),
+        cost=CostModel.uniform(
+            num_stages, forward=half, backward=half, buckets=buckets
+        ),
         packer=packer,
         num_batches=2,
     )
@@ -133,6 +137,26 @@ def test_it_takes_as_long_as_one_plan_over_everything(kind, seed):
     pipeline = of.lanes.pipeline
     times = [simulate(s, of.cost, pipeline).makespan for s in (streamed, whole)]
     assert times[0] <= times[1] * 1.001
+
+
+@pytest.mark.parametrize(
+    "num_stages, num_lanes, buckets",
+    [(1, 2, ()), (1, 8, ()), (1, 8, (256, 512)), (4, 2, (512,))],
+)
+def test_lanes_take_as_long_as_one_plan_over_everything(num_stages, num_lanes, buckets):
+    """A stream has the targets, ramps and local search of a plan of all samples."""
+    of = rules(num_stages, fsdp=num_lanes, buckets=buckets)
+    times = []
+    for seed in range(2):
+        mix = Mix(seed, num_jobs=6)
+        streamed = schedule_of(whole_stream(mix.positions, mix.lengths, of))
+        whole = pack_ticks(mix.samples, LIMITS, "joint", of.lanes, of.cost)
+        time = lambda s: (
+            simulate(s, of.cost, of.lanes.pipeline, num_lanes=num_lanes).makespan
+        )
+        times.append((time(streamed), time(whole)))
+    streamed, whole = map(sum, zip(*times, strict=True))
+    assert streamed <= whole * 1.03, times
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,14 +16,16 @@ from jaxlora.scheduler import (
     Pipeline,
     Schedule,
     get_packer,
+    joint,
     lower_bound,
     pack_ticks,
     simulate,
     violations,
 )
 from jaxlora.scheduler.check import replica_violations, require_legal
+from jaxlora.scheduler.lane_fill import fill_ticks, queue_of
 from jaxlora.scheduler.lanes import ticks_of
-from jaxlora.scheduler.ticks import arrange, fill_ticks
+from jaxlora.scheduler.ticks import arrange
 from jaxlora.train.plan.job_slots import fixed_shape_cost
 from tests.scheduler.strategies import LIMITS, mixes, sample
 
@@ -112,7 +114,8 @@ def test_ticks_never_take_longer_than_filled_one_by_one(samples, lanes):
     token = AffineCost(base=30, per_token=1, per_square=0)
     cost = CostModel.uniform(pipeline.num_stages, forward=token, backward=token)
     time = lambda schedule: simulate(schedule, cost, pipeline, num_lanes=n).makespan
-    filled = fill_ticks(samples, LIMITS, cost, n, pipeline.distance)
+    queue = queue_of(joint.job_batches(samples), LIMITS, lanes, cost)
+    filled = fill_ticks(queue, LIMITS, lanes)
     padded = [(*tick, *((),) * (n - len(tick))) for tick in filled]
     plain = Schedule(microbatches=tuple(itertools.chain(*padded)), limits=LIMITS)
     packed = pack_ticks(samples, LIMITS, "joint", lanes, cost)

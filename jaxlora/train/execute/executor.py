@@ -44,6 +44,7 @@ class Outcomes:
     Attributes:
         steps: Results of the optimizer steps that followed it, by slot.
         num_microbatches: Its microbatches; 0 if none of its samples had to run.
+        num_rows: Rows of them, padding included.
         num_tokens: Tokens in them, without padding.
         snapshot: The states that `Executor.snapshot` has promised; None: not in this
             item.
@@ -51,6 +52,7 @@ class Outcomes:
 
     steps: Mapping[int, StepOutcome]
     num_microbatches: int
+    num_rows: int
     num_tokens: int
     snapshot: ReadSlot | None = None
 

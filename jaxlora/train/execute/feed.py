@@ -44,7 +44,7 @@ class Feed:
         limits: Limits,
         objectives: Sequence[str],
         *,
-        split: Callable[[Tick], Sequence[Tick]],
+        split: Callable[[StreamTick], Sequence[Tick]],
         upload: Callable[[PackedBatch], Any],
     ):
         """Takes no tick yet.
@@ -74,7 +74,7 @@ class Feed:
             if of is None:
                 return False
             if of.parts is None:
-                of.parts = tuple(self._split(of.tick))
+                of.parts = tuple(self._split(of))
             self._fetched += [FedTick(tick=part, of=of) for part in of.parts]
         return True
 
@@ -83,7 +83,7 @@ class Feed:
         if self.has_tick(number):
             assert number == self._num_taken
             fed = self._fetched[0]
-            self._ready = fed.samples, self._pack(fed.tick, fed.samples)
+            self._ready = fed.samples, self._pack(fed, fed.samples)
 
     def take(self) -> tuple[FedTick, Any]:
         """Returns the next tick and its arrays; None if none of its samples run.
@@ -96,9 +96,9 @@ class Feed:
         self._ready = None
         if ready is not None and ready[0] == fed.samples:
             return fed, ready[1]
-        return fed, self._pack(fed.tick, fed.samples)
+        return fed, self._pack(fed, fed.samples)
 
-    def _pack(self, tick: Tick, samples: tuple[Sample, ...]) -> Any:
+    def _pack(self, fed: FedTick, samples: tuple[Sample, ...]) -> Any:
         if not samples:
             return None
         batches = {}
@@ -111,7 +111,8 @@ class Feed:
                 self._remaining[slot, step] = batch.num_groups
             batches[slot] = self._batches[slot, step]
         # Rows of jobs that have left become padding, so no other rows move.
-        return self._upload(pack_tick(tick, batches, self._limits, self._objectives))
+        limits = dataclasses.replace(self._limits, capacity=fed.of.rows)
+        return self._upload(pack_tick(fed.tick, batches, limits, self._objectives))
 
     def complete(self, fed: FedTick) -> dict[int, JobBatch]:
         """Returns the global batches that a tick completes, by slot."""

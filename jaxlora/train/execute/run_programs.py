@@ -1,7 +1,10 @@
 """All programs of a run, which are compiled side by side before its first step."""
 
 import dataclasses
+import logging
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -9,12 +12,21 @@ import jax
 from jaxlora.adapters.exchange import exchange_rounds
 from jaxlora.adapters.slots import SlotTable, row_shapes
 from jaxlora.adapters.staged_slots import StagedSlots
+from jaxlora.distributed import processes
 from jaxlora.memory.footprint import StagePrograms
-from jaxlora.programs.program import Prepared, announce, finish
+from jaxlora.programs.program import (
+    Prepared,
+    announce,
+    finish,
+    in_background,
+    shapes_of,
+)
 from jaxlora.scheduler import Limits
 from jaxlora.train.execute.layout import Layout, Stage
 from jaxlora.train.execute.staged_stream import optimizer_inputs
 from jaxlora.train.execute.step import PreparedPasses
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +81,78 @@ class RunPrograms:
     def finish(self) -> None:
         """Waits for all programs, and logs how long they took."""
         finish(self.each)
+
+
+class FurtherPrograms:
+    """The passes of smaller microbatches, compiled beside training in a thread.
+
+    Training begins with the largest shape. Which ticks have a smaller one does not
+    depend on when its programs are ready: training waits for them.
+    """
+
+    def __init__(self, layout: Layout, slots: StagedSlots, shapes: Sequence[Limits]):
+        """Starts to compile the programs, or to load them.
+
+        Args:
+            layout: The stages.
+            slots: The slots.
+            shapes: Limits of the microbatches of each shape, in the order in which they
+                are compiled.
+        """
+        # Training replaces the arrays meanwhile.
+        self._each = [
+            (stage, shapes_of((table.state, table.settings)), name)
+            for (stage, table), name in _named(layout, slots)
+        ]
+        self._shapes, self._is_closed = tuple(shapes), False
+        self._compiled: dict[int, Future[None]] = {s.capacity: Future() for s in shapes}
+        if shapes and processes.count() > 1:  # in the same order on all of them
+            self._compile()
+        elif shapes:
+            in_background(self._compile)
+
+    def _compile(self) -> None:
+        for limits in self._shapes:
+            future = self._compiled[limits.capacity]
+            try:
+                self._compile_one(limits)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+    def _compile_one(self, limits: Limits) -> None:
+        for stage, (state, settings), name in self._each:
+            if self._is_closed:
+                return
+            found = stage.steps.prepare_passes(
+                *(stage.base_shapes(), state, settings, limits),
+                f", {limits.capacity} tokens{name}",
+            )
+            announce(found.each)
+            finish(found.each)
+
+    def wait_for(self, rows: int) -> None:
+        """Waits for the programs of microbatches of so many rows."""
+        future = self._compiled.get(rows)
+        if future is None or (future.done() and future.exception() is None):
+            return
+        began = time.perf_counter()
+        future.result()
+        logger.info(
+            "waited %.1f s for the programs of microbatches of %d tokens",
+            time.perf_counter() - began,
+            rows,
+        )
+
+    def __enter__(self) -> "FurtherPrograms":
+        return self
+
+    def __exit__(self, *_) -> None:
+        """Compiles no further program, and waits for the one that is compiled now."""
+        self._is_closed = True
+        for future in self._compiled.values():
+            future.exception()
 
 
 def _named(layout: Layout, slots: StagedSlots):

@@ -41,7 +41,12 @@ class StagedExecutor:
     """
 
     def __init__(
-        self, layout: Layout, params: Base, slots: StagedSlots, limits: Limits
+        self,
+        layout: Layout,
+        params: Base,
+        slots: StagedSlots,
+        limits: Limits,
+        wait_for: Callable[[int], None] = lambda rows: None,
     ):
         """Makes the executor; nothing is queued yet.
 
@@ -50,6 +55,8 @@ class StagedExecutor:
             params: Weights of the frozen base.
             slots: The slots to train.
             limits: Limits of a microbatch.
+            wait_for: Waits for the passes of microbatches of so many rows, which may
+                be compiled beside training.
         """
         spec = layout.stages[0].spec
         assert spec.slots is not None
@@ -57,9 +64,7 @@ class StagedExecutor:
         self._layout, self._limits = layout, limits
         self._objectives = spec.options.objectives
         self._bases = layout.bases(params)
-        self._short = None
-        if spec.options.attention == "cudnn":
-            self._short = shortest_class(limits.capacity, *spec.options.lengths)
+        self._wait_for, self._options = wait_for, spec.options
         self._stream: StagedStream | None = None  # that runs
         self.slots = slots
 
@@ -118,7 +123,7 @@ class StagedExecutor:
             jobs,
             self._limits,
             self._objectives,
-            split=lambda tick: self._split_tick(tick, lengths),
+            split=lambda tick: self._split_tick(tick.tick, tick.rows, lengths),
             upload=self._upload,
         )
         self._stream = StagedStream(self._layout, self._bases, self.slots, jobs, feed)
@@ -126,30 +131,27 @@ class StagedExecutor:
         self._stream = None
 
     def _split_tick(
-        self, tick: Tick, lengths: Callable[[Sample], Sequence[int]]
+        self, tick: Tick, rows: int, lengths: Callable[[Sample], Sequence[int]]
     ) -> list[Tick]:
-        """Splits a tick that has a microbatch with too many short samples.
+        """Splits a tick that has more short samples than attention has room for.
 
         Args:
             tick: The tick.
+            rows: Rows of each of its microbatches.
             lengths: Tokens of the samples of a group.
         """
-        if self._short is None:
+        if self._options.attention != "cudnn":
             return [tick]
-        parts = [self._split(microbatch, lengths) for microbatch in tick]
+        short = shortest_class(rows, *self._options.lengths)
+        parts = [
+            split_by_segment_limit(microbatch, short.tokens, short.segments, lengths)
+            for microbatch in tick
+        ]
         # A lane without a further part waits; ticks of no-ops keep their place.
         return [
             tuple(p[i] if i < len(p) else () for p in parts)
             for i in range(max(map(len, parts)))
         ]
-
-    def _split(
-        self, microbatch: Microbatch, lengths: Callable[[Sample], Sequence[int]]
-    ) -> list[Microbatch]:
-        """Splits a microbatch with more short samples than attention has room for."""
-        assert self._short is not None
-        short, most = self._short.tokens, self._short.segments
-        return split_by_segment_limit(microbatch, short, most, lengths)
 
     def _upload(self, packed: PackedBatch) -> list[PackedBatch]:
         """Starts the upload of a tick's rows to the devices of every stage.
@@ -157,6 +159,7 @@ class StagedExecutor:
         To one device, a program's call uploads arrays of the host by itself, in a tenth
         of the host's time that `device_put` takes.
         """
+        self._wait_for(len(packed.token_ids) // self._layout.num_lanes)
         if len(self._layout.stages) == self._layout.num_lanes == 1:
             return [packed]
         places = [stage.placement for stage in self._layout.stages]
@@ -175,7 +178,7 @@ class StagedExecutor:
         losses = [
             self._evaluate(pack_tick(tick, batches, self._limits, self._objectives))
             for whole in ticks_of(self._side_by_side(batches), self._layout.num_lanes)
-            for tick in self._split_tick(whole, lengths)
+            for tick in self._split_tick(whole, self._limits.capacity, lengths)
         ]
         host = jax.device_get(everywhere(losses))
         total = total_losses([out.loss for out in host])

@@ -89,7 +89,8 @@ class StagedStream:
         self._leaving: dict[int, int] = {}
         self._num_rounds = 0
         self._cut: _Cut | None = None
-        self._sizes: dict[int, tuple[int, int]] = {}  # microbatches and tokens of ticks
+        # Microbatches, rows and tokens of ticks.
+        self._sizes: dict[int, tuple[int, int, int]] = {}
 
     def outcomes(self) -> Iterator[Outcomes]:
         """Runs the ticks, and yields the results of their optimizer steps."""
@@ -148,8 +149,8 @@ class StagedStream:
             step=by_slot(steps, self._shape.num_slots, np.int32),
         )
         self._in_flight.enter(tick, batches, keys, steps)
-        num_tokens = sum(s.num_tokens for s in fed.samples)
-        self._sizes[tick] = self._layout.num_lanes, num_tokens
+        num_tokens, number = sum(s.num_tokens for s in fed.samples), len(fed.tick)
+        self._sizes[tick] = number, number * fed.of.rows, num_tokens
 
     # ---- jobs that leave -----------------------------------------------------------
 
@@ -242,10 +243,11 @@ class StagedStream:
         if self._cut is not None and self._cut.tick == tick:
             snapshot = self._slots.joined(self._cut.reads)
             self._cut = None
-        number, tokens = self._sizes.pop(tick, (0, 0))
+        number, rows, tokens = self._sizes.pop(tick, (0, 0, 0))
         return Outcomes(
             steps={} if steps is None else _step_outcomes(steps),
             num_microbatches=number,
+            num_rows=rows,
             num_tokens=tokens,
             snapshot=snapshot,
         )

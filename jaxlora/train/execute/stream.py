@@ -41,12 +41,14 @@ class _Window:
     """The work of some rounds, for the event that reports it."""
 
     def __init__(self):
-        self.num_microbatches = self.num_tokens = self.num_rounds = 0
+        self.num_microbatches = self.num_rows = self.num_tokens = 0
+        self.num_rounds = 0
         self._began = time.perf_counter()
 
     def add(self, outcomes: Outcomes) -> None:
         """Counts an item of the executor."""
         self.num_microbatches += outcomes.num_microbatches
+        self.num_rows += outcomes.num_rows
         self.num_tokens += outcomes.num_tokens
 
     @property
@@ -240,7 +242,6 @@ class Stream:
             microbatches=tuple(m for tick in ticks.recent for m in tick),
             limits=self._config.limits,
         )
-        rows = window.num_microbatches * self._config.limits.capacity
         event = WindowEvent(
             round=self.round,
             num_rounds=window.num_rounds,
@@ -248,7 +249,7 @@ class Stream:
             seconds=round(seconds, 4),
             tokens_per_second=round(window.num_tokens / seconds, 1),
             num_microbatches=window.num_microbatches,
-            fill=round(window.num_tokens / rows, 4) if rows else 0.0,
+            fill=round(window.num_tokens / max(1, window.num_rows), 4),
             planned_ahead=ticks.num_ahead == ticks.num_stretches,
             planning_seconds=round(ticks.waited_seconds, 4),
             pipeline=self._plan.pipeline_figures(recent),

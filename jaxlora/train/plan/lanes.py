@@ -12,7 +12,6 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels.device import device_kind
 from jaxlora.scheduler import AffineCost, CostModel, Lanes, Pipeline, StageCost
 from jaxlora.scheduler.replicas import Load, Pinning, decide_pinning
-from jaxlora.train.plan.job_slots import fixed_shape_cost
 
 
 def run_lanes(config: RunConfig, loads: Sequence[Load], num_slots: int) -> Pinning:
@@ -31,20 +30,27 @@ def run_lanes(config: RunConfig, loads: Sequence[Load], num_slots: int) -> Pinni
     return decide_pinning(loads, lanes, config.limits.capacity, num_slots)
 
 
-def window_cost(config: RunConfig, model: ModelConfig) -> CostModel:
-    """Returns the cost of microbatches that all run in one shape, on each stage.
+def window_cost(
+    config: RunConfig, model: ModelConfig, shapes: tuple[int, ...] = ()
+) -> CostModel:
+    """Returns the cost of microbatches on each stage, padding included.
 
     The unit is the time that the whole model takes for one token on one device.
 
     Args:
         config: The run, with a mesh and a capacity.
         model: Architecture of the model.
+        shapes: Shapes of microbatches, in tokens, beside that of the capacity.
     """
     num_stages, capacity = config.mesh_sizes.stage, config.limits.capacity
+    speed, buckets = find_speed(device_kind()), (*shapes, capacity)
+    # A microbatch also takes the time of reading the weights, however small it is. With
+    # one shape, that is a part of the time of each of its tokens.
+    base = speed.weight_tokens if shapes else 0.0
     if num_stages == 1:
-        return fixed_shape_cost(capacity)
+        half = AffineCost(base=0.5 * base, per_token=0.5, per_square=0.0)
+        return CostModel.uniform(1, forward=half, backward=half, buckets=buckets)
     dtype, remat = base_dtype(config.dtype), config.weakest_remat
-    speed = find_speed(device_kind())
     borders = stage_borders(model, num_stages, speed, dtype=dtype, remat=remat)
     options = DecoderOptions(dtype=dtype, remat=remat, max_segment_tokens=1)
     spec = DecoderSpec(config=model, options=options)
@@ -52,10 +58,11 @@ def window_cost(config: RunConfig, model: ModelConfig) -> CostModel:
     whole = sum(time.both for time in times)
 
     def share(seconds: float) -> AffineCost:
-        return AffineCost(base=0.0, per_token=seconds / whole, per_square=0.0)
+        each = seconds / whole
+        return AffineCost(base=base * each, per_token=each, per_square=0.0)
 
     stages = [
         StageCost(forward=share(time.forward), backward=share(time.backward))
         for time in times
     ]
-    return CostModel(stages=tuple(stages), buckets=(capacity,))
+    return CostModel(stages=tuple(stages), buckets=buckets)

@@ -21,7 +21,7 @@ from jaxlora.memory.mesh import MeshStages
 from jaxlora.memory.weight_copies import choose_copies
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.programs.program import no_garbage_collection
-from jaxlora.scheduler import CostModel, Lanes, Schedule
+from jaxlora.scheduler import CostModel, Lanes, Limits, Schedule
 from jaxlora.scheduler.replicas import Load, Pinning
 from jaxlora.scheduler.simulate import simulate
 from jaxlora.scheduler.stream import Rules
@@ -35,6 +35,7 @@ from jaxlora.train.plan.lanes import run_lanes, window_cost
 from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.plan.quantized_base import describe_base
+from jaxlora.train.plan.shapes import ONE_SHAPE, Shapes, choose_shapes
 from jaxlora.train.plan.slot_spec import check_fits, decoder_spec
 from jaxlora.train.saved.continue_job import continued_step
 
@@ -51,6 +52,7 @@ class RunPlan:
         lanes: The lanes for which microbatches are packed.
         bounds: Bounds of the capacity, and what an automatic `remat` may become when
             the step is compiled.
+        shapes: Shapes of microbatches beside that of the capacity.
         notes: The reasons, for the log.
     """
 
@@ -59,6 +61,7 @@ class RunPlan:
     stages: MeshStages
     lanes: Lanes
     bounds: Bounds
+    shapes: Shapes = ONE_SHAPE
     notes: tuple[Note, ...] = ()
 
     @property
@@ -75,7 +78,7 @@ class RunPlan:
     @functools.cached_property
     def cost(self) -> CostModel:
         """Estimated time of a microbatch on each stage."""
-        return window_cost(self.config, self.model.config)
+        return window_cost(self.config, self.model.config, self.shapes.tokens)
 
     @property
     def rules(self) -> Rules:
@@ -85,6 +88,7 @@ class RunPlan:
             limits=config.limits,
             lanes=self.lanes,
             cost=self.cost,
+            shapes_from=self.shapes.from_tick,
             packer=config.packer,
             num_batches=config.window_steps,
         )
@@ -99,7 +103,16 @@ class RunPlan:
     def with_config(self, config: RunConfig) -> "RunPlan":
         """Returns the plan with another capacity or `remat`; its stages stay."""
         stages = self.stages.with_remat(config.weakest_remat)
-        return dataclasses.replace(self, config=config, stages=stages)
+        shapes = self.shapes.below(config.limits.capacity)
+        return dataclasses.replace(self, config=config, stages=stages, shapes=shapes)
+
+    @property
+    def further_limits(self) -> list[Limits]:
+        """Limits of the microbatches of the further shapes, the largest first."""
+        return [
+            dataclasses.replace(self.config.limits, capacity=tokens)
+            for tokens in reversed(self.shapes.tokens)
+        ]
 
     def alone(self, config: RunConfig, job: PreparedJob) -> "RunPlan":
         """Returns the plan of a run in which one job has the mesh to itself.
@@ -111,7 +124,9 @@ class RunPlan:
         assert self.spec.slots is not None
         slots = dataclasses.replace(self.spec.slots, num_slots=1)
         spec = dataclasses.replace(self.spec, slots=slots)
-        return _laid_out(config, self.model, spec, [job], self.bounds)
+        plan = _laid_out(config, self.model, spec, [job], self.bounds)
+        shapes = self.shapes.below(config.limits.capacity)
+        return dataclasses.replace(plan, shapes=shapes)
 
     def fit(
         self, compile_stages: Callable[["RunPlan"], Sequence[StagePrograms]]
@@ -254,12 +269,18 @@ class _Draft:
             config, faster = self._with_fastest_capacity(config)
             notes += faster
             bounds = dataclasses.replace(bounds, largest=config.limits.capacity)
-        notes += low_fill(config, bounds)
         spec = self.spec.with_remat(config.weakest_remat)
         if spec.options.base_format is not None:
             notes.append(Note(f"base: {describe_base(spec)}"))
         plan = _laid_out(config, self.model, spec, self.jobs, bounds)
-        return dataclasses.replace(plan, notes=(*notes, *plan.notes))
+        shapes, why = choose_shapes(
+            *(config, plan.stages, plan.lanes),
+            lambda: first_positions(self.jobs),
+            *(self.jobs, self.machine),
+        )
+        notes += why if shapes.tokens else low_fill(config, bounds)
+        notes += plan.notes
+        return dataclasses.replace(plan, shapes=shapes, notes=tuple(notes))
 
     def _with_fastest_capacity(self, config: RunConfig) -> tuple[RunConfig, list[Note]]:
         """Returns the run with the capacity that is predicted to be fastest on a mesh.

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from jaxlora.run.saved_stream import SavedStream
-from jaxlora.scheduler import Sample, Schedule
+from jaxlora.scheduler import Sample, Schedule, padded_tokens
 from jaxlora.scheduler.lanes import Tick, ticks_of
 from jaxlora.scheduler.plan_ahead import PlanAhead
 from jaxlora.scheduler.stream import (
@@ -28,6 +28,7 @@ class StreamTick:
 
     Attributes:
         tick: Its microbatches.
+        rows: Rows of each of its microbatches, padding included: its compiled shape.
         dropped: Slots whose samples do not run, because their job has left or because a
             checkpoint has their step already. Their rows become padding, so no other
             rows move.
@@ -37,6 +38,7 @@ class StreamTick:
     """
 
     tick: Tick
+    rows: int
     dropped: set[int] = dataclasses.field(default_factory=set)
     parts: tuple[Tick, ...] | None = None
     is_held: bool = False
@@ -65,7 +67,7 @@ class StreamPlan:
             lengths: Tokens of the samples of a batch of a job.
         """
         self._rules, self._lengths = rules, lengths
-        self._ahead = PlanAhead(lambda state: next_stretch(state, lengths, rules))
+        self._ahead = PlanAhead(lambda s: next_stretch(s, lengths, self._rules))
         self._now = StreamState()  # before `_since`
         self._since: list[Tick] = []  # ticks of the stretch that were taken
         self._planned: deque[Tick] = deque()  # ticks of the stretch that were not
@@ -192,8 +194,9 @@ class StreamPlan:
                 return None
             tick = ((),) * self._rules.lanes.num_lanes
             self._after = dataclasses.replace(self._after, tick=self._after.tick + 1)
+        rows = self._rules.rows(self._next_tick, tick)
         self._since.append(tick)
-        return StreamTick(tick=tick)
+        return StreamTick(tick=tick, rows=rows)
 
     def _plan(self) -> bool:
         """Plans the next stretch; returns whether it has ticks."""
@@ -229,13 +232,14 @@ class StreamPlan:
         return SavedStream.of(
             rules=self._described(jobs),
             repeated=[
-                (part, taken.dropped)
+                (part, taken.rows, taken.dropped)
                 for taken in (*self._taken, *self._fixed)
                 for part in taken.parts or (taken.tick,)
             ],
             state=advance(self._now, self._since, self._lengths, self._rules),
             planned=tuple(self._planned),
             hints=self._after.hints,
+            shapes_from=self._rules.shapes_from,
             leaving=self._leaving,
             at_border=at_border,
         )
@@ -264,10 +268,12 @@ class StreamPlan:
         """
         if saved.rules != self._described(jobs):
             return False
+        self._rules = dataclasses.replace(self._rules, shapes_from=saved.shapes_from)
         state, planned = saved.state, saved.planned_ticks
         after = advance(state, planned, self._lengths, self._rules)
-        for tick, dropped in saved.repeated_ticks:
-            taken = StreamTick(tick=tick, dropped=dropped, parts=(tick,))
+        for tick, rows, dropped in saved.repeated_ticks:
+            self._check_shape(tick, rows)
+            taken = StreamTick(tick=tick, rows=rows, dropped=dropped, parts=(tick,))
             if unknown := {s.owner for s in taken.samples} - steps.keys():
                 raise RuntimeError(f"slots {sorted(unknown)} have ticks and no job.")
             taken.dropped |= {
@@ -284,7 +290,17 @@ class StreamPlan:
 
     def _described(self, jobs: str) -> str:
         rules = self._rules
-        return f"{rules.limits} {rules.lanes} {rules.packer} {rules.num_batches} {jobs}"
+        shapes = f"{rules.limits} {rules.cost.buckets} {rules.lanes}"
+        return f"{shapes} {rules.packer} {rules.num_batches} {jobs}"
+
+    def _check_shape(self, tick: Tick, rows: int) -> None:
+        limits = self._rules.limits
+        shapes = self._rules.cost.buckets or (limits.capacity,)
+        longest = max(padded_tokens(microbatch, limits) for microbatch in tick)
+        if rows not in shapes or longest > rows:
+            raise RuntimeError(
+                f"a tick of {longest} tokens has the shape {rows}; the run has {shapes}"
+            )
 
 
 class FixedTicks:
@@ -298,7 +314,8 @@ class FixedTicks:
             num_lanes: Number of microbatches in a tick.
         """
         ticks = ticks_of(schedule.microbatches, num_lanes)
-        self._all = [StreamTick(tick=tick) for tick in ticks]
+        rows = schedule.limits.capacity
+        self._all = [StreamTick(tick=tick, rows=rows) for tick in ticks]
         self._left = deque(self._all)
 
     def take(self) -> StreamTick | None:

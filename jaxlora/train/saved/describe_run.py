@@ -42,6 +42,7 @@ def run_identity(plan: RunPlan, base: str, jobs: Sequence[PreparedJob]) -> RunId
             "dtype": jnp.dtype(spec.options.dtype).name,
             **_base_settings(spec.options.base_format),
             "microbatch_tokens": config.microbatch_tokens,
+            "microbatch_shapes": list(plan.shapes.tokens),
             "block_tokens": config.block_tokens,
             "remat": config.remat,
             "window_steps": config.window_steps,
@@ -81,6 +82,7 @@ def resolved_settings(plan: RunPlan, jobs: Sequence[JobState]) -> dict[str, Any]
         max_concurrent_jobs=spec.slots.num_slots,
         slot_rank=spec.slots.rank,
         slot_dropout=spec.slots.use_dropout,
+        microbatch_shapes=plan.shapes.tokens,
         jobs=tuple(job.settings for job in jobs),
     )
     return resolved.model_dump(mode="json")

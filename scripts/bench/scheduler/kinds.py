@@ -24,7 +24,8 @@ from jaxlora.scheduler import (
     simulate,
     violations,
 )
-from jaxlora.scheduler.ticks import arrange, fill_ticks
+from jaxlora.scheduler.lane_fill import fill_ticks, queue_of
+from jaxlora.scheduler.ticks import arrange
 
 STAGES, LANES, LAST_STAGES = (1, 4, 8, 16), (1, 2, 8), (1.0, 1.06)
 _PLAIN = joint.Effort(polish_rounds=0)
@@ -128,7 +129,8 @@ def _packers(
     def plain() -> Schedule:
         if n == 1:
             return joint.pack(samples, limits, pipeline, cost, _PLAIN)
-        return _in_ticks(fill_ticks(samples, limits, cost, n, distance), limits, n)
+        queue = queue_of(joint.job_batches(samples), limits, lanes, cost)
+        return _in_ticks(fill_ticks(queue, limits, lanes), limits, n)
 
     def arranged(pack: Callable[[Pipeline], Schedule]) -> Schedule:
         if n == 1:

@@ -111,7 +111,7 @@ class LateExecutor:
                 is_finite=loss == loss,
             )
         self._may_release = set(outcomes)
-        return Outcomes(steps=outcomes, num_microbatches=1, num_tokens=8)
+        return Outcomes(steps=outcomes, num_microbatches=1, num_rows=16, num_tokens=8)
 
     def release(self, slot: int) -> None:
         if self._may_release is not None:

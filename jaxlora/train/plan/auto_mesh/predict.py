@@ -21,48 +21,56 @@ _EXPOSED_SHARE = 0.5
 
 
 def window_seconds(
-    stages: MeshStages, lanes: Lanes, schedule: Schedule, links: Links
+    stages: MeshStages,
+    lanes: Lanes,
+    schedule: Schedule,
+    links: Links,
+    shapes: tuple[int, ...] = (),
 ) -> float:
     """Predicts the time of a window from its first pass to its last one.
 
-    All microbatches have the shape of their capacity. The time is in the unit of
-    `decoder_seconds`.
+    The time is in the unit of `decoder_seconds`.
 
     Args:
         stages: Stages of the run.
         lanes: Lanes of the run.
         schedule: The window.
         links: Rates of the devices, and of the links between them.
+        shapes: Shapes of microbatches, in tokens, beside that of the capacity.
     """
-    cost = _cost_model(stages, schedule.limits.capacity, links)
+    cost = shape_seconds(stages, schedule.limits.capacity, links, shapes)
     n = lanes.num_lanes
     simulation = simulate(schedule, cost, lanes.pipeline, num_lanes=n)
     batches = {(s.owner, s.batch) for m in schedule.microbatches for s in m}
     return simulation.makespan + len(batches) * _step_seconds(stages, links)
 
 
-def _cost_model(stages: MeshStages, capacity: int, links: Links) -> CostModel:
+def shape_seconds(
+    stages: MeshStages, capacity: int, links: Links, shapes: tuple[int, ...] = ()
+) -> CostModel:
+    """Predicts the time of microbatches of each shape; see `window_seconds`."""
     speed, fsdp = links.speed, stages.sizes.fsdp
-    # A microbatch also takes the time of reading the weights, however small it is.
-    num_tokens = capacity + speed.weight_tokens
     times = decoder_seconds(stages.spec, speed).stages(stages.borders)
+
+    def cost(seconds: float, gather: float) -> AffineCost:
+        # A microbatch also takes the time of reading the weights, however small it is.
+        of = lambda n: _overlapped((n + speed.weight_tokens) * seconds, gather)
+        each = (of(capacity) - of(capacity / 2)) / (capacity / 2)
+        base = of(capacity) - capacity * each
+        return AffineCost(base=base, per_token=each, per_square=0.0)
+
     costs = []
     for spec, time in zip(stages.specs, times, strict=True):
         gather = links.seconds(_gathered_bytes(spec, fsdp), fsdp)
-        forward, backward = (
-            _overlapped(num_tokens * seconds, gather)
-            for seconds in (time.forward, time.backward)
-        )
-        costs.append(StageCost(forward=_fixed(forward), backward=_fixed(backward)))
+        forward, backward = (cost(t, gather) for t in (time.forward, time.backward))
+        costs.append(StageCost(forward=forward, backward=backward))
     itemsize = stages.spec.options.dtype.itemsize
     hidden_bytes = capacity * stages.spec.config.hidden_size * itemsize
     return CostModel(
-        stages=tuple(costs), communication=speed.transfer_seconds(hidden_bytes)
+        stages=tuple(costs),
+        buckets=(*shapes, capacity),
+        communication=speed.transfer_seconds(hidden_bytes),
     )
-
-
-def _fixed(seconds: float) -> AffineCost:
-    return AffineCost(base=seconds, per_token=0.0, per_square=0.0)
 
 
 def _overlapped(compute: float, transfer: float) -> float:

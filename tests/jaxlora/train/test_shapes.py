@@ -1,0 +1,120 @@
+"""Microbatches of several compiled shapes: the same training, also when resumed."""
+
+import threading
+
+import pytest
+
+from jaxlora import RunConfig, Trainer
+from jaxlora.run.log import read_events
+from jaxlora.train.execute.run_programs import FurtherPrograms
+from jaxlora.train.execute.staged_executor import StagedExecutor
+from tests.jaxlora.train.at_window import InterruptAt, at_windows
+from tests.jaxlora.train.conftest import folder_of
+from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
+from tests.jaxlora.train.outcome import Outcome
+from tests.jaxlora.train.test_contracts import assert_same_training
+
+# On a device of unknown speed, a microbatch is taken to last a tenth of a second.
+FROM_TICK = 3
+SHAPES = {"microbatch_shapes": [256], "shape_compile_seconds": FROM_TICK / 10}
+
+
+@pytest.fixture
+def rows(monkeypatch) -> list[int]:
+    """The rows of each tick that is uploaded."""
+    found = []
+
+    def upload(self, packed):
+        found.append(len(packed.token_ids))
+        return original(self, packed)
+
+    original = StagedExecutor._upload
+    monkeypatch.setattr(StagedExecutor, "_upload", upload)
+    return found
+
+
+@pytest.fixture(scope="module")
+def small(jobs):
+    """Jobs whose steps together fill less than half of a microbatch, without evaluations."""
+    update = {"eval_every": None, "eval_fraction": 0.0, "steps": 8}
+    return [job.model_copy(update=update) for job in (jobs[1], jobs[5])]
+
+
+def fill(outcome) -> float:
+    events = read_events(folder_of(outcome) / "metrics.jsonl")
+    return max(e["fill"] for e in events if e["event"] == "window")
+
+
+def test_shapes_teach_the_same(train, small, rows):
+    one = train(small)
+    num = len(rows)
+    some = train(small, **SHAPES)
+    assert set(rows[:num]) == {512} == set(rows[num : num + FROM_TICK])
+    assert 256 in rows[num + FROM_TICK :]
+    assert_same_training(some, one, [job.name for job in small])
+    assert fill(some) > 1.3 * fill(one)
+
+
+@pytest.mark.parametrize("num_rounds", [1, FROM_TICK + 2])
+def test_a_resumed_run_has_the_same_microbatches(
+    model, small, rows, tmp_path, monkeypatch, num_rounds
+):
+    """Whether programs are ready late, as at the start, or at once, as after it."""
+    needed = threading.Event()
+
+    def late(self, limits):
+        assert needed.wait(20)
+        compile_one(self, limits)
+
+    def wait_for(self, num):
+        if num in self._compiled:
+            needed.set()
+        wait(self, num)
+
+    compile_one, wait = FurtherPrograms._compile_one, FurtherPrograms.wait_for
+    monkeypatch.setattr(FurtherPrograms, "_compile_one", late)
+    monkeypatch.setattr(FurtherPrograms, "wait_for", wait_for)
+
+    def train(name: str, *, resume=False, stop: int | None = None) -> Outcome:
+        config = RunConfig(
+            model=str(model.folder),
+            output_dir=str(tmp_path / name),
+            jobs=tuple(small),
+            **{"microbatch_tokens": 512, "block_tokens": 16, "slot_dropout": True},
+            **{"slot_rank": 8, "slot_targets": "all-linear", "window_steps": 1},
+            **SHAPES,
+        )
+        trainer = Trainer(config, model)
+        callbacks = at_windows(None) if stop is None else [InterruptAt(stop)]
+        result = trainer.train(resume=resume, callbacks=callbacks)
+        needed.set()
+        return Outcome(trainer, result, model)
+
+    whole = train("whole")
+    num = len(rows)
+    monkeypatch.setattr(FurtherPrograms, "_compile_one", compile_one)
+    assert train("part", stop=num_rounds).result.interrupted
+    num_before = len(rows) - num
+    resumed = train("part", resume=True)
+    assert resumed.bytes == whole.bytes and resumed.losses == whole.losses
+    again = rows[num + num_before :]
+    assert again == rows[num - len(again) : num]
+
+
+@pytest.mark.needs_devices(8)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "stage=2",
+        *(pytest.param(m, marks=pytest.mark.grid) for m in ("data=2", "fsdp=2")),
+    ],
+)
+def test_shapes_on_a_mesh(meshes, mesh_jobs, rows, mesh):
+    """All lanes of a tick have the same shape."""
+    one = meshes.once("fsdp=1", mesh_jobs)
+    rows.clear()
+    settings = {"microbatch_shapes": [64], "shape_compile_seconds": 0.2}
+    some = meshes.train(mesh, mesh_jobs, **settings)
+    assert_same_on_meshes(one, some)
+    num_lanes = some.trainer.layout.num_lanes
+    assert {64 * num_lanes, 128 * num_lanes} == set(rows)
