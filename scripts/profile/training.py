@@ -14,7 +14,6 @@ from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.fresh import fresh_adapter
 from jaxlora.adapters.optimizer import OptimizerInputs, Pending
 from jaxlora.adapters.targets import resolve_targets
-from jaxlora.bench import weights
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.pack import PackedBatch
 from jaxlora.data.tokenize import TokenizedData, TokenizedSample
@@ -26,6 +25,7 @@ from jaxlora.models.base_format import BaseFormat, kernel_of
 from jaxlora.models.forward import SlotKeys
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels import compile_program
+from jaxlora.profile import weights
 from jaxlora.programs.program import no_garbage_collection
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.staged_stream import optimizer_inputs
