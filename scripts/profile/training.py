@@ -65,9 +65,22 @@ def make_job(
     )
 
 
+def model_of_shapes(config: RunConfig, model: ModelConfig) -> PlannedModel:
+    """Describes the base of a run whose model has no files."""
+    stored = None
+    if config.quantize_base is not None:
+        kept = kept_linears(model, config.keep_bf16)
+        stored = BaseFormat.named(config.quantize_base, kept=kept)
+    return PlannedModel(
+        config=model,
+        dtype=jnp.dtype(config.dtype),
+        base_format=run_format(config, model, stored),
+    )
+
+
 def plan_run(
     config: RunConfig,
-    model: ModelConfig,
+    model: PlannedModel,
     jobs: Sequence[PreparedJob],
     machine: Machine,
     *,
@@ -77,7 +90,7 @@ def plan_run(
 
     Args:
         config: The run; nothing of it is `auto` but kernels and attention.
-        model: The model, which has no files.
+        model: The base model.
         jobs: The jobs.
         machine: The machine that the run is for.
         mean_segment_tokens: Mean length of samples for which attention has room.
@@ -85,16 +98,7 @@ def plan_run(
     Raises:
         ConfigError: The run cannot be trained here.
     """
-    stored = None
-    if config.quantize_base is not None:
-        kept = kept_linears(model, config.keep_bf16)
-        stored = BaseFormat.named(config.quantize_base, kept=kept)
-    base = PlannedModel(
-        config=model,
-        dtype=jnp.dtype(config.dtype),
-        base_format=run_format(config, model, stored),
-    )
-    plan = resolve(config, base, jobs, machine)
+    plan = resolve(config, model, jobs, machine)
     options = dataclasses.replace(
         plan.spec.options, mean_segment_tokens=mean_segment_tokens
     )

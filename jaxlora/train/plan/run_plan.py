@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
+from jaxlora.costs.device_profile import find_profile
 from jaxlora.errors import ConfigError
 from jaxlora.hf.load import Place
 from jaxlora.memory import capacity
@@ -30,6 +31,7 @@ from jaxlora.train.execute.layout import base_placement, base_specs_of
 from jaxlora.train.plan.auto_mesh.candidates import Candidates, Demand
 from jaxlora.train.plan.auto_mesh.choose import choose_mesh
 from jaxlora.train.plan.auto_mesh.machine import Machine
+from jaxlora.train.plan.auto_mesh.predict import Rates, window_seconds
 from jaxlora.train.plan.job_slots import JobPosition
 from jaxlora.train.plan.lanes import run_lanes, window_cost
 from jaxlora.train.plan.planned_model import PlannedModel
@@ -51,6 +53,7 @@ class RunPlan:
         lanes: The lanes for which microbatches are packed.
         bounds: Bounds of the capacity, and what an automatic `remat` may become when
             the step is compiled.
+        rates: What the predicted time follows from.
         notes: The reasons, for the log.
     """
 
@@ -59,6 +62,7 @@ class RunPlan:
     stages: MeshStages
     lanes: Lanes
     bounds: Bounds
+    rates: Rates
     notes: tuple[Note, ...] = ()
 
     @property
@@ -111,7 +115,7 @@ class RunPlan:
         assert self.spec.slots is not None
         slots = dataclasses.replace(self.spec.slots, num_slots=1)
         spec = dataclasses.replace(self.spec, slots=slots)
-        return _laid_out(config, self.model, spec, [job], self.bounds)
+        return _laid_out(config, self.model, spec, [job], self.bounds, self.rates)
 
     def fit(
         self, compile_stages: Callable[["RunPlan"], Sequence[StagePrograms]]
@@ -131,6 +135,16 @@ class RunPlan:
 
         found = capacity.fit(self.config, self.stages, self.bounds, compile_config)
         return self.with_config(found)
+
+    def seconds(self, schedule: Schedule) -> float | None:
+        """Predicts the time of microbatches, without evaluations and checkpoints.
+
+        Returns:
+            Seconds; None: the rates of the device are not known.
+        """
+        if not self.rates.are_known:
+            return None
+        return window_seconds(self.stages, self.lanes, schedule, self.rates)
 
     def pipeline_figures(self, schedule: Schedule) -> dict[str, Any]:
         """Predicts how busy the stages are in a schedule; empty without stages.
@@ -258,7 +272,10 @@ class _Draft:
         spec = self.spec.with_remat(config.weakest_remat)
         if spec.options.base_format is not None:
             notes.append(Note(f"base: {describe_base(spec)}"))
-        plan = _laid_out(config, self.model, spec, self.jobs, bounds)
+        if self.machine.profiles:
+            notes.append(Note(find_profile(self.machine.profiles, spec)[1]))
+        rates = self.machine.rates(spec, config.network_gbits)
+        plan = _laid_out(config, self.model, spec, self.jobs, bounds, rates)
         return dataclasses.replace(plan, notes=(*notes, *plan.notes))
 
     def _with_fastest_capacity(self, config: RunConfig) -> tuple[RunConfig, list[Note]]:
@@ -309,6 +326,7 @@ def _laid_out(
     spec: DecoderSpec,
     jobs: Sequence[PreparedJob],
     bounds: Bounds,
+    rates: Rates,
 ) -> RunPlan:
     """Decides whether replicas share jobs, and divides the decoder into stages.
 
@@ -331,6 +349,7 @@ def _laid_out(
         stages=stages,
         lanes=lanes,
         bounds=bounds,
+        rates=rates,
         notes=tuple(_mesh_notes(stages, pinning)),
     )
 

@@ -13,7 +13,7 @@ from jaxlora.config import DataConfig, LoraJob, RunConfig
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.config import model_config
 from jaxlora.profile.tokens import job_batch
-from jaxlora.profile.training import make_job, plan_run
+from jaxlora.profile.training import make_job, model_of_shapes, plan_run
 from jaxlora.scheduler import Limits
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.job_state import JobState
@@ -152,9 +152,10 @@ class Case:
         jobs = make_jobs(self, max(self.adapters), 1)
         # Attention also has room for the probes of `MeshTraining`.
         mean = max(1, min(self.longest // 4, 480))
+        config = self.config()
         return plan_run(
-            self.config(),
-            self.model_config(),
+            config,
+            model_of_shapes(config, self.model_config()),
             jobs,
             this_machine(),
             mean_segment_tokens=mean,

@@ -130,7 +130,8 @@ def plan_row(
     # Memory is not checked first: a benchmark shows how accurate the estimate is.
     machine = dataclasses.replace(this_machine(), memory=None)
     mean = min(m.num_tokens // len(m.samples) for m in drawn)
-    plan = training.plan_run(config, model, jobs, machine, mean_segment_tokens=mean)
+    base = training.model_of_shapes(config, model)
+    plan = training.plan_run(config, base, jobs, machine, mean_segment_tokens=mean)
     return plan, jobs
 
 

@@ -1,5 +1,9 @@
 """Predicts the time of a window of a run on a mesh."""
 
+import dataclasses
+
+from jaxlora.costs.device_profile import Profile
+from jaxlora.costs.device_speed import UNKNOWN_DEVICE
 from jaxlora.costs.links import Links
 from jaxlora.costs.stages import decoder_seconds
 from jaxlora.memory.footprint import num_bytes
@@ -20,32 +24,57 @@ from jaxlora.scheduler import (
 _EXPOSED_SHARE = 0.5
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """What the time of a run follows from.
+
+    Attributes:
+        links: Rates of the devices, and of the links between them.
+        profile: What was measured for the run's model and kernels; None: times follow
+            the data sheet of the device.
+    """
+
+    links: Links
+    profile: Profile | None = None
+
+    @property
+    def are_known(self) -> bool:
+        """Whether times are in seconds, rather than in operations."""
+        return self.profile is not None or self.links.speed is not UNKNOWN_DEVICE
+
+
 def window_seconds(
-    stages: MeshStages, lanes: Lanes, schedule: Schedule, links: Links
+    stages: MeshStages, lanes: Lanes, schedule: Schedule, rates: Rates
 ) -> float:
     """Predicts the time of a window from its first pass to its last one.
 
-    All microbatches have the shape of their capacity. The time is in the unit of
-    `decoder_seconds`.
+    All microbatches have the shape of their capacity. Without a profile, the time is in
+    the unit of `decoder_seconds`.
 
     Args:
         stages: Stages of the run.
         lanes: Lanes of the run.
         schedule: The window.
-        links: Rates of the devices, and of the links between them.
+        rates: What the time follows from.
     """
-    cost = _cost_model(stages, schedule.limits.capacity, links)
+    cost = _cost_model(stages, schedule, rates)
     n = lanes.num_lanes
     simulation = simulate(schedule, cost, lanes.pipeline, num_lanes=n)
     batches = {(s.owner, s.batch) for m in schedule.microbatches for s in m}
-    return simulation.makespan + len(batches) * _step_seconds(stages, links)
+    return simulation.makespan + len(batches) * _step_seconds(stages, rates)
 
 
-def _cost_model(stages: MeshStages, capacity: int, links: Links) -> CostModel:
+def _cost_model(stages: MeshStages, schedule: Schedule, rates: Rates) -> CostModel:
+    links, capacity = rates.links, schedule.limits.capacity
     speed, fsdp = links.speed, stages.sizes.fsdp
+    decoder = decoder_seconds(stages.spec, speed)
+    times = decoder.stages(stages.borders)
     # A microbatch also takes the time of reading the weights, however small it is.
     num_tokens = capacity + speed.weight_tokens
-    times = decoder_seconds(stages.spec, speed).stages(stages.borders)
+    if rates.profile is not None:
+        squares = _mean_squares(schedule)
+        whole = rates.profile.seconds(stages.spec, speed, capacity, squares)
+        num_tokens = whole / decoder.whole.both
     costs = []
     for spec, time in zip(stages.specs, times, strict=True):
         gather = links.seconds(_gathered_bytes(spec, fsdp), fsdp)
@@ -59,6 +88,12 @@ def _cost_model(stages: MeshStages, capacity: int, links: Links) -> CostModel:
     return CostModel(
         stages=tuple(costs), communication=speed.transfer_seconds(hidden_bytes)
     )
+
+
+def _mean_squares(schedule: Schedule) -> float:
+    """Returns the mean sum of squared lengths of the microbatches with samples."""
+    squares = [sum(s.num_tokens**2 for s in m) for m in schedule.microbatches if m]
+    return sum(squares) / max(1, len(squares))
 
 
 def _fixed(seconds: float) -> AffineCost:
@@ -75,14 +110,19 @@ def _gathered_bytes(spec: DecoderSpec, fsdp: int) -> float:
     return num_bytes(spec.base_shapes()) * (fsdp - 1) / fsdp
 
 
-def _step_seconds(stages: MeshStages, links: Links) -> float:
-    """Time in which a slot's gradients reach all devices that add them.
+def _step_seconds(stages: MeshStages, rates: Rates) -> float:
+    """Time of an optimizer step, and before it, until all devices have the gradients.
 
     A device receives a chunk from each of the others, and then their sums of chunks.
+    Without a profile, the step itself counts as nothing.
     """
     use = stages.use(0)
     slots = max(num_bytes(spec.adapter_shapes()) for spec in stages.specs)
     assert stages.spec.slots is not None
     slot = slots / stages.spec.slots.num_slots
     received = 2 * slot * (use.num_parts - 1) / use.num_parts
-    return links.seconds(received, use.num_parts)
+    exchange = rates.links.seconds(received, use.num_parts)
+    if (profile := rates.profile) is None or not profile.adapter_bytes:
+        return exchange
+    each = slots / use.num_replicas
+    return exchange + profile.step_seconds * each / profile.adapter_bytes
