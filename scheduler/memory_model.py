@@ -20,6 +20,7 @@ _MOST_LOADS = 64  # that are remembered; those observed longest ago are forgotte
 _NOISE = 0.003  # of observations, as a fraction: fragments, and sizes rounded up
 _FEW = 3  # observations, before which the margin is that of a plan
 _PLAN_MARGIN, _MARGIN = 0.05, 0.01
+_SURPLUS = 1.25  # of a predicted difference
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +77,7 @@ class Doubt:
     Each is a fraction of the whole estimate at the largest load.
     """
 
-    base: float = 0.05
+    base: float = 0.5  # a process may hold other arrays
     per_job: float = 0.0005
     per_token: float = 0.05
     per_square: float = 0.01
@@ -130,19 +131,22 @@ class MemoryModel:
     @property
     def margin(self) -> float:
         """Fraction by which a prediction may be too low."""
-        if self.num_observed < _FEW:
-            return _PLAN_MARGIN
-        errors = [abs(b / self.predict(load) - 1) for load, b in self._observed.items()]
-        return _MARGIN + max(errors)
+        least = _PLAN_MARGIN if self.num_observed < _FEW else _MARGIN
+        errors = [b / self.predict(load) - 1 for load, b in self._observed.items()]
+        return least + max(errors, default=0.0)
 
-    def fits(self, load: Load, limit: float) -> bool:
-        """Whether a load stays within a limit in bytes, with the margin.
+    def bound(self, load: Load) -> float:
+        """Returns the bytes that a load is not expected to exceed.
 
-        A load that has run within the limit fits.
+        It is the prediction with its margin; or what another load has taken, and a
+        little more than the predicted difference to it, if that is less.
         """
-        if self._observed.get(load, np.inf) <= limit:
-            return True
-        return self.predict(load) * (1 + self.margin) <= limit
+        predicted = self.predict(load)
+        others = [
+            (1 + _MARGIN) * peak + _SURPLUS * max(0.0, predicted - self.predict(other))
+            for other, peak in self._observed.items()
+        ]
+        return min([(1 + self.margin) * predicted, *others])
 
     def observe(self, load: Load, peak: float) -> None:
         """Corrects the estimate by the peak that a device reports after a load.

@@ -60,7 +60,7 @@ def test_500_random_joins_and_leaves_never_exceed_a_limit(seed):
         while waiting:
             after = load([*running, waiting[0]])
             # A run with a single job was checked when it was compiled.
-            if after.jobs > 16 or (running and not model.fits(after, limit)):
+            if after.jobs > 16 or (running and model.bound(after) > limit):
                 if after.jobs <= 16 and model.num_observed >= 5:
                     assert device.true(after) > 0.95 * limit  # it is no empty room
                 break
@@ -114,13 +114,19 @@ def test_peaks_that_do_not_rise_are_bounds_only():
     assert lower.predict(large) == pytest.approx(0.9 * PLANNED(large), rel=0.01)
 
 
-def test_a_load_that_has_run_fits():
+def test_a_bound_follows_what_has_run():
     model = MemoryModel(PLANNED, LARGEST, DOUBT)
-    load = Load(jobs=4, tokens=4096)
-    limit = PLANNED(load) * 1.01
-    assert not model.fits(load, limit)  # a plan may be wrong by more
-    model.observe(load, PLANNED(load))
-    assert model.fits(load, limit)
+    one, two = Load(jobs=4, tokens=4096), Load(jobs=5, tokens=4096)
+    assert model.bound(one) == pytest.approx(1.05 * PLANNED(one))
+    model.observe(one, 0.9 * PLANNED(one))
+    assert model.bound(one) == pytest.approx(1.01 * 0.9 * PLANNED(one))
+    job = model.coefficients.per_job
+    assert model.bound(two) == pytest.approx(model.bound(one) + 1.25 * job)
+    # Another job that takes nothing fits as well as the present ones.
+    slots = MemoryModel(Coefficients(base=20 * GIB), Load(jobs=64, tokens=1))
+    slots.observe(Load(jobs=1, tokens=1), 20 * GIB)
+    bound = slots.bound(Load(jobs=64, tokens=1))
+    assert bound == pytest.approx(1.01 * 20 * GIB, rel=1e-3)
 
 
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])

@@ -19,6 +19,7 @@ from jaxlora.memory.bounds import Bounds, low_fill
 from jaxlora.memory.device_memory import DeviceMemory
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.mesh import MeshStages
+from jaxlora.memory.need import MemoryNeed
 from jaxlora.memory.weight_copies import choose_copies
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.programs.program import no_garbage_collection
@@ -54,6 +55,7 @@ class RunPlan:
         bounds: Bounds of the capacity, and what an automatic `remat` may become when
             the step is compiled.
         rates: What the predicted time follows from.
+        need: Memory of the compiled run, which `fit` finds; None: it is not known.
         notes: The reasons, for the log.
     """
 
@@ -63,6 +65,7 @@ class RunPlan:
     lanes: Lanes
     bounds: Bounds
     rates: Rates
+    need: MemoryNeed | None = None
     notes: tuple[Note, ...] = ()
 
     @property
@@ -134,17 +137,22 @@ class RunPlan:
             return compile_stages(self.with_config(config))
 
         found = capacity.fit(self.config, self.stages, self.bounds, compile_config)
-        return self.with_config(found)
+        return dataclasses.replace(self.with_config(found.config), need=found.need)
 
-    def seconds(self, schedule: Schedule) -> float | None:
+    def seconds(self, schedule: Schedule, *, is_part: bool = False) -> float | None:
         """Predicts the time of microbatches, without evaluations and checkpoints.
+
+        Args:
+            schedule: The microbatches.
+            is_part: See `window_seconds`.
 
         Returns:
             Seconds; None: the rates of the device are not known.
         """
         if not self.rates.are_known:
             return None
-        return window_seconds(self.stages, self.lanes, schedule, self.rates)
+        args = self.stages, self.lanes, schedule, self.rates
+        return window_seconds(*args, is_part=is_part)
 
     def pipeline_figures(self, schedule: Schedule) -> dict[str, Any]:
         """Predicts how busy the stages are in a schedule; empty without stages.

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import numpy as np
+
 from jaxlora.costs.device_profile import Profile
 from jaxlora.costs.device_speed import UNKNOWN_DEVICE
 from jaxlora.costs.links import Links
@@ -44,7 +46,12 @@ class Rates:
 
 
 def window_seconds(
-    stages: MeshStages, lanes: Lanes, schedule: Schedule, rates: Rates
+    stages: MeshStages,
+    lanes: Lanes,
+    schedule: Schedule,
+    rates: Rates,
+    *,
+    is_part: bool = False,
 ) -> float:
     """Predicts the time of a window from its first pass to its last one.
 
@@ -56,12 +63,26 @@ def window_seconds(
         lanes: Lanes of the run.
         schedule: The window.
         rates: What the time follows from.
+        is_part: Whether other microbatches come before and after it, so that a pipeline
+            neither fills nor drains.
     """
     cost = _cost_model(stages, schedule, rates)
     n = lanes.num_lanes
     simulation = simulate(schedule, cost, lanes.pipeline, num_lanes=n)
     batches = {(s.owner, s.batch) for m in schedule.microbatches for s in m}
-    return simulation.makespan + len(batches) * _step_seconds(stages, rates)
+    seconds = simulation.makespan
+    if is_part and schedule.microbatches:
+        seconds = max(0.0, seconds - _ramp_seconds(cost, schedule))
+    return seconds + len(batches) * _step_seconds(stages, rates)
+
+
+def _ramp_seconds(cost: CostModel, schedule: Schedule) -> float:
+    """Time of a pipeline's fill and drain: what one microbatch adds to its stage."""
+    full = np.array([float(schedule.limits.capacity)])
+    forward, backward = cost.times(full, np.zeros(1), np.ones(1))
+    both = (forward + backward)[:, 0]
+    transfers = 2 * (cost.num_stages - 1) * cost.communication
+    return float(both.sum() - both.max()) + transfers
 
 
 def _cost_model(stages: MeshStages, schedule: Schedule, rates: Rates) -> CostModel:
