@@ -1,4 +1,4 @@
-"""Fits time and memory models to measured steps by nonnegative least squares."""
+"""Fits the time of passes to measurements by nonnegative least squares."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -37,59 +37,6 @@ class TimeFit:
     mape: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryPoint:
-    """The measured peak memory of a step with sequences of equal length.
-
-    Attributes:
-        batch_size: Number of sequences.
-        length: Tokens of each sequence.
-        num_bytes: Peak memory in bytes.
-    """
-
-    batch_size: int
-    length: int
-    num_bytes: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryModel:
-    """Memory in bytes of a step with B sequences of L tokens: b0 + b1 B L + b2 B L^2.
-
-    This is equation 5 of mLoRA.
-
-    Attributes:
-        base: b0, which includes the frozen model. It counts once for all jobs.
-        per_token: b1.
-        per_square: b2.
-
-    References:
-        mLoRA, https://arxiv.org/abs/2312.02515, section 3.4.
-    """
-
-    base: float
-    per_token: float
-    per_square: float
-
-    def __call__(self, batch_size: int, length: int) -> float:
-        """Estimates the memory of a step with `batch_size` sequences of `length`."""
-        tokens, squares = batch_size * length, batch_size * length**2
-        return self.base + self.per_token * tokens + self.per_square * squares
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryFit:
-    """A fitted memory model.
-
-    Attributes:
-        model: The model.
-        mape: Mean absolute percentage error at the measured points, as a fraction.
-    """
-
-    model: MemoryModel
-    mape: float
-
-
 def fit_time(points: Sequence[TimePoint]) -> TimeFit:
     """Fits `base + per_token * tokens + per_square * squares` to measured times.
 
@@ -101,19 +48,6 @@ def fit_time(points: Sequence[TimePoint]) -> TimeFit:
     (base, per_token, per_square), mape = _fit(rows, [p.seconds for p in points])
     cost = AffineCost(base=base, per_token=per_token, per_square=per_square)
     return TimeFit(cost=cost, mape=mape)
-
-
-def fit_memory(points: Sequence[MemoryPoint]) -> MemoryFit:
-    """Fits mLoRA's memory model to measured peaks.
-
-    Raises:
-        ValueError: The points do not determine the three coefficients, or a peak is not
-            positive and finite.
-    """
-    rows = [(1.0, p.batch_size * p.length, p.batch_size * p.length**2) for p in points]
-    (base, per_token, per_square), mape = _fit(rows, [p.num_bytes for p in points])
-    model = MemoryModel(base=base, per_token=per_token, per_square=per_square)
-    return MemoryFit(model=model, mape=mape)
 
 
 def _fit(

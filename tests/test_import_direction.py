@@ -15,7 +15,8 @@ MAY_IMPORT = {
     "bench": LEAVES | {"jaxlora", "profile"},
     "scripts": LEAVES | {"jaxlora", "profile", "bench"},
 }
-ALSO = {"jaxlora.cli.bench": {"bench"}}  # the command line starts benchmarks
+# The command line starts benchmarks and measurements.
+ALSO = {"jaxlora.cli.bench": {"bench"}, "jaxlora.cli.profile": {"profile"}}
 LIBRARIES_NEVER_IN = {"scheduler": {"jax", "jaxlib", "flax"}}
 # jaxlora holds a link to each of these folders, by the name in front.
 LINKED = {path.name: path.resolve() for path in arrows.links()}

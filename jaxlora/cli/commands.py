@@ -11,6 +11,7 @@ from jaxlora.cli import (
     merge,
     migrate,
     plan,
+    profile,
     status,
     train,
 )
@@ -29,6 +30,7 @@ COMMANDS = (
     convert.COMMAND,
     merge.COMMAND,
     export.COMMAND,
+    profile.COMMAND,
     bench.COMMAND,
     inspect.COMMAND,
 )

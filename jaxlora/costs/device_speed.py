@@ -49,6 +49,10 @@ class DeviceSpeed:
         products = work.flops / rate + work.fp8_flops / fp8_rate
         return products + work.memory_bytes / self.memory_bytes
 
+    def with_link(self, bytes_per_second: float) -> "DeviceSpeed":
+        """Returns the rates with another one that transfers were measured to reach."""
+        return dataclasses.replace(self, link_bytes=bytes_per_second / _LINK_SHARE)
+
     def transfer_seconds(self, num_bytes: float) -> float:
         """Estimates the time of a transfer between two devices, in seconds."""
         return num_bytes / (_LINK_SHARE * self.link_bytes)

@@ -63,6 +63,11 @@ class DecoderSeconds:
     layers: tuple[PassSeconds, ...]
     head: PassSeconds
 
+    @property
+    def whole(self) -> PassSeconds:
+        """Time in all parts together."""
+        return sum(self.layers, self.embedding + self.head)
+
     def borders(self, num_stages: int) -> tuple[int, ...]:
         """Returns the borders of the stages between which the slowest is fastest.
 

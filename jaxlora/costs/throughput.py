@@ -30,8 +30,6 @@ def seconds_per_token(
     Returns:
         The time, in the unit of `decoder_seconds`.
     """
-    times = decoder_seconds(spec, speed)
-    each = sum(layer.both for layer in times.layers)
-    each += times.embedding.both + times.head.both
+    each = decoder_seconds(spec, speed).whole.both
     filled = max(1.0, capacity - _FREE_SAMPLES * sample_tokens)
     return (capacity + speed.weight_tokens) * each / filled

@@ -20,6 +20,7 @@ from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.device_memory import DeviceMemory, format_bytes
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.mesh import MeshFootprint, MeshStages
+from jaxlora.memory.need import MemoryNeed
 from jaxlora.memory.refusal import refusal
 from jaxlora.pallas_kernels.device import device_kind
 
@@ -80,12 +81,25 @@ def resolve_auto(
     return Resolved(config=config)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Fitted:
+    """A run that fits as it is compiled.
+
+    Attributes:
+        config: The run.
+        need: What it needs; None: the compiler or the device reports nothing.
+    """
+
+    config: RunConfig
+    need: MemoryNeed | None
+
+
 def fit(
     config: RunConfig,
     stages: MeshStages,
     bounds: Bounds,
     compile_stages: CompileStages,
-) -> RunConfig:
+) -> Fitted:
     """Returns the run with a `remat` and a number of tokens at which it fits.
 
     All passes are compiled, and their memory is read from the compiler. An automatic
@@ -171,7 +185,7 @@ def _measured(
     bounds: Bounds,
     available: DeviceMemory | None,
     compile_stages: CompileStages,
-) -> RunConfig:
+) -> Fitted:
     """Compiles all passes, again each time that the settings change."""
     search = _Search(bounds)
     while True:
@@ -180,7 +194,7 @@ def _measured(
         if available is None or found is None:
             who = "device's allocator" if available is None else "compiler"
             logger.info("memory: not checked, as the %s does not report it", who)
-            return config
+            return Fitted(config=config, need=None)
         chosen = search.next_capacity(tokens, found, available.num_bytes)
         if chosen is None:
             stronger = bounds.stronger_than(config.weakest_remat)
@@ -194,7 +208,8 @@ def _measured(
             continue
         if chosen == tokens:
             _log_needed(tokens, found, stages, available)
-            return config
+            need = MemoryNeed.of(stages, found, tokens, available)
+            return Fitted(config=config, need=need)
         logger.info("%s", _describe(chosen, "measured", found, available, bounds))
         config = config.replace(microbatch_tokens=chosen)
 

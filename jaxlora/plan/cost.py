@@ -2,13 +2,10 @@
 
 import dataclasses
 
-from jaxlora.costs.device_speed import UNKNOWN_DEVICE
 from jaxlora.memory.mesh import estimated_footprint
 from jaxlora.memory.need import MemoryNeed
 from jaxlora.memory.refusal import refusal
-from jaxlora.scheduler import Schedule
 from jaxlora.train.plan.auto_mesh.machine import this_machine
-from jaxlora.train.plan.auto_mesh.predict import window_seconds
 from jaxlora.train.plan.run_plan import RunPlan
 
 
@@ -50,13 +47,3 @@ def check_fits(plan: RunPlan) -> None:
     assert need.available is not None
     found = estimated_footprint(plan.stages, plan.config.block_tokens, need.tokens)
     raise refusal(plan.config, plan.stages, plan.bounds, found, need.available)
-
-
-def run_seconds(plan: RunPlan, schedule: Schedule) -> float | None:
-    """Predicts the time of a run's microbatches; None on an unknown device."""
-    machine = this_machine()
-    if machine.speed is UNKNOWN_DEVICE:
-        return None
-    stages, links = plan.stages, machine.links(plan.config.network_gbits)
-    shapes = plan.shapes.tokens
-    return window_seconds(stages, plan.lanes, schedule, links, shapes)

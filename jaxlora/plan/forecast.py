@@ -16,7 +16,7 @@ from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.gpu_share import GATHERING_SHARE, SHARE
 from jaxlora.memory.need import MemoryNeed
 from jaxlora.pallas_kernels.device import planned_for
-from jaxlora.plan.cost import PlannedTime, check_fits, memory_need, run_seconds
+from jaxlora.plan.cost import PlannedTime, check_fits, memory_need
 from jaxlora.plan.foretell import foretell
 from jaxlora.run.folder import (
     as_begun,
@@ -184,7 +184,7 @@ def _forecast(
 def _time(
     plan: RunPlan, jobs: Sequence[PreparedJob], schedule: Schedule
 ) -> PlannedTime | None:
-    together = run_seconds(plan, schedule)
+    together = plan.seconds(schedule)
     if together is None:
         return None
     apart = [together]
@@ -203,7 +203,7 @@ def _seconds_alone(plan: RunPlan, job: PreparedJob) -> float:
         tokens = min(largest, config.limits.capacity)
         config = config.replace(microbatch_tokens=tokens)
     alone = plan.alone(config, job)
-    seconds = run_seconds(alone, foretell(alone, [job]))
+    seconds = alone.seconds(foretell(alone, [job]))
     assert seconds is not None
     return seconds
 

@@ -145,7 +145,9 @@ def _add_time(table: Table, planned: RunForecast, price_per_hour: float | None) 
     time = planned.time
     if time is None:
         table.add_row(
-            "time", "not predicted, as the rates of this device are not known"
+            "time",
+            "not predicted, as the rates of this device are not known; `jaxlora "
+            "profile` measures them",
         )
         return
     speed = planned.num_tokens / time.together
@@ -187,8 +189,13 @@ def _notes(planned: RunForecast) -> Iterator[str]:
         "Time is that of training: loading, compiling, evaluations and checkpoints "
         "come on top, and jobs that stop early take less."
     )
-    machine = planned.machine
-    if machine is None:
+    machine, profile = planned.machine, planned.plan.rates.profile
+    if profile is not None:
+        yield (
+            f"It follows what `jaxlora profile` measured on {profile.measured[:10]}, "
+            f"with {profile.kernels}."
+        )
+    if machine is None or profile is not None:
         return
     if machine.gpu.is_measured:
         yield (

@@ -243,6 +243,7 @@ class WindowEvent(Event):
         planned_ahead: Whether all of them were planned while others ran.
         planning_seconds: Time that training waited for plans.
         pipeline: Estimates for a pipeline of stages, by name; empty without stages.
+        predicted_seconds: Predicted duration; None: the device's rates are not known.
     """
 
     kind = "window"
@@ -257,11 +258,14 @@ class WindowEvent(Event):
     planned_ahead: bool
     planning_seconds: float
     pipeline: Mapping[str, Any]
+    predicted_seconds: float | None = None
 
     def values(self) -> dict[str, Any]:
         """Returns the JSON values that describe the event in metrics.jsonl."""
         fields = (field.name for field in dataclasses.fields(self))
         own = {n: getattr(self, n) for n in fields if n not in ("round", "pipeline")}
+        if self.predicted_seconds is None:
+            del own["predicted_seconds"]
         return own | dict(self.pipeline)
 
 

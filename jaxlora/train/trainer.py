@@ -15,6 +15,7 @@ from jaxlora.distributed import agreement, processes
 from jaxlora.errors import CheckpointError
 from jaxlora.hf.load import FrozenModel
 from jaxlora.memory.footprint import StagePrograms
+from jaxlora.memory.run_memory import RunMemory, read_devices
 from jaxlora.run import events
 from jaxlora.run.callback import Callback, Listeners
 from jaxlora.run.folder import ADAPTERS, check_folder, clean_up
@@ -36,7 +37,12 @@ from jaxlora.train.plan.prepared_job import prepare_job
 from jaxlora.train.plan.run_plan import RunPlan
 from jaxlora.train.plan.slot_spec import check_fits
 from jaxlora.train.report.run_callbacks import open_callbacks
-from jaxlora.train.report.summary import RunResult, job_result, write_report
+from jaxlora.train.report.summary import (
+    RunResult,
+    TrainingTime,
+    job_result,
+    write_report,
+)
 from jaxlora.train.requests import Requests
 from jaxlora.train.saved.continue_job import continue_job, copy_best_export
 from jaxlora.train.saved.describe_run import (
@@ -99,6 +105,7 @@ class Trainer:
         self._saved_stream: SavedStream | None = None
         self._num_saved = 0  # checkpoints that were due so far
         self._looked = 0.0
+        self._time = TrainingTime()
 
     @property
     def config(self) -> RunConfig:
@@ -219,6 +226,7 @@ class Trainer:
             if self._has_begun:
                 self._reset()
             self._has_begun, self._listeners = True, Listeners([])
+            self._time = TrainingTime()
             self._take_added()
             if resume:
                 # A refusal comes before anything is compiled.
@@ -231,6 +239,8 @@ class Trainer:
                 self.plan = self.plan.fit(self.compile)
                 self.layout = self.layout.with_remat(self.plan.spec.options.remat)
                 self._start_programs(self.plan).finish()
+                slots = self.plan.num_slots
+                self._memory = RunMemory(self.plan.need, slots, read_devices)
                 shapes = self.plan.further_limits
                 with FurtherPrograms(self.layout, self.slots, shapes) as further:
                     self._further = further
@@ -242,6 +252,8 @@ class Trainer:
                 output_dir=self.output_dir,
                 interrupted=interrupted,
                 num_compilations=self._num_compiled - compiled_before,
+                seconds=self._time.compared(),
+                peak_bytes=self._memory.compared(),
             )
             if processes.is_first():
                 write_report(result)
@@ -334,6 +346,7 @@ class Trainer:
     def _send(self, event: events.Event) -> None:
         if isinstance(event, events.WindowEvent):
             self.round = event.round
+            self._time.add(event)
         self._lock.check_folder()  # callbacks would make a removed folder again
         self._listeners.send(event)
 
@@ -347,6 +360,7 @@ class Trainer:
             self.jobs,
             executor,
             first_round=self.round,
+            memory=self._memory,
             requests=self._requests,
             export=functools.partial(self._export, store),
             send=self._send,

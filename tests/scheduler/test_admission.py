@@ -1,12 +1,12 @@
 """Tests which jobs start and which are paused."""
 
-import pytest
+import random
 
 from jaxlora.scheduler.admission import Candidate, admit, preempt
 
 
-def admitted(waiting, *args, **kwargs):
-    return [c.job for c in admit(waiting, *args, **kwargs)]
+def admitted(waiting, num_free):
+    return [c.job for c in admit(waiting, num_free)]
 
 
 def test_orders_by_priority_then_arrival():
@@ -14,56 +14,48 @@ def test_orders_by_priority_then_arrival():
     assert admitted(waiting, 5) == [1, 3, 0, 4, 2]
     assert admitted(waiting, 2) == [1, 3]
     assert admitted(waiting, 0) == []
+    assert admitted(waiting, -1) == []
     assert admitted([], 3) == []
 
 
-def test_admitted_jobs_fit_in_memory():
-    waiting = [
-        Candidate(job=j, memory_bytes=m, priority=p)
-        for j, (m, p) in enumerate([(4, 0), (6, 1), (5, 0), (1, 0)])
-    ]
-    assert admitted(waiting, 4, memory_left=10) == [1, 0]
-    # Job 2 does not fit, and blocks the jobs behind it.
-    assert admitted(waiting, 4, memory_left=11) == [1, 0]
-    assert admitted(waiting, 4, memory_left=16) == [1, 0, 2, 3]
-    assert admitted(waiting, 4, memory_left=5) == []
-
-
-@pytest.mark.parametrize("estimate", [-1.0, float("nan")])
-def test_refuses_invalid_estimates(estimate):
-    with pytest.raises(ValueError, match="An estimate must be at least 0"):
-        admit([Candidate(job=7, memory_bytes=estimate)], 1)
-
-
-def preempted(running, waiting, *args, **kwargs):
-    """Calls `preempt` with jobs given as (number, priority, bytes)."""
-    found = preempt(
-        *(
-            [Candidate(job=j, priority=p, memory_bytes=m) for j, p, m in jobs]
-            for jobs in (running, waiting)
-        ),
-        *args,
-        **kwargs,
-    )
+def preempted(running, waiting, num_slots):
+    """Calls `preempt` with jobs given as (number, priority)."""
+    jobs = ([Candidate(job=j, priority=p) for j, p in js] for js in (running, waiting))
+    found = preempt(*jobs, num_slots)
     return [c.job for c in found.paused], [c.job for c in found.started]
 
 
 def test_only_a_higher_priority_preempts():
-    running = [(0, 1, 0), (1, 0, 0), (2, 0, 0)]
-    assert preempted(running, [(3, 0, 0)], 3) == ([], [])
-    assert preempted(running, [(3, 1, 0)], 3) == ([2], [3])  # the last to arrive
-    assert preempted(running, [(3, 1, 0), (4, 2, 0)], 3) == ([2, 1], [4, 3])
-    assert preempted(running, [(3, 1, 0)], 4) == ([], [3])  # there is room
-    assert preempted(running, [(5, 0, 0), (3, 2, 0)], 4) == ([], [3])
+    running = [(0, 1), (1, 0), (2, 0)]
+    assert preempted(running, [(3, 0)], 3) == ([], [])
+    assert preempted(running, [(3, 1)], 3) == ([2], [3])  # the last to arrive
+    assert preempted(running, [(3, 1), (4, 2)], 3) == ([2, 1], [4, 3])
+    assert preempted(running, [(3, 1)], 4) == ([], [3])  # there is room
+    assert preempted(running, [(5, 0), (3, 2)], 4) == ([], [3])
 
 
-def test_preemption_stays_within_memory():
-    running = [(0, 0, 6), (1, 0, 3)]
-    # Job 1 is the first candidate, but it can stay once job 0 is paused.
-    assert preempted(running, [(2, 1, 5)], 4, memory_bytes=10) == ([0], [2])
-    assert preempted(running, [(2, 1, 8)], 4, memory_bytes=10) == ([1, 0], [2])
-    assert preempted(running, [(2, 1, 4)], 4, memory_bytes=10) == ([1], [2])
-    # No job is paused for one that would still not fit. It blocks the jobs behind it.
-    assert preempted(running, [(2, 1, 11), (3, 0, 1)], 4, memory_bytes=10) == ([], [])
-    with pytest.raises(ValueError, match="An estimate must be at least 0"):
-        preempted([(0, 0, -1)], [], 1)
+def test_more_may_run_than_there_is_room_for_now():
+    running = [(0, 1), (1, 0), (2, 0)]
+    assert preempted(running, [(3, 0)], 2) == ([], [])
+    assert preempted(running, [(3, 2)], 2) == ([2, 1], [3])
+    assert preempted(running, [(3, 1)], 1) == ([], [])  # job 0 would have to leave
+
+
+def test_random_choices_keep_the_rules():
+    rng = random.Random(0)
+    for _ in range(300):
+        priorities = [rng.randrange(4) for _ in range(rng.randrange(1, 9))]
+        cut, num_slots = rng.randrange(len(priorities) + 1), rng.randrange(1, 6)
+        jobs = list(enumerate(priorities))
+        running, waiting = jobs[:cut][:num_slots], jobs[cut:]
+        paused, started = preempted(running, waiting, num_slots)
+        kept = [p for j, p in running if j not in paused]
+        assert len(kept) + len(started) <= num_slots
+        given = dict(jobs)
+        if paused:
+            assert min(given[j] for j in started) > max(given[j] for j in paused)
+            assert len(kept) + len(started) == num_slots
+        if left := [given[j] for j, _ in waiting if j not in started]:
+            assert len(kept) + len(started) == num_slots
+            assert not kept or max(left) <= min(kept)
+            assert max(left) <= min([given[j] for j in started], default=9)

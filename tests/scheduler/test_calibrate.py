@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxlora.scheduler import AffineCost
-from jaxlora.scheduler.calibrate import MemoryPoint, TimePoint, fit_memory, fit_time
+from jaxlora.scheduler.calibrate import TimePoint, fit_time
 
 SHAPES = [(n * length, n * length**2) for n in (1, 2, 8) for length in (64, 512, 4096)]
 
@@ -41,19 +41,6 @@ def test_no_coefficient_is_negative():
     cost = fit_time(falling).cost
     assert cost.per_square == 0
     assert min(cost.base, cost.per_token) > 0
-
-
-def test_memory_counts_the_base_once():
-    def peak(batch_size, length):
-        return 15e9 + 2e5 * batch_size * length + 30.0 * batch_size * length**2
-
-    shapes = [(b, n) for b in (1, 2, 4) for n in (128, 1024, 2048)]
-    fit = fit_memory(
-        [MemoryPoint(batch_size=b, length=n, num_bytes=peak(b, n)) for b, n in shapes]
-    )
-    assert fit.model.base == pytest.approx(15e9)
-    assert fit.model(8, 4096) == pytest.approx(peak(8, 4096))
-    assert fit.mape < 1e-9
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from jaxlora.common.counted import counted
+from jaxlora.memory.run_memory import RunMemory
 from jaxlora.run.events import (
     EvalEvent,
     Event,
@@ -51,6 +52,7 @@ class JobLifecycle:
         ticks: StreamPlan,
         *,
         first_round: int,
+        memory: RunMemory,
         requests: Requests,
         export: Callable[[JobState], None],
         send: Callable[[Event], None],
@@ -64,6 +66,7 @@ class JobLifecycle:
             executor: Has the slots.
             ticks: The microbatches.
             first_round: Rounds done before.
+            memory: Limits the jobs that run at once.
             requests: Requests to stop and to pause jobs.
             export: Writes a job's adapter.
             send: Sends an event to the callbacks.
@@ -74,6 +77,7 @@ class JobLifecycle:
         self.untimed_seconds = 0.0
         self._plan, self._config = plan, plan.config
         self._executor, self._ticks = executor, ticks
+        self._memory, self._usable = memory, plan.num_slots
         self._requests, self._export = requests, export
         self._send, self._make_samples = send, make_samples
         self._numbers: dict[str, int] = {}  # of jobs, by name
@@ -165,7 +169,7 @@ class JobLifecycle:
         num_left += self._pause_by_request(here)
         positions = assign_slots(
             self._positions(),
-            self._plan.num_slots,
+            self._usable_slots(),
             preempts=self._config.preempt,
             lanes=self._plan.lanes,
         )
@@ -178,6 +182,15 @@ class JobLifecycle:
         )
         is_settled &= not any(map(self._is_held, self.by_slot.values()))
         self._settled = seen if is_settled else None
+
+    def _usable_slots(self) -> int:
+        """Returns how many jobs may run at once; says why if these become fewer."""
+        tokens = self._config.limits.capacity
+        usable = self._memory.usable_slots(tokens)
+        if usable < self._usable:
+            logger.warning("%s", self._memory.explain(usable, tokens))
+        self._usable = usable
+        return usable
 
     def _pause_by_request(self, at_border: Collection[JobState]) -> int:
         """Pauses jobs that were asked to pause; returns how many."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from jaxlora.adapters.slots import ReadSlot
+from jaxlora.memory.run_memory import RunMemory
 from jaxlora.run.events import Event, WindowEvent
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.scheduler import Schedule
@@ -71,6 +72,7 @@ class Stream:
         executor: Executor,
         *,
         first_round: int,
+        memory: RunMemory,
         requests: Requests,
         export: Callable[[JobState], None],
         send: Callable[[Event], None],
@@ -83,13 +85,14 @@ class Stream:
             jobs: Jobs of the run; more may be added at a border.
             executor: Runs the microbatches.
             first_round: Rounds done before.
+            memory: Is corrected by what the devices report, and limits the jobs.
             requests: Requests to stop and to pause jobs; more may come at any time.
             export: Writes a job's adapter.
             send: Sends an event to the callbacks.
             make_samples: Generates texts with the adapters in slots, for evaluations.
         """
         self._plan, self._config = plan, plan.config
-        self._executor, self._send = executor, send
+        self._executor, self._memory, self._send = executor, memory, send
         self._ticks = StreamPlan(
             plan.rules, lambda job, step: jobs[job].prepared.lengths(step)
         )
@@ -99,6 +102,7 @@ class Stream:
             executor,
             self._ticks,
             first_round=first_round,
+            memory=memory,
             requests=requests,
             export=export,
             send=send,
@@ -180,6 +184,9 @@ class Stream:
         self._begin_window()
         for outcomes in self._executor.run(self._ticks, self._life.by_slot):
             self._window.add(outcomes)
+            if outcomes.steps:
+                num_jobs = len(self._life.by_slot)
+                self._memory.note(num_jobs, self._config.limits.capacity)
             stepped = self._stepped = self._handle(outcomes)
             num_rounds = self.round
             if not self._due and self._has_stepped:
@@ -253,6 +260,7 @@ class Stream:
             planned_ahead=ticks.num_ahead == ticks.num_stretches,
             planning_seconds=round(ticks.waited_seconds, 4),
             pipeline=self._plan.pipeline_figures(recent),
+            predicted_seconds=self._plan.seconds(recent, is_part=True),
         )
         ticks.forget_figures()
         self._begin_window()

@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
+from jaxlora.costs.device_profile import find_profile
 from jaxlora.errors import ConfigError
 from jaxlora.hf.load import Place
 from jaxlora.memory import capacity
@@ -18,6 +19,7 @@ from jaxlora.memory.bounds import Bounds, low_fill
 from jaxlora.memory.device_memory import DeviceMemory
 from jaxlora.memory.footprint import StagePrograms
 from jaxlora.memory.mesh import MeshStages
+from jaxlora.memory.need import MemoryNeed
 from jaxlora.memory.weight_copies import choose_copies
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.programs.program import no_garbage_collection
@@ -30,6 +32,7 @@ from jaxlora.train.execute.layout import base_placement, base_specs_of
 from jaxlora.train.plan.auto_mesh.candidates import Candidates, Demand
 from jaxlora.train.plan.auto_mesh.choose import choose_mesh
 from jaxlora.train.plan.auto_mesh.machine import Machine
+from jaxlora.train.plan.auto_mesh.predict import Rates, window_seconds
 from jaxlora.train.plan.job_slots import JobPosition
 from jaxlora.train.plan.lanes import run_lanes, window_cost
 from jaxlora.train.plan.planned_model import PlannedModel
@@ -53,6 +56,8 @@ class RunPlan:
         bounds: Bounds of the capacity, and what an automatic `remat` may become when
             the step is compiled.
         shapes: Shapes of microbatches beside that of the capacity.
+        rates: What the predicted time follows from.
+        need: Memory of the compiled run, which `fit` finds; None: it is not known.
         notes: The reasons, for the log.
     """
 
@@ -62,6 +67,8 @@ class RunPlan:
     lanes: Lanes
     bounds: Bounds
     shapes: Shapes = ONE_SHAPE
+    rates: Rates
+    need: MemoryNeed | None = None
     notes: tuple[Note, ...] = ()
 
     @property
@@ -124,7 +131,7 @@ class RunPlan:
         assert self.spec.slots is not None
         slots = dataclasses.replace(self.spec.slots, num_slots=1)
         spec = dataclasses.replace(self.spec, slots=slots)
-        plan = _laid_out(config, self.model, spec, [job], self.bounds)
+        plan = _laid_out(config, self.model, spec, [job], self.bounds, self.rates)
         shapes = self.shapes.below(config.limits.capacity)
         return dataclasses.replace(plan, shapes=shapes)
 
@@ -145,7 +152,22 @@ class RunPlan:
             return compile_stages(self.with_config(config))
 
         found = capacity.fit(self.config, self.stages, self.bounds, compile_config)
-        return self.with_config(found)
+        return dataclasses.replace(self.with_config(found.config), need=found.need)
+
+    def seconds(self, schedule: Schedule, *, is_part: bool = False) -> float | None:
+        """Predicts the time of microbatches, without evaluations and checkpoints.
+
+        Args:
+            schedule: The microbatches.
+            is_part: See `window_seconds`.
+
+        Returns:
+            Seconds; None: the rates of the device are not known.
+        """
+        if not self.rates.are_known:
+            return None
+        args = self.stages, self.lanes, schedule, self.rates, self.shapes.tokens
+        return window_seconds(*args, is_part=is_part)
 
     def pipeline_figures(self, schedule: Schedule) -> dict[str, Any]:
         """Predicts how busy the stages are in a schedule; empty without stages.
@@ -272,11 +294,14 @@ class _Draft:
         spec = self.spec.with_remat(config.weakest_remat)
         if spec.options.base_format is not None:
             notes.append(Note(f"base: {describe_base(spec)}"))
-        plan = _laid_out(config, self.model, spec, self.jobs, bounds)
+        if self.machine.profiles:
+            notes.append(Note(find_profile(self.machine.profiles, spec)[1]))
+        rates = self.machine.rates(spec, config.network_gbits)
+        plan = _laid_out(config, self.model, spec, self.jobs, bounds, rates)
         shapes, why = choose_shapes(
             *(config, plan.stages, plan.lanes),
             lambda: first_positions(self.jobs),
-            *(self.jobs, self.machine),
+            *(self.jobs, rates),
         )
         notes += why if shapes.tokens else low_fill(config, bounds)
         notes += plan.notes
@@ -330,6 +355,7 @@ def _laid_out(
     spec: DecoderSpec,
     jobs: Sequence[PreparedJob],
     bounds: Bounds,
+    rates: Rates,
 ) -> RunPlan:
     """Decides whether replicas share jobs, and divides the decoder into stages.
 
@@ -352,6 +378,7 @@ def _laid_out(
         stages=stages,
         lanes=lanes,
         bounds=bounds,
+        rates=rates,
         notes=tuple(_mesh_notes(stages, pinning)),
     )
 

@@ -6,12 +6,10 @@ from collections.abc import Callable, Sequence
 
 from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
-from jaxlora.costs.device_speed import UNKNOWN_DEVICE
 from jaxlora.memory.mesh import MeshStages
 from jaxlora.scheduler import CostModel, Lanes, Sample
 from jaxlora.scheduler.buckets import Buckets, choose
-from jaxlora.train.plan.auto_mesh.machine import Machine
-from jaxlora.train.plan.auto_mesh.predict import shape_seconds
+from jaxlora.train.plan.auto_mesh.predict import Rates, shape_seconds
 from jaxlora.train.plan.job_slots import JobPosition
 from jaxlora.train.plan.prepared_job import PreparedJob
 
@@ -53,7 +51,7 @@ def choose_shapes(
     lanes: Lanes,
     positions: Callable[[], Sequence[JobPosition]],
     jobs: Sequence[PreparedJob],
-    machine: Machine,
+    rates: Rates,
 ) -> tuple[Shapes, list[Note]]:
     """Chooses the shapes of a run, and says why.
 
@@ -66,13 +64,13 @@ def choose_shapes(
         lanes: Its lanes.
         positions: Returns the positions of the jobs at the start.
         jobs: The jobs.
-        machine: The machine that the run is for.
+        rates: What the time follows from.
     """
     asked, capacity = config.microbatch_shapes, config.limits.capacity
-    is_known, limit = machine.speed is not UNKNOWN_DEVICE, config.shape_compile_seconds
+    is_known, limit = rates.are_known, config.shape_compile_seconds
     if asked == () or (asked == "auto" and not (is_known and config.packer == "joint")):
         return ONE_SHAPE, []
-    cost = shape_seconds(stages, capacity, machine.links(config.network_gbits))
+    cost = shape_seconds(stages, capacity, rates)
     both = [s.forward + s.backward for s in cost.stages]
     tick_seconds = max(_LEAST_SECONDS, *(each(capacity, 0) for each in both))
     if not is_known:

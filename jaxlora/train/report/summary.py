@@ -11,11 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxlora.common.atomic import write_text
+from jaxlora.common.comparison import NOT_KNOWN, Comparison
 from jaxlora.common.console import literal, show
+from jaxlora.memory.device_memory import format_bytes
 from jaxlora.printable import one_line
+from jaxlora.run.events import WindowEvent
 from jaxlora.run.folder import PICTURE, SUMMARY_FILE
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.log import METRICS_FILE
+from jaxlora.run.status_view import format_seconds
 from jaxlora.train.job_state import JobState
 from jaxlora.train.report.plot import plot_losses
 
@@ -51,12 +55,38 @@ class RunResult:
         interrupted: Whether a signal ended the run early; `resume` continues it.
         num_compilations: Programs compiled in this run, without those that an earlier
             run of this process had compiled.
+        seconds: Time of training, without evaluations and exports.
+        peak_bytes: Peak memory of the device that needed the most.
     """
 
     jobs: tuple[JobResult, ...]
     output_dir: pathlib.Path
     interrupted: bool
     num_compilations: int
+    seconds: Comparison = NOT_KNOWN
+    peak_bytes: Comparison = NOT_KNOWN
+
+
+class TrainingTime:
+    """The predicted and the measured time of the windows of a run."""
+
+    def __init__(self):
+        self._predicted: float | None = 0.0
+        self._measured = 0.0
+
+    def add(self, window: WindowEvent) -> None:
+        """Counts a window."""
+        self._measured += window.seconds
+        if window.predicted_seconds is None:
+            self._predicted = None
+        elif self._predicted is not None:
+            self._predicted += window.predicted_seconds
+
+    def compared(self) -> Comparison:
+        """Returns the times of all windows."""
+        if not self._measured:
+            return NOT_KNOWN
+        return Comparison(predicted=self._predicted, measured=self._measured)
 
 
 def job_result(job: JobState, folder: pathlib.Path) -> JobResult:
@@ -157,8 +187,18 @@ def print_summary(result: RunResult, console: Console | None = None) -> None:
         if job.progress.status not in ("finished", "running", "waiting"):
             why = one_line(f"{job.progress.status}: {job.progress.reason}")
             show(console, f"{job.name}: {why}")
+    for line in (
+        *result.seconds.line("time of training", _seconds),
+        *result.peak_bytes.line("peak memory", format_bytes),
+    ):
+        show(console, line, soft_wrap=True)
     if result.interrupted:
         show(console, "Interrupted; a checkpoint was written. Continue with --resume.")
+
+
+def _seconds(seconds: float) -> str:
+    """Formats a time, with tenths of a second if it is short."""
+    return f"{seconds:.1f} s" if seconds < 600 else format_seconds(seconds)
 
 
 def write_report(result: RunResult) -> None:
@@ -174,6 +214,12 @@ def write_report(result: RunResult) -> None:
         }
         for job in result.jobs
     }
-    text = json.dumps({"jobs": jobs, "interrupted": result.interrupted}, indent=2)
+    summary = {
+        "jobs": jobs,
+        "interrupted": result.interrupted,
+        "seconds": dataclasses.asdict(result.seconds),
+        "peak_bytes": dataclasses.asdict(result.peak_bytes),
+    }
+    text = json.dumps(summary, indent=2)
     write_text(result.output_dir / SUMMARY_FILE, text + "\n")
     plot_losses(result.output_dir / METRICS_FILE, result.output_dir / PICTURE)

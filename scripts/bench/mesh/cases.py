@@ -9,11 +9,11 @@ import numpy as np
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.bench.scheduler.lengths import lengths
 from jaxlora.bench.shapes import config_json
-from jaxlora.bench.tokens import job_batch
-from jaxlora.bench.training import make_job, plan_run
 from jaxlora.config import DataConfig, LoraJob, RunConfig
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.config import model_config
+from jaxlora.profile.tokens import job_batch
+from jaxlora.profile.training import make_job, model_of_shapes, plan_run
 from jaxlora.scheduler import Limits
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.job_state import JobState
@@ -150,11 +150,12 @@ class Case:
             ConfigError: The run cannot be trained here.
         """
         jobs = make_jobs(self, max(self.adapters), 1)
-        # Attention also has room for the probes of `pass_times`.
+        # Attention also has room for the probes of `MeshTraining`.
         mean = max(1, min(self.longest // 4, 480))
+        config = self.config()
         return plan_run(
-            self.config(),
-            self.model_config(),
+            config,
+            model_of_shapes(config, self.model_config()),
             jobs,
             this_machine(),
             mean_segment_tokens=mean,

@@ -19,12 +19,12 @@ import numpy as np
 from jaxlora.bench.mesh.cases import Case, make_runs
 from jaxlora.bench.mesh.mesh_training import MeshTraining, flops_per_token
 from jaxlora.bench.mesh.orders import Order, windows
-from jaxlora.bench.mesh.pass_times import full_tick, measure_passes
 from jaxlora.bench.mesh.results import Results, columns_of
 from jaxlora.bench.report import Timing, about, needs_gpu
-from jaxlora.bench.training import GIB, peak_gib, time_steps
 from jaxlora.costs.device_speed import UNKNOWN_DEVICE, find_speed
 from jaxlora.errors import JaxloraError
+from jaxlora.profile.pass_times import measure_passes
+from jaxlora.profile.training import GIB, peak_gib, time_steps
 from jaxlora.scheduler import CostModel, simulate
 from jaxlora.scheduler.lanes import ticks_of
 from jaxlora.train.compilation_cache import keep_compiled_programs
@@ -113,7 +113,8 @@ class _Mesh:
     def _step(self) -> None:
         """Times a full tick with the optimizer step of all jobs."""
         training = self._training
-        batch = training.place(full_tick(training), 0)
+        full = training.probe(self._case.capacity, self._case.longest).packed
+        batch = training.place(full, 0)
         steps = time_steps(lambda: training.start([batch]), self._case.repeats)
         timing = Timing.of(steps)
         training.load()
@@ -129,7 +130,8 @@ class _Mesh:
 
     def _passes(self) -> None:
         """Times each pass of the pipeline on its own, and fits the cost model."""
-        found = measure_passes(self._training)
+        training = self._training
+        found = measure_passes(training, training.probes(), self._case.repeats)
         self._cost = found.cost
         for name, points in found.points.items():
             for p in points:

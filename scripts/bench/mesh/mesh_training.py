@@ -5,13 +5,17 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxlora.bench.mesh.cases import Case, make_jobs
 from jaxlora.bench.mesh.orders import Window
-from jaxlora.bench.tokens import TARGET_SHARE
-from jaxlora.bench.training import Training
+from jaxlora.bench.scheduler.lengths import lengths
 from jaxlora.costs.work import head_work, layer_work
 from jaxlora.errors import JaxloraError
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.profile.pass_times import Probe, make_probe
+from jaxlora.profile.tokens import TARGET_SHARE, equal_shares, fill
+from jaxlora.profile.training import Training
 from jaxlora.scheduler import Lanes, Pipeline
 from jaxlora.train.execute.executor import Outcomes
 from jaxlora.train.execute.run_programs import RunPrograms
@@ -57,6 +61,29 @@ class MeshTraining(Training):
         (stage,), (table,) = self.layout.stages, self.slots.tables
         args = self.bases[0], table.state, table.settings, self.case.limits
         return stage.steps.prepare_passes(*args).compiled().last.memory_analysis()
+
+    def probe(self, num_tokens: int, longest: int) -> Probe:
+        """Makes a microbatch that all jobs share, with lengths like theirs.
+
+        Args:
+            num_tokens: Its tokens.
+            longest: Largest length of a sample.
+        """
+        case = self.case
+
+        def draw(slot: int, total: int, rng: np.random.Generator) -> list[int]:
+            source = case.data_sets[slot]
+            return fill(total, longest, lambda: lengths(source, 1, rng).item())
+
+        totals = equal_shares(num_tokens, max(case.adapters), case.block_tokens)
+        return make_probe(self, case.limits, totals, draw)
+
+    def probes(self) -> list[Probe]:
+        """Makes microbatches of different lengths and fills, which determine a fit."""
+        case, longest = self.case, self.case.longest
+        half = case.limits.padded(case.capacity // 2)
+        sizes = [(case.capacity, longest // cut) for cut in (1, 2, 4)]
+        return [self.probe(*size) for size in (*sizes, (half, longest))]
 
     def seconds(self, windows: Sequence[Window], in_flight: int = 0) -> float:
         """Runs windows one after the other; returns the time until all is done.

@@ -16,9 +16,9 @@ import yaml
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxlora.bench.shapes import config_json
-from jaxlora.bench.tokens import SIGMA, fill
 from jaxlora.hf.config import model_config
 from jaxlora.hf.names import TensorSpec, tensor_specs
+from jaxlora.profile.tokens import SIGMA, fill
 
 _SPECIAL = ("<pad>", "<bos>", "<eos>")
 _BLOCK = 2**25  # random numbers, which all weights repeat from places of their own

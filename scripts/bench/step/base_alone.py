@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlora.bench.training import Training
 from jaxlora.data.pack import PackedBatch
 from jaxlora.memory.mesh import MeshStages
 from jaxlora.models.forward import job_losses, training_options
+from jaxlora.profile.training import Training
 from jaxlora.train.plan.run_plan import RunPlan
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxlora.bench.report import Timing
-from jaxlora.bench.tokens import Microbatch, full_microbatch
+from jaxlora.profile.tokens import Microbatch, full_microbatch
 from jaxlora.scheduler import Limits
 
 

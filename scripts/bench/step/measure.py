@@ -21,20 +21,19 @@ from typing import IO, Any
 
 import jax
 
-from jaxlora.bench import training
 from jaxlora.bench.options import triton_code
 from jaxlora.bench.report import needs_gpu
 from jaxlora.bench.shapes import config_json
 from jaxlora.bench.step import peers
 from jaxlora.bench.step.base_alone import BaseAlone
 from jaxlora.bench.step.cases import ROWS, Case, Row, microbatches, result
-from jaxlora.bench.tokens import Microbatch
-from jaxlora.bench.training import Training
 from jaxlora.config import DataConfig, LoraJob, RunConfig
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.config import model_config
-from jaxlora.profile import step_parts
+from jaxlora.profile import step_parts, training
+from jaxlora.profile.tokens import Microbatch
+from jaxlora.profile.training import Training
 from jaxlora.train.plan.auto_mesh.machine import this_machine
 from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.plan.run_plan import RunPlan
@@ -131,7 +130,8 @@ def plan_row(
     # Memory is not checked first: a benchmark shows how accurate the estimate is.
     machine = dataclasses.replace(this_machine(), memory=None)
     mean = min(m.num_tokens // len(m.samples) for m in drawn)
-    plan = training.plan_run(config, model, jobs, machine, mean_segment_tokens=mean)
+    base = training.model_of_shapes(config, model)
+    plan = training.plan_run(config, base, jobs, machine, mean_segment_tokens=mean)
     return plan, jobs
 
 

@@ -12,6 +12,7 @@ from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.targets import ModuleLora
 from jaxlora.data.tokenize import TokenizedData, TokenizedSample
 from jaxlora.hf.config import model_config
+from jaxlora.memory.run_memory import RunMemory
 from jaxlora.run.log import RunLog, read_events
 from jaxlora.train.execute.stream import Border, Stream
 from jaxlora.train.job_state import JobState
@@ -110,6 +111,7 @@ def drive(tmp_path):
                 runs,
                 executor,
                 first_round=0,
+                memory=RunMemory(None, plan.num_slots),
                 requests=requests,
                 export=export,
                 send=log.on_event,

@@ -35,7 +35,7 @@ def rows(monkeypatch) -> list[int]:
 
 @pytest.fixture(scope="module")
 def small(jobs):
-    """Jobs whose steps together fill less than half of a microbatch, without evaluations."""
+    """Jobs without evaluations, whose steps fill less than half of a microbatch."""
     update = {"eval_every": None, "eval_fraction": 0.0, "steps": 8}
     return [job.model_copy(update=update) for job in (jobs[1], jobs[5])]
 

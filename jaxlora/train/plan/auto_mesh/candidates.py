@@ -192,8 +192,9 @@ class Candidates:
     def seconds_per_token(self, candidate: Candidate) -> float:
         """Predicts the time per token in the first window of the run."""
         schedule = self._schedule(candidate)
-        links = self._machine.links(candidate.config.network_gbits)
-        seconds = window_seconds(candidate.stages, candidate.lanes, schedule, links)
+        stages, lanes = candidate.stages, candidate.lanes
+        rates = self._machine.rates(stages.spec, candidate.config.network_gbits)
+        seconds = window_seconds(stages, lanes, schedule, rates)
         tokens = sum(s.num_tokens for m in schedule.microbatches for s in m)
         return seconds / tokens
 

@@ -1,5 +1,11 @@
 """Predicts the time of a window of a run on a mesh."""
 
+import dataclasses
+
+import numpy as np
+
+from jaxlora.costs.device_profile import Profile
+from jaxlora.costs.device_speed import UNKNOWN_DEVICE
 from jaxlora.costs.links import Links
 from jaxlora.costs.stages import decoder_seconds
 from jaxlora.memory.footprint import num_bytes
@@ -20,47 +26,105 @@ from jaxlora.scheduler import (
 _EXPOSED_SHARE = 0.5
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """What the time of a run follows from.
+
+    Attributes:
+        links: Rates of the devices, and of the links between them.
+        profile: What was measured for the run's model and kernels; None: times follow
+            the data sheet of the device.
+    """
+
+    links: Links
+    profile: Profile | None = None
+
+    @property
+    def are_known(self) -> bool:
+        """Whether times are in seconds, rather than in operations."""
+        return self.profile is not None or self.links.speed is not UNKNOWN_DEVICE
+
+
 def window_seconds(
     stages: MeshStages,
     lanes: Lanes,
     schedule: Schedule,
-    links: Links,
+    rates: Rates,
     shapes: tuple[int, ...] = (),
+    *,
+    is_part: bool = False,
 ) -> float:
     """Predicts the time of a window from its first pass to its last one.
 
-    The time is in the unit of `decoder_seconds`.
+    Without a profile, the time is in the unit of `decoder_seconds`.
 
     Args:
         stages: Stages of the run.
         lanes: Lanes of the run.
         schedule: The window.
-        links: Rates of the devices, and of the links between them.
+        rates: What the time follows from.
         shapes: Shapes of microbatches, in tokens, beside that of the capacity.
+        is_part: Whether other microbatches come before and after it, so that a pipeline
+            neither fills nor drains.
     """
-    cost = shape_seconds(stages, schedule.limits.capacity, links, shapes)
+    capacity, squares = schedule.limits.capacity, _mean_squares(schedule)
+    cost = shape_seconds(stages, capacity, rates, shapes, squares=squares)
     n = lanes.num_lanes
     simulation = simulate(schedule, cost, lanes.pipeline, num_lanes=n)
     batches = {(s.owner, s.batch) for m in schedule.microbatches for s in m}
-    return simulation.makespan + len(batches) * _step_seconds(stages, links)
+    seconds = simulation.makespan
+    if is_part and schedule.microbatches:
+        seconds = max(0.0, seconds - _ramp_seconds(cost, schedule))
+    return seconds + len(batches) * _step_seconds(stages, rates)
+
+
+def _ramp_seconds(cost: CostModel, schedule: Schedule) -> float:
+    """Time of a pipeline's fill and drain: what one microbatch adds to its stage."""
+    full = np.array([float(schedule.limits.capacity)])
+    forward, backward = cost.times(full, np.zeros(1), np.ones(1))
+    both = (forward + backward)[:, 0]
+    transfers = 2 * (cost.num_stages - 1) * cost.communication
+    return float(both.sum() - both.max()) + transfers
 
 
 def shape_seconds(
-    stages: MeshStages, capacity: int, links: Links, shapes: tuple[int, ...] = ()
+    stages: MeshStages,
+    capacity: int,
+    rates: Rates,
+    shapes: tuple[int, ...] = (),
+    *,
+    squares: float = 0.0,
 ) -> CostModel:
-    """Predicts the time of microbatches of each shape; see `window_seconds`."""
-    speed, fsdp = links.speed, stages.sizes.fsdp
-    times = decoder_seconds(stages.spec, speed).stages(stages.borders)
+    """Predicts the time of microbatches of each shape.
+
+    Args:
+        stages: Stages of the run.
+        capacity: The largest shape, in tokens.
+        rates: What the time follows from.
+        shapes: The other shapes.
+        squares: Mean sum of squared lengths of the samples of a full microbatch.
+    """
+    links, fsdp = rates.links, stages.sizes.fsdp
+    decoder = decoder_seconds(stages.spec, links.speed)
+
+    def equivalent_tokens(num_tokens: float) -> float:
+        """Tokens whose products alone would take the whole time of a microbatch."""
+        if rates.profile is None:
+            # A microbatch also takes the time of reading the weights.
+            return num_tokens + links.speed.weight_tokens
+        own = num_tokens, squares * num_tokens / capacity
+        whole = rates.profile.seconds(stages.spec, links.speed, *own)
+        return whole / decoder.whole.both
+
+    full, half = equivalent_tokens(capacity), equivalent_tokens(capacity / 2)
 
     def cost(seconds: float, gather: float) -> AffineCost:
-        # A microbatch also takes the time of reading the weights, however small it is.
-        of = lambda n: _overlapped((n + speed.weight_tokens) * seconds, gather)
-        each = (of(capacity) - of(capacity / 2)) / (capacity / 2)
-        base = of(capacity) - capacity * each
-        return AffineCost(base=base, per_token=each, per_square=0.0)
+        most = _overlapped(full * seconds, gather)
+        each = (most - _overlapped(half * seconds, gather)) / (capacity / 2)
+        return AffineCost(base=most - capacity * each, per_token=each, per_square=0.0)
 
     costs = []
-    for spec, time in zip(stages.specs, times, strict=True):
+    for spec, time in zip(stages.specs, decoder.stages(stages.borders), strict=True):
         gather = links.seconds(_gathered_bytes(spec, fsdp), fsdp)
         forward, backward = (cost(t, gather) for t in (time.forward, time.backward))
         costs.append(StageCost(forward=forward, backward=backward))
@@ -69,8 +133,14 @@ def shape_seconds(
     return CostModel(
         stages=tuple(costs),
         buckets=(*shapes, capacity),
-        communication=speed.transfer_seconds(hidden_bytes),
+        communication=links.speed.transfer_seconds(hidden_bytes),
     )
+
+
+def _mean_squares(schedule: Schedule) -> float:
+    """Returns the mean sum of squared lengths of the microbatches with samples."""
+    squares = [sum(s.num_tokens**2 for s in m) for m in schedule.microbatches if m]
+    return sum(squares) / max(1, len(squares))
 
 
 def _overlapped(compute: float, transfer: float) -> float:
@@ -83,14 +153,19 @@ def _gathered_bytes(spec: DecoderSpec, fsdp: int) -> float:
     return num_bytes(spec.base_shapes()) * (fsdp - 1) / fsdp
 
 
-def _step_seconds(stages: MeshStages, links: Links) -> float:
-    """Time in which a slot's gradients reach all devices that add them.
+def _step_seconds(stages: MeshStages, rates: Rates) -> float:
+    """Time of an optimizer step, and before it, until all devices have the gradients.
 
     A device receives a chunk from each of the others, and then their sums of chunks.
+    Without a profile, the step itself counts as nothing.
     """
     use = stages.use(0)
     slots = max(num_bytes(spec.adapter_shapes()) for spec in stages.specs)
     assert stages.spec.slots is not None
     slot = slots / stages.spec.slots.num_slots
     received = 2 * slot * (use.num_parts - 1) / use.num_parts
-    return links.seconds(received, use.num_parts)
+    exchange = rates.links.seconds(received, use.num_parts)
+    if (profile := rates.profile) is None or not profile.adapter_bytes:
+        return exchange
+    each = slots / use.num_replicas
+    return exchange + profile.step_seconds * each / profile.adapter_bytes

@@ -15,8 +15,8 @@ from jaxlora.bench.mesh.cases import Case
 from jaxlora.bench.mesh.measure import measure
 from jaxlora.bench.mesh.mesh_training import flops_per_token
 from jaxlora.bench.mesh.results import Results
-from jaxlora.bench.weights import random_base
 from jaxlora.errors import JaxloraError
+from jaxlora.profile.weights import random_base
 
 CASE = Case(
     model="tiny",

@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from jaxlora.bench import training, weights
 from jaxlora.bench.step import measure
 from jaxlora.bench.step.cases import FROZEN, PEER, ROWS, Case
+from jaxlora.profile import training, weights
 from jaxlora.train.plan import kernel_choice
 from tests.scripts.bench.tables import broken_base
 

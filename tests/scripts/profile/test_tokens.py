@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jaxlora.bench.tokens import fill, full_microbatch
+from jaxlora.profile.tokens import fill, full_microbatch
 from jaxlora.scheduler import Limits
 
 

@@ -14,7 +14,6 @@ from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.fresh import fresh_adapter
 from jaxlora.adapters.optimizer import OptimizerInputs, Pending
 from jaxlora.adapters.targets import resolve_targets
-from jaxlora.bench import weights
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.pack import PackedBatch
 from jaxlora.data.tokenize import TokenizedData, TokenizedSample
@@ -26,6 +25,7 @@ from jaxlora.models.base_format import BaseFormat, kernel_of
 from jaxlora.models.forward import SlotKeys
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels import compile_program
+from jaxlora.profile import weights
 from jaxlora.programs.program import no_garbage_collection
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.staged_stream import optimizer_inputs
@@ -65,9 +65,22 @@ def make_job(
     )
 
 
+def model_of_shapes(config: RunConfig, model: ModelConfig) -> PlannedModel:
+    """Describes the base of a run whose model has no files."""
+    stored = None
+    if config.quantize_base is not None:
+        kept = kept_linears(model, config.keep_bf16)
+        stored = BaseFormat.named(config.quantize_base, kept=kept)
+    return PlannedModel(
+        config=model,
+        dtype=jnp.dtype(config.dtype),
+        base_format=run_format(config, model, stored),
+    )
+
+
 def plan_run(
     config: RunConfig,
-    model: ModelConfig,
+    model: PlannedModel,
     jobs: Sequence[PreparedJob],
     machine: Machine,
     *,
@@ -77,7 +90,7 @@ def plan_run(
 
     Args:
         config: The run; nothing of it is `auto` but kernels and attention.
-        model: The model, which has no files.
+        model: The base model.
         jobs: The jobs.
         machine: The machine that the run is for.
         mean_segment_tokens: Mean length of samples for which attention has room.
@@ -85,16 +98,7 @@ def plan_run(
     Raises:
         ConfigError: The run cannot be trained here.
     """
-    stored = None
-    if config.quantize_base is not None:
-        kept = kept_linears(model, config.keep_bf16)
-        stored = BaseFormat.named(config.quantize_base, kept=kept)
-    base = PlannedModel(
-        config=model,
-        dtype=jnp.dtype(config.dtype),
-        base_format=run_format(config, model, stored),
-    )
-    plan = resolve(config, base, jobs, machine)
+    plan = resolve(config, model, jobs, machine)
     options = dataclasses.replace(
         plan.spec.options, mean_segment_tokens=mean_segment_tokens
     )

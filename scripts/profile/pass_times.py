@@ -1,21 +1,22 @@
-"""The time of each pass of a pipeline when nothing else runs."""
+"""The time of each pass of a run when nothing else runs."""
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlora.bench.mesh.mesh_training import MeshTraining
-from jaxlora.bench.scheduler.lengths import lengths
-from jaxlora.bench.tokens import equal_shares, fill, shared_batches
-from jaxlora.bench.training import Start, time_steps
 from jaxlora.data.pack import PackedBatch, pack_tick
-from jaxlora.scheduler import CostModel, StageCost
+from jaxlora.profile.tokens import shared_batches
+from jaxlora.profile.training import Start, Training, time_steps
+from jaxlora.scheduler import CostModel, Limits, StageCost
 from jaxlora.scheduler.calibrate import TimePoint, fit_time
+
+# Returns lengths that add up to a job's total, given its slot and total.
+Draw = Callable[[int, int, np.random.Generator], list[int]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class Probe:
 
     Attributes:
         packed: The rows of the tick.
-        tokens: Tokens of the microbatch.
+        tokens: Tokens of the microbatch, padded to whole blocks.
         squares: Sum of the squared lengths of its samples.
     """
 
@@ -50,14 +51,48 @@ class PassTimes:
     mape: float
 
 
-def measure_passes(training: MeshTraining) -> PassTimes:
-    """Measures all passes of a pipeline and the transfers between its stages.
+def make_probe(
+    training: Training, limits: Limits, totals: Sequence[int], draw: Draw
+) -> Probe:
+    """Makes a microbatch of random tokens.
+
+    Args:
+        training: The run.
+        limits: Limits of the microbatch.
+        totals: Tokens of each job.
+        draw: Draws the lengths of a job's samples. They should be ragged like those of
+            real jobs: attention takes longer for them than for equal lengths with the
+            same sum of squares.
+    """
+    batches = shared_batches(totals, draw, training.spec.config.vocab_size, seed=0)
+    drawn = [len(s.token_ids) for batch in batches.values() for s in batch.samples]
+    microbatch = tuple(s for batch in batches.values() for s in batch.to_schedule())
+    lanes = [microbatch] * training.layout.num_lanes
+    return Probe(
+        packed=pack_tick(lanes, batches, limits),
+        tokens=limits.padded(sum(drawn)),
+        squares=sum(length**2 for length in drawn),
+    )
+
+
+def measure_passes(
+    training: Training, probes: Iterable[Probe], repeats: int
+) -> PassTimes:
+    """Measures all passes of a run and the transfers between its stages.
 
     Each pass runs several times in a row on one stage, while the others are idle. The
     gradients that the slots have afterwards are discarded.
+
+    Args:
+        training: The run.
+        probes: Microbatches of different lengths and sizes, which determine a fit.
+        repeats: Number of timed calls of each pass.
+
+    Raises:
+        ValueError: The probes do not determine a fit.
     """
-    timer = _Timer(training)
-    for probe in make_probes(training):
+    timer = _Timer(training, repeats)
+    for probe in probes:
         timer.measure(probe)
     training.load()
     fits = {name: fit_time(points) for name, points in timer.points.items()}
@@ -69,52 +104,10 @@ def measure_passes(training: MeshTraining) -> PassTimes:
     ]
     cost = CostModel(
         stages=(*stages, StageCost(forward=both, backward=both)),
-        communication=float(np.median(timer.transfers)),
+        communication=float(np.median(timer.transfers)) if timer.transfers else 0.0,
     )
     mape = max(fit.mape for fit in fits.values())
     return PassTimes(points=timer.points, cost=cost, mape=mape)
-
-
-def make_probes(training: MeshTraining) -> list[Probe]:
-    """Makes microbatches of different lengths and fills, which determine a fit.
-
-    Their lengths are ragged like those of the jobs, which are cut to different largest
-    lengths: attention takes longer for ragged samples than for equal ones with the same
-    sum of squares.
-    """
-    case, longest = training.case, training.case.longest
-    half = case.limits.padded(case.capacity // 2)
-    return [
-        _probe(training, case.capacity, longest),
-        _probe(training, case.capacity, longest // 2),
-        _probe(training, case.capacity, longest // 4),
-        _probe(training, half, longest),
-    ]
-
-
-def full_tick(training: MeshTraining) -> PackedBatch:
-    """Makes a tick of full microbatches, with lengths like those of the jobs."""
-    case = training.case
-    return _probe(training, case.capacity, case.longest).packed
-
-
-def _probe(training: MeshTraining, num_tokens: int, longest: int) -> Probe:
-    case, vocab_size = training.case, training.spec.config.vocab_size
-
-    def draw(slot: int, total: int, rng: np.random.Generator) -> list[int]:
-        source = case.data_sets[slot]
-        return fill(total, longest, lambda: lengths(source, 1, rng).item())
-
-    totals = equal_shares(num_tokens, max(case.adapters), case.block_tokens)
-    batches = shared_batches(totals, draw, vocab_size, seed=0)
-    drawn = [len(s.token_ids) for batch in batches.values() for s in batch.samples]
-    microbatch = tuple(s for batch in batches.values() for s in batch.to_schedule())
-    lanes = [microbatch] * training.layout.num_lanes
-    return Probe(
-        packed=pack_tick(lanes, batches, case.limits),
-        tokens=sum(drawn),
-        squares=sum(length**2 for length in drawn),
-    )
 
 
 class _Timer:
@@ -125,8 +118,9 @@ class _Timer:
         transfers: Seconds of transfers between neighboring stages.
     """
 
-    def __init__(self, training: MeshTraining):
+    def __init__(self, training: Training, repeats: int):
         self._training, self._stages = training, training.layout.stages
+        self._repeats = repeats
         self.points: dict[str, list[TimePoint]] = {}
         self.transfers: list[float] = []
 
@@ -179,9 +173,9 @@ class _Timer:
         return out[0]
 
     def _time(self, name: str, probe: Probe, start: Start) -> None:
-        milliseconds = time_steps(start, self._training.case.repeats, warm_ups=2)
+        milliseconds = time_steps(start, self._repeats, warm_ups=2)
         point = TimePoint(
-            tokens=self._training.case.limits.padded(probe.tokens),
+            tokens=probe.tokens,
             squares=probe.squares,
             seconds=float(np.median(milliseconds)) / 1000,
         )
@@ -191,7 +185,7 @@ class _Timer:
         """Times a transfer to a stage, and returns the rows there."""
         jax.block_until_ready(rows)
         move = functools.partial(self._training.place, rows, stage)
-        times = time_steps(lambda: _wait(move()), self._training.case.repeats)
+        times = time_steps(lambda: _wait(move()), self._repeats)
         self.transfers.append(float(np.median(times)) / 1000)
         return move()
 

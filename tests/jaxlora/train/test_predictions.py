@@ -1,0 +1,99 @@
+"""A run's predictions of memory and time, beside what is measured."""
+
+import itertools
+import json
+
+import jax
+import pytest
+from rich.console import Console
+
+from jaxlora import RunConfig, Trainer
+from jaxlora.costs import device_profile
+from jaxlora.costs.device_profile import PassCost
+from jaxlora.memory.run_memory import Reading
+from jaxlora.run.folder import SUMMARY_FILE
+from jaxlora.run.log import METRICS_FILE, read_events
+from jaxlora.train import trainer as trainer_module
+from jaxlora.train.plan.auto_mesh import machine
+from jaxlora.train.report.summary import print_summary
+from tests.jaxlora.costs.test_device_profile import profile
+
+GIB = 2**30
+STEPS = {"a": 2, "b": 5, "c": 2}
+
+
+@pytest.fixture
+def config(model, jobs, tmp_path):
+    return RunConfig(
+        model=str(model.folder),
+        output_dir=str(tmp_path / "run"),
+        jobs=[
+            jobs[0].model_copy(update={"name": name, "steps": steps})
+            for name, steps in STEPS.items()
+        ],
+        max_concurrent_jobs=2,
+        microbatch_tokens=512,
+        block_tokens=16,
+        window_steps=2,
+    )
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The rates of this device, as if they had been measured."""
+    cost = PassCost(base=0.5, per_token=0.0, per_square=0.0)
+
+    def find(profiles, spec):
+        found = profile(cost=cost, link=None, adapter_bytes=0)
+        estimate = device_profile.estimate(spec, machine.find_speed("cpu"))
+        return found.model_copy(update={"estimate": estimate}), "measured"
+
+    monkeypatch.setattr(machine, "find_profile", find)
+    monkeypatch.setattr(machine.device_profile, "parse", lambda *_: (profile(),))
+
+
+def test_the_end_has_both(config, measured, monkeypatch):
+    reading = Reading(peak=3 * GIB, limit=9 * GIB)
+    monkeypatch.setattr(trainer_module, "read_devices", lambda: reading)
+    result = Trainer(config).train()
+    events = read_events(result.output_dir / METRICS_FILE)
+    windows = [e for e in events if e["event"] == "window"]
+    predicted = sum(w["predicted_seconds"] for w in windows)
+    assert predicted == pytest.approx(0.5 * sum(w["num_microbatches"] for w in windows))
+    time, memory = result.seconds, result.peak_bytes
+    assert time.predicted == pytest.approx(predicted)
+    assert time.measured == pytest.approx(sum(w["seconds"] for w in windows))
+    assert memory.measured == 3 * GIB and 0 < memory.predicted < GIB
+    console = Console(record=True, width=200)
+    print_summary(result, console)
+    text = console.export_text()
+    assert "time of training: " in text and "peak memory: 3.00 GiB, " in text
+    summary = json.loads((result.output_dir / SUMMARY_FILE).read_text())
+    assert summary["peak_bytes"]["measured"] == 3 * GIB
+    assert summary["seconds"]["predicted"] == time.predicted
+
+
+def test_jobs_wait_for_memory_and_all_of_them_end(config, monkeypatch, caplog):
+    """After the first steps, memory is so short that jobs run one by one."""
+    peaks = itertools.chain([GIB], itertools.repeat(int(8.99 * GIB)))
+    read = lambda: Reading(peak=next(peaks), limit=9 * GIB)
+    monkeypatch.setattr(trainer_module, "read_devices", read)
+    caplog.set_level("INFO", "jaxlora")
+    result = Trainer(config).train()
+    assert [job.progress.status for job in result.jobs] == ["finished"] * 3
+    assert {job.name: job.progress.step for job in result.jobs} == STEPS
+    (line,) = [m for m in caplog.messages if "slots are used" in m]
+    assert "at most 1 of 2 slots" in line and "9.00 GiB" in line
+    order = [m for m in caplog.messages if "starts in slot" in m or ": finished" in m]
+    first = next(i for i, m in enumerate(order) if m.startswith("c starts"))
+    assert sum(": finished" in m for m in order[:first]) == 2  # both had to end
+
+
+def test_nothing_is_said_where_nothing_is_known(config):
+    assert jax.local_devices()[0].memory_stats() is None
+    result = Trainer(config).train()
+    assert result.seconds.predicted is None and result.seconds.measured > 0
+    assert result.peak_bytes.measured is None and result.peak_bytes.predicted > 0
+    console = Console(record=True, width=200)
+    print_summary(result, console)
+    assert "predicted" not in console.export_text()
