@@ -62,10 +62,10 @@ def _joint(
     Packing by rounds, and mLoRA's order if batches are tiny, are occasionally better.
     """
     schedule = joint.pack(samples, limits, pipeline, cost)
+    if len({s.owner for s in samples}) > _FEW_JOBS:
+        return schedule
     makespan = simulate(schedule, cost, pipeline).makespan
-    bound = lower_bound(samples, limits, pipeline, cost)
-    num_jobs = len({s.owner for s in samples})
-    if bound.gap(makespan) <= _SMALL_GAP or num_jobs > _FEW_JOBS:
+    if lower_bound(samples, limits, pipeline, cost).gap(makespan) <= _SMALL_GAP:
         return schedule
     candidates = (
         schedule,

@@ -153,6 +153,7 @@ def next_stretch(state: StreamState, lengths: Lengths, rules: Rules) -> Stretch:
     """
     if not state.positions:
         return Stretch(ticks=(), after=state)
+    shapes_from, num_shapes = rules.shapes_from, len(rules.cost.buckets)
     rules = rules.at(state.tick)
     if rules.lanes.pinned:
         ticks, hints = _plan_replicas(state, lengths, rules)
@@ -160,6 +161,8 @@ def next_stretch(state: StreamState, lengths: Lengths, rules: Rules) -> Stretch:
         hint = state.hints[0] if state.hints else Hint()
         ticks, hint = _plan_lanes(state, lengths, rules, hint)
         hints = (hint,)
+    if len(rules.cost.buckets) < num_shapes and rules.packer == "joint":
+        ticks = ticks[: shapes_from - state.tick]  # the next stretch has all shapes
     after = advance(state, ticks, lengths, rules)
     return Stretch(ticks=ticks, after=dataclasses.replace(after, hints=hints))
 

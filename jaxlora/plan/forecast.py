@@ -33,6 +33,7 @@ from jaxlora.train.plan.auto_mesh.machine import this_machine
 from jaxlora.train.plan.check_inputs import check_inputs
 from jaxlora.train.plan.prepared_job import PreparedJob, data_reader, prepare_jobs
 from jaxlora.train.plan.run_plan import RunPlan, resolve
+from jaxlora.train.plan.shapes import ONE_SHAPE
 from jaxlora.train.saved.continue_job import check_continues
 from jaxlora.train.saved.describe_run import check_resumes, run_identity
 
@@ -50,6 +51,9 @@ class RunForecast:
         samples: All samples; they name their job by its number in the run file.
         whole: The whole run, checked and simulated.
         greedy: The same samples under `packer: greedy`.
+        fill: Part of the rows of its microbatches that holds samples.
+        greedy_fill: The same under `packer: greedy`.
+        one_shape_fill: The same if all its microbatches have the largest shape.
     """
 
     plan: RunPlan
@@ -60,6 +64,9 @@ class RunForecast:
     samples: tuple[Sample, ...]
     whole: Plan
     greedy: Plan
+    fill: float
+    greedy_fill: float
+    one_shape_fill: float
 
     @property
     def config(self) -> RunConfig:
@@ -164,11 +171,16 @@ def _forecast(
     """Plans the microbatches of a run, and predicts what it needs."""
     if steps is not None:
         jobs = [job.first_steps(steps) for job in jobs]
-    schedule = foretell(plan, jobs)
+    foretold = foretell(plan, jobs)
+    schedule = foretold.schedule
     samples = tuple(s for m in schedule.microbatches for s in m)
     # Slots have become jobs, which may run on one replica after the other.
     lanes = dataclasses.replace(plan.lanes, slots_per_replica=None)
-    greedy = plan.with_config(plan.config.replace(packer="greedy"))
+    greedy = foretell(plan.with_config(plan.config.replace(packer="greedy")), jobs)
+    one = foretold
+    if plan.shapes.tokens:
+        one = foretell(dataclasses.replace(plan, shapes=ONE_SHAPE), jobs)
+    num_tokens = sum(s.num_tokens for s in samples)
     return RunForecast(
         plan=plan,
         machine=machine,
@@ -177,7 +189,10 @@ def _forecast(
         time=_time(plan, jobs, schedule),
         samples=samples,
         whole=evaluate(schedule, samples, lanes, plan.cost),
-        greedy=evaluate(foretell(greedy, jobs), samples, lanes, plan.cost),
+        greedy=evaluate(greedy.schedule, samples, lanes, plan.cost),
+        fill=num_tokens / max(1, foretold.num_rows),
+        greedy_fill=num_tokens / max(1, greedy.num_rows),
+        one_shape_fill=num_tokens / max(1, one.num_rows),
     )
 
 
@@ -203,7 +218,7 @@ def _seconds_alone(plan: RunPlan, job: PreparedJob) -> float:
         tokens = min(largest, config.limits.capacity)
         config = config.replace(microbatch_tokens=tokens)
     alone = plan.alone(config, job)
-    seconds = alone.seconds(foretell(alone, [job]))
+    seconds = alone.seconds(foretell(alone, [job]).schedule)
     assert seconds is not None
     return seconds
 

@@ -13,21 +13,38 @@ from jaxlora.train.plan.run_plan import RunPlan, first_positions
 from jaxlora.train.plan.stream_plan import StreamPlan
 
 
-def foretell(plan: RunPlan, jobs: Sequence[PreparedJob]) -> Schedule:
-    """Returns the microbatches of a run, which name their jobs by number.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Foretold:
+    """The microbatches of a run, which name their jobs by number.
+
+    Attributes:
+        schedule: The microbatches.
+        num_rows: Rows of those that are not empty, padding included.
+    """
+
+    schedule: Schedule
+    num_rows: int
+
+
+def foretell(plan: RunPlan, jobs: Sequence[PreparedJob]) -> Foretold:
+    """Returns the microbatches of a run.
 
     Args:
         plan: The plan of the run.
         jobs: Its jobs.
     """
     with StreamPlan(plan.rules, lambda job, step: jobs[job].lengths(step)) as stream:
-        ticks = list(_Course(plan, jobs, stream).ticks())
+        course = list(_Course(plan, jobs, stream).ticks())
+    ticks = [tick for tick, _ in course]
     while not any(ticks[-1]):
         ticks.pop()
     if plan.lanes.pipeline.distance == 1:  # a no-op takes no time
         ticks = [tick for tick in ticks if any(tick)]
     microbatches = tuple(microbatch for tick in ticks for microbatch in tick)
-    return Schedule(microbatches=microbatches, limits=plan.config.limits)
+    return Foretold(
+        schedule=Schedule(microbatches=microbatches, limits=plan.config.limits),
+        num_rows=sum(rows * sum(map(bool, tick)) for tick, rows in course),
+    )
 
 
 class _Course:
@@ -44,13 +61,13 @@ class _Course:
         pipeline = plan.lanes.pipeline
         self._lag = 2 * (pipeline.in_flight or pipeline.num_stages)
 
-    def ticks(self) -> Iterator[Tick]:
-        """Yields the ticks, whose samples name their job by its number."""
+    def ticks(self) -> Iterator[tuple[Tick, int]]:
+        """Yields the ticks, whose samples name their job by number, and their rows."""
         stepping: deque[tuple[int, int]] = deque()  # the tick of a report, and a slot
         self._fill_slots()
         number = 0
         while (taken := self._stream.take()) is not None:
-            yield self._renamed(taken.tick)
+            yield self._renamed(taken.tick), taken.rows
             stepping += [(number + self._lag, s) for s in self._completed(taken.tick)]
             ended = []
             while stepping and stepping[0][0] <= number:

@@ -108,8 +108,16 @@ def _needs_table(planned: RunForecast, price_per_hour: float | None) -> Table:
         f"{_num_real(planned.whole):,} of {config.microbatch_tokens:,} tokens, "
         f"remat {config.remat}",
     )
-    fill = planned.num_tokens / _num_tokens(planned.whole)
-    table.add_row("fill", f"{fill:.1%} of them are tokens of samples, not padding")
+    if shapes := planned.plan.shapes.tokens:
+        table.add_row(
+            "their shapes",
+            f"{', '.join(f'{n:,}' for n in shapes)} and {config.microbatch_tokens:,} "
+            f"tokens, from microbatch {planned.plan.shapes.from_tick + 1:,} on",
+        )
+    fill = f"{planned.fill:.1%} of them are tokens of samples, not padding"
+    if shapes:
+        fill += f"; {planned.one_shape_fill:.1%} in one shape"
+    table.add_row("fill", fill)
     _add_time(table, planned, price_per_hour)
     return table
 
@@ -240,7 +248,7 @@ def _totals_table(planned: RunForecast) -> Table:
 
     row("microbatches", (f"{_num_real(p):,}" for p in both))
     row("no-ops", (f"{len(p.schedule.microbatches) - _num_real(p):,}" for p in both))
-    fills = [planned.num_tokens / _num_tokens(p) for p in both]
+    fills = planned.fill, planned.greedy_fill
     row("fill", (f"{fill:.1%}" for fill in fills))
     row("padding", (f"{1 - fill:.1%}" for fill in fills))
     row(
@@ -256,10 +264,6 @@ def _totals_table(planned: RunForecast) -> Table:
 
 def _num_real(planned: Plan) -> int:
     return sum(bool(m) for m in planned.schedule.microbatches)
-
-
-def _num_tokens(planned: Plan) -> int:
-    return _num_real(planned) * planned.schedule.limits.capacity
 
 
 def draw_plan(planned: RunForecast, path: str | os.PathLike) -> int:

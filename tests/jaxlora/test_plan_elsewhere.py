@@ -107,6 +107,27 @@ def test_every_gpu_is_planned_for(folder):
     assert ranked[:2] == ["h200", "h100"] and ranked[-1] == "rtx4090"
 
 
+def test_shapes_are_chosen_if_they_save_more_than_compiling_takes(folder, caplog):
+    """Jobs of small batches, one after the other, fill little of one shape."""
+    caplog.set_level("INFO")
+    settings = {"microbatch_tokens": 8192, "max_concurrent_jobs": 1}
+    config = run(folder, "llama-3.2-1b", **settings)
+    jobs = [job.model_copy(update={"batch_size": 2}) for job in config.jobs]
+    config = config.replace(jobs=jobs)
+    one = plan_run(config, machine=parse_machine("h200"))
+    assert one.plan.shapes.tokens == () and one.fill == one.one_shape_fill
+    assert "low fill" in caplog.text and "in one shape" not in printed(one)
+    caplog.clear()
+    quick = config.replace(shape_compile_seconds=0.01)
+    some = plan_run(quick, machine=parse_machine("h200"))
+    assert some.plan.shapes.tokens and some.plan.shapes.from_tick == 1
+    assert some.fill > 1.5 * some.one_shape_fill == 1.5 * one.fill
+    assert some.time is not None and one.time is not None
+    assert some.time.together < 0.8 * one.time.together
+    assert "microbatch_shapes: auto" in caplog.text and "low fill" not in caplog.text
+    assert "in one shape" in printed(some)
+
+
 def test_the_kernels_are_those_of_the_gpu(folder, caplog):
     caplog.set_level("INFO")
     for name, kernels in (

@@ -15,6 +15,7 @@ from jaxlora.scheduler import (
     Sample,
     Schedule,
     pack_ticks,
+    padded_tokens,
     simulate,
     violations,
 )
@@ -35,7 +36,14 @@ LIMITS = Limits(capacity=512, block_tokens=16)
 
 
 def rules(
-    num_stages=1, data=1, fsdp=1, *, pinned=False, packer="joint", buckets=(512,)
+    num_stages=1,
+    data=1,
+    fsdp=1,
+    *,
+    pinned=False,
+    packer="joint",
+    buckets=(512,),
+    shapes_from=0,
 ) -> Rules:
     half = AffineCost(base=0.0, per_token=0.5 / num_stages, per_square=0.0)
     return Rules(
@@ -49,6 +57,7 @@ def rules(
         cost=CostModel.uniform(
             num_stages, forward=half, backward=half, buckets=buckets
         ),
+        shapes_from=shapes_from,
         packer=packer,
         num_batches=2,
     )
@@ -101,6 +110,8 @@ KINDS = {
     "replicas": rules(2, data=2),
     "pinned": rules(2, data=2, pinned=True),
     "pinned lanes": rules(1, data=2, fsdp=2, pinned=True),
+    "shapes": rules(buckets=(128, 512), shapes_from=6),
+    "shapes of lanes": rules(fsdp=2, buckets=(256, 512), shapes_from=6),
     "greedy": rules(3, packer="greedy"),
     "greedy lanes": rules(2, fsdp=2, packer="greedy"),
 }
@@ -203,6 +214,23 @@ def test_jobs_join_and_leave_between_any_two_ticks(kind, seed):
     assert not violations(schedule, samples, distance=distance, num_lanes=num_lanes)
     whole = {s for s in mix.samples if s.owner not in stopped}
     assert whole <= set(samples) <= set(mix.samples)
+
+
+def test_shapes_are_used_from_a_tick_on():
+    """Before it, all ticks have one shape, and are those of a run with one."""
+    mix = Mix(0, num_jobs=6)
+    one = rules(fsdp=2)
+    some = dataclasses.replace(KINDS["shapes of lanes"], shapes_from=10)
+    of_one, of_some = (
+        list(whole_stream(mix.positions, mix.lengths, of)) for of in (one, some)
+    )
+    same = [a == b for a, b in zip(of_one, of_some, strict=False)]
+    assert all(same[:10]) and not all(same)
+    rows = [some.rows(number, tick) for number, tick in enumerate(of_some)]
+    assert set(rows[:10]) == {512} and 256 in rows[10:]
+    for tick, num in zip(of_some, rows, strict=True):
+        longest = max(padded_tokens(m, LIMITS) for m in tick)
+        assert longest <= num
 
 
 def test_an_unknown_or_early_sample_is_refused():

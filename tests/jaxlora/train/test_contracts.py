@@ -165,10 +165,11 @@ def test_how_it_runs_does_not_matter(train, three, jobs, settings):
 
 
 def test_microbatches_in_parts_teach_the_same(train, three, jobs, monkeypatch):
-    def in_parts(self, microbatch, lengths):
-        return split_by_segment_limit(microbatch, 10**6, 2, lengths)
+    def in_parts(self, tick, rows, lengths):
+        (microbatch,) = tick
+        return [(m,) for m in split_by_segment_limit(microbatch, 10**6, 2, lengths)]
 
-    monkeypatch.setattr(StagedExecutor, "_split", in_parts)
+    monkeypatch.setattr(StagedExecutor, "_split_tick", in_parts)
     names = [job.name for job in jobs[:3]]
     assert_same_training(train(jobs[:3]), three, names)
 

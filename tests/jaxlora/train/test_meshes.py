@@ -15,7 +15,13 @@ pytestmark = pytest.mark.needs_devices(8)
         pytest.param("fsdp=2", {}, marks=pytest.mark.grid),
         ("data=2", {}),
         ("stage=2", {}),
-        ("stage=2,fsdp=2", {"pipeline_microbatches": 3, "remat": "mlp"}),
+        (
+            "stage=2,fsdp=2",
+            {
+                **{"pipeline_microbatches": 3, "remat": "mlp"},
+                **{"microbatch_shapes": [96], "shape_compile_seconds": 0.5},
+            },
+        ),
     ],
 )
 def test_a_mesh_trains_what_one_device_trains(meshes, mesh_jobs, mesh, settings):

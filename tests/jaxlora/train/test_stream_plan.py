@@ -105,7 +105,7 @@ def test_a_saved_stream_goes_on_alike(kind, seed):
         ours, theirs = one.tick(), other.tick()
         assert (ours is None) == (theirs is None)
         if ours is not None and theirs is not None:
-            assert ours.tick == theirs.tick
+            assert (ours.tick, ours.rows) == (theirs.tick, theirs.rows)
             compared += 1
         leaving = {*one.ended()} & {*other.ended()}
         if rng.random() < 0.1 and one.in_slot:
@@ -128,7 +128,7 @@ def run_on(course: Course) -> list:
     while True:
         taken = course.tick()
         if taken is not None:
-            ticks.append(taken.tick)
+            ticks.append((taken.tick, taken.rows))
         for slot in course.ended():
             course.leave(slot)
         course.fill_slots()
@@ -155,7 +155,7 @@ def test_an_interrupted_stream_goes_on_as_if_it_had_not_been(kind, seed):
         for _ in range(number):
             taken = cut.tick()
             assert taken is not None
-            before.append(taken.tick)
+            before.append((taken.tick, taken.rows))
             for slot in cut.ended():
                 cut.leave(slot)
             cut.fill_slots()
@@ -168,7 +168,7 @@ def test_an_interrupted_stream_goes_on_as_if_it_had_not_been(kind, seed):
         assert before[len(before) - num_repeated :] == after[:num_repeated]
         found = before + after[num_repeated:]
         # A run that has nothing else to do ends after other numbers of no-ops.
-        assert [t for t in found if any(t)] == [t for t in whole if any(t)]
+        assert [t for t in found if any(t[0])] == [t for t in whole if any(t[0])]
 
 
 def test_saved_ticks_of_other_jobs_or_rules_are_not_used():
@@ -181,6 +181,21 @@ def test_saved_ticks_of_other_jobs_or_rules_are_not_used():
     assert not StreamPlan(KINDS["lanes"], mix.lengths).restore(saved, {}, {}, "jobs")
     again = StreamPlan(KINDS["stages"], mix.lengths)
     assert again.restore(saved, one.steps, one.in_slot, "jobs")
+
+
+def test_the_tick_of_the_first_shapes_is_saved():
+    """On a device of another speed, the plan would name another one."""
+    mix, rules = Mix(2, num_jobs=6), KINDS["shapes"]
+    one = Course(mix, rules, 2)
+    one.fill_slots()
+    one.tick()
+    saved = one.plan.saved("jobs", [])
+    other = Course(mix, dataclasses.replace(rules, shapes_from=0), 2)
+    other.in_slot, other.steps = dict(one.in_slot), dict(one.steps)
+    other.waiting = list(one.waiting)
+    assert other.plan.restore(saved, one.steps, one.in_slot, "jobs")
+    again = len(other.plan._fixed)
+    assert run_on(other)[again:] == run_on(one)
 
 
 def test_ticks_that_do_not_fit_the_data_are_refused():
@@ -201,6 +216,7 @@ def test_ticks_that_do_not_fit_the_data_are_refused():
         (repeated(owner, batch, 1000, tokens), LookupError),
         (repeated(owner, 1000, index, tokens), LookupError),
         (repeated(99, batch, index, tokens), RuntimeError),
+        (dataclasses.replace(saved, rows=[100] * len(saved.rows)), RuntimeError),
     ):
         plan = StreamPlan(KINDS["stages"], mix.lengths)
         with pytest.raises(error):
