@@ -314,7 +314,7 @@ def test_a_compiled_pipeline_has_the_last_word(have):
     resident = resident_footprint(stages).total_bytes(0)
     have(resident + 3 * 4096 * 40_000)
     run = config(mesh="stage=2", microbatch_tokens=8192)
-    settled = fit(run, stages, BOUNDS, compile_stages)
+    settled = fit(run, stages, BOUNDS, compile_stages).config
     assert tried[0] == 8192 and tried[-1] == settled.microbatch_tokens
     limits = settled.limits
     found = measured_footprint(stages, compiled(limits.capacity, 40_000), limits)

@@ -100,7 +100,7 @@ def settle(config: RunConfig, spec: DecoderSpec, bounds: Bounds, compile_stages=
     if compile_stages is None:
         return config
     stages = stages.with_remat(config.weakest_remat)
-    return fit(config, stages, bounds, compile_stages)
+    return fit(config, stages, bounds, compile_stages).config
 
 
 @pytest.mark.usefixtures("compiled_when_called")
