@@ -12,11 +12,13 @@ from jaxlora.cli import (
     migrate,
     plan,
     status,
+    sweep,
     train,
 )
 
 COMMANDS = (
     train.COMMAND,
+    sweep.COMMAND,
     plan.COMMAND,
     data.COMMAND,
     status.COMMAND,
