@@ -24,6 +24,7 @@ from jaxlora.run.lock import RunLock
 from jaxlora.run.saved_run import RunRecord, SavedRequests
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.train.compilation_cache import keep_compiled_programs
+from jaxlora.train.early_exit import EarlyExit
 from jaxlora.train.ending import StopRequest, explained
 from jaxlora.train.execute.run_programs import RunPrograms
 from jaxlora.train.execute.staged_executor import StagedExecutor
@@ -32,7 +33,7 @@ from jaxlora.train.inbox import Inbox
 from jaxlora.train.job_state import JobState, start_job
 from jaxlora.train.joining import Joining
 from jaxlora.train.open_run import has_held_out, open_run
-from jaxlora.train.plan.prepared_job import prepare_job
+from jaxlora.train.plan.prepared_job import check_comparable, prepare_job
 from jaxlora.train.plan.run_plan import RunPlan
 from jaxlora.train.plan.slot_spec import check_fits
 from jaxlora.train.report.run_callbacks import open_callbacks
@@ -91,6 +92,7 @@ class Trainer:
         self.layout, self.slots = opened.layout, opened.slots
         self._num_compiled = opened.num_compiled
         self.round, self._requests = 0, Requests()
+        self._early_exit = EarlyExit(config, self._is_asked_to_pause)
         self._joining = Joining([job.name for job in self.jobs], self._open_job)
         self._added = list(opened.joined)
         self._has_begun = False
@@ -137,6 +139,7 @@ class Trainer:
     def _open_job(self, settings: LoraJob) -> JobState:
         prepared = prepare_job(settings, self.model.config, self.reader)
         log_notes(prepared.notes)
+        check_comparable(self.config, [*(job.prepared for job in self.jobs), prepared])
         check_fits(prepared, self.plan.spec, self.plan.config.limits.capacity)
         job = start_job(prepared, self.model)
         self._continue([job])
@@ -173,6 +176,9 @@ class Trainer:
         """
         self._joining.check_name(name)
         self._requests.resume(name)
+
+    def _is_asked_to_pause(self, name: str) -> bool:
+        return self._requests.pause_reason(name) is not None
 
     def _take_added(self) -> None:
         """Moves the jobs that were added into the run, in the thread that trains."""
@@ -343,6 +349,7 @@ class Trainer:
             executor,
             first_round=self.round,
             requests=self._requests,
+            early_exit=self._early_exit,
             export=functools.partial(self._export, store),
             send=self._send,
             make_samples=None if self._opened.sampler is None else self._make_samples,
@@ -385,6 +392,7 @@ class Trainer:
         opened.callback(store.close)
         found = store.restore(self._identity())
         if found is not None:
+            self._early_exit.restore(found.run.sweep)
             self.round, self._saved_stream = found.number, found.run.stream
             self._num_saved = self._num_due(self.round)
             restore_jobs(self.jobs, found, self.slots, self.plan.num_slots)
@@ -429,6 +437,7 @@ class Trainer:
         """Discards what an earlier call of `train` has left, but requests to stop."""
         self.slots = self.layout.empty_slots()
         self.round, self._num_saved, self._saved_stream = 0, 0, None
+        self._early_exit.restore(None)
         for job in self.jobs:
             job.progress, job.parked = JobProgress(), None
 
@@ -449,7 +458,12 @@ class Trainer:
         # Requests that were made after the record was written are in the next one.
         requests = SavedRequests() if store.record is None else store.record.requests
         saved = saved_run(
-            self._identity(), self.jobs, self.model, requests, stream.saved()
+            self._identity(),
+            self.jobs,
+            self.model,
+            requests,
+            stream.saved(),
+            self._early_exit.saved(),
         )
         store.save(self.round, JobStates.of(self.jobs, read_slot), saved)
 

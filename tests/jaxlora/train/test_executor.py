@@ -13,6 +13,7 @@ from jaxlora.adapters.targets import ModuleLora
 from jaxlora.data.tokenize import TokenizedData, TokenizedSample
 from jaxlora.hf.config import model_config
 from jaxlora.run.log import RunLog, read_events
+from jaxlora.train.early_exit import EarlyExit
 from jaxlora.train.execute.stream import Border, Stream
 from jaxlora.train.job_state import JobState
 from jaxlora.train.plan.auto_mesh.machine import this_machine
@@ -111,6 +112,7 @@ def drive(tmp_path):
                 executor,
                 first_round=0,
                 requests=requests,
+                early_exit=EarlyExit(config, lambda name: False),
                 export=export,
                 send=log.on_event,
             )
