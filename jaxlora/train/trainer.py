@@ -37,7 +37,12 @@ from jaxlora.train.plan.prepared_job import check_comparable, prepare_job
 from jaxlora.train.plan.run_plan import RunPlan
 from jaxlora.train.plan.slot_spec import check_fits
 from jaxlora.train.report.run_callbacks import open_callbacks
-from jaxlora.train.report.summary import RunResult, job_result, write_report
+from jaxlora.train.report.summary import (
+    RunResult,
+    job_result,
+    sweep_report,
+    write_report,
+)
 from jaxlora.train.requests import Requests
 from jaxlora.train.saved.continue_job import continue_job, copy_best_export
 from jaxlora.train.saved.describe_run import (
@@ -240,14 +245,17 @@ class Trainer:
                 interrupted = self._run(resume, callbacks)
             compiled_before = self._num_compiled
             self._num_compiled = self.layout.num_compilations()
+            jobs = tuple(job_result(job, self._folder(job)) for job in self.jobs)
+            is_first, sweep = processes.is_first(), self.config.sweep
             result = RunResult(
-                jobs=tuple(job_result(job, self._folder(job)) for job in self.jobs),
+                jobs=jobs,
                 output_dir=self.output_dir,
                 interrupted=interrupted,
                 num_compilations=self._num_compiled - compiled_before,
+                sweep=sweep_report(self.config, self.jobs, jobs) if is_first else None,
             )
-            if processes.is_first():
-                write_report(result)
+            if is_first:
+                write_report(result, keep_others=sweep is None or sweep.keep_others)
         return result
 
     def _run(self, resume: bool, callbacks: Sequence[Callback]) -> bool:

@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from jaxlora import LoraJob, RunConfig, Sweep, Trainer
+from jaxlora import LoraJob, RunConfig, Sweep, Trainer, load_run
 from jaxlora.errors import ConfigError
 from jaxlora.run.log import read_events
 from tests.jaxlora.train.at_window import InterruptAt
@@ -110,6 +110,23 @@ def test_half_of_the_configurations_end_at_each_rung(whole):
         else:
             assert progress.status == "finished" and progress.stopped_by is None
     assert {n for _, n in by_loss[8]} <= {n for _, n in by_loss[4]}
+
+
+def test_the_report_ranks_the_configurations(whole):
+    config, found = whole
+    report, folder = found.result.sweep, pathlib.Path(config.output_dir)
+    losses = [trial.loss for trial in report.trials]
+    assert losses == sorted(losses) and len(losses) == len(RATES)
+    assert report.best.folder is not None and report.best.folder.is_dir()
+    assert list(report.varied) == ["learning_rate"]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["best"] == [report.best.settings.name]
+    stopped = {n: job["stopped_by"] for n, job in summary["jobs"].items()}
+    assert list(stopped.values()).count("halving") == 4
+    assert (folder / "sweep.csv").read_text() == report.csv()
+    assert report.best.settings.name in (folder / "sweep.html").read_text()
+    again = load_run(folder / "settings.yaml")
+    assert again.jobs == tuple(j.settings for j in found.trainer.jobs)
 
 
 def eval_at(config: RunConfig, name: str, step: int) -> float | None:
