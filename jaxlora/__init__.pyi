@@ -6,6 +6,7 @@ from .adapters.peft_import import import_peft
 from .config import DataConfig, LoraJob, RunConfig
 from .config.generation_settings import GenerationSettings
 from .config.run_file import load_run
+from .config.sweep_config import Sweep
 from .errors import JaxloraError
 from .families.model_config import ModelConfig
 from .fuse.api import fuse
@@ -51,6 +52,7 @@ __all__ = [
     "RunResult",
     "SlotShape",
     "SlotVariable",
+    "Sweep",
     "Trainer",
     "__version__",
     "explain",

@@ -13,11 +13,13 @@ from jaxlora.cli import (
     plan,
     profile,
     status,
+    sweep,
     train,
 )
 
 COMMANDS = (
     train.COMMAND,
+    sweep.COMMAND,
     plan.COMMAND,
     data.COMMAND,
     status.COMMAND,

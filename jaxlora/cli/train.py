@@ -15,9 +15,10 @@ from jaxlora.cli.options import (
 
 if TYPE_CHECKING:
     from jaxlora.config import RunConfig
+    from jaxlora.config.run_file import RunFile
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_file", help="YAML; see docs/run_file.md")
     parser.add_argument("--output-dir", help="replaces output_dir of the run file")
     add_mesh(parser)
@@ -47,20 +48,29 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def read_run(
+    arguments: argparse.Namespace,
+) -> tuple["RunFile", dict[str, str], "RunConfig"]:
+    """Returns the run file, the options that replace its settings, and the run."""
     from jaxlora.config.run_file import RunFile
+    from jaxlora.train.plan.found_inputs import missing_inputs
+
+    options = {"output_dir": arguments.output_dir or None, "mesh": arguments.mesh}
+    given = {key: value for key, value in options.items() if value is not None}
+    file = RunFile.read(arguments.run_file, **OPTIONS)
+    return file, given, file.config(given, find_missing=missing_inputs)
+
+
+def train(arguments: argparse.Namespace) -> int:
+    """Trains the run of a run file; returns the exit status."""
     from jaxlora.distributed.environment import find_membership
     from jaxlora.memory.gpu_share import take_free_gpus
-    from jaxlora.train.plan.found_inputs import missing_inputs
 
     use_device(arguments)
     member = find_membership(
         arguments.coordinator, arguments.num_processes, arguments.process_id
     )
-    options = {"output_dir": arguments.output_dir or None, "mesh": arguments.mesh}
-    given = {key: value for key, value in options.items() if value is not None}
-    file = RunFile.read(arguments.run_file, **OPTIONS)
-    config = file.config(given, find_missing=missing_inputs)
+    file, given, config = read_run(arguments)
     local_ids = None if member is None else member.local_device_ids
     take_free_gpus(local_ids, gathers=config.may_gather)
     with file.rewords(given):
@@ -100,6 +110,6 @@ def _train_in_process(config: "RunConfig", arguments: argparse.Namespace) -> int
 COMMAND = Command(
     name="train",
     text="Train the jobs of a run file together.",
-    add_arguments=_add_arguments,
-    run=_run,
+    add_arguments=add_arguments,
+    run=train,
 )

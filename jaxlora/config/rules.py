@@ -116,6 +116,18 @@ def _first_stage_can_fill_the_pipeline(run: Any) -> tuple[str, str] | None:
     )
 
 
+def _configurations_are_evaluated(run: Any) -> tuple[str, str] | None:
+    if run.sweep is None:
+        return None
+    for job in run.jobs:
+        if not _is_evaluated(job):
+            return "sweep", (
+                f"configurations are ranked by their loss on held-out records, and job "
+                f"{job.name!r} has none: set eval_fraction or eval_data."
+            )
+    return None
+
+
 def mesh_text(mesh: Any) -> Any:
     """Returns the sizes of a mesh as text, if they are given as a mapping."""
     if isinstance(mesh, dict):
@@ -139,4 +151,5 @@ OF_A_RUN: tuple[Rule, ...] = (
     _samples_have_evaluations,
     _samples_have_one_device,
     _first_stage_can_fill_the_pipeline,
+    _configurations_are_evaluated,
 )

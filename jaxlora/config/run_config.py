@@ -1,7 +1,8 @@
 """The user's settings: a `LoraJob` for each adapter and a `RunConfig` for the run."""
 
+import logging
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
@@ -9,6 +10,7 @@ from pydantic import Field
 from jaxlora.config.aliases import OF_JOB, OF_RUN
 from jaxlora.config.base_settings import BaseSettings
 from jaxlora.config.data_config import DataConfig
+from jaxlora.config.expansion import expand_run
 from jaxlora.config.generation_settings import BASE, SamplesConfig
 from jaxlora.config.rules import OF_A_JOB, OF_A_RUN, mesh_text
 from jaxlora.config.strict import (
@@ -23,8 +25,12 @@ from jaxlora.config.strict import (
     StrictModel,
     Texts,
 )
+from jaxlora.config.sweep_config import Sweep
+from jaxlora.problems import problems_of, validation_error
 from jaxlora.scheduler import Limits, PackerName
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
+
+logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -246,11 +252,13 @@ class RunConfig(BaseSettings):
             `wandb` (W&B) and `trackio`; one name or a list. `none`: no tracker.
         samples: Prompts whose answers by each job are logged at its evaluations, to see
             what it learns. Training does the same with and without them.
+        sweep: The jobs are configurations to choose from. If it has `parameters`, each
+            job given becomes as many jobs, and `sweep` has none any more.
     """
 
     aliases = OF_RUN
     rules = (*BaseSettings.rules, *OF_A_RUN)
-    nested = {"jobs": LoraJob, "samples": SamplesConfig}
+    nested = {"jobs": LoraJob, "samples": SamplesConfig, "sweep": Sweep}
     belongs = dict.fromkeys(
         [*LoraJob.model_fields, *OF_JOB.same],
         "a job. Put it there, or into defaults for all jobs",
@@ -284,6 +292,24 @@ class RunConfig(BaseSettings):
     token_cache: Bool = True
     report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
     samples: SamplesConfig | None = None
+    sweep: Sweep | None = None
+
+    @pydantic.model_validator(mode="wrap")
+    @classmethod
+    def _sweep_is_expanded(cls, values: Any, check: Any) -> Any:
+        if not isinstance(values, dict):
+            return check(values)
+        expansion, made = expand_run(values, LoraJob), None
+        problems = list(expansion.problems)
+        try:
+            made = check(expansion.values)
+        except pydantic.ValidationError as error:
+            problems += problems_of(error)
+        if problems:
+            raise validation_error(cls.__name__, problems)
+        for note in expansion.notes:
+            logger.info("sweep: %s", note)
+        return made
 
     @property
     def limits(self) -> Limits:

@@ -10,6 +10,7 @@ import pydantic
 
 from jaxlora.common.yaml_file import find_line, parse_yaml
 from jaxlora.config import LoraJob, RunConfig
+from jaxlora.config.expansion import Origin, expand_run
 from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.problems import (
     UNKNOWN,
@@ -104,10 +105,9 @@ class RunFile:
     def _reworded(
         self, error: JaxloraError, settings: Mapping[str, Any]
     ) -> JaxloraError:
-        jobs, defaults = self.values.get("jobs"), self.values.get("defaults")
-        ours, _ = LoraJob.known(defaults if isinstance(defaults, dict) else {})
+        places = _Places.of(self.values)
         keys = {name: key for key, name in RunConfig.known(self.values)[0].items()}
-        placed = [_place(p.renamed(keys), jobs, ours) for p in error.problems]
+        placed = [places.find(p.renamed(keys)) for p in error.problems]
         return settings_error(placed, self._words(settings))
 
     def _words(self, settings: Mapping[str, Any]) -> YamlWords:
@@ -177,43 +177,67 @@ def run_config(
         find_missing: See `RunFile.config`.
     """
     words = words or YamlWords(where)
-    values, defaults = dict(values), values.get("defaults") or {}
-    values.pop("defaults", None)
+    defaults = values.get("defaults") or {}
     if not isinstance(defaults, dict):
         wrong = Problem(path=("defaults",), kind="dict_type", text="", given=defaults)
         raise settings_error([wrong], words)
-    ours, refused = LoraJob.known(defaults)
+    _, refused = LoraJob.known(defaults)
     problems = [
         Problem(path=("defaults", key), kind=UNKNOWN, text=text, given=defaults[key])
         for key, text in refused.items()
     ]
-    jobs = values.get("jobs")
-    if isinstance(jobs, list):
-        values["jobs"] = [_with_defaults(job, defaults, ours) for job in jobs]
+    places = _Places.of(values)
     config = None
     try:
-        config = RunConfig.model_validate(values)
+        config = RunConfig.model_validate(_with_defaults(values))
     except pydantic.ValidationError as error:
-        problems += [_place(problem, jobs, ours) for problem in problems_of(error)]
+        problems += [places.find(problem) for problem in problems_of(error)]
     if problems or config is None:
         if find_missing is not None:
-            problems += _missing(find_missing, values, jobs, ours)
-        raise settings_error(problems, words)
+            problems += _missing(find_missing, values, places)
+        raise settings_error(_first_of_swept(problems), words)
     return config
 
 
+def _first_of_swept(problems: list[Problem]) -> list[Problem]:
+    """Leaves out what other configurations repeat about a setting of a sweep."""
+    found: dict[object, Problem] = {}
+    for number, problem in enumerate(problems):
+        is_swept = problem.path[:2] == ("sweep", "parameters")
+        found.setdefault((problem.path, problem.kind) if is_swept else number, problem)
+    return list(found.values())
+
+
 def _missing(
-    find_missing: FindMissing, values: dict[str, Any], jobs: Any, ours: dict[str, str]
+    find_missing: FindMissing, values: Mapping[str, Any], places: "_Places"
 ) -> list[Problem]:
     """Returns the missing files of a run, in the places that name them."""
     known, _ = RunConfig.known(values)
-    found = find_missing({name: values[key] for key, name in known.items()})
+    expanded = expand_run(_with_defaults(values), LoraJob).values
+    found = find_missing(
+        {n: expanded[key] for key, n in known.items() if key in expanded}
+    )
     keys = {name: key for key, name in known.items()}
     problems = [problem_of(*missing).renamed(keys) for missing in found]
-    return [_place(problem, jobs, ours) for problem in problems]
+    return [places.find(problem) for problem in problems]
 
 
-def _with_defaults(job: Any, defaults: dict[str, Any], ours: dict[str, str]) -> Any:
+def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a run whose jobs have the defaults that they lack.
+
+    A sweep without jobs is one over the defaults.
+    """
+    out = {key: value for key, value in values.items() if key != "defaults"}
+    defaults = values.get("defaults")
+    ours, _ = LoraJob.known(defaults if isinstance(defaults, dict) else {})
+    if values.get("sweep") is not None:
+        out.setdefault("jobs", [{}])
+    if isinstance(jobs := out.get("jobs"), list):
+        out["jobs"] = [_job_with_defaults(job, defaults, ours) for job in jobs]
+    return out
+
+
+def _job_with_defaults(job: Any, defaults: Any, ours: dict[str, str]) -> Any:
     """Adds the defaults that a job lacks, whatever it calls them."""
     if not isinstance(job, dict):
         return job
@@ -221,22 +245,54 @@ def _with_defaults(job: Any, defaults: dict[str, Any], ours: dict[str, str]) -> 
     return {k: defaults[k] for k, name in ours.items() if name not in own} | job
 
 
-def _place(problem: Problem, jobs: Any, ours: dict[str, str]) -> Problem:
-    """Returns a problem in the place where the run file has the setting."""
-    match problem.path:
-        case ("jobs", int(number), setting, *rest):
-            job = (
-                jobs[number] if isinstance(jobs, list) and number < len(jobs) else None
-            )
-        case _:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Places:
+    """The places where a run file has the settings of its jobs.
+
+    Attributes:
+        jobs: The jobs of the file.
+        defaults: Our name of each key of the defaults.
+        origins: Where each job of the run comes from.
+    """
+
+    jobs: Any
+    defaults: Mapping[str, str]
+    origins: tuple[Origin, ...]
+
+    @staticmethod
+    def of(values: Mapping[str, Any]) -> "_Places":
+        """Looks at the settings of a run file."""
+        defaults = values.get("defaults")
+        ours, _ = LoraJob.known(defaults if isinstance(defaults, dict) else {})
+        expansion = expand_run(_with_defaults(values), LoraJob)
+        return _Places(
+            jobs=values.get("jobs"), defaults=ours, origins=expansion.origins
+        )
+
+    def find(self, problem: Problem) -> Problem:
+        """Returns a problem in the place where the run file has the setting."""
+        match problem.path:
+            case ("jobs", int(number), setting, *rest):
+                pass
+            case _:
+                return problem
+        if number < len(self.origins):
+            origin = self.origins[number]
+            if path := origin.varied.get(str(setting)):
+                return dataclasses.replace(problem, path=(*path, *rest))
+            number = origin.template
+            path = "jobs", number, setting, *rest
+            problem = dataclasses.replace(problem, path=path)
+        jobs, job = self.jobs, None
+        if isinstance(jobs, list) and number < len(jobs):
+            job = jobs[number]
+        names = LoraJob.aliases.same
+        for key in job if isinstance(job, dict) else ():
+            if setting in (key, names.get(key)):
+                return dataclasses.replace(problem, path=("jobs", number, key, *rest))
+        if job is not None and not isinstance(job, dict):  # it joined later
             return problem
-    if not isinstance(job, dict):  # it joined the run later, or is not a mapping
+        for key, name in self.defaults.items():
+            if setting in (key, name):
+                return dataclasses.replace(problem, path=("defaults", key, *rest))
         return problem
-    names = LoraJob.aliases.same
-    for key in job:
-        if setting in (key, names.get(key)):
-            return dataclasses.replace(problem, path=("jobs", number, key, *rest))
-    for key, name in ours.items():
-        if setting in (key, name):
-            return dataclasses.replace(problem, path=("defaults", key, *rest))
-    return problem

@@ -25,6 +25,7 @@ STATUS_FILE = "status.json"
 SAMPLES_FILE = "samples.txt"
 SUMMARY_FILE = "summary.json"
 PICTURE = "losses.png"
+SWEEP_FILES = "sweep.csv", "sweep.png", "sweep.html"
 # A run writes these files, and a user may have files of the same names.
 REPLACED = (
     SETTINGS_FILE,
@@ -33,6 +34,7 @@ REPLACED = (
     SAMPLES_FILE,
     SUMMARY_FILE,
     PICTURE,
+    *SWEEP_FILES,
 )
 ADAPTERS = "adapters"
 CHECKPOINTS = "checkpoints"

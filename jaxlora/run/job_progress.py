@@ -15,6 +15,7 @@ class JobProgress:
     Attributes:
         status: Whether the job waits, runs, is paused or has ended, and how it ended.
         reason: Text that says why the job is paused or has ended.
+        stopped_by: Rule of the sweep that has ended the job; None if none has.
         slot: Slot of the job while it runs.
         step: Optimizer steps done; the position in the data follows from it.
         num_tokens: Tokens trained on, prompts included.
@@ -31,6 +32,7 @@ class JobProgress:
 
     status: Status = "waiting"
     reason: str = ""
+    stopped_by: str | None = None
     slot: int | None = None
     step: int = 0
     num_tokens: int = 0

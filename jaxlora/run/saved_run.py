@@ -31,6 +31,7 @@ from jaxlora.run.saved_fields import (
     Size,
 )
 from jaxlora.run.saved_stream import SavedStream
+from jaxlora.run.saved_sweep import SavedSweep
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +112,7 @@ class SavedRun:
         requests: Requests to stop and to pause jobs.
         base_revision: Commit of a base from the hub; None for a folder.
         stream: The microbatches that follow; None if an earlier version saved it.
+        sweep: Decisions of the run's sweep; None if it has none.
     """
 
     __pydantic_config__ = STRICT
@@ -123,6 +125,7 @@ class SavedRun:
     requests: SavedRequests
     base_revision: OneLine | None = None
     stream: SavedStream | None = None
+    sweep: SavedSweep | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

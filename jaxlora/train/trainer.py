@@ -25,6 +25,7 @@ from jaxlora.run.lock import RunLock
 from jaxlora.run.saved_run import RunRecord, SavedRequests
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.train.compilation_cache import keep_compiled_programs
+from jaxlora.train.early_exit import EarlyExit
 from jaxlora.train.ending import StopRequest, explained
 from jaxlora.train.execute.run_programs import FurtherPrograms, RunPrograms
 from jaxlora.train.execute.staged_executor import StagedExecutor
@@ -33,7 +34,7 @@ from jaxlora.train.inbox import Inbox
 from jaxlora.train.job_state import JobState, start_job
 from jaxlora.train.joining import Joining
 from jaxlora.train.open_run import has_held_out, open_run
-from jaxlora.train.plan.prepared_job import prepare_job
+from jaxlora.train.plan.prepared_job import check_comparable, prepare_job
 from jaxlora.train.plan.run_plan import RunPlan
 from jaxlora.train.plan.slot_spec import check_fits
 from jaxlora.train.report.run_callbacks import open_callbacks
@@ -41,6 +42,7 @@ from jaxlora.train.report.summary import (
     RunResult,
     TrainingTime,
     job_result,
+    sweep_report,
     write_report,
 )
 from jaxlora.train.requests import Requests
@@ -97,6 +99,7 @@ class Trainer:
         self.layout, self.slots = opened.layout, opened.slots
         self._num_compiled = opened.num_compiled
         self.round, self._requests = 0, Requests()
+        self._early_exit = EarlyExit(config, self._is_asked_to_pause)
         self._joining = Joining([job.name for job in self.jobs], self._open_job)
         self._added = list(opened.joined)
         self._has_begun = False
@@ -144,6 +147,7 @@ class Trainer:
     def _open_job(self, settings: LoraJob) -> JobState:
         prepared = prepare_job(settings, self.model.config, self.reader)
         log_notes(prepared.notes)
+        check_comparable(self.config, [*(job.prepared for job in self.jobs), prepared])
         check_fits(prepared, self.plan.spec, self.plan.config.limits.capacity)
         job = start_job(prepared, self.model)
         self._continue([job])
@@ -180,6 +184,9 @@ class Trainer:
         """
         self._joining.check_name(name)
         self._requests.resume(name)
+
+    def _is_asked_to_pause(self, name: str) -> bool:
+        return self._requests.pause_reason(name) is not None
 
     def _take_added(self) -> None:
         """Moves the jobs that were added into the run, in the thread that trains."""
@@ -247,16 +254,19 @@ class Trainer:
                     interrupted = self._run(resume, callbacks)
             compiled_before = self._num_compiled
             self._num_compiled = self.layout.num_compilations()
+            jobs = tuple(job_result(job, self._folder(job)) for job in self.jobs)
+            is_first, sweep = processes.is_first(), self.config.sweep
             result = RunResult(
-                jobs=tuple(job_result(job, self._folder(job)) for job in self.jobs),
+                jobs=jobs,
                 output_dir=self.output_dir,
                 interrupted=interrupted,
                 num_compilations=self._num_compiled - compiled_before,
                 seconds=self._time.compared(),
                 peak_bytes=self._memory.compared(),
+                sweep=sweep_report(self.config, self.jobs, jobs) if is_first else None,
             )
-            if processes.is_first():
-                write_report(result)
+            if is_first:
+                write_report(result, keep_others=sweep is None or sweep.keep_others)
         return result
 
     def _run(self, resume: bool, callbacks: Sequence[Callback]) -> bool:
@@ -362,6 +372,7 @@ class Trainer:
             first_round=self.round,
             memory=self._memory,
             requests=self._requests,
+            early_exit=self._early_exit,
             export=functools.partial(self._export, store),
             send=self._send,
             make_samples=None if self._opened.sampler is None else self._make_samples,
@@ -404,6 +415,7 @@ class Trainer:
         opened.callback(store.close)
         found = store.restore(self._identity())
         if found is not None:
+            self._early_exit.restore(found.run.sweep)
             self.round, self._saved_stream = found.number, found.run.stream
             self._num_saved = self._num_due(self.round)
             restore_jobs(self.jobs, found, self.slots, self.plan.num_slots)
@@ -448,6 +460,7 @@ class Trainer:
         """Discards what an earlier call of `train` has left, but requests to stop."""
         self.slots = self.layout.empty_slots()
         self.round, self._num_saved, self._saved_stream = 0, 0, None
+        self._early_exit.restore(None)
         for job in self.jobs:
             job.progress, job.parked = JobProgress(), None
 
@@ -468,7 +481,12 @@ class Trainer:
         # Requests that were made after the record was written are in the next one.
         requests = SavedRequests() if store.record is None else store.record.requests
         saved = saved_run(
-            self._identity(), self.jobs, self.model, requests, stream.saved()
+            self._identity(),
+            self.jobs,
+            self.model,
+            requests,
+            stream.saved(),
+            self._early_exit.saved(),
         )
         store.save(self.round, JobStates.of(self.jobs, read_slot), saved)
 

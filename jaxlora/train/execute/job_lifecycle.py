@@ -21,6 +21,7 @@ from jaxlora.run.events import (
 )
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.scheduler.stream import Position
+from jaxlora.train.early_exit import EarlyExit
 from jaxlora.train.execute.executor import Executor, StepOutcome
 from jaxlora.train.execute.samples import MakeSamples
 from jaxlora.train.job_state import JobState
@@ -54,6 +55,7 @@ class JobLifecycle:
         first_round: int,
         memory: RunMemory,
         requests: Requests,
+        early_exit: EarlyExit,
         export: Callable[[JobState], None],
         send: Callable[[Event], None],
         make_samples: MakeSamples | None = None,
@@ -68,6 +70,7 @@ class JobLifecycle:
             first_round: Rounds done before.
             memory: Limits the jobs that run at once.
             requests: Requests to stop and to pause jobs.
+            early_exit: Decides which jobs of a sweep end early.
             export: Writes a job's adapter.
             send: Sends an event to the callbacks.
             make_samples: Generates texts with the adapters in slots, for evaluations.
@@ -79,6 +82,7 @@ class JobLifecycle:
         self._executor, self._ticks = executor, ticks
         self._memory, self._usable = memory, plan.num_slots
         self._requests, self._export = requests, export
+        self._early_exit = early_exit
         self._send, self._make_samples = send, make_samples
         self._numbers: dict[str, int] = {}  # of jobs, by name
         self._settled: tuple[int, ...] | None = None  # see `is_settled`
@@ -145,8 +149,13 @@ class JobLifecycle:
         ]
 
     def _is_held(self, job: JobState) -> bool:
-        """Whether a job was asked to pause."""
-        return self._requests.pause_reason(job.name) is not None
+        """Whether a job is not to run now."""
+        return self._why_held(job) is not None
+
+    def _why_held(self, job: JobState) -> str | None:
+        """Returns why a job is not to run: by request, or as a sweep compares it."""
+        asked = self._requests.pause_reason(job.name)
+        return asked or self._early_exit.waiting_reason(job)
 
     def has_work(self) -> bool:
         """Whether a job runs or may start."""
@@ -163,10 +172,9 @@ class JobLifecycle:
             at_border: The jobs with a slot that are between two global batches.
         """
         seen = len(self.jobs), self._requests.version
-        here = [job for job in self.jobs if job in at_border or not job.has_slot]
-        num_left = self.end_jobs(here)  # stopped since they were last looked at
-        here = [job for job in here if job.has_slot]
-        num_left += self._pause_by_request(here)
+        num_left = self._end_stopped(at_border)
+        here = [job for job in at_border if job.has_slot]
+        num_left += self._pause_held(here)
         positions = assign_slots(
             self._positions(),
             self._usable_slots(),
@@ -192,11 +200,23 @@ class JobLifecycle:
         self._usable = usable
         return usable
 
-    def _pause_by_request(self, at_border: Collection[JobState]) -> int:
-        """Pauses jobs that were asked to pause; returns how many."""
+    def _end_stopped(self, at_border: Collection[JobState]) -> int:
+        """Ends jobs that were stopped since they were last looked at."""
+        count = 0
+        while True:
+            # What has ended or was paused is not waited for any more.
+            self._early_exit.review(self.jobs)
+            here = [job for job in self.jobs if job in at_border or not job.has_slot]
+            ended = self.end_jobs(here)
+            if not ended:
+                return count
+            count += ended
+
+    def _pause_held(self, at_border: Collection[JobState]) -> int:
+        """Pauses jobs that are not to run now; returns how many."""
         count = 0
         for job in at_border:
-            if (reason := self._requests.pause_reason(job.name)) is not None:
+            if (reason := self._why_held(job)) is not None:
                 self._pause(job, reason)
                 count += 1
         return count
@@ -227,7 +247,7 @@ class JobLifecycle:
             if job.parked is None:
                 new.append(job)
             self._start(job, slot)
-        self.evaluate([job for job in new if job.wants_eval()])
+        self.evaluate([job for job in new if self.wants_eval(job)])
         return self.end_jobs(new)
 
     def _pause(self, job: JobState, reason: str) -> None:
@@ -304,6 +324,10 @@ class JobLifecycle:
         yield
         self.untimed_seconds += time.perf_counter() - began
 
+    def wants_eval(self, job: JobState) -> bool:
+        """Whether an evaluation is due after the steps that a job has done."""
+        return job.wants_eval() or self._early_exit.wants_eval(job)
+
     def evaluate(self, jobs: Sequence[JobState]) -> None:
         if not jobs:
             return
@@ -320,6 +344,8 @@ class JobLifecycle:
                 with self._untimed():
                     self._export(job)
             self._send_of(job, EvalEvent, eval_loss=loss, is_best=is_best)
+        if self._early_exit.note(self.jobs, sound):
+            self._settled = None  # jobs may have to wait, or to end
         self._send_samples(sound)
 
     def _send_samples(self, jobs: Sequence[JobState]) -> None:
@@ -384,5 +410,8 @@ class JobLifecycle:
             patience = job.settings.early_stopping
             reason = f"no better evaluation for {patience} evaluations"
             job.update(status="stopped early", reason=reason)
+        elif (stop := self._early_exit.stop_of(job)) is not None:
+            reason = f"{stop.rule}: {stop.reason}"
+            job.update(status="stopped early", reason=reason, stopped_by=stop.rule)
         elif (reason := self._requests.stop_reason(job.name)) is not None:
             job.update(status="stopped", reason=reason)

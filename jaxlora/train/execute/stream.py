@@ -14,6 +14,7 @@ from jaxlora.memory.run_memory import RunMemory
 from jaxlora.run.events import Event, WindowEvent
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.scheduler import Schedule
+from jaxlora.train.early_exit import EarlyExit
 from jaxlora.train.execute.executor import Executor, Outcomes
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.execute.samples import MakeSamples
@@ -74,6 +75,7 @@ class Stream:
         first_round: int,
         memory: RunMemory,
         requests: Requests,
+        early_exit: EarlyExit,
         export: Callable[[JobState], None],
         send: Callable[[Event], None],
         make_samples: MakeSamples | None = None,
@@ -87,6 +89,7 @@ class Stream:
             first_round: Rounds done before.
             memory: Is corrected by what the devices report, and limits the jobs.
             requests: Requests to stop and to pause jobs; more may come at any time.
+            early_exit: Decides which jobs of a sweep end early.
             export: Writes a job's adapter.
             send: Sends an event to the callbacks.
             make_samples: Generates texts with the adapters in slots, for evaluations.
@@ -104,6 +107,7 @@ class Stream:
             first_round=first_round,
             memory=memory,
             requests=requests,
+            early_exit=early_exit,
             export=export,
             send=send,
             make_samples=make_samples,
@@ -223,7 +227,11 @@ class Stream:
         for job in stepped:
             self._life.note(job, outcomes.steps[job.slot])
         self._life.evaluate(
-            [r for r in stepped if r.progress.status == "running" and r.wants_eval()]
+            [
+                job
+                for job in stepped
+                if job.progress.status == "running" and self._life.wants_eval(job)
+            ]
         )
         self._life.end_jobs(stepped)
         self._due.difference_update(job.name for job in stepped)

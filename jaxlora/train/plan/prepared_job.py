@@ -211,6 +211,32 @@ def prepare_jobs(
     return prepared
 
 
+def check_comparable(config: RunConfig, jobs: Sequence[PreparedJob]) -> None:
+    """Checks that the rules of a sweep compare losses on the same held-out samples.
+
+    Args:
+        config: The run.
+        jobs: Its jobs, and those that are about to join.
+
+    Raises:
+        ConfigError: Two jobs hold out different samples.
+    """
+    if config.sweep is None or not config.sweep.early_exit:
+        return
+    first: dict[str | None, str] = {}
+    for job in jobs:
+        if job.eval_data is not None:
+            first.setdefault(job.fingerprints["eval_data_fingerprint"], job.name)
+    if len(first) > 1:
+        one, other, *_ = first.values()
+        raise ConfigError(
+            f"configurations {one!r} and {other!r} are evaluated on different samples, "
+            "so their losses cannot be compared. Give all configurations the same "
+            "held-out records and the same max_length (eval_data, or eval_fraction of "
+            "the same data by the same eval_seed), or set `early_exit: none`."
+        )
+
+
 def choose_modules(job: LoraJob, model: ModelConfig) -> ChosenModules:
     """Chooses the modules that a job adapts, by its targets or those of `init_from`.
 

@@ -36,7 +36,7 @@ from jaxlora.train.plan.auto_mesh.predict import Rates, window_seconds
 from jaxlora.train.plan.job_slots import JobPosition
 from jaxlora.train.plan.lanes import run_lanes, window_cost
 from jaxlora.train.plan.planned_model import PlannedModel
-from jaxlora.train.plan.prepared_job import PreparedJob
+from jaxlora.train.plan.prepared_job import PreparedJob, check_comparable
 from jaxlora.train.plan.quantized_base import describe_base
 from jaxlora.train.plan.shapes import ONE_SHAPE, Shapes, choose_shapes
 from jaxlora.train.plan.slot_spec import check_fits, decoder_spec
@@ -207,8 +207,9 @@ def resolve(
         ConfigError: The mesh does not fit the devices or the model, no mesh has enough
             memory, no kernels or attention can run the model here, the slots or a
             microbatch cannot hold a job, or the run does not fit into memory by
-            estimate.
+            estimate; or a sweep compares losses on different samples.
     """
+    check_comparable(config, jobs)
     chooses_remat, notes = config.remat == "auto", []
     if config.mesh == "auto":
         config, note = _with_mesh(config, model, jobs, machine)

@@ -4,22 +4,26 @@ import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-import rich.box
+import rich.boxfrom typing import Any
+
 from rich.console import Console
 from rich.table import Table
 
 from jaxlora.common.atomic import write_text
 from jaxlora.common.comparison import NOT_KNOWN, Comparison
 from jaxlora.common.console import literal, show
+from jaxlora.config import RunConfig
 from jaxlora.memory.device_memory import format_bytes
 from jaxlora.printable import one_line
 from jaxlora.run.events import WindowEvent
 from jaxlora.run.folder import PICTURE, SUMMARY_FILE
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.run.log import METRICS_FILE
+from jaxlora.run.log import METRICS_FILE, read_events
 from jaxlora.run.status_view import format_seconds
+from jaxlora.sweeps.files import print_sweep, remove_others, write_sweep
+from jaxlora.sweeps.ranking import SweepReport, Trial
 from jaxlora.train.job_state import JobState
 from jaxlora.train.report.plot import plot_losses
 
@@ -57,6 +61,7 @@ class RunResult:
             run of this process had compiled.
         seconds: Time of training, without evaluations and exports.
         peak_bytes: Peak memory of the device that needed the most.
+        sweep: The ranked configurations; None without `sweep` in the run.
     """
 
     jobs: tuple[JobResult, ...]
@@ -65,6 +70,7 @@ class RunResult:
     num_compilations: int
     seconds: Comparison = NOT_KNOWN
     peak_bytes: Comparison = NOT_KNOWN
+    sweep: SweepReport | None = None
 
 
 class TrainingTime:
@@ -99,6 +105,34 @@ def job_result(job: JobState, folder: pathlib.Path) -> JobResult:
         progress=job.progress,
         folder=folder if _is_exported(job) and folder.is_dir() else None,
     )
+
+
+def sweep_report(
+    config: RunConfig, jobs: Sequence[JobState], results: Sequence[JobResult]
+) -> SweepReport | None:
+    """Ranks the configurations of a run; None if it has no sweep.
+
+    Args:
+        config: The run.
+        jobs: Its jobs.
+        results: Their results.
+
+    Raises:
+        CheckpointError: The log of the run is damaged.
+    """
+    if config.sweep is None:
+        return None
+    trials = [
+        Trial(
+            settings=job.settings,
+            num_steps=job.num_steps,
+            progress=job.progress,
+            folder=result.folder,
+        )
+        for job, result in zip(jobs, results, strict=True)
+    ]
+    events = read_events(pathlib.Path(config.output_dir) / METRICS_FILE)
+    return SweepReport.of(config.sweep, trials, events)
 
 
 def _is_exported(job: JobState) -> bool:
@@ -176,9 +210,17 @@ def summary_table(result: RunResult) -> Table:
     return table
 
 
+_INTERRUPTED = "Interrupted; a checkpoint was written. Continue with --resume."
+
+
 def print_summary(result: RunResult, console: Console | None = None) -> None:
     """Prints the table, where the PEFT folders are, and why jobs ended early."""
     console = console or Console()
+    if result.sweep is not None:
+        print_sweep(result.sweep, result.output_dir, console)
+        if result.interrupted:
+            show(console, _INTERRUPTED)
+        return
     show(console, summary_table(result))
     for job in result.jobs:
         if job.folder is not None:
@@ -193,7 +235,7 @@ def print_summary(result: RunResult, console: Console | None = None) -> None:
     ):
         show(console, line, soft_wrap=True)
     if result.interrupted:
-        show(console, "Interrupted; a checkpoint was written. Continue with --resume.")
+        show(console, _INTERRUPTED)
 
 
 def _seconds(seconds: float) -> str:
@@ -201,25 +243,37 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 600 else format_seconds(seconds)
 
 
-def write_report(result: RunResult) -> None:
-    """Writes summary.json and losses.png into the run's folder."""
+def write_report(result: RunResult, *, keep_others: bool = True) -> None:
+    """Writes summary.json, losses.png and the files of a sweep into the run's folder.
+
+    Args:
+        result: The result.
+        keep_others: Whether the PEFT folders of a sweep's other configurations stay, if
+            the sweep has ended.
+    """
+    if result.sweep is not None:
+        if not (keep_others or result.interrupted):
+            remove_others(result.sweep)
+        write_sweep(result.sweep, result.output_dir)
     jobs = {
         job.name: {
             "rank": job.rank,
             "num_modules": job.num_modules,
             "num_steps": job.num_steps,
-            "folder": str(job.folder) if job.folder else None,
+            "folder": str(job.folder) if job.folder and job.folder.is_dir() else None,
             **dataclasses.asdict(job.progress),
             "status": job.progress.shown_status(is_live=False),
         }
         for job in result.jobs
     }
-    summary = {
+    summary: dict[str, Any] = {
         "jobs": jobs,
         "interrupted": result.interrupted,
         "seconds": dataclasses.asdict(result.seconds),
         "peak_bytes": dataclasses.asdict(result.peak_bytes),
     }
+    if result.sweep is not None:
+        summary["best"] = list(result.sweep.kept)
     text = json.dumps(summary, indent=2)
     write_text(result.output_dir / SUMMARY_FILE, text + "\n")
     plot_losses(result.output_dir / METRICS_FILE, result.output_dir / PICTURE)

@@ -18,6 +18,7 @@ from jaxlora.run.identity import RunIdentity, check_same_run
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_run import SavedAdapter, SavedRequests, SavedRun
 from jaxlora.run.saved_stream import SavedStream
+from jaxlora.run.saved_sweep import SavedSweep
 from jaxlora.train.job_state import JobState
 from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.plan.run_plan import RunPlan
@@ -94,6 +95,7 @@ def saved_run(
     model: FrozenModel,
     requests: SavedRequests,
     stream: SavedStream,
+    sweep: SavedSweep | None,
 ) -> SavedRun:
     """Returns what a checkpoint keeps besides the tensors of the jobs.
 
@@ -103,6 +105,7 @@ def saved_run(
         model: The base model.
         requests: Requests to stop and to pause jobs.
         stream: The microbatches that follow.
+        sweep: Decisions of the sweep; None if there is none.
     """
     return SavedRun(
         identity=identity,
@@ -113,6 +116,7 @@ def saved_run(
         linear_names=list(linear_names(model.config)),
         requests=requests,
         stream=stream,
+        sweep=sweep,
     )
 
 

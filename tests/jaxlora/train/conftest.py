@@ -7,6 +7,7 @@ import pytest
 
 from jaxlora import LoraJob, RunConfig, Trainer
 from jaxlora.hf.load import FrozenModel, load_model
+from jaxlora.sweeps import files
 from jaxlora.train.execute.run_programs import RunPrograms
 from jaxlora.train.report import summary
 from jaxlora.train.report.plot import plot_losses
@@ -75,6 +76,7 @@ def _without_pictures():
     """A picture takes longer than the training of a tiny model; see `pictures`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(summary, "plot_losses", lambda *_: None)
+        patch.setattr(files, "draw_sweep", lambda *_: None)
         yield
 
 

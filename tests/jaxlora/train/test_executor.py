@@ -14,6 +14,7 @@ from jaxlora.data.tokenize import TokenizedData, TokenizedSample
 from jaxlora.hf.config import model_config
 from jaxlora.memory.run_memory import RunMemory
 from jaxlora.run.log import RunLog, read_events
+from jaxlora.train.early_exit import EarlyExit
 from jaxlora.train.execute.stream import Border, Stream
 from jaxlora.train.job_state import JobState
 from jaxlora.train.plan.auto_mesh.machine import this_machine
@@ -113,6 +114,7 @@ def drive(tmp_path):
                 first_round=0,
                 memory=RunMemory(None, plan.num_slots),
                 requests=requests,
+                early_exit=EarlyExit(config, lambda name: False),
                 export=export,
                 send=log.on_event,
             )

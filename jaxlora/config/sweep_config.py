@@ -1,0 +1,312 @@
+"""The user's settings of a sweep: the space, the search, and when to give up."""
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import Field
+
+from jaxlora.config.aliases import OtherNames
+from jaxlora.config.strict import (
+    Bool,
+    Int,
+    NonNegativeInt,
+    Number,
+    PositiveFloat,
+    PositiveInt,
+    StrictModel,
+)
+
+Distribution = Literal[
+    "constant",
+    "categorical",
+    "uniform",
+    "int_uniform",
+    "q_uniform",
+    "log_uniform_values",
+    "q_log_uniform_values",
+]
+_Bound = Annotated[int | float, Number]
+_EXPONENTS = (
+    "In W&B, the bounds of log_uniform are exponents of e. Write "
+    "`distribution: log_uniform_values`, whose min and max are values."
+)
+
+
+def _has_one_form(space: Any) -> tuple[str, str] | None:
+    if space.values is not None:
+        for name in ("min", "max", "q", "num"):
+            if getattr(space, name) is not None:
+                return name, (
+                    f"{name} is of a range, and values is a list. Leave one of them "
+                    "out."
+                )
+        if not space.values:
+            return "values", "values is empty. Give at least one."
+        if space.distribution not in (None, "constant", "categorical"):
+            return "distribution", (
+                f"{space.distribution} is of a range with min and max, and values is "
+                "a list. Leave distribution out."
+            )
+    elif space.min is None or space.max is None:
+        missing = "min" if space.min is None else "max"
+        return missing, (
+            f"{missing} is missing: give a list of values, or a range with min and max."
+        )
+    return None
+
+
+def _range_is_one(space: Any) -> tuple[str, str] | None:
+    if space.min is None or space.max is None:
+        return None
+    if not space.min < space.max:
+        return "max", f"max is {space.max}, which is not above min={space.min}."
+    if space.is_log and space.min <= 0:
+        return "min", f"min is {space.min}, and a logarithmic range is above 0."
+    if str(space.distribution).startswith("q_") and space.q is None:
+        return "q", f"{space.distribution} rounds to multiples of q: give q."
+    if space.distribution in ("constant", "categorical"):
+        return "distribution", (
+            f"{space.distribution} is of a list of values, and min and max are a "
+            "range. Leave distribution out."
+        )
+    q = space.q
+    if q is not None and math.floor(space.max / q) < math.ceil(space.min / q):
+        return "q", f"there is no multiple of q={space.q} from min to max."
+    return None
+
+
+def _probabilities_fit(space: Any) -> tuple[str, str] | None:
+    given = space.probabilities
+    if given is None:
+        return None
+    if space.values is None or len(given) != len(space.values):
+        return "probabilities", "give one probability for each of the values."
+    if min(given) < 0 or abs(sum(given) - 1) > 1e-6:
+        return "probabilities", f"they must add up to 1; they add up to {sum(given):g}."
+    return None
+
+
+class Space(StrictModel):
+    """The values that one setting may take.
+
+    Attributes:
+        values: The values.
+        probabilities: Probability of each of the values; None: all are the same.
+        min: Lower bound of a range.
+        max: Upper bound of a range, which is included.
+        distribution: In the words of W&B. None: `categorical` for values; for a range,
+            `int_uniform` if the setting is a whole number, else `uniform`.
+        q: Values of a range are rounded to multiples of this.
+        num: Number of points of a range in a grid, evenly spaced, by ratio if the range
+            is logarithmic.
+        times: Another setting, by which the value is multiplied.
+        when: Other settings and the values (or lists of values) that they must have.
+            Otherwise the setting keeps the job's own value.
+    """
+
+    rules = (_has_one_form, _range_is_one, _probabilities_fit)
+    aliases = OtherNames(
+        same={},
+        hints={
+            "mu": "Give a range with min and max, and distribution: uniform or "
+            "log_uniform_values.",
+            "sigma": "Give a range with min and max.",
+            "parameters": "Write a setting within another one with a dot, such as "
+            "data.limit.",
+        },
+    )
+
+    values: tuple[Any, ...] | None = None
+    probabilities: tuple[Annotated[float, Number], ...] | None = None
+    min: _Bound | None = None
+    max: _Bound | None = None
+    distribution: Distribution | None = None
+    q: PositiveFloat | None = None
+    num: PositiveInt | None = None
+    times: str | None = None
+    when: dict[str, Any] = {}
+
+    @pydantic.model_validator(mode="wrap")
+    @classmethod
+    def _values_may_stand_alone(cls, given: Any, check: Any) -> Any:
+        if isinstance(given, list | tuple):
+            given = {"values": given}
+        elif isinstance(given, dict) and "value" in given and "values" not in given:
+            given = {"values": [given["value"]]} | given
+            del given["value"]
+        elif not isinstance(given, dict | Space):
+            given = {"values": [given]}
+        return check(given)
+
+    @pydantic.field_validator("distribution", mode="before")
+    @classmethod
+    def _bounds_are_values(cls, name: object) -> object:
+        if name in ("log_uniform", "q_log_uniform", "inv_log_uniform"):
+            raise ValueError(_EXPONENTS)
+        return name
+
+    @property
+    def is_log(self) -> bool:
+        """Whether the range is logarithmic."""
+        return "log" in (self.distribution or "")
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether a grid can have all the values."""
+        has_points = (self.values, self.num, self.q) != (None, None, None)
+        return has_points or self.distribution == "int_uniform"
+
+
+class Metric(StrictModel):
+    """What the configurations of a sweep are ranked by.
+
+    Attributes:
+        name: Name of the metric: the loss on held-out records.
+        goal: Whether a lower value is better.
+    """
+
+    name: Literal["eval_loss"] = "eval_loss"
+    goal: Literal["minimize"] = "minimize"
+
+
+RuleName = Literal["halving", "asha", "median", "overfitting", "catch_up", "divergence"]
+_OWN_SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "eta": ("halving", "asha"),
+    "first": ("halving", "asha"),
+    "startup": ("median",),
+    "top": ("catch_up",),
+    "probability": ("catch_up",),
+}
+
+
+def _settings_are_of_the_rule(rule: Any) -> tuple[str, str] | None:
+    for name, rules in _OWN_SETTINGS.items():
+        default = ExitRule.model_fields[name].default
+        if getattr(rule, name) != default and rule.type not in rules:
+            return name, (
+                f"{name} is a setting of {' and '.join(rules)}, and type is "
+                f"{rule.type}. Leave it out."
+            )
+    return None
+
+
+class ExitRule(StrictModel):
+    """A rule by which configurations end before their last step.
+
+    `jaxlora.sweeps.rules` defines the rules.
+
+    Attributes:
+        type: `halving`, `asha`, `median`, `overfitting`, `catch_up` or `divergence`.
+        eta: One in `eta` configurations goes on at each rung (`halving`, `asha`).
+        first: Share of a configuration's steps at the first rung; each further one is
+            `eta` times later (`halving`, `asha`).
+        startup: Other configurations that must have come as far (`median`).
+        top: Number of best configurations to keep a chance of joining (`catch_up`).
+        probability: A configuration with a lower chance ends (`catch_up`).
+    """
+
+    rules = (_settings_are_of_the_rule,)
+
+    type: RuleName
+    eta: Annotated[Int, Field(ge=2)] = 2
+    first: Annotated[float, Field(gt=0.0, lt=1.0), Number] = 0.25
+    startup: PositiveInt = 5
+    top: PositiveInt = 3
+    probability: Annotated[float, Field(gt=0.0, lt=1.0), Number] = 0.05
+
+
+def _random_has_a_count(sweep: Any) -> tuple[str, str] | None:
+    if sweep.parameters and sweep.method == "random" and sweep.count is None:
+        return "count", "a random search needs a number of configurations: set count."
+    return None
+
+
+def _grid_has_no_count(sweep: Any) -> tuple[str, str] | None:
+    if sweep.method == "grid" and sweep.count is not None:
+        return "count", (
+            "a grid has all combinations, and count is of a random search. Leave count "
+            "out, or set `method: random`."
+        )
+    return None
+
+
+def _there_is_a_grid(sweep: Any) -> tuple[str, str] | None:
+    spaces = {k: s for k, s in sweep.parameters.items() if isinstance(s, Space)}
+    endless = [name for name, space in spaces.items() if not space.is_finite]
+    if endless and sweep.method == "grid":
+        return "method", (
+            f"a grid needs points, and {endless[0]} is a range. Give it num or a list "
+            "of values, or set `method: random` and count."
+        )
+    if endless and sweep.method is None and sweep.count is None:
+        return "count", (
+            f"{endless[0]} is a range, which is searched at random: set count, the "
+            "number of configurations."
+        )
+    return None
+
+
+class Sweep(StrictModel):
+    """Many configurations of a job: the space, the search, and when to give up.
+
+    Attributes:
+        parameters: The values that settings of a job may take, by setting. A list is
+            short for `{values: [...]}`, and `data.limit` is a setting within `data`.
+            The values of a name that begins with `_` are mappings of settings that
+            belong together. Empty: the jobs are the configurations.
+        method: `grid`: all combinations. `random`: `count` draws. None: a grid if all
+            parameters are lists and there is no `count`.
+        count: Number of configurations of a random search, for each job; of a grid,
+            None.
+        seed: Random seed of the search.
+        metric: What configurations are ranked by.
+        early_exit: Rules by which configurations end early; any of them may. Those that
+            diverge always do, unless this is empty (`none`).
+        keep: Number of best configurations that the report marks; None: of one.
+        keep_others: Whether the PEFT folders of the others stay when the sweep ends.
+    """
+
+    rules = (_random_has_a_count, _grid_has_no_count, _there_is_a_grid)
+    nested = {"metric": Metric, "early_exit": ExitRule}
+    aliases = OtherNames(
+        same={"run_cap": "count"},
+        hints={
+            "early_terminate": "Set early_exit, such as `early_exit: halving`; rungs "
+            "are shares of each configuration's own steps.",
+            "early_stop": "Set early_exit, such as `early_exit: halving`.",
+            "program": "Leave it out: the run file names the model and the data.",
+            "project": "Leave it out: the tracker's environment variables name it.",
+            "name": "Leave it out: output_dir names the run.",
+        },
+    )
+
+    parameters: dict[str, Space] = {}
+    method: Literal["grid", "random"] | None = None
+    count: PositiveInt | None = None
+    seed: NonNegativeInt = 0
+    metric: Metric = Metric()
+    early_exit: tuple[ExitRule, ...] = (ExitRule(type="halving"),)
+    keep: PositiveInt = 1
+    keep_others: Bool = True
+
+    @property
+    def is_random(self) -> bool:
+        """Whether configurations are drawn."""
+        return self.method == "random" or (
+            self.method is None and self.count is not None
+        )
+
+    @pydantic.field_validator("metric", mode="before")
+    @classmethod
+    def _metric_may_be_a_name(cls, metric: object) -> object:
+        return {"name": metric} if isinstance(metric, str) else metric
+
+    @pydantic.field_validator("early_exit", mode="before")
+    @classmethod
+    def _rules_are_a_list(cls, given: object) -> object:
+        if given in ("none", None):
+            return ()
+        rules = given if isinstance(given, list | tuple) else [given]
+        return [{"type": r} if isinstance(r, str) else r for r in rules]

@@ -1,0 +1,27 @@
+"""The decisions of a sweep, as a checkpoint holds them."""
+
+import dataclasses
+from typing import Annotated
+
+from pydantic import Field
+
+from jaxlora.run.saved_fields import STRICT, JobName
+
+_Count = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SavedSweep:
+    """What a resumed run needs to decide about its configurations as it would have.
+
+    Attributes:
+        points: (steps done, held-out loss) of each evaluation, by job.
+        cutoffs: Highest loss that went on at each rung of halving that is decided.
+        stops: The rule and the reason of each job that ends, or has ended, early.
+    """
+
+    __pydantic_config__ = STRICT
+
+    points: dict[JobName, list[tuple[_Count, float]]]
+    cutoffs: list[float]
+    stops: dict[JobName, tuple[str, str]]

@@ -1,0 +1,102 @@
+"""Writes the report of a sweep into the run's folder, and prints its table."""
+
+import logging
+import pathlib
+import shutil
+
+import rich.box
+from rich.console import Console
+from rich.table import Table
+
+from jaxlora.adapters.export_record import is_ours
+from jaxlora.common.atomic import wrap_os_errors, write_text
+from jaxlora.common.console import literal, show
+from jaxlora.config.configuration_names import value_text
+from jaxlora.run.folder import SWEEP_FILES
+from jaxlora.sweeps.page import write_page
+from jaxlora.sweeps.picture import draw_sweep
+from jaxlora.sweeps.ranking import SweepReport
+
+logger = logging.getLogger(__name__)
+
+TABLE, PICTURE, PAGE = SWEEP_FILES
+_MOST_ROWS = 20
+_WIDE = 100  # columns of a terminal that has room for the settings
+
+
+def write_sweep(report: SweepReport, folder: pathlib.Path) -> None:
+    """Writes sweep.csv, sweep.png and sweep.html.
+
+    Args:
+        report: The sweep.
+        folder: Folder of the run.
+
+    Raises:
+        StorageError: A file cannot be written.
+    """
+    write_text(folder / TABLE, report.csv())
+    draw_sweep(report, folder / PICTURE)
+    write_page(report, f"Sweep in {folder}", folder / PAGE)
+
+
+def remove_others(report: SweepReport) -> None:
+    """Removes the PEFT folders of the configurations that are not kept.
+
+    A folder that holds other files stays, with a warning.
+
+    Raises:
+        StorageError: A folder cannot be removed.
+    """
+    for trial in report.trials:
+        folder = trial.folder
+        if trial.settings.name in report.kept or folder is None or not folder.is_dir():
+            continue
+        if folder.is_symlink() or not is_ours(folder):
+            logger.warning("%s holds other files, so it is kept", folder)
+            continue
+        with wrap_os_errors(folder):
+            shutil.rmtree(folder)
+
+
+def print_sweep(report: SweepReport, folder: pathlib.Path, console: Console) -> None:
+    """Prints the best configurations, and where the report is.
+
+    Args:
+        report: The sweep.
+        folder: Folder of the run.
+        console: Console to print to.
+    """
+    table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    # Names of configurations have the settings, if there is no room for them.
+    head = report.header()
+    if console.width < _WIDE:
+        head = head[: -len(report.varied) or None]
+    for name in head:
+        is_text = name == "configuration" or name in report.varied
+        table.add_column(
+            literal(name),
+            justify="left" if is_text else "right",
+            overflow="fold",
+            no_wrap=not is_text,
+        )
+    for place, trial in enumerate(report.trials[:_MOST_ROWS]):
+        is_kept = trial.settings.name in report.kept
+        cells = [_shown(value) for value in report.row(place)[: len(head)]]
+        table.add_row(*map(literal, cells), style="bold" if is_kept else "")
+    show(console, table)
+    if (left := len(report.trials) - _MOST_ROWS) > 0:
+        show(console, f"and {left} more in {folder / TABLE}")
+    for trial in report.trials:
+        if trial.settings.name in report.kept and trial.folder is not None:
+            show(console, f"best: {trial.folder}", soft_wrap=True)
+    show(console, f"report: {folder / PAGE}", soft_wrap=True)
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float) and value >= 0.1:
+        return f"{value:.3f}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return value if isinstance(value, str) else value_text(value)

@@ -1,0 +1,186 @@
+"""Writes a sweep as one HTML page that needs no network and no other file.
+
+The table and the pictures are there without scripts; a short script sorts and filters
+them. Every text comes from settings of the user and is escaped.
+"""
+
+import base64
+import hashlib
+import html
+import math
+import pathlib
+import re
+from importlib import resources
+from typing import Any
+
+from jaxlora.common.atomic import write_text
+from jaxlora.config.configuration_names import value_text
+from jaxlora.printable import one_line
+from jaxlora.sweeps.axes import ParallelAxis, parallel_axes
+from jaxlora.sweeps.importance import importance, is_number
+from jaxlora.sweeps.ranking import SweepReport
+
+_WIDTH, _HEIGHT, _MARGIN = 1000, 320, 50  # of a picture, in its own units
+
+
+def write_page(report: SweepReport, title: str, path: pathlib.Path) -> None:
+    """Writes the page.
+
+    Args:
+        report: The sweep.
+        title: Its title.
+        path: HTML file to write.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    template = (resources.files("jaxlora.sweeps") / "page.html").read_text("utf-8")
+    script = re.search(r"<script>(.*?)</script>", template, re.S)
+    assert script is not None
+    digest = hashlib.sha256(script[1].encode()).digest()
+    parts = {
+        "title": _escape(title),
+        "script_hash": base64.b64encode(digest).decode(),
+        "count": str(len(report.trials)),
+        "kept": _escape(", ".join(report.kept)),
+        "importance": _importance(report),
+        "parallel": _parallel(report),
+        "curves": _curves(report),
+        "table": _table(report),
+    }
+    # In one pass, so that nothing in a part is taken for a mark.
+    page = re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
+    write_text(path, page)
+
+
+def _escape(text: object) -> str:
+    return html.escape(one_line(text))
+
+
+def _shade(place: int, count: int) -> str:
+    """Returns the color of a line: blue for the best, orange for the worst."""
+    share = place / max(1, count - 1)
+    return f"hsl({220 - 190 * share:.0f} 75% 48%)"
+
+
+def _line(place: int, count: int, points: list[tuple[float, float]]) -> str:
+    text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return (
+        f'<polyline data-row="{place}" points="{text}" fill="none" '
+        f'stroke="{_shade(place, count)}"/>'
+    )
+
+
+def _text(x: float, y: float, text: object, anchor: str = "start") -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_escape(text)}</text>'
+    )
+
+
+def _svg(name: str, label: str, parts: list[str]) -> str:
+    box = f"0 0 {_WIDTH} {_HEIGHT}"
+    drawn = "\n".join(parts)
+    return (
+        f'<svg id="{name}" viewBox="{box}" role="img" aria-label="{label}">\n{drawn}\n'
+        "</svg>"
+    )
+
+
+def _height(share: float) -> float:
+    return _HEIGHT - 30 - share * (_HEIGHT - 70)
+
+
+def _parallel(report: SweepReport) -> str:
+    """Draws parallel coordinates, with an area on each axis to drag a filter on."""
+    axes, count = parallel_axes(report), len(report.trials)
+    gap = (_WIDTH - 2 * _MARGIN) / max(1, len(axes) - 1)
+    xs = [_MARGIN + i * gap for i in range(len(axes))]
+    parts = [
+        _line(
+            place,
+            count,
+            [(x, _height(a.places[place])) for x, a in zip(xs, axes, strict=True)],
+        )
+        for place in reversed(range(count))
+    ]
+    for number, (x, axis) in enumerate(zip(xs, axes, strict=True)):
+        parts += _axis(number, x, axis)
+    return _svg("parallel", "Settings and loss of each configuration", parts)
+
+
+def _axis(number: int, x: float, axis: ParallelAxis) -> list[str]:
+    top, bottom = _height(1), _height(0)
+    anchor = "start" if number == 0 else "middle"
+    places = " ".join(f"{place:.4f}" for place in axis.places)
+    return [
+        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>',
+        _text(x - (_MARGIN - 4 if number == 0 else 0), 18, axis.name, anchor),
+        *(_text(x + 4, _height(h) + 4, text) for h, text in axis.ticks),
+        f'<rect class="kept" x="{x - 8:.1f}" width="16" y="0" height="0"/>',
+        f'<rect class="drag" data-places="{places}" data-top="{top}" '
+        f'data-bottom="{bottom}" x="{x - 16:.1f}" width="32" y="{top - 8}" '
+        f'height="{bottom - top + 16}"/>',
+    ]
+
+
+def _curves(report: SweepReport) -> str:
+    """Draws the held-out losses over the share of steps done."""
+    losses = [loss for points in report.curves.values() for _, loss in points]
+    low, high = min(losses, default=0.0), max(losses, default=1.0)
+    span = high - low or 1.0
+    parts = []
+    for place in reversed(range(len(report.trials))):
+        trial = report.trials[place]
+        points = report.curves.get(trial.settings.name, ())
+        drawn = [
+            (
+                _MARGIN + step / trial.num_steps * (_WIDTH - 2 * _MARGIN),
+                _height((loss - low) / span),
+            )
+            for step, loss in points
+        ]
+        parts.append(_line(place, len(report.trials), drawn))
+    bottom = _HEIGHT - 8
+    parts += [
+        _text(4, _height(1) + 4, f"{high:.3f}"),
+        _text(4, _height(0) + 4, f"{low:.3f}"),
+        _text(_MARGIN, bottom, "0"),
+        _text(_WIDTH - _MARGIN, bottom, "all steps", "end"),
+    ]
+    return _svg("curves", "Held-out loss of each configuration", parts)
+
+
+def _importance(report: SweepReport) -> str:
+    losses = {trial.settings.name: trial.loss for trial in report.trials}
+    rows = [
+        f'<tr><th scope="row">{_escape(name)}</th>'
+        f'<td><meter min="0" max="1" value="{share:.3f}">{share:.0%}</meter> '
+        f"{share:.0%}</td></tr>"
+        for name, share in importance(report.varied, losses).items()
+    ]
+    return "\n".join(rows)
+
+
+def _table(report: SweepReport) -> str:
+    heads = "".join(
+        f'<th scope="col"><button type="button">{_escape(name)}</button></th>'
+        for name in report.header()
+    )
+    rows = []
+    for place, trial in enumerate(report.trials):
+        mark = ' class="best"' if trial.settings.name in report.kept else ""
+        cells = "".join(map(_cell, report.row(place)))
+        reason = _escape(trial.progress.reason)
+        rows.append(f'<tr data-row="{place}"{mark} title="{reason}">{cells}</tr>')
+    body = "\n".join(rows)
+    return f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{body}\n</tbody>"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "<td></td>"
+    if is_number(value) and math.isfinite(value):
+        shown = f"{value:.4f}" if isinstance(value, float) and value >= 0.1 else None
+        text = shown or (f"{value:,}" if value > 9999 else value_text(value))
+        return f'<td data-value="{value!r}">{_escape(text)}</td>'
+    return f"<td>{_escape(value_text(value))}</td>"

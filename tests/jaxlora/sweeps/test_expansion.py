@@ -1,0 +1,265 @@
+"""A sweep becomes the same jobs every time, and errors name the place of a mistake."""
+
+import itertools
+import math
+
+import pytest
+
+from jaxlora import LoraJob, RunConfig, Sweep, load_run
+from jaxlora.cli.main import main
+from jaxlora.config.run_file import run_config
+from jaxlora.errors import ConfigError
+
+DEFAULTS = {"data": {"path": "a.jsonl"}, "eval_fraction": 0.2}
+
+
+def run(parameters: dict | None = None, jobs=None, defaults=DEFAULTS, **sweep):
+    values = {"model": "m", "defaults": defaults}
+    values |= {} if jobs is None else {"jobs": jobs}
+    return run_config(values | {"sweep": {"parameters": parameters or {}} | sweep})
+
+
+def settings(found: RunConfig, *names: str) -> list[tuple]:
+    return [tuple(getattr(job, name) for name in names) for job in found.jobs]
+
+
+def test_lists_are_a_grid():
+    found = run({"rank": [4, 8], "learning_rate": [1e-4, 3e-4]})
+    assert settings(found, "rank", "learning_rate") == [
+        *itertools.product((4, 8), (1e-4, 3e-4))
+    ]
+    assert [job.name for job in found.jobs] == [
+        "r4-lr1e-4",
+        "r4-lr3e-4",
+        "r8-lr1e-4",
+        "r8-lr3e-4",
+    ]
+    assert found.sweep is not None and not found.sweep.parameters
+    again = found.replace(output_dir="elsewhere")
+    assert again.jobs == found.jobs
+
+
+def test_a_random_search_is_a_function_of_its_seed():
+    space = {
+        "learning_rate": {
+            "distribution": "log_uniform_values",
+            "min": 1e-5,
+            "max": 1e-2,
+        },
+        "rank": {"min": 2, "max": 64},
+        "dropout": {"distribution": "q_uniform", "min": 0, "max": 0.3, "q": 0.05},
+        "batch_size": {"values": [1, 2], "probabilities": [0.9, 0.1]},
+    }
+    found = run(space, count=300, seed=3)
+    assert run(space, count=300, seed=3) == found
+    assert run(dict(reversed(space.items())), count=20, seed=3).jobs[0].rank == (
+        found.jobs[0].rank
+    )
+    assert run(space, count=20, seed=3).jobs == found.jobs[:20]  # more may follow
+    assert run(space, count=20, seed=4).jobs != found.jobs[:20]
+    assert len({job.name for job in found.jobs}) == len(found.jobs) == 300
+    logs = sorted(math.log10(job.learning_rate) for job in found.jobs)
+    assert -5 <= logs[0] < -4.9 and -2.1 < logs[-1] <= -2
+    assert abs(logs[150] + 3.5) < 0.4
+    assert {job.rank for job in found.jobs} == set(range(2, 65))
+    assert {job.dropout for job in found.jobs} == {
+        0,
+        0.05,
+        0.1,
+        0.15,
+        0.2,
+        0.25,
+        0.3,
+    }
+    assert 240 < sum(job.batch_size == 1 for job in found.jobs) < 300
+
+
+def test_points_of_ranges_in_a_grid():
+    log = {"distribution": "log_uniform_values", "min": 1e-4, "max": 1e-2, "num": 3}
+    assert settings(run({"learning_rate": log}), "learning_rate") == [
+        (1e-4,),
+        (1e-3,),
+        (1e-2,),
+    ]
+    whole = {"distribution": "int_uniform", "min": 3, "max": 5}
+    assert settings(run({"rank": whole}), "rank") == [(3,), (4,), (5,)]
+    steps = {"min": 0.1, "max": 0.3, "q": 0.1}
+    assert settings(run({"dropout": steps}), "dropout") == [(0.1,), (0.2,), (0.3,)]
+    powers = {"distribution": "log_uniform_values", "min": 2, "max": 32, "num": 5}
+    assert settings(run({"rank": powers}), "rank") == [(2,), (4,), (8,), (16,), (32,)]
+
+
+def test_conditions_products_and_settings_that_belong_together():
+    found = run(
+        {
+            "lora_alpha": {"times": "rank", "values": [0.5, 2]},
+            "warmup_ratio": {"values": [0.1, 0.2], "when": {"lr_schedule": "linear"}},
+            "lr_schedule": ["linear", "constant"],
+            "_": [{"rank": 4, "target_modules": ["q_proj"]}, {"rank": 8}],
+        }
+    )
+    wanted = [
+        (rank, rank * times, schedule, ratio)
+        for times in (0.5, 2)
+        for ratios in (0.1, 0.2)
+        for schedule in ("linear", "constant")
+        for rank in (4, 8)
+        if (ratio := ratios if schedule == "linear" else 0.0) or ratios == 0.1
+    ]
+    names = "rank", "lora_alpha", "lr_schedule", "warmup_ratio"
+    assert sorted(settings(found, *names)) == sorted(wanted)
+    assert {job.target_modules for job in found.jobs if job.rank == 4} == {("q_proj",)}
+
+
+def test_equal_configurations_are_one(caplog):
+    caplog.set_level("INFO")
+    found = run({"rank": [4, 8, 4]})
+    assert settings(found, "rank") == [(4,), (8,)]
+    assert "1 configurations that equal another one are left out" in caplog.text
+    few = run({"rank": [4, 8]}, count=9)
+    assert len(few.jobs) == 2
+    assert "count is 9, and the space has only 2 different" in caplog.text
+
+
+def test_each_job_is_varied_and_keeps_its_name():
+    found = run({"lora_r": [4, 8]}, [{"name": "a"}, {"name": "b", "seed": 3}])
+    assert [job.name for job in found.jobs] == ["a-r4", "a-r8", "b-r4", "b-r8"]
+    assert settings(found, "seed", "rank") == [(0, 4), (0, 8), (3, 4), (3, 8)]
+
+
+def test_names_are_short_plain_and_different():
+    found = run(
+        {
+            "target_modules": [["q_proj", "v_proj"], "all-linear", r".*\.(q|k)_proj"],
+            "learning_rate": [1.234e-4, 1.2341e-4],
+            "max_grad_norm": [None],
+            "keep_best": [True, False],
+        }
+    )
+    names = [job.name for job in found.jobs]
+    assert names[:4] == [
+        "q_proj_v_proj-lr1.23e-4-keepbeston",
+        "q_proj_v_proj-lr1.23e-4-keepbestoff",
+        "q_proj_v_proj-lr1.23e-4-keepbeston-2",
+        "q_proj_v_proj-lr1.23e-4-keepbestoff-2",
+    ]
+    assert len(set(names)) == 12
+
+
+def test_settings_within_data():
+    found = run({"data.limit": [10, 20]})
+    assert [job.data.limit for job in found.jobs] == [10, 20]
+    assert [job.data.path for job in found.jobs] == ["a.jsonl"] * 2
+    assert [job.name for job in found.jobs] == ["limit10", "limit20"]
+
+
+def test_a_list_in_a_job_is_one_job_for_each_value(caplog):
+    caplog.set_level("INFO")
+    job = {"name": "a", "learning_rate": [1e-4, 3e-4], "target_modules": ["q_proj"]}
+    found = run_config({"model": "m", "defaults": DEFAULTS, "jobs": [job]})
+    assert [job.name for job in found.jobs] == ["a-lr1e-4", "a-lr3e-4"]
+    assert found.sweep is None
+    assert "jobs.0.learning_rate is a list of 2 values: one job" in caplog.text
+
+
+def test_in_python():
+    job = LoraJob(name="a", rank=4, **DEFAULTS)
+    sweep = Sweep(parameters={"learning_rate": [1e-4, 3e-4]}, early_exit="none")
+    found = RunConfig(model="m", jobs=[job], sweep=sweep)
+    assert settings(found, "rank", "learning_rate") == [(4, 1e-4), (4, 3e-4)]
+    assert found.sweep is not None and found.sweep.early_exit == ()
+    with pytest.raises(ConfigError, match=r"RunConfig: jobs\[0\]\.rank"):
+        RunConfig(model="m", jobs=[job], sweep=Sweep(parameters={"rank": [0]}))
+
+
+def test_a_resolved_run_reads_as_itself():
+    found = run({"rank": [4, 8]}, early_exit=["median", {"type": "asha", "eta": 3}])
+    assert RunConfig.model_validate(found.model_dump(mode="json")) == found
+
+
+WRONG = """model: m
+defaults: {data: {path: a.jsonl}, eval_fraction: 2}
+jobs:
+  - name: a
+sweep:
+  method: bayes
+  keep: 0
+  early_exit: {type: median, eta: 4}
+  early_terminate: {type: hyperband}
+  parameters:
+    rnak: [4]
+    learning_rate: {min: 3, max: 1}
+    rank: {values: [4], max: 3}
+    dropout: {distribution: log_uniform, min: 1, max: 2}
+    seed: {values: [1, 2], probabilities: [0.3, 0.3]}
+"""
+
+
+def test_all_mistakes_are_named_at_once(tmp_path):
+    (tmp_path / "run.yaml").write_text(WRONG)
+    with pytest.raises(ConfigError) as found:
+        load_run(tmp_path / "run.yaml")
+    text = str(found.value)
+    for words in (
+        "line 2: defaults.eval_fraction: must be less than 1",
+        "line 6: sweep.method: must be 'grid' or 'random'",
+        "line 7: sweep.keep: ",
+        "line 8: sweep.early_exit.0.eta: eta is a setting of halving and asha",
+        "line 9: sweep.early_terminate: 'early_terminate' is not a setting here",
+        "line 11: sweep.parameters.rnak: unknown key 'rnak'. Did you mean 'rank'?",
+        "line 12: sweep.parameters.learning_rate.max: max is 1",
+        "line 13: sweep.parameters.rank.max: max is of a range",
+        "line 14: sweep.parameters.dropout.distribution: In W&B, the bounds",
+        "line 15: sweep.parameters.seed.probabilities: they must add up to 1",
+    ):
+        assert words in text, words
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sweep", "words"),
+    [
+        ({"rank": [0]}, {}, "sweep.parameters.rank: must be greater than 0"),
+        ({"name": ["a"]}, {}, "names are made from the values"),
+        ({"rank": {"min": 1, "max": 9}}, {}, "set count"),
+        ({"rank": {"min": 1, "max": 9}}, {"method": "grid"}, "a grid needs points"),
+        ({"rank": [1]}, {"method": "random"}, "set count"),
+        ({"rank": [1]}, {"method": "grid", "count": 3}, "count is of a random search"),
+        ({"rank": []}, {}, "values is empty"),
+        ({"rank": {"min": 1}}, {}, "max is missing"),
+        ({"_": [3]}, {}, "expected a mapping"),
+        ({"_": [{"rnk": 3}]}, {}, "unknown key 'rnk'"),
+        ({"rank": [1], "r": [2]}, {}, "'rank' and 'r' are two names of one"),
+        ({"rank.x": [1]}, {}, "'rank' has no settings within it"),
+        ({"data.limt": [1]}, {}, "Did you mean 'limit'"),
+        ({"rank": {"values": [1], "when": {"sed": 1}}}, {}, "Did you mean 'seed'"),
+        ({"rank": {"values": [1], "times": "objective"}}, {}, "rank: "),
+        ({"model": ["a", "b"]}, {}, "is a setting of the run"),
+    ],
+)
+def test_mistakes(parameters, sweep, words):
+    with pytest.raises(ConfigError) as found:
+        run(parameters, **sweep)
+    assert words in str(found.value)
+
+
+def test_configurations_need_held_out_records():
+    with pytest.raises(ConfigError, match="job 'c1' has none: set eval_fraction"):
+        run({"rank": [4]}, defaults={"data": {"path": "a"}})
+
+
+def test_the_command_lists_the_configurations(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "model").mkdir()
+    text = f"""model: {tmp_path / "model"}
+defaults: {{data: {{path: {tmp_path / "a.jsonl"}}}, eval_fraction: 0.5}}
+sweep: {{parameters: {{rank: [4, 8], learning_rate: [1e-4, 3e-4]}}}}
+"""
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    assert main(["sweep", str(path), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "4 configurations, early exit: halving" in shown
+    assert "r8-lr3e-4" in shown and "learning_rate" in shown
+    path.write_text(text[: text.index("sweep")] + "jobs: [{name: a}]\n")
+    assert main(["sweep", str(path), "--dry-run"]) == 1
+    assert "has no sweep" in capsys.readouterr().err

@@ -1,0 +1,201 @@
+"""The report of a sweep: ranking, importance, table, picture and page."""
+
+import csv
+import html.parser
+import io
+import math
+import re
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxlora import LoraJob, Sweep
+from jaxlora.run.job_progress import JobProgress
+from jaxlora.sweeps.axes import parallel_axes
+from jaxlora.sweeps.files import print_sweep, remove_others, write_sweep
+from jaxlora.sweeps.importance import importance
+from jaxlora.sweeps.ranking import SweepReport, Trial
+from tests.jaxlora.train.made_run import write_export
+
+NUM_STEPS = 8
+
+
+def trial(name: str, loss: float | None, folder=None, **settings) -> Trial:
+    job = LoraJob(name=name, data={"path": "a.jsonl"}, eval_fraction=0.2, **settings)
+    progress = JobProgress(
+        status="stopped early" if name.endswith("x") else "finished",
+        reason="halving: place 3 of 4 <b>",
+        stopped_by="halving" if name.endswith("x") else None,
+        step=4,
+        num_tokens=12345,
+        best_eval=loss,
+        best_step=4 if loss else None,
+    )
+    return Trial(settings=job, num_steps=NUM_STEPS, progress=progress, folder=folder)
+
+
+def events(*names: str) -> list[dict]:
+    found = []
+    for step in range(3):
+        for i, name in enumerate(names):
+            found.append(
+                {"event": "eval", "job": name, "step": 4 * step, "eval_loss": 3 - i}
+            )
+            tokens = {"event": "step", "job": name, "step": step, "num_tokens": 100 + i}
+            found.append(tokens)
+        found.append({"event": "window", "seconds": 6.0})
+    return found
+
+
+@pytest.fixture
+def report() -> SweepReport:
+    trials = [
+        trial("a", 2.0, learning_rate=1e-3, rank=4),
+        trial("bx", 1.0, learning_rate=1e-4, rank=8, optimizer="lion"),
+        trial("c", None, learning_rate=1e-2, rank=4),
+        trial("d", 1.0, learning_rate=1e-1, rank=8, target_modules=["q_proj"]),
+    ]
+    return SweepReport.of(Sweep(keep=2), trials, events("a", "bx"))
+
+
+def test_ranking(report):
+    assert [t.settings.name for t in report.trials] == ["bx", "d", "a", "c"]
+    assert report.kept == ("bx", "d") and report.best.loss == 1.0
+    assert list(report.varied) == [
+        "rank",
+        "target_modules",
+        "learning_rate",
+        "optimizer",
+    ]
+    assert report.curves["a"] == ((0, 3), (4, 3), (8, 3))
+    assert sum(report.seconds.values()) == pytest.approx(18)
+    ratio = report.seconds["bx"] / report.seconds["a"]
+    assert ratio == pytest.approx(101 / 100)
+    place, name, *rest = report.row(0)
+    assert (place, name, rest[-4:]) == (1, "bx", [8, "all-linear", 1e-4, "lion"])
+    assert report.row(0)[7] == "halving at 4" and report.row(2)[7] == "finished"
+
+
+def test_one_that_was_never_evaluated_is_not_kept():
+    found = SweepReport.of(Sweep(keep=3), [trial("a", None), trial("b", 1.0)], [])
+    assert found.kept == ("b",)
+
+
+def test_the_table_is_csv(report):
+    rows = list(csv.DictReader(io.StringIO(report.csv())))
+    assert [row["configuration"] for row in rows] == ["bx", "d", "a", "c"]
+    assert [row["kept"] for row in rows] == ["True", "True", "False", "False"]
+    assert float(rows[0]["learning_rate"]) == 1e-4 and rows[3]["held-out loss"] == ""
+    formula = [trial("a", 1.0, target_modules="=1+2"), trial("b", 1.0)]
+    text = SweepReport.of(Sweep(), formula, []).csv()
+    assert "'=1+2" in text
+
+
+def test_importance_finds_the_setting_that_decides():
+    rng = np.random.default_rng(0)
+    names = [f"c{i}" for i in range(120)]
+    varied = {
+        "rank": {n: int(rng.choice([4, 8, 16])) for n in names},
+        "learning_rate": {n: float(10 ** rng.uniform(-5, -2)) for n in names},
+        "schedule": {n: str(rng.choice(["linear", "cosine"])) for n in names},
+        "keep_best": {n: bool(rng.random() < 0.5) for n in names},
+    }
+    losses = {
+        n: (math.log10(varied["learning_rate"][n]) + 3.5) ** 2
+        + 0.3 * (varied["schedule"][n] == "linear")
+        for n in names
+    }
+    found = importance(varied, losses)
+    assert next(iter(found)) == "learning_rate" and found["learning_rate"] > 0.6
+    assert max(found["rank"], found["keep_best"]) < 0.1
+    by_schedule = {n: float(varied["schedule"][n] == "linear") for n in names}
+    assert importance(varied, by_schedule)["schedule"] == pytest.approx(1)
+    # A loss that outweighs all others changes only one place.
+    wild = losses | {"c0": 1e9}
+    assert importance(varied, wild)["learning_rate"] == pytest.approx(
+        found["learning_rate"], abs=0.1
+    )
+    assert importance(varied, {}) == dict.fromkeys(varied, 0.0)
+    assert importance(varied, dict.fromkeys(names, 1.0)) == dict.fromkeys(varied, 0.0)
+    no_loss = losses | {"c0": math.inf}
+    assert importance(varied, no_loss)["learning_rate"] > 0.6
+
+
+def test_axes_place_every_configuration(report):
+    axes = {axis.name: axis for axis in parallel_axes(report)}
+    assert [*axes] == [*report.varied, "held-out loss"]
+    assert axes["rank"].places == (1, 1, 0, 0)
+    assert axes["rank"].ticks == ((0, "4"), (1, "8"))
+    assert axes["held-out loss"].places == (0, 0, 1, 1)  # the worst, without a loss
+    many = [trial(f"a{i}", 1.0 + i, learning_rate=10.0**-i) for i in range(1, 11)]
+    axis, _ = parallel_axes(SweepReport.of(Sweep(), many, []))
+    assert axis.places == pytest.approx([1 - i / 9 for i in range(10)])  # logarithmic
+    assert axis.ticks[0] == (0, "1e-10")
+
+
+class Page(html.parser.HTMLParser):
+    """Collects the tags and texts of a page."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.texts.append(data.strip())
+
+
+def test_the_page_needs_nothing_else(report, tmp_path):
+    evil = "</script><img src=x onerror=alert(1)>"
+    trials = [*report.trials, trial("e", 3.0, target_modules=evil)]
+    write_sweep(SweepReport.of(Sweep(), trials, events("a", "e")), tmp_path)
+    text = (tmp_path / "sweep.html").read_text()
+    page = Page(text)
+    tags = [tag for tag, _ in page.tags]
+    assert not {"img", "link", "iframe"} & set(tags) and tags.count("script") == 1
+    assert not any(k in a for _, a in page.tags for k in ("src", "href", "onerror"))
+    assert not re.search(r"https?://", text)
+    assert evil in page.texts and "{{" not in text
+    lines = [a for tag, a in page.tags if tag == "polyline"]
+    assert len(lines) == 2 * len(trials)
+    rows = [a for tag, a in page.tags if tag == "tr" and "data-row" in a]
+    assert len(rows) == len(trials) and [a.get("class") for a in rows[:2]] == [
+        "best",
+        None,
+    ]
+    picture = (tmp_path / "sweep.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
+    assert (tmp_path / "sweep.csv").read_text().count("\n") == len(trials) + 1
+
+
+def test_the_table_on_the_terminal(report, tmp_path):
+    text = io.StringIO()
+    print_sweep(report, tmp_path, Console(file=text, width=140))
+    shown = text.getvalue()
+    assert re.search(r"1 +bx +1\.000 +4 +4 +12,345 .*halving at 4 +8", shown)
+    assert "sweep.html" in shown and "optimizer" in shown
+    narrow = io.StringIO()
+    print_sweep(report, tmp_path, Console(file=narrow, width=80))
+    assert "optimizer" not in narrow.getvalue()
+    assert "halving at 4" in narrow.getvalue()
+    many = [trial(f"a{i}", 1.0 + i, seed=i) for i in range(30)]
+    print_sweep(SweepReport.of(Sweep(), many, []), tmp_path, Console(file=text))
+    assert "and 10 more in" in text.getvalue()
+
+
+def test_only_folders_of_others_are_removed(tmp_path):
+    folders = {n: write_export(tmp_path / n, n, 3) for n in ("a", "b", "c")}
+    (folders["c"] / "notes.txt").write_text("mine")
+    trials = [trial(n, 1.0 + i, folders[n]) for i, n in enumerate(folders)]
+    remove_others(SweepReport.of(Sweep(), trials, []))
+    assert [folder.is_dir() for folder in folders.values()] == [True, False, True]
+
+
+def test_one_configuration_has_a_report_too(tmp_path):
+    write_sweep(SweepReport.of(Sweep(), [trial("a", 1.0)], events("a")), tmp_path)
+    assert (tmp_path / "sweep.html").is_file()
