@@ -5,9 +5,9 @@ import json
 import math
 import pathlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-import rich.boxfrom typing import Any
-
+import rich.box
 from rich.console import Console
 from rich.table import Table
 
