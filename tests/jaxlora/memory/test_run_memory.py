@@ -63,8 +63,8 @@ def test_a_job_waits_where_nothing_is_left_and_the_line_has_the_arithmetic():
     memory = RunMemory(NEED, 4, device)
     device.step(63.8 * GIB)
     memory.note(2, TOKENS)
-    assert memory.usable_slots(TOKENS) == 1  # what runs already goes on
-    line = memory.explain(1, TOKENS)
+    assert memory.usable_slots(TOKENS) == 2  # what runs already goes on
+    line = memory.explain(2, TOKENS)
     for part in ("base 16.00 GiB", "adapters 4.00 GiB", "8192 tokens", "64.00 GiB"):
         assert part in line
     assert "the start of a job 1.00 GiB" in line and "0.20 GiB" in line

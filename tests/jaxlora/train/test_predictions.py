@@ -17,6 +17,7 @@ from jaxlora.train import trainer as trainer_module
 from jaxlora.train.plan.auto_mesh import machine
 from jaxlora.train.report.summary import print_summary
 from tests.jaxlora.costs.test_device_profile import profile
+from tests.jaxlora.train.at_window import at_windows
 
 GIB = 2**30
 STEPS = {"a": 2, "b": 5, "c": 2}
@@ -73,20 +74,40 @@ def test_the_end_has_both(config, measured, monkeypatch):
     assert summary["seconds"]["predicted"] == time.predicted
 
 
-def test_jobs_wait_for_memory_and_all_of_them_end(config, monkeypatch, caplog):
+def test_jobs_that_join_wait_for_memory_and_all_of_them_end(
+    config, monkeypatch, caplog
+):
     """After the first steps, memory is so short that jobs run one by one."""
     peaks = itertools.chain([GIB], itertools.repeat(int(8.99 * GIB)))
     read = lambda: Reading(peak=next(peaks), limit=9 * GIB)
     monkeypatch.setattr(trainer_module, "read_devices", read)
     caplog.set_level("INFO", "jaxlora")
-    result = Trainer(config).train()
+    first, *others = config.jobs
+
+    def join(trainer):
+        while others:
+            trainer.add_job(others.pop(0))
+
+    alone = config.replace(jobs=(first,), window_steps=1, slot_rank=first.rank)
+    result = Trainer(alone).train(callbacks=at_windows(join))
     assert [job.progress.status for job in result.jobs] == ["finished"] * 3
     assert {job.name: job.progress.step for job in result.jobs} == STEPS
     (line,) = [m for m in caplog.messages if "slots are used" in m]
     assert "at most 1 of 2 slots" in line and "9.00 GiB" in line
     order = [m for m in caplog.messages if "starts in slot" in m or ": finished" in m]
-    first = next(i for i, m in enumerate(order) if m.startswith("c starts"))
-    assert sum(": finished" in m for m in order[:first]) == 2  # both had to end
+    assert [m[0] for m in order] == list("aabbcc")
+
+
+def test_jobs_that_run_at_once_are_not_parted(config, monkeypatch, caplog):
+    """They have shown that they fit."""
+    peaks = itertools.chain([GIB], itertools.repeat(int(8.99 * GIB)))
+    read = lambda: Reading(peak=next(peaks), limit=9 * GIB)
+    monkeypatch.setattr(trainer_module, "read_devices", read)
+    caplog.set_level("INFO", "jaxlora")
+    Trainer(config).train()
+    assert not [m for m in caplog.messages if "slots are used" in m]
+    order = [m for m in caplog.messages if "starts in slot" in m or ": finished" in m]
+    assert [m[0] for m in order[:4]] == list("abac")
 
 
 def test_nothing_is_said_where_nothing_is_known(config):
