@@ -14,7 +14,6 @@ import dataclasses
 from collections.abc import Mapping
 
 import numpy as np
-import scipy.optimize
 
 _MOST_LOADS = 64  # that are remembered; those observed longest ago are forgotten
 _NOISE = 0.003  # of observations, as a fraction: fragments, and sizes rounded up
@@ -44,7 +43,7 @@ class Load:
         return 1.0, self.jobs, self.tokens, self.squares
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Coefficients:
     """Bytes: `base + per_job * jobs + per_token * tokens + per_square * squares`."""
 
@@ -177,8 +176,22 @@ class MemoryModel:
         y = np.concatenate([bytes_ * weights, self._planned.row / self._deviation])
         # The columns are normalized, because they differ by orders of magnitude.
         size = np.abs(x).max(axis=0)
-        solution, _ = scipy.optimize.nnls(x / size, y)
-        base, per_job, per_token, per_square = (solution / size).tolist()
-        return Coefficients(
-            base=base, per_job=per_job, per_token=per_token, per_square=per_square
-        )
+        return Coefficients(*(_nonnegative_solution(x / size, y) / size).tolist())
+
+
+def _nonnegative_solution(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Solves a least squares problem of few unknowns, none of which is negative.
+
+    The solution minimizes over those unknowns that are not zero in it, so one of the
+    sets of unknowns gives it. SciPy would take longer to import than all of a run's
+    fits take.
+    """
+    best, least = np.zeros(x.shape[1]), float(y @ y)
+    for number in range(1, 2 ** x.shape[1]):
+        some = [i for i in range(x.shape[1]) if number >> i & 1]
+        found = np.linalg.lstsq(x[:, some], y, rcond=None)[0]
+        error = float(((x[:, some] @ found - y) ** 2).sum())
+        if (found >= 0).all() and error < least:
+            best, least = np.zeros(x.shape[1]), error
+            best[some] = found
+    return best

@@ -4,7 +4,9 @@ import random
 
 import numpy as np
 import pytest
+import scipy.optimize
 
+from jaxlora.scheduler import memory_model
 from jaxlora.scheduler.memory_model import Coefficients, Doubt, Load, MemoryModel
 
 GIB = 2**30
@@ -133,3 +135,13 @@ def test_a_bound_follows_what_has_run():
 def test_impossible_coefficients_are_refused(bad):
     with pytest.raises(ValueError, match="negative or not finite"):
         Coefficients(base=bad)
+
+
+def test_the_fit_is_that_of_a_well_kept_solver():
+    for seed in range(50):
+        rng = np.random.default_rng(seed)
+        x = rng.normal(size=(rng.integers(4, 20), 4))
+        y = x @ rng.normal(size=4) + rng.normal(size=len(x))
+        wanted, _ = scipy.optimize.nnls(x, y)
+        found = memory_model._nonnegative_solution(x, y)
+        np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-12)
