@@ -17,6 +17,7 @@ IMPORTED_BY = {
         "jaxlora.train.report.plot",
         "jaxlora.fuse",
         "jaxlora.scheduler.picture",
+        "jaxlora.sweeps.picture",
         "jaxlora.bench",
     ),
     "networkx": ("jaxlora.fuse",),
