@@ -1,6 +1,8 @@
 """Predicts the time of a window of a run on a mesh."""
 
 import dataclasses
+import functools
+import itertools
 
 import numpy as np
 
@@ -66,13 +68,17 @@ def window_seconds(
         is_part: Whether other microbatches come before and after it, so that a pipeline
             neither fills nor drains.
     """
-    cost = _cost_model(stages, schedule, rates)
-    n = lanes.num_lanes
-    simulation = simulate(schedule, cost, lanes.pipeline, num_lanes=n)
+    cost, n = _cost_model(stages, schedule, rates), lanes.num_lanes
     batches = {(s.owner, s.batch) for m in schedule.microbatches for s in m}
-    seconds = simulation.makespan
-    if is_part and schedule.microbatches:
-        seconds = max(0.0, seconds - _ramp_seconds(cost, schedule))
+    if stages.sizes.stage == 1:
+        (stage,) = cost.stages
+        num_ticks = sum(map(any, itertools.batched(schedule.microbatches, n)))
+        seconds = num_ticks * (stage.forward.base + stage.backward.base)
+    else:
+        found = simulate(schedule, cost, lanes.pipeline, num_lanes=n)
+        seconds = found.makespan
+        if is_part and schedule.microbatches:
+            seconds = max(0.0, seconds - _ramp_seconds(cost, schedule))
     return seconds + len(batches) * _step_seconds(stages, rates)
 
 
@@ -131,6 +137,7 @@ def _gathered_bytes(spec: DecoderSpec, fsdp: int) -> float:
     return num_bytes(spec.base_shapes()) * (fsdp - 1) / fsdp
 
 
+@functools.lru_cache(maxsize=64)
 def _step_seconds(stages: MeshStages, rates: Rates) -> float:
     """Time of an optimizer step, and before it, until all devices have the gradients.
 
