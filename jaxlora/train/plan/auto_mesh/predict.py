@@ -1,6 +1,8 @@
 """Predicts the time of a window of a run on a mesh."""
 
 import dataclasses
+import functools
+import itertools
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from jaxlora.scheduler import (
     StageCost,
     simulate,
 )
+from jaxlora.scheduler.buckets import rows_of
 
 # Share of a transfer that is not hidden behind the work beside it. Without a prefetch,
 # 8 layers of Llama-3.1-8B in 4 shards took 1.065 times as long as whole ones on H200s;
@@ -67,14 +70,19 @@ def window_seconds(
         is_part: Whether other microbatches come before and after it, so that a pipeline
             neither fills nor drains.
     """
-    capacity, squares = schedule.limits.capacity, _mean_squares(schedule)
-    cost = shape_seconds(stages, capacity, rates, shapes, squares=squares)
-    n = lanes.num_lanes
-    simulation = simulate(schedule, cost, lanes.pipeline, num_lanes=n)
+    limits, n, squares = schedule.limits, lanes.num_lanes, _mean_squares(schedule)
+    cost = shape_seconds(stages, limits.capacity, rates, shapes, squares=squares)
     batches = {(s.owner, s.batch) for m in schedule.microbatches for s in m}
-    seconds = simulation.makespan
-    if is_part and schedule.microbatches:
-        seconds = max(0.0, seconds - _ramp_seconds(cost, schedule))
+    if stages.sizes.stage == 1:
+        both = cost.stages[0].forward + cost.stages[0].backward
+        ticks = [t for t in itertools.batched(schedule.microbatches, n) if any(t)]
+        rows = Counter(rows_of(tick, limits, cost.buckets) for tick in ticks)
+        seconds = sum(count * both(size, 0) for size, count in rows.items())
+    else:
+        found = simulate(schedule, cost, lanes.pipeline, num_lanes=n)
+        seconds = found.makespan
+        if is_part and schedule.microbatches:
+            seconds = max(0.0, seconds - _ramp_seconds(cost, schedule))
     return seconds + len(batches) * _step_seconds(stages, rates)
 
 
@@ -153,6 +161,7 @@ def _gathered_bytes(spec: DecoderSpec, fsdp: int) -> float:
     return num_bytes(spec.base_shapes()) * (fsdp - 1) / fsdp
 
 
+@functools.lru_cache(maxsize=64)
 def _step_seconds(stages: MeshStages, rates: Rates) -> float:
     """Time of an optimizer step, and before it, until all devices have the gradients.
 
