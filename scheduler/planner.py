@@ -11,6 +11,7 @@ from jaxlora.scheduler.job_queue import JobQueue
 from jaxlora.scheduler.simulate import check_stages
 from jaxlora.scheduler.types import Limits, Microbatch, Pipeline, Sample, in_order
 from jaxlora.scheduler.window import (
+    CROWD,
     DEFAULT_EFFORT,
     Effort,
     State,
@@ -194,7 +195,8 @@ class Planner:
             return filler.polish(state, filler.fill(state, self._targets[0], 0))
         candidates, hint = self._candidates(len(jobs)), self.hint
         is_fixed = len(candidates) == 1
-        lookahead = filler.context if is_fixed else self.effort.lookahead
+        lookahead = self.effort.lookahead // (4 if len(jobs) >= CROWD else 1)
+        lookahead = filler.context if is_fixed else lookahead
         fill = lambda i: filler.fill(state, self._targets[i], lookahead)
         plans = {i: fill(i) for i in candidates}
         ranked = _by_speed(plans)
@@ -239,7 +241,8 @@ class Planner:
         """Whether all targets are tried, as there are more or fewer jobs than then."""
         if self.hint.target is None:
             return True
-        return abs(num_jobs - self.hint.num_jobs) > num_jobs // _MANY_JOBS
+        changed = abs(num_jobs - self.hint.num_jobs)
+        return num_jobs < CROWD and changed > num_jobs // _MANY_JOBS
 
     def _around(self, best: int) -> Sequence[int]:
         return range(len(self._targets))[max(0, best - 1) : best + 2]

@@ -100,7 +100,7 @@ def test_many_jobs_fill_microbatches():
         for job in range(300)
         for i in range(2)
     ]
-    token = AffineCost(base=0, per_token=1, per_square=0)
+    token = AffineCost(base=100, per_token=1, per_square=0)
     cost = CostModel.uniform(1, forward=token, backward=token)
     schedule = joint.pack(samples, LIMITS, Pipeline(), cost)
-    assert schedule.fill > 0.75
+    assert schedule.fill > 0.8

@@ -111,7 +111,7 @@ KINDS = {
     "pinned": rules(2, data=2, pinned=True),
     "pinned lanes": rules(1, data=2, fsdp=2, pinned=True),
     "shapes": rules(buckets=(128, 512), shapes_from=6),
-    "shapes of lanes": rules(fsdp=2, buckets=(256, 512), shapes_from=6),
+    "shapes of lanes": rules(fsdp=2, buckets=(256, 512), shapes_from=4),
     "greedy": rules(3, packer="greedy"),
     "greedy lanes": rules(2, fsdp=2, packer="greedy"),
 }
@@ -218,16 +218,15 @@ def test_jobs_join_and_leave_between_any_two_ticks(kind, seed):
 
 def test_shapes_are_used_from_a_tick_on():
     """Before it, all ticks have one shape, and are those of a run with one."""
-    mix = Mix(0, num_jobs=6)
-    one = rules(fsdp=2)
-    some = dataclasses.replace(KINDS["shapes of lanes"], shapes_from=10)
+    mix, num = Mix(0, num_jobs=2), 4
+    one, some = rules(fsdp=2), KINDS["shapes of lanes"]
     of_one, of_some = (
         list(whole_stream(mix.positions, mix.lengths, of)) for of in (one, some)
     )
     same = [a == b for a, b in zip(of_one, of_some, strict=False)]
-    assert all(same[:10]) and not all(same)
+    assert all(same[:num]) and not all(same)
     rows = [some.rows(number, tick) for number, tick in enumerate(of_some)]
-    assert set(rows[:10]) == {512} and 256 in rows[10:]
+    assert set(rows[:num]) == {512} and 256 in rows[num:]
     for tick, num in zip(of_some, rows, strict=True):
         longest = max(padded_tokens(m, LIMITS) for m in tick)
         assert longest <= num
