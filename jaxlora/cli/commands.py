@@ -24,6 +24,7 @@ COMMANDS = (
     data.COMMAND,
     status.COMMAND,
     live.ADD,
+    live.CLONE,
     live.STOP,
     live.PAUSE,
     live.RESUME,

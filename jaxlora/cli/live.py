@@ -1,4 +1,4 @@
-"""`jaxlora stop`, `pause`, `resume` and `add`: requests to a live run."""
+"""`jaxlora stop`, `pause`, `resume`, `add` and `clone`: requests to a live run."""
 
 import argparse
 import pathlib
@@ -38,6 +38,17 @@ def _add_job_file(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job_file", help="YAML with the keys of one job of a run file")
 
 
+def _add_changes(parser: argparse.ArgumentParser) -> None:
+    _add_job(parser)
+    parser.add_argument(
+        "changes",
+        nargs="*",
+        metavar="SETTING=VALUE",
+        help="settings that differ, such as learning_rate=3e-4",
+    )
+    parser.add_argument("--name", help="name of the copy; by default from the changes")
+
+
 def _ask(arguments: argparse.Namespace, action: "Action", job: str, **values) -> int:
     """Sends a request, and prints the answer."""
     from jaxlora.run.live.client import send
@@ -70,6 +81,23 @@ def _add(arguments: argparse.Namespace) -> int:
     return _ask(arguments, "add", settings["name"], settings=settings)
 
 
+def _clone(arguments: argparse.Namespace) -> int:
+    from jaxlora.common.yaml_file import parse_yaml
+    from jaxlora.errors import ConfigError
+
+    settings: dict[str, Any] = {}
+    for text in arguments.changes:
+        key, is_given, value = text.partition("=")
+        if not is_given or key in settings:
+            raise ConfigError(
+                f"{text!r}: give each setting once, such as learning_rate=3e-4."
+            )
+        settings[key] = parse_yaml(value, key)
+    if arguments.name is not None:
+        settings["name"] = arguments.name
+    return _ask(arguments, "clone", arguments.job, settings=settings)
+
+
 STOP = Command(
     name="stop",
     text="Stop a job of a run that trains: it ends after its current global batch, and "
@@ -97,4 +125,12 @@ ADD = Command(
     "their modules, and dropout.",
     add_arguments=_add_job_file,
     run=_add,
+)
+CLONE = Command(
+    name="clone",
+    text="Add a copy of a job to a run that trains. It takes the job's weights, "
+    "optimizer state and position in the data after its next batch, and goes on with "
+    "other settings: rate, schedule, steps, dropout, decay, clipping, evaluation.",
+    add_arguments=_add_changes,
+    run=_clone,
 )

@@ -6,6 +6,7 @@ Each returns the setting that breaks it, and the rule with the cure; None if non
 import collections
 from typing import Any
 
+from jaxlora.config.clone import copies_follow_their_jobs
 from jaxlora.config.generation_settings import SAMPLES_ON_ONE_DEVICE
 from jaxlora.config.strict import Rule
 
@@ -46,6 +47,12 @@ def _stopping_counts_evaluations(job: Any) -> tuple[str, str] | None:
             "early_stopping",
             "early_stopping counts evaluations: set eval_every.",
         )
+    return None
+
+
+def _starts_in_one_way(job: Any) -> tuple[str, str] | None:
+    if job.clone_of is not None and job.continue_from is not None:
+        return "clone_of", "give clone_of or continue_from, not both."
     return None
 
 
@@ -142,6 +149,7 @@ OF_A_JOB: tuple[Rule, ...] = (
     _needs_held_out("early_stopping"),
     _needs_held_out("keep_best"),
     _stopping_counts_evaluations,
+    _starts_in_one_way,
 )
 OF_A_RUN: tuple[Rule, ...] = (
     _there_are_jobs,
@@ -152,4 +160,5 @@ OF_A_RUN: tuple[Rule, ...] = (
     _samples_have_one_device,
     _first_stage_can_fill_the_pipeline,
     _configurations_are_evaluated,
+    copies_follow_their_jobs,
 )

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from jaxlora.config.aliases import OF_JOB, OF_RUN
 from jaxlora.config.base_settings import BaseSettings
+from jaxlora.config.clone import CloneOf
 from jaxlora.config.data_config import DataConfig
 from jaxlora.config.expansion import expand_run
 from jaxlora.config.generation_settings import BASE, SamplesConfig
@@ -80,6 +81,9 @@ class LoraJob(StrictModel):
         continue_from: Output folder of another run, whose job of the same name
             continues here with its whole state: optimizer, position in the data and
             evaluations.
+        clone_of: Another job of the run, and the optimizer steps that it has done when
+            this job starts as a copy of its whole state. What may differ is
+            `jaxlora.config.clone.CHANGEABLE`.
         objective: What the loss is; see `jaxlora.data.objectives`.
         batch_size: Samples (groups of them, if the objective has groups) in a global
             batch: one optimizer step.
@@ -116,6 +120,7 @@ class LoraJob(StrictModel):
 
     aliases = OF_JOB
     rules = OF_A_JOB
+    nested = {"clone_of": CloneOf}
 
     name: str
     data: DataConfig
@@ -133,6 +138,7 @@ class LoraJob(StrictModel):
     alpha_pattern: dict[str, PositiveFloat] = {}
     init_from: str | None = None
     continue_from: str | None = None
+    clone_of: CloneOf | None = None
 
     objective: str = "next_token"
     batch_size: PositiveInt = 8

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from jaxlora.config import LoraJob
 from jaxlora.run import events
@@ -17,6 +17,9 @@ class JobControl(Protocol):
 
     def add_job(self, job: LoraJob) -> None:
         """Adds a job to the run; see `Trainer.add_job`."""
+
+    def clone_job(self, name: str, new_name: str | None = ..., **changes: Any) -> None:
+        """Adds a copy of a job to the run; see `Trainer.clone_job`."""
 
     def stop_job(self, name: str, reason: str = ...) -> None:
         """Stops a job after its current global batch; see `Trainer.stop_job`."""

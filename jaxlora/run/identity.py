@@ -33,6 +33,7 @@ FIXED_IN_JOB: dict[str, str] = {
     "use_rslora": _SCALING,
     "init_from": "the job has started from it",
     "init_from_fingerprint": "the job has started from it",
+    "clone_of": "the job has started as that copy",
     "objective": "the saved optimizer state was made with its gradients",
     "optimizer": "the saved optimizer state is its own",
     "optimizer_args": _MOMENTS,
@@ -50,6 +51,7 @@ OLDER_JOBS: dict[str, Any] = {
     "objective": "next_token",
     "optimizer": "adamw",
     "optimizer_args": {},
+    "clone_of": None,
     **dict.fromkeys(tensor_settings(), False),
 }
 # Settings of a job that may change: they take effect from the next optimizer step on.

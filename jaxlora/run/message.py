@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from jaxlora.run.saved_fields import STRICT, JobName
 
-Action = Literal["stop", "pause", "resume", "add"]
+Action = Literal["stop", "pause", "resume", "add", "clone"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,7 +16,8 @@ class ControlRequest:
         action: What is asked for.
         job: Name of the job.
         reason: Text that says why, for `stop` and `pause`.
-        settings: Settings of the job to add, as JSON values; None for other actions.
+        settings: Settings of the job to add, or what a clone of the job changes, with
+            its `name`, as JSON values; None for other actions.
     """
 
     __pydantic_config__ = STRICT
@@ -28,7 +29,7 @@ class ControlRequest:
 
     def __post_init__(self):
         """Checks that the fields belong together; see `Mailbox.read`."""
-        if (self.action == "add") != (self.settings is not None):
+        if (self.action in ("add", "clone")) != (self.settings is not None):
             raise ValueError(f"the action {self.action} and settings contradict.")
 
 

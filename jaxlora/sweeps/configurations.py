@@ -29,7 +29,7 @@ def varied_settings(jobs: Sequence[LoraJob]) -> dict[str, dict[str, Any]]:
     return {
         key: column
         for key, column in columns.items()
-        if key != "name" and len(set(map(_key, column.values()))) > 1
+        if key not in ("name", "clone_of") and len(set(map(_key, column.values()))) > 1
     }
 
 

@@ -72,7 +72,7 @@ def print_sweep(report: SweepReport, folder: pathlib.Path, console: Console) -> 
     if console.width < _WIDE:
         head = head[: -len(report.varied) or None]
     for name in head:
-        is_text = name == "configuration" or name in report.varied
+        is_text = name in ("configuration", "copy of", *report.varied)
         table.add_column(
             literal(name),
             justify="left" if is_text else "right",

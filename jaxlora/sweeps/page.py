@@ -46,6 +46,7 @@ def write_page(report: SweepReport, title: str, path: pathlib.Path) -> None:
         "importance": _importance(report),
         "parallel": _parallel(report),
         "curves": _curves(report),
+        "family": _family(report),
         "table": _table(report),
     }
     # In one pass, so that nothing in a part is taken for a mark.
@@ -159,6 +160,26 @@ def _importance(report: SweepReport) -> str:
         for name, share in importance(report.varied, losses).items()
     ]
     return "\n".join(rows)
+
+
+def _family(report: SweepReport) -> str:
+    """Draws the tree of configurations and their copies; empty if there are none."""
+    family = report.family()
+    trials = {trial.settings.name: trial for trial in report.trials}
+    roots = [name for name in family if not trials[name].parent]
+    if not roots:
+        return ""
+
+    def branch(name: str) -> str:
+        origin = trials[name].settings.clone_of
+        where = "" if origin is None else f" from step {origin.step}"
+        loss = f"{trials[name].loss:.4f}"
+        inner = "".join(map(branch, family.get(name, ())))
+        below = f"<ul>{inner}</ul>" if inner else ""
+        return f"<li>{_escape(name)}{where}: {loss}{below}</li>"
+
+    tree = "".join(map(branch, roots))
+    return f"<h2>Copies</h2>\n<ul>{tree}</ul>"
 
 
 def _table(report: SweepReport) -> str:

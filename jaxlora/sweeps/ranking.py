@@ -42,6 +42,12 @@ class Trial:
         return math.inf if best is None else best
 
     @property
+    def parent(self) -> str:
+        """Names the job and step that it is a copy of; empty if it started anew."""
+        origin = self.settings.clone_of
+        return "" if origin is None else f"{origin.job} at {origin.step}"
+
+    @property
     def ending(self) -> str:
         """Says how it ended, or where it stands."""
         p = self.progress
@@ -97,6 +103,20 @@ class SweepReport:
         """The configuration with the lowest held-out loss."""
         return self.trials[0]
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether a configuration is a copy of another one."""
+        return any(trial.parent for trial in self.trials)
+
+    def family(self) -> dict[str, list[str]]:
+        """Returns the copies of each configuration that has some, in their order."""
+        found: dict[str, list[str]] = {}
+        for trial in self.trials:
+            if trial.settings.clone_of is not None:
+                copies = found.setdefault(trial.settings.clone_of.job, [])
+                copies.append(trial.settings.name)
+        return found
+
     def header(self) -> list[str]:
         """Names the columns of `row`."""
         return [
@@ -108,6 +128,7 @@ class SweepReport:
             "tokens",
             "seconds",
             "ended",
+            *(["copy of"] if self.has_copies else []),
             *self.varied,
         ]
 
@@ -128,6 +149,7 @@ class SweepReport:
             p.num_tokens,
             round(self.seconds.get(name, 0.0), 2),
             trial.ending,
+            *([trial.parent] if self.has_copies else []),
             *(column[name] for column in self.varied.values()),
         ]
 

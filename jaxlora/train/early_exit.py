@@ -125,10 +125,13 @@ class EarlyExit:
 
     def _curve(self, job: JobState) -> Curve:
         progress, stop = job.progress, self._stops.get(job.name)
+        origin, step = job.settings.clone_of, progress.step
+        if job.awaits_parent and origin is not None:
+            step = origin.step or 0  # no rung before it waits for the copy
         by_rule = None if stop is None else stop.rule
         return Curve(
             num_steps=job.num_steps,
-            step=progress.step,
+            step=step,
             points=self._points.get(job.name, ()),
             is_over=progress.is_over or stop is not None,
             is_held=self._is_held(job.name),

@@ -26,6 +26,7 @@ from jaxlora.run.events import StepEvent
 from jaxlora.run.live.mailbox import Mailbox
 from jaxlora.run.live.outbox import Outbox
 from jaxlora.run.message import Answer, ControlRequest
+from jaxlora.train.cloning import find_running, refusal, settings_of_copy
 from jaxlora.train.job_state import JobState
 from jaxlora.train.joining import Joining
 
@@ -175,7 +176,7 @@ class Inbox(Callback):
         logger.info("request: %s %s", request.action, request.job)
         try:
             if request.settings is not None:
-                self._begin_add(name, request.settings)
+                self._begin_open(name, self._settings_of(request))
                 return
             self._change(request)
         except JaxloraError as error:
@@ -195,13 +196,8 @@ class Inbox(Callback):
 
     def _change(self, request: ControlRequest) -> None:
         """Stops, pauses or resumes a job."""
-        jobs = {job.name: job for job in self._live.jobs}
-        job = jobs.get(request.job)
-        if job is not None and job.progress.is_over:
-            raise ConfigError(
-                f"job {request.job!r} has ended already ({job.progress.status}): "
-                f"{job.progress.reason}."
-            )
+        if request.job in {job.name for job in self._live.jobs}:
+            find_running(self._live.jobs, request.job)
         given = {"reason": request.reason} if request.reason else {}
         if request.action == "stop":
             self._live.stop_job(request.job, **given)
@@ -210,11 +206,20 @@ class Inbox(Callback):
         else:
             self._live.resume_job(request.job)
 
-    def _begin_add(self, name: str, settings: dict[str, Any]) -> None:
+    def _settings_of(self, request: ControlRequest) -> LoraJob:
+        """Returns the settings of a job that is to join."""
+        assert request.settings is not None
+        if request.action == "clone":
+            self._joining.check_name(request.job)
+            changes = dict(request.settings)
+            name = changes.pop("name", None)
+            return settings_of_copy(self._live.jobs, request.job, name, changes)
         try:
-            job = LoraJob.model_validate(settings)
+            return LoraJob.model_validate(request.settings)
         except pydantic.ValidationError as error:
             raise ConfigError(format_errors(error, "the job to add")) from None
+
+    def _begin_open(self, name: str, job: LoraJob) -> None:
         self._joining.reserve(job)
         future = self._opener.submit(self._joining.open, job)
         self._adds[name] = job.name, future
@@ -228,12 +233,16 @@ class Inbox(Callback):
             if None in results:
                 continue
             job, future = self._adds.pop(name)
+            if future.exception() is None:
+                results.append(refusal(future.result(), self._live.jobs))
             if reasons := [reason for reason in results if reason]:
                 self._joining.release(job)
                 self._refuse(name, reasons[0])
                 continue
             self._joining.join(future.result())
             text = f"job {job!r} has joined the run; it starts when a slot is free."
+            if origin := future.result().settings.clone_of:
+                text = f"job {job!r} is a copy of {origin.job!r} after its next batch."
             self._answer(name, Answer(is_accepted=True, text=text))
 
 

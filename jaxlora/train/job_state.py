@@ -90,6 +90,36 @@ class JobState:
         """Largest rank of the job's modules."""
         return max(weights.rank for weights in self.like.modules.values())
 
+    @property
+    def awaits_parent(self) -> bool:
+        """Whether the job will start as a copy of another one, and has not yet."""
+        is_new = self.progress.status == "waiting" and self.parked is None
+        return is_new and self.settings.clone_of is not None
+
+    def start_as_copy(self, parent: "JobState", state: ParkedSlot) -> None:
+        """Takes over the whole state of another job; what is best counts anew.
+
+        Args:
+            parent: The other job, between two of its global batches.
+            state: Its state.
+        """
+        self.parked = state
+        self.progress = dataclasses.replace(
+            parent.progress,
+            status="paused",
+            reason=f"it starts as a copy of {parent.name}",
+            slot=None,
+            stopped_by=None,
+            best_eval=None,
+            best_step=None,
+            evals_without_gain=0,
+        )
+
+    @property
+    def next_border(self) -> int:
+        """Optimizer steps done when the job's state can next be copied."""
+        return self.progress.step + (self.parked is None)
+
     def update(self, **changes) -> None:
         """Changes some fields of `progress`."""
         self.progress = dataclasses.replace(self.progress, **changes)

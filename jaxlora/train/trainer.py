@@ -6,6 +6,7 @@ import logging
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxlora.adapters.slots import ReadSlot
 from jaxlora.common.note import log_notes
@@ -24,6 +25,7 @@ from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.lock import RunLock
 from jaxlora.run.saved_run import RunRecord, SavedRequests
 from jaxlora.run.saved_stream import SavedStream
+from jaxlora.train.cloning import check_copy, fix_start, settings_of_copy
 from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.early_exit import EarlyExit
 from jaxlora.train.ending import StopRequest, explained
@@ -149,9 +151,30 @@ class Trainer:
         log_notes(prepared.notes)
         check_comparable(self.config, [*(job.prepared for job in self.jobs), prepared])
         check_fits(prepared, self.plan.spec, self.plan.config.limits.capacity)
+        check_copy(self.config, self.jobs, settings)
         job = start_job(prepared, self.model)
         self._continue([job])
         return job
+
+    def clone_job(self, name: str, new_name: str | None = None, **changes: Any) -> None:
+        """Adds a copy of a job, which takes its whole state after its next batch.
+
+        From there on, the copy trains by its own settings, as one that had trained by
+        the other job's settings so far.
+
+        Args:
+            name: The job to copy.
+            new_name: Name of the copy; None: that of the job with what changes.
+            **changes: Settings that differ, of those in
+                `jaxlora.config.clone.CHANGEABLE`.
+
+        Raises:
+            JaxloraError: There is no such job, it has ended, the name is taken, or a
+                setting cannot change.
+        """
+        self._joining.check_name(name)
+        copy = settings_of_copy(self.jobs, name, new_name, changes)
+        self._joining.add(copy)
 
     def stop_job(self, name: str, reason: str = "stopped by request") -> None:
         """Stops a job after its current global batch; it is evaluated and exported.
@@ -191,6 +214,7 @@ class Trainer:
     def _take_added(self) -> None:
         """Moves the jobs that were added into the run, in the thread that trains."""
         for job in self._joining.take():
+            fix_start(job, self.jobs)
             self.jobs.append(job)
             self._added.append(job.name)
             self._send(events.JobAddEvent(round=self.round, info=job.info()))

@@ -21,6 +21,7 @@ from jaxlora.run.events import (
 )
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.scheduler.stream import Position
+from jaxlora.train.cloning import end_orphans, start_copies
 from jaxlora.train.early_exit import EarlyExit
 from jaxlora.train.execute.executor import Executor, StepOutcome
 from jaxlora.train.execute.samples import MakeSamples
@@ -145,8 +146,11 @@ class JobLifecycle:
                 batch_tokens=job.batch_tokens,
             )
             for number, job in enumerate(self.jobs)
-            if job.has_slot or not (job.progress.is_over or self._is_held(job))
+            if job.has_slot or self._may_start(job)
         ]
+
+    def _may_start(self, job: JobState) -> bool:
+        return not (job.progress.is_over or job.awaits_parent or self._is_held(job))
 
     def _is_held(self, job: JobState) -> bool:
         """Whether a job is not to run now."""
@@ -369,11 +373,14 @@ class JobLifecycle:
         Returns:
             The number of jobs that ended.
         """
+        if start_copies(self.jobs, jobs, self._executor.copy):
+            self._settled = None
         was_over = {job for job in jobs if job.progress.is_over and not job.has_slot}
         for job in jobs:
             if not job.progress.is_over:
                 self._decide(job)
         ending = [r for r in jobs if r.progress.is_over and r not in was_over]
+        ending += end_orphans(self.jobs)
         # A request to stop may come at any step, even when no evaluation is due.
         self.evaluate(
             [r for r in ending if r.progress.status == "stopped" and r.lacks_eval()]

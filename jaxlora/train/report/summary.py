@@ -15,6 +15,7 @@ from jaxlora.common.atomic import write_text
 from jaxlora.common.comparison import NOT_KNOWN, Comparison
 from jaxlora.common.console import literal, show
 from jaxlora.config import RunConfig
+from jaxlora.config.clone import CloneOf
 from jaxlora.memory.device_memory import format_bytes
 from jaxlora.printable import one_line
 from jaxlora.run.events import WindowEvent
@@ -39,6 +40,7 @@ class JobResult:
         num_steps: Optimizer steps in all.
         progress: Losses, steps and status.
         folder: PEFT folder of the job; None if there is none.
+        clone_of: Job and step whose state it started from; None if it started anew.
     """
 
     name: str
@@ -47,6 +49,7 @@ class JobResult:
     num_steps: int
     progress: JobProgress
     folder: pathlib.Path | None
+    clone_of: CloneOf | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +107,7 @@ def job_result(job: JobState, folder: pathlib.Path) -> JobResult:
         num_steps=job.num_steps,
         progress=job.progress,
         folder=folder if _is_exported(job) and folder.is_dir() else None,
+        clone_of=job.settings.clone_of,
     )
 
 
@@ -260,6 +264,7 @@ def write_report(result: RunResult, *, keep_others: bool = True) -> None:
             "rank": job.rank,
             "num_modules": job.num_modules,
             "num_steps": job.num_steps,
+            "clone_of": job.clone_of and job.clone_of.model_dump(),
             "folder": str(job.folder) if job.folder and job.folder.is_dir() else None,
             **dataclasses.asdict(job.progress),
             "status": job.progress.shown_status(is_live=False),

@@ -1,14 +1,19 @@
 """A sweep in three slots: bad configurations end early, the others as if alone."""
 
 import json
+import os
 import pathlib
+import signal
 
 import numpy as np
 import pytest
 
-from jaxlora import LoraJob, RunConfig, Sweep, Trainer, load_run
+from jaxlora import Callback, LoraJob, RunConfig, Sweep, Trainer, load_run
 from jaxlora.errors import ConfigError
+from jaxlora.run.live.mailbox import Mailbox
 from jaxlora.run.log import read_events
+from jaxlora.run.message import ControlRequest
+from jaxlora.train import inbox, trainer
 from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.outcome import Outcome
 
@@ -50,7 +55,7 @@ def make(model, job, tmp_path_factory):
             microbatch_tokens=128,
             block_tokens=16,
             window_steps=2,
-            checkpoint_every=2,
+            checkpoint_every=None,
         )
 
     return run
@@ -169,3 +174,111 @@ def test_losses_on_different_samples_are_not_compared(make, model, job):
     config = make().replace(jobs=[job, other])
     with pytest.raises(ConfigError, match="'c' and 'other' are evaluated on different"):
         Trainer(config, model)
+
+
+class CloneAt(Callback):
+    """Makes requests to copy the first job after a step of it."""
+
+    def __init__(self, config: RunConfig, step: int, *changes: dict, stops=False):
+        self._box, self._step = Mailbox(pathlib.Path(config.output_dir)), step
+        self._changes, self._stops = changes, stops
+        self.ids: list[str] = []
+
+    def on_step(self, event) -> None:
+        if event.step == self._step and not self.ids:
+            self.ids = [
+                self._box.post(
+                    ControlRequest(action="clone", job=event.job, settings=given)
+                )
+                for given in self._changes
+            ]
+            if self._stops:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    def answers(self) -> list[str]:
+        found = [self._box.take_answer(name) for name in self.ids]
+        return [f"{answer.is_accepted}: {answer.text}" for answer in found]
+
+
+@pytest.fixture(scope="module")
+def changed(make, model, job) -> tuple[int, bytes, list[float]]:
+    """The step at which a job's settings change, its weights and its later losses."""
+    changes = {"learning_rate": 1e-3, "lr_schedule": "linear"}
+    config = make(jobs=[job.replace(learning_rate=3e-3)], sweep=None)
+    half = Trainer(config, model).train(callbacks=[InterruptAt(4)])
+    step = half.jobs[0].progress.step
+    assert 4 <= step < 8
+    config = config.replace(jobs=[config.jobs[0].replace(**changes)])
+    found = outcome(config, model, resume=True)
+    assert found.progress["c"].step == 8
+    return step, found.bytes["c"], found.losses["c"][step:]
+
+
+def declared(job: LoraJob, step: int = 4) -> list[LoraJob]:
+    parent = job.replace(learning_rate=3e-3)
+    at = {"job": "c", "step": step}
+    copy = parent.replace(name="copy", learning_rate=1e-3, clone_of=at)
+    return [parent, copy.replace(lr_schedule="linear")]
+
+
+def test_a_copy_equals_a_job_whose_settings_change(make, model, job, changed):
+    step, weights, losses = changed
+    found = outcome(make(jobs=declared(job, step), sweep=None), model)
+    assert found.bytes["copy"] == weights
+    assert found.losses["copy"] == losses
+    assert found.progress["c"].step == found.progress["copy"].step == 8
+    alone = outcome(make(jobs=declared(job)[:1], sweep=None), model)
+    assert found.bytes["c"] == alone.bytes["c"]
+
+
+@pytest.mark.parametrize("stops", [pytest.param(False, marks=pytest.mark.grid), True])
+def test_a_copy_is_asked_for_in_a_live_run(make, model, job, stops, monkeypatch):
+    """It is in the run that resumes, also if the run ends before it has started."""
+    monkeypatch.setattr(inbox, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(trainer, "_LOOK_SECONDS", 0.0)
+    config = make(jobs=declared(job)[:1], sweep=None)
+    copy = {"name": "copy", "learning_rate": 1e-3, "lr_schedule": "linear"}
+    wrong = {"rank": 8}, {"steps": 2}, {"name": "C", "steps": 9}
+    asks = CloneAt(config, 2, copy, *wrong, stops=stops)
+    found = outcome(config, model, callbacks=[asks])
+    if stops:
+        assert found.result.interrupted
+        found = outcome(config, model, resume=True)
+    (accepted, *refused) = asks.answers()
+    assert accepted == "True: job 'copy' is a copy of 'c' after its next batch."
+    for text, words in zip(
+        refused,
+        ("False: the copy: rank: cannot", "have 2. Raise steps", "in this run already"),
+        strict=True,
+    ):
+        assert words in text
+    (start,) = [j.clone_of for j in found.result.jobs if j.name == "copy"]
+    assert start.job == "c" and 3 <= start.step <= 8
+    again = outcome(make(jobs=declared(job, start.step), sweep=None), model)
+    assert found.bytes["copy"] == again.bytes["copy"]
+    assert found.progress["copy"].status == "finished"
+
+
+def test_a_copy_of_a_job_that_ends_before(make, model, job):
+    parent, copy = declared(job)
+    late = copy.replace(clone_of={"job": "c", "step": 6}, steps=9)
+    found = outcome(make(jobs=[parent.replace(steps=5), late], sweep=None), model)
+    progress = found.progress["copy"]
+    assert (progress.status, progress.reason) == (
+        "failed",
+        "c ended at step 5, and not at 6",
+    )
+
+
+def test_copies_in_a_sweep(make, model, job):
+    """They are not compared at rungs before their start, and the report has a tree."""
+    parent, copy = declared(job)
+    bad = parent.replace(name="bad", learning_rate=1e-5)
+    config = make(jobs=[parent, bad, copy], sweep=Sweep())
+    found = outcome(config, model)
+    assert found.progress["bad"].stopped_by == "halving"
+    assert found.progress["copy"].step == 8
+    report = found.result.sweep
+    assert report.family() == {"c": ["copy"]}
+    page = (pathlib.Path(config.output_dir) / "sweep.html").read_text()
+    assert "<li>copy from step 4: " in page

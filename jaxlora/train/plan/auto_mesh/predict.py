@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from collections import Counter
 
 import numpy as np
 

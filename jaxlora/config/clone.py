@@ -1,0 +1,75 @@
+"""A job that starts as a copy of another one, with other settings."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxlora.config.strict import PositiveInt, StrictModel
+
+# Settings that a copy may change: no saved tensor and no position in the data follows
+# from them. Dropout masks are hashed from the seed and the step.
+CHANGEABLE = frozenset(
+    {
+        "steps",
+        "epochs",
+        "learning_rate",
+        "lr_schedule",
+        "warmup_steps",
+        "warmup_ratio",
+        "lora_plus_ratio",
+        "weight_decay",
+        "max_grad_norm",
+        "dropout",
+        "eval_every",
+        "early_stopping",
+        "early_stopping_delta",
+        "priority",
+    }
+)
+_OWN = frozenset({"name", "clone_of", "continue_from"})
+
+
+class CloneOf(StrictModel):
+    """Where a job starts from: the whole state of another job of the run.
+
+    Attributes:
+        job: Name of the other job.
+        step: Optimizer steps that it has done then; None: it is decided when the job
+            joins the run.
+    """
+
+    job: str
+    step: PositiveInt | None = None
+
+
+def fixed_differences(parent: Any, clone: Any) -> list[str]:
+    """Returns the settings that differ from the parent's and must not.
+
+    Args:
+        parent: Settings of the job that is copied.
+        clone: Settings of the copy.
+    """
+    # A job with other mistakes has no fields here; those come first.
+    fields = getattr(type(clone), "model_fields", {})
+    names = fields.keys() - CHANGEABLE - _OWN
+    return sorted(n for n in names if getattr(parent, n) != getattr(clone, n))
+
+
+def copies_follow_their_jobs(run: Any) -> tuple[str, str] | None:
+    """A rule of a run: each copy names a job whose state it can take."""
+    jobs: Mapping[str, Any] = {job.name: job for job in run.jobs}
+    for job in run.jobs:
+        if job.clone_of is None:
+            continue
+        origin = job.clone_of
+        start = f"job {job.name!r} is a copy of {origin.job!r}"
+        parent = jobs.get(origin.job)
+        if parent is None or parent is job:
+            return "jobs", f"{start}, which is no other job of this run."
+        if origin.step is None:
+            return "jobs", f"{start}: give clone_of a step, from which it goes on."
+        if found := fixed_differences(parent, job):
+            return "jobs", (
+                f"{start}, and {', '.join(found)} cannot differ. A copy may change "
+                f"{', '.join(sorted(CHANGEABLE))}."
+            )
+    return None
