@@ -282,7 +282,7 @@ class RunConfig(BaseSettings):
     pipeline_microbatches: PositiveInt | None = None
     network_gbits: PositiveFloat | None = None
     microbatch_tokens: PositiveInt | Literal["auto"] = "auto"
-    microbatch_shapes: Literal["auto"] | tuple[PositiveInt, ...] = "auto"
+    microbatch_shapes: Literal["auto"] | tuple[PositiveInt, ...] = ()
     shape_compile_seconds: NonNegativeFloat = 60.0
     block_tokens: PositiveInt = 64
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"

@@ -147,7 +147,7 @@ def low_fill(config: RunConfig, bounds: Bounds) -> tuple[Note, ...]:
     else:
         cure = (
             "The longest sample needs such a microbatch. Raise batch_size, train more "
-            "jobs at once, or lower max_length"
+            "jobs at once, lower max_length, or set microbatch_shapes: auto"
         )
     num_lanes = config.mesh_sizes.devices_per_stage
     lanes = f" for each of {num_lanes} devices" if num_lanes > 1 else ""

@@ -114,11 +114,12 @@ def test_shapes_are_chosen_if_they_save_more_than_compiling_takes(folder, caplog
     config = run(folder, "llama-3.2-1b", **settings)
     jobs = [job.model_copy(update={"batch_size": 2}) for job in config.jobs]
     config = config.replace(jobs=jobs)
-    one = plan_run(config, machine=parse_machine("h200"))
+    slowly = config.replace(microbatch_shapes="auto", shape_compile_seconds=1e6)
+    one = plan_run(slowly, machine=parse_machine("h200"))
     assert one.plan.shapes.tokens == () and one.fill == one.one_shape_fill
     assert "low fill" in caplog.text and "in one shape" not in printed(one)
     caplog.clear()
-    quick = config.replace(shape_compile_seconds=0.01)
+    quick = config.replace(microbatch_shapes="auto", shape_compile_seconds=0.01)
     some = plan_run(quick, machine=parse_machine("h200"))
     assert some.plan.shapes.tokens and some.plan.shapes.from_tick == 1
     assert some.fill > 1.5 * some.one_shape_fill == 1.5 * one.fill
