@@ -26,8 +26,9 @@ from jaxlora.scheduler.types import (
 
 # Parts of the lanes' capacity that ticks are planned for.
 POOL_PARTS = (1.0, 0.95)
-# Ticks that a stream plans at once.
-_WINDOW_TICKS = 24
+# A stream plans as many full ticks at once, and at most four times as many ticks.
+_FULL_TICKS = 24
+_MAX_TICKS = 4 * _FULL_TICKS
 _TARGETS = (1.1, 1.0, 0.9, 0.75, 0.6)
 
 # The microbatches of a tick, at most one for each lane. A tick without microbatches
@@ -117,7 +118,7 @@ def fill_ticks(
     fill: Fill = Fill(),
     *,
     first_tick: int = 0,
-    num_ticks: float = math.inf,
+    most_work: float = math.inf,
     work_left: float = math.inf,
 ) -> list[PartTick]:
     """Fills one tick after the other, lane by lane.
@@ -130,7 +131,8 @@ def fill_ticks(
         lanes: The lanes.
         fill: How to fill them.
         first_tick: Number of the first tick.
-        num_ticks: Largest number of ticks.
+        most_work: Work after which no further tick begins; with it, there are at most
+            `_MAX_TICKS` ticks.
         work_left: Work of all jobs, if it is to be done in these ticks.
     """
     n, distance = lanes.num_lanes, lanes.pipeline.distance
@@ -139,7 +141,9 @@ def fill_ticks(
     # Until these many full ticks are left, ticks are not part of the ramp at the end.
     ends = list(zip(itertools.accumulate(fill.last), fill.last, strict=True))
     ticks: list[PartTick] = []
-    while jobs and len(ticks) < num_ticks:
+    most_ticks = math.inf if most_work == math.inf else _MAX_TICKS
+    done = 0
+    while jobs and done < most_work and len(ticks) < most_ticks:
         part = min(
             *fill.first[len(ticks) : len(ticks) + 1],
             *(end for total, end in ends if left <= total),
@@ -149,7 +153,8 @@ def fill_ticks(
         size = max(limits.block_tokens, int(part * full))
         tick = first_tick + len(ticks)
         filled = [fill_slot(jobs, tick, size, limits, distance) for _ in range(n)]
-        left -= sum(i[0] for items in filled for i in items) / (n * full)
+        work = sum(i[0] for items in filled for i in items)
+        done, left = done + work, left - work / (n * full)
         ticks.append([in_order(i[2] for i in items) for items in filled if items])
     return ticks
 
@@ -312,7 +317,7 @@ def next_window(
         ticks = fill_ticks(
             *(own, limits, lanes, fill),
             first_tick=first_tick,
-            num_ticks=_WINDOW_TICKS,
+            most_work=_FULL_TICKS * n * limits.capacity,
             work_left=left,
         )
         ticks = finished(ticks, limits, n, cost)
@@ -339,7 +344,7 @@ def _work_left(
     jobs: Callable[[], Iterable[JobBatches]], limits: Limits, num_lanes: int
 ) -> float:
     """Returns the tokens of all jobs if a window may do them all; else infinity."""
-    most = _WINDOW_TICKS * num_lanes * limits.capacity
+    most = _FULL_TICKS * num_lanes * limits.capacity
     if sum(job.num_batches * job.batch_tokens for job in jobs()) > most:
         return math.inf
     return sum(s.num_tokens for job in jobs() for batch in job.batches for s in batch)
