@@ -157,11 +157,11 @@ class StagedExecutor:
         """Starts the upload of a tick's rows to the devices of every stage.
 
         To one device, a program's call uploads arrays of the host by itself, in a tenth
-        of the host's time that `device_put` takes.
+        of the host's time that `device_put` takes. A stage calls one program with them.
         """
         self._wait_for(len(packed.token_ids) // self._layout.num_lanes)
-        if len(self._layout.stages) == self._layout.num_lanes == 1:
-            return [packed]
+        if self._layout.num_lanes == 1:
+            return [packed] * len(self._layout.stages)
         places = [stage.placement for stage in self._layout.stages]
         return [put(packed, p.sharding(p.rows)) for p in places]
 

@@ -211,7 +211,7 @@ class StagedStream:
             for stage, table in zip(stages, self._tables, strict=True)
         ]
         places = [s.placement.sharding(s.placement.by_slot) for s in stages]
-        return [tuple(jax.device_put(m, p) for m in measured) for p in places]
+        return [jax.device_put(tuple(measured), place) for place in places]
 
     def _step(self, stage: int, steps: _Steps) -> None:
         """Queues optimizer steps on one stage."""

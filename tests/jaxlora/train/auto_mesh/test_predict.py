@@ -1,0 +1,108 @@
+"""The predicted time of a run, and of its parts."""
+
+import dataclasses
+
+import pytest
+
+from jaxlora.config import RunConfig
+from jaxlora.costs.device_profile import estimate, model_digest
+from jaxlora.costs.device_speed import UNKNOWN_DEVICE, find_speed
+from jaxlora.memory.mesh import MeshStages
+from jaxlora.scheduler import Lanes, Limits, Pipeline, Sample, Schedule, simulate
+from jaxlora.train.plan.auto_mesh import predict
+from jaxlora.train.plan.auto_mesh.machine import Machine
+from jaxlora.train.plan.auto_mesh.predict import window_seconds
+from tests.jaxlora.costs.test_device_profile import profile
+from tests.jaxlora.train.auto_mesh.test_choose import SMALL
+from tests.llama import decoder
+
+SPEC = decoder(SMALL)
+KIND = "NVIDIA H200"
+LIMITS = Limits(capacity=1024, block_tokens=64)
+
+
+def machine(**changes) -> Machine:
+    speed = find_speed(KIND)
+    mine = profile(SPEC, estimate=estimate(SPEC, speed), **changes)
+    return Machine(num_devices=4, speed=speed, memory=None, profiles=(mine,))
+
+
+def stages_of(mesh: str) -> tuple[MeshStages, Lanes]:
+    config = RunConfig.model_construct(mesh=mesh, pipeline_microbatches=None)
+    stages = MeshStages.of(config, SPEC, speed=find_speed(KIND))
+    sizes = stages.sizes
+    pipeline = Pipeline.one_f_one_b(sizes.stage, sizes.stage)
+    return stages, Lanes(data=sizes.data, fsdp=sizes.fsdp, pipeline=pipeline)
+
+
+def schedule_of(num_ticks: int, num_lanes: int = 1, jobs: int = 4) -> Schedule:
+    """Each microbatch is a batch of a job, one after the other."""
+    count = num_ticks * num_lanes
+    return Schedule(
+        microbatches=tuple(
+            (Sample(owner=i % jobs, batch=i // jobs, index=0, num_tokens=900),)
+            for i in range(count)
+        ),
+        limits=LIMITS,
+    )
+
+
+@pytest.mark.parametrize("mesh", ["data=1", "data=2", "fsdp=2"])
+def test_without_stages_the_time_is_that_of_a_simulation(mesh):
+    stages, lanes = stages_of(mesh)
+    rates = machine().rates(SPEC, None)
+    schedule = schedule_of(6, lanes.num_lanes)
+    empty = ((),) * lanes.num_lanes
+    schedule = dataclasses.replace(
+        schedule, microbatches=(*schedule.microbatches[: -lanes.num_lanes], *empty)
+    )
+    cost = predict._cost_model(stages, schedule, rates)
+    found = simulate(schedule, cost, lanes.pipeline, num_lanes=lanes.num_lanes)
+    batches = {(s.owner, s.batch) for m in schedule.microbatches for s in m}
+    steps = len(batches) * predict._step_seconds(stages, rates)
+    expected = found.makespan + steps
+    assert window_seconds(stages, lanes, schedule, rates) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("mesh", ["data=1", "stage=2", "stage=4"])
+def test_parts_add_up_to_the_whole(mesh):
+    stages, lanes = stages_of(mesh)
+    rates = machine(adapter_bytes=0).rates(SPEC, None)
+    whole, part = schedule_of(240), schedule_of(24)
+    once = window_seconds(stages, lanes, whole, rates)
+    in_parts = 10 * window_seconds(stages, lanes, part, rates, is_part=True)
+    assert in_parts == pytest.approx(once, rel=0.03)
+    if mesh != "data=1":
+        separate = 10 * window_seconds(stages, lanes, part, rates)
+        assert separate > 1.02 * once  # they would fill and drain
+
+
+def test_a_profile_takes_the_place_of_the_data_sheet():
+    stages, lanes = stages_of("data=1")
+    here = machine(step_seconds=0.0, adapter_bytes=1)
+    rates = here.rates(SPEC, None)
+    assert rates.profile is not None and rates.are_known
+    found = window_seconds(stages, lanes, schedule_of(10), rates)
+    assert found == pytest.approx(10 * rates.profile.cost(1024, 900**2))
+    # A link that was measured is reached as it was.
+    transfer = rates.links.speed.transfer_seconds(1e9)
+    assert transfer == pytest.approx(1.0)
+    other = dataclasses.replace(here, profiles=(profile(SPEC, model="another"),))
+    sheet = dataclasses.replace(here, profiles=())
+    times = [
+        window_seconds(stages, lanes, schedule_of(10), m.rates(SPEC, None))
+        for m in (other, sheet)
+    ]
+    assert times[0] == times[1] != found
+
+
+def test_a_profile_makes_an_unknown_device_known():
+    mine = profile(SPEC, estimate=estimate(SPEC, UNKNOWN_DEVICE), link=None)
+    unknown = Machine(num_devices=1, speed=UNKNOWN_DEVICE, memory=None)
+    assert not unknown.rates(SPEC, None).are_known
+    known = dataclasses.replace(unknown, profiles=(mine,))
+    assert known.rates(SPEC, None).are_known
+    assert mine.model == model_digest(SPEC)
+    stages, lanes = stages_of("data=1")
+    found = window_seconds(stages, lanes, schedule_of(3), known.rates(SPEC, None))
+    assert found > 3 * mine.cost(1024, 900**2)  # and the steps
