@@ -47,21 +47,26 @@ def schedule_of(num_ticks: int, num_lanes: int = 1, jobs: int = 4) -> Schedule:
     )
 
 
+@pytest.mark.parametrize("shapes", [(), (320, 512)])
 @pytest.mark.parametrize("mesh", ["data=1", "data=2", "fsdp=2"])
-def test_without_stages_the_time_is_that_of_a_simulation(mesh):
+def test_without_stages_the_time_is_that_of_a_simulation(mesh, shapes):
     stages, lanes = stages_of(mesh)
     rates = machine().rates(SPEC, None)
     schedule = schedule_of(6, lanes.num_lanes)
-    empty = ((),) * lanes.num_lanes
+    empty, n = ((),) * lanes.num_lanes, lanes.num_lanes
+    given = schedule.microbatches[:-n]
+    short = [(dataclasses.replace(m[0], num_tokens=300),) for m in given[: 2 * n]]
     schedule = dataclasses.replace(
-        schedule, microbatches=(*schedule.microbatches[: -lanes.num_lanes], *empty)
+        schedule, microbatches=(*short, *given[2 * n :], *empty)
     )
-    cost = predict._cost_model(stages, schedule, rates)
+    own = {"squares": predict._mean_squares(schedule)}
+    cost = predict.shape_seconds(stages, LIMITS.capacity, rates, shapes, **own)
     found = simulate(schedule, cost, lanes.pipeline, num_lanes=lanes.num_lanes)
     batches = {(s.owner, s.batch) for m in schedule.microbatches for s in m}
     steps = len(batches) * predict._step_seconds(stages, rates)
     expected = found.makespan + steps
-    assert window_seconds(stages, lanes, schedule, rates) == pytest.approx(expected)
+    predicted = window_seconds(stages, lanes, schedule, rates, shapes)
+    assert predicted == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("mesh", ["data=1", "stage=2", "stage=4"])
