@@ -18,6 +18,7 @@ _PATIENCE = 3  # evaluations that overfitting is judged by
 _NOISES = 4.0  # noise units above its best, from which a configuration overfits
 _LEAST_RISE = 0.02  # nats
 _LEAST_EVALUATIONS = 9  # of a curve whose noise can be told
+_LEAST_LOSSES = 2  # behind the first step, before a curve is compared with a median
 _LOOKS = 3  # evaluations between two looks of catch-up, whose chances would add up
 
 
@@ -151,7 +152,7 @@ def _below_median(name: str, curves: Mapping[str, Curve], rule: ExitRule) -> str
         for other, found in curves.items()
         if other != name and found.has_reached(share) and (losses := found.until(share))
     ]
-    if len(others) < rule.startup or not own:
+    if len(others) < rule.startup or len(own) < _LEAST_LOSSES:
         return ""
     middle = statistics.median(others)
     if min(own) <= middle:

@@ -20,11 +20,12 @@ def test_two_jobs(clone):
 
 
 def test_sweep(clone, capsys):
-    names = run_script("sweep")
-    statuses = {job.name: job.progress.status for job in names["result"].jobs}
-    assert "stopped early" in statuses.values()
-    assert f"best: {names['best'].name}" in capsys.readouterr().out
-    assert names["best"].name == "rank8-rate0.01"
+    report = run_script("sweep")["result"].sweep
+    stopped = [trial.progress.stopped_by for trial in report.trials]
+    assert len(stopped) == 12 and stopped.count("halving") == 9
+    assert report.best.progress.status == "finished"
+    assert f"best: {report.best.settings.name}" in capsys.readouterr().out
+    assert (clone / "runs/sweep/sweep.html").is_file()
 
 
 def test_callbacks(clone):
