@@ -27,8 +27,10 @@ def _run(arguments: argparse.Namespace) -> int:
             f"{arguments.run_file} has no sweep, which names the settings to try. Add "
             "one, as in docs/howto/sweep.md, or run jaxlora train."
         )
-    print_configurations(config, Console(), limit=None if arguments.dry_run else 20)
-    return 0 if arguments.dry_run else train(arguments)
+    if arguments.dry_run:
+        print_configurations(config, Console())
+        return 0
+    return train(arguments)
 
 
 COMMAND = Command(

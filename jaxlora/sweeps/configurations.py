@@ -48,15 +48,12 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def print_configurations(
-    run: RunConfig, console: Console, *, limit: int | None = None
-) -> None:
+def print_configurations(run: RunConfig, console: Console) -> None:
     """Prints a row for each configuration, with the settings in which they differ.
 
     Args:
         run: A run with a sweep.
         console: Console to print to.
-        limit: Number of rows after which the others are counted only.
     """
     assert run.sweep is not None
     rules = ", ".join(rule.type for rule in run.sweep.early_exit) or "none"
@@ -70,9 +67,7 @@ def print_configurations(
     table.add_column("configuration", overflow="fold")
     for name in columns:
         table.add_column(literal(name), overflow="fold")
-    for job in run.jobs[:limit]:
+    for job in run.jobs:
         cells = [literal(value_text(column[job.name])) for column in columns.values()]
         table.add_row(literal(job.name), *cells)
     show(console, table)
-    if limit is not None and len(run.jobs) > limit:
-        show(console, f"and {len(run.jobs) - limit} more")
