@@ -45,14 +45,25 @@ def fit_time(points: Sequence[TimePoint]) -> TimeFit:
             positive and finite.
     """
     rows = [(1.0, p.tokens, p.squares) for p in points]
-    (base, per_token, per_square), mape = _fit(rows, [p.seconds for p in points])
+    (base, per_token, per_square), mape = fit_nonnegative(
+        rows, [p.seconds for p in points]
+    )
     cost = AffineCost(base=base, per_token=per_token, per_square=per_square)
     return TimeFit(cost=cost, mape=mape)
 
 
-def _fit(
+def fit_nonnegative(
     rows: Sequence[tuple[float, ...]], measured: Sequence[float]
 ) -> tuple[list[float], float]:
+    """Fits nonnegative coefficients of the columns of `rows` to measured values.
+
+    Returns:
+        The coefficients, and the mean absolute percentage error, as a fraction.
+
+    Raises:
+        ValueError: The rows do not determine the coefficients, or a measured value is
+            not positive and finite.
+    """
     x, y = np.array(rows, float), np.array(measured, float)
     if not len(y) or y.min() <= 0 or not np.isfinite(y).all():
         raise ValueError(

@@ -48,7 +48,7 @@ def draw(
     longest = max(t.makespan for t in timelines.values())
     end = longest if until is None else min(until, longest)
     jobs = sorted({s.owner for m in schedule.microbatches for s in m})
-    colors = _colors(jobs)
+    colors = job_colors(jobs)
     height = sum(1.2 + 0.7 * t.num_stages for t in timelines.values())
     figure = Figure(figsize=(14, height), layout="constrained")
     panels = figure.subplots(len(timelines), squeeze=False)[:, 0]
@@ -68,7 +68,7 @@ def draw(
     figure.savefig(path, dpi=150)
 
 
-def _colors(jobs: Sequence[int]) -> dict[int, Any]:
+def job_colors(jobs: Sequence[int]) -> dict[int, Any]:
     """Returns a color for each job; they repeat beyond `_MAX_COLORS` jobs."""
     from matplotlib import colormaps
 

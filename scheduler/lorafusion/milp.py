@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pulp
 
-from jaxlora.scheduler.lorafusion import solver
+from jaxlora.scheduler import solver
 from jaxlora.scheduler.types import Limits, Microbatch, Sample, tokens_by_job
 
 Bins = list[list[Sample]]

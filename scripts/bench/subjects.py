@@ -39,6 +39,9 @@ SUBJECTS = {
     "scheduler": Subject(
         "scheduler.benchmark", "packers on a simulated pipeline", on_device=False
     ),
+    "sweeps": Subject(
+        "scheduler.sweeps", "planners of sweeps, simulated", on_device=False
+    ),
     "fuse": Subject("fuse.benchmark", "functions as they are, and fused"),
     "tune": Subject("kernels.tune", "tile choices, for the kernels' tuning table"),
 }

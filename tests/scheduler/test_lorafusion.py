@@ -15,8 +15,8 @@ import pulp
 import pytest
 
 from jaxlora.bench.scheduler.lengths import jobs
-from jaxlora.scheduler import Limits, lorafusion, padded_tokens, violations
-from jaxlora.scheduler.lorafusion import algorithm, batch, group, milp, solver
+from jaxlora.scheduler import Limits, lorafusion, padded_tokens, solver, violations
+from jaxlora.scheduler.lorafusion import algorithm, batch, group, milp
 from jaxlora.scheduler.lorafusion.algorithm import verify_and_fix
 from jaxlora.scheduler.spacing import with_no_ops
 from jaxlora.scheduler.types import Pipeline

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import pulp
 
@@ -38,12 +40,7 @@ def solve(problem: pulp.LpProblem, *, time_limit: float, seed: int) -> Answer:
         SolverError: HiGHS is not installed, or stopped for a reason other than a proof
             or a limit.
     """
-    stats = _run(problem, time_limit, seed)
-    if stats.status in (pulp.LpSolveStatus.NotSolved, pulp.LpSolveStatus.Undefined):
-        # HiGHS keeps the number of threads of the first model in a process. It refuses
-        # models with another number until its thread pool is closed.
-        _close_threads()
-        stats = _run(problem, time_limit, seed)
+    stats = run(problem, seed=seed, timeLimit=time_limit)
     status = pulp.LpSolveStatus
     if stats.status not in (status.Optimal, status.TimeLimit, status.GapLimit):
         raise SolverError(f"HiGHS stopped with {stats.status.name!r}.")
@@ -55,13 +52,35 @@ def solve(problem: pulp.LpProblem, *, time_limit: float, seed: int) -> Answer:
     return Answer(objective=objective, proved=proved)
 
 
-def _run(problem: pulp.LpProblem, time_limit: float, seed: int):
+def run(problem: pulp.LpProblem, *, seed: int, **limits: float):
+    """Runs HiGHS on one thread and returns PuLP's statistics.
+
+    Args:
+        problem: The program. Its variables hold the start, if any, and afterwards the
+            solution.
+        seed: Seed of the solver.
+        **limits: Options of `pulp.HiGHS`, such as `timeLimit`, or of HiGHS itself, such
+            as `mip_max_nodes`.
+
+    Raises:
+        SolverError: HiGHS is not installed, or fails.
+    """
+    stats = _run(problem, seed, limits)
+    if stats.status in (pulp.LpSolveStatus.NotSolved, pulp.LpSolveStatus.Undefined):
+        # HiGHS keeps the number of threads of the first model in a process. It refuses
+        # models with another number until its thread pool is closed.
+        _close_threads()
+        stats = _run(problem, seed, limits)
+    return stats
+
+
+def _run(problem: pulp.LpProblem, seed: int, limits: Mapping[str, Any]):
     solver = pulp.HiGHS(
         msg=False,
         threads=1,
-        timeLimit=time_limit,
         warmStart=any(v.varValue is not None for v in problem.variables()),
         random_seed=seed,
+        **limits,
     )
     if not solver.available():
         raise SolverError('HiGHS is not installed: pip install "pulp[highs]".')

@@ -1,0 +1,44 @@
+"""Plans the configurations of a sweep on groups of GPUs."""
+
+from jaxlora.scheduler.sweep.baselines import (
+    fewest_gpus,
+    one_at_a_time,
+    sequential_packs,
+)
+from jaxlora.scheduler.sweep.costs import (
+    AnalyticCosts,
+    GroupCosts,
+    RoundPoint,
+    StepLine,
+    fit_step,
+)
+from jaxlora.scheduler.sweep.planner import PlannedSweep, plan_sweep
+from jaxlora.scheduler.sweep.problem import (
+    Bound,
+    Configuration,
+    Costs,
+    Group,
+    Run,
+    Sweep,
+    SweepPlan,
+)
+
+__all__ = [
+    "AnalyticCosts",
+    "Bound",
+    "Configuration",
+    "Costs",
+    "Group",
+    "GroupCosts",
+    "PlannedSweep",
+    "RoundPoint",
+    "Run",
+    "StepLine",
+    "Sweep",
+    "SweepPlan",
+    "fewest_gpus",
+    "fit_step",
+    "one_at_a_time",
+    "plan_sweep",
+    "sequential_packs",
+]
