@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from jaxlora.config.clone import CHANGEABLE
 from jaxlora.errors import CheckpointError
 from jaxlora.modules.trained_tensors import tensor_settings
 from jaxlora.run.saved_fields import STRICT, JobName
@@ -55,32 +56,18 @@ OLDER_JOBS: dict[str, Any] = {
     **dict.fromkeys(tensor_settings(), False),
 }
 # Settings of a job that may change: they take effect from the next optimizer step on.
-FREE_IN_JOB = frozenset(
-    {
-        "epochs",
-        "steps",
-        "learning_rate",
-        "lr_schedule",
-        "warmup_steps",
-        "warmup_ratio",
-        "lora_plus_ratio",
-        "weight_decay",
-        "max_grad_norm",
-        "priority",
-        "continue_from",
-        "eval_every",
-        "early_stopping",
-        "early_stopping_delta",
-        # Compared by the fingerprints of the data.
-        "name",
-        "data",
-        "eval_data",
-        "eval_fraction",
-        "eval_seed",
-        "max_length",
-        "too_long",
-    }
-)
+# An adapter states one dropout, which a copy takes for all of its steps.
+FREE_IN_JOB = CHANGEABLE - {"dropout"} | {
+    "continue_from",
+    # Compared by the fingerprints of the data.
+    "name",
+    "data",
+    "eval_data",
+    "eval_fraction",
+    "eval_seed",
+    "max_length",
+    "too_long",
+}
 # Settings of a run that must not change. The others only change how samples share
 # microbatches, and so results by no more than rounding.
 _BASE = "the saved weights were trained on such a base"

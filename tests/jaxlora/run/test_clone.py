@@ -7,24 +7,13 @@ from jaxlora.cli.main import main
 from jaxlora.config.clone import CHANGEABLE, CloneOf
 from jaxlora.errors import ConfigError
 from jaxlora.run.clone import clone_settings
-from jaxlora.run.identity import FIXED_IN_JOB, FREE_IN_JOB
+from jaxlora.run.identity import FIXED_IN_JOB
 
 PARENT = LoraJob(name="a", data={"path": "a.jsonl"}, eval_fraction=0.2, rank=4)
-# Settings that resume allows to change, as data are compared by their tokens there.
-OF_DATA = {
-    "name",
-    "data",
-    "eval_data",
-    "eval_fraction",
-    "eval_seed",
-    "max_length",
-    "too_long",
-    "continue_from",
-}
 
 
-def test_what_may_change_is_what_resume_allows_and_dropout():
-    assert FREE_IN_JOB - OF_DATA | {"dropout"} == CHANGEABLE
+def test_a_copy_may_change_what_follows_from_no_saved_tensor():
+    assert CHANGEABLE & FIXED_IN_JOB.keys() == {"dropout"}
     assert "clone_of" in FIXED_IN_JOB
 
 
