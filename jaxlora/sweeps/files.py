@@ -68,10 +68,10 @@ def print_sweep(report: SweepReport, folder: pathlib.Path, console: Console) -> 
     """
     table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     # Names of configurations have the settings, if there is no room for them.
-    head = report.header()
-    if console.width < _WIDE:
-        head = head[: -len(report.varied) or None]
-    for name in head:
+    is_narrow = console.width < _WIDE
+    left_out = {"tokens", "seconds", *report.varied} if is_narrow else set()
+    head = {i: n for i, n in enumerate(report.header()) if n not in left_out}
+    for name in head.values():
         is_text = name in ("configuration", "copy of", *report.varied)
         table.add_column(
             literal(name),
@@ -81,7 +81,8 @@ def print_sweep(report: SweepReport, folder: pathlib.Path, console: Console) -> 
         )
     for place, trial in enumerate(report.trials[:_MOST_ROWS]):
         is_kept = trial.settings.name in report.kept
-        cells = [_shown(value) for value in report.row(place)[: len(head)]]
+        row = report.row(place)
+        cells = [_shown(row[i]) for i in head]
         table.add_row(*map(literal, cells), style="bold" if is_kept else "")
     show(console, table)
     if (left := len(report.trials) - _MOST_ROWS) > 0:

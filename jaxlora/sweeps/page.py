@@ -201,7 +201,7 @@ def _cell(value: Any) -> str:
     if value is None:
         return "<td></td>"
     if is_number(value) and math.isfinite(value):
-        shown = f"{value:.4f}" if isinstance(value, float) and value >= 0.1 else None
+        shown = f"{value:.4g}" if isinstance(value, float) and value >= 0.1 else None
         text = shown or (f"{value:,}" if value > 9999 else value_text(value))
         return f'<td data-value="{value!r}">{_escape(text)}</td>'
     return f"<td>{_escape(value_text(value))}</td>"

@@ -182,6 +182,7 @@ def test_the_table_on_the_terminal(report, tmp_path):
     narrow = io.StringIO()
     print_sweep(report, tmp_path, Console(file=narrow, width=80))
     assert "optimizer" not in narrow.getvalue()
+    assert "tokens" not in narrow.getvalue()
     assert "halving at 4" in narrow.getvalue()
     many = [trial(f"a{i}", 1.0 + i, seed=i) for i in range(30)]
     print_sweep(SweepReport.of(Sweep(), many, []), tmp_path, Console(file=text))
