@@ -52,7 +52,7 @@ def without_computing(**stream_methods) -> Iterator[None]:
         for owner, name, stub in (
             (JobLifecycle, "evaluate", lambda *_: None),
             (RunPlan, "fit", lambda self, _: self),
-            (trainer, "write_report", lambda *_: None),
+            (trainer, "write_report", lambda *_, **__: None),
         ):
             patches.enter_context(mock.patch.object(owner, name, stub))
         yield

@@ -18,9 +18,9 @@ from tests import tiny
 # Ends its process, by a signal to itself, at the given event of the run.
 CHILD = """
 import functools, os, signal, sys
-from jaxlora.cli import train
+from jaxlora.distributed import start
 from jaxlora.train.execute.stream import Stream
-train.joined = functools.partial(train.joined, lost_seconds=15)
+start.joined = functools.partial(start.joined, lost_seconds=15)
 left, end_window = int(sys.argv[1]) - 1, Stream._end_window
 def count(self):
     global left
