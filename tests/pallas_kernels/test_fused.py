@@ -278,8 +278,16 @@ def test_words_of_another_layer_are_refused(fused):
     more = fused.problem((1, 0, 1))[0] | {"dropout": q["dropout"]}
     with pytest.raises(ValueError, match="128 tokens, 4 slots and 256 features, want"):
         fused.run(more, rank)
-    with pytest.raises(ValueError, match="dropout has no key"):
-        multi_lora_linear(**q, implementation="xla")
+
+
+def test_plain_linears_take_words_too():
+    p, _ = BACK_ENDS["mosaic"].problem((1, 0))
+    q = with_words(p, 1)
+    plain = functools.partial(multi_lora_linear, implementation="xla")
+    np.testing.assert_array_equal(plain(**q), plain(**p))
+    neither = Dropout(None, q["dropout"].rate, q["dropout"].token_index)
+    with pytest.raises(ValueError, match="neither a key nor words"):
+        plain(**q | {"dropout": neither})
 
 
 def test_alone_equals_together_to_the_bit(fused):

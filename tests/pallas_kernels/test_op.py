@@ -10,6 +10,7 @@ from jaxlora.pallas_kernels import (
     Projection,
     dropout_keys,
     kernel_settings,
+    mask_words,
     multi_lora_linear,
     multi_lora_linear_reference,
     multi_lora_linears,
@@ -253,3 +254,20 @@ def test_settings_for_other_slots_are_refused(num_slots):
         multi_lora_linears(x, [Projection(**p, settings=settings)], blocks)
     (settings, _) = kernel_settings(jnp.ones((2, G)), jnp.ones((2, G), jnp.int32), None)
     multi_lora_linears(x, [Projection(**p, settings=settings)], blocks)
+
+
+def test_words_give_the_masks_of_keys_for_any_number_of_rows():
+    """Words are in tiles of 64 rows; here are five blocks of 16, one of padding."""
+    slot, rate = jnp.array([2, 0, -1, 1, 2]), jnp.array([0.1, 0.5, 0.3])
+    index = jnp.asarray(np.random.default_rng(0).permutation(80), jnp.int32)
+    seed, step = jnp.array([3, 4, 5]), jnp.array([0, 7, 1])
+    places = np.array([[0], [5]]), np.array([[1], [2]])
+    keys = dropout_keys(seed, step, *places)
+    for words, layer, projection in zip(
+        mask_words(keys, slot, index, 40), (0, 5), (1, 2), strict=True
+    ):
+        key = dropout_keys(seed, step, layer, projection)
+        some = jnp.maximum(slot, 0), (80, 40)
+        found = Dropout(None, rate, index, words).keep(*some)
+        np.testing.assert_array_equal(found, Dropout(key, rate, index).keep(*some))
+        assert 0 < found.sum() < found.size
