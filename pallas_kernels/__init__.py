@@ -1,12 +1,7 @@
 """LoRA kernels as functions of arrays, independent of models and jobs."""
 
 from jaxlora.pallas_kernels.backends import BACKENDS, Backend, get_backend
-from jaxlora.pallas_kernels.dropout import (
-    Dropout,
-    MaskWords,
-    dropout_keys,
-    mask_words,
-)
+from jaxlora.pallas_kernels.dropout import Dropout, MaskWords, dropout_keys, mask_words
 from jaxlora.pallas_kernels.frozen import frozen_linear
 from jaxlora.pallas_kernels.given_mask import GivenMask, pack_mask, unpack_mask
 from jaxlora.pallas_kernels.mosaic.compile import compile_program, prepare_to_load

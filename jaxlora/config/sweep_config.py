@@ -160,7 +160,7 @@ class Space(StrictModel):
 
 
 class Metric(StrictModel):
-    """What the configurations of a sweep are ranked by.
+    """The metric by which the configurations of a sweep are ranked.
 
     Attributes:
         name: Name of the metric: the loss on held-out records.

@@ -43,7 +43,7 @@ class _Strict(pydantic.BaseModel):
 
 
 class Kernels(_Strict):
-    """What runs the decoder's operations."""
+    """The implementations that run a decoder's operations."""
 
     dtype: str
     base_format: str | None
@@ -160,7 +160,7 @@ class Profile(_Strict):
 
     @property
     def key(self) -> tuple:
-        """What a later measurement replaces."""
+        """The key by which a later measurement replaces this one."""
         return self.model, self.kernels
 
     def seconds(

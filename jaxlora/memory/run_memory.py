@@ -26,7 +26,7 @@ _MOST_READINGS = 3  # of a load: later ones show little that is new
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """What the allocator of a device reports, in bytes.
+    """A report of a device's allocator, in bytes.
 
     Attributes:
         peak: The most that was in use since the process began.
@@ -137,7 +137,7 @@ class RunMemory:
 
     @property
     def _start_bytes(self) -> float:
-        """What a job that starts copies to the device beside a step."""
+        """Bytes that a starting job copies to the device beside a step."""
         assert self._need is not None
         return self._need.adapter_bytes / self._num_slots
 

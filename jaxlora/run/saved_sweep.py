@@ -12,7 +12,7 @@ _Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SavedSweep:
-    """What a resumed run needs to decide about its configurations as it would have.
+    """The evaluations and decisions of a sweep, which a resumed run takes over.
 
     Attributes:
         points: (steps done, held-out loss) of each evaluation, by job.

@@ -72,7 +72,7 @@ class _Blocks:
     def sum_by_adapter(
         self, blocks: Float[Array, "NB P Q"], num_slots: int
     ) -> Float[Array, "G P Q"]:
-        """Sums each adapter's blocks in their order."""
+        """Sums each adapter's blocks in their order, by selection."""
         mine = self.adapter == jnp.arange(num_slots)[:, None]
         return jnp.where(mine[:, :, None, None], blocks, 0).sum(axis=1)
 

@@ -208,7 +208,7 @@ class JobLifecycle:
         """Ends jobs that were stopped since they were last looked at."""
         count = 0
         while True:
-            # What has ended or was paused is not waited for any more.
+            # No rung waits any more for a job that has ended or was paused.
             self._early_exit.review(self.jobs)
             here = [job for job in self.jobs if job in at_border or not job.has_slot]
             ended = self.end_jobs(here)

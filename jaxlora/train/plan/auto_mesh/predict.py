@@ -32,7 +32,7 @@ _EXPOSED_SHARE = 0.5
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What the time of a run follows from.
+    """The rates from which the time of a run is predicted.
 
     Attributes:
         links: Rates of the devices, and of the links between them.
