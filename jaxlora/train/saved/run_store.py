@@ -158,8 +158,12 @@ class RunStore:
         """
         if processes.is_first() and not self._is_prepared:
             self._is_prepared = True
-            self._writer.submit(self._checkpoints.prepare)
+            self._writer.submit(self._prepare)
             self._writer.submit(slots.reserve_snapshot())
+
+    def _prepare(self) -> None:
+        self._lock.check()
+        self._checkpoints.prepare()
 
     def save(self, number: int, states: JobStates, run: SavedRun) -> None:
         """Starts writing a checkpoint; the one before must be written.
@@ -172,8 +176,9 @@ class RunStore:
         self._latest = number
 
         def write() -> None:
-            self._lock.check()
-            self._checkpoints.save(number, states.read(), run)
+            parked = states.read()
+            self._lock.check()  # last, as a removed folder would be made again
+            self._checkpoints.save(number, parked, run)
 
         folder = self._folder / CHECKPOINTS / str(number)
         self._start(write, CheckpointEvent(round=number, folder=folder))

@@ -159,6 +159,7 @@ def assert_equal(got, wanted):
     jax.tree.map(check, got, wanted)
 
 
+@pytest.mark.needs_devices(4)
 @pytest.mark.parametrize(
     ("fsdp", "remat", "tied"),
     [(2, "none", True), (4, "none", False), (4, "mlp", True), (2, "layer", False)],
@@ -179,6 +180,7 @@ def test_each_device_gets_the_losses_and_gradients_of_a_whole_decoder(
     assert_equal(got, wanted)
 
 
+@pytest.mark.needs_devices(2)
 def test_evaluation_gives_the_losses_of_a_whole_decoder():
     spec = make_spec(fsdp=2)
 
@@ -194,6 +196,7 @@ def test_evaluation_gives_the_losses_of_a_whole_decoder():
     assert_equal(got, jax.jit(jax.vmap(whole, (None, None, 0)))(*args))
 
 
+@pytest.mark.needs_devices(2)
 def test_a_stage_keeps_only_activations_for_its_backward_program():
     """The backward pass of the first stage runs in a program of its own."""
     spec = make_spec(fsdp=2)
@@ -274,6 +277,7 @@ def test_shards_outside_of_a_mesh_are_refused():
         loss_and_gradients(spec, base, tables, first(batches(1)))
 
 
+@pytest.mark.needs_devices(2)
 def test_a_mesh_of_another_size_is_refused():
     spec = make_spec(fsdp=2)
 

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import pytest
 
 from jaxlora import LoraJob, RunConfig
@@ -58,6 +59,7 @@ def test_one_sample_that_is_much_longer_than_the_others(run, caplog):
     assert "The longest sample needs such a microbatch. Raise batch_size" in warning
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a GPU")
 def test_a_cpu_is_as_fast_with_small_microbatches(run):
     many = run(num_records=200, job={"batch_size": 200, "steps": 1})
     assert plan_run(many).whole.schedule.limits.capacity == 4096

@@ -11,6 +11,7 @@ from jaxlora import RunConfig, Trainer
 from jaxlora.costs import device_profile
 from jaxlora.costs.device_profile import PassCost
 from jaxlora.memory.run_memory import Reading
+from jaxlora.pallas_kernels import device
 from jaxlora.run.folder import SUMMARY_FILE
 from jaxlora.run.log import METRICS_FILE, read_events
 from jaxlora.train import trainer as trainer_module
@@ -46,7 +47,9 @@ def measured(monkeypatch):
 
     def find(profiles, spec):
         found = profile(cost=cost, link=None, adapter_bytes=0)
-        estimate = device_profile.estimate(spec, machine.find_speed("cpu"))
+        estimate = device_profile.estimate(
+            spec, machine.find_speed(device.device_kind())
+        )
         return found.model_copy(update={"estimate": estimate}), "measured"
 
     monkeypatch.setattr(machine, "find_profile", find)
@@ -110,6 +113,7 @@ def test_jobs_that_run_at_once_are_not_parted(config, monkeypatch, caplog):
     assert [m[0] for m in order[:4]] == list("abac")
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a GPU")
 def test_nothing_is_said_where_nothing_is_known(config):
     assert jax.local_devices()[0].memory_stats() is None
     result = Trainer(config).train()

@@ -248,7 +248,7 @@ def test_a_fused_run_resumes_with_the_same_bits(
     """The second checkpoint has begun by then, so the first one is complete."""
     run_file = fused_run(f"fused_{signal_name}")
     if signal_name == "SIGKILL":
-        killed(run_file, "16")
+        killed(run_file, program=KILL_IN_WRITE)
     else:
         signal_at(16, signal_name)
         assert command(run_file) == 130

@@ -14,9 +14,15 @@ from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
 from tests.jaxlora.train.outcome import Outcome
 from tests.jaxlora.train.test_contracts import assert_same_training
 
-# On a device of unknown speed, a microbatch is taken to last a tenth of a second.
+# A microbatch is taken to last a tenth of a second, as on a device of unknown speed.
 FROM_TICK = 3
 SHAPES = {"microbatch_shapes": [256], "shape_compile_seconds": FROM_TICK / 10}
+
+
+@pytest.fixture(autouse=True)
+def slow_ticks(monkeypatch):
+    """A GPU of known speed begins with other shapes at the same tick."""
+    monkeypatch.setattr("jaxlora.train.plan.shapes._LEAST_SECONDS", 0.1)
 
 
 @pytest.fixture
