@@ -167,7 +167,7 @@ def _read_job(
     train, held_out = reader.read(job, "train"), None
     if job.eval_data is not None or job.eval_fraction > 0:
         held_out = reader.read(job, "eval")
-    read = {"training": train, "held out": held_out}
+    read = {"training data": train, "held-out data": held_out}
     return PreparedJob(
         settings=job,
         modules=chosen.modules,
@@ -176,7 +176,7 @@ def _read_job(
         eval_data=held_out,
         notes=(
             *(
-                Note(f"{job.name}, {use}: {data.summary()}")
+                Note(f"{use} {data.summary()}", job=job.name)
                 for use, data in read.items()
                 if data is not None
             ),
@@ -301,11 +301,12 @@ def _notes_on_positions(
     if num_beyond:
         are = "is" if num_beyond == 1 else "are"
         yield Note(
-            f"{name}: {num_beyond} of {len(lengths)} samples {are} longer than the "
+            f"{num_beyond} of {len(lengths)} samples {are} longer than the "
             f"{limit} positions that the model supports (max_position_embeddings); the "
             f"longest has {lengths.max()} tokens. Set max_length to {limit}, or expect "
             "worse results on them.",
             is_warning=True,
+            job=name,
         )
 
 
@@ -313,7 +314,8 @@ def _note_on_modules(name: str, modules: Mapping[str, ModuleLora]) -> Note:
     ranks = "/".join(map(str, sorted({module.rank for module in modules.values()})))
     kinds = dict.fromkeys(module.rsplit(".", 1)[-1] for module in modules)
     return Note(
-        f"{name}: rank {ranks} on {counted(len(modules), 'module')}: {', '.join(kinds)}"
+        f"rank {ranks} on {counted(len(modules), 'module')}: {', '.join(kinds)}",
+        job=name,
     )
 
 

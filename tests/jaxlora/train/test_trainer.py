@@ -269,12 +269,12 @@ def test_samples_beyond_the_models_positions_are_counted(model, jobs):
     positions = lengths[-4] - 1
     short = dataclasses.replace(model.config, max_positions=positions)
     notes = prepare_job(jobs[0], short, reader).notes
-    for note, use in zip(notes, ("training", "held out"), strict=False):
-        assert note.text.startswith(f"job0, {use}: ")
+    for note, use in zip(notes, ("training", "held-out"), strict=False):
+        assert note.job == "job0" and note.text.startswith(f"{use} data ")
     warnings = [note.text for note in notes if note.is_warning]
     count = sum(length > positions for length in lengths)
     assert warnings == [
-        f"job0: {count} of {len(lengths)} samples are longer than the {positions} "
+        f"{count} of {len(lengths)} samples are longer than the {positions} "
         "positions that the model supports (max_position_embeddings); the longest has "
         f"{lengths[-1]} tokens. Set max_length to {positions}, or expect worse results "
         "on them."
