@@ -60,7 +60,8 @@ class _Model:
     def padded(self, num_tokens: int) -> int:
         """Pads the tokens of one microbatch to blocks and to the smallest bucket."""
         smallest = self.cost.buckets[0] if self.cost.buckets else 0
-        return max(self.limits.padded(num_tokens), smallest)
+        tokens = self.limits.padded(num_tokens)
+        return tokens + int(self.cost.padding * max(0, smallest - tokens))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -64,11 +64,14 @@ class CostModel:
             whole blocks.
         communication: Time from the end of a pass on one stage to its start on the
             neighboring stage.
+        padding: Time of a row of padding, as a share of that of a token: attention and
+            the loss skip padding, products do not. Packers take it for 1.
     """
 
     stages: tuple[StageCost, ...]
     buckets: tuple[int, ...] = ()
     communication: float = 0.0
+    padding: float = 1.0
 
     def __post_init__(self):
         if not self.stages:
@@ -77,6 +80,8 @@ class CostModel:
             raise ValueError(f"buckets must ascend, got {self.buckets}. Sort them.")
         if self.communication < 0:
             raise ValueError(f"communication={self.communication} must be at least 0.")
+        if not 0 <= self.padding <= 1:
+            raise ValueError(f"padding={self.padding} must be a share, from 0 to 1.")
 
     @classmethod
     def uniform(
@@ -88,6 +93,7 @@ class CostModel:
         last_stage: float = 1.0,
         buckets: tuple[int, ...] = (),
         communication: float = 0.0,
+        padding: float = 1.0,
     ) -> "CostModel":
         """Makes a model of equal stages, except for the last one.
 
@@ -97,20 +103,28 @@ class CostModel:
         stage = StageCost(forward=forward, backward=backward)
         last = StageCost(forward=forward * last_stage, backward=backward * last_stage)
         stages = (stage,) * (num_stages - 1) + (last,)
-        return cls(stages=stages, buckets=buckets, communication=communication)
+        return cls(
+            stages=stages,
+            buckets=buckets,
+            communication=communication,
+            padding=padding,
+        )
 
     @property
     def num_stages(self) -> int:
         return len(self.stages)
 
-    def size(self, microbatch: Microbatch, limits: Limits) -> tuple[int, int]:
-        """Returns the tokens of a microbatch, padded to its bucket, and its squares.
+    def size(self, microbatch: Microbatch, limits: Limits) -> tuple[float, int]:
+        """Returns the tokens of a microbatch, and the sum of its squared lengths.
+
+        Padding to its bucket counts as the tokens that take as long.
 
         Raises:
             ValueError: The microbatch fits in no bucket.
         """
-        tokens = self.bucket_tokens(padded_tokens(microbatch, limits))
-        return tokens, sum(s.num_tokens**2 for s in microbatch)
+        tokens = padded_tokens(microbatch, limits)
+        timed = tokens + self.padding * (self.bucket_tokens(tokens) - tokens)
+        return timed, sum(s.num_tokens**2 for s in microbatch)
 
     def schedule_times(self, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
         """Times of all forward and all backward passes of a schedule.
@@ -129,7 +143,7 @@ class CostModel:
         """Times of forward and backward passes.
 
         Args:
-            tokens: Tokens of each microbatch, padded to its bucket.
+            tokens: Tokens of each microbatch, with its padding; see `size`.
             squares: Sum of squared sample lengths of each microbatch.
             is_real: 0 for a no-op, else 1.
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxlora.scheduler.cost import CostModel
 from jaxlora.scheduler.lanes import Tick, ticks_of
-from jaxlora.scheduler.types import Limits, Pipeline, Schedule
+from jaxlora.scheduler.types import Limits, Pipeline, Schedule, padded_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -193,7 +193,8 @@ def _peak_tokens(
     ticks: Sequence[Tick], limits: Limits, cost: CostModel, pipeline: Pipeline
 ) -> tuple[int, ...]:
     # The passes of a stage run one after the other, so only their order matters.
-    tokens = [max(cost.size(m, limits)[0] for m in tick) for tick in ticks]
+    rows = lambda m: cost.bucket_tokens(padded_tokens(m, limits))
+    tokens = [max(map(rows, tick)) for tick in ticks]
     return tuple(
         _most_in_flight(tokens, pipeline.warm_up(s)) for s in range(cost.num_stages)
     )

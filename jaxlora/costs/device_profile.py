@@ -35,6 +35,7 @@ _MEAN_TOKENS = 512.0  # of the estimates that two decoders are compared by
 
 _Amount = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 _Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+_Share = Annotated[float, pydantic.Field(ge=0, le=1)]
 _Count = Annotated[int, pydantic.Field(ge=0)]
 
 
@@ -135,6 +136,7 @@ class Profile(_Strict):
         passes: The measured passes.
         cost: Their fit.
         mape: Its mean absolute percentage error, as a fraction.
+        padding: Time of a row of padding, as a share of that of a token.
         step_seconds: Time of an optimizer step of all slots.
         memory: Memory by the size of microbatches.
         link: Transfers between devices; None: there is one device.
@@ -154,6 +156,7 @@ class Profile(_Strict):
     passes: tuple[PassTime, ...]
     cost: PassCost
     mape: _Amount
+    padding: _Share = 1.0
     step_seconds: _Amount
     memory: tuple[MemoryAt, ...]
     link: LinkRate | None

@@ -166,6 +166,9 @@ def measure(settings: Settings, note: Callable[[str], None]) -> Profile:
             needed = _needed_bytes(training, limits)
             for longest in lengths:
                 yield _probe(training, settings, limits, longest)
+            half, fewest = limits.capacity // 2, settings.adapters * limits.block_tokens
+            if half >= fewest:
+                yield _probe(training, settings, limits, min(lengths), half)
             peak = _peak_bytes()
             at = MemoryAt(tokens=limits.capacity, needed_bytes=needed, peak_bytes=peak)
             memory.append(at)
@@ -194,6 +197,7 @@ def measure(settings: Settings, note: Callable[[str], None]) -> Profile:
         passes=_passes(found),
         cost=PassCost(**dataclasses.asdict(stage.forward + stage.backward)),
         mape=found.mape,
+        padding=found.padding,
         step_seconds=step_seconds,
         memory=tuple(memory),
         link=link,
@@ -218,12 +222,18 @@ def _draw(longest: int, total: int, rng: np.random.Generator) -> list[int]:
 
 
 def _probe(
-    training: Training, settings: Settings, limits: Limits, longest: int
+    training: Training,
+    settings: Settings,
+    limits: Limits,
+    longest: int,
+    num_tokens: int | None = None,
 ) -> Probe:
-    """Makes a full microbatch that the adapters share equally."""
-    totals = equal_shares(limits.capacity, settings.adapters, limits.block_tokens)
+    """Makes a microbatch that the adapters share equally; by default a full one."""
+    num_tokens = limits.capacity if num_tokens is None else num_tokens
+    totals = equal_shares(num_tokens, settings.adapters, limits.block_tokens)
     draw = lambda _, total, rng: _draw(longest, total, rng)
-    return make_probe(training, limits, totals, draw)
+    probe = make_probe(training, limits, totals, draw)
+    return dataclasses.replace(probe, num_padding=limits.capacity - probe.tokens)
 
 
 def _needed_bytes(training: Training, limits: Limits) -> int | None:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxlora.data.pack import PackedBatch, pack_tick
 from jaxlora.profile.tokens import shared_batches
 from jaxlora.profile.training import Start, Training, time_steps
-from jaxlora.scheduler import CostModel, Limits, StageCost
+from jaxlora.scheduler import AffineCost, CostModel, Limits, StageCost
 from jaxlora.scheduler.calibrate import TimePoint, fit_time
 
 # Returns lengths that add up to a job's total, given its slot and total.
@@ -27,11 +27,14 @@ class Probe:
         packed: The rows of the tick.
         tokens: Tokens of the microbatch, padded to whole blocks.
         squares: Sum of the squared lengths of its samples.
+        num_padding: Rows of padding. If there are any, the probe is not of the fit, and
+            shows what they cost.
     """
 
     packed: PackedBatch
     tokens: int
     squares: int
+    num_padding: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,11 +47,14 @@ class PassTimes:
         cost: Fitted times in seconds. The passes of the last stage are half of the time
             of both of them each, as nothing can lie between them.
         mape: Largest mean absolute percentage error of a fit, as a fraction.
+        padding: Median time of a row of padding on the last stage, as a share of that
+            of a token; 1.0 without probes that show it.
     """
 
     points: dict[str, list[TimePoint]]
     cost: CostModel
     mape: float
+    padding: float
 
 
 def make_probe(
@@ -106,8 +112,27 @@ def measure_passes(
         stages=(*stages, StageCost(forward=both, backward=both)),
         communication=float(np.median(timer.transfers)) if timer.transfers else 0.0,
     )
-    mape = max(fit.mape for fit in fits.values())
-    return PassTimes(points=timer.points, cost=cost, mape=mape)
+    return PassTimes(
+        points=timer.points,
+        cost=cost,
+        mape=max(fit.mape for fit in fits.values()),
+        padding=padding_share(timer.padded, fits[f"FB{last}"].cost),
+    )
+
+
+def padding_share(padded: Sequence[tuple[int, TimePoint]], cost: AffineCost) -> float:
+    """Returns the time of a row of padding, as a share of that of a token.
+
+    Args:
+        padded: Rows of padding and the measurement, of probes that have some.
+        cost: Time of both passes, by tokens.
+    """
+    shares = [
+        (p.seconds - cost(p.tokens, p.squares)) / (rows * cost.per_token)
+        for rows, p in padded
+        if cost.per_token
+    ]
+    return min(1.0, max(0.0, float(np.median(shares)))) if shares else 1.0
 
 
 class _Timer:
@@ -115,6 +140,8 @@ class _Timer:
 
     Attributes:
         points: The measurements of each pass, by name.
+        padded: Rows of padding and the measurement of the last stage, of probes with
+            padding.
         transfers: Seconds of transfers between neighboring stages.
     """
 
@@ -122,6 +149,7 @@ class _Timer:
         self._training, self._stages = training, training.layout.stages
         self._repeats = repeats
         self.points: dict[str, list[TimePoint]] = {}
+        self.padded: list[tuple[int, TimePoint]] = []
         self.transfers: list[float] = []
 
     def measure(self, probe: Probe) -> None:
@@ -179,7 +207,10 @@ class _Timer:
             squares=probe.squares,
             seconds=float(np.median(milliseconds)) / 1000,
         )
-        self.points.setdefault(name, []).append(point)
+        if not probe.num_padding:
+            self.points.setdefault(name, []).append(point)
+        elif name == f"FB{len(self._stages) - 1}":
+            self.padded.append((probe.num_padding, point))
 
     def _send(self, rows: Any, stage: int) -> Any:
         """Times a transfer to a stage, and returns the rows there."""

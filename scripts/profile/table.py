@@ -21,6 +21,7 @@ def print_profile(profile: Profile, console: Console) -> None:
         f"error {profile.mape:.1%}",
         soft_wrap=True,
     )
+    show(console, f"a row of padding takes {profile.padding:.0%} of a token's time")
     slots = f"{profile.num_slots} adapters of rank {profile.rank}"
     show(console, f"optimizer step of {slots}: {1000 * profile.step_seconds:.3f} ms")
     if (link := profile.link) is not None:

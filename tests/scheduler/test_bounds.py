@@ -50,7 +50,9 @@ def every_schedule(samples, num_slots):
 def test_is_below_every_legal_schedule(buckets, data):
     num_stages = data.draw(st.integers(1, 3))
     pipeline = Pipeline.one_f_one_b(num_stages)
-    cost = dataclasses.replace(data.draw(costs(num_stages)), buckets=buckets)
+    padding = data.draw(st.sampled_from([1.0, 0.4]))
+    drawn = data.draw(costs(num_stages))
+    cost = dataclasses.replace(drawn, buckets=buckets, padding=padding)
     shape = data.draw(
         st.sampled_from([((2, 1),), ((3,),), ((1, 1), (1,)), ((2,), (2,))])
     )

@@ -172,6 +172,14 @@ def test_a_microbatch_costs_its_bucket():
         run(stream(40), equal(1, buckets=(16, 32)))
 
 
+def test_padding_may_take_less_time_than_tokens():
+    """Its activations are as large as those of tokens."""
+    costs = equal(1, buckets=(16, 32), padding=0.5)
+    found = run(stream(10, 0, 18), costs)
+    assert found.makespan == (10 + 6 / 2 + 18 + 14 / 2) * 3
+    assert found.peak_tokens == (32,)
+
+
 @pytest.mark.parametrize("num_stages, in_flight", [(2, 2), (3, 3), (8, 8), (3, 5)])
 def test_weights_are_stale_one_tick_too_early(num_stages, in_flight):
     """A distance of W0 is enough; with W0 - 1, stages have not taken the step yet."""
@@ -262,3 +270,5 @@ def test_costs_are_checked():
         CostModel(stages=())
     with pytest.raises(ValueError, match="communication=-1"):
         equal(2, communication=-1)
+    with pytest.raises(ValueError, match=r"padding=1.5 must be a share"):
+        equal(2, padding=1.5)

@@ -1,5 +1,7 @@
 """`jaxlora profile`, end to end on a tiny model, and the plan that uses it."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from rich.console import Console
@@ -10,6 +12,9 @@ from jaxlora.costs.device_profile import parse, read_text
 from jaxlora.plan import plan_run
 from jaxlora.plan.report import print_plan
 from jaxlora.profile.measure import Settings, fit_link
+from jaxlora.profile.pass_times import padding_share
+from jaxlora.scheduler import AffineCost
+from jaxlora.scheduler.calibrate import TimePoint
 from tests import tiny
 
 
@@ -37,6 +42,18 @@ def test_a_link_is_fitted():
     assert found.base_seconds == pytest.approx(2e-5, rel=0.2)
     flat = fit_link(sizes, [1e-3, 1e-3, 1e-3])
     assert flat.bytes_per_second > 0 and flat.base_seconds >= 0
+
+
+def test_the_share_of_padding_is_a_median_within_0_and_1():
+    cost = AffineCost(base=1e-3, per_token=1e-6, per_square=1e-9)
+
+    def padded(share):
+        seconds = cost(500, 9000) + share * 300 * cost.per_token
+        return 300, TimePoint(tokens=500, squares=9000, seconds=seconds)
+
+    for shares, found in (((0.3, 0.4, 0.9), 0.4), ((-1,), 0), ((2, 3), 1), ((), 1)):
+        assert padding_share([*map(padded, shares)], cost) == pytest.approx(found)
+    assert padding_share([padded(0.5)], dataclasses.replace(cost, per_token=0.0)) == 1
 
 
 def test_a_plan_uses_what_was_measured(tmp_path, monkeypatch, capsys):

@@ -22,7 +22,6 @@ from jaxlora.scheduler import (
     StageCost,
     simulate,
 )
-from jaxlora.scheduler.buckets import rows_of
 
 # Share of a transfer that is not hidden behind the work beside it. Without a prefetch,
 # 8 layers of Llama-3.1-8B in 4 shards took 1.065 times as long as whole ones on H200s;
@@ -77,8 +76,8 @@ def window_seconds(
     if stages.sizes.stage == 1:
         both = cost.stages[0].forward + cost.stages[0].backward
         ticks = [t for t in itertools.batched(schedule.microbatches, n) if any(t)]
-        rows = Counter(rows_of(tick, limits, cost.buckets) for tick in ticks)
-        seconds = sum(count * both(size, 0) for size, count in rows.items())
+        tokens = Counter(max(cost.size(m, limits)[0] for m in tick) for tick in ticks)
+        seconds = sum(count * both(size, 0) for size, count in tokens.items())
     else:
         found = simulate(schedule, cost, lanes.pipeline, num_lanes=n)
         seconds = found.makespan
@@ -119,8 +118,10 @@ def shape_seconds(
     def equivalent_tokens(num_tokens: float) -> float:
         """Tokens whose products alone would take the whole time of a microbatch."""
         if rates.profile is None:
-            # A microbatch also takes the time of reading the weights.
-            return num_tokens + links.speed.weight_tokens
+            # A microbatch also takes the time of reading the weights, and of launches.
+            seconds = links.speed.layer_seconds * stages.spec.config.num_layers
+            launches = seconds / decoder.whole.both
+            return num_tokens + links.speed.weight_tokens + launches
         own = num_tokens, squares * num_tokens / capacity
         whole = rates.profile.seconds(stages.spec, links.speed, *own)
         return whole / decoder.whole.both
@@ -143,6 +144,7 @@ def shape_seconds(
         stages=tuple(costs),
         buckets=(*shapes, capacity),
         communication=links.speed.transfer_seconds(hidden_bytes),
+        padding=1.0 if rates.profile is None else rates.profile.padding,
     )
 
 

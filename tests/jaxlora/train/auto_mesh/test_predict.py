@@ -82,6 +82,16 @@ def test_parts_add_up_to_the_whole(mesh):
         assert separate > 1.02 * once  # they would fill and drain
 
 
+def test_padding_takes_the_time_that_was_measured():
+    stages, lanes = stages_of("data=1")
+    rates = machine(padding=0.25, adapter_bytes=0).rates(SPEC, None)
+    assert rates.profile is not None
+    tokens = 960 + 0.25 * 64  # padded to blocks, and then to the capacity
+    found = window_seconds(stages, lanes, schedule_of(10), rates)
+    expected = 10 * rates.profile.cost(tokens, 900**2 * tokens / 1024)
+    assert found == pytest.approx(expected)
+
+
 def test_a_profile_takes_the_place_of_the_data_sheet():
     stages, lanes = stages_of("data=1")
     here = machine(step_seconds=0.0, adapter_bytes=1)
