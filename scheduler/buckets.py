@@ -24,6 +24,7 @@ class Buckets:
         sizes: Tokens of each bucket, in ascending order; the last is the capacity.
         time: Simulated time of the samples with these buckets.
         fill: Part of the rows of the microbatches that holds real tokens.
+        num_ticks: Ticks in which they run.
         single_bucket_time: The time with the capacity as the only bucket.
         single_bucket_fill: The fill then.
     """
@@ -31,6 +32,7 @@ class Buckets:
     sizes: tuple[int, ...]
     time: float
     fill: float
+    num_ticks: int
     single_bucket_time: float
     single_bucket_fill: float
 
@@ -92,29 +94,30 @@ def choose(
     check_fits(samples, limits)
     n = lanes.num_lanes
 
-    def packed_with(sizes: tuple[int, ...]) -> tuple[float, float]:
-        """Returns the time and the fill."""
+    def packed_with(sizes: tuple[int, ...]) -> tuple[float, float, int]:
+        """Returns the time, the fill and the number of ticks."""
         bucketed = dataclasses.replace(cost, buckets=sizes)
         schedule = packer(samples, limits, lanes, bucketed)
         time = simulate(schedule, bucketed, lanes.pipeline, num_lanes=n).makespan
         ticks = [t for t in ticks_of(schedule.microbatches, n) if any(t)]
         rows = n * sum(rows_of(tick, limits, sizes) for tick in ticks)
-        return time, sum(s.num_tokens for s in samples) / max(1, rows)
+        return time, sum(s.num_tokens for s in samples) / max(1, rows), len(ticks)
 
     sizes = (limits.capacity,)
-    time, fill = single_time, single_fill = packed_with(sizes)
+    time, fill, num_ticks = single_time, single_fill, _ = packed_with(sizes)
     remaining = sorted({c for c in candidates if c < limits.capacity})
     while remaining and len(sizes) < max_buckets:
         found = {c: packed_with(tuple(sorted((*sizes, c)))) for c in remaining}
         best = min(remaining, key=lambda c: (found[c][0], c))
         if found[best][0] > (1 - min_gain) * time:
             break
-        sizes, (time, fill) = tuple(sorted((*sizes, best))), found[best]
+        sizes, (time, fill, num_ticks) = tuple(sorted((*sizes, best))), found[best]
         remaining.remove(best)
     return Buckets(
         sizes=sizes,
         time=time,
         fill=fill,
+        num_ticks=num_ticks,
         single_bucket_time=single_time,
         single_bucket_fill=single_fill,
     )
