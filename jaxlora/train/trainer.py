@@ -30,6 +30,7 @@ from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.early_exit import EarlyExit
 from jaxlora.train.ending import StopRequest, explained
 from jaxlora.train.execute.run_programs import FurtherPrograms, RunPrograms
+from jaxlora.train.execute.run_services import RunServices
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from jaxlora.train.execute.stream import Border, Stream
 from jaxlora.train.inbox import Inbox
@@ -389,11 +390,10 @@ class Trainer:
         executor = StagedExecutor(
             self.layout, params, self.slots, limits, self._further.wait_for
         )
-        stream = Stream(
-            self.plan,
-            self.jobs,
-            executor,
-            first_round=self.round,
+        services = RunServices(
+            plan=self.plan,
+            jobs=self.jobs,
+            executor=executor,
             memory=self._memory,
             requests=self._requests,
             early_exit=self._early_exit,
@@ -401,6 +401,7 @@ class Trainer:
             send=self._send,
             make_samples=None if self._opened.sampler is None else self._make_samples,
         )
+        stream = Stream(services, first_round=self.round)
         try:
             stream.restore(self._saved_stream)
         except (RuntimeError, LookupError, ValueError) as error:

@@ -70,18 +70,19 @@ class StagedExecutor:
 
     # ---- slots ---------------------------------------------------------------------
 
-    def is_free(self, slot: int) -> bool:
-        """Whether a job may be put into a slot."""
-        is_used = self.slots.has_job(slot)
-        return not (is_used or (self._stream and self._stream.is_leaving(slot)))
-
     def load(self, slot: int, adapter: Adapter, optimizer: str) -> None:
         """Puts an adapter into a free slot, with empty state of its optimizer."""
+        self._check_free(slot)
         self.slots.load(slot, adapter, optimizer)
 
     def restore(self, slot: int, parked: ParkedSlot, like: Adapter) -> None:
         """Puts a parked state into a free slot."""
+        self._check_free(slot)
         self.slots.restore(slot, parked, like)
+
+    def _check_free(self, slot: int) -> None:
+        is_leaving = self._stream is not None and self._stream.is_leaving(slot)
+        assert not is_leaving, f"passes in flight would add gradients to slot {slot}"
 
     def copy(self, slot: int) -> ParkedSlot:
         """Returns the whole state of a slot, without pending gradients."""
