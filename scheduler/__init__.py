@@ -7,7 +7,7 @@ from jaxlora.scheduler.cost import AffineCost, CostModel, StageCost
 from jaxlora.scheduler.lanes import Lanes
 from jaxlora.scheduler.packers import PackerName, get_packer
 from jaxlora.scheduler.plan import Plan, plan
-from jaxlora.scheduler.simulate import Simulation, simulate, window_sum
+from jaxlora.scheduler.simulate import Simulation, simulate
 from jaxlora.scheduler.ticks import pack_ticks
 from jaxlora.scheduler.types import (
     Limits,
@@ -43,5 +43,4 @@ __all__ = [
     "simulate",
     "tokens_by_job",
     "violations",
-    "window_sum",
 ]

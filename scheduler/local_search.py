@@ -17,7 +17,7 @@ class LocalSearch:
     """Improves the microbatches of consecutive slots by moving and swapping samples.
 
     The objective is the sum over all cycles of the cost of the slowest microbatch in
-    the pipeline (`simulate.window_sum`). A sample moves, or two samples swap places,
+    the pipeline (`slowest_per_cycle`). A sample moves, or two samples swap places,
     only if that lowers the objective and keeps the schedule legal.
 
     Attributes:

@@ -74,7 +74,7 @@ class Planner:
     A window is planned with several fill targets. For each one, its slots are filled
     one by one to that amount of work. The plan that finishes the window's work first
     wins, where time is the sum over all cycles of the slowest microbatch in the
-    pipeline (`simulate.window_sum`). Local search then balances the first slots, which
+    pipeline (`slowest_per_cycle`). Local search then balances the first slots, which
     are committed. The other slots are planned again as part of the next window.
 
     Attributes:

@@ -13,11 +13,10 @@ from jaxlora.scheduler import (
     Schedule,
     joint,
     violations,
-    window_sum,
 )
 from jaxlora.scheduler.cursor import WorkModel
 from jaxlora.scheduler.local_search import LocalSearch
-from tests.scheduler.strategies import LIMITS, costs, job_mixes
+from tests.scheduler.strategies import LIMITS, costs, job_mixes, window_sum
 
 PER_TOKEN = AffineCost(base=0, per_token=1, per_square=0)
 ONE_BATCH = {"committed": 10**6, "lookahead": 0, "trades_per_slot": 0}
