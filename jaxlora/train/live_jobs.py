@@ -1,56 +1,56 @@
-"""Jobs that join a run while it trains."""
+"""The jobs of a live run: those that train, those that join, and requests for them."""
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxlora.config import LoraJob
 from jaxlora.distributed import agreement
 from jaxlora.errors import ConfigError
+from jaxlora.train.cloning import fix_start, settings_of_copy
 from jaxlora.train.job_state import JobState
+from jaxlora.train.requests import Requests
+
+# Reasons of requests that give none.
+STOPPED, PAUSED = "stopped by request", "paused by request"
 
 
-class Joining:
-    """The names of a run's jobs, and the jobs that are about to join.
+class LiveJobs:
+    """The jobs of a run, which may come and go while it trains.
 
     Any thread may call the methods, except `take`.
+
+    Attributes:
+        jobs: The jobs, in the order in which they were given or have joined.
+        added: Names of those that joined while the run trained.
+        requests: Requests to stop and to pause jobs.
     """
 
-    def __init__(self, names: Iterable[str], open_job: Callable[[LoraJob], JobState]):
+    def __init__(
+        self,
+        jobs: list[JobState],
+        added: Sequence[str],
+        open_job: Callable[[LoraJob], JobState],
+    ):
         """Makes the object.
 
         Args:
-            names: Names of the jobs that the run starts with.
+            jobs: Jobs that the run has so far.
+            added: Names of those that have joined it in an earlier process.
             open_job: Reads a job's data and checks that it fits the run.
         """
-        self._names = list(names)  # also of jobs whose data are being read
+        self.jobs, self.added, self.requests = jobs, list(added), Requests()
+        self._names = [job.name for job in jobs]  # also of jobs that are being opened
         self._open_job = open_job
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._waiting: deque[JobState] = deque()
 
-    @property
-    def num_waiting(self) -> int:
-        """Number of jobs that are about to join."""
-        return len(self._waiting)
-
-    def check_name(self, name: str) -> None:
-        """Checks that there is a job of this name.
-
-        Raises:
-            ConfigError: There is none.
-        """
-        if name not in self._names:
-            raise ConfigError(
-                f"there is no job {name!r}; there are: {', '.join(self._names)}."
-            )
+    # ---- what users ask for; see `Trainer` -----------------------------------------
 
     def add(self, settings: LoraJob) -> None:
-        """Adds a job: reserves its name, opens it and lets it join.
-
-        Raises:
-            JaxloraError: The name is taken, or the job does not fit the run.
-        """
+        """Adds a job: reserves its name, opens it and lets it join."""
         self.reserve(settings)
         try:
             job = self.open(settings)
@@ -58,6 +58,49 @@ class Joining:
             self.release(settings.name)
             raise
         self.join(job)
+
+    def clone(self, name: str, new_name: str | None, changes: dict[str, Any]) -> None:
+        """Adds a copy of a job."""
+        self.add(self.copy_settings(name, new_name, changes))
+
+    def stop(self, name: str, reason: str) -> None:
+        """Asks for a job to end."""
+        self._check_name(name)
+        self.requests.stop(name, reason)
+
+    def pause(self, name: str, reason: str) -> None:
+        """Asks for a job to leave its slot."""
+        self._check_name(name)
+        self.requests.pause(name, reason)
+
+    def resume(self, name: str) -> None:
+        """Allows a paused job to continue."""
+        self._check_name(name)
+        self.requests.resume(name)
+
+    def is_asked_to_pause(self, name: str) -> bool:
+        """Whether a user has asked for a job to pause."""
+        return self.requests.pause_reason(name) is not None
+
+    def copy_settings(
+        self, name: str, new_name: str | None, changes: dict[str, Any]
+    ) -> LoraJob:
+        """Returns the settings of a copy of a job; see `settings_of_copy`."""
+        self._check_name(name)
+        return settings_of_copy(self.jobs, name, new_name, changes)
+
+    def _check_name(self, name: str) -> None:
+        if name not in self._names:
+            raise ConfigError(
+                f"there is no job {name!r}; there are: {', '.join(self._names)}."
+            )
+
+    # ---- joining, step by step -----------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of jobs that are about to join."""
+        return len(self._waiting)
 
     def reserve(self, settings: LoraJob) -> None:
         """Takes the name of a job that will join.
@@ -90,10 +133,19 @@ class Joining:
         self._waiting.append(job)
 
     def take(self) -> list[JobState]:
-        """Returns the jobs that join now, which are the same on all processes."""
+        """Moves jobs that have joined into the run, the same ones on all processes.
+
+        The thread that trains calls it.
+
+        Returns:
+            The jobs.
+        """
         waiting = {job.name: job for job in tuple(self._waiting)}
         names = agreement.added_everywhere([job.prepared for job in waiting.values()])
         taken = [waiting[name] for name in names]
         for job in taken:
             self._waiting.remove(job)
+            fix_start(job, self.jobs)
+            self.jobs.append(job)
+            self.added.append(job.name)
         return taken

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import importlib
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
 import jax
@@ -15,6 +15,7 @@ from jaxlora.config import RunConfig
 from jaxlora.distributed import agreement, processes
 from jaxlora.errors import ModelError
 from jaxlora.hf.load import FrozenModel, Place, load_model
+from jaxlora.memory.footprint import StagePrograms
 from jaxlora.models.forward import Base
 from jaxlora.programs.program import in_background
 from jaxlora.run.folder import (
@@ -22,6 +23,7 @@ from jaxlora.run.folder import (
     check_writable,
     start_time,
 )
+from jaxlora.run.identity import RunIdentity
 from jaxlora.run.lock import check_not_in_use
 from jaxlora.trackers.table import check_installed
 from jaxlora.train.execute.layout import Layout
@@ -39,7 +41,7 @@ from jaxlora.train.plan.prepared_job import (
 )
 from jaxlora.train.plan.quantized_base import with_copies
 from jaxlora.train.plan.run_plan import RunPlan, resolve
-from jaxlora.train.saved.describe_run import check_settings_resume
+from jaxlora.train.saved.describe_run import check_settings_resume, run_identity
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,6 +71,37 @@ class OpenedRun:
     started: str
     joined: tuple[str, ...]
     sampler: Sampler | None
+
+    def identity(self, jobs: Sequence[JobState]) -> RunIdentity:
+        """Returns what is compared when a run of these jobs is resumed."""
+        prepared = [job.prepared for job in jobs]
+        return run_identity(self.plan, self.model.fingerprint, prepared)
+
+    def start_programs(self, plan: RunPlan) -> RunPrograms:
+        """Starts to compile all programs of the run, with the settings of a plan.
+
+        Args:
+            plan: The run's plan, or one with another capacity or `remat`.
+        """
+        layout = self.layout.with_remat(plan.spec.options.remat)
+        evaluates = any(has_held_out(job.prepared) for job in self.jobs)
+        limits = plan.config.limits
+        return RunPrograms.start(layout, self.slots, limits, evaluates=evaluates)
+
+    def compile(self, plan: RunPlan) -> tuple[StagePrograms, ...]:
+        """Compiles the passes of all stages; the other programs beside them."""
+        return self.start_programs(plan).compiled_passes()
+
+    def fitted(self) -> "OpenedRun":
+        """Returns the run with a plan that fits when compiled; waits for all programs.
+
+        Raises:
+            ConfigError: The device's memory cannot hold the run.
+        """
+        plan = self.plan.fit(self.compile)
+        self.start_programs(plan).finish()
+        layout = self.layout.with_remat(plan.spec.options.remat)
+        return dataclasses.replace(self, plan=plan, layout=layout)
 
 
 def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
