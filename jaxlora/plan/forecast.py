@@ -32,7 +32,8 @@ from jaxlora.trackers.table import check_installed
 from jaxlora.train.plan.auto_mesh.machine import this_machine
 from jaxlora.train.plan.check_inputs import check_inputs
 from jaxlora.train.plan.prepared_job import PreparedJob, data_reader, prepare_jobs
-from jaxlora.train.plan.run_plan import RunPlan, resolve
+from jaxlora.train.plan.resolve import resolve
+from jaxlora.train.plan.run_plan import RunPlan
 from jaxlora.train.plan.shapes import ONE_SHAPE
 from jaxlora.train.saved.continue_job import check_continues
 from jaxlora.train.saved.describe_run import check_resumes, run_identity

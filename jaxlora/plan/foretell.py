@@ -9,7 +9,8 @@ from jaxlora.scheduler.lanes import Tick
 from jaxlora.scheduler.stream import Position
 from jaxlora.train.plan.job_slots import JobPosition, assign_slots
 from jaxlora.train.plan.prepared_job import PreparedJob
-from jaxlora.train.plan.run_plan import RunPlan, first_positions
+from jaxlora.train.plan.resolve import first_positions
+from jaxlora.train.plan.run_plan import RunPlan
 from jaxlora.train.plan.stream_plan import StreamPlan
 
 

@@ -40,7 +40,8 @@ from jaxlora.train.plan.prepared_job import (
     prepare_jobs,
 )
 from jaxlora.train.plan.quantized_base import with_copies
-from jaxlora.train.plan.run_plan import RunPlan, resolve
+from jaxlora.train.plan.resolve import resolve
+from jaxlora.train.plan.run_plan import RunPlan
 from jaxlora.train.saved.describe_run import check_settings_resume, run_identity
 
 

@@ -34,7 +34,8 @@ from jaxlora.train.plan.auto_mesh.machine import Machine
 from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.plan.quantized_base import run_format
-from jaxlora.train.plan.run_plan import RunPlan, resolve
+from jaxlora.train.plan.resolve import resolve
+from jaxlora.train.plan.run_plan import RunPlan
 
 GIB = 2**30
 WARM_UPS = 3

@@ -21,7 +21,7 @@ from jaxlora.train.job_state import JobState
 from jaxlora.train.plan.auto_mesh.machine import this_machine
 from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepared_job import PreparedJob
-from jaxlora.train.plan.run_plan import resolve
+from jaxlora.train.plan.resolve import resolve
 from jaxlora.train.requests import Requests
 from tests import tiny
 from tests.jaxlora.train.late_executor import LateExecutor
