@@ -17,7 +17,7 @@ from jaxtyping import Int, Int32
 
 from jaxlora.common.json_file import shown
 from jaxlora.common.rust import wrap_errors, wrap_panics
-from jaxlora.data.chat import ModelChat
+from jaxlora.data.templates.chat import ModelChat
 from jaxlora.data.tokenizer_files import read_tokenizer_files
 from jaxlora.errors import ModelError
 

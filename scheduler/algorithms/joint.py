@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from jaxlora.scheduler.cost import CostModel
-from jaxlora.scheduler.planner import DEFAULT_EFFORT, Effort, JobBatches, Planner
 from jaxlora.scheduler.simulate import simulate
 from jaxlora.scheduler.types import (
     Limits,
@@ -14,6 +13,12 @@ from jaxlora.scheduler.types import (
     Schedule,
     batches_by_job,
     check_fits,
+)
+from jaxlora.scheduler.windows.planner import (
+    DEFAULT_EFFORT,
+    Effort,
+    JobBatches,
+    Planner,
 )
 
 __all__ = [

@@ -3,11 +3,11 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from jaxlora.scheduler import joint
+from jaxlora.scheduler.algorithms import joint
 from jaxlora.scheduler.cost import CostModel
 from jaxlora.scheduler.lanes import Lanes, Tick, ticks_of
 from jaxlora.scheduler.simulate import simulate
-from jaxlora.scheduler.ticks import pack_lanes
+from jaxlora.scheduler.streams.ticks import pack_lanes
 from jaxlora.scheduler.types import Limits, Sample, Schedule, check_fits, padded_tokens
 
 # Without polishing, whose gains are about the same with any buckets.

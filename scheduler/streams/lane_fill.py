@@ -8,11 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from jaxlora.scheduler.cost import CostModel
-from jaxlora.scheduler.cursor import BatchCursor, BatchSource, WorkModel
-from jaxlora.scheduler.fill import fill_slot
-from jaxlora.scheduler.job_queue import JobQueue
 from jaxlora.scheduler.lanes import Lanes, Tick, pooled
-from jaxlora.scheduler.planner import Hint, JobBatches, Planner
 from jaxlora.scheduler.simulate import simulate
 from jaxlora.scheduler.types import (
     Limits,
@@ -23,6 +19,10 @@ from jaxlora.scheduler.types import (
     in_order,
     padded_tokens,
 )
+from jaxlora.scheduler.windows.cursor import BatchCursor, BatchSource, WorkModel
+from jaxlora.scheduler.windows.fill import fill_slot
+from jaxlora.scheduler.windows.job_queue import JobQueue
+from jaxlora.scheduler.windows.planner import Hint, JobBatches, Planner
 
 # Parts of the lanes' capacity that ticks are planned for.
 POOL_PARTS = (1.0, 0.95)

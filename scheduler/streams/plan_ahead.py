@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from jaxlora.scheduler.stream import StreamState, Stretch
+from jaxlora.scheduler.streams.stream import StreamState, Stretch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

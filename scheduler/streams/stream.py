@@ -9,19 +9,19 @@ leaves, and planned again by a run that resumes.
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from jaxlora.scheduler.buckets import rows_of
 from jaxlora.scheduler.cost import CostModel
-from jaxlora.scheduler.lane_fill import next_window
 from jaxlora.scheduler.lanes import Lanes, Tick, ticks_of
 from jaxlora.scheduler.packers import PackerName
-from jaxlora.scheduler.planner import Hint, JobBatches, Planner
-from jaxlora.scheduler.ticks import pack_ticks
+from jaxlora.scheduler.streams.buckets import rows_of
+from jaxlora.scheduler.streams.lane_fill import next_window
+from jaxlora.scheduler.streams.ticks import pack_ticks
 from jaxlora.scheduler.types import (
     Limits,
     Microbatch,
     Sample,
     padded_tokens,
 )
+from jaxlora.scheduler.windows.planner import Hint, JobBatches, Planner
 
 # Given the number of a job and of a global batch, returns the tokens of each sample.
 Lengths = Callable[[int, int], Sequence[int]]

@@ -9,10 +9,12 @@ first. So a tick can only be full if its jobs have enough samples in one batch e
 import itertools
 from collections.abc import Sequence
 
-from jaxlora.scheduler import joint
+from jaxlora.scheduler.algorithms import joint
 from jaxlora.scheduler.cost import CostModel
-from jaxlora.scheduler.cursor import WorkModel
-from jaxlora.scheduler.lane_fill import (
+from jaxlora.scheduler.lanes import Lanes
+from jaxlora.scheduler.packers import PackerName, get_packer
+from jaxlora.scheduler.simulate import simulate
+from jaxlora.scheduler.streams.lane_fill import (
     POOL_PARTS,
     balanced,
     fill_ticks,
@@ -22,9 +24,6 @@ from jaxlora.scheduler.lane_fill import (
     queue_of,
     split_ticks,
 )
-from jaxlora.scheduler.lanes import Lanes
-from jaxlora.scheduler.packers import PackerName, get_packer
-from jaxlora.scheduler.simulate import simulate
 from jaxlora.scheduler.types import (
     Limits,
     Microbatch,
@@ -33,6 +32,7 @@ from jaxlora.scheduler.types import (
     Schedule,
     check_fits,
 )
+from jaxlora.scheduler.windows.cursor import WorkModel
 
 
 def pack_ticks(

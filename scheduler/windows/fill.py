@@ -3,9 +3,9 @@
 import itertools
 from collections.abc import Iterator, Sequence
 
-from jaxlora.scheduler.cursor import Item
-from jaxlora.scheduler.job_queue import JobQueue
 from jaxlora.scheduler.types import Limits
+from jaxlora.scheduler.windows.cursor import Item
+from jaxlora.scheduler.windows.job_queue import JobQueue
 
 _MAX_SUBSETS = 6
 # Jobs that may be looked at to fill a slot.

@@ -5,7 +5,7 @@ import dataclasses
 import heapq
 from collections.abc import Iterator, Sequence
 
-from jaxlora.scheduler.cursor import BatchCursor
+from jaxlora.scheduler.windows.cursor import BatchCursor
 
 # Jobs are in descending order of urgency, and those that are equally urgent in the
 # order in which they were added.

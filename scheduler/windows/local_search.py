@@ -3,8 +3,8 @@
 import heapq
 
 from jaxlora.scheduler.cost import CostModel
-from jaxlora.scheduler.cursor import Item
 from jaxlora.scheduler.types import Limits, Pipeline
+from jaxlora.scheduler.windows.cursor import Item
 
 # A slot trades with this many slots on either side.
 _REACH = 6

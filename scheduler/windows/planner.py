@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from jaxlora.scheduler.cost import CostModel
-from jaxlora.scheduler.cursor import BatchCursor, BatchSource, WorkModel
-from jaxlora.scheduler.job_queue import JobQueue
 from jaxlora.scheduler.simulate import check_stages
 from jaxlora.scheduler.types import Limits, Microbatch, Pipeline, Sample, in_order
-from jaxlora.scheduler.window import (
+from jaxlora.scheduler.windows.cursor import BatchCursor, BatchSource, WorkModel
+from jaxlora.scheduler.windows.job_queue import JobQueue
+from jaxlora.scheduler.windows.window import (
     CROWD,
     DEFAULT_EFFORT,
     Effort,

@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 
 from jaxlora.scheduler.cost import CostModel
-from jaxlora.scheduler.cursor import Item
-from jaxlora.scheduler.segment import Segment
 from jaxlora.scheduler.types import Limits, Pipeline
+from jaxlora.scheduler.windows.cursor import Item
+from jaxlora.scheduler.windows.segment import Segment
 
 # An item moves at most this many slots.
 _REACH = 8

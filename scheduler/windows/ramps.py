@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxlora.scheduler.cost import CostModel
-from jaxlora.scheduler.cursor import Item
-from jaxlora.scheduler.segment import Segment
 from jaxlora.scheduler.types import Limits, Pipeline
+from jaxlora.scheduler.windows.cursor import Item
+from jaxlora.scheduler.windows.segment import Segment
 
 # Work of the first and last microbatch, relative to that of the largest, and over which
 # part of the microbatches before the middle it rises.

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxlora.scheduler.cost import CostModel
-from jaxlora.scheduler.cursor import Item
-from jaxlora.scheduler.fill import fill_slot
-from jaxlora.scheduler.job_queue import JobQueue
-from jaxlora.scheduler.local_search import LocalSearch
-from jaxlora.scheduler.polish import Polish
-from jaxlora.scheduler.ramps import Ramps
-from jaxlora.scheduler.segment import Segment
 from jaxlora.scheduler.simulate import slowest_per_cycle
 from jaxlora.scheduler.types import Limits, Pipeline
+from jaxlora.scheduler.windows.cursor import Item
+from jaxlora.scheduler.windows.fill import fill_slot
+from jaxlora.scheduler.windows.job_queue import JobQueue
+from jaxlora.scheduler.windows.local_search import LocalSearch
+from jaxlora.scheduler.windows.polish import Polish
+from jaxlora.scheduler.windows.ramps import Ramps
+from jaxlora.scheduler.windows.segment import Segment
 
 # Slots that are polished together, and how far the next ones start after them.
 _POLISHED_SLOTS = 24

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jaxlora.data.read import Record
-from jaxlora.data.tool_calls import read_calls, read_said_calls
-from jaxlora.data.values import check_text, without_nulls
+from jaxlora.data.records.read import Record
+from jaxlora.data.records.tool_calls import read_calls, read_said_calls
+from jaxlora.data.records.values import check_text, without_nulls
 from jaxlora.errors import DataError
 
 Message = dict[str, Any]

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from jaxlora.config import DataConfig
-from jaxlora.data.files import READERS, Record, arrow_rows
+from jaxlora.data.records.files import READERS, Record, arrow_rows
 from jaxlora.errors import DataError
 
 _DATASET_ROWS = 128

@@ -1,13 +1,13 @@
 """Checks tools and the calls of tools, and converts them for chat templates.
 
 OpenAI stores the arguments of a call as JSON text. Templates expect an object, so the
-process that renders them converts the text (`jaxlora/data/call_arguments.py`).
+process that renders them converts the text (`templates/call_arguments.py`).
 """
 
 import json
 from typing import Any
 
-from jaxlora.data.values import without_nulls
+from jaxlora.data.records.values import without_nulls
 from jaxlora.errors import DataError
 
 # Other formats use these keys for the arguments of a call.

@@ -4,13 +4,13 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxlora.data.messages import Conversation
-from jaxlora.data.notes import Notes
-from jaxlora.data.preference import describe_preference
-from jaxlora.data.read import Record
-from jaxlora.data.template import Failure, run_task
-from jaxlora.data.template_task import Payload, Task
-from jaxlora.data.values import check_text
+from jaxlora.data.records.messages import Conversation
+from jaxlora.data.records.notes import Notes
+from jaxlora.data.records.preference import describe_preference
+from jaxlora.data.records.read import Record
+from jaxlora.data.records.values import check_text
+from jaxlora.data.templates.template import Failure, run_task
+from jaxlora.data.templates.template_task import Payload, Task
 from jaxlora.errors import DataError
 
 # Fields that change the meaning of a record in common formats.

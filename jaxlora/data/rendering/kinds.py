@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Literal
 
 from jaxlora.config import DataConfig
-from jaxlora.data.fields import is_template
-from jaxlora.data.preference import describe_preference
-from jaxlora.data.read import Record
+from jaxlora.data.records.preference import describe_preference
+from jaxlora.data.records.read import Record
+from jaxlora.data.rendering.fields import is_template
 from jaxlora.errors import DataError
 
 Kind = Literal["prompt_completion", "messages", "text", "alpaca"]

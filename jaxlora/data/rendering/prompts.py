@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from jaxlora.data.fields import Field
-from jaxlora.data.kinds import ALPACA
-from jaxlora.data.read import Record
-from jaxlora.data.values import check_text
+from jaxlora.data.records.read import Record
+from jaxlora.data.records.values import check_text
+from jaxlora.data.rendering.fields import Field
+from jaxlora.data.rendering.kinds import ALPACA
 from jaxlora.errors import DataError
 
 # The prompts of Stanford Alpaca, with the line break that its data set and later tools

@@ -6,25 +6,25 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from jaxlora.config import DataConfig
-from jaxlora.data.chat import Chat
-from jaxlora.data.fields import Field, UnusedFields, missing_field
-from jaxlora.data.kinds import Reading
-from jaxlora.data.messages import (
+from jaxlora.data.records.messages import (
     Conversation,
     join_prompt,
     read_messages,
 )
-from jaxlora.data.notes import Notes
-from jaxlora.data.prompts import (
+from jaxlora.data.records.notes import Notes
+from jaxlora.data.records.read import Record
+from jaxlora.data.records.tool_calls import read_tools
+from jaxlora.data.records.values import check_text
+from jaxlora.data.rendering.fields import Field, UnusedFields, missing_field
+from jaxlora.data.rendering.kinds import Reading
+from jaxlora.data.rendering.prompts import (
     AlpacaPrompts,
     FieldPrompts,
     PromptCompletion,
     PromptReader,
 )
-from jaxlora.data.read import Record
+from jaxlora.data.templates.chat import Chat
 from jaxlora.data.tokenizer import Tokenizer
-from jaxlora.data.tool_calls import read_tools
-from jaxlora.data.values import check_text
 from jaxlora.errors import DataError
 
 # Keys that change the meaning of a message, if the chat template reads them.

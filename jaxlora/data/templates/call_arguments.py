@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxlora.data.absent_text import ABSENT
+from jaxlora.data.templates.absent_text import ABSENT
 
 
 class Arguments(dict):

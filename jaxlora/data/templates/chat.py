@@ -9,9 +9,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from jaxlora.data.messages import RENAME_CURE, Conversation, Message
-from jaxlora.data.template import Answer, Failure, run_task
-from jaxlora.data.template_task import Payload, Task
+from jaxlora.data.records.messages import RENAME_CURE, Conversation, Message
+from jaxlora.data.templates.template import Answer, Failure, run_task
+from jaxlora.data.templates.template_task import Payload, Task
 from jaxlora.errors import DataError, ModelError
 
 Span = tuple[int, int]
@@ -29,7 +29,7 @@ class ModelChat:
     """The chat template of a tokenizer.
 
     It is parsed when it is first used, because not every run has chats. It runs in a
-    sandbox in a child process with limits (`jaxlora/data/template.py`).
+    sandbox in a child process with limits (`jaxlora/data/templates/template.py`).
 
     Attributes:
         now: The time that the template sees.

@@ -13,9 +13,9 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxlora.data.call_arguments import Arguments
-from jaxlora.data.sandbox import ChatTemplate, Span
-from jaxlora.data.turns import UnclearTurnError
+from jaxlora.data.templates.call_arguments import Arguments
+from jaxlora.data.templates.sandbox import ChatTemplate, Span
+from jaxlora.data.templates.turns import UnclearTurnError
 
 # Capitals show that a template does not change them.
 _TEXT_MARK = f"Zq_{secrets.token_hex(4)}_"

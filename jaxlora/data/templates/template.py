@@ -28,7 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxlora.common.cores import num_cores
-from jaxlora.data.template_task import OUT_OF_MEMORY, Payload, Task, TemplateLimits
+from jaxlora.data.templates.template_task import (
+    OUT_OF_MEMORY,
+    Payload,
+    Task,
+    TemplateLimits,
+)
 from jaxlora.errors import DataError
 
 _MAX_PROCESSES = 8
@@ -41,7 +46,7 @@ import sys, types
 package = sys.modules["jaxlora"] = types.ModuleType("jaxlora")
 package.__path__ = [sys.argv[2]]
 sys.path += sys.argv[3:]
-from jaxlora.data.template_worker import main
+from jaxlora.data.templates.template_worker import main
 main(sys.argv[1])
 """
 
@@ -268,7 +273,7 @@ def _end(process: subprocess.Popen, owner: int) -> None:
 
 def _command(limits: TemplateLimits) -> list[str]:
     """Command line of the child, which runs without `site` and the user's settings."""
-    ours = str(Path(__file__).parents[1])
+    ours = str(Path(__file__).parents[2])
     specs = map(importlib.util.find_spec, ("jinja2", "markupsafe"))
     folders = [str(Path(s.origin).parents[1]) for s in specs if s and s.origin]
     arguments = [json.dumps(dataclasses.asdict(limits)), ours, *dict.fromkeys(folders)]

@@ -22,16 +22,20 @@ from typing import Any
 
 import jinja2
 
-from jaxlora.data.call_arguments import prepare_messages
-from jaxlora.data.lost_parts import LostPartError, check_parts
-from jaxlora.data.sandbox import ChatTemplate, RecordTemplate
-from jaxlora.data.template_task import (
+from jaxlora.data.templates.call_arguments import prepare_messages
+from jaxlora.data.templates.lost_parts import LostPartError, check_parts
+from jaxlora.data.templates.sandbox import ChatTemplate, RecordTemplate
+from jaxlora.data.templates.template_task import (
     OUT_OF_MEMORY,
     Payload,
     Task,
     TemplateLimits,
 )
-from jaxlora.data.turns import NoAnswerError, RenderedConversation, UnclearTurnError
+from jaxlora.data.templates.turns import (
+    NoAnswerError,
+    RenderedConversation,
+    UnclearTurnError,
+)
 
 _KINDS: Mapping[type[Exception], str] = {
     UnclearTurnError: "unclear",

@@ -16,7 +16,7 @@ conversation to find its turns.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxlora.data.sandbox import ChatTemplate, Span, Trace
+from jaxlora.data.templates.sandbox import ChatTemplate, Span, Trace
 
 
 class UnclearTurnError(Exception):

@@ -9,12 +9,16 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 from jaxlora.config import DataConfig
-from jaxlora.data.boundary import MOST_ANCHOR_TOKENS, BoundaryEncoder, BoundaryText
-from jaxlora.data.chat import Span
-from jaxlora.data.prefix import PrefixEncoder
-from jaxlora.data.prompts import PromptCompletion
-from jaxlora.data.render import PlainText, Rendered
+from jaxlora.data.rendering.prompts import PromptCompletion
+from jaxlora.data.rendering.render import PlainText, Rendered
+from jaxlora.data.templates.chat import Span
 from jaxlora.data.tokenizer import Encoded, Tokenizer
+from jaxlora.data.tokens.boundary import (
+    MOST_ANCHOR_TOKENS,
+    BoundaryEncoder,
+    BoundaryText,
+)
+from jaxlora.data.tokens.prefix import PrefixEncoder
 from jaxlora.errors import DataError
 
 _Ids = Int32[np.ndarray, "..."]
@@ -39,8 +43,8 @@ class Encoder:
 
     A prompt has the same tokens as on its own. The tokens of the completion continue
     them, without the space that a tokenizer may put before the first word of a text
-    (`jaxlora/data/boundary.py`). The same is true of each answer in a chat. A token at
-    the end of a span of target characters is a target if it begins within the span.
+    (`boundary.py`). The same is true of each answer in a chat. A token at the end of a
+    span of target characters is a target if it begins within the span.
     """
 
     def __init__(

@@ -11,16 +11,16 @@ from typing import Any
 
 from jaxlora.common.counted import counted
 from jaxlora.config import DataConfig
-from jaxlora.data.encode import Encoder
-from jaxlora.data.files import Record
-from jaxlora.data.kinds import choose_reading, has_kind
-from jaxlora.data.marked_text import describe_sample
-from jaxlora.data.notes import Notes
-from jaxlora.data.read import Records
-from jaxlora.data.render import Rendered, Renderer, make_renderer
-from jaxlora.data.samples import EncodedRecords, RecordWriter, TokenizedSample
-from jaxlora.data.template import shared_pool
+from jaxlora.data.records.files import Record
+from jaxlora.data.records.notes import Notes
+from jaxlora.data.records.read import Records
+from jaxlora.data.rendering.kinds import choose_reading, has_kind
+from jaxlora.data.rendering.render import Rendered, Renderer, make_renderer
+from jaxlora.data.templates.template import shared_pool
 from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.data.tokens.encode import Encoder
+from jaxlora.data.tokens.marked_text import describe_sample
+from jaxlora.data.tokens.samples import EncodedRecords, RecordWriter, TokenizedSample
 from jaxlora.errors import DataError
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import IO, overload
 import numpy as np
 from jaxtyping import Bool, Int, Int32, Int64
 
-from jaxlora.data.notes import Note
+from jaxlora.data.records.notes import Note
 from jaxlora.errors import DataError
 
 # Data sets with more tokens than this keep them in a file instead of memory.

@@ -15,12 +15,12 @@ from tokenizers import decoders, models, pre_tokenizers
 from jaxlora.common import console as consoles
 from jaxlora.common.counted import counted
 from jaxlora.config import DataConfig
-from jaxlora.data.encode_records import encode_records
-from jaxlora.data.marked_text import mark, marked_parts
-from jaxlora.data.notes import Notes
-from jaxlora.data.read import open_records
-from jaxlora.data.samples import EncodedRecords, Samples
+from jaxlora.data.records.notes import Notes
+from jaxlora.data.records.read import open_records
 from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.data.tokens.encode_records import encode_records
+from jaxlora.data.tokens.marked_text import mark, marked_parts
+from jaxlora.data.tokens.samples import EncodedRecords, Samples
 from jaxlora.printable import printable
 
 # Tokens that are trained on, in turn, so that two neighbours differ; and the others.

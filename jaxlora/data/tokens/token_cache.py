@@ -28,8 +28,8 @@ from jaxlora.common import atomic
 from jaxlora.common.cache_home import cache_home, check_private, make_private
 from jaxlora.common.json_file import parse_json
 from jaxlora.config import DataConfig
-from jaxlora.data.samples import TOKENS_IN_MEMORY, EncodedRecords
 from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.data.tokens.samples import TOKENS_IN_MEMORY, EncodedRecords
 from jaxlora.errors import StorageError
 
 _log = logging.getLogger(__name__)
@@ -100,9 +100,9 @@ def _clock(tokenizer: Tokenizer) -> list[str]:
 
 @functools.cache
 def _code_hash() -> str:
-    """Hashes the modules of this package, which turn records into tokens."""
+    """Hashes the modules of `jaxlora.data`, which turn records into tokens."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

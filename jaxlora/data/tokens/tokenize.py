@@ -13,13 +13,13 @@ from jaxtyping import Bool, Int
 
 from jaxlora.common.counted import counted
 from jaxlora.config import DataConfig, LoraJob
-from jaxlora.data.encode_records import encode_records
-from jaxlora.data.notes import log_notes
 from jaxlora.data.order import permutation
-from jaxlora.data.read import open_records
-from jaxlora.data.samples import EncodedRecords, Samples, TokenizedSample
-from jaxlora.data.token_cache import TokenCache, cache_key
+from jaxlora.data.records.notes import log_notes
+from jaxlora.data.records.read import open_records
 from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.data.tokens.encode_records import encode_records
+from jaxlora.data.tokens.samples import EncodedRecords, Samples, TokenizedSample
+from jaxlora.data.tokens.token_cache import TokenCache, cache_key
 from jaxlora.errors import DataError
 
 _Flags = Bool[np.ndarray, "..."]

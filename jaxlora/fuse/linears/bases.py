@@ -5,9 +5,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxlora.fuse.forms import Atom, Factor, Form, Term
-from jaxlora.fuse.like_terms import without
-from jaxlora.fuse.linear import Linear
+from jaxlora.fuse.linears.linear import Linear
+from jaxlora.fuse.normal_forms.forms import Atom, Factor, Form, Term
+from jaxlora.fuse.normal_forms.like_terms import without
 from jaxlora.fuse.site import Index
 
 

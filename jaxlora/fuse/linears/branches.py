@@ -7,11 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxlora.fuse.bases import Base, bases_of, units_of, without_scales
-from jaxlora.fuse.choose import other_fill
-from jaxlora.fuse.forms import Factor, Form, Indices, Names, Term, rename_term
-from jaxlora.fuse.like_terms import simplified
-from jaxlora.fuse.linear import (
+from jaxlora.fuse.linears.bases import Base, bases_of, units_of, without_scales
+from jaxlora.fuse.linears.linear import (
     SCALED_BY_ROW,
     Linear,
     NotThin,
@@ -19,7 +16,17 @@ from jaxlora.fuse.linear import (
     check_rank,
     split_factors,
 )
-from jaxlora.fuse.normal import Normalizer
+from jaxlora.fuse.normal_forms.choose import other_fill
+from jaxlora.fuse.normal_forms.forms import (
+    Factor,
+    Form,
+    Indices,
+    Names,
+    Term,
+    rename_term,
+)
+from jaxlora.fuse.normal_forms.like_terms import simplified
+from jaxlora.fuse.normal_forms.normal import Normalizer
 from jaxlora.fuse.site import Branch, Index, Mask, Selection
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from jaxlora.fuse.forms import Atom, Factor, Indices, Term
+from jaxlora.fuse.normal_forms.forms import Atom, Factor, Indices, Term
 from jaxlora.fuse.site import Branch, Index, Mask, Selection
 
 MAX_RANK = 256  # of the tuning tables; larger branches are compute-bound

@@ -9,21 +9,21 @@ from jax import lax
 from jax.extend import core
 
 from jaxlora.fuse.backend import Chosen, choose_backend
-from jaxlora.fuse.bases import repeated
-from jaxlora.fuse.branches import find_linear, is_bias
-from jaxlora.fuse.forms import Dims, Form, Indices, Term
-from jaxlora.fuse.linear import Linear, rank_of
-from jaxlora.fuse.near_misses import LenientNormalizer, obstacle_of
-from jaxlora.fuse.normal import Normalizer
-from jaxlora.fuse.refusals import (
+from jaxlora.fuse.linears.bases import repeated
+from jaxlora.fuse.linears.branches import find_linear, is_bias
+from jaxlora.fuse.linears.linear import Linear, rank_of
+from jaxlora.fuse.linears.near_misses import LenientNormalizer, obstacle_of
+from jaxlora.fuse.linears.refusals import (
     precision_of,
     rounding_reason,
     sharding_reason,
     weight_reason,
 )
+from jaxlora.fuse.linears.sharing import Candidate, Readers
+from jaxlora.fuse.normal_forms.forms import Dims, Form, Indices, Term
+from jaxlora.fuse.normal_forms.normal import Normalizer
+from jaxlora.fuse.normal_forms.rules import RULES
 from jaxlora.fuse.rows import is_sorted, sorted_blocks
-from jaxlora.fuse.rules import RULES
-from jaxlora.fuse.sharing import Candidate, Readers
 from jaxlora.fuse.site import Names, Operand, Refusal, Site, SiteProjection
 from jaxlora.fuse.trace import live_equations, source_of
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS

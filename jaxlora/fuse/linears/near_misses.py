@@ -5,12 +5,12 @@ Only reasons follow from these forms: they are not the forms of the values.
 
 from typing import Any
 
-from jaxlora.fuse.forms import Form, align
-from jaxlora.fuse.like_terms import same_product
-from jaxlora.fuse.linear import Linear
-from jaxlora.fuse.normal import Normalizer
-from jaxlora.fuse.rules import RULES
-from jaxlora.fuse.sharing import has_input, holds_features, inputs_in
+from jaxlora.fuse.linears.linear import Linear
+from jaxlora.fuse.linears.sharing import has_input, holds_features, inputs_in
+from jaxlora.fuse.normal_forms.forms import Form, align
+from jaxlora.fuse.normal_forms.like_terms import same_product
+from jaxlora.fuse.normal_forms.normal import Normalizer
+from jaxlora.fuse.normal_forms.rules import RULES
 
 
 class LenientNormalizer(Normalizer):

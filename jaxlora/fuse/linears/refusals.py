@@ -8,8 +8,8 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from jaxlora.fuse.forms import holds, narrower
-from jaxlora.fuse.linear import Linear
+from jaxlora.fuse.linears.linear import Linear
+from jaxlora.fuse.normal_forms.forms import holds, narrower
 
 KERNEL_DTYPES = tuple(map(np.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
 MadeBy = Mapping[core.Var, Any]  # the equation that computed each variable

@@ -10,9 +10,9 @@ from typing import Any
 
 from jax.extend import core
 
-from jaxlora.fuse.forms import Dims, Form
-from jaxlora.fuse.linear import Linear
-from jaxlora.fuse.normal import Normalizer
+from jaxlora.fuse.linears.linear import Linear
+from jaxlora.fuse.normal_forms.forms import Dims, Form
+from jaxlora.fuse.normal_forms.normal import Normalizer
 
 _USED = "is also used elsewhere, so it has to be computed anyway"
 

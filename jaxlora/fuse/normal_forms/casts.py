@@ -6,9 +6,17 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlora.fuse.forms import Factor, Form, Opaque, Term, constant, holds, narrower
-from jaxlora.fuse.intervals import is_zero_or_one
-from jaxlora.fuse.normal import Normalizer
+from jaxlora.fuse.normal_forms.forms import (
+    Factor,
+    Form,
+    Opaque,
+    Term,
+    constant,
+    holds,
+    narrower,
+)
+from jaxlora.fuse.normal_forms.intervals import is_zero_or_one
+from jaxlora.fuse.normal_forms.normal import Normalizer
 
 
 def is_float(aval: Any) -> bool:

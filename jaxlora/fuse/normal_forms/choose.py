@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from jaxlora.fuse.forms import (
+from jaxlora.fuse.normal_forms.forms import (
     Atom,
     Choice,
     Dims,

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from jaxlora.fuse.forms import Atom
+from jaxlora.fuse.normal_forms.forms import Atom
 
 Bounds = tuple[Any, Any]  # the smallest and the largest value, in the array's dtype
 _DEPTH = 24  # equations between an array and what bounds it

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.extend import core
 
-from jaxlora.fuse.forms import (
+from jaxlora.fuse.normal_forms.forms import (
     Dims,
     Factor,
     Form,
@@ -17,7 +17,7 @@ from jaxlora.fuse.forms import (
     holds,
     rename,
 )
-from jaxlora.fuse.normal import Normalizer
+from jaxlora.fuse.normal_forms.normal import Normalizer
 from jaxlora.fuse.site import Index
 
 _OFFSETS = ("add", "sub")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxlora.fuse.forms import (
+from jaxlora.fuse.normal_forms.forms import (
     MAX_TERMS,
     Atom,
     Factor,
@@ -19,7 +19,7 @@ from jaxlora.fuse.forms import (
     Opaque,
     Term,
 )
-from jaxlora.fuse.segments import Joiner
+from jaxlora.fuse.normal_forms.segments import Joiner
 
 MAX_SAME = 6  # variables that hold the same product, but for a number; the latest
 MAX_FACTORS = 12  # a value with a longer product is an opaque array

@@ -10,14 +10,19 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from jaxlora.fuse.casts import cast_term, convert_form, is_float, whole_form
-from jaxlora.fuse.choose import (
+from jaxlora.fuse.normal_forms.casts import (
+    cast_term,
+    convert_form,
+    is_float,
+    whole_form,
+)
+from jaxlora.fuse.normal_forms.choose import (
     gather_form,
     one_hot_form,
     ragged_dot_form,
     value_key,
 )
-from jaxlora.fuse.forms import (
+from jaxlora.fuse.normal_forms.forms import (
     Form,
     Names,
     Opaque,
@@ -34,9 +39,9 @@ from jaxlora.fuse.forms import (
     sum_of_constants,
     sum_over,
 )
-from jaxlora.fuse.like_terms import merged
-from jaxlora.fuse.normal import Normalizer, Rule, is_arithmetic
-from jaxlora.fuse.segments import read_segments
+from jaxlora.fuse.normal_forms.like_terms import merged
+from jaxlora.fuse.normal_forms.normal import Normalizer, Rule, is_arithmetic
+from jaxlora.fuse.normal_forms.segments import read_segments
 from jaxlora.fuse.site import Index
 
 

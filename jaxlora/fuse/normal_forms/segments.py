@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxlora.fuse.forms import (
+from jaxlora.fuse.normal_forms.forms import (
     Choice,
     Dims,
     Factor,

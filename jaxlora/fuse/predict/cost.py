@@ -12,23 +12,23 @@ from collections.abc import Iterable
 import jax
 import networkx as nx
 
-from jaxlora.fuse.formed import Formed
-from jaxlora.fuse.graph import data_flow
-from jaxlora.fuse.kernel_rates import (
+from jaxlora.fuse.predict.formed import Formed
+from jaxlora.fuse.predict.graph import data_flow
+from jaxlora.fuse.predict.kernel_rates import (
     TILE_COLUMNS,
     TILE_ROWS,
     KernelRates,
     describe_device,
 )
-from jaxlora.fuse.launches import Launch, xla_launches
-from jaxlora.fuse.site import Site
-from jaxlora.fuse.site_shape import (
+from jaxlora.fuse.predict.launches import Launch, xla_launches
+from jaxlora.fuse.predict.site_shape import (
     SiteShape,
     forward_program,
     mask_elements,
     training_program,
 )
-from jaxlora.fuse.work import THREEFRY_OPERATIONS
+from jaxlora.fuse.predict.work import THREEFRY_OPERATIONS
+from jaxlora.fuse.site import Site
 from jaxlora.pallas_kernels import BACKENDS
 from jaxlora.pallas_kernels.mosaic.tuning import (
     OuterCost,

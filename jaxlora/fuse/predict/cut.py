@@ -19,10 +19,10 @@ from typing import Any
 
 import networkx as nx
 
-from jaxlora.fuse.graph import Operation, Tensor, operations
-from jaxlora.fuse.kernel_rates import TILE_COLUMNS, KernelRates
-from jaxlora.fuse.launches import Origins, bound
-from jaxlora.fuse.work import Kind
+from jaxlora.fuse.predict.graph import Operation, Tensor, operations
+from jaxlora.fuse.predict.kernel_rates import TILE_COLUMNS, KernelRates
+from jaxlora.fuse.predict.launches import Origins, bound
+from jaxlora.fuse.predict.work import Kind
 
 _STEP = 64  # sides of the products in a tile are padded to multiples of it
 _SOURCE, _SINK = "source", "sink"

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import networkx as nx
 from jax.extend import core
 
-from jaxlora.fuse.work import (
+from jaxlora.fuse.predict.work import (
     NO_ARITHMETIC,
     Arithmetic,
     Kind,

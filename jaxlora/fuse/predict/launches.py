@@ -15,9 +15,9 @@ from collections.abc import Iterable
 
 import networkx as nx
 
-from jaxlora.fuse.graph import Operation, Tensor, operations
-from jaxlora.fuse.kernel_rates import KernelRates
-from jaxlora.fuse.work import NO_ARITHMETIC, Arithmetic, Kind
+from jaxlora.fuse.predict.graph import Operation, Tensor, operations
+from jaxlora.fuse.predict.kernel_rates import KernelRates
+from jaxlora.fuse.predict.work import NO_ARITHMETIC, Arithmetic, Kind
 
 _SUMS = {"add", "add_any"}
 _THROUGH = {"convert_element_type"}

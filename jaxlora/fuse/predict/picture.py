@@ -13,11 +13,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from jaxlora.errors import JaxloraError, StorageError
-from jaxlora.fuse.cut import Cut
-from jaxlora.fuse.graph import Operation, Tensor, operations
-from jaxlora.fuse.kernel_rates import KernelRates
-from jaxlora.fuse.launches import Launch, Origins, xla_launches
-from jaxlora.fuse.work import Kind
+from jaxlora.fuse.predict.cut import Cut
+from jaxlora.fuse.predict.graph import Operation, Tensor, operations
+from jaxlora.fuse.predict.kernel_rates import KernelRates
+from jaxlora.fuse.predict.launches import Launch, Origins, xla_launches
+from jaxlora.fuse.predict.work import Kind
 
 _MAX_BOXES = 90  # of a graph that is drawn kernel by kernel
 _MAX_LABELLED = 16  # boxes of a graph in which every tensor is labelled

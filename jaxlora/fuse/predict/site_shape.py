@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxlora.fuse.formed import Formed, formed_of
+from jaxlora.fuse.predict.formed import Formed, formed_of
+from jaxlora.fuse.predict.work import is_random
 from jaxlora.fuse.site import Site
-from jaxlora.fuse.work import is_random
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,8 @@ from jaxlora.data.pack import (
 )
 from jaxlora.models.forward import Base, JobLosses
 from jaxlora.modules.length_classes import shortest_class
-from jaxlora.scheduler import Limits, Microbatch, Sample, greedy
+from jaxlora.scheduler import Limits, Microbatch, Sample
+from jaxlora.scheduler.algorithms import greedy
 from jaxlora.scheduler.lanes import Tick, ticks_of
 from jaxlora.sharding.global_arrays import everywhere, put
 from jaxlora.train.execute.executor import Outcomes, TickSource

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from jaxlora.common.note import log_notes
 from jaxlora.config import RunConfig
-from jaxlora.data.tokenize import DataReader
+from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.hf.load import FrozenModel
 from jaxlora.train.plan.auto_mesh.machine import this_machine
 from jaxlora.train.plan.check_inputs import check_inputs

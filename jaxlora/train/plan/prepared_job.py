@@ -20,9 +20,9 @@ from jaxlora.common.note import Note
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.objectives import Objective, find_objective
 from jaxlora.data.order import JobOrder
-from jaxlora.data.token_cache import user_token_cache
-from jaxlora.data.tokenize import DataReader, TokenizedData
 from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.data.tokens.token_cache import user_token_cache
+from jaxlora.data.tokens.tokenize import DataReader, TokenizedData
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.names import linear_shapes

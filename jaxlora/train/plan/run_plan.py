@@ -21,7 +21,7 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.scheduler import CostModel, Lanes, Limits, Schedule
 from jaxlora.scheduler.replicas import Load, Pinning
 from jaxlora.scheduler.simulate import simulate
-from jaxlora.scheduler.stream import Rules
+from jaxlora.scheduler.streams.stream import Rules
 from jaxlora.train.execute.layout import base_placement
 from jaxlora.train.plan.auto_mesh.predict import Rates, window_seconds
 from jaxlora.train.plan.lanes import run_lanes, window_cost

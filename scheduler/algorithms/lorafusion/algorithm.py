@@ -8,18 +8,18 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from itertools import chain
 
-from jaxlora.scheduler.check import require_legal
-from jaxlora.scheduler.lanes import Lanes
-from jaxlora.scheduler.lorafusion.batch import (
+from jaxlora.scheduler.algorithms.lorafusion.batch import (
     BatchSchedule,
     Outcome,
     Settings,
     greedy_for,
     pack_batch,
 )
-from jaxlora.scheduler.lorafusion.group import head_tail, statistics
-from jaxlora.scheduler.lorafusion.merge import merge
-from jaxlora.scheduler.spacing import with_no_ops
+from jaxlora.scheduler.algorithms.lorafusion.group import head_tail, statistics
+from jaxlora.scheduler.algorithms.lorafusion.merge import merge
+from jaxlora.scheduler.algorithms.spacing import with_no_ops
+from jaxlora.scheduler.check import require_legal
+from jaxlora.scheduler.lanes import Lanes
 from jaxlora.scheduler.types import (
     Limits,
     Microbatch,

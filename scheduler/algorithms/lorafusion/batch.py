@@ -5,7 +5,7 @@ import enum
 import math
 from collections.abc import Sequence
 
-from jaxlora.scheduler import greedy
+from jaxlora.scheduler.algorithms import greedy
 from jaxlora.scheduler.types import (
     Limits,
     Microbatch,
@@ -85,7 +85,9 @@ def greedy_for(samples: Sequence[Sample], limits: Limits, reason: str) -> BatchS
 def _two_stages(
     samples: Sequence[Sample], baseline: tuple[Microbatch, ...], settings: Settings
 ) -> BatchSchedule:
-    from jaxlora.scheduler.lorafusion import milp  # PuLP takes a second to import
+    from jaxlora.scheduler.algorithms.lorafusion import (
+        milp,  # PuLP takes a second to import
+    )
 
     limits, best, proved = settings.limits, baseline, True
     ordered = sorted(samples, key=lambda s: (s.owner, s.batch, s.index))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import chain, islice
 
-from jaxlora.scheduler.spacing import Spacing
+from jaxlora.scheduler.algorithms.spacing import Spacing
 from jaxlora.scheduler.types import Limits, Microbatch, Pipeline, Sample, padded_tokens
 
 # One global batch of a group, in descending order of padded tokens.

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from jaxlora import FrozenModel, RunConfig
-from jaxlora.data.tokenize import DataReader
 from jaxlora.data.tokenizer import load_tokenizer
+from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.train.job_state import JobState, start_job
 from jaxlora.train.plan.auto_mesh.machine import this_machine
 from jaxlora.train.plan.planned_model import PlannedModel

@@ -10,7 +10,7 @@ import pytest
 from jaxlora import LoraJob, RunConfig
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.targets import ModuleLora
-from jaxlora.data.tokenize import TokenizedData, TokenizedSample
+from jaxlora.data.tokens.tokenize import TokenizedData, TokenizedSample
 from jaxlora.hf.config import model_config
 from jaxlora.memory.run_memory import RunMemory
 from jaxlora.run.log import RunLog, read_events

@@ -15,10 +15,11 @@ import pulp
 import pytest
 
 from jaxlora.bench.scheduler.lengths import jobs
-from jaxlora.scheduler import Limits, lorafusion, padded_tokens, solver, violations
-from jaxlora.scheduler.lorafusion import algorithm, batch, group, milp
-from jaxlora.scheduler.lorafusion.algorithm import verify_and_fix
-from jaxlora.scheduler.spacing import with_no_ops
+from jaxlora.scheduler import Limits, padded_tokens, solver, violations
+from jaxlora.scheduler.algorithms import lorafusion
+from jaxlora.scheduler.algorithms.lorafusion import algorithm, batch, group, milp
+from jaxlora.scheduler.algorithms.lorafusion.algorithm import verify_and_fix
+from jaxlora.scheduler.algorithms.spacing import with_no_ops
 from jaxlora.scheduler.types import Pipeline
 from tests.scheduler.strategies import LIMITS, mixes, pipelines, sample
 
@@ -209,7 +210,7 @@ def test_a_solver_failure_is_reported(
 
 
 def test_a_missing_pulp_is_reported(monkeypatch):
-    module = "jaxlora.scheduler.lorafusion.milp"
+    module = "jaxlora.scheduler.algorithms.lorafusion.milp"
     monkeypatch.setitem(__import__("sys").modules, module, None)
     monkeypatch.delattr(module)
     limits = Limits(capacity=6144, block_tokens=64)

@@ -4,7 +4,8 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from jaxlora.scheduler import Sample, mlora, violations
+from jaxlora.scheduler import Sample, violations
+from jaxlora.scheduler.algorithms import mlora
 from jaxlora.scheduler.types import Pipeline
 from tests.scheduler.strategies import LIMITS, job_mixes
 

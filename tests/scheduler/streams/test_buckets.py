@@ -15,8 +15,8 @@ from jaxlora.scheduler import (
     Sample,
     simulate,
 )
-from jaxlora.scheduler.buckets import choose, pack_quickly, rows_of
 from jaxlora.scheduler.lanes import ticks_of
+from jaxlora.scheduler.streams.buckets import choose, pack_quickly, rows_of
 
 LIMITS = Limits(capacity=4096, block_tokens=64)
 LANES = Lanes(pipeline=Pipeline.one_f_one_b(4))

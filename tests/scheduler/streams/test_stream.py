@@ -21,10 +21,10 @@ from jaxlora.scheduler import (
     violations,
 )
 from jaxlora.scheduler.check import replica_violations
-from jaxlora.scheduler.lane_fill import fill_ticks, finished, queue_of
 from jaxlora.scheduler.lanes import Tick
-from jaxlora.scheduler.plan_ahead import PlanAhead
-from jaxlora.scheduler.stream import (
+from jaxlora.scheduler.streams.lane_fill import fill_ticks, finished, queue_of
+from jaxlora.scheduler.streams.plan_ahead import PlanAhead
+from jaxlora.scheduler.streams.stream import (
     Position,
     Rules,
     StreamState,

@@ -23,9 +23,9 @@ from jaxlora.scheduler import (
     violations,
 )
 from jaxlora.scheduler.check import replica_violations, require_legal
-from jaxlora.scheduler.lane_fill import fill_ticks, queue_of
 from jaxlora.scheduler.lanes import ticks_of
-from jaxlora.scheduler.ticks import arrange
+from jaxlora.scheduler.streams.lane_fill import fill_ticks, queue_of
+from jaxlora.scheduler.streams.ticks import arrange
 from jaxlora.train.plan.job_slots import fixed_shape_cost
 from tests.scheduler.strategies import LIMITS, mixes, sample
 

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from jaxlora.scheduler import AffineCost, CostModel, Limits, Pipeline, Sample, joint
-from jaxlora.scheduler.cursor import BatchCursor, BatchSource, WorkModel
-from jaxlora.scheduler.fill import fill_slot
-from jaxlora.scheduler.job_queue import JobQueue
+from jaxlora.scheduler import AffineCost, CostModel, Limits, Pipeline, Sample
+from jaxlora.scheduler.algorithms import joint
+from jaxlora.scheduler.windows.cursor import BatchCursor, BatchSource, WorkModel
+from jaxlora.scheduler.windows.fill import fill_slot
+from jaxlora.scheduler.windows.job_queue import JobQueue
 
 LIMITS = Limits(capacity=512, block_tokens=32)
 WORK = WorkModel(square_in_tokens=0.0)

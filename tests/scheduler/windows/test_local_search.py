@@ -14,8 +14,8 @@ from jaxlora.scheduler import (
     joint,
     violations,
 )
-from jaxlora.scheduler.cursor import WorkModel
-from jaxlora.scheduler.local_search import LocalSearch
+from jaxlora.scheduler.windows.cursor import WorkModel
+from jaxlora.scheduler.windows.local_search import LocalSearch
 from tests.scheduler.strategies import LIMITS, costs, job_mixes, window_sum
 
 PER_TOKEN = AffineCost(base=0, per_token=1, per_square=0)

@@ -18,14 +18,14 @@ from jaxlora.scheduler import (
     Schedule,
     get_packer,
     joint,
-    mlora,
     simulate,
     violations,
 )
-from jaxlora.scheduler.cursor import WorkModel
-from jaxlora.scheduler.polish import Polish
-from jaxlora.scheduler.ramps import Ramps
-from jaxlora.scheduler.segment import Segment
+from jaxlora.scheduler.algorithms import mlora
+from jaxlora.scheduler.windows.cursor import WorkModel
+from jaxlora.scheduler.windows.polish import Polish
+from jaxlora.scheduler.windows.ramps import Ramps
+from jaxlora.scheduler.windows.segment import Segment
 from tests.scheduler.strategies import LIMITS, costs, job_mixes, pipelines
 
 FORWARD = AffineCost(base=256, per_token=1, per_square=2e-5)

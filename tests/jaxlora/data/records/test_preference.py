@@ -7,8 +7,8 @@ import pyarrow.parquet
 import pytest
 
 from jaxlora.config import DataConfig, LoraJob
-from jaxlora.data.preference import describe_preference
-from jaxlora.data.tokenize import DataReader
+from jaxlora.data.records.preference import describe_preference
+from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import DataError
 
 ASKED = [{"role": "user", "content": "Hi"}]

@@ -13,8 +13,8 @@ import pyarrow.parquet
 import pytest
 
 from jaxlora.config import DataConfig
-from jaxlora.data import files
-from jaxlora.data.read import open_records
+from jaxlora.data.records import files
+from jaxlora.data.records.read import open_records
 from jaxlora.errors import DataError
 
 RECORDS = [

@@ -8,9 +8,9 @@ import pyarrow as pa
 import pytest
 
 from jaxlora.config import DataConfig
-from jaxlora.data.read import open_records
+from jaxlora.data.records.read import open_records
 from jaxlora.errors import DataError
-from tests.jaxlora.data.test_read import RECORDS, WRITERS, read
+from tests.jaxlora.data.records.test_read import RECORDS, WRITERS, read
 
 
 @pytest.fixture

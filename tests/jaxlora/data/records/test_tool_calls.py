@@ -8,8 +8,8 @@ import json
 import pytest
 
 from jaxlora.errors import DataError
-from tests.jaxlora.data import templates
-from tests.jaxlora.data.templates import TALK
+from tests.jaxlora.data import chat_templates
+from tests.jaxlora.data.chat_templates import TALK
 
 
 def talk(*messages):
@@ -64,7 +64,7 @@ def test_arguments_are_printed_as_json(run, make_tokenizer, printing, form):
 def test_a_call_without_arguments(run, make_tokenizer, text):
     call = {"function": {"name": "f", "arguments": text}}
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}
-    shown = text_of(run, make_tokenizer(templates.LLAMA3), talk(TALK[0], answer))
+    shown = text_of(run, make_tokenizer(chat_templates.LLAMA3), talk(TALK[0], answer))
     assert shown.endswith('{"name": "f", "arguments": {}}<|eot_id|>')
 
 
@@ -74,7 +74,7 @@ def test_parameters_of_tools_may_be_text(run, make_tokenizer):
     for tool in ({"name": "f", "parameters": text}, {"parameters": text, "name": "f"}):
         tools = [{"type": "function", "function": tool}, tool]
         shown = text_of(
-            run, make_tokenizer(templates.QWEN3), talk(*TALK) | {"tools": tools}
+            run, make_tokenizer(chat_templates.QWEN3), talk(*TALK) | {"tools": tools}
         )
         assert shown.count(f'"parameters": {text}') == 2
 
@@ -118,11 +118,11 @@ def test_bad_calls_and_contents(run, make_tokenizer, message, match):
     with pytest.raises(DataError, match=match):
         run(
             [talk(TALK[0], {"role": "assistant", **message})],
-            make_tokenizer(templates.QWEN3),
+            make_tokenizer(chat_templates.QWEN3),
         )
 
 
 def test_bad_parameters_of_tools(run, make_tokenizer):
     tools = [{"function": {"name": "f", "parameters": "city: text"}}]
     with pytest.raises(DataError, match=r"parameters of tools\[0\] are 'city: text'"):
-        run([talk(*TALK) | {"tools": tools}], make_tokenizer(templates.QWEN3))
+        run([talk(*TALK) | {"tools": tools}], make_tokenizer(chat_templates.QWEN3))

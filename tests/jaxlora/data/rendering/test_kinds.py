@@ -12,11 +12,11 @@ import pyarrow.parquet
 import pytest
 
 from jaxlora.config import DataConfig, LoraJob
-from jaxlora.data.kinds import choose_reading
-from jaxlora.data.marked_text import mark, marked_parts
-from jaxlora.data.tokenize import DataReader
+from jaxlora.data.rendering.kinds import choose_reading
+from jaxlora.data.tokens.marked_text import mark, marked_parts
+from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import DataError
-from tests.jaxlora.data import templates
+from tests.jaxlora.data import chat_templates
 
 ALPACA = {"instruction": "Add {a}.", "input": "1 + 1", "output": "2"}
 ASK = {"role": "user", "content": "What color is the sky?"}
@@ -59,7 +59,7 @@ def test_alpaca(run, make_tokenizer, given, wanted):
 
 
 def test_alpaca_in_a_chat_template(run, make_tokenizer):
-    tokenizer = make_tokenizer(templates.CHATML)
+    tokenizer = make_tokenizer(chat_templates.CHATML)
     assert shown(run, tokenizer, ALPACA, chat=True, system="Count.") == (
         "<|im_start|>system\nCount.<|im_end|>\n<|im_start|>user\nAdd {a}.\n1 + 1"
         "<|im_end|>\n<|im_start|>assistant\n[[2<|im_end|>]]\n"
@@ -126,7 +126,7 @@ def test_roles_that_are_not_trained_on_are_reported_once(
     def talk(*roles):
         return {"messages": [dict(zip(keys, (r, "x"), strict=True)) for r in roles]}
 
-    tokenizer = make_tokenizer(templates.CHATML)
+    tokenizer = make_tokenizer(chat_templates.CHATML)
     records = [talk("developer", "user", "agent", "assistant", "tool")] * 2
     run(records, tokenizer)
     (said,) = [entry.getMessage() for entry in caplog.records]
@@ -136,7 +136,7 @@ def test_roles_that_are_not_trained_on_are_reported_once(
     )
     caplog.clear()
     run(records, tokenizer, data={"loss_on": "all"})
-    run(records, make_tokenizer(templates.GENERATION))
+    run(records, make_tokenizer(chat_templates.GENERATION))
     assert not caplog.records
     match = (
         r"no message has the role 'assistant', .* \(roles: user, agent\)\. If the "
@@ -153,7 +153,7 @@ def test_bad_calls_of_sharegpt(run, make_tokenizer, value):
     with pytest.raises(
         DataError, match=r"conversations\[1\]\.value is .*, not the call"
     ):
-        run([{"conversations": talk}], make_tokenizer(templates.CHATML))
+        run([{"conversations": talk}], make_tokenizer(chat_templates.CHATML))
 
 
 # --- OpenAI --------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def test_bad_calls_of_sharegpt(run, make_tokenizer, value):
 def test_content_parts(run, make_tokenizer):
     parts = [{"type": "text", "text": "It is "}, {"type": "text", "text": "blue."}]
     record = {"messages": [ASK, {"role": "assistant", "content": parts}]}
-    assert shown(run, make_tokenizer(templates.CHATML), record) == (
+    assert shown(run, make_tokenizer(chat_templates.CHATML), record) == (
         "<|im_start|>user\nWhat color is the sky?<|im_end|>\n<|im_start|>assistant\n"
         "[[It is blue.<|im_end|>]]\n"
     )
@@ -182,7 +182,7 @@ def test_an_image_is_refused_by_name(run):
 
 
 def test_conversational_prompt_and_completion(run, make_tokenizer):
-    tokenizer = make_tokenizer(templates.CHATML)
+    tokenizer = make_tokenizer(chat_templates.CHATML)
     before = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Yes"},
@@ -202,7 +202,7 @@ def test_conversational_prompts_of_columnar_files(tmp_path, make_tokenizer):
     record = {"prompt": [ASK | {"name": None}], "completion": [ANSWER | {"name": "x"}]}
     pyarrow.parquet.write_table(pa.Table.from_pylist([record]), tmp_path / "a.parquet")
     data = DataConfig(path=str(tmp_path / "a.parquet"))
-    tokenizer = make_tokenizer(templates.CHATML)
+    tokenizer = make_tokenizer(chat_templates.CHATML)
     (sample,) = DataReader(tokenizer).read(LoraJob(name="job", data=data)).samples
     assert tokenizer.decode(sample.token_ids).endswith("It is blue.<|im_end|>\n")
 
@@ -364,7 +364,7 @@ def test_one_line_of_the_log_says_how_records_are_read(run, make_tokenizer, capl
 
 def test_files_of_each_format_are_told_apart(tmp_path, make_tokenizer, caplog):
     caplog.set_level(logging.INFO, "jaxlora")
-    tokenizer = make_tokenizer(templates.CHATML)
+    tokenizer = make_tokenizer(chat_templates.CHATML)
     talk = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]
     for name, record in {
         "alpaca": ALPACA,

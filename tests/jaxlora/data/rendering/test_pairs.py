@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import example, given
 
-from jaxlora.data.encode import join_pairs
+from jaxlora.data.tokens.encode import join_pairs
 
 IDS = st.lists(st.integers(0, 3), max_size=4)
 

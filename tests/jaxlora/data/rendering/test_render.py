@@ -5,12 +5,12 @@ import pyarrow.parquet
 import pytest
 
 from jaxlora.config import DataConfig, LoraJob
-from jaxlora.data.kinds import choose_reading
-from jaxlora.data.tokenize import DataReader
+from jaxlora.data.rendering.kinds import choose_reading
 from jaxlora.data.tokenizer import load_tokenizer
+from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import DataError, ModelError
-from tests.jaxlora.data import templates
-from tests.jaxlora.data.templates import SYSTEM, TALK
+from tests.jaxlora.data import chat_templates
+from tests.jaxlora.data.chat_templates import SYSTEM, TALK
 
 PAIR = {"prompt": "How are you? ", "completion": "Fine."}
 
@@ -132,7 +132,7 @@ def test_bad_templates_over_fields(run, template, match):
 def test_refusal_of_the_chat_template_names_the_record(run, make_tokenizer):
     records = [talk(*TALK), talk(SYSTEM, *TALK)]
     with pytest.raises(DataError, match=r"record 2: the chat template of .* alternate"):
-        run(records, make_tokenizer(templates.MISTRAL))
+        run(records, make_tokenizer(chat_templates.MISTRAL))
 
 
 def test_chat_needs_a_template(run, make_folder):
@@ -213,7 +213,7 @@ def text_of(run, tokenizer, record, **options):
 
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
 def test_tools_go_to_the_template(run, make_tokenizer, tools, caplog):
-    tokenizer = make_tokenizer(templates.QWEN3)
+    tokenizer = make_tokenizer(chat_templates.QWEN3)
     text = text_of(run, tokenizer, talk(*TALK) | {"tools": tools})
     assert text == tokenizer.chat.render(TALK, tools=TOOLS)
     assert json.dumps(TOOLS[0]) in text
@@ -222,8 +222,8 @@ def test_tools_go_to_the_template(run, make_tokenizer, tools, caplog):
 
 def test_tools_select_their_template(run, make_folder):
     named = [
-        {"name": "default", "template": templates.CHATML},
-        {"name": "tool_use", "template": "TOOLS:" + templates.QWEN3},
+        {"name": "default", "template": chat_templates.CHATML},
+        {"name": "tool_use", "template": "TOOLS:" + chat_templates.QWEN3},
     ]
     tokenizer = load_tokenizer(make_folder(config={"chat_template": named}))
     records = [talk(*TALK), talk(*TALK) | {"tools": TOOLS}, talk(*TALK)]
@@ -234,13 +234,13 @@ def test_tools_select_their_template(run, make_folder):
 
 @pytest.mark.parametrize("tools", [None, [], "", "[]", "null"])
 def test_no_tools(run, make_tokenizer, tools):
-    tokenizer = make_tokenizer(templates.LLAMA3)
+    tokenizer = make_tokenizer(chat_templates.LLAMA3)
     text = text_of(run, tokenizer, talk(*TALK) | {"tools": tools})
     assert text == tokenizer.chat.render(TALK)
 
 
 def test_tools_of_a_wrapped_pair(run, make_tokenizer):
-    tokenizer = make_tokenizer(templates.QWEN3)
+    tokenizer = make_tokenizer(chat_templates.QWEN3)
     text = text_of(run, tokenizer, PAIR | {"tools": TOOLS}, chat=True)
     assert json.dumps(TOOLS[0]) in text
 
@@ -255,7 +255,7 @@ def test_tools_of_a_wrapped_pair(run, make_tokenizer):
 )
 def test_bad_tools(run, make_tokenizer, tools, match):
     with pytest.raises(DataError, match=match):
-        run([talk(*TALK) | {"tools": tools}], make_tokenizer(templates.QWEN3))
+        run([talk(*TALK) | {"tools": tools}], make_tokenizer(chat_templates.QWEN3))
 
 
 def test_nulls_of_columnar_files_are_absent_in_tools_and_calls(
@@ -273,7 +273,7 @@ def test_nulls_of_columnar_files_are_absent_in_tools_and_calls(
     path = tmp_path / "a.parquet"
     table = pa.Table.from_pylist([{"messages": messages, "tools": tools}])
     pyarrow.parquet.write_table(table, path)
-    tokenizer = make_tokenizer(templates.QWEN3)
+    tokenizer = make_tokenizer(chat_templates.QWEN3)
     job = LoraJob(name="job", data=DataConfig(path=str(path)))
     (sample,) = DataReader(tokenizer).read(job).samples
     text = tokenizer.decode(sample.token_ids)
@@ -284,7 +284,7 @@ def test_nulls_of_columnar_files_are_absent_in_tools_and_calls(
 def test_nulls_of_json_stay(run, make_tokenizer):
     call = {"function": {"name": "f", "arguments": {"x": None}}}
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}
-    tokenizer = make_tokenizer(templates.QWEN3)
+    tokenizer = make_tokenizer(chat_templates.QWEN3)
     assert '{"x": null}' in text_of(run, tokenizer, talk(TALK[0], answer))
 
 
@@ -304,7 +304,7 @@ def test_bad_weights(run, weight, match):
 
 @pytest.mark.parametrize("weight", [0, 0.0, False])
 def test_weight_0(run, make_tokenizer, weight):
-    tokenizer = make_tokenizer("{{ messages[1] | tojson }}" + templates.SMOLLM2)
+    tokenizer = make_tokenizer("{{ messages[1] | tojson }}" + chat_templates.SMOLLM2)
     messages = [TALK[0], dict(TALK[1], weight=weight), *TALK[2:]]
     (sample,) = run([talk(*messages)], tokenizer).samples
     learned = tokenizer.decode(sample.token_ids[sample.is_target])
@@ -350,7 +350,7 @@ def test_calls_that_the_template_does_not_print(run, make_tokenizer):
     for content in (None, "Let me see."):
         with pytest.raises(DataError, match=match):
             answer = call | {"content": content}
-            run([talk(TALK[0], answer)], make_tokenizer(templates.CHATML))
+            run([talk(TALK[0], answer)], make_tokenizer(chat_templates.CHATML))
 
 
 # --- Fields that are not used --------------------------------------------------

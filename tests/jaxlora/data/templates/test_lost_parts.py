@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from jaxlora.data.chat import Chat, ModelChat
-from jaxlora.data.messages import read_messages
-from jaxlora.data.tool_calls import read_tools
+from jaxlora.data.records.messages import read_messages
+from jaxlora.data.records.tool_calls import read_tools
+from jaxlora.data.templates.chat import Chat, ModelChat
 from jaxlora.errors import DataError
 from jaxlora.generate.prompt import Prompt
-from tests.jaxlora.data import templates
+from tests.jaxlora.data import chat_templates
 
 ARGUMENTS = {"city": 'Rom\u00e9 "x" <b>', "days": 3, "where": {"at": [1.5, True, None]}}
 USER = {"role": "user", "content": "Weather?"}
@@ -57,7 +57,7 @@ def test_a_call_without_text_is_printed_where_the_content_must_be_none(content):
     message = calling(content, call(city="Rome"))
     if content == "absent":
         del message["content"]
-    called, said = render(templates.R1_TOOLS, USER, message, RESULT, ANSWER)
+    called, said = render(chat_templates.R1_TOOLS, USER, message, RESULT, ANSWER)
     assert called == '<|call|>function<|sep|>weather\n{"city": "Rome"}<|end|></s>'
     assert said == "It is 22.</s>"
 
@@ -77,7 +77,7 @@ def test_calls_of_sharegpt_are_printed_where_the_content_must_be_none(value):
 def speak(value):
     asked = {"from": "human", "value": "Weather?"}
     said = {"from": "function_call", "value": value}
-    return render(templates.R1_TOOLS, asked, said)
+    return render(chat_templates.R1_TOOLS, asked, said)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_an_empty_list_of_calls_does_not_hide_the_text():
 @pytest.mark.parametrize("arguments", [None, "", " ", "{}", {}])
 def test_absent_arguments_are_an_empty_object(arguments):
     message = calling(None, {"name": "now", "arguments": arguments})
-    (called,) = render(templates.LLAMA3, USER, message)
+    (called,) = render(chat_templates.LLAMA3, USER, message)
     assert called == '{"name": "now", "arguments": {}}<|eot_id|>'
 
 
@@ -256,7 +256,7 @@ def test_lost_tools_are_named():
 def test_thoughts_beside_a_call_may_be_left_out():
     thought = "<think>\nhm\n</think>\n\nLet me see."
     talk = USER, calling(thought, call(city="x")), RESULT, ANSWER, USER, ANSWER
-    assert render(templates.QWEN3, *talk)[0].startswith("Let me see.\n<tool_call>")
+    assert render(chat_templates.QWEN3, *talk)[0].startswith("Let me see.\n<tool_call>")
 
 
 def test_an_old_function_call_is_an_error_also_with_text():
@@ -264,7 +264,7 @@ def test_an_old_function_call_is_an_error_also_with_text():
     with pytest.raises(
         DataError, match=r"has function_call, which OpenAI has replaced"
     ):
-        render(templates.QWEN3, USER, message)
+        render(chat_templates.QWEN3, USER, message)
 
 
 # --- Policies, and prompts -----------------------------------------------------------
@@ -273,7 +273,7 @@ def test_an_old_function_call_is_an_error_also_with_text():
 def test_records_with_lost_calls_are_dropped_and_counted(run, make_tokenizer):
     good = {"messages": [USER, calling(None, call(city="Rome")), RESULT, ANSWER]}
     bad = {"messages": [USER, calling("See.", call(city="Rome")), RESULT, ANSWER]}
-    tokenizer = make_tokenizer(templates.R1_TOOLS)
+    tokenizer = make_tokenizer(chat_templates.R1_TOOLS)
     with pytest.raises(DataError, match=r"record 2: the chat template does not print"):
         run([good, bad], tokenizer)
     result = run([good, bad, good], tokenizer, data={"bad_records": "drop"})
@@ -283,7 +283,7 @@ def test_records_with_lost_calls_are_dropped_and_counted(run, make_tokenizer):
 
 
 def test_a_prompt_with_a_lost_call_is_refused():
-    chat = model_chat(templates.R1_TOOLS)
+    chat = model_chat(chat_templates.R1_TOOLS)
     prompt = Prompt([USER, calling(None, call(city="Rome")), RESULT])
     text = chat.render([dict(m) for m in prompt.text], add_generation_prompt=True)
     assert 'weather\n{"city": "Rome"}' in text

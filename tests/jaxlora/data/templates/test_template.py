@@ -13,8 +13,8 @@ import time
 import psutil
 import pytest
 
-from jaxlora.data.template import Failure, TemplatePool, run_task
-from jaxlora.data.template_task import Payload, Task, TemplateLimits
+from jaxlora.data.templates.template import Failure, TemplatePool, run_task
+from jaxlora.data.templates.template_task import Payload, Task, TemplateLimits
 
 HELLO = Task("{{ a }}!")
 # It takes minutes, and no memory.
@@ -31,7 +31,7 @@ def children():
     found = set()
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.Error):  # It may have ended.
-            if "jaxlora.data.template_worker" in str(process.cmdline()):
+            if "jaxlora.data.templates.template_worker" in str(process.cmdline()):
                 found.add(process.pid)
     return found
 
@@ -247,7 +247,7 @@ def test_the_process_imports_nothing_heavy(tight_limits, new_children):
     listed = program.replace(started, "print(*sys.modules)")
     command[command.index(program)] = listed
     modules = subprocess.check_output(command, text=True).split()
-    assert "jinja2" in modules and "jaxlora.data.template_worker" in modules
+    assert "jinja2" in modules and "jaxlora.data.templates.template_worker" in modules
     for heavy in ("jax", "numpy", "pydantic", "pyarrow", "tokenizers", "flax"):
         assert heavy not in modules
 
@@ -260,8 +260,8 @@ import sys
 # A shell starts background jobs with SIGINT ignored, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from jaxlora.data.template import run_task
-from jaxlora.data.template_task import Payload, Task
+from jaxlora.data.templates.template import run_task
+from jaxlora.data.templates.template_task import Payload, Task
 import jax
 import psutil
 

@@ -4,10 +4,10 @@ import datetime
 
 import pytest
 
-from jaxlora.data.chat import Chat, ModelChat
-from jaxlora.data.messages import read_messages
+from jaxlora.data.records.messages import read_messages
+from jaxlora.data.templates.chat import Chat, ModelChat
 from jaxlora.errors import DataError
-from tests.jaxlora.data import templates
+from tests.jaxlora.data import chat_templates
 
 END = "<|im_end|>"
 THOUGHT = "<think>\n\n</think>\n\n"
@@ -116,13 +116,13 @@ def answers(template, messages) -> list[str]:
     ],
 )
 def test_answers(template, messages, expected):
-    assert answers(getattr(templates, template), messages) == expected
+    assert answers(getattr(chat_templates, template), messages) == expected
 
 
 def test_marks_are_removed():
-    chat = render(templates.QWEN3, CALLS)
+    chat = render(chat_templates.QWEN3, CALLS)
     plain = ModelChat(
-        templates.QWEN3, {}, source="model", now=datetime.datetime(2024, 7, 26)
+        chat_templates.QWEN3, {}, source="model", now=datetime.datetime(2024, 7, 26)
     ).render(CALLS)
     assert chat.text == plain
 
@@ -178,14 +178,14 @@ def match_of(error, match) -> bool:
 def test_messages_of_weight_0_are_not_learned(template):
     talk = [user("Hi"), assistant("Hello!", weight=0), *TALK[2:]]
     talk[3] = assistant("Fine.", weight=1)
-    (answer,) = answers(getattr(templates, template), talk)
+    (answer,) = answers(getattr(chat_templates, template), talk)
     assert answer.endswith(f"Fine.{END}")
 
 
 @pytest.mark.parametrize("template", ["CHATML", "GENERATION", "QWEN3"])
 def test_messages_of_weight_0_are_not_learned_with_all_others(template):
     talk = [user("Hi"), assistant("Hello!", weight=0), *TALK[2:]]
-    chat = render(getattr(templates, template), talk, loss_on="all")
+    chat = render(getattr(chat_templates, template), talk, loss_on="all")
     (first, last) = chat.target_spans
     assert chat.text[slice(*first)].endswith("assistant\n")
     assert chat.text[first[1] : last[0]] == f"Hello!{END}"
@@ -194,8 +194,8 @@ def test_messages_of_weight_0_are_not_learned_with_all_others(template):
 
 def test_a_user_may_have_the_weight_0_too():
     talk = [dict(TALK[0], weight=0), *TALK[1:]]
-    assert answers(templates.CHATML, talk) == [f"Hello!{END}", f"Fine.\n{END}"]
-    chat = render(templates.CHATML, talk, loss_on="all")
+    assert answers(chat_templates.CHATML, talk) == [f"Hello!{END}", f"Fine.\n{END}"]
+    chat = render(chat_templates.CHATML, talk, loss_on="all")
     ((start, end),) = chat.target_spans
     assert chat.text[:start] == f"<|im_start|>user\nHi{END}"
     assert end == len(chat.text)
@@ -218,7 +218,7 @@ def test_a_user_may_have_the_weight_0_too():
     ],
 )
 def test_unclear(template, messages, match):
-    assert match_of(render(getattr(templates, template), messages), match)
+    assert match_of(render(getattr(chat_templates, template), messages), match)
 
 
 def test_a_template_without_a_loop_over_the_messages():

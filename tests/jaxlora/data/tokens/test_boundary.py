@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from jaxlora.config import DataConfig
-from jaxlora.data.boundary import BoundaryEncoder, BoundaryText
-from jaxlora.data.chat import Chat
-from jaxlora.data.encode import Encoder
-from jaxlora.data.prompts import PromptCompletion
-from jaxlora.data.render import PlainText
+from jaxlora.data.rendering.prompts import PromptCompletion
+from jaxlora.data.rendering.render import PlainText
+from jaxlora.data.templates.chat import Chat
 from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.data.tokens.boundary import BoundaryEncoder, BoundaryText
+from jaxlora.data.tokens.encode import Encoder
 
 CORPUS = [
     "the answer is blue. Answer: blue or red\n sky Hello there 12 345 é ASSISTANT:"

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
-from jaxlora.data.prefix import PrefixEncoder
 from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.data.tokens.prefix import PrefixEncoder
 
 LETTERS = {c: i for i, c in enumerate("ab=▁ \nσΣé")}
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxlora.data import samples as module
-from jaxlora.data.samples import RecordWriter, Samples, TokenizedSample
+from jaxlora.data.tokens import samples as module
+from jaxlora.data.tokens.samples import RecordWriter, Samples, TokenizedSample
 from jaxlora.errors import DataError
 
 

@@ -9,10 +9,10 @@ from rich.console import Console
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxlora.config import DataConfig
-from jaxlora.data.show import Shown, _token_texts, show_data
 from jaxlora.data.tokenizer import Tokenizer
-from tests.jaxlora.data import templates
-from tests.jaxlora.data.templates import TALK
+from jaxlora.data.tokens.show import Shown, _token_texts, show_data
+from tests.jaxlora.data import chat_templates
+from tests.jaxlora.data.chat_templates import TALK
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_what_is_cut_and_dropped(show, make_tokenizer):
         {"prompt": "z", "completion": 3},
     ]
     options = {"bad_records": "drop", "max_length": 6, "num": 2, "reads_all": True}
-    text = show(records, make_tokenizer(templates.CHATML), **options)
+    text = show(records, make_tokenizer(chat_templates.CHATML), **options)
     lines = text.split("\n")
     assert lines[2] == (
         "record 1: 12 tokens, 4 of them trained on; longer than max_length=6, and cut "

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from jaxlora.config import DataConfig, LoraJob
-from jaxlora.data import token_cache, tokenize
-from jaxlora.data.samples import RecordWriter, TokenizedSample
-from jaxlora.data.token_cache import TokenCache, cache_key, user_token_cache
-from jaxlora.data.tokenize import DataReader
 from jaxlora.data.tokenizer import load_tokenizer
-from tests.jaxlora.data import templates
+from jaxlora.data.tokens import token_cache, tokenize
+from jaxlora.data.tokens.samples import RecordWriter, TokenizedSample
+from jaxlora.data.tokens.token_cache import TokenCache, cache_key, user_token_cache
+from jaxlora.data.tokens.tokenize import DataReader
+from tests.jaxlora.data import chat_templates
 from tests.jaxlora.data.conftest import NOW
 
 RECORDS = [{"prompt": f"say {i} ", "completion": "x" * i} for i in range(1, 30)]
@@ -405,7 +405,7 @@ def test_the_key_depends_on_the_tokenizer_and_its_template(make_folder, monkeypa
     assert key_of(make_folder()) == key
     others = [
         key_of(make_folder(around="<s> $A")),
-        key_of(make_folder(chat_template__jinja=templates.CHATML)),
+        key_of(make_folder(chat_template__jinja=chat_templates.CHATML)),
         key_of(make_folder(config={"eos_token": "<|im_end|>"})),
     ]
     folder = make_folder()

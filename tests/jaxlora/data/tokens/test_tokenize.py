@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlora.config import DataConfig, LoraJob
-from jaxlora.data import encode_records, tokenize
-from jaxlora.data.tokenize import DataReader
+from jaxlora.data.tokens import encode_records, tokenize
+from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import DataError
-from tests.jaxlora.data import templates
-from tests.jaxlora.data.templates import TALK
+from tests.jaxlora.data import chat_templates
+from tests.jaxlora.data.chat_templates import TALK
 
 PAIR = {"prompt": "How are you? ", "completion": "Fine."}
 
@@ -92,12 +92,12 @@ def test_chat_wraps_a_pair(run, make_tokenizer):
 # --- Messages ----------------------------------------------------------------
 
 EVERY_TEMPLATE = {
-    "smollm2": (templates.SMOLLM2, ["Hello!<|im_end|>", "Fine.\n<|im_end|>"]),
-    "chatml": (templates.CHATML, ["Hello!<|im_end|>", "Fine.\n<|im_end|>"]),
-    "llama3": (templates.LLAMA3, ["Hello!<|eot_id|>", "Fine.<|eot_id|>"]),
-    "mistral": (templates.MISTRAL, ["Hello!</s>", "Fine.\n</s>"]),
+    "smollm2": (chat_templates.SMOLLM2, ["Hello!<|im_end|>", "Fine.\n<|im_end|>"]),
+    "chatml": (chat_templates.CHATML, ["Hello!<|im_end|>", "Fine.\n<|im_end|>"]),
+    "llama3": (chat_templates.LLAMA3, ["Hello!<|eot_id|>", "Fine.<|eot_id|>"]),
+    "mistral": (chat_templates.MISTRAL, ["Hello!</s>", "Fine.\n</s>"]),
     "reasoning": (
-        templates.REASONING,
+        chat_templates.REASONING,
         ["Hello!<|im_end|>", "<think>\n\n</think>\n\nFine.\n<|im_end|>"],
     ),
 }
@@ -115,7 +115,7 @@ def test_answers_with_their_ends_are_targets(run, make_tokenizer, name):
 
 
 def test_loss_on_all_of_a_chat(run, make_tokenizer):
-    tokenizer = make_tokenizer(templates.CHATML)
+    tokenizer = make_tokenizer(chat_templates.CHATML)
     (sample,) = run(
         [{"messages": TALK[:1]}], tokenizer, data={"loss_on": "all"}
     ).samples
@@ -144,7 +144,7 @@ def test_absent_keys_of_columnar_files_are_absent(tmp_path, make_tokenizer):
     path = tmp_path / "a.parquet"
     table = pa.Table.from_pylist([{"messages": talk + TALK[2:]}])
     pyarrow.parquet.write_table(table, path)
-    tokenizer = make_tokenizer(templates.LLAMA3)
+    tokenizer = make_tokenizer(chat_templates.LLAMA3)
     job = LoraJob(name="job", data=DataConfig(path=str(path)))
     (sample,) = DataReader(tokenizer).read(job).samples
     assert [text for target, text in show(tokenizer, sample) if target] == [
@@ -157,7 +157,7 @@ texts = st.text(st.sampled_from("ab \n🙂é<|im_end|>.\t"), min_size=1, max_siz
 
 
 def test_targets_of_any_conversation(run, make_tokenizer):
-    tokenizer = make_tokenizer(templates.CHATML)
+    tokenizer = make_tokenizer(chat_templates.CHATML)
 
     # The machine may be busy, so there is no deadline.
     @settings(max_examples=60, deadline=None)
@@ -176,7 +176,7 @@ def test_targets_of_any_conversation(run, make_tokenizer):
 
 
 def test_template_that_prints_something_new_before_the_messages(run, make_tokenizer):
-    tokenizer = make_tokenizer("{{ messages|length }}" + templates.CHATML)
+    tokenizer = make_tokenizer("{{ messages|length }}" + chat_templates.CHATML)
     (sample,) = run([{"messages": TALK}], tokenizer).samples
     shown = show(tokenizer, sample)
     answers = ["Hello!<|im_end|>", "Fine.\n<|im_end|>"]
@@ -184,7 +184,7 @@ def test_template_that_prints_something_new_before_the_messages(run, make_tokeni
 
 
 def test_generation_prompt_that_is_not_a_prefix(run, make_tokenizer):
-    template = templates.CHATML.replace("assistant\\n' }}", "model\\n' }}")
+    template = chat_templates.CHATML.replace("assistant\\n' }}", "model\\n' }}")
     match = (
         r"record 1: the turn of message 1 \(assistant\) is unclear: its turn begins "
         r"with .*assistant\\n', but the generation prompt is .*model\\n'\. Set data.lo"
@@ -288,7 +288,7 @@ def test_a_long_text_is_cut_dropped_or_refused(run, record):
 
 def test_a_truncated_chat_has_the_targets_of_the_complete_one(run, make_tokenizer):
     talk = TALK + [{"role": m["role"], "content": LONG} for m in TALK[-2:]] + TALK
-    tokenizer = make_tokenizer(templates.CHATML)
+    tokenizer = make_tokenizer(chat_templates.CHATML)
     (whole,) = run([{"messages": talk}], tokenizer, max_length=2_000_000).samples
     for length in (60, 100, 200):
         records = [{"messages": talk}]

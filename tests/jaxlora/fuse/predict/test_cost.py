@@ -8,11 +8,11 @@ import pytest
 from jax import lax
 
 from jaxlora.fuse.api import trace_call
-from jaxlora.fuse.cost import decide, decide_shape, format_time, formed_costs
 from jaxlora.fuse.explain import explain_sites
-from jaxlora.fuse.formed import Formed
-from jaxlora.fuse.kernel_rates import describe_device
-from jaxlora.fuse.site_shape import SiteShape
+from jaxlora.fuse.predict.cost import decide, decide_shape, format_time, formed_costs
+from jaxlora.fuse.predict.formed import Formed
+from jaxlora.fuse.predict.kernel_rates import describe_device
+from jaxlora.fuse.predict.site_shape import SiteShape
 from tests.jaxlora.fuse.linears import shape as array
 
 H200 = "NVIDIA H200"

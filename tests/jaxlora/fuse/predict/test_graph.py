@@ -6,10 +6,10 @@ import networkx as nx
 import pytest
 from jax import lax
 
-from jaxlora.fuse.graph import data_flow, operations
-from jaxlora.fuse.kernel_rates import describe_device
-from jaxlora.fuse.launches import bound
-from jaxlora.fuse.work import THREEFRY_OPERATIONS, Kind
+from jaxlora.fuse.predict.graph import data_flow, operations
+from jaxlora.fuse.predict.kernel_rates import describe_device
+from jaxlora.fuse.predict.launches import bound
+from jaxlora.fuse.predict.work import THREEFRY_OPERATIONS, Kind
 from tests.jaxlora.fuse import linears
 from tests.jaxlora.fuse.linears import shape
 

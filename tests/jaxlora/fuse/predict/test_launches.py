@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxlora.fuse.graph import data_flow, operations
-from jaxlora.fuse.kernel_rates import describe_device
-from jaxlora.fuse.launches import xla_launches
+from jaxlora.fuse.predict.graph import data_flow, operations
+from jaxlora.fuse.predict.kernel_rates import describe_device
+from jaxlora.fuse.predict.launches import xla_launches
 from tests.jaxlora.fuse import linears
 from tests.jaxlora.fuse.linears import shape
 

@@ -6,10 +6,10 @@ import jax
 import pytest
 
 from jaxlora.errors import JaxloraError, StorageError
-from jaxlora.fuse.cut import find_cuts
-from jaxlora.fuse.graph import data_flow
-from jaxlora.fuse.kernel_rates import describe_device
-from jaxlora.fuse.picture import save_picture
+from jaxlora.fuse.predict.cut import find_cuts
+from jaxlora.fuse.predict.graph import data_flow
+from jaxlora.fuse.predict.kernel_rates import describe_device
+from jaxlora.fuse.predict.picture import save_picture
 from tests.jaxlora.fuse import linears
 from tests.jaxlora.fuse.linears import shape
 
