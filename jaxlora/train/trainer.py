@@ -118,7 +118,9 @@ class Trainer:
     def _open_job(self, settings: LoraJob) -> JobState:
         prepared = prepare_job(settings, self.model.config, self._opened.reader)
         log_notes(prepared.notes)
-        check_comparable(self.config, [*(job.prepared for job in self.jobs), prepared])
+        check_comparable(
+            self.config.sweep, [*(job.prepared for job in self.jobs), prepared]
+        )
         check_fits(prepared, self.plan.spec, self.plan.config.limits.capacity)
         check_copy(self.config, self.jobs, settings)
         job = start_job(prepared, self.model)

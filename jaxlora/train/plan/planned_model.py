@@ -6,6 +6,7 @@ import pathlib
 import jax.numpy as jnp
 
 from jaxlora.config import RunConfig
+from jaxlora.config.base_settings import BaseSettings
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.base_format import find_base_format
 from jaxlora.hf.checkpoint import planned_checkpoint
@@ -31,13 +32,13 @@ class PlannedModel:
     base_format: BaseFormat | None
 
     @staticmethod
-    def of(config: RunConfig, model: FrozenModel) -> "PlannedModel":
+    def of(settings: BaseSettings, model: FrozenModel) -> "PlannedModel":
         """Describes a model that is loaded.
 
         Raises:
             ConfigError: Settings of the base do not fit the model.
         """
-        base_format = run_format(config, model.config, model.base_format)
+        base_format = run_format(settings, model.config, model.base_format)
         return PlannedModel(
             config=model.config, dtype=model.dtype, base_format=base_format
         )

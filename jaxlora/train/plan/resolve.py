@@ -54,7 +54,7 @@ def resolve(
             microbatch cannot hold a job, or the run does not fit into memory by
             estimate; or a sweep compares losses on different samples.
     """
-    check_comparable(config, jobs)
+    check_comparable(config.sweep, jobs)
     chooses_remat, notes = config.remat == "auto", []
     if config.mesh == "auto":
         config, note = _with_mesh(config, model, jobs, machine)
