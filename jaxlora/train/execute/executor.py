@@ -99,15 +99,6 @@ class Executor(Protocol):
         """
         ...
 
-    def read(self, slot: int, like: Adapter) -> Adapter:
-        """Returns the adapter in a slot; see `copy`.
-
-        Args:
-            slot: The slot.
-            like: Adapter that the slot was loaded with, which gives modules and ranks.
-        """
-        ...
-
     def run(
         self, source: TickSource, jobs: Mapping[int, JobState]
     ) -> Iterator[Outcomes]:

@@ -89,10 +89,6 @@ class StagedExecutor:
         """Returns the whole state of a slot, without pending gradients."""
         return self.slots.copy(slot)
 
-    def read(self, slot: int, like: Adapter) -> Adapter:
-        """Returns the adapter in a slot, at the ranks of `like`."""
-        return self.slots.read(slot, like)
-
     def release(self, slot: int) -> None:
         """Empties a slot; gradients that queued passes add later are discarded."""
         self.slots.clear(slot)

@@ -47,10 +47,6 @@ class LateExecutor:
         assert slot not in self.steps
         self.steps[slot] = parked  # type: ignore[assignment]
 
-    def read(self, slot: int, like: Adapter) -> Adapter:
-        assert slot in self.steps
-        return like
-
     def run(
         self, source: TickSource, jobs: Mapping[int, JobState]
     ) -> Iterator[Outcomes]:
