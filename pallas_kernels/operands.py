@@ -116,12 +116,10 @@ def _pad_rank(x: jax.Array, axis: int, rank: int) -> jax.Array:
 
 def _own_settings(p: Projection) -> KernelSettings:
     assert p.rank is not None
-    scaling, rate = p.scaling, None
-    if isinstance(p.dropout, GivenMask):
-        scaling = scaling * p.dropout.inverse_keep
-    elif p.dropout is not None:
+    if isinstance(p.dropout, Dropout):
         rate = p.dropout.rate[None]
-    return kernel_settings(scaling[None], p.rank[None], rate)[0]
+        return kernel_settings(p.scaling[None], p.rank[None], rate)[0]
+    return kernel_settings(p.factor[None], p.rank[None], None)[0]
 
 
 def _mask_source(

@@ -51,6 +51,13 @@ class Projection:
         assert not isinstance(self.w, QuantizedWeight)
         return self.w
 
+    @property
+    def factor(self) -> Float[Array, " G"]:
+        """Multiplier of s = dropout(x) A, by slot: scaling / (1 - rate)."""
+        if self.dropout is None:
+            return self.scaling
+        return self.scaling * self.dropout.inverse_keep
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearShape:

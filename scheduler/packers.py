@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from jaxlora.scheduler import greedy, joint, lorafusion, mlora
+from jaxlora.scheduler.algorithms import greedy, joint, lorafusion, mlora
+from jaxlora.scheduler.algorithms.spacing import with_no_ops
 from jaxlora.scheduler.bounds import lower_bound
 from jaxlora.scheduler.cost import CostModel
 from jaxlora.scheduler.plan import Packer
 from jaxlora.scheduler.simulate import simulate
-from jaxlora.scheduler.spacing import with_no_ops
 from jaxlora.scheduler.types import (
     Limits,
     Microbatch,

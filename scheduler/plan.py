@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from jaxlora.scheduler import joint
+from jaxlora.scheduler.algorithms import joint
 from jaxlora.scheduler.bounds import Bound, lower_bound
 from jaxlora.scheduler.check import require_legal
 from jaxlora.scheduler.cost import CostModel

@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from jaxlora.scheduler.lane_fill import ticks_per_batch
 from jaxlora.scheduler.lanes import Lanes
+from jaxlora.scheduler.streams.lane_fill import ticks_per_batch
 
 # Pinning exchanges nothing between replicas and keeps each adapter on one of them, so
 # it is chosen even if it is predicted to take slightly longer.

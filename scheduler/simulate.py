@@ -152,19 +152,12 @@ def _pass_ends(
     return forward_end, backward_end
 
 
-def window_sum(schedule: Schedule, cost: CostModel) -> float:
-    """Sums, over all cycles, the time of the slowest microbatch in the pipeline.
-
-    In cycle t, stage s runs the forward and backward pass of microbatch t - s. This is
-    an estimate of the makespan: it ranks schedules almost as the simulation does, and a
-    local change of a schedule only changes a few of its terms.
-    """
-    forward, backward = cost.schedule_times(schedule)
-    return float(slowest_per_cycle(forward + backward).sum())
-
-
 def slowest_per_cycle(times: np.ndarray) -> np.ndarray:
-    """Returns the time of the slowest stage in each cycle, as in `window_sum`.
+    """Returns the time of the slowest stage in each cycle.
+
+    In cycle t, stage s runs the forward and backward pass of microbatch t - s. The sum
+    over all cycles is an estimate of the makespan: it ranks schedules almost as the
+    simulation does, and a local change of a schedule only changes a few of its terms.
 
     Args:
         times: Time of the forward and backward pass together [stages, microbatches].

@@ -286,16 +286,6 @@ class SlotTable:
 
         return read
 
-    def park(self, slot: int) -> ParkedSlot:
-        """Takes the state out of a slot, between two global batches.
-
-        Raises:
-            ValueError: The slot is empty.
-        """
-        parked = self.copy(slot)
-        self.clear(slot)
-        return parked
-
     def _rows(
         self, slot: int, kinds: Sequence[Kind]
     ) -> dict[Kind, dict[str, np.ndarray]]:

@@ -93,13 +93,3 @@ class StagedSlots:
     def reserve_snapshot(self) -> Callable[[], None]:
         """Returns a function that reserves the memory of a snapshot, in any thread."""
         return reserve_host([table.kept for table in self.tables])
-
-    def park(self, slot: int) -> ParkedSlot:
-        """Takes the state out of a slot, between two global batches.
-
-        Raises:
-            ValueError: The slot is empty.
-        """
-        parked = self.copy(slot)
-        self.clear(slot)
-        return parked

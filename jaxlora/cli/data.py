@@ -53,8 +53,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from jaxlora.data.show import Shown, show_data
     from jaxlora.data.tokenizer import load_tokenizer
+    from jaxlora.data.tokens.show import Shown, show_data
     from jaxlora.hf.files import tokenizer_folder
 
     model, revision, jobs = _jobs(arguments)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlora.data.samples import TokenizedSample
+from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.errors import ConfigError
 
 # Inputs of the rows of a microbatch, by name; 0 in rows of other objectives.

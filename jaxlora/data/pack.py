@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxlora.data.objectives import NEXT_TOKEN, OBJECTIVES, Objective
-from jaxlora.data.samples import TokenizedSample
+from jaxlora.data.tokens.samples import TokenizedSample
 from jaxlora.scheduler import Limits, Microbatch, Sample
 
 

@@ -17,13 +17,8 @@ from jaxtyping import Int, Int32
 
 from jaxlora.common.json_file import shown
 from jaxlora.common.rust import wrap_errors, wrap_panics
-from jaxlora.data.chat import ModelChat
-from jaxlora.data.tokenizer_files import (
-    load_backend,
-    load_template,
-    read_object,
-    special_tokens,
-)
+from jaxlora.data.templates.chat import ModelChat
+from jaxlora.data.tokenizer_files import read_tokenizer_files
 from jaxlora.errors import ModelError
 
 _log = logging.getLogger(__name__)
@@ -225,12 +220,11 @@ def load_tokenizer(
 
 
 def _load(folder: Path, now: datetime.datetime | None) -> Tokenizer:
-    backend = load_backend(folder)
-    config = read_object(folder / "tokenizer_config.json")
-    special = special_tokens(folder, config, backend)
-    template = load_template(folder, config)
-    tokenizer = Tokenizer(backend, special, template, source=str(folder), now=now)
-    _warn_of_contradiction(tokenizer, config, folder)
+    files = read_tokenizer_files(folder)
+    tokenizer = Tokenizer(
+        files.backend, files.special_tokens, files.template, source=str(folder), now=now
+    )
+    _warn_of_contradiction(tokenizer, files.config, folder)
     return tokenizer
 
 

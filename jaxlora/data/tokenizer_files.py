@@ -1,12 +1,13 @@
 """Reads the files of a Hugging Face tokenizer, and checks their values."""
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from jaxlora.common.json_file import check_regular_file, read_json_file, shown
+from jaxlora.common.json_file import parse_json, read_regular_file, shown
 from jaxlora.errors import ModelError
 
 # A lone surrogate, which JSON can spell but UTF-8 cannot encode.
@@ -14,19 +15,93 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _SPECIAL = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
 
 
-def special_tokens(folder: Path, config: dict[str, Any], backend) -> dict[str, str]:
-    """The text of each special token, by `bos_token`, `eos_token` and so on.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TokenizerFiles:
+    """What the files of a tokenizer hold, with checked values.
 
-    Args:
-        folder: Folder of the tokenizer.
-        config: Contents of tokenizer_config.json.
-        backend: The tokenizer, which gives the text of an id.
+    Attributes:
+        backend: The tokenizer of tokenizer.json.
+        config: Contents of tokenizer_config.json; empty if there is none.
+        special_tokens: Text of each special token, by `bos_token`, `eos_token`, ...
+        template: The chat template, or several by name; None if there is none.
+    """
+
+    backend: tokenizers.Tokenizer
+    config: dict[str, Any]
+    special_tokens: dict[str, str]
+    template: str | dict[str, str] | None
+
+
+def read_tokenizer_files(folder: Path) -> TokenizerFiles:
+    """Reads the files of a tokenizer.
 
     Raises:
-        ModelError: A token is of a wrong kind, or a file is damaged.
+        ModelError: tokenizer.json is missing, or a file is damaged.
+        BaseException: The library may raise anything on a damaged tokenizer.json; see
+            `wrap_errors`.
     """
+    backend = _backend(folder)
+    config = _object(folder / "tokenizer_config.json")
+    return TokenizerFiles(
+        backend=backend,
+        config=config,
+        special_tokens=_special_tokens(folder, config, backend),
+        template=_template(folder, config),
+    )
+
+
+def _read(path: Path) -> bytes | None:
+    """Reads a file; None if there is none."""
+    try:
+        return read_regular_file(path)
+    except FileNotFoundError as error:
+        if not path.is_symlink():
+            return None
+        why = f"it links to {path.readlink()}, which is missing"
+        raise _unreadable(path, why) from error
+    except OSError as error:
+        raise _unreadable(path, error.strerror or error) from error
+
+
+def _unreadable(path: Path, why: object) -> ModelError:
+    return ModelError(
+        f"{path}: cannot be read ({why}). Fetch the file again, or check its "
+        "permissions."
+    )
+
+
+def _backend(folder: Path) -> tokenizers.Tokenizer:
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such folder. Give a model's folder.")
+    content = _read(folder / "tokenizer.json")
+    if content is None:
+        raise ModelError(
+            f"{folder}: has no tokenizer.json (a tokenizer.model alone is not enough). "
+            "Convert it once with transformers: AutoTokenizer.from_pretrained(folder)"
+            ".save_pretrained(folder)."
+        )
+    return tokenizers.Tokenizer.from_buffer(content)
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """Reads the object in a JSON file; an empty one if there is no file."""
+    text = _read(path)
+    if text is None:
+        return {}
+    try:
+        content = parse_json(text.decode("utf-8"))
+    except ValueError as error:
+        raise ModelError(
+            f"{path}: is not valid JSON ({error}). Fetch the file again."
+        ) from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: must hold an object. Fetch the file again.")
+    return content
+
+
+def _special_tokens(folder: Path, config: dict[str, Any], backend) -> dict[str, str]:
     if "added_tokens_decoder" not in config:
-        config = config | read_object(folder / "special_tokens_map.json")
+        config = config | _object(folder / "special_tokens_map.json")
     texts = {name: _text(config, f"{name}_token", folder) for name in _SPECIAL}
     special = {
         f"{name}_token": text for name, text in texts.items() if text is not None
@@ -34,58 +109,6 @@ def special_tokens(folder: Path, config: dict[str, Any], backend) -> dict[str, s
     if "eos_token" not in special:
         special |= _eos_of_model(folder, backend)
     return special
-
-
-def load_backend(folder: Path) -> tokenizers.Tokenizer:
-    """Reads tokenizer.json.
-
-    Raises:
-        ModelError: The file is missing or cannot be read.
-        BaseException: The library may raise anything on a damaged file; see
-            `wrap_errors`.
-    """
-    path = folder / "tokenizer.json"
-    try:
-        if not folder.is_dir():
-            raise ModelError(f"{folder}: no such folder. Give a model's folder.")
-        check_regular_file(path)
-    except FileNotFoundError:
-        raise ModelError(
-            f"{folder}: has no tokenizer.json (a tokenizer.model alone is not enough). "
-            "Convert it once with transformers: AutoTokenizer.from_pretrained(folder)"
-            ".save_pretrained(folder)."
-        ) from None
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    return tokenizers.Tokenizer.from_file(str(path))
-
-
-def _unreadable(path: Path, error: OSError) -> ModelError:
-    return ModelError(
-        f"{path}: cannot be read ({error.strerror or error}). Fetch the file again, or "
-        "check its permissions."
-    )
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Reads the object in a JSON file; an empty one if there is no file.
-
-    Raises:
-        ModelError: The file cannot be read or does not hold an object.
-    """
-    try:
-        content = read_json_file(path)
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise ModelError(
-            f"{path}: is not valid JSON ({error}). Fetch the file again."
-        ) from error
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: must hold an object. Fetch the file again.")
-    return content
 
 
 def _text(config: dict[str, Any], key: str, folder: Path) -> str | None:
@@ -113,7 +136,7 @@ def model_eos_ids(folder: Path) -> tuple[int, ...]:
 
 
 def _eos_ids(path: Path) -> tuple[int, ...]:
-    given = read_object(path).get("eos_token_id")
+    given = _object(path).get("eos_token_id")
     ids = given if isinstance(given, list) else [] if given is None else [given]
     for value in ids:
         is_id = isinstance(value, int) and not isinstance(value, bool)
@@ -134,26 +157,14 @@ def _eos_of_model(folder: Path, backend) -> dict[str, str]:
     return {}
 
 
-def load_template(folder: Path, config: dict[str, Any]) -> Any:
-    """Reads the chat template, or several by name; None if there is none.
-
-    Args:
-        folder: Folder of the tokenizer; it may hold chat_template.jinja.
-        config: Contents of tokenizer_config.json.
-
-    Raises:
-        ModelError: The file cannot be read, or the value is neither text nor several
-            templates by name.
-    """
+def _template(folder: Path, config: dict[str, Any]) -> Any:
+    """Returns the template of chat_template.jinja, else that of the config."""
     path = folder / "chat_template.jinja"
     try:
-        check_regular_file(path)
-        return path.read_bytes().decode("utf-8")
+        if (text := _read(path)) is not None:
+            return text.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ModelError(f"{path}: is not UTF-8. Save it as UTF-8.") from error
-    except OSError as error:
-        if not isinstance(error, FileNotFoundError) or path.is_symlink():
-            raise _unreadable(path, error) from error
     template = given = config.get("chat_template")
     if isinstance(template, list):
         entries = [e if isinstance(e, dict) else {} for e in template]

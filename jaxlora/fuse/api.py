@@ -15,7 +15,7 @@ from jax.extend import core
 
 from jaxlora.errors import ConfigError, FuseError
 from jaxlora.fuse.backend import check_implementation
-from jaxlora.fuse.cost import decide
+from jaxlora.fuse.predict.cost import decide
 from jaxlora.fuse.rewrite import Rewritten, rewrite
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)

@@ -14,14 +14,14 @@ from rich.table import Table
 
 from jaxlora.common.console import literal, show
 from jaxlora.fuse.api import trace_call
-from jaxlora.fuse.cost import Cost, Decision, decide, graph_cost
-from jaxlora.fuse.cut import Cut, find_cuts
-from jaxlora.fuse.graph import data_flow, inner_jaxprs
-from jaxlora.fuse.kernel_rates import describe_device
-from jaxlora.fuse.picture import save_picture
+from jaxlora.fuse.predict.cost import Cost, Decision, decide, graph_cost
+from jaxlora.fuse.predict.cut import Cut, find_cuts
+from jaxlora.fuse.predict.graph import data_flow, inner_jaxprs
+from jaxlora.fuse.predict.kernel_rates import describe_device
+from jaxlora.fuse.predict.picture import save_picture
+from jaxlora.fuse.predict.site_shape import SiteShape
 from jaxlora.fuse.rewrite import Rewritten
 from jaxlora.fuse.site import Refusal
-from jaxlora.fuse.site_shape import SiteShape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Explanation:
         refusals: Sums that are almost one, and why they are left as they are.
         before: Predicted cost of a call of the function as XLA compiles it.
         after: Predicted cost with the fused sites in the kernels.
-        graph: The data-flow graph; see `jaxlora.fuse.graph.data_flow`.
+        graph: The data-flow graph; see `jaxlora.fuse.predict.graph.data_flow`.
         cuts: Where the graph is split.
     """
 

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 from jax.extend import core, linear_util
 
-from jaxlora.fuse.cost import decide
 from jaxlora.fuse.group import group_sites, ungroup
 from jaxlora.fuse.kernel_call import inputs_of, kernel_call
-from jaxlora.fuse.match import find_sites
+from jaxlora.fuse.linears.match import find_sites
+from jaxlora.fuse.predict.cost import decide
 from jaxlora.fuse.signature import signature
 from jaxlora.fuse.site import Refusal, Site
 from jaxlora.fuse.trace import Call, Opened, open_calls

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jaxtyping import Array, Int
 
-from jaxlora.fuse.forms import Atom
+from jaxlora.fuse.normal_forms.forms import Atom
 from jaxlora.fuse.site import Index, Selection, Site
 
 

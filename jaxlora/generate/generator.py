@@ -13,8 +13,8 @@ from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.peft_import import import_peft
 from jaxlora.common.counted import counted
 from jaxlora.config.generation_settings import BASE, GenerationSettings
-from jaxlora.data.chat import ModelChat
-from jaxlora.data.messages import Message
+from jaxlora.data.records.messages import Message
+from jaxlora.data.templates.chat import ModelChat
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
 from jaxlora.data.tokenizer_files import model_eos_ids
 from jaxlora.device_check import check_device

@@ -5,8 +5,8 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxlora.data.messages import read_messages
-from jaxlora.data.values import check_text
+from jaxlora.data.records.messages import read_messages
+from jaxlora.data.records.values import check_text
 from jaxlora.errors import ConfigError, DataError, JaxloraError
 from jaxlora.generate.batch import FinishReason
 

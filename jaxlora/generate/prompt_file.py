@@ -5,9 +5,9 @@ import pathlib
 from typing import Any
 
 from jaxlora.common.json_file import check_regular_file
-from jaxlora.data.files import READERS, Record
-from jaxlora.data.prompts import AlpacaPrompts
-from jaxlora.data.tool_calls import read_tools
+from jaxlora.data.records.files import READERS, Record
+from jaxlora.data.records.tool_calls import read_tools
+from jaxlora.data.rendering.prompts import AlpacaPrompts
 from jaxlora.errors import DataError
 from jaxlora.generate.prompt import Message, Prompt, errors_in, read_chat
 

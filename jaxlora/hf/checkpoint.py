@@ -168,21 +168,34 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
     return _with_files(_without_files(folder))
 
 
-def planned_checkpoint(folder: pathlib.Path) -> Checkpoint:
-    """Opens a checkpoint folder whose weights may be missing or damaged.
+def planned_checkpoint(
+    folder: pathlib.Path, *, checks_weights: bool = False
+) -> Checkpoint:
+    """Opens a checkpoint folder whose weights may be missing.
+
+    Args:
+        folder: The folder.
+        checks_weights: Whether to refuse weights that are damaged or do not fit;
+            otherwise they count as missing.
 
     Returns:
         What `open_checkpoint` returns, or a checkpoint without files.
 
     Raises:
-        ModelError: config.json is damaged or of an unsupported kind.
+        ModelError: config.json is damaged or of an unsupported kind, or the weights
+            are refused.
     """
     planned = _without_files(folder)
     try:
-        return _with_files(planned)
+        found = _with_files(planned)
     except ModelError as error:
+        if checks_weights:
+            raise
         logger.info("the weights were not looked at: %s", error)
         return planned
+    if checks_weights:
+        found.check()
+    return found
 
 
 def _without_files(folder: pathlib.Path) -> Checkpoint:

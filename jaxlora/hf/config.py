@@ -5,14 +5,9 @@ from typing import Any
 
 from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
-from jaxlora.families.model_config import (
-    LinearRopeScaling,
-    Llama3RopeScaling,
-    ModelConfig,
-    Rope,
-)
-from jaxlora.families.table import FAMILIES, Family, Field
-from jaxlora.hf.config_values import check_only, checked, checked_values
+from jaxlora.families.model_config import ModelConfig
+from jaxlora.families.table import FAMILIES, Family
+from jaxlora.hf.config_values import checked_values, read_ropes
 from jaxlora.hf.quantized.config import read_quantization
 
 _EXPERTS = (
@@ -21,20 +16,6 @@ _EXPERTS = (
     "n_routed_experts",
     "moe_intermediate_size",
 )
-# The keys of each kind of scaling.
-_FACTOR, _FREQUENCY = Field("number", 1e6), Field("number", 1e9)
-_SCALINGS = {
-    "default": {},
-    "linear": {"factor": _FACTOR},
-    "llama3": {
-        "factor": _FACTOR,
-        "low_freq_factor": _FREQUENCY,
-        "high_freq_factor": _FREQUENCY,
-        "original_max_position_embeddings": Field("count"),
-    },
-}
-_THETA = {"rope_theta": Field("number", 1e15)}
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 Windows = tuple[int | None, ...]
 
@@ -57,7 +38,7 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
     def has_bias(source: bool | str) -> bool:
         return values.get(source, False) if isinstance(source, str) else source
 
-    rope, local_rope = _ropes(values, local=family.local_rope)
+    rope, local_rope = read_ropes(values, local=family.local_rope)
     return ModelConfig(
         model_type=model_type,
         vocab_size=values["vocab_size"],
@@ -115,91 +96,6 @@ def _score_scale(family: Family, values: Mapping[str, Any]) -> float | None:
     if key not in values:
         raise ModelError(f"config.json has {key}=null; wanted a number above 0.")
     return values[key] ** -0.5
-
-
-def _ropes(values: Mapping[str, Any], *, local: bool) -> tuple[Rope, Rope | None]:
-    """Reads the rotary positions of a model's layers.
-
-    Version 4 of transformers has `rope_theta` and `rope_scaling`; version 5 has
-    `rope_parameters`. In Gemma 3, whose layers with a window have frequencies of their
-    own, version 4 scales the other layers alone, and version 5 has an object for each
-    type of layer.
-
-    Args:
-        values: The values of `checked_values`.
-        local: Whether layers with a window have rotary positions of their own.
-
-    Returns:
-        The rotary positions, and those of layers with a window if they differ.
-
-    Raises:
-        ModelError: A value is missing or unsupported, or a field is not read here.
-    """
-    given, scaling = (_object(values, k) for k in ("rope_parameters", "rope_scaling"))
-    if not local:
-        theta = values.get("rope_theta", 10000.0)
-        return _rope({"rope_theta": theta, **scaling, **given}), None
-    unread = set(given) - {_FULL, _SLIDING}
-    if unread:
-        raise ModelError(
-            f"config.json sets {shown(sorted(unread))} in rope_parameters; wanted an "
-            f"object for {_FULL} and one for {_SLIDING}."
-        )
-    full, sliding = (_object(given, kind) for kind in (_FULL, _SLIDING))
-    theta = values.get("rope_theta", 1e6)
-    local_theta = values.get("rope_local_base_freq", 10000.0)
-    return (
-        _rope({"rope_theta": theta, **full, **scaling}),
-        _rope({"rope_theta": local_theta, **sliding}),
-    )
-
-
-def _object(values: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Returns the fields of an object that are not null; none if there is no object."""
-    value = values.get(key, {})
-    if not isinstance(value, Mapping):
-        raise ModelError(
-            f"config.json has {key}={shown(value)}; wanted an object or null."
-        )
-    return {k: v for k, v in value.items() if v is not None}
-
-
-def _rope(rope: dict[str, Any]) -> Rope:
-    """Reads one object, which has at least a `rope_theta`."""
-    kind = rope.pop("rope_type", rope.pop("type", "default"))
-    check_only("partial_rotary_factor", rope.pop("partial_rotary_factor", 1.0), 1.0)
-    if not isinstance(kind, str) or kind not in _SCALINGS:
-        raise ModelError(
-            f"config.json has rope_type={shown(kind)}; supported: "
-            f"{', '.join(_SCALINGS)}."
-        )
-    fields = _THETA | _SCALINGS[kind]
-    for key in fields:
-        if key not in rope:
-            raise ModelError(f"config.json has rope_type={kind!r} without {key!r}.")
-    values = {key: checked(key, rope[key], field) for key, field in fields.items()}
-    unread = rope.keys() - fields.keys()
-    if unread:
-        raise ModelError(
-            f"config.json sets {shown(sorted(unread))} for rope_type={kind!r}, which "
-            "are not read here."
-        )
-    theta = values.pop("rope_theta")
-    if theta < 1:
-        raise ModelError(f"config.json has rope_theta={theta:g}; wanted at least 1.")
-    if kind == "default":
-        return Rope(theta=theta)
-    if kind == "linear":
-        return Rope(theta=theta, scaling=LinearRopeScaling(**values))
-    low, high = values["low_freq_factor"], values["high_freq_factor"]
-    if low >= high:
-        raise ModelError(
-            f"config.json has high_freq_factor={high:g}, which must be above "
-            f"low_freq_factor={low:g}."
-        )
-    positions = values.pop("original_max_position_embeddings")
-    scaling = Llama3RopeScaling(**values, original_max_positions=positions)
-    return Rope(theta=theta, scaling=scaling)
 
 
 def _windows(model_type: str, values: Mapping[str, Any]) -> Windows:

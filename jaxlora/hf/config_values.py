@@ -5,6 +5,11 @@ from typing import Any
 
 from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
+from jaxlora.families.model_config import (
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    Rope,
+)
 from jaxlora.families.table import Activation, Family, Field
 from jaxlora.hf.quantized.config import KEY
 
@@ -73,6 +78,20 @@ _ACTIVATIONS: Mapping[Activation, str] = {
     "silu": "silu",
     "gelu_tanh": "gelu_pytorch_tanh",
 }
+# The keys of each kind of scaling.
+_FACTOR, _FREQUENCY = Field("number", 1e6), Field("number", 1e9)
+_SCALINGS = {
+    "default": {},
+    "linear": {"factor": _FACTOR},
+    "llama3": {
+        "factor": _FACTOR,
+        "low_freq_factor": _FREQUENCY,
+        "high_freq_factor": _FREQUENCY,
+        "original_max_position_embeddings": Field("count"),
+    },
+}
+_THETA = {"rope_theta": Field("number", 1e15)}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def checked_values(
@@ -105,7 +124,7 @@ def checked_values(
             raise ModelError(f"config.json lacks {key!r}, so the model is not defined.")
     given.setdefault("num_key_value_heads", given["num_attention_heads"])
     fields = _fields(family)
-    values = {k: checked(k, given[k], f) for k, f in fields.items() if k in given}
+    values = {k: _checked(k, given[k], f) for k, f in fields.items() if k in given}
     _set_head_dim(values, family)
     return values | {key: given[key] for key in _OBJECTS if key in given}
 
@@ -134,7 +153,7 @@ def _check_unread(config: Mapping[str, Any], family: Family) -> None:
             )
 
 
-def checked(key: str, value: Any, field: Field) -> Any:
+def _checked(key: str, value: Any, field: Field) -> Any:
     """Returns a value of the field, a number as a float; else raises ModelError."""
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     is_number = is_whole or isinstance(value, float)
@@ -158,7 +177,7 @@ def checked(key: str, value: Any, field: Field) -> Any:
     return float(value) if field.kind == "number" else value
 
 
-def check_only(key: str, value: Any, wanted: Any) -> None:
+def _check_only(key: str, value: Any, wanted: Any) -> None:
     """Raises ModelError if a value is not the only one that is supported."""
     if value != wanted:
         raise ModelError(
@@ -172,10 +191,10 @@ def _check_supported(
     # transformers has no default for an activation that is null.
     activation = _ACTIVATIONS[family.activation]
     key = family.activation_key
-    check_only(key, config.get(key, activation), activation)
+    _check_only(key, config.get(key, activation), activation)
     for key, wanted in (("attention_dropout", 0), ("partial_rotary_factor", 1.0)):
         if config.get(key) is not None:
-            check_only(key, config[key], wanted)
+            _check_only(key, config[key], wanted)
     window = config.get("sliding_window")
     if window and family.windows == "none":
         raise ModelError(
@@ -209,7 +228,92 @@ def _set_head_dim(values: dict[str, Any], family: Family) -> None:
             f"num_key_value_heads={values['num_key_value_heads']}."
         )
     head_dim = values.setdefault("head_dim", width // heads)
-    if checked("head_dim", head_dim, _FIELDS["head_dim"]) % 2:
+    if _checked("head_dim", head_dim, _FIELDS["head_dim"]) % 2:
         raise ModelError(
             f"config.json has head_dim={head_dim}; rotary positions need an even one."
         )
+
+
+def read_ropes(values: Mapping[str, Any], *, local: bool) -> tuple[Rope, Rope | None]:
+    """Reads the rotary positions of a model's layers.
+
+    Version 4 of transformers has `rope_theta` and `rope_scaling`; version 5 has
+    `rope_parameters`. In Gemma 3, whose layers with a window have frequencies of their
+    own, version 4 scales the other layers alone, and version 5 has an object for each
+    type of layer.
+
+    Args:
+        values: The values of `checked_values`.
+        local: Whether layers with a window have rotary positions of their own.
+
+    Returns:
+        The rotary positions, and those of layers with a window if they differ.
+
+    Raises:
+        ModelError: A value is missing or unsupported, or a field is not read here.
+    """
+    given, scaling = (_object(values, k) for k in ("rope_parameters", "rope_scaling"))
+    if not local:
+        theta = values.get("rope_theta", 10000.0)
+        return _rope({"rope_theta": theta, **scaling, **given}), None
+    unread = set(given) - {_FULL, _SLIDING}
+    if unread:
+        raise ModelError(
+            f"config.json sets {shown(sorted(unread))} in rope_parameters; wanted an "
+            f"object for {_FULL} and one for {_SLIDING}."
+        )
+    full, sliding = (_object(given, kind) for kind in (_FULL, _SLIDING))
+    theta = values.get("rope_theta", 1e6)
+    local_theta = values.get("rope_local_base_freq", 10000.0)
+    return (
+        _rope({"rope_theta": theta, **full, **scaling}),
+        _rope({"rope_theta": local_theta, **sliding}),
+    )
+
+
+def _object(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Returns the fields of an object that are not null; none if there is no object."""
+    value = values.get(key, {})
+    if not isinstance(value, Mapping):
+        raise ModelError(
+            f"config.json has {key}={shown(value)}; wanted an object or null."
+        )
+    return {k: v for k, v in value.items() if v is not None}
+
+
+def _rope(rope: dict[str, Any]) -> Rope:
+    """Reads one object, which has at least a `rope_theta`."""
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    _check_only("partial_rotary_factor", rope.pop("partial_rotary_factor", 1.0), 1.0)
+    if not isinstance(kind, str) or kind not in _SCALINGS:
+        raise ModelError(
+            f"config.json has rope_type={shown(kind)}; supported: "
+            f"{', '.join(_SCALINGS)}."
+        )
+    fields = _THETA | _SCALINGS[kind]
+    for key in fields:
+        if key not in rope:
+            raise ModelError(f"config.json has rope_type={kind!r} without {key!r}.")
+    values = {key: _checked(key, rope[key], field) for key, field in fields.items()}
+    unread = rope.keys() - fields.keys()
+    if unread:
+        raise ModelError(
+            f"config.json sets {shown(sorted(unread))} for rope_type={kind!r}, which "
+            "are not read here."
+        )
+    theta = values.pop("rope_theta")
+    if theta < 1:
+        raise ModelError(f"config.json has rope_theta={theta:g}; wanted at least 1.")
+    if kind == "default":
+        return Rope(theta=theta)
+    if kind == "linear":
+        return Rope(theta=theta, scaling=LinearRopeScaling(**values))
+    low, high = values["low_freq_factor"], values["high_freq_factor"]
+    if low >= high:
+        raise ModelError(
+            f"config.json has high_freq_factor={high:g}, which must be above "
+            f"low_freq_factor={low:g}."
+        )
+    positions = values.pop("original_max_position_embeddings")
+    scaling = Llama3RopeScaling(**values, original_max_positions=positions)
+    return Rope(theta=theta, scaling=scaling)

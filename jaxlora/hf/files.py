@@ -33,7 +33,7 @@ _UNWANTED = ("*/*", "consolidated*", "adapter_*")
 TOKENIZER_FILES = _WANTED[1:6]
 # Models on this machine that an error names.
 _MOST_NAMED = 5
-_INDEX = "model.safetensors.index.json"
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -266,24 +266,20 @@ def safetensor_files(folder: pathlib.Path) -> dict[str, TensorFile]:
             names a missing file.
     """
     # A dangling link is an error, unlike a missing file.
-    single = folder / "model.safetensors"
-    if os.path.lexists(single):
-        file = TensorFile(single)
-        return dict.fromkeys(file.names(), file)
-    index = folder / _INDEX
-    if os.path.lexists(index):
-        return _indexed(folder, index)
-    pickled = sorted(p.name for pattern in _PICKLED for p in folder.glob(pattern))
-    if pickled:
-        raise ModelError(
-            f"{folder} holds only pickled weights ({pickled[0]}). Loading a pickle can "
-            "run any code that it carries, so only safetensors are read. Convert it: "
-            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)."
-        )
-    raise ModelError(
-        f"{folder} holds neither model.safetensors nor {_INDEX}. Only safetensors are "
-        "read, and fetched from the hub; pickled weights (.bin, .pt) can run any code."
-    )
+    is_single = os.path.lexists(folder / _SINGLE)
+    weight_map = {} if is_single else _weight_map(folder)
+    names = [_SINGLE] if is_single else _distinct(weight_map.values())
+    files = {name: TensorFile(folder / name) for name in names}
+    if is_single:
+        return dict.fromkeys(files[_SINGLE].names(), files[_SINGLE])
+    there = {name: set(file.names()) for name, file in files.items()}
+    for tensor, name in weight_map.items():
+        if tensor not in there[name]:
+            raise ModelError(
+                f"{folder / name} lacks {tensor}, which the index puts there. Fetch or "
+                "copy both again."
+            )
+    return {tensor: files[name] for tensor, name in weight_map.items()}
 
 
 def tokenizer_files(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -305,27 +301,36 @@ def tokenizer_files(folder: pathlib.Path) -> list[pathlib.Path]:
     return there
 
 
-def _indexed(folder: pathlib.Path, index: pathlib.Path) -> dict[str, TensorFile]:
+def _weight_map(folder: pathlib.Path) -> dict[str, str]:
+    """Returns the name of the file of each tensor, as the index has it."""
+    index = folder / _INDEX
+    if not os.path.lexists(index):
+        raise _no_weights(folder)
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ModelError(f"{index} has no weight_map.")
-    names = _distinct(weight_map.values())
-    for name in names:
+    for name in _distinct(weight_map.values()):
         if not isinstance(name, str) or pathlib.PurePath(name).name != name:
             raise ModelError(
                 f"{index} names {shown(name)}, which is not a plain file name."
             )
         if not os.path.lexists(folder / name):
             raise ModelError(f"{index} names {name}, which is missing from {folder}.")
-    files = {name: TensorFile(folder / name) for name in names}
-    there = {name: set(file.names()) for name, file in files.items()}
-    for tensor, name in weight_map.items():
-        if tensor not in there[name]:
-            raise ModelError(
-                f"{folder / name} lacks {tensor}, which the index puts there. Fetch or "
-                "copy both again."
-            )
-    return {tensor: files[name] for tensor, name in weight_map.items()}
+    return weight_map
+
+
+def _no_weights(folder: pathlib.Path) -> ModelError:
+    pickled = sorted(p.name for pattern in _PICKLED for p in folder.glob(pattern))
+    if pickled:
+        return ModelError(
+            f"{folder} holds only pickled weights ({pickled[0]}). Loading a pickle can "
+            "run any code that it carries, so only safetensors are read. Convert it: "
+            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)."
+        )
+    return ModelError(
+        f"{folder} holds neither model.safetensors nor {_INDEX}. Only safetensors are "
+        "read, and fetched from the hub; pickled weights (.bin, .pt) can run any code."
+    )
 
 
 def _distinct(names: Iterable[Any]) -> list[Any]:

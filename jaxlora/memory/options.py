@@ -10,14 +10,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 from jaxlora.config import RunConfig
 from jaxlora.costs.device_speed import DeviceSpeed
-from jaxlora.costs.throughput import seconds_per_token
+from jaxlora.costs.stages import decoder_seconds
 from jaxlora.memory import mesh
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.device_memory import DeviceMemory, format_bytes
 from jaxlora.memory.mesh import MeshFootprint, MeshStages
 from jaxlora.models.layer import Remat
+from jaxlora.models.spec import DecoderSpec
 from jaxlora.pallas_kernels import device
 from jaxlora.sharding.mesh_sizes import MeshSizes
+
+# A quarter of a mean sample is free at the end of a microbatch. It would be half of one
+# if all samples were equally long, and nothing if lengths of all kinds were at hand.
+_FREE_SAMPLES = 0.25
 
 # Share of the memory that an automatic capacity leaves free on several devices. It is
 # the error of the estimate, which is within 5 % of what XLA reports for the stages of
@@ -196,3 +201,29 @@ def _describe(chosen: Option, option: Option) -> str:
     if not option.fits:
         return f"{text}, which does not fit"
     return f"{text}, takes {option.seconds / chosen.seconds:.2f} times as long"
+
+
+def seconds_per_token(
+    spec: DecoderSpec,
+    speed: DeviceSpeed,
+    capacity: int,
+    *,
+    sample_tokens: float = 0.0,
+) -> float:
+    """Predicts the time of training on one token of a sample.
+
+    A microbatch takes the time of its whole capacity, and that of reading the weights.
+    Small microbatches are slower for that, and for the room that samples leave.
+
+    Args:
+        spec: The decoder; its `remat` adds the work that is done again.
+        speed: Rates of the device.
+        capacity: Capacity of a microbatch, in tokens.
+        sample_tokens: Mean length of the samples.
+
+    Returns:
+        The time, in the unit of `decoder_seconds`.
+    """
+    each = decoder_seconds(spec, speed).whole.both
+    filled = max(1.0, capacity - _FREE_SAMPLES * sample_tokens)
+    return (capacity + speed.weight_tokens) * each / filled

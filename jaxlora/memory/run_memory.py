@@ -107,6 +107,11 @@ class RunMemory:
         if (found := self._reading()) is not None:
             self._model.observe(load, found.peak)
 
+    @property
+    def num_readings(self) -> int:
+        """Readings by `note`, alike on all processes; `usable_slots` follows them."""
+        return self._num_read.total()
+
     def compared(self) -> Comparison:
         """Reads the devices again; returns the run's peak beside the prediction."""
         if self._need is None:

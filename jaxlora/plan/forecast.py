@@ -6,9 +6,8 @@ This needs the tokenizer and the jobs' data, but no weights and no GPU.
 import dataclasses
 import datetime
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from jaxlora.common.note import log_notes
 from jaxlora.config import RunConfig
 from jaxlora.costs.gpus import GpuMachine
 from jaxlora.device_check import check_device
@@ -29,10 +28,9 @@ from jaxlora.scheduler import Plan, Sample, Schedule
 from jaxlora.scheduler.plan import evaluate
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.trackers.table import check_installed
-from jaxlora.train.plan.auto_mesh.machine import this_machine
-from jaxlora.train.plan.check_inputs import check_inputs
-from jaxlora.train.plan.prepared_job import PreparedJob, data_reader, prepare_jobs
-from jaxlora.train.plan.run_plan import RunPlan, resolve
+from jaxlora.train.plan.prepare_run import prepare_run
+from jaxlora.train.plan.prepared_job import PreparedJob
+from jaxlora.train.plan.run_plan import RunPlan
 from jaxlora.train.plan.shapes import ONE_SHAPE
 from jaxlora.train.saved.continue_job import check_continues
 from jaxlora.train.saved.describe_run import check_resumes, run_identity
@@ -120,9 +118,9 @@ def plan_run(
         config = config.replace(mesh="auto")
     share = GATHERING_SHARE if config.may_gather else SHARE
     with planned_for(machine.planned(share)):
-        plan, jobs = _resolve(config, datetime.datetime.now().isoformat())
-        check_fits(plan)
-        return _forecast(plan, jobs, steps, machine)
+        run = prepare_run(config, None, datetime.datetime.now().isoformat())
+        check_fits(run.plan)
+        return _forecast(run.plan, run.jobs, steps, machine)
 
 
 def _plan_here(config: RunConfig, steps: int | None) -> RunForecast:
@@ -133,33 +131,15 @@ def _plan_here(config: RunConfig, steps: int | None) -> RunForecast:
         check_writable(output_dir)
         check_folder(output_dir, resume=read_run_record(output_dir) is not None)
 
-    plan, jobs = _resolve(
+    run = prepare_run(
         as_begun(config),
+        None,
         start_time(output_dir),
         report_to=lambda: check_installed(config.report_to),
         output_dir=check_output_dir,
     )
-    _check_saved_states(plan, jobs)
-    return _forecast(plan, jobs, steps, None)
-
-
-def _resolve(
-    config: RunConfig, started: str, **checks: Callable[[], object]
-) -> tuple[RunPlan, Sequence[PreparedJob]]:
-    """Checks what a run names, reads its data and plans it; logs the reasons.
-
-    Args:
-        config: The run.
-        started: Time at which it began, in ISO format.
-        **checks: Further checks; see `check_inputs`.
-    """
-    inputs = check_inputs(config, None, started, **checks)
-    reader = data_reader(config, inputs.tokenizer)
-    jobs = prepare_jobs(config.jobs, inputs.modules, inputs.model.config, reader)
-    log_notes(note for job in jobs for note in job.notes)
-    plan = resolve(config, inputs.model, jobs, this_machine())
-    log_notes(plan.notes)
-    return plan, jobs
+    _check_saved_states(run.plan, run.jobs)
+    return _forecast(run.plan, run.jobs, steps, None)
 
 
 def _forecast(

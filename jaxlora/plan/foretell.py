@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from jaxlora.scheduler import Schedule
 from jaxlora.scheduler.lanes import Tick
-from jaxlora.scheduler.stream import Position
+from jaxlora.scheduler.streams.stream import Position
 from jaxlora.train.plan.job_slots import JobPosition, assign_slots
 from jaxlora.train.plan.prepared_job import PreparedJob
-from jaxlora.train.plan.run_plan import RunPlan, first_positions
+from jaxlora.train.plan.resolve import first_positions
+from jaxlora.train.plan.run_plan import RunPlan
 from jaxlora.train.plan.stream_plan import StreamPlan
 
 

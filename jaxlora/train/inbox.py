@@ -11,9 +11,9 @@ import itertools
 import logging
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import pydantic
 
@@ -21,14 +21,14 @@ from jaxlora.config import LoraJob
 from jaxlora.distributed import processes
 from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.problems import format_errors
-from jaxlora.run.callback import Callback, JobControl
+from jaxlora.run.callback import Callback
 from jaxlora.run.events import StepEvent
 from jaxlora.run.live.mailbox import Mailbox
 from jaxlora.run.live.outbox import Outbox
 from jaxlora.run.message import Answer, ControlRequest
-from jaxlora.train.cloning import find_running, refusal, settings_of_copy
+from jaxlora.train.cloning import find_running, refusal
 from jaxlora.train.job_state import JobState
-from jaxlora.train.joining import Joining
+from jaxlora.train.live_jobs import PAUSED, STOPPED, LiveJobs
 
 logger = logging.getLogger(__name__)
 
@@ -43,15 +43,6 @@ _DONE = {
 }
 
 
-@runtime_checkable
-class LiveRun(JobControl, Protocol):
-    """The parts of a trainer that requests use."""
-
-    @property
-    def jobs(self) -> Sequence[JobState]:
-        """The jobs of the run."""
-
-
 class Inbox(Callback):
     """Takes requests between microbatches, in the thread that trains.
 
@@ -62,22 +53,20 @@ class Inbox(Callback):
     def __init__(
         self,
         folder: pathlib.Path,
-        live: LiveRun,
-        joining: Joining,
+        live: LiveJobs,
         answered: Mapping[str, Answer],
     ):
         """Opens the folder of the requests.
 
         Args:
             folder: Folder of the run.
-            live: The run.
-            joining: Takes the jobs that are added.
+            live: The jobs of the run.
             answered: Answers that an earlier process recorded, by the request's id.
 
         Raises:
             ConfigError: Other users may write to the folder of the requests.
         """
-        self._live, self._joining = live, joining
+        self._live = live
         self._mailbox = Mailbox(folder)
         self._outbox = Outbox(self._mailbox, answered)
         self._num_answered, self._has_warned = 0, False
@@ -198,30 +187,28 @@ class Inbox(Callback):
         """Stops, pauses or resumes a job."""
         if request.job in {job.name for job in self._live.jobs}:
             find_running(self._live.jobs, request.job)
-        given = {"reason": request.reason} if request.reason else {}
         if request.action == "stop":
-            self._live.stop_job(request.job, **given)
+            self._live.stop(request.job, request.reason or STOPPED)
         elif request.action == "pause":
-            self._live.pause_job(request.job, **given)
+            self._live.pause(request.job, request.reason or PAUSED)
         else:
-            self._live.resume_job(request.job)
+            self._live.resume(request.job)
 
     def _settings_of(self, request: ControlRequest) -> LoraJob:
         """Returns the settings of a job that is to join."""
         assert request.settings is not None
         if request.action == "clone":
-            self._joining.check_name(request.job)
             changes = dict(request.settings)
             name = changes.pop("name", None)
-            return settings_of_copy(self._live.jobs, request.job, name, changes)
+            return self._live.copy_settings(request.job, name, changes)
         try:
             return LoraJob.model_validate(request.settings)
         except pydantic.ValidationError as error:
             raise ConfigError(format_errors(error, "the job to add")) from None
 
     def _begin_open(self, name: str, job: LoraJob) -> None:
-        self._joining.reserve(job)
-        future = self._opener.submit(self._joining.open, job)
+        self._live.reserve(job)
+        future = self._opener.submit(self._live.open, job)
         self._adds[name] = job.name, future
 
     def _finish_adds(self) -> None:
@@ -236,10 +223,10 @@ class Inbox(Callback):
             if future.exception() is None:
                 results.append(refusal(future.result(), self._live.jobs))
             if reasons := [reason for reason in results if reason]:
-                self._joining.release(job)
+                self._live.release(job)
                 self._refuse(name, reasons[0])
                 continue
-            self._joining.join(future.result())
+            self._live.join(future.result())
             text = f"job {job!r} has joined the run; it starts when a slot is free."
             if origin := future.result().settings.clone_of:
                 text = f"job {job!r} is a copy of {origin.job!r} after its next batch."

@@ -4,17 +4,17 @@ import contextlib
 import dataclasses
 import importlib
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
 import jax
 
 from jaxlora.adapters.staged_slots import StagedSlots
-from jaxlora.common.note import log_notes
 from jaxlora.config import RunConfig
 from jaxlora.distributed import agreement, processes
 from jaxlora.errors import ModelError
 from jaxlora.hf.load import FrozenModel, Place, load_model
+from jaxlora.memory.footprint import StagePrograms
 from jaxlora.models.forward import Base
 from jaxlora.programs.program import in_background
 from jaxlora.run.folder import (
@@ -22,24 +22,22 @@ from jaxlora.run.folder import (
     check_writable,
     start_time,
 )
+from jaxlora.run.identity import RunIdentity
 from jaxlora.run.lock import check_not_in_use
 from jaxlora.trackers.table import check_installed
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.run_programs import RunPrograms
 from jaxlora.train.execute.samples import Sampler
 from jaxlora.train.job_state import JobState, start_job
-from jaxlora.train.plan.auto_mesh.machine import this_machine
-from jaxlora.train.plan.check_inputs import check_inputs
 from jaxlora.train.plan.planned_model import PlannedModel
+from jaxlora.train.plan.prepare_run import prepare_run
 from jaxlora.train.plan.prepared_job import (
     DataReader,
     PreparedJob,
-    data_reader,
-    prepare_jobs,
 )
 from jaxlora.train.plan.quantized_base import with_copies
-from jaxlora.train.plan.run_plan import RunPlan, resolve
-from jaxlora.train.saved.describe_run import check_settings_resume
+from jaxlora.train.plan.run_plan import RunPlan
+from jaxlora.train.saved.describe_run import check_settings_resume, run_identity
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,6 +68,37 @@ class OpenedRun:
     joined: tuple[str, ...]
     sampler: Sampler | None
 
+    def identity(self, jobs: Sequence[JobState]) -> RunIdentity:
+        """Returns what is compared when a run of these jobs is resumed."""
+        prepared = [job.prepared for job in jobs]
+        return run_identity(self.plan, self.model.fingerprint, prepared)
+
+    def start_programs(self, plan: RunPlan) -> RunPrograms:
+        """Starts to compile all programs of the run, with the settings of a plan.
+
+        Args:
+            plan: The run's plan, or one with another capacity or `remat`.
+        """
+        layout = self.layout.with_remat(plan.spec.options.remat)
+        evaluates = any(has_held_out(job.prepared) for job in self.jobs)
+        limits = plan.config.limits
+        return RunPrograms.start(layout, self.slots, limits, evaluates=evaluates)
+
+    def compile(self, plan: RunPlan) -> tuple[StagePrograms, ...]:
+        """Compiles the passes of all stages; the other programs beside them."""
+        return self.start_programs(plan).compiled_passes()
+
+    def fitted(self) -> "OpenedRun":
+        """Returns the run with a plan that fits when compiled; waits for all programs.
+
+        Raises:
+            ConfigError: The device's memory cannot hold the run.
+        """
+        plan = self.plan.fit(self.compile)
+        self.start_programs(plan).finish()
+        layout = self.layout.with_remat(plan.spec.options.remat)
+        return dataclasses.replace(self, plan=plan, layout=layout)
+
 
 def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
     """Loads the base model and every job's data; the programs are compiled meanwhile.
@@ -88,39 +117,33 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
     config = as_begun(config)
     processes.from_first(lambda: check_settings_resume(config))
     started = processes.from_first(lambda: start_time(folder))
-    # Mistakes in the settings and the data are refused before weights are loaded.
-    inputs = check_inputs(
+    base = _Loading(config, model)
+    prepared = prepare_run(
         config,
         model,
         started,
+        held_bytes=0 if model is None else device_bytes(model.params),
+        on_accepted=base.start_early,
         report_to=lambda: check_installed(config.report_to),
         output_dir=lambda: processes.from_first(lambda: check_writable(folder)),
     )
-    reader = data_reader(config, inputs.tokenizer)
-    prepared = prepare_jobs(config.jobs, inputs.modules, inputs.model.config, reader)
-    log_notes(note for job in prepared for note in job.notes)
-    held = 0 if model is None else device_bytes(model.params)
-    base = _Loading(config, model)
-    plan = resolve(
-        config, inputs.model, prepared, this_machine(held), on_accepted=base.start_early
-    )
-    log_notes(plan.notes)
+    plan = prepared.plan
     agreement.check_mesh(plan.config)
     layout = Layout.of(plan.stages, None if model is None else model.params)
     slots, num_compiled = layout.empty_slots(), layout.num_compilations()
 
     base.start(plan)
-    limits, evaluates = plan.config.limits, any(map(has_held_out, prepared))
+    limits, evaluates = plan.config.limits, any(map(has_held_out, prepared.jobs))
     with base.first_to_fail():
         RunPrograms.start(layout, slots, limits, evaluates=evaluates)
         if model is None:
             _import_ahead(plan.config)
     model = _as_planned(plan, base.result())
-    jobs = [start_job(job, model) for job in prepared]
-    agreement.check_inputs(model.fingerprint, prepared)
+    jobs = [start_job(job, model) for job in prepared.jobs]
+    agreement.check_inputs(model.fingerprint, prepared.jobs)
     sampler = None
     if config.samples is not None:
-        sampler = Sampler(config.samples, model, plan.spec, reader.tokenizer)
+        sampler = Sampler(config.samples, model, plan.spec, prepared.reader.tokenizer)
     return OpenedRun(
         plan=plan,
         model=model,
@@ -128,7 +151,7 @@ def open_run(config: RunConfig, model: FrozenModel | None) -> OpenedRun:
         slots=slots,
         num_compiled=num_compiled,
         jobs=jobs,
-        reader=reader,
+        reader=prepared.reader,
         started=started,
         joined=tuple(job.name for job in config.jobs if job.name not in given),
         sampler=sampler,

@@ -63,10 +63,8 @@ class _Blocks:
         if projection.settings is not None:
             settings: Any = projection.settings  # of which no row is left out here
             factor = entries(settings.factor, settings.index[0])
-        elif projection.dropout is None:
-            factor = projection.scaling
         else:
-            factor = projection.scaling * projection.dropout.inverse_keep
+            factor = projection.factor
         return entries(factor, self.slot)[:, None, None]
 
     def sum_by_adapter(

@@ -16,7 +16,7 @@ from jaxlora.adapters.optimizer import OptimizerInputs, Pending
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.pack import PackedBatch
-from jaxlora.data.tokenize import TokenizedData, TokenizedSample
+from jaxlora.data.tokens.tokenize import TokenizedData, TokenizedSample
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.base_format import kept_linears
 from jaxlora.hf.names import linear_names, linear_path
@@ -34,7 +34,8 @@ from jaxlora.train.plan.auto_mesh.machine import Machine
 from jaxlora.train.plan.planned_model import PlannedModel
 from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.plan.quantized_base import run_format
-from jaxlora.train.plan.run_plan import RunPlan, resolve
+from jaxlora.train.plan.resolve import resolve
+from jaxlora.train.plan.run_plan import RunPlan
 
 GIB = 2**30
 WARM_UPS = 3

@@ -15,8 +15,8 @@ import yaml
 from jaxlora import JaxloraError, LoraJob, load_run
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.config.run_file import run_config
-from jaxlora.data.tokenize import DataReader
 from jaxlora.data.tokenizer import load_tokenizer
+from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import ConfigError
 from jaxlora.hf.config import model_config
 from jaxlora.hf.names import linear_names

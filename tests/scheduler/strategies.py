@@ -3,7 +3,15 @@
 import hypothesis.strategies as st
 import numpy as np
 
-from jaxlora.scheduler import AffineCost, CostModel, Limits, Pipeline, Sample
+from jaxlora.scheduler import (
+    AffineCost,
+    CostModel,
+    Limits,
+    Pipeline,
+    Sample,
+    Schedule,
+)
+from jaxlora.scheduler.simulate import slowest_per_cycle
 
 LIMITS = Limits(capacity=512, block_tokens=32)
 
@@ -11,6 +19,12 @@ LIMITS = Limits(capacity=512, block_tokens=32)
 def sample(job, batch, index, tokens) -> Sample:
     """Makes a sample from positional arguments."""
     return Sample(owner=job, batch=batch, index=index, num_tokens=tokens)
+
+
+def window_sum(schedule: Schedule, cost: CostModel) -> float:
+    """Sums, over all cycles, the time of the slowest microbatch in the pipeline."""
+    forward, backward = cost.schedule_times(schedule)
+    return float(slowest_per_cycle(forward + backward).sum())
 
 
 @st.composite

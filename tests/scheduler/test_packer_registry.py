@@ -14,8 +14,8 @@ from jaxlora.scheduler import (
     get_packer,
     lower_bound,
     violations,
-    window_sum,
 )
+from tests.scheduler.strategies import window_sum
 
 LIMITS = Limits(capacity=64, block_tokens=8)
 

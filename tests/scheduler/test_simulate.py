@@ -21,9 +21,8 @@ from jaxlora.scheduler import (
     lower_bound,
     pack_ticks,
     simulate,
-    window_sum,
 )
-from tests.scheduler.strategies import LIMITS, costs, job_mixes
+from tests.scheduler.strategies import LIMITS, costs, job_mixes, window_sum
 
 UNIT = Limits(capacity=100, block_tokens=1)
 PER_TOKEN = AffineCost(base=0, per_token=1, per_square=0)

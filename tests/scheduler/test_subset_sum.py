@@ -5,7 +5,7 @@ import itertools
 import hypothesis
 import hypothesis.strategies as st
 
-from jaxlora.scheduler.fill import best_subsets
+from jaxlora.scheduler.windows.fill import best_subsets
 
 
 @hypothesis.settings(deadline=None)

@@ -74,12 +74,12 @@ class Executor(Protocol):
     `run`, and while its iterator is suspended at an item.
     """
 
-    def is_free(self, slot: int) -> bool:
-        """Whether a job may be put into a slot: it has none, and none is in flight."""
-        ...
-
     def load(self, slot: int, adapter: Adapter, optimizer: str) -> None:
-        """Puts an adapter into a free slot, with empty state of its optimizer."""
+        """Puts an adapter into a free slot, with empty state of its optimizer.
+
+        A slot is free if it has no job, and no tick in flight has rows of its last one;
+        see `StreamPlan.is_free`.
+        """
         ...
 
     def restore(self, slot: int, parked: ParkedSlot, like: Adapter) -> None:
@@ -96,15 +96,6 @@ class Executor(Protocol):
         """Returns the whole state of a slot, without gradients that are pending.
 
         While the iterator of `run` is suspended, the slot is one of the item's.
-        """
-        ...
-
-    def read(self, slot: int, like: Adapter) -> Adapter:
-        """Returns the adapter in a slot; see `copy`.
-
-        Args:
-            slot: The slot.
-            like: Adapter that the slot was loaded with, which gives modules and ranks.
         """
         ...
 

@@ -4,13 +4,11 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from jaxlora.common.counted import counted
-from jaxlora.memory.run_memory import RunMemory
 from jaxlora.run.events import (
     EvalEvent,
-    Event,
     JobEndEvent,
     JobEvent,
     JobPauseEvent,
@@ -20,16 +18,13 @@ from jaxlora.run.events import (
     StepEvent,
 )
 from jaxlora.run.saved_stream import SavedStream
-from jaxlora.scheduler.stream import Position
+from jaxlora.scheduler.streams.stream import Position
 from jaxlora.train.cloning import end_orphans, start_copies
-from jaxlora.train.early_exit import EarlyExit
-from jaxlora.train.execute.executor import Executor, StepOutcome
-from jaxlora.train.execute.samples import MakeSamples
+from jaxlora.train.execute.executor import StepOutcome
+from jaxlora.train.execute.run_services import RunServices
 from jaxlora.train.job_state import JobState
 from jaxlora.train.plan.job_slots import JobPosition, assign_slots
-from jaxlora.train.plan.run_plan import RunPlan
 from jaxlora.train.plan.stream_plan import StreamPlan
-from jaxlora.train.requests import Requests
 
 logger = logging.getLogger(__name__)
 
@@ -46,45 +41,20 @@ class JobLifecycle:
         untimed_seconds: Time that was not spent on training, since it was last reset.
     """
 
-    def __init__(
-        self,
-        plan: RunPlan,
-        jobs: Sequence[JobState],
-        executor: Executor,
-        ticks: StreamPlan,
-        *,
-        first_round: int,
-        memory: RunMemory,
-        requests: Requests,
-        early_exit: EarlyExit,
-        export: Callable[[JobState], None],
-        send: Callable[[Event], None],
-        make_samples: MakeSamples | None = None,
-    ):
+    def __init__(self, run: RunServices, ticks: StreamPlan, first_round: int):
         """Makes the object; see `Stream`.
 
         Args:
-            plan: The plan of the run.
-            jobs: Jobs of the run.
-            executor: Has the slots.
+            run: Has the jobs and the slots, and decides which jobs may run.
             ticks: The microbatches.
             first_round: Rounds done before.
-            memory: Limits the jobs that run at once.
-            requests: Requests to stop and to pause jobs.
-            early_exit: Decides which jobs of a sweep end early.
-            export: Writes a job's adapter.
-            send: Sends an event to the callbacks.
-            make_samples: Generates texts with the adapters in slots, for evaluations.
         """
-        self.jobs, self.by_slot = jobs, {}
+        self.jobs, self.by_slot = run.jobs, {}
         self.round, self.has_events, self.may_start = first_round, False, True
         self.untimed_seconds = 0.0
-        self._plan, self._config = plan, plan.config
-        self._executor, self._ticks = executor, ticks
-        self._memory, self._usable = memory, plan.num_slots
-        self._requests, self._export = requests, export
-        self._early_exit = early_exit
-        self._send, self._make_samples = send, make_samples
+        self._run, self._executor, self._ticks = run, run.executor, ticks
+        self._capacity = run.plan.config.limits.capacity
+        self._usable = run.plan.num_slots
         self._numbers: dict[str, int] = {}  # of jobs, by name
         self._settled: tuple[int, ...] | None = None  # see `is_settled`
 
@@ -158,8 +128,8 @@ class JobLifecycle:
 
     def _why_held(self, job: JobState) -> str | None:
         """Returns why a job is not to run: by request, or as a sweep compares it."""
-        asked = self._requests.pause_reason(job.name)
-        return asked or self._early_exit.waiting_reason(job)
+        asked = self._run.requests.pause_reason(job.name)
+        return asked or self._run.early_exit.waiting_reason(job)
 
     def has_work(self) -> bool:
         """Whether a job runs or may start."""
@@ -167,7 +137,12 @@ class JobLifecycle:
 
     def is_settled(self) -> bool:
         """Whether nothing has come up since the last `change`."""
-        return self._settled == (len(self.jobs), self._requests.version)
+        return self._settled == self._seen()
+
+    def _seen(self) -> tuple[int, ...]:
+        """Returns what changes when a job may have to start, to pause or to end."""
+        memory, requests = self._run.memory, self._run.requests
+        return len(self.jobs), requests.version, memory.num_readings
 
     def change(self, at_border: Collection[JobState]) -> None:
         """Ends, pauses and starts jobs.
@@ -175,15 +150,15 @@ class JobLifecycle:
         Args:
             at_border: The jobs with a slot that are between two global batches.
         """
-        seen = len(self.jobs), self._requests.version
+        seen = self._seen()
         num_left = self._end_stopped(at_border)
         here = [job for job in at_border if job.has_slot]
         num_left += self._pause_held(here)
         positions = assign_slots(
             self._positions(),
             self._usable_slots(),
-            preempts=self._config.preempt,
-            lanes=self._plan.lanes,
+            preempts=self._run.plan.config.preempt,
+            lanes=self._run.plan.lanes,
         )
         num_left += self._pause_for_priority(positions, here)
         num_left += self._start_jobs(positions)
@@ -197,10 +172,10 @@ class JobLifecycle:
 
     def _usable_slots(self) -> int:
         """Returns how many jobs may run at once; says why if these become fewer."""
-        tokens = self._config.limits.capacity
-        usable = self._memory.usable_slots(tokens)
+        memory, tokens = self._run.memory, self._capacity
+        usable = memory.usable_slots(tokens)
         if usable < self._usable:
-            logger.warning("%s", self._memory.explain(usable, tokens))
+            logger.warning("%s", memory.explain(usable, tokens))
         self._usable = usable
         return usable
 
@@ -209,7 +184,7 @@ class JobLifecycle:
         count = 0
         while True:
             # No rung waits any more for a job that has ended or was paused.
-            self._early_exit.review(self.jobs)
+            self._run.early_exit.review(self.jobs)
             here = [job for job in self.jobs if job in at_border or not job.has_slot]
             ended = self.end_jobs(here)
             if not ended:
@@ -245,8 +220,7 @@ class JobLifecycle:
             job, slot = self.jobs[position.job], position.slot
             if slot is None or job.has_slot or not self.may_start:
                 continue
-            is_free = self._ticks.is_free(slot) and self._executor.is_free(slot)
-            if slot in self.by_slot or not is_free:
+            if slot in self.by_slot or not self._ticks.is_free(slot):
                 continue  # soon
             if job.parked is None:
                 new.append(job)
@@ -295,7 +269,7 @@ class JobLifecycle:
             num_steps=job.num_steps,
             **values,
         )
-        self._send(event)
+        self._run.send(event)
 
     # ---- steps and evaluations -----------------------------------------------------
 
@@ -330,7 +304,7 @@ class JobLifecycle:
 
     def wants_eval(self, job: JobState) -> bool:
         """Whether an evaluation is due after the steps that a job has done."""
-        return job.wants_eval() or self._early_exit.wants_eval(job)
+        return job.wants_eval() or self._run.early_exit.wants_eval(job)
 
     def evaluate(self, jobs: Sequence[JobState]) -> None:
         if not jobs:
@@ -346,18 +320,18 @@ class JobLifecycle:
             is_best = job.note_eval(loss)
             if is_best and job.settings.keep_best:
                 with self._untimed():
-                    self._export(job)
+                    self._run.export(job)
             self._send_of(job, EvalEvent, eval_loss=loss, is_best=is_best)
-        if self._early_exit.note(self.jobs, sound):
+        if self._run.early_exit.note(self.jobs, sound):
             self._settled = None  # jobs may have to wait, or to end
         self._send_samples(sound)
 
     def _send_samples(self, jobs: Sequence[JobState]) -> None:
         """Generates texts with the adapters of jobs that were evaluated."""
-        if self._make_samples is None or not jobs:
+        if self._run.make_samples is None or not jobs:
             return
         with self._untimed():
-            samples = self._make_samples({job.name: job.slot for job in jobs})
+            samples = self._run.make_samples({job.name: job.slot for job in jobs})
         for job in jobs:
             for values in samples[job.name]:
                 self._send_of(job, SampleEvent, **values)
@@ -398,7 +372,7 @@ class JobLifecycle:
             and not job.settings.keep_best
         ):
             with self._untimed():
-                self._export(job)
+                self._run.export(job)
         job.parked = None
         if job.has_slot:
             self._leave(job)
@@ -417,8 +391,8 @@ class JobLifecycle:
             patience = job.settings.early_stopping
             reason = f"no better evaluation for {patience} evaluations"
             job.update(status="stopped early", reason=reason)
-        elif (stop := self._early_exit.stop_of(job)) is not None:
+        elif (stop := self._run.early_exit.stop_of(job)) is not None:
             reason = f"{stop.rule}: {stop.reason}"
             job.update(status="stopped early", reason=reason, stopped_by=stop.rule)
-        elif (reason := self._requests.stop_reason(job.name)) is not None:
+        elif (reason := self._run.requests.stop_reason(job.name)) is not None:
             job.update(status="stopped", reason=reason)

@@ -18,7 +18,8 @@ from jaxlora.data.pack import (
 )
 from jaxlora.models.forward import Base, JobLosses
 from jaxlora.modules.length_classes import shortest_class
-from jaxlora.scheduler import Limits, Microbatch, Sample, greedy
+from jaxlora.scheduler import Limits, Microbatch, Sample
+from jaxlora.scheduler.algorithms import greedy
 from jaxlora.scheduler.lanes import Tick, ticks_of
 from jaxlora.sharding.global_arrays import everywhere, put
 from jaxlora.train.execute.executor import Outcomes, TickSource
@@ -70,26 +71,23 @@ class StagedExecutor:
 
     # ---- slots ---------------------------------------------------------------------
 
-    def is_free(self, slot: int) -> bool:
-        """Whether a job may be put into a slot."""
-        is_used = self.slots.has_job(slot)
-        return not (is_used or (self._stream and self._stream.is_leaving(slot)))
-
     def load(self, slot: int, adapter: Adapter, optimizer: str) -> None:
         """Puts an adapter into a free slot, with empty state of its optimizer."""
+        self._check_free(slot)
         self.slots.load(slot, adapter, optimizer)
 
     def restore(self, slot: int, parked: ParkedSlot, like: Adapter) -> None:
         """Puts a parked state into a free slot."""
+        self._check_free(slot)
         self.slots.restore(slot, parked, like)
+
+    def _check_free(self, slot: int) -> None:
+        is_leaving = self._stream is not None and self._stream.is_leaving(slot)
+        assert not is_leaving, f"passes in flight would add gradients to slot {slot}"
 
     def copy(self, slot: int) -> ParkedSlot:
         """Returns the whole state of a slot, without pending gradients."""
         return self.slots.copy(slot)
-
-    def read(self, slot: int, like: Adapter) -> Adapter:
-        """Returns the adapter in a slot, at the ranks of `like`."""
-        return self.slots.read(slot, like)
 
     def release(self, slot: int) -> None:
         """Empties a slot; gradients that queued passes add later are discarded."""

@@ -7,21 +7,17 @@ others go on: the stream is then planned anew from the next microbatch on.
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 from jaxlora.adapters.slots import ReadSlot
-from jaxlora.memory.run_memory import RunMemory
-from jaxlora.run.events import Event, WindowEvent
+from jaxlora.run.events import WindowEvent
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.scheduler import Schedule
-from jaxlora.train.early_exit import EarlyExit
-from jaxlora.train.execute.executor import Executor, Outcomes
+from jaxlora.train.execute.executor import Outcomes
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
-from jaxlora.train.execute.samples import MakeSamples
+from jaxlora.train.execute.run_services import RunServices
 from jaxlora.train.job_state import JobState
-from jaxlora.train.plan.run_plan import RunPlan
 from jaxlora.train.plan.stream_plan import StreamPlan
-from jaxlora.train.requests import Requests
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,52 +62,19 @@ class Stream:
     has left. A checkpoint ends one, too.
     """
 
-    def __init__(
-        self,
-        plan: RunPlan,
-        jobs: Sequence[JobState],
-        executor: Executor,
-        *,
-        first_round: int,
-        memory: RunMemory,
-        requests: Requests,
-        early_exit: EarlyExit,
-        export: Callable[[JobState], None],
-        send: Callable[[Event], None],
-        make_samples: MakeSamples | None = None,
-    ):
+    def __init__(self, run: RunServices, first_round: int):
         """Makes the object; `restore` and `start` come first.
 
         Args:
-            plan: The plan of the run.
-            jobs: Jobs of the run; more may be added at a border.
-            executor: Runs the microbatches.
+            run: The parts of the run.
             first_round: Rounds done before.
-            memory: Is corrected by what the devices report, and limits the jobs.
-            requests: Requests to stop and to pause jobs; more may come at any time.
-            early_exit: Decides which jobs of a sweep end early.
-            export: Writes a job's adapter.
-            send: Sends an event to the callbacks.
-            make_samples: Generates texts with the adapters in slots, for evaluations.
         """
-        self._plan, self._config = plan, plan.config
-        self._executor, self._memory, self._send = executor, memory, send
+        self._plan, self._config = run.plan, run.plan.config
+        self._executor, self._memory, self._send = run.executor, run.memory, run.send
         self._ticks = StreamPlan(
-            plan.rules, lambda job, step: jobs[job].prepared.lengths(step)
+            run.plan.rules, lambda job, step: run.jobs[job].prepared.lengths(step)
         )
-        self._life = JobLifecycle(
-            plan,
-            jobs,
-            executor,
-            self._ticks,
-            first_round=first_round,
-            memory=memory,
-            requests=requests,
-            early_exit=early_exit,
-            export=export,
-            send=send,
-            make_samples=make_samples,
-        )
+        self._life = JobLifecycle(run, self._ticks, first_round)
         self._due: set[str] = set()  # jobs without a step in this round
         self._has_stepped = False  # in this round
         self._stepped: list[JobState] = []  # jobs that are between two batches

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from jaxlora.adapters.optimizers import find_optimizer
 from jaxlora.config import DataConfig, RunConfig
-from jaxlora.data.fields import check_template
 from jaxlora.data.objectives import find_objective
+from jaxlora.data.rendering.fields import check_template
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
 from jaxlora.hf.files import tokenizer_folder
 from jaxlora.hf.load import FrozenModel

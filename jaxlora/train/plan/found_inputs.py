@@ -21,7 +21,7 @@ def missing_inputs(values: Mapping[str, Any]) -> list[tuple[Path, JaxloraError]]
         For each missing file or folder, the path of the setting and the error. Ids on
         the hub are not looked up.
     """
-    from jaxlora.data.read import check_found
+    from jaxlora.data.records.read import check_found
     from jaxlora.hf.files import find_local
 
     found: list[tuple[Path, JaxloraError]] = []

@@ -6,9 +6,10 @@ import pathlib
 import jax.numpy as jnp
 
 from jaxlora.config import RunConfig
+from jaxlora.config.base_settings import BaseSettings
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.base_format import find_base_format
-from jaxlora.hf.checkpoint import open_checkpoint, planned_checkpoint
+from jaxlora.hf.checkpoint import planned_checkpoint
 from jaxlora.hf.load import FrozenModel, base_dtype
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.decoder import DecoderOptions
@@ -31,13 +32,13 @@ class PlannedModel:
     base_format: BaseFormat | None
 
     @staticmethod
-    def of(config: RunConfig, model: FrozenModel) -> "PlannedModel":
+    def of(settings: BaseSettings, model: FrozenModel) -> "PlannedModel":
         """Describes a model that is loaded.
 
         Raises:
             ConfigError: Settings of the base do not fit the model.
         """
-        base_format = run_format(config, model.config, model.base_format)
+        base_format = run_format(settings, model.config, model.base_format)
         return PlannedModel(
             config=model.config, dtype=model.dtype, base_format=base_format
         )
@@ -65,11 +66,8 @@ def planned_model(config: RunConfig, folder: pathlib.Path) -> PlannedModel:
     """
     # A folder of the hub's cache may hold a part of the weights.
     is_local = pathlib.Path(config.model).exists()
-    if is_local and any(folder.glob("*.safetensors")):
-        checkpoint = open_checkpoint(folder)
-        checkpoint.check()
-    else:
-        checkpoint = planned_checkpoint(folder)
+    has_weights = is_local and any(folder.glob("*.safetensors"))
+    checkpoint = planned_checkpoint(folder, checks_weights=has_weights)
     stored = find_base_format(checkpoint, config.quantize_base, config.keep_bf16)
     return PlannedModel(
         config=checkpoint.config,

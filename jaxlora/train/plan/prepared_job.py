@@ -18,11 +18,12 @@ from jaxlora.adapters.targets import ModuleLora, check_ranks, resolve_targets
 from jaxlora.common.counted import counted
 from jaxlora.common.note import Note
 from jaxlora.config import LoraJob, RunConfig
+from jaxlora.config.sweep_config import Sweep
 from jaxlora.data.objectives import Objective, find_objective
 from jaxlora.data.order import JobOrder
-from jaxlora.data.token_cache import user_token_cache
-from jaxlora.data.tokenize import DataReader, TokenizedData
 from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.data.tokens.token_cache import user_token_cache
+from jaxlora.data.tokens.tokenize import DataReader, TokenizedData
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.names import linear_shapes
@@ -211,17 +212,17 @@ def prepare_jobs(
     return prepared
 
 
-def check_comparable(config: RunConfig, jobs: Sequence[PreparedJob]) -> None:
+def check_comparable(sweep: Sweep | None, jobs: Sequence[PreparedJob]) -> None:
     """Checks that the rules of a sweep compare losses on the same held-out samples.
 
     Args:
-        config: The run.
+        sweep: The sweep of a run, if it has one.
         jobs: Its jobs, and those that are about to join.
 
     Raises:
         ConfigError: Two jobs hold out different samples.
     """
-    if config.sweep is None or not config.sweep.early_exit:
+    if sweep is None or not sweep.early_exit:
         return
     first: dict[str | None, str] = {}
     for job in jobs:

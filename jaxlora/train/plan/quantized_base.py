@@ -6,7 +6,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxlora.common.counted import counted
-from jaxlora.config import RunConfig
+from jaxlora.config.base_settings import BaseSettings
 from jaxlora.errors import ConfigError
 from jaxlora.families.model_config import ModelConfig
 from jaxlora.hf.base_format import kept_linears
@@ -21,12 +21,12 @@ _VALUES, _TRANSPOSED = ".kernel.values", ".kernel.transposed"
 
 
 def run_format(
-    config: RunConfig, model: ModelConfig, stored: BaseFormat | None
+    settings: BaseSettings, model: ModelConfig, stored: BaseFormat | None
 ) -> BaseFormat | None:
     """Returns the format of a run's base; None if it is not quantized.
 
     Args:
-        config: The run.
+        settings: Settings of the base.
         model: The model.
         stored: Format of the weights that are loaded, or will be.
 
@@ -35,25 +35,25 @@ def run_format(
     """
     name = None if stored is None else stored.name
     described = "not quantized" if name is None else f"in {name}"
-    if config.quantize_base not in (None, name):
+    if settings.quantize_base not in (None, name):
         raise ConfigError(
-            f"quantize_base is {config.quantize_base}, and the base is {described}. "
-            f"Load it with load_model(..., quantize={config.quantize_base!r})."
+            f"quantize_base is {settings.quantize_base}, and the base is {described}. "
+            f"Load it with load_model(..., quantize={settings.quantize_base!r})."
         )
     multiplies = stored is not None and stored.options.multiplies_forward
-    if config.fp8_settings and not multiplies:
+    if settings.fp8_settings and not multiplies:
         raise ConfigError(
-            f"{config.fp8_settings[0]} has a meaning for an fp8 base only, and the "
+            f"{settings.fp8_settings[0]} has a meaning for an fp8 base only, and the "
             f"base is {described}. Leave it out, or set quantize_base: fp8."
         )
     if stored is None:
         return None
-    if changed := set(kept_linears(model, config.keep_bf16)) - set(stored.kept):
+    if changed := set(kept_linears(model, settings.keep_bf16)) - set(stored.kept):
         raise ConfigError(
             f"keep_bf16 matches {min(changed)}, which is quantized in this base. Load "
-            f"it with load_model(..., keep_bf16={list(config.keep_bf16)})."
+            f"it with load_model(..., keep_bf16={list(settings.keep_bf16)})."
         )
-    return stored.replace(fp8_backward=config.fp8_backward, transposed=False)
+    return stored.replace(fp8_backward=settings.fp8_backward, transposed=False)
 
 
 def with_copies(model: FrozenModel, base_format: BaseFormat | None) -> FrozenModel:

@@ -8,7 +8,7 @@ from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
 from jaxlora.memory.mesh import MeshStages
 from jaxlora.scheduler import CostModel, Lanes, Sample
-from jaxlora.scheduler.buckets import Buckets, choose
+from jaxlora.scheduler.streams.buckets import Buckets, choose
 from jaxlora.train.plan.auto_mesh.predict import Rates, shape_seconds
 from jaxlora.train.plan.job_slots import JobPosition
 from jaxlora.train.plan.prepared_job import PreparedJob

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.scheduler import Sample, Schedule, padded_tokens
 from jaxlora.scheduler.lanes import Tick, ticks_of
-from jaxlora.scheduler.plan_ahead import PlanAhead
-from jaxlora.scheduler.stream import (
+from jaxlora.scheduler.streams.plan_ahead import PlanAhead
+from jaxlora.scheduler.streams.stream import (
     Lengths,
     Position,
     Rules,

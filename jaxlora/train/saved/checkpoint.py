@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import logging
+import os
 import pathlib
 import re
 import shutil
@@ -55,7 +56,8 @@ class Checkpoints:
         """Opens a folder for writing and removes incomplete checkpoints.
 
         Args:
-            folder: Folder that holds only checkpoints; one process writes to it.
+            folder: Folder that holds only checkpoints; one process writes to it. It is
+                made before the first of them.
             keep: Number of checkpoints to keep; None: all.
             is_writer: Whether this process writes; otherwise it only reads, and the
                 folder is left as it is.
@@ -66,9 +68,8 @@ class Checkpoints:
         self._folder, self._keep = folder.absolute(), keep
         # Orbax also logs the errors that it raises, with the traces of its threads.
         logging.getLogger("absl").addFilter(_is_not_raised_as_well)
-        if is_writer:
+        if is_writer and os.path.lexists(self._folder):
             with self._explaining():
-                make_folder(self._folder)
                 _check_folders(self._folder)
 
     @functools.cached_property
@@ -76,6 +77,7 @@ class Checkpoints:
         # Importing orbax takes a second, in the thread that writes.
         from jaxlora.train.saved.orbax_folder import open_manager
 
+        make_folder(self._folder)
         return open_manager(self._folder, self._keep)
 
     def prepare(self) -> None:

@@ -20,9 +20,9 @@ import jaxlora
 from jaxlora.bench.fuse.programs import PROGRAMS, Program
 from jaxlora.bench.options import add_output_dir
 from jaxlora.bench.report import Rows, about, device_times, require_gpu, table
-from jaxlora.fuse.cost import Cost, graph_cost
-from jaxlora.fuse.graph import data_flow
-from jaxlora.fuse.kernel_rates import describe_device
+from jaxlora.fuse.predict.cost import Cost, graph_cost
+from jaxlora.fuse.predict.graph import data_flow
+from jaxlora.fuse.predict.kernel_rates import describe_device
 
 WAYS = ("original", "fused")
 

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
-from jaxlora.scheduler import Lanes, Limits, Sample, Schedule, mlora
+from jaxlora.scheduler import Lanes, Limits, Sample, Schedule
+from jaxlora.scheduler.algorithms import mlora
 from jaxlora.train.job_state import JobState
 from jaxlora.train.plan.job_slots import pack_whole
 

@@ -41,14 +41,13 @@ from jaxlora.scheduler import (
     Sample,
     Schedule,
     joint,
-    lorafusion,
     lower_bound,
-    mlora,
     simulate,
     violations,
 )
+from jaxlora.scheduler.algorithms import lorafusion, mlora
 from jaxlora.scheduler.lanes import ONE_LANE
-from jaxlora.scheduler.stream import Position, Rules, whole_stream
+from jaxlora.scheduler.streams.stream import Position, Rules, whole_stream
 from jaxlora.scheduler.types import batches_by_job
 from jaxlora.train.plan.job_slots import fixed_shape_cost
 

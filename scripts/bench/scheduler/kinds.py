@@ -17,15 +17,14 @@ from jaxlora.scheduler import (
     Schedule,
     get_packer,
     joint,
-    lorafusion,
     lower_bound,
-    mlora,
     pack_ticks,
     simulate,
     violations,
 )
-from jaxlora.scheduler.lane_fill import fill_ticks, queue_of
-from jaxlora.scheduler.ticks import arrange
+from jaxlora.scheduler.algorithms import lorafusion, mlora
+from jaxlora.scheduler.streams.lane_fill import fill_ticks, queue_of
+from jaxlora.scheduler.streams.ticks import arrange
 
 STAGES, LANES, LAST_STAGES = (1, 4, 8, 16), (1, 2, 8), (1.0, 1.06)
 _PLAIN = joint.Effort(polish_rounds=0)

@@ -8,12 +8,13 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from jaxlora.config import DataConfig, LoraJob
-from jaxlora.data import encode_records, template
-from jaxlora.data.template import TemplatePool
-from jaxlora.data.template_task import TemplateLimits
-from jaxlora.data.tokenize import DataReader
+from jaxlora.data.templates import template
+from jaxlora.data.templates.template import TemplatePool
+from jaxlora.data.templates.template_task import TemplateLimits
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
-from tests.jaxlora.data import templates
+from jaxlora.data.tokens import encode_records
+from jaxlora.data.tokens.tokenize import DataReader
+from tests.jaxlora.data import chat_templates
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<pad>"]
 NOW = datetime.datetime(2024, 7, 26)
@@ -58,7 +59,7 @@ def make_folder(tmp_path, backend_json):
                 "bos_token": "<s>",
                 "eos_token": {"content": "</s>", "special": True},
                 "pad_token": "<pad>",
-                "chat_template": templates.SMOLLM2,
+                "chat_template": chat_templates.SMOLLM2,
             }
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
         for name, content in files.items():
@@ -72,7 +73,7 @@ def make_folder(tmp_path, backend_json):
 def make_tokenizer(make_folder):
     """Loads a tokenizer with the given chat template."""
 
-    def make(template: str = templates.SMOLLM2, around: str = "$A") -> Tokenizer:
+    def make(template: str = chat_templates.SMOLLM2, around: str = "$A") -> Tokenizer:
         return load_tokenizer(
             make_folder(around, chat_template__jinja=template), now=NOW
         )

@@ -16,9 +16,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxlora.config import DataConfig, LoraJob
-from jaxlora.data.token_cache import TokenCache
-from jaxlora.data.tokenize import DataReader
 from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.data.tokens.token_cache import TokenCache
+from jaxlora.data.tokens.tokenize import DataReader
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,9 +7,9 @@ import tokenizers
 
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import DataError, ModelError
-from tests.jaxlora.data import templates
+from tests.jaxlora.data import chat_templates
+from tests.jaxlora.data.chat_templates import SYSTEM, TALK
 from tests.jaxlora.data.conftest import SPECIAL
-from tests.jaxlora.data.templates import SYSTEM, TALK
 
 
 def test_special_tokens_are_texts_or_objects(make_tokenizer):
@@ -196,22 +196,22 @@ CALL = {"function": {"name": "f", "arguments": {"x": "<é>"}}}
     ("template", "messages", "extras", "expected"),
     [
         (
-            templates.SMOLLM2,
+            chat_templates.SMOLLM2,
             TALK,
             {},
             "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained "
             "by Hugging Face<|im_end|>\n" + CHATML_TALK,
         ),
         (
-            templates.SMOLLM2,
+            chat_templates.SMOLLM2,
             [SYSTEM, *TALK[:1]],
             {"add_generation_prompt": True},
             "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
             "Hi <there> & 🙂 <|im_end|>\n<|im_start|>assistant\n",
         ),
-        (templates.CHATML, TALK, {}, CHATML_TALK),
+        (chat_templates.CHATML, TALK, {}, CHATML_TALK),
         (
-            templates.LLAMA3,
+            chat_templates.LLAMA3,
             TALK,
             {},
             f"{LLAMA3_SYSTEM}{LLAMA3_USER}{LLAMA3_ANSWER}Hello!<|eot_id|>"
@@ -219,27 +219,27 @@ CALL = {"function": {"name": "f", "arguments": {"x": "<é>"}}}
             f"{LLAMA3_ANSWER}Fine.<|eot_id|>",
         ),
         (
-            templates.LLAMA3,
+            chat_templates.LLAMA3,
             [SYSTEM, *TALK[:1]],
             {"add_generation_prompt": True},
             f"{LLAMA3_SYSTEM}Be brief.{LLAMA3_USER}{LLAMA3_ANSWER}",
         ),
         (
-            templates.LLAMA3,
+            chat_templates.LLAMA3,
             [{"role": "assistant", "content": "", "tool_calls": [CALL]}],
             {},
             f"{LLAMA3_SYSTEM}<|eot_id|>{LLAMA3_ANSWER}"
             '{"name": "f", "arguments": {"x": "<é>"}}<|eot_id|>',
         ),
         (
-            templates.LLAMA3,
+            chat_templates.LLAMA3,
             TALK[:1],
             {"tools": [{"name": "é<"}]},
             "<s><|start_header_id|>system<|end_header_id|>\n\nEnvironment: ipython\n"
             '{\n    "name": "é<"\n}\n\nToday Date: 26 Jul 2024\n\n' + LLAMA3_USER,
         ),
         (
-            templates.MISTRAL,
+            chat_templates.MISTRAL,
             TALK,
             {"add_generation_prompt": True},
             "<s>[INST] Hi <there> & 🙂  [/INST]Hello!</s>[INST] How? [/INST]"
@@ -286,7 +286,7 @@ def test_template_that_does_not_parse(make_tokenizer):
 
 def test_template_may_refuse(make_tokenizer):
     with pytest.raises(DataError, match="roles must alternate"):
-        make_tokenizer(templates.MISTRAL).chat.render([SYSTEM, *TALK])
+        make_tokenizer(chat_templates.MISTRAL).chat.render([SYSTEM, *TALK])
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import jaxlora
 from jaxlora.errors import FuseError
 from jaxlora.fuse import api, rewrite
 from jaxlora.fuse.api import trace_call
-from jaxlora.fuse.cost import decide
 from jaxlora.fuse.explain import explain_sites
+from jaxlora.fuse.predict.cost import decide
 from tests.jaxlora.fuse import linears
 from tests.jaxlora.fuse.linears import key_shape, shape
 

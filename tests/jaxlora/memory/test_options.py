@@ -7,13 +7,18 @@ import pytest
 
 from jaxlora.config import RunConfig
 from jaxlora.costs.device_speed import find_speed
-from jaxlora.costs.throughput import seconds_per_token
 from jaxlora.memory import estimate, mesh
 from jaxlora.memory.bounds import Bounds
 from jaxlora.memory.device_memory import DeviceMemory
 from jaxlora.memory.estimate import StepBytes
 from jaxlora.memory.mesh import MeshStages
-from jaxlora.memory.options import Option, explain, fastest, find_options
+from jaxlora.memory.options import (
+    Option,
+    explain,
+    fastest,
+    find_options,
+    seconds_per_token,
+)
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.attention_table import ATTENTIONS
 from tests.llama import LLAMA_1B, LLAMA_8B, decoder

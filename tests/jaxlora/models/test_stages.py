@@ -292,7 +292,7 @@ def restore_slot(tables: list[SlotTable], parked: ParkedSlot) -> None:
 
 def park_slot(tables: list[SlotTable]) -> ParkedSlot:
     """The state of a slot of all stages together."""
-    return ParkedSlot.join([table.park(1) for table in tables])
+    return ParkedSlot.join([table.copy(1) for table in tables])
 
 
 def test_a_slot_that_leaves_one_cut_continues_in_another():

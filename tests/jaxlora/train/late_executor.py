@@ -33,14 +33,9 @@ class LateExecutor:
         self._source: TickSource | None = None
         self._jobs: Mapping[int, JobState] = {}
         self._may_release: set[int] | None = None  # None: any, between two runs
-        self._left: dict[int, int] = {}  # last microbatch in flight, by slot
-        self._number = 0  # of the microbatch that is queued
-
-    def is_free(self, slot: int) -> bool:
-        return slot not in self.steps and slot not in self._left
 
     def load(self, slot: int, adapter: Adapter, optimizer: str) -> None:
-        assert self.is_free(slot)
+        assert slot not in self.steps
         self.steps[slot] = 0
 
     def copy(self, slot: int) -> ParkedSlot:
@@ -49,18 +44,14 @@ class LateExecutor:
         return self.steps[slot]  # type: ignore[return-value]
 
     def restore(self, slot: int, parked: ParkedSlot, like: Adapter) -> None:
-        assert self.is_free(slot)
+        assert slot not in self.steps
         self.steps[slot] = parked  # type: ignore[assignment]
-
-    def read(self, slot: int, like: Adapter) -> Adapter:
-        assert slot in self.steps
-        return like
 
     def run(
         self, source: TickSource, jobs: Mapping[int, JobState]
     ) -> Iterator[Outcomes]:
         assert set(jobs) == set(self.steps), "another set of jobs"
-        self._source, self._jobs, self._number = source, jobs, 0
+        self._source, self._jobs = source, jobs
         left: Counter[tuple[int, int]] = Counter()
         # Microbatches that are queued, and the steps that they complete.
         flying: deque[tuple[StreamTick, dict[int, int]]] = deque()
@@ -74,11 +65,7 @@ class LateExecutor:
                 taken, steps = flying.popleft()
                 yield self._report(taken, steps)
                 prepared = source.take() if prepared is None else prepared
-            self._number += 1
-            for slot in [s for s, last in self._left.items() if last < self._number]:
-                del self._left[slot]
         self._source, self._may_release = None, None
-        self._left.clear()
 
     def _queue(
         self, taken: StreamTick, left: Counter[tuple[int, int]]
@@ -116,8 +103,6 @@ class LateExecutor:
     def release(self, slot: int) -> None:
         if self._may_release is not None:
             assert slot in self._may_release, "its step may be in flight"
-            if self.in_flight > 1:
-                self._left[slot] = self._number + self.in_flight
         del self.steps[slot]
 
     def snapshot(self) -> None:

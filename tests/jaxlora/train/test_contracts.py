@@ -13,7 +13,7 @@ from jaxlora.adapters.slots import SlotTable
 from jaxlora.data.pack import pack_microbatch, split_by_segment_limit
 from jaxlora.models.forward import SlotKeys
 from jaxlora.modules.trained_tensors import rate_ratios
-from jaxlora.scheduler import greedy
+from jaxlora.scheduler.algorithms import greedy
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.staged_executor import StagedExecutor
 from tests.jaxlora.train import fused

@@ -20,8 +20,8 @@ from jaxlora.data.objectives import (
     next_token_targets,
 )
 from jaxlora.data.pack import JobBatch, pack_microbatch
-from jaxlora.data.samples import TokenizedSample
-from jaxlora.data.tokenize import DataReader, TokenizedData
+from jaxlora.data.tokens.samples import TokenizedSample
+from jaxlora.data.tokens.tokenize import DataReader, TokenizedData
 from jaxlora.errors import ConfigError
 from jaxlora.scheduler import Limits
 from tests.jaxlora.train.test_contracts import assert_same_training

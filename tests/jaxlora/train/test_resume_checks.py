@@ -15,6 +15,7 @@ from jaxlora.errors import CheckpointError, DeviceError
 from jaxlora.hf.names import linear_shapes
 from jaxlora.train.execute.in_flight import InFlight
 from jaxlora.train.execute.staged_executor import StagedExecutor
+from jaxlora.train.open_run import OpenedRun
 from jaxlora.train.plan.prepared_job import PreparedJob
 from jaxlora.train.saved.checkpoint import Checkpoints
 from jaxlora.train.saved.describe_run import check_resumes
@@ -119,7 +120,9 @@ def test_more_steps_on_resume(config, model, tmp_path):
         Trainer(changed(config, jobs=(longest,)), model).train(resume=True)
 
 
-def test_fewer_steps_than_are_done_need_a_word(config, model, tmp_path, caplog):
+def test_fewer_steps_than_are_done_need_a_word(
+    config, model, tmp_path, caplog, monkeypatch
+):
     """Without it nothing is lost: the way back to the settings before is open."""
     job = config.jobs[0].model_copy(update={"lr_schedule": "constant", "steps": 9})
     shorter = job.model_copy(update={"steps": 2})
@@ -153,9 +156,11 @@ def test_fewer_steps_than_are_done_need_a_word(config, model, tmp_path, caplog):
     stopped = changed(config, output_dir=str(tmp_path / "stopped"))
     Trainer(stopped, model).train(callbacks=[InterruptAt(4)])
     message = r"has done [4-8] steps in .*, and the number wanted here is 2, "
+    new = changed(config, jobs=(other,), output_dir=str(tmp_path / "new"))
+    monkeypatch.setattr(OpenedRun, "fitted", lambda _: pytest.fail("it was compiled"))
     with pytest.raises(CheckpointError, match=message):
-        new = changed(config, jobs=(other,), output_dir=str(tmp_path / "new"))
         Trainer(new, model).train()
+    assert not (tmp_path / "new").exists()
 
 
 def test_less_patience_needs_a_word_too(tmp_path):

@@ -12,7 +12,10 @@ from scripts import arrows
 IMPORTED_BY = {
     "jax.experimental.mosaic": ("jaxlora.pallas_kernels.mosaic", "jaxlora.bench"),
     "jax.experimental.pallas": ("jaxlora.pallas_kernels.mosaic",),
-    "jinja2": ("jaxlora.data.sandbox", "jaxlora.data.template_worker"),
+    "jinja2": (
+        "jaxlora.data.templates.sandbox",
+        "jaxlora.data.templates.template_worker",
+    ),
     "matplotlib": (
         "jaxlora.train.report.plot",
         "jaxlora.fuse",
@@ -24,7 +27,7 @@ IMPORTED_BY = {
     "networkx": ("jaxlora.fuse",),
     "orbax": ("jaxlora.train.saved.orbax_folder",),
     "pulp": (
-        "jaxlora.scheduler.lorafusion",
+        "jaxlora.scheduler.algorithms.lorafusion",
         "jaxlora.scheduler.solver",
         "jaxlora.scheduler.sweep.plora",
     ),
@@ -33,7 +36,7 @@ IMPORTED_BY = {
     "tensorboardX": ("jaxlora.trackers.tensorboard",),
     "gguf": ("jaxlora.adapters.gguf_export", "jaxlora.hf.gguf_file"),
     "huggingface_hub.errors": ("jaxlora.hf",),
-    "pyarrow.parquet": ("jaxlora.data.files",),
+    "pyarrow.parquet": ("jaxlora.data.records.files",),
 }
 # What the packages above would bring along.
 _WITH_THEM = ("google.protobuf", "httpx", "httpx2", "PIL")

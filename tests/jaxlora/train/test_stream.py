@@ -7,9 +7,9 @@ import pytest
 
 from jaxlora import RunConfig, Trainer
 from jaxlora.run.log import read_events
-from jaxlora.scheduler import planner
-from jaxlora.scheduler.plan_ahead import PlanAhead
-from jaxlora.scheduler.planner import DEFAULT_EFFORT
+from jaxlora.scheduler.streams.plan_ahead import PlanAhead
+from jaxlora.scheduler.windows import planner
+from jaxlora.scheduler.windows.planner import DEFAULT_EFFORT
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.execute.staged_stream import StagedStream
 from jaxlora.train.plan.job_slots import (

@@ -9,7 +9,7 @@ import pytest
 
 from jaxlora.run.saved_stream import SavedStream
 from jaxlora.train.plan.stream_plan import StreamPlan, StreamTick
-from tests.scheduler.test_stream import KINDS, Mix
+from tests.scheduler.streams.test_stream import KINDS, Mix
 
 NUM_SLOTS = 4
 

@@ -11,8 +11,8 @@ import safetensors.numpy
 
 from jaxlora import LoraJob, RunConfig, Trainer
 from jaxlora.adapters import peft_export
-from jaxlora.data.tokenize import DataReader
 from jaxlora.data.tokenizer import load_tokenizer
+from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.run.log import read_events
 from jaxlora.train.execute.step import compiled_steps

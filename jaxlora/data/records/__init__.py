@@ -1,0 +1,1 @@
+"""Reads records from files and data sets, and checks their messages."""

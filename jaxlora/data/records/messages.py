@@ -1,0 +1,190 @@
+"""Checks a record's messages, and converts them for chat templates."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jaxlora.data.records.read import Record
+from jaxlora.data.records.tool_calls import read_calls, read_said_calls
+from jaxlora.data.records.values import check_text, without_nulls
+from jaxlora.errors import DataError
+
+Message = dict[str, Any]
+
+# Advice for records without a message of the assistant.
+RENAME_CURE = (
+    "If the assistant has another name there, rename its role to 'assistant'; if not, "
+    "remove the record"
+)
+
+# The roles of ShareGPT's speakers, in lower case; other names of speakers are roles
+# themselves.
+_ROLE_OF_SPEAKER = {
+    **{role: role for role in ("system", "user", "assistant", "tool")},
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot"), "assistant"),
+    **dict.fromkeys(("observation", "function_response", "tool_response"), "tool"),
+}
+_CALLING_SPEAKERS = ("function_call", "tool_call")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation to render.
+
+    Attributes:
+        messages: {role, content} messages. The content is null where a message only
+            calls tools.
+        untrained: Indices of the messages that have the weight 0.
+        tools: The tools that the assistant may call, or None.
+    """
+
+    messages: Sequence[Message]
+    untrained: tuple[int, ...] = ()
+    tools: list[Any] | None = None
+
+
+def read_messages(record: Record, field: str, *, is_columnar: bool) -> Conversation:
+    """Reads a record's messages, but not its tools.
+
+    Args:
+        record: The record.
+        field: Name of the field with the messages: {role, content}, or {from, value} as
+            in ShareGPT. The content is text, or a list of {type: text, text} parts. The
+            value of a `function_call` is JSON text.
+        is_columnar: Whether null stands for an absent key, at any depth.
+
+    Raises:
+        DataError: The field does not hold a list of messages.
+    """
+    messages = record[field]
+    if not isinstance(messages, list) or not messages:
+        raise DataError(
+            f"field {field!r} is {messages!r:.80}, not a list of messages. Write "
+            '[{"role": "user", "content": ...}, ...].'
+        )
+    if is_columnar:
+        messages = without_nulls(messages)
+    read = [_read_message(m, f"{field}[{i}]") for i, m in enumerate(messages)]
+    untrained = tuple(i for i, (_, is_trained) in enumerate(read) if not is_trained)
+    return Conversation([message for message, _ in read], untrained)
+
+
+def join_prompt(
+    prompt: Conversation, completion: Conversation, *, is_prompt_trained: bool
+) -> Conversation:
+    """Joins the messages of a prompt and of its completion.
+
+    Args:
+        prompt: The messages of the prompt.
+        completion: The messages of the completion.
+        is_prompt_trained: Whether answers of the assistant in the prompt are trained
+            on, too.
+
+    Raises:
+        DataError: There is no answer in the completion.
+    """
+    if all(message["role"] != "assistant" for message in completion.messages):
+        roles = ", ".join(message["role"] for message in completion.messages)
+        raise DataError(
+            "the completion has no message with the role 'assistant', so there is "
+            f"nothing to learn (roles: {roles}). {RENAME_CURE}."
+        )
+    untrained = prompt.untrained
+    if not is_prompt_trained:
+        untrained = tuple(
+            i for i, m in enumerate(prompt.messages) if m["role"] == "assistant"
+        )
+    after = tuple(len(prompt.messages) + i for i in completion.untrained)
+    messages = [*prompt.messages, *completion.messages]
+    return Conversation(messages, (*untrained, *after))
+
+
+def _read_message(message: Any, where: str) -> tuple[Message, bool]:
+    """Checks a message; returns it without its weight, and whether it is trained."""
+    if isinstance(message, dict) and {"from", "value"} <= message.keys():
+        message = _from_speaker(message, where)
+    if not isinstance(message, dict) or "role" not in message:
+        raise DataError(
+            f"{where} is {message!r:.80}, not a message. Write "
+            '{"role": "user", "content": ...}.'
+        )
+    # Templates test if a key exists, so a key with null is removed.
+    message = {key: value for key, value in message.items() if value is not None}
+    check_text(message.get("role"), f"{where}.role")
+    is_trained = _is_trained(message.pop("weight", 1), f"{where}.weight")
+    calls = message.pop("tool_calls", None)
+    if calls:
+        calls = read_calls(calls, f"{where}.tool_calls")
+        message.setdefault("content", None)
+    if calls:
+        message["tool_calls"] = calls
+    _check_content(message, where)
+    content = _read_content(message["content"], f"{where}.content")
+    if message["role"] == "assistant" and not (content or calls) and is_trained:
+        raise DataError(
+            f"{where} is an empty answer of the assistant, so there is nothing to "
+            "learn. Remove the message or the record, or give it the weight 0."
+        )
+    # Templates know by null, and not by an empty text, that a message only calls tools.
+    message["content"] = content or (None if calls else "")
+    return message, is_trained
+
+
+def _check_content(message: Message, where: str) -> None:
+    if message.get("function_call"):
+        raise DataError(
+            f"{where} has function_call, which OpenAI has replaced by tool_calls. "
+            'Write "tool_calls": [{"type": "function", "function": {"name": ..., '
+            "\"arguments\": ...}}], and give the results of calls the role 'tool'."
+        )
+    if "content" not in message:
+        raise DataError(
+            f"{where} has no content (keys: {', '.join(map(str, message))}). Write "
+            '{"role": ..., "content": ...} or {"from": ..., "value": ...}.'
+        )
+
+
+def _from_speaker(message: Message, where: str) -> Message:
+    """Converts {from, value} to {role, content}; other keys stay."""
+    others = {k: v for k, v in message.items() if k not in ("from", "value")}
+    speaker = message["from"]
+    name = speaker.lower() if isinstance(speaker, str) else ""
+    if name in _CALLING_SPEAKERS:
+        calls = read_said_calls(message["value"], f"{where}.value")
+        others = {"tool_calls": calls, **others}
+        return {"role": "assistant", "content": None, **others}
+    role = _ROLE_OF_SPEAKER.get(name, speaker)
+    return {"role": role, "content": message["value"], **others}
+
+
+def _is_trained(weight: Any, where: str) -> bool:
+    if not isinstance(weight, int | float) or weight not in (0, 1):
+        raise DataError(
+            f"{where} is {weight!r:.80}. Write 1 to train on the message or 0 not to. "
+            "Other weights are not supported."
+        )
+    return bool(weight)
+
+
+def _read_content(content: Any, where: str) -> str:
+    """Returns the text of a message, "" for null; the parts of a list are joined."""
+    if content is None:
+        return ""
+    if not isinstance(content, list):
+        return check_text(content, where)
+    texts = []
+    for i, part in enumerate(content):
+        if isinstance(part, dict) and part.get("type") not in (None, "text"):
+            raise DataError(
+                f"{where}[{i}] is a part of type {part['type']!r:.80}. Only text can "
+                "be trained on: remove the part or the record."
+            )
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise DataError(
+                f"{where}[{i}] is {part!r:.80}, of type {type(part).__name__}, not a "
+                'string or a {"type": "text", "text": ...} part. Only text can be '
+                "trained on: remove the part or the record."
+            )
+        texts.append(check_text(part.get("text"), f"{where}[{i}].text"))
+    return "".join(texts)

@@ -1,0 +1,1 @@
+"""Decides what is read of a record, and renders it as text with its targets."""

@@ -1,0 +1,160 @@
+"""Decides which fields of the records are read, and as what."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from jaxlora.config import DataConfig
+from jaxlora.data.records.preference import describe_preference
+from jaxlora.data.records.read import Record
+from jaxlora.data.rendering.fields import is_template
+from jaxlora.errors import DataError
+
+Kind = Literal["prompt_completion", "messages", "text", "alpaca"]
+
+# The settings that name the fields of each kind.
+_SETTINGS: Mapping[Kind, tuple[str, ...]] = {
+    "prompt_completion": ("prompt", "completion"),
+    "messages": ("messages",),
+    "text": ("text",),
+    "alpaca": (),
+}
+# The name that ShareGPT gives to the messages.
+_SHAREGPT = "conversations"
+ALPACA = ("instruction", "input", "output")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reading:
+    """The fields of the records that are read, and their meaning.
+
+    Attributes:
+        kind: The kind of the records.
+        fields: Names of the fields, or templates over fields, in the order of the
+            settings that name them.
+        has_messages: Whether prompts and completions are lists of messages, not texts.
+    """
+
+    kind: Kind
+    fields: tuple[str, ...]
+    has_messages: bool = False
+
+    def __str__(self) -> str:
+        names = ", ".join("a template" if is_template(f) else f for f in self.fields)
+        what = ": lists of messages" if self.has_messages else ""
+        return f"{self.kind} ({names}{what})"
+
+
+def has_kind(data: DataConfig, record: Record) -> bool:
+    """Whether a record can be read as at least one kind, with the user's settings."""
+    readings = _readings_that_fit(data, record)
+    return any(not _settings_of_other_kinds(data, r.kind) for r in readings)
+
+
+def choose_reading(data: DataConfig, first: Record) -> Reading:
+    """Chooses how records are read: by `data.kind`, or by the first record's fields.
+
+    If several kinds fit, one whose field names the user set is preferred.
+
+    Raises:
+        DataError: No kind fits, or more than one, or the user named a field of another
+            kind, or the prompt is a list of messages and the completion is not, or the
+            record holds a preference and the user chose no kind.
+    """
+    fits = _readings_that_fit(data, first)
+    if data.kind != "auto":
+        fits = [r for r in fits if r.kind == data.kind]
+    renamed = [
+        r for r in fits if any(_is_changed(data, key) for key in _SETTINGS[r.kind])
+    ]
+    found = ", ".join(map(str, first)) or "none"
+    is_chosen = bool(renamed) or (data.kind != "auto" and bool(fits))
+    preference = None if is_chosen else describe_preference(first)
+    if preference is not None:
+        raise DataError(f"{preference} (Fields found: {found}.)")
+    if data.kind != "auto" and not fits:
+        fits = [_asked_reading(data)]
+    choice = renamed or fits
+    for reading in choice:
+        _check_settings(data, reading, found)
+    if len(choice) == 1:
+        return _with_messages(choice[0], first)
+    if choice:
+        kinds = dict.fromkeys(r.kind for r in choice)
+        key, values = "kind", list(kinds)
+        if len(kinds) == 1:
+            key, values = "messages", [r.fields[0] for r in choice]
+        raise DataError(
+            f"records can be read as {' or as '.join(map(str, choice))} (fields found: "
+            f"{found}). Set data.{key} to the one that is meant: {' or '.join(values)}."
+        )
+    raise DataError(
+        f"records have the fields {found}; expected {data.prompt!r} and "
+        f"{data.completion!r}, or {data.messages!r}, or {_SHAREGPT!r}, or "
+        f"{data.text!r}, or {ALPACA[0]!r} and {ALPACA[2]!r}. Name the fields in "
+        "data.prompt and data.completion, data.messages or data.text."
+    )
+
+
+def _check_settings(data: DataConfig, reading: Reading, found: str) -> None:
+    """Checks that the user named no field that would be ignored."""
+    for kind, key in _settings_of_other_kinds(data, reading.kind):
+        keys = " and ".join(f"data.{name}" for name in _SETTINGS[kind])
+        raise DataError(
+            f"data.{key} is {getattr(data, key)!r:.80}, but the records are read as "
+            f"{reading} (fields found: {found}), which does not use it. Remove "
+            f"data.{key}; or set data.kind to {kind}, and {keys} to fields that the "
+            "records have."
+        )
+
+
+def _settings_of_other_kinds(data: DataConfig, kind: Kind) -> list[tuple[Kind, str]]:
+    """Returns the field settings that the user changed and that `kind` does not use."""
+    return [
+        (other, key)
+        for other, keys in _SETTINGS.items()
+        for key in keys
+        if other != kind and _is_changed(data, key)
+    ]
+
+
+def _asked_reading(data: DataConfig) -> Reading:
+    """Returns the reading that `data.kind` asks for, whatever the records have."""
+    assert data.kind != "auto"
+    fields = tuple(getattr(data, key) for key in _SETTINGS[data.kind])
+    return Reading(kind=data.kind, fields=fields or ALPACA)
+
+
+def _readings_that_fit(data: DataConfig, record: Record) -> list[Reading]:
+    readings = []
+    for kind, keys in _SETTINGS.items():
+        fields = tuple(getattr(data, key) for key in keys)
+        if fields and all(is_template(f) or f in record for f in fields):
+            readings.append(Reading(kind=kind, fields=fields))
+    if _SHAREGPT in record and not _is_changed(data, "messages"):
+        readings.append(Reading(kind="messages", fields=(_SHAREGPT,)))
+    if ALPACA[0] in record and ALPACA[2] in record:
+        fields = tuple(name for name in ALPACA if name in record)
+        readings.append(Reading(kind="alpaca", fields=fields))
+    return readings
+
+
+def _with_messages(reading: Reading, first: Record) -> Reading:
+    """Tells prompts and completions that are lists of messages from texts."""
+    if reading.kind != "prompt_completion":
+        return reading
+    lists, texts = [], []
+    for field in reading.fields:
+        is_list = not is_template(field) and isinstance(first.get(field), list)
+        (lists if is_list else texts).append(field)
+    if lists and texts:
+        raise DataError(
+            f"field {lists[0]!r} is a list of messages, and {texts[0]!r} is not. Make "
+            "both lists of messages, or both texts."
+        )
+    return dataclasses.replace(reading, has_messages=bool(lists))
+
+
+def _is_changed(data: DataConfig, key: str) -> bool:
+    """Whether the user gave a setting another value than its default."""
+    return getattr(data, key) != DataConfig.model_fields[key].default

@@ -1,0 +1,1 @@
+"""Chat templates, which run in child processes with limits."""

@@ -1,0 +1,236 @@
+"""A model's chat template, which renders conversations and marks the text to learn."""
+
+import dataclasses
+import datetime
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from jaxlora.data.records.messages import RENAME_CURE, Conversation, Message
+from jaxlora.data.templates.template import Answer, Failure, run_task
+from jaxlora.data.templates.template_task import Payload, Task
+from jaxlora.errors import DataError, ModelError
+
+Span = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chat:
+    """A rendered conversation, and the spans of its target characters."""
+
+    text: str
+    target_spans: tuple[Span, ...]
+
+
+class ModelChat:
+    """The chat template of a tokenizer.
+
+    It is parsed when it is first used, because not every run has chats. It runs in a
+    sandbox in a child process with limits (`jaxlora/data/templates/template.py`).
+
+    Attributes:
+        now: The time that the template sees.
+    """
+
+    def __init__(
+        self,
+        template: str | Mapping[str, str] | None,
+        special_tokens: Mapping[str, str],
+        *,
+        source: str,
+        now: datetime.datetime,
+    ):
+        """Wraps the template of a tokenizer's folder.
+
+        Args:
+            template: The template, or several by name.
+            special_tokens: Text of each special token, by `bos_token`, `eos_token`, ...
+            source: Where the template came from, for errors.
+            now: The time that the template sees.
+        """
+        self._template = template
+        self._special_tokens = special_tokens
+        self._source = source
+        self.now = now
+
+    @property
+    def sources(self) -> list[str]:
+        """The templates, of which there may be none."""
+        if isinstance(self._template, Mapping):
+            return list(self._template.values())
+        return [] if self._template is None else [self._template]
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the templates and of the special tokens that they see."""
+        given = [self._template, sorted(self._special_tokens.items())]
+        return hashlib.sha256(json.dumps(given).encode()).hexdigest()
+
+    @functools.cached_property
+    def variables(self) -> frozenset[str]:
+        """Names of the variables that the template, or the one for tools, may use.
+
+        Raises:
+            ModelError: There is no template, or it does not parse.
+        """
+        names = []
+        for task in self._tasks:
+            (answer,) = run_task(task, [Payload("names")])
+            if isinstance(answer, Failure):
+                raise self._error(answer)
+            names += answer["names"]
+        return frozenset(names)
+
+    def mentions(self, key: str) -> bool:
+        """Whether the template mentions a key of messages, as a complete word.
+
+        Raises:
+            ModelError: There is no template.
+        """
+        word = re.compile(rf"\b{key}\b")
+        return any(word.search(task.source) for task in self._tasks)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        **extras: Any,
+    ) -> str:
+        """Renders a conversation, as transformers does.
+
+        Args:
+            messages: {role, content} messages.
+            add_generation_prompt: End with the generation prompt, which precedes an
+                assistant's answer.
+            **extras: More variables of the template, such as `tools`.
+
+        Raises:
+            DataError: The template refuses the messages, fails, exceeds a limit, or
+                leaves out a call, the text beside it, its result or a tool.
+            ModelError: There is no template, or it does not parse.
+        """
+        values = {
+            **extras,
+            "messages": list(messages),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        task = self._tasks[bool(values.get("tools"))]
+        (answer,) = run_task(task, [Payload("text", values)])
+        if isinstance(answer, Failure):
+            raise self._error(answer)
+        return answer["text"]
+
+    def render_all(
+        self,
+        conversations: Sequence[Conversation],
+        loss_on: Literal["completion", "all"],
+    ) -> list[Chat | DataError]:
+        """Renders conversations, each with the spans of its target characters.
+
+        Args:
+            conversations: The conversations.
+            loss_on: Whether to train on the assistant's answers or on everything.
+                Messages with the weight 0 are never trained on.
+
+        Returns:
+            For each conversation, a chat or the error that occurred.
+
+        Raises:
+            ModelError: There is no template, or it does not parse.
+        """
+        wanted = "answers" if loss_on == "completion" else "all"
+        chats: list[Chat | DataError] = [DataError("")] * len(conversations)
+        for has_tools, task in enumerate(self._tasks):
+            chosen = [
+                i for i, c in enumerate(conversations) if bool(c.tools) == has_tools
+            ]
+            payloads = [_payload(wanted, conversations[i]) for i in chosen]
+            for i, answer in zip(chosen, run_task(task, payloads), strict=True):
+                chats[i] = self._chat(answer)
+        return chats
+
+    def check(self) -> None:
+        """Checks that there is a chat template.
+
+        Raises:
+            ModelError: There is none.
+        """
+        self._choose_template("default")
+
+    def _chat(self, answer: Answer) -> Chat | DataError:
+        if isinstance(answer, Failure):
+            error = self._error(answer)
+            if isinstance(error, DataError):
+                return error
+            raise error
+        spans = tuple((start, end) for start, end in answer["spans"])
+        return Chat(answer["text"], spans)
+
+    def _error(self, failure: Failure) -> DataError | ModelError:
+        if failure.kind == "syntax":
+            return ModelError(
+                f"{self._source}: the chat template does not parse ({failure.why}). "
+                "Fix it, or put another one in chat_template.jinja."
+            )
+        if failure.kind == "no answer":
+            return DataError(
+                f"{failure.why}. {RENAME_CURE}, or set data.loss_on to all."
+            )
+        if failure.kind == "lost":
+            return DataError(f"{failure.why}; or remove the record.")
+        what = f"the chat template of {self._source}"
+        if failure.kind == "unclear":
+            return DataError(
+                f"{failure.why}. Set data.loss_on to all, mark what the assistant "
+                f"writes with {{% generation %}} in {what}, or remove the record."
+            )
+        if failure.kind == "limit":
+            return DataError(
+                f"{what} exceeds a limit: {failure.why}. Shorten the messages or "
+                "simplify the template."
+            )
+        return DataError(
+            f"{what} failed ({failure.why}). Give the messages in the form that it "
+            "expects, or fix the template."
+        )
+
+    @functools.cached_property
+    def _tasks(self) -> tuple[Task, Task]:
+        """Tasks for conversations without tools and with tools."""
+        common = {"tools": None, "documents": None, **self._special_tokens}
+        sources = self._choose_template("default"), self._choose_template("tool_use")
+        without, with_tools = (Task(source, self.now, common) for source in sources)
+        return without, with_tools
+
+    def _choose_template(self, name: str) -> str:
+        template = self._template
+        if isinstance(template, Mapping):
+            if name in template:
+                return template[name]
+            if "default" not in template:
+                raise ModelError(
+                    f"{self._source}: has chat templates named {', '.join(template)}, "
+                    "but no 'default'. Put the one to use in chat_template.jinja."
+                )
+            template = template["default"]
+        if template is None:
+            raise ModelError(
+                f"{self._source}: the tokenizer has no chat template, which chat "
+                "messages need. Put one in chat_template.jinja in the model's "
+                "folder (the instruct version of a model has one), or train on "
+                "prompt and completion without chat."
+            )
+        return template
+
+
+def _payload(wanted: Literal["answers", "all"], conversation: Conversation) -> Payload:
+    values = {
+        "messages": list(conversation.messages),
+        "add_generation_prompt": False,
+        "tools": conversation.tools,
+    }
+    return Payload(wanted, values, conversation.untrained)

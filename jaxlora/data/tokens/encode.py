@@ -1,0 +1,222 @@
+"""Encodes rendered records as token ids, and marks the target tokens."""
+
+import itertools
+import sys
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int32
+
+from jaxlora.config import DataConfig
+from jaxlora.data.rendering.prompts import PromptCompletion
+from jaxlora.data.rendering.render import PlainText, Rendered
+from jaxlora.data.templates.chat import Span
+from jaxlora.data.tokenizer import Encoded, Tokenizer
+from jaxlora.data.tokens.boundary import (
+    MOST_ANCHOR_TOKENS,
+    BoundaryEncoder,
+    BoundaryText,
+)
+from jaxlora.data.tokens.prefix import PrefixEncoder
+from jaxlora.errors import DataError
+
+_Ids = Int32[np.ndarray, "..."]
+_Flags = Bool[np.ndarray, "..."]
+
+
+class MarkedTokens(NamedTuple):
+    """One record's tokens.
+
+    Attributes:
+        token_ids: The tokens.
+        is_target: Whether each token is a target of the loss. The first token is never
+            one, because there is no token before it to predict it.
+    """
+
+    token_ids: Int32[np.ndarray, " T"]
+    is_target: Bool[np.ndarray, " T"]
+
+
+class Encoder:
+    """Encodes rendered records, many at once, and marks their target tokens.
+
+    A prompt has the same tokens as on its own. The tokens of the completion continue
+    them, without the space that a tokenizer may put before the first word of a text
+    (`boundary.py`). The same is true of each answer in a chat. A token at the end of a
+    span of target characters is a target if it begins within the span.
+    """
+
+    def __init__(
+        self, data: DataConfig, tokenizer: Tokenizer, max_length: int = sys.maxsize
+    ):
+        """Makes an encoder.
+
+        Args:
+            data: Provides the settings `loss_on` and `append_eos`.
+            tokenizer: The base model's tokenizer.
+            max_length: Maximum number of tokens that are used. A longer record may be
+                encoded only in part, but with at least one more token than this.
+        """
+        self._data = data
+        self._tokenizer = tokenizer
+        self._head = np.array(tokenizer.prefix_ids, np.int32)
+        self._prefixes = PrefixEncoder(tokenizer, max_length + MOST_ANCHOR_TOKENS)
+        self._boundaries = BoundaryEncoder(self._prefixes.encode_batch)
+        self._marks_start = self._boundaries.marks_start
+
+    def is_whole(self, record: Rendered | DataError) -> bool:
+        """Whether a record is known to be encoded completely, not only in part."""
+        if isinstance(record, DataError):
+            return True
+        if isinstance(record, PromptCompletion):
+            num_chars = len(record.prompt) + len(record.completion)
+        else:
+            num_chars = len(record.text)
+        return num_chars <= self._prefixes.whole_chars
+
+    def __call__(
+        self, records: Sequence[Rendered | DataError]
+    ) -> list[MarkedTokens | DataError]:
+        """Encodes each record; the result for an invalid record is its error.
+
+        Raises:
+            DataError: `append_eos` is set, and the tokenizer has no end-of-sequence
+                token.
+        """
+        results: list[MarkedTokens | DataError] = [DataError("")] * len(records)
+        separate: dict[int, PromptCompletion] = {}
+        joined: dict[int, Rendered] = {}
+        for i, record in enumerate(records):
+            if isinstance(record, DataError):
+                results[i] = record
+            elif isinstance(record, PromptCompletion) and not self._marks_start:
+                separate[i] = record
+            else:
+                joined[i] = record
+        for i, tokens in zip(separate, self._separate(separate.values()), strict=True):
+            results[i] = tokens
+        texts = list(map(_with_boundaries, joined.values()))
+        encodings = self._boundaries.encode(texts) if texts else []
+        for (i, record), encoded in zip(joined.items(), encodings, strict=True):
+            is_bad = isinstance(encoded, DataError)
+            results[i] = encoded if is_bad else self._mark(record, encoded)
+        return results
+
+    def _separate(self, records: Iterable[PromptCompletion]) -> list[MarkedTokens]:
+        """Encodes prompts and completions separately, which needs no spans."""
+        texts = [text for r in records for text in (r.prompt, r.completion)]
+        joined = join_pairs(
+            self._prefixes.encode_ids(texts),
+            self._head,
+            self._eos_id() if texts and self._data.append_eos else None,
+            learns_all=self._data.loss_on == "all",
+        )
+        return [MarkedTokens(*sample) for sample in joined]
+
+    def _mark(self, record: Rendered, encoded: Encoded) -> MarkedTokens:
+        if isinstance(record, PromptCompletion):
+            ids, is_target = self._pair(record, encoded)
+        elif isinstance(record, PlainText):
+            ids, is_target = self._plain(encoded.ids)
+        else:
+            ids, is_target = encoded.ids, _within(encoded, record.target_spans)
+        is_target[:1] = False
+        return MarkedTokens(ids, is_target)
+
+    def _pair(self, pair: PromptCompletion, encoded: Encoded) -> tuple[_Ids, _Flags]:
+        # The tokenizer's suffix ids are left out, because the text does not end here.
+        head = self._head
+        if self._data.loss_on == "all":
+            ids = np.concatenate([head, self._ended(encoded.ids)])
+            return ids, np.ones(len(ids), bool)
+        is_learned = encoded.spans[:, 0] >= len(pair.prompt)
+        ids = np.concatenate([head, self._ended(encoded.ids)])
+        is_target = np.ones(len(ids), bool)
+        is_target[: len(head)] = False
+        is_target[len(head) : len(head) + len(is_learned)] = is_learned
+        return ids, is_target
+
+    def _plain(self, text: _Ids) -> tuple[_Ids, _Flags]:
+        if not len(text):
+            return text, np.zeros(0, bool)
+        around = self._tokenizer.prefix_ids, self._tokenizer.suffix_ids
+        ids = self._ended(np.array([*around[0], *text, *around[1]], np.int32))
+        return ids, np.ones(len(ids), bool)
+
+    def _ended(self, ids: _Ids) -> _Ids:
+        """Appends the end-of-sequence token if it is configured and missing."""
+        if not self._data.append_eos:
+            return ids
+        eos = self._eos_id()
+        if len(ids) and ids[-1] == eos:
+            return ids
+        return np.concatenate([ids, np.array([eos], np.int32)])
+
+    def _eos_id(self) -> int:
+        if self._tokenizer.eos_id is None:
+            raise DataError(
+                f"{self._data.path}: append_eos=true, but the tokenizer has no "
+                "end-of-sequence token. Set eos_token in tokenizer_config.json, or "
+                "data.append_eos to false."
+            )
+        return self._tokenizer.eos_id
+
+
+def join_pairs(
+    parts: Sequence[_Ids], head: _Ids, eos: int | None, *, learns_all: bool
+) -> list[tuple[_Ids, _Flags]]:
+    """Joins head, prompt, completion and end-of-sequence token of many samples.
+
+    All samples are joined in one array, because separate arrays would be slow.
+
+    Args:
+        parts: Token ids of each prompt and completion, in turn.
+        head: Token ids before each prompt.
+        eos: Token to append to each sample that does not end with it; None for none.
+        learns_all: Whether prompts are targets of the loss, too.
+
+    Returns:
+        For each sample, its token ids, and whether each of them is a target.
+    """
+    text = np.concatenate(parts) if parts else np.zeros(0, np.int32)
+    lengths = np.array([len(part) for part in parts], int).reshape(-1, 2)
+    last = np.append(text, -1)[lengths.sum(axis=1).cumsum() - 1]
+    ends_with_eos = lengths.any(axis=1) & (last == eos)
+    has_eos = np.full(len(lengths), eos is not None) & ~ends_with_eos
+    # The head counts as part of the prompt, and the appended token of the completion.
+    lengths += np.stack([np.full(len(lengths), len(head)), has_eos], axis=1)
+    offsets = np.concatenate([[0], lengths.sum(axis=1).cumsum()])
+    starts, ends = offsets[:-1], offsets[1:]
+
+    token_ids = np.empty(offsets[-1], np.int32)
+    is_text = np.ones(len(token_ids), bool)
+    head_rows, eos_rows = starts[:, None] + np.arange(len(head)), ends[has_eos] - 1
+    token_ids[head_rows], is_text[head_rows] = head, False
+    token_ids[eos_rows], is_text[eos_rows] = -1 if eos is None else eos, False
+    token_ids[is_text] = text
+
+    is_target = np.repeat(np.tile([learns_all, True], len(lengths)), lengths.ravel())
+    is_target[starts[starts < ends]] = False  # no token predicts the first one
+    return [
+        (token_ids[start:end], is_target[start:end])
+        for start, end in itertools.pairwise(offsets.tolist())
+    ]
+
+
+def _with_boundaries(record: Rendered) -> BoundaryText:
+    if isinstance(record, PromptCompletion):
+        text = record.prompt + record.completion
+        return BoundaryText(text, (len(record.prompt),))
+    if isinstance(record, PlainText):
+        return BoundaryText(record.text, ())
+    return BoundaryText(record.text, tuple(start for start, _ in record.target_spans))
+
+
+def _within(encoded: Encoded, spans: Iterable[Span]) -> _Flags:
+    """Marks the tokens that begin within a span."""
+    is_target = np.zeros(len(encoded.ids), bool)
+    first = encoded.spans[:, 0]
+    for start, end in spans:
+        is_target |= (first >= start) & (first < end)
+    return is_target

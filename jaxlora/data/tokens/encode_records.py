@@ -1,0 +1,202 @@
+"""Reads, renders and encodes all records of a data set."""
+
+import collections
+import concurrent.futures
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import Any
+
+from jaxlora.common.counted import counted
+from jaxlora.config import DataConfig
+from jaxlora.data.records.files import Record
+from jaxlora.data.records.notes import Notes
+from jaxlora.data.records.read import Records
+from jaxlora.data.rendering.kinds import choose_reading, has_kind
+from jaxlora.data.rendering.render import Rendered, Renderer, make_renderer
+from jaxlora.data.templates.template import shared_pool
+from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.data.tokens.encode import Encoder
+from jaxlora.data.tokens.marked_text import describe_sample
+from jaxlora.data.tokens.samples import EncodedRecords, RecordWriter, TokenizedSample
+from jaxlora.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+# Limits of the records, and of their text, that are rendered at a time.
+_CHUNK_RECORDS = 500
+_CHUNK_CHARS = 2**20
+# Progress is logged when this many records or seconds have passed.
+_LOG_RECORDS = 100_000
+_LOG_SECONDS = 10.0
+# So many records that are left out are named in the log.
+_NUM_NAMED = 5
+
+
+def encode_records(
+    data: DataConfig, records: Records, tokenizer: Tokenizer, max_length: int
+) -> EncodedRecords:
+    """Reads, renders and encodes the records of a data set.
+
+    Chat templates and templates over fields render several chunks of records at once,
+    while the chunks before them are encoded.
+
+    Args:
+        data: Settings of the data set.
+        records: Its records.
+        tokenizer: The base model's tokenizer.
+        max_length: Number of first tokens of each record that are needed.
+
+    Raises:
+        DataError: A record cannot be used (the error names it), or there is none.
+        ModelError: The records are chats, and the tokenizer has no chat template.
+    """
+    notes = Notes(data.path)
+    encode = Encoder(data, tokenizer, max_length)
+    try:
+        reading = choose_reading(data, _representative(data, records))
+        render = make_renderer(data, reading, tokenizer, notes)
+    except DataError as error:
+        raise DataError(f"{data.path}: {error}") from error
+    bad, writer = _BadRecords(data, notes), RecordWriter(data.path, max_length)
+    progress = _Progress(writer, data.path)
+    first: TokenizedSample | None = None
+    with contextlib.closing(_render_ahead(render, _chunks(records))) as chunks:
+        for rendered in chunks:
+            wholes = map(encode.is_whole, rendered)
+            for sample, is_whole in zip(encode(rendered), wholes, strict=True):
+                if isinstance(sample, DataError):
+                    bad.add(len(writer) + 1, sample)
+                    writer.add_bad()
+                else:
+                    if first is None and sample.is_target.any():
+                        first = TokenizedSample(*sample)
+                    writer.add(TokenizedSample(*sample), is_whole=is_whole)
+            progress.log()
+    shown = "none has a token to predict"
+    if first is not None:
+        shown = "the first, with what is trained on in [[ ]]: " + describe_sample(
+            tokenizer, first.token_ids, first.is_target
+        )
+    verb = "is" if len(writer) == 1 else "are"
+    notes.add(
+        f"{counted(len(writer), 'record')} {verb} read as {reading}; {shown}",
+        logging.INFO,
+    )
+    return writer.finish(first_bad=bad.first, notes=notes.lines)
+
+
+def _representative(data: DataConfig, records: Records) -> Record:
+    """Returns the record that determines the kind: the first valid one."""
+    first = next(iter(records))
+    if data.bad_records == "error":
+        return first
+    return next((record for record in records if has_kind(data, record)), first)
+
+
+def _render_ahead(
+    render: Renderer, chunks: Iterable[Sequence[Record]]
+) -> Generator[list[Rendered | DataError]]:
+    """Renders chunks of records in several threads, and yields them in order.
+
+    Most of the time the threads wait for the processes that run the templates.
+    """
+    num_threads = shared_pool().num
+    waiting: collections.deque[concurrent.futures.Future] = collections.deque()
+    threads: list[int] = []
+    note_thread = lambda: threads.append(threading.get_ident())
+    with concurrent.futures.ThreadPoolExecutor(
+        num_threads, initializer=note_thread
+    ) as pool:
+        try:
+            for chunk in chunks:
+                waiting.append(pool.submit(render, chunk))
+                if len(waiting) > num_threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BaseException:
+            # Nobody wants the other chunks, whose templates may take long.
+            for future in waiting:
+                future.cancel()
+            shared_pool().abort(threads)
+            raise
+
+
+def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Groups records into chunks that are rendered together and hold little text."""
+    chunk: list[Record] = []
+    num_chars = 0
+    for record in records:
+        chunk.append(record)
+        num_chars += _num_chars(record)
+        if len(chunk) == _CHUNK_RECORDS or num_chars > _CHUNK_CHARS:
+            yield chunk
+            chunk, num_chars = [], 0
+    if chunk:
+        yield chunk
+
+
+def _num_chars(value: Any) -> int:
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_num_chars, value.values()))
+    return sum(map(_num_chars, value)) if isinstance(value, list) else 1
+
+
+class _BadRecords:
+    """Applies the setting `data.bad_records` and counts the dropped records.
+
+    Attributes:
+        first: Describes the first record that was left out; "" if there is none.
+        num: Records that were left out.
+    """
+
+    def __init__(self, data: DataConfig, notes: Notes):
+        self._data, self._notes = data, notes
+        self.first = ""
+        self.num = 0
+
+    def add(self, number: int, error: DataError) -> None:
+        """Leaves out record `number`; the log names the first few.
+
+        Raises:
+            DataError: `data.bad_records` is `error`.
+        """
+        what = f"record {number}: {error}"
+        if self._data.bad_records == "error":
+            raise DataError(
+                f"{self._data.path}: {what} (data.bad_records: drop leaves out such "
+                "records.)"
+            ) from error
+        self.num += 1
+        self.first = self.first or what
+        if self.num <= _NUM_NAMED:
+            self._notes.add(f"dropped {what}")
+        if self.num == _NUM_NAMED:
+            self._notes.add("further records that are dropped are only counted.")
+
+
+class _Progress:
+    """Logs at intervals how many records were read."""
+
+    def __init__(self, writer: RecordWriter, path: str):
+        self._writer, self._path = writer, path
+        self._logged_at, self._num_logged = time.monotonic(), 0
+
+    def log(self) -> None:
+        """Logs the progress, if it is time to."""
+        now, num_records = time.monotonic(), len(self._writer)
+        since = num_records - self._num_logged
+        if since < _LOG_RECORDS and now - self._logged_at < _LOG_SECONDS:
+            return
+        self._logged_at, self._num_logged = now, num_records
+        logger.info(
+            "%s: %s records read so far, %s tokens",
+            self._path,
+            f"{num_records:,}",
+            f"{self._writer.num_tokens:,}",
+        )

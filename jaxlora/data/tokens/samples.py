@@ -1,0 +1,245 @@
+"""The tokens of a data set in flat arrays, and samples that are read from them."""
+
+import array
+import dataclasses
+import itertools
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import IO, overload
+
+import numpy as np
+from jaxtyping import Bool, Int, Int32, Int64
+
+from jaxlora.data.records.notes import Note
+from jaxlora.errors import DataError
+
+# Data sets with more tokens than this keep them in a file instead of memory.
+TOKENS_IN_MEMORY = 2**22
+# Records, or tokens, that are collected before they are put into an array.
+_PENDING_RECORDS = 1000
+_PENDING_TOKENS = 2**18
+_READ_SAMPLES = 64
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class TokenizedSample:
+    """One sample.
+
+    Attributes:
+        token_ids: The sample's tokens.
+        is_target: Whether each token is a target of the loss. The first token is never
+            one, because there is no token before it to predict it.
+    """
+
+    token_ids: Int32[np.ndarray, " T"]
+    is_target: Bool[np.ndarray, " T"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class EncodedRecords:
+    """The tokens of all records of a data set, which all jobs that use it share.
+
+    Attributes:
+        tokens: The first tokens of all records, one record after another; a target is
+            stored as its complement, ~id, which is negative. The array may be mapped
+            from a file.
+        offsets: Index in `tokens` of each record's first token, then of the end. A
+            record that cannot be used has no tokens.
+        lengths: Number of tokens of each record, which may be more than are stored.
+        num_targets: Number of each record's stored tokens that are targets.
+        is_whole: Whether `lengths` is exact; otherwise it is a lower bound.
+        is_bad: Whether each record is left out, because it cannot be used.
+        first_bad: Describes the first record that cannot be used; "" if there is none.
+        notes: Lines for the log about the data set.
+    """
+
+    tokens: Int32[np.ndarray, " T"]
+    offsets: Int64[np.ndarray, " _"]
+    lengths: Int64[np.ndarray, " R"]
+    num_targets: Int64[np.ndarray, " R"]
+    is_whole: Bool[np.ndarray, " R"]
+    is_bad: Bool[np.ndarray, " R"]
+    first_bad: str
+    notes: tuple[Note, ...]
+
+
+class Samples(Sequence[TokenizedSample]):
+    """Some records of a data set as samples.
+
+    Attributes:
+        records: The tokens of the data set.
+        numbers: Index of each sample's record.
+    """
+
+    def __init__(self, records: EncodedRecords, numbers: Int[np.ndarray, " S"]):
+        self.records, self.numbers = records, numbers
+
+    @property
+    def lengths(self) -> Int64[np.ndarray, " S"]:
+        """Tokens of each sample."""
+        offsets = self.records.offsets
+        return offsets[self.numbers + 1] - offsets[self.numbers]
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Number of target tokens of all samples."""
+        return int(self.records.num_targets[self.numbers].sum())
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenizedSample: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[TokenizedSample, ...]: ...
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        return _sample(self._stored(int(self.numbers[range(len(self))[index]])))
+
+    def __iter__(self) -> Iterator[TokenizedSample]:
+        # Samples are converted in groups, because the overhead per call is high.
+        for first in range(0, len(self), _READ_SAMPLES):
+            numbers = self.numbers[first : first + _READ_SAMPLES].tolist()
+            parts = [self._stored(number) for number in numbers]
+            whole = _sample(np.concatenate(parts))
+            ends = itertools.accumulate(map(len, parts), initial=0)
+            for start, end in itertools.pairwise(ends):
+                part = slice(start, end)
+                yield TokenizedSample(whole.token_ids[part], whole.is_target[part])
+
+    def _stored(self, number: int) -> np.ndarray:
+        """Returns the stored tokens of a record."""
+        offsets = self.records.offsets
+        return self.records.tokens[offsets[number] : offsets[number + 1]]
+
+
+def _sample(stored: np.ndarray) -> TokenizedSample:
+    is_target = stored < 0
+    return TokenizedSample(_complemented(stored, is_target), is_target)
+
+
+def _complemented(values: np.ndarray, where: np.ndarray) -> np.ndarray:
+    return np.where(where, ~values, values)
+
+
+class RecordWriter:
+    """Collects the tokens of records; a large number goes to a temporary file.
+
+    The file has no name, so it disappears however the process ends.
+    """
+
+    def __init__(self, source: str, max_length: int):
+        """Starts with no records.
+
+        Args:
+            source: Where the records come from, for errors.
+            max_length: Number of first tokens of each record that are kept.
+        """
+        self._source = source
+        self._max_length = max_length
+        self._offsets = array.array("q", [0])
+        self._lengths, self._num_targets = array.array("q"), array.array("q")
+        self._is_whole, self._is_bad = bytearray(), bytearray()
+        self._pending: list[TokenizedSample] = []
+        self._parts: list[np.ndarray] = []
+        self._file: IO[bytes] | None = None
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that were kept so far."""
+        return self._offsets[-1]
+
+    def add(self, sample: TokenizedSample, *, is_whole: bool = True) -> None:
+        """Takes the tokens of the next record.
+
+        Args:
+            sample: All tokens of the record, or more than `max_length` of them.
+            is_whole: Whether these are known to be all of its tokens.
+
+        Raises:
+            DataError: The disk is full, or cannot be written to.
+        """
+        length, limit = len(sample.token_ids), self._max_length
+        if length > limit:
+            # The arrays are copied so that the long ones can be freed.
+            sample = TokenizedSample(
+                sample.token_ids[:limit].copy(), sample.is_target[:limit].copy()
+            )
+        self._append(sample, length, is_whole, is_bad=False)
+
+    def add_bad(self) -> None:
+        """Counts the next record, which cannot be used."""
+        nothing = TokenizedSample(np.zeros(0, np.int32), np.zeros(0, bool))
+        self._append(nothing, 0, is_whole=True, is_bad=True)
+
+    def _append(
+        self, sample: TokenizedSample, length: int, is_whole: bool, *, is_bad: bool
+    ) -> None:
+        self._pending.append(sample)
+        self._offsets.append(self.num_tokens + len(sample.token_ids))
+        self._lengths.append(length)
+        self._num_targets.append(int(np.count_nonzero(sample.is_target)))
+        self._is_whole.append(is_whole)
+        self._is_bad.append(is_bad)
+        num_pending = self.num_tokens - self._offsets[-1 - len(self._pending)]
+        if len(self._pending) == _PENDING_RECORDS or num_pending > _PENDING_TOKENS:
+            self._store()
+
+    def _store(self) -> None:
+        """Turns the pending samples into an array, in memory or in the file."""
+        if self._pending:
+            token_ids = np.concatenate([s.token_ids for s in self._pending])
+            is_target = np.concatenate([s.is_target for s in self._pending])
+            self._parts.append(_complemented(token_ids, is_target))
+            self._pending.clear()
+        if self._file is None and self.num_tokens <= TOKENS_IN_MEMORY:
+            return
+        try:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile()  # noqa: SIM115
+                weakref.finalize(self, self._file.close)  # also after an error
+            for part in self._parts:
+                self._file.write(part.tobytes())
+            self._file.flush()
+        except OSError as error:
+            raise self._error(error) from error
+        self._parts.clear()
+
+    def finish(
+        self, *, first_bad: str = "", notes: Sequence[Note] = ()
+    ) -> EncodedRecords:
+        """Returns the records, of which there must be at least one."""
+        self._store()
+        return EncodedRecords(
+            tokens=self._tokens(),
+            offsets=np.array(self._offsets, np.int64),
+            lengths=np.array(self._lengths, np.int64),
+            num_targets=np.array(self._num_targets, np.int64),
+            is_whole=np.frombuffer(bytes(self._is_whole), bool),
+            is_bad=np.frombuffer(bytes(self._is_bad), bool),
+            first_bad=first_bad,
+            notes=tuple(notes),
+        )
+
+    def _tokens(self) -> np.ndarray:
+        if self._file is None:
+            return np.concatenate(self._parts)
+        try:
+            tokens = np.memmap(self._file, np.int32, "r", shape=(self.num_tokens,))
+        except OSError as error:
+            raise self._error(error) from error
+        self._file.close()  # the memory mapping keeps the file alive
+        return np.asarray(tokens)
+
+    def _error(self, error: OSError) -> DataError:
+        return DataError(
+            f"{self._source}: its tokens ({4 * self.num_tokens:,} bytes so far) cannot "
+            f"be kept in a temporary file in {tempfile.tempdir or 'no folder'}: "
+            f"{error.strerror or error}. Make room there, or name another folder in "
+            "the environment variable TMPDIR."
+        )

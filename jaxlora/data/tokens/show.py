@@ -1,0 +1,167 @@
+"""Prints samples of a data set, with the tokens that are trained on."""
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator
+
+import numpy as np
+import tokenizers
+from jaxtyping import Int32
+from rich.console import Console
+from rich.text import Text
+from tokenizers import decoders, models, pre_tokenizers
+
+from jaxlora.common import console as consoles
+from jaxlora.common.counted import counted
+from jaxlora.config import DataConfig
+from jaxlora.data.records.notes import Notes
+from jaxlora.data.records.read import open_records
+from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.data.tokens.encode_records import encode_records
+from jaxlora.data.tokens.marked_text import mark, marked_parts
+from jaxlora.data.tokens.samples import EncodedRecords, Samples
+from jaxlora.printable import printable
+
+# Tokens that are trained on, in turn, so that two neighbours differ; and the others.
+_TRAINED = ("black on green", "black on bright_green")
+_CONTEXT = ("default", "dim")
+_MAX_TOKENS = 2000
+_CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls %}{{ call | tojson }}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shown:
+    """The samples of a data set that are shown.
+
+    Attributes:
+        data: The data set.
+        max_length: Largest number of tokens of a sample.
+        num_samples: Number of samples to show, from the first.
+        reads_all: Whether all records are read and counted, not only those that are
+            shown.
+    """
+
+    data: DataConfig
+    max_length: int
+    num_samples: int
+    reads_all: bool
+
+
+def show_data(shown: Shown, tokenizer: Tokenizer | None, console: Console) -> None:
+    """Prints how records are read, and the first samples with their tokens.
+
+    Args:
+        shown: The data set, and how much of it to show.
+        tokenizer: The base model's tokenizer. None: the text is shown without counts of
+            tokens, and chats are rendered as ChatML.
+        console: Where to print. If it has no colours, [[ ]] are put around the text
+            that is trained on.
+
+    Raises:
+        DataError: The data cannot be read, or a record cannot be used.
+        ModelError: The records are chats, and the tokenizer has no chat template.
+    """
+    data = shown.data
+    if not shown.reads_all:
+        data = data.replace(limit=min(shown.num_samples, data.limit or 2**62))
+    max_length = shown.max_length if tokenizer else 2**31
+    used = tokenizer or _stand_in()
+    with _less_log():
+        records = encode_records(data, open_records(data), used, max_length)
+    lines = [text for level, text in records.notes if level == logging.INFO]
+    line = f"{data.path}: {lines[-1].partition(';')[0]}"
+    consoles.show(console, line, soft_wrap=True)
+    numbers = np.flatnonzero(~records.is_bad)[: shown.num_samples]
+    for number in numbers.tolist():
+        title = f"\nrecord {number + 1}"
+        if tokenizer:
+            title += f": {_counts(records, number, max_length)}"
+        consoles.show(console, title, style="bold", soft_wrap=True)
+        _print_sample(Samples(records, np.array([number])), used, console)
+    if shown.reads_all and tokenizer:
+        totals = _totals(records, max_length)
+        consoles.show(console, f"\n{totals}", soft_wrap=True)
+    if tokenizer is None:
+        text = "Give --model for the tokens and the chat template of a model."
+        consoles.show(console, f"\n{text}", soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _less_log() -> Iterator[None]:
+    """Suppresses the log line about the first sample, which is printed here."""
+    logger = logging.getLogger(Notes.__module__)
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _counts(records: EncodedRecords, number: int, max_length: int) -> str:
+    length, num_targets = records.lengths[number], records.num_targets[number]
+    more = "" if records.is_whole[number] else "at least "
+    text = f"{more}{counted(int(length), 'token')}, {num_targets:,} of them trained on"
+    if length > max_length:
+        text += f"; longer than max_length={max_length}, and cut here"
+    return text + ("" if num_targets else "; such a sample is dropped")
+
+
+def _totals(records: EncodedRecords, max_length: int) -> str:
+    num_long = int((records.lengths > max_length).sum())
+    num_targets, num_bad = int(records.num_targets.sum()), int(records.is_bad.sum())
+    return (
+        f"{counted(len(records.lengths), 'record')}: "
+        f"{counted(len(records.tokens), 'token')}, {num_targets:,} of them trained on; "
+        f"longer than max_length={max_length}: {counted(num_long, 'record')}; "
+        f"{num_bad:,} cannot be used."
+    )
+
+
+def _print_sample(samples: Samples, tokenizer: Tokenizer, console: Console) -> None:
+    sample = samples[0]
+    ids, is_target = sample.token_ids[:_MAX_TOKENS], sample.is_target[:_MAX_TOKENS]
+    if console.color_system is None:
+        text = Text(printable(mark(list(marked_parts(tokenizer, ids, is_target)))))
+    else:
+        text = Text()
+        for i, token in enumerate(_token_texts(tokenizer, ids)):
+            styles = _TRAINED if is_target[i] else _CONTEXT
+            text.append(printable(token), styles[i % 2])
+    consoles.show(console, text, soft_wrap=True)
+    if len(sample.token_ids) > _MAX_TOKENS:
+        num_more = len(sample.token_ids) - _MAX_TOKENS
+        consoles.show(console, f"... and {counted(num_more, 'more token')}")
+
+
+def _token_texts(
+    tokenizer: Tokenizer, token_ids: Int32[np.ndarray, " T"]
+) -> Iterator[str]:
+    """Yields the text of each token; a character of several tokens is in the last."""
+    start = 0
+    for end in range(1, len(token_ids) + 1):
+        # Decoders treat the first token of a text differently, so one is put before.
+        before = tokenizer.decode(token_ids[max(0, start - 1) : start])
+        text = tokenizer.decode(token_ids[max(0, start - 1) : end])[len(before) :]
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(token_ids):
+            yield ""
+            continue
+        start = end
+        yield text
+
+
+def _stand_in() -> Tokenizer:
+    """Returns a tokenizer of bytes with ChatML, to show text without a model."""
+    marks = ["<|im_start|>", "<|im_end|>", "<|end of text|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate((*marks, *alphabet))}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.add_special_tokens(marks)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend, {"eos_token": marks[2]}, _CHATML, source="ChatML")

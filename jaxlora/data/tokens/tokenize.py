@@ -1,0 +1,281 @@
+"""A job's records as token arrays, with the tokens to be learned marked."""
+
+import dataclasses
+import functools
+import hashlib
+import logging
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from jaxlora.common.counted import counted
+from jaxlora.config import DataConfig, LoraJob
+from jaxlora.data.order import permutation
+from jaxlora.data.records.notes import log_notes
+from jaxlora.data.records.read import open_records
+from jaxlora.data.tokenizer import Tokenizer
+from jaxlora.data.tokens.encode_records import encode_records
+from jaxlora.data.tokens.samples import EncodedRecords, Samples, TokenizedSample
+from jaxlora.data.tokens.token_cache import TokenCache, cache_key
+from jaxlora.errors import DataError
+
+_Flags = Bool[np.ndarray, "..."]
+
+logger = logging.getLogger(__name__)
+
+# The random stream of the held-out records; no epoch number is as large.
+_HELD_OUT_STREAM = 2**63
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class TokenizedData:
+    """One job's samples for training or for evaluation.
+
+    Attributes:
+        source: Path of the records.
+        samples: The samples, in the order of the records. `DataReader` returns
+            `Samples`, which hold millions of samples in little memory.
+        max_length: Longest allowed sample, in tokens.
+        num_records: Number of records, each of which became a sample or was dropped.
+        num_truncated: Samples that were truncated to `max_length`.
+        num_dropped: Records that were dropped because they exceed `max_length`.
+        num_without_target: Records that were dropped because they have no target token
+            within `max_length`.
+        num_bad: Records that were dropped because they are invalid
+            (`data.bad_records`).
+        group_size: Consecutive samples that the job's objective takes together.
+    """
+
+    source: str
+    samples: Sequence[TokenizedSample]
+    max_length: int
+    num_records: int
+    num_truncated: int
+    num_dropped: int
+    num_without_target: int
+    num_bad: int = 0
+    group_size: int = 1
+
+    @functools.cached_property
+    def lengths(self) -> Int[np.ndarray, " S"]:
+        """Tokens of each sample."""
+        if isinstance(self.samples, Samples):
+            return self.samples.lengths
+        return np.array([len(s.token_ids) for s in self.samples])
+
+    @functools.cached_property
+    def group_lengths(self) -> Int[np.ndarray, " _"]:
+        """Tokens of each group of samples."""
+        return self.lengths.reshape(-1, self.group_size).sum(axis=1)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples."""
+        return int(self.lengths.sum())
+
+    def mean_batch_tokens(self, batch_size: int) -> float:
+        """Mean number of tokens of a global batch.
+
+        Args:
+            batch_size: Groups of a batch; a batch never has more than there are.
+        """
+        num_groups = len(self.group_lengths)
+        return min(batch_size, num_groups) * self.num_tokens / num_groups
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Number of target tokens of all samples."""
+        if isinstance(self.samples, Samples):
+            return self.samples.num_target_tokens
+        return sum(int(s.is_target.sum()) for s in self.samples)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A hash of every token, and of whether it is a target."""
+        digest = hashlib.sha256()
+        for sample in self.samples:
+            digest.update(len(sample.token_ids).to_bytes(8, "little"))
+            digest.update(sample.token_ids.tobytes())
+            digest.update(sample.is_target.tobytes())
+        return digest.hexdigest()
+
+    def summary(self) -> str:
+        """Describes the size of the data and the dropped records in one line."""
+        line = (
+            f"{self.source}: {counted(len(self.samples), 'sample')}, "
+            f"{counted(self.num_tokens, 'token')}, {self.num_target_tokens:,} of them "
+            "to predict"
+        )
+        longer = f"longer than max_length={self.max_length}"
+        for number, what in (
+            (self.num_truncated, f"{longer}: truncated"),
+            (self.num_dropped, f"{longer}: dropped"),
+            (self.num_without_target, "without a token to predict: dropped"),
+            (self.num_bad, "unusable: dropped"),
+        ):
+            if number:
+                were = "was" if number == 1 else "were"
+                records = counted(self.num_records, "sample")
+                line += f"; {number:,} of {records} {were} {what}"
+        return line + "."
+
+
+class DataReader:
+    """Reads the data of jobs; jobs that share a data set share its tokens.
+
+    A data set is read, rendered and encoded once, if jobs name the same contents and
+    the same settings for their tokens. The jobs may differ in the records that they
+    hold out, in `too_long`, and in everything that is not about data.
+
+    Attributes:
+        tokenizer: The base model's tokenizer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, cache: TokenCache | None = None):
+        """Makes a reader.
+
+        Args:
+            tokenizer: The base model's tokenizer.
+            cache: Keeps tokens on disk for later runs; None: they are not kept.
+        """
+        self.tokenizer = tokenizer
+        self._cache = cache
+        self._encoded: dict[str, EncodedRecords] = {}
+        self._tokenized: dict[tuple, TokenizedData] = {}
+
+    def read(
+        self, job: LoraJob, which: Literal["train", "eval"] = "train"
+    ) -> TokenizedData:
+        """Reads a job's records and turns them into tokens.
+
+        Args:
+            job: The job's settings. With `eval_fraction`, only `job.eval_seed` decides
+                which records are held out.
+            which: The training records, or the held-out ones.
+
+        Returns:
+            At least one sample. Jobs with the same samples get the same object.
+
+        Raises:
+            DataError: A record cannot be used (the error names it), or none is left.
+            ModelError: The records are chats, and the tokenizer has no chat template.
+        """
+        data, fraction = job.data, job.eval_fraction
+        if which == "eval" and job.eval_data is not None:
+            data, fraction = job.eval_data, 0.0
+        elif which == "eval" and not fraction:
+            raise DataError(
+                f"job {job.name!r} has no held-out records. Set eval_data or "
+                "eval_fraction."
+            )
+        key, records = self._encode(data, job.max_length)
+        split = (which, fraction, job.eval_seed) if fraction else ()
+        choice = (key, data.path, split, job.too_long)
+        if choice not in self._tokenized:
+            num_records = len(records.lengths)
+            is_included = np.ones(num_records, bool)
+            if split:
+                is_held_out = _choose_held_out(job, num_records)
+                is_included = is_held_out == (which == "eval")
+            chosen = _choose_samples(records, is_included, job, data.path)
+            self._tokenized[choice] = chosen
+        return self._tokenized[choice]
+
+    def _encode(self, data: DataConfig, max_length: int) -> tuple[str, EncodedRecords]:
+        """Returns the tokens of a data set, and the key by which they are shared."""
+        records = open_records(data)
+        content = records.content_hash()
+        key = cache_key(data, content, self.tokenizer, max_length)
+        if key in self._encoded:
+            return key, self._encoded[key]
+        found = None
+        if self._cache is not None:
+            found = self._cache.load(key, data.path)
+        if found is not None:
+            log_notes(data.path, found.notes)
+        else:
+            found = encode_records(data, records, self.tokenizer, max_length)
+            if records.content_hash() != content:
+                raise DataError(
+                    f"{data.path}: changed while it was read. Do not change data while "
+                    "they are read."
+                )
+            if self._cache is not None:
+                self._cache.store(key, found)
+        self._encoded[key] = found
+        return key, found
+
+
+def _choose_held_out(job: LoraJob, num_records: int) -> _Flags:
+    """Chooses, for each record, whether it is held out."""
+    # The number is rounded up, but 0.07 * 100, slightly above 7, must give 7.
+    num_held_out = math.ceil(job.eval_fraction * num_records - 1e-9)
+    if num_held_out >= num_records:
+        raise DataError(
+            f"{job.data.path}: eval_fraction={job.eval_fraction} of {num_records} "
+            "records holds out all of them, and none is left to train on. Use a "
+            "smaller eval_fraction or more records."
+        )
+    held_out = permutation(num_records, job.eval_seed, _HELD_OUT_STREAM)
+    is_held_out = np.zeros(num_records, bool)
+    is_held_out[held_out[:num_held_out]] = True
+    return is_held_out
+
+
+def _choose_samples(
+    records: EncodedRecords, is_included: _Flags, job: LoraJob, path: str
+) -> TokenizedData:
+    """Applies `too_long` to the records of a split, and counts the affected ones.
+
+    Args:
+        records: The tokens of all records.
+        is_included: Whether each record belongs to the split.
+        job: The job.
+        path: Path of the records, for errors.
+
+    Raises:
+        DataError: A sample is too long, and `too_long` is `error`, or none is left.
+    """
+    is_bad = is_included & records.is_bad
+    is_usable = is_included & ~records.is_bad
+    is_long = is_usable & (records.lengths > job.max_length)
+    if job.too_long == "error" and is_long.any():
+        raise _too_long(records, int(is_long.argmax()), job, path)
+    is_dropped = is_long if job.too_long == "drop" else np.zeros_like(is_long)
+    is_sample = is_usable & ~is_dropped & (records.num_targets > 0)
+    out = TokenizedData(
+        source=path,
+        samples=Samples(records, np.flatnonzero(is_sample)),
+        max_length=job.max_length,
+        num_records=int(is_included.sum()),
+        num_truncated=int((is_sample & is_long).sum()),
+        num_dropped=int(is_dropped.sum()),
+        num_without_target=int((is_usable & ~is_dropped & ~is_sample).sum()),
+        num_bad=int(is_bad.sum()),
+    )
+    if not len(out.samples):
+        bad = f", and {out.num_bad} cannot be used (the first: {records.first_bad})"
+        raise DataError(
+            f"{path}: none of {counted(out.num_records, 'record')} can be used by job "
+            f"{job.name!r}: {out.num_dropped} are longer than max_length="
+            f"{job.max_length}, and {out.num_without_target} have no token to predict "
+            f"within it{bad if out.num_bad else ''}. Raise max_length or give other "
+            "records."
+        )
+    return out
+
+
+def _too_long(
+    records: EncodedRecords, index: int, job: LoraJob, path: str
+) -> DataError:
+    count = "more tokens"
+    if records.is_whole[index]:
+        count = f"{records.lengths[index]} tokens, more"
+    return DataError(
+        f"{path}: record {index + 1} has {count} than max_length={job.max_length} of "
+        f"job {job.name!r}. Raise max_length, shorten the record, or set too_long to "
+        "truncate or drop."
+    )

@@ -1,0 +1,1 @@
+"""Finds the frozen linears with low-rank branches in a traced function."""

@@ -1,0 +1,115 @@
+"""Reasons for which the kernels cannot take the place of a linear with branches."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from jaxlora.fuse.linears.linear import Linear
+from jaxlora.fuse.normal_forms.forms import holds, narrower
+
+KERNEL_DTYPES = tuple(map(np.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
+MadeBy = Mapping[core.Var, Any]  # the equation that computed each variable
+
+
+def weight_reason(linear: Linear, made_by: MadeBy) -> str | None:
+    """Returns why the weights of a linear are not parameters; None: they may be."""
+    if _is_matrix_product(linear.w.var, made_by):
+        return (
+            "its weight is the result of another matrix product, as in attention scores"
+        )
+    if _is_made_from_x(linear, made_by):
+        return "its weights are computed from its input"
+    return None
+
+
+def _is_made_from_x(linear: Linear, made_by: MadeBy) -> bool:
+    """Tells whether a matrix of a linear is computed from its input."""
+    features = {*linear.in_indices, *linear.out_indices}
+    factors = [o for b in linear.branches for o in (*b.a, *b.b)]
+    todo = [f.var for f in (linear.w, *factors) if features & set(f.indices)]
+    todo += [f.var for f in linear.w_scales]
+    seen = set()
+    while todo:
+        atom = todo.pop()
+        if atom is linear.x.var:
+            return True
+        if isinstance(atom, core.Literal) or atom in seen:
+            continue
+        seen.add(atom)
+        eqn = made_by.get(atom)
+        todo += [] if eqn is None else eqn.invars
+    return False
+
+
+def _is_matrix_product(var: Any, made_by: MadeBy) -> bool:
+    """Tells whether a weight is the result of a matrix product.
+
+    Arrays that are smaller than the weight, such as its scales, may be one.
+    """
+    size, todo = var.aval.size, [var]
+    while todo:
+        atom = todo.pop()
+        if isinstance(atom, core.Literal) or atom not in made_by:
+            continue
+        eqn = made_by[atom]
+        if eqn.primitive.name in ("dot_general", "ragged_dot_general"):
+            return True
+        todo += [v for v in eqn.invars if getattr(v.aval, "size", 0) >= size]
+    return False
+
+
+def precision_of(linear: Linear) -> lax.Precision | None:
+    """Returns what all products of a linear are asked for; None: they differ."""
+    asked = linear.base.precisions.union(*linear.branch_precisions)
+    if len(asked) > 1:
+        return None
+    return next(iter(asked), lax.Precision.DEFAULT)
+
+
+def sharding_reason(linear: Linear) -> str | None:
+    """Returns why the arrays' shardings keep kernels from reading rows of tokens."""
+    branches = [o.var for b in linear.branches for o in (*b.a, *b.b)]
+    scales = [f.var for f in (*linear.w_scales, *linear.scales)]
+    for atom in (linear.x.var, linear.w.var, *scales, *branches):
+        aval: Any = atom.aval
+        if any(axis is not None for axis in aval.sharding.spec):
+            return (
+                f"it reads {aval.str_short(short_dtypes=True)}, which is sharded over "
+                "explicit axes of a mesh: call jaxlora.fuse inside jax.shard_map"
+            )
+    return None
+
+
+def rounding_reason(linear: Linear) -> str | None:
+    """Returns why the kernels' result would be less exact than the original."""
+    kernel, rounded = linear.x.dtype, linear.base.rounded
+    if kernel not in KERNEL_DTYPES:
+        able = ", ".join(map(str, KERNEL_DTYPES))
+        return f"its dtype is {kernel}, and the kernels compute in {able}"
+    if linear.w.dtype != kernel:
+        return f"x is {kernel} and w is {linear.w.dtype}; kernels need one dtype"
+    assert rounded is not None
+    if not holds(kernel, rounded):
+        return f"its sum is kept in {rounded}, and the kernels round it to {kernel}"
+    for dtype in linear.branch_dtypes:
+        if dtype is None or holds(kernel, dtype):
+            continue
+        if dtype.itemsize <= kernel.itemsize:
+            return f"its branch is rounded to {dtype}, and the kernels use {kernel}"
+        else:
+            return (
+                f"its branch is summed in {dtype}, and the kernels would round it and "
+                f"its gradients to {kernel}. Cast x, A and B to {kernel} first"
+            )
+    if linear.restored:
+        for dtype in linear.branch_dtypes:
+            rounded = narrower(rounded, dtype)
+        return (
+            f"a sum in it is rounded to {rounded} and cast to a larger dtype, and the "
+            "kernels would not round it"
+        )
+    return None

@@ -1,0 +1,1 @@
+"""Normal forms of the values of a traced function, and the rules that give them."""

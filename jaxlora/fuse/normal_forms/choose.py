@@ -1,0 +1,213 @@
+"""Normal forms of the ways in which each row chooses an entry of a table.
+
+A gather, a comparison with an iota and a ragged dot are all products with an array of
+zeros and ones, which has a 1 where a row (first dimensions) chooses an entry (last
+dimension). That array is a `Factor` with a `Choice`; it is never computed.
+"""
+
+import dataclasses
+import math
+from collections.abc import Hashable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from jaxlora.fuse.normal_forms.forms import (
+    Atom,
+    Choice,
+    Dims,
+    Factor,
+    Form,
+    Indices,
+    Opaque,
+    Term,
+    align,
+    multiply,
+    sum_over,
+)
+from jaxlora.fuse.site import Index
+
+_CHOICE_DTYPE = np.dtype(np.int32)
+
+
+def value_key(made_by: dict[core.Var, Any], atom: Atom, depth: int = 6) -> Hashable:
+    """Returns a key that is equal for values computed in the same way.
+
+    So the entries of `a[ids]` and `b[ids]` are known to be the same, although JAX
+    corrects negative entries once for each.
+    """
+    if isinstance(atom, core.Literal):
+        return np.asarray(atom.val).tobytes()
+    eqn = made_by.get(atom)
+    if eqn is None or len(eqn.outvars) != 1 or depth == 0:
+        return atom
+    params = tuple(sorted((name, str(value)) for name, value in eqn.params.items()))
+    inputs = tuple(value_key(made_by, v, depth - 1) for v in eqn.invars)
+    return eqn.primitive.name, params, inputs
+
+
+def gather_form(table: Form, rows: Form, key: Hashable, eqn: Any) -> Form:
+    """Returns the form of rows of a table that are chosen along one of its axes.
+
+    Args:
+        table: The form of the table, with indices of its own.
+        rows: The form of the entries' numbers; its last dimension has size 1.
+        key: The value key of the entries' numbers.
+        eqn: The gather.
+    """
+    axis, offset_dims = _gather_axis(eqn, len(table.dims))
+    entry = table.dims[axis]
+    choice = Choice(key, False, _outside(eqn.params))
+    chosen = _choice_term(rows, entry, choice)
+    out = len(eqn.outvars[0].aval.shape)
+    inner = [d for i, d in enumerate(table.dims) if i != axis]
+    if len(offset_dims) > len(inner):  # the axis is kept, with size 1
+        inner.insert(axis, ())
+    outer = [*rows.dims[:-1]]
+    dims = tuple(inner.pop(0) if i in offset_dims else outer.pop(0) for i in range(out))
+    return multiply(table, Form(rows.dims, (chosen,)), dims)
+
+
+def _gather_axis(eqn: Any, ndim: int) -> tuple[int, tuple[int, ...]]:
+    """Returns the axis along which a gather chooses, and the results' other axes."""
+    numbers = eqn.params["dimension_numbers"]
+    shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
+    if len(numbers.start_index_map) != 1 or numbers.operand_batching_dims:
+        raise Opaque
+    (axis,) = numbers.start_index_map
+    whole = all(sizes[i] == shape[i] for i in range(ndim) if i != axis)
+    if not whole or sizes[axis] != 1 or shape[axis] == 1:
+        raise Opaque
+    if numbers.collapsed_slice_dims not in ((), (axis,)):
+        raise Opaque
+    if len(eqn.invars[1].aval.shape) < 2:  # one entry for all rows is an array
+        raise Opaque
+    return axis, numbers.offset_dims
+
+
+def _outside(params: dict[str, Any]) -> str:
+    """Returns what a gather gives a row whose entry is outside of the table."""
+    mode, fill = params["mode"], params["fill_value"]
+    if mode in (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS):
+        return "clip"
+    if mode != lax.GatherScatterMode.FILL_OR_DROP:
+        raise Opaque
+    if other_fill(params) is not None:
+        raise Opaque
+    return "nan" if fill is None or fill != fill else "zero"
+
+
+def other_fill(params: dict[str, Any]) -> float | None:
+    """Returns what a gather fills in, if that is neither 0 nor NaN."""
+    mode, fill = params["mode"], params["fill_value"]
+    is_filled = mode == lax.GatherScatterMode.FILL_OR_DROP and fill is not None
+    return float(fill) if is_filled and fill == fill and fill != 0 else None
+
+
+def _choice_term(rows: Form, entry: tuple[Index, ...], choice: Choice) -> Term:
+    if len(rows.terms) != 1 or len(rows.terms[0].factors) != 1:
+        raise Opaque
+    (term,) = rows.terms
+    (factor,) = term.factors
+    aval: Any = factor.var.aval
+    if not jnp.issubdtype(aval.dtype, jnp.integer):
+        raise Opaque  # a number between two entries chooses neither
+    if term.coefficient != 1 or set(factor.indices) != set(rows.indices):
+        raise Opaque
+    chosen = Factor(factor.var, (*factor.dims, entry), _CHOICE_DTYPE, choice=choice)
+    return dataclasses.replace(term, factors=(chosen,), groups=())
+
+
+def one_hot_form(first: Form, second: Form, made_by: dict[core.Var, Any]) -> Form:
+    """Returns the form of `entries == iota`.
+
+    Args:
+        first: The form of one side.
+        second: The form of the other side.
+        made_by: The equation that computed each variable.
+    """
+    for rows, iota in ((first, second), (second, first)):
+        size = _iota_size(iota, made_by)
+        if size is None or len(rows.terms) != 1 or len(rows.terms[0].factors) != 1:
+            continue
+        (dim,) = (d for d in iota.dims if d)
+        factor = rows.terms[0].factors[0]
+        if set(factor.indices) & set(dim):
+            continue
+        choice = Choice(value_key(made_by, factor.var), False, "zero")
+        bare = Form(tuple(d for d in rows.dims if d != dim), rows.terms)
+        term = _choice_term(bare, dim, choice)
+        dims = tuple(a or b for a, b in zip(rows.dims, iota.dims, strict=True))
+        return Form(dims, (term,))
+    raise Opaque
+
+
+def _iota_size(form: Form, made_by: dict[core.Var, Any]) -> int | None:
+    """Returns the size of an iota along its only dimension; None: it is not an iota."""
+    if len(form.terms) != 1 or len(form.terms[0].factors) != 1:
+        return None
+    var = form.terms[0].factors[0].var
+    eqn = made_by.get(var) if isinstance(var, core.Var) else None
+    if eqn is None or eqn.primitive.name != "iota":
+        return None
+    shape, axis = eqn.params["shape"], eqn.params["dimension"]
+    is_flat = math.prod(shape) == shape[axis] and sum(map(bool, form.dims)) == 1
+    dtype = eqn.params["dtype"]
+    if not jnp.issubdtype(dtype, jnp.integer) or not is_flat:
+        return None
+    return shape[axis] if shape[axis] - 1 <= jnp.iinfo(dtype).max else None
+
+
+def ragged_dot_form(
+    indices: Indices, left: Form, right: Form, sizes: Atom, key: Hashable, eqn: Any
+) -> Form:
+    """Returns the form of a product of consecutive rows with an entry of a table.
+
+    Args:
+        indices: The indices of all forms.
+        left: The form of the rows.
+        right: The form of the table, with indices of its own.
+        sizes: The number of rows of each entry.
+        key: The value key of `sizes`.
+        eqn: The ragged dot.
+    """
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (contract_l, contract_r), (batch_l, _) = numbers.dot_dimension_numbers
+    ragged, group = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
+    if batch_l or len(contract_l) != 1 or len(ragged) != 1 or len(group) != 1:
+        raise Opaque
+    if ragged[0] in contract_l:
+        raise Opaque
+    left, right = _unify_axis(indices, left, right, contract_l[0], contract_r[0])
+    rows, entry = left.dims[ragged[0]], right.dims[group[0]]
+    choice = Factor(
+        sizes, (rows, entry), _CHOICE_DTYPE, choice=Choice(key, True, "zero")
+    )
+    free_r = [d for i, d in enumerate(right.dims) if i not in (*contract_r, *group)]
+    free_l = [d for i, d in enumerate(left.dims) if i not in contract_l]
+    dims = (*free_l, *free_r)
+    product = multiply(left, right, dims)
+    product = multiply(product, Form(dims, (Term(1.0, (choice,)),)), dims)
+    summed = left.dims[contract_l[0]]
+    return sum_over(indices, product, summed, eqn.outvars[0].aval.dtype)
+
+
+def _unify_axis(
+    indices: Indices, left: Form, right: Form, axis_l: int, axis_r: int
+) -> tuple[Form, Form]:
+    """Gives an axis of each of two forms the same indices."""
+    order = [axis_l, *(i for i in range(len(left.dims)) if i != axis_l)]
+    first = Form(tuple(left.dims[i] for i in order), left.terms)
+    own = [d for i, d in enumerate(right.dims) if i != axis_r]
+    blank: Dims = ((),) * (len(order) - 1)
+    second = Form((right.dims[axis_r], *blank), right.terms)
+    first, aligned = align(indices, first, second)
+    back = [order.index(i) for i in range(len(order))]
+    dims = [*own]
+    dims.insert(axis_r, first.dims[0])
+    return Form(tuple(first.dims[i] for i in back), first.terms), Form(
+        tuple(dims), aligned.terms
+    )

@@ -1,0 +1,175 @@
+"""Computes the normal form of each value of a jaxpr; rules.py has the rules."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from jaxlora.fuse.normal_forms.forms import (
+    MAX_TERMS,
+    Atom,
+    Factor,
+    Form,
+    Group,
+    Indices,
+    Opaque,
+    Term,
+)
+from jaxlora.fuse.normal_forms.segments import Joiner
+
+MAX_SAME = 6  # variables that hold the same product, but for a number; the latest
+MAX_FACTORS = 12  # a value with a longer product is an opaque array
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A rule that derives the form of an equation's result from those of its inputs.
+
+    Attributes:
+        form: Returns the form of the result, or raises `Opaque`.
+        reads: The parameters of the equation that `form` takes into account, or that
+            do not change the result. The result is an opaque array if another
+            parameter is set to anything but None, False or nothing.
+    """
+
+    form: Callable[["Normalizer", Any], Form]
+    reads: frozenset[str] = frozenset()
+
+    def covers(self, eqn: Any) -> bool:
+        """Tells whether the rule knows all that an equation's parameters ask for."""
+        others = (v for name, v in eqn.params.items() if name not in self.reads)
+        return not any(value and not _is_whole(value) for value in others)
+
+
+def _is_whole(value: Any) -> bool:
+    """Tells whether a parameter is the sharding of an array that is not split."""
+    spec = value.spec if isinstance(value, jax.sharding.NamedSharding) else (value,)
+    return all(axis is None for axis in spec)
+
+
+class Normalizer:
+    """Computes the normal form of each value of a jaxpr, in the order of equations.
+
+    Attributes:
+        indices: The indices of all forms.
+        forms: The form of each variable that was computed.
+        made_by: The equation that computed each variable.
+        numbers: Its number.
+        number: The number of the present equation.
+        joiner: Makes one term of concatenated segments.
+    """
+
+    def __init__(self, rules: Mapping[str, Rule]) -> None:
+        """Starts without forms.
+
+        Args:
+            rules: The rule of each primitive, by its name; results of others are opaque
+                arrays.
+        """
+        self._rules = rules
+        self.indices = Indices()
+        self.forms: dict[core.Var, Form] = {}
+        self.made_by: dict[core.Var, Any] = {}
+        self.numbers: dict[core.Var, int] = {}
+        self.number = -1
+        self.joiner = Joiner(self.indices, self.made_by, self.numbers)
+
+    def leaf(self, atom: Atom) -> Form:
+        """Returns the form of an array of which nothing is known."""
+        aval: Any = atom.aval
+        if isinstance(atom, core.Literal) and not aval.shape and _is_real(aval):
+            return Form((), (Term(float(atom.val), ()),))
+        dims = self.indices.new_dims(aval.shape)
+        keeps = True if aval.dtype == bool else None
+        return Form(dims, (Term(1.0, (Factor(atom, dims, aval.dtype, keeps),)),))
+
+    def form(self, atom: Atom) -> Form:
+        """Returns the form of a variable or literal."""
+        if isinstance(atom, core.Literal):
+            return self.leaf(atom)
+        if atom not in self.forms:
+            self.forms[atom] = self.leaf(atom)
+        return self.forms[atom]
+
+    def add_equation(self, number: int, eqn: Any) -> None:
+        """Computes the form of an equation's result."""
+        for out in eqn.outvars:
+            self.made_by[out] = eqn
+            self.numbers[out] = number
+        self.number = number
+        if len(eqn.outvars) != 1:
+            return
+        (out,) = eqn.outvars
+        if any(0 in getattr(v.aval, "shape", ()) for v in (*eqn.invars, out)):
+            return  # empty arrays have no indices
+        form = self.form_of(eqn)
+        if form is None:
+            return
+        terms = [t for t in form.terms if t.coefficient != 0] or list(form.terms[:1])
+        if len(terms) > MAX_TERMS or any(len(t.factors) > MAX_FACTORS for t in terms):
+            return
+        self.forms[out] = Form(
+            form.dims,
+            tuple(_finish(t, number, out, form, terms, _rounds(eqn)) for t in terms),
+        )
+
+    def form_of(self, eqn: Any) -> Form | None:
+        """Computes the form of an equation's only result; None: it has no rule."""
+        rule = self._rules.get(eqn.primitive.name)
+        if rule is None or not rule.covers(eqn):
+            return None
+        try:
+            return rule.form(self, eqn)
+        except Opaque:
+            return None
+
+    def obstacle(self, reason: str) -> None:
+        """Ends a rule at what the kernels do not compute.
+
+        Args:
+            reason: What that is, as a clause without a full stop.
+
+        Raises:
+            Opaque: Always, unless obstacles are only noted.
+        """
+        raise Opaque(reason)
+
+    def forget(self, var: core.Var) -> None:
+        """Makes a variable an opaque array from now on."""
+        self.forms[var] = self.leaf(var)
+
+
+def _finish(
+    term: Term, number: int, out: core.Var, form: Form, terms: list, rounds: bool
+) -> Term:
+    """Notes that an equation computed a term, and that it rounded it."""
+    equations = term.equations | {number}
+    is_bare = len(term.factors) < 2 and term.coefficient == 1
+    if len(terms) > 1 or not term.factors or is_bare:
+        return dataclasses.replace(term, equations=equations)
+    everything = frozenset(range(len(term.factors)))
+    group = Group(term.coefficient, out, form.dims, everything, equations)
+    parts = [g for g in term.groups if g.members != everything]
+    same = [g for g in term.groups if g.members == everything and not rounds]
+    groups = (group, *same[: MAX_SAME - 1], *parts)
+    return dataclasses.replace(term, groups=groups, equations=equations)
+
+
+def _rounds(eqn: Any) -> bool:
+    """Tells whether an equation casts to a smaller dtype."""
+    (source, *_), (out,) = eqn.invars, eqn.outvars
+    is_cast = eqn.primitive.name == "convert_element_type"
+    return is_cast and out.aval.dtype.itemsize < source.aval.dtype.itemsize
+
+
+def is_arithmetic(aval: Any) -> bool:
+    """Tells whether values are numbers, for which sums and products are defined."""
+    return jnp.issubdtype(aval.dtype, jnp.number)
+
+
+def _is_real(aval: Any) -> bool:
+    return is_arithmetic(aval) and not jnp.issubdtype(aval.dtype, np.complexfloating)

@@ -1,0 +1,288 @@
+"""Normal forms of rows that are computed in segments and concatenated.
+
+`concatenate([x[:8] @ a0 @ b0, x[8:] @ a1 @ b1])` is a product of x with tables of A and
+B, in which each block of rows chooses its entry. The tables are new variables, whose
+equations are added to the jaxpr if a site reads them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from jaxlora.fuse.normal_forms.forms import (
+    Choice,
+    Dims,
+    Factor,
+    Form,
+    Indices,
+    Names,
+    Opaque,
+    Term,
+    constant,
+    fresh,
+    multiply,
+    narrower,
+    rename,
+    rename_term,
+)
+from jaxlora.fuse.site import Index
+
+_MIN_FACTORS = 3  # of a branch: x, A and B
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Segments:
+    """The segments of a concatenation, all written in the same way.
+
+    Attributes:
+        eqn: The concatenation.
+        sizes: Rows of each segment.
+        entries: The table's entry of each segment; -1: the segment is zero.
+        terms: The term of each entry, with the indices of the first.
+        row: The index of the first segment's rows.
+        dims: What the dimensions of the first segment stand for.
+    """
+
+    eqn: Any
+    sizes: tuple[int, ...]
+    entries: tuple[int, ...]
+    terms: tuple[Term, ...]
+    row: Index
+    dims: Dims
+
+
+def read_segments(indices: Indices, forms: Sequence[Form], eqn: Any) -> Segments:
+    """Reads a concatenation; raises `Opaque` if its parts differ in more than arrays.
+
+    Args:
+        indices: The indices of all forms.
+        forms: The forms of the concatenated values.
+        eqn: The concatenation.
+    """
+    axis = eqn.params["dimension"]
+    parts = [form for form in forms if constant(form) != 0]
+    is_branch = [len(f.terms) == 1 and bool(f.dims[axis]) for f in parts]
+    if len(parts) < 2 or not all(is_branch):
+        raise Opaque
+    first = parts[0]
+    if len(first.terms[0].factors) < _MIN_FACTORS or len(first.dims[axis]) != 1:
+        raise Opaque
+    (row,) = first.dims[axis]
+    terms = [first.terms[0]]
+    terms += [_renamed_like(indices, first, part, row) for part in parts[1:]]
+    numbers = iter(range(len(parts)))
+    return Segments(
+        eqn=eqn,
+        sizes=tuple(v.aval.shape[axis] for v in eqn.invars),
+        entries=tuple(-1 if constant(f) == 0 else next(numbers) for f in forms),
+        terms=tuple(terms),
+        row=row,
+        dims=first.dims,
+    )
+
+
+def _renamed_like(indices: Indices, first: Form, part: Form, row: Index) -> Term:
+    """Returns the term of a segment with the indices of the first segment."""
+    (wanted,), (term,) = first.terms, part.terms
+    if len(wanted.factors) != len(term.factors):
+        raise Opaque
+    names: Names = {}
+    for one, other in zip(wanted.factors, term.factors, strict=True):
+        alike = [(f.dtype, f.keeps, list(map(len, f.dims))) for f in (one, other)]
+        if alike[0] != alike[1] or one.choice or other.choice:
+            raise Opaque
+        for i, j in zip(one.indices, other.indices, strict=True):
+            if indices.sizes[i] != indices.sizes[j] and i != row:
+                raise Opaque
+            if names.setdefault(j, (i,)) != (i,):
+                raise Opaque
+    renamed = rename(part, names)
+    if renamed.dims != first.dims:
+        raise Opaque
+    return renamed.terms[0]
+
+
+class Joiner:
+    """Merges the terms of segments into one.
+
+    Attributes:
+        indices: The indices of all forms.
+        made_by: The equation that computed each variable.
+        numbers: Its number.
+        added: Equations of new variables.
+    """
+
+    def __init__(
+        self, indices: Indices, made_by: dict[Any, Any], numbers: dict[Any, int]
+    ) -> None:
+        self.indices = indices
+        self.made_by = made_by
+        self.numbers = numbers
+        self.added: list[Any] = []
+
+    def source_of(self, segments: Segments) -> tuple[int, Any, int]:
+        """Finds x; returns its position, the variable, and the axis of its rows."""
+        for place, factor in enumerate(segments.terms[0].factors):
+            source = self._source(segments, place)
+            if source is not None and factor.is_number:
+                return place, *source
+        raise Opaque
+
+    def _source(self, segments: Segments, place: int) -> tuple[Any, int] | None:
+        """Returns the array whose consecutive slices a factor is, and their axis."""
+        dims = segments.terms[0].factors[place].dims
+        if (segments.row,) not in dims:
+            return None
+        axis, found = dims.index((segments.row,)), set()
+        start = 0
+        for size, entry in zip(segments.sizes, segments.entries, strict=True):
+            if entry >= 0:
+                var = segments.terms[entry].factors[place].var
+                found.add(_slice_of(self.made_by, var, axis, start))
+            start += size
+        source = found.pop()
+        if found or source is None or source.aval.shape[axis] != start:
+            return None
+        return source, axis
+
+    def join(self, segments: Segments, place: int, form: Form, axis: int) -> Form:
+        """Returns the form of the concatenation.
+
+        Args:
+            segments: The segments.
+            place: Position of x among the factors.
+            form: The form of the whole x.
+            axis: The axis of x's rows.
+        """
+        first = segments.terms[0]
+        form, rows, block_rows = self._split_rows(segments, form, axis)
+        names: Names = {segments.row: rows}
+        replaced: Names = {}
+        for mine, theirs in zip(first.factors[place].dims, form.dims, strict=True):
+            if mine != (segments.row,) and mine:
+                _, in_mine, in_theirs = self.indices.unify(mine, theirs)
+                names |= in_mine
+                replaced |= in_theirs
+        entry = self.indices.new(len(segments.terms))
+        factors = [
+            self._joined(segments, i, entry)
+            for i in range(len(first.factors))
+            if i != place
+        ]
+        coefficient, scales = _scales(segments, entry)
+        term = Term(
+            coefficient,
+            (*factors, *scales, self._choice(segments, block_rows, entry)),
+            _rounded(segments),
+            any(t.restored for t in segments.terms),
+            frozenset().union(*(t.precisions for t in segments.terms)),
+            equations=self._equations(segments, place),
+        )
+        term = rename_term(term, names)
+        dims = rename(Form(segments.dims, ()), names).dims
+        return multiply(rename(form, replaced), Form(dims, (term,)), dims)
+
+    def _split_rows(
+        self, segments: Segments, form: Form, axis: int
+    ) -> tuple[Form, tuple[Index, ...], tuple[Index, ...]]:
+        """Splits the rows of x into blocks that have one entry each, if it can."""
+        form = fresh(self.indices, form)
+        rows, size = form.dims[axis], math.gcd(*segments.sizes)
+        count = sum(segments.sizes) // size
+        try:
+            (blocks, inner), names = self.indices.split(rows, (count, size))
+        except Opaque:
+            return form, rows, rows
+        return rename(form, names), (*blocks, *inner), blocks
+
+    def _equations(self, segments: Segments, place: int) -> frozenset[int]:
+        """Returns the numbers of all equations of the segments, and of x's slices."""
+        slices = {self.numbers[t.factors[place].var] for t in segments.terms}
+        return frozenset(slices).union(*(t.equations for t in segments.terms))
+
+    def _choice(
+        self, segments: Segments, rows: tuple[Index, ...], entry: Index
+    ) -> Factor:
+        """Returns the choice of each block of rows."""
+        size = sum(segments.sizes) // self.indices.size_of(rows)
+        counts = [n // size for n in segments.sizes]
+        entries = np.repeat(np.asarray(segments.entries, np.int32), counts)
+        choice = Choice(("segments", entries.tobytes()), False, "zero")
+        literal = core.Literal(entries, jax.typeof(entries))
+        return Factor(literal, (rows, (entry,)), entries.dtype, choice=choice)
+
+    def _joined(self, segments: Segments, place: int, entry: Index) -> Factor:
+        """Returns a factor of all segments."""
+        first = segments.terms[0].factors[place]
+        atoms = [t.factors[place].var for t in segments.terms]
+        if segments.row in first.indices:
+            source = self._source(segments, place)
+            if source is not None:
+                return dataclasses.replace(first, var=source[0])
+            if (segments.row,) not in first.dims or -1 in segments.entries:
+                raise Opaque
+            axis = first.dims.index((segments.row,))
+            joined = self._add(segments, atoms, lambda v: jnp.concatenate(v, axis))
+            return dataclasses.replace(first, var=joined)
+        if all(atom is atoms[0] for atom in atoms):
+            return first
+        table = self._add(segments, atoms, jnp.stack)
+        return dataclasses.replace(first, var=table, dims=((entry,), *first.dims))
+
+    def _add(self, segments: Segments, atoms: Sequence[Any], function) -> core.Var:
+        """Adds the equations of a function of variables; returns their result."""
+        if any(isinstance(atom, core.Literal) for atom in atoms):
+            raise Opaque
+        with segments.eqn.ctx.manager:
+            made = jax.make_jaxpr(lambda *v: function(v))(*(a.aval for a in atoms))
+        env: dict[Any, Any] = dict(zip(made.invars, atoms, strict=True))
+        for eqn in made.eqns:
+            for out in eqn.outvars:
+                env[out] = core.Var(out.aval)
+            read = [v if isinstance(v, core.Literal) else env[v] for v in eqn.invars]
+            self.added.append(
+                eqn.replace(invars=read, outvars=[env[v] for v in eqn.outvars])
+            )
+        return env[made.outvars[0]]
+
+
+def _slice_of(made_by: dict[Any, Any], var: Any, axis: int, start: int) -> Any:
+    """Returns the array of which a variable is the slice that starts at a row."""
+    eqn = made_by.get(var) if isinstance(var, core.Var) else None
+    if eqn is None:
+        return None
+    (source, *_), params = eqn.invars, eqn.params
+    if eqn.primitive.name == "split":
+        before = sum(params["sizes"][: eqn.outvars.index(var)])
+        return source if (params["axis"], before) == (axis, start) else None
+    if eqn.primitive.name != "slice" or set(params["strides"] or (1,)) != {1}:
+        return None
+    shape, wanted = list(source.aval.shape), list(var.aval.shape)
+    starts = [0] * len(shape)
+    starts[axis], shape[axis] = start, wanted[axis]
+    return (
+        source if (tuple(starts), shape) == (params["start_indices"], wanted) else None
+    )
+
+
+def _scales(segments: Segments, entry: Index) -> tuple[float, list[Factor]]:
+    """Returns the number that all entries share, or one factor with those of each."""
+    numbers = [term.coefficient for term in segments.terms]
+    if len(set(numbers)) == 1:
+        return numbers[0], []
+    values = np.asarray(numbers, np.float32)
+    literal = core.Literal(values, jax.typeof(values))
+    return 1.0, [Factor(literal, ((entry,),), values.dtype)]
+
+
+def _rounded(segments: Segments) -> np.dtype | None:
+    rounded = segments.terms[0].rounded
+    for term in segments.terms:
+        rounded = narrower(rounded, term.rounded)
+    return rounded

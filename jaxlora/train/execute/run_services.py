@@ -1,0 +1,41 @@
+"""The parts of a run that its stream of microbatches works with, as one value."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from jaxlora.memory.run_memory import RunMemory
+from jaxlora.run.events import Event
+from jaxlora.train.early_exit import EarlyExit
+from jaxlora.train.execute.executor import Executor
+from jaxlora.train.execute.samples import MakeSamples
+from jaxlora.train.job_state import JobState
+from jaxlora.train.plan.run_plan import RunPlan
+from jaxlora.train.requests import Requests
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class RunServices:
+    """What a stream is given by the trainer.
+
+    Attributes:
+        plan: The plan of the run.
+        jobs: Jobs of the run; more may be added at a border.
+        executor: Has the slots, and runs the microbatches.
+        memory: Is corrected by what the devices report, and limits the jobs that run
+            at once.
+        requests: Requests to stop and to pause jobs; more may come at any time.
+        early_exit: Decides which jobs of a sweep end early.
+        export: Writes a job's adapter.
+        send: Sends an event to the callbacks.
+        make_samples: Generates texts with the adapters in slots, for evaluations.
+    """
+
+    plan: RunPlan
+    jobs: Sequence[JobState]
+    executor: Executor
+    memory: RunMemory
+    requests: Requests
+    early_exit: EarlyExit
+    export: Callable[[JobState], None]
+    send: Callable[[Event], None]
+    make_samples: MakeSamples | None = None

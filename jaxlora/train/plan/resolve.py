@@ -1,0 +1,230 @@
+"""Decides all that is `auto` in a run, once, before its weights are loaded."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from jaxlora.common.note import Note
+from jaxlora.config import RunConfig
+from jaxlora.costs.device_profile import find_profile
+from jaxlora.errors import ConfigError
+from jaxlora.memory import capacity
+from jaxlora.memory.bounds import Bounds, low_fill
+from jaxlora.memory.device_memory import DeviceMemory
+from jaxlora.memory.mesh import MeshStages
+from jaxlora.memory.weight_copies import choose_copies
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.programs.program import no_garbage_collection
+from jaxlora.sharding.mesh_sizes import ONE_DEVICE
+from jaxlora.train.execute.layout import base_specs_of
+from jaxlora.train.plan.auto_mesh.candidates import Candidates, Demand
+from jaxlora.train.plan.auto_mesh.choose import choose_mesh
+from jaxlora.train.plan.auto_mesh.machine import Machine
+from jaxlora.train.plan.job_slots import JobPosition
+from jaxlora.train.plan.planned_model import PlannedModel
+from jaxlora.train.plan.prepared_job import PreparedJob, check_comparable
+from jaxlora.train.plan.quantized_base import describe_base
+from jaxlora.train.plan.run_plan import RunPlan, laid_out
+from jaxlora.train.plan.shapes import choose_shapes
+from jaxlora.train.plan.slot_spec import check_fits, decoder_spec
+from jaxlora.train.saved.continue_job import continued_step
+
+
+@no_garbage_collection()  # its estimates trace decoders
+def resolve(
+    config: RunConfig,
+    model: PlannedModel,
+    jobs: Sequence[PreparedJob],
+    machine: Machine,
+    on_accepted: Callable[[], None] = lambda: None,
+) -> RunPlan:
+    """Decides all that is `auto`, and refuses what cannot be trained; logs nothing.
+
+    Args:
+        config: The run.
+        model: The base model.
+        jobs: Jobs of the run.
+        machine: The machine that the run is for.
+        on_accepted: Is called when a run on one device can no longer be refused; what
+            follows are estimates, which may take seconds. Only if the device's memory
+            is known.
+
+    Raises:
+        ConfigError: The mesh does not fit the devices or the model, no mesh has enough
+            memory, no kernels or attention can run the model here, the slots or a
+            microbatch cannot hold a job, or the run does not fit into memory by
+            estimate; or a sweep compares losses on different samples.
+    """
+    check_comparable(config.sweep, jobs)
+    chooses_remat, notes = config.remat == "auto", []
+    if config.mesh == "auto":
+        config, note = _with_mesh(config, model, jobs, machine)
+        notes.append(note)
+    _check_mesh(config, model, machine)
+    if config.remat == "auto" and config.mesh_sizes.stage > 1:
+        # Stages are divided for one `remat`, so it is chosen before their capacity.
+        draft = _draft(config, model, jobs, machine)
+        config, note = draft.with_remat()
+        notes.append(note)
+    draft = _draft(config, model, jobs, machine)
+    plan = draft.finish(on_accepted)
+    # Stages may have settled it by an estimate.
+    bounds = plan.bounds.with_remats() if chooses_remat else plan.bounds
+    return dataclasses.replace(plan, bounds=bounds, notes=(*notes, *plan.notes))
+
+
+def _with_mesh(
+    config: RunConfig,
+    model: PlannedModel,
+    jobs: Sequence[PreparedJob],
+    machine: Machine,
+) -> tuple[RunConfig, Note]:
+    """Replaces `mesh: auto`, and `remat: auto` with it; returns the reason too."""
+    alone = config.replace(mesh=ONE_DEVICE)
+    spec, _ = decoder_spec(alone, model, jobs, _bounds(alone, jobs).max_tokens)
+    demand = _demand(jobs, lambda config: _bounds(config, jobs))
+    choice = choose_mesh(config, spec, demand, machine)
+    if config.samples is not None:
+        config.samples.check_mesh(choice.sizes)
+    config = config.replace(mesh=str(choice.sizes), remat=choice.remat)
+    return config, Note(choice.reason)
+
+
+def _check_mesh(config: RunConfig, model: PlannedModel, machine: Machine) -> None:
+    sizes = config.mesh_sizes
+    try:
+        sizes.check_fits(machine.num_devices)
+        base_specs_of(model.config, model.dtype, sizes.fsdp)
+    except ValueError as error:
+        raise ConfigError(f"mesh: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Draft:
+    """A run on its mesh, of which a `remat` or a capacity may still be `auto`."""
+
+    config: RunConfig
+    model: PlannedModel
+    jobs: Sequence[PreparedJob]
+    machine: Machine
+    spec: DecoderSpec
+    bounds: Bounds
+    notes: tuple[Note, ...]
+
+    @property
+    def available(self) -> DeviceMemory | None:
+        return self.machine.memory_of(self.config.mesh_sizes.num_devices)
+
+    def resolved(
+        self, on_accepted: Callable[[], None] = lambda: None
+    ) -> capacity.Resolved:
+        """Returns the run with the capacity and the `remat` that are estimated best."""
+        stages = MeshStages.of(self.config, self.spec)
+        return capacity.resolve_auto(
+            self.config, stages, self.bounds, self.available, on_accepted
+        )
+
+    def with_remat(self) -> tuple[RunConfig, Note]:
+        """Replaces `remat: auto`; returns the reason too."""
+        found = self.resolved()
+        why = found.notes[0]
+        return self.config.replace(remat=found.config.remat), why
+
+    def finish(self, on_accepted: Callable[[], None]) -> RunPlan:
+        """Chooses the capacity, and lays the run out; see `resolve`."""
+        found, bounds = self.resolved(on_accepted), self.bounds
+        config, notes = found.config, [*self.notes, *found.notes]
+        if bounds.fixed is None and config.mesh_sizes.num_devices > 1:
+            config, faster = self._with_fastest_capacity(config)
+            notes += faster
+            bounds = dataclasses.replace(bounds, largest=config.limits.capacity)
+        spec = self.spec.with_remat(config.weakest_remat)
+        if spec.options.base_format is not None:
+            notes.append(Note(f"base: {describe_base(spec)}"))
+        if self.machine.profiles:
+            notes.append(Note(find_profile(self.machine.profiles, spec)[1]))
+        rates = self.machine.rates(spec, config.network_gbits)
+        plan = laid_out(config, self.model, spec, self.jobs, bounds, rates)
+        shapes, why = choose_shapes(
+            *(config, plan.stages, plan.lanes),
+            lambda: first_positions(self.jobs),
+            *(self.jobs, rates),
+        )
+        notes += why if shapes.tokens else low_fill(config, bounds)
+        notes += plan.notes
+        return dataclasses.replace(plan, shapes=shapes, notes=tuple(notes))
+
+    def _with_fastest_capacity(self, config: RunConfig) -> tuple[RunConfig, list[Note]]:
+        """Returns the run with the capacity that is predicted to be fastest on a mesh.
+
+        Args:
+            config: The run, with the largest capacity that fits.
+        """
+        largest = config.limits.capacity
+        most = dataclasses.replace(self.bounds, largest=largest)
+        spec = self.spec.with_remat(config.weakest_remat)
+        demand = _demand(self.jobs, lambda _: most)
+        candidates = Candidates(demand, self.machine, self.available)
+        found, _ = candidates.fastest(candidates.at(config, spec, most))
+        if found.tokens == largest:
+            return config, []
+        why = f"{found.tokens}, predicted to be faster than {largest}"
+        config = config.replace(microbatch_tokens=found.tokens)
+        return config, [Note(f"microbatch_tokens: auto: {why}")]
+
+
+def _draft(
+    config: RunConfig,
+    model: PlannedModel,
+    jobs: Sequence[PreparedJob],
+    machine: Machine,
+) -> _Draft:
+    bounds = _bounds(config, jobs)
+    spec, choices = decoder_spec(config, model, jobs, bounds.max_tokens)
+    available = machine.memory_of(config.mesh_sizes.num_devices)
+    spec, copies = choose_copies(config, spec, bounds, available)
+    for job in jobs:
+        check_fits(job, spec, bounds.max_tokens)
+    return _Draft(
+        config=config,
+        model=model,
+        jobs=jobs,
+        machine=machine,
+        spec=spec,
+        bounds=bounds,
+        notes=(Note(str(choices)), *copies),
+    )
+
+
+def _demand(
+    jobs: Sequence[PreparedJob], bounds: Callable[[RunConfig], Bounds]
+) -> Demand:
+    return Demand(
+        positions=first_positions(jobs),
+        lengths=lambda job, step: jobs[job].lengths(step),
+        bounds=bounds,
+    )
+
+
+def _bounds(config: RunConfig, jobs: Sequence[PreparedJob]) -> Bounds:
+    held_out = [job.eval_data for job in jobs if job.eval_data is not None]
+    return Bounds.of(config, [job.train_data for job in jobs], held_out)
+
+
+def first_positions(jobs: Sequence[PreparedJob]) -> list[JobPosition]:
+    """Returns the positions at the start of the run of the jobs that have steps.
+
+    Raises:
+        CheckpointError: A checkpoint that a job continues from cannot be used.
+    """
+    positions = [
+        JobPosition(
+            job=i,
+            priority=j.settings.priority,
+            slot=None,
+            step=continued_step(j.settings),
+            num_steps=j.num_steps,
+            batch_tokens=j.batch_tokens,
+        )
+        for i, j in enumerate(jobs)
+    ]
+    return [p for p in positions if p.step < p.num_steps]

@@ -1,0 +1,1 @@
+"""Packers that plan a whole run: the default one, baselines, and those of papers."""

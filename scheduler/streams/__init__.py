@@ -1,0 +1,1 @@
+"""Plans a run as one stream of ticks, while jobs come and go."""

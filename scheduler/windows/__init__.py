@@ -1,0 +1,1 @@
+"""Plans the microbatches of one window of global batches, and improves them."""

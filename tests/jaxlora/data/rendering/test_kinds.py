@@ -1,0 +1,387 @@
+"""Tests the formats that people have their data in, and how they are told apart.
+
+The expected texts are written by hand, after the pages of Stanford Alpaca and
+Alpaca-LoRA, ShareGPT, OpenAI and TRL that define the formats.
+"""
+
+import json
+import logging
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from jaxlora.config import DataConfig, LoraJob
+from jaxlora.data.rendering.kinds import choose_reading
+from jaxlora.data.tokens.marked_text import mark, marked_parts
+from jaxlora.data.tokens.tokenize import DataReader
+from jaxlora.errors import DataError
+from tests.jaxlora.data import chat_templates
+
+ALPACA = {"instruction": "Add {a}.", "input": "1 + 1", "output": "2"}
+ASK = {"role": "user", "content": "What color is the sky?"}
+ANSWER = {"role": "assistant", "content": "It is blue."}
+
+
+def shown(run, tokenizer, record, **options) -> str:
+    """The text of a record, with [[ ]] around what is trained on."""
+    (sample,) = run([record], tokenizer, data=options).samples
+    parts = marked_parts(tokenizer, sample.token_ids, sample.is_target)
+    return mark(list(parts))
+
+
+# --- Alpaca --------------------------------------------------------------------------
+
+WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides "
+    "further context. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\nAdd {a}.\n\n### Input:\n1 + 1\n\n### Response:\n[[2</s>]]"
+)
+WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. Write a response that "
+    "appropriately completes the request.\n\n"
+    "### Instruction:\nAdd {a}.\n\n### Response:\n[[2</s>]]"
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"input": "1 + 1"}, WITH_INPUT),
+        ({"input": ""}, WITHOUT_INPUT),
+        ({"input": None}, WITHOUT_INPUT),
+        ({}, WITHOUT_INPUT),
+    ],
+)
+def test_alpaca(run, make_tokenizer, given, wanted):
+    record = {"instruction": "Add {a}.", **given, "output": "2"}
+    assert shown(run, make_tokenizer(), record) == wanted
+
+
+def test_alpaca_in_a_chat_template(run, make_tokenizer):
+    tokenizer = make_tokenizer(chat_templates.CHATML)
+    assert shown(run, tokenizer, ALPACA, chat=True, system="Count.") == (
+        "<|im_start|>system\nCount.<|im_end|>\n<|im_start|>user\nAdd {a}.\n1 + 1"
+        "<|im_end|>\n<|im_start|>assistant\n[[2<|im_end|>]]\n"
+    )
+    without = {"instruction": "Add.", "input": "", "output": "2"}
+    assert shown(run, tokenizer, without, chat=True) == (
+        "<|im_start|>user\nAdd.<|im_end|>\n<|im_start|>assistant\n[[2<|im_end|>]]\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"instruction": None}, "field 'instruction' is None, of type NoneType"),
+        ({"input": 3}, "field 'input' is 3, of type int"),
+        ({"output": ""}, "completion 'output' is empty"),
+    ],
+)
+def test_bad_alpaca_records(run, change, match):
+    with pytest.raises(DataError, match=rf"records\.jsonl: record 2: .*{match}"):
+        run([ALPACA, ALPACA | change])
+
+
+# --- ShareGPT ------------------------------------------------------------------------
+
+
+def test_sharegpt_with_calls(run, make_tokenizer):
+    record = {
+        "conversations": [
+            {"from": "human", "value": "Time?"},
+            {"from": "function_call", "value": '{"name": "now", "arguments": {}}'},
+            {"from": "observation", "value": "12"},
+            {"from": "gpt", "value": "Noon."},
+        ]
+    }
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+        "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}</>"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    assert shown(run, make_tokenizer(template), record) == (
+        '<user>Time?</><assistant>[[{"name": "now", "arguments": {}}</>]]<tool>12</>'
+        "<assistant>[[Noon.</>]]"
+    )
+
+
+def test_names_of_speakers(run, make_tokenizer, caplog):
+    names = ("human", "model", "User", "Bot", "HUMAN", "GPT", "user", "chatgpt")
+    names += ("Tool", "tool_response")
+    talk = [{"from": name, "value": f"{i}"} for i, name in enumerate(names)]
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    assert shown(run, make_tokenizer(template), {"conversations": talk}) == (
+        "<user>0<assistant>[[1]]<user>2<assistant>[[3]]<user>4<assistant>[[5]]<user>6"
+        "<assistant>[[7]]<tool>8<tool>9"
+    )
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("keys", [("role", "content"), ("from", "value")])
+def test_roles_that_are_not_trained_on_are_reported_once(
+    run, make_tokenizer, caplog, keys
+):
+    def talk(*roles):
+        return {"messages": [dict(zip(keys, (r, "x"), strict=True)) for r in roles]}
+
+    tokenizer = make_tokenizer(chat_templates.CHATML)
+    records = [talk("developer", "user", "agent", "assistant", "tool")] * 2
+    run(records, tokenizer)
+    (said,) = [entry.getMessage() for entry in caplog.records]
+    assert said.endswith(
+        "records.jsonl: messages with the role 'agent' are not trained on. If they are "
+        "the assistant's, rename the role to 'assistant'."
+    )
+    caplog.clear()
+    run(records, tokenizer, data={"loss_on": "all"})
+    run(records, make_tokenizer(chat_templates.GENERATION))
+    assert not caplog.records
+    match = (
+        r"no message has the role 'assistant', .* \(roles: user, agent\)\. If the "
+        r"assistant has another name there, rename its role to 'assistant'; if not, "
+        r"remove the record, or set data\.loss_on to all\."
+    )
+    with pytest.raises(DataError, match=match):
+        run([talk("user", "agent")], tokenizer)
+
+
+@pytest.mark.parametrize("value", ["now()", "3", '["x"]', "[" * 10_000, None])
+def test_bad_calls_of_sharegpt(run, make_tokenizer, value):
+    talk = [{"from": "human", "value": "x"}, {"from": "function_call", "value": value}]
+    with pytest.raises(
+        DataError, match=r"conversations\[1\]\.value is .*, not the call"
+    ):
+        run([{"conversations": talk}], make_tokenizer(chat_templates.CHATML))
+
+
+# --- OpenAI --------------------------------------------------------------------------
+
+
+def test_content_parts(run, make_tokenizer):
+    parts = [{"type": "text", "text": "It is "}, {"type": "text", "text": "blue."}]
+    record = {"messages": [ASK, {"role": "assistant", "content": parts}]}
+    assert shown(run, make_tokenizer(chat_templates.CHATML), record) == (
+        "<|im_start|>user\nWhat color is the sky?<|im_end|>\n<|im_start|>assistant\n"
+        "[[It is blue.<|im_end|>]]\n"
+    )
+
+
+def test_an_image_is_refused_by_name(run):
+    image = {"type": "image_url", "image_url": {"url": "data:..."}}
+    bad = {"messages": [{"role": "user", "content": [image]}, ANSWER]}
+    match = (
+        r"record 2: messages\[0\]\.content\[0\] is a part of type 'image_url'\. Only"
+    )
+    with pytest.raises(DataError, match=match):
+        run([{"messages": [ASK, ANSWER]}, bad])
+
+
+# --- TRL -----------------------------------------------------------------------------
+
+
+def test_conversational_prompt_and_completion(run, make_tokenizer):
+    tokenizer = make_tokenizer(chat_templates.CHATML)
+    before = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes"},
+    ]
+    record = {"prompt": [*before, ASK], "completion": [ANSWER]}
+    start = (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n{}\n<|im_start|>user\n"
+        "What color is the sky?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    wanted = start.format("Yes<|im_end|>") + "[[It is blue.<|im_end|>]]\n"
+    assert shown(run, tokenizer, record) == wanted
+    (sample,) = run([record], tokenizer, data={"loss_on": "all"}).samples
+    assert sample.is_target[1:].all()
+
+
+def test_conversational_prompts_of_columnar_files(tmp_path, make_tokenizer):
+    record = {"prompt": [ASK | {"name": None}], "completion": [ANSWER | {"name": "x"}]}
+    pyarrow.parquet.write_table(pa.Table.from_pylist([record]), tmp_path / "a.parquet")
+    data = DataConfig(path=str(tmp_path / "a.parquet"))
+    tokenizer = make_tokenizer(chat_templates.CHATML)
+    (sample,) = DataReader(tokenizer).read(LoraJob(name="job", data=data)).samples
+    assert tokenizer.decode(sample.token_ids).endswith("It is blue.<|im_end|>\n")
+
+
+@pytest.mark.parametrize(
+    ("records", "options", "match"),
+    [
+        (
+            [{"prompt": [ASK], "completion": "It is blue."}],
+            {},
+            "field 'prompt' is a list of messages, and 'completion' is not. Make both",
+        ),
+        (
+            [{"prompt": "x", "completion": [ANSWER]}],
+            {},
+            "field 'completion' is a list of messages, and 'prompt' is not",
+        ),
+        (
+            [
+                {"prompt": [ASK], "completion": [ANSWER]},
+                {"prompt": "", "completion": ""},
+            ],
+            {},
+            "record 2: field 'prompt' is '', not a list of messages",
+        ),
+        (
+            [{"prompt": [ASK], "completion": [ASK]}],
+            {},
+            r"record 1: the completion has no message .*'assistant', .* user",
+        ),
+        (
+            [{"prompt": [ASK], "completion": [ANSWER]}],
+            {"chat": True},
+            r"chat=true wraps prompt .* read as prompt_completion \(prompt, completion"
+            r": lists of messages\)",
+        ),
+    ],
+)
+def test_bad_conversational_prompts(run, records, options, match):
+    with pytest.raises(DataError, match=rf"records\.jsonl: .*{match}"):
+        run(records, data=options)
+
+
+# --- Which format --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("record", "options", "reading"),
+    [
+        ({"instruction": 1, "output": 1}, {}, "alpaca (instruction, output)"),
+        (ALPACA | {"id": 1}, {}, "alpaca (instruction, input, output)"),
+        (ALPACA | {"text": "x"}, {"kind": "text"}, "text (text)"),
+        (
+            ALPACA | {"text": "x"},
+            {"kind": "alpaca"},
+            "alpaca (instruction, input, output)",
+        ),
+        ({"conversations": []}, {}, "messages (conversations)"),
+        ({"conversations": []}, {"kind": "messages"}, "messages (conversations)"),
+        (
+            {"conversations": [], "talk": []},
+            {"messages": "talk"},
+            "messages (talk)",
+        ),
+        (
+            ALPACA,
+            {"prompt": "{{ instruction }}", "completion": "output"},
+            "prompt_completion (a template, output)",
+        ),
+        (
+            {"prompt": [], "completion": []},
+            {},
+            "prompt_completion (prompt, completion: lists of messages)",
+        ),
+    ],
+)
+def test_readings(record, options, reading):
+    assert str(choose_reading(DataConfig(path="x", **options), record)) == reading
+
+
+@pytest.mark.parametrize(
+    ("record", "options", "match"),
+    [
+        (
+            ALPACA | {"text": "x"},
+            {},
+            r"can be read as text \(text\) or as alpaca \(instruction, input, output\) "
+            r"\(fields found: .*\)\. Set data\.kind to the one .*: text or alpaca\.",
+        ),
+        (
+            {"messages": [], "conversations": []},
+            {},
+            r"read as messages \(messages\) or as messages \(conversations\) .* Set "
+            r"data\.messages to the one that is meant: messages or conversations\.",
+        ),
+        (
+            {"messages": [], "conversations": []},
+            {"kind": "messages"},
+            r"Set data\.messages to the one",
+        ),
+        (
+            {"question": 1},
+            {},
+            "records have the fields question; expected 'prompt' and",
+        ),
+        (
+            {"messages": []},
+            {"text": "body"},
+            r"data\.text is 'body', but the records are read as messages \(messages\) "
+            r"\(fields found: messages\), .* Remove data\.text; or set "
+            r"data\.kind to text, and data\.text to fields that the records have\.",
+        ),
+        (
+            {"text": "x", "talk": []},
+            {"messages": "tlk"},
+            r"data\.messages is 'tlk', but .* text \(text\) .*found: text, talk\)",
+        ),
+        (
+            ALPACA,
+            {"prompt": "{{ instruction }}"},
+            r"data\.prompt is .* read as alpaca .* set data\.kind to "
+            r"prompt_completion, and data\.prompt and data\.completion to fields",
+        ),
+        (
+            ALPACA | {"p": "x"},
+            {"kind": "alpaca", "prompt": "p"},
+            r"data\.prompt is 'p', but the records are read as alpaca",
+        ),
+        (
+            {"talk": [], "body": "x"},
+            {"messages": "talk", "text": "body"},
+            r"data\.text is 'body', but the records are read as messages \(talk\)",
+        ),
+        (
+            {"messages": [], "text": "x"},
+            {"completion": "answer"},
+            r"data\.completion is 'answer', but",
+        ),
+    ],
+)
+def test_a_reading_is_never_guessed(record, options, match):
+    with pytest.raises(DataError, match=match):
+        choose_reading(DataConfig(path="x", **options), record)
+
+
+def test_one_line_of_the_log_says_how_records_are_read(run, make_tokenizer, caplog):
+    caplog.set_level(logging.INFO, "jaxlora")
+    record = {"prompt": "How are you? ", "completion": "Fine." + "!" * 300}
+    run([record] * 1200, make_tokenizer())
+    (line,) = [entry.getMessage() for entry in caplog.records]
+    start, _, end = line.partition("!" * 75)
+    assert start.endswith(
+        "records.jsonl: 1,200 records are read as prompt_completion (prompt, "
+        "completion); the first, with what is trained on in [[ ]]: 'How are you? "
+        "[[Fine."
+    )
+    assert end == " ... " + "!" * 76 + "</s>]]'"
+
+
+def test_files_of_each_format_are_told_apart(tmp_path, make_tokenizer, caplog):
+    caplog.set_level(logging.INFO, "jaxlora")
+    tokenizer = make_tokenizer(chat_templates.CHATML)
+    talk = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]
+    for name, record in {
+        "alpaca": ALPACA,
+        "sharegpt": {"conversations": talk},
+        "openai": {"messages": [ASK, ANSWER], "tools": []},
+        "trl": {"prompt": [ASK], "completion": [ANSWER]},
+        "text": {"text": "The sky is blue."},
+    }.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(json.dumps(record))
+        job = LoraJob(name="job", data=DataConfig(path=str(path)))
+        assert len(DataReader(tokenizer).read(job).samples) == 1
+    said = [r.getMessage().split("read as ")[1].split(";")[0] for r in caplog.records]
+    assert said == [
+        "alpaca (instruction, input, output)",
+        "messages (conversations)",
+        "messages (messages)",
+        "prompt_completion (prompt, completion: lists of messages)",
+        "text (text)",
+    ]

@@ -1,0 +1,348 @@
+"""A stream is planned stretch by stretch, and is one legal schedule as a whole."""
+
+import dataclasses
+import random
+import threading
+
+import pytest
+
+from jaxlora.scheduler import (
+    AffineCost,
+    CostModel,
+    Lanes,
+    Limits,
+    Pipeline,
+    Sample,
+    Schedule,
+    joint,
+    pack_ticks,
+    padded_tokens,
+    simulate,
+    violations,
+)
+from jaxlora.scheduler.check import replica_violations
+from jaxlora.scheduler.lanes import Tick
+from jaxlora.scheduler.streams.lane_fill import fill_ticks, finished, queue_of
+from jaxlora.scheduler.streams.plan_ahead import PlanAhead
+from jaxlora.scheduler.streams.stream import (
+    Position,
+    Rules,
+    StreamState,
+    Stretch,
+    advance,
+    next_stretch,
+    whole_stream,
+)
+
+LIMITS = Limits(capacity=512, block_tokens=16)
+
+
+def rules(
+    num_stages=1,
+    data=1,
+    fsdp=1,
+    *,
+    pinned=False,
+    packer="joint",
+    buckets=(512,),
+    shapes_from=0,
+) -> Rules:
+    half = AffineCost(base=0.0, per_token=0.5 / num_stages, per_square=0.0)
+    return Rules(
+        limits=LIMITS,
+        lanes=Lanes(
+            data=data,
+            fsdp=fsdp,
+            pipeline=Pipeline.one_f_one_b(num_stages),
+            slots_per_replica=2 if pinned else None,
+        ),
+        cost=CostModel.uniform(
+            num_stages, forward=half, backward=half, buckets=buckets
+        ),
+        shapes_from=shapes_from,
+        packer=packer,
+        num_batches=2,
+    )
+
+
+class Mix:
+    """Random jobs: their numbers of batches, batch sizes and lengths."""
+
+    def __init__(self, seed: int, num_jobs: int = 4):
+        rng = random.Random(seed)
+        self.tokens = [
+            [
+                [rng.randint(1, 300) for _ in range(rng.randint(1, 6))]
+                for _ in range(rng.randint(1, 14))
+            ]
+            for _ in range(num_jobs)
+        ]
+
+    def lengths(self, job: int, batch: int) -> list[int]:
+        return self.tokens[job][batch]
+
+    def position(self, job: int, *, slot: int | None = None, batch: int = 0):
+        batches = self.tokens[job]
+        return Position(
+            job=job,
+            owner=job if slot is None else slot,
+            batch=batch,
+            num_batches=len(batches),
+            batch_tokens=sum(map(sum, batches)) / len(batches),
+        )
+
+    @property
+    def positions(self) -> list[Position]:
+        return [self.position(job) for job in range(len(self.tokens))]
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [
+            Sample(owner=job, batch=batch, index=i, num_tokens=n)
+            for job, batches in enumerate(self.tokens)
+            for batch, tokens in enumerate(batches)
+            for i, n in enumerate(tokens)
+        ]
+
+
+KINDS = {
+    "one device": rules(),
+    "stages": rules(4),
+    "lanes": rules(2, fsdp=3),
+    "replicas": rules(2, data=2),
+    "pinned": rules(2, data=2, pinned=True),
+    "pinned lanes": rules(1, data=2, fsdp=2, pinned=True),
+    "shapes": rules(buckets=(128, 512), shapes_from=6),
+    "shapes of lanes": rules(fsdp=2, buckets=(256, 512), shapes_from=4),
+    "greedy": rules(3, packer="greedy"),
+    "greedy lanes": rules(2, fsdp=2, packer="greedy"),
+}
+
+
+def schedule_of(ticks) -> Schedule:
+    return Schedule(microbatches=tuple(m for t in ticks for m in t), limits=LIMITS)
+
+
+def check(ticks, samples, of: Rules) -> None:
+    """Checks by code that does not know of streams."""
+    lanes, schedule = of.lanes, schedule_of(ticks)
+    distance = lanes.pipeline.distance
+    assert not violations(
+        schedule, samples, distance=distance, num_lanes=lanes.num_lanes
+    )
+    assert not replica_violations(schedule, lanes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(6))
+def test_the_stretches_are_one_legal_schedule(kind, seed):
+    mix, of = Mix(seed), KINDS[kind]
+    ticks = list(whole_stream(mix.positions, mix.lengths, of))
+    check(ticks, mix.samples, of)
+
+
+@pytest.mark.parametrize("kind", ["one device", "stages"])
+@pytest.mark.parametrize("seed", range(4))
+def test_it_takes_as_long_as_one_plan_over_everything(kind, seed):
+    mix, of = Mix(seed, num_jobs=8), KINDS[kind]
+    streamed = schedule_of(whole_stream(mix.positions, mix.lengths, of))
+    whole = pack_ticks(mix.samples, LIMITS, "joint", of.lanes, of.cost)
+    pipeline = of.lanes.pipeline
+    times = [simulate(s, of.cost, pipeline).makespan for s in (streamed, whole)]
+    assert times[0] <= times[1] * 1.001
+
+
+@pytest.mark.parametrize(
+    "num_stages, num_lanes, buckets",
+    [(1, 2, ()), (1, 8, ()), (2, 4, (128, 256, 512)), (4, 2, (512,))],
+)
+def test_lanes_take_as_long_as_one_plan_over_everything(num_stages, num_lanes, buckets):
+    """A stream has the targets, ramps and local search of a plan of all samples."""
+    of = rules(num_stages, fsdp=num_lanes, buckets=buckets)
+    times = []
+    for seed in range(2):
+        mix = Mix(seed, num_jobs=6)
+        streamed = schedule_of(whole_stream(mix.positions, mix.lengths, of))
+        whole = pack_ticks(mix.samples, LIMITS, "joint", of.lanes, of.cost)
+        time = lambda s: (
+            simulate(s, of.cost, of.lanes.pipeline, num_lanes=num_lanes).makespan
+        )
+        queue = queue_of(joint.job_batches(mix.samples), LIMITS, of.lanes, of.cost)
+        ticks = fill_ticks(queue, LIMITS, of.lanes)
+        plain = schedule_of(finished(ticks, LIMITS, num_lanes, of.cost))
+        times.append((time(streamed), time(whole), time(plain)))
+    streamed, whole, plain = map(sum, zip(*times, strict=True))
+    assert streamed <= whole * 1.03 and streamed <= plain, times
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(6))
+def test_jobs_join_and_leave_between_any_two_ticks(kind, seed):
+    """What was planned and has not run is planned anew; all rules hold throughout."""
+    rng, mix, of = random.Random(seed), Mix(seed, num_jobs=6), KINDS[kind]
+    num_slots = 4
+    state, waiting, stopped = StreamState(), list(range(6)), set()
+    in_slot: dict[int, int] = {}
+    ran: list[Tick] = []  # whose samples name their job
+    while True:
+        for slot in range(num_slots):
+            if slot not in in_slot and waiting:
+                job = in_slot[slot] = waiting.pop(0)
+                position = mix.position(job, slot=slot)
+                ready = dataclasses.replace(position, ready=state.tick)
+                state = state.with_job(ready)
+        stretch = next_stretch(state, mix.lengths, of)
+        if not stretch.ticks:
+            break
+        some = stretch.ticks[: rng.randint(1, len(stretch.ticks))]
+        state = advance(state, some, mix.lengths, of)
+        if len(some) == len(stretch.ticks):
+            assert state == dataclasses.replace(stretch.after, hints=state.hints)
+            state = stretch.after
+        for tick in some:
+            ran.append(
+                tuple(
+                    tuple(dataclasses.replace(s, owner=in_slot[s.owner]) for s in m)
+                    for m in tick
+                )
+            )
+        left = {p.owner for p in state.positions}
+        if rng.random() < 0.2 and left:
+            leaves = rng.choice(sorted(left))
+            stopped.add(in_slot[leaves])
+            state = state.without(leaves)
+            left.discard(leaves)
+        in_slot = {slot: job for slot, job in in_slot.items() if slot in left}
+    samples = [s for tick in ran for m in tick for s in m]
+    distance, num_lanes = of.lanes.pipeline.distance, of.lanes.num_lanes
+    schedule = schedule_of(ran)
+    assert not violations(schedule, samples, distance=distance, num_lanes=num_lanes)
+    whole = {s for s in mix.samples if s.owner not in stopped}
+    assert whole <= set(samples) <= set(mix.samples)
+
+
+def test_shapes_are_used_from_a_tick_on():
+    """Before it, all ticks have one shape, and are those of a run with one."""
+    mix, num = Mix(0, num_jobs=2), 4
+    one, some = rules(fsdp=2), KINDS["shapes of lanes"]
+    of_one, of_some = (
+        list(whole_stream(mix.positions, mix.lengths, of)) for of in (one, some)
+    )
+    same = [a == b for a, b in zip(of_one, of_some, strict=False)]
+    assert all(same[:num]) and not all(same)
+    rows = [some.rows(number, tick) for number, tick in enumerate(of_some)]
+    assert set(rows[:num]) == {512} and 256 in rows[num:]
+    for tick, num in zip(of_some, rows, strict=True):
+        longest = max(padded_tokens(m, LIMITS) for m in tick)
+        assert longest <= num
+
+
+def test_an_unknown_or_early_sample_is_refused():
+    mix, of = Mix(0), KINDS["stages"]
+    state = StreamState()
+    for position in mix.positions:
+        state = state.with_job(position)
+    first = mix.samples[0]
+    whole = tuple(s for s in mix.samples if s.owner == 0 and s.batch == 0)
+    for wrong, why in (
+        (dataclasses.replace(first, index=99), r"samples \[99\] of slot 0"),
+        (dataclasses.replace(first, batch=1), r"has batches \[1\] of slot 0"),
+        (dataclasses.replace(first, num_tokens=999), "over the capacity"),
+        (dataclasses.replace(first, num_tokens=first.num_tokens + 1), "other lengths"),
+    ):
+        with pytest.raises(RuntimeError, match=why):
+            advance(state, [((wrong,),)], mix.lengths, of)
+    after = advance(state, [((s,),) for s in whole], mix.lengths, of)
+    (moved,) = [p for p in after.positions if p.owner == 0]
+    assert moved.batch == 1 and moved.left is None
+    assert moved.ready == len(whole) - 1 + of.lanes.pipeline.distance
+    early = Sample(owner=0, batch=1, index=0, num_tokens=mix.lengths(0, 1)[0])
+    with pytest.raises(RuntimeError, match="may run from tick"):
+        advance(after, [((early,),)], mix.lengths, of)
+
+
+def test_two_jobs_cannot_have_one_slot():
+    mix = Mix(0)
+    state = StreamState().with_job(mix.position(0))
+    with pytest.raises(ValueError, match="slot 0 has a job already"):
+        state.with_job(mix.position(1, slot=0))
+
+
+def test_a_sample_over_the_capacity_is_refused():
+    of, position = KINDS["one device"], Mix(0).position(0)
+    with pytest.raises(ValueError, match="over the capacity of 512 tokens"):
+        next_stretch(StreamState().with_job(position), lambda job, batch: [513], of)
+
+
+# ---- in the background ---------------------------------------------------------------
+
+
+def state_of(tick: int) -> StreamState:
+    return StreamState(tick=tick)
+
+
+def plan(state: StreamState) -> Stretch:
+    return Stretch(ticks=(), after=dataclasses.replace(state, tick=state.tick + 1))
+
+
+def test_takes_the_prepared_plan():
+    threads = []
+
+    def recording(state):
+        threads.append(threading.current_thread())
+        return plan(state)
+
+    with PlanAhead(recording) as plans:
+        first = plans.take(state_of(0))
+        assert not first.ahead and first.stretch == plan(state_of(0))
+        plans.prepare(state_of(3))
+        second = plans.take(state_of(3))
+        assert second.ahead and second.stretch == plan(state_of(3))
+        assert not plans.take(state_of(3)).ahead  # a plan can only be taken once
+    here = threading.current_thread()
+    assert [thread is here for thread in threads] == [True, False, True]
+
+
+def test_an_unexpected_state_is_planned_again():
+    with PlanAhead(plan) as plans:
+        plans.prepare(state_of(3))
+        taken = plans.take(state_of(4))
+        assert not taken.ahead and taken.stretch == plan(state_of(4))
+
+
+def test_waits_for_a_late_plan():
+    go = threading.Event()
+
+    def slow(state):
+        assert go.wait(10)
+        return plan(state)
+
+    with PlanAhead(slow) as plans:
+        plans.prepare(state_of(0))
+        threading.Timer(0.05, go.set).start()
+        taken = plans.take(state_of(0))
+    assert taken.ahead and taken.waited_seconds > 0.02
+    assert taken.stretch == plan(state_of(0))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_errors_are_raised_when_the_plan_is_taken(ahead):
+    def fails(state):
+        if state.tick == 0:
+            raise RuntimeError("a bug")
+        return plan(state)
+
+    with PlanAhead(fails) as plans:
+        if ahead:
+            plans.prepare(state_of(0))
+        with pytest.raises(RuntimeError, match="a bug"):
+            plans.take(state_of(0))
+        assert plans.take(state_of(1)).stretch == plan(state_of(1))
+
+
+def test_closes_while_a_plan_is_in_progress():
+    go = threading.Event()
+    plans = PlanAhead(lambda state: go.wait(10))
+    plans.prepare(state_of(0))
+    plans.close()
+    go.set()
